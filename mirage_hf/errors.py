@@ -1,0 +1,82 @@
+"""Every exception of the package and its wording: what is wrong, where, and the way out."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+
+class MirageError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class GraphError(MirageError, ValueError):
+    """A tensor program that cannot be built: shapes, dtypes, axes or tensors of another graph."""
+
+
+class UnknownOpError(GraphError, AttributeError):
+    """An op name that the op table does not have."""
+
+
+class DTypeError(GraphError, TypeError):
+    """A dtype the op table or a backend does not support."""
+
+
+class FormatError(MirageError, ValueError):
+    """A file or text that is not what it should be: damaged, of another kind, or of a newer version."""
+
+
+class InputError(MirageError, ValueError):
+    """Tensors given to a kernel that differ from what it was built for."""
+
+
+class SearchError(MirageError, ValueError):
+    """Search options that are impossible, or a program the search cannot take."""
+
+
+class VerificationError(MirageError):
+    """A µGraph that is not equivalent to its program, or whose rounding is worse than stock."""
+
+
+class CodegenError(MirageError):
+    """A block graph or schedule for which no kernel can be generated or compiled."""
+
+
+class ZooError(MirageError):
+    """A kernel zoo that cannot be read or written. Single bad entries are skipped with a reason instead."""
+
+
+class OptimizeError(MirageError, ValueError):
+    """A model that `optimize()` must not touch."""
+
+
+class OptimizeWarning(UserWarning):
+    """`optimize()` changed less than the user may expect."""
+
+
+# -- wording shared by several stages ---------------------------------------------------------------------------------
+
+def shape(dims: Sequence[int]) -> str:
+    return "(" + ", ".join(str(d) for d in dims) + ")"
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    close = get_close_matches(name, list(known), n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def inner_sizes_differ(a_name: str, a: Sequence[int], b_name: str, b: Sequence[int]) -> GraphError:
+    hint = ""
+    if len(b) >= 2 and a[-1] == b[-1]:
+        hint = f"; the sizes fit if {b_name} is transposed (graph.permute, or strides=(1, {b[-1]}) at new_input)"
+    return GraphError(
+        f"matmul: inner sizes differ, {a_name} {shape(a)} and {b_name} {shape(b)}: "
+        f"{a_name} has {a[-1]} columns, {b_name} has {b[-2] if len(b) > 1 else b[0]} rows{hint}")
+
+
+def unknown_op(name: str, known: Iterable[str]) -> UnknownOpError:
+    known = sorted(known)
+    return UnknownOpError(f"unknown op {name!r}{suggest(name, known)} Known ops: {', '.join(known)}")
+
+
+def unknown_dtype(dtype: object, known: Iterable[str]) -> DTypeError:
+    return DTypeError(f"unsupported dtype {dtype!r}; supported: {', '.join(known)}")

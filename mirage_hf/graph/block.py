@@ -1,0 +1,230 @@
+"""Block graphs: what one kernel does, as stages over named axes. Frozen values; the schedule decides tile sizes.
+
+Every axis has one role. GRID axes are cut among thread blocks, the LOOP axis is walked by the stages that name it, TILE
+axes are held whole in a block. A value carries a set of axes; its tensors have one dim per carried axis, in the order of
+`BlockGraph.axes`. Mirage's imap, fmap and omap follow from the roles (see graph/maps.py).
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from mirage_hf import errors
+
+
+class Role(str, Enum):
+    GRID = "grid"
+    LOOP = "loop"
+    TILE = "tile"
+
+
+@dataclass(frozen=True)
+class Axis:
+    name: str
+    size: int
+    role: Role
+
+
+@dataclass(frozen=True)
+class BlockInput:
+    """A value loaded from device memory.
+
+    `sources` are positions in the kernel's operand list; more than one means that they lie end to end along `joined`
+    (weights of q, k and v read through one pointer each, selected by row block). `axes` names the axis of each dim of the
+    source tensors, None for a dim of size 1; `sizes` are the sources' extents along `joined`, in order.
+    """
+
+    name: str
+    sources: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    joined: str | None = None
+    sizes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.sources) > 1 and (self.joined not in self.axes or len(self.sizes) != len(self.sources)):
+            raise errors.GraphError(f"block input {self.name}: {len(self.sources)} sources need a joined axis and a size each")
+
+
+@dataclass(frozen=True)
+class BlockOp:
+    """`out = fn(args)`, elementwise with broadcasting by axis name, or fn "sum"/"max" over the TILE axis `over`.
+
+    `fn` is the name of an elementwise op of the table; an argument is the name of a value or a number. `axes` are those
+    that `out` carries.
+    """
+
+    out: str
+    fn: str
+    args: tuple[str | float, ...]
+    axes: tuple[str, ...]
+    attrs: tuple[tuple[str, float], ...] = ()
+    over: str | None = None
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """`out` = "sum" or "max" of `arg` over the stage's loop axis; usable from the next stage on."""
+
+    out: str
+    arg: str
+    kind: str
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A body, run once, or once per tile of the axis `loop` with accumulators. Inputs are loaded where they are first read."""
+
+    loop: str | None
+    body: tuple[BlockOp, ...]
+    accumulators: tuple[Accumulator, ...] = ()
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """A value stored to device memory: `axes` names the axis of each dim of the tensor (None: size 1); `dtype` by name."""
+
+    value: str
+    axes: tuple[str | None, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A sum of products of two values: what a schedule may give to FMAs or to tensor cores."""
+
+    out: str
+    a: str
+    b: str
+    over: str
+    product: str
+
+
+@dataclass(frozen=True)
+class BlockGraph:
+    """One kernel. Construction checks names, axes and the order of definition. Errors: GraphError."""
+
+    axes: tuple[Axis, ...]
+    inputs: tuple[BlockInput, ...]
+    stages: tuple[Stage, ...]
+    outputs: tuple[BlockOutput, ...]
+
+    def __post_init__(self) -> None:
+        sizes = {a.name: a.size for a in self.axes}
+        order = {a.name: i for i, a in enumerate(self.axes)}
+        loops = [a.name for a in self.axes if a.role is Role.LOOP]
+        carried: dict[str, tuple[str, ...]] = {}
+
+        def fail(text: str) -> errors.GraphError:
+            return errors.GraphError(f"block graph: {text}")
+
+        def define(name: str, axes: tuple[str, ...]) -> None:
+            if name in carried:
+                raise fail(f"{name} is defined twice")
+            if any(a not in sizes for a in axes):
+                raise fail(f"{name} carries an unknown axis among {axes}")
+            if tuple(sorted(axes, key=order.__getitem__)) != axes:
+                raise fail(f"{name}: axes {axes} are not in the graph's order")
+            carried[name] = axes
+
+        if len(sizes) != len(self.axes) or len(loops) > 1:
+            raise fail("axis names must be unique and at most one axis loops")
+        for i in self.inputs:
+            define(i.name, self.input_axes(i))
+        visible = set(carried)
+        for stage in self.stages:
+            if stage.loop is not None and stage.loop not in loops:
+                raise fail(f"a stage loops over {stage.loop}, which is not the loop axis")
+            local = set(visible)
+            for op in stage.body:
+                used = [a for a in op.args if isinstance(a, str)]
+                missing = [a for a in used if a not in local]
+                if missing:
+                    raise fail(f"{op.out} reads {missing[0]}, which is not available there")
+                union = {x for a in used for x in carried[a]} - ({op.over} if op.over else set())
+                if union != set(op.axes):
+                    raise fail(f"{op.out} carries {op.axes}, its arguments give {tuple(union)}")
+                if stage.loop is None and op.over is None and any(x in loops for x in op.axes):
+                    raise fail(f"{op.out} carries the loop axis outside a loop")
+                if op.over is not None and (op.fn not in ("sum", "max") or self.role(op.over) is not Role.TILE):
+                    raise fail(f"{op.out} reduces over {op.over}, which must be a tile axis")
+                define(op.out, op.axes)
+                local.add(op.out)
+            kept = {op.out for op in stage.body if stage.loop not in op.axes}
+            for acc in stage.accumulators:
+                if acc.arg not in local or stage.loop not in carried[acc.arg] or acc.kind not in ("sum", "max"):
+                    raise fail(f"accumulator {acc.out} must sum or max a value of this stage that carries its loop axis")
+                define(acc.out, tuple(a for a in carried[acc.arg] if a != stage.loop))
+                if acc.axes != carried[acc.out]:
+                    raise fail(f"accumulator {acc.out} carries {carried[acc.out]}, not {acc.axes}")
+                kept.add(acc.out)
+            visible |= kept
+        for o in self.outputs:
+            if o.value not in carried or set(carried[o.value]) != {a for a in o.axes if a}:
+                raise fail(f"output {o.value} does not carry the axes {o.axes}")
+
+    # -- looking things up ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _axes(self) -> dict[str, Axis]:
+        return {a.name: a for a in self.axes}
+
+    def axis(self, name: str) -> Axis:
+        return self._axes[name]
+
+    def role(self, name: str) -> Role:
+        return self._axes[name].role
+
+    def named(self, role: Role) -> tuple[Axis, ...]:
+        return tuple(a for a in self.axes if a.role is role)
+
+    def input_axes(self, i: BlockInput) -> tuple[str, ...]:
+        """The axes an input carries, in the graph's order."""
+        return tuple(a.name for a in self.axes if a.name in i.axes)
+
+    @cached_property
+    def carried(self) -> dict[str, tuple[str, ...]]:
+        """Axes carried by each value, inputs included."""
+        found = {i.name: self.input_axes(i) for i in self.inputs}
+        for stage in self.stages:
+            found |= {op.out: op.axes for op in stage.body} | {a.out: a.axes for a in stage.accumulators}
+        return found
+
+    def ops(self) -> Iterator[BlockOp]:
+        for stage in self.stages:
+            yield from stage.body
+
+    def output_dims(self, output: BlockOutput) -> tuple[int, ...]:
+        return tuple(1 if a is None else self.axis(a).size for a in output.axes)
+
+    @cached_property
+    def contractions(self) -> dict[str, Contraction]:
+        """Sums (accumulators, or sums over a tile axis) of a product that nothing else reads, by name of the sum.
+
+        Only products whose factors each carry the summed axis count, so the sum is a matrix product over it.
+        """
+        uses: dict[str, int] = {}
+        for op in self.ops():
+            for a in op.args:
+                if isinstance(a, str):
+                    uses[a] = uses.get(a, 0) + 1
+        for stage in self.stages:
+            for acc in stage.accumulators:
+                uses[acc.arg] = uses.get(acc.arg, 0) + 1
+        for o in self.outputs:
+            uses[o.value] = uses.get(o.value, 0) + 1
+        products = {op.out: op for op in self.ops() if op.fn == "mul" and op.over is None
+                    and all(isinstance(a, str) for a in op.args) and uses.get(op.out) == 1}
+        sums = [(op.out, op.args[0], op.over) for op in self.ops() if op.fn == "sum" and op.over]
+        sums += [(acc.out, acc.arg, stage.loop) for stage in self.stages for acc in stage.accumulators if acc.kind == "sum"]
+        found = {}
+        for out, arg, over in sums:
+            product = products.get(arg)  # type: ignore[arg-type]
+            if product is None or over is None:
+                continue
+            a, b = product.args
+            if a != b and over in self.carried[a] and over in self.carried[b]:  # type: ignore[index]
+                found[out] = Contraction(out, str(a), str(b), over, product.out)
+        return found

@@ -1,0 +1,197 @@
+"""Run kernel graphs and block graphs under an algebra: torch numbers (the cpu backend, references) or finite fields (proofs).
+
+One interpreter walks a block graph exactly as a kernel does: block by block, stage by stage, loop tile by loop tile.
+"""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from mirage_hf.graph.block import BlockGraph, BlockOutput, Contraction, Role
+from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
+from mirage_hf.ops import table
+
+
+class Algebra(Protocol):
+    """Arrays and what may be done to them. In a block graph an array has one dim per axis of the graph, 1 if not carried."""
+
+    def arrange(self, x: Any, order: Sequence[int], shape: Sequence[int]) -> Any: ...
+    def join(self, xs: Sequence[Any], dim: int) -> Any: ...
+    def cut(self, x: Any, slices: tuple[slice, ...]) -> Any: ...
+    def empty(self, shape: Sequence[int]) -> Any: ...
+    def put(self, out: Any, slices: tuple[slice, ...], x: Any) -> None: ...
+    def elementwise(self, fn: str, args: Sequence[Any], attrs: Mapping[str, float]) -> Any: ...
+    def reduce(self, kind: str, x: Any, dim: int) -> Any: ...
+    def accumulate(self, kind: str, total: Any, x: Any) -> Any: ...
+    def contract(self, a: Any, b: Any, dim: int) -> Any:
+        """Σ over `dim` of a·b, or None where the algebra has no shortcut."""
+
+
+class TorchAlgebra:
+    """Numbers of one compute dtype. `mma` rounds the factors of contractions as tensor cores fed with that dtype would."""
+
+    def __init__(self, compute: torch.dtype = torch.float32, mma: torch.dtype | None = None,
+                 device: torch.device | str = "cpu"):
+        self.compute, self.mma, self.device = compute, mma, device
+
+    def arrange(self, x: torch.Tensor, order: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        return x.to(self.compute).permute(tuple(order)).reshape(tuple(shape))
+
+    def join(self, xs: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        return torch.cat(list(xs), dim)
+
+    def cut(self, x: torch.Tensor, slices: tuple[slice, ...]) -> torch.Tensor:
+        return x[slices]
+
+    def empty(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.full(tuple(shape), float("nan"), dtype=self.compute, device=self.device)
+
+    def put(self, out: torch.Tensor, slices: tuple[slice, ...], x: torch.Tensor) -> None:
+        out[slices] = x
+
+    def elementwise(self, fn: str, args: Sequence[Any], attrs: Mapping[str, float]) -> torch.Tensor:
+        tensors = [torch.as_tensor(a, dtype=self.compute) for a in args]
+        return table.lookup(fn).oracle(*tensors, **attrs)
+
+    def reduce(self, kind: str, x: torch.Tensor, dim: int) -> torch.Tensor:
+        return table.lookup("reduction").oracle(x, dim=dim, kind=kind)
+
+    def accumulate(self, kind: str, total: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+        if total is None:
+            return x
+        return total + x if kind == "sum" else torch.maximum(total, x)
+
+    def contract(self, a: torch.Tensor, b: torch.Tensor, dim: int) -> torch.Tensor:
+        if self.mma is not None:
+            a, b = a.to(self.mma).to(self.compute), b.to(self.mma).to(self.compute)
+        letters = "abcdefghijklmnopqrstuvwxyz"[: a.dim()]
+        out = torch.einsum(f"{letters},{letters}->{letters.replace(letters[dim], '')}", a, b)
+        return out.unsqueeze(dim)
+
+
+def _cuts(size: int, pieces: int) -> list[slice]:
+    step = -(-size // max(1, min(pieces, size)))
+    return [slice(lo, min(lo + step, size)) for lo in range(0, size, step)]
+
+
+def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra,
+                    pieces: Mapping[str, int] | int = 1) -> list[Any]:
+    """Execute a block graph. `pieces`: into how many parts grid and loop axes are cut (int: all alike). Returns raw arrays
+    in the outputs' dims."""
+    index = {a.name: i for i, a in enumerate(graph.axes)}
+    rank = len(graph.axes)
+
+    def cuts(name: str) -> list[slice]:
+        return _cuts(graph.axis(name).size, pieces if isinstance(pieces, int) else pieces.get(name, 1))
+
+    def block_shape(axes: Sequence[str], extent: Mapping[str, int]) -> list[int]:
+        return [extent.get(a.name, a.size) if a.name in axes else 1 for a in graph.axes]
+
+    loaded = {}
+    for i in graph.inputs:
+        present = [(index[a], d) for d, a in enumerate(i.axes) if a is not None]
+        order = [d for _, d in sorted(present)] + [d for d, a in enumerate(i.axes) if a is None]
+        parts = []
+        for k, source in enumerate(i.sources):
+            extent = {i.joined: i.sizes[k]} if i.joined else {}
+            parts.append(algebra.arrange(operands[source], order, block_shape(graph.input_axes(i), extent)))
+        loaded[i.name] = parts[0] if len(parts) == 1 else algebra.join(parts, index[i.joined])
+
+    raw = [algebra.empty([graph.axis(a).size if a in o.axes else 1 for a in index]) for o in graph.outputs]
+    written_at = {o.value: next((s for s, st in enumerate(graph.stages) if any(op.out == o.value for op in st.body)
+                                 or any(a.out == o.value for a in st.accumulators)), None) for o in graph.outputs}
+    grid = graph.named(Role.GRID)
+    for combo in itertools.product(*(cuts(a.name) for a in grid)):
+        at = {a.name: s for a, s in zip(grid, combo, strict=True)}
+        values: dict[str, Any] = {}
+
+        def window(axes: Sequence[str], at: Mapping[str, slice] = at) -> tuple[slice, ...]:
+            return tuple(at.get(a, slice(None)) if a in axes else slice(None) for a in index)
+
+        def store(o: BlockOutput, at: Mapping[str, slice] = at, values: Mapping[str, Any] = values) -> None:
+            algebra.put(raw[graph.outputs.index(o)], window(tuple(a for a in o.axes if a), at), values[o.value])
+
+        for s, stage in enumerate(graph.stages):
+            totals: dict[str, Any] = {}
+            for part in cuts(stage.loop) if stage.loop else [None]:
+                if part is not None:
+                    at[stage.loop] = part  # type: ignore[index]
+                for i in graph.inputs:
+                    if stage.loop or i.name not in values:
+                        values[i.name] = algebra.cut(loaded[i.name], window(graph.input_axes(i)))
+                _run_body(graph, s, values, totals, algebra, index)
+                for o in graph.outputs:
+                    if written_at[o.value] == s and stage.loop in o.axes and stage.loop is not None:
+                        store(o)
+            if stage.loop:
+                at.pop(stage.loop, None)
+                for i in graph.inputs:  # a later stage loads its own tile
+                    if stage.loop in i.axes:
+                        values.pop(i.name, None)
+            values |= totals
+        for o in graph.outputs:
+            if not any(a is not None and graph.role(a) is Role.LOOP for a in o.axes):
+                store(o)
+    results = []
+    for o, array in zip(graph.outputs, raw, strict=True):
+        present = [index[a] for a in o.axes if a is not None]
+        order = present + [d for d in range(rank) if d not in present]
+        results.append(algebra.arrange(array, order, graph.output_dims(o)))
+    return results
+
+
+def _run_body(graph: BlockGraph, number: int, values: dict[str, Any], totals: dict[str, Any], algebra: Algebra,
+              index: Mapping[str, int]) -> None:
+    stage = graph.stages[number]
+    fused: dict[str, Contraction] = {c.product: c for c in graph.contractions.values()}
+
+    def contracted(name: str) -> Any:
+        c = fused.get(name)
+        return None if c is None else algebra.contract(values[c.a], values[c.b], index[c.over])
+
+    pending: dict[str, Any] = {}
+    for op in stage.body:
+        if op.out in fused and (shortcut := contracted(op.out)) is not None:
+            pending[op.out] = shortcut
+        elif op.over is not None:
+            values[op.out] = pending.pop(op.args[0], None) if op.args[0] in pending else None  # type: ignore[arg-type]
+            if values[op.out] is None:
+                values[op.out] = algebra.reduce(op.fn, values[op.args[0]], index[op.over])  # type: ignore[index]
+        else:
+            args = [values[a] if isinstance(a, str) else a for a in op.args]
+            values[op.out] = algebra.elementwise(op.fn, args, dict(op.attrs))
+    for acc in stage.accumulators:
+        part = pending[acc.arg] if acc.arg in pending else algebra.reduce(acc.kind, values[acc.arg], index[stage.loop])  # type: ignore[index]
+        totals[acc.out] = algebra.accumulate(acc.kind, totals.get(acc.out), part)
+
+
+def run_kernel_graph(graph: KernelGraph, inputs: Sequence[torch.Tensor], wide: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Run a kernel graph with torch: each op by its oracle in its own dtype, block graphs in float32 like their kernels.
+
+    `wide` (float64) converts the inputs and computes everything in that dtype instead: the reference for numeric checks.
+    """
+    values: dict[int, torch.Tensor] = {}
+    for t, x in zip(graph.inputs, inputs, strict=True):
+        values[t.index] = x.to(wide) if wide is not None and x.is_floating_point() else x
+    for op in graph.ops:
+        for t, y in zip(op.outputs, _run_op(op, values, wide), strict=True):
+            values[t.index] = y
+    return [values[t.index] for t in graph.outputs]
+
+
+def _run_op(op: KernelOp, values: Mapping[int, torch.Tensor], wide: torch.dtype | None) -> list[torch.Tensor]:
+    args: list[Any] = [values[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
+    if op.name == CUSTOMIZED:
+        assert op.block is not None
+        outs = run_block_graph(op.block, args, TorchAlgebra(wide or torch.float32, device=args[0].device))
+        return [y.to(wide or t.dtype) for t, y in zip(op.outputs, outs, strict=True)]
+    row = table.lookup(op.name)
+    if op.name == "cast" and wide is not None:
+        return [args[0]]
+    if row.kind == "elementwise" and not all(isinstance(a, torch.Tensor) for a in args):
+        # a 0-dim float64 takes part at full precision and does not change the result's dtype, as a Python number would
+        args = [a if isinstance(a, torch.Tensor) else torch.tensor(a, dtype=torch.float64) for a in args]
+    return [row.oracle(*args, **dict(op.attrs))]

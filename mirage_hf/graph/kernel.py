@@ -1,0 +1,263 @@
+"""Kernel graphs: tensors in device memory and the ops among them. A tensor program and a found µGraph are both one.
+
+Ops on a `KernelGraph` are its methods, one per row of the op table; `customized` runs a block graph as one kernel.
+"""
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mirage_hf import errors
+from mirage_hf.graph.block import BlockGraph
+from mirage_hf.ops import table
+
+_uids = itertools.count()
+
+
+@dataclass(frozen=True)
+class DTensor:
+    """A tensor in device memory: `dims`, `dtype`, `name`, and a stride per dim in elements (row-major unless given)."""
+
+    index: int
+    dims: tuple[int, ...]
+    dtype: torch.dtype
+    name: str
+    strides: tuple[int, ...]
+    graph_uid: int = field(compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return f"%{self.name}"
+
+
+Operand = DTensor | float
+
+
+@dataclass(frozen=True)
+class KernelOp:
+    """One op: its row's name, operands, outputs, and attributes (sorted pairs); `block` for "customized"."""
+
+    name: str
+    inputs: tuple[Operand, ...]
+    outputs: tuple[DTensor, ...]
+    attrs: tuple[tuple[str, Any], ...] = ()
+    block: BlockGraph | None = None
+
+
+CUSTOMIZED = "customized"
+
+
+def row_major(dims: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for d in reversed(dims):
+        strides.append(step)
+        step *= d
+    return tuple(reversed(strides))
+
+
+class KernelGraph:
+    """A tensor program under construction. Every method that adds an op returns the tensor it makes.
+
+    Errors: GraphError for shapes that do not fit (with both shapes and the way out), UnknownOpError, DTypeError.
+    """
+
+    def __init__(self) -> None:
+        self._uid = next(_uids)
+        self._tensors: list[DTensor] = []
+        self._inputs: list[DTensor] = []
+        self._ops: list[KernelOp] = []
+        self._marked: list[DTensor] = []
+
+    # -- building -------------------------------------------------------------------------------------------------------
+
+    def new_input(self, dims: Sequence[int], dtype: torch.dtype | str = torch.float16,
+                  strides: Sequence[int] | None = None, name: str | None = None) -> DTensor:
+        """Add an input of shape `dims`; `strides` in elements, row-major unless given ((1, k) reads an nn.Linear weight)."""
+        dims = tuple(dims)
+        if not dims or any(not isinstance(d, int) or d < 1 for d in dims):
+            raise errors.GraphError(f"new_input: dims must be positive integers, got {errors.shape(dims)}")
+        strides = row_major(dims) if strides is None else tuple(strides)
+        if len(strides) != len(dims) or any(not isinstance(s, int) or s < 0 for s in strides):
+            raise errors.GraphError(f"new_input: strides {errors.shape(strides)} must be one non-negative integer per dim of {errors.shape(dims)}")
+        tensor = self._tensor(dims, table.as_dtype(dtype), name, strides)
+        self._inputs.append(tensor)
+        return tensor
+
+    def mark_output(self, *tensors: DTensor) -> None:
+        """Make tensors outputs, in this order. Without it, the tensors that nothing reads are the outputs."""
+        for t in tensors:
+            self._own(t, "mark_output")
+            self._marked.append(t)
+
+    def customized(self, inputs: Sequence[DTensor], block_graph: BlockGraph) -> list[DTensor]:
+        """Run a block graph as one kernel on `inputs`; returns its outputs. Errors: GraphError when the operands do not fit."""
+        inputs = tuple(self._own(t, CUSTOMIZED) for t in inputs)
+        for i in block_graph.inputs:
+            for source, extent in zip(i.sources, i.sizes or (None,), strict=True):
+                if not 0 <= source < len(inputs):
+                    raise errors.GraphError(f"customized: block input {i.name} reads operand {source}, there are {len(inputs)}")
+                want = tuple(1 if a is None else extent if a == i.joined and extent else block_graph.axis(a).size for a in i.axes)
+                if want != inputs[source].dims:
+                    raise errors.GraphError(f"customized: block input {i.name} wants {errors.shape(want)}, operand {source} is {errors.shape(inputs[source].dims)}")
+        outputs = tuple(self._tensor(block_graph.output_dims(o), table.as_dtype(o.dtype), None) for o in block_graph.outputs)
+        self._ops.append(KernelOp(CUSTOMIZED, inputs, outputs, (), block_graph))
+        return list(outputs)
+
+    def reduction(self, x: DTensor, dim: int, kind: str = "sum") -> DTensor:
+        """Reduce `dim` to size 1 by "sum", "mean" or "max"."""
+        return self._apply("reduction", x, dim=dim, kind=kind)
+
+    def rms_norm(self, x: DTensor, weight: DTensor | None = None, eps: float = 1e-6) -> DTensor:
+        """x / sqrt(mean(x²) + eps) over the last dim, times `weight` (1, d). Statistics in float32, cast, then the weight."""
+        return self._apply("rms_norm", x, *(() if weight is None else (weight,)), eps=eps)
+
+    def layer_norm(self, x: DTensor, weight: DTensor | None = None, bias: DTensor | None = None, eps: float = 1e-6) -> DTensor:
+        """(x − mean) / sqrt(var + eps) over the last dim, times `weight`, plus `bias`, each (1, d)."""
+        if weight is None and bias is not None:
+            raise errors.GraphError("layer_norm: a bias needs a weight; give a weight of ones")
+        return self._apply("layer_norm", x, *(p for p in (weight, bias) if p is not None), eps=eps)
+
+    def softmax(self, x: DTensor, dim: int = -1) -> DTensor:
+        """Softmax over `dim`."""
+        return self._apply("softmax", x, dim=table.axis(dim, len(x.dims), "softmax"))
+
+    def concat(self, tensors: Sequence[DTensor], dim: int) -> DTensor:
+        """Join tensors along `dim`."""
+        if not tensors:
+            raise errors.GraphError("concat: needs at least one tensor")
+        return self._apply("concat", *tensors, dim=table.axis(dim, len(tensors[0].dims), "concat"))
+
+    def slice(self, x: DTensor, dim: int, start: int, stop: int) -> DTensor:
+        """Elements [start, stop) of `dim`."""
+        return self._apply("slice", x, dim=dim, start=start, stop=stop)
+
+    def reshape(self, x: DTensor, dims: Sequence[int]) -> DTensor:
+        """The same elements in row-major order under other dims."""
+        return self._apply("reshape", x, dims=tuple(dims))
+
+    def permute(self, x: DTensor, order: Sequence[int]) -> DTensor:
+        """Dims in another order; no data moves."""
+        return self._apply("permute", x, order=tuple(o % len(x.dims) for o in order))
+
+    def rope(self, x: DTensor, cos: DTensor, sin: DTensor, interleaved: bool = False) -> DTensor:
+        """Rotary position embedding on the first cos.dims[-1] elements of the last dim, half-split or interleaved."""
+        return self._apply("rope", x, cos, sin, interleaved=interleaved)
+
+    def cast(self, x: DTensor, dtype: torch.dtype | str) -> DTensor:
+        """Convert to another dtype."""
+        return self._apply("cast", x, dtype=table.dtype_name(table.as_dtype(dtype)))
+
+    def cache_append(self, cache: DTensor, new: DTensor, position: DTensor) -> DTensor:
+        """Write rows `new` (… t d) at slots position… of `cache` (… s d), in place; returns the new version of the cache."""
+        return self._apply("cache_append", cache, new, position)
+
+    def __getattr__(self, name: str) -> Callable[..., DTensor]:
+        """The other ops (add, mul, exp, silu …), by their name in the table."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return partial(self._apply, table.lookup(name).name)
+
+    def __dir__(self) -> Iterable[str]:
+        return sorted({*super().__dir__(), *table.OPS})
+
+    def _apply(self, name: str, *operands: Operand, **attrs: Any) -> DTensor:
+        row = table.lookup(name)
+        low, high = row.arity
+        if not low <= len(operands) <= high:
+            raise errors.GraphError(f"{name}: takes {low if low == high else f'{low} to {high}'} operands ({row.signature}), got {len(operands)}")
+        unknown = set(attrs) - set(row.attrs)
+        if unknown:
+            raise errors.GraphError(f"{name}: unknown argument {sorted(unknown)[0]!r}; it takes {', '.join(row.attrs) or 'none'}")
+        attrs = row.attrs | attrs
+        operands = tuple(self._own(x, name) if isinstance(x, DTensor) else _number(x, name) for x in operands)
+        tensors = [x for x in operands if isinstance(x, DTensor)]
+        if not tensors or (len(tensors) < len(operands) and row.kind != "elementwise"):
+            raise errors.GraphError(f"{name}: needs tensors of this graph, got {operands!r}; only elementwise ops take numbers, one at most")
+        dtypes = {t.dtype for t in tensors if t.dtype in table.COMPUTE_DTYPES} or {tensors[0].dtype}
+        if len(dtypes) > 1:
+            raise errors.DTypeError(f"{name}: operands have dtypes {', '.join(sorted(map(table.dtype_name, dtypes)))}; bring them to one with graph.cast")
+        shapes = [x.dims if isinstance(x, DTensor) else () for x in operands]
+        try:
+            dims = row.infer(*shapes, **attrs)
+        except errors.GraphError as e:
+            if name == "matmul" and len(shapes[0]) > 1 and len(shapes[1]) > 1 and shapes[0][-1] != shapes[1][-2]:
+                raise errors.inner_sizes_differ(tensors[0].name, shapes[0], tensors[1].name, shapes[1]) from None
+            raise e
+        dtype = row.out_dtype(dtypes.pop(), **attrs) if row.out_dtype else dtypes.pop()
+        out = self._tensor(dims, dtype, None)
+        self._ops.append(KernelOp(name, operands, (out,), tuple(sorted(attrs.items()))))
+        return out
+
+    def _tensor(self, dims: tuple[int, ...], dtype: torch.dtype, name: str | None, strides: tuple[int, ...] | None = None) -> DTensor:
+        index = len(self._tensors)
+        taken = {t.name for t in self._tensors}
+        if name is not None and (name in taken or not name.isidentifier()):
+            raise errors.GraphError(f"tensor name {name!r} is taken or not an identifier; choose another")
+        t = DTensor(index, dims, dtype, name or f"t{index}", row_major(dims) if strides is None else strides, self._uid)
+        self._tensors.append(t)
+        return t
+
+    def _own(self, t: Any, where: str) -> DTensor:
+        if not isinstance(t, DTensor):
+            raise errors.GraphError(f"{where}: expected a tensor of this graph, got {type(t).__name__}; make one with graph.new_input")
+        if t.graph_uid != self._uid:
+            raise errors.GraphError(f"{where}: tensor {t} belongs to another graph; build the whole program in one graph")
+        return t
+
+    # -- reading --------------------------------------------------------------------------------------------------------
+
+    @property
+    def inputs(self) -> tuple[DTensor, ...]:
+        return tuple(self._inputs)
+
+    @property
+    def ops(self) -> tuple[KernelOp, ...]:
+        return tuple(self._ops)
+
+    @property
+    def outputs(self) -> tuple[DTensor, ...]:
+        if self._marked:
+            return tuple(self._marked)
+        read = {x.index for op in self._ops for x in op.inputs if isinstance(x, DTensor)}
+        return tuple(o for op in self._ops for o in op.outputs if o.index not in read)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, KernelGraph):
+            return NotImplemented
+        return (self._inputs, self._ops, self.outputs) == (other._inputs, other._ops, other.outputs)
+
+    __hash__ = object.__hash__
+
+    def __str__(self) -> str:
+        from mirage_hf.graph import text
+        return text.format_graph(self)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return the graph as JSON, and write it to `path` if given."""
+        from mirage_hf.graph import text
+        return text.save_json(text.graph_to_dict(self), path)
+
+    def superoptimize(self, config: str | None = None, **options: Any) -> Any:
+        """Search for faster kernels: see `mirage_hf.superoptimize`."""
+        from mirage_hf.superoptimizer import superoptimize
+        return superoptimize(self, config=config, **options)
+
+
+def _number(x: Any, where: str) -> float:
+    if isinstance(x, bool) or not isinstance(x, Real):
+        raise errors.GraphError(f"{where}: expected a tensor of this graph or a number, got {type(x).__name__}")
+    if math.isnan(x):
+        raise errors.GraphError(f"{where}: the number is NaN")
+    return float(x)
+
+
+def new_kernel_graph() -> KernelGraph:
+    """Return an empty tensor program."""
+    return KernelGraph()

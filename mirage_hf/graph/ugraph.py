@@ -1,0 +1,100 @@
+"""µGraphs: a tensor program together with the kernels that compute it."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mirage_hf import errors
+from mirage_hf.graph.kernel import CUSTOMIZED, KernelGraph, KernelOp
+from mirage_hf.ops import table
+
+_NO_LAUNCH = ("permute", "reshape", "slice")
+"""Layout ops that are views: they launch nothing (a reshape of a permuted tensor copies, and is then a launch of its own)."""
+
+
+@dataclass(frozen=True)
+class UGraph:
+    """`kernels` computes what `program` says: a kernel graph with the same inputs and outputs whose ops are library calls
+    and block graphs (op "customized")."""
+
+    program: KernelGraph
+    kernels: KernelGraph
+
+    @property
+    def num_kernels(self) -> int:
+        """Kernels launched: block graphs and library calls, views not counted."""
+        return sum(op.name not in _NO_LAUNCH for op in self.kernels.ops)
+
+    @property
+    def block_ops(self) -> tuple[KernelOp, ...]:
+        """The ops that run a block graph."""
+        return tuple(op for op in self.kernels.ops if op.name == CUSTOMIZED)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a searched block graph is among the kernels (False: the library path)."""
+        return bool(self.block_ops)
+
+    def __str__(self) -> str:
+        return str(self.kernels)
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run on `inputs` (order of `program.inputs`): generated kernels on a GPU, the cpu backend on a CPU.
+
+        Errors: InputError for tensors of another shape, dtype, stride or device than the program's.
+        """
+        from mirage_hf.superoptimizer import run_ugraph
+        return run_ugraph(self, inputs)
+
+    def generate_triton_program(self, path: str | Path) -> Path:
+        """Write a readable, stand-alone Triton file with its own check as a script. Errors: CodegenError."""
+        from mirage_hf.codegen import triton
+        return triton.write_program(self, path)
+
+    def generate_cuda_program(self, path: str | Path) -> Path:
+        """Write a readable, stand-alone CUDA C++ file. Errors: CodegenError."""
+        from mirage_hf.codegen import cuda
+        return cuda.write_program(self, path)
+
+    def visualize(self, path: str | Path) -> Path:
+        """Draw kernels and block graphs as SVG."""
+        from mirage_hf.graph import picture
+        return picture.write_svg(self, path)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return the µGraph as JSON, and write it to `path` if given; `load_ugraph` reads it."""
+        from mirage_hf.graph import text
+        return text.save_json(text.ugraph_to_dict(self), path)
+
+
+def library_ugraph(program: KernelGraph) -> UGraph:
+    """The library path: every op of the program as a torch call of its own, always correct."""
+    return UGraph(program, program)
+
+
+def check_inputs(graph: KernelGraph, inputs: Sequence[torch.Tensor], device_type: str | None = None) -> None:
+    """Errors: InputError unless `inputs` have the dims, dtypes and strides of `graph.inputs` and lie on one device."""
+    if isinstance(inputs, torch.Tensor) or len(inputs) != len(graph.inputs):
+        got = "one tensor" if isinstance(inputs, torch.Tensor) else f"{len(inputs)} inputs"
+        raise errors.InputError(f"expected a list of {len(graph.inputs)} tensors in the order of graph.inputs, got {got}")
+    device = None
+    for i, (t, x) in enumerate(zip(graph.inputs, inputs, strict=True)):
+        where = f"input {i} ({t.name})"
+        if not isinstance(x, torch.Tensor):
+            raise errors.InputError(f"{where}: expected a torch tensor, got {type(x).__name__}")
+        if tuple(x.shape) != t.dims:
+            raise errors.InputError(f"{where}: built for shape {errors.shape(t.dims)}, got {errors.shape(x.shape)}; superoptimize a graph of that shape")
+        if x.dtype != t.dtype:
+            raise errors.InputError(f"{where}: built for {table.dtype_name(t.dtype)}, got {table.dtype_name(x.dtype)}; convert it, or build the graph with that dtype")
+        if any(a != b for a, b, d in zip(x.stride(), t.strides, t.dims, strict=True) if d > 1):
+            raise errors.InputError(f"{where}: built for strides {errors.shape(t.strides)}, got {errors.shape(x.stride())}; "
+                                    "call .contiguous(), or give strides= at new_input")
+        if device is not None and x.device != device:
+            raise errors.InputError(f"{where}: is on {x.device}, earlier inputs are on {device}; move all inputs to one device")
+        device = x.device
+    if device_type is not None and device is not None and device.type != device_type:
+        raise errors.InputError(f"inputs are on {device}, this kernel runs on {device_type}; move them, or choose another backend")

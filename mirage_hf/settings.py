@@ -1,0 +1,44 @@
+"""Every environment variable the package reads, typed. Nothing else reads `os.environ`."""
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The values in force. Source: environment, read anew at every call of `settings()`."""
+
+    cache_dir: Path
+    """Where searched and tuned kernels are kept: MIRAGE_HF_CACHE, else the platform's user cache."""
+    threads: int
+    """Threads of the C++ search: MIRAGE_HF_THREADS, else all cores this process may use."""
+    search_seconds: float
+    """Default time limit of one search in seconds: MIRAGE_HF_SEARCH_SECONDS, else 60."""
+
+
+def _number(name: str, default: str, kind: type) -> float:
+    text = os.environ.get(name) or default
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ValueError(f"environment variable {name} must be a number, it is {text!r}; unset it for {default}") from None
+    if value <= 0:
+        raise ValueError(f"environment variable {name} must be positive, it is {text!r}; unset it for {default}")
+    return value
+
+
+def settings() -> Settings:
+    """Return the settings in force.
+
+    Errors: ValueError when a variable does not parse.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    cache = os.environ.get("MIRAGE_HF_CACHE")
+    return Settings(
+        cache_dir=Path(cache).expanduser() if cache else Path(platformdirs.user_cache_dir("mirage_hf")),
+        threads=int(_number("MIRAGE_HF_THREADS", str(cores), int)),
+        search_seconds=_number("MIRAGE_HF_SEARCH_SECONDS", "60", float))

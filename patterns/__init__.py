@@ -1,0 +1,1 @@
+"""The blocks that optimize() looks for, one small declarative file each."""

@@ -1,0 +1,300 @@
+"""Train the test asset: a byte-level Llama of 1.9 M parameters, and a rank-8 LoRA for it.
+
+    python scripts/train_tiny.py --seconds 100            # the model   -> tests/assets/tiny_llama
+    python scripts/train_tiny.py --lora --seconds 30      # the adapter -> tests/assets/tiny_llama_lora
+
+Tests compare tokens, and tokens mean something only where the logits are not noise: hence a model that was really
+trained. The text is what every CPython carries: the model reads the language reference (`pydoc_data/topics.py`) and the
+docstrings of a fixed list of standard modules; the adapter reads the *code* of some of them, docstrings and comments
+removed, so its effect is plain to see. Both are (c) Python Software Foundation, under the PSF licence version 2
+(https://docs.python.org/3/license.html). Site-packages are never read; another Python version gives slightly other text.
+
+Everything is saved as bfloat16, so that a load in float32 or bfloat16 gives exactly the weights that were saved.
+"""
+
+import argparse
+import ast
+import math
+import platform
+import sysconfig
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ASSETS = Path(__file__).resolve().parent.parent / "tests" / "assets"
+
+PAD, BOS, EOS = 256, 257, 258  # ids 0..255 are the bytes
+SPECIALS = {"<|pad|>": PAD, "<|bos|>": BOS, "<|eos|>": EOS}
+VOCAB = 260  # padded, as real models pad theirs; 259 occurs in no text
+
+# Modules and packages whose docstrings are read. One that a Python version lacks is skipped.
+PROSE = """
+    abc argparse ast asyncio base64 bdb bisect bz2 calendar cmd code codecs codeop collections compileall concurrent
+    configparser contextlib copy copyreg csv ctypes curses dataclasses datetime _pydatetime _pydecimal dbm difflib dis
+    doctest email encodings enum filecmp fileinput fnmatch fractions ftplib functools getopt getpass gettext glob
+    graphlib gzip hashlib heapq hmac html http imaplib importlib inspect io _pyio ipaddress json keyword linecache
+    locale logging lzma mailbox mimetypes modulefinder multiprocessing netrc ntpath numbers operator optparse os
+    pathlib pdb pickle pickletools pkgutil platform plistlib poplib posixpath pprint profile pstats pty py_compile
+    pyclbr pydoc queue quopri random re reprlib rlcompleter runpy sched secrets selectors shelve shlex shutil signal
+    site smtplib socket socketserver sqlite3 ssl stat statistics string stringprep struct subprocess symtable
+    sysconfig tabnanny tarfile tempfile textwrap threading timeit tkinter token tokenize tomllib trace traceback
+    tracemalloc tty turtle types typing unittest urllib uuid venv warnings wave weakref webbrowser wsgiref xml xmlrpc
+    zipapp zipfile zipimport zoneinfo
+""".split()
+
+# Modules and packages whose code the adapter reads.
+CODE = """
+    argparse ast asyncio calendar collections concurrent configparser contextlib dataclasses difflib dis email enum
+    fractions functools heapq http importlib inspect ipaddress json logging mailbox multiprocessing optparse pathlib
+    pickle shutil socket statistics subprocess tarfile tempfile textwrap threading traceback typing unittest urllib
+    xml zipfile
+""".split()
+
+
+# ---------------------------------------------------------------------------------------------------------------- text
+
+
+def sources(names: list[str]) -> list[Path]:
+    """The .py files of standard modules and packages, tests left out, in a fixed order."""
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    files: list[Path] = []
+    for name in names:
+        if (stdlib / f"{name}.py").is_file():
+            files.append(stdlib / f"{name}.py")
+        inside = sorted((stdlib / name).rglob("*.py"))
+        files += [f for f in inside if not {"test", "tests"} & set(f.relative_to(stdlib).parts)]
+    return files
+
+
+def parse(file: Path) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def documented(tree: ast.Module) -> list[ast.AST]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node for node in ast.walk(tree) if isinstance(node, kinds) and ast.get_docstring(node)]
+
+
+def reference_topics() -> list[str]:
+    """The language reference, one text a topic: what `help("for")` prints."""
+    file = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
+    if not file.is_file():
+        print("pydoc_data/topics.py: not in this Python (some Linux packages strip it; a full CPython has it); "
+              "going on with docstrings alone, so the English will be poorer", flush=True)
+        return []
+    table = next(node.value for node in parse(file).body if isinstance(node, ast.Assign))
+    return list(ast.literal_eval(table).values())
+
+
+def prose() -> list[str]:
+    """Topics, then docstrings; each text once."""
+    texts = reference_topics()
+    for file in sources(PROSE):
+        texts += [ast.get_docstring(node) for node in documented(parse(file))]
+    return list(dict.fromkeys(text.strip() for text in texts))
+
+
+def code() -> list[str]:
+    """Modules as code alone: no docstrings, no comments."""
+    texts = []
+    for file in sources(CODE):
+        tree = parse(file)
+        for node in documented(tree):
+            node.body[0].value = ast.Constant(...)
+        texts.append(ast.unparse(tree))
+    return list(dict.fromkeys(text for text in texts if text.strip()))
+
+
+def streams(texts: list[str], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(training ids, held-out ids), each text between <|bos|> and <|eos|>; every twentieth is held out."""
+    if not texts:
+        raise SystemExit("no text found: this Python's standard library has no .py files (is it zipped or stripped?)")
+    rows = [[BOS, *text.encode("utf-8"), EOS] for text in texts]
+    train = [i for n, row in enumerate(rows) if n % 20 != 19 for i in row]
+    held = [i for n, row in enumerate(rows) if n % 20 == 19 for i in row]
+    return torch.tensor(train, dtype=torch.int16, device=device), torch.tensor(held, dtype=torch.int16, device=device)
+
+
+# --------------------------------------------------------------------------------------------------- tokenizer and model
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Id b is byte b; no merges, so any UTF-8 text comes back as it was. A <|bos|> goes in front, as Llama's does."""
+    letters = byte_letters()
+    tokenizer = Tokenizer(models.BPE(vocab={letters[b]: b for b in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIALS])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A", pair="<|bos|> $A <|bos|> $B:1", special_tokens=[("<|bos|>", BOS)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|eos|>",
+        padding_side="left", clean_up_tokenization_spaces=False, model_max_length=1024,
+        chat_template="{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n\n{% endfor %}"
+                      "{% if add_generation_prompt %}assistant: {% endif %}")
+
+
+def byte_letters() -> list[str]:
+    """The printable character by which the byte-level scheme writes each byte (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    shifted = {b: 256 + n for n, b in enumerate(b for b in range(256) if b not in printable)}
+    return [chr(shifted.get(b, b)) for b in range(256)]
+
+
+def new_model() -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=VOCAB, hidden_size=192, intermediate_size=480, num_hidden_layers=5,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS))
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+def windows(ids: torch.Tensor, starts: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    cut = ids[starts[:, None] + torch.arange(context + 1, device=ids.device)].long()
+    return cut[:, :-1], cut[:, 1:]
+
+
+def loss_of(model, x: torch.Tensor, y: torch.Tensor, bf16: bool) -> torch.Tensor:
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
+        logits = model(input_ids=x, use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+
+
+@torch.no_grad()
+def held_out_loss(model, held: torch.Tensor, args) -> float:
+    """Mean over up to 128 windows, nats a byte."""
+    starts = torch.arange(0, len(held) - args.context - 1, args.context, device=held.device)[:128]
+    parts = [loss_of(model, *windows(held, some, args.context), args.bf16) * len(some) for some in starts.split(16)]
+    return float(sum(parts) / len(starts))
+
+
+def train(model, ids: torch.Tensor, held: torch.Tensor, args) -> dict:
+    """AdamW, linear warm-up, cosine down to zero at --steps or --seconds, whichever comes first."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
+              {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    model.train()
+    step, begin, recent = 0, time.monotonic(), torch.zeros((), device=ids.device)
+    while (progress := max(step / args.steps, (time.monotonic() - begin) / args.seconds)) < 1:
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(1, (step + 1) / args.warmup) * 0.5 * (1 + math.cos(math.pi * progress))
+        starts = torch.randint(len(ids) - args.context, (args.batch,), device=ids.device)
+        loss = loss_of(model, *windows(ids, starts, args.context), args.bf16)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        recent = loss.detach() if step == 1 else recent.lerp(loss.detach(), 0.02)
+        if step % args.log_every == 0:
+            print(f"step {step:6d}  {time.monotonic() - begin:6.0f} s  loss {recent.item():.3f}", flush=True)
+    model.eval()
+    done = {"steps": step, "tokens": step * args.batch * args.context, "train": recent.item(),
+            "held": held_out_loss(model, held, args)}
+    print(f"{step} steps, loss {done['train']:.3f}, held out {done['held']:.3f} nats a byte", flush=True)
+    return done
+
+
+@torch.no_grad()
+def sample(model, tokenizer, prompt: str) -> str:
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    ids = model.generate(**inputs, max_new_tokens=200, do_sample=True, temperature=0.6, top_k=0)
+    return tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- saving
+
+
+def write_readme(out: Path, what: str, text: str, args, ids: torch.Tensor, done: dict, example: str) -> None:
+    limit = f"--seconds {args.seconds:g}" if math.isfinite(args.seconds) else f"--steps {args.steps}"
+    flags = f"{'--lora ' * args.lora}{limit} --batch {args.batch} --context {args.context} --lr {args.lr:g}"
+    untrained = "" if args.context == 1024 else (
+        f"\n- Positions from {args.context} on were never trained, though `max_position_embeddings` is 1024.")
+    (out / "README.md").write_text(f"""# {out.name}
+{what} Written by `scripts/train_tiny.py`.
+
+- Text: {text} of CPython {platform.python_version()}, {len(ids) / 1e6:.2f} MB.
+- Licence of the text: Python Software Foundation License version 2, © Python Software Foundation.
+- Trained: {done['steps']} steps of {args.batch} × {args.context} bytes ({done['tokens'] / 1e6:.1f} M bytes in all), on {args.device}.
+- Final loss: {done['train']:.3f} nats a byte; on texts held out {done['held']:.3f} ({done['held'] / math.log(2):.2f} bits).
+- Saved as bfloat16, so float32 and bfloat16 see the same values. `from_pretrained` keeps bfloat16 unless told
+  `dtype=torch.float32`.{untrained}
+- To make it again: `python scripts/train_tiny.py {flags}{' --bf16' * args.bf16}`.
+  Other hardware or another Python gives other weights.
+
+It writes (temperature 0.6):
+```text
+{example}
+```
+""", encoding="utf-8")
+
+
+def make_model(args) -> None:
+    ids, held = streams(prose(), args.device)
+    model, tokenizer = new_model().to(args.device), byte_tokenizer()
+    print(f"{model.num_parameters() / 1e6:.2f} M parameters, {len(ids) / 1e6:.2f} MB of text, on {args.device}", flush=True)
+    done = train(model, ids, held, args)
+    model.to(torch.bfloat16).save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    example = sample(model, tokenizer, "The ")
+    print(example)
+    write_readme(args.out, f"A byte-level Llama of {model.num_parameters() / 1e6:.2f} M parameters, for tests.",
+                 "language reference (`pydoc_data/topics.py`) and standard-library docstrings", args, ids, done, example)
+
+
+def make_lora(args) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    ids, held = streams(code(), args.device)
+    tokenizer = AutoTokenizer.from_pretrained(args.base)
+    base = LlamaForCausalLM.from_pretrained(args.base, dtype=torch.float32).to(args.device)
+    model = get_peft_model(base, LoraConfig(
+        r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    print(f"held out, without the adapter: {held_out_loss(base, held, args):.3f}; {len(ids) / 1e6:.2f} MB of text")
+    done = train(model, ids, held, args)
+    model.peft_config["default"].base_model_name_or_path = f"tests/assets/{Path(args.base).name}"
+    model.to(torch.bfloat16).save_pretrained(args.out)
+    example = sample(model, tokenizer, "The ")
+    print(example)
+    write_readme(args.out, "A rank-8 LoRA (alpha 16, every linear but the head) for `tiny_llama`, for tests.",
+                 "code, without docstrings and comments, of some standard modules", args, ids, done, example)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the tiny byte-level Llama of the tests, or its LoRA.")
+    parser.add_argument("--lora", action="store_true", help="train the adapter, on a model that is there already")
+    parser.add_argument("--out", type=Path, help="default: tests/assets/tiny_llama or tests/assets/tiny_llama_lora")
+    parser.add_argument("--base", type=Path, default=ASSETS / "tiny_llama", help="the model that --lora adapts")
+    parser.add_argument("--steps", type=int, default=20_000, help="stop after so many steps")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so much training time")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--context", type=int, default=256, help="bytes a row, at most 1024")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--warmup", type=int, default=100, help="steps")
+    parser.add_argument("--log-every", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available(),
+                        help="bfloat16 autocast; worth it on a CPU with AVX512-BF16 or AMX")
+    args = parser.parse_args()
+    args.out = args.out or ASSETS / ("tiny_llama_lora" if args.lora else "tiny_llama")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    (make_lora if args.lora else make_model)(args)
+
+
+if __name__ == "__main__":
+    main()
