@@ -1,2 +1,76 @@
+// The whole Python surface of the core: plain data in, plain data out, the GIL released in between.
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
-PYBIND11_MODULE(_core, m) { m.attr("version") = 1; }
+#include <pybind11/stl.h>
+
+#include <exception>
+
+#include "core/ir.h"
+
+namespace py = pybind11;
+using namespace mirage;
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "C++ core of the search; mirage_hf.search.engine is its only user.";
+  py::enum_<Op>(m, "Op")
+      .value("input", Op::input).value("constant", Op::constant).value("add", Op::add).value("sub", Op::sub)
+      .value("mul", Op::mul).value("div", Op::div).value("exp", Op::exp).value("opaque", Op::opaque)
+      .value("sum", Op::sum).value("max", Op::max);
+  py::enum_<Role>(m, "Role").value("grid", Role::grid).value("loop", Role::loop).value("tile", Role::tile);
+  py::class_<AxisInfo>(m, "AxisInfo").def(py::init<std::string, std::int64_t>(), py::arg("name"), py::arg("size"));
+  py::class_<Node>(m, "Node")
+      .def(py::init<>())
+      .def_readwrite("op", &Node::op).def_readwrite("args", &Node::args).def_readwrite("axis", &Node::axis)
+      .def_readwrite("index", &Node::index).def_readwrite("symbol", &Node::symbol).def_readwrite("num", &Node::num)
+      .def_readwrite("den", &Node::den).def_readwrite("bytes", &Node::bytes);
+  py::class_<Program>(m, "Program")
+      .def(py::init<>())
+      .def_readwrite("axes", &Program::axes).def_readwrite("nodes", &Program::nodes).def_readwrite("outputs", &Program::outputs);
+  py::class_<Limits>(m, "Limits")
+      .def(py::init<>())
+      .def_readwrite("seconds", &Limits::seconds).def_readwrite("max_width", &Limits::max_width)
+      .def_readwrite("max_candidates", &Limits::max_candidates).def_readwrite("max_block_ops", &Limits::max_block_ops)
+      .def_readwrite("max_values", &Limits::max_values).def_readwrite("max_expansions", &Limits::max_expansions)
+      .def_readwrite("threads", &Limits::threads).def_readwrite("forced", &Limits::forced);
+  py::class_<FoundOp>(m, "FoundOp")
+      .def_readonly("out", &FoundOp::out).def_readonly("op", &FoundOp::op).def_readonly("symbol", &FoundOp::symbol)
+      .def_readonly("args", &FoundOp::args).def_readonly("axis", &FoundOp::axis).def_readonly("axes", &FoundOp::axes);
+  py::class_<FoundStage>(m, "FoundStage")
+      .def_readonly("loop", &FoundStage::loop).def_readonly("body", &FoundStage::body).def_readonly("accumulators", &FoundStage::accumulators);
+  py::class_<FoundLeaf>(m, "FoundLeaf").def_readonly("value", &FoundLeaf::value).def_readonly("node", &FoundLeaf::node);
+  py::class_<Candidate>(m, "Candidate")
+      .def_readonly("roles", &Candidate::roles).def_readonly("axes", &Candidate::axes).def_readonly("leaves", &Candidate::leaves)
+      .def_readonly("stages", &Candidate::stages).def_readonly("outputs", &Candidate::outputs)
+      .def_readonly("cost_us", &Candidate::cost_us).def_readonly("width", &Candidate::width);
+  py::class_<Statistics>(m, "Statistics")
+      .def_readonly("values", &Statistics::values).def_readonly("derivations", &Statistics::derivations)
+      .def_readonly("examined", &Statistics::examined).def_readonly("outside_goal", &Statistics::outside_goal)
+      .def_readonly("cancelling", &Statistics::cancelling).def_readonly("role_assignments", &Statistics::role_assignments)
+      .def_readonly("kernels", &Statistics::kernels).def_readonly("cost_pruned", &Statistics::cost_pruned)
+      .def_readonly("duplicates", &Statistics::duplicates).def_readonly("width", &Statistics::width)
+      .def_readonly("seconds", &Statistics::seconds).def_readonly("first_seconds", &Statistics::first_seconds);
+  py::class_<SearchResult>(m, "SearchResult")
+      .def_readonly("candidates", &SearchResult::candidates).def_readonly("stats", &SearchResult::stats)
+      .def_readonly("stop", &SearchResult::stop);
+  m.def("search", [](const Program& program, const Limits& limits, const std::function<bool(const Statistics&)>& progress) {
+        // Python errors (ctrl-C among them) stop the search and are raised once its threads have ended.
+        std::exception_ptr raised;
+        const Progress poll = [&](const Statistics& stats) {
+          py::gil_scoped_acquire held;
+          try {
+            if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+            return progress ? progress(stats) : false;
+          } catch (...) {
+            raised = std::current_exception();
+            return true;
+          }
+        };
+        SearchResult result;
+        {
+          py::gil_scoped_release released;
+          result = search(program, limits, poll);
+        }
+        if (raised) std::rethrow_exception(raised);
+        return result;
+      }, py::arg("program"), py::arg("limits"), py::arg("progress"));
+}

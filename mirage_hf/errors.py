@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 
@@ -53,6 +54,16 @@ class OptimizeWarning(UserWarning):
     """`optimize()` changed less than the user may expect."""
 
 
+@dataclass(frozen=True)
+class Rejected:
+    """"No", with its reason. A value that stages return and reports show, not an exception."""
+
+    reason: str
+
+    def __bool__(self) -> bool:
+        return False
+
+
 # -- wording shared by several stages ---------------------------------------------------------------------------------
 
 def shape(dims: Sequence[int]) -> str:
@@ -75,7 +86,7 @@ def inner_sizes_differ(a_name: str, a: Sequence[int], b_name: str, b: Sequence[i
 
 def unknown_op(name: str, known: Iterable[str]) -> UnknownOpError:
     known = sorted(known)
-    return UnknownOpError(f"unknown op {name!r}{suggest(name, known)} Known ops: {', '.join(known)}")
+    return UnknownOpError(f"unknown op {name!r}{suggest(name, known) or '.'} Known ops: {', '.join(known)}")
 
 
 def unknown_dtype(dtype: object, known: Iterable[str]) -> DTypeError:

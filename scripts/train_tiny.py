@@ -7,7 +7,8 @@ Tests compare tokens, and tokens mean something only where the logits are not no
 trained. The text is what every CPython carries: the model reads the language reference (`pydoc_data/topics.py`) and the
 docstrings of a fixed list of standard modules; the adapter reads the *code* of some of them, docstrings and comments
 removed, so its effect is plain to see. Both are (c) Python Software Foundation, under the PSF licence version 2
-(https://docs.python.org/3/license.html). Site-packages are never read; another Python version gives slightly other text.
+(https://docs.python.org/3/license.html). Site-packages are never read; another Python version gives slightly other
+text.
 
 Everything is saved as bfloat16, so that a load in float32 or bfloat16 gives exactly the weights that were saved.
 """
@@ -122,7 +123,7 @@ def streams(texts: list[str], device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(train, dtype=torch.int16, device=device), torch.tensor(held, dtype=torch.int16, device=device)
 
 
-# --------------------------------------------------------------------------------------------------- tokenizer and model
+# -------------------------------------------------------------------------------------------------- tokenizer and model
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -221,13 +222,14 @@ def write_readme(out: Path, what: str, text: str, args, ids: torch.Tensor, done:
     flags = f"{'--lora ' * args.lora}{limit} --batch {args.batch} --context {args.context} --lr {args.lr:g}"
     untrained = "" if args.context == 1024 else (
         f"\n- Positions from {args.context} on were never trained, though `max_position_embeddings` is 1024.")
+    before = f" (without the adapter {done['before']:.3f})" if args.lora else ""
     (out / "README.md").write_text(f"""# {out.name}
 {what} Written by `scripts/train_tiny.py`.
 
 - Text: {text} of CPython {platform.python_version()}, {len(ids) / 1e6:.2f} MB.
 - Licence of the text: Python Software Foundation License version 2, © Python Software Foundation.
-- Trained: {done['steps']} steps of {args.batch} × {args.context} bytes ({done['tokens'] / 1e6:.1f} M bytes in all), on {args.device}.
-- Final loss: {done['train']:.3f} nats a byte; on texts held out {done['held']:.3f} ({done['held'] / math.log(2):.2f} bits).
+- Trained: {done['steps']} steps of {args.batch} × {args.context} bytes, {done['tokens'] / 1e6:.1f} M bytes in all, on {args.device}.
+- Final loss: {done['train']:.3f} nats a byte; on texts held out {done['held']:.3f}{before}.
 - Saved as bfloat16, so float32 and bfloat16 see the same values. `from_pretrained` keeps bfloat16 unless told
   `dtype=torch.float32`.{untrained}
 - To make it again: `python scripts/train_tiny.py {flags}{' --bf16' * args.bf16}`.
@@ -243,13 +245,14 @@ It writes (temperature 0.6):
 def make_model(args) -> None:
     ids, held = streams(prose(), args.device)
     model, tokenizer = new_model().to(args.device), byte_tokenizer()
-    print(f"{model.num_parameters() / 1e6:.2f} M parameters, {len(ids) / 1e6:.2f} MB of text, on {args.device}", flush=True)
+    size = f"{model.num_parameters() / 1e6:.2f} M parameters"
+    print(f"{size}, {len(ids) / 1e6:.2f} MB of text, on {args.device}", flush=True)
     done = train(model, ids, held, args)
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     example = sample(model, tokenizer, "The ")
     print(example)
-    write_readme(args.out, f"A byte-level Llama of {model.num_parameters() / 1e6:.2f} M parameters, for tests.",
+    write_readme(args.out, f"A byte-level Llama of {size}, for tests.",
                  "language reference (`pydoc_data/topics.py`) and standard-library docstrings", args, ids, done, example)
 
 
@@ -261,8 +264,9 @@ def make_lora(args) -> None:
     base = LlamaForCausalLM.from_pretrained(args.base, dtype=torch.float32).to(args.device)
     model = get_peft_model(base, LoraConfig(
         r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
-    print(f"held out, without the adapter: {held_out_loss(base, held, args):.3f}; {len(ids) / 1e6:.2f} MB of text")
-    done = train(model, ids, held, args)
+    before = held_out_loss(base, held, args)
+    print(f"{len(ids) / 1e6:.2f} MB of text, on {args.device}; held out, without the adapter: {before:.3f}", flush=True)
+    done = train(model, ids, held, args) | {"before": before}
     model.peft_config["default"].base_model_name_or_path = f"tests/assets/{Path(args.base).name}"
     model.to(torch.bfloat16).save_pretrained(args.out)
     example = sample(model, tokenizer, "The ")

@@ -6,12 +6,13 @@ axes are held whole in a block. A value carries a set of axes; its tensors have 
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
 from mirage_hf import errors
+from mirage_hf.ops import table
 
 
 class Role(str, Enum):
@@ -43,7 +44,9 @@ class BlockInput:
     sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.sources) > 1 and (self.joined not in self.axes or len(self.sizes) != len(self.sources)):
+        if not self.sources:
+            raise errors.GraphError(f"block input {self.name}: has no source; name the operand it reads")
+        if (len(self.sources) > 1 or self.sizes) and (self.joined not in self.axes or self.joined is None or len(self.sizes) != len(self.sources)):
             raise errors.GraphError(f"block input {self.name}: {len(self.sources)} sources need a joined axis and a size each")
 
 
@@ -102,6 +105,23 @@ class Contraction:
     product: str
 
 
+def _check_fn(op: BlockOp, fail: Callable[[str], errors.GraphError]) -> None:
+    """Errors: GraphError unless `fn` is an elementwise row given its operands and attributes, or a reduction of one value."""
+    numbers = [a for a in op.args if not isinstance(a, str)]
+    if any(isinstance(a, bool) or not isinstance(a, (int, float)) or a != a for a in numbers):
+        raise fail(f"{op.out}: {numbers[0]!r} is neither a value's name nor a number")
+    if op.over is not None:
+        if op.fn not in ("sum", "max") or len(op.args) != 1 or numbers or op.attrs:
+            raise fail(f"{op.out}: a reduction over {op.over} is the sum or max of one value, not {op.fn} of {op.args}")
+        return
+    row = table.lookup(op.fn)
+    if row.kind != "elementwise":
+        raise fail(f"{op.out}: {op.fn} is not elementwise; in a block graph it is spelled out")
+    if len(op.args) != row.arity[0] or len(numbers) == len(op.args):
+        raise fail(f"{op.out}: {op.fn} takes {row.arity[0]} operands, one a value at least; got {op.args}")
+    table.check_attrs(op.fn, dict(op.attrs))
+
+
 @dataclass(frozen=True)
 class BlockGraph:
     """One kernel. Construction checks names, axes and the order of definition. Errors: GraphError."""
@@ -121,6 +141,8 @@ class BlockGraph:
             return errors.GraphError(f"block graph: {text}")
 
         def define(name: str, axes: tuple[str, ...]) -> None:
+            if not name.isidentifier():
+                raise fail(f"value name {name!r} is not an identifier")
             if name in carried:
                 raise fail(f"{name} is defined twice")
             if any(a not in sizes for a in axes):
@@ -131,7 +153,17 @@ class BlockGraph:
 
         if len(sizes) != len(self.axes) or len(loops) > 1:
             raise fail("axis names must be unique and at most one axis loops")
+        for a in self.axes:
+            if not a.name.isidentifier() or a.size < 1:
+                raise fail(f"axis {a.name!r} of size {a.size} must be an identifier and have a positive size")
+        if not self.outputs:
+            raise fail("there is no output; a kernel stores at least one value")
         for i in self.inputs:
+            named = [a for a in i.axes if a is not None]
+            if len(set(named)) != len(named) or any(a not in sizes for a in named):
+                raise fail(f"input {i.name}: axes {i.axes} repeat or are unknown")
+            if i.sizes and (min(i.sizes) < 1 or sum(i.sizes) != sizes[i.joined]):  # type: ignore[index]
+                raise fail(f"input {i.name}: sizes {i.sizes} along {i.joined} must be positive and sum to {sizes[i.joined]}")  # type: ignore[index]
             define(i.name, self.input_axes(i))
         visible = set(carried)
         for stage in self.stages:
@@ -140,16 +172,17 @@ class BlockGraph:
             local = set(visible)
             for op in stage.body:
                 used = [a for a in op.args if isinstance(a, str)]
+                _check_fn(op, fail)
                 missing = [a for a in used if a not in local]
                 if missing:
                     raise fail(f"{op.out} reads {missing[0]}, which is not available there")
                 union = {x for a in used for x in carried[a]} - ({op.over} if op.over else set())
                 if union != set(op.axes):
                     raise fail(f"{op.out} carries {op.axes}, its arguments give {tuple(union)}")
-                if stage.loop is None and op.over is None and any(x in loops for x in op.axes):
+                if stage.loop is None and any(x in loops for x in op.axes):
                     raise fail(f"{op.out} carries the loop axis outside a loop")
-                if op.over is not None and (op.fn not in ("sum", "max") or self.role(op.over) is not Role.TILE):
-                    raise fail(f"{op.out} reduces over {op.over}, which must be a tile axis")
+                if op.over is not None and (op.over not in carried[used[0]] or self.role(op.over) is not Role.TILE):
+                    raise fail(f"{op.out} reduces over {op.over}, which must be a tile axis that {used[0]} carries")
                 define(op.out, op.axes)
                 local.add(op.out)
             kept = {op.out for op in stage.body if stage.loop not in op.axes}
@@ -161,9 +194,18 @@ class BlockGraph:
                     raise fail(f"accumulator {acc.out} carries {carried[acc.out]}, not {acc.axes}")
                 kept.add(acc.out)
             visible |= kept
+        computed = {op.out for op in self.ops()} | {a.out for stage in self.stages for a in stage.accumulators}
         for o in self.outputs:
-            if o.value not in carried or set(carried[o.value]) != {a for a in o.axes if a}:
+            named = [a for a in o.axes if a is not None]
+            if not o.axes:
+                raise fail(f"output {o.value} has no dims; give it one of size 1 (None)")
+            if o.value not in carried or sorted(carried[o.value]) != sorted(named):
                 raise fail(f"output {o.value} does not carry the axes {o.axes}")
+            if o.value not in visible and (o.value not in computed or not any(a in loops for a in named)):
+                raise fail(f"output {o.value} is not available after its stage")
+            if o.value not in computed and any(a in loops for a in named):
+                raise fail(f"output {o.value} is an input along the loop axis; copy it in a stage of the loop (cast)")
+            table.as_dtype(o.dtype)
 
     # -- looking things up ----------------------------------------------------------------------------------------------
 
@@ -217,12 +259,12 @@ class BlockGraph:
             uses[o.value] = uses.get(o.value, 0) + 1
         products = {op.out: op for op in self.ops() if op.fn == "mul" and op.over is None
                     and all(isinstance(a, str) for a in op.args) and uses.get(op.out) == 1}
-        sums = [(op.out, op.args[0], op.over) for op in self.ops() if op.fn == "sum" and op.over]
-        sums += [(acc.out, acc.arg, stage.loop) for stage in self.stages for acc in stage.accumulators if acc.kind == "sum"]
+        sums = [(stage, op.out, op.args[0], op.over) for stage in self.stages for op in stage.body if op.fn == "sum" and op.over]
+        sums += [(stage, acc.out, acc.arg, stage.loop) for stage in self.stages for acc in stage.accumulators if acc.kind == "sum"]
         found = {}
-        for out, arg, over in sums:
+        for stage, out, arg, over in sums:
             product = products.get(arg)  # type: ignore[arg-type]
-            if product is None or over is None:
+            if product is None or over is None or product not in stage.body:
                 continue
             a, b = product.args
             if a != b and over in self.carried[a] and over in self.carried[b]:  # type: ignore[index]

@@ -81,10 +81,10 @@ class KernelGraph:
                   strides: Sequence[int] | None = None, name: str | None = None) -> DTensor:
         """Add an input of shape `dims`; `strides` in elements, row-major unless given ((1, k) reads an nn.Linear weight)."""
         dims = tuple(dims)
-        if not dims or any(not isinstance(d, int) or d < 1 for d in dims):
-            raise errors.GraphError(f"new_input: dims must be positive integers, got {errors.shape(dims)}")
+        if not dims or any(not isinstance(d, int) or isinstance(d, bool) or d < 1 for d in dims) or math.prod(dims) >= 1 << 63:
+            raise errors.GraphError(f"new_input: dims must be positive integers with a product below 2^63, got {errors.shape(dims)}")
         strides = row_major(dims) if strides is None else tuple(strides)
-        if len(strides) != len(dims) or any(not isinstance(s, int) or s < 0 for s in strides):
+        if len(strides) != len(dims) or any(not isinstance(s, int) or isinstance(s, bool) or not 0 <= s < 1 << 63 for s in strides):
             raise errors.GraphError(f"new_input: strides {errors.shape(strides)} must be one non-negative integer per dim of {errors.shape(dims)}")
         tensor = self._tensor(dims, table.as_dtype(dtype), name, strides)
         self._inputs.append(tensor)
@@ -96,8 +96,11 @@ class KernelGraph:
             self._own(t, "mark_output")
             self._marked.append(t)
 
-    def customized(self, inputs: Sequence[DTensor], block_graph: BlockGraph) -> list[DTensor]:
-        """Run a block graph as one kernel on `inputs`; returns its outputs. Errors: GraphError when the operands do not fit."""
+    def customized(self, inputs: Sequence[DTensor], block_graph: BlockGraph, names: Sequence[str | None] = ()) -> list[DTensor]:
+        """Run a block graph as one kernel on `inputs`; returns its outputs, called `names` if given.
+
+        Errors: GraphError when the operands do not fit.
+        """
         inputs = tuple(self._own(t, CUSTOMIZED) for t in inputs)
         for i in block_graph.inputs:
             for source, extent in zip(i.sources, i.sizes or (None,), strict=True):
@@ -106,7 +109,10 @@ class KernelGraph:
                 want = tuple(1 if a is None else extent if a == i.joined and extent else block_graph.axis(a).size for a in i.axes)
                 if want != inputs[source].dims:
                     raise errors.GraphError(f"customized: block input {i.name} wants {errors.shape(want)}, operand {source} is {errors.shape(inputs[source].dims)}")
-        outputs = tuple(self._tensor(block_graph.output_dims(o), table.as_dtype(o.dtype), None) for o in block_graph.outputs)
+        if names and len(names) != len(block_graph.outputs):
+            raise errors.GraphError(f"customized: {len(names)} names for {len(block_graph.outputs)} outputs; give one each, or none")
+        named = zip(block_graph.outputs, names or [None] * len(block_graph.outputs), strict=True)
+        outputs = tuple(self._tensor(block_graph.output_dims(o), table.as_dtype(o.dtype), name) for o, name in named)
         self._ops.append(KernelOp(CUSTOMIZED, inputs, outputs, (), block_graph))
         return list(outputs)
 
@@ -168,13 +174,15 @@ class KernelGraph:
         return sorted({*super().__dir__(), *table.OPS})
 
     def _apply(self, name: str, *operands: Operand, **attrs: Any) -> DTensor:
+        return self.apply(name, operands, attrs)
+
+    def apply(self, name: str, operands: Sequence[Operand], attrs: dict[str, Any], out_name: str | None = None) -> DTensor:
+        """Add the op called `name` in the table; its result is called `out_name` if given."""
         row = table.lookup(name)
         low, high = row.arity
         if not low <= len(operands) <= high:
             raise errors.GraphError(f"{name}: takes {low if low == high else f'{low} to {high}'} operands ({row.signature}), got {len(operands)}")
-        unknown = set(attrs) - set(row.attrs)
-        if unknown:
-            raise errors.GraphError(f"{name}: unknown argument {sorted(unknown)[0]!r}; it takes {', '.join(row.attrs) or 'none'}")
+        table.check_attrs(name, attrs)
         attrs = row.attrs | attrs
         operands = tuple(self._own(x, name) if isinstance(x, DTensor) else _number(x, name) for x in operands)
         tensors = [x for x in operands if isinstance(x, DTensor)]
@@ -191,16 +199,18 @@ class KernelGraph:
                 raise errors.inner_sizes_differ(tensors[0].name, shapes[0], tensors[1].name, shapes[1]) from None
             raise e
         dtype = row.out_dtype(dtypes.pop(), **attrs) if row.out_dtype else dtypes.pop()
-        out = self._tensor(dims, dtype, None)
+        out = self._tensor(dims, dtype, out_name)
         self._ops.append(KernelOp(name, operands, (out,), tuple(sorted(attrs.items()))))
         return out
 
     def _tensor(self, dims: tuple[int, ...], dtype: torch.dtype, name: str | None, strides: tuple[int, ...] | None = None) -> DTensor:
         index = len(self._tensors)
         taken = {t.name for t in self._tensors}
-        if name is not None and (name in taken or not name.isidentifier()):
+        if name is None:
+            name = next(n for n in (f"t{index}" + "_" * i for i in itertools.count()) if n not in taken)
+        elif name in taken or not name.isidentifier():
             raise errors.GraphError(f"tensor name {name!r} is taken or not an identifier; choose another")
-        t = DTensor(index, dims, dtype, name or f"t{index}", row_major(dims) if strides is None else strides, self._uid)
+        t = DTensor(index, dims, dtype, name, row_major(dims) if strides is None else strides, self._uid)
         self._tensors.append(t)
         return t
 
@@ -241,8 +251,8 @@ class KernelGraph:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the graph as JSON, and write it to `path` if given."""
-        from mirage_hf.graph import text
-        return text.save_json(text.graph_to_dict(self), path)
+        from mirage_hf.graph import json_format
+        return json_format.save_json(json_format.graph_to_dict(self), path)
 
     def superoptimize(self, config: str | None = None, **options: Any) -> Any:
         """Search for faster kernels: see `mirage_hf.superoptimize`."""
@@ -253,9 +263,13 @@ class KernelGraph:
 def _number(x: Any, where: str) -> float:
     if isinstance(x, bool) or not isinstance(x, Real):
         raise errors.GraphError(f"{where}: expected a tensor of this graph or a number, got {type(x).__name__}")
-    if math.isnan(x):
+    try:
+        number = float(x)
+    except OverflowError:
+        raise errors.GraphError(f"{where}: the number does not fit in a float64") from None
+    if math.isnan(number):
         raise errors.GraphError(f"{where}: the number is NaN")
-    return float(x)
+    return number
 
 
 def new_kernel_graph() -> KernelGraph:

@@ -67,8 +67,8 @@ class UGraph:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the µGraph as JSON, and write it to `path` if given; `load_ugraph` reads it."""
-        from mirage_hf.graph import text
-        return text.save_json(text.ugraph_to_dict(self), path)
+        from mirage_hf.graph import json_format
+        return json_format.save_json(json_format.ugraph_to_dict(self), path)
 
 
 def library_ugraph(program: KernelGraph) -> UGraph:

@@ -88,12 +88,52 @@ def lookup(name: str) -> Op:
     return OPS[name]
 
 
+def _is_int(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _is_number(x: Any) -> bool:
+    return (isinstance(x, float) and x == x) or (_is_int(x) and abs(x) < 1 << 1023)
+
+
+def _all_ints(low: int) -> Callable[[Any], bool]:
+    return lambda x: isinstance(x, (tuple, list)) and len(x) > 0 and all(_is_int(i) and low <= i < 1 << 63 for i in x)
+
+
+_ATTRS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "dim": ("an integer", _is_int),
+    "start": ("an integer", _is_int),
+    "stop": ("an integer", _is_int),
+    "dims": ("positive integers", _all_ints(1)),
+    "order": ("integers", _all_ints(-(1 << 63))),
+    "kind": ("a word", lambda x: isinstance(x, str)),
+    "dtype": ("a dtype", lambda x: as_dtype(x) is not None),
+    "interleaved": ("True or False", lambda x: isinstance(x, bool)),
+}
+"""What an attribute of that name must be; any other is a number."""
+
+
+def check_attrs(op: str, attrs: dict[str, Any]) -> None:
+    """Errors: GraphError for an attribute that `op` lacks, misses or has with another type of value."""
+    row = lookup(op)
+    takes = ", ".join(row.attrs) or "none"
+    for name, value in attrs.items():
+        if name not in row.attrs:
+            raise errors.GraphError(f"{op}: unknown argument {name!r}; it takes {takes}")
+        wants, holds = _ATTRS.get(name, ("a number", _is_number))
+        if not holds(value):
+            raise errors.GraphError(f"{op}: {name} must be {wants}, it is {value!r}")
+    for name, default in row.attrs.items():
+        if default is None and name not in attrs:
+            raise errors.GraphError(f"{op}: misses the argument {name!r}; it takes {takes}")
+
+
 # -- shape rules ------------------------------------------------------------------------------------------------------
 
 def broadcast(*dims: Dims, op: str = "elementwise") -> Dims:
     try:
         return tuple(torch.broadcast_shapes(*dims))
-    except RuntimeError:
+    except (RuntimeError, TypeError):  # TypeError: beyond 64 bits
         shapes = " and ".join(errors.shape(d) for d in dims)
         raise errors.GraphError(f"{op}: shapes {shapes} do not broadcast; sizes must be equal or 1, aligned at the right") from None
 
@@ -167,7 +207,8 @@ def _permute_dims(x: Dims, order: Sequence[int]) -> Dims:
 def _rope_dims(x: Dims, cos: Dims, sin: Dims, interleaved: bool = False) -> Dims:
     if cos != sin or cos[-1] > x[-1] or cos[-1] % 2:
         raise errors.GraphError(f"rope: cos {errors.shape(cos)} and sin {errors.shape(sin)} must be equal, of even width at most {x[-1]}")
-    broadcast((*x[:-1], 1), (*cos[:-1], 1), op="rope")
+    if broadcast(x[:-1], cos[:-1], op="rope") != x[:-1]:
+        raise errors.GraphError(f"rope: cos and sin {errors.shape(cos)} do not broadcast to {errors.shape(x)}; give them sizes 1 where x has 1")
     return x
 
 
@@ -175,8 +216,9 @@ def _cache_append_dims(cache: Dims, new: Dims, position: Dims) -> Dims:
     if len(cache) < 2 or len(new) != len(cache) or cache[:-2] != new[:-2] or cache[-1] != new[-1] or new[-2] > cache[-2]:
         raise errors.GraphError(f"cache_append: new rows {errors.shape(new)} do not fit a cache {errors.shape(cache)} "
                                 "(… slots d, … rows d -> … slots d)")
-    if position not in ((1,), (cache[0],)):
-        raise errors.GraphError(f"cache_append: position must be (1,) or ({cache[0]},), it is {errors.shape(position)}")
+    allowed = ((1,),) if len(cache) == 2 else ((1,), (cache[0],))
+    if position not in allowed:
+        raise errors.GraphError(f"cache_append: position must be {' or '.join(map(errors.shape, allowed))}, it is {errors.shape(position)}")
     return cache
 
 
@@ -211,7 +253,8 @@ def _cache_append(cache: torch.Tensor, new: torch.Tensor, position: torch.Tensor
     if cache.device.type == "cpu" and (int(slots.min()) < 0 or int(slots.max()) >= cache.shape[-2]):
         raise errors.InputError(f"cache_append: slots {int(slots.min())} to {int(slots.max())} are outside a cache of "
                                 f"{cache.shape[-2]} slots; give a longer cache")
-    index = slots.view(len(position), *[1] * (cache.dim() - 3), rows, 1).expand(new.shape)
+    lead = (len(position), *[1] * (cache.dim() - 3)) if cache.dim() > 2 else ()
+    index = slots.view(*lead, rows, 1).expand(new.shape)
     return cache.scatter_(-2, index, new)
 
 

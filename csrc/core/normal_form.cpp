@@ -1,0 +1,243 @@
+#include "core/normal_form.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstdlib>
+#include <numeric>
+
+namespace mirage {
+namespace {
+
+constexpr std::int64_t kLimit = std::int64_t{1} << 62;
+
+std::optional<Rational> reduced(__int128 num, __int128 den) {
+  if (den < 0) { num = -num; den = -den; }
+  __int128 a = num < 0 ? -num : num, b = den;
+  while (b != 0) { const __int128 r = a % b; a = b; b = r; }
+  if (a > 1) { num /= a; den /= a; }
+  if (num > kLimit || num < -kLimit || den > kLimit) return std::nullopt;
+  return Rational{static_cast<std::int64_t>(num), static_cast<std::int64_t>(den)};
+}
+
+void append(std::vector<std::int64_t>& key, const Factors& factors) {
+  key.push_back(static_cast<std::int64_t>(factors.size()));
+  for (auto [atom, exponent] : factors) { key.push_back(atom); key.push_back(exponent); }
+}
+
+}  // namespace
+
+std::optional<Rational> multiply(Rational a, Rational b) {
+  return reduced(static_cast<__int128>(a.num) * b.num, static_cast<__int128>(a.den) * b.den);
+}
+
+std::optional<Rational> add(Rational a, Rational b) {
+  // 62-bit operands: each product fits in 124 bits, their sum in 125
+  return reduced(static_cast<__int128>(a.num) * b.den + static_cast<__int128>(b.num) * a.den,
+                 static_cast<__int128>(a.den) * b.den);
+}
+
+Factors product(const Factors& a, const Factors& b) {
+  Factors out;
+  out.reserve(a.size() + b.size());
+  auto i = a.begin(), j = b.begin();
+  while (i != a.end() || j != b.end()) {
+    if (j == b.end() || (i != a.end() && i->first < j->first)) out.push_back(*i++);
+    else if (i == a.end() || j->first < i->first) out.push_back(*j++);
+    else {
+      if (i->second + j->second != 0) out.emplace_back(i->first, i->second + j->second);
+      ++i; ++j;
+    }
+  }
+  return out;
+}
+
+AxisSet NormalForms::free(const Factors& factors) const {
+  AxisSet set = 0;
+  for (auto [a, e] : factors) set |= atoms_[a].free;
+  return set;
+}
+
+int NormalForms::size(const Factors& factors) const {
+  int total = 0;
+  for (auto [a, e] : factors) total += atom_size_[a] * std::abs(e);
+  return total;
+}
+
+AtomId NormalForms::intern(Atom a) {
+  std::vector<std::int64_t> key{static_cast<std::int64_t>(a.kind), a.symbol, static_cast<std::int64_t>(a.bound)};
+  for (const auto* list : {&a.index, &a.args}) {
+    key.push_back(static_cast<std::int64_t>(list->size()));
+    key.insert(key.end(), list->begin(), list->end());
+  }
+  append(key, a.factors);
+  auto [it, fresh] = atom_ids_.try_emplace(std::move(key), static_cast<AtomId>(atoms_.size()));
+  if (fresh) {
+    int size = 1;
+    for (NfId arg : a.args) size += forms_[arg].size;
+    size += this->size(a.factors) + std::popcount(a.bound);
+    atom_size_.push_back(size);
+    atoms_.push_back(std::move(a));
+  }
+  return it->second;
+}
+
+NfId NormalForms::intern(std::vector<Monomial> terms) {
+  std::erase_if(terms, [](const Monomial& t) { return t.coefficient.num == 0; });
+  std::sort(terms.begin(), terms.end(), [](const Monomial& a, const Monomial& b) { return a.factors < b.factors; });
+  std::vector<std::int64_t> key;
+  for (const Monomial& t : terms) {
+    key.push_back(t.coefficient.num);
+    key.push_back(t.coefficient.den);
+    append(key, t.factors);
+  }
+  auto [it, fresh] = form_ids_.try_emplace(std::move(key), static_cast<NfId>(forms_.size()));
+  if (fresh) {
+    Nf nf;
+    for (const Monomial& t : terms) {
+      nf.free |= free(t.factors);
+      nf.size += size(t.factors) + (t.coefficient == Rational{} ? 0 : 1);
+      for (auto [a, e] : t.factors) nf.has_exp |= atoms_[a].has_exp;
+    }
+    nf.size += static_cast<int>(terms.size()) - 1;
+    nf.terms = std::move(terms);
+    forms_.push_back(std::move(nf));
+  }
+  return it->second;
+}
+
+NfId NormalForms::of_factors(Factors factors) { return intern(std::vector<Monomial>{{Rational{}, std::move(factors)}}); }
+
+NfId NormalForms::input(int symbol, const std::vector<int>& index) {
+  Atom a{Atom::Kind::input, symbol, index, {}, 0, {}, 0, false};
+  for (int axis : index) if (axis >= 0) a.free |= bit(axis);
+  return single(intern(std::move(a)));
+}
+
+NfId NormalForms::constant(Rational value) { return intern(std::vector<Monomial>{{value, {}}}); }
+
+NfId NormalForms::named_constant(int symbol) { return single(intern(Atom{Atom::Kind::constant, symbol, {}, {}, 0, {}, 0, false})); }
+
+AtomId NormalForms::frozen(NfId id) {
+  return intern(Atom{Atom::Kind::frozen, -1, {}, {id}, 0, {}, forms_[id].free, forms_[id].has_exp});
+}
+
+std::optional<NfId> NormalForms::mul(NfId a, NfId b) {
+  // copies: interning may move the forms
+  std::vector<Monomial> left = forms_[a].terms, right = forms_[b].terms;
+  if (left.empty() || right.empty()) return constant({0, 1});
+  // a sum is multiplied out only within the width; a frozen factor keeps it whole. Numbers always distribute.
+  const auto is_number = [](const std::vector<Monomial>& t) { return t.size() == 1 && t[0].factors.empty(); };
+  if (!is_number(left) && !is_number(right) && static_cast<int>(left.size() * right.size()) > width_) {
+    if (left.size() > 1) left = {{Rational{}, {{frozen(a), 1}}}};
+    if (right.size() > 1) right = {{Rational{}, {{frozen(b), 1}}}};
+  }
+  std::map<Factors, Rational> terms;
+  for (const Monomial& s : left)
+    for (const Monomial& t : right) {
+      const auto c = multiply(s.coefficient, t.coefficient);
+      if (!c) return std::nullopt;
+      auto [it, fresh] = terms.try_emplace(product(s.factors, t.factors), *c);
+      if (!fresh) {
+        const auto total = mirage::add(it->second, *c);
+        if (!total) return std::nullopt;
+        it->second = *total;
+      }
+    }
+  std::vector<Monomial> out;
+  for (auto& [factors, c] : terms) out.push_back({c, factors});
+  return intern(std::move(out));
+}
+
+std::optional<NfId> NormalForms::add(NfId a, NfId b, bool negate_b) {
+  std::map<Factors, Rational> terms;
+  for (const Monomial& t : forms_[a].terms) terms.emplace(t.factors, t.coefficient);
+  for (const Monomial& t : forms_[b].terms) {
+    const Rational c{negate_b ? -t.coefficient.num : t.coefficient.num, t.coefficient.den};
+    auto [it, fresh] = terms.try_emplace(t.factors, c);
+    if (!fresh) {
+      const auto total = mirage::add(it->second, c);
+      if (!total) return std::nullopt;
+      it->second = *total;
+    }
+  }
+  std::vector<Monomial> out;
+  for (auto& [factors, c] : terms) out.push_back({c, factors});
+  return intern(std::move(out));
+}
+
+std::optional<NfId> NormalForms::inverse(NfId a) {
+  const Nf& nf = forms_[a];
+  if (nf.terms.empty()) return std::nullopt;
+  if (nf.terms.size() > 1) return single(frozen(a), -1);
+  Monomial t = nf.terms[0];
+  t.coefficient = t.coefficient.num > 0 ? Rational{t.coefficient.den, t.coefficient.num} : Rational{-t.coefficient.den, -t.coefficient.num};
+  for (auto& [atom, exponent] : t.factors) exponent = -exponent;
+  return intern(std::vector<Monomial>{std::move(t)});
+}
+
+NfId NormalForms::exp(NfId a) {
+  // e^(s+t) = e^s e^t and e^(-s) = 1/e^s. What already holds an exp stays whole: its exponent has no place in the field.
+  if (forms_[a].has_exp) return single(intern(Atom{Atom::Kind::exp, 1, {}, {a}, 0, {}, forms_[a].free, true}));
+  const std::vector<Monomial> terms = forms_[a].terms;
+  Factors factors;
+  for (Monomial t : terms) {
+    const int sign = t.coefficient.num < 0 ? -1 : 1;
+    t.coefficient.num *= sign;
+    const NfId arg = intern(std::vector<Monomial>{t});
+    const AtomId atom = intern(Atom{Atom::Kind::exp, 0, {}, {arg}, 0, {}, forms_[arg].free, true});
+    factors = product(factors, Factors{{atom, sign}});
+  }
+  return of_factors(std::move(factors));
+}
+
+NfId NormalForms::opaque(int symbol, const std::vector<NfId>& args) {
+  Atom a{Atom::Kind::opaque, symbol, {}, args, 0, {}, 0, false};
+  for (NfId arg : args) { a.free |= forms_[arg].free; a.has_exp |= forms_[arg].has_exp; }
+  return single(intern(std::move(a)));
+}
+
+std::optional<Monomial> NormalForms::sum(const Monomial& term, int axis) {
+  Factors inside, outside;
+  for (const auto& f : term.factors) (has(atoms_[f.first].free, axis) ? inside : outside).push_back(f);
+  if (inside.empty()) {  // Σ of a constant along the axis
+    const auto c = multiply(term.coefficient, {axes_[axis].size, 1});
+    if (!c) return std::nullopt;
+    return Monomial{*c, outside};
+  }
+  // Σ_k (Σ_r A)·B = Σ_kr A·B while r names nothing else; otherwise the inner sum stays an atom of its own
+  AxisSet bound = bit(axis);
+  Factors flat;
+  for (const auto& f : inside) {
+    const Atom& a = atoms_[f.first];
+    bool splice = a.kind == Atom::Kind::sum && f.second == 1;
+    if (splice) {
+      for (const auto& other : inside)
+        if (other != f && ((atoms_[other.first].free | atoms_[other.first].bound) & a.bound) != 0) splice = false;
+      for (const auto& other : outside) if ((atoms_[other.first].free & a.bound) != 0) splice = false;
+    }
+    if (splice) { bound |= a.bound; flat = product(flat, a.factors); }
+    else flat = product(flat, Factors{f});
+  }
+  Atom s{Atom::Kind::sum, -1, {}, {}, bound, flat, free(flat) & ~bound, false};
+  for (auto [a, e] : flat) s.has_exp |= atoms_[a].has_exp;
+  return Monomial{term.coefficient, product(outside, Factors{{intern(std::move(s)), 1}})};
+}
+
+std::optional<NfId> NormalForms::sum(NfId a, int axis) {
+  const std::vector<Monomial> terms = forms_[a].terms;
+  NfId total = constant({0, 1});
+  for (const Monomial& t : terms) {
+    const auto s = sum(t, axis);
+    if (!s) return std::nullopt;
+    const auto next = add(total, intern(std::vector<Monomial>{*s}), false);
+    if (!next) return std::nullopt;
+    total = *next;
+  }
+  return total;
+}
+
+NfId NormalForms::max(NfId a, int axis) {
+  return single(intern(Atom{Atom::Kind::max, -1, {}, {a}, bit(axis), {}, forms_[a].free & ~bit(axis), forms_[a].has_exp}));
+}
+
+}  // namespace mirage

@@ -1,0 +1,113 @@
+"""Generated sources as modules, and ahead-of-time compilation for any GPU without one."""
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mirage_hf import errors
+from mirage_hf.codegen.triton import Launch, Program
+from mirage_hf.settings import settings
+
+ARCHITECTURES = (80, 89, 90, 100, 120)
+"""Compute capabilities that every kernel must compile for."""
+
+_loaded: dict[str, ModuleType] = {}
+_lock = threading.Lock()
+
+
+def load(source: str, digest: str) -> ModuleType:
+    """Import a generated source; the module has `run(inputs)`. The file is kept under the cache directory by its digest.
+
+    Errors: CodegenError when the source is not the one that `digest` (SHA-256) names.
+    """
+    actual = hashlib.sha256(source.encode()).hexdigest()
+    if actual != digest:
+        raise errors.CodegenError(f"kernel source: its SHA-256 is {actual[:12]}…, expected {digest[:12]}…; the file is damaged, generate it again")
+    with _lock:
+        if digest not in _loaded:
+            _loaded[digest] = _import(_keep(source, digest), f"mirage_hf_generated_{digest[:16]}")
+        return _loaded[digest]
+
+
+def _keep(source: str, digest: str) -> Path:
+    folder = settings().cache_dir / "kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{digest}.py"
+    if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+        handle, partial = tempfile.mkstemp(dir=folder)
+        with os.fdopen(handle, "w", encoding="utf-8") as f:
+            f.write(source)
+        os.replace(partial, path)
+    return path
+
+
+def _import(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel for one architecture: texts by kind ("ptx", "ttgir" …), the cubin, and what ptxas says of its use."""
+
+    kernel: str
+    sm: int
+    asm: dict[str, Any]
+    shared: int
+    """Bytes of shared memory a block uses."""
+    num_warps: int
+
+    @property
+    def ptx(self) -> str:
+        return str(self.asm["ptx"])
+
+
+def ahead_of_time(program: Program, sm: int) -> list[Compiled]:
+    """Compile every kernel of a program for compute capability `sm` (90 for H100 and H200); needs no GPU.
+
+    Pointers are taken as 16-byte aligned, as the JIT finds torch's. Errors: CodegenError with the compiler's words.
+    """
+    module = load(program.source, program.digest)
+    return [_compile(module, launch, sm) for launch in program.launches]
+
+
+def _compile(module: ModuleType, launch: Launch, sm: int) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    fn = getattr(module, launch.kernel)
+    if not hasattr(fn, "cache_key"):
+        raise errors.CodegenError(f"{launch.kernel}: the Triton interpreter is on, it cannot compile; unset TRITON_INTERPRET")
+    aligned = {(n,): [["tt.divisibility", 16]] for n in range(len(launch.signature))}
+    source = ASTSource(fn, signature=dict(launch.signature), constexprs={}, attrs=aligned)
+    try:
+        kernel = triton.compile(source, target=GPUTarget("cuda", sm, 32),
+                                options={"num_warps": launch.num_warps, "num_stages": launch.num_stages})
+    except Exception as e:  # the compiler raises RuntimeError, CompilationError, OutOfResources, PassManager errors …
+        raise errors.CodegenError(f"{launch.kernel}: no code for sm_{sm}: {type(e).__name__}: {str(e).strip()[:2000]}") from e
+    return Compiled(launch.kernel, sm, dict(kernel.asm), kernel.metadata.shared, launch.num_warps)
+
+
+def compile_all(programs: Sequence[Program], sm: int, threads: int | None = None) -> list[list[Compiled] | errors.CodegenError]:
+    """Compile many programs in parallel; a program that does not compile gives its error instead."""
+    def attempt(program: Program) -> list[Compiled] | errors.CodegenError:
+        try:
+            return ahead_of_time(program, sm)
+        except errors.CodegenError as e:
+            return e
+    with ThreadPoolExecutor(threads or settings().threads) as pool:
+        return list(pool.map(attempt, programs))

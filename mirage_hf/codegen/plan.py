@@ -1,0 +1,215 @@
+"""What a kernel will look like before a line of it is written: tile shapes, order of tensor dims, tensor-core products, masks.
+
+A tensor in the kernel has one dim per carried axis whose tile is larger than 1, in `Plan.order`; axes of tile 1 are scalars.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from mirage_hf import errors
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.triton_math import keeps_zero
+from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, Contraction, Role
+from mirage_hf.graph.kernel import DTensor, KernelOp
+
+MMA_MIN = 16
+"""Smallest side of a product that tensor cores take."""
+
+
+@dataclass(frozen=True)
+class Dot:
+    """`out` = left · right on tensor cores, both cast to `dtype`; `left` is stored (rows, over) unless `left_transposed`."""
+
+    contraction: Contraction
+    left: str
+    right: str
+    left_transposed: bool
+    right_transposed: bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A block graph, its operands and a schedule. Errors: CodegenError when no kernel can be made of them."""
+
+    block: BlockGraph
+    operands: tuple[DTensor, ...]
+    outputs: tuple[DTensor, ...]
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        self.schedule.check(self.block)
+        for i in self.block.inputs:
+            if len({self.operands[s].dtype for s in i.sources}) > 1:
+                raise errors.CodegenError(f"block input {i.name}: its joined sources have different dtypes; cast them to one")
+        for axis in self.block.named(Role.GRID):
+            for o in self.block.outputs:
+                if axis.name not in o.axes:
+                    raise errors.CodegenError(f"output {o.value} does not carry the grid axis {axis.name}, so its blocks would write the same "
+                                              "elements; make the axis a loop or tile axis, or a dim of the output")
+        loop = self.loop
+        stored_in_loop = {op.out for s in self.block.stages if s.loop for op in s.body}
+        for o in self.block.outputs:
+            if loop and loop in o.axes and o.value not in stored_in_loop:
+                raise errors.CodegenError(f"output {o.value} carries the loop axis {loop} but no stage that loops computes it")
+        for stage in self.block.stages:
+            for op in stage.body:
+                if stage.loop is None and loop and loop in self.block.carried[op.out]:
+                    raise errors.CodegenError(f"{op.out} carries the loop axis {loop} in a stage without a loop; give the stage the loop")
+
+    @cached_property
+    def loop(self) -> str | None:
+        return next((a.name for a in self.block.named(Role.LOOP)), None)
+
+    def tile(self, axis: str) -> int:
+        return self.schedule.tile(axis)
+
+    def trips(self, axis: str) -> int:
+        """Tiles along an axis."""
+        return -(-self.block.axis(axis).size // self.tile(axis))
+
+    def ragged(self, axis: str) -> bool:
+        """Whether the last tile of an axis reaches past its end."""
+        return self.block.axis(axis).size % self.tile(axis) != 0
+
+    @cached_property
+    def walks(self) -> bool:
+        """Whether loops take more than one step; otherwise the loop axis is held whole."""
+        return self.loop is not None and self.trips(self.loop) > 1
+
+    def dims(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """The axes among `axes` that are dims of a tensor, in order."""
+        return tuple(a for a in self.order if a in axes and self.tile(a) > 1)
+
+    def value_dims(self, value: str) -> tuple[str, ...]:
+        return self.dims(self.block.carried[value])
+
+    def numel(self, axes: Sequence[str]) -> int:
+        return math.prod(self.tile(a) for a in axes)
+
+    @cached_property
+    def grid(self) -> int:
+        return math.prod(self.trips(a.name) for a in self.block.named(Role.GRID))
+
+    def dtype(self, i: BlockInput) -> torch.dtype:
+        return self.operands[i.sources[0]].dtype
+
+    @cached_property
+    def input(self) -> dict[str, BlockInput]:
+        return {i.name: i for i in self.block.inputs}
+
+    @cached_property
+    def run_dtype(self) -> torch.dtype:
+        """The dtype that computed factors are rounded to before tensor cores: that of the largest 16-bit input."""
+        halves = [t for t in self.operands if t.dtype in (torch.float16, torch.bfloat16)]
+        return max(halves, key=lambda t: math.prod(t.dims)).dtype if halves else torch.float32
+
+    def is_streamed(self, i: BlockInput) -> bool:
+        """Whether each element of an input is read by one block only."""
+        return all(a.name in i.axes for a in self.block.named(Role.GRID) if self.trips(a.name) > 1)
+
+    def whole_sources(self, i: BlockInput) -> bool:
+        """Whether every tile of a joined input lies in one source, and their strides agree, so that a pointer can be selected."""
+        strides = {self.operands[s].strides for s in i.sources}
+        role = self.block.role(i.joined) if i.joined else None
+        return (role is not None and len(strides) == 1 and (role is Role.GRID or (role is Role.LOOP and self.walks))
+                and all(size % self.tile(i.joined) == 0 for size in i.sizes[:-1]))  # type: ignore[arg-type]
+
+    # -- tensor cores -----------------------------------------------------------------------------------------------------
+
+    def _fits_mma(self, c: Contraction) -> bool:
+        a, b = (set(self.block.carried[x]) - {c.over} for x in (c.a, c.b))
+        a, b = ({x for x in free if self.tile(x) > 1} for free in (a, b))
+        return (len(a) == len(b) == 1 and not a & b and self.tile(c.over) >= MMA_MIN
+                and all(self.tile(x) >= MMA_MIN for x in a | b)
+                and all(self.dtype(self.input[x]).is_floating_point for x in (c.a, c.b) if x in self.input))
+
+    @cached_property
+    def _mma(self) -> tuple[Contraction, ...]:
+        return tuple(c for c in self.block.contractions.values() if self._fits_mma(c)) if self.schedule.mma else ()
+
+    def _weight(self, c: Contraction) -> str:
+        """The factor with more data: an input before a computed value, then the larger one."""
+        def weigh(x: str) -> tuple[bool, int]:
+            return x in self.input, math.prod(self.block.axis(a).size for a in self.block.carried[x])
+        return max((c.a, c.b), key=weigh)
+
+    def _sides(self, c: Contraction) -> tuple[str, str]:
+        """The factors as (left, right), wished for by the schedule."""
+        weight = self._weight(c)
+        other = c.b if weight == c.a else c.a
+        return (weight, other) if self.schedule.weights_first else (other, weight)
+
+    def _free(self, value: str, over: str) -> str:
+        return next(a for a in self.block.carried[value] if a != over and self.tile(a) > 1)
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """Axes in the order of tensor dims: grid, tile, loop, but rows before summed before columns of each tensor-core product."""
+        axes = [a.name for role in (Role.GRID, Role.TILE, Role.LOOP) for a in self.block.named(role)]
+        after: dict[str, set[str]] = {a: set() for a in axes}
+
+        def reaches(start: str, goal: str) -> bool:
+            return start == goal or any(reaches(x, goal) for x in after[start])
+
+        for c in self._mma:
+            left, right = self._sides(c)
+            for first, second in ((self._free(left, c.over), c.over), (c.over, self._free(right, c.over))):
+                if not reaches(second, first):
+                    after[first].add(second)
+        order: list[str] = []
+        while axes:
+            free = next(a for a in axes if not any(a in after[x] for x in axes))
+            order.append(free)
+            axes.remove(free)
+        return tuple(order)
+
+    @cached_property
+    def dots(self) -> dict[str, Dot]:
+        """Tensor-core products, by the name of the sum."""
+        place = {a: n for n, a in enumerate(self.order)}
+        found = {}
+        for c in self._mma:
+            left, right = sorted((c.a, c.b), key=lambda x: place[self._free(x, c.over)])
+            given = {self.dtype(self.input[x]) for x in (left, right) if x in self.input}
+            dtype = given.pop() if len(given) == 1 else torch.float32 if given else self.run_dtype
+            found[c.out] = Dot(c, left, right, place[self._free(left, c.over)] > place[c.over],
+                               place[c.over] > place[self._free(right, c.over)], dtype)
+        return found
+
+    @cached_property
+    def skipped(self) -> frozenset[str]:
+        """Products that only feed tensor cores and are never formed."""
+        return frozenset(d.contraction.product for d in self.dots.values())
+
+    @cached_property
+    def native(self) -> frozenset[str]:
+        """Inputs that tensor cores read in the dtype they are stored in."""
+        return frozenset(x for d in self.dots.values() for x in (d.left, d.right) if x in self.input)
+
+    # -- masks ------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _ops(self) -> dict[str, BlockOp]:
+        return {op.out: op for op in self.block.ops()}
+
+    def zero_padded(self, value: str, axis: str) -> bool:
+        """Whether `value` is known to be 0 where `axis` reaches past its end: loads fill with 0, and some ops keep it."""
+        if axis not in self.block.carried[value]:
+            return False
+        if value in self.input:
+            return True
+        op = self._ops.get(value)
+        return (op is not None and op.over is None and all(self.zero_padded(a, axis) for a in op.args if isinstance(a, str))
+                and keeps_zero(op.fn, [None if isinstance(a, str) else a for a in op.args], dict(op.attrs)))
+
+
+def plan(op: KernelOp, schedule: Schedule) -> Plan:
+    """The plan of a `customized` op. Errors: CodegenError."""
+    assert op.block is not None
+    return Plan(op.block, tuple(t for t in op.inputs if isinstance(t, DTensor)), op.outputs, schedule)

@@ -1,0 +1,76 @@
+"""Schedules: what is decided about a kernel after its block graph is fixed. No schedule changes algebra."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from mirage_hf import errors
+from mirage_hf.graph.block import BlockGraph, Role
+
+VERSION = 1
+"""Part of every key under which a tuned kernel is stored; raised when the same schedule generates different code."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How one block graph becomes one kernel.
+
+    tiles: elements of each axis that a block holds at a time, powers of two, by axis name (sorted pairs).
+    mma: contractions that fit go to tensor cores; otherwise all are multiply-adds and sums.
+    weights_first: with mma, the larger operand is the left side of the instruction (its 64 rows on Hopper).
+    lazy: loop accumulators stay spread over the loop tile and are summed once after the loop (not those of tensor cores).
+    evict_first: inputs that only one block reads are marked as first to leave the L2.
+    num_warps, num_stages: warps of a block, loop iterations whose loads are in flight.
+    """
+
+    tiles: tuple[tuple[str, int], ...]
+    mma: bool = False
+    weights_first: bool = True
+    lazy: bool = True
+    evict_first: bool = True
+    num_warps: int = 4
+    num_stages: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tiles", tuple(sorted((str(a), int(t)) for a, t in self.tiles)))
+        for name, size in (*self.tiles, ("num_warps", self.num_warps)):
+            if size < 1 or size & (size - 1):
+                raise errors.CodegenError(f"schedule: {name} is {size}; tiles and num_warps must be powers of two")
+        if self.num_stages < 1:
+            raise errors.CodegenError(f"schedule: num_stages is {self.num_stages}; it must be at least 1")
+
+    def tile(self, axis: str) -> int:
+        return dict(self.tiles)[axis]
+
+    def check(self, block: BlockGraph) -> None:
+        """Errors: CodegenError when the tiles are not those of `block`'s axes, or a tile axis is not held whole."""
+        tiles, names = dict(self.tiles), {a.name for a in block.axes}
+        if set(tiles) != names:
+            raise errors.CodegenError(f"schedule: tiles are given for {sorted(tiles)}, the block graph's axes are {sorted(names)}")
+        for a in block.named(Role.TILE):
+            if tiles[a.name] < a.size:
+                raise errors.CodegenError(f"schedule: tile axis {a.name} of size {a.size} must be held whole; its tile is {tiles[a.name]}, "
+                                          f"give {next_power_of_two(a.size)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"tiles": dict(self.tiles)}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Schedule:
+        """The inverse of `to_dict`. Errors: FormatError for missing or unknown fields."""
+        known = {f.name for f in fields(Schedule)}
+        unknown = sorted(set(data) - known)
+        if unknown or "tiles" not in data:
+            raise errors.FormatError(f"schedule: {f'unknown field {unknown[0]!r}' if unknown else 'no tiles'}; rebuild the entry with this version")
+        return Schedule(**{**data, "tiles": tuple(dict(data["tiles"]).items())})
+
+    def __str__(self) -> str:
+        tiles = " ".join(f"{a}:{t}" for a, t in self.tiles)
+        how = ("mma" + (" weights-first" if self.weights_first else "")) if self.mma else "fma"
+        lazy = " lazy" if self.lazy else ""
+        return f"{tiles} {how}{lazy} warps:{self.num_warps} stages:{self.num_stages}"
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

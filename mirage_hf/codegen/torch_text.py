@@ -1,0 +1,85 @@
+"""Kernel-graph ops as torch expressions: library calls of a generated file, and its reference program."""
+from __future__ import annotations
+
+import inspect
+import keyword
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from mirage_hf import errors
+from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
+from mirage_hf.ops import table
+
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**"}
+
+_FORMS = {
+    "matmul": "torch.matmul({0}, {1})",
+    "reduction": "torch.{kind}({0}, dim={dim}, keepdim=True)",
+    "softmax": "torch.softmax({0}, {dim})",
+    "concat": "torch.cat([{all}], {dim})",
+    "slice": "{0}.narrow({dim}, {start}, {length})",
+    "reshape": "{0}.reshape({dims})",
+    "permute": "{0}.permute({order})",
+    "cast": "({0} if {0}.dtype == torch.float64 else {0}.to(torch.{dtype}))",
+    "gelu_tanh": 'F.gelu({0}, approximate="tanh")',
+    "clamp": "torch.clamp({0}, {min}, {max})",
+}
+"""Ops whose oracle is not one function of torch; names in braces are operands by number and attributes."""
+
+
+def expression(op: KernelOp, names: Sequence[str]) -> str:
+    """The torch expression of one op on operands called `names` (numbers already as text). Errors: CodegenError."""
+    row = table.lookup(op.name)
+    attrs = dict(op.attrs)
+    if op.name in _INFIX:
+        return f" {_INFIX[op.name]} ".join(names)
+    if op.name in ("max", "min") and any(not isinstance(x, DTensor) for x in op.inputs):
+        (_, tensor), (_, number) = sorted(zip(op.inputs, names, strict=True), key=lambda p: not isinstance(p[0], DTensor))
+        bound = "min" if op.name == "max" else "max"
+        return f"torch.clamp({tensor}, {bound}={number})"
+    if op.name in _FORMS:
+        if "start" in attrs:
+            attrs["length"] = attrs["stop"] - attrs["start"]
+        if attrs.get("kind") == "max":
+            attrs["kind"] = "amax"
+        attrs = {k: f'float("{v}")' if v in (float("inf"), float("-inf")) else v for k, v in attrs.items()}
+        return _FORMS[op.name].format(*names, all=", ".join(names), **attrs)
+    extra = "".join(f", {k}={v!r}" for k, v in attrs.items() if v != row.attrs.get(k))
+    for where, module in (("torch", torch), ("F", F)):
+        name = getattr(row.oracle, "__name__", "")
+        if getattr(module, name, None) is row.oracle:
+            return f"{where}.{name}({', '.join(names)}{extra})"
+    if row.oracle.__name__ == "<lambda>":
+        raise errors.CodegenError(f"{op.name} has no torch expression; give its row a named function as oracle, or a form here")
+    return f"{row.oracle.__name__.lstrip('_')}({', '.join(names)}{extra})"
+
+
+def functions(graph: KernelGraph) -> list[str]:
+    """The source of the table's own oracle functions that `expression` calls for this graph."""
+    found = {}
+    for op in graph.ops:
+        if op.name == CUSTOMIZED or op.name in _INFIX or op.name in _FORMS:
+            continue
+        oracle = table.lookup(op.name).oracle
+        if getattr(oracle, "__module__", "") == table.__name__ and oracle.__name__ != "<lambda>":
+            text = inspect.getsource(oracle).replace("errors.InputError", "ValueError")
+            found[oracle.__name__] = text.replace(f"def {oracle.__name__}", f"def {oracle.__name__.lstrip('_')}")
+    return list(found.values())
+
+
+def local(t: DTensor) -> str:
+    """A tensor's name as a local variable that hides nothing a generated file needs."""
+    return t.name + "_" if t.name in ("torch", "triton", "tl", "F", "inputs") or t.name in table.OPS or keyword.iskeyword(t.name) else t.name
+
+
+def operand_names(op: KernelOp) -> list[str]:
+    return [local(x) if isinstance(x, DTensor) else f'float("{x}")' if x in (float("inf"), float("-inf")) else repr(x) for x in op.inputs]
+
+
+def program(graph: KernelGraph, name: str) -> str:
+    """A function of a list of tensors that runs a tensor program op by op."""
+    lines = [f"def {name}(inputs):", f"    {', '.join(map(local, graph.inputs))}{',' if len(graph.inputs) == 1 else ''} = inputs"]
+    lines += [f"    {local(op.outputs[0])} = {expression(op, operand_names(op))}" for op in graph.ops]
+    return "\n".join([*lines, f"    return [{', '.join(map(local, graph.outputs))}]"]) + "\n"

@@ -1,0 +1,101 @@
+"""Scalar programs as Triton text: one algebra over expressions, and the helper functions that a kernel file may need."""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mirage_hf.ops import table
+
+ATOM, UNARY, PRODUCT, SUM = 3, 2, 1, 0
+
+
+@dataclass(frozen=True)
+class Expr:
+    """An expression: its text, how tightly its outermost operator binds, its value if it is a number."""
+
+    text: str
+    level: int = ATOM
+    number: float | None = None
+
+    def at(self, level: int) -> str:
+        """The text, in parentheses unless it binds at least as tightly as `level`."""
+        return self.text if self.level >= level else f"({self.text})"
+
+
+def constant(x: float) -> Expr:
+    if math.isinf(x) or math.isnan(x):
+        return Expr(f'float("{x}")', ATOM, x)
+    return Expr(repr(float(x)), ATOM if x >= 0 else UNARY, x)
+
+
+def _call(function: str) -> Callable[..., Expr]:
+    return lambda *args: Expr(f"{function}({', '.join(a.text for a in args)})")
+
+
+def _bound(function: str, neutral: float) -> Callable[[Expr, Expr], Expr]:
+    def text(x: Expr, y: Expr) -> Expr:
+        if y.number == neutral:
+            return x
+        return Expr(f"tl.{function}({x.text}, {y.text}, propagate_nan=tl.PropagateNan.ALL)")
+    return text
+
+
+def _power(x: Expr, y: Expr) -> Expr:
+    if y.number in (1.0, 2.0, 3.0, 4.0):
+        return Expr(" * ".join([x.at(UNARY)] * int(y.number)), PRODUCT if y.number > 1 else x.level)
+    if y.number == 0.5:
+        return Expr(f"tl.sqrt({x.text})")
+    if y.number in (-0.5, -1.0):
+        return Expr(f"tl.rsqrt({x.text})") if y.number == -0.5 else Expr(f"1.0 / {x.at(UNARY)}", PRODUCT)
+    base, exponent = (f"tl.full([], {e.text}, tl.float32)" if e.number is not None else e.text for e in (x, y))
+    return Expr(f"power({base}, {exponent})")
+
+
+TRITON_ALGEBRA: Mapping[str, Callable[..., Expr]] = {
+    "add": lambda x, y: Expr(f"{x.at(SUM)} + {y.at(PRODUCT)}", SUM),
+    "sub": lambda x, y: Expr(f"{x.at(SUM)} - {y.at(PRODUCT)}", SUM),
+    "mul": lambda x, y: Expr(f"{x.at(PRODUCT)} * {y.at(UNARY)}", PRODUCT),
+    "div": lambda x, y: Expr(f"{x.at(PRODUCT)} / {y.at(UNARY)}", PRODUCT),
+    "neg": lambda x: Expr(f"-{x.at(ATOM)}", UNARY),
+    "exp": _call("tl.exp"), "sqrt": _call("tl.sqrt"), "rsqrt": _call("tl.rsqrt"), "erf": _call("tl.erf"), "tanh": _call("tanh"),
+    "max": _bound("maximum", -math.inf), "min": _bound("minimum", math.inf), "pow": _power,
+}
+
+HELPERS: Mapping[str, str] = {
+    "tanh": '''
+@triton.jit
+def tanh(x):
+    """tanh in float32: nothing overflows, and a series stands in where 1 - exp(-2|x|) would cancel."""
+    decay = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - decay) / (1.0 + decay)
+    square = x * x
+    series = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -size, size))
+''',
+    "power": '''
+@triton.jit
+def power(x, y):
+    """x ** y in float32, for negative x too where y is whole."""
+    whole = tl.floor(y) == y
+    odd = whole & (tl.floor(y * 0.5) * 2.0 != y)
+    size = tl.exp2(y * tl.log2(tl.abs(x)))
+    signed = tl.where(x < 0, tl.where(odd, -size, tl.where(whole, size, float("nan"))), size)
+    return tl.where(y == 0.0, 1.0, signed)
+''',
+}
+"""Functions that expressions of TRITON_ALGEBRA may call, by name; a file carries those that it uses."""
+
+
+def elementwise(fn: str, args: Sequence[Expr], attrs: Mapping[str, float]) -> Expr:
+    """The text of a table row's body on `args`, in float32."""
+    row = table.lookup(fn)
+    return row.program(**(row.attrs | dict(attrs))).evaluate(TRITON_ALGEBRA, args, constant)
+
+
+def keeps_zero(fn: str, args: Sequence[float | None], attrs: Mapping[str, float]) -> bool:
+    """Whether the op gives 0 where its value arguments (None) are 0 and its numbers are as given."""
+    import torch
+    row = table.lookup(fn)
+    zeros = [torch.tensor(0.0 if a is None else a, dtype=torch.float64) for a in args]
+    return fn == "cast" or bool(row.oracle(*zeros, **(row.attrs | dict(attrs))) == 0)

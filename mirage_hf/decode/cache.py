@@ -1,0 +1,377 @@
+"""The cache pool: full-length key and value memory, leased to one `generate` call at a time."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from mirage_hf.errors import MirageError
+
+MOST_EOS = 32
+"""Stop tokens the step can look for by itself; a longer list is checked by the host loop."""
+KEEP_IDLE = 4
+"""Blocks kept between calls. A fifth (batch, capacity) pair pushes out the one idle longest."""
+
+
+def bucket(slots: int) -> int:
+    """Round a number of cache slots up to a capacity: multiples of 256, and of 1/8 of the power of two below 2048 up.
+
+    Few distinct capacities mean few captures; at most 1/8 of a long cache is read in vain.
+    """
+    grain = max(256, (1 << (max(slots, 1).bit_length() - 1)) // 8)
+    return -(-slots // grain) * grain
+
+
+# -- what a step reads and writes ---------------------------------------------------------------------------------------
+
+@dataclass(frozen=True, eq=False)
+class Control:
+    """The device-side state of one call, at fixed addresses so that a captured graph finds it. Integers are int64."""
+
+    ids: Tensor
+    """(batch, 1): the token chosen last; it is not in the cache yet."""
+    position: Tensor
+    """(batch, 1): its RoPE position. Under left padding it is smaller than its slot."""
+    length: Tensor
+    """(1,): valid slots of the cache, which is also the slot the next key goes to."""
+    lowest: Tensor
+    """(batch, 1): the first slot a row may see, its left padding."""
+    budget: Tensor
+    """(1,): tokens that may still be chosen."""
+    alive: Tensor
+    """(batch,) bool: rows that go on after the token in `ids`."""
+    eos: Tensor
+    """(MOST_EOS,): stop tokens, filled up with −1."""
+    pad: Tensor
+    """(1,): the token of a row that has ended."""
+    report: Tensor
+    """(2, batch): the tokens chosen last, and which rows go on; what the host reads."""
+    slots: Tensor
+    """(1, capacity): 0, 1, 2, …"""
+
+    @classmethod
+    def allocate(cls, batch: int, capacity: int, device: torch.device) -> Control:
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.long, device=device)
+
+        return cls(ids=ints(batch, 1), position=ints(batch, 1), length=ints(1), lowest=ints(batch, 1), budget=ints(1),
+                   alive=torch.zeros(batch, dtype=torch.bool, device=device), eos=ints(MOST_EOS), pad=ints(1),
+                   report=ints(2, batch), slots=torch.arange(capacity, device=device)[None])
+
+    def start(self, *, length: int, position: Tensor, lowest: Tensor | None, budget: int,
+              eos: Tensor | None, pad: Tensor | None) -> None:
+        """Set the state to "the last prompt token has just been fed": its slot and its position, every row alive.
+
+        `length` counts the prompt's slots, that token's included; `position` is (batch or 1, 1).
+        """
+        self.length.fill_(length - 1)
+        self.position.copy_(position.expand_as(self.position))
+        self.lowest.zero_() if lowest is None else self.lowest.copy_(lowest)
+        self.budget.fill_(budget)
+        self.alive.fill_(True)
+        self.eos.fill_(-1)
+        if eos is not None:
+            self.eos[:eos.numel()].copy_(eos.reshape(-1))
+        if pad is not None:
+            self.pad.copy_(pad.reshape(-1)[:1])
+
+    def continue_from(self, other: Control) -> None:
+        """Take over the state of a smaller block's control."""
+        for name in ("ids", "position", "length", "lowest", "budget", "alive", "eos", "pad", "report"):
+            getattr(self, name).copy_(getattr(other, name))
+
+
+# -- the layers HF's forward sees ---------------------------------------------------------------------------------------
+
+class _PoolLayer(CacheLayerMixin):
+    """What the layers of both phases share. Only `update` and the sizes are part of HF's decoding protocol."""
+
+    is_compileable = False  # keeps generate from preparing 4D masks for the prefill: it is stock's dynamic one
+
+    def __init__(self, block: Block, index: int, is_sliding: bool):
+        super().__init__()
+        self.block, self.index, self.is_sliding = block, index, is_sliding
+        self.is_initialized = True
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def get_max_length(self) -> int:
+        return self.block.capacity
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.10 or so
+
+
+class PrefillLayer(_PoolLayer):
+    """Writes a whole prompt into the block's first slots; attention sees the prompt's own keys, as with a fresh DynamicLayer."""
+
+    def __init__(self, block: Block, index: int, is_sliding: bool):
+        super().__init__(block, index, is_sliding)
+        self.seen = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.seen:
+            raise MirageError("decode: a layer of the prefill was updated twice in one forward; "
+                              "call the stock method with type(model).generate(model, ...)")
+        self.seen = key_states.shape[-2]
+        keys, values = self.block.claim(self.index, key_states, value_states)
+        keys[:, :, :self.seen].copy_(key_states)
+        values[:, :, :self.seen].copy_(value_states)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self.seen + int(query_length), 0
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+
+class StepLayer(_PoolLayer):
+    """Writes one key and value at the device-side length and returns the whole capacity; the mask does the rest."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        block = self.block
+        keys, values = block.keys[self.index], block.values[self.index]
+        keys.index_copy_(2, block.control.length, key_states)
+        values.index_copy_(2, block.control.length, value_states)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self.block.capacity, 0
+
+    def get_seq_length(self) -> Tensor:  # type: ignore[override]  # a device tensor, as StaticLayer's
+        return self.block.control.length
+
+
+# -- a leased block -----------------------------------------------------------------------------------------------------
+
+@dataclass(eq=False)
+class Block:
+    """Memory for one call: `capacity` slots of every layer's keys and values, the control state, and graphs over both."""
+
+    batch: int
+    capacity: int
+    sliding: tuple[bool, ...]
+    device: torch.device
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+    slabs: list[Tensor] = field(default_factory=list)
+    """Owners of the memory. Layers of one shape are rows of one slab, so that one launch clears them all."""
+    logits: Tensor | None = None
+    graphs: dict[bool, Any] = field(default_factory=dict)
+    """Captured steps of this block: False ends at the logits, True goes on to the token."""
+    valid_for: object = None
+    """The fingerprint of the model that `graphs` were captured from."""
+    graph_pool: Any = None
+    dirty: int = 0
+    """Slots below this one may hold keys of an earlier call."""
+    stale: bool = False
+    done: Any = None
+    """CUDA event after which another stream may use the block."""
+    make_room: Callable[[], None] = lambda: None
+    """Called when the device is out of memory, before the second and last try."""
+
+    def __post_init__(self) -> None:
+        with torch.inference_mode(False):
+            self.control = Control.allocate(self.batch, self.capacity, self.device)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of device memory this block holds, not counting its graphs' scratch."""
+        tensors = [*self.slabs, *(t for t in vars(self.control).values()), *([] if self.logits is None else [self.logits])]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def prefill_cache(self) -> Cache:
+        """Return a cache that takes a prompt's keys and values into this block."""
+        return Cache(layers=[PrefillLayer(self, i, s) for i, s in enumerate(self.sliding)])
+
+    def step_cache(self) -> Cache:
+        """Return the cache that the step's forward sees."""
+        return Cache(layers=[StepLayer(self, i, s) for i, s in enumerate(self.sliding)])
+
+    def claim(self, index: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return layer `index`'s (batch, heads, capacity, dim) memory, made to fit these states."""
+        return self._fit(self.keys, index, key_states), self._fit(self.values, index, value_states)
+
+    def _fit(self, rows: dict[int, Tensor], index: int, states: Tensor) -> Tensor:
+        shape = (self.batch, states.shape[1], self.capacity, states.shape[3])
+        row = rows.get(index)
+        if row is not None and row.shape == shape and row.dtype == states.dtype and row.device == states.device:
+            return row
+        if row is not None and index == 0:  # the model changed dtype or shape since the last call
+            self.drop_memory()
+        self.drop_graphs()
+        # a first layer is taken for all; a later one that differs gets memory of its own
+        count = len(self.sliding) if index == 0 else 1
+        try:
+            slab = _zeros((count, *shape), states)
+        except torch.OutOfMemoryError:
+            self.make_room()
+            slab = _zeros((count, *shape), states)
+        self.slabs.append(slab)
+        rows.update((index + i, slab[i]) for i in range(count))
+        return slab[0]
+
+    def set_logits(self, logits: Tensor) -> None:
+        """Put (batch, vocabulary) logits into the static buffer, made to fit."""
+        if self.logits is None or self.logits.shape != logits.shape or self.logits.dtype != logits.dtype:
+            self.drop_graphs()
+            self.logits = _zeros(tuple(logits.shape), logits)
+        self.logits.copy_(logits)
+
+    def clear_from(self, length: int) -> None:
+        """Zero what an earlier call left above `length`: masked keys weigh 0, but 0 · NaN is NaN."""
+        if self.dirty > length:
+            for slab in self.slabs:
+                slab[:, :, :, length:self.dirty].zero_()
+        self.dirty = length
+
+    def drop_graphs(self) -> None:
+        self.graphs.clear()
+        self.graph_pool = None
+        self.valid_for = None
+
+    def drop_memory(self) -> None:
+        self.drop_graphs()
+        self.keys.clear()
+        self.values.clear()
+        self.slabs.clear()
+        self.dirty = 0
+
+    # -- exchange with the caches users hold
+
+    def take(self, cache: DynamicCache) -> int:
+        """Copy a user's cache in; return its length. A sliding layer's remainder goes to the slots it stands for."""
+        length = cache.get_seq_length()
+        for i, layer in enumerate(cache.layers):
+            keys, values = self.claim(i, layer.keys, layer.values)
+            first = length - layer.keys.shape[-2]
+            keys[:, :, first:length].copy_(layer.keys)
+            values[:, :, first:length].copy_(layer.values)
+        return length
+
+    def put(self, cache: DynamicCache, length: int) -> None:
+        """Make `cache` what stock would have left there after `length` tokens: fresh tensors, never pool memory."""
+        for i in range(len(self.sliding)):
+            if i == len(cache.layers):
+                cache.layers.append(DynamicLayer())  # DynamicCache() without a config makes its layers as they come
+            layer = cache.layers[i]
+            keys, values = self.keys[i][:, :, :length], self.values[i][:, :, :length]
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                keys, values = keys[:, :, 1 - layer.sliding_window:], values[:, :, 1 - layer.sliding_window:]
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys.clone(), values.clone()
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = length
+
+    def continue_from(self, other: Block, length: int) -> None:
+        """Take over a smaller block's first `length` slots, logits and state, on the current stream."""
+        for i in range(len(self.sliding)):
+            keys, values = self.claim(i, other.keys[i], other.values[i])
+            keys[:, :, :length].copy_(other.keys[i][:, :, :length])
+            values[:, :, :length].copy_(other.values[i][:, :, :length])
+        self.clear_from(length)
+        if other.logits is not None:
+            self.set_logits(other.logits)
+        self.control.continue_from(other.control)
+
+
+def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    # a buffer made under inference_mode would raise in the next call outside it
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+
+def sliding_layers(cache: Cache, count: int) -> tuple[bool, ...] | str:
+    """Return which of `count` layers slide, or the reason why this cache cannot be exchanged with the pool."""
+    if type(cache) is not DynamicCache:
+        return f"cache type {type(cache).__name__}"
+    if getattr(cache, "offloading", False):
+        return "offloaded cache"
+    if not cache.layers:
+        return (False,) * count
+    if len(cache.layers) != count:
+        return f"a cache of {len(cache.layers)} layers for {count} decoder layers"
+    for layer in cache.layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return f"cache layer type {type(layer).__name__}"
+        if getattr(layer, "record_past", False):
+            return "a cache that records its past"
+    return tuple(type(layer) is DynamicSlidingWindowLayer for layer in cache.layers)
+
+
+# -- the pool -----------------------------------------------------------------------------------------------------------
+
+class CachePool:
+    """Blocks of cache memory, each leased to one call of one thread at a time, kept and reused between calls."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[Block] = []
+        self._leased: list[Block] = []
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of device memory in all blocks, leased and idle."""
+        with self._lock:
+            return sum(block.bytes for block in (*self._idle, *self._leased))
+
+    @property
+    def blocks(self) -> Sequence[tuple[int, int]]:
+        """(batch, capacity) of every block, leased ones first."""
+        with self._lock:
+            return [(b.batch, b.capacity) for b in (*self._leased, *self._idle)]
+
+    def lease(self, batch: int, capacity: int, sliding: tuple[bool, ...], device: torch.device) -> Block:
+        """Return a block nobody else uses until `give_back`. Its memory appears as the prefill fills it."""
+        with self._lock:
+            block = next((b for b in reversed(self._idle) if (b.batch, b.capacity, len(b.sliding), b.device)
+                          == (batch, capacity, len(sliding), device)), None)
+            if block is not None:
+                self._idle.remove(block)
+                block.sliding = sliding
+                self._leased.append(block)
+        if block is None:
+            block = Block(batch, capacity, sliding, device, make_room=self.drop_idle)
+            with self._lock:
+                self._leased.append(block)
+        if block.done is not None:
+            torch.cuda.current_stream(device).wait_event(block.done)
+        return block
+
+    def give_back(self, block: Block, used: int) -> None:
+        """End a lease; the first `used` slots may have been written."""
+        block.dirty = max(block.dirty, used)
+        if block.device.type == "cuda":
+            block.done = torch.cuda.Event()
+            block.done.record(torch.cuda.current_stream(block.device))
+        with self._lock:
+            self._leased.remove(block)
+            if not block.stale:
+                self._idle.append(block)
+                del self._idle[:-KEEP_IDLE]
+
+    def discard(self, block: Block) -> None:
+        """End a lease and forget the block, after an error that leaves its state unknown."""
+        with self._lock:
+            self._leased.remove(block)
+
+    def drop_idle(self) -> None:
+        """Free every idle block and its graphs now."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for block in idle:
+            block.drop_memory()
+
+    def release(self) -> None:
+        """Free idle blocks and their graphs now, and leased ones as their calls end."""
+        with self._lock:
+            for block in self._leased:
+                block.stale = True
+        self.drop_idle()

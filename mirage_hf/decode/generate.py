@@ -1,0 +1,253 @@
+"""`generate` of one model instance: greedy and sampling through the pool, everything else through stock, counted."""
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from mirage_hf.decode.cache import Block, CachePool, bucket
+from mirage_hf.decode.graphs import can_capture
+from mirage_hf.decode.program import CapturedForward
+from mirage_hf.decode.routing import effective, refused_arguments, refused_model, refused_options
+from mirage_hf.decode.session import CallPlan, NotCovered, Session, plan_call
+from mirage_hf.errors import MirageError
+
+class DecodeError(MirageError, ValueError):
+    """A model that `install` cannot take, or a `generate` that outlived its model."""
+
+
+# -- the runner ---------------------------------------------------------------------------------------------------------
+
+class DecodeRunner:
+    """What one model's `generate` keeps between calls: the cache pool with its graphs, and counts of what went where.
+
+    `counts` holds "captured" (replayed steps), "called: <why>" (the same loop without a graph) and "stock: <why>".
+    """
+
+    def __init__(self, *, mode: str = "graph", max_cache_len: int | None = None,
+                 fingerprint: Callable[[nn.Module], object] | None = None, depth: int | None = None):
+        self.mode, self.max_cache_len, self.fingerprint, self.depth = mode, max_cache_len, fingerprint, depth
+        self.pool = CachePool()
+        self.counts: Counter[str] = Counter()
+        self._uncapturable: tuple[object, str] | None = None
+        self._lock = threading.Lock()
+
+    def fresh(self) -> DecodeRunner:
+        """Return a runner with the same options and nothing else in common."""
+        return DecodeRunner(mode=self.mode, max_cache_len=self.max_cache_len, fingerprint=self.fingerprint, depth=self.depth)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of device memory in the cache pool."""
+        return self.pool.bytes
+
+    def release(self) -> None:
+        """Free the pool and its graphs. Calls under way keep theirs until they end; the next call starts anew."""
+        self.pool.release()
+
+    def count(self, what: str) -> None:
+        with self._lock:
+            self.counts[what] += 1
+
+    # -- one covered call
+
+    def run(self, call: Call, model: Any, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList, config: Any,
+            kwargs: dict[str, Any]) -> Any:
+        """Do what stock's decoding method would, from prefill to output; raise NotCovered before any effect if it cannot."""
+        plan = plan_call(model, input_ids, criteria, config, kwargs, users_cache=call.users_cache, max_cache_len=self.max_cache_len)
+        block = self.pool.lease(input_ids.shape[0], bucket(plan.slots), plan.sliding, input_ids.device)
+        session = Session(self, model, plan, block)
+        try:
+            if call.streamer is not None:
+                call.streamer.put(input_ids.cpu())
+            session.prefill(input_ids, config, kwargs)
+            result = session.decode(call, input_ids, processors, criteria, config)
+            if config.return_dict_in_generate or plan.cache_is_users:
+                session.block.put(plan.cache, session.cached)
+        finally:
+            session.end()
+        if call.streamer is not None:
+            call.streamer.end()
+        if not config.return_dict_in_generate:
+            return result
+        record = session.record
+        return GenerateDecoderOnlyOutput(
+            sequences=result, scores=None if record.scores is None else tuple(record.scores),
+            logits=None if record.logits is None else tuple(record.logits), past_key_values=plan.cache)
+
+    def step(self, model: Any, plan: CallPlan, block: Block) -> CapturedForward:
+        """Return the step for a block, with or without graphs as the model and the device allow."""
+        key: object = plan.survey.key
+        if self.fingerprint is not None:
+            key = (key, self.fingerprint(model))
+        why = "mode is eager" if self.mode == "eager" else can_capture(block.device) or plan.survey.no_graph
+        if why is None and self._uncapturable is not None and self._uncapturable[0] == key:
+            why = self._uncapturable[1]
+        self.count("captured" if why is None else f"called: {why}")
+        return CapturedForward(model, block, plan.masks, logits_to_keep=plan.logits_to_keep, graphs=why is None, fingerprint=key)
+
+    def capture_failed(self, step: CapturedForward, error: Exception) -> None:
+        """Remember that this state of the model cannot be captured, and count the call as one of called steps."""
+        why = f"capture failed ({type(error).__name__}: {(str(error) or '-').splitlines()[0]})"
+        self._uncapturable = (step.fingerprint, why)
+        self.count(f"called: {why}")
+        with self._lock:
+            self.counts["captured"] -= 1
+
+
+# -- generate -----------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Call:
+    """The callable given to HF's `custom_generate`, with what HF drops on the way to a callable."""
+
+    runner: DecodeRunner
+    streamer: Any
+    users_cache: bool
+
+    def __call__(self, model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+                 **model_kwargs: Any) -> Any:
+        return self.runner.run(self, model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+
+
+class Generate:
+    """An instance-level `generate`: a small object in the model's `__dict__`, bound to the model by a weak reference.
+
+    It is no closure, so that a deep copy of the model gets one of its own, bound to the copy, with an empty pool and
+    empty counts. A pickled model gets its class's own `generate` back. The weak reference lets `del model` free memory.
+    """
+
+    def __init__(self, model: Any, runner: DecodeRunner):
+        self._model = weakref.ref(model)
+        self.runner = runner
+        self.__doc__ = type(model).generate.__doc__
+
+    __name__ = "generate"
+
+    def _owner(self) -> Any:
+        model = self._model()
+        if model is None:
+            raise DecodeError("generate: its model has been deleted; keep a reference to the model while you use its generate")
+        return model
+
+    @property
+    def __self__(self) -> Any:
+        return self._owner()
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self._owner()).generate.__get__(self._owner()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Generate:
+        model = self._owner()
+        twin = Generate(memo.get(id(model), model), self.runner.fresh())
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._owner(), "generate")
+
+    def __repr__(self) -> str:
+        return f"<mirage_hf generate of {type(self._owner()).__name__}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._owner()
+        stock = type(model).generate
+        covered = self._cover(model, stock, args, kwargs)
+        if isinstance(covered, str):
+            self.runner.count(f"stock: {covered}")
+            return stock(model, *args, **kwargs)
+        try:
+            return stock(model, **covered)
+        except NotCovered as reason:
+            self.runner.count(f"stock: {reason}")
+        return stock(model, *args, **kwargs)
+
+    def _cover(self, model: Any, stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | str:
+        """Return the arguments with which stock's generate ends in our callable, or why it must not."""
+        names = _parameters(stock)
+        if len(args) > len(names):
+            return "too many arguments"
+        arguments = {**dict(zip(names, args)), **kwargs}
+        if len(arguments) != len(args) + len(kwargs):
+            return "an argument given twice"
+        given = arguments.get("generation_config")
+        option = effective(arguments, given, model.generation_config)
+        refused = refused_model(model) or refused_arguments(arguments) or refused_options(option)
+        if refused is not None:
+            return refused
+        cache = arguments.get("past_key_values")
+        streamer = arguments.pop("streamer", None)
+        tokenizer = arguments.pop("tokenizer", None)
+        if option("stop_strings") is not None:
+            # HF builds this criterion from the tokenizer, which it drops for callables: build it here
+            criteria = arguments.get("stopping_criteria") or []
+            if tokenizer is None:
+                return "stop_strings without a tokenizer"
+            if any(type(c) is StopStringCriteria for c in criteria):
+                return "stop_strings beside a StopStringCriteria"
+            mine = StopStringCriteria(tokenizer=tokenizer, stop_strings=option("stop_strings"))
+            arguments["stopping_criteria"] = StoppingCriteriaList([mine, *criteria])
+            arguments.pop("stop_strings", None)
+            if given is not None and given.stop_strings is not None:
+                arguments["generation_config"] = given = copy.copy(given)
+                given.stop_strings = None
+            if model.generation_config.stop_strings is not None:
+                return "stop_strings in the model's generation_config"
+        arguments["custom_generate"] = Call(self.runner, streamer, cache is not None)
+        return arguments
+
+
+_PARAMETERS: dict[Any, tuple[str, ...]] = {}
+
+
+def _parameters(stock: Any) -> tuple[str, ...]:
+    """Return the names of generate's positional parameters, `self` left out."""
+    if stock not in _PARAMETERS:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        _PARAMETERS[stock] = tuple(p.name for p in inspect.signature(stock).parameters.values() if p.kind in kinds)[1:]
+    return _PARAMETERS[stock]
+
+
+def install(model: Any, *, mode: str = "graph", max_cache_len: int | None = None,
+            fingerprint: Callable[[nn.Module], object] | None = None, depth: int | None = None) -> DecodeRunner:
+    """Give a model instance a `generate` of its own that decodes through the pool; nothing else of it or of HF changes.
+
+    `mode` "graph" replays captured steps where the device can, "eager" calls them. `max_cache_len` is the most cache
+    slots a call may use; longer ones go the stock way. `fingerprint(model)` adds to what captured steps depend on.
+    `depth` is how many steps may be ahead of the host (None: 4 on a GPU, 0 on a CPU). Installing again starts anew.
+    Errors: DecodeError for what is not a transformers model that generates, or has an instance-level `generate` already.
+    """
+    if mode not in ("graph", "eager"):
+        raise DecodeError(f"install: mode must be 'graph' or 'eager', it is {mode!r}")
+    if max_cache_len is not None and max_cache_len < 1:
+        raise DecodeError(f"install: max_cache_len must be at least 1, it is {max_cache_len}; leave it out for no limit")
+    if not isinstance(model, nn.Module) or not isinstance(model, GenerationMixin):
+        raise DecodeError(f"install: {type(model).__name__} is not a transformers model with generate(); pass the causal LM itself "
+                          "(of a PeftModel its base model: peft_model.get_base_model())")
+    present = model.__dict__.get("generate")
+    if present is not None and not isinstance(present, Generate):
+        raise DecodeError(f"install: this {type(model).__name__} already has an instance-level generate ({present!r}); "
+                          "delete it with `del model.generate` first")
+    uninstall(model)
+    runner = DecodeRunner(mode=mode, max_cache_len=max_cache_len, fingerprint=fingerprint, depth=depth)
+    model.generate = Generate(model, runner)
+    return runner
+
+
+def uninstall(model: Any) -> None:
+    """Take the instance-level `generate` away again and free its pool; without one, nothing happens."""
+    present = model.__dict__.get("generate")
+    if isinstance(present, Generate):
+        present.runner.release()
+        del model.__dict__["generate"]

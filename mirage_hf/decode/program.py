@@ -1,0 +1,147 @@
+"""The step of decoding: one token for every row, on the device, with nothing read by the host."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mirage_hf.decode.cache import Block, Control
+from mirage_hf.decode.graphs import capture
+
+
+class Step(Protocol):
+    """One decoding step over a block: feeds `control.ids`, leaves the logits in `block.logits`, moves the lengths on.
+
+    A step that finds no row alive writes nothing but the unused slot at `control.length`, so steps may run ahead of
+    the host and need no rollback.
+    """
+
+    block: Block
+
+    def prepare(self, choose: bool) -> Callable[[], None]:
+        """Return what enqueues one step; with `choose`, the next token is chosen greedily in the same breath."""
+        ...
+
+
+# -- masks --------------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class MaskPlan:
+    """Which masks a model's forward wants: one, or one per layer type. A window of None sees everything before it."""
+
+    windows: tuple[tuple[str, int | None], ...]
+    by_layer_type: bool
+
+    @classmethod
+    def of(cls, config: Any) -> MaskPlan | str:
+        """Read a text config as HF's create_masks_for_generate does; return the reason where the pool cannot serve it."""
+        layer_types = getattr(config, "layer_types", None)
+        window = getattr(config, "sliding_window", None)
+        if layer_types is not None:
+            known = {"full_attention": None, "sliding_attention": window}
+            unknown = sorted(set(layer_types) - set(known))
+            if unknown:
+                return f"layer type {unknown[0]}"
+            return cls(tuple((kind, known[kind]) for kind in sorted(set(layer_types))), by_layer_type=True)
+        if window is None and getattr(config, "attention_chunk_size", None) is not None:
+            return "chunked attention"
+        return cls((("", window),), by_layer_type=False)
+
+    def build(self, control: Control, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+        """Return additive (batch, 1, 1, capacity) masks, 0 or −inf: what a boolean one is turned into in every layer."""
+        masks: dict[str, Tensor] = {}
+        seen = (control.slots <= control.length) & (control.slots >= control.lowest)
+        for kind, window in self.windows:
+            visible = seen if window is None else seen & (control.slots > control.length - window)
+            mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+            masks[kind] = mask[:, None, None, :]
+        return masks if self.by_layer_type else masks[""]
+
+
+# -- choosing -----------------------------------------------------------------------------------------------------------
+
+def choose_greedily(control: Control, logits: Tensor) -> None:
+    """Choose the next token of every row from (batch, vocabulary) logits and move the state on. Ties: lowest index.
+
+    Logits are compared in the dtype the model gives them in, as float32 at most: rounding them up to float32 first,
+    as stock does, changes neither their order nor their ties.
+    """
+    rows = control.alive
+    live = rows.any()
+    best = torch.argmax(logits.float() if logits.dtype == torch.float64 else logits, dim=-1)
+    token = torch.where(rows, best, control.pad)
+    move_on(control, live)
+    control.budget.sub_(live.long())
+    # not torch.isin: it sorts, and so synchronises, from about ten stop tokens on
+    goes_on = rows & (token[:, None] != control.eos).all(-1) & (control.budget > 0)
+    control.ids.copy_(torch.where(live, token, control.ids[:, 0])[:, None])
+    control.alive.copy_(goes_on)
+    control.report[0].copy_(token)
+    control.report[1].copy_(goes_on)
+
+
+def move_on(control: Control, live: Tensor) -> None:
+    """Count the slot just written and step the RoPE position, where the 0-dim bool `live` is true."""
+    control.length.add_(live)
+    control.position.add_(live)
+
+
+# -- the captured forward -----------------------------------------------------------------------------------------------
+
+class CapturedForward:
+    """HF's own forward, swapped modules included, over full-length layers; in a CUDA graph, or called where none can be."""
+
+    def __init__(self, model: Any, block: Block, plan: MaskPlan, *, logits_to_keep: bool, graphs: bool, fingerprint: object):
+        self.model, self.block, self.plan, self.graphs = model, block, plan, graphs
+        self.fingerprint = fingerprint
+        self.kwargs: dict[str, Any] = {"logits_to_keep": 1} if logits_to_keep else {}
+        self.cache = block.step_cache()
+
+    def on(self, block: Block) -> CapturedForward:
+        """Return the same step over another block."""
+        return CapturedForward(self.model, block, self.plan, logits_to_keep=bool(self.kwargs), graphs=self.graphs,
+                               fingerprint=self.fingerprint)
+
+    def _forward(self) -> Tensor:
+        block = self.block
+        control = block.control
+        outputs = self.model(
+            input_ids=control.ids, position_ids=control.position, past_key_values=self.cache, use_cache=True,
+            attention_mask=self.plan.build(control, block.keys[0].dtype), return_dict=True, **self.kwargs)
+        logits = outputs.logits[:, -1]
+        assert block.logits is not None
+        block.logits.copy_(logits)
+        return logits
+
+    def _to_logits(self) -> None:
+        self._forward()
+        move_on(self.block.control, self.block.control.alive.any())
+
+    def _to_token(self) -> None:
+        choose_greedily(self.block.control, self._forward())
+
+    def prepare(self, choose: bool) -> Callable[[], None]:
+        """Return the replay of the graph that ends at the logits or at the token, captured now if it is not yet."""
+        run = self._to_token if choose else self._to_logits
+        block = self.block
+        if not self.graphs:
+            return run
+        if block.valid_for != self.fingerprint:
+            block.drop_graphs()
+            block.valid_for = self.fingerprint
+        if choose not in block.graphs:
+            # with no row alive the warm-ups leave no trace but in the report
+            alive, report = block.control.alive.clone(), block.control.report.clone()
+            block.control.alive.fill_(False)
+            logits = block.logits.clone() if block.logits is not None else None
+            try:
+                block.graphs[choose], block.graph_pool = capture(run, block.device, block.graph_pool)
+            finally:
+                block.control.alive.copy_(alive)
+                block.control.report.copy_(report)
+                if logits is not None and block.logits is not None:
+                    block.logits.copy_(logits)
+        return block.graphs[choose].replay

@@ -1,0 +1,147 @@
+"""What `generate` calls the pool and the step cover, as rows of data; everything else is stock's, with a reason."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+
+MODEL_INPUTS = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
+"""The model kwargs whose effect on every step is known here."""
+ATTENTIONS = ("sdpa", "eager")
+OVERRIDABLE = ("generate", "_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation",
+               "create_masks_for_generate")
+"""Methods whose meaning the loop relies on; a model class or instance with its own goes the stock way."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A generation option or argument, when it is not covered, and how to say so ({} is its value)."""
+
+    name: str
+    refuses: Callable[[Any], bool]
+    reason: str
+
+
+def _given(value: Any) -> bool:
+    return value is not None
+
+
+def _true(value: Any) -> bool:
+    return value is not None and value is not False
+
+
+OPTIONS = (
+    Rule("num_beams", lambda v: v not in (None, 1), "beam search (num_beams={})"),
+    Rule("use_cache", lambda v: v is False, "use_cache=False"),
+    Rule("prompt_lookup_num_tokens", _given, "prompt lookup"),
+    Rule("assistant_early_exit", _given, "assisted decoding (early exit)"),
+    Rule("use_mtp", _true, "assisted decoding (MTP)"),
+    Rule("penalty_alpha", lambda v: v is not None and v > 0, "contrastive search"),
+    Rule("dola_layers", _given, "DoLa decoding"),
+    Rule("constraints", _given, "constrained beam search"),
+    Rule("force_words_ids", _given, "constrained beam search"),
+    Rule("guidance_scale", lambda v: v not in (None, 1), "guidance_scale={}"),
+    Rule("output_attentions", _true, "output_attentions"),
+    Rule("output_hidden_states", _true, "output_hidden_states"),
+    Rule("prefill_chunk_size", _given, "chunked prefill"),
+    Rule("cache_implementation", lambda v: v not in (None, "hybrid", "dynamic"), "cache_implementation={!r}"),
+    Rule("token_healing", _true, "token healing"),
+    Rule("is_assistant", _true, "called as another model's assistant"),
+)
+"""Read from the GenerationConfig in force."""
+
+ARGUMENTS = (
+    Rule("custom_generate", _given, "custom_generate"),
+    Rule("assistant_model", _given, "assisted decoding"),
+    Rule("assistant_tokenizer", _given, "assisted decoding"),
+    Rule("inputs_embeds", _given, "inputs_embeds"),
+    Rule("negative_prompt_ids", _given, "negative_prompt_ids"),
+    Rule("negative_prompt_attention_mask", _given, "negative_prompt_attention_mask"),
+    Rule("synced_gpus", _true, "synced_gpus"),
+    Rule("trust_remote_code", _true, "trust_remote_code"),
+)
+"""Read from generate's own arguments."""
+
+COVERED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+def refused_arguments(arguments: Mapping[str, Any]) -> str | None:
+    """Return why generate's arguments need the stock method, or None."""
+    return _first(ARGUMENTS, arguments.get)
+
+
+def refused_options(option: Callable[[str], Any]) -> str | None:
+    """Return why the generation options that `option(name)` gives need the stock method, or None."""
+    return _first(OPTIONS, option)
+
+
+def _first(rules: tuple[Rule, ...], value: Callable[[str], Any]) -> str | None:
+    for rule in rules:
+        if rule.refuses(v := value(rule.name)):
+            return rule.reason.format(v)
+    return None
+
+
+def effective(arguments: Mapping[str, Any], given: GenerationConfig | None, default: GenerationConfig) -> Callable[[str], Any]:
+    """Return a look-up of options as generate will merge them: its kwargs, then the config given, then the model's."""
+    def option(name: str) -> Any:
+        if name in arguments:
+            return arguments[name]
+        value = getattr(given, name, None)
+        return value if value is not None else getattr(default, name, None)
+
+    return option
+
+
+def refused_model(model: Any) -> str | None:
+    """Return why a model's class, config or surroundings need the stock method, or None. A few microseconds."""
+    config = model.config
+    if model.training:
+        return "training mode"
+    if config.is_encoder_decoder:
+        return "encoder-decoder model"
+    own = _own_methods(type(model))
+    if own is None:
+        own = next((name for name in OVERRIDABLE[1:] if name in model.__dict__), None)
+    if own is not None:
+        return f"the model has its own {own}"
+    if not getattr(model, "_can_compile_fullgraph", False):
+        return f"{type(model).__name__} does not declare support for static caches"
+    if getattr(model, "_is_stateful", False):
+        return f"{type(model).__name__} keeps state outside the cache"
+    attention = config.get_text_config()._attn_implementation
+    if attention not in ATTENTIONS:
+        return f"attention implementation {attention}"
+    if getattr(model, "hf_quantizer", None) is not None:
+        return "quantized model"
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        return f"torch.distributed with {torch.distributed.get_world_size()} processes"
+    return None
+
+
+_OWN: dict[type, str | None] = {}
+
+
+def _own_methods(kind: type) -> str | None:
+    if kind not in _OWN:
+        _OWN[kind] = next((name for name in OVERRIDABLE
+                           if getattr(kind, name, None) is not getattr(GenerationMixin, name, None)), None)
+    return _OWN[kind]
+
+
+def left_padding(mask: Tensor | None, slots: int) -> Tensor | str | None:
+    """Return (batch, 1) counts of leading zeros of a (batch, slots) mask, None without one, or why it is not left padding."""
+    if mask is None:
+        return None
+    if mask.ndim != 2 or mask.shape[1] != slots:
+        return f"a mask of shape {tuple(mask.shape)} for {slots} tokens"
+    seen = mask != 0
+    # one read of the host before the prefill; stock's own checks of the mask cost as much
+    if not bool(((seen[:, 1:] >= seen[:, :-1]).all() & seen[:, -1].all())):
+        return "holes in the mask"
+    return (~seen).sum(-1, keepdim=True)

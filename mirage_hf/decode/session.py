@@ -1,0 +1,238 @@
+"""One covered call: what is decided before its prefill, and the session that runs it."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+
+from mirage_hf.decode import loop
+from mirage_hf.decode.cache import MOST_EOS, Block, bucket, sliding_layers
+from mirage_hf.decode.fingerprint import Survey, survey
+from mirage_hf.decode.program import MaskPlan, choose_greedily
+from mirage_hf.decode.routing import COVERED_MODES, MODEL_INPUTS, left_padding, refused_options
+
+if TYPE_CHECKING:
+    from mirage_hf.decode.generate import DecodeRunner
+
+DEPTH = 4
+"""Steps a GPU may be ahead of the host: hides a slow streamer step, and costs at most this many dead steps a call."""
+FIRST_REACH = 1024
+"""New tokens a call reserves memory for at first; more is added by doubling when it gets there."""
+
+
+class NotCovered(Exception):
+    """Raised before the call has had any effect: it is stock's, for the reason given."""
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """What is known of a covered call before its prefill."""
+
+    cache: Any
+    """The DynamicCache stock would fill: generate's own, or the user's."""
+    cache_is_users: bool
+    past: int
+    """Tokens already in it."""
+    slots: int
+    """Cache slots to lease at first."""
+    budget: int
+    """Most tokens to choose."""
+    sliding: tuple[bool, ...]
+    lowest: Tensor | None
+    position: Tensor
+    eos: Tensor | None
+    on_device: bool
+    """Whether every stopping rule and choice is one the step makes by itself."""
+    masks: MaskPlan
+    logits_to_keep: bool
+    survey: Survey
+
+
+def plan_call(model: Any, input_ids: Tensor, criteria: StoppingCriteriaList, config: Any, kwargs: dict[str, Any], *,
+              users_cache: bool, max_cache_len: int | None) -> CallPlan:
+    """Decide whether the call is covered, from the objects stock's decoding method would get.
+
+    Errors: NotCovered, with the reason.
+    """
+    def need(reason: Any) -> None:
+        if isinstance(reason, str):
+            raise NotCovered(reason)
+
+    if config.get_generation_mode() not in COVERED_MODES:
+        raise NotCovered(f"generation mode {config.get_generation_mode().value}")
+    need(refused_options(lambda name: getattr(config, name, None)))
+    need(next((f"model kwarg {k}" for k, v in kwargs.items() if k not in MODEL_INPUTS and v is not None), None))
+    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+        raise NotCovered("an empty prompt")
+    if input_ids.device != model.device:
+        raise NotCovered(f"input_ids on {input_ids.device}, the model on {model.device}")
+    text = model.config.get_text_config(decoder=True)
+    masks = MaskPlan.of(text)
+    need(masks)
+    cache = kwargs.get("past_key_values")
+    if cache is None:
+        raise NotCovered("no cache")
+    sliding = sliding_layers(cache, text.num_hidden_layers)
+    need(sliding)
+    past = int(cache.get_seq_length())
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if positions is None or positions.ndim != 2:
+        raise NotCovered("no position_ids" if positions is None else f"position_ids of {positions.ndim} dimensions")
+    mask_length = mask.shape[1] if mask is not None else getattr(config, "_mask_length", input_ids.shape[1])
+    # as in HF's _prefill: input_ids hold the whole sequence, or only what the cache does not have
+    prompt = input_ids.shape[1] if mask_length == input_ids.shape[1] else past + input_ids.shape[1]
+    if prompt <= past:
+        raise NotCovered("a cache as long as the prompt")
+    lowest = left_padding(mask, prompt)
+    need(lowest)
+    longest = criteria.max_length
+    if longest is None:
+        raise NotCovered("no maximum length")
+    budget = longest - input_ids.shape[1]
+    slots = prompt + min(max(budget, 1), FIRST_REACH) - 1
+    if max_cache_len is not None and prompt + budget - 1 > max_cache_len:
+        raise NotCovered(f"{prompt + budget - 1} cache slots needed, max_cache_len is {max_cache_len}")
+    found = survey(model)
+    need(found.obstacle)
+    eos = [c.eos_token_id.reshape(-1).to(input_ids.device) for c in criteria if type(c) is EosTokenCriteria]
+    on_device = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in criteria) and sum(e.numel() for e in eos) <= MOST_EOS
+    return CallPlan(
+        cache=cache, cache_is_users=users_cache, past=past, slots=slots, budget=budget,
+        sliding=sliding, lowest=lowest, position=positions[:, -1:], eos=torch.cat(eos) if eos and on_device else None,
+        on_device=on_device, masks=masks, logits_to_keep="logits_to_keep" in kwargs,
+        survey=found)
+
+
+class Session:
+    """One call: its block, which may grow, its step, and how far it has got."""
+
+    def __init__(self, runner: DecodeRunner, model: Any, plan: CallPlan, block: Block):
+        self.runner, self.model, self.plan, self.block = runner, model, plan, block
+        self.outgrown: list[Block] = []
+        self.record = loop.Record()
+        self.slot = 0
+        """The slot the next step writes, if every step so far was alive."""
+        self.cached = 0
+        """Tokens stock's cache would hold now."""
+        self._advance: Callable[[], None]
+
+    def prefill(self, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> None:
+        """Run HF's own prefill, into the block or, where the user's cache holds something, into that one and then here."""
+        model, plan, block = self.model, self.plan, self.block
+        into = plan.cache if plan.past else block.prefill_cache()
+        outputs = model._prefill(input_ids, config, {**kwargs, "past_key_values": into})
+        self.slot = self.cached = block.take(into) if plan.past else into.get_seq_length()
+        block.clear_from(self.slot)
+        block.set_logits(outputs.logits[:, -1])
+        del outputs
+        block.control.start(length=self.slot, position=plan.position, lowest=plan.lowest, budget=plan.budget,
+                            eos=plan.eos, pad=config._pad_token_tensor)
+        self.step = self.runner.step(model, plan, block)
+
+    def decode(self, call: Call, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList, config: Any) -> Tensor:
+        """Choose tokens until every row has ended; return the sequences."""
+        record = self.record
+        if config.return_dict_in_generate:
+            record.scores = [] if config.output_scores else None
+            record.logits = [] if config.output_logits else None
+        sample = config.do_sample is True
+        if not sample and not processors and self.plan.on_device:
+            return self._ahead(call.streamer, input_ids, criteria)
+        return self._with_host(call.streamer, input_ids, processors, criteria, config, sample)
+
+    def _ahead(self, streamer: Any, input_ids: Tensor, criteria: StoppingCriteriaList) -> Tensor:
+        depth = self.runner.depth
+        if depth is None:
+            depth = DEPTH if input_ids.device.type == "cuda" else 0
+        rows: list[list[int]] = []
+        record = self.record
+        keep = [] if record.scores is not None or record.logits is not None else None
+
+        def on_tokens(tokens: list[int]) -> None:
+            rows.append(tokens)
+            if streamer is not None:
+                streamer.put(torch.tensor(tokens))
+
+        def advance() -> Tensor:
+            self._enqueue(choose=True)
+            if keep is not None:
+                keep.append(self._raw_logits())
+            return self.block.control.report
+
+        if keep is not None:
+            keep.append(self._raw_logits())
+        choose_greedily(self.block.control, self.block.logits)
+        loop.run_ahead(advance, self.block.control.report, self.plan.budget - 1, depth, on_tokens)
+        self.cached += len(rows) - 1
+        if keep is not None:
+            del keep[len(rows):]
+            # without processors stock's scores and logits are one tensor
+            record.scores = keep if record.scores is not None else None
+            record.logits = keep if record.logits is not None else None
+        sequences = torch.cat([input_ids, torch.tensor(rows, device=input_ids.device).T], dim=-1)
+        for c in criteria:  # for its warning about sequences longer than the model was made for
+            if type(c) is MaxLengthCriteria and c.max_position_embeddings is not None \
+                    and sequences.shape[1] - 1 > c.max_position_embeddings:
+                c(sequences[:, :-1], None)
+        return sequences
+
+    def _with_host(self, streamer: Any, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList, config: Any,
+                   sample: bool) -> Tensor:
+        def advance(tokens: Tensor) -> Tensor:
+            self.block.control.ids.copy_(tokens[:, None])
+            self._enqueue(choose=False)
+            self.cached += 1
+            return self.block.logits
+
+        control = self.block.control
+        control.length.add_(1)
+        control.position.add_(1)
+        return loop.run_with_host(advance, self.block.logits, input_ids, processors=processors, criteria=criteria,
+                                  pad=config._pad_token_tensor, sample=sample, streamer=streamer, record=self.record)
+
+    def _raw_logits(self) -> Tensor:
+        return self.block.logits.to(torch.float32, copy=True)
+
+    def _enqueue(self, choose: bool) -> None:
+        if self.slot >= self.block.capacity:
+            self._grow()
+        if self._prepared_for is not self.block:
+            self._advance = self._prepare(choose)
+        self._advance()
+        self.slot += 1
+
+    _prepared_for: Block | None = None
+
+    def _prepare(self, choose: bool) -> Callable[[], None]:
+        self._prepared_for = self.block
+        try:
+            return self.step.prepare(choose)
+        except RuntimeError as error:
+            if not self.step.graphs or isinstance(error, torch.OutOfMemoryError):
+                raise
+            self.runner.capture_failed(self.step, error)
+            self.step.graphs = False
+            return self.step.prepare(choose)
+
+    def _grow(self) -> None:
+        """Go on in a block of about twice the room. The old one is given back at the end: its report may still be read."""
+        old = self.block
+        reach = bucket(min(2 * old.capacity, self.cached_at_most))
+        self.block = self.runner.pool.lease(old.batch, reach, old.sliding, old.device)
+        self.outgrown.append(old)
+        self.block.continue_from(old, old.capacity)
+        self.step = self.step.on(self.block)
+
+    @property
+    def cached_at_most(self) -> int:
+        return self.plan.slots - min(max(self.plan.budget, 1), FIRST_REACH) + self.plan.budget
+
+    def end(self) -> None:
+        """Give the memory back; what is still enqueued on it is ordered before its next use."""
+        for block in self.outgrown:
+            self.runner.pool.give_back(block, block.capacity)
+        self.runner.pool.give_back(self.block, min(self.slot + 1, self.block.capacity))

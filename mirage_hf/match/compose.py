@@ -1,0 +1,149 @@
+"""How a module computes with some of its parts done by kernels: the one forward that probes prove and swapped modules run.
+
+Attention is never rewritten. Its stock forward runs on a stand-in for `self` whose projections hand out what a kernel has
+computed, so RoPE, q/k norms, cache, window, softcap and attention backend are those of the installed version.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirage_hf.match.pattern import Block, LayerLayout, MlpLayout
+
+Kernel = Callable[[Sequence[Tensor]], list[Tensor]]
+"""Runs a part's program: operands in the program's order to outputs."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One block of a module: its role there, its sizes, and whose work it does.
+
+    `weights` are (child path, parameter) in the order of the program's operands, which come after x; `bypassed` are the
+    children, by path, whose forward is not called when the part runs.
+    """
+
+    role: str
+    block: Block
+    weights: tuple[tuple[str, str], ...]
+    bypassed: tuple[str, ...]
+
+    @property
+    def pattern(self) -> str:
+        return self.block.pattern.name
+
+
+def child(module: nn.Module, path: str) -> nn.Module:
+    """Return a descendant by dotted path, without nn.Module's attribute look-up."""
+    for name in path.split(".") if path else ():
+        module = module.__dict__["_modules"][name]
+    return module
+
+
+def stand_in(module: nn.Module, replacements: Mapping[str, Any]) -> Any:
+    """Return an object that acts as `module` does, except for some children. It shares everything else with it."""
+    other = object.__new__(type(module))
+    other.__dict__.update(module.__dict__)
+    other.__dict__.update(replacements)
+    return other
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _views(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Weights as the programs read them: (n, k) as k n, vectors as one row. No copy."""
+    return [p.t() if p.dim() == 2 else p[None] for p in parameters]
+
+
+class Composition:
+    """A live module with parts: direct references to what its forward needs. `parts` by role."""
+
+    def __init__(self, module: nn.Module, parts: Sequence[Part]):
+        self.parts = {p.role: p for p in parts}
+        self.parameters = {p.role: [child(module, path)._parameters[name] for path, name in p.weights] for p in parts}
+
+    def _run(self, kernels: Mapping[str, Kernel], role: str, x: Tensor, *rest: Tensor) -> Tensor:
+        return kernels[role]([x, *_views(self.parameters[role]), *rest])[0]
+
+    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        raise NotImplementedError
+
+
+class LayerComposition(Composition):
+    """x + attention(norm(x)), then h + mlp(norm(h)). Roles: qkv, out, gated, down; those without a kernel run stock."""
+
+    def __init__(self, layer: nn.Module, parts: Sequence[Part], layout: LayerLayout, mlp: MlpLayout):
+        super().__init__(layer, parts)
+        self.layout, self.names = layout, mlp
+        self.norm, self.attention = child(layer, layout.norm), child(layer, layout.attention)
+        self.mlp_norm, self.mlp = child(layer, layout.mlp_norm), child(layer, layout.mlp)
+        self.attend = type(self.attention).forward
+        self.widths = list(dict(self.parts["qkv"].block.sizes)["n"]) if "qkv" in self.parts else []
+
+    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        batch, length, width = x.shape
+        flat = x.reshape(-1, width)
+        h = self._attention(kernels, x, flat, kwargs)
+        return self._mlp(kernels, h, batch, length).view(batch, length, width)
+
+    def _attention(self, kernels: Mapping[str, Kernel], x: Tensor, flat: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        names, given = self.layout, {}
+        if "qkv" in kernels:
+            packed = self._run(kernels, "qkv", flat).view(*x.shape[:-1], -1)
+            for name, y in zip(names.projections, packed.split(self.widths, -1), strict=True):
+                given[name] = lambda _, y=y: y
+            normed = x  # read for its shape only
+        else:
+            normed = self.norm(x)
+        if "out" in kernels:
+            given[names.output] = _same
+        out = self.attend(stand_in(self.attention, given), hidden_states=normed, **{"attention_mask": None, **kwargs})[0]
+        out = out.reshape(flat.shape[0], -1)
+        return self._run(kernels, "out", out, flat) if "out" in kernels else flat + out
+
+    def _mlp(self, kernels: Mapping[str, Kernel], h: Tensor, batch: int, length: int) -> Tensor:
+        if "gated" in kernels:
+            inner = self._run(kernels, "gated", h)
+            if "down" in kernels:
+                return self._run(kernels, "down", inner, h)
+            return h + child(self.mlp, self.names.down)(inner)
+        normed = self.mlp_norm(h.view(batch, length, -1))
+        if "down" not in kernels:
+            return h + self.mlp(normed).reshape(h.shape)
+        inner = type(self.mlp).forward(stand_in(self.mlp, {self.names.down: _same}), normed)
+        return self._run(kernels, "down", inner.reshape(h.shape[0], -1), h)
+
+
+class MlpComposition(Composition):
+    """A gated MLP on its own: role gated (without a norm); its down projection stays stock."""
+
+    def __init__(self, mlp: nn.Module, parts: Sequence[Part], layout: MlpLayout):
+        super().__init__(mlp, parts)
+        self.down = child(mlp, layout.down)
+
+    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        inner = self._run(kernels, "gated", x.reshape(-1, x.shape[-1]))
+        return self.down(inner.view(*x.shape[:-1], -1))
+
+
+class LoraComposition(Composition):
+    """A PEFT linear with its adapter: role lora."""
+
+    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        return self._run(kernels, "lora", x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+def executor(parts: Sequence[Part], rows: int, dtype: torch.dtype) -> dict[str, Kernel]:
+    """The parts' programs run op by op with torch in `dtype`: what a probe uses in place of kernels."""
+    from mirage_hf.graph.execute import run_kernel_graph
+
+    def kernel(part: Part) -> Kernel:
+        sizes = {name: dtype for name in ("dtype", "adapter_dtype") if name in dict(part.block.sizes)}
+        program = part.block.program(rows, **sizes)
+        return lambda inputs: run_kernel_graph(program, inputs)
+    return {p.role: kernel(p) for p in parts}

@@ -1,0 +1,250 @@
+"""Find the blocks of a model: structure first, then a probe of every kind of module. "No" is a value with a reason."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirage_hf.match import plain, probe
+from mirage_hf.match.compose import Composition, LayerComposition, LoraComposition, MlpComposition, Part
+from mirage_hf.match.pattern import LayerLayout, MlpLayout, Rejected
+from mirage_hf.ops import table
+from mirage_hf.patterns import GATED_MLP, LINEAR_RESIDUAL, LORA, RMS_NORM_LINEAR, decoder_layer, gated_mlp
+
+
+@dataclass(frozen=True)
+class Match:
+    """A module of which some parts can be kernels. `kind` is "layer", "mlp" or "lora"; `refused` are its other parts."""
+
+    name: str
+    kind: str
+    module: nn.Module
+    parts: tuple[Part, ...]
+    refused: tuple[tuple[str, Rejected], ...] = ()
+    layouts: tuple[Any, ...] = ()
+
+    def compose(self, module: nn.Module | None = None) -> Composition:
+        """The module's forward with these parts, over `module` (its own, or a twin of it)."""
+        kinds = {"layer": LayerComposition, "mlp": MlpComposition, "lora": LoraComposition}
+        return kinds[self.kind](self.module if module is None else module, self.parts, *self.layouts)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A module that looks like a block and is not one, by pattern."""
+
+    name: str
+    pattern: str
+    reason: str
+
+
+def match(model: nn.Module, patterns: Sequence[str]) -> tuple[list[Match], list[Refusal]]:
+    """Return what can be swapped, outermost modules first, and what looked like it but cannot, with reasons."""
+    matches: list[Match] = []
+    refusals: list[Refusal] = []
+    probes = probe.Probes()
+    fused: set[int] = set()  # MLPs whose gate and up are done within their layer
+    for name, module in model.named_modules():
+        found: Match | Rejected | None = None
+        if layout := _layer_layout(module):
+            found = _match_layer(name, module, layout, patterns, probes)
+            if isinstance(found, Match) and any(p.role == "gated" for p in found.parts):
+                fused.add(id(child_of(module, layout.mlp)))
+            label = "decoder_layer"
+        elif "gated_mlp" in patterns and id(module) not in fused and (mlp := _mlp_layout(module)):
+            found, label = _match_mlp(name, module, mlp, probes), "gated_mlp"
+        elif "lora" in patterns and _is_lora(module):
+            found, label = _match_lora(name, module, probes), "lora"
+        if isinstance(found, Match):
+            matches.append(found)
+            refusals += [Refusal(name, pattern, no.reason) for pattern, no in found.refused]
+        elif found is not None:
+            refusals.append(Refusal(name, label, found.reason))
+    # a layer's refused gated MLP that matches by itself is no refusal
+    alone = {m.name.rpartition(".")[0] for m in matches if m.kind == "mlp"}
+    return matches, [r for r in refusals if not (r.pattern == "gated_mlp" and r.name in alone)]
+
+
+def child_of(module: nn.Module, name: str) -> nn.Module | None:
+    return module._modules.get(name)
+
+
+# -- the decoder layer --------------------------------------------------------------------------------------------------
+
+def _layer_layout(module: nn.Module) -> LayerLayout | None:
+    return next((row for row in decoder_layer.LAYOUTS if child_of(module, row.attention) and child_of(module, row.mlp)), None)
+
+
+def _match_layer(name: str, layer: nn.Module, row: LayerLayout, patterns: Sequence[str], probes: probe.Probes) -> Match | Rejected:
+    no = _layer_structure(layer, row)
+    if no is not None:
+        return no
+    attention, mlp = layer._modules[row.attention], layer._modules[row.mlp]
+    mlp_row = _mlp_layout(mlp) or gated_mlp.LAYOUTS[0]
+    found: list[Part | Rejected | None] = [
+        _qkv(layer, attention, row, probes) if "rms_norm_linear" in patterns else None,
+        _residual(attention, row.attention, row.output, "out") if "linear_residual" in patterns else None,
+        _gated(layer, mlp, mlp_row, row, probes) if "gated_mlp" in patterns else None,
+        _residual(mlp, row.mlp, mlp_row.down, "down") if "linear_residual" in patterns else None]
+    labels = ("rms_norm_linear", "linear_residual", "gated_mlp", "linear_residual")
+    parts = tuple(p for p in found if isinstance(p, Part))
+    refused = tuple((label, p) for label, p in zip(labels, found, strict=True) if isinstance(p, Rejected))
+    if not parts:
+        return Rejected("; ".join(dict.fromkeys(r.reason for _, r in refused)) or "no pattern asked for")
+    candidate = Match(name, "layer", layer, parts, refused, (row, mlp_row))
+    return probes.layer(candidate) or candidate
+
+
+def _layer_structure(layer: nn.Module, row: LayerLayout) -> Rejected | None:
+    containers = ((layer, n, plain.CONTAINER) for n in (row.attention, row.mlp))
+    norms = [(layer, n, plain.CONTAINER) for n in (row.norm, row.mlp_norm)]
+    no = plain.first_refusal(*containers, *norms)
+    if no is not None:
+        return no
+    if "forward" in layer.__dict__:
+        return Rejected("the layer has a forward of its own on the instance, which a class swap would not replace")
+    known = {row.norm, row.attention, row.mlp_norm, row.mlp}
+    extra = [n for n, m in layer._modules.items() if n not in known and not isinstance(m, (nn.Dropout, nn.Identity))]
+    if extra:
+        hint = next((f": {text}" for key, text in decoder_layer.HINTS.items() if key in extra), "")
+        return Rejected(f"has {', '.join(extra)} too{hint}")
+    return None
+
+
+def _eps(norm: nn.Module) -> float:
+    values = [norm.__dict__[n] for n in decoder_layer.EPS_NAMES if isinstance(norm.__dict__.get(n), float)]
+    return values[0] if values else 1e-6
+
+
+def _qkv(layer: nn.Module, attention: nn.Module, row: LayerLayout, probes: probe.Probes) -> Part | Rejected:
+    checks = [(attention, n, plain.LINEAR) for n in row.projections]
+    no = plain.first_refusal((layer, row.norm, plain.NORM), *checks) or probes.norm(row.norm, layer._modules[row.norm])
+    if no is not None:
+        return no
+    norm, linears = layer._modules[row.norm], [attention._modules[n] for n in row.projections]
+    k, biases = norm.weight.shape[0], {m.bias is not None for m in linears}
+    if any(m.in_features != k for m in linears) or len(biases) > 1:
+        return Rejected(f"{', '.join(row.projections)} differ in input size or bias")
+    weight = linears[0].weight
+    if no := plain.same_weights([norm, *linears], weight.dtype, weight.device):
+        return no
+    block = RMS_NORM_LINEAR.block(k=k, n=tuple(m.out_features for m in linears), bias=biases.pop(), eps=_eps(norm), dtype=weight.dtype)
+    paths = [f"{row.attention}.{n}" for n in row.projections]
+    weights = [(row.norm, "weight"), *((p, "weight") for p in paths)]
+    if dict(block.sizes)["bias"]:
+        weights += [(p, "bias") for p in paths]
+    return Part("qkv", block, tuple(weights), (row.norm, row.attention, *paths))
+
+
+def _residual(parent: nn.Module, path: str, name: str, role: str) -> Part | Rejected:
+    no = plain.refuse(parent, name, plain.LINEAR)
+    if no is not None:
+        return no
+    linear = parent._modules[name]
+    weight, bias = linear.weight, linear.bias is not None
+    if no := plain.same_weights([linear], weight.dtype, weight.device):
+        return no
+    block = LINEAR_RESIDUAL.block(k=linear.in_features, n=linear.out_features, bias=bias, dtype=weight.dtype)
+    weights = ((f"{path}.{name}", "weight"), *(((f"{path}.{name}", "bias"),) if bias else ()))
+    return Part(role, block, weights, (path, f"{path}.{name}"))
+
+
+# -- the gated MLP ------------------------------------------------------------------------------------------------------
+
+def _mlp_layout(module: nn.Module) -> MlpLayout | None:
+    return next((r for r in gated_mlp.LAYOUTS if all(child_of(module, n) for n in (r.gate, r.up, r.down, r.activation))), None)
+
+
+def _gated(layer: nn.Module | None, mlp: nn.Module, row: MlpLayout, layer_row: LayerLayout | None,
+           probes: probe.Probes) -> Part | Rejected:
+    """The gate/up part of an MLP: with the norm before it when `layer` is given."""
+    checks = ((mlp, row.gate, plain.LINEAR), (mlp, row.up, plain.LINEAR), (mlp, row.activation, plain.ACTIVATION))
+    no = plain.first_refusal(*checks)
+    if no is not None:
+        return no
+    gate, up = mlp._modules[row.gate], mlp._modules[row.up]
+    activation = probes.activation(mlp._modules[row.activation], gated_mlp.ACTIVATIONS)
+    if isinstance(activation, Rejected):
+        return Rejected(f"{row.activation} {activation.reason}")
+    if gate.weight.shape != up.weight.shape or (gate.bias is None) != (up.bias is None):
+        return Rejected(f"{row.gate} and {row.up} differ in size or bias")
+    prefix, norms = "", []
+    if layer is not None and layer_row is not None:
+        no = plain.refuse(layer, layer_row.mlp_norm, plain.NORM) or probes.norm(layer_row.mlp_norm, layer._modules[layer_row.mlp_norm])
+        if no is not None:
+            return no
+        prefix, norms = f"{layer_row.mlp}.", [layer._modules[layer_row.mlp_norm]]
+    if no := plain.same_weights([gate, up, *norms], gate.weight.dtype, gate.weight.device):
+        return no
+    bias = gate.bias is not None
+    block = GATED_MLP.block(k=gate.in_features, n=gate.out_features, activation=activation, norm=bool(norms), bias=bias,
+                            eps=_eps(norms[0]) if norms else 1e-6, dtype=gate.weight.dtype)
+    names = [(f"{prefix}{n}", p) for n in (row.gate, row.up) for p in (("weight", "bias") if bias else ("weight",))]
+    children = tuple(f"{prefix}{n}" for n in (row.gate, row.up, row.activation))
+    if norms and layer_row is not None:
+        return Part("gated", block, ((layer_row.mlp_norm, "weight"), *names), (layer_row.mlp_norm, layer_row.mlp, *children))
+    return Part("gated", block, tuple(names), children)
+
+
+def _match_mlp(name: str, mlp: nn.Module, row: MlpLayout, probes: probe.Probes) -> Match | Rejected:
+    if "forward" in mlp.__dict__:
+        return Rejected("the MLP has a forward of its own on the instance, which a class swap would not replace")
+    if extra := [n for n in mlp._modules if n not in (row.gate, row.up, row.down, row.activation)]:
+        return Rejected(f"has {', '.join(extra)} too")
+    part = _gated(None, mlp, row, None, probes)
+    if isinstance(part, Rejected):
+        return part
+    candidate = Match(name, "mlp", mlp, (part,), (), (row,))
+    return probes.module(candidate) or candidate
+
+
+# -- PEFT's lora.Linear -------------------------------------------------------------------------------------------------
+
+def _is_lora(module: nn.Module) -> bool:
+    return type(module).__name__ == "Linear" and type(module).__module__ == "peft.tuners.lora.layer"
+
+
+def _lora_state(m: Any, active: list[str]) -> Iterator[str | None]:
+    """What PEFT's forward would do other than base + one adapter; the first text is the reason."""
+    yield "has a forward of its own on the instance" if "forward" in m.__dict__ else None
+    yield "has its adapters disabled" if m._disable_adapters else None
+    yield f"has adapters merged into its weight ({', '.join(m.merged_adapters)})" if m.merged_adapters else None
+    yield f"has {len(active)} active adapters ({', '.join(active)}); kernels take one" if len(active) != 1 else None
+    yield f"has no weights for the active adapter {active[0]}" if active and active[0] not in m.lora_A else None
+    variants = {**getattr(m, "lora_variant", {}), **{k: "DoRA" for k, on in getattr(m, "use_dora", {}).items() if on}}
+    yield "uses a LoRA variant (DoRA, aLoRA or another)" if active and active[0] in variants else None
+    yield "stores its weight as (in, out)" if getattr(m, "fan_in_fan_out", False) else None
+    yield "has input casting disabled" if not getattr(m, "cast_input_dtype_enabled", True) else None
+
+
+def _match_lora(name: str, module: nn.Module, probes: probe.Probes) -> Match | Rejected:
+    m: Any = module
+    active = [m._active_adapter] if isinstance(m._active_adapter, str) else list(m._active_adapter)
+    if reason := next((r for r in _lora_state(m, active) if r), None):
+        return Rejected(f"the layer {reason}")
+    adapter = active[0]
+    no = plain.first_refusal((m, "base_layer", plain.LINEAR), (m.lora_A, adapter, plain.LINEAR), (m.lora_B, adapter, plain.LINEAR))
+    if no is not None:
+        return no
+    base, a, b = m.base_layer, m.lora_A[adapter], m.lora_B[adapter]
+    if a.bias is not None or b.bias is not None:
+        return Rejected(f"adapter {adapter} has a bias (lora_bias)")
+    if no := plain.same_weights([a, b], a.weight.dtype, base.weight.device) or plain.same_weights([base], base.weight.dtype, base.weight.device):
+        return no
+    if torch.promote_types(base.weight.dtype, a.weight.dtype) not in (base.weight.dtype, a.weight.dtype):
+        return Rejected(f"mixes {table.dtype_name(base.weight.dtype)} and {table.dtype_name(a.weight.dtype)}")
+    block = LORA.block(k=base.in_features, n=base.out_features, r=a.out_features, bias=base.bias is not None,
+                       scaling=float(m.scaling[adapter]), dtype=base.weight.dtype, adapter_dtype=a.weight.dtype)
+    paths = ("base_layer", f"lora_A.{adapter}", f"lora_B.{adapter}")
+    weights = [("base_layer", "weight"), *([("base_layer", "bias")] if base.bias is not None else []), *((p, "weight") for p in paths[1:])]
+    part = Part("lora", block, tuple(weights), (*paths, f"lora_dropout.{adapter}"))
+    candidate = Match(name, "lora", module, (part,))
+    return probes.module(candidate) or candidate
+
+
+def without(found: Match, roles: Sequence[str]) -> Match:
+    """The match less the parts of these roles."""
+    return replace(found, parts=tuple(p for p in found.parts if p.role not in roles))

@@ -1,0 +1,76 @@
+"""What a pattern is: a block's tensor program with named axes, and rows that say how families name the block's parts."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mirage_hf.graph.kernel import KernelGraph
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """"No", with the reason that the report shows."""
+
+    reason: str
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A block of a model: its name, the axes of its operands in the program's order, and the builder of that program.
+
+    `build(rows=…, dtype=…, **sizes)` uses the public graph API only. Weights of an nn.Linear enter as "k n", stored (n, k).
+    """
+
+    name: str
+    axes: Mapping[str, str]
+    build: Callable[..., KernelGraph]
+
+    def block(self, **sizes: Any) -> Block:
+        """This pattern at given sizes, rows left open."""
+        return Block(self, tuple(sorted(sizes.items())))
+
+
+@dataclass(frozen=True)
+class Block:
+    """A pattern at the sizes of one module: what a kernel is made for, once per number of rows. Equal blocks share kernels."""
+
+    pattern: Pattern
+    sizes: tuple[tuple[str, Any], ...]
+
+    def program(self, rows: int, **changes: Any) -> KernelGraph:
+        """The tensor program for `rows` rows; `changes` replace sizes (a wider dtype for a probe)."""
+        return self.pattern.build(rows=rows, **{**dict(self.sizes), **changes})
+
+    def __hash__(self) -> int:
+        return hash((self.pattern.name, self.sizes))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Block) and (self.pattern.name, self.sizes) == (other.pattern.name, other.sizes)
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """How families name the children of a decoder layer, and those of its attention."""
+
+    families: str
+    norm: str
+    attention: str
+    projections: tuple[str, ...]
+    output: str
+    mlp_norm: str
+    mlp: str
+
+
+@dataclass(frozen=True)
+class MlpLayout:
+    """How families name the children of a gated MLP."""
+
+    families: str
+    gate: str
+    up: str
+    down: str
+    activation: str

@@ -1,0 +1,107 @@
+"""What a child must be so that a kernel may read its weights in its place: a plain nn.Linear, norm or activation."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirage_hf.match.pattern import Rejected
+from mirage_hf.ops import table
+
+CAPTURE_MODULE = "transformers.utils.output_capturing"
+
+
+def foreign_hook(module: nn.Module) -> str | None:
+    """Name a forward hook that is not HF's own output capture (which stays installed and does nothing while unused)."""
+    for kind in ("_forward_pre_hooks", "_forward_hooks"):
+        for hook in module.__dict__[kind].values():
+            if getattr(hook, "__module__", None) != CAPTURE_MODULE:
+                return getattr(hook, "__qualname__", type(hook).__name__)
+    return None
+
+
+def _own_forward(m: nn.Module) -> str | None:
+    return "has a forward of its own on the instance (kernelize, Liger, tensor parallel)" if "forward" in m.__dict__ else None
+
+
+def _hooked(m: nn.Module) -> str | None:
+    return f"has a forward hook ({foreign_hook(m)})" if foreign_hook(m) else None
+
+
+def _training(m: nn.Module) -> str | None:
+    return "is in training mode" if m.training else None
+
+
+def _exact_linear(m: nn.Module) -> str | None:
+    if type(m) is nn.Linear:
+        return None
+    kind = f"{type(m).__module__.split('.')[0]}'s {type(m).__qualname__}"
+    return f"is {'an adapter layer, ' if hasattr(m, 'base_layer') else ''}{kind}, not a plain nn.Linear"
+
+
+def _plain_weights(m: nn.Module) -> str | None:
+    for name, p in m._parameters.items():
+        if p is None:
+            continue
+        if type(p) is not nn.Parameter:
+            return f"has a {name} of type {type(p).__name__} (quantized or distributed)"
+        if p.dtype not in table.COMPUTE_DTYPES:
+            return f"has a {name} of {table.dtype_name(p.dtype)}; kernels take float16, bfloat16 and float32"
+        if not p.is_contiguous():
+            return f"has a {name} that is not contiguous"
+        if p.device.type == "meta":
+            return f"has a {name} on the meta device"
+    return None
+
+
+def _one_weight(m: nn.Module) -> str | None:
+    if m._modules or m._buffers or list(m._parameters) != ["weight"] or m._parameters["weight"].dim() != 1:
+        return f"is {type(m).__name__}, not a norm with one weight vector"
+    return None
+
+
+def _no_state(m: nn.Module) -> str | None:
+    return "has parameters or children" if m._modules or m._parameters or m._buffers else None
+
+
+Rule = Callable[[nn.Module], "str | None"]
+_ANY: tuple[Rule, ...] = (_own_forward, _hooked, _training)
+LINEAR: tuple[Rule, ...] = (_exact_linear, *_ANY, _plain_weights)
+NORM: tuple[Rule, ...] = (*_ANY, _one_weight, _plain_weights)
+ACTIVATION: tuple[Rule, ...] = (*_ANY, _no_state)
+CONTAINER: tuple[Rule, ...] = _ANY
+
+
+def refuse(parent: nn.Module, name: str, rules: tuple[Rule, ...]) -> Rejected | None:
+    """Return why the child `name` of `parent` may not be bypassed, or None."""
+    m = parent._modules.get(name)
+    if m is None:
+        others = [n for n in parent._modules if n != name]
+        return Rejected(f"has no {name} (it has {', '.join(others) or 'no children'})")
+    for rule in rules:
+        if reason := rule(m):
+            return Rejected(f"{name} {reason}")
+    return None
+
+
+def first_refusal(*checks: tuple[nn.Module, str, tuple[Rule, ...]]) -> Rejected | None:
+    """The first refusal among (parent, child name, rules)."""
+    return next((r for check in checks if (r := refuse(*check)) is not None), None)
+
+
+def same_weights(modules: list[nn.Module], of: torch.dtype, on: torch.device) -> Rejected | None:
+    """Refuse modules whose weights differ from `of` and `on`."""
+    for m in modules:
+        for p in m._parameters.values():
+            if p is not None and (p.dtype != of or p.device != on):
+                return Rejected(f"a weight is {table.dtype_name(p.dtype)} on {p.device}, others are {table.dtype_name(of)} on {on}")
+    return None
+
+
+def scalars(module: nn.Module) -> tuple[Any, ...]:
+    """What a module's forward may depend on besides its weights: plain attributes of it, its layer number left out."""
+    kinds = (int, float, str, bool, type(None), tuple)
+    return tuple(sorted((k, repr(v)) for k, v in module.__dict__.items()
+                        if k not in ("layer_idx", "training") and not k.startswith("_") and (isinstance(v, kinds) or callable(v))))

@@ -1,0 +1,186 @@
+"""The only door to the C++ core: a lowered program in, block graphs and a report out."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from mirage_hf import _core, errors
+from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.search.report import Counters, SearchReport
+from mirage_hf.search.spec import NotLowerable, Spec, lower, small_rational
+from mirage_hf.settings import settings
+
+_ROLES = {Role.GRID: _core.Role.grid, Role.LOOP: _core.Role.loop, Role.TILE: _core.Role.tile}
+_OPS = {"input": _core.Op.input, "constant": _core.Op.constant, "add": _core.Op.add, "sub": _core.Op.sub, "mul": _core.Op.mul,
+        "div": _core.Op.div, "exp": _core.Op.exp, "opaque": _core.Op.opaque, "sum": _core.Op.sum, "max": _core.Op.max}
+_NAMES = {v: k for k, v in _OPS.items()}
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What bounds a search. `roles` forces axes (by name) to a role; seconds of wall time; width: how many monomials a
+    product may be multiplied out to."""
+
+    time_limit: float = 60.0
+    max_width: int = 2
+    max_candidates: int = 16
+    max_block_ops: int = 64
+    threads: int = 0
+    roles: tuple[tuple[str, Role], ...] = ()
+
+
+@dataclass(frozen=True)
+class Found:
+    """One candidate kernel for the whole program, with the cost model's estimate in µs."""
+
+    ugraph: UGraph
+    cost_us: float
+    width: int
+
+
+Progress = Callable[[Counters], bool | None]
+
+
+def search(graph: KernelGraph, options: SearchOptions | None = None, progress: Progress | None = None) -> tuple[list[Found], SearchReport]:
+    """Search for single kernels equivalent to `graph`, best first. An empty list is an answer: the report says why.
+
+    Errors: SearchError for roles of axes that the program does not have.
+    """
+    options = options or SearchOptions()
+    spec = lower(graph)
+    if isinstance(spec, NotLowerable):
+        return [], SearchReport(Counters(), stop="not lowerable", reason=spec.reason)
+    if len(spec.sizes) > 64:
+        return [], SearchReport(Counters(), stop="not lowerable", reason=f"{len(spec.sizes)} axes; the search takes up to 64")
+    names = list(spec.sizes)
+    limits = _core.Limits()
+    limits.seconds, limits.max_width = options.time_limit, options.max_width
+    limits.max_candidates, limits.max_block_ops = options.max_candidates, options.max_block_ops
+    limits.threads = options.threads or settings().threads
+    limits.forced = _forced(options.roles, names)
+    poll = (lambda s: bool(progress(_counters(s)))) if progress else (lambda s: False)
+    result = _core.search(_program(spec, names), limits, poll)
+    found = []
+    for c in result.candidates:
+        block = _block_graph(c, spec, names)
+        if block is not None:
+            found.append(Found(_ugraph(graph, block), c.cost_us, c.width))
+    reason = "" if found else "no single kernel: an output would need a value from another block"
+    return found, SearchReport(_counters(result.stats), result.stop, reason)
+
+
+def _forced(roles: Iterable[tuple[str, Role]], names: Sequence[str]) -> list[int]:
+    forced = [0, 0, 0]
+    for name, role in roles:
+        if name not in names:
+            raise errors.SearchError(f"axis {name!r} is not an axis of this program; it has {', '.join(names)}")
+        forced[list(_ROLES).index(role)] |= 1 << names.index(name)
+    return forced if any(forced) else []
+
+
+def _counters(s: _core.Statistics) -> Counters:
+    return Counters(**{name: getattr(s, name) for name in Counters.__dataclass_fields__})
+
+
+def _program(spec: Spec, names: Sequence[str]) -> _core.Program:
+    program = _core.Program()
+    program.axes = [_core.AxisInfo(a, spec.sizes[a]) for a in names]
+    symbols: dict[tuple[object, ...], int] = {}
+    nodes = []
+    for term in spec.terms:
+        n = _core.Node()
+        n.op, n.args = _OPS[term.op], list(term.args)
+        if term.op == "input":
+            i = spec.inputs[term.source]
+            n.symbol, n.index = term.source, [-1 if a is None else names.index(a) for a in term.index]
+            n.bytes = i.itemsize
+            for d in i.dims:
+                n.bytes *= d
+        elif term.op == "constant":
+            f = small_rational(term.value)
+            if f is None:
+                n.symbol = symbols.setdefault(("constant", term.value), len(symbols))
+            else:
+                n.num, n.den = f.numerator, f.denominator
+        elif term.op == "opaque":
+            n.symbol = symbols.setdefault(("fn", term.fn, term.attrs), len(symbols))
+        elif term.op in ("sum", "max"):
+            n.axis = names.index(term.axis)
+        nodes.append(n)
+    program.nodes = nodes
+    program.outputs = [t for t, _, _ in spec.outputs]
+    return program
+
+
+def _block_graph(c: _core.Candidate, spec: Spec, names: Sequence[str]) -> BlockGraph | None:
+    roles = {name: next(r for r, core in _ROLES.items() if core == c.roles[i]) for i, name in enumerate(names) if c.axes >> i & 1}
+    seen = [a for _, index, _ in spec.outputs for a in index if a]
+    rank = {Role.GRID: 0, Role.TILE: 1, Role.LOOP: 2}
+    order = sorted(roles, key=lambda a: (rank[roles[a]], seen.index(a) if a in seen else len(seen), names.index(a)))
+    axes = tuple(Axis(a, spec.sizes[a], roles[a]) for a in order)
+
+    def carried(mask: int) -> tuple[str, ...]:
+        return tuple(a for a in order if mask >> names.index(a) & 1)
+
+    value: dict[int, str | float] = {}
+    inputs = []
+    for leaf in c.leaves:
+        term = spec.terms[leaf.node]
+        if term.op == "constant":
+            value[leaf.value] = term.value
+            continue
+        i = spec.inputs[term.source]
+        name = f"in{term.source}" if sum(t.op == "input" and t.source == term.source for t in spec.terms) == 1 else f"in{term.source}_{len(inputs)}"
+        value[leaf.value] = name
+        joined = term.index[i.joined] if i.joined is not None else None
+        inputs.append(BlockInput(name, i.sources, term.index, joined if len(i.sources) > 1 else None, i.sizes if len(i.sources) > 1 else ()))
+    symbol_of = {}
+    symbols: dict[tuple[object, ...], int] = {}
+    for term in spec.terms:  # the numbering of _program
+        if term.op == "constant" and small_rational(term.value) is None:
+            symbols.setdefault(("constant", term.value), len(symbols))
+        elif term.op == "opaque":
+            symbol_of[symbols.setdefault(("fn", term.fn, term.attrs), len(symbols))] = term
+
+    count = 0
+
+    def fresh(prefix: str) -> str:
+        nonlocal count
+        count += 1
+        return f"{prefix}{count}"
+
+    stages = []
+    for s in c.stages:
+        body, accumulators = [], []
+        for f in s.body:
+            args = tuple(value[a] for a in f.args)
+            name = _NAMES[f.op]
+            over, attrs = None, ()
+            if name == "opaque":
+                name, attrs = symbol_of[f.symbol].fn, symbol_of[f.symbol].attrs
+            elif name in ("sum", "max"):
+                over = names[f.axis]
+            out = fresh("v")
+            body.append(BlockOp(out, name, args, carried(f.axes), attrs, over))
+            value[f.out] = out
+        for f in s.accumulators:
+            out = fresh("acc")
+            accumulators.append(Accumulator(out, str(value[f.args[0]]), _NAMES[f.op], carried(f.axes)))
+            value[f.out] = out
+        stages.append(Stage(None if s.loop < 0 else names[s.loop], tuple(body), tuple(accumulators)))
+    outputs = []
+    for o, (_, index, dtype) in zip(c.outputs, spec.outputs, strict=True):
+        name = value[o]
+        if not isinstance(name, str) or name.startswith("in"):
+            return None  # an output that is an input or a number: nothing to compute
+        outputs.append(BlockOutput(name, index, dtype))
+    return BlockGraph(axes, tuple(inputs), tuple(stages), tuple(outputs))
+
+
+def _ugraph(program: KernelGraph, block: BlockGraph) -> UGraph:
+    kernels = KernelGraph()
+    tensors = [kernels.new_input(t.dims, t.dtype, t.strides, t.name) for t in program.inputs]
+    kernels.mark_output(*kernels.customized(tensors, block))
+    return UGraph(program, kernels)

@@ -1,0 +1,61 @@
+"""What a search did and why it stopped."""
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Counts of one search; pruned values and kernels by rule; seconds of wall time."""
+
+    values: int = 0
+    derivations: int = 0
+    examined: int = 0
+    outside_goal: int = 0
+    cancelling: int = 0
+    role_assignments: int = 0
+    kernels: int = 0
+    cost_pruned: int = 0
+    duplicates: int = 0
+    width: int = 0
+    seconds: float = 0.0
+    first_seconds: float = -1.0
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A candidate that was found and not kept: its place in the ranking and why."""
+
+    candidate: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """Counters, why the search stopped ("exhausted" at `counters.width`, "time", "values", "expansions", "interrupted",
+    "not lowerable", "loaded"), which candidates were refused, and the bound on the probability of a wrong proof."""
+
+    counters: Counters
+    stop: str
+    reason: str = ""
+    found: int = 0
+    refused: tuple[Refusal, ...] = ()
+    error_bound: float | None = None
+    proof_seconds: float = 0.0
+    notes: tuple[str, ...] = field(default=())
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        c = self.counters
+        lines = [f"stopped: {self.stop}" + (f" at width {c.width}" if self.stop == "exhausted" else "") + (f" ({self.reason})" if self.reason else ""),
+                 f"search: {c.seconds:.3f} s, first kernel after {c.first_seconds:.3f} s" if c.first_seconds >= 0 else f"search: {c.seconds:.3f} s",
+                 f"values: {c.values} kept of {c.examined} examined (outside every goal {c.outside_goal}, cancelling {c.cancelling}), {c.derivations} derivations",
+                 f"kernels: {c.kernels} evaluated over {c.role_assignments} role assignments (cut by cost {c.cost_pruned}, duplicates {c.duplicates})",
+                 f"candidates: {self.found} kept, {len(self.refused)} refused"]
+        if self.error_bound is not None:
+            lines.append(f"proof: chance of a wrong acceptance at most {self.error_bound:.1e}, {self.proof_seconds:.3f} s")
+        lines += [f"refused candidate {r.candidate}: {r.reason}" for r in self.refused]
+        return "\n".join([*lines, *self.notes])

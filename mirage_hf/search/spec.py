@@ -1,0 +1,347 @@
+"""Lowering: a kernel graph as a program over named axes, the form the search and the proofs work on.
+
+Tensors become functions of axes: a dim of size 1 has none, permute renames, matmul is a product summed over an axis,
+composites are expanded. Every dim of every tensor belongs to a class of dims that must range over the same axis; an index
+that would clash with one in use (X·Xᵀ) is a copy of its class.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
+from mirage_hf.ops import table
+
+_SMALL = 1 << 31
+"""Constants whose numerator and denominator stay below this are exact rationals, others named constants."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One node: op "input", "constant", "add", "sub", "mul", "div", "exp", "opaque", "sum" or "max", args earlier terms."""
+
+    op: str
+    args: tuple[int, ...] = ()
+    axes: tuple[str, ...] = ()
+    source: int = -1                      # input: which of `Spec.inputs`
+    index: tuple[str | None, ...] = ()    # input: the axis of each dim
+    value: float = 0.0                    # constant
+    fn: str = ""                          # opaque: op of the table
+    attrs: tuple[tuple[str, float], ...] = ()
+    axis: str = ""                        # sum, max
+
+
+@dataclass(frozen=True)
+class SpecInput:
+    """A value read from device memory: one graph input, or several that lie end to end along dim `joined`."""
+
+    sources: tuple[int, ...]
+    dims: tuple[int, ...]
+    joined: int | None = None
+    sizes: tuple[int, ...] = ()
+    itemsize: int = 2
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A lowered program. `outputs` are (term, axis per dim, dtype)."""
+
+    sizes: dict[str, int]
+    inputs: tuple[SpecInput, ...]
+    terms: tuple[Term, ...]
+    outputs: tuple[tuple[int, tuple[str | None, ...], str], ...]
+
+
+@dataclass(frozen=True)
+class NotLowerable:
+    """Why a program cannot be one kernel in this form; the library path remains."""
+
+    reason: str
+
+
+def expand(graph: KernelGraph) -> KernelGraph:
+    """Return the same program with composites written out in other ops of the table."""
+    out = KernelGraph()
+    new: dict[int, DTensor] = {}
+    for t in graph.inputs:
+        new[t.index] = out.new_input(t.dims, t.dtype, t.strides)
+    for op in graph.ops:
+        args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
+        row = table.OPS.get(op.name)
+        if row is None:
+            results = out.customized(args, op.block)  # type: ignore[arg-type]
+        elif row.expand is not None:
+            results = [row.expand(out, *args, **dict(op.attrs))]
+        else:
+            results = [out._apply(op.name, *args, **dict(op.attrs))]
+        for t, r in zip(op.outputs, results, strict=True):
+            new[t.index] = r
+    out.mark_output(*(new[t.index] for t in graph.outputs))
+    return out
+
+
+class _Unsupported(Exception):
+    pass
+
+
+def lower(graph: KernelGraph) -> Spec | NotLowerable:
+    """Lower a program, or say which op ends a kernel."""
+    try:
+        return _Lowering(expand(graph)).run()
+    except _Unsupported as e:
+        return NotLowerable(str(e))
+
+
+Dim = tuple[int, int]  # tensor index, dim
+
+
+@dataclass
+class _Lowering:
+    graph: KernelGraph
+    parent: dict[Dim, Dim] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    terms: list[Term] = field(default_factory=list)
+    inputs: list[SpecInput] = field(default_factory=list)
+    known: dict[Term, int] = field(default_factory=dict)
+    memo: dict[tuple[int, tuple[str | None, ...]], int] = field(default_factory=dict)
+    names: dict[Dim, str] = field(default_factory=dict)
+
+    def run(self) -> Spec:
+        g = self.graph
+        self.made: dict[int, KernelOp] = {t.index: op for op in g.ops for t in op.outputs}
+        for op in g.ops:
+            self._unify(op)
+        self._name_classes()
+        outputs = []
+        for t in g.outputs:
+            index: list[str | None] = []
+            for d in range(len(t.dims)):
+                index.append(self._axis(t, d, index) if t.dims[d] > 1 else None)
+            outputs.append((self.lower(t, tuple(index)), tuple(index), table.dtype_name(t.dtype)))
+        return Spec(dict(self.sizes), tuple(self.inputs), tuple(self.terms), tuple(outputs))
+
+    # -- classes of dims ------------------------------------------------------------------------------------------------
+
+    def _find(self, d: Dim) -> Dim:
+        while self.parent.get(d, d) != d:
+            d = self.parent[d]
+        return d
+
+    def _join(self, a: DTensor, i: int, b: DTensor, j: int) -> None:
+        if a.dims[i] == b.dims[j] > 1:
+            self.parent[self._find((a.index, i))] = self._find((b.index, j))
+
+    def _unify(self, op: KernelOp) -> None:
+        out, tensors = op.outputs[0], [x for x in op.inputs if isinstance(x, DTensor)]
+        rank, kind = len(out.dims), table.OPS[op.name].kind if op.name in table.OPS else op.name
+        attrs = dict(op.attrs)
+        if kind == "elementwise":
+            for t in tensors:
+                for k in range(1, len(t.dims) + 1):
+                    self._join(t, len(t.dims) - k, out, rank - k)
+        elif kind == "contract":
+            a, b = tensors
+            self._join(a, len(a.dims) - 1, b, len(b.dims) - 2)
+            self._join(a, len(a.dims) - 2, out, rank - 2)
+            self._join(b, len(b.dims) - 1, out, rank - 1)
+            for t in tensors:
+                for k in range(3, len(t.dims) + 1):
+                    self._join(t, len(t.dims) - k, out, rank - k)
+        elif kind == "reduce":
+            for k in range(rank):
+                if k != attrs["dim"] % rank:
+                    self._join(tensors[0], k, out, k)
+        elif op.name == "permute":
+            for k, o in enumerate(attrs["order"]):
+                self._join(tensors[0], o, out, k)
+        elif op.name == "reshape":
+            for i, k in self._reshape_pairs(tensors[0].dims, out.dims):
+                self._join(tensors[0], i, out, k)
+        elif op.name == "concat":
+            for t in tensors:
+                for k in range(rank):
+                    if k != attrs["dim"]:
+                        self._join(t, k, out, k)
+        else:
+            raise _Unsupported(f"{op.name} ends a kernel: the search does not fuse it yet")
+
+    @staticmethod
+    def _reshape_pairs(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
+        a, b = [i for i, d in enumerate(old) if d > 1], [i for i, d in enumerate(new) if d > 1]
+        if [old[i] for i in a] != [new[i] for i in b]:
+            raise _Unsupported("reshape that splits or merges axes ends a kernel: the search does not fuse it yet")
+        return list(zip(a, b, strict=True))
+
+    def _name_classes(self) -> None:
+        """Names a reader knows: k for what a matmul sums, m and n for rows and columns of the outputs, b for batches."""
+        pools = {"sum": iter("krstuv"), "row": iter("mij"), "column": iter("nopq"), "batch": iter("bhgf")}
+
+        def give(t: DTensor, d: int, pool: str) -> None:
+            root = self._find((t.index, d))
+            if t.dims[d] > 1 and root not in self.names:
+                self.names[root] = next(pools[pool], None) or f"a{len(self.names)}"
+
+        for op in self.graph.ops:
+            if op.name == "matmul":
+                give(op.inputs[0], len(op.inputs[0].dims) - 1, "sum")  # type: ignore[arg-type, union-attr]
+        for op in self.graph.ops:
+            if op.name == "reduction":
+                give(op.inputs[0], dict(op.attrs)["dim"] % len(op.inputs[0].dims), "sum")  # type: ignore[arg-type, union-attr]
+        for t in [*self.graph.outputs, *self.graph.inputs]:
+            rank = len(t.dims)
+            for d in range(rank):
+                give(t, d, "column" if d == rank - 1 else "row" if d == rank - 2 else "batch")
+
+    def _axis(self, t: DTensor, d: int, taken: Sequence[str | None]) -> str:
+        root = self._find((t.index, d))
+        base = name = self.names.setdefault(root, f"a{len(self.names)}")
+        copy = 0
+        while name in taken:
+            copy += 1
+            name = f"{base}{copy}"
+        self.sizes[name] = t.dims[d]
+        return name
+
+    # -- terms ----------------------------------------------------------------------------------------------------------
+
+    def _term(self, term: Term) -> int:
+        if term not in self.known:
+            self.known[term] = len(self.terms)
+            self.terms.append(term)
+        return self.known[term]
+
+    def _op(self, op: str, *args: int, **more: object) -> int:
+        axes = {a for i in args for a in self.terms[i].axes} - {more.get("axis")}
+        return self._term(Term(op, args, tuple(sorted(axes)), **more))  # type: ignore[arg-type]
+
+    def _constant(self, value: float) -> int:
+        return self._term(Term("constant", value=float(value)))
+
+    def _input(self, spec: SpecInput, index: tuple[str | None, ...]) -> int:
+        if spec not in self.inputs:
+            self.inputs.append(spec)
+        axes = tuple(sorted(a for a in index if a))
+        return self._term(Term("input", (), axes, self.inputs.index(spec), index))
+
+    def lower(self, t: DTensor, index: tuple[str | None, ...]) -> int:
+        key = (t.index, index)
+        if key not in self.memo:
+            self.memo[key] = self._lower(t, index)
+        return self.memo[key]
+
+    def _lower(self, t: DTensor, index: tuple[str | None, ...]) -> int:
+        op = self.made.get(t.index)
+        if op is None:
+            source = [x.index for x in self.graph.inputs].index(t.index)
+            return self._input(SpecInput((source,), t.dims, itemsize=t.dtype.itemsize), index)
+        attrs = dict(op.attrs)
+        row = table.OPS[op.name]
+        if row.kind == "elementwise":
+            return self._elementwise(op, index)
+        x = op.inputs[0]
+        assert isinstance(x, DTensor)
+        if op.name == "matmul":
+            y = op.inputs[1]
+            assert isinstance(y, DTensor)
+            if x.dims[-1] == 1:
+                k = None
+            else:
+                k = self._axis(x, len(x.dims) - 1, index)
+            left = self.lower(x, self._batch(x, index) + (index[-2] if x.dims[-2] > 1 else None, k))
+            right = self.lower(y, self._batch(y, index) + (k, index[-1] if y.dims[-1] > 1 else None))
+            product = self._op("mul", left, right)
+            return product if k is None else self._op("sum", product, axis=k)
+        if op.name == "reduction":
+            d = attrs["dim"] % len(x.dims)
+            if x.dims[d] == 1:
+                return self.lower(x, index)
+            k = self._axis(x, d, index)
+            arg = self.lower(x, (*index[:d], k, *index[d + 1:]))
+            if attrs["kind"] == "max":
+                return self._op("max", arg, axis=k)
+            total = self._op("sum", arg, axis=k)
+            return total if attrs["kind"] == "sum" else self._op("mul", total, self._constant(1.0 / x.dims[d]))
+        if op.name == "permute":
+            inner: list[str | None] = [None] * len(x.dims)
+            for k, o in enumerate(attrs["order"]):
+                inner[o] = index[k]
+            return self.lower(x, tuple(inner))
+        if op.name == "reshape":
+            inner = [None] * len(x.dims)
+            for i, k in self._reshape_pairs(x.dims, t.dims):
+                inner[i] = index[k]
+            return self.lower(x, tuple(inner))
+        if op.name == "concat":
+            return self._concat(op, t, index)
+        raise _Unsupported(f"{op.name} ends a kernel: the search does not fuse it yet")
+
+    @staticmethod
+    def _batch(t: DTensor, index: tuple[str | None, ...]) -> tuple[str | None, ...]:
+        """The index of t's batch dims, aligned at the right with the output's."""
+        n = len(t.dims) - 2
+        outer = index[:-2]
+        return tuple(outer[len(outer) - n + i] if t.dims[i] > 1 else None for i in range(n))
+
+    def _elementwise(self, op: KernelOp, index: tuple[str | None, ...]) -> int:
+        args = []
+        for x in op.inputs:
+            if not isinstance(x, DTensor):
+                args.append(self._constant(x))
+                continue
+            own = index[len(index) - len(x.dims):]
+            args.append(self.lower(x, tuple(a if d > 1 else None for a, d in zip(own, x.dims, strict=True))))
+        row, attrs = table.OPS[op.name], dict(op.attrs)
+        if op.name == "cast":
+            return args[0]
+        if op.name == "pow" and isinstance(op.inputs[1], float) and op.inputs[1] in (2.0, 3.0, 4.0):
+            out = args[0]
+            for _ in range(int(op.inputs[1]) - 1):
+                out = self._op("mul", out, args[0])
+            return out
+        if row.opaque:
+            return self._op("opaque", *args, fn=op.name, attrs=op.attrs)
+        algebra = {name: (lambda *a, _n=name: self._op(_n, *a)) for name in ("add", "sub", "mul", "div", "exp")}
+        algebra["neg"] = lambda a: self._op("mul", self._constant(-1.0), a)
+        return row.program(**attrs).evaluate(algebra, args, self._constant)
+
+    def _concat(self, op: KernelOp, t: DTensor, index: tuple[str | None, ...]) -> int:
+        """A concat of graph inputs (permuted or not, all alike) is one input with several sources."""
+        d = dict(op.attrs)["dim"]
+        roots: list[tuple[int, tuple[int, ...]]] = []
+        for x in op.inputs:
+            assert isinstance(x, DTensor)
+            order = tuple(range(len(x.dims)))
+            while (made := self.made.get(x.index)) is not None:
+                if made.name != "permute":
+                    raise _Unsupported("concat of computed tensors ends a kernel: the search fuses only concats of inputs")
+                inner = dict(made.attrs)["order"]
+                order = tuple(inner[o] for o in order)
+                x = made.inputs[0]
+                assert isinstance(x, DTensor)
+            roots.append((x.index, order))
+        if len({order for _, order in roots}) > 1:
+            raise _Unsupported("concat of inputs in different dim orders ends a kernel")
+        order = roots[0][1]
+        by_index = {x.index: k for k, x in enumerate(self.graph.inputs)}
+        # index of the source tensors' dims: dim order[j] of a source is dim j of the result
+        inner_index: list[str | None] = [None] * len(order)
+        dims = [0] * len(order)
+        for j, o in enumerate(order):
+            inner_index[o], dims[o] = index[j], t.dims[j]
+        sizes = tuple(x.dims[d] for x in op.inputs)  # type: ignore[union-attr]
+        spec = SpecInput(tuple(by_index[i] for i, _ in roots), tuple(dims), order[d], sizes, t.dtype.itemsize)
+        if index[d] is None:
+            raise _Unsupported("concat to a dim of size 1")
+        return self._input(spec, tuple(inner_index))
+
+
+def small_rational(value: float) -> Fraction | None:
+    """The exact fraction of a float, or of the simple fraction that rounds to it; None when neither is small."""
+    if not math.isfinite(value):
+        return None
+    for f in (Fraction(value), Fraction(value).limit_denominator(_SMALL - 1)):
+        if abs(f.numerator) < _SMALL and f.denominator < _SMALL and float(f) == value:
+            return f
+    return None

@@ -1,0 +1,29 @@
+"""The first half of a gated MLP: f(n · w_gate) × (n · w_up), where n is x, or x normalised by the RMSNorm before it."""
+from __future__ import annotations
+
+import torch
+
+from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
+from mirage_hf.match.pattern import MlpLayout, Pattern
+
+AXES = {"x": "rows k", "gamma": "1 k", "w_gate": "k n", "b_gate": "1 n", "w_up": "k n", "b_up": "1 n", "y": "rows n"}
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+"""Ops that an MLP's activation module may turn out to be: it is run on a probe, its name is not asked."""
+
+LAYOUTS = (MlpLayout("Llama, Mistral, Qwen2, Qwen3, Gemma, OLMo2, Granite", "gate_proj", "up_proj", "down_proj", "act_fn"),)
+
+
+def build(rows: int, k: int, n: int, activation: str, norm: bool, bias: bool, eps: float, dtype: torch.dtype) -> KernelGraph:
+    g = new_kernel_graph()
+    x = g.new_input((rows, k), dtype, name="x")
+    y = g.rms_norm(x, g.new_input((1, k), dtype, name="gamma"), eps) if norm else x
+    halves = []
+    for name in ("gate", "up"):
+        half = g.matmul(y, g.new_input((k, n), dtype, strides=(1, k), name=f"w_{name}"))
+        halves.append(g.add(half, g.new_input((1, n), dtype, name=f"b_{name}")) if bias else half)
+    g.mark_output(g.mul(getattr(g, activation)(halves[0]), halves[1]))
+    return g
+
+
+GATED_MLP = Pattern("gated_mlp", AXES, build)

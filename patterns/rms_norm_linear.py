@@ -1,0 +1,26 @@
+"""RMSNorm, then the linears that read it (q, k and v) as one packed product: norm(x) · [wq | wk | wv] (+ [bq | bk | bv])."""
+from __future__ import annotations
+
+import torch
+
+from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
+from mirage_hf.match.pattern import Pattern
+
+AXES = {"x": "rows k", "gamma": "1 k", "w…": "k n…", "b…": "1 n…", "y": "rows n"}
+"""n is the sum of n…; each weight keeps its own memory, and the packed output is split by views."""
+
+
+def build(rows: int, k: int, n: tuple[int, ...], bias: bool, eps: float, dtype: torch.dtype) -> KernelGraph:
+    g = new_kernel_graph()
+    x = g.new_input((rows, k), dtype, name="x")
+    gamma = g.new_input((1, k), dtype, name="gamma")
+    weights = [g.new_input((k, width), dtype, strides=(1, k), name=f"w{i}") for i, width in enumerate(n)]
+    biases = [g.new_input((1, width), dtype, name=f"b{i}") for i, width in enumerate(n)] if bias else []
+    y = g.matmul(g.rms_norm(x, gamma, eps), g.concat(weights, dim=1) if len(n) > 1 else weights[0])
+    if bias:
+        y = g.add(y, g.concat(biases, dim=1) if len(n) > 1 else biases[0])
+    g.mark_output(y)
+    return g
+
+
+RMS_NORM_LINEAR = Pattern("rms_norm_linear", AXES, build)

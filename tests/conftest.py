@@ -1,0 +1,40 @@
+"""Options and fixtures of all tests."""
+from __future__ import annotations
+
+import difflib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # programs.py and ugraphs.py are imported by tests of several folders
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write what tests/golden compares with, instead of comparing")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, torch.cuda.is_available() is False"))
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest):
+    """Compare a text with a file of tests/golden/, or write it there with --update-golden."""
+    def compare(name: str, text: str) -> None:
+        path = HERE / "golden" / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            return
+        assert path.exists(), f"{name} has no golden file; write it with --update-golden and look at it"
+        want = path.read_text(encoding="utf-8")
+        diff = "\n".join(difflib.unified_diff(want.splitlines(), text.splitlines(), "golden", "now", lineterm=""))
+        assert text == want, f"{name} changed; if that is meant, use --update-golden and look at the diff:\n{diff[:4000]}"
+    return compare

@@ -1,0 +1,131 @@
+"""Tiny models, and the comparison of an installed `generate` with the stock one on the same model."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    DynamicCache, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, LogitsProcessor, MistralConfig,
+    MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria,
+)
+from transformers.generation.streamers import BaseStreamer
+
+torch.set_num_threads(1)
+
+VOCABULARY, PAD, WINDOW = 99, 0, 9
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=256, pad_token_id=PAD, bos_token_id=1, eos_token_id=2,
+    initializer_range=0.15)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
+
+
+def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
+    """Return a random float32 model in eval mode. Mistral's and half of Gemma2's layers slide over WINDOW tokens."""
+    sizes = {**SIZES, **changes}
+    kinds = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes)),
+        "mistral": lambda: MistralForCausalLM(MistralConfig(**sizes, sliding_window=WINDOW)),
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in sizes.items() if k != "head_dim"})),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(
+            **sizes, use_sliding_window=True, sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention"])),
+        "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**sizes, sliding_window=WINDOW, query_pre_attn_scalar=8)),
+    }
+    torch.manual_seed(seed)
+    model = kinds[family]().eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def prompt(batch: int = 1, length: int = 7, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(lengths: tuple[int, ...] = (4, 11, 7), seed: int = 0) -> dict[str, torch.Tensor]:
+    ids = prompt(len(lengths), max(lengths), seed)
+    mask = torch.ones_like(ids)
+    for row, n in enumerate(lengths):
+        ids[row, :max(lengths) - n] = PAD
+        mask[row, :max(lengths) - n] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+class Recorder(BaseStreamer):
+    """A streamer that writes down every call it gets, in order, with those of its processor and its criterion."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+        self.processor, self.criterion = _Processor(self.events), _Criterion(self.events)
+
+    def put(self, value: torch.Tensor) -> None:
+        self.events.append(("put", value.dtype, value.tolist()))
+
+    def end(self) -> None:
+        self.events.append(("end",))
+
+
+class _Processor(LogitsProcessor):
+    def __init__(self, events: list[tuple[Any, ...]]):
+        self.events = events
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.events.append(("process", input_ids.tolist(), scores.dtype))
+        return scores
+
+
+class _Criterion(StoppingCriteria):
+    def __init__(self, events: list[tuple[Any, ...]]):
+        self.events = events
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.events.append(("criterion", input_ids.tolist(), None if scores is None else len(scores)))
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+Arguments = dict[str, Any] | Callable[[], dict[str, Any]]
+
+
+def both(model: Any, arguments: Arguments, seed: int = 5) -> tuple[Any, Any]:
+    """Run stock and ours on fresh arguments with the same seed, and return both outputs."""
+    def run(generate: Callable[..., Any]) -> Any:
+        given = arguments() if callable(arguments) else arguments
+        torch.manual_seed(seed)
+        return generate(**given)
+
+    return run(lambda **kw: type(model).generate(model, **kw)), run(model.generate)
+
+
+def handled(runner: Any) -> int:
+    """Calls that went through the pool."""
+    return sum(n for what, n in runner.counts.items() if not what.startswith("stock"))
+
+
+def assert_same(stock: Any, ours: Any) -> None:
+    """Same tokens exactly; scores, logits and cache contents to rounding; same types everywhere."""
+    assert type(stock) is type(ours)
+    if isinstance(stock, torch.Tensor):
+        assert stock.dtype == ours.dtype and stock.tolist() == ours.tolist()
+        return
+    assert list(stock.keys()) == list(ours.keys())
+    assert stock.sequences.tolist() == ours.sequences.tolist()
+    for name in ("scores", "logits"):
+        theirs, mine = getattr(stock, name), getattr(ours, name)
+        assert (theirs is None) == (mine is None)
+        if theirs is not None:
+            assert isinstance(mine, tuple) and len(theirs) == len(mine)
+            for a, b in zip(theirs, mine, strict=True):
+                torch.testing.assert_close(b, a, rtol=1e-4, atol=2e-5)
+    if stock.past_key_values is not None:
+        assert_same_cache(stock.past_key_values, ours.past_key_values)
+
+
+def assert_same_cache(stock: DynamicCache, ours: DynamicCache) -> None:
+    assert type(stock) is type(ours) and len(stock.layers) == len(ours.layers)
+    assert stock.get_seq_length() == ours.get_seq_length()
+    for a, b in zip(stock.layers, ours.layers, strict=True):
+        assert type(a) is type(b) and a.is_initialized == b.is_initialized
+        assert (a.dtype, a.device) == (b.dtype, b.device)
+        assert getattr(a, "cumulative_length", None) == getattr(b, "cumulative_length", None)
+        torch.testing.assert_close(b.keys, a.keys, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(b.values, a.values, rtol=1e-4, atol=2e-5)

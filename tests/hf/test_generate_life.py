@@ -1,0 +1,459 @@
+"""The installed `generate` through a model's life: wrapped, copied, moved, shared by threads, interrupted, taken away."""
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from decoding import VOCABULARY, Recorder, assert_same, both, handled, left_padded, prompt, tiny
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
+from transformers.generation.streamers import TextStreamer
+
+from mirage_hf.decode import DecodeError, install, uninstall
+
+ASSET = Path(__file__).parents[1] / "assets" / "tiny_llama"
+GREEDY = {"inputs": prompt(2), "max_new_tokens": 9}
+
+
+def stock(model, **arguments):
+    return type(model).generate(model, **arguments)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a printable character per token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    characters = ["<pad>", "<s>", "</s>"] + [chr(33 + i) for i in range(VOCABULARY - 3)]
+    backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+                                   padding_side="left")
+
+
+# -- coming and going ---------------------------------------------------------------------------------------------------
+
+def test_uninstall_leaves_the_instance_as_it_was():
+    model = tiny("llama")
+    before, keys = dict(model.__dict__), list(model.__dict__)
+    install(model)
+    install(model, mode="eager")
+    both(model, GREEDY)
+    uninstall(model)
+    uninstall(model)
+    assert list(model.__dict__) == keys and all(model.__dict__[k] is before[k] for k in keys)
+    assert model.generate.__func__ is type(model).generate
+
+
+def test_wrong_models_are_refused():
+    with pytest.raises(DecodeError, match="Linear is not a transformers model"):
+        install(torch.nn.Linear(2, 2))
+    model = tiny("llama")
+    with pytest.raises(DecodeError, match="mode must be 'graph' or 'eager'"):
+        install(model, mode="fast")
+    with pytest.raises(DecodeError, match="max_cache_len must be at least 1"):
+        install(model, max_cache_len=0)
+    model.generate = lambda *a: None
+    with pytest.raises(DecodeError, match="already has an instance-level generate"):
+        install(model)
+    assert "Generate" not in repr(model.__dict__["generate"])
+
+
+def test_signature_and_documentation_are_stocks():
+    model = tiny("llama")
+    before = inspect.signature(model.generate)
+    install(model)
+    assert inspect.signature(model.generate) == before and model.generate.__doc__ == type(model).generate.__doc__
+    assert model.generate.__name__ == "generate" and model.generate.__self__ is model
+
+
+def test_a_deleted_model_frees_its_memory():
+    model = tiny("llama")
+    runner = install(model)
+    model.generate(**GREEDY)
+    alive, kept = weakref.ref(model.model), model.generate
+    gc.disable()
+    try:
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
+    with pytest.raises(DecodeError, match="its model has been deleted"):
+        kept(**GREEDY)
+    assert runner.counts
+
+
+def test_release():
+    model = tiny("llama")
+    runner = install(model)
+    assert runner.bytes == 0
+    model.generate(**GREEDY)
+    used = runner.bytes
+    assert used > 2 * 2 * 2 * 2 * 256 * 8 * 4
+    model.generate(**GREEDY)
+    assert runner.bytes == used
+    runner.release()
+    assert runner.bytes == 0
+    assert_same(*both(model, GREEDY))
+    assert runner.bytes == used
+
+
+def test_release_in_mid_call():
+    model = tiny("llama")
+    runner = install(model)
+
+    class Releasing(Recorder):
+        def put(self, value):
+            runner.release()
+
+    ours = model.generate(prompt(), max_new_tokens=9, streamer=Releasing())
+    assert_same(stock(model, inputs=prompt(), max_new_tokens=9), ours)
+    assert runner.bytes == 0
+
+
+# -- copies -------------------------------------------------------------------------------------------------------------
+
+def test_deepcopy_has_its_own():
+    model = tiny("llama")
+    runner = install(model, depth=2)
+    model.generate(**GREEDY)
+    twin = copy.deepcopy(model)
+    assert twin.generate is not model.generate and twin.generate.runner is not runner
+    assert twin.generate.runner.bytes == 0 and not twin.generate.runner.counts and twin.generate.runner.depth == 2
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(-1.3)
+    assert_same(*both(twin, GREEDY))
+    assert_same(*both(model, GREEDY))
+    assert model.generate(**GREEDY).tolist() != twin.generate(**GREEDY).tolist()
+    assert handled(twin.generate.runner) == 2
+    del model
+    gc.collect()
+    assert_same(*both(twin, GREEDY))
+
+
+def test_pickle_gives_a_stock_model(tmp_path):
+    model = tiny("llama")
+    install(model)
+    expected = model.generate(**GREEDY)
+    data = pickle.dumps(model)
+    assert b"mirage_hf" not in data
+    back = pickle.loads(data)
+    assert_same(expected, back.generate(**GREEDY))
+    assert back.generate.__func__ is type(model).generate and back.generate.__self__ is back
+    twin = copy.deepcopy(back)
+    assert twin.generate.__self__ is twin
+    torch.save(model, tmp_path / "model.pt")
+    assert_same(expected, torch.load(tmp_path / "model.pt", weights_only=False).generate(**GREEDY))
+
+
+def test_save_and_reload(tmp_path):
+    model = tiny("llama")
+    keys = list(model.state_dict())
+    install(model)
+    expected = model.generate(**GREEDY)
+    assert list(model.state_dict()) == keys
+    model.save_pretrained(tmp_path)
+    back = LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    assert "generate" not in back.__dict__ and back.config.architectures == ["LlamaForCausalLM"]
+    assert_same(expected, back.generate(**GREEDY))
+
+
+# -- changes to the model -----------------------------------------------------------------------------------------------
+
+def test_dtype_changes():
+    model = tiny("llama")
+    runner = install(model)
+    for change in (lambda m: m, lambda m: m.to(torch.bfloat16), lambda m: m.double(), lambda m: m.float()):
+        change(model)
+        stock_out, ours = both(model, {**GREEDY, "return_dict_in_generate": True, "output_logits": True})
+        if model.dtype == torch.bfloat16:  # rounds differently over a masked cache: compare before tokens can part
+            torch.testing.assert_close(ours.logits[0], stock_out.logits[0])
+            assert ours.past_key_values.layers[0].keys.dtype == torch.bfloat16
+        else:
+            assert_same(stock_out, ours)
+    assert handled(runner) == 4
+    model.half()
+    assert model.generate(**GREEDY).shape == (2, 16)
+
+
+def test_weights_changed_in_place_and_replaced():
+    model = tiny("llama")
+    install(model)
+    first = model.generate(**GREEDY)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    assert_same(*both(model, GREEDY))
+    model.load_state_dict({k: v.flip(-1).contiguous() for k, v in model.state_dict().items()}, assign=True)
+    assert_same(*both(model, GREEDY))
+    model.set_attn_implementation("eager")
+    assert_same(*both(model, GREEDY))
+    model.resize_token_embeddings(VOCABULARY + 13)
+    assert_same(*both(model, GREEDY))
+    assert first.tolist() != model.generate(**GREEDY).tolist()
+
+
+def test_survey_sees_what_a_graph_depends_on():
+    from mirage_hf.decode.fingerprint import survey
+
+    model = tiny("llama")
+    seen = [survey(model).key]
+    assert survey(model).key == seen[0]
+
+    def changed(what):
+        key = survey(model).key
+        assert key not in seen, what
+        seen.append(key)
+
+    model.model.layers[0].mlp.__class__ = type("Swapped", (type(model.model.layers[0].mlp),), {})
+    changed("class of a module")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    changed("a weight replaced")
+    model.model.layers[1].mlp.forward = model.model.layers[1].mlp.forward
+    changed("an instance forward")
+    model.config._attn_implementation = "eager"
+    changed("attention implementation")
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        changed("SDPA backends")
+    model.bfloat16()
+    changed("dtype")
+    model.model.layers[0].mlp.register_forward_hook(lambda *a: None)
+    assert "forward hook" in survey(model).obstacle
+
+
+def test_rope_that_reads_the_length_is_not_captured():
+    from mirage_hf.decode.fingerprint import survey
+
+    model = tiny("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, max_position_embeddings=16)
+    install(model)
+    assert "RoPE of type dynamic" in survey(model).no_graph and survey(tiny("llama")).no_graph is None
+    assert_same(*both(model, {"inputs": prompt(1, 7), "max_new_tokens": 30}))
+
+
+def test_own_fingerprint():
+    model = tiny("llama")
+    asked = []
+    install(model, fingerprint=lambda m: asked.append(m))
+    model.generate(**GREEDY)
+    assert asked == [model]
+
+
+# -- PEFT ---------------------------------------------------------------------------------------------------------------
+
+def test_peft_life_cycle():
+    peft = pytest.importorskip("peft")
+    from mirage_hf.decode.fingerprint import survey
+
+    base = tiny("llama")
+    runner = install(base)
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config).eval()
+    model.add_adapter("other", config)
+    model.eval()
+    reference = copy.deepcopy(model)
+    uninstall(reference.get_base_model())
+    keys, texts = [], []
+
+    def check():
+        keys.append(survey(base).key)
+        ours = model.generate(**GREEDY)
+        assert ours.tolist() == reference.generate(**GREEDY).tolist()
+        texts.append(str(ours.tolist()))
+
+    def on_both(do):
+        for m in (model, reference):
+            do(m)
+
+    check()
+    on_both(lambda m: m.set_adapter("other"))
+    check()
+    with model.disable_adapter(), reference.disable_adapter():
+        check()
+    on_both(lambda m: m.merge_adapter(["other"]))
+    check()
+    on_both(lambda m: m.unmerge_adapter())
+    on_both(lambda m: m.set_adapter("default"))
+    check()
+    on_both(lambda m: m.delete_adapter("other"))
+    check()
+    for m in (model, reference):
+        for module in m.modules():
+            if isinstance(module, peft.tuners.lora.LoraLayer):
+                module.set_scale("default", 3.0)
+    check()
+    assert handled(runner) == 7, runner.counts
+    assert len({k for i, k in enumerate(keys) if i != 4}) == 6 and len(set(texts)) == 4  # default, other, base, default × 3
+    # adapter_names come through forward hooks: stock's
+    out = model.generate(**GREEDY, adapter_names=["default", "__base__"])
+    assert out.tolist() == reference.generate(**GREEDY, adapter_names=["default", "__base__"]).tolist()
+    assert handled(runner) == 7
+    merged, expected = model.merge_and_unload(), reference.merge_and_unload()
+    assert merged is base
+    assert merged.generate(**GREEDY).tolist() == expected.generate(**GREEDY).tolist()
+    assert handled(runner) == 8
+
+
+def test_install_after_peft_and_prompt_learning():
+    peft = pytest.importorskip("peft")
+    base = tiny("llama")
+    model = peft.get_peft_model(base, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    runner = install(model.get_base_model())
+    ours = model.generate(input_ids=prompt(), attention_mask=torch.ones_like(prompt()), max_new_tokens=5)
+    counts = dict(runner.counts)
+    uninstall(model.get_base_model())
+    expected = model.generate(input_ids=prompt(), attention_mask=torch.ones_like(prompt()), max_new_tokens=5)
+    assert ours.tolist() == expected.tolist() and len(counts) == 1
+    with pytest.raises(DecodeError, match="get_base_model"):
+        install(model)
+
+
+# -- surroundings -------------------------------------------------------------------------------------------------------
+
+def test_inference_mode_and_back():
+    model = tiny("gemma2")
+    install(model)
+    arguments = {**left_padded(), "max_new_tokens": 8, "return_dict_in_generate": True, "output_scores": True}
+    with torch.inference_mode():
+        assert_same(*both(model, arguments))
+    assert_same(*both(model, arguments))
+    with torch.inference_mode():
+        assert_same(*both(model, {**arguments, "do_sample": True}))
+    with torch.enable_grad():
+        assert_same(*both(model, arguments))
+
+
+def test_thirty_calls_of_changing_shape():
+    model = tiny("qwen3", max_position_embeddings=1024)
+    runner = install(model)
+    for i in range(30):
+        batch, length = 1 + i * 7 % 4, 1 + i * 37 % 300
+        extra = ({}, {"do_sample": True}, {"eos_token_id": list(range(3, 30))})[i % 3]
+        assert_same(*both(model, {"inputs": prompt(batch, length, seed=i), "max_new_tokens": 1 + i % 5, **extra}, seed=i))
+        assert len(runner.pool.blocks) <= 4
+    assert handled(runner) == 30
+
+
+def test_two_models_and_threads():
+    models = [tiny("llama"), tiny("mistral", seed=1)]
+    runners = [install(m) for m in models]
+    work = [(m, {**left_padded(seed=s), "max_new_tokens": 12}) for s in range(4) for m in models]
+    expected = [stock(m, **arguments) for m, arguments in work]
+    results: list[object] = [None] * len(work)
+
+    def run(i):
+        m, arguments = work[i]
+        for _ in range(3):
+            results[i] = m.generate(**arguments)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(work))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for a, b in zip(expected, results, strict=True):
+        assert_same(a, b)
+    assert [handled(r) for r in runners] == [12, 12]
+    assert not any(r.pool._leased for r in runners)
+
+
+def test_nested_calls():
+    model = tiny("llama")
+    runner = install(model)
+    inner = stock(model, inputs=prompt(1, seed=7), max_new_tokens=5)
+
+    class Nested(Recorder):
+        def put(self, value):
+            assert_same(inner, model.generate(prompt(1, seed=7), max_new_tokens=5))
+
+    assert_same(stock(model, inputs=prompt(), max_new_tokens=5), model.generate(prompt(), max_new_tokens=5, streamer=Nested()))
+    assert runner.pool.blocks == [(1, 256)] * 2
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+@pytest.mark.parametrize("extra", [{}, {"do_sample": True}])
+def test_ctrl_c(at, extra):
+    model = tiny("llama")
+    runner = install(model, depth=2)
+
+    class Interrupting(Recorder):
+        def put(self, value):
+            super().put(value)
+            if len(self.events) > at:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(prompt(), max_new_tokens=9, streamer=Interrupting(), **extra)
+    assert not runner.pool._leased
+    assert_same(*both(model, {"inputs": prompt(), "max_new_tokens": 9, **extra}))
+    assert len(runner.pool.blocks) == 1
+
+
+def test_a_bad_prompt_leaves_it_usable():
+    model = tiny("llama")
+    runner = install(model)
+    with pytest.raises(IndexError):
+        model.generate(torch.tensor([[VOCABULARY + 5]]), max_new_tokens=3)
+    assert not runner.pool._leased
+    assert_same(*both(model, GREEDY))
+
+
+def test_pipeline_and_text_streamer(capsys):
+    model, tok = tiny("llama"), tokenizer()
+    runner = install(model)
+    pipe = pipeline("text-generation", model=model, tokenizer=tok)
+    texts = ["hello", "a longer prompt"]
+    ours = pipe(texts, max_new_tokens=8, do_sample=False, batch_size=2)
+    assert handled(runner) == 1, runner.counts
+    uninstall(model)
+    assert ours == pipe(texts, max_new_tokens=8, do_sample=False, batch_size=2)
+    capsys.readouterr()
+    printed = []
+    for again in (False, True):
+        if again:
+            install(model)
+        model.generate(**tok("hello", return_tensors="pt", return_token_type_ids=False), max_new_tokens=8,
+                       streamer=TextStreamer(tok), do_sample=False)
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != ""
+
+
+def test_stop_strings():
+    model, tok = tiny("llama"), tokenizer()
+    runner = install(model)
+    long = stock(model, inputs=prompt(2), max_new_tokens=30)
+    text = tok.decode(long[0, 7:])
+    for where in ("argument", "config"):
+        def arguments(where=where):
+            given = {"inputs": prompt(2), "tokenizer": tok, "max_new_tokens": 30}
+            if where == "argument":
+                return {**given, "stop_strings": [text[3:5], "never"]}
+            config = type(model.generation_config)(max_new_tokens=30, stop_strings=text[3:5], pad_token_id=0)
+            return {"inputs": prompt(2), "tokenizer": tok, "generation_config": config}
+
+        theirs, ours = both(model, arguments)
+        assert_same(theirs, ours)
+        assert handled(runner) == 1, runner.counts
+        runner.counts.clear()
+    assert_same(*both(model, {"inputs": prompt(), "tokenizer": tok, "max_new_tokens": 5}))
+    model.generation_config.stop_strings = ["x"]
+    assert_same(*both(model, {"inputs": prompt(), "tokenizer": tok, "max_new_tokens": 5}))
+    assert runner.counts["stock: stop_strings in the model's generation_config"] == 1
+
+
+# -- the trained model --------------------------------------------------------------------------------------------------
+
+@pytest.mark.skipif(not (ASSET / "config.json").exists(), reason="tests/assets/tiny_llama is not built yet")
+def test_trained_model_writes_the_same_200_tokens():
+    model = LlamaForCausalLM.from_pretrained(ASSET).eval().float()
+    runner = install(model, depth=3)
+    ids = torch.tensor([list(b"The function returns ")]) % model.config.vocab_size
+    assert_same(*both(model, {"inputs": ids, "max_new_tokens": 200, "do_sample": False}))
+    assert_same(*both(model, {"inputs": ids, "max_new_tokens": 60, "do_sample": True, "temperature": 0.8, "num_return_sequences": 3}))
+    assert handled(runner) == 2

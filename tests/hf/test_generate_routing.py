@@ -1,0 +1,171 @@
+"""What the pool does not cover reaches the stock method with exactly what it was given, and is counted with a reason."""
+from __future__ import annotations
+
+import pytest
+import torch
+from decoding import Recorder, assert_same, both, handled, left_padded, prompt, tiny
+from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
+from transformers.generation.utils import GenerationMixin
+
+from mirage_hf.decode import install
+
+
+def with_hole():
+    given = left_padded()
+    given["attention_mask"][1, 4] = 0
+    return given
+
+
+def right_padded():
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[0, -2:] = 0
+    return {"input_ids": prompt(2), "attention_mask": mask}
+
+
+ROUTES = {
+    "beam search (num_beams=3)": lambda m: {"inputs": prompt(), "num_beams": 3},
+    "prompt lookup": lambda m: {"inputs": prompt(), "prompt_lookup_num_tokens": 2},
+    "assisted decoding": lambda m: {"inputs": prompt(), "assistant_model": tiny("llama", seed=3)},
+    "use_cache=False": lambda m: {"inputs": prompt(), "use_cache": False},
+    "guidance_scale=1.5": lambda m: {"inputs": prompt(), "guidance_scale": 1.5},
+    "output_attentions": lambda m: {"inputs": prompt(), "output_attentions": True, "return_dict_in_generate": True},
+    "output_hidden_states": lambda m: {"inputs": prompt(), "output_hidden_states": True, "return_dict_in_generate": True},
+    "chunked prefill": lambda m: {"inputs": prompt(), "prefill_chunk_size": 3},
+    "cache_implementation='static'": lambda m: {"inputs": prompt(), "cache_implementation": "static"},
+    "inputs_embeds": lambda m: {"inputs_embeds": m.model.embed_tokens(prompt()).detach()},
+    "cache type StaticCache": lambda m: {
+        "inputs": prompt(), "past_key_values": StaticCache(config=m.config, max_cache_len=32)},
+    "cache type Mine": lambda m: {"inputs": prompt(), "past_key_values": type("Mine", (DynamicCache,), {})()},
+    "holes in the mask": lambda m: with_hole(),
+    "custom_generate": lambda m: {"inputs": prompt(), "custom_generate": lambda model, ids, **kw: ids + 1},
+    "model kwarg output_router_logits": lambda m: {"inputs": prompt(), "output_router_logits": False},
+}
+
+
+def outcome(run):
+    try:
+        return run()
+    except Exception as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("reason", ROUTES)
+def test_stock_gets_what_it_was_given(reason):
+    model = tiny("llama")
+    runner = install(model)
+
+    def run(generate):
+        torch.manual_seed(0)
+        return outcome(lambda: generate(**ROUTES[reason](model), max_new_tokens=5))
+
+    stock, ours = run(lambda **kw: GenerationMixin.generate(model, **kw)), run(model.generate)
+    if isinstance(stock, tuple) and isinstance(stock[0], type):
+        assert stock == ours
+    elif hasattr(stock, "past_key_values") and not isinstance(stock.past_key_values, DynamicCache):
+        assert stock.sequences.tolist() == ours.sequences.tolist()
+    else:
+        assert_same(stock, ours)
+    assert handled(runner) == 0
+    assert [w for w in runner.counts if reason in w], runner.counts
+
+
+def test_right_padding_is_stock():
+    model = tiny("llama")
+    runner = install(model)
+    assert_same(*both(model, {**right_padded(), "max_new_tokens": 4}))
+    assert runner.counts == {"stock: holes in the mask": 1}
+
+
+def test_a_late_decision_feeds_the_streamer_once():
+    model = tiny("llama")
+    runner = install(model)
+    recorders = []
+
+    def arguments():
+        recorders.append(recorder := Recorder())
+        hole = with_hole()
+        return {**hole, "max_new_tokens": 4, "streamer": recorder}
+
+    assert_same(*both(model, arguments))
+    assert recorders[0].events == recorders[1].events and runner.counts == {"stock: holes in the mask": 1}
+
+
+@pytest.mark.parametrize("arguments", [
+    {"inputs": prompt(), "max_new_tokens": 4, "no_such_argument": 1},
+    {"inputs": prompt(), "max_length": 3},
+    {"inputs": prompt(), "num_beams": 2, "streamer": Recorder()},
+    {"inputs": prompt(), "input_ids": prompt()},
+    {"inputs": prompt(), "stop_strings": ["a"]},
+    {"inputs": prompt(), "penalty_alpha": 0.5, "top_k": 4},
+    {"inputs": prompt(), "max_new_tokens": 4, "past_key_values": ((1, 2),)},
+])
+def test_errors_are_stocks(arguments):
+    model = tiny("llama")
+    install(model)
+    stock = outcome(lambda: GenerationMixin.generate(model, **arguments))
+    assert isinstance(stock, tuple) and stock == outcome(lambda: model.generate(**arguments))
+
+
+def test_positional_arguments():
+    model = tiny("llama")
+    runner = install(model)
+    config = model.generation_config.__class__(max_new_tokens=4)
+    assert_same(GenerationMixin.generate(model, prompt(), config), model.generate(prompt(), config))
+    assert handled(runner) == 1
+    for broken in ((lambda g: g(prompt(), inputs=prompt())), (lambda g: g(*[None] * 40))):
+        with pytest.raises(TypeError):
+            broken(model.generate)
+
+
+def test_state_of_the_model():
+    model = tiny("llama")
+    runner = install(model)
+    arguments = {"inputs": prompt(2), "max_new_tokens": 5}
+    hooked = []
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *a: hooked.append(1))
+    assert_same(*both(model, arguments))
+    handle.remove()
+    assert len(hooked) == 10 and "forward hook" in next(iter(runner.counts))
+    model.model.layers[0].train()
+    assert_same(*both(model, arguments))
+    model.train()
+    assert_same(*both(model, arguments))
+    model.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        both(model, arguments)
+    assert handled(runner) == 0
+    assert {"stock: training mode", "stock: autocast", "stock: training mode (LlamaDecoderLayer)"} <= set(runner.counts)
+    assert_same(*both(model, arguments))
+    assert handled(runner) == 1
+    # HF's capture hooks stay installed after this, and do nothing
+    type(model).generate(model, **arguments, output_hidden_states=True, return_dict_in_generate=True)
+    assert_same(*both(model, arguments))
+    assert handled(runner) == 2, runner.counts
+
+
+def test_a_class_with_its_own_ways():
+    model = tiny("llama")
+    model.__class__ = type("Own", (type(model),), {"prepare_inputs_for_generation": lambda self, *a, **k: {}})
+    runner = install(model)
+    with pytest.raises(Exception):  # noqa: B017
+        model.generate(prompt(), max_new_tokens=3)
+    assert runner.counts == {"stock: the model has its own prepare_inputs_for_generation": 1}
+
+
+def test_encoder_decoder():
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(T5Config(
+        vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)).eval()
+    runner = install(model)
+    ids = torch.randint(3, 50, (2, 5))
+    assert_same(*both(model, {"input_ids": ids, "max_new_tokens": 4}))
+    assert runner.counts == {"stock: encoder-decoder model": 1}
+
+
+def test_max_cache_len():
+    model = tiny("llama")
+    runner = install(model, max_cache_len=16)
+    assert_same(*both(model, {"inputs": prompt(1, 7), "max_new_tokens": 10}))
+    assert handled(runner) == 1
+    assert_same(*both(model, {"inputs": prompt(1, 7), "max_new_tokens": 11}))
+    assert runner.counts["stock: 17 cache slots needed, max_cache_len is 16"] == 1

@@ -1,0 +1,187 @@
+"""Building kernel graphs and block graphs: every program, and what is refused."""
+from dataclasses import replace
+
+import programs
+import pytest
+import torch
+import ugraphs
+
+import mirage_hf as mi
+from mirage_hf import errors
+from mirage_hf.graph.block import Accumulator, Axis, BlockInput, BlockOp, BlockOutput, Role, Stage
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ugraph import check_inputs, library_ugraph
+
+
+@pytest.mark.parametrize("small", [True, False], ids=["small", "full"])
+@pytest.mark.parametrize("name", programs.PROGRAMS)
+def test_programs_build(name, small):
+    g = programs.build(mi, name, small)
+    assert len(g.outputs) == 1 and g.outputs[0].dtype == torch.float16
+    assert len(library_ugraph(g).kernels.ops) == len(g.ops) and not library_ugraph(g).is_fused
+
+
+@pytest.mark.parametrize("name", programs.PROGRAMS)
+def test_programs_run(name):
+    g = programs.build(mi, name)
+    inputs = ugraphs.random_inputs(g)
+    got, want = run_kernel_graph(g, inputs)[0], run_kernel_graph(g, inputs, torch.float64)[0]
+    assert got.dtype == torch.float16 and want.dtype == torch.float64
+    torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
+
+
+def test_outputs_are_what_nothing_reads_unless_marked():
+    g = mi.new_graph()
+    x = g.new_input((2, 3))
+    y, z = g.exp(x), g.neg(x)
+    assert g.outputs == (y, z)
+    g.mark_output(z)
+    assert g.outputs == (z,)
+
+
+def test_tensors_have_dims_dtype_name_and_strides():
+    g = mi.new_graph()
+    w = g.new_input((4, 8), mi.bfloat16, strides=(1, 4), name="w")
+    assert (w.dims, w.dtype, w.name, w.strides) == ((4, 8), torch.bfloat16, "w", (1, 4))
+    assert g.inputs == (w,) and str(w) == "%w"
+
+
+def test_automatic_names_give_way():
+    g = mi.new_graph()
+    g.new_input((2,), name="t1")
+    assert g.new_input((2,)).name == "t1_"
+
+
+WRONG_INPUTS = [
+    (dict(dims=()), "new_input: dims must be positive integers"), (dict(dims=(0, 3)), "new_input: dims must be positive integers"),
+    (dict(dims=(1 << 40, 1 << 40)), "product below 2^63"), (dict(dims=(2, 3), strides=(1,)), "must be one non-negative integer per dim"),
+    (dict(dims=(2, 3), strides=(-1, 1)), "must be one non-negative integer per dim"),
+    (dict(dims=(2, 3), name="a b"), "'a b' is taken or not an identifier"),
+    (dict(dims=(2, 3), dtype="float8"), "unsupported dtype 'float8'; supported: float16"),
+    (dict(dims=(2, 3), dtype=torch.float64), "unsupported dtype torch.float64; supported: float16"),
+]
+
+
+@pytest.mark.parametrize("given, message", WRONG_INPUTS)
+def test_wrong_inputs(given, message):
+    with pytest.raises(errors.GraphError) as e:
+        mi.new_graph().new_input(**given)
+    assert message in str(e.value)
+
+
+def test_foreign_tensors_are_refused():
+    g, other = mi.new_graph(), mi.new_graph()
+    x, y = g.new_input((2, 3)), other.new_input((2, 3), name="y")
+    for call in (lambda: g.add(x, y), lambda: g.mark_output(y)):
+        with pytest.raises(errors.GraphError, match="tensor %y belongs to another graph"):
+            call()
+    with pytest.raises(errors.GraphError, match="expected a tensor of this graph or a number, got Tensor"):
+        g.add(x, torch.ones(2, 3))
+
+
+def test_mixed_dtypes_are_refused():
+    g = mi.new_graph()
+    with pytest.raises(errors.DTypeError, match="operands have dtypes bfloat16, float16; bring them to one with graph.cast"):
+        g.add(g.new_input((2,), mi.float16), g.new_input((2,), mi.bfloat16))
+
+
+def test_graphs_compare_by_content():
+    assert programs.build(mi, "lora_paper") == programs.build(mi, "lora_paper")
+    assert programs.build(mi, "lora_paper") != programs.build(mi, "lora_4096")
+
+
+# -- block graphs -------------------------------------------------------------------------------------------------------
+
+def test_customized_checks_operands():
+    block = ugraphs.rms_norm_linear().block_ops[0].block
+    g = KernelGraph()
+    tensors = [g.new_input(d) for d in ((3, 64), (1, 64), (64, 47))]
+    with pytest.raises(errors.GraphError, match=r"block input w wants \(64, 48\), operand 2 is \(64, 47\)"):
+        g.customized(tensors, block)
+    with pytest.raises(errors.GraphError, match="block input w reads operand 2, there are 2"):
+        g.customized(tensors[:2], block)
+
+
+def test_contractions_are_found():
+    block = ugraphs.rms_norm_linear().block_ops[0].block
+    c, = block.contractions.values()
+    assert (c.out, c.a, c.b, c.over, c.product) == ("y", "xg", "w", "k", "p")
+    assert set(ugraphs.attention().block_ops[0].block.contractions) == {"s0", "s1", "acc"}
+
+
+def _mutations():
+    """Name, change to the RMSNorm + linear block graph, and what its error says."""
+    def stage(i, **kw):
+        return lambda b: replace(b, stages=tuple(replace(s, **kw) if j == i else s for j, s in enumerate(b.stages)))
+
+    def op(out, fn, args, axes, **kw):
+        return BlockOp(out, fn, args, axes, **kw)
+    return [
+        ("two loops", lambda b: replace(b, axes=(*b.axes, Axis("j", 3, Role.LOOP))), "at most one axis loops"),
+        ("axis twice", lambda b: replace(b, axes=(*b.axes, Axis("m", 3, Role.TILE))), "axis names must be unique"),
+        ("empty axis", lambda b: replace(b, axes=(*b.axes, Axis("z", 0, Role.TILE))), "axis 'z' of size 0"),
+        ("name twice", stage(1, body=(op("x", "exp", ("s",), ("m",)),)), "x is defined twice"),
+        ("bad name", stage(1, body=(op("a b", "exp", ("s",), ("m",)),)), "'a b' is not an identifier"),
+        ("unknown value", stage(1, body=(op("o", "exp", ("nope",), ("m",)),)), "o reads nope, which is not available"),
+        ("value of a loop", stage(1, body=(op("o", "exp", ("xg",), ("m", "k")),)), "o reads xg, which is not available"),
+        ("wrong axes", stage(1, body=(op("o", "exp", ("s",), ("m", "n")),)), "o carries"),
+        ("loop axis outside", stage(1, body=(op("o", "exp", ("x",), ("m", "k")),)), "carries the loop axis outside a loop"),
+        ("unknown fn", stage(1, body=(op("o", "expp", ("s",), ("m",)),)), "unknown op 'expp'; did you mean exp"),
+        ("not elementwise", stage(1, body=(op("o", "softmax", ("s",), ("m",)),)), "softmax is not elementwise"),
+        ("arity", stage(1, body=(op("o", "add", ("s",), ("m",)),)), "add takes 2 operands"),
+        ("only numbers", stage(1, body=(op("o", "add", (1.0, 2.0), ()),)), "one a value at least"),
+        ("attribute", stage(1, body=(op("o", "clamp", ("s",), ("m",), attrs=(("lo", 1.0),)),)), "clamp: unknown argument 'lo'"),
+        ("over a grid axis", stage(1, body=(op("o", "sum", ("y",), ("n",), over="m"),)), "must be a tile axis"),
+        ("over nothing", stage(1, body=(op("o", "sum", ("y",), ("n",), over="zz"),)), "must be a tile axis"),
+        ("accumulator", stage(0, accumulators=(Accumulator("s", "gamma", "mean", ()),)), "must sum or max"),
+        ("accumulator axes", stage(0, accumulators=(Accumulator("s", "x2", "sum", ("m", "n")),)), "accumulator s carries ('m',)"),
+        ("stage axis", stage(0, loop="m"), "a stage loops over m, which is not the loop axis"),
+        ("output", lambda b: replace(b, outputs=(BlockOutput("o", ("m",), "float16"),)), "output o does not carry"),
+        ("no output", lambda b: replace(b, outputs=()), "there is no output"),
+        ("output dtype", lambda b: replace(b, outputs=(BlockOutput("o", ("m", "n"), "float8"),)), "unsupported dtype 'float8'"),
+        ("input axes", lambda b: replace(b, inputs=(replace(b.inputs[0], axes=("m", "m")), *b.inputs[1:])), "repeat or are unknown"),
+        ("joined sizes", lambda b: replace(b, inputs=(*b.inputs[:2], BlockInput("w", (2, 3), ("k", "n"), "n", (8, 8)))), "sum to 48"),
+    ]
+
+
+MUTATIONS = _mutations()
+
+
+@pytest.mark.parametrize("change, message", [m[1:] for m in MUTATIONS], ids=[m[0] for m in MUTATIONS])
+def test_wrong_block_graphs_are_refused(change, message):
+    with pytest.raises(errors.GraphError) as e:
+        change(ugraphs.rms_norm_linear().block_ops[0].block)
+    assert message in str(e.value)
+
+
+def test_block_inputs_need_a_size_per_source():
+    with pytest.raises(errors.GraphError, match="2 sources need a joined axis and a size each"):
+        BlockInput("w", (0, 1), ("n", "k"), "n", (4,))
+    with pytest.raises(errors.GraphError, match="has no source"):
+        BlockInput("w", (), ("n", "k"))
+    assert Stage(None, ()).accumulators == ()
+
+
+# -- inputs at call time ----------------------------------------------------------------------------------------------------
+
+WRONG_CALLS = [
+    (lambda x, w: x, "expected a list of 2 tensors in the order of graph.inputs, got one tensor"),
+    (lambda x, w: [x], "expected a list of 2 tensors in the order of graph.inputs, got 1 inputs"),
+    (lambda x, w: [x, 3], "input 1 (w): expected a torch tensor, got int"),
+    (lambda x, w: [x[:1], w], "input 0 (x): built for shape (2, 3), got (1, 3)"),
+    (lambda x, w: [x.float(), w], "input 0 (x): built for float16, got float32"),
+    (lambda x, w: [x, w.T.contiguous().T], "input 1 (w): built for strides (4, 1), got (1, 3); call .contiguous()"),
+    (lambda x, w: [x, w.to("meta")], "input 1 (w): is on meta, earlier inputs are on cpu"),
+]
+
+
+@pytest.mark.parametrize("make, message", WRONG_CALLS)
+def test_wrong_tensors_at_call_time(make, message):
+    g = mi.new_graph()
+    g.matmul(g.new_input((2, 3), name="x"), g.new_input((3, 4), name="w"))
+    x, w = torch.zeros(2, 3, dtype=torch.float16), torch.zeros(3, 4, dtype=torch.float16)
+    check_inputs(g, [x, w], "cpu")
+    with pytest.raises(errors.InputError) as e:
+        check_inputs(g, make(x, w))
+    assert str(e.value).startswith(message)
