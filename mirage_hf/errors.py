@@ -60,9 +60,6 @@ class Rejected:
 
     reason: str
 
-    def __bool__(self) -> bool:
-        return False
-
 
 # -- wording shared by several stages ---------------------------------------------------------------------------------
 

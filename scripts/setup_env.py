@@ -187,7 +187,8 @@ def add_transformers(version: str, plan: str) -> None:
             "except ImportError: from pip._vendor.packaging.requirements import Requirement\n"
             "d, = m.distributions(path=[sys.argv[1]])\n"
             "for r in map(Requirement, d.requires or []):\n"
-            "    if (r.marker is None or r.marker.evaluate({'extra': ''})) and m.version(r.name) not in r.specifier: print(str(r).split(';')[0])")
+            "    wanted = r.marker is None or r.marker.evaluate({'extra': ''})\n"
+            "    if wanted and m.version(r.name) not in r.specifier: print(str(r).split(';')[0])")
     others = subprocess.run([str(PYTHON), "-c", code, str(folder)], text=True, capture_output=True, check=True).stdout.split("\n")
     needed = [r.strip() for r in others if r.strip()]
     if needed and not install(*target, *needed):

@@ -210,7 +210,7 @@ def train(model, ids: torch.Tensor, held: torch.Tensor, args) -> dict:
 @torch.no_grad()
 def sample(model, tokenizer, prompt: str) -> str:
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    ids = model.generate(**inputs, max_new_tokens=200, do_sample=True, temperature=0.6, top_k=0)
+    ids = model.generate(**inputs, min_new_tokens=200, max_new_tokens=200, do_sample=True, temperature=0.6, top_k=0)
     return tokenizer.decode(ids[0], skip_special_tokens=True)
 
 
@@ -222,13 +222,14 @@ def write_readme(out: Path, what: str, text: str, args, ids: torch.Tensor, done:
     flags = f"{'--lora ' * args.lora}{limit} --batch {args.batch} --context {args.context} --lr {args.lr:g}"
     untrained = "" if args.context == 1024 else (
         f"\n- Positions from {args.context} on were never trained, though `max_position_embeddings` is 1024.")
+    amount = f"{done['tokens'] / 1e6:.1f} M bytes"
     before = f" (without the adapter {done['before']:.3f})" if args.lora else ""
     (out / "README.md").write_text(f"""# {out.name}
 {what} Written by `scripts/train_tiny.py`.
 
 - Text: {text} of CPython {platform.python_version()}, {len(ids) / 1e6:.2f} MB.
 - Licence of the text: Python Software Foundation License version 2, © Python Software Foundation.
-- Trained: {done['steps']} steps of {args.batch} × {args.context} bytes, {done['tokens'] / 1e6:.1f} M bytes in all, on {args.device}.
+- Trained: {done['steps']} steps of {args.batch} × {args.context} bytes ({amount} in all) on {args.device}.
 - Final loss: {done['train']:.3f} nats a byte; on texts held out {done['held']:.3f}{before}.
 - Saved as bfloat16, so float32 and bfloat16 see the same values. `from_pretrained` keeps bfloat16 unless told
   `dtype=torch.float32`.{untrained}
@@ -253,7 +254,8 @@ def make_model(args) -> None:
     example = sample(model, tokenizer, "The ")
     print(example)
     write_readme(args.out, f"A byte-level Llama of {size}, for tests.",
-                 "language reference (`pydoc_data/topics.py`) and standard-library docstrings", args, ids, done, example)
+                 "language reference (`pydoc_data/topics.py`) and standard-library docstrings",
+                 args, ids, done, example)
 
 
 def make_lora(args) -> None:

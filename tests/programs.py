@@ -92,7 +92,9 @@ def ntrans(mi, rows=8, n=4096):
     """nGPT's normalized residual: norm(x + alpha * (norm(y) - x)), norm(z) = z / sqrt(sum z^2)."""
     g = mi.new_kernel_graph()
     x, y, a = (g.new_input(dims=(rows, n), dtype=mi.float16) for _ in range(3))
-    norm = lambda z: g.div(z, g.sqrt(g.reduction(g.square(z), 1)))
+
+    def norm(z):
+        return g.div(z, g.sqrt(g.reduction(g.square(z), 1)))
     g.mark_output(norm(g.add(x, g.mul(a, g.sub(norm(y), x)))))
     return g
 

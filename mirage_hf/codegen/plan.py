@@ -159,7 +159,9 @@ class Plan:
 
         for c in self._mma:
             left, right = self._sides(c)
-            for first, second in ((self._free(left, c.over), c.over), (c.over, self._free(right, c.over))):
+            wishes = [((self._free(x, c.over), c.over), (c.over, self._free(y, c.over))) for x, y in ((left, right), (right, left))]
+            wish = next((w for w in wishes if not any(reaches(second, first) for first, second in w)), wishes[0])
+            for first, second in wish:
                 if not reaches(second, first):
                     after[first].add(second)
         order: list[str] = []

@@ -56,7 +56,7 @@ def write_program(ugraph: UGraph, path: str | Path, schedules: Sequence[Schedule
 
 
 def program_source(ugraph: UGraph, schedules: Sequence[Schedule] | None = None) -> str:
-    """The file as text. `schedules`: one per block graph, in order; the cost model's first choice unless given."""
+    """The file as text. `schedules`: one per block graph, in order; else the µGraph's own, else the cost model's first choice."""
     return generate(ugraph, schedules).source
 
 
@@ -65,6 +65,8 @@ def generate(ugraph: UGraph, schedules: Sequence[Schedule] | None = None, name: 
 
     Errors: CodegenError for a block graph or schedule that has no kernel, or a number of schedules that does not fit.
     """
+    schedules = schedules or ugraph.schedules
+    schedules = ugraph.schedules if schedules is None else schedules
     if schedules is None:
         from mirage_hf.tune import space
         schedules = [space.default_schedule(op) for op in ugraph.block_ops]

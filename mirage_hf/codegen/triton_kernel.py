@@ -144,7 +144,7 @@ class _Writer:
         far = sum((self.plan.trips(a) * self.plan.tile(a) - 1) * s for a, s in zip(axes, strides, strict=True) if a) >= 2 ** 31
         terms = [pointer]
         for a, stride in zip(axes, strides, strict=True):
-            if a is None or stride == 0 or self.block.axis(a).size == 1:
+            if a is None or (self.plan.tile(a) == 1 and (stride == 0 or self.plan.trips(a) == 1)):
                 continue
             at = shift[1] if a == shift[0] else self.axis[a]
             term = self._spread(at, (a,) if self.plan.tile(a) > 1 else (), dims)
@@ -176,7 +176,7 @@ class _Writer:
             last = k == len(i.sizes) - 1
             self.line("else:" if last else f"{'el' if k else ''}if {start} < {low + size}:")
             self.line(f"    {value}_ptr = {pointer}")
-            self.line(f"    {value}_at = {axis} - {low}")
+            self.line(f"    {value}_at = {axis} - {low}" if low else f"    {value}_at = {axis}")
             low += size
 
     def _load(self, i: BlockInput) -> None:
@@ -205,7 +205,7 @@ class _Writer:
         for k, (size, pointer) in enumerate(zip(i.sizes, self.pointers[i.name], strict=True)):
             inside = [f"({axis} >= {low})"] if k else []
             inside += [f"({axis} < {low + size})"] if k < len(i.sizes) - 1 else []
-            self.line(f"inside = {' & '.join(inside)}")
+            self.line(f"inside = {' & '.join(inside) if len(inside) > 1 else inside[0].strip('()')}")
             mask = self._spread("inside", (i.joined,) if self.plan.tile(i.joined) > 1 else (), dims)  # type: ignore[arg-type]
             self.line(f"{value} {'+=' if k else '='} {self._read(i, pointer, k, mask, (i.joined, f'({axis} - {low})' if low else axis))}")
             low += size

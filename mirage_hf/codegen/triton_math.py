@@ -79,9 +79,10 @@ def power(x, y):
     """x ** y in float32, for negative x too where y is whole."""
     whole = tl.floor(y) == y
     odd = whole & (tl.floor(y * 0.5) * 2.0 != y)
-    size = tl.exp2(y * tl.log2(tl.abs(x)))
-    signed = tl.where(x < 0, tl.where(odd, -size, tl.where(whole, size, float("nan"))), size)
-    return tl.where(y == 0.0, 1.0, signed)
+    size = tl.where(tl.abs(x) == 1.0, 1.0, tl.exp2(y * tl.log2(tl.abs(x))))
+    known = whole | (x == float("-inf"))
+    signed = tl.where(x < 0, tl.where(odd, -size, tl.where(known, size, float("nan"))), size)
+    return tl.where((y == 0.0) | (x == 1.0), 1.0, signed)
 ''',
 }
 """Functions that expressions of TRITON_ALGEBRA may call, by name; a file carries those that it uses."""

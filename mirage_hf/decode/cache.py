@@ -162,7 +162,8 @@ class Block:
     values: dict[int, Tensor] = field(default_factory=dict)
     slabs: list[Tensor] = field(default_factory=list)
     """Owners of the memory. Layers of one shape are rows of one slab, so that one launch clears them all."""
-    logits: Tensor | None = None
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    """(batch, vocabulary), in the model's dtype: of the step enqueued last."""
     graphs: dict[bool, Any] = field(default_factory=dict)
     """Captured steps of this block: False ends at the logits, True goes on to the token."""
     valid_for: object = None
@@ -183,7 +184,7 @@ class Block:
     @property
     def bytes(self) -> int:
         """Bytes of device memory this block holds, not counting its graphs' scratch."""
-        tensors = [*self.slabs, *(t for t in vars(self.control).values()), *([] if self.logits is None else [self.logits])]
+        tensors = [*self.slabs, *vars(self.control).values(), self.logits]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def prefill_cache(self) -> Cache:
@@ -219,7 +220,7 @@ class Block:
 
     def set_logits(self, logits: Tensor) -> None:
         """Put (batch, vocabulary) logits into the static buffer, made to fit."""
-        if self.logits is None or self.logits.shape != logits.shape or self.logits.dtype != logits.dtype:
+        if (self.logits.shape, self.logits.dtype, self.logits.device) != (logits.shape, logits.dtype, logits.device):
             self.drop_graphs()
             self.logits = _zeros(tuple(logits.shape), logits)
         self.logits.copy_(logits)
@@ -232,6 +233,8 @@ class Block:
         self.dirty = length
 
     def drop_graphs(self) -> None:
+        if self.graphs and self.done is not None:
+            self.done.synchronize()  # steps found dead may still be running; a graph must outlive its replays
         self.graphs.clear()
         self.graph_pool = None
         self.valid_for = None
@@ -241,6 +244,7 @@ class Block:
         self.keys.clear()
         self.values.clear()
         self.slabs.clear()
+        self.logits = torch.empty(0)
         self.dirty = 0
 
     # -- exchange with the caches users hold
@@ -277,8 +281,7 @@ class Block:
             keys[:, :, :length].copy_(other.keys[i][:, :, :length])
             values[:, :, :length].copy_(other.values[i][:, :, :length])
         self.clear_from(length)
-        if other.logits is not None:
-            self.set_logits(other.logits)
+        self.set_logits(other.logits)
         self.control.continue_from(other.control)
 
 
@@ -355,12 +358,10 @@ class CachePool:
             self._leased.remove(block)
             if not block.stale:
                 self._idle.append(block)
-                del self._idle[:-KEEP_IDLE]
-
-    def discard(self, block: Block) -> None:
-        """End a lease and forget the block, after an error that leaves its state unknown."""
-        with self._lock:
-            self._leased.remove(block)
+            dropped = [block] if block.stale else self._idle[:-KEEP_IDLE]
+            del self._idle[:-KEEP_IDLE]
+        for block in dropped:
+            block.drop_memory()
 
     def drop_idle(self) -> None:
         """Free every idle block and its graphs now."""

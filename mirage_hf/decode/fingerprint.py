@@ -11,6 +11,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _TUNER = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "use_dora", "fan_in_fan_out")
 """Instance attributes of PEFT's tuner layers that decide what their forward does (FACTS: PEFT)."""
 
+_SAME_IN_TRAINING = frozenset({nn.Linear, nn.Embedding, nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict,
+                               nn.ParameterList, nn.ParameterDict})
+"""Modules that do the same in both modes: resized embeddings and new adapters arrive in training mode."""
+
 
 @dataclass(frozen=True)
 class Survey:
@@ -33,7 +37,7 @@ def survey(model: nn.Module) -> Survey:
         module = stack.pop()
         state = module.__dict__
         key.append(type(module))
-        if state["training"]:
+        if state["training"] and type(module) not in _SAME_IN_TRAINING:
             obstacle = obstacle or f"training mode ({type(module).__name__})"
         for name in _HOOKS:
             if state[name] and (who := _foreign_hook(state[name])):
@@ -53,8 +57,7 @@ def survey(model: nn.Module) -> Survey:
                 obstacle = obstacle or f"weights of type {type(tensor).__name__}"
                 continue
             devices.add(tensor.device)
-            key.append(tensor.data_ptr())
-            key.append(tensor.dtype)
+            key += (tensor.data_ptr(), tensor.dtype, tensor.shape)
         for buffer in state["_buffers"].values():
             if buffer is not None:
                 key.append(buffer.data_ptr() if type(buffer) is Tensor else id(buffer))

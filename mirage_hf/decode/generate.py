@@ -22,6 +22,7 @@ from mirage_hf.decode.routing import effective, refused_arguments, refused_model
 from mirage_hf.decode.session import CallPlan, NotCovered, Session, plan_call
 from mirage_hf.errors import MirageError
 
+
 class DecodeError(MirageError, ValueError):
     """A model that `install` cannot take, or a `generate` that outlived its model."""
 
@@ -71,7 +72,7 @@ class DecodeRunner:
             if call.streamer is not None:
                 call.streamer.put(input_ids.cpu())
             session.prefill(input_ids, config, kwargs)
-            result = session.decode(call, input_ids, processors, criteria, config)
+            result = session.decode(call.streamer, input_ids, processors, criteria, config)
             if config.return_dict_in_generate or plan.cache_is_users:
                 session.block.put(plan.cache, session.cached)
         finally:
@@ -178,7 +179,7 @@ class Generate:
         names = _parameters(stock)
         if len(args) > len(names):
             return "too many arguments"
-        arguments = {**dict(zip(names, args)), **kwargs}
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if len(arguments) != len(args) + len(kwargs):
             return "an argument given twice"
         given = arguments.get("generation_config")
@@ -225,7 +226,7 @@ def install(model: Any, *, mode: str = "graph", max_cache_len: int | None = None
 
     `mode` "graph" replays captured steps where the device can, "eager" calls them. `max_cache_len` is the most cache
     slots a call may use; longer ones go the stock way. `fingerprint(model)` adds to what captured steps depend on.
-    `depth` is how many steps may be ahead of the host (None: 4 on a GPU, 0 on a CPU). Installing again starts anew.
+    `depth` is how many steps may be ahead of the host (None: 2 on a GPU, 0 on a CPU). Installing again starts anew.
     Errors: DecodeError for what is not a transformers model that generates, or has an instance-level `generate` already.
     """
     if mode not in ("graph", "eager"):
@@ -241,7 +242,7 @@ def install(model: Any, *, mode: str = "graph", max_cache_len: int | None = None
                           "delete it with `del model.generate` first")
     uninstall(model)
     runner = DecodeRunner(mode=mode, max_cache_len=max_cache_len, fingerprint=fingerprint, depth=depth)
-    model.generate = Generate(model, runner)
+    model.__dict__["generate"] = Generate(model, runner)
     return runner
 
 

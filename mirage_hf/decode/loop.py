@@ -30,7 +30,7 @@ class Reader:
 
     depth: int
     waiting: deque[Any] = field(default_factory=deque)
-    _slots: list[Tensor] = field(default_factory=list)
+    _slots: list[tuple[Tensor, torch.cuda.Event]] = field(default_factory=list)
     _next: int = 0
 
     def post(self, report: Tensor) -> None:
@@ -40,11 +40,11 @@ class Reader:
             return
         if not self._slots:
             # one more than can wait at once, so that no slot is written before it was read
-            self._slots = [torch.empty(report.shape, dtype=report.dtype, pin_memory=True) for _ in range(self.depth + 2)]
-        slot = self._slots[self._next]
+            self._slots = [(torch.empty(report.shape, dtype=report.dtype, pin_memory=True), torch.cuda.Event())
+                           for _ in range(self.depth + 2)]
+        slot, event = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         slot.copy_(report, non_blocking=True)
-        event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(report.device))
         self.waiting.append((slot, event))
 
@@ -72,6 +72,8 @@ def run_ahead(advance: Callable[[], Tensor], report: Tensor, steps: int, depth: 
         while steps and len(waiting) <= depth:
             reader.post(advance())
             steps -= 1
+        if not waiting:
+            return
         tokens, goes_on = reader.take()
         on_tokens(tokens)
         if 1 not in goes_on:
@@ -101,7 +103,7 @@ def run_with_host(advance: Callable[[Tensor], Tensor], logits: Tensor, input_ids
             tokens = torch.multinomial(probabilities, num_samples=1).squeeze(1)
         else:
             tokens = torch.argmax(scores, dim=-1)
-        if has_eos:
+        if has_eos and pad is not None:  # generate sets a pad token wherever there is a stop token
             tokens = tokens * unfinished + pad * (1 - unfinished)
         input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
         if streamer is not None and STREAM_FIRST:

@@ -112,7 +112,6 @@ class CapturedForward:
             input_ids=control.ids, position_ids=control.position, past_key_values=self.cache, use_cache=True,
             attention_mask=self.plan.build(control, block.keys[0].dtype), return_dict=True, **self.kwargs)
         logits = outputs.logits[:, -1]
-        assert block.logits is not None
         block.logits.copy_(logits)
         return logits
 
@@ -133,15 +132,13 @@ class CapturedForward:
             block.drop_graphs()
             block.valid_for = self.fingerprint
         if choose not in block.graphs:
-            # with no row alive the warm-ups leave no trace but in the report
-            alive, report = block.control.alive.clone(), block.control.report.clone()
+            # with no row alive the warm-ups leave no other trace
+            touched = (block.control.alive, block.control.report, block.logits)
+            kept = [t.clone() for t in touched]
             block.control.alive.fill_(False)
-            logits = block.logits.clone() if block.logits is not None else None
             try:
                 block.graphs[choose], block.graph_pool = capture(run, block.device, block.graph_pool)
             finally:
-                block.control.alive.copy_(alive)
-                block.control.report.copy_(report)
-                if logits is not None and block.logits is not None:
-                    block.logits.copy_(logits)
+                for t, value in zip(touched, kept, strict=True):
+                    t.copy_(value)
         return block.graphs[choose].replay

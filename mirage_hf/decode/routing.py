@@ -142,6 +142,6 @@ def left_padding(mask: Tensor | None, slots: int) -> Tensor | str | None:
         return f"a mask of shape {tuple(mask.shape)} for {slots} tokens"
     seen = mask != 0
     # one read of the host before the prefill; stock's own checks of the mask cost as much
-    if not bool(((seen[:, 1:] >= seen[:, :-1]).all() & seen[:, -1].all())):
+    if not bool((seen[:, 1:] >= seen[:, :-1]).all() & seen[:, -1].all()):
         return "holes in the mask"
     return (~seen).sum(-1, keepdim=True)

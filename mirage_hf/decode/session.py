@@ -18,8 +18,9 @@ from mirage_hf.decode.routing import COVERED_MODES, MODEL_INPUTS, left_padding, 
 if TYPE_CHECKING:
     from mirage_hf.decode.generate import DecodeRunner
 
-DEPTH = 4
-"""Steps a GPU may be ahead of the host: hides a slow streamer step, and costs at most this many dead steps a call."""
+DEPTH = 2
+"""Steps a GPU may be ahead of the host. One hides the host wherever it needs less than a step's time; the second is for
+streamers. A call that ends at a stop token pays for as many dead forwards, so no more than that."""
 FIRST_REACH = 1024
 """New tokens a call reserves memory for at first; more is added by doubling when it gets there."""
 
@@ -39,6 +40,8 @@ class CallPlan:
     """Tokens already in it."""
     slots: int
     """Cache slots to lease at first."""
+    most_slots: int
+    """Cache slots needed if no stop token comes."""
     budget: int
     """Most tokens to choose."""
     sliding: tuple[bool, ...]
@@ -58,9 +61,10 @@ def plan_call(model: Any, input_ids: Tensor, criteria: StoppingCriteriaList, con
 
     Errors: NotCovered, with the reason.
     """
-    def need(reason: Any) -> None:
-        if isinstance(reason, str):
-            raise NotCovered(reason)
+    def need(answer: Any) -> Any:
+        if isinstance(answer, str):
+            raise NotCovered(answer)
+        return answer
 
     if config.get_generation_mode() not in COVERED_MODES:
         raise NotCovered(f"generation mode {config.get_generation_mode().value}")
@@ -71,13 +75,11 @@ def plan_call(model: Any, input_ids: Tensor, criteria: StoppingCriteriaList, con
     if input_ids.device != model.device:
         raise NotCovered(f"input_ids on {input_ids.device}, the model on {model.device}")
     text = model.config.get_text_config(decoder=True)
-    masks = MaskPlan.of(text)
-    need(masks)
+    masks = need(MaskPlan.of(text))
     cache = kwargs.get("past_key_values")
-    if cache is None:
+    if cache is None or not kwargs.get("use_cache"):
         raise NotCovered("no cache")
-    sliding = sliding_layers(cache, text.num_hidden_layers)
-    need(sliding)
+    sliding = need(sliding_layers(cache, text.num_hidden_layers))
     past = int(cache.get_seq_length())
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if positions is None or positions.ndim != 2:
@@ -87,22 +89,21 @@ def plan_call(model: Any, input_ids: Tensor, criteria: StoppingCriteriaList, con
     prompt = input_ids.shape[1] if mask_length == input_ids.shape[1] else past + input_ids.shape[1]
     if prompt <= past:
         raise NotCovered("a cache as long as the prompt")
-    lowest = left_padding(mask, prompt)
-    need(lowest)
+    lowest = need(left_padding(mask, prompt))
     longest = criteria.max_length
     if longest is None:
         raise NotCovered("no maximum length")
     budget = longest - input_ids.shape[1]
-    slots = prompt + min(max(budget, 1), FIRST_REACH) - 1
-    if max_cache_len is not None and prompt + budget - 1 > max_cache_len:
-        raise NotCovered(f"{prompt + budget - 1} cache slots needed, max_cache_len is {max_cache_len}")
+    most_slots = prompt + budget - 1
+    if max_cache_len is not None and most_slots > max_cache_len:
+        raise NotCovered(f"{most_slots} cache slots needed, max_cache_len is {max_cache_len}")
     found = survey(model)
     need(found.obstacle)
     eos = [c.eos_token_id.reshape(-1).to(input_ids.device) for c in criteria if type(c) is EosTokenCriteria]
     on_device = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in criteria) and sum(e.numel() for e in eos) <= MOST_EOS
     return CallPlan(
-        cache=cache, cache_is_users=users_cache, past=past, slots=slots, budget=budget,
-        sliding=sliding, lowest=lowest, position=positions[:, -1:], eos=torch.cat(eos) if eos and on_device else None,
+        cache=cache, cache_is_users=users_cache, past=past, slots=min(most_slots, prompt + FIRST_REACH), most_slots=most_slots,
+        budget=budget, sliding=sliding, lowest=lowest, position=positions[:, -1:], eos=torch.cat(eos) if eos and on_device else None,
         on_device=on_device, masks=masks, logits_to_keep="logits_to_keep" in kwargs,
         survey=found)
 
@@ -119,6 +120,7 @@ class Session:
         self.cached = 0
         """Tokens stock's cache would hold now."""
         self._advance: Callable[[], None]
+        self._prepared_for: Block | None = None
 
     def prefill(self, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> None:
         """Run HF's own prefill, into the block or, where the user's cache holds something, into that one and then here."""
@@ -133,16 +135,17 @@ class Session:
                             eos=plan.eos, pad=config._pad_token_tensor)
         self.step = self.runner.step(model, plan, block)
 
-    def decode(self, call: Call, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList, config: Any) -> Tensor:
+    def decode(self, streamer: Any, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList, config: Any) -> Tensor:
         """Choose tokens until every row has ended; return the sequences."""
         record = self.record
         if config.return_dict_in_generate:
             record.scores = [] if config.output_scores else None
             record.logits = [] if config.output_logits else None
-        sample = config.do_sample is True
-        if not sample and not processors and self.plan.on_device:
-            return self._ahead(call.streamer, input_ids, criteria)
-        return self._with_host(call.streamer, input_ids, processors, criteria, config, sample)
+        # as stock does: mixtures of experts have a form for few tokens
+        with self.model._optimize_model_for_decode():
+            if config.do_sample or processors or not self.plan.on_device:
+                return self._with_host(streamer, input_ids, processors, criteria, config)
+            return self._ahead(streamer, input_ids, criteria)
 
     def _ahead(self, streamer: Any, input_ids: Tensor, criteria: StoppingCriteriaList) -> Tensor:
         depth = self.runner.depth
@@ -150,7 +153,7 @@ class Session:
             depth = DEPTH if input_ids.device.type == "cuda" else 0
         rows: list[list[int]] = []
         record = self.record
-        keep = [] if record.scores is not None or record.logits is not None else None
+        keep: list[Tensor] | None = [] if record.scores is not None or record.logits is not None else None
 
         def on_tokens(tokens: list[int]) -> None:
             rows.append(tokens)
@@ -180,8 +183,8 @@ class Session:
                 c(sequences[:, :-1], None)
         return sequences
 
-    def _with_host(self, streamer: Any, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList, config: Any,
-                   sample: bool) -> Tensor:
+    def _with_host(self, streamer: Any, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList,
+                   config: Any) -> Tensor:
         def advance(tokens: Tensor) -> Tensor:
             self.block.control.ids.copy_(tokens[:, None])
             self._enqueue(choose=False)
@@ -192,7 +195,7 @@ class Session:
         control.length.add_(1)
         control.position.add_(1)
         return loop.run_with_host(advance, self.block.logits, input_ids, processors=processors, criteria=criteria,
-                                  pad=config._pad_token_tensor, sample=sample, streamer=streamer, record=self.record)
+                                  pad=config._pad_token_tensor, sample=bool(config.do_sample), streamer=streamer, record=self.record)
 
     def _raw_logits(self) -> Tensor:
         return self.block.logits.to(torch.float32, copy=True)
@@ -204,8 +207,6 @@ class Session:
             self._advance = self._prepare(choose)
         self._advance()
         self.slot += 1
-
-    _prepared_for: Block | None = None
 
     def _prepare(self, choose: bool) -> Callable[[], None]:
         self._prepared_for = self.block
@@ -221,15 +222,11 @@ class Session:
     def _grow(self) -> None:
         """Go on in a block of about twice the room. The old one is given back at the end: its report may still be read."""
         old = self.block
-        reach = bucket(min(2 * old.capacity, self.cached_at_most))
+        reach = bucket(min(2 * old.capacity, self.plan.most_slots))
         self.block = self.runner.pool.lease(old.batch, reach, old.sliding, old.device)
         self.outgrown.append(old)
         self.block.continue_from(old, old.capacity)
         self.step = self.step.on(self.block)
-
-    @property
-    def cached_at_most(self) -> int:
-        return self.plan.slots - min(max(self.plan.budget, 1), FIRST_REACH) + self.plan.budget
 
     def end(self) -> None:
         """Give the memory back; what is still enqueued on it is ordered before its next use."""

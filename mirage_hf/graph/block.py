@@ -46,7 +46,8 @@ class BlockInput:
     def __post_init__(self) -> None:
         if not self.sources:
             raise errors.GraphError(f"block input {self.name}: has no source; name the operand it reads")
-        if (len(self.sources) > 1 or self.sizes) and (self.joined not in self.axes or self.joined is None or len(self.sizes) != len(self.sources)):
+        joins = len(self.sources) > 1 or bool(self.sizes)
+        if joins and (self.joined is None or self.joined not in self.axes or len(self.sizes) != len(self.sources)):
             raise errors.GraphError(f"block input {self.name}: {len(self.sources)} sources need a joined axis and a size each")
 
 

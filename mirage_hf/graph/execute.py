@@ -96,7 +96,7 @@ def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra
         order = [d for _, d in sorted(present)] + [d for d, a in enumerate(i.axes) if a is None]
         parts = []
         for k, source in enumerate(i.sources):
-            extent = {i.joined: i.sizes[k]} if i.joined else {}
+            extent = {i.joined: i.sizes[k]} if i.joined and i.sizes else {}
             parts.append(algebra.arrange(operands[source], order, block_shape(graph.input_axes(i), extent)))
         loaded[i.name] = parts[0] if len(parts) == 1 else algebra.join(parts, index[i.joined])
 
@@ -117,8 +117,8 @@ def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra
         for s, stage in enumerate(graph.stages):
             totals: dict[str, Any] = {}
             for part in cuts(stage.loop) if stage.loop else [None]:
-                if part is not None:
-                    at[stage.loop] = part  # type: ignore[index]
+                if stage.loop is not None and part is not None:
+                    at[stage.loop] = part
                 for i in graph.inputs:
                     if stage.loop or i.name not in values:
                         values[i.name] = algebra.cut(loaded[i.name], window(graph.input_axes(i)))
@@ -137,8 +137,8 @@ def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra
                 store(o)
     results = []
     for o, array in zip(graph.outputs, raw, strict=True):
-        present = [index[a] for a in o.axes if a is not None]
-        order = present + [d for d in range(rank) if d not in present]
+        carried = [index[a] for a in o.axes if a is not None]
+        order = carried + [d for d in range(rank) if d not in carried]
         results.append(algebra.arrange(array, order, graph.output_dims(o)))
     return results
 

@@ -263,7 +263,8 @@ def _named(tensors: Mapping[str, DTensor], place: _Place) -> DTensor:
 def _read_node(graph: KernelGraph, tensors: Mapping[str, DTensor], node: _Place) -> list[DTensor]:
     op = node.get("op", "text")
     if op == "input":
-        return [node.build(graph.new_input, node.all("dims", "int"), node.get("dtype", "text"), node.all("strides", "int"), node.get("name", "text"))]
+        dims, strides = node.all("dims", "int"), node.all("strides", "int")
+        return [node.build(graph.new_input, dims, node.get("dtype", "text"), strides, node.get("name", "text"))]
     operands = [_named(tensors, x) if isinstance(x.value, str) else _number(x) for x in _items(node.key("inputs", "list"))]
     wanted = node.key("outputs", "list").each("object")
     names = [w.get("name", "text") for w in wanted]
@@ -307,7 +308,8 @@ def _read_block(place: _Place) -> BlockGraph:
         if a.get("role", "text") not in roles:
             raise a.error(f"role {a.value['role'][:60]!r} is none of {', '.join(roles)}")
         axes.append(Axis(a.get("name", "text"), a.get("size", "int"), roles[a.value["role"]]))
-    inputs = [i.build(BlockInput, i.get("name", "text"), i.all("sources", "int"), i.all("axes", "text?"), i.get("joined", "text?"), i.all("sizes", "int"))
+    inputs = [i.build(BlockInput, i.get("name", "text"), i.all("sources", "int"), i.all("axes", "text?"), i.get("joined", "text?"),
+                      i.all("sizes", "int"))
               for i in place.key("inputs", "list").each("object")]
     stages = [Stage(s.get("loop", "text?"), tuple(_read_block_op(op) for op in s.key("body", "list").each("object")),
                     tuple(Accumulator(a.get("out", "text"), a.get("arg", "text"), a.get("kind", "text"), a.all("axes", "text"))

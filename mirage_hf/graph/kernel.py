@@ -85,7 +85,8 @@ class KernelGraph:
             raise errors.GraphError(f"new_input: dims must be positive integers with a product below 2^63, got {errors.shape(dims)}")
         strides = row_major(dims) if strides is None else tuple(strides)
         if len(strides) != len(dims) or any(not isinstance(s, int) or isinstance(s, bool) or not 0 <= s < 1 << 63 for s in strides):
-            raise errors.GraphError(f"new_input: strides {errors.shape(strides)} must be one non-negative integer per dim of {errors.shape(dims)}")
+            raise errors.GraphError(
+                f"new_input: strides {errors.shape(strides)} must be one non-negative integer per dim of {errors.shape(dims)}")
         tensor = self._tensor(dims, table.as_dtype(dtype), name, strides)
         self._inputs.append(tensor)
         return tensor
@@ -108,7 +109,8 @@ class KernelGraph:
                     raise errors.GraphError(f"customized: block input {i.name} reads operand {source}, there are {len(inputs)}")
                 want = tuple(1 if a is None else extent if a == i.joined and extent else block_graph.axis(a).size for a in i.axes)
                 if want != inputs[source].dims:
-                    raise errors.GraphError(f"customized: block input {i.name} wants {errors.shape(want)}, operand {source} is {errors.shape(inputs[source].dims)}")
+                    raise errors.GraphError(f"customized: block input {i.name} wants {errors.shape(want)}, "
+                                            f"operand {source} is {errors.shape(inputs[source].dims)}")
         if names and len(names) != len(block_graph.outputs):
             raise errors.GraphError(f"customized: {len(names)} names for {len(block_graph.outputs)} outputs; give one each, or none")
         named = zip(block_graph.outputs, names or [None] * len(block_graph.outputs), strict=True)
@@ -181,16 +183,19 @@ class KernelGraph:
         row = table.lookup(name)
         low, high = row.arity
         if not low <= len(operands) <= high:
-            raise errors.GraphError(f"{name}: takes {low if low == high else f'{low} to {high}'} operands ({row.signature}), got {len(operands)}")
+            count = low if low == high else f"{low} to {high}"
+            raise errors.GraphError(f"{name}: takes {count} operands ({row.signature}), got {len(operands)}")
         table.check_attrs(name, attrs)
         attrs = row.attrs | attrs
         operands = tuple(self._own(x, name) if isinstance(x, DTensor) else _number(x, name) for x in operands)
         tensors = [x for x in operands if isinstance(x, DTensor)]
         if not tensors or (len(tensors) < len(operands) and row.kind != "elementwise"):
-            raise errors.GraphError(f"{name}: needs tensors of this graph, got {operands!r}; only elementwise ops take numbers, one at most")
+            raise errors.GraphError(f"{name}: needs tensors of this graph, got {operands!r}; "
+                                    "only elementwise ops take numbers, one at most")
         dtypes = {t.dtype for t in tensors if t.dtype in table.COMPUTE_DTYPES} or {tensors[0].dtype}
         if len(dtypes) > 1:
-            raise errors.DTypeError(f"{name}: operands have dtypes {', '.join(sorted(map(table.dtype_name, dtypes)))}; bring them to one with graph.cast")
+            found = ", ".join(sorted(map(table.dtype_name, dtypes)))
+            raise errors.DTypeError(f"{name}: operands have dtypes {found}; bring them to one with graph.cast")
         shapes = [x.dims if isinstance(x, DTensor) else () for x in operands]
         try:
             dims = row.infer(*shapes, **attrs)

@@ -120,14 +120,15 @@ class _Parser:
     def __init__(self, text: str, source: str):
         self.tokens, self.source, self.at = list(_tokens(text)), source, 0
 
-    def error(self, what: str) -> errors.FormatError:
-        return errors.FormatError(f"{self.source}, line {self.tokens[self.at].line}: {what}; str(graph) shows the form")
+    def error(self, what: str, back: int = 0) -> errors.FormatError:
+        """An error at the next token, or `back` tokens before it."""
+        return errors.FormatError(f"{self.source}, line {self.tokens[self.at - back].line}: {what}; str(graph) shows the form")
 
     def build(self, make: Callable[..., Any], *args: Any) -> Any:
         try:
             return make(*args)
         except errors.GraphError as e:
-            raise self.error(str(e)) from e
+            raise self.error(str(e), back=1) from e
 
     # -- tokens
 
@@ -171,14 +172,12 @@ class _Parser:
         try:
             return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
         except ValueError:
-            self.at -= 1
-            raise self.error(f"{text[:60]!r} is not a number") from None
+            raise self.error(f"{text[:60]!r} is not a number", back=1) from None
 
     def integer(self) -> int:
         value = self.number()
         if not isinstance(value, int):
-            self.at -= 1
-            raise self.error(f"{value!r} is not an integer")
+            raise self.error(f"{value!r} is not an integer", back=1)
         return value
 
     # -- kernel graphs
@@ -197,8 +196,7 @@ class _Parser:
     def tensor(self, tensors: dict[str, DTensor]) -> DTensor:
         name = self.take("name")[1:]
         if name not in tensors:
-            self.at -= 1
-            raise self.error(f"no tensor %{name} comes before")
+            raise self.error(f"no tensor %{name} comes before", back=1)
         return tensors[name]
 
     def statement(self, graph: KernelGraph, tensors: dict[str, DTensor]) -> list[DTensor]:
@@ -216,11 +214,11 @@ class _Parser:
         else:
             made = [self.build(graph.apply, op, operands, attrs, names[0])] if len(names) == 1 else self.one_name(names)
         if types is not None and types != [(table.dtype_name(t.dtype), t.dims) for t in made]:
-            raise self.error(f"{op} gives {', '.join(map(_type, made))}, not what is written after ':'")
+            raise self.error(f"{op} gives {', '.join(map(_type, made))}, not what is written after ':'", back=1)
         return made
 
     def one_name(self, names: list[str]) -> list[DTensor]:
-        raise self.error(f"{len(names)} names for one tensor; only customized has several outputs")
+        raise self.error(f"{len(names)} names for one tensor; only customized has several outputs", back=1)
 
     def type(self) -> tuple[str, tuple[int, ...]]:
         return self.take("word"), tuple(self.many(self.integer, "(", ")"))

@@ -2,9 +2,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,10 +18,12 @@ _NO_LAUNCH = ("permute", "reshape", "slice")
 @dataclass(frozen=True)
 class UGraph:
     """`kernels` computes what `program` says: a kernel graph with the same inputs and outputs whose ops are library calls
-    and block graphs (op "customized")."""
+    and block graphs (op "customized"). `schedules` holds the codegen Schedule of each block graph once one was chosen by
+    tuning or by the user; without it the cost model chooses when code is generated."""
 
     program: KernelGraph
     kernels: KernelGraph
+    schedules: tuple[Any, ...] | None = field(default=None, compare=False)
 
     @property
     def num_kernels(self) -> int:
@@ -87,9 +88,11 @@ def check_inputs(graph: KernelGraph, inputs: Sequence[torch.Tensor], device_type
         if not isinstance(x, torch.Tensor):
             raise errors.InputError(f"{where}: expected a torch tensor, got {type(x).__name__}")
         if tuple(x.shape) != t.dims:
-            raise errors.InputError(f"{where}: built for shape {errors.shape(t.dims)}, got {errors.shape(x.shape)}; superoptimize a graph of that shape")
+            raise errors.InputError(f"{where}: built for shape {errors.shape(t.dims)}, got {errors.shape(x.shape)}; "
+                                    "superoptimize a graph of that shape")
         if x.dtype != t.dtype:
-            raise errors.InputError(f"{where}: built for {table.dtype_name(t.dtype)}, got {table.dtype_name(x.dtype)}; convert it, or build the graph with that dtype")
+            raise errors.InputError(f"{where}: built for {table.dtype_name(t.dtype)}, got {table.dtype_name(x.dtype)}; "
+                                    "convert it, or build the graph with that dtype")
         if any(a != b for a, b, d in zip(x.stride(), t.strides, t.dims, strict=True) if d > 1):
             raise errors.InputError(f"{where}: built for strides {errors.shape(t.strides)}, got {errors.shape(x.stride())}; "
                                     "call .contiguous(), or give strides= at new_input")

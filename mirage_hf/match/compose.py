@@ -84,6 +84,7 @@ class LayerComposition(Composition):
         self.mlp_norm, self.mlp = child(layer, layout.mlp_norm), child(layer, layout.mlp)
         self.attend = type(self.attention).forward
         self.widths = list(dict(self.parts["qkv"].block.sizes)["n"]) if "qkv" in self.parts else []
+        self.fused_norm = "gated" in self.parts and dict(self.parts["gated"].block.sizes)["norm"]
 
     def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         batch, length, width = x.shape
@@ -108,7 +109,7 @@ class LayerComposition(Composition):
 
     def _mlp(self, kernels: Mapping[str, Kernel], h: Tensor, batch: int, length: int) -> Tensor:
         if "gated" in kernels:
-            inner = self._run(kernels, "gated", h)
+            inner = self._run(kernels, "gated", h if self.fused_norm else self.mlp_norm(h))
             if "down" in kernels:
                 return self._run(kernels, "down", inner, h)
             return h + child(self.mlp, self.names.down)(inner)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,15 +46,14 @@ def match(model: nn.Module, patterns: Sequence[str]) -> tuple[list[Match], list[
     matches: list[Match] = []
     refusals: list[Refusal] = []
     probes = probe.Probes()
-    fused: set[int] = set()  # MLPs whose gate and up are done within their layer
+    within: set[int] = set()  # MLPs of matched layers, which are the layer's business
     for name, module in model.named_modules():
         found: Match | Rejected | None = None
         if layout := _layer_layout(module):
-            found = _match_layer(name, module, layout, patterns, probes)
-            if isinstance(found, Match) and any(p.role == "gated" for p in found.parts):
-                fused.add(id(child_of(module, layout.mlp)))
-            label = "decoder_layer"
-        elif "gated_mlp" in patterns and id(module) not in fused and (mlp := _mlp_layout(module)):
+            found, label = _match_layer(name, module, layout, patterns, probes), "decoder_layer"
+            if isinstance(found, Match):
+                within.add(id(child_of(module, layout.mlp)))
+        elif "gated_mlp" in patterns and id(module) not in within and (mlp := _mlp_layout(module)):
             found, label = _match_mlp(name, module, mlp, probes), "gated_mlp"
         elif "lora" in patterns and _is_lora(module):
             found, label = _match_lora(name, module, probes), "lora"
@@ -63,9 +62,7 @@ def match(model: nn.Module, patterns: Sequence[str]) -> tuple[list[Match], list[
             refusals += [Refusal(name, pattern, no.reason) for pattern, no in found.refused]
         elif found is not None:
             refusals.append(Refusal(name, label, found.reason))
-    # a layer's refused gated MLP that matches by itself is no refusal
-    alone = {m.name.rpartition(".")[0] for m in matches if m.kind == "mlp"}
-    return matches, [r for r in refusals if not (r.pattern == "gated_mlp" and r.name in alone)]
+    return matches, refusals
 
 
 def child_of(module: nn.Module, name: str) -> nn.Module | None:
@@ -95,12 +92,13 @@ def _match_layer(name: str, layer: nn.Module, row: LayerLayout, patterns: Sequen
     if not parts:
         return Rejected("; ".join(dict.fromkeys(r.reason for _, r in refused)) or "no pattern asked for")
     candidate = Match(name, "layer", layer, parts, refused, (row, mlp_row))
-    return probes.layer(candidate) or candidate
+    no = probes.layer(candidate)
+    return Rejected("; ".join([no.reason, *(f"{label}: {r.reason}" for label, r in refused)])) if no else candidate
 
 
 def _layer_structure(layer: nn.Module, row: LayerLayout) -> Rejected | None:
     containers = ((layer, n, plain.CONTAINER) for n in (row.attention, row.mlp))
-    norms = [(layer, n, plain.CONTAINER) for n in (row.norm, row.mlp_norm)]
+    norms = [(layer, n, ()) for n in (row.norm, row.mlp_norm)]
     no = plain.first_refusal(*containers, *norms)
     if no is not None:
         return no
@@ -160,7 +158,7 @@ def _mlp_layout(module: nn.Module) -> MlpLayout | None:
 
 def _gated(layer: nn.Module | None, mlp: nn.Module, row: MlpLayout, layer_row: LayerLayout | None,
            probes: probe.Probes) -> Part | Rejected:
-    """The gate/up part of an MLP: with the norm before it when `layer` is given."""
+    """The gate/up part of an MLP: with the norm before it when `layer` is given and its norm is an RMSNorm."""
     checks = ((mlp, row.gate, plain.LINEAR), (mlp, row.up, plain.LINEAR), (mlp, row.activation, plain.ACTIVATION))
     no = plain.first_refusal(*checks)
     if no is not None:
@@ -171,22 +169,21 @@ def _gated(layer: nn.Module | None, mlp: nn.Module, row: MlpLayout, layer_row: L
         return Rejected(f"{row.activation} {activation.reason}")
     if gate.weight.shape != up.weight.shape or (gate.bias is None) != (up.bias is None):
         return Rejected(f"{row.gate} and {row.up} differ in size or bias")
-    prefix, norms = "", []
-    if layer is not None and layer_row is not None:
-        no = plain.refuse(layer, layer_row.mlp_norm, plain.NORM) or probes.norm(layer_row.mlp_norm, layer._modules[layer_row.mlp_norm])
-        if no is not None:
-            return no
-        prefix, norms = f"{layer_row.mlp}.", [layer._modules[layer_row.mlp_norm]]
-    if no := plain.same_weights([gate, up, *norms], gate.weight.dtype, gate.weight.device):
+    if no := plain.same_weights([gate, up], gate.weight.dtype, gate.weight.device):
         return no
     bias = gate.bias is not None
-    block = GATED_MLP.block(k=gate.in_features, n=gate.out_features, activation=activation, norm=bool(norms), bias=bias,
-                            eps=_eps(norms[0]) if norms else 1e-6, dtype=gate.weight.dtype)
-    names = [(f"{prefix}{n}", p) for n in (row.gate, row.up) for p in (("weight", "bias") if bias else ("weight",))]
-    children = tuple(f"{prefix}{n}" for n in (row.gate, row.up, row.activation))
-    if norms and layer_row is not None:
-        return Part("gated", block, ((layer_row.mlp_norm, "weight"), *names), (layer_row.mlp_norm, layer_row.mlp, *children))
-    return Part("gated", block, tuple(names), children)
+    prefix = f"{layer_row.mlp}." if layer_row else ""
+    weights = [(f"{prefix}{n}", p) for n in (row.gate, row.up) for p in (("weight", "bias") if bias else ("weight",))]
+    bypassed = [f"{prefix}{n}" for n in (row.gate, row.up, row.activation)]
+    sizes: dict[str, Any] = dict(k=gate.in_features, n=gate.out_features, activation=activation, bias=bias, dtype=gate.weight.dtype)
+    if layer is None or layer_row is None:
+        return Part("gated", GATED_MLP.block(**sizes, norm=False, eps=1e-6), tuple(weights), tuple(bypassed))
+    bypassed.append(layer_row.mlp)
+    name, norm = layer_row.mlp_norm, layer._modules[layer_row.mlp_norm]
+    if plain.refuse(layer, name, plain.NORM) or probes.norm(name, norm) or plain.same_weights([norm], gate.weight.dtype, gate.weight.device):
+        return Part("gated", GATED_MLP.block(**sizes, norm=False, eps=1e-6), tuple(weights), tuple(bypassed))
+    block = GATED_MLP.block(**sizes, norm=True, eps=_eps(norm))
+    return Part("gated", block, ((name, "weight"), *weights), (name, *bypassed))
 
 
 def _match_mlp(name: str, mlp: nn.Module, row: MlpLayout, probes: probe.Probes) -> Match | Rejected:
@@ -243,8 +240,3 @@ def _match_lora(name: str, module: nn.Module, probes: probe.Probes) -> Match | R
     part = Part("lora", block, tuple(weights), (*paths, f"lora_dropout.{adapter}"))
     candidate = Match(name, "lora", module, (part,))
     return probes.module(candidate) or candidate
-
-
-def without(found: Match, roles: Sequence[str]) -> Match:
-    """The match less the parts of these roles."""
-    return replace(found, parts=tuple(p for p in found.parts if p.role not in roles))

@@ -14,9 +14,6 @@ class Rejected:
 
     reason: str
 
-    def __bool__(self) -> bool:
-        return False
-
 
 @dataclass(frozen=True)
 class Pattern:

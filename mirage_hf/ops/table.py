@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class Op:
         return _traced(self.name, self.body, self.arity[0], tuple(sorted(attrs.items())))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _traced(name: str, body: Callable[..., Any], arity: int, attrs: tuple[tuple[str, float], ...]) -> ScalarProgram:
     return scalar.trace(body, arity, **dict(attrs))
 
@@ -208,7 +208,8 @@ def _rope_dims(x: Dims, cos: Dims, sin: Dims, interleaved: bool = False) -> Dims
     if cos != sin or cos[-1] > x[-1] or cos[-1] % 2:
         raise errors.GraphError(f"rope: cos {errors.shape(cos)} and sin {errors.shape(sin)} must be equal, of even width at most {x[-1]}")
     if broadcast(x[:-1], cos[:-1], op="rope") != x[:-1]:
-        raise errors.GraphError(f"rope: cos and sin {errors.shape(cos)} do not broadcast to {errors.shape(x)}; give them sizes 1 where x has 1")
+        raise errors.GraphError(f"rope: cos and sin {errors.shape(cos)} do not broadcast to {errors.shape(x)}; "
+                                "give them sizes 1 where x has 1")
     return x
 
 

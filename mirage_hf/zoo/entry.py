@@ -7,18 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
-from functools import cache, cached_property
-from importlib import metadata
+from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mirage_hf import errors
 from mirage_hf.codegen.schedule import Schedule
@@ -26,6 +21,7 @@ from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.zoo.key import Key, key_of
+from mirage_hf.zoo.machine import this_machine
 
 KERNEL, UGRAPH, ENTRY = "kernel.py", "ugraph.json", "entry.json"
 FORMAT, VERSION = "mirage_hf.zoo_entry", 1
@@ -130,25 +126,3 @@ def _checked(folder: Path, texts: Mapping[str, str]) -> Entry | Rejected:
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-@cache
-def this_machine() -> dict[str, str]:
-    """Return what this process runs on: GPU, driver, and the versions that a kernel may depend on."""
-    found = {"gpu": "none", "driver": "none", "python": platform.python_version(), "platform": platform.platform(terse=True)}
-    for package in ("mirage_hf", "torch", "triton", "transformers"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "none"
-    if torch.cuda.is_available():
-        found |= {"gpu": torch.cuda.get_device_name(), "driver": _driver(), "cuda": torch.version.cuda or "none"}
-    return found
-
-
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, text=True, capture_output=True, timeout=10, check=True).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return "unknown"

@@ -6,8 +6,19 @@ from typing import Any
 
 import torch
 from transformers import (
-    DynamicCache, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, LogitsProcessor, MistralConfig,
-    MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria,
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StoppingCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
 

@@ -4,7 +4,18 @@ from __future__ import annotations
 import pytest
 import torch
 from decoding import (
-    FAMILIES, PAD, VOCABULARY, WINDOW, Recorder, assert_same, assert_same_cache, both, handled, left_padded, prompt, tiny,
+    FAMILIES,
+    PAD,
+    VOCABULARY,
+    WINDOW,
+    Recorder,
+    assert_same,
+    assert_same_cache,
+    both,
+    handled,
+    left_padded,
+    prompt,
+    tiny,
 )
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 

@@ -1,11 +1,11 @@
 """µGraphs written by hand, of the kinds that the search finds: a program and one block graph that computes it."""
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.graph.ugraph import UGraph
@@ -260,7 +260,82 @@ def attention_row(heads: int = 2, q: int = 4, keys: int = 100, d: int = 32, dtyp
     return ugraph(g, b)
 
 
+def elementwise(fn: str, n: int, attrs: dict[str, float] | None = None, arity: int = 1) -> UGraph:
+    """One op of the table on float32 rows."""
+    g = new_kernel_graph()
+    names = ("x", "y")[:arity]
+    g.mark_output(g.apply(fn, [g.new_input((n,), torch.float32, name=name) for name in names], attrs or {}))
+    b = Block({"m": n})
+    for at, name in enumerate(names):
+        b.load(name, "m", at)
+    b.store(b.stage().op("out", fn, *names, **(attrs or {})), "m", torch.float32)
+    return ugraph(g, b)
+
+
 @dataclass(frozen=True)
 class Case:
+    """A µGraph and a schedule for it. `interpreted`: Triton's interpreter can run it (it has no bfloat16 tensor cores)."""
+
     name: str
-    build: Callable[[], UGraph]
+    ugraph: UGraph
+    schedule: Schedule
+    interpreted: bool = True
+
+
+def _case(name: str, u: UGraph, mma: bool = False, interpreted: bool = True, lazy: bool = True, weights_first: bool = True,
+          num_warps: int = 4, num_stages: int = 1, **tiles: int) -> Case:
+    return Case(name, u, Schedule(tuple(tiles.items()), mma, weights_first, lazy, num_warps=num_warps, num_stages=num_stages), interpreted)
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def cases() -> list[Case]:
+    return [
+        _case("norm linear", rms_norm_linear(1), m=1, n=8, k=256),
+        _case("norm linear, loop held whole", rms_norm_linear(1), m=1, n=8, k=512),
+        _case("norm linear no weight bf16, pipelined", rms_norm_linear(1, weight=False, dtype=BF16), m=1, n=8, k=256, lazy=False, num_stages=3),
+        _case("norm linear fp32", rms_norm_linear(1, dtype=FP32), m=1, n=8, k=128),
+        _case("norm linear (K, N)", rms_norm_linear(1, stored="kn"), m=1, n=64, k=64),
+        _case("norm linear 3 rows", rms_norm_linear(3), m=4, n=8, k=128),
+        _case("norm linear 3 rows, no weight", rms_norm_linear(3, weight=False), m=1, n=8, k=128),
+        _case("norm linear 3 rows mma", rms_norm_linear(3), mma=True, m=16, n=64, k=128, num_stages=3),
+        _case("norm linear 16 rows mma", rms_norm_linear(16, weight=False), mma=True, m=16, n=32, k=128, num_stages=4),
+        _case("norm linear 16 rows mma, rows first, bf16", rms_norm_linear(16, dtype=BF16), mma=True, weights_first=False, interpreted=False,
+              m=16, n=64, k=128, num_stages=3),
+        _case("norm linear 16 rows mma (K, N)", rms_norm_linear(16, stored="kn"), mma=True, m=16, n=64, k=64),
+        _case("norm linear fp32 mma", rms_norm_linear(16, 128, dtype=FP32), mma=True, m=16, n=16, k=32),
+        _case("norm linear 1 row mma", rms_norm_linear(1), mma=True, m=16, n=32, k=64),
+        _case("norm linear residual", rms_norm_linear(1, residual=True), m=1, n=8, k=256),
+        _case("norm linear odd sizes", rms_norm_linear(3, 896, 37), m=4, n=16, k=256),
+        _case("norm linear odd sizes, each step reduced", rms_norm_linear(3, 896, 37, residual=True), m=2, n=16, k=256, lazy=False),
+        _case("norm linear odd sizes mma", rms_norm_linear(3, 100, 37), mma=True, m=16, n=16, k=64, num_stages=2),
+        _case("q, k, v with bias", norm_qkv(1), m=1, n=16, k=256),
+        _case("q, k, v no bias, 3 rows", norm_qkv(3, bias=False), m=4, n=32, k=128),
+        _case("q, k, v straddling tiles", norm_qkv(2, 512, (48, 24, 24)), m=2, n=32, k=256),
+        _case("q, k, v 16 rows mma", norm_qkv(16, dtype=BF16), mma=True, interpreted=False, m=16, n=32, k=128, num_stages=3),
+        _case("q, k, v straddling tiles mma", norm_qkv(16, 512, (48, 24, 24)), mma=True, m=16, n=64, k=128, num_stages=3),
+        _case("gated mlp", gated_mlp(1), m=1, n=8, k=256),
+        _case("gated mlp 3 rows (K, N)", gated_mlp(3, stored="kn"), m=4, n=32, k=32),
+        _case("gated mlp 16 rows mma", gated_mlp(16), mma=True, m=16, n=64, k=128, num_stages=3),
+        _case("norm gated mlp", gated_mlp(1, norm=True, dtype=BF16), m=1, n=8, k=256),
+        _case("norm gated mlp gelu, odd sizes mma", gated_mlp(16, 100, 37, norm=True, act="gelu_tanh"), mma=True, m=16, n=32, k=64),
+        _case("lora", lora(1), m=1, n=8, k=256, r=16),
+        _case("lora 3 rows, odd sizes", lora(3, 100, 37, r=5), m=4, n=8, k=64, r=8),
+        _case("lora 16 rows mma", lora(16), mma=True, m=16, n=64, k=128, r=16, num_stages=3),
+        _case("lora odd sizes mma", lora(5, 100, 37, r=5), mma=True, m=16, n=32, k=32, r=16),
+        _case("softmax, three passes", softmax(), m=1, n=32),
+        _case("softmax, three passes, two rows a block", softmax(), m=2, n=32, lazy=False),
+        _case("softmax, loop held whole", softmax(), m=2, n=128),
+        _case("softmax, row held whole", softmax(walk=False), m=2, n=128),
+        _case("layer norm", layer_norm(), m=1, n=1024),
+        _case("layer norm bf16", layer_norm(dtype=BF16), m=2, n=1024),
+        _case("ntrans", ntrans(), m=1, n=128),
+        _case("ntrans, three passes", ntrans(walk=True), m=2, n=32),
+        _case("batched gelu and relu", batched_matmul(), b=1, h=1, m=4, n=32, k=32),
+        _case("batched gelu and relu, two heads a block", batched_matmul(act="gelu"), b=1, h=2, m=2, n=32, k=32, lazy=False),
+        _case("batched mma", batched_matmul(act="tanh"), mma=True, b=1, h=1, m=16, n=32, k=32, num_stages=2),
+        _case("attention of few rows", attention_row(), h=1, m=4, s=32, d=32, e=32, lazy=False),
+        _case("attention mma", attention_row(q=16), mma=True, h=1, m=16, s=32, d=32, e=32),
+        _case("attention mma, rows first", attention_row(q=16), mma=True, weights_first=False, h=1, m=16, s=32, d=32, e=32, num_stages=2),
+    ]

@@ -113,7 +113,7 @@ WRONG_FILES = [
     (lambda d: d | {"format": "onnx"}, "format is 'onnx', not mirage_hf.ugraph; give a file written by to_json()"),
     (lambda d: {}, "'format' is missing"),
     (lambda d: [], "expected an object, found []"),
-    (lambda d: d | {"kernels": d["program"] | {"outputs": ["t4"]}}, "program and kernels differ in their outputs"),
+    (lambda d: d | {"kernels": d["program"] | {"outputs": ["t6"]}}, "program and kernels differ in their outputs"),
     (lambda d: d | {"program": {"nodes": [{"op": "input"}], "outputs": []}}, "at program.nodes[0]: 'dims' is missing"),
     (lambda d: d | {"program": d["program"] | {"outputs": ["zz"]}}, "at program.outputs[0]: no tensor 'zz' comes before"),
 ]
@@ -198,7 +198,7 @@ def test_mutated_bytes_give_a_graph_or_a_format_error(tmp_path_factory, junk, at
 WRONG_TEXT = [
     ("%x = input float16 (2, 3)\n%y = silo(%x)\nreturn %y", "line 2: unknown op 'silo'; did you mean silu?"),
     ("%x = input float16 (2, 3)\nreturn %y", "line 2: no tensor %y comes before"),
-    ("%x = input float16 (2, 3)\n%y = exp(%x) : float16 (3, 2)\nreturn %y", "line 3: exp gives float16 (2, 3), not what is written after ':'"),
+    ("%x = input float16 (2, 3)\n%y = exp(%x) : float16 (3, 2)\nreturn %y", "line 2: exp gives float16 (2, 3), not what is written after ':'"),
     ("x = input float16 (2, 3)\nreturn", "line 1: expected a %name, found 'x'"),
     ("%x, %y = input float16 (2, 3)\nreturn", "2 names for one tensor"),
 ]

@@ -1,0 +1,77 @@
+"""optimize() and restore(): match, find kernels, swap, check, decode. A failure anywhere leaves the model as it was."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from mirage_hf import decode as decoding
+from mirage_hf.errors import OptimizeError
+from mirage_hf.match.eligible import check_model, check_options, chosen_backend, generating, single_device
+from mirage_hf.match.matcher import match
+from mirage_hf.swap.fingerprint import fingerprint
+from mirage_hf.swap.handle import NAME, Handle, attach_decoding, take_back
+from mirage_hf.swap.kernels import find_kernels
+from mirage_hf.swap.session import Session
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: Sequence[int] = (1,), backend: str = "auto",
+             zoo: Any = None, tune: str = "auto", verify: bool = True, on_unsupported: str = "skip", decode: str = "graph",
+             max_cache_len: int | None = None, dry_run: bool = False, progress: Callable[..., Any] | None = None) -> Any:
+    """Make a model's forward and generate use searched kernels, in place, and return it. `model.mirage.report` says what was done.
+
+    patterns: names of the blocks to look for (None: all). batch_sizes: batches to make decoding kernels for.
+    backend: "triton" or "cuda" on a GPU, "cpu" elsewhere; "auto" chooses. zoo: a kernel zoo beside the packaged one.
+    tune: "auto" where nothing stored fits, "never", "full". verify: check each swapped module against the one it replaces.
+    on_unsupported: what looked like a block and cannot be one is left out ("skip"), warned of, or an error.
+    decode: steps of generate are replayed CUDA graphs where they can be, or called ("eager"). dry_run: change nothing and
+    return the Report of what would be done. An optimized model is restored first, then optimized anew.
+    Errors: OptimizeError for a model or option it cannot take; the model is then untouched. Warns: OptimizeWarning.
+    """
+    names, rows = check_options(patterns, batch_sizes, max_cache_len, backend=backend, tune=tune, on_unsupported=on_unsupported,
+                                decode=decode, verify=verify, dry_run=dry_run)
+    check_model(model)
+    device = single_device(model)
+    backend = chosen_backend(backend, device)
+    if not dry_run:
+        take_back(model)
+    matches, refusals = match(model, names)
+    session = Session(model, backend, rows, matches, refusals)
+    session.complain(on_unsupported)
+    if dry_run:
+        return session.plan()
+    found = find_kernels(matches, rows, device=device, backend=backend, zoo=zoo, tune=tune, progress=progress)
+    try:
+        handle, report = session.swap(found, verify=verify)
+        if handle is None:
+            session.nothing_done(on_unsupported, report)
+            return model
+        model.__dict__[NAME] = handle
+        if (inner := generating(model)) is not None:
+            attach_decoding(handle, inner, decoding.install(inner, mode=decode, max_cache_len=max_cache_len, fingerprint=fingerprint))
+    except BaseException:
+        session.undo()
+        take_back(model)
+        raise
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Make a model exactly what it was before optimize(), and return it. One that is not optimized stays as it is."""
+    if not isinstance(model, nn.Module):
+        raise OptimizeError(f"restore: expected the model given to optimize(), got a {type(model).__name__}")
+    take_back(model)
+    return model
+
+
+@contextmanager
+def optimized(model: Model, **options: Any) -> Iterator[Model]:
+    """`with optimized(model):` optimizes for the block and restores after it. Options are those of optimize()."""
+    try:
+        yield optimize(model, **options)
+    finally:
+        restore(model)

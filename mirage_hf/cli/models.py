@@ -1,0 +1,64 @@
+"""Models as the command line loads them: a folder or a Hub id, on a device, ready to generate."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mirage_hf import errors
+from mirage_hf.ops import table
+
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "tests" / "assets" / "tiny_llama"
+"""Part of a checkout, not of the installed package."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A causal language model with its tokenizer, and a prompt as tensors."""
+
+    model: Any
+    tokenizer: Any
+    inputs: dict[str, torch.Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def generate(self, tokens: int, **options: Any) -> torch.Tensor:
+        """Return `tokens` new greedy tokens of every row."""
+        ids = self.model.generate(**self.inputs, max_new_tokens=tokens, do_sample=False, **options)
+        return ids[:, self.inputs["input_ids"].shape[1]:]
+
+    def text(self, ids: torch.Tensor) -> str:
+        return self.tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
+def demo_model() -> str:
+    """Where the demo's model is. Errors: MirageError where only the package is installed."""
+    if not DEMO_MODEL.is_dir():
+        raise errors.MirageError("demo: its small model is part of the repository, not of the installed package; run `make demo` in a "
+                                 "checkout, or give a model: mirage-hf demo --model FOLDER-OR-HUB-ID")
+    return str(DEMO_MODEL)
+
+
+def load(name: str, prompt: str, batch: int = 1, device: str | None = None, dtype: str | None = None) -> Loaded:
+    """Load a model in eval mode. `dtype` None: float32 on a CPU, the checkpoint's own on a GPU.
+
+    Errors: MirageError when it cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise errors.MirageError("--device cuda: torch sees no GPU here; leave it out, or use --device cpu")
+    wanted: Any = table.as_dtype(dtype) if dtype else torch.float32 if place.type == "cpu" else "auto"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted).to(place).eval()
+    except (OSError, ValueError, KeyError) as e:
+        reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
+        raise errors.MirageError(f"{name}: cannot be loaded as a causal language model ({reason}); give a folder or a Hub id") from e
+    inputs = dict(tokenizer([prompt] * batch, return_tensors="pt", return_token_type_ids=False).to(place))
+    return Loaded(model, tokenizer, inputs)

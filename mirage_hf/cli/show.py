@@ -1,0 +1,79 @@
+"""How the command line shows things: the console, a search in progress, its result, times."""
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from mirage_hf.search.report import Counters
+
+console = Console(highlight=False, soft_wrap=True)
+errors_console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def heading(text: str) -> None:
+    console.print(f"\n[bold]{text}[/bold]")
+
+
+def plain(text: object) -> None:
+    """Print text as it is: no markup, no wrapping."""
+    console.print(str(text), markup=False)
+
+
+@contextmanager
+def searching(what: str) -> Iterator[Callable[..., None]]:
+    """Show a line that lives while work goes on; yields what to call with a stage and its detail (see verify/accept.py)."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what)
+
+        def note(stage: str, detail: Any = None) -> None:
+            bar.update(task, description=f"{what}: {stage}{_detail(detail)}")
+        yield note
+
+
+def _detail(detail: Any) -> str:
+    match detail:
+        case Counters():
+            return f", {detail.values} values of {detail.examined} examined, {detail.kernels} kernels, width {detail.width}"
+        case (int() as done, int() as total, name):
+            return f" {done} of {total}: {name}"
+        case _:
+            return ""
+
+
+def search_table() -> Table:
+    """An empty table for the results of searches; `search_row` fills it."""
+    table = Table(box=None, pad_edge=False)
+    for name, side in (("program", "left"), ("kernels", "right"), ("ops", "right"), ("examined", "right"), ("refused", "right"),
+                       ("search", "right"), ("proof", "right"), ("wrong at most", "right"), ("stopped", "left")):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    return table
+
+
+def search_row(table: Table, name: str, program: Any, found: Sequence[Any], report: Any) -> None:
+    c = report.counters
+    bound = "-" if report.error_bound is None else f"{report.error_bound:.0e}"
+    counts = (found[0].num_kernels if found else "-", len(program.ops), c.examined + c.kernels, len(report.refused))
+    table.add_row(name, *map(str, counts), f"{c.seconds:.3f} s", f"{report.proof_seconds:.3f} s", bound, report.stop)
+
+
+def median_ms(call: Callable[[], Any], runs: int, device: torch.device) -> tuple[float, list[float]]:
+    """Median and all times of `runs` calls, in ms."""
+    times = []
+    for _ in range(runs):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(times), times

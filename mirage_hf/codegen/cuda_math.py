@@ -1,0 +1,103 @@
+"""Scalar programs as C++ text, for kernels in float and for the host check in double, and the helpers that a file needs."""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mirage_hf.codegen.triton_math import ATOM, PRODUCT, SUM, UNARY, Expr
+from mirage_hf.ops import table
+
+TYPES = {torch.float16: "half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float", torch.int32: "int", torch.int64: "long long"}
+"""C++ type of each dtype."""
+
+_FLOAT_MAX = 3.4028234663852886e38
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """One kind of C++ number: the suffix of its literals, of its math functions, and its largest value."""
+
+    suffix: str
+    largest: float
+
+    def constant(self, x: float) -> Expr:
+        if abs(x) > self.largest:
+            return Expr("INFINITY" if x > 0 else "-INFINITY", ATOM if x > 0 else UNARY, x)
+        text = repr(float(x))
+        text = text if "." in text or "e" in text else text + ".0"
+        return Expr(text + self.suffix, ATOM if x >= 0 else UNARY, x)
+
+    @property
+    def algebra(self) -> Mapping[str, Callable[..., Expr]]:
+        return {
+            "add": lambda x, y: Expr(f"{x.at(SUM)} + {y.at(PRODUCT)}", SUM),
+            "sub": lambda x, y: Expr(f"{x.at(SUM)} - {y.at(PRODUCT)}", SUM),
+            "mul": lambda x, y: Expr(f"{x.at(PRODUCT)} * {y.at(UNARY)}", PRODUCT),
+            "div": lambda x, y: Expr(f"{x.at(PRODUCT)} / {y.at(UNARY)}", PRODUCT),
+            "neg": lambda x: Expr(f"-{x.at(ATOM)}", UNARY),
+            "max": lambda x, y: x if y.number == -math.inf else Expr(f"maximum({x.text}, {y.text})"),
+            "min": lambda x, y: x if y.number == math.inf else Expr(f"minimum({x.text}, {y.text})"),
+            "rsqrt": self._call("rsqrt") if self.suffix else lambda x: Expr(f"1.0 / sqrt({x.text})", PRODUCT),
+            **{f: self._call(f) for f in ("exp", "sqrt", "tanh", "erf", "pow")}}
+
+    def _call(self, function: str) -> Callable[..., Expr]:
+        return lambda *args: Expr(f"{function}{self.suffix}({', '.join(a.text for a in args)})")
+
+    def apply(self, fn: str, args: Sequence[str | float], attrs: Mapping[str, float]) -> str:
+        """The text of elementwise op `fn` on values called by name and on numbers."""
+        if fn == "cast":
+            kind = TYPES[table.as_dtype(attrs["dtype"])]  # type: ignore[arg-type]
+            return str(args[0]) if kind == "float" or not self.suffix else f"to_float(from_float<{kind}>({args[0]}))"
+        operands = [Expr(a) if isinstance(a, str) else self.constant(a) for a in args]
+        return table.lookup(fn).program(**attrs).evaluate(self.algebra, operands, self.constant).text
+
+
+FLOAT, DOUBLE = Numbers("f", _FLOAT_MAX), Numbers("", math.inf)
+
+DEVICE_HELPERS = """\
+__host__ __device__ inline float to_float(half x) { return __half2float(x); }
+__host__ __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__host__ __device__ inline float to_float(float x) { return x; }
+__host__ __device__ inline float to_float(int x) { return float(x); }
+__host__ __device__ inline float to_float(long long x) { return float(x); }
+
+template <class T> __host__ __device__ inline T from_float(float x) { return T(x); }
+template <> __host__ __device__ inline half from_float<half>(float x) { return __float2half(x); }
+template <> __host__ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16(x); }
+
+// NaN wins, as in torch
+template <class T> __host__ __device__ inline T maximum(T a, T b) { return a > b || a != a ? a : b; }
+template <class T> __host__ __device__ inline T minimum(T a, T b) { return a < b || a != a ? a : b; }
+
+// N elements that lie side by side, in loads of 16 bytes
+template <int N, class T> __device__ __forceinline__ void load(T (&to)[N], const T* from) {
+  static_assert(N == 1 || N * sizeof(T) == 16);
+  if constexpr (N == 1) to[0] = *from;
+  else *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+}
+
+// the same from device to shared memory
+template <int N, class T> __device__ __forceinline__ void copy(T* to, const T* from) {
+  static_assert(N * sizeof(T) == 16);
+  *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+}
+
+struct Sum {
+  static __device__ float zero() { return 0.0f; }
+  static __device__ float join(float a, float b) { return a + b; }
+};
+struct Max {
+  static __device__ float zero() { return -INFINITY; }
+  static __device__ float join(float a, float b) { return maximum(a, b); }
+};
+
+// joins the values of W neighbouring lanes; every lane gets the result
+template <class Op, int W> __device__ __forceinline__ float join_lanes(float x) {
+#pragma unroll
+  for (int step = W / 2; step > 0; step /= 2) x = Op::join(x, __shfl_xor_sync(0xffffffffu, x, step));
+  return x;
+}
+"""

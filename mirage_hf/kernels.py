@@ -1,0 +1,155 @@
+"""Kernels for programs: from the user's cache, the packaged zoo or a named one; else searched, verified, tuned and kept."""
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mirage_hf.codegen import compile as compiled
+from mirage_hf.codegen import triton
+from mirage_hf.errors import Rejected
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ugraph import UGraph, library_ugraph
+from mirage_hf.search.engine import SearchOptions
+from mirage_hf.settings import settings
+from mirage_hf.tune import space
+from mirage_hf.tune.tuner import Candidate as Tuned
+from mirage_hf.tune.tuner import tune as measure
+from mirage_hf.verify.accept import Candidate, Progress, search_and_verify
+from mirage_hf.zoo.entry import Entry, Timing
+from mirage_hf.zoo.key import Key, key_of
+from mirage_hf.zoo.store import Store, chain, packaged_store, user_store
+
+SEARCHED, CACHE, ZOO = "searched", "cache", "packaged zoo"
+OURS, LIBRARY = "searched kernel", "library"
+
+Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A program's kernel: how to run it, where it came from, and the evidence.
+
+    `is_fused` says whether the searched kernel runs; where the library was measured to be faster (or nothing was found) it
+    does not, `reason` says so, and `run` is the library path. Times are µs, cold, None where nothing was measured.
+    """
+
+    run: Run
+    source: str
+    ugraph: UGraph
+    is_fused: bool
+    reason: str
+    seconds: float
+    time_us: float | None
+    library_us: float | None
+    error_bound: float
+    digest: str
+    candidates: int
+    entry: Entry
+
+
+def target_of(device: torch.device) -> str:
+    """The zoo's name of a device: "sm_90" …, or "cpu"."""
+    if device.type != "cuda":
+        return "cpu"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def resolve(program: KernelGraph, *, device: torch.device | str, backend: str = "auto", zoo: str | Path | Sequence[str | Path] | None = None,
+            tune: str = "auto", pattern: str = "program", progress: Progress | None = None) -> Resolved:
+    """Return the kernel of `program` on `device`: looked up (user's cache, packaged zoo, then `zoo`), else made and kept.
+
+    backend: "cpu" takes the torch executor, "triton" generated kernels, "auto" by device. tune: "auto" measures what was
+    never measured, "never" takes the cost model's word, "full" measures anew and more. Errors: ZooError.
+    """
+    start = time.perf_counter()
+    device = torch.device(device)
+    on_gpu = device.type == "cuda" and backend != "cpu"
+    key = key_of(program, target_of(device) if on_gpu else "cpu")
+    stores = chain(zoo)
+    if tune != "full":
+        for store in stores.stores:
+            entry = store.get(key)
+            if isinstance(entry, Entry) and (not on_gpu or tune == "never" or entry.timings or not entry.ugraph.is_fused):
+                return _resolved(entry, _source(store), on_gpu, time.perf_counter() - start)
+    entry = _make(program, key, device, on_gpu, tune, pattern, progress)
+    kept = stores.put(entry)
+    return _resolved(entry, SEARCHED, on_gpu, time.perf_counter() - start, f"; not kept: {kept.reason}" if isinstance(kept, Rejected) else "")
+
+
+def make_entry(program: KernelGraph, device: torch.device, pattern: str, tune: str = "auto", progress: Progress | None = None) -> Entry:
+    """Search, verify and tune `program` on `device` without looking anything up (what building a zoo does)."""
+    on_gpu = device.type == "cuda"
+    return _make(program, key_of(program, target_of(device)), device, on_gpu, tune, pattern, progress)
+
+
+def _source(store: Store) -> str:
+    known = {user_store().root: CACHE, packaged_store().root: ZOO}
+    return known.get(store.root, f"zoo {store.root.name}")
+
+
+def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tune: str, pattern: str, progress: Progress | None) -> Entry:
+    searched = search_and_verify(program, SearchOptions(time_limit=settings().search_seconds), progress)
+    report = searched.report
+    stats: dict[str, Any] = {"stop": report.stop, "reason": report.reason, "seconds": report.counters.seconds, "width": report.counters.width,
+                             "examined": report.counters.examined, "values": report.counters.values, "kernels": report.counters.kernels,
+                             "candidates": report.found, "refused": [r.reason for r in report.refused]}
+    ugraph, timings = library_ugraph(program), ()
+    if searched.candidates:
+        ugraph = _unmeasured(searched.candidates)
+        if on_gpu and tune != "never":
+            graphs, schedules = (_FULL if tune == "full" else _QUICK)
+            result = measure(searched.ugraphs()[:graphs], device=device, per_graph=schedules,
+                             progress=(lambda *detail: progress("tune", detail)) if progress else None)
+            stats["tried"] = len(result.candidates)
+            if result.best_searched is not None:
+                ugraph = replace(result.best_searched.ugraph, schedules=result.best_searched.schedules)
+                timings = (_timing(OURS, result.best_searched), _timing(LIBRARY, result.library))
+            else:
+                ugraph = library_ugraph(program)
+                stats["reason"] = next((c.reason for c in result.candidates if c.reason), "")
+    generated = triton.generate(ugraph, ugraph.schedules)
+    return Entry(key, pattern, ugraph, generated.source, tuple(ugraph.schedules or ()), timings, report.error_bound or 0.0, stats)
+
+
+_QUICK, _FULL = (3, 12), (8, 48)
+"""µGraphs and schedules of each that are measured."""
+
+
+def _unmeasured(candidates: Sequence[Candidate]) -> UGraph:
+    """The best estimate whose rounding is known to hold: a schedule on tensor cores only where the numbers allow it."""
+    c = candidates[0]
+    chosen = []
+    for op in c.ugraph.block_ops:
+        ranked = space.schedules(op, limit=256)
+        chosen.append(next((s for s in ranked if c.allows(s.mma)), ranked[0]))
+    return replace(c.ugraph, schedules=tuple(chosen))
+
+
+def _timing(name: str, c: Tuned) -> Timing:
+    assert c.timing is not None
+    return Timing(name, c.timing.us, c.timing.low, c.timing.high, c.timing.replays)
+
+
+def _resolved(entry: Entry, source: str, on_gpu: bool, seconds: float, note: str = "") -> Resolved:
+    times = {t.name: t.median_us for t in entry.timings}
+    fused, reason = entry.ugraph.is_fused, ""
+    if not fused:
+        reason = "no single kernel was found: " + str(entry.search.get("reason") or "; ".join(entry.search.get("refused", ())) or entry.search.get("stop"))
+    elif times and times[OURS] > times[LIBRARY]:
+        fused, reason = False, f"the library path was measured faster ({times[LIBRARY]:.1f} µs, searched {times[OURS]:.1f} µs)"
+    if fused and on_gpu:
+        run = compiled.load(entry.kernel, hashlib.sha256(entry.kernel.encode()).hexdigest()).run
+    else:
+        run = partial(run_kernel_graph, entry.ugraph.kernels if fused else entry.ugraph.program)
+    return Resolved(run, source, entry.ugraph, fused, reason + note, seconds, times.get(OURS), times.get(LIBRARY), entry.error_bound,
+                    entry.key.digest, int(entry.search.get("candidates", 0)), entry)
+

@@ -1,0 +1,225 @@
+"""Probes: a twin of a module with random float32 weights runs beside the pattern's program on the same inputs.
+
+Random weights say more than real ones (a norm's weight of ones would hide what is done with it), and no weight is copied.
+Modules of one kind (classes, shapes, scalar attributes) share one probe.
+"""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirage_hf.match import plain
+from mirage_hf.match.compose import executor
+from mirage_hf.match.pattern import Rejected
+from mirage_hf.ops import table
+from mirage_hf.patterns import decoder_layer
+
+TOLERANCE = 1e-3
+"""Of the largest output: float32 sums of any order pass, TF32 too; another formula does not."""
+MASKED = ("eager", "sdpa")
+"""Attention backends that take the float mask a probe gives. Twins of models with another one are probed with sdpa."""
+
+
+# -- twins --------------------------------------------------------------------------------------------------------------
+
+def twin(module: nn.Module, convert: Callable[[str, Tensor], Tensor]) -> Any:
+    """Return a copy of a module whose parameters and buffers are `convert(name, tensor)`; configs are shared, not copied."""
+    memo: dict[int, Any] = {}
+    for name, p in module.named_parameters():
+        memo[id(p)] = nn.Parameter(convert(name, p.detach()), requires_grad=False)
+    for name, b in module.named_buffers():
+        memo[id(b)] = convert(name, b) if b.is_floating_point() else b.clone()
+    for m in module.modules():
+        config = m.__dict__.get("config")
+        if config is not None and id(config) not in memo:
+            memo[id(config)] = _probing_config(config)
+    return copy.deepcopy(module, memo)
+
+
+def _probing_config(config: Any) -> Any:
+    if getattr(config, "_attn_implementation", None) in (None, *MASKED):
+        return config
+    config = copy.copy(config)
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def randomised(generator: torch.Generator) -> Callable[[str, Tensor], Tensor]:
+    """Weights of unit gain, norm weights near 1.3, biases near 0.2: far enough from 0 and 1 to be seen."""
+    def convert(name: str, p: Tensor) -> Tensor:
+        noise = torch.randn(p.shape, generator=generator, dtype=torch.float32)
+        if p.dim() >= 2:
+            noise *= p.shape[-1] ** -0.5
+        else:
+            noise = 0.3 * noise + (0.2 if name.endswith("bias") else 1.3)
+        return noise.to(p.device)
+    return convert
+
+
+def kind_of(module: nn.Module) -> tuple[Any, ...]:
+    """What a module's forward can depend on besides the values of its weights."""
+    return tuple((name, type(m), plain.scalars(m), id(m.__dict__.get("config")),
+                  tuple((n, p.shape) for n, p in m._parameters.items() if p is not None)) for name, m in module.named_modules())
+
+
+# -- inputs -------------------------------------------------------------------------------------------------------------
+
+class ProbeCache:
+    """The least a cache can be: concatenates keys and values of one layer."""
+
+    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None):
+        self.keys, self.values = keys, values
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], -2)
+        self.values = values if self.values is None else torch.cat([self.values, values], -2)
+        return self.keys, self.values
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0 if self.keys is None else self.keys.shape[-2]
+
+    def to(self, dtype: torch.dtype) -> ProbeCache:
+        """A copy in another dtype."""
+        if self.keys is None or self.values is None:
+            return ProbeCache()
+        return ProbeCache(self.keys.to(dtype), self.values.to(dtype))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer: x (b, s, k), RoPE's cos and sin, and the mask, all in one dtype."""
+
+    x: Tensor
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None
+    positions: Tensor
+
+    def to(self, dtype: torch.dtype) -> Call:
+        mask = None if self.mask is None else _bias(self.mask != 0, dtype)
+        return Call(self.x.to(dtype), self.cos.to(dtype), self.sin.to(dtype), mask, self.positions)
+
+    def kwargs(self, cache: Any) -> dict[str, Any]:
+        """The layer's keyword arguments, as a model's forward gives them."""
+        return dict(attention_mask=self.mask, position_ids=self.positions, past_key_values=cache, use_cache=cache is not None,
+                    position_embeddings=(self.cos, self.sin))
+
+
+def calls(batch: int, width: int, head_dim: int, lengths: Sequence[int], generator: torch.Generator, device: torch.device,
+          dtype: torch.dtype, *, scale: float = 1.0, masked: bool = True) -> Iterator[Call]:
+    """Calls that extend one sequence by `lengths`: row 0 padded on the left by 2, from the third call on in a window of 4."""
+    past = 0
+    for number, length in enumerate(lengths):
+        x = scale * torch.randn(batch, length, width, generator=generator)
+        angles = 6.0 * torch.rand(batch, length, head_dim // 2, generator=generator).repeat(1, 1, 2)
+        query, key = torch.arange(past, past + length)[:, None], torch.arange(past + length)[None]
+        hidden = (key > query) | ((key <= query - 4) & (number >= 2))
+        mask = hidden.repeat(batch, 1, 1)
+        mask[0] |= (key < 2) & (key < query)
+        positions = torch.arange(past, past + length)[None].expand(batch, -1)
+        yield Call(x.to(device, dtype), angles.cos().to(device, dtype), angles.sin().to(device, dtype),
+                   _bias(mask[:, None].to(device), dtype) if masked else None, positions.to(device))
+        past += length
+
+
+def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, torch.finfo(dtype).min)
+
+
+def distance(a: Tensor, b: Tensor, base: Tensor | None = None) -> float:
+    """The largest difference, in units of the largest |b − base|."""
+    scale = (b if base is None else b - base).abs().max()
+    return float((a - b).abs().max() / scale.clamp_min(torch.finfo(torch.float32).tiny))
+
+
+# -- the probes ---------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Probes:
+    """Outcomes so far, by kind of module; None is a pass."""
+
+    outcomes: dict[Any, Any] = field(default_factory=dict)
+
+    def _once(self, key: Any, probe: Callable[[], Any]) -> Any:
+        if key not in self.outcomes:
+            try:
+                with torch.no_grad():
+                    self.outcomes[key] = probe()
+            except Exception as e:  # foreign code on made-up inputs may raise anything; whatever it is, it is a "no"
+                text = (str(e).splitlines() or [""])[0]
+                self.outcomes[key] = Rejected(f"could not be run on a probe ({type(e).__name__}: {text})")
+        return self.outcomes[key]
+
+    def norm(self, name: str, norm: nn.Module) -> Rejected | None:
+        """Whether a module is RMSNorm as op `rms_norm` computes it."""
+        def probe() -> Rejected | None:
+            g = torch.Generator().manual_seed(0)
+            other = twin(norm, randomised(g))
+            eps = next((norm.__dict__[n] for n in decoder_layer.EPS_NAMES if isinstance(norm.__dict__.get(n), float)), 1e-6)
+            for scale in (1.0, 1e-3):
+                x = (scale * torch.randn(3, 5, norm.weight.shape[0], generator=g)).to(norm.weight.device)
+                far = distance(other.forward(x), table.lookup("rms_norm").oracle(x, other.weight, eps=eps))
+                if not far < TOLERANCE:
+                    return Rejected(f"{name} ({type(norm).__name__}) is not x / sqrt(mean(x²) + eps) · w: off by {far:.2g} on a probe")
+            return None
+        return self._once(("norm", name, kind_of(norm)), probe)
+
+    def activation(self, module: nn.Module, ops: Sequence[str]) -> str | Rejected:
+        """Which of `ops` an activation module computes."""
+        def probe() -> str | Rejected:
+            x = torch.linspace(-9, 9, 721, dtype=torch.float64)
+            y = module.forward(x)
+            found = [op for op in ops if isinstance(y, Tensor) and distance(table.lookup(op).oracle(x), y) < 1e-6]
+            return found[0] if found else Rejected(f"({type(module).__name__}) is none of {', '.join(ops)}")
+        return self._once(("activation", kind_of(module)), probe)
+
+    def layer(self, candidate: Any) -> Rejected | None:
+        """Whether a decoder layer with its parts done by their programs still computes what its own forward does."""
+        layer = candidate.module
+
+        def probe() -> Rejected | None:
+            g = torch.Generator().manual_seed(1)
+            other = twin(layer, randomised(g))
+            composed = candidate.compose(other)
+            norm = other._modules[candidate.layouts[0].norm]
+            weight, head_dim = norm.weight, other._modules[candidate.layouts[0].attention].head_dim
+            for scale in (1.0, 1e-3):
+                stock, ours = ProbeCache(), ProbeCache()
+                for call in calls(2, weight.shape[0], head_dim, (6, 1, 1, 1), g, weight.device, torch.float32, scale=scale):
+                    want = other.forward(call.x, **call.kwargs(stock))
+                    got = composed(executor(candidate.parts, call.x.shape[0] * call.x.shape[1], torch.float32), call.x, call.kwargs(ours))
+                    if not isinstance(want, Tensor):
+                        return Rejected(f"the layer returns a {type(want).__name__}, not a tensor")
+                    far = max(distance(got, want, call.x), distance(ours.keys, stock.keys), distance(ours.values, stock.values))
+                    if not far < TOLERANCE:
+                        return Rejected(_layer_differs(layer, far))
+            return None
+        return self._once(("layer", tuple(p.block for p in candidate.parts), kind_of(layer)), probe)
+
+    def module(self, candidate: Any) -> Rejected | None:
+        """Whether an MLP or LoRA linear with its part done by its program still computes what its own forward does."""
+        module, part = candidate.module, candidate.parts[0]
+
+        def probe() -> Rejected | None:
+            g = torch.Generator().manual_seed(2)
+            other = twin(module, randomised(g))
+            composed, sizes = candidate.compose(other), dict(part.block.sizes)
+            device = next(other.parameters()).device
+            for batch, length in ((1, 1), (2, 3)):
+                x = torch.randn(batch, length, sizes["k"], generator=g).to(device)
+                far = distance(composed(executor(candidate.parts, batch * length, torch.float32), x, {}), other.forward(x))
+                if not far < TOLERANCE:
+                    return Rejected(f"the module computes something else than the pattern: off by {far:.2g} on a probe")
+            return None
+        return self._once((candidate.kind, part.block, kind_of(module)), probe)
+
+
+def _layer_differs(layer: nn.Module, far: float) -> str:
+    hints = [text for key, text in decoder_layer.HINTS.items() if key in layer.__dict__]
+    why = hints[0] if hints else "it is not x + attention(norm(x)), then h + mlp(norm(h))"
+    return f"the layer computes something else: off by {far:.2g} on a probe; {why}"

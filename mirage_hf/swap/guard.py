@@ -1,0 +1,152 @@
+"""The guard in front of a swapped module: whether this call may run kernels, decided over instance dictionaries.
+
+It never goes through nn.Module's attribute look-up, and returns kernels or, as text, the reason to run the stock forward.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as every_module
+from transformers.utils.output_capturing import _active_collector
+
+from mirage_hf.match import plain
+from mirage_hf.match.compose import Composition, Kernel, child
+from mirage_hf.match.matcher import Match
+
+KEY = "_mirage_bound"
+"""Where a swapped module keeps its Binding, in its instance dictionary. Copies and pickles leave it out."""
+
+PREFILL = "prefill"
+KNOWN = frozenset((
+    "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings", "cache_position", "output_attentions",
+    "output_hidden_states", "output_router_logits", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
+"""Keyword arguments of a decoder layer that change nothing about its own code: they go on to attention as they are."""
+SEEN_OUTSIDE = frozenset(("hidden_states", "_hidden_states_layers"))
+"""What HF's collector records from the layer's own output, which a swapped layer still gives."""
+
+_dispatch_modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+_functorch = torch._C._functorch.peek_interpreter_stack
+_grad, _autocast = torch.is_grad_enabled, torch.is_autocast_enabled
+_collector = _active_collector.get
+
+
+class Binding:
+    """What a swapped module carries: its kernels by number of rows, and all that they rely on.
+
+    `calls` counts runs of the kernels, `fallbacks` those of the stock forward by reason.
+    """
+
+    __slots__ = ("calls", "composition", "device", "device_type", "dims", "dtype", "fallbacks", "kernels", "match", "parameters", "retired", "stock",
+                 "tuner", "watched", "width")
+
+    def __init__(self, match: Match, kernels: Mapping[int, Mapping[str, Kernel]]):
+        self.match, self.kernels, self.stock = match, dict(kernels), type(match.module)
+        self.composition: Composition | None = match.compose()
+        self.calls, self.fallbacks, self.retired = 0, Counter[str](), ""
+        sizes = dict(match.parts[0].block.sizes)
+        weight = self.composition.parameters[match.parts[0].role][0]
+        self.device, self.device_type, self.dtype = weight.get_device(), weight.device.type, sizes["dtype"]
+        self.dims = 3 if match.kind == "layer" else None
+        self.width = child(match.module, match.layouts[0].norm)._parameters["weight"].shape[0] if match.kind == "layer" else sizes["k"]
+        paths = dict.fromkeys(path for part in match.parts for path in part.bypassed)
+        self.watched = tuple(_watch(match.module, path) for path in paths)
+        owned = dict.fromkeys(w for part in match.parts for w in part.weights)
+        self.parameters = tuple(_pin(child(match.module, path), path, name) for path, name in owned)
+        self.tuner = _tuner(match) if match.kind == "lora" else None
+
+    def retire(self, reason: str) -> str:
+        """Give up for good: drop every reference to what was replaced, and keep running the stock forward."""
+        self.retired, self.composition, self.watched, self.parameters, self.kernels = reason, None, (), (), {}
+        return reason
+
+    def choose(self, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Kernel] | str:
+        """Return the kernels for this call, or why it must be stock's. `state` is the module's `__dict__`."""
+        if self.retired:
+            return self.retired
+        if state["training"]:
+            return "training mode"
+        if len(args) != 1 or type(args[0]) is not Tensor:
+            return "arguments given by position or keyword in another way" if len(args) != 1 else f"input is a {type(args[0]).__name__}"
+        x = args[0]
+        shape = x.shape
+        kernels = self.kernels.get(x.numel() // self.width)
+        if kernels is None or shape[-1] != self.width or len(shape) != (self.dims or len(shape)):
+            return PREFILL if len(shape) == 3 and shape[1] > 1 else f"no kernel for {x.numel() // self.width} rows"
+        if x.get_device() != self.device or x.dtype is not self.dtype:
+            return f"input is {x.dtype} on {x.device}"
+        if _grad() and (x.requires_grad or any(p[2].requires_grad for p in self.parameters)):
+            return "gradients needed"
+        if _autocast(self.device_type):
+            return "autocast"
+        if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
+            return "global forward hooks"
+        if _dispatch_modes() or _tracing() is not None or _functorch() is not None:
+            return "a torch mode or transform is active"
+        if kwargs and (not KNOWN.issuperset(kwargs) or self.dims is None or kwargs.get("output_attentions")):
+            return _kwargs_reason(kwargs)
+        if (recorded := _collector()) and not SEEN_OUTSIDE.issuperset(recorded):
+            return "attentions or other inner outputs asked for"
+        for siblings, name, module, inner in self.watched:
+            if siblings.get(name) is not module:
+                return self.retire(f"{name} was replaced")
+            if (inner["_forward_hooks"] or inner["_forward_pre_hooks"]) and plain.foreign_hook(module):
+                return f"forward hook on {name}"
+            if "forward" in inner:
+                return f"{name} has a forward of its own"
+        for owner, name, p, pointer, label in self.parameters:
+            if owner.get(name) is not p:
+                return self.retire(f"{label} was replaced")
+            if p.data_ptr() != pointer:
+                return f"{label} has moved"
+        if self.tuner is not None and (reason := self.tuner.reason(state)):
+            return reason
+        return kernels
+
+
+def _watch(root: nn.Module, path: str) -> tuple[dict[str, Any], str, nn.Module, dict[str, Any]]:
+    parent, _, name = path.rpartition(".")
+    module = child(root, path)
+    return child(root, parent)._modules, name, module, module.__dict__
+
+
+def _pin(owner: nn.Module, path: str, name: str) -> tuple[dict[str, Any], str, Tensor, int, str]:
+    parameter = owner._parameters[name]
+    return owner._parameters, name, parameter, parameter.data_ptr(), f"{path}.{name}"
+
+
+def _kwargs_reason(kwargs: Mapping[str, Any]) -> str:
+    unknown = sorted(set(kwargs) - KNOWN)
+    return f"unknown argument {unknown[0]}" if unknown else "output_attentions" if kwargs.get("output_attentions") else "keyword arguments"
+
+
+class _tuner:
+    """The state of a PEFT layer that its kernel was made for, checked at each call."""
+
+    __slots__ = ("dropout", "many", "one", "scaling")
+
+    def __init__(self, match: Match):
+        module: Any = match.module
+        active = module._active_adapter
+        self.one = active if isinstance(active, str) else active[0]
+        self.many = [self.one]
+        self.scaling = module.scaling[self.one]
+        self.dropout = module.lora_dropout[self.one].__dict__
+
+    def reason(self, d: Mapping[str, Any]) -> str | None:
+        if d["_disable_adapters"]:
+            return "adapters disabled"
+        if d["merged_adapters"]:
+            return "adapter merged"
+        if d["_active_adapter"] != self.one and d["_active_adapter"] != self.many:
+            return "another adapter is active"
+        if d["scaling"].get(self.one) != self.scaling:
+            return "the adapter's scaling has changed"
+        if self.one in d.get("lora_variant", ()) or d.get("fan_in_fan_out") or not d.get("cast_input_dtype_enabled", True):
+            return "the adapter has become a variant"
+        if self.dropout["training"] and self.dropout.get("p", 0.0):
+            return "dropout is active"
+        return None

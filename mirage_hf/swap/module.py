@@ -1,0 +1,56 @@
+"""The class of a swapped module: a subclass of its stock class, guard in front, which copies and pickles as the stock one."""
+from __future__ import annotations
+
+import copyreg
+from functools import lru_cache, wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirage_hf.swap.guard import KEY
+
+_compiling = torch.compiler.is_compiling
+
+
+@lru_cache(maxsize=None)
+def swapped_class(stock: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of `stock` that runs kernels where its guard allows. One per class, with the class's own names."""
+    forward_of_stock = stock.forward
+
+    @wraps(forward_of_stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _compiling():  # torch.compile sees the stock module; counting here would recompile at each call
+            return forward_of_stock(self, *args, **kwargs)
+        state = self.__dict__
+        bound = state.get(KEY)
+        if bound is None:
+            return forward_of_stock(self, *args, **kwargs)
+        kernels = bound.choose(state, args, kwargs)
+        if type(kernels) is str:
+            bound.fallbacks[kernels] += 1
+            return forward_of_stock(self, *args, **kwargs)
+        bound.calls += 1
+        return bound.composition(kernels, args[0], kwargs)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
+        return _as_stock(super(swapped, self).__reduce_ex__(protocol), swapped, stock)
+
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    swapped = type(stock.__name__, (stock,), {**names, "forward": forward, "__reduce_ex__": __reduce_ex__})
+    return swapped
+
+
+def _as_stock(reduced: Any, swapped: type, stock: type) -> Any:
+    """A reduction that rebuilds the stock module, without what we keep in it: a copy must not run on the original's weights."""
+    make, args, state, *rest = reduced
+    if isinstance(state, dict):
+        state = {k: v for k, v in state.items() if k != KEY}
+    if make is copyreg.__newobj__ and args == (swapped,):  # type: ignore[attr-defined]
+        # pickle refuses this maker for an object of another class; the older one says the same without that check
+        return (copyreg._reconstructor, (stock, object, None), state, *rest)  # type: ignore[attr-defined]
+    return (make, tuple(stock if a is swapped else a for a in args), state, *rest)
+
+
+def is_swapped(module: nn.Module) -> bool:
+    return KEY in module.__dict__

@@ -1,0 +1,179 @@
+"""What a kernel should take on a GPU: bytes, instructions, launches and occupancy, as microseconds. Ranks; does not promise."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mirage_hf.codegen.plan import Plan
+from mirage_hf.graph.block import Stage
+from mirage_hf.graph.kernel import DTensor, KernelOp
+from mirage_hf.graph.ugraph import UGraph
+
+
+@dataclass(frozen=True)
+class Device:
+    """The numbers of a GPU that the model uses; bandwidths in bytes/s, rates in operations/s, times in µs."""
+
+    name: str
+    sm: int
+    sms: int
+    bandwidth: float
+    l2_bandwidth: float
+    lane_rate: float
+    mma_rate: float
+    launch_us: float = 1.16
+    latency_us: float = 1.5
+    """From the first load of a kernel to its last store when there is nothing to wait for but latency."""
+    flight_bytes: int = 32 * 1024
+    """Bytes of streamed inputs in flight per SM that fill the memory system."""
+    sm_bandwidth: float = 55e9
+    """Bytes/s that one SM can draw: fewer blocks than SMs cannot fill the memory system."""
+    l2_bytes: int = 60 << 20
+    shared_bytes: int = 227 * 1024
+    registers: int = 65536
+
+
+H200 = Device("NVIDIA H200", 90, 132, 4.47e12, 8e12, 132 * 128 * 1.7e9, 690e12)
+"""Measured: bandwidth, tensor-core rate, launch time (one machine, November 2026). Lanes: 4 × 32 a cycle and SM."""
+
+H100 = Device("NVIDIA H100", 90, 132, 3.0e12, 7e12, 132 * 128 * 1.7e9, 690e12, l2_bytes=50 << 20)
+A100 = Device("NVIDIA A100", 80, 108, 1.75e12, 4e12, 108 * 64 * 1.4e9, 280e12, l2_bytes=40 << 20, shared_bytes=163 * 1024)
+DEVICES = (H200, H100, A100)
+
+
+def device_named(name: str, sm: int) -> Device:
+    """The known device whose name begins `name`, else the known one nearest in compute capability."""
+    by_name = [d for d in DEVICES if name.startswith(d.name)]
+    return by_name[0] if by_name else min(DEVICES, key=lambda d: abs(d.sm - sm))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """An estimate for one launch, and what it was made of."""
+
+    us: float
+    bytes: int
+    """Bytes that must move between device memory and the chip."""
+    l2_bytes: int
+    """Bytes that all blocks together load."""
+    instructions: float
+    mma_flops: float
+    registers: int
+    """Registers a thread needs for tiles."""
+    shared: int
+    blocks_per_sm: int
+
+
+def tensor_bytes(t: DTensor) -> int:
+    """Bytes of the distinct elements of a tensor."""
+    return math.prod(d for d, s in zip(t.dims, t.strides, strict=True) if s) * t.dtype.itemsize
+
+
+def _loads(plan: Plan, stage: Stage) -> list[str]:
+    read = {a for op in stage.body for a in op.args} | {a.arg for a in stage.accumulators}
+    return [i.name for i in plan.block.inputs if i.name in read and stage.loop in i.axes]
+
+
+def _tile_bytes(plan: Plan, name: str) -> int:
+    i = plan.input[name]
+    return plan.numel(plan.block.input_axes(i)) * plan.dtype(i).itemsize
+
+
+def _running(plan: Plan, stage: Stage) -> int:
+    """Elements of a stage's accumulators inside its loop."""
+    def dims(out: str, arg: str) -> tuple[str, ...]:
+        return plan.block.carried[arg if plan.schedule.lazy and out not in plan.dots else out]
+    return sum(plan.numel(dims(a.out, a.arg)) for a in stage.accumulators)
+
+
+def registers(plan: Plan) -> int:
+    """Registers a thread spends on tiles: accumulators, what an iteration loads, and the largest value formed on the way."""
+    threads = 32 * plan.schedule.num_warps
+    most = 0.0
+    for stage in plan.block.stages:
+        walked = stage.loop if plan.walks else None
+        summed = {a.arg for a in stage.accumulators} if walked and plan.schedule.lazy else set()
+        formed = [plan.numel(op.axes) * (1.0 if op.over is None else 0.0) for op in stage.body
+                  if op.out not in plan.skipped and op.out not in summed]
+        loaded = (_loads(plan, stage) if walked else list(plan.input))
+        elements = sum(_tile_bytes(plan, i) / 4 for i in loaded if i not in plan.native) + max(formed, default=0.0)
+        most = max(most, elements + (_running(plan, stage) if walked else 0))
+    return math.ceil(most / threads)
+
+
+def shared_bytes(plan: Plan) -> int:
+    """Shared memory of a block: the loads of all but one iteration in flight."""
+    per_iteration = max((sum(_tile_bytes(plan, i) for i in _loads(plan, s)) for s in plan.block.stages if s.loop), default=0)
+    buffered = plan.schedule.num_stages if plan.walks and plan.schedule.num_stages > 1 else 1 if plan.dots else 0
+    return per_iteration * buffered
+
+
+def estimate(plan: Plan, device: Device = H200) -> Cost:
+    """Estimate one launch of a planned block graph."""
+    schedule, block = plan.schedule, plan.block
+    trips = plan.trips(plan.loop) if plan.loop else 1
+    moved = sum(tensor_bytes(plan.operands[s]) for s in {s for i in block.inputs for s in i.sources})
+    moved += sum(tensor_bytes(t) for t in plan.outputs)
+    in_loop = [sum(_tile_bytes(plan, i) for i in _loads(plan, s)) for s in block.stages if s.loop]
+    once = sum(_tile_bytes(plan, i.name) for i in block.inputs if not (plan.loop and plan.loop in i.axes))
+    block_bytes = (sum(in_loop) * trips if plan.walks else max(in_loop, default=0)) + once
+    l2 = block_bytes * plan.grid
+
+    work = 0.0
+    for stage in block.stages:
+        times = trips if stage.loop else 1
+        work += times * sum(plan.numel(plan.block.carried[str(op.args[0])] if op.over else op.axes) for op in stage.body
+                            if op.out not in plan.skipped and op.out not in plan.dots)
+        work += times * sum(plan.numel(plan.block.carried[a.arg]) for a in stage.accumulators if a.out not in plan.dots)
+        work += times * sum(plan.numel(block.input_axes(plan.input[i])) for i in _loads(plan, stage) if i not in plan.native)
+    instructions = work * plan.grid
+    flops = 0.0
+    for out, dot in plan.dots.items():
+        product = plan.numel(block.carried[dot.contraction.product])
+        looped = any(a.out == out for s in block.stages for a in s.accumulators)
+        flops += 2.0 * product * (trips if looped else 1) * plan.grid
+
+    threads = 32 * schedule.num_warps
+    regs, shared = registers(plan), shared_bytes(plan)
+    per_sm = max(1, min(32, 2048 // threads, device.registers // (threads * min(255, max(32, regs))), device.shared_bytes // (shared + 1024)))
+    streamed = sum(_tile_bytes(plan, i.name) for i in block.inputs if plan.is_streamed(i) and (plan.loop is None or plan.loop in i.axes))
+    ahead = schedule.num_stages - 1 if plan.walks and schedule.num_stages > 1 else 1
+    concurrent = min(plan.grid, device.sms * per_sm)
+    fill = min(1.0, concurrent * max(streamed, 256) * min(ahead, trips) / (device.sms * device.flight_bytes))
+    rate = min(device.bandwidth * max(fill, 0.02), device.sm_bandwidth * min(plan.grid, device.sms)) * _contiguity(plan)
+    busy = min(1.0, plan.grid / device.sms)
+    waves = plan.grid / (device.sms * per_sm)
+    tail = 1.0 + 0.3 * (math.ceil(waves) / waves - 1.0) if waves > 1 else 1.0
+    body = max(moved / rate, l2 / device.l2_bandwidth, instructions / (device.lane_rate * busy), flops / (device.mma_rate * busy))
+    us = device.launch_us + device.latency_us + tail * body * 1e6 * _detours(plan)
+    return Cost(us, moved, l2, instructions, flops, regs, shared, per_sm)
+
+
+def _contiguity(plan: Plan) -> float:
+    """How well the largest input's tile uses memory: 1 for runs of 1 KB or more, less for parts of a 128-byte line."""
+    big = max(plan.block.inputs, key=lambda i: plan.numel(plan.block.input_axes(i)) * plan.dtype(i).itemsize)
+    strides = plan.operands[big.sources[0]].strides
+    run = max((plan.tile(a) for a, s in zip(big.axes, strides, strict=True) if a and s == 1), default=1) * plan.dtype(big).itemsize
+    return max(0.25, min(1.0, run / 128)) * (0.95 + 0.05 * min(1.0, run / 1024))
+
+
+def _detours(plan: Plan) -> float:
+    """Small preferences among estimates that bandwidth makes equal."""
+    schedule = plan.schedule
+    through_shared = 1.02 if schedule.num_stages > 1 and not plan.dots else 1.0  # multiply-adds gain nothing from staging
+    reduced_each_step = 1.01 if plan.walks and not schedule.lazy and not plan.dots else 1.0
+    return through_shared * reduced_each_step * (1.02 if plan.dots else 1.0)
+
+
+def library_us(op: KernelOp, device: Device = H200) -> float:
+    """Estimate a library call: its operands and results once through memory, and a launch."""
+    tensors = [t for t in (*op.inputs, *op.outputs) if isinstance(t, DTensor)]
+    if op.name in ("reshape", "permute", "slice"):
+        return 0.0
+    flops = 2.0 * math.prod(op.outputs[0].dims) * tensors[0].dims[-1] if op.name == "matmul" else 0.0
+    return device.launch_us + device.latency_us + 1e6 * max(sum(map(tensor_bytes, tensors)) / (0.85 * device.bandwidth), flops / device.mma_rate)
+
+
+def ugraph_us(ugraph: UGraph, plans: dict[int, Plan], device: Device = H200) -> float:
+    """Estimate a µGraph; `plans` holds the plan of each block graph by its position among `ugraph.kernels.ops`."""
+    return sum(estimate(plans[n], device).us if n in plans else library_us(op, device) for n, op in enumerate(ugraph.kernels.ops))

@@ -1,0 +1,111 @@
+"""A user's restrictions on schedules: numbers of blocks, threads and loop trips, in Mirage's terms."""
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mirage_hf import errors
+from mirage_hf.codegen.plan import plan
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph.block import BlockGraph, Role
+from mirage_hf.graph.kernel import KernelOp
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.tune import space
+from mirage_hf.tune.cost import H200, Device, estimate
+
+_BASES = 24
+"""Schedules of the unrestricted space whose other choices are taken over."""
+
+
+@dataclass(frozen=True)
+class Restriction:
+    """Allowed numbers of blocks per grid dim (ones do not count), threads of a block, and trips of the loop; empty: any."""
+
+    griddims: tuple[tuple[int, ...], ...] = ()
+    threads: tuple[int, ...] = ()
+    franges: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(griddims: Iterable[Sequence[int]] | None, blockdims: Iterable[Sequence[int]] | None, franges: Iterable[int] | None) -> Restriction:
+        """Errors: SearchError for values that are not positive integers, or more than three dims."""
+        grids = tuple(_dims("griddims", d) for d in griddims or ())
+        threads = tuple(math.prod(_dims("blockdims", d)) for d in blockdims or ())
+        for t in threads:
+            if t % 32 or t & (t - 1) or t > 1024:
+                raise errors.SearchError(f"blockdims: {t} threads; a block has a power of two from 32 to 1024 of them")
+        return Restriction(tuple(tuple(n for n in g if n > 1) for g in grids), threads, _dims("franges", franges, 64) if franges else ())
+
+    def schedules(self, op: KernelOp, device: Device = H200) -> list[Schedule]:
+        """The schedules of a `customized` op that keep to the restriction, best estimate first; may be empty."""
+        assert op.block is not None
+        found: dict[Schedule, float] = {}
+        for base in space.schedules(op, device, _BASES):
+            for tiles in self._tiles(op.block, dict(base.tiles)):
+                for threads in self.threads or (32 * base.num_warps,):
+                    s = replace(base, tiles=tuple(tiles.items()), num_warps=threads // 32)
+                    try:
+                        planned = plan(op, s)
+                    except errors.CodegenError:
+                        continue
+                    cost = estimate(planned, device)
+                    if cost.registers <= space.REGISTER_BUDGET and cost.shared <= device.shared_bytes:
+                        found[s] = cost.us
+        return sorted(found, key=lambda s: (found[s], str(s)))
+
+    def scheduled(self, ugraphs: Sequence[UGraph]) -> tuple[UGraph, ...]:
+        """Those µGraphs that can keep to the restriction, each with its best such schedules.
+
+        Errors: SearchError when there are µGraphs and none can.
+        """
+        kept = []
+        for u in ugraphs:
+            choices = [self.schedules(op) for op in u.block_ops]
+            if all(choices):
+                kept.append(replace(u, schedules=tuple(c[0] for c in choices)))
+        if ugraphs and not kept:
+            wanted = ", ".join(f"{name}={list(value)}" for name, value in (("griddims", self.griddims), ("threads", self.threads), ("franges", self.franges)) if value)
+            axes = ", ".join(f"{a.name} {a.role.value} {a.size}" for a in ugraphs[0].block_ops[0].block.axes)  # type: ignore[union-attr]
+            raise errors.SearchError(f"no kernel keeps to {wanted}: tiles are powers of two and the axes are {axes}; allow other numbers")
+        return tuple(kept)
+
+    def _tiles(self, block: BlockGraph, base: dict[str, int]) -> Iterator[dict[str, int]]:
+        grid = block.named(Role.GRID)
+        loops = block.named(Role.LOOP)
+        for counts in self._counts(len(grid)):
+            tiles = dict(base)
+            fits = True
+            for axis, count in zip(grid, counts, strict=True) if counts is not None else ():
+                tile = -(-axis.size // count)
+                fits = fits and tile & (tile - 1) == 0 and -(-axis.size // tile) == count
+                tiles[axis.name] = tile
+            if not fits:
+                continue
+            for trips in self.franges if self.franges and loops else (None,):
+                if trips is not None:
+                    tile = -(-loops[0].size // trips)
+                    if tile & (tile - 1) or -(-loops[0].size // tile) != trips:
+                        continue
+                    tiles[loops[0].name] = tile
+                yield dict(tiles)
+
+    def _counts(self, axes: int) -> Iterator[tuple[int, ...] | None]:
+        if not self.griddims:
+            yield None
+            return
+        seen = set()
+        for dims in self.griddims:
+            if len(dims) <= axes:
+                for order in itertools.permutations((*dims, *[1] * (axes - len(dims)))):
+                    if order not in seen:
+                        seen.add(order)
+                        yield order
+
+
+def _dims(name: str, dims: Any, most: int = 3) -> tuple[int, ...]:
+    dims = tuple(dims) if isinstance(dims, Iterable) else (dims,)
+    if not 1 <= len(dims) <= most or any(not isinstance(d, int) or d < 1 for d in dims):
+        raise errors.SearchError(f"{name}: {dims!r} is not one to {most} positive integers")
+    return dims

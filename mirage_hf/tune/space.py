@@ -1,0 +1,134 @@
+"""The schedules worth trying for a block graph on a device: few, ranked by the cost model."""
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+
+from mirage_hf import errors
+from mirage_hf.codegen.plan import MMA_MIN, Plan, plan
+from mirage_hf.codegen.schedule import Schedule, next_power_of_two
+from mirage_hf.graph.block import Axis, BlockGraph, Role
+from mirage_hf.graph.kernel import DTensor, KernelOp
+from mirage_hf.tune.cost import H200, Device, estimate
+
+REGISTER_BUDGET = 160
+"""Registers a thread may spend on float32 tiles; beyond it tiles spill."""
+
+REPEAT = 0.05
+"""How much worse each further schedule with the same tiles counts when choosing which to try."""
+
+FMA_ROWS = 8
+"""Most rows that multiply-adds are tried for."""
+
+
+def schedules(op: KernelOp, device: Device = H200, limit: int = 256) -> list[Schedule]:
+    """The schedules of a `customized` op, best estimate first; both kinds of product are kept where both apply.
+
+    Errors: CodegenError when the block graph has no kernel at all.
+    """
+    return list(_ranked(op, device)[:limit])
+
+
+def default_schedule(op: KernelOp, device: Device = H200) -> Schedule:
+    """The cost model's first choice."""
+    return schedules(op, device, 1)[0]
+
+
+@lru_cache(maxsize=256)
+def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
+    assert op.block is not None
+    costs: dict[Schedule, float] = {}
+    reason: errors.CodegenError | None = None
+    for schedule in _candidates(op.block, op):
+        try:
+            planned = plan(op, schedule)
+        except errors.CodegenError as e:
+            reason = e
+            continue
+        if schedule.mma and not planned.dots:
+            continue
+        cost = estimate(planned, device)
+        if cost.registers <= REGISTER_BUDGET and cost.shared <= device.shared_bytes and _busy(planned):
+            costs[schedule] = cost.us
+    if not costs:
+        fallback = _smallest(op.block)
+        try:
+            plan(op, fallback)
+        except errors.CodegenError as e:
+            raise reason or e from None
+        return (fallback,)
+    # the best of each set of tiles before the second best of any: what the model cannot see differs most between tiles
+    effective: dict[Schedule, float] = {}
+    seen: Counter[tuple[bool, tuple[tuple[str, int], ...]]] = Counter()
+    for s in sorted(costs, key=lambda s: (costs[s], str(s))):
+        effective[s] = costs[s] * (1 + REPEAT * seen[s.mma, s.tiles])
+        seen[s.mma, s.tiles] += 1
+    ranked = sorted(effective, key=effective.__getitem__)
+    kinds = [[s for s in ranked if s.mma == mma] for mma in (False, True)]
+    kinds.sort(key=lambda kind: effective[kind[0]] if kind else math.inf)
+    # two schedules of the likelier kind for each of the other, so that a wrong estimate costs time and not the result
+    first, second = kinds
+    mixed: list[Schedule] = []
+    while first or second:
+        mixed += first[:2] + second[:1]
+        first, second = first[2:], second[1:]
+    return tuple(mixed)
+
+
+def _busy(p: Plan) -> bool:
+    """Whether every thread has something to load in an iteration."""
+    biggest = max((p.numel(p.block.input_axes(i)) for i in p.block.inputs), default=1)
+    return biggest >= min(32 * p.schedule.num_warps, 128)
+
+
+def _smallest(block: BlockGraph) -> Schedule:
+    """The schedule of last resort: one element of each grid axis, short loops."""
+    tiles = {a.name: 1 if a.role is Role.GRID else next_power_of_two(a.size) if a.role is Role.TILE else min(32, next_power_of_two(a.size))
+             for a in block.axes}
+    return Schedule(tuple(tiles.items()), lazy=False)
+
+
+def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:
+    operands = tuple(t for t in op.inputs if isinstance(t, DTensor))
+    big = max(block.inputs, key=lambda i: sum(math.prod(operands[s].dims) for s in i.sources))
+    products = [(set(block.carried[c.a]) - {c.over}, set(block.carried[c.b]) - {c.over}) for c in block.contractions.values()]
+    for mma in (False, True) if products else (False,):
+        choices = [(_tiles(block, a, big.axes, products, mma)) for a in block.axes]
+        if any(not c for c in choices):
+            continue
+        names = [a.name for a in block.axes]
+        for tiles in itertools.product(*choices):
+            named = tuple(zip(names, tiles, strict=True))
+            if mma:
+                for warps, stages in itertools.product((4, 8), (2, 3, 4, 6)):
+                    yield Schedule(named, mma=True, num_warps=warps, num_stages=stages)
+                if max(tiles) >= 64:
+                    yield Schedule(named, mma=True, weights_first=False, num_warps=4, num_stages=3)
+            else:
+                walks = any(t < a.size for a, t in zip(block.axes, tiles, strict=True) if a.role is Role.LOOP)
+                for warps, stages, lazy in itertools.product((1, 2, 4, 8), (1, 3) if walks else (1,), (True, False) if walks else (True,)):
+                    yield Schedule(named, lazy=lazy, num_warps=warps, num_stages=stages)
+
+
+def _tiles(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: list[tuple[set[str], set[str]]], mma: bool) -> tuple[int, ...]:
+    """The tiles to try for one axis; empty when this kind of kernel does not suit it."""
+    whole = next_power_of_two(a.size)
+    multiplied = any(a.name in x ^ y for x, y in products)
+    summed = any(c.over == a.name for c in block.contractions.values())
+    if a.role is Role.TILE:
+        return (max(whole, MMA_MIN),) if mma and (multiplied or summed) and a.size > 1 else (whole,)
+    if a.role is Role.LOOP:
+        tiles = (32, 64, 128, 256) if mma else (32, 64, 128, 256, 512, 1024, 2048, 4096)
+        return tuple(t for t in tiles if t <= whole) or (max(whole, MMA_MIN) if mma else whole,)
+    if products and not multiplied:  # a batch: every product has it on both sides, or on none
+        return (1,)
+    if a.name not in big:  # rows: each tile of the largest input is read for all of them at once
+        if mma:
+            return tuple(t for t in (16, 32, 64, 128) if t <= max(whole, MMA_MIN)) if a.size <= 16 or whole > 16 else (16,)
+        return (whole,) if whole <= FMA_ROWS else ()
+    if mma:
+        return tuple(t for t in (16, 32, 64, 128) if t <= max(whole, MMA_MIN))
+    return tuple(t for t in (1, 2, 4, 8, 16, 32, 64, 128) if t <= whole)

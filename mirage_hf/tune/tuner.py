@@ -1,0 +1,191 @@
+"""Choosing: searched µGraphs × ranked schedules, and always the library path, compiled in parallel, checked, timed."""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mirage_hf import errors
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph.kernel import KernelGraph, KernelOp
+from mirage_hf.graph.ugraph import UGraph, library_ugraph
+from mirage_hf.tune import measure, space
+from mirage_hf.tune.cost import H200, Device, device_named, estimate, library_us
+from mirage_hf.tune.measure import Run, Timing
+from mirage_hf.verify.numeric import NumericCheck
+from mirage_hf.verify.verdict import Accepted, Refused
+
+Progress = Callable[[int, int, str], Any]
+"""Called as progress(done, total, what)."""
+
+Schedules = Callable[[KernelOp, Device], Sequence[Schedule]]
+"""The schedules to try for an op on a device, best first."""
+
+Space = Callable[[KernelOp, Device], list[Schedule]]
+
+RANKED, MEASURED, REFUSED = "ranked", "measured", "refused"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A µGraph with a schedule for each of its block graphs, and what became of it.
+
+    status: "ranked" (by the cost model only), "measured", or "refused" with a `reason` (does not compile, wrong numbers).
+    """
+
+    ugraph: UGraph
+    schedules: tuple[Schedule, ...]
+    estimate_us: float
+    status: str = RANKED
+    reason: str = ""
+    timing: Timing | None = None
+
+    @property
+    def us(self) -> float:
+        return self.timing.us if self.timing else self.estimate_us
+
+    @property
+    def is_library(self) -> bool:
+        return not self.ugraph.is_fused
+
+    def to_dict(self) -> dict[str, Any]:
+        timing = {"us": self.timing.us, "low": self.timing.low, "high": self.timing.high} if self.timing else {}
+        return {"kernels": self.ugraph.num_kernels, "schedules": [s.to_dict() for s in self.schedules], "status": self.status,
+                "reason": self.reason, "estimate_us": round(self.estimate_us, 3), **timing}
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What was tried for one program on one device, best first. Times in µs; estimates where nothing was measured."""
+
+    device: str
+    best: Candidate
+    best_searched: Candidate | None
+    """The best with a generated kernel, kept where the library wins too; None when every one was refused."""
+    library: Candidate
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def measured(self) -> bool:
+        return self.best.timing is not None
+
+    def ugraphs(self) -> tuple[UGraph, ...]:
+        """Every µGraph that was not refused, once, at its best schedules, best first."""
+        best: dict[int, UGraph] = {}
+        for c in self.candidates:
+            if c.status != REFUSED:
+                best.setdefault(id(c.ugraph.kernels), replace(c.ugraph, schedules=c.schedules) if c.schedules else c.ugraph)
+        return tuple(best.values())
+
+    def ugraphs(self) -> tuple[UGraph, ...]:
+        """Each µGraph once, with its best schedules, best first, the library path among them; refused ones are left out."""
+        best: dict[int, UGraph] = {}
+        for c in self.candidates:
+            if c.status != REFUSED and id(c.ugraph) not in best:
+                best[id(c.ugraph)] = replace(c.ugraph, schedules=c.schedules or None)
+        return tuple(best.values())
+
+    def program(self) -> triton.Program:
+        """The generated program of the winner."""
+        return triton.generate(self.best.ugraph, self.best.schedules)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"device": self.device, "best_us": self.best.us, "best_is_library": self.best.is_library, "library_us": self.library.us,
+                "searched_us": self.best_searched.us if self.best_searched else None, "candidates": [c.to_dict() for c in self.candidates]}
+
+
+def rank(ugraphs: Sequence[UGraph], device: Device | None = None, per_graph: int = 32, schedules: Space | None = None) -> list[Candidate]:
+    """Candidates by the cost model alone, best estimate first, the library path among them; needs no GPU.
+
+    Errors: CodegenError when a block graph has no kernel at all.
+    """
+    model = device or H200
+    found = [_library(ugraphs[0].program, model)] if ugraphs else []
+    for ugraph in ugraphs:
+        if ugraph.is_fused:
+            found += itertools.islice(_scheduled(ugraph, model, schedules or _space), per_graph)
+    return sorted(found, key=lambda c: c.estimate_us)
+
+
+def _library(program: KernelGraph, model: Device) -> Candidate:
+    library = library_ugraph(program)
+    return Candidate(library, (), sum(library_us(op, model) for op in program.ops))
+
+
+def _space(op: KernelOp, model: Device) -> list[Schedule]:
+    return space.schedules(op, model, limit=256)
+
+
+def _scheduled(ugraph: UGraph, model: Device, schedules: Space) -> Iterator[Candidate]:
+    """Schedules in ranked order; the n-th best of every block graph together."""
+    ranked = [schedules(op, model) for op in ugraph.block_ops]
+    rest = sum(library_us(op, model) for op in ugraph.kernels.ops if op.block is None)
+    for n in range(max(map(len, ranked))):
+        chosen = tuple(r[min(n, len(r) - 1)] for r in ranked)
+        own = sum(estimate(triton.plan(op, s), model).us for op, s in zip(ugraph.block_ops, chosen, strict=True))
+        yield Candidate(ugraph, chosen, own + rest)
+
+
+def tune(ugraphs: Sequence[UGraph], *, device: torch.device | str = "cuda", progress: Progress | None = None, per_graph: int = 24,
+         replays: int = 15, schedules: Space | None = None) -> TuneResult:
+    """Measure candidates for one program on a GPU; `ugraphs` all compute the same program. `schedules` gives the ranked
+    schedules of a block graph's op, by default the whole space.
+
+    Errors: CodegenError when there is no µGraph; a candidate that fails is refused with a reason, never raised.
+    """
+    if not ugraphs:
+        raise errors.CodegenError("tune: no µGraph given; search first, or pass library_ugraph(program)")
+    device = torch.device(device)
+    if device.type != "cuda":
+        candidates = rank(ugraphs, per_graph=per_graph, schedules=schedules)
+        return _result("cost model (no GPU)", candidates)
+    say = progress or (lambda done, total, what: None)
+    with torch.cuda.device(device), torch.no_grad():
+        properties = torch.cuda.get_device_properties(device)
+        sm = 10 * properties.major + properties.minor
+        candidates = rank(ugraphs, device_named(properties.name, sm), per_graph, schedules)
+        programs = [triton.generate(c.ugraph, c.schedules) for c in candidates]
+        say(0, len(candidates), "compiling")
+        compiled = compiler.compile_all(programs, sm)
+        check = NumericCheck(candidates[0].ugraph.program, device)
+        sets = measure.cold_inputs(candidates[0].ugraph.program, device)
+        tried = []
+        for n, (candidate, program, outcome) in enumerate(zip(candidates, programs, compiled, strict=True)):
+            say(n, len(candidates), "measuring")
+            tried.append(_try(candidate, program, outcome, check, sets, replays))
+        say(len(candidates), len(candidates), "done")
+        return _result(properties.name, tried)
+
+
+def _try(candidate: Candidate, program: triton.Program, outcome: Any, check: NumericCheck, sets: Sequence[list[torch.Tensor]],
+         replays: int) -> Candidate:
+    if isinstance(outcome, errors.CodegenError):
+        return replace(candidate, status=REFUSED, reason=str(outcome).splitlines()[0])
+    run = compiler.load(program.source, program.digest).run
+    try:
+        verdict = Accepted() if candidate.is_library else check.judge(run)
+        if isinstance(verdict, Refused):
+            return replace(candidate, status=REFUSED, reason=verdict.reason)
+        return replace(candidate, status=MEASURED, timing=measure.time_run(run, sets, replays))
+    except Exception as e:  # out of registers or shared memory is known only at launch
+        torch.cuda.synchronize()
+        return replace(candidate, status=REFUSED, reason=f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
+
+
+def _result(device: str, candidates: Sequence[Candidate]) -> TuneResult:
+    order = {MEASURED: 0, RANKED: 1, REFUSED: 2}
+    ranked = tuple(sorted(candidates, key=lambda c: (order[c.status], c.us)))
+    usable = [c for c in ranked if c.status != REFUSED]
+    library = next(c for c in ranked if c.is_library)
+    searched = next((c for c in usable if not c.is_library), None)
+    return TuneResult(device, usable[0] if usable else library, searched, library, ranked)
+
+
+def run_of(program: triton.Program) -> Run:
+    """The `run` function of a generated program."""
+    return compiler.load(program.source, program.digest).run

@@ -1,0 +1,360 @@
+"""Time `model.generate()` beside its rivals: one process, one set of weights, taking turns, medians and spread.
+
+    python scripts/bench_generate.py --model llama-3.2-1b --prompt 128 --new 128 --batch 1 --json out.json
+
+Peers:
+  eager     HF's generate as it comes (DynamicCache)
+  static    HF's generate with cache_implementation="static", which compiles by itself
+  compile   only the step: torch.compile max-autotune, captured in a CUDA graph with a static cache and argmax
+  ours      generate after mirage_hf.optimize()
+and the floor: bytes of weights that a step must read / 4.47 TB/s (an embedding table left out, a tied head counted once).
+
+`ms_per_token` counts everything: the whole call over the new tokens, prefill and preparation included. `step_ms` is the time
+between later tokens as a streamer sees them, `first_token_ms` that until the first. Weights are random: tokens mean
+nothing, times and rounding do.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from configs import MODELS, floor_bytes, random_model
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.generation.streamers import BaseStreamer
+
+BYTES_PER_SECOND = 4.47e12
+PEERS = ("eager", "static", "compile", "ours")
+
+
+@dataclass
+class Measured:
+    """One peer's numbers, in ms; every number with the spread of its runs. `failed` says why there are none."""
+
+    setup_s: float = 0.0
+    ms_per_token: dict[str, float] = field(default_factory=dict)
+    first_token_ms: dict[str, float] = field(default_factory=dict)
+    step_ms: dict[str, float] = field(default_factory=dict)
+    peak_mib_over_weights: float = 0.0
+    failed: str = ""
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values)} if values else {}
+
+
+class Clock(BaseStreamer):
+    """Notes when each token reaches the host. The first put is the prompt."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.at.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def random_ids(model: PreTrainedModel, batch: int, length: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator(model.device).manual_seed(seed)
+    return torch.randint(model.config.vocab_size, (batch, length), device=model.device, generator=generator)
+
+
+def sync(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the body after `seconds`."""
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"took more than {seconds:.0f} s")
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A second model over the same weights."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+
+
+# -- the peers: each is set up once and then called; a call makes `new` tokens ------------------------------------------
+
+def generate_with(model: PreTrainedModel, ids: torch.Tensor, new: int, **options: Any) -> Callable[..., torch.Tensor]:
+    mask = torch.ones_like(ids)
+
+    def call(streamer: BaseStreamer | None = None) -> torch.Tensor:
+        return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False, streamer=streamer, **options)
+    return call
+
+
+def compiled_step(model: PreTrainedModel, ids: torch.Tensor, new: int) -> Callable[[], None]:
+    """Replays of one captured step at growing lengths. The prompt is already in the cache; every call starts after it again."""
+    prompt = ids.shape[1]
+    cache = StaticCache(config=model.config, max_cache_len=prompt + new)
+    forward = torch.compile(model.forward, mode="max-autotune-no-cudagraphs", dynamic=False)
+    with torch.no_grad():
+        token = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        position = torch.full((ids.shape[0], 1), prompt, device=ids.device)
+        lengths = [layer.cumulative_length for layer in cache.layers]
+
+        def step() -> None:
+            logits = forward(input_ids=token, position_ids=position, past_key_values=cache, use_cache=True).logits
+            token.copy_(logits[:, -1:].argmax(-1))
+            position.add_(1)
+
+        def rewind() -> None:
+            position.fill_(prompt)
+            for length in lengths:
+                length.fill_(prompt)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+                rewind()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+
+    def call() -> None:
+        rewind()
+        for _ in range(new - 1):  # the first token comes from the prefill
+            graph.replay()
+    return call
+
+
+def ours(model: PreTrainedModel, ids: torch.Tensor, new: int, batch: int, tune: str) -> tuple[Callable[..., torch.Tensor], PreTrainedModel]:
+    import mirage_hf as mi
+    fast = mi.optimize(twin(model), batch_sizes=(batch,), tune=tune)
+    return generate_with(fast, ids, new), fast
+
+
+# -- measuring ----------------------------------------------------------------------------------------------------------
+
+def timed_call(call: Callable[[], Any], device: torch.device) -> float:
+    sync(device)
+    started = time.perf_counter()
+    call()
+    sync(device)
+    return (time.perf_counter() - started) * 1e3
+
+
+def measure(calls: dict[str, Callable[..., Any]], results: dict[str, Measured], args: argparse.Namespace, device: torch.device) -> None:
+    """Let the peers take turns, `args.rounds` times."""
+    totals: dict[str, list[float]] = {name: [] for name in calls}
+    firsts: dict[str, list[float]] = {name: [] for name in calls}
+    steps: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(args.rounds):
+        for name, call in calls.items():
+            totals[name].append(timed_call(call, device))
+            if name == "compile":
+                continue
+            clock = Clock()
+            sync(device)
+            started = time.perf_counter()
+            call(streamer=clock)
+            tokens = clock.at[1:] if len(clock.at) > args.new else clock.at
+            firsts[name].append((tokens[0] - started) * 1e3)
+            if len(tokens) > 1:
+                steps[name].append((tokens[-1] - tokens[0]) * 1e3 / (len(tokens) - 1))
+    for name in calls:
+        r = results[name]
+        if name == "compile":
+            r.step_ms = spread([t / (args.new - 1) for t in totals[name]])
+        else:
+            r.ms_per_token = spread([t / args.new for t in totals[name]])
+            r.first_token_ms, r.step_ms = spread(firsts[name]), spread(steps[name])
+
+
+def share_in_searched_kernels(call: Callable[[], Any], names: tuple[str, ...], new: int) -> dict[str, Any]:
+    """Where one generate spends GPU time: the part in kernels that the search found, and the longest kernels of all."""
+    from torch.profiler import ProfilerActivity, profile
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    times: dict[str, float] = {}
+    for event in seen.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name] = times.get(event.name, 0.0) + event.time_range.elapsed_us()
+    total = sum(times.values())
+    searched = sum(t for name, t in times.items() if name.startswith(names))
+    longest = sorted(times.items(), key=lambda item: -item[1])[:12]
+    return {"share": searched / total if total else 0.0, "searched_us_per_token": searched / new, "gpu_us_per_token": total / new,
+            "longest_us_per_token": {name[:100]: t / new for name, t in longest}}
+
+
+@torch.no_grad()
+def closeness(model: PreTrainedModel, fast: PreTrainedModel, ids: torch.Tensor, tokens: int = 16) -> dict[str, float]:
+    """Distances of logits from a float32 run, for stock and for ours, over decoding steps fed with the same tokens."""
+    given = random_ids(model, ids.shape[0], tokens, seed=1)
+
+    def logits(m: PreTrainedModel) -> torch.Tensor:
+        cache = DynamicCache(config=m.config)
+        m(input_ids=ids, past_key_values=cache, use_cache=True)
+        return torch.cat([m(input_ids=given[:, i:i + 1], past_key_values=cache, use_cache=True).logits.float() for i in range(tokens)], 1)
+
+    stock, mine = logits(model), logits(fast)
+    wide = copy.deepcopy(model).float()
+    exact = logits(wide)
+    del wide
+    found = {}
+    for who, seen in (("stock", stock), ("ours", mine)):
+        far = seen - exact
+        found |= {f"{who}_max": far.abs().max().item(), f"{who}_rms": far.square().mean().sqrt().item()}
+    same = (stock.argmax(-1) == mine.argmax(-1)).float().mean().item()
+    return found | {"rms_ratio": found["ours_rms"] / found["stock_rms"], "same_top1": same}
+
+
+# -- one model ----------------------------------------------------------------------------------------------------------
+
+def bench(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    model = random_model(name, device, layers=args.layers)
+    ids = random_ids(model, args.batch, args.prompt, seed=0)
+    weights = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    floor = floor_bytes(model)
+    results = {peer: Measured() for peer in args.peers}
+    calls: dict[str, Callable[..., Any]] = {}
+    report: dict[str, Any] = {"model": name, "layers": model.config.num_hidden_layers, "batch": args.batch, "prompt": args.prompt,
+                              "new": args.new, "dtype": "bfloat16", "floor_ms": floor / BYTES_PER_SECOND * 1e3, "weight_bytes": floor}
+    fast = None
+    for peer in args.peers:
+        say(f"{name}: setting up {peer}")
+        started = time.perf_counter()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            with within(args.cap):
+                if peer == "ours":
+                    calls[peer], fast = ours(model, ids, args.new, args.batch, args.tune)
+                    report["optimize_s"] = time.perf_counter() - started
+                    report["optimize_mib"] = (torch.cuda.memory_allocated() - weights) / 2**20 if device.type == "cuda" else 0.0
+                    report["report"] = str(fast.mirage.report).splitlines()
+                elif peer == "compile":
+                    if device.type != "cuda":
+                        raise RuntimeError("needs a GPU")
+                    calls[peer] = compiled_step(twin(model), ids, args.new)
+                else:
+                    options = {"cache_implementation": "static"} if peer == "static" else {}
+                    calls[peer] = generate_with(twin(model), ids, args.new, **options)
+                for _ in range(2):
+                    calls[peer]()
+                sync(device)
+        except Exception as e:  # a rival that fails is a line in the table, not the end of the run
+            if args.strict:
+                raise
+            calls.pop(peer, None)
+            results[peer].failed = f"{type(e).__name__}: {str(e)[:300]}"
+            say(f"{name}: {peer} failed, {results[peer].failed}")
+        results[peer].setup_s = time.perf_counter() - started
+        if device.type == "cuda":
+            results[peer].peak_mib_over_weights = (torch.cuda.max_memory_allocated() - weights) / 2**20
+    say(f"{name}: timing {', '.join(calls)}")
+    clocks = gpu_state()
+    measure(calls, results, args, device)
+    report |= {"peers": {peer: asdict(r) for peer, r in results.items()}, "gpu_before": clocks, "gpu_after": gpu_state()}
+    if fast is not None and "ours" in calls:
+        if "eager" in calls:
+            a, b = calls["eager"](), calls["ours"]()
+            same = (a == b)[:, args.prompt:].all(0)
+            report["same_tokens_as_eager"] = int(same.long().cumprod(0).sum())
+        if device.type == "cuda":
+            report["searched"] = share_in_searched_kernels(calls["ours"], tuple(args.kernel_names), args.new)
+        say(f"{name}: comparing logits with float32")
+        report["logits"] = closeness(model, fast, ids)
+    return report
+
+
+def gpu_state() -> dict[str, str]:
+    fields = ("name", "driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "clocks_event_reasons.active")
+    try:
+        line = subprocess.run(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"], text=True, capture_output=True,
+                              timeout=10, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return {}
+    return dict(zip(fields, (v.strip() for v in line.split(",")), strict=False))
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as lines for people."""
+    lines = [f"{report['model']}, batch {report['batch']}, prompt {report['prompt']}, {report['new']} new tokens: "
+             f"floor {report['floor_ms']:.3f} ms/token",
+             f"{'peer':<10}{'ms/token':>10}{'min..max':>18}{'step ms':>10}{'first ms':>10}{'set-up s':>10}{'MiB more':>10}"]
+    for peer, r in report["peers"].items():
+        if r["failed"]:
+            lines.append(f"{peer:<10}{r['failed']}")
+            continue
+        each = r["ms_per_token"] or r["step_ms"]
+        shown = f"{each['median']:10.3f}" if r["ms_per_token"] else f"{'(step)':>10}"
+        first = f"{r['first_token_ms']['median']:10.2f}" if r["first_token_ms"] else f"{'-':>10}"
+        step = f"{r['step_ms']['median']:10.3f}" if r["step_ms"] else f"{'-':>10}"
+        between = f"{each['min']:.3f}..{each['max']:.3f}"
+        lines.append(f"{peer:<10}{shown}{between:>18}{step}{first}{r['setup_s']:10.1f}{r['peak_mib_over_weights']:10.0f}")
+    if "searched" in report:
+        s = report["searched"]
+        lines.append(f"GPU time in searched kernels: {s['share']:.1%} of {s['gpu_us_per_token']:.0f} µs a token")
+    if "logits" in report:
+        d = report["logits"]
+        lines.append(f"logits, distance from float32 (rms, max): stock {d['stock_rms']:.4g}, {d['stock_max']:.4g}; "
+                     f"ours {d['ours_rms']:.4g}, {d['ours_max']:.4g}")
+    return "\n".join(lines)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3.2-1b", help=f"one or more of {', '.join(MODELS)}, with commas")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--new", type=int, default=128, help="tokens, 2 or more")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--peers", type=lambda s: tuple(s.split(",")), default=PEERS, help="default: eager,static,compile,ours")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each peer")
+    parser.add_argument("--cap", type=float, default=150.0, help="seconds that setting up one peer may take")
+    parser.add_argument("--layers", type=int, help="a model cut down to so many layers")
+    parser.add_argument("--tune", default="auto", choices=("auto", "never", "full"))
+    parser.add_argument("--kernel-names", nargs="*", default=("mirage",), help="how names of searched kernels begin")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="write all numbers there")
+    parser.add_argument("--strict", action="store_true", help="stop at a peer that fails")
+    args = parser.parse_args()
+    unknown = set(args.peers) - set(PEERS)
+    if unknown or args.new < 2:
+        parser.error(f"unknown peers {', '.join(unknown)}; there are {', '.join(PEERS)}" if unknown else "--new must be 2 or more")
+    from mirage_hf.zoo.machine import this_machine
+    reports = []
+    for name in args.model.split(","):
+        reports.append(bench(name, args, torch.device(args.device)))
+        print(table(reports[-1]), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps({"machine": this_machine(), "argv": sys.argv[1:], "reports": reports}, indent=1) + "\n")
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

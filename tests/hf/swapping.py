@@ -1,0 +1,122 @@
+"""Tiny models of many families, and kernels that are their programs run op by op: swapping is tested apart from search."""
+from __future__ import annotations
+
+import copy
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import nn
+
+try:
+    import mirage_hf.kernels
+except ImportError:  # the resolver is built apart from the swap
+    stub = types.ModuleType("mirage_hf.kernels")
+    stub.resolve = None
+    sys.modules["mirage_hf.kernels"] = stub
+    import mirage_hf
+    mirage_hf.kernels = stub
+
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.ugraph import library_ugraph
+
+torch.set_num_threads(1)
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.15)
+WINDOW = 9
+FOUR = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """Return a random model of a family in eval mode; norm weights and biases random too. Sliding windows are WINDOW wide."""
+    s = {**SIZES, **changes}
+    kinds = {
+        "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**s)),
+        "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**s, sliding_window=WINDOW)),
+        "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**s)),
+        "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(
+            **s, head_dim=8, use_sliding_window=True, sliding_window=WINDOW,
+            layer_types=["full_attention", "sliding_attention", "full_attention"])),
+        "gemma": lambda: tf.GemmaForCausalLM(tf.GemmaConfig(**s, head_dim=8)),
+        "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**s, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8)),
+        "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**s)),
+        "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**s)),
+        "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**s, residual_multiplier=0.22)),
+        "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**s, num_local_experts=2)),
+    }
+    torch.manual_seed(seed)
+    model = kinds[family]().eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() == 1:
+                p.add_(0.2 * torch.randn_like(p))
+    model.generation_config.eos_token_id = None
+    return model.to(dtype)
+
+
+@dataclass
+class Resolved:
+    """What `mirage_hf.kernels.resolve` returns, computed by the program itself. `scale` ≠ 1 makes a wrong kernel."""
+
+    program: Any
+    is_fused: bool = True
+    scale: float = 1.0
+    source: str = "cache"
+    seconds: float = 0.0
+    time_us: float | None = None
+    library_us: float | None = None
+    error_bound: float = 1e-30
+    digest: str = "0" * 8
+    candidates: int = 1
+
+    @property
+    def ugraph(self) -> Any:
+        return library_ugraph(self.program)
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        for t, x in zip(self.program.inputs, inputs, strict=True):
+            assert tuple(x.shape) == t.dims and x.dtype == t.dtype, (t, x.shape, x.dtype)
+            assert all(a == b for a, b, d in zip(x.stride(), t.strides, t.dims, strict=True) if d > 1), (t, x.stride())
+        return [y * self.scale if self.scale != 1 else y for y in run_kernel_graph(self.program, inputs)]
+
+
+def prompt(batch: int = 1, length: int = 7, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 99, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def decode_logits(model: Any, batch: int = 1, steps: int = 4, **kwargs: Any) -> torch.Tensor:
+    """Logits of a prefill and some single-token steps with a dynamic cache."""
+    ids, outputs = prompt(batch, 6, seed=5), []
+    with torch.no_grad():
+        out = model(ids, use_cache=True, **kwargs)
+        for step in range(steps):
+            outputs.append(out.logits[:, -1])
+            token = prompt(batch, 1, seed=10 + step)
+            out = model(token, past_key_values=out.past_key_values, use_cache=True, **kwargs)
+    return torch.stack([*outputs, out.logits[:, -1]])
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """All that restore() must bring back: classes, dictionaries, weights, addresses."""
+    return {
+        "classes": {n: type(m) for n, m in model.named_modules()},
+        "dicts": {n: {k: v for k, v in m.__dict__.items() if not isinstance(v, dict)} for n, m in model.named_modules()},
+        "keys": {n: set(m.__dict__) for n, m in model.named_modules()},
+        "state": {k: v.clone() for k, v in model.state_dict().items()},
+        "pointers": {k: v.data_ptr() for k, v in model.state_dict().items()},
+    }
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    exact = all(a[k] == b[k] for k in ("classes", "dicts", "keys", "pointers"))
+    return exact and a["state"].keys() == b["state"].keys() and all(torch.equal(v, b["state"][k]) for k, v in a["state"].items())
+
+
+def twin_of(model: Any) -> Any:
+    return copy.deepcopy(model)

@@ -1,0 +1,173 @@
+"""Matching: the four families in full, others in the parts that a probe proves, and a reason for every "no"."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from swapping import FOUR, tiny
+from torch import nn
+
+from mirage_hf.match.matcher import match
+from mirage_hf.match.pattern import Rejected
+from mirage_hf.match.probe import Probes
+from mirage_hf.patterns import PATTERNS
+
+ALL = list(PATTERNS)
+
+
+def found(model: nn.Module, patterns: list[str] = ALL) -> dict[str, list[str]]:
+    return {m.name: [p.role for p in m.parts] for m in match(model, patterns)[0]}
+
+
+def reasons(model: nn.Module, module: str) -> str:
+    return "; ".join(r.reason for r in match(model, ALL)[1] if r.name == module)
+
+
+@pytest.mark.parametrize("family", FOUR)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_four_families_match_in_full(family: str, dtype: torch.dtype) -> None:
+    model = tiny(family, dtype=dtype)
+    assert found(model) == {f"model.layers.{i}": ["qkv", "out", "gated", "down"] for i in range(3)}
+    sizes = dict(match(model, ALL)[0][0].parts[0].block.sizes)
+    assert sizes["n"] == (32, 16, 16) and sizes["dtype"] is dtype and sizes["bias"] is (family == "qwen2")
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_attention_backends_match(implementation: str) -> None:
+    assert len(found(tiny("qwen3", attn_implementation=implementation))) == 3
+
+
+def test_patterns_can_be_chosen() -> None:
+    assert found(tiny("llama"), ["gated_mlp"])["model.layers.0"] == ["gated"]
+    assert found(tiny("llama"), ["lora"]) == {}
+
+
+@pytest.mark.parametrize(("family", "parts", "reason"), [
+    ("gemma", {"model.layers.0": ["out", "gated", "down"]}, "input_layernorm (GemmaRMSNorm) is not x / sqrt(mean(x²) + eps) · w: off by"),
+    ("gemma2", {"model.layers.0.mlp": ["gated"]}, "has pre_feedforward_layernorm, post_feedforward_layernorm too"),
+    ("olmo2", {"model.layers.0.mlp": ["gated"]}, "has no input_layernorm"),
+    ("phi3", {"model.layers.0": ["out", "down"]}, "has no q_proj (it has o_proj, qkv_proj)"),
+    ("granite", {"model.layers.0.mlp": ["gated"]}, "residual_multiplier"),
+    ("mixtral", {"model.layers.0": ["qkv", "out"]}, "has no gate_proj (it has gate, experts)"),
+])
+def test_other_families_match_in_part_or_say_why_not(family: str, parts: dict[str, list[str]], reason: str) -> None:
+    model = tiny(family, num_hidden_layers=1)
+    assert found(model) == parts
+    assert reason in reasons(model, "model.layers.0")
+
+
+def test_gemma_keeps_its_own_norm_before_the_mlp() -> None:
+    gated = next(p for p in match(tiny("gemma"), ALL)[0][0].parts if p.role == "gated")
+    sizes = dict(gated.block.sizes)
+    assert sizes["norm"] is False and sizes["activation"] == "gelu_tanh"
+
+
+@pytest.mark.parametrize(("name", "op"), [("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("gelu_new", "gelu_tanh"), ("relu", "relu")])
+def test_activations_are_known_by_what_they_compute(name: str, op: str) -> None:
+    gated = next(p for p in match(tiny("llama", hidden_act=name), ALL)[0][0].parts if p.role == "gated")
+    assert dict(gated.block.sizes)["activation"] == op
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    model = tiny("llama", hidden_act="mish")
+    assert found(model)["model.layers.0"] == ["qkv", "out", "down"]
+    assert "is none of silu, gelu, gelu_tanh, relu" in reasons(model, "model.layers.0")
+
+
+def test_the_probe_sees_what_the_structure_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    layer, stock = type(model.model.layers[0]), type(model.model.layers[0]).forward
+
+    class Twice(layer):  # type: ignore[misc, valid-type]
+        def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return stock(self, hidden_states, *args, **kwargs) + 0.05 * hidden_states
+
+    model.model.layers[1].__class__ = Twice
+    assert set(found(model)) == {"model.layers.0", "model.layers.1.mlp", "model.layers.2"}
+    assert "the layer computes something else: off by" in reasons(model, "model.layers.1")
+
+
+def test_the_probe_sees_an_epsilon_that_is_not_used_as_one() -> None:
+    model = tiny("llama")
+    norm = model.model.layers[0].input_layernorm
+
+    class Other(type(norm)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 3e-6)
+
+    norm.__class__ = Other
+    assert found(model)["model.layers.0"] == ["out", "gated", "down"]
+
+
+def test_the_probe_sees_another_attention() -> None:
+    model = tiny("llama")
+    attention = model.model.layers[0].self_attn
+
+    class Reads(type(attention)):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+            out, weights = super().forward(hidden_states, **kwargs)
+            return out * hidden_states.mean(-1, keepdim=True), weights  # a gate from the normed input
+
+    attention.__class__ = Reads
+    assert "model.layers.0" not in found(model)
+
+
+CHANGES = {
+    "q_proj has a forward hook": lambda layer: layer.self_attn.q_proj.register_forward_hook(lambda *a: None),
+    "q_proj has a forward of its own": lambda layer: setattr(layer.self_attn.q_proj, "forward", layer.self_attn.q_proj.forward),
+    "q_proj is torch's NonDynamicallyQuantizableLinear": lambda layer: setattr(
+        layer.self_attn, "q_proj", nn.modules.linear.NonDynamicallyQuantizableLinear(32, 32)),
+    "differ in input size or bias": lambda layer: setattr(layer.self_attn.q_proj, "bias", nn.Parameter(torch.zeros(32))),
+    "q_proj has a weight of float64": lambda layer: layer.self_attn.q_proj.double(),
+    "q_proj has a weight that is not contiguous": lambda layer: setattr(
+        layer.self_attn.q_proj, "weight", nn.Parameter(layer.self_attn.q_proj.weight.detach().t().contiguous().t())),
+    "a weight is bfloat16 on cpu, others are float32": lambda layer: layer.self_attn.k_proj.bfloat16(),
+    "has no q_proj": lambda layer: delattr(layer.self_attn, "q_proj"),
+    "self_attn has a forward hook": lambda layer: layer.self_attn.register_forward_pre_hook(lambda *a: None),
+    "the layer has a forward of its own": lambda layer: setattr(layer, "forward", layer.forward),
+    "mlp is in training mode": lambda layer: layer.mlp.train(),
+    "q_proj is torch's ParametrizedLinear": lambda layer: nn.utils.parametrizations.weight_norm(layer.self_attn.q_proj),
+}
+
+
+@pytest.mark.parametrize("reason", CHANGES)
+def test_refusals_name_their_reason(reason: str) -> None:
+    model = tiny("llama")
+    CHANGES[reason](model.model.layers[1])
+    assert reason in reasons(model, "model.layers.1")
+    assert "qkv" not in found(model).get("model.layers.1", [])
+    assert found(model)["model.layers.0"] == ["qkv", "out", "gated", "down"]
+
+
+def test_output_capture_hooks_do_not_count() -> None:
+    model = tiny("llama")
+    model(torch.tensor([[3, 4]]), output_hidden_states=True, output_attentions=True)
+    assert any(m._forward_hooks for m in model.modules())
+    assert len(found(model)) == 3
+
+
+def test_matching_leaves_the_model_and_the_random_state_alone() -> None:
+    model = tiny("qwen3")
+    before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    match(model, ALL)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_alike_layers_share_one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[Any] = []
+    once = Probes._once
+
+    def counting(self: Probes, key: Any, probe: Any) -> Any:
+        def run() -> Any:
+            probed.append(key)
+            return probe()
+        return once(self, key, run)
+    monkeypatch.setattr(Probes, "_once", counting)
+    match(tiny("llama", num_hidden_layers=5), ALL)
+    assert sum(key[0] == "layer" for key in probed) == 1
+
+
+def test_a_no_is_a_value() -> None:
+    assert Rejected("x") == Rejected("x") and Rejected("x").reason == "x"
