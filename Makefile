@@ -15,7 +15,6 @@ BIN     := .venv/bin
 SETUP   := $(PYTHON) scripts/setup_env.py --system $(SYSTEM)
 SOURCES := pyproject.toml scripts/setup_env.py $(shell find csrc -type f)
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
-HAVE     = $(BIN)/python -c "import $(1)" 2>/dev/null
 
 MAKEFLAGS += --no-print-directory
 .PHONY: demo test lint unit compat setup clean
@@ -36,9 +35,10 @@ unit: .venv/dev.stamp
 
 lint: .venv/dev.stamp
 	@failed=0; \
-	if $(call HAVE,ruff); then $(BIN)/python -m ruff check . || failed=1; else echo "lint: ruff is not installed here, skipped"; fi; \
-	if $(call HAVE,mypy); then $(BIN)/python -m mypy || failed=1; else echo "lint: mypy is not installed here, skipped"; fi; \
-	if $(call HAVE,importlinter); then $(BIN)/lint-imports --no-logo || failed=1; else echo "lint: import-linter is not installed here, skipped"; fi; \
+	lint() { if [ -x $(BIN)/$$1 ]; then $(BIN)/"$$@" || failed=1; else echo "lint: $$1 is not installed here, skipped"; fi; }; \
+	lint ruff check .; \
+	lint mypy; \
+	lint lint-imports --no-logo; \
 	exit $$failed
 
 # the models' tests again, with the oldest and the latest transformers

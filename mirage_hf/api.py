@@ -12,7 +12,7 @@ from mirage_hf.errors import OptimizeError
 from mirage_hf.match.eligible import check_model, check_options, chosen_backend, generating, single_device
 from mirage_hf.match.matcher import match
 from mirage_hf.swap.fingerprint import fingerprint
-from mirage_hf.swap.handle import NAME, Handle, attach_decoding, take_back
+from mirage_hf.swap.handle import NAME, detach
 from mirage_hf.swap.kernels import find_kernels
 from mirage_hf.swap.session import Session
 
@@ -38,7 +38,7 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
     device = single_device(model)
     backend = chosen_backend(backend, device)
     if not dry_run:
-        take_back(model)
+        _take_back(model)
     matches, refusals = match(model, names)
     session = Session(model, backend, rows, matches, refusals)
     session.complain(on_unsupported)
@@ -52,10 +52,10 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
             return model
         model.__dict__[NAME] = handle
         if (inner := generating(model)) is not None:
-            attach_decoding(handle, inner, decoding.install(inner, mode=decode, max_cache_len=max_cache_len, fingerprint=fingerprint))
+            handle.runner = decoding.install(inner, mode=decode, max_cache_len=max_cache_len, fingerprint=fingerprint)
     except BaseException:
         session.undo()
-        take_back(model)
+        _take_back(model)
         raise
     return model
 
@@ -64,8 +64,14 @@ def restore(model: Model) -> Model:
     """Make a model exactly what it was before optimize(), and return it. One that is not optimized stays as it is."""
     if not isinstance(model, nn.Module):
         raise OptimizeError(f"restore: expected the model given to optimize(), got a {type(model).__name__}")
-    take_back(model)
+    _take_back(model)
     return model
+
+
+def _take_back(model: nn.Module) -> None:
+    detach(model)
+    if (inner := generating(model)) is not None:
+        decoding.uninstall(inner)
 
 
 @contextmanager

@@ -250,7 +250,6 @@ def bench(name: str, args: argparse.Namespace, device: torch.device) -> dict[str
                     calls[peer], fast = ours(model, ids, args.new, args.batch, args.tune)
                     report["optimize_s"] = time.perf_counter() - started
                     report["optimize_mib"] = (torch.cuda.memory_allocated() - weights) / 2**20 if device.type == "cuda" else 0.0
-                    report["report"] = str(fast.mirage.report).splitlines()
                 elif peer == "compile":
                     if device.type != "cuda":
                         raise RuntimeError("needs a GPU")
@@ -283,6 +282,7 @@ def bench(name: str, args: argparse.Namespace, device: torch.device) -> dict[str
             report["searched"] = share_in_searched_kernels(calls["ours"], tuple(args.kernel_names), args.new)
         say(f"{name}: comparing logits with float32")
         report["logits"] = closeness(model, fast, ids)
+        report["report"] = str(fast.mirage.report).splitlines()
     return report
 
 

@@ -3,44 +3,54 @@
     python scripts/build_zoo.py --configs llama-3.2-1b,llama-3.1-8b --batch-sizes 1,8
     torchrun --nproc-per-node 8 scripts/build_zoo.py --configs all       # spread over GPUs, and over hosts that share the folder
 
-One layer of each model is made with random weights and optimised as a user would do it; its kernels are the whole model's.
-What the zoo already has is not made again, so a run that was stopped goes on where it was.
+One layer of each model is made with random weights and matched as optimize() does it; its blocks are the whole model's.
+What the zoo already has is not made again, so a run that was stopped goes on where it was; --anew makes everything again.
 """
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import torch
 from configs import MODELS, random_model
 
+from mirage_hf.kernels import make_entry, target_of
+from mirage_hf.match.matcher import match
+from mirage_hf.match.pattern import Block
+from mirage_hf.patterns import PATTERNS
+from mirage_hf.zoo.entry import Entry
+from mirage_hf.zoo.key import key_of
+from mirage_hf.zoo.store import Store
+
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def build(name: str, batch: int, dtype: str, device: torch.device, args: argparse.Namespace) -> None:
-    """Optimise one layer of one model for one batch size, with an empty cache; what lands there goes into the zoo."""
-    import mirage_hf as mi
-    from mirage_hf.zoo.store import Store
+def blocks_of(name: str, dtype: str, device: torch.device) -> list[Block]:
+    """The distinct blocks of a model, in the order in which they occur."""
+    found, refused = match(random_model(name, device, DTYPES[dtype], layers=1), list(PATTERNS))
+    for no in refused:
+        print(f"{name}: {no.name} is no {no.pattern}: {no.reason}", flush=True)
+    return list(dict.fromkeys(part.block for m in found for part in m.parts))
 
-    zoo = Store(args.out, writable=True)
+
+def build(block: Block, rows: int, device: torch.device, zoo: Store, args: argparse.Namespace) -> str:
+    """Make the kernel of one block for a number of rows, unless the zoo has it. Returns what was done."""
+    program = block.program(rows)
+    have = zoo.get(key_of(program, target_of(device)))
+    if isinstance(have, Entry) and (have.timings or args.untimed) and not args.anew:
+        return f"{have.folder}: is there, {describe(have)}"
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["MIRAGE_HF_CACHE"] = cache
-        model = mi.optimize(random_model(name, device, DTYPES[dtype], layers=1), batch_sizes=(batch,), zoo=str(args.out), tune=args.tune)
-        kept = [(entry, zoo.put(entry)) for entry in Store(Path(cache) / "zoo").entries()]
-    lines = [f"{name}, batch {batch}, {dtype}: {len(kept)} new kernels in {time.perf_counter() - started:.1f} s"]
-    lines += [f"  {where if isinstance(where, Path) else where.reason}: {describe(entry)}" for entry, where in kept]
-    if args.verbose or not kept:
-        lines += ["  " + line for line in str(model.mirage.report).splitlines()]
-    print("\n".join(lines), flush=True)
+    entry = make_entry(program, device, block.pattern.name, tune=args.tune)
+    kept = zoo.put(entry)
+    where = kept.relative_to(zoo.root) if isinstance(kept, Path) else kept.reason
+    return f"{where}: made in {time.perf_counter() - started:.1f} s, {describe(entry)}"
 
 
-def describe(entry) -> str:
+def describe(entry: Entry) -> str:
     return ", ".join(f"{t.name} {t.median_us:.2f} µs" for t in entry.timings) or "not timed"
 
 
@@ -52,7 +62,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "kernel_zoo", help="the zoo to fill")
     parser.add_argument("--tune", default="full", choices=("auto", "never", "full"))
     parser.add_argument("--untimed", action="store_true", help="go on without a GPU: kernels are then ranked by the cost model alone")
-    parser.add_argument("--verbose", action="store_true", help="print optimize()'s reports")
+    parser.add_argument("--anew", action="store_true", help="make again what the zoo already has")
     args = parser.parse_args()
     names = [n for n in MODELS if n != "smoke"] if args.configs == "all" else args.configs.split(",")
     unknown = [n for n in names if n not in MODELS] + [d for d in args.dtypes.split(",") if d not in DTYPES]
@@ -65,11 +75,12 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    jobs = [(n, int(b), d) for n in names for d in args.dtypes.split(",") for b in args.batch_sizes.split(",")]
-    args.out = args.out.resolve()
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name, batch, dtype in jobs[rank::world]:
-        build(name, batch, dtype, device, args)
+    zoo = Store(args.out.resolve(), writable=True)
+    # every process sees the same list of blocks and takes its share of it
+    blocks = dict.fromkeys(b for d in args.dtypes.split(",") for n in names for b in blocks_of(n, d, device))
+    jobs = [(block, int(rows)) for block in blocks for rows in args.batch_sizes.split(",")]
+    for number, (block, rows) in list(enumerate(jobs, 1))[rank::world]:
+        print(f"{number} of {len(jobs)}  {build(block, rows, device, zoo, args)}", flush=True)
 
 
 if __name__ == "__main__":

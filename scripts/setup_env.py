@@ -149,7 +149,7 @@ def share_packages() -> None:
     own = Path(subprocess.run([str(PYTHON), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
                               text=True, capture_output=True, check=True).stdout.strip())
     lines = [f"import site; site.addsitedir({folder!r})" for folder in sorted(found) if Path(folder).is_dir()]
-    (own / "_base_packages.pth").write_text("\n".join(lines) + "\n")
+    (own / "zz_base_packages.pth").write_text("\n".join(lines) + "\n")
 
 
 def build(extra: str, plan: str) -> None:

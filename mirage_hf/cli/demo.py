@@ -17,7 +17,7 @@ RUNS = 3
 
 
 def run(loaded: Loaded, tokens: int, seconds: float | None) -> bool:
-    """Show blocks, searches, report, text and times. Returns whether the tokens were the same before and after."""
+    """Show blocks, searches, report, text and times. Returns whether restore() was exact and, in float32, the tokens the same."""
     model, device = loaded.model, loaded.device
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     show.plain(f"{type(model).__name__}, {parameters:.1f} M parameters, {str(model.dtype).removeprefix('torch.')}, on {_place(device)}")
@@ -33,7 +33,7 @@ def run(loaded: Loaded, tokens: int, seconds: float | None) -> bool:
 
     show.heading("3. Text before")
     before = loaded.generate(tokens)
-    show.plain(loaded.text(before))
+    show.plain(loaded.prompt + loaded.text(before))
     before_ms, _ = show.median_ms(lambda: loaded.generate(tokens), RUNS, device)
 
     show.heading("4. optimize(model)")
@@ -44,9 +44,9 @@ def run(loaded: Loaded, tokens: int, seconds: float | None) -> bool:
     show.plain(model.mirage.report)
 
     show.heading("5. Text after")
-    show.plain(loaded.text(after))
+    show.plain(loaded.prompt + loaded.text(after))
     same = torch.equal(before, after)
-    show.plain(f"\n{'The same' if same else 'NOT the same'} {tokens} greedy tokens before and after.")
+    show.plain(f"\nThe same {tokens} greedy tokens before and after." if same else f"\n{_parting(before, after)}")
 
     show.heading("6. Time")
     for name, ms in (("before", before_ms), ("after", after_ms)):
@@ -58,7 +58,7 @@ def run(loaded: Loaded, tokens: int, seconds: float | None) -> bool:
     state = model.state_dict()
     exact = [type(m) for m in model.modules()] == stock_types and all(torch.equal(v, state[k]) for k, v in stock_state.items())
     show.plain(f"\nrestore(model): classes and weights are {'exactly' if exact else 'NOT'} what they were.")
-    return same and exact
+    return exact and (same or model.dtype != torch.float32)
 
 
 def blocks_of(model: Any) -> list[Block]:
@@ -69,7 +69,7 @@ def blocks_of(model: Any) -> list[Block]:
 
 def search_all(blocks: list[Block], seconds: float | None) -> None:
     table = show.search_table()
-    options = {} if seconds is None else {"time_limit": seconds}
+    options: dict[str, Any] = {} if seconds is None else {"time_limit": seconds}
     for block in blocks:
         program = block.program(1)
         with show.searching(block.pattern.name) as note:
@@ -79,6 +79,12 @@ def search_all(blocks: list[Block], seconds: float | None) -> None:
     show.console.print(table)
     show.plain("kernels: launched by the best result. ops: of the program. examined: values and kernels. "
                "wrong at most: the chance that the proof let a wrong kernel through.")
+
+
+def _parting(before: torch.Tensor, after: torch.Tensor) -> str:
+    length = min(before.shape[1], after.shape[1])
+    same = int((before[0, :length] == after[0, :length]).long().cumprod(0).sum())
+    return f"The tokens part after {same}: in half precision, logits closer than its rounding may change places; in float32 none should."
 
 
 def _place(device: torch.device) -> str:

@@ -33,7 +33,7 @@ app.add_typer(zoo_app, name="zoo")
 Model = Annotated[str, typer.Argument(help="A folder or a Hub id of a causal language model.")]
 Prompt = Annotated[str, typer.Option(help="What the model goes on from.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; a GPU if there is one.")]
-DType = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; on a GPU the checkpoint's own, else float32.")]
+DType = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; a GPU takes the checkpoint's own, else float32 (so does demo).")]
 
 
 @app.command()
@@ -44,7 +44,7 @@ def demo(model: Annotated[str | None, typer.Option(help="A folder or a Hub id; t
     """Find, prove and use kernels for a small model, and show every step."""
     from mirage_hf.cli import demo as steps
     from mirage_hf.cli import models
-    loaded = models.load(model or models.demo_model(), prompt, device=device, dtype=dtype)
+    loaded = models.load(model or models.demo_model(), prompt, device=device, dtype=dtype or "float32")
     if not steps.run(loaded, tokens, time_limit):
         raise typer.Exit(1)
 
@@ -104,7 +104,7 @@ def search(program: Annotated[Path, typer.Argument(help="A kernel graph written 
     if threads is not None:
         os.environ["MIRAGE_HF_THREADS"] = str(threads)
     graph = mi.load_graph(program)
-    options = {} if time_limit is None else {"time_limit": time_limit}
+    options: dict[str, Any] = {} if time_limit is None else {"time_limit": time_limit}
     with show.searching(program.name) as note:
         found = mi.superoptimize(graph, progress=note, **options)
     table = show.search_table()
@@ -136,12 +136,11 @@ def zoo_list(root: Root = None) -> None:
     """List entries: what they are for, how fast, found where."""
     for store in _stores(root):
         table = Table(box=None, pad_edge=False)
-        for column in ("pattern", "program", "target", "kernels", "µs", "library µs", "GPU", "created"):
+        for column in ("pattern", "program", "target", "kernels", "times", "GPU", "created"):
             table.add_column(column)
         for e in store.entries():
-            us = {t.name: f"{t.median_us:.2f}" for t in e.timings}
-            table.add_row(e.pattern, e.key.title, e.key.target, str(e.ugraph.num_kernels), us.get("searched", "-"), us.get("library", "-"),
-                          e.machine.get("gpu", "-"), e.created)
+            times = ", ".join(f"{t.name} {t.median_us:.2f} µs" for t in e.timings) or "not timed"
+            table.add_row(e.pattern, e.key.title, e.key.target, str(e.ugraph.num_kernels), times, e.machine.get("gpu", "-"), e.created)
         show.plain(f"{store.root}: {table.row_count} entries")
         if table.row_count:
             show.console.print(table)

@@ -21,6 +21,7 @@ class Loaded:
     model: Any
     tokenizer: Any
     inputs: dict[str, torch.Tensor]
+    prompt: str
 
     @property
     def device(self) -> torch.device:
@@ -49,7 +50,9 @@ def load(name: str, prompt: str, batch: int = 1, device: str | None = None, dtyp
     Errors: MirageError when it cannot be loaded.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type == "cuda" and not torch.cuda.is_available():
         raise errors.MirageError("--device cuda: torch sees no GPU here; leave it out, or use --device cpu")
@@ -61,4 +64,4 @@ def load(name: str, prompt: str, batch: int = 1, device: str | None = None, dtyp
         reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
         raise errors.MirageError(f"{name}: cannot be loaded as a causal language model ({reason}); give a folder or a Hub id") from e
     inputs = dict(tokenizer([prompt] * batch, return_tensors="pt", return_token_type_ids=False).to(place))
-    return Loaded(model, tokenizer, inputs)
+    return Loaded(model, tokenizer, inputs, prompt)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from rich.table import Table
 
 from mirage_hf.search.report import Counters
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 errors_console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -30,6 +31,8 @@ def plain(text: object) -> None:
 @contextmanager
 def searching(what: str) -> Iterator[Callable[..., None]]:
     """Show a line that lives while work goes on; yields what to call with a stage and its detail (see verify/accept.py)."""
+    if not console.is_terminal:
+        plain(f"{what} …")
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what)

@@ -32,7 +32,8 @@ def load(source: str, digest: str) -> ModuleType:
     """
     actual = hashlib.sha256(source.encode()).hexdigest()
     if actual != digest:
-        raise errors.CodegenError(f"kernel source: its SHA-256 is {actual[:12]}…, expected {digest[:12]}…; the file is damaged, generate it again")
+        raise errors.CodegenError(f"kernel source: its SHA-256 is {actual[:12]}…, expected {digest[:12]}…; the file is damaged, "
+                                  "generate it again")
     with _lock:
         if digest not in _loaded:
             _loaded[digest] = _import(_keep(source, digest), f"mirage_hf_generated_{digest[:16]}")

@@ -216,10 +216,12 @@ struct Output {{
   double tolerance;
   void* device;
   float (*read)(const char*);
+  float (*round)(double);
   template <class T> Output(T, std::vector<long> dims, double t) : count(1), size(sizeof(T)), tolerance(t) {{
     for (long d : dims) count *= d;
     device = on_device(std::vector<char>(count * size, char(0xff)));  // NaN, so that what is not written shows
     read = [](const char* p) {{ T x; std::memcpy(&x, p, sizeof(T)); return to_float(x); }};
+    round = [](double x) {{ return to_float(from_float<T>(float(x))); }};
   }}
 }};
 
@@ -243,9 +245,9 @@ int main() {{
     double worst = 0, scale = 0;
     bool wrong = false;
     for (long i = 0; i < o.count; ++i) {{
-      const double got = o.read(&bytes[i * o.size]), want = wanted[n].data[i];
-      if (isnan(got) != isnan(want)) wrong = true;
-      if (!isnan(want)) {{
+      const double got = o.read(&bytes[i * o.size]), want = o.round(wanted[n].data[i]);
+      if (isnan(got) != isnan(want) || isinf(got) != isinf(want)) wrong = true;
+      if (isfinite(got) && isfinite(want)) {{
         worst = fmax(worst, fabs(got - want));
         scale = fmax(scale, fabs(want));
       }}

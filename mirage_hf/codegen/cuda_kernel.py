@@ -186,9 +186,9 @@ class _Writer:
     def head(self) -> list[str]:
         lines = [*("// " + line.partition("  # ")[0] for line in format_block_graph(self.block).splitlines()), f"namespace {self.name} {{", "",
                  f"constexpr int threads = {THREADS};"]
-        for a in self.block.axes:
-            cut = f", {a.name}_tile = {self.tile[a.name]}" if a.role is not Role.TILE else ""
-            lines.append(f"constexpr int {a.name}_size = {a.size}{cut};")
+        body = set(re.findall(r"\w+", "\n".join(self.lines))) | {f"{a.name}_tile" for a in self.block.axes if self.trips(a.name) > 1}
+        sizes = {f"{a.name}_size": a.size for a in self.block.axes} | {f"{a}_tile": tile for a, tile in self.tile.items()}
+        lines += [f"constexpr int {name} = {value};" for name, value in sizes.items() if name in body]
         arrays = [f"  alignas(16) {a.ctype} {a.name}[{a.elements}];  // [{', '.join(a.axes)}]" for a in self.arrays.values()]
         arrays += [f"  alignas(16) float partial[{self.partial}];"] if self.partial else []
         lines += ["", "struct Shared {", *arrays, "};"] if arrays else []
@@ -515,13 +515,18 @@ class _Writer:
         nest = self.plan(arg, self.block.carried[arg], over, vectors=True)
         inner = nest.fast == over
         units = max(1, self.extent(nest.axes) // (1 if inner else nest.vector))
-        steps = max(1, self.tile[over] // (nest.vector if inner else 1))
+        step = nest.vector if inner else 1
+        if not inner and nest.fast is None and self.tile[over] % 4 == 0 and self.size[over] % 4 == 0:
+            step = 4  # everything staged: read 4 neighbours at once
+        steps = max(1, self.tile[over] // step)
         if inner:
             across = min(max(32, THREADS // _pow2(units)), _pow2(steps), THREADS)
+        elif nest.fast is None:  # each thread owns up to 8 elements, so that what it reads serves several
+            across = min(THREADS // min(THREADS, max(32, _pow2(units) // 8)), _pow2(steps))
         else:
             across = THREADS // min(THREADS, _pow2(units))
         own = THREADS // across
-        return nest, _Lanes(own, across, -(-units // own), units, inner)
+        return nest, _Lanes(own, across, -(-units // own), units, inner, step)
 
     def declare(self, out: str, kind: str, nest: _Nest, lanes: _Lanes) -> None:
         slots = lanes.rounds * (1 if lanes.inner else nest.vector)
@@ -536,7 +541,7 @@ class _Writer:
     def accumulate(self, out: str, arg: str, kind: str, nest: _Nest, lanes: _Lanes) -> None:
         over, name = str(nest.over), self.var(out)
         nest.known, nest.vectors = {}, []
-        width = nest.vector if lanes.inner else 1
+        width = lanes.step
         end = f"{over}_count" if self.block.role(over) is Role.LOOP and self.ragged(over) else str(self.tile[over])
         start = lanes.lane + (f" * {width}" if width > 1 else "")
         self.put(f"// {out} [{', '.join(self.block.carried[out])}]: {kind} of {arg} over {over}")
@@ -548,10 +553,11 @@ class _Writer:
                 self.put(f"const int e = {self.owned(nest, lanes)};")
                 self.coordinates(nest, "e", clamp=True)
                 self.load_vectors(nest, arg, clamp=True)
-                with self.repeat("v", nest.vector):
-                    if nest.vector > 1:
-                        self.put(f"const int i_{nest.fast} = j_{nest.fast} + v;")
-                        self.global_coordinate(str(nest.fast), "i", nest.fast != over, 1)
+                along = over if lanes.step > 1 else str(nest.fast)
+                with self.repeat("v", max(lanes.step, nest.vector)):
+                    if max(lanes.step, nest.vector) > 1:
+                        self.put(f"const int i_{along} = j_{along} + v;")
+                        self.global_coordinate(along, "i", along != over, 1)
                     slot = lanes.slot(1 if lanes.inner else nest.vector)
                     value = self.ref(nest, arg)
                     self.put(f"{name}_acc[{slot}] = {_OPS[kind]}::join({name}_acc[{slot}], {value});")
@@ -598,13 +604,15 @@ class _Writer:
 
 @dataclass(frozen=True)
 class _Lanes:
-    """`own` threads own elements, each `rounds` of `units`; `across` threads share the reduced axis, as neighbours if `inner`."""
+    """`own` threads own elements, each `rounds` of `units`; `across` threads share the reduced axis, as neighbours if `inner`,
+    and take `step` of its elements at a time."""
 
     own: int
     across: int
     rounds: int
     units: int
     inner: bool
+    step: int
 
     @property
     def element(self) -> str:

@@ -50,8 +50,8 @@ class Plan:
         for axis in self.block.named(Role.GRID):
             for o in self.block.outputs:
                 if axis.name not in o.axes:
-                    raise errors.CodegenError(f"output {o.value} does not carry the grid axis {axis.name}, so its blocks would write the same "
-                                              "elements; make the axis a loop or tile axis, or a dim of the output")
+                    raise errors.CodegenError(f"output {o.value} does not carry the grid axis {axis.name}, so its blocks would write "
+                                              "the same elements; make the axis a loop or tile axis, or a dim of the output")
         loop = self.loop
         stored_in_loop = {op.out for s in self.block.stages if s.loop for op in s.body}
         for o in self.block.outputs:

@@ -62,7 +62,8 @@ class Schedule:
         known = {f.name for f in fields(Schedule)}
         unknown = sorted(set(data) - known)
         if unknown or "tiles" not in data:
-            raise errors.FormatError(f"schedule: {f'unknown field {unknown[0]!r}' if unknown else 'no tiles'}; rebuild the entry with this version")
+            what = f"unknown field {unknown[0]!r}" if unknown else "no tiles"
+            raise errors.FormatError(f"schedule: {what}; rebuild the entry with this version")
         return Schedule(**{**data, "tiles": tuple(dict(data["tiles"]).items())})
 
     def __str__(self) -> str:

@@ -71,7 +71,8 @@ def functions(graph: KernelGraph) -> list[str]:
 
 def local(t: DTensor) -> str:
     """A tensor's name as a local variable that hides nothing a generated file needs."""
-    return t.name + "_" if t.name in ("torch", "triton", "tl", "F", "inputs") or t.name in table.OPS or keyword.iskeyword(t.name) else t.name
+    hides = t.name in ("torch", "triton", "tl", "F", "inputs") or t.name in table.OPS or keyword.iskeyword(t.name)
+    return t.name + "_" if hides else t.name
 
 
 def operand_names(op: KernelOp) -> list[str]:

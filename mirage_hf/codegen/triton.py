@@ -82,8 +82,9 @@ def generate(ugraph: UGraph, schedules: Sequence[Schedule] | None = None, name: 
     own = [triton_math.HELPERS[h].strip("\n") for h in helpers] + [
         f"# {p.schedule}\n{k.source.rstrip()}" for k, p in zip(kernels, plans, strict=True)]
     functions = {text: None for graph in (ugraph.program, ugraph.kernels) for text in torch_text.functions(graph)}
-    program = torch_text.program(ugraph.program, "program")
-    sections = [_header(ugraph), *own, *(f.rstrip() for f in functions), _run(ugraph, kernels, launches), program.rstrip(), _check(ugraph)]
+    sections = [_header(ugraph), *own, *(f.rstrip() for f in functions), _run(ugraph, kernels, launches)]
+    if all(op.name != CUSTOMIZED for op in ugraph.program.ops):  # else a block graph is its own definition: nothing to compare with
+        sections += [torch_text.program(ugraph.program, "program").rstrip(), _check(ugraph)]
     source = "\n\n\n".join(sections) + "\n"
     if not re.search(r"(?<!\w)F\.", source):
         source = source.replace("import torch.nn.functional as F\n", "")

@@ -152,7 +152,8 @@ class _Writer:
             terms.append(term if stride == 1 else f"{term} * {stride}")
         return " + ".join(terms)
 
-    def _read(self, i: BlockInput, pointer: str, source: int, extra_mask: str | None = None, shift: tuple[str | None, str] = (None, "")) -> str:
+    def _read(self, i: BlockInput, pointer: str, source: int, extra_mask: str | None = None,
+              shift: tuple[str | None, str] = (None, "")) -> str:
         axes = self.block.input_axes(i)
         dims = self.plan.dims(axes)
         arguments = [self._address(pointer, i.axes, self.plan.operands[i.sources[source]].strides, dims, shift)]

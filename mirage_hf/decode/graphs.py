@@ -34,11 +34,13 @@ def capture(run: Callable[[], None], device: torch.device, pool: Any | None) -> 
             for _ in range(WARM_UPS):
                 run()
         current.wait_stream(side)
-        # Python objects freed by a collection during the capture may free device memory in the middle of it;
-        # torch.cuda.graph collects and synchronises before it begins
         graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle() if pool is None else pool
-        # thread_local: what other threads do to the device meanwhile does not break this capture
-        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-            run()
+        try:
+            # thread_local: what other threads do to the device meanwhile does not break this capture
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                run()
+        finally:
+            # a capture that fails to end leaves torch on the side stream
+            torch.cuda.set_stream(current)
         return graph, pool

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from mirage_hf.errors import Rejected
 from mirage_hf.match import plain, probe
 from mirage_hf.match.compose import Composition, LayerComposition, LoraComposition, MlpComposition, Part
-from mirage_hf.match.pattern import LayerLayout, MlpLayout, Rejected
+from mirage_hf.match.pattern import LayerLayout, MlpLayout
 from mirage_hf.ops import table
 from mirage_hf.patterns import GATED_MLP, LINEAR_RESIDUAL, LORA, RMS_NORM_LINEAR, decoder_layer, gated_mlp
 

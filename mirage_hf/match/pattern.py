@@ -9,13 +9,6 @@ from mirage_hf.graph.kernel import KernelGraph
 
 
 @dataclass(frozen=True)
-class Rejected:
-    """"No", with the reason that the report shows."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class Pattern:
     """A block of a model: its name, the axes of its operands in the program's order, and the builder of that program.
 

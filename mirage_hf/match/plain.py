@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirage_hf.match.pattern import Rejected
+from mirage_hf.errors import Rejected
 from mirage_hf.ops import table
 
 CAPTURE_MODULE = "transformers.utils.output_capturing"

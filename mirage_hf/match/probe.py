@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mirage_hf.match import plain
 from mirage_hf.match.compose import executor
-from mirage_hf.match.pattern import Rejected
+from mirage_hf.errors import Rejected
 from mirage_hf.ops import table
 from mirage_hf.patterns import decoder_layer
 

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mirage_hf.match.matcher import Match
-from mirage_hf.match.pattern import Rejected
+from mirage_hf.errors import Rejected
 from mirage_hf.match.probe import MASKED, ProbeCache, calls, twin
 from mirage_hf.swap.guard import Binding
 
@@ -31,7 +30,7 @@ class Checked:
 def check(match: Match, binding: Binding) -> Checked | Rejected:
     """Run a swapped module through its guard, for each number of rows that it has kernels for, beside stock and a wide twin."""
     wide = torch.float64 if binding.dtype == torch.float32 else torch.float32
-    calls_before, fallbacks_before = binding.calls, Counter(binding.fallbacks)
+    binding.forget()
     outcome = Checked(0.0, 0.0, 0.0)
     try:
         with torch.no_grad(), torch.autocast(binding.device_type, enabled=False):
@@ -39,14 +38,14 @@ def check(match: Match, binding: Binding) -> Checked | Rejected:
             run = _layer_outputs if match.kind == "layer" else _module_outputs
             for rows in binding.kernels:
                 ours, stock, exact = run(match, binding, reference, rows, wide)
-                if refused := binding.fallbacks - fallbacks_before:
-                    return Rejected(f"its guard refuses it: {', '.join(refused)}")
+                if binding.fallbacks:
+                    return Rejected(f"its guard refuses it: {', '.join(binding.fallbacks)}")
                 seen = _compare(ours, stock, exact, binding.dtype)
                 if not seen.error <= seen.allowed:
                     return Rejected(f"off by {seen.error:.2g} with {rows} rows, stock by {seen.stock_error:.2g}; {seen.allowed:.2g} is allowed")
                 outcome = max(outcome, seen, key=lambda c: c.error)
-    finally:
-        binding.calls, binding.fallbacks = calls_before, fallbacks_before
+    except Exception as e:  # a module that cannot be checked is not kept, whatever its code or its wide twin raises
+        return Rejected(f"the check could not run ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})")
     return outcome
 
 

@@ -58,6 +58,10 @@ class Binding:
         self.parameters = tuple(_pin(child(match.module, path), path, name) for path, name in owned)
         self.tuner = _tuner(match) if match.kind == "lora" else None
 
+    def forget(self) -> None:
+        """Start counting anew."""
+        self.calls, self.fallbacks = 0, Counter()
+
     def retire(self, reason: str) -> str:
         """Give up for good: drop every reference to what was replaced, and keep running the stock forward."""
         self.retired, self.composition, self.watched, self.parameters, self.kernels = reason, None, (), (), {}

@@ -14,18 +14,20 @@ NAME = "mirage"
 
 
 class Handle:
-    """What optimize() leaves on a model, as a plain attribute. Copies and pickles of the model carry None in its place."""
+    """What optimize() leaves on a model, as a plain attribute. Copies and pickles of the model carry None in its place.
+
+    `runner` is the decode runner, None for a model that does not generate.
+    """
 
     def __init__(self, report: Report, ledger: Ledger, bindings: dict[str, Binding]):
         self._report, self._ledger, self._bindings = report, ledger, bindings
-        self._runner: Any = None
-        self._runner_model: nn.Module | None = None
+        self.runner: Any = None
 
     @property
     def report(self) -> Report:
         """What was done, with the calls and fallbacks counted so far."""
         rows = tuple(self._counted(r) for r in self._report.rows)
-        return replace(self._report, rows=rows, decode=None if self._runner is None else dict(self._runner.counts))
+        return replace(self._report, rows=rows, decode=None if self.runner is None else dict(self.runner.counts))
 
     def _counted(self, row: Row) -> Row:
         binding = self._bindings.get(row.module)
@@ -33,8 +35,8 @@ class Handle:
 
     def release(self) -> None:
         """Free the memory that decoding keeps between calls (cache pool, CUDA graphs). The next generate makes it anew."""
-        if self._runner is not None:
-            self._runner.release()
+        if self.runner is not None:
+            self.runner.release()
 
     def __repr__(self) -> str:
         return f"<mirage_hf: {len({r.module for r in self._report.swapped})} modules swapped; print(model.mirage.report)>"
@@ -50,21 +52,10 @@ def _nothing() -> None:
     return None
 
 
-def attach_decoding(handle: Handle, model: nn.Module, runner: Any) -> None:
-    handle._runner, handle._runner_model = runner, model
-
-
-def take_back(model: nn.Module) -> None:
-    """Undo everything on a model, whether it is optimized, holds modules optimized elsewhere, is a copy of such a one, or neither."""
-    from mirage_hf import decode
-    from mirage_hf.match.eligible import generating
-
+def detach(model: nn.Module) -> None:
+    """Undo every swap in a model, whether it is optimized, holds modules optimized elsewhere, or is a copy of such a one."""
     handle = model.__dict__.pop(NAME, None)
     if isinstance(handle, Handle):
         handle._ledger.undo()
-        if handle._runner_model is not None:
-            decode.uninstall(handle._runner_model)
     for module, stock in list(strays(model)):
         put_back(module, stock)
-    if (inner := generating(model)) is not None:
-        decode.uninstall(inner)

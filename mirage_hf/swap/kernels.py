@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from mirage_hf import kernels
-from mirage_hf.errors import CodegenError, SearchError, VerificationError
+from mirage_hf.errors import CodegenError, Rejected, SearchError, VerificationError
 from mirage_hf.match.matcher import Match
-from mirage_hf.match.pattern import Block, Rejected
+from mirage_hf.match.pattern import Block
 
 Found = Mapping[tuple[Block, int], Any]
 """(block, rows) to what `kernels.resolve` gave, or Rejected."""
@@ -22,7 +22,8 @@ def find_kernels(matches: Sequence[Match], rows: Sequence[int], *, device: torch
     found: dict[tuple[Block, int], Any] = {}
     for block, r in wanted:
         try:
-            found[block, r] = kernels.resolve(block.program(r), device=device, backend=backend, zoo=zoo, tune=tune, progress=progress)
+            found[block, r] = kernels.resolve(block.program(r), device=device, backend=backend, zoo=zoo, tune=tune,
+                                              pattern=block.pattern.name, progress=progress)
         except (SearchError, VerificationError, CodegenError) as e:
             found[block, r] = Rejected(f"no kernel: {e}")
     return found

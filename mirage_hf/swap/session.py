@@ -11,7 +11,7 @@ from torch import nn
 from mirage_hf.errors import OptimizeError, OptimizeWarning
 from mirage_hf.match.compose import Kernel, Part
 from mirage_hf.match.matcher import Match, Refusal
-from mirage_hf.match.pattern import Rejected
+from mirage_hf.errors import Rejected
 from mirage_hf.swap.check import Checked, check
 from mirage_hf.swap.guard import Binding
 from mirage_hf.swap.handle import Handle
@@ -79,6 +79,8 @@ class Session:
                 if isinstance(outcome, Rejected):
                     self.ledger.undo(m.module)
                     del bindings[m.name]
+        for binding in bindings.values():
+            binding.forget()  # the checks' own calls, of enclosing layers too
         return [_checked_row(row, outcomes.get(row.module)) for row in rows]
 
     def undo(self) -> None:
@@ -107,9 +109,9 @@ def _resolved_row(m: Match, part: Part, rows: int, resolved: Any) -> Row:
     row = replace(row, source=resolved.source, time_us=resolved.time_us, library_us=resolved.library_us,
                   error_bound=resolved.error_bound, digest=resolved.digest)
     if not resolved.is_fused:
-        return replace(row, kernel="library", reason="the library path is faster here, the stock modules stay")
+        return replace(row, kernel="library", reason=resolved.reason or "the library path is faster here")
     count = resolved.ugraph.num_kernels
-    return replace(row, status=SWAPPED, kernel=f"{count} kernel{'s' if count > 1 else ''}")
+    return replace(row, status=SWAPPED, reason=resolved.reason, kernel=f"{count} kernel{'s' if count > 1 else ''}")
 
 
 def _checked_row(row: Row, outcome: Checked | Rejected | None) -> Row:

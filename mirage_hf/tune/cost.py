@@ -104,8 +104,9 @@ def registers(plan: Plan) -> int:
 def shared_bytes(plan: Plan) -> int:
     """Shared memory of a block: the loads of all but one iteration in flight."""
     per_iteration = max((sum(_tile_bytes(plan, i) for i in _loads(plan, s)) for s in plan.block.stages if s.loop), default=0)
-    buffered = plan.schedule.num_stages if plan.walks and plan.schedule.num_stages > 1 else 1 if plan.dots else 0
-    return per_iteration * buffered
+    if plan.walks and plan.schedule.num_stages > 1:
+        return per_iteration * (plan.schedule.num_stages if plan.dots else plan.schedule.num_stages - 1)
+    return per_iteration if plan.dots else 0
 
 
 def estimate(plan: Plan, device: Device = H200) -> Cost:
@@ -135,7 +136,8 @@ def estimate(plan: Plan, device: Device = H200) -> Cost:
 
     threads = 32 * schedule.num_warps
     regs, shared = registers(plan), shared_bytes(plan)
-    per_sm = max(1, min(32, 2048 // threads, device.registers // (threads * min(255, max(32, regs))), device.shared_bytes // (shared + 1024)))
+    per_sm = max(1, min(32, 2048 // threads, device.registers // (threads * min(255, max(32, regs))),
+                        device.shared_bytes // (shared + 1024)))
     streamed = sum(_tile_bytes(plan, i.name) for i in block.inputs if plan.is_streamed(i) and (plan.loop is None or plan.loop in i.axes))
     ahead = schedule.num_stages - 1 if plan.walks and schedule.num_stages > 1 else 1
     concurrent = min(plan.grid, device.sms * per_sm)
@@ -171,7 +173,8 @@ def library_us(op: KernelOp, device: Device = H200) -> float:
     if op.name in ("reshape", "permute", "slice"):
         return 0.0
     flops = 2.0 * math.prod(op.outputs[0].dims) * tensors[0].dims[-1] if op.name == "matmul" else 0.0
-    return device.launch_us + device.latency_us + 1e6 * max(sum(map(tensor_bytes, tensors)) / (0.85 * device.bandwidth), flops / device.mma_rate)
+    seconds = max(sum(map(tensor_bytes, tensors)) / (0.85 * device.bandwidth), flops / device.mma_rate)
+    return device.launch_us + device.latency_us + 1e6 * seconds
 
 
 def ugraph_us(ugraph: UGraph, plans: dict[int, Plan], device: Device = H200) -> float:

@@ -113,7 +113,8 @@ def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:
                     yield Schedule(named, lazy=lazy, num_warps=warps, num_stages=stages)
 
 
-def _tiles(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: list[tuple[set[str], set[str]]], mma: bool) -> tuple[int, ...]:
+def _tiles(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: list[tuple[set[str], set[str]]],
+           mma: bool) -> tuple[int, ...]:
     """The tiles to try for one axis; empty when this kind of kernel does not suit it."""
     whole = next_power_of_two(a.size)
     multiplied = any(a.name in x ^ y for x, y in products)

@@ -26,8 +26,6 @@ Progress = Callable[[int, int, str], Any]
 Schedules = Callable[[KernelOp, Device], Sequence[Schedule]]
 """The schedules to try for an op on a device, best first."""
 
-Space = Callable[[KernelOp, Device], list[Schedule]]
-
 RANKED, MEASURED, REFUSED = "ranked", "measured", "refused"
 
 
@@ -82,14 +80,6 @@ class TuneResult:
                 best.setdefault(id(c.ugraph.kernels), replace(c.ugraph, schedules=c.schedules) if c.schedules else c.ugraph)
         return tuple(best.values())
 
-    def ugraphs(self) -> tuple[UGraph, ...]:
-        """Each µGraph once, with its best schedules, best first, the library path among them; refused ones are left out."""
-        best: dict[int, UGraph] = {}
-        for c in self.candidates:
-            if c.status != REFUSED and id(c.ugraph) not in best:
-                best[id(c.ugraph)] = replace(c.ugraph, schedules=c.schedules or None)
-        return tuple(best.values())
-
     def program(self) -> triton.Program:
         """The generated program of the winner."""
         return triton.generate(self.best.ugraph, self.best.schedules)
@@ -99,7 +89,8 @@ class TuneResult:
                 "searched_us": self.best_searched.us if self.best_searched else None, "candidates": [c.to_dict() for c in self.candidates]}
 
 
-def rank(ugraphs: Sequence[UGraph], device: Device | None = None, per_graph: int = 32, schedules: Space | None = None) -> list[Candidate]:
+def rank(ugraphs: Sequence[UGraph], device: Device | None = None, per_graph: int = 32,
+         schedules: Schedules | None = None) -> list[Candidate]:
     """Candidates by the cost model alone, best estimate first, the library path among them; needs no GPU.
 
     Errors: CodegenError when a block graph has no kernel at all.
@@ -108,7 +99,7 @@ def rank(ugraphs: Sequence[UGraph], device: Device | None = None, per_graph: int
     found = [_library(ugraphs[0].program, model)] if ugraphs else []
     for ugraph in ugraphs:
         if ugraph.is_fused:
-            found += itertools.islice(_scheduled(ugraph, model, schedules or _space), per_graph)
+            found += itertools.islice(_scheduled(ugraph, model, schedules or space.schedules), per_graph)
     return sorted(found, key=lambda c: c.estimate_us)
 
 
@@ -117,13 +108,11 @@ def _library(program: KernelGraph, model: Device) -> Candidate:
     return Candidate(library, (), sum(library_us(op, model) for op in program.ops))
 
 
-def _space(op: KernelOp, model: Device) -> list[Schedule]:
-    return space.schedules(op, model, limit=256)
-
-
-def _scheduled(ugraph: UGraph, model: Device, schedules: Space) -> Iterator[Candidate]:
-    """Schedules in ranked order; the n-th best of every block graph together."""
+def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[Candidate]:
+    """Schedules in ranked order; the n-th best of every block graph together. Nothing when a block graph has no schedule."""
     ranked = [schedules(op, model) for op in ugraph.block_ops]
+    if not all(ranked):
+        return
     rest = sum(library_us(op, model) for op in ugraph.kernels.ops if op.block is None)
     for n in range(max(map(len, ranked))):
         chosen = tuple(r[min(n, len(r) - 1)] for r in ranked)
@@ -132,7 +121,7 @@ def _scheduled(ugraph: UGraph, model: Device, schedules: Space) -> Iterator[Cand
 
 
 def tune(ugraphs: Sequence[UGraph], *, device: torch.device | str = "cuda", progress: Progress | None = None, per_graph: int = 24,
-         replays: int = 15, schedules: Space | None = None) -> TuneResult:
+         replays: int = 15, schedules: Schedules | None = None) -> TuneResult:
     """Measure candidates for one program on a GPU; `ugraphs` all compute the same program. `schedules` gives the ranked
     schedules of a block graph's op, by default the whole space.
 

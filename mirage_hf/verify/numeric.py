@@ -21,6 +21,8 @@ SLACK = 1.25
 _WIDE_AXIS = 192
 """Grid axes are narrowed to this many elements: more columns of the same matrix product show nothing new."""
 _WIDE_BATCH = 4
+_IN_RANGE = 0.98
+"""Results beyond this part of the dtype's largest number may round to infinity or not; either is right."""
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -97,7 +99,7 @@ class NumericCheck:
             inputs = make_inputs(self.program, case, self.seed, self.device)
             reference = run_kernel_graph(self.program, [x.clone() for x in inputs], torch.float64)
             eager = run_kernel_graph(self.program, [x.clone() for x in inputs])
-            where = [torch.isfinite(e) & torch.isfinite(r) for e, r in zip(eager, reference, strict=True)]
+            where = [torch.isfinite(e) & (r.abs() <= _IN_RANGE * torch.finfo(e.dtype).max) for e, r in zip(eager, reference, strict=True)]
             self._cached[case] = (inputs, reference, eager, where)
         return self._cached[case]
 

@@ -9,7 +9,7 @@ from swapping import FOUR, tiny
 from torch import nn
 
 from mirage_hf.match.matcher import match
-from mirage_hf.match.pattern import Rejected
+from mirage_hf.errors import Rejected
 from mirage_hf.match.probe import Probes
 from mirage_hf.patterns import PATTERNS
 

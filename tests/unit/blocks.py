@@ -247,7 +247,8 @@ def batched_matmul(batch: int = 3, rows: int = 5, k: int = 64, n: int = 37, dtyp
 def attention_row(heads: int = 2, q: int = 4, keys: int = 100, d: int = 32, dtype=torch.float16) -> UGraph:
     """Unshifted softmax attention in one pass over the keys."""
     g = new_kernel_graph()
-    Q, K, V = (g.new_input(dims, dtype, name=name) for name, dims in (("q", (heads, q, d)), ("key", (heads, d, keys)), ("v", (heads, keys, d))))
+    shapes = (("q", (heads, q, d)), ("key", (heads, d, keys)), ("v", (heads, keys, d)))
+    Q, K, V = (g.new_input(dims, dtype, name=name) for name, dims in shapes)
     E = g.exp(g.mul(g.matmul(Q, K), 0.125))
     g.mark_output(g.matmul(g.div(E, g.reduction(E, 2)), V))
     b = Block({"h": heads, "m": q}, {"s": keys}, {"d": d, "e": d})
@@ -294,15 +295,16 @@ def cases() -> list[Case]:
     return [
         _case("norm linear", rms_norm_linear(1), m=1, n=8, k=256),
         _case("norm linear, loop held whole", rms_norm_linear(1), m=1, n=8, k=512),
-        _case("norm linear no weight bf16, pipelined", rms_norm_linear(1, weight=False, dtype=BF16), m=1, n=8, k=256, lazy=False, num_stages=3),
+        _case("norm linear no weight bf16, pipelined", rms_norm_linear(1, weight=False, dtype=BF16), lazy=False, num_stages=3, m=1, n=8,
+              k=256),
         _case("norm linear fp32", rms_norm_linear(1, dtype=FP32), m=1, n=8, k=128),
         _case("norm linear (K, N)", rms_norm_linear(1, stored="kn"), m=1, n=64, k=64),
         _case("norm linear 3 rows", rms_norm_linear(3), m=4, n=8, k=128),
         _case("norm linear 3 rows, no weight", rms_norm_linear(3, weight=False), m=1, n=8, k=128),
         _case("norm linear 3 rows mma", rms_norm_linear(3), mma=True, m=16, n=64, k=128, num_stages=3),
         _case("norm linear 16 rows mma", rms_norm_linear(16, weight=False), mma=True, m=16, n=32, k=128, num_stages=4),
-        _case("norm linear 16 rows mma, rows first, bf16", rms_norm_linear(16, dtype=BF16), mma=True, weights_first=False, interpreted=False,
-              m=16, n=64, k=128, num_stages=3),
+        _case("norm linear 16 rows mma, rows first, bf16", rms_norm_linear(16, dtype=BF16), mma=True, weights_first=False,
+              interpreted=False, m=16, n=64, k=128, num_stages=3),
         _case("norm linear 16 rows mma (K, N)", rms_norm_linear(16, stored="kn"), mma=True, m=16, n=64, k=64),
         _case("norm linear fp32 mma", rms_norm_linear(16, 128, dtype=FP32), mma=True, m=16, n=16, k=32),
         _case("norm linear 1 row mma", rms_norm_linear(1), mma=True, m=16, n=32, k=64),

@@ -161,7 +161,7 @@ def test_names_that_python_or_the_file_needs_are_renamed():
 
 def test_library_path_is_the_program_in_plain_torch():
     g = new_kernel_graph()
-    x, w, bias = g.new_input((2, 4, 8), torch.float32, name="x"), g.new_input((8, 6), torch.float32, name="w"), g.new_input((1, 6), torch.float32, name="b")
+    x, w, bias = (g.new_input(dims, torch.float32, name=n) for n, dims in (("x", (2, 4, 8)), ("w", (8, 6)), ("b", (1, 6))))
     cos, sin = (g.new_input((4, 4), torch.float32, name=n) for n in ("cos", "sin"))
     y = g.add(g.matmul(g.rope(g.rms_norm(x), cos, sin), w), bias)
     y = g.layer_norm(g.clamp(g.gelu_tanh(g.silu(y)), min=-1.0), bias)

@@ -1,0 +1,153 @@
+"""Generated kernels on a GPU: every hand-written case, every schedule of the space, the tuner, graphs, streams."""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+import blocks
+
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.tune import measure, space, tuner
+from mirage_hf.tune.cost import device_named
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+CASES = {c.name: c for c in blocks.cases()} if torch.cuda.is_available() else {}
+
+SHAPES = {
+    "norm linear 1 row": lambda: blocks.rms_norm_linear(1, 2048, 2048),
+    "norm linear 1 row (K, N) bf16": lambda: blocks.rms_norm_linear(1, 2048, 2048, stored="kn", dtype=torch.bfloat16),
+    "norm linear 3 rows, odd": lambda: blocks.rms_norm_linear(3, 896, 1234),
+    "norm linear 16 rows bf16": lambda: blocks.rms_norm_linear(16, 2048, 2048, dtype=torch.bfloat16),
+    "norm linear 64 rows": lambda: blocks.rms_norm_linear(64, 1024, 1024, weight=False),
+    "q, k, v 1 row": lambda: blocks.norm_qkv(1, 2048, (2048, 512, 512), dtype=torch.bfloat16),
+    "gated mlp 1 row bf16": lambda: blocks.gated_mlp(1, 2048, 4096, dtype=torch.bfloat16),
+    "norm gated mlp 16 rows": lambda: blocks.gated_mlp(16, 1024, 2048, norm=True),
+    "lora 1 row": lambda: blocks.lora(1, 2048, 2048),
+    "lora 16 rows": lambda: blocks.lora(16, 1024, 1024, 8),
+    "softmax": lambda: blocks.softmax(64, 3000),
+    "attention": lambda: blocks.attention_row(8, 16, 1000, 64),
+}
+
+
+@pytest.fixture(autouse=True)
+def exact_float32():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+class Reference:
+    """Float64 results on one set of inputs, and the error allowed for each output."""
+
+    def __init__(self, program: KernelGraph):
+        self.inputs = measure.random_inputs(program, "cuda")
+        self.exact = run_kernel_graph(program, self.inputs, torch.float64)
+        stock = run_kernel_graph(program, self.inputs)
+        self.allowed = [1.25 * (y.double() - z).abs().max().item() + torch.finfo(y.dtype).eps * z.abs().max().item()
+                        for y, z in zip(stock, self.exact, strict=True)]
+
+    def complaint(self, outputs: list[torch.Tensor]) -> str:
+        found = [(y.double() - z).abs().max().item() for y, z in zip(outputs, self.exact, strict=True)]
+        return "" if all(e <= a for e, a in zip(found, self.allowed, strict=True)) else f"errors {found}, allowed {self.allowed}"
+
+
+def run_of(ugraph: UGraph, *schedules: Schedule) -> measure.Run:
+    return tuner.run_of(triton.generate(ugraph, schedules or None))
+
+
+@pytest.mark.parametrize("name", [c.name for c in blocks.cases()])
+def test_numbers(name):
+    case = CASES[name]
+    reference = Reference(case.ugraph.program)
+    assert not reference.complaint(run_of(case.ugraph, case.schedule)(reference.inputs))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_schedule_of_the_space(name):
+    """Compiles, and computes the same, in any order and twice."""
+    ugraph = SHAPES[name]()
+    properties = torch.cuda.get_device_properties(0)
+    sm = 10 * properties.major + properties.minor
+    schedules = space.schedules(ugraph.block_ops[0], device_named(properties.name, sm), limit=48)
+    programs = [triton.generate(ugraph, [s]) for s in schedules]
+    compiled = compiler.compile_all(programs, sm)
+    reference = Reference(ugraph.program)
+    wrong = [f"{s}: {c}" for s, c in zip(schedules, compiled, strict=True) if isinstance(c, Exception)]
+    for schedule, program, outcome in zip(schedules, programs, compiled, strict=True):
+        if isinstance(outcome, Exception):
+            continue
+        try:
+            run = tuner.run_of(program)
+            first, second = run(reference.inputs), run(reference.inputs)
+            complaint = reference.complaint(first) or ("" if all(map(torch.equal, first, second)) else "two runs differ")
+        except Exception as e:
+            complaint = f"{type(e).__name__}: {e}"
+        wrong += [f"{schedule}: {complaint}"] if complaint else []
+    assert not wrong, f"{len(wrong)} of {len(schedules)}:\n" + "\n".join(wrong[:20])
+
+
+@pytest.mark.parametrize("name", ["norm linear 1 row", "norm linear 16 rows bf16", "lora 1 row", "softmax"])
+def test_tuner_measures_and_keeps_the_library_path(name):
+    seen = []
+    result = tuner.tune([SHAPES[name]()], per_graph=8, replays=5, progress=lambda *args: seen.append(args))
+    refused = [c.reason for c in result.candidates if c.status == tuner.REFUSED]
+    assert result.measured and result.library.timing and result.best_searched and not refused, refused
+    assert result.best.us == min(c.us for c in result.candidates) and seen[-1][2] == "done"
+    assert any(not u.is_fused for u in result.ugraphs())
+    print(f"{name}: searched {result.best_searched.us:.2f} µs, library {result.library.us:.2f} µs, {result.best_searched.schedules[0]}")
+
+
+def test_the_jit_finds_what_was_compiled_ahead(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    program = triton.generate(blocks.rms_norm_linear(1, 1024, 320), [Schedule((("m", 1), ("n", 4), ("k", 1024)), num_warps=8)])
+    major, minor = torch.cuda.get_device_capability()
+    compiler.ahead_of_time(program, 10 * major + minor)
+
+    def kernels() -> int:
+        return len(list(tmp_path.rglob("mirage_0.cubin")))
+    assert kernels() == 1
+    tuner.run_of(program)(measure.random_inputs(blocks.rms_norm_linear(1, 1024, 320).program, "cuda"))
+    assert kernels() == 1
+
+
+def test_in_a_graph_and_on_another_stream():
+    ugraph = blocks.gated_mlp(1, 1024, 1024)
+    reference, run = Reference(ugraph.program), run_of(ugraph)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        outputs = run(reference.inputs)
+    stream.synchronize()
+    assert not reference.complaint(outputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(reference.inputs)
+    captured[0].zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert not reference.complaint(captured)
+
+
+def test_large_strides_need_64_bit_offsets():
+    rows = 3
+    ugraph = blocks.softmax(rows, 256, walk=False)
+    block = ugraph.block_ops[0].block
+    program, kernels = KernelGraph(), KernelGraph()
+    far = (1 << 30) + 64
+    for g in (program, kernels):
+        g.new_input((rows, 256), torch.float16, (far, 1), name="x")
+    program.mark_output(program.softmax(program.inputs[0], 1))
+    kernels.mark_output(*kernels.customized(kernels.inputs, block))
+    x = torch.empty(2 * far + 256, dtype=torch.float16, device="cuda").as_strided((rows, 256), (far, 1)).normal_()
+    y, = run_of(UGraph(program, kernels))([x])
+    assert torch.allclose(y.float(), torch.softmax(x.float(), 1), atol=1e-3)

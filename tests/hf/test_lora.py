@@ -1,0 +1,245 @@
+"""PEFT: one plain unmerged adapter runs as one kernel; whatever else PEFT does is stock's, right at any moment."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from swapping import decode_logits, prompt, same, snapshot, tiny
+
+from mirage_hf.api import optimize, restore
+from mirage_hf.match.matcher import match
+from mirage_hf.patterns import PATTERNS
+from mirage_hf.swap.fingerprint import fingerprint
+from mirage_hf.swap.guard import KEY
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.usefixtures("resolved")
+CLOSE = dict(atol=3e-5, rtol=1e-4)
+QV = ("q_proj", "v_proj")
+
+
+def config(targets: Any = QV, r: int = 4, **options: Any) -> Any:
+    return peft.LoraConfig(r=r, lora_alpha=2 * r, target_modules=list(targets), init_lora_weights=False, **options)
+
+
+def with_lora(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, cast: bool = True, **options: Any) -> Any:
+    model = tiny(family, dtype=dtype)
+    torch.manual_seed(seed)
+    return peft.get_peft_model(model, config(**options), autocast_adapter_dtype=cast).eval()
+
+
+def both(**options: Any) -> tuple[Any, Any]:
+    """A stock PEFT model, and the same optimized. Both have a second adapter that is not active."""
+    models = []
+    for _ in range(2):
+        model = with_lora(**options)
+        torch.manual_seed(7)
+        model.add_adapter("other", config(r=2))
+        models.append(model.eval())
+    return models[0], optimize(models[1])
+
+
+def lora_layer(model: Any) -> Any:
+    return model.get_base_model().model.layers[1].self_attn.q_proj
+
+
+def counts(model: Any) -> dict[str, int]:
+    return dict(lora_layer(model).__dict__[KEY].fallbacks)
+
+
+def kinds(model: Any) -> dict[str, list[str]]:
+    return {m.name: [p.role for p in m.parts] for m in match(model, list(PATTERNS))[0]}
+
+
+# -- what is matched ----------------------------------------------------------------------------------------------------
+
+def test_layers_with_adapters_fall_to_parts() -> None:
+    found = kinds(with_lora())
+    layer = "base_model.model.model.layers.0"
+    assert found[layer] == ["out", "gated", "down"]
+    assert found[f"{layer}.self_attn.q_proj"] == found[f"{layer}.self_attn.v_proj"] == ["lora"]
+    found = kinds(with_lora(targets=("gate_proj", "down_proj")))
+    assert found[layer] == ["qkv", "out"] and found[f"{layer}.mlp.gate_proj"] == ["lora"]
+    found = kinds(with_lora(targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")))
+    assert len(found) == 3 * 7 and all(parts == ["lora"] for parts in found.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
+@pytest.mark.parametrize("targets", [QV, ("q_proj", "gate_proj", "down_proj"), ("o_proj", "up_proj")])
+def test_decoding_gives_the_stock_logits(family: str, targets: tuple[str, ...]) -> None:
+    stock, ours = with_lora(family, targets=targets), optimize(with_lora(family, targets=targets), batch_sizes=(1, 3))
+    for batch in (1, 3):
+        torch.testing.assert_close(decode_logits(ours, batch), decode_logits(stock, batch), **CLOSE)
+    rows = [r for r in ours.mirage.report.rows if r.pattern == "lora"]
+    assert len(rows) == 3 * len(targets) * 2 and all(r.status == "swapped" and r.calls == 8 for r in rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cast", [True, False])
+def test_adapters_in_float32_or_in_the_models_dtype(dtype: torch.dtype, cast: bool) -> None:
+    stock, ours = with_lora(dtype=dtype, cast=cast), optimize(with_lora(dtype=dtype, cast=cast))
+    sizes = dict(match(stock, ["lora"])[0][0].parts[0].block.sizes)
+    assert sizes["adapter_dtype"] is (torch.float32 if cast else dtype) and sizes["dtype"] is dtype
+    torch.testing.assert_close(decode_logits(ours), decode_logits(stock), atol=0.1, rtol=0.05)
+    assert all(r.status == "swapped" for r in ours.mirage.report.rows if r.pattern == "lora")
+
+
+@pytest.mark.parametrize(("options", "reason"), [
+    (dict(use_dora=True), "uses a LoRA variant"),
+    (dict(lora_bias=True), "adapter default has a bias"),
+])
+def test_what_is_not_plain_lora_says_so(options: dict[str, Any], reason: str) -> None:
+    stock, ours = (with_lora("qwen2", **options) for _ in range(2))
+    optimize(ours)
+    rows = [r for r in ours.mirage.report.rows if r.pattern == "lora"]
+    assert rows and all(r.status == "stock" and reason in r.reason for r in rows)
+    torch.testing.assert_close(decode_logits(ours), decode_logits(stock), **CLOSE)
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    (lambda m: m.merge_adapter(), "has adapters merged into its weight (default)"),
+    (lambda m: m.base_model.disable_adapter_layers(), "has its adapters disabled"),
+    (lambda m: m.base_model.set_adapter(["default", "other"]), "has 2 active adapters (default, other); kernels take one"),
+])
+def test_other_states_of_peft_say_why_not(change: Callable[[Any], Any], reason: str) -> None:
+    model = with_lora()
+    model.add_adapter("other", config(r=2))
+    change(model)
+    assert any(reason in r.reason for r in match(model, ["lora"])[1])
+
+
+# -- the life cycle after optimize() ------------------------------------------------------------------------------------
+
+def _disable(m: Any) -> None:
+    m.base_model.disable_adapter_layers()
+
+
+def _delete(m: Any) -> None:
+    m.set_adapter("other")
+    m.delete_adapter("default")
+
+
+def _rescale(m: Any) -> None:
+    for layer in m.get_base_model().model.layers:
+        layer.self_attn.q_proj.scaling["default"] *= 0.5
+
+
+def _new_targets(m: Any) -> None:
+    torch.manual_seed(9)
+    m.add_adapter("wide", config(targets=("q_proj", "k_proj", "o_proj", "up_proj")))
+    m.set_adapter("wide")
+
+
+def _reload(m: Any) -> None:
+    state = {k: 0.5 * v for k, v in peft.get_peft_model_state_dict(m).items()}
+    peft.set_peft_model_state_dict(m, state)
+
+
+EVENTS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
+    "set_adapter": (lambda m: m.set_adapter("other"), "another adapter is active"),
+    "two adapters": (lambda m: m.base_model.set_adapter(["default", "other"]), "another adapter is active"),
+    "disable": (_disable, "adapters disabled"),
+    "merge": (lambda m: m.merge_adapter(), "adapter merged"),
+    "safe merge": (lambda m: m.merge_adapter(safe_merge=True), "base_layer.weight has moved"),
+    "merge and unmerge": (lambda m: (m.merge_adapter(), m.unmerge_adapter()), None),
+    "delete": (_delete, "default was replaced"),
+    "rescale": (_rescale, "the adapter's scaling has changed"),
+    "new targets": (_new_targets, "another adapter is active"),
+    "new values": (_reload, None),
+    "bfloat16": (lambda m: m.bfloat16(), "input is torch.bfloat16 on cpu"),
+    "train": (lambda m: m.train(), "training mode"),
+    "dropout": (lambda m: lora_layer(m).lora_dropout.train(), None),
+}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_every_state_of_peft_is_right_at_any_moment(event: str) -> None:
+    change, reason = EVENTS[event]
+    stock, ours = both()
+    decode_logits(ours)
+    before, seen = fingerprint(ours), lora_layer(ours).__dict__[KEY].calls
+    for model in (stock, ours):
+        change(model)
+    torch.testing.assert_close(decode_logits(ours).float(), decode_logits(stock).float(), **CLOSE)
+    if reason is None:
+        assert set(counts(ours)) == {"prefill"} and lora_layer(ours).__dict__[KEY].calls > seen
+    else:
+        assert counts(ours)[reason] >= 4
+    if event not in ("merge and unmerge", "new values"):
+        assert fingerprint(ours) != before
+
+
+def test_adapters_that_come_back_are_fast_again() -> None:
+    _, ours = both()
+    ours.set_adapter("other")
+    decode_logits(ours)
+    ours.set_adapter("default")
+    seen = lora_layer(ours).__dict__[KEY].calls
+    decode_logits(ours)
+    with ours.disable_adapter():
+        decode_logits(ours)
+    decode_logits(ours)
+    assert lora_layer(ours).__dict__[KEY].calls == seen + 8
+
+
+def test_mixed_batches_go_the_stock_way() -> None:
+    stock, ours = both()
+    kwargs = dict(max_new_tokens=5, do_sample=False, adapter_names=["default", "other", "__base__"])
+    for model in (stock, ours):
+        model.generation_config = model.get_base_model().generation_config
+    assert torch.equal(ours.generate(input_ids=prompt(3), **kwargs), stock.generate(input_ids=prompt(3), **kwargs))
+
+
+def test_merge_and_unload_leaves_a_stock_model() -> None:
+    stock, ours = both()
+    a, b = stock.merge_and_unload(), ours.merge_and_unload()
+    torch.testing.assert_close(decode_logits(b), decode_logits(a), **CLOSE)
+    assert all(type(m).__module__.split(".")[0] != "peft" for m in b.modules())
+    restore(ours)
+    assert torch.equal(decode_logits(b), decode_logits(a))
+    assert {type(m) for m in b.modules()} == {type(m) for m in a.modules()}
+
+
+def test_an_adapter_put_on_an_optimized_model_is_not_bypassed() -> None:
+    stock, ours = tiny("llama"), optimize(tiny("llama"))
+    for model in (stock, ours):
+        torch.manual_seed(3)
+        model.add_adapter(config(targets=("q_proj", "up_proj", "o_proj")), "late")
+        model.eval()
+    torch.testing.assert_close(decode_logits(ours), decode_logits(stock), **CLOSE)
+    assert "q_proj was replaced" in ours.mirage.report.fallbacks
+
+
+def test_generate_and_restore() -> None:
+    model = with_lora()
+    before, base = snapshot(model), model.get_base_model()
+    options = dict(input_ids=prompt(), max_new_tokens=20, do_sample=False)
+    want = model.generate(**options)
+    optimize(model)
+    assert torch.equal(model.generate(**options), want)
+    assert model.mirage.report.decode and "generate" in base.__dict__
+    restore(model)
+    assert same(before, snapshot(model)) and torch.equal(model.generate(**options), want)
+
+
+def test_copies_and_saved_adapters_are_stock(tmp_path: Any) -> None:
+    stock, ours = both()
+    twin = copy.deepcopy(ours)
+    assert all(KEY not in m.__dict__ for m in twin.modules())
+    torch.testing.assert_close(decode_logits(twin), decode_logits(stock), **CLOSE)
+    for name, model in (("stock", stock), ("ours", ours)):
+        model.save_pretrained(tmp_path / name)
+    files = sorted(p.relative_to(tmp_path / "stock") for p in (tmp_path / "stock").rglob("*.safetensors"))
+    assert files and all((tmp_path / "stock" / f).read_bytes() == (tmp_path / "ours" / f).read_bytes() for f in files)
+
+
+def test_training_an_optimized_adapter_gives_the_stock_gradients() -> None:
+    stock, ours = both()
+    for model in (stock, ours):
+        model.train()
+        model(input_ids=prompt(2, 4), labels=prompt(2, 4)).loss.backward()
+    grads = [[p.grad for p in m.parameters() if p.grad is not None] for m in (stock, ours)]
+    assert grads[0] and all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

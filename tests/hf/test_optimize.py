@@ -1,0 +1,293 @@
+"""optimize() and restore() end to end: same tokens, one report, all or nothing, no trace after."""
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from swapping import FOUR, Resolved, decode_logits, prompt, same, snapshot, tiny, twin_of
+
+import mirage_hf.api as api
+from mirage_hf import kernels
+from mirage_hf.api import optimize, optimized, restore
+from mirage_hf.errors import OptimizeError, OptimizeWarning, SearchError
+from mirage_hf.errors import Rejected
+from mirage_hf.swap import session
+from mirage_hf.swap.report import Report, Row
+
+pytestmark = pytest.mark.usefixtures("resolved")
+ASSET = Path(__file__).parent.parent / "assets" / "tiny_llama"
+GREEDY = dict(do_sample=False, max_new_tokens=24)
+
+
+def padded(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
+    ids, mask = prompt(len(lengths), max(lengths)), torch.ones(len(lengths), max(lengths), dtype=torch.long)
+    for row, n in enumerate(lengths):
+        ids[row, :max(lengths) - n], mask[row, :max(lengths) - n] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+# -- the same tokens ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("family", [*FOUR, "gemma", "gemma2", "olmo2", "phi3", "granite"])
+@pytest.mark.parametrize("decode", ["graph", "eager"])
+def test_generate_gives_the_same_tokens(family: str, decode: str) -> None:
+    model = tiny(family)
+    cases = [dict(inputs=prompt()), padded((4, 11, 7)), dict(inputs=prompt(2))]
+    wanted = [model.generate(**case, **GREEDY) for case in cases]
+    assert optimize(model, batch_sizes=(1, 3), decode=decode) is model
+    assert all(torch.equal(model.generate(**case, **GREEDY), want) for case, want in zip(cases, wanted, strict=True))
+    called = sum(r.calls for r in model.mirage.report.rows)
+    assert called > 0
+    restore(model)
+    assert all(torch.equal(model.generate(**case, **GREEDY), want) for case, want in zip(cases, wanted, strict=True))
+
+
+@pytest.mark.skipif(not ASSET.exists(), reason="the trained asset is not there")
+def test_the_trained_model_writes_the_same_200_tokens() -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(ASSET, dtype=torch.float32).eval()
+    ids = torch.tensor([list(b"The quick brown fox ")]) % model.config.vocab_size
+    before, options = snapshot(model), dict(do_sample=False, max_new_tokens=200, min_new_tokens=200)
+    want = model.generate(ids, **options)
+    optimize(model)
+    assert torch.equal(model.generate(ids, **options), want)
+    assert all(r.status == "swapped" for r in model.mirage.report.rows)
+    restore(model)
+    assert torch.equal(model.generate(ids, **options), want)
+    after = snapshot(model)
+    assert same(before, after)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_close_to_float32_as_stock(dtype: torch.dtype) -> None:
+    exact, model = tiny("llama"), tiny("llama", dtype=dtype)
+    want, stock = decode_logits(exact), decode_logits(model)
+    optimize(model)
+    ours, report = decode_logits(model), model.mirage.report
+    assert (ours.float() - want).abs().max() <= 1.25 * (stock.float() - want).abs().max() + 0.02
+    assert all(r.status == "swapped" and r.error <= 1.25 * r.stock_error + 0.02 for r in report.rows)
+
+
+def test_experts_stay_stock_inside_a_swapped_layer() -> None:
+    stock = tiny("mixtral", dtype=torch.bfloat16)
+    model = optimize(twin_of(stock))
+    assert {r.pattern for r in model.mirage.report.swapped} == {"rms_norm_linear", "linear_residual"}
+    torch.testing.assert_close(decode_logits(model), decode_logits(stock), atol=0.1, rtol=0.05)
+    exact = tiny("mixtral")
+    with pytest.warns(OptimizeWarning, match="the check could not run"):  # torch has no float64 grouped matmul to check with
+        optimize(exact)
+
+
+# -- the report ---------------------------------------------------------------------------------------------------------
+
+def test_the_report_has_a_row_per_block_and_reads_as_a_table() -> None:
+    model = optimize(tiny("llama"), batch_sizes=(1, 2))
+    report = model.mirage.report
+    assert len(report.rows) == 3 * 4 * 2 and {r.rows for r in report.rows} == {1, 2} and len(report.swapped) == 24
+    assert report.fallbacks == {} and all(r.calls == 0 for r in report.rows)  # the check's own calls do not count
+    model.generate(prompt(), max_new_tokens=4, do_sample=False)
+    text, report = str(model.mirage.report), model.mirage.report
+    assert report.fallbacks == {"prefill": 3} and report.rows[0].calls == 3 and report.decode
+    for words in ("model.layers.{0-2}", "rms_norm_linear (input_layernorm, q_proj, k_proj, v_proj)", "swapped", "prefill: 3",
+                  "no promise of speed", "generate so far"):
+        assert words in text
+    assert len(text.splitlines()) < 20
+    plain = json.loads(json.dumps(report.to_dict()))
+    assert plain["rows"][0]["module"] == "model.layers.0" and plain["fallbacks"] == {"prefill": 3}
+
+
+def test_rows_of_layers_that_differ_stay_apart() -> None:
+    rows = [Row(f"m.layers.{i}", "gated_mlp", "swapped" if i != 2 else "stock", reason="no" if i == 2 else "") for i in range(5)]
+    text = str(Report("M", "cpu", tuple(rows)))
+    assert "m.layers.{0-1,3-4}" in text and "m.layers.2 " in text
+
+
+def test_equal_blocks_are_resolved_once(resolved: list[Any]) -> None:
+    optimize(tiny("llama"), batch_sizes=(1, 2, 1))
+    assert len(resolved) == 4 * 2
+
+
+def test_options_reach_the_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def resolve(program: Any, **options: Any) -> Resolved:
+        seen.update(options)
+        return Resolved(program, time_us=2.0, library_us=3.0)
+    monkeypatch.setattr(kernels, "resolve", resolve)
+    model = optimize(tiny("llama"), zoo="there", tune="never", progress=print)
+    assert seen == dict(device=torch.device("cpu"), backend="cpu", zoo="there", tune="never", pattern="linear_residual", progress=print)
+    assert "2.0 (3.0)" in str(model.mirage.report)
+
+
+def test_the_library_path_leaves_its_part_to_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(program: Any, **_: Any) -> Resolved:
+        fused = program.ops[-1].name != "add"
+        return Resolved(program, is_fused=fused, reason="" if fused else "the library path was measured faster")
+    monkeypatch.setattr(kernels, "resolve", resolve)
+    stock = tiny("llama")
+    model = optimize(twin_of(stock))
+    assert {r.pattern: r.status for r in model.mirage.report.rows} == {
+        "rms_norm_linear": "swapped", "linear_residual": "stock", "gated_mlp": "swapped"}
+    assert "the library path was measured faster" in str(model.mirage.report)
+    torch.testing.assert_close(decode_logits(model), decode_logits(stock), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kept", ["rms_norm_linear", "gated_mlp", "linear_residual"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma", "phi3"])
+def test_any_subset_of_parts_is_right(kept: str, family: str) -> None:
+    stock = tiny(family)
+    model = twin_of(stock)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OptimizeWarning)
+        optimize(model, patterns=[kept])
+    torch.testing.assert_close(decode_logits(model), decode_logits(stock), atol=2e-5, rtol=1e-4)
+
+
+# -- kernels that are wrong or missing ----------------------------------------------------------------------------------
+
+def test_a_wrong_kernel_is_swapped_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "resolve", lambda program, **_: Resolved(program, scale=1.001))
+    model = tiny("llama")
+    before = snapshot(model)
+    with pytest.warns(OptimizeWarning, match="nothing in this LlamaForCausalLM was replaced.*swapped back after the check: off by"):
+        optimize(model)
+    assert same(before, snapshot(model))
+    with pytest.raises(OptimizeError, match="swapped back"):
+        optimize(model, on_unsupported="error")
+    optimize(model, verify=False)
+    assert all(r.error is None and r.status == "swapped" for r in model.mirage.report.rows)
+    assert same(before, snapshot(restore(model)))
+
+
+def test_one_bad_layer_is_put_back_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = session.check
+    monkeypatch.setattr(session, "check", lambda m, b: Rejected("bad") if m.name.endswith("1") else check(m, b))
+    stock = tiny("llama")
+    model = optimize(twin_of(stock))
+    assert {r.module for r in model.mirage.report.swapped} == {"model.layers.0", "model.layers.2"}
+    assert type(model.model.layers[1]) is type(stock.model.layers[1])
+    torch.testing.assert_close(decode_logits(model), decode_logits(stock), atol=2e-5, rtol=1e-4)
+
+
+def test_a_block_without_a_kernel_stays_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(program: Any, **_: Any) -> Resolved:
+        if program.ops[-1].name == "mul":
+            raise SearchError("nothing found in 60 s")
+        return Resolved(program)
+    monkeypatch.setattr(kernels, "resolve", resolve)
+    model = optimize(tiny("llama"))
+    row = next(r for r in model.mirage.report.rows if r.pattern == "gated_mlp")
+    assert row.status == "stock" and row.reason == "no kernel: nothing found in 60 s"
+
+
+@pytest.mark.parametrize("where", ["resolve", "swap", "check", "install"])
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
+def test_any_failure_leaves_the_model_untouched(monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException) -> None:
+    model = tiny("llama")
+    before, calls = snapshot(model), [0]
+
+    def fail(*_: Any, **__: Any) -> None:
+        calls[0] += 1
+        if where == "install" or calls[0] == 2:
+            raise error
+        return Resolved(_[0]) if where == "resolve" else originals(*_, **__)  # type: ignore[return-value]
+
+    target = {"resolve": (kernels, "resolve"), "swap": (session.Ledger, "swap"), "check": (session, "check"),
+              "install": (api.decoding, "install")}[where]
+    originals = getattr(*target)
+    monkeypatch.setattr(*target, fail)
+    with pytest.raises(type(error)):
+        optimize(model)
+    assert same(before, snapshot(model))
+
+
+# -- life cycle ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("family", FOUR)
+def test_restore_brings_everything_back(family: str) -> None:
+    model = tiny(family)
+    before, logits, tokens = snapshot(model), decode_logits(model), model.generate(prompt(), **GREEDY)
+    for _ in range(2):
+        optimize(model)
+        model.generate(prompt(), **GREEDY)
+        assert restore(model) is model
+        assert same(before, snapshot(model))
+    assert torch.equal(decode_logits(model), logits) and torch.equal(model.generate(prompt(), **GREEDY), tokens)
+    restore(model)  # nothing left to do, and no error
+    assert not hasattr(model, "mirage")
+
+
+def test_optimizing_again_starts_anew() -> None:
+    model = tiny("llama")
+    before = snapshot(model)
+    optimize(model, patterns=["gated_mlp"])
+    optimize(model)
+    assert len(model.mirage.report.rows) == 12
+    classes = type(model.model.layers[0]).__mro__
+    assert len([c for c in classes if c.__name__ == "LlamaDecoderLayer"]) == 2
+    assert same(before, snapshot(restore(model)))
+
+
+def test_optimizing_an_inner_module_can_be_undone_from_outside() -> None:
+    model = tiny("llama")
+    before = snapshot(model)
+    optimize(model.model)
+    assert model.model.mirage.report.swapped and "mirage" not in model.__dict__
+    restore(model)
+    del model.model.__dict__["mirage"]
+    assert same(before, snapshot(model))
+
+
+def test_with_optimized_restores_after_errors_too() -> None:
+    model = tiny("llama")
+    before = snapshot(model)
+    with optimized(model, batch_sizes=(1,)) as inside:
+        assert inside is model and model.mirage.report.swapped
+    assert same(before, snapshot(model))
+    with pytest.raises(ZeroDivisionError), optimized(model):
+        1 / 0  # noqa: B018
+    assert same(before, snapshot(model))
+
+
+def test_a_dry_run_changes_nothing_and_says_what_would_be_done(resolved: list[Any]) -> None:
+    model = tiny("gemma2")
+    before = snapshot(model)
+    report = optimize(model, dry_run=True)
+    assert isinstance(report, Report) and same(before, snapshot(model)) and resolved == []
+    assert {r.status for r in report.rows} == {"planned", "stock"}
+
+
+def test_the_handle_is_no_part_of_the_model() -> None:
+    model = tiny("llama")
+    names = [list(model.state_dict()), [n for n, _ in model.named_modules()], [n for n, _ in model.named_parameters()]]
+    optimize(model)
+    assert names == [list(model.state_dict()), [n for n, _ in model.named_modules()], [n for n, _ in model.named_parameters()]]
+    model.generate(prompt(), **GREEDY)
+    model.mirage.release()
+    assert "12 modules" not in repr(model.mirage) and "3 modules swapped" in repr(model.mirage)
+
+
+# -- what cannot be replaced --------------------------------------------------------------------------------------------
+
+def test_unsupported_blocks_are_skipped_warned_of_or_an_error() -> None:
+    model = tiny("phi3")
+    before = snapshot(model)
+    with pytest.raises(OptimizeError, match="6 blocks cannot be replaced .*has no q_proj.*on_unsupported='skip'"):
+        optimize(model, on_unsupported="error")
+    assert same(before, snapshot(model))
+    with pytest.warns(OptimizeWarning, match="6 blocks cannot be replaced"):
+        optimize(model, on_unsupported="warn")
+    assert model.mirage.report.swapped
+
+
+def test_the_random_state_is_left_alone() -> None:
+    model, state = tiny("llama"), torch.get_rng_state()
+    state = torch.get_rng_state()
+    optimize(model)
+    assert torch.equal(state, torch.get_rng_state())

@@ -1,0 +1,211 @@
+"""Random block graphs, valid by construction: any axes, roles, strides, joined inputs, stages, accumulators and outputs."""
+from __future__ import annotations
+
+import random
+
+import torch
+
+from mirage_hf.codegen.schedule import Schedule, next_power_of_two
+from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
+from mirage_hf.graph.kernel import KernelGraph
+
+UNARY = ("exp", "silu", "tanh", "neg", "square", "sigmoid", "relu", "gelu")
+BINARY = ("add", "sub", "mul", "max", "min")
+SIZES = (1, 2, 3, 5, 8, 16, 24, 37)
+
+
+def random_graph(seed: int) -> KernelGraph:
+    """A kernel graph with one random block graph as its only op."""
+    return _Builder(random.Random(seed)).build()
+
+
+def random_schedule(block: BlockGraph, seed: int) -> Schedule:
+    """Any schedule: tiles smaller or larger than the axes, tensor cores where they happen to fit."""
+    r = random.Random(seed)
+    mma = r.random() < 0.5
+    tiles = {}
+    for a in block.axes:
+        whole = next_power_of_two(a.size)
+        least = 16 if mma and r.random() < 0.8 else 1
+        if a.role is Role.TILE:
+            tiles[a.name] = max(whole, least)
+        else:
+            tiles[a.name] = max(least, r.choice([t for t in (1, 2, 4, 8, 16, 32, 64) if t <= whole * 2]))
+    while _elements(block, tiles) > 1 << 15:
+        widest = max((a.name for a in block.axes if a.role is not Role.TILE), key=tiles.__getitem__)
+        tiles[widest] //= 2
+    return Schedule(tuple(tiles.items()), mma, r.random() < 0.5, r.random() < 0.5, num_stages=r.choice((1, 3)))
+
+
+def _elements(block: BlockGraph, tiles: dict[str, int]) -> int:
+    most = 1
+    for axes in block.carried.values():
+        n = 1
+        for a in axes:
+            n *= tiles[a]
+        most = max(most, n)
+    return most
+
+
+class _Builder:
+    def __init__(self, r: random.Random):
+        self.r = r
+        self.grid = ["m", "n", "h"][:r.randint(1, 3)]
+        self.loop = "k" if r.random() < 0.8 else None
+        self.tile = ["r", "s"][:r.randint(0, 2)]
+        order = [*self.grid, *self.tile, *([self.loop] if self.loop else [])]
+        r.shuffle(order)
+        self.size = {a: r.choice(SIZES) for a in order}
+        if self.loop:
+            self.size["k"] = r.choice((5, 16, 37, 64, 100))
+        self.order = order
+        self.carried: dict[str, tuple[str, ...]] = {}
+        self.count = 0
+
+    def fresh(self, prefix: str = "v") -> str:
+        self.count += 1
+        return f"{prefix}{self.count}"
+
+    def sorted(self, axes) -> tuple[str, ...]:
+        return tuple(a for a in self.order if a in axes)
+
+    def build(self) -> KernelGraph:
+        r, g = self.r, KernelGraph()
+        self.dtype = r.choice((torch.float16, torch.float32, torch.float32))
+        tensors, inputs = [], []
+        for n in range(r.randint(2, 4)):
+            axes = [a for a in self.order if r.random() < 0.6] or [self.order[0]]
+            inputs.append(self._input(g, tensors, f"in{n}", axes))
+        stages, outputs = [], []
+        visible = [i.name for i in inputs]
+        for _ in range(r.randint(1, 3)):
+            stages.append(self._stage(visible, outputs, self.loop if self.loop and r.random() < 0.75 else None))
+        final = [v for v in visible if self.loop not in self.carried[v]]
+        stages.append(self._finish(final, outputs))
+        roles = {a: Role.GRID for a in self.grid} | {a: Role.TILE for a in self.tile} | ({self.loop: Role.LOOP} if self.loop else {})
+        axes = tuple(Axis(a, self.size[a], roles[a]) for a in self.order)
+        block = BlockGraph(axes, tuple(inputs), tuple(stages), tuple(outputs))
+        g.mark_output(*g.customized(tensors, block))
+        return g
+
+    def _tensor(self, g: KernelGraph, dims: list[int]):
+        """Strides in any order of the dims, sometimes with gaps or broadcast."""
+        order = list(range(len(dims)))
+        if self.r.random() < 0.5:
+            self.r.shuffle(order)
+        strides, step = [0] * len(dims), 1
+        for d in reversed(order):
+            strides[d] = step
+            step *= dims[d] + (self.r.randint(1, 3) if self.r.random() < 0.2 else 0)
+        if self.r.random() < 0.1:
+            strides[self.r.randrange(len(dims))] = 0
+        return g.new_input(dims, self.dtype, strides)
+
+    def _input(self, g: KernelGraph, tensors: list, name: str, axes: list[str]) -> BlockInput:
+        r = self.r
+        dims: list[str | None] = list(axes)
+        r.shuffle(dims)
+        if r.random() < 0.3:
+            dims.insert(r.randint(0, len(dims)), None)
+        joined, sizes = None, ()
+        splittable = [a for a in axes if self.size[a] > 1]
+        if splittable and r.random() < 0.3:
+            joined = r.choice(splittable)
+            cut = r.randint(1, self.size[joined] - 1)
+            sizes = (cut, self.size[joined] - cut)
+        sources = []
+        for part in sizes or (None,):
+            sources.append(len(tensors))
+            tensors.append(self._tensor(g, [1 if a is None else part if a == joined else self.size[a] for a in dims]))
+        self.carried[name] = self.sorted(axes)
+        return BlockInput(name, tuple(sources), tuple(dims), joined, sizes)
+
+    def _stage(self, visible: list[str], outputs: list[BlockOutput], loop: str | None) -> Stage:
+        r = self.r
+        local = [v for v in visible if loop or self.loop not in self.carried[v]]
+        body: list[BlockOp] = []
+        if not local:
+            return Stage(loop, ())
+        for _ in range(r.randint(1, 4)):
+            body.append(self._op(local))
+            local.append(body[-1].out)
+        accumulators = []
+        for v in [v for v in local if loop and loop in self.carried[v]]:
+            if r.random() < 0.5:
+                out = self.fresh("acc")
+                kind = "max" if r.random() < 0.25 else "sum"
+                self.carried[out] = tuple(a for a in self.carried[v] if a != loop)
+                accumulators.append(Accumulator(out, v, kind, self.carried[out]))
+        for op in body:
+            if loop and loop in op.axes and set(self.grid) <= set(op.axes) and r.random() < 0.4:
+                outputs.append(self._output(op.out))
+        visible += [op.out for op in body if loop not in op.axes] + [a.out for a in accumulators]
+        return Stage(loop, tuple(body), tuple(accumulators))
+
+    def _op(self, local: list[str]) -> BlockOp:
+        r = self.r
+        tiled = [v for v in local if set(self.carried[v]) & set(self.tile)]
+        out = self.fresh()
+        if tiled and r.random() < 0.3:
+            arg = r.choice(tiled)
+            over = r.choice([a for a in self.carried[arg] if a in self.tile])
+            self.carried[out] = tuple(a for a in self.carried[arg] if a != over)
+            return BlockOp(out, r.choice(("sum", "sum", "max")), (arg,), self.carried[out], (), over)
+        if r.random() < 0.3:
+            arg = r.choice(local)
+            fn = r.choice(UNARY)
+            # what grows fast is only taken of what is small
+            fn = "tanh" if fn in ("exp", "square") and not arg.startswith("in") else fn
+            self.carried[out] = self.carried[arg]
+            return BlockOp(out, fn, (arg,), self.carried[out])
+        a, b = r.choice(local), r.choice(local) if r.random() < 0.85 else round(r.uniform(-2, 2), 3)
+        self.carried[out] = self.sorted({x for v in (a, b) if isinstance(v, str) for x in self.carried[v]})
+        return BlockOp(out, r.choice(BINARY), (a, b), self.carried[out])
+
+    def _finish(self, usable: list[str], outputs: list[BlockOutput]) -> Stage:
+        """Add values up until one carries every grid axis, and store it."""
+        body: list[BlockOp] = []
+        if not usable:
+            if not outputs:
+                raise Unsuitable
+            return Stage(None, ())
+        value = self.r.choice(usable)
+        for v in self.r.sample(usable, len(usable)):
+            if not set(self.grid) <= set(self.carried[value]) and not set(self.carried[v]) <= set(self.carried[value]):
+                out = self.fresh()
+                self.carried[out] = self.sorted({*self.carried[value], *self.carried[v]})
+                body.append(BlockOp(out, "add", (value, v), self.carried[out]))
+                value = out
+        if not set(self.grid) <= set(self.carried[value]):
+            raise Unsuitable
+        if not body:
+            out = self.fresh()
+            self.carried[out] = self.carried[value]
+            body.append(BlockOp(out, "mul", (value, 0.5), self.carried[out]))
+            value = out
+        outputs.append(self._output(value))
+        return Stage(None, tuple(body))
+
+    def _output(self, value: str) -> BlockOutput:
+        dims: list[str | None] = list(self.carried[value])
+        self.r.shuffle(dims)
+        if not dims or self.r.random() < 0.2:
+            dims.insert(self.r.randint(0, len(dims)), None)
+        return BlockOutput(value, tuple(dims), str(self.dtype).removeprefix("torch."))
+
+
+class Unsuitable(Exception):
+    """The random choices led to a graph that stores nothing."""
+
+
+def random_cases(count: int, seed: int = 0) -> list[tuple[int, KernelGraph, Schedule]]:
+    """`count` pairs of a graph and a schedule; the number tells how to make one again."""
+    found = []
+    while len(found) < count:
+        seed += 1
+        try:
+            graph = random_graph(seed)
+        except Unsuitable:
+            continue
+        found.append((seed, graph, random_schedule(graph.ops[0].block, seed)))
+    return found

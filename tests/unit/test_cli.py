@@ -1,0 +1,116 @@
+"""The command line: what it prints, its exit codes, and its errors."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import programs
+import pytest
+from typer.testing import CliRunner, Result
+
+import mirage_hf as mi
+from mirage_hf.cli import models
+from mirage_hf.cli.main import app
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MIRAGE_HF_THREADS", "2")  # and undo what --threads sets
+
+
+def run(*args: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, [str(a) for a in args])
+    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
+    return result
+
+
+@pytest.fixture
+def capture(capsys, monkeypatch):
+    """What a command prints, rich's consoles included: they hold on to the streams that they were made with."""
+    from rich.console import Console
+
+    from mirage_hf.cli import show
+    monkeypatch.setattr(show, "console", Console(width=140, highlight=False, soft_wrap=True, force_terminal=False))
+    monkeypatch.setattr(show, "errors_console", Console(stderr=True, highlight=False, soft_wrap=True))
+
+    def command(*args: object, code: int = 0) -> tuple[str, str]:
+        with pytest.raises(SystemExit) as stop:
+            app([str(a) for a in args])
+        seen = capsys.readouterr()
+        assert stop.value.code == code, seen.out + seen.err
+        return seen.out, seen.err
+    return command
+
+
+def test_help_names_every_command():
+    for command in ("demo", "optimize", "bench", "search", "zoo", "env"):
+        assert command in run("--help").output
+        run(command, "--help")
+
+
+def test_env_shows_versions_and_the_settings_in_force(capture, tmp_path):
+    out, _ = capture("env")
+    assert "torch" in out and str(tmp_path / "cache") in out and mi.__version__ in out
+
+
+def test_search_writes_results_that_can_be_loaded(capture, tmp_path):
+    program = tmp_path / "program.json"
+    programs.rms_norm_linear(mi, rows=2, k=64, n=48).to_json(program)
+    found, kernel = tmp_path / "found.json", tmp_path / "kernel.py"
+    out, _ = capture("search", program, "--time-limit", 20, "--threads", 1, "--json", found, "--triton", kernel)
+    assert "exhausted" in out and "kernel.py" in out
+    data = json.loads(found.read_text())
+    best = tmp_path / "best.json"
+    best.write_text(json.dumps(data["results"][0]))
+    assert mi.load_ugraph(best).num_kernels == 1
+    assert data["report"]["error_bound"] < 1e-9
+    compile(kernel.read_text(), "kernel.py", "exec")
+
+
+def test_a_file_that_is_no_program_is_an_error_without_a_traceback(capture, tmp_path):
+    bad = tmp_path / "bad.json"
+    bad.write_text("{")
+    _, err = capture("search", bad, code=1)
+    assert err.startswith("error: ") and "bad.json" in err and "Traceback" not in err
+    _, err = capture("search", tmp_path / "missing.json", code=1)
+    assert "missing.json" in err
+
+
+def test_the_demo_needs_a_checkout_or_a_model(capture, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "DEMO_MODEL", tmp_path / "none")
+    _, err = capture("demo", code=1)
+    assert "make demo" in err and "--model" in err
+    _, err = capture("demo", "--model", tmp_path / "none", code=1)
+    assert "cannot be loaded" in err
+
+
+def test_zoo_lists_and_verifies(capture, tmp_path):
+    from test_zoo import entry
+
+    from mirage_hf.zoo.store import Store
+    zoo = Store(tmp_path / "zoo", writable=True)
+    folder = zoo.put(entry())
+    assert isinstance(folder, Path)
+    out, _ = capture("zoo", "list", zoo.root)
+    assert "rms_norm_linear" in out and "9.50" in out and "1 entries" in out
+    out, _ = capture("zoo", "verify", zoo.root)
+    assert "1 entries check" in out
+    (folder / "kernel.py").write_text("import os")
+    out, _ = capture("zoo", "verify", zoo.root, code=1)
+    assert "kernel.py: is not the file" in out
+    _, err = capture("zoo", "list", tmp_path / "nowhere", code=1)
+    assert "neither a folder nor a Hub repo" in err
+
+
+@pytest.mark.skipif(not models.DEMO_MODEL.is_dir(), reason="the demo's model is part of the repository only")
+def test_the_demo_runs_and_the_second_optimize_searches_nothing(capture, tmp_path):
+    out, _ = capture("demo", "--tokens", 12, "--device", "cpu")
+    for part in ("Blocks found", "rms_norm_linear", "gated_mlp", "exhausted", "The same 12 greedy tokens", "promises no speed",
+                 "exactly what they were"):
+        assert part in out
+    report = tmp_path / "report.json"
+    out, _ = capture("optimize", models.DEMO_MODEL, "--report-json", report, "--device", "cpu")
+    assert {row["source"] for row in json.loads(report.read_text())["rows"]} == {"cache"}
+    out, _ = capture("bench", models.DEMO_MODEL, "--tokens", 4, "--rounds", 1, "--device", "cpu")
+    assert "times as fast" in out
