@@ -36,7 +36,7 @@ unit: .venv/dev.stamp
 lint: .venv/dev.stamp
 	@failed=0; \
 	lint() { if [ -x $(BIN)/$$1 ]; then $(BIN)/"$$@" || failed=1; else echo "lint: $$1 is not installed here, skipped"; fi; }; \
-	lint ruff check .; \
+	lint ruff check --output-format concise .; \
 	lint mypy; \
 	lint lint-imports --no-logo; \
 	exit $$failed

@@ -52,7 +52,10 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
             return model
         model.__dict__[NAME] = handle
         if (inner := generating(model)) is not None:
-            handle.runner = decoding.install(inner, mode=decode, max_cache_len=max_cache_len, fingerprint=fingerprint)
+            try:
+                handle.runner = decoding.install(inner, mode=decode, max_cache_len=max_cache_len, fingerprint=fingerprint)
+            except decoding.DecodeError as e:  # someone else's generate is kept; forwards are faster all the same
+                handle.add_note(f"generate is not replaced: {e}")
     except BaseException:
         session.undo()
         _take_back(model)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +14,16 @@ import torch
 
 from mirage_hf.codegen import compile as compiled
 from mirage_hf.codegen import triton
+from mirage_hf.codegen.plan import plan
+from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.settings import settings
 from mirage_hf.tune import space
+from mirage_hf.tune.cost import H200, Device, estimate
 from mirage_hf.tune.tuner import Candidate as Tuned
 from mirage_hf.tune.tuner import tune as measure
 from mirage_hf.verify.accept import Candidate, Progress, search_and_verify
@@ -104,10 +108,11 @@ def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tu
                              "candidates": report.found, "refused": [r.reason for r in report.refused]}
     ugraph, timings = library_ugraph(program), ()
     if searched.candidates:
-        ugraph = _unmeasured(searched.candidates)
+        promising = _promising(searched.candidates)
+        ugraph = _unmeasured(promising[0])
         if on_gpu and tune != "never":
             graphs, schedules = (_FULL if tune == "full" else _QUICK)
-            result = measure(searched.ugraphs()[:graphs], device=device, per_graph=schedules,
+            result = measure([c.ugraph for c in promising[:graphs]], device=device, per_graph=schedules, schedules=_permitted(promising),
                              progress=(lambda *detail: progress("tune", detail)) if progress else None)
             stats["tried"] = len(result.candidates)
             if result.best_searched is not None:
@@ -124,14 +129,26 @@ _QUICK, _FULL = (3, 12), (8, 48)
 """µGraphs and schedules of each that are measured."""
 
 
-def _unmeasured(candidates: Sequence[Candidate]) -> UGraph:
-    """The best estimate whose rounding is known to hold: a schedule on tensor cores only where the numbers allow it."""
-    c = candidates[0]
-    chosen = []
-    for op in c.ugraph.block_ops:
-        ranked = space.schedules(op, limit=256)
-        chosen.append(next((s for s in ranked if c.allows(s.mma)), ranked[0]))
-    return replace(c.ugraph, schedules=tuple(chosen))
+def _permitted(candidates: Sequence[Candidate]) -> Callable[[KernelOp, Device], list[Schedule]]:
+    """Schedules whose rounding is known to hold: on tensor cores only where the numbers allow it."""
+    owner = {op: c for c in candidates for op in c.ugraph.block_ops}
+    return lambda op, device: [s for s in space.schedules(op, device) if owner[op].allows(s.mma)]
+
+
+def _promising(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Best first by the cost model's estimate of a permitted schedule; without one a candidate comes last."""
+    permitted = _permitted(candidates)
+
+    def us(c: Candidate) -> float:
+        ranked = [(op, permitted(op, H200)) for op in c.ugraph.block_ops]
+        return sum(estimate(plan(op, schedules[0])).us if schedules else math.inf for op, schedules in ranked)
+
+    return sorted(candidates, key=us)
+
+
+def _unmeasured(c: Candidate) -> UGraph:
+    permitted = _permitted([c])
+    return replace(c.ugraph, schedules=tuple((permitted(op, H200) or space.schedules(op, limit=1))[0] for op in c.ugraph.block_ops))
 
 
 def _timing(name: str, c: Tuned) -> Timing:

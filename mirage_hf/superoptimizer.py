@@ -69,7 +69,7 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
 
     config: a preset of restrictions ("attention", "lora", "mlp"). backend: "triton", "cuda", "cpu" or "auto" (triton where a
     GPU is). griddims, blockdims, franges: allowed numbers of blocks per grid dim, threads per dim, and loop trips.
-    max_block_ops: ops in one kernel; time_limit: seconds; checkpoint: a file to load the result from, or to keep it in.
+    max_kernels: most kernels of a result; max_block_ops: ops in one kernel; time_limit: seconds; checkpoint: a file to load the result from, or to keep it in.
     save_codes: also write every result's Triton program into a folder. Returns a `SearchResult`, never empty.
     Errors: SearchError for impossible options, GraphError for a graph without ops, FormatError for a foreign checkpoint.
     """
@@ -95,6 +95,11 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
         tuned = tune(found, device=torch.device("cuda", torch.cuda.current_device()),
                      schedules=restriction.schedules if restriction else None)
         ugraphs = tuned.ugraphs()
+    if max_kernels is not None:
+        ugraphs = tuple(u for u in ugraphs if u.num_kernels <= max_kernels)
+        if not ugraphs:
+            why = report.reason or "; ".join(r.reason for r in report.refused) or report.stop
+            raise errors.SearchError(f"superoptimize: no µGraph of at most {max_kernels} kernels was found ({why}); allow more with max_kernels")
     result = SearchResult(graph, ugraphs, report, tuned)
     if verbose:
         print(report, file=sys.stderr)
@@ -119,7 +124,7 @@ def _options(config: str | None, backend: str, griddims: Any, blockdims: Any, fr
     if given:
         raise errors.SearchError(f"superoptimize: {given[0]} cannot be restricted in this version; leave it None (griddims, blockdims and franges can)")
     for name, value in (("max_kernels", max_kernels), ("max_block_ops", max_block_ops), ("time_limit", time_limit)):
-        if value is not None and not value > 0:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
             raise errors.SearchError(f"superoptimize: {name} must be positive, it is {value!r}")
     preset = dict(PRESETS[config]) if config else {}
     if max_block_ops is not None:
@@ -163,21 +168,25 @@ def _load_checkpoint(path: str | Path | None, graph: KernelGraph, identity: str)
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         kind, version, owner = data["format"], data["version"], data["identity"]
-        kernels = [json_format.ugraph_from_dict(u, where) for u in data["ugraphs"]]
+        intact = data["digest"] == json_format.digest([data["ugraphs"], data["report"]])
+        kernels = [json_format.ugraph_from_dict(u, where) for u in data["ugraphs"]] if (kind, version, intact) == (CHECKPOINT, CHECKPOINT_VERSION, True) else []
+        report = SearchReport(Counters(**data["report"]["counters"]), "loaded", f"from {path}", len(kernels),
+                              error_bound=data["report"]["error_bound"])
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise errors.FormatError(f"{where}: is damaged or not a checkpoint ({e}); delete it, or name another file") from e
     if kind != CHECKPOINT or version != CHECKPOINT_VERSION:
         raise errors.FormatError(f"{where}: is {kind!r} version {version!r}, this version reads {CHECKPOINT!r} version {CHECKPOINT_VERSION}; name another file")
+    if not intact:
+        raise errors.FormatError(f"{where}: is damaged, its content does not have the digest that it names; delete it, or name another file")
     if owner != identity:
         raise errors.FormatError(f"{where}: belongs to another program, other options or another version; name another file")
-    report = SearchReport(Counters(**data["report"]["counters"]), "loaded", f"from {path}", len(kernels),
-                          error_bound=data["report"]["error_bound"])
     return _Checkpoint(tuple(UGraph(graph, u.kernels) for u in kernels), report)
 
 
 def _save_checkpoint(path: Path, ugraphs: Sequence[UGraph], report: SearchReport, identity: str) -> None:
-    json_format.save_json({"format": CHECKPOINT, "version": CHECKPOINT_VERSION, "identity": identity,
-                           "ugraphs": [json_format.ugraph_to_dict(u) for u in ugraphs], "report": report.to_dict()}, path)
+    content = json.loads(json.dumps([[json_format.ugraph_to_dict(u) for u in ugraphs], report.to_dict()]))
+    json_format.save_json({"format": CHECKPOINT, "version": CHECKPOINT_VERSION, "identity": identity, "digest": json_format.digest(content),
+                           "ugraphs": content[0], "report": content[1]}, path)
 
 
 # -- running --------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.ops import table
 
 GRID, LOOP, TILE = Role.GRID, Role.LOOP, Role.TILE
 
@@ -90,7 +91,8 @@ def attention(heads=2, q=3, keys=24, d=8, dtype="float16") -> UGraph:
         (Axis("h", heads, GRID), Axis("i", q, GRID), Axis("c", d, TILE), Axis("e", d, TILE), Axis("j", keys, LOOP)),
         (BlockInput("q", (0,), ("h", "i", "c")), BlockInput("k", (1,), ("h", "j", "c")), BlockInput("v", (2,), ("h", "j", "e"))),
         (Stage("j", score(0), (Accumulator("top", "z0", "max", ("h", "i")),)),
-         Stage("j", (*score(1), BlockOp("shifted", "sub", ("z1", "top"), ("h", "i", "j")), BlockOp("w", "exp", ("shifted",), ("h", "i", "j")),
+         Stage("j", (*score(1), BlockOp("shifted", "sub", ("z1", "top"), ("h", "i", "j")),
+                     BlockOp("w", "exp", ("shifted",), ("h", "i", "j")),
                      BlockOp("wv", "mul", ("w", "v"), ("h", "i", "e", "j"))),
                (Accumulator("l", "w", "sum", ("h", "i")), Accumulator("acc", "wv", "sum", ("h", "i", "e")))),
          Stage(None, (BlockOp("o", "div", ("acc", "l"), ("h", "i", "e")),))),
@@ -171,6 +173,34 @@ def split_k_linear(rows=2, k=24, n=20, parts=4, dtype="float16") -> UGraph:
     return UGraph(g, kernels)
 
 
+def every_op() -> UGraph:
+    """One kernel that applies every elementwise op."""
+    g = KernelGraph()
+    x, y = (g.new_input((3, 40), "float32", name=name) for name in "xy")
+    ops, total, outs = [], None, []
+    for op in table.OPS.values():
+        if op.kind != "elementwise":
+            continue
+        attrs = {"cast": {"dtype": "float32"}, "clamp": {"min": -0.25, "max": 0.5}}.get(op.name, {})
+        pair = ("positive", "y") if op.name == "pow" else ("x", "y") if op.arity[0] == 2 else ("positive" if "sqrt" in op.name else "x",)
+        ops.append(BlockOp(f"v_{op.name}", op.name, pair, ("m", "n"), tuple(sorted(attrs.items()))))
+        outs.append((op.name, pair, attrs))
+    positive = g.add(g.square(x), 0.5)
+    values = {"x": x, "y": y, "positive": positive}
+    for i, (name, pair, attrs) in enumerate(outs):
+        v = g.apply(name, [values[p] for p in pair], attrs)
+        scaled = g.mul(v, 2.0 ** -(i % 3))
+        total = scaled if total is None else g.add(total, scaled)
+        ops += [BlockOp(f"w{i}", "mul", (f"v_{name}", 2.0 ** -(i % 3)), ("m", "n"))]
+        ops += [BlockOp(f"sum{i}", "add", (f"sum{i - 1}", f"w{i}"), ("m", "n"))] if i else [BlockOp("sum0", "mul", ("w0", 1.0), ("m", "n"))]
+    g.mark_output(total)
+    first = (BlockOp("sq", "square", ("x",), ("m", "n")), BlockOp("positive", "add", ("sq", 0.5), ("m", "n")))
+    block = BlockGraph((Axis("m", 3, GRID), Axis("n", 40, GRID)),
+                       tuple(BlockInput(v, (i,), ("m", "n")) for i, v in enumerate("xy")),
+                       (Stage(None, (*first, *ops)),), (BlockOutput(f"sum{len(outs) - 1}", ("m", "n"), "float32"),))
+    return fuse(g, block)
+
+
 ALL = {f.__name__: f for f in (rms_norm_linear, gated_mlp, lora, attention, qkv, softmax_rows, ntrans, split_k_linear)}
 
 
@@ -179,7 +209,7 @@ def random_inputs(graph: KernelGraph, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     found = []
     for t in graph.inputs:
-        x = torch.randn(t.dims, generator=generator, dtype=torch.float64).to(t.dtype)
-        order = sorted(range(len(t.dims)), key=lambda d: -t.strides[d])
-        found.append(x.permute(order).contiguous().permute([order.index(d) for d in range(len(order))]))
+        reach = 1 + sum((d - 1) * s for d, s in zip(t.dims, t.strides, strict=True))
+        stored = torch.randn(reach, generator=generator, dtype=torch.float64).to(t.dtype)
+        found.append(stored.as_strided(t.dims, t.strides))
     return found

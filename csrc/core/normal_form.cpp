@@ -57,6 +57,16 @@ AxisSet NormalForms::free(const Factors& factors) const {
   return set;
 }
 
+bool NormalForms::is_number(NfId id) const {
+  const auto number = [&](const std::pair<AtomId, int>& f) {
+    const Atom& a = atoms_[f.first];
+    if (a.kind == Atom::Kind::input || a.kind == Atom::Kind::sum) return false;  // a sum binds an axis that only inputs carry
+    return std::all_of(a.args.begin(), a.args.end(), [&](NfId arg) { return is_number(arg); });
+  };
+  return std::all_of(forms_[id].terms.begin(), forms_[id].terms.end(),
+                     [&](const Monomial& t) { return std::all_of(t.factors.begin(), t.factors.end(), number); });
+}
+
 int NormalForms::size(const Factors& factors) const {
   int total = 0;
   for (auto [a, e] : factors) total += atom_size_[a] * std::abs(e);

@@ -69,6 +69,7 @@ class NormalForms {
   const Nf& nf(NfId id) const { return forms_[id]; }
   const Atom& atom(AtomId id) const { return atoms_[id]; }
   AxisSet free(const Factors& factors) const;
+  bool is_number(NfId id) const;     // holds no input
   int form_count() const { return static_cast<int>(forms_.size()); }
 
  private:

@@ -145,14 +145,25 @@ Values saturate(const Program& program, NormalForms& forms, const Limits& limits
   const auto value_of = [&](NfId form) {
     auto [it, fresh] = index.try_emplace(form, static_cast<int>(result.values.size()));
     if (fresh) {
-      result.values.push_back({form, forms.nf(form).free, forms.nf(form).size, {}});
+      result.values.push_back({form, forms.nf(form).free, forms.nf(form).size, forms.is_number(form), {}});
       seen.emplace_back();
     }
     return it->second;
   };
   const auto derive = [&](NfId form, Derivation d) {
-    for (int a : d.args)
+    AxisSet carried = 0;
+    bool varies = d.args.empty();  // an op of numbers alone is no work for a kernel
+    for (int a : d.args) {
       if (forms.nf(result.values[a].form).size >= forms.nf(form).size) return -1;  // would allow a circle
+      carried |= result.values[a].axes;
+      varies = varies || !result.values[a].number;
+    }
+    if (d.axis >= 0) {
+      if (!has(carried, d.axis)) return -1;
+      carried &= ~bit(d.axis);
+    }
+    // what cancels an axis away (x - y + y) has another derivation, or none
+    if (!varies || (!d.args.empty() && carried != forms.nf(form).free)) return -1;
     const int v = value_of(form);
     if (seen[v].insert(d).second) {
       result.values[v].derivations.push_back(std::move(d));

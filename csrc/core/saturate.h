@@ -24,6 +24,7 @@ struct Value {
   NfId form = -1;
   AxisSet axes = 0;
   int rank = 0;               // larger than that of anything it is computed from
+  bool number = false;        // holds no input
   std::vector<Derivation> derivations;
 };
 

@@ -85,10 +85,12 @@ SearchResult search(const Program& program, const Limits& limits, const Progress
         bool complete = true;
         found[i] = kernels(program, values, roles[i], limits, stats, complete, out_of_time);
         if (!complete) partial = true;
-        std::lock_guard guard(lock);
-        add(result.stats, stats);
-        if (!found[i].empty() && result.stats.first_seconds < 0) result.stats.first_seconds = seconds();
-        out_of_time();
+        {
+          std::lock_guard guard(lock);
+          add(result.stats, stats);
+          if (!found[i].empty() && result.stats.first_seconds < 0) result.stats.first_seconds = seconds();
+        }
+        out_of_time();  // takes the lock itself
       }
     };
     std::vector<std::thread> helpers;

@@ -33,7 +33,7 @@ app.add_typer(zoo_app, name="zoo")
 Model = Annotated[str, typer.Argument(help="A folder or a Hub id of a causal language model.")]
 Prompt = Annotated[str, typer.Option(help="What the model goes on from.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; a GPU if there is one.")]
-DType = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; a GPU takes the checkpoint's own, else float32 (so does demo).")]
+DType = Annotated[str | None, typer.Option(help="Weights: float32, bfloat16 or float16 (GPU: as stored; demo and CPU: float32).")]
 
 
 @app.command()

@@ -10,12 +10,12 @@ import torch
 
 from mirage_hf import errors
 from mirage_hf.codegen import cuda_check
-from mirage_hf.codegen.cuda_kernel import SHARED_PLAIN, CudaKernel, Operand, write_kernel
+from mirage_hf.codegen.cuda_kernel import SHARED_PLAIN, CudaKernel, write_kernel
 from mirage_hf.codegen.cuda_math import DEVICE_HELPERS, TYPES
+from mirage_hf.codegen.cuda_nests import Operand
 from mirage_hf.graph import json_format
 from mirage_hf.graph.kernel import DTensor, KernelOp, row_major
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.ops import table
 
 ALIGN = 256
 """Bytes at which intermediates begin in the workspace."""
@@ -34,7 +34,13 @@ def write_program(ugraph: UGraph, path: str | Path) -> Path:
 
 def program_source(ugraph: UGraph) -> str:
     """The file as text. Errors: CodegenError for a kernel that is a library call, or a block graph too large for a block."""
-    return _Program(ugraph).source()
+    program = _Program(ugraph)
+    return f"{program.kernels()}\n{program.check()}"
+
+
+def kernels_source(ugraph: UGraph) -> str:
+    """The file without its check: kernels, `workspace_bytes` and `launch`. Errors: as `program_source`."""
+    return _Program(ugraph).kernels()
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,8 @@ class _Program:
         self.outputs: dict[int, int] = {}
         for n, t in enumerate(self.graph.outputs):
             v = self.views[t.index]
-            if v.base in self.graph.inputs or v.base.index in self.outputs or v.strides != row_major(t.dims) or math.prod(t.dims) != math.prod(v.base.dims):
+            whole = v.strides == row_major(t.dims) and math.prod(t.dims) == math.prod(v.base.dims)
+            if v.base in self.graph.inputs or v.base.index in self.outputs or not whole:
                 raise errors.CodegenError(f"output {n} ({t.name}) is not a kernel's whole output in row-major order; "
                                           "generate a Triton program instead, or choose another candidate")
             self.outputs[v.base.index] = n
@@ -93,9 +100,9 @@ class _Program:
 
     # -- text -------------------------------------------------------------------------------------------------------------
 
-    def source(self) -> str:
+    def kernels(self) -> str:
         kernels = "\n\n".join(k.source for _, k in self.launched)
-        return f"{self.header()}\n{_INCLUDES}\n{DEVICE_HELPERS}\n{kernels}\n\n{self.launcher()}\n{self.check()}"
+        return f"{self.header()}\n{_INCLUDES}\n{DEVICE_HELPERS}\n{kernels}\n\n{self.launcher()}"
 
     def header(self) -> str:
         digest = json_format.digest(json_format.ugraph_to_dict(self.ugraph))
@@ -131,7 +138,8 @@ class _Program:
                     pointers.append(f"(const {TYPES[t.dtype]}*)({self.pointer(t)})")
             pointers += [f"({TYPES[t.dtype]}*)({self.pointer(t)})" for t in op.outputs]
             if kernel.shared > SHARED_PLAIN:
-                lines += [f"  if (cudaError_t e = cudaFuncSetAttribute({name}::run, cudaFuncAttributeMaxDynamicSharedMemorySize, {kernel.shared})) return e;"]
+                lines += ["  constexpr auto shared_bytes = cudaFuncAttributeMaxDynamicSharedMemorySize;",
+                          f"  if (cudaError_t e = cudaFuncSetAttribute({name}::run, shared_bytes, {kernel.shared})) return e;"]
             lines += [f"  {name}::run<<<{kernel.grid}, {name}::threads, {kernel.shared}, stream>>>(", f"      {', '.join(pointers)});",
                       "  if (cudaError_t e = cudaGetLastError()) return e;"]
         return "\n".join([*lines, "  return cudaSuccess;", "}", ""])
@@ -139,9 +147,12 @@ class _Program:
     def check(self) -> str:
         """main(): random inputs, the kernels, and the program in double precision on the host."""
         program = self.ugraph.program
-        setup = [f"  inputs.push_back(Input({TYPES[t.dtype]}(), {_list(t.dims)}, {_list(t.strides)}, {n + 1}));" for n, t in enumerate(program.inputs)]
-        results = [f"  outputs.push_back(Output({TYPES[t.dtype]}(), {_list(t.dims)}, {TOLERANCE.get(t.dtype, 0.0)!r}));" for t in program.outputs]
-        arguments = [f"inputs[{n}].device" for n in range(len(program.inputs))] + [f"outputs[{n}].device" for n in range(len(program.outputs))]
+        setup = [f"  inputs.push_back(Input({TYPES[t.dtype]}(), {_list(t.dims)}, {_list(t.strides)}, {n + 1}));"
+                 for n, t in enumerate(program.inputs)]
+        results = [f"  outputs.push_back(Output({TYPES[t.dtype]}(), {_list(t.dims)}, {TOLERANCE.get(t.dtype, 0.0)!r}));"
+                   for t in program.outputs]
+        arguments = [f"inputs[{n}].device" for n in range(len(program.inputs))]
+        arguments += [f"outputs[{n}].device" for n in range(len(program.outputs))]
         parameters = ", ".join(f"const Array& in_{n}" for n in range(len(program.inputs)))
         reference = "\n".join(f"  {line}" for line in cuda_check.reference(program))
         return _CHECK.format(

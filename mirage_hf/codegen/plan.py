@@ -21,6 +21,10 @@ MMA_MIN = 16
 """Smallest side of a product that tensor cores take."""
 
 
+MAX_ELEMENTS = 1 << 20
+"""Largest tile that Triton takes."""
+
+
 @dataclass(frozen=True)
 class Dot:
     """`out` = left · right on tensor cores, both cast to `dtype`; `left` is stored (rows, over) unless `left_transposed`."""
@@ -61,6 +65,11 @@ class Plan:
             for op in stage.body:
                 if stage.loop is None and loop and loop in self.block.carried[op.out]:
                     raise errors.CodegenError(f"{op.out} carries the loop axis {loop} in a stage without a loop; give the stage the loop")
+
+        for value in self.block.carried:
+            if value not in self.skipped and self.numel(self.block.carried[value]) > MAX_ELEMENTS:
+                raise errors.CodegenError(f"{value} has {self.numel(self.block.carried[value])} elements in a tile, Triton takes "
+                                          f"{MAX_ELEMENTS}; give smaller tiles, or make a tile axis the loop")
 
     @cached_property
     def loop(self) -> str | None:

@@ -206,8 +206,8 @@ class _Writer:
         for k, (size, pointer) in enumerate(zip(i.sizes, self.pointers[i.name], strict=True)):
             inside = [f"({axis} >= {low})"] if k else []
             inside += [f"({axis} < {low + size})"] if k < len(i.sizes) - 1 else []
-            self.line(f"inside = {' & '.join(inside) if len(inside) > 1 else inside[0].strip('()')}")
-            mask = self._spread("inside", (i.joined,) if self.plan.tile(i.joined) > 1 else (), dims)  # type: ignore[arg-type]
+            condition = f"({' & '.join(inside)})" if len(inside) > 1 else inside[0]
+            mask = self._spread(condition, (i.joined,) if self.plan.tile(i.joined) > 1 else (), dims)  # type: ignore[arg-type]
             self.line(f"{value} {'+=' if k else '='} {self._read(i, pointer, k, mask, (i.joined, f'({axis} - {low})' if low else axis))}")
             low += size
 

@@ -37,9 +37,14 @@ def capture(run: Callable[[], None], device: torch.device, pool: Any | None) -> 
         graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle() if pool is None else pool
         try:
+            # cuBLAS keeps a workspace per stream in memory that torch frees whenever torch.compile records a graph of its
+            # own; a graph that still used it would fail at some later replay. Cleared here, the workspace is allocated
+            # during the capture, in the graph's own pool, and cleared again it serves nobody else.
+            torch._C._cuda_clearCublasWorkspaces()
             # thread_local: what other threads do to the device meanwhile does not break this capture
             with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                 run()
+            torch._C._cuda_clearCublasWorkspaces()
         finally:
             # a capture that fails to end leaves torch on the side stream
             torch.cuda.set_stream(current)

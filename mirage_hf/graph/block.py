@@ -260,7 +260,8 @@ class BlockGraph:
             uses[o.value] = uses.get(o.value, 0) + 1
         products = {op.out: op for op in self.ops() if op.fn == "mul" and op.over is None
                     and all(isinstance(a, str) for a in op.args) and uses.get(op.out) == 1}
-        sums = [(stage, op.out, op.args[0], op.over) for stage in self.stages for op in stage.body if op.fn == "sum" and op.over]
+        sums: list[tuple[Stage, str, str, str | None]]
+        sums = [(stage, op.out, str(op.args[0]), op.over) for stage in self.stages for op in stage.body if op.fn == "sum" and op.over]
         sums += [(stage, acc.out, acc.arg, stage.loop) for stage in self.stages for acc in stage.accumulators if acc.kind == "sum"]
         found = {}
         for stage, out, arg, over in sums:

@@ -98,7 +98,7 @@ def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra
         for k, source in enumerate(i.sources):
             extent = {i.joined: i.sizes[k]} if i.joined and i.sizes else {}
             parts.append(algebra.arrange(operands[source], order, block_shape(graph.input_axes(i), extent)))
-        loaded[i.name] = parts[0] if len(parts) == 1 else algebra.join(parts, index[i.joined])
+        loaded[i.name] = parts[0] if len(parts) == 1 else algebra.join(parts, index[str(i.joined)])
 
     raw = [algebra.empty([graph.axis(a).size if a in o.axes else 1 for a in index]) for o in graph.outputs]
     written_at = {o.value: next((s for s, st in enumerate(graph.stages) if any(op.out == o.value for op in st.body)
@@ -111,8 +111,8 @@ def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra
         def window(axes: Sequence[str], at: Mapping[str, slice] = at) -> tuple[slice, ...]:
             return tuple(at.get(a, slice(None)) if a in axes else slice(None) for a in index)
 
-        def store(o: BlockOutput, at: Mapping[str, slice] = at, values: Mapping[str, Any] = values) -> None:
-            algebra.put(raw[graph.outputs.index(o)], window(tuple(a for a in o.axes if a), at), values[o.value])
+        def store(k: int, o: BlockOutput, at: Mapping[str, slice] = at, values: Mapping[str, Any] = values) -> None:
+            algebra.put(raw[k], window(tuple(a for a in o.axes if a), at), values[o.value])
 
         for s, stage in enumerate(graph.stages):
             totals: dict[str, Any] = {}
@@ -123,18 +123,18 @@ def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra
                     if stage.loop or i.name not in values:
                         values[i.name] = algebra.cut(loaded[i.name], window(graph.input_axes(i)))
                 _run_body(graph, s, values, totals, algebra, index)
-                for o in graph.outputs:
+                for k, o in enumerate(graph.outputs):
                     if written_at[o.value] == s and stage.loop in o.axes and stage.loop is not None:
-                        store(o)
+                        store(k, o)
             if stage.loop:
                 at.pop(stage.loop, None)
                 for i in graph.inputs:  # a later stage loads its own tile
                     if stage.loop in i.axes:
                         values.pop(i.name, None)
             values |= totals
-        for o in graph.outputs:
+        for k, o in enumerate(graph.outputs):
             if not any(a is not None and graph.role(a) is Role.LOOP for a in o.axes):
-                store(o)
+                store(k, o)
     results = []
     for o, array in zip(graph.outputs, raw, strict=True):
         carried = [index[a] for a in o.axes if a is not None]

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 GAP = 26.0
 """Smallest distance between neighbours of a layer, in pixels."""
@@ -43,7 +44,7 @@ def place(boxes: Sequence[Box], edges: Sequence[tuple[str, str]], above: Mapping
             width[ghost], layer[ghost] = 4.0, n
             chain.append(ghost)
         chains[a, b] = [*chain, b]
-    links = [(p, q) for chain in chains.values() for p, q in zip(chain, chain[1:], strict=False)]
+    links = [(p, q) for chain in chains.values() for p, q in pairwise(chain)]
     near: dict[str, list[str]] = {key: [] for key in width}
     for p, q in links:
         near[p].append(q)
@@ -54,19 +55,19 @@ def place(boxes: Sequence[Box], edges: Sequence[tuple[str, str]], above: Mapping
     left = min((x[k] - width[k] / 2 for k in x), default=0.0)
     y: list[tuple[float, float]] = []
     top = 0.0
-    for n, row in enumerate(rows):
+    for n in range(count):
         top += above.get(n, 0.0) + (gap if n else 0.0)
-        height = max((b.height for b in boxes if b.layer == n), default=0.0)
-        y.append((top, top + height))
-        top += height
+        tallest = max((b.height for b in boxes if b.layer == n), default=0.0)
+        y.append((top, top + tallest))
+        top += tallest
     centres = {k: (x[k] - left, sum(y[layer[k]]) / 2) for k in x}
     routes = {}
+    height = {b.key: b.height for b in boxes}
     for edge, chain in chains.items():
         points: list[tuple[float, float]] = []
         for key in chain:
             cx = centres[key][0]
             points += [(cx, y[layer[key]][0]), (cx, y[layer[key]][1])]
-        height = {b.key: b.height for b in boxes}
         points[1] = (points[1][0], centres[edge[0]][1] + height[edge[0]] / 2)
         points[-2] = (points[-2][0], centres[edge[1]][1] - height[edge[1]] / 2)
         routes[edge] = points[1:-1]
@@ -98,7 +99,7 @@ def _crossings(rows: Sequence[Sequence[str]], layer: Mapping[str, int], near: Ma
     for n, row in enumerate(rows[:-1]):
         at = {k: i for i, k in enumerate(rows[n + 1])}
         ends = [(i, at[k]) for i, key in enumerate(row) for k in near[key] if layer[k] == n + 1]
-        total += sum(a < c and b > d or a > c and b < d for j, (a, b) in enumerate(ends) for c, d in ends[:j])
+        total += sum((a - c) * (b - d) < 0 for j, (a, b) in enumerate(ends) for c, d in ends[:j])
     return total
 
 

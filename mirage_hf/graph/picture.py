@@ -39,9 +39,10 @@ STYLE = """
   .product { fill: #f2e6fa; stroke: #9a6fc0; }
 """
 
-LEGEND = (("tensor", "device tensor"), ("block", "block graph"), ("library", "library call"), ("load", "tile of a tensor"),
-          ("thread", "thread graph: registers"), ("sum", "sum or maximum"), ("product", "sum of products"))
+LEGEND = (("tensor", "device tensor"), ("block", "block graph"), ("library", "library call"), ("view", "view: moves no data"),
+          ("load", "tile of a tensor"), ("thread", "thread graph: registers"), ("sum", "sum or maximum"), ("product", "sum of products"))
 
+_SIGNS = {"sum": "Σ", "max": "max"}
 _INFIX = {"add": "+", "sub": "−", "mul": "×", "div": "÷"}
 
 
@@ -97,8 +98,9 @@ def svg(ugraph: UGraph) -> str:
     legend, legend_rows = _legend({n.style for p in (*blocks, _kernel_panel(ugraph.kernels)) for n in p.nodes}, width - 2 * margin)
     bottom = max(header + left.height, y - margin)
     height = bottom + footer + LINE * 1.4 * (legend_rows - 1)
-    count = ugraph.num_kernels
-    title = f"µGraph: {count} kernel{'s' if count != 1 else ''}, {len(blocks)} of them block graphs" if blocks else f"µGraph: {count} library calls"
+    count, calls = len(blocks), ugraph.num_kernels - len(blocks)
+    counted = [f"{n} {what}{'s' if n != 1 else ''}" for n, what in ((count, "searched kernel"), (calls, "library call")) if n]
+    title = "µGraph: " + " and ".join(counted or ["no kernel"])
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}">',
         f"<style>{STYLE}</style>",
@@ -115,7 +117,6 @@ def _kernel_panel(graph: KernelGraph) -> _Panel:
     panel = _Panel("Kernel level")
     layer: dict[int, int] = {}
     node: dict[int, str] = {}
-    reads = {x.index for op in graph.ops for x in op.inputs if isinstance(x, DTensor)}
     for op in graph.ops:
         depth = 1 + max((layer[x.index] for x in op.inputs if isinstance(x, DTensor) and x.index in layer), default=0)
         layer |= {t.index: depth for t in op.outputs}
@@ -138,7 +139,6 @@ def _kernel_panel(graph: KernelGraph) -> _Panel:
     for n, t in enumerate(graph.outputs):
         panel.add(f"output {n}", (f"output {n}" if len(graph.outputs) > 1 else "output", _type(t)), "tensor", last)
         panel.edges[node[t.index], f"output {n}"] = ()
-    assert reads is not None
     return panel
 
 
@@ -169,7 +169,7 @@ def _block_panel(number: int, op: KernelOp) -> _Panel:
     at = 0
     for s, stage in enumerate(b.stages):
         used = [i for i in b.inputs if any(i.name in o.args for o in stage.body) or any(i.name == a.arg for a in stage.accumulators)]
-        panel_row, first = at, at + 1
+        panel_row, first = at, at + bool(used)
         for i in used:
             label = _map_lines(maps.inputs[b.inputs.index(i)])
             wide = CHAR * 0.89 * max(map(len, label)) + 8
@@ -181,7 +181,7 @@ def _block_panel(number: int, op: KernelOp) -> _Panel:
             node[i.name] = f"load {s} {i.name}"
             panel.add(node[i.name], (f"{i.name} [{', '.join(b.input_axes(i))}]",), "load", first, wide)
             panel.edges[f"source {i.name}", node[i.name]] = label
-        last = _stage_nodes(panel, b, s, stage, first + bool(used) - 1, node)
+        last = _stage_nodes(panel, b, s, stage, first if used else first - 1, node)
         title = f"for {stage.loop} in {b.axis(stage.loop).size}" if stage.loop else "once per block"
         panel.bands.append((first, last, title))
         at = last + 1
@@ -195,7 +195,8 @@ def _block_panel(number: int, op: KernelOp) -> _Panel:
 
 
 def _map_lines(m: TensorMap) -> tuple[str, ...]:
-    return tuple(line for line in str(m).replace(", fmap", "\nfmap").replace("{", "").replace("}", "").split("\n") if line.strip() not in ("imap", "omap"))
+    lines = str(m).replace(", fmap", "\nfmap").replace("{", "").replace("}", "").split("\n")
+    return tuple(line for line in lines if line.strip() not in ("imap", "omap"))
 
 
 def _stage_nodes(panel: _Panel, b: BlockGraph, s: int, stage: Stage, floor: int, node: dict[str, str]) -> int:
@@ -231,7 +232,7 @@ def _stage_nodes(panel: _Panel, b: BlockGraph, s: int, stage: Stage, floor: int,
             key = f"sum {s} {op.out}"
             c = b.contractions.get(op.out)
             text = f"{c.a} × {c.b}" if c else str(op.args[0])
-            put(key, [c.a, c.b] if c else values, f"{op.out} = {'Σ' if op.fn == 'sum' else 'max'} {op.over} {text}", "product" if c else "sum")
+            put(key, [c.a, c.b] if c else values, f"{op.out} = {_SIGNS[op.fn]}[{op.over}] {text}", "product" if c else "sum")
             node[op.out] = key
             continue
         chained = [node[v] for v in values if node.get(v) in boxes and readers[v] == 1]
@@ -253,7 +254,7 @@ def _stage_nodes(panel: _Panel, b: BlockGraph, s: int, stage: Stage, floor: int,
         c = b.contractions.get(acc.out)
         key = f"accumulate {s} {acc.out}"
         text = f"{c.a} × {c.b}" if c else acc.arg
-        put(key, [c.a, c.b] if c else [acc.arg], f"{acc.out} = {'Σ' if acc.kind == 'sum' else 'max'} {stage.loop} {text}", "product" if c else "sum")
+        put(key, [c.a, c.b] if c else [acc.arg], f"{acc.out} = {_SIGNS[acc.kind]}[{stage.loop}] {text}", "product" if c else "sum")
         accumulators.append((acc.out, key))
         last = max(last, layer[key])
     for out, key in accumulators:
@@ -300,7 +301,8 @@ def _draw(panel: _Panel) -> _Drawing:
     width = max(placed.width + 2 * inset, 8.4 * len(panel.title) + 2 * inset)
     shift = (width - placed.width) / 2
     height = top + placed.layers[-1][1] + inset
-    lines = [f'<rect class="panel" width="{width:.1f}" height="{height:.1f}" rx="10"/>', f'<text class="title" x="16" y="26">{escape(panel.title)}</text>']
+    lines = [f'<rect class="panel" width="{width:.1f}" height="{height:.1f}" rx="10"/>',
+             f'<text class="title" x="16" y="26">{escape(panel.title)}</text>']
     for first, last, title in panel.bands:
         y0, y1 = placed.layers[first][0] + top - 28, placed.layers[last][1] + top + 10
         lines += [f'<rect class="band" x="9" y="{y0:.1f}" width="{width - 18:.1f}" height="{y1 - y0:.1f}" rx="8"/>',
@@ -312,19 +314,20 @@ def _draw(panel: _Panel) -> _Drawing:
         label = panel.edges[edge]
         inside = any(first == by_key[edge[1]].layer for first, _, _ in panel.bands)
         x, y = moved[-1][0], moved[-1][1] - 8 - 13 * len(label) - (26 if inside else 0)
-        for n, text in enumerate(label):
+        for i, text in enumerate(label):
             wide = CHAR * 0.89 * len(text) + 4
-            labels += [f'<rect class="label" x="{x - wide / 2:.1f}" y="{y + 13 * n:.1f}" width="{wide:.1f}" height="13"/>',
-                       f'<text class="small" x="{x:.1f}" y="{y + 13 * n + 10:.1f}">{escape(text)}</text>']
+            labels += [f'<rect class="label" x="{x - wide / 2:.1f}" y="{y + 13 * i:.1f}" width="{wide:.1f}" height="13"/>',
+                       f'<text class="small" x="{x:.1f}" y="{y + 13 * i + 10:.1f}">{escape(text)}</text>']
     lines += labels
     for n in panel.nodes:
         box, (cx, cy) = n.box, placed.centres[n.key]
         x, y = cx + shift - box.width / 2, cy + top - box.height / 2
         radius = box.height / 2 if n.style == "tensor" else 5
-        lines.append(f'<rect class="{n.style}" x="{x:.1f}" y="{y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" rx="{min(radius, 18):.0f}"/>')
+        lines.append(f'<rect class="{n.style}" x="{x:.1f}" y="{y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" '
+                     f'rx="{min(radius, 18):.0f}"/>')
         for i, text in enumerate(n.lines):
-            kind = ' class="small"' if i and (text[0] in "[→(" or n.style == "tensor") else ' class="bold"' if n.style in ("tensor", "block") else ""
-            lines.append(f'<text{kind} x="{cx + shift:.1f}" y="{y + PAD / 2 + LINE * i + 12.5:.1f}">{escape(text)}</text>')
+            kind = "small" if i and (text[0] in "[→(" or n.style == "tensor") else "bold" if n.style in ("tensor", "block") else "plain"
+            lines.append(f'<text class="{kind}" x="{cx + shift:.1f}" y="{y + PAD / 2 + LINE * i + 12.5:.1f}">{escape(text)}</text>')
     return _Drawing(width, height, tuple(lines))
 
 

@@ -65,10 +65,11 @@ class Composition:
 
     def __init__(self, module: nn.Module, parts: Sequence[Part]):
         self.parts = {p.role: p for p in parts}
-        self.parameters = {p.role: [child(module, path)._parameters[name] for path, name in p.weights] for p in parts}
+        self.parameters: dict[str, list[Any]] = {
+            p.role: [child(module, path)._parameters[name] for path, name in p.weights] for p in parts}
 
     def _run(self, kernels: Mapping[str, Kernel], role: str, x: Tensor, *rest: Tensor) -> Tensor:
-        return kernels[role]([x, *_views(self.parameters[role]), *rest])[0]
+        return kernels[role]([x.contiguous(), *_views(self.parameters[role]), *rest])[0]
 
     def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         raise NotImplementedError
@@ -82,18 +83,18 @@ class LayerComposition(Composition):
         self.layout, self.names = layout, mlp
         self.norm, self.attention = child(layer, layout.norm), child(layer, layout.attention)
         self.mlp_norm, self.mlp = child(layer, layout.mlp_norm), child(layer, layout.mlp)
-        self.attend = type(self.attention).forward
         self.widths = list(dict(self.parts["qkv"].block.sizes)["n"]) if "qkv" in self.parts else []
         self.fused_norm = "gated" in self.parts and dict(self.parts["gated"].block.sizes)["norm"]
 
     def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         batch, length, width = x.shape
-        flat = x.reshape(-1, width)
+        flat = x.reshape(-1, width).contiguous()
         h = self._attention(kernels, x, flat, kwargs)
         return self._mlp(kernels, h, batch, length).view(batch, length, width)
 
     def _attention(self, kernels: Mapping[str, Kernel], x: Tensor, flat: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
-        names, given = self.layout, {}
+        names: LayerLayout = self.layout
+        given: dict[str, Any] = {}
         if "qkv" in kernels:
             packed = self._run(kernels, "qkv", flat).view(*x.shape[:-1], -1)
             for name, y in zip(names.projections, packed.split(self.widths, -1), strict=True):
@@ -103,7 +104,8 @@ class LayerComposition(Composition):
             normed = self.norm(x)
         if "out" in kernels:
             given[names.output] = _same
-        out = self.attend(stand_in(self.attention, given), hidden_states=normed, **{"attention_mask": None, **kwargs})[0]
+        attention = stand_in(self.attention, given)
+        out = type(self.attention).forward(attention, hidden_states=normed, **{"attention_mask": None, **kwargs})[0]
         out = out.reshape(flat.shape[0], -1)
         return self._run(kernels, "out", out, flat) if "out" in kernels else flat + out
 

@@ -17,24 +17,27 @@ CHOICES = {
     "on_unsupported": ("skip", "warn", "error"), "decode": ("graph", "eager"), "verify": (True, False), "dry_run": (True, False)}
 
 
-def check_options(patterns: Iterable[str] | None, batch_sizes: Sequence[int], max_cache_len: int | None, **choices: Any) -> tuple[list[str], tuple[int, ...]]:
+def check_options(patterns: Iterable[str] | None, batch_sizes: Sequence[int], max_cache_len: int | None,
+                  **choices: Any) -> tuple[list[str], tuple[int, ...]]:
     """Return the patterns' names and the batch sizes. Errors: OptimizeError for an option with another value than it can have."""
     for name, value in choices.items():
         if not any(value is c or (isinstance(c, str) and value == c) for c in CHOICES[name]):
-            known = [c for c in CHOICES[name] if isinstance(c, str)]
-            raise OptimizeError(f"optimize: {name} is {value!r}{errors.suggest(str(value), known)}; choose {' or '.join(map(repr, CHOICES[name]))}")
+            close = errors.suggest(str(value), [c for c in CHOICES[name] if isinstance(c, str)])
+            raise OptimizeError(f"optimize: {name} is {value!r}{close}; choose {' or '.join(map(repr, CHOICES[name]))}")
     if isinstance(patterns, str):
         raise OptimizeError(f"optimize: patterns is the text {patterns!r}; give a list of names, as patterns=[{patterns!r}]")
     names = list(PATTERNS if patterns is None else patterns)
     for name in names:
         if name not in PATTERNS:
-            raise OptimizeError(f"optimize: unknown pattern {name!r}{errors.suggest(str(name), PATTERNS)}; known patterns: {', '.join(PATTERNS)}")
+            close = errors.suggest(str(name), PATTERNS)
+            raise OptimizeError(f"optimize: unknown pattern {name!r}{close}; known patterns: {', '.join(PATTERNS)}")
     if isinstance(batch_sizes, int) and not isinstance(batch_sizes, bool):
         raise OptimizeError(f"optimize: batch_sizes is the number {batch_sizes}; give a sequence, as batch_sizes=({batch_sizes},)")
     try:
         sizes = tuple(batch_sizes)
     except TypeError:
-        raise OptimizeError(f"optimize: batch_sizes is {batch_sizes!r}; give a sequence of positive integers, as batch_sizes=(1, 4)") from None
+        way_out = "give a sequence of positive integers, as batch_sizes=(1, 4)"
+        raise OptimizeError(f"optimize: batch_sizes is {batch_sizes!r}; {way_out}") from None
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise OptimizeError(f"optimize: batch_sizes has {size!r}; batch sizes are positive integers, as batch_sizes=(1, 4)")
@@ -49,7 +52,8 @@ def check_model(model: Any) -> None:
     """Errors: OptimizeError for what is not a PyTorch model in eval mode with plain weights on one device, free of hooks."""
     if not isinstance(model, nn.Module):
         inner = getattr(model, "model", None)
-        hint = "pass its model: optimize(it.model)" if isinstance(inner, nn.Module) else "load one with AutoModelForCausalLM.from_pretrained"
+        load = "load one with AutoModelForCausalLM.from_pretrained"
+        hint = "pass its model: optimize(it.model)" if isinstance(inner, nn.Module) else load
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__module__}.{type(model).__qualname__}"
         raise OptimizeError(f"optimize: expected a PyTorch model (torch.nn.Module), got {kind}; {hint}")
     name = type(model).__name__
@@ -59,8 +63,9 @@ def check_model(model: Any) -> None:
     _check_quantized(model, name)
     for path, module in model.named_modules():
         if "_hf_hook" in module.__dict__:
-            raise OptimizeError(f"optimize: {name} has accelerate hooks (at {path or 'the model itself'}), which replace forwards and move weights; load it "
-                                "on one device without offloading, or remove them with accelerate.hooks.remove_hook_from_module(model, recurse=True)")
+            raise OptimizeError(f"optimize: {name} has accelerate hooks (at {path or 'the model itself'}), which replace forwards and "
+                                "move weights; load it on one device without offloading, or remove them with "
+                                "accelerate.hooks.remove_hook_from_module(model, recurse=True)")
     if model.training:
         raise OptimizeError(f"optimize: {name} is in training mode, kernels are for inference; call model.eval() first")
     single_device(model)
@@ -88,13 +93,15 @@ def single_device(model: nn.Module) -> torch.device:
     if not places:
         return torch.device("cpu")
     if (meta := next((path for d, path in places.items() if d.type == "meta"), None)) is not None:
-        raise OptimizeError(f"optimize: {name} has weights on the meta device ({meta}); load them first, with from_pretrained or model.to_empty")
+        raise OptimizeError(f"optimize: {name} has weights on the meta device ({meta}); load them first, with from_pretrained "
+                            "or load_state_dict(assign=True)")
     if len(places) > 1:
         where = ", ".join(f"{path} on {d}" for d, path in places.items())
         raise OptimizeError(f"optimize: {name} is spread over {len(places)} devices ({where}); load it on one, as device_map='cuda:0'")
     device = next(iter(places))
     if device.type not in ("cpu", "cuda"):
-        raise OptimizeError(f"optimize: {name} is on {device}; kernels run on NVIDIA GPUs and on the CPU: use model.to('cuda') or model.to('cpu')")
+        raise OptimizeError(f"optimize: {name} is on {device}; kernels run on NVIDIA GPUs and on the CPU: "
+                            "use model.to('cuda') or model.to('cpu')")
     return device
 
 

@@ -181,7 +181,8 @@ def _gated(layer: nn.Module | None, mlp: nn.Module, row: MlpLayout, layer_row: L
         return Part("gated", GATED_MLP.block(**sizes, norm=False, eps=1e-6), tuple(weights), tuple(bypassed))
     bypassed.append(layer_row.mlp)
     name, norm = layer_row.mlp_norm, layer._modules[layer_row.mlp_norm]
-    if plain.refuse(layer, name, plain.NORM) or probes.norm(name, norm) or plain.same_weights([norm], gate.weight.dtype, gate.weight.device):
+    foreign = plain.refuse(layer, name, plain.NORM) or probes.norm(name, norm)
+    if foreign or plain.same_weights([norm], gate.weight.dtype, gate.weight.device):
         return Part("gated", GATED_MLP.block(**sizes, norm=False, eps=1e-6), tuple(weights), tuple(bypassed))
     block = GATED_MLP.block(**sizes, norm=True, eps=_eps(norm))
     return Part("gated", block, ((name, "weight"), *weights), (name, *bypassed))
@@ -230,7 +231,8 @@ def _match_lora(name: str, module: nn.Module, probes: probe.Probes) -> Match | R
     base, a, b = m.base_layer, m.lora_A[adapter], m.lora_B[adapter]
     if a.bias is not None or b.bias is not None:
         return Rejected(f"adapter {adapter} has a bias (lora_bias)")
-    if no := plain.same_weights([a, b], a.weight.dtype, base.weight.device) or plain.same_weights([base], base.weight.dtype, base.weight.device):
+    device = base.weight.device
+    if no := plain.same_weights([a, b], a.weight.dtype, device) or plain.same_weights([base], base.weight.dtype, device):
         return no
     if torch.promote_types(base.weight.dtype, a.weight.dtype) not in (base.weight.dtype, a.weight.dtype):
         return Rejected(f"mixes {table.dtype_name(base.weight.dtype)} and {table.dtype_name(a.weight.dtype)}")

@@ -13,6 +13,10 @@ from mirage_hf.ops import table
 CAPTURE_MODULE = "transformers.utils.output_capturing"
 
 
+ALIGNMENT = 16
+"""Bytes. Kernels are compiled for addresses that are multiples of it."""
+
+
 def foreign_hook(module: nn.Module) -> str | None:
     """Name a forward hook that is not HF's own output capture (which stays installed and does nothing while unused)."""
     for kind in ("_forward_pre_hooks", "_forward_hooks"):
@@ -53,6 +57,8 @@ def _plain_weights(m: nn.Module) -> str | None:
             return f"has a {name} that is not contiguous"
         if p.device.type == "meta":
             return f"has a {name} on the meta device"
+        if p.device.type == "cuda" and p.data_ptr() % ALIGNMENT:
+            return f"has a {name} at an address that is no multiple of {ALIGNMENT}, so that it cannot be read in whole vectors"
     return None
 
 
@@ -104,4 +110,4 @@ def scalars(module: nn.Module) -> tuple[Any, ...]:
     """What a module's forward may depend on besides its weights: plain attributes of it, its layer number left out."""
     kinds = (int, float, str, bool, type(None), tuple)
     return tuple(sorted((k, repr(v)) for k, v in module.__dict__.items()
-                        if k not in ("layer_idx", "training") and not k.startswith("_") and (isinstance(v, kinds) or callable(v))))
+                        if k not in ("layer_idx", "training") and (isinstance(v, kinds) or callable(v))))

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirage_hf.errors import Rejected
 from mirage_hf.match import plain
 from mirage_hf.match.compose import executor
-from mirage_hf.errors import Rejected
 from mirage_hf.ops import table
 from mirage_hf.patterns import decoder_layer
 
@@ -49,15 +49,18 @@ def _probing_config(config: Any) -> Any:
     return config
 
 
-def randomised(generator: torch.Generator) -> Callable[[str, Tensor], Tensor]:
+def randomised(seed: int) -> Callable[[str, Tensor], Tensor]:
     """Weights of unit gain, norm weights near 1.3, biases near 0.2: far enough from 0 and 1 to be seen."""
+    generators: dict[torch.device, torch.Generator] = {}
+
     def convert(name: str, p: Tensor) -> Tensor:
-        noise = torch.randn(p.shape, generator=generator, dtype=torch.float32)
+        generator = generators.setdefault(p.device, torch.Generator(p.device).manual_seed(seed))
+        noise = torch.randn(p.shape, generator=generator, dtype=torch.float32, device=p.device)
         if p.dim() >= 2:
             noise *= p.shape[-1] ** -0.5
         else:
             noise = 0.3 * noise + (0.2 if name.endswith("bias") else 1.3)
-        return noise.to(p.device)
+        return noise
     return convert
 
 
@@ -159,7 +162,7 @@ class Probes:
         """Whether a module is RMSNorm as op `rms_norm` computes it."""
         def probe() -> Rejected | None:
             g = torch.Generator().manual_seed(0)
-            other = twin(norm, randomised(g))
+            other = twin(norm, randomised(0))
             eps = next((norm.__dict__[n] for n in decoder_layer.EPS_NAMES if isinstance(norm.__dict__.get(n), float)), 1e-6)
             for scale in (1.0, 1e-3):
                 x = (scale * torch.randn(3, 5, norm.weight.shape[0], generator=g)).to(norm.weight.device)
@@ -184,7 +187,7 @@ class Probes:
 
         def probe() -> Rejected | None:
             g = torch.Generator().manual_seed(1)
-            other = twin(layer, randomised(g))
+            other = twin(layer, randomised(1))
             composed = candidate.compose(other)
             norm = other._modules[candidate.layouts[0].norm]
             weight, head_dim = norm.weight, other._modules[candidate.layouts[0].attention].head_dim
@@ -207,7 +210,7 @@ class Probes:
 
         def probe() -> Rejected | None:
             g = torch.Generator().manual_seed(2)
-            other = twin(module, randomised(g))
+            other = twin(module, randomised(2))
             composed, sizes = candidate.compose(other), dict(part.block.sizes)
             device = next(other.parameters()).device
             for batch, length in ((1, 1), (2, 3)):

@@ -67,8 +67,18 @@ def search(graph: KernelGraph, options: SearchOptions | None = None, progress: P
         block = _block_graph(c, spec, names)
         if block is not None:
             found.append(Found(_ugraph(graph, block), c.cost_us, c.width))
-    reason = "" if found else "no single kernel: an output would need a value from another block"
+    reason = "" if found else _why_none(result, options)
     return found, SearchReport(_counters(result.stats), result.stop, reason)
+
+
+def _why_none(result: _core.SearchResult, options: SearchOptions) -> str:
+    if result.candidates:
+        return "no single kernel: an output is an input, a number, or the same along one of its dims"
+    if result.stop != "exhausted":
+        return f"no kernel found before the search stopped ({result.stop})"
+    if options.roles:
+        return "no single kernel with axis roles " + ", ".join(f"{name} {role.value}" for name, role in options.roles)
+    return "no single kernel: an output would need a value from another block"
 
 
 def _forced(roles: Iterable[tuple[str, Role]], names: Sequence[str]) -> list[int]:
@@ -144,6 +154,7 @@ def _block_graph(c: _core.Candidate, spec: Spec, names: Sequence[str]) -> BlockG
         elif term.op == "opaque":
             symbol_of[symbols.setdefault(("fn", term.fn, term.attrs), len(symbols))] = term
 
+    depends: dict[int, set[str]] = {}
     count = 0
 
     def fresh(prefix: str) -> str:
@@ -154,6 +165,7 @@ def _block_graph(c: _core.Candidate, spec: Spec, names: Sequence[str]) -> BlockG
     stages = []
     for s in c.stages:
         body, accumulators = [], []
+        depends.update((f.out, set(carried(f.axes))) for f in (*s.body, *s.accumulators))
         for f in s.body:
             args = tuple(value[a] for a in f.args)
             name = _NAMES[f.op]
@@ -173,9 +185,9 @@ def _block_graph(c: _core.Candidate, spec: Spec, names: Sequence[str]) -> BlockG
     outputs = []
     for o, (_, index, dtype) in zip(c.outputs, spec.outputs, strict=True):
         name = value[o]
-        if not isinstance(name, str) or name.startswith("in"):
-            return None  # an output that is an input or a number: nothing to compute
-        outputs.append(BlockOutput(name, index, dtype))
+        if o not in depends or depends[o] != {a for a in index if a}:
+            return None  # an input, a number, or a value that would have to be repeated along an axis
+        outputs.append(BlockOutput(str(name), index, dtype))
     return BlockGraph(axes, tuple(inputs), tuple(stages), tuple(outputs))
 
 

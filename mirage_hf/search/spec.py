@@ -14,8 +14,9 @@ from fractions import Fraction
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
 
-_SMALL = 1 << 31
-"""Constants whose numerator and denominator stay below this are exact rationals, others named constants."""
+_SMALL = 10 ** 9
+"""Constants whose numerator and denominator stay below this are exact rationals, others named constants. It is below the
+primes of the proofs, so that no such number is zero there and each has an inverse."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class _Lowering:
         def give(t: DTensor, d: int, pool: str) -> None:
             root = self._find((t.index, d))
             if t.dims[d] > 1 and root not in self.names:
-                self.names[root] = next(pools[pool], None) or f"a{len(self.names)}"
+                self.names[root] = next(pools[pool], None) or f"a{len(self.names)}_"
 
         for op in self.graph.ops:
             if op.name == "matmul":
@@ -196,7 +197,7 @@ class _Lowering:
 
     def _axis(self, t: DTensor, d: int, taken: Sequence[str | None]) -> str:
         root = self._find((t.index, d))
-        base = name = self.names.setdefault(root, f"a{len(self.names)}")
+        base = name = self.names.setdefault(root, f"a{len(self.names)}_")
         copy = 0
         while name in taken:
             copy += 1
@@ -235,6 +236,8 @@ class _Lowering:
         op = self.made.get(t.index)
         if op is None:
             source = [x.index for x in self.graph.inputs].index(t.index)
+            if t.dtype not in table.COMPUTE_DTYPES:
+                raise _Unsupported(f"{t.name} is {table.dtype_name(t.dtype)}: kernels compute with floating-point numbers only")
             return self._input(SpecInput((source,), t.dims, itemsize=t.dtype.itemsize), index)
         attrs = dict(op.attrs)
         row = table.OPS[op.name]
@@ -294,6 +297,8 @@ class _Lowering:
             args.append(self.lower(x, tuple(a if d > 1 else None for a, d in zip(own, x.dims, strict=True))))
         row, attrs = table.OPS[op.name], dict(op.attrs)
         if op.name == "cast":
+            if op.outputs[0].dtype not in table.COMPUTE_DTYPES:
+                raise _Unsupported(f"cast to {attrs['dtype']} ends a kernel: it rounds to whole numbers")
             return args[0]
         if op.name == "pow" and isinstance(op.inputs[1], float) and op.inputs[1] in (2.0, 3.0, 4.0):
             out = args[0]

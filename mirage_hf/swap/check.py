@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirage_hf.match.matcher import Match
 from mirage_hf.errors import Rejected
+from mirage_hf.match.matcher import Match
 from mirage_hf.match.probe import MASKED, ProbeCache, calls, twin
 from mirage_hf.swap.guard import Binding
 
@@ -42,7 +42,8 @@ def check(match: Match, binding: Binding) -> Checked | Rejected:
                     return Rejected(f"its guard refuses it: {', '.join(binding.fallbacks)}")
                 seen = _compare(ours, stock, exact, binding.dtype)
                 if not seen.error <= seen.allowed:
-                    return Rejected(f"off by {seen.error:.2g} with {rows} rows, stock by {seen.stock_error:.2g}; {seen.allowed:.2g} is allowed")
+                    return Rejected(f"off by {seen.error:.2g} with {rows} rows, stock by {seen.stock_error:.2g}; "
+                                    f"{seen.allowed:.2g} is allowed")
                 outcome = max(outcome, seen, key=lambda c: c.error)
     except Exception as e:  # a module that cannot be checked is not kept, whatever its code or its wide twin raises
         return Rejected(f"the check could not run ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})")

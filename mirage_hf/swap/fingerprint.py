@@ -23,7 +23,9 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     while stack:
         module = stack.pop()
         d = module.__dict__
-        found += (id(module), id(type(module)), d["training"], len(d["_forward_hooks"]), len(d["_forward_pre_hooks"]), id(d.get("forward")))
+        kind = type(module)
+        found += (id(module), id(kind), id(kind.forward), id(d.get("forward")), d["training"])
+        found += (len(d["_forward_hooks"]), len(d["_forward_pre_hooks"]))
         for tensors in (d["_parameters"], d["_buffers"]):
             for t in tensors.values():
                 if t is not None:

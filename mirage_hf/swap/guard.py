@@ -16,6 +16,7 @@ from transformers.utils.output_capturing import _active_collector
 from mirage_hf.match import plain
 from mirage_hf.match.compose import Composition, Kernel, child
 from mirage_hf.match.matcher import Match
+from mirage_hf.patterns.decoder_layer import EPS_NAMES
 
 KEY = "_mirage_bound"
 """Where a swapped module keeps its Binding, in its instance dictionary. Copies and pickles leave it out."""
@@ -30,6 +31,7 @@ SEEN_OUTSIDE = frozenset(("hidden_states", "_hidden_states_layers"))
 
 _dispatch_modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
 _functorch = torch._C._functorch.peek_interpreter_stack
+_global_hooks, _global_pre_hooks = every_module._global_forward_hooks, every_module._global_forward_pre_hooks
 _grad, _autocast = torch.is_grad_enabled, torch.is_autocast_enabled
 _collector = _active_collector.get
 
@@ -40,23 +42,27 @@ class Binding:
     `calls` counts runs of the kernels, `fallbacks` those of the stock forward by reason.
     """
 
-    __slots__ = ("calls", "composition", "device", "device_type", "dims", "dtype", "fallbacks", "kernels", "match", "parameters", "retired", "stock",
-                 "tuner", "watched", "width")
+    __slots__ = ("calls", "classes", "composition", "constants", "device", "device_type", "dims", "dtype", "fallbacks", "kernels",
+                 "match", "parameters", "retired", "stock", "tuner", "watched", "width")
 
     def __init__(self, match: Match, kernels: Mapping[int, Mapping[str, Kernel]]):
         self.match, self.kernels, self.stock = match, dict(kernels), type(match.module)
         self.composition: Composition | None = match.compose()
         self.calls, self.fallbacks, self.retired = 0, Counter[str](), ""
         sizes = dict(match.parts[0].block.sizes)
-        weight = self.composition.parameters[match.parts[0].role][0]
+        weight: Any = self.composition.parameters[match.parts[0].role][0]
         self.device, self.device_type, self.dtype = weight.get_device(), weight.device.type, sizes["dtype"]
         self.dims = 3 if match.kind == "layer" else None
-        self.width = child(match.module, match.layouts[0].norm)._parameters["weight"].shape[0] if match.kind == "layer" else sizes["k"]
+        norm: Any = child(match.module, match.layouts[0].norm) if match.kind == "layer" else None
+        self.width = sizes["k"] if norm is None else norm.weight.shape[0]
         paths = dict.fromkeys(path for part in match.parts for path in part.bypassed)
         self.watched = tuple(_watch(match.module, path) for path in paths)
+        kinds: dict[Any, None] = dict.fromkeys([self.stock, *(kind for _, _, _, kind, _ in self.watched)])
+        self.classes = tuple((kind, kind.forward) for kind in kinds)
+        self.constants = tuple((inner, n, inner[n]) for *_, inner in self.watched for n in EPS_NAMES if n in inner)
         owned = dict.fromkeys(w for part in match.parts for w in part.weights)
         self.parameters = tuple(_pin(child(match.module, path), path, name) for path, name in owned)
-        self.tuner = _tuner(match) if match.kind == "lora" else None
+        self.tuner = _Tuner(match) if match.kind == "lora" else None
 
     def forget(self) -> None:
         """Start counting anew."""
@@ -64,7 +70,8 @@ class Binding:
 
     def retire(self, reason: str) -> str:
         """Give up for good: drop every reference to what was replaced, and keep running the stock forward."""
-        self.retired, self.composition, self.watched, self.parameters, self.kernels = reason, None, (), (), {}
+        self.retired, self.composition, self.kernels = reason, None, {}
+        self.watched = self.parameters = self.classes = self.constants = ()
         return reason
 
     def choose(self, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Kernel] | str:
@@ -82,11 +89,13 @@ class Binding:
             return PREFILL if len(shape) == 3 and shape[1] > 1 else f"no kernel for {x.numel() // self.width} rows"
         if x.get_device() != self.device or x.dtype is not self.dtype:
             return f"input is {x.dtype} on {x.device}"
+        if self.device >= 0 and x.data_ptr() % plain.ALIGNMENT:
+            return "input at an odd address"
         if _grad() and (x.requires_grad or any(p[2].requires_grad for p in self.parameters)):
             return "gradients needed"
         if _autocast(self.device_type):
             return "autocast"
-        if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
+        if _global_hooks or _global_pre_hooks:
             return "global forward hooks"
         if _dispatch_modes() or _tracing() is not None or _functorch() is not None:
             return "a torch mode or transform is active"
@@ -94,31 +103,45 @@ class Binding:
             return _kwargs_reason(kwargs)
         if (recorded := _collector()) and not SEEN_OUTSIDE.issuperset(recorded):
             return "attentions or other inner outputs asked for"
-        for siblings, name, module, inner in self.watched:
-            if siblings.get(name) is not module:
+        try:
+            return self._changed() or (self.tuner is not None and self.tuner.reason(state)) or kernels
+        except KeyError as e:
+            return self.retire(f"{e.args[0]} was removed")
+
+    def _changed(self) -> str | None:
+        """What is no longer as it was when the kernels were made: children, their classes, hooks and code, weights' addresses."""
+        for siblings, name, module, kind, inner in self.watched:
+            if siblings[name] is not module:
                 return self.retire(f"{name} was replaced")
+            if type(module) is not kind:
+                return f"{name} has changed its class"
             if (inner["_forward_hooks"] or inner["_forward_pre_hooks"]) and plain.foreign_hook(module):
                 return f"forward hook on {name}"
             if "forward" in inner:
                 return f"{name} has a forward of its own"
+        for kind, forward in self.classes:
+            if kind.forward is not forward:
+                return f"the forward of class {kind.__name__} was replaced"
+        for inner, name, value in self.constants:
+            if inner[name] != value:
+                return f"a {name} was changed"
         for owner, name, p, pointer, label in self.parameters:
-            if owner.get(name) is not p:
+            if owner[name] is not p:
                 return self.retire(f"{label} was replaced")
             if p.data_ptr() != pointer:
                 return f"{label} has moved"
-        if self.tuner is not None and (reason := self.tuner.reason(state)):
-            return reason
-        return kernels
+        return None
 
 
-def _watch(root: nn.Module, path: str) -> tuple[dict[str, Any], str, nn.Module, dict[str, Any]]:
+def _watch(root: nn.Module, path: str) -> tuple[Any, str, nn.Module, Any, dict[str, Any]]:
     parent, _, name = path.rpartition(".")
     module = child(root, path)
-    return child(root, parent)._modules, name, module, module.__dict__
+    return child(root, parent)._modules, name, module, type(module), module.__dict__
 
 
-def _pin(owner: nn.Module, path: str, name: str) -> tuple[dict[str, Any], str, Tensor, int, str]:
+def _pin(owner: nn.Module, path: str, name: str) -> tuple[Any, str, Tensor, int, str]:
     parameter = owner._parameters[name]
+    assert parameter is not None, path
     return owner._parameters, name, parameter, parameter.data_ptr(), f"{path}.{name}"
 
 
@@ -127,7 +150,7 @@ def _kwargs_reason(kwargs: Mapping[str, Any]) -> str:
     return f"unknown argument {unknown[0]}" if unknown else "output_attentions" if kwargs.get("output_attentions") else "keyword arguments"
 
 
-class _tuner:
+class _Tuner:
     """The state of a PEFT layer that its kernel was made for, checked at each call."""
 
     __slots__ = ("dropout", "many", "one", "scaling")

@@ -33,6 +33,10 @@ class Handle:
         binding = self._bindings.get(row.module)
         return row if binding is None else with_counts(row, binding.calls, binding.fallbacks)
 
+    def add_note(self, text: str) -> None:
+        """Add a line to the report."""
+        self._report = replace(self._report, notes=(*self._report.notes, text))
+
     def release(self) -> None:
         """Free the memory that decoding keeps between calls (cache pool, CUDA graphs). The next generate makes it anew."""
         if self.runner is not None:

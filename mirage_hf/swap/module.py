@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import copyreg
-from functools import lru_cache, wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -13,23 +13,22 @@ from mirage_hf.swap.guard import KEY
 _compiling = torch.compiler.is_compiling
 
 
-@lru_cache(maxsize=None)
-def swapped_class(stock: type[nn.Module]) -> type[nn.Module]:
+@cache
+def swapped_class(stock: Any) -> Any:
     """Return the subclass of `stock` that runs kernels where its guard allows. One per class, with the class's own names."""
-    forward_of_stock = stock.forward
-
-    @wraps(forward_of_stock)
+    # stock.forward is looked up at each call: patches of the class made later hold here too
+    @wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _compiling():  # torch.compile sees the stock module; counting here would recompile at each call
-            return forward_of_stock(self, *args, **kwargs)
+            return stock.forward(self, *args, **kwargs)
         state = self.__dict__
         bound = state.get(KEY)
         if bound is None:
-            return forward_of_stock(self, *args, **kwargs)
+            return stock.forward(self, *args, **kwargs)
         kernels = bound.choose(state, args, kwargs)
         if type(kernels) is str:
             bound.fallbacks[kernels] += 1
-            return forward_of_stock(self, *args, **kwargs)
+            return stock.forward(self, *args, **kwargs)
         bound.calls += 1
         return bound.composition(kernels, args[0], kwargs)
 
@@ -37,7 +36,7 @@ def swapped_class(stock: type[nn.Module]) -> type[nn.Module]:
         return _as_stock(super(swapped, self).__reduce_ex__(protocol), swapped, stock)
 
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    swapped = type(stock.__name__, (stock,), {**names, "forward": forward, "__reduce_ex__": __reduce_ex__})
+    swapped: Any = type(stock.__name__, (stock,), {**names, "forward": forward, "__reduce_ex__": __reduce_ex__})
     return swapped
 
 

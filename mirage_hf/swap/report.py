@@ -29,6 +29,7 @@ class Row:
     error_bound: float | None = None
     digest: str | None = None
     calls: int = 0
+    """Calls of the module that ran kernels; a captured step counts when it is captured."""
     fallbacks: Mapping[str, int] | None = None
 
 
@@ -60,7 +61,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"mirage_hf: {self.model}, backend {self.backend}", *_table(_cells(self.rows))]
         if runs := {r.module: r.calls for r in self.rows if r.calls}:
-            lines.append(f"calls of swapped modules so far: {sum(runs.values())}")
+            lines.append(f"calls of swapped modules so far: {sum(runs.values())} (replays of a captured step are not seen here)")
         lines += [f"stock forwards so far: {reason}: {n}" for reason, n in sorted(self.fallbacks.items())]
         lines += [f"generate so far: {what}: {n}" for what, n in sorted((self.decode or {}).items())]
         return "\n".join([*lines, *self.notes])
@@ -70,7 +71,7 @@ COLUMNS = ("module", "pattern", "rows", "kernel", "status", "source", "µs (libr
 
 
 def _cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    cells = []
+    cells: list[tuple[str, ...]] = []
     for r in rows:
         pattern = f"{r.pattern} ({r.part})" if r.part else r.pattern
         time = "" if r.time_us is None else f"{r.time_us:.1f}" + ("" if r.library_us is None else f" ({r.library_us:.1f})")
@@ -83,7 +84,7 @@ def _table(cells: Iterable[tuple[str, ...]]) -> list[str]:
     merged: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for row in cells:  # rows alike except for the module's name and the error are one line
         merged.setdefault((*row[1:7], row[8], _pattern_of(row[0])), []).append(row)
-    lines = [COLUMNS]
+    lines: list[tuple[str, ...]] = [COLUMNS]
     for group in merged.values():
         worst = max(group, key=lambda row: float(row[7].split()[0]) if row[7] else 0.0)[7]
         lines.append((_names([row[0] for row in group]), *group[0][1:7], worst, group[0][8]))

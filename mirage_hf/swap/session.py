@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from mirage_hf.errors import OptimizeError, OptimizeWarning
+from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected
 from mirage_hf.match.compose import Kernel, Part
 from mirage_hf.match.matcher import Match, Refusal
-from mirage_hf.errors import Rejected
 from mirage_hf.swap.check import Checked, check
 from mirage_hf.swap.guard import Binding
 from mirage_hf.swap.handle import Handle

@@ -24,7 +24,7 @@ class Ledger:
         binding = Binding(match, kernels)
         module.__dict__[KEY] = binding
         self.entries.append((module, stock))
-        module.__class__ = swapped_class(stock)
+        module.__class__ = swapped_class(stock)  # type: ignore[arg-type]
         return binding
 
     def undo(self, module: nn.Module | None = None) -> None:
@@ -37,7 +37,7 @@ class Ledger:
 
 def put_back(module: nn.Module, stock: type[nn.Module]) -> None:
     module.__dict__.pop(KEY, None)
-    if type(module) is swapped_class(stock):
+    if type(module) is swapped_class(stock):  # type: ignore[arg-type]
         module.__class__ = stock
 
 

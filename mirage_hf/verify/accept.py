@@ -40,14 +40,19 @@ class Acceptance:
     seconds: float
 
 
-def accept(found: Iterable[Found], *, keep: int = 6, seed: int = 0, on_candidate: Callable[[int, Verdict], Any] | None = None) -> Acceptance:
-    """Prove and check candidates, best first, until `keep` may run."""
+def accept(found: Iterable[Found], *, keep: int = 6, seed: int = 0,
+           on_candidate: Callable[[int, Verdict], Any] | None = None) -> Acceptance:
+    """Prove and check candidates, best first, until `keep` may run on multiply-adds and `keep` on tensor cores.
+
+    One that adds to neither is left out, so the forms that only multiply-adds may run do not push out a range-safe one.
+    """
     start = time.perf_counter()
     kept: list[Candidate] = []
     refused: list[Refusal] = []
     checks: dict[object, NumericCheck] = {}
     for number, f in enumerate(found):
-        if len(kept) == keep:
+        room = {mma: sum(c.allows(mma) for c in kept) < keep for mma in (False, True)}
+        if not any(room.values()):
             break
         proof = prove(f.ugraph, seed=seed)
         verdict: Verdict = proof
@@ -56,7 +61,9 @@ def accept(found: Iterable[Found], *, keep: int = 6, seed: int = 0, on_candidate
             if isinstance(scalar, Refused) and isinstance(cores, Refused):
                 verdict = scalar
             else:
-                kept.append(Candidate(f.ugraph, f.cost_us, proof.bound, scalar, cores))
+                candidate = Candidate(f.ugraph, f.cost_us, proof.bound, scalar, cores)
+                if any(room[mma] and candidate.allows(mma) for mma in room):
+                    kept.append(candidate)
         if isinstance(verdict, Refused):
             refused.append(Refusal(number, verdict.reason))
         if on_candidate:

@@ -7,6 +7,7 @@ pieces), constants that are not small rationals are random, and every trial draw
 """
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,6 @@ from mirage_hf.search.spec import small_rational
 Q = 1073741789
 P = 2 * Q + 1
 """Primes with P = 2Q + 1: the squares of Z_P form its subgroup of order Q, and products of two elements fit in int64."""
-
-_MASK = (1 << 64) - 1
 
 
 class Redraw(Exception):
@@ -131,7 +130,7 @@ class FieldAlgebra:
         return Element(_power(np.array(self.w), x.q, P), None)
 
     def _hash(self, fn: str, attrs: tuple[tuple[str, float], ...], args: Sequence[Element]) -> Element:
-        name = np.uint64(int.from_bytes(repr((fn, attrs)).encode()[-64:], "little") & _MASK) ^ np.uint64(len(fn) * 0x9E3779B97F4A7C15 & _MASK)
+        name = np.uint64(int.from_bytes(hashlib.blake2b(repr((fn, attrs)).encode(), digest_size=8).digest(), "little"))
         shape = np.broadcast_shapes(*(a.p.shape for a in args))
         with np.errstate(over="ignore"):
             state = np.full(shape, _mix(self.keys[0] ^ name), dtype=np.uint64)

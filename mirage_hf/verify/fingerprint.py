@@ -14,23 +14,24 @@ different arguments among their m applications coincide, at most m²/2 times the
 """
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mirage_hf.graph.block import Axis, BlockGraph
+from mirage_hf import errors
+from mirage_hf.graph.block import Axis, BlockGraph, BlockInput
 from mirage_hf.graph.execute import run_block_graph
 from mirage_hf.graph.kernel import CUSTOMIZED, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
-from mirage_hf.search.spec import NotLowerable, Spec, lower
+from mirage_hf.search.spec import NotLowerable, Spec, SpecInput, lower, small_rational
 from mirage_hf.verify.field import Element, FieldAlgebra, P, Q, Redraw
 from mirage_hf.verify.verdict import Accepted, Refused, Verdict
 
 _SMALL = (3, 4, 2, 3, 5)
-_PARTS = (2, 3, 2, 4)
-"""Sizes of shrunk axes, in turn, and of the parts of a joined axis."""
+"""Sizes of shrunk axes, in turn; a joined axis is as long as its parts."""
 _MAX_TRIALS = 32
 _MAX_REDRAWS = 16
 
@@ -53,6 +54,11 @@ def prove(ugraph: UGraph, *, trials: int = 4, seed: int = 0, target: float = 1e-
     inputs = [t.index for t in ugraph.kernels.inputs]
     if [getattr(x, "index", None) for x in op.inputs] != inputs or [t.index for t in ugraph.kernels.outputs] != [t.index for t in op.outputs]:
         return Refused("the kernel's operands are not the program's inputs and outputs in order")
+    for what, mine, theirs in (("input", ugraph.kernels.inputs, ugraph.program.inputs), ("output", ugraph.kernels.outputs, ugraph.program.outputs)):
+        for k, (a, b) in enumerate(zip(mine, theirs)):  # noqa: B905 — numbers of outputs are compared below
+            if (a.dims, a.dtype) != (b.dims, b.dtype) or (what == "input" and a.strides != b.strides):
+                return Refused(f"{what} {k} is {errors.shape(a.dims)} {table.dtype_name(a.dtype)}, the program's is "
+                               f"{errors.shape(b.dims)} {table.dtype_name(b.dtype)}, or has other strides")
     if len(spec.outputs) != len(block.outputs):
         return Refused(f"{len(block.outputs)} outputs, the program has {len(spec.outputs)}")
     small = _shrink(spec, block, ugraph.program)
@@ -132,55 +138,62 @@ def _shrink(spec: Spec, block: BlockGraph, program: KernelGraph) -> _Small | Ref
             x = parent[x]
         return x
 
-    original = {("spec", a): n for a, n in spec.sizes.items()} | {("block", a.name): a.size for a in block.axes}
-    parts: dict[tuple[int, int], int] = {}  # (source, dim) that is part k of a joined axis
+    original: dict[object, int] = {("spec", a): n for a, n in spec.sizes.items()} | {("block", a.name): a.size for a in block.axes}
+    joins: list[tuple[object, tuple[object, ...], tuple[int, ...]]] = []  # an axis, the dims that lie end to end along it, their sizes
     for i, index, side in [*((spec.inputs[t.source], t.index, "spec") for t in spec.terms if t.op == "input"),
                            *((b, b.axes, "block") for b in block.inputs)]:
         joined = i.joined if side == "spec" else (i.axes.index(i.joined) if i.joined else None)  # type: ignore[union-attr]
-        for k, source in enumerate(i.sources):
+        for source in i.sources:
             if len(index) != len(program.inputs[source].dims):
                 return Refused(f"an input of {len(index)} dims reads a tensor of {len(program.inputs[source].dims)}")
             for d, a in enumerate(index):
-                if d == joined:
-                    parts[source, d] = k
-                    original["in", source, d] = i.sizes[k]
-                elif a is not None:
+                original["in", source, d] = program.inputs[source].dims[d]
+                if a is not None and (d != joined or len(i.sources) == 1):
                     parent[find((side, a))] = find(("in", source, d))
+        if joined is not None and len(i.sources) > 1:
+            joins.append(((side, index[joined]), tuple(("in", s, joined) for s in i.sources), tuple(i.sizes)))
     for k, ((_, index, _), o) in enumerate(zip(spec.outputs, block.outputs, strict=True)):
         for side, axes in (("spec", index), ("block", o.axes)):
             for d, a in enumerate(axes):
                 if a is not None:
                     parent[find((side, a))] = find(("out", k, d))
+    for _ in joins:  # what lies at the same place of the same axis has the same size, and equal lists are the same axis
+        for (x, left, left_sizes), (y, right, right_sizes) in itertools.combinations(joins, 2):
+            same_parts = [find(p) for p in left] == [find(p) for p in right]
+            if left_sizes == right_sizes and (find(x) == find(y) or same_parts):
+                for p, q in ((x, y), *zip(left, right, strict=True)):
+                    parent[find(p)] = find(q)
     groups: dict[object, set[int]] = {}
-    joined_size: dict[object, int] = {}
     for key, n in original.items():
-        if key[0] != "in":
-            groups.setdefault(find(key), set()).add(n)
-    for root, sizes in groups.items():
+        groups.setdefault(find(key), set()).add(n)
+    for sizes in groups.values():
         if len(sizes) > 1:
             return Refused(f"axes of sizes {sorted(sizes)} meet in one dim")
-    for t in spec.terms:
-        if t.op == "input" and spec.inputs[t.source].joined is not None:
-            i = spec.inputs[t.source]
-            total = sum(_PARTS[k % len(_PARTS)] for k in range(len(i.sources)))
-            if joined_size.setdefault(find(("spec", t.index[i.joined])), total) != total:
-                return Refused("inputs joined from different numbers of parts share an axis")
-    small = {root: joined_size.get(root, min(_SMALL[n % len(_SMALL)], *sizes)) for n, (root, sizes) in enumerate(groups.items())}
+    whole = {find(axis) for axis, _, _ in joins}
+    small = {root: min(_SMALL[n % len(_SMALL)], *sizes) for n, (root, sizes) in enumerate(groups.items()) if root not in whole}
+    for _ in joins:
+        for axis, sources, _ in joins:
+            if all(find(p) in small for p in sources) and small.setdefault(find(axis), total := sum(small[find(p)] for p in sources)) != total:
+                return Refused("inputs joined from different parts share an axis")
+    if not whole <= small.keys():
+        return Refused("inputs are joined along each other's axes")
 
-    def size(side: str, axis: str) -> int:
-        return small[find((side, axis))]
+    def size(key: object) -> int:
+        return small[find(key)]
 
-    dims = []
-    for source, t in enumerate(program.inputs):
-        dims.append(tuple(1 if n == 1 else _PARTS[parts[source, d] % len(_PARTS)] if (source, d) in parts
-                          else small.get(find(("in", source, d)), n) for d, n in enumerate(t.dims)))
-    part_sizes = lambda n: tuple(_PARTS[k % len(_PARTS)] for k in range(n))  # noqa: E731
+    def parts(i: SpecInput | BlockInput, d: int | None) -> tuple[int, ...]:
+        return tuple(size(("in", s, d)) for s in i.sources)
+
+    read = {("in", s, d) for t in spec.terms if t.op == "input" for s in spec.inputs[t.source].sources for d, a in enumerate(t.index) if a}
+    read |= {("in", s, d) for i in block.inputs for s in i.sources for d, a in enumerate(i.axes) if a}
+    dims = [tuple(size(("in", source, d)) if ("in", source, d) in read else 1 for d in range(len(t.dims)))
+            for source, t in enumerate(program.inputs)]
     new_spec = replace(
-        spec, sizes={a: size("spec", a) for a in spec.sizes},
-        inputs=tuple(replace(i, dims=(), sizes=part_sizes(len(i.sources)) if i.joined is not None else ()) for i in spec.inputs))
+        spec, sizes={a: size(("spec", a)) for a in spec.sizes},
+        inputs=tuple(replace(i, dims=(), sizes=parts(i, i.joined) if i.joined is not None else ()) for i in spec.inputs))
     new_block = BlockGraph(
-        tuple(Axis(a.name, size("block", a.name), a.role) for a in block.axes),
-        tuple(replace(i, sizes=part_sizes(len(i.sources)) if i.joined else ()) for i in block.inputs), block.stages, block.outputs)
+        tuple(Axis(a.name, size(("block", a.name)), a.role) for a in block.axes),
+        tuple(replace(i, sizes=parts(i, i.axes.index(i.joined)) if i.joined else ()) for i in block.inputs), block.stages, block.outputs)
     return _Small(new_spec, new_block, tuple(dims))
 
 
@@ -198,7 +211,30 @@ class _Size:
     exponent: int = 0
 
 
-def _combine(fn: str, args: list[_Size], count: list[int]) -> _Size:
+@dataclass
+class _Opaque:
+    """Applications of opaque functions seen so far, and the worst chance that two different arguments coincide."""
+
+    applications: int = 0
+    chance: float = 0.0
+
+    def apply(self, args: list[_Size]) -> _Size:
+        self.applications += 1
+        self.chance = max(self.chance, *(_comparison(a, a) for a in args))
+        return _Size(1)
+
+
+def _comparison(a: _Size, b: _Size) -> float:
+    """The chance that two different functions of these sizes have the same value."""
+    exps = a.num_exps * b.den_exps + b.num_exps * a.den_exps
+    exponent = max(a.exponent, b.exponent)
+    chance = max(a.num + b.den, b.num + a.den) / P
+    if exponent and exps > 1:
+        chance += exps * (exps - 1) / 2 * exponent / Q + 2 * float(Q) ** (-1.0 / (exps - 1))
+    return min(chance, 1.0)
+
+
+def _combine(fn: str, args: list[_Size], opaque: _Opaque) -> _Size:
     top = max((a.exponent for a in args), default=0)
     if fn in ("add", "sub"):
         a, b = args
@@ -213,19 +249,20 @@ def _combine(fn: str, args: list[_Size], count: list[int]) -> _Size:
         return args[0]
     if fn == "exp" and args[0].num_exps * args[0].den_exps == 1 and args[0].exponent == 0:
         return _Size(0, 0, 1, 1, args[0].num + args[0].den)
-    count[0] += 1
-    return _Size(1, 0, 1, 1, 0)
+    return opaque.apply(args)
 
 
-def _apply(fn: str, args: list[_Size], attrs: Mapping[str, float], count: list[int]) -> _Size:
+def _apply(fn: str, args: list[_Size], attrs: Mapping[str, float], opaque: _Opaque) -> _Size:
     row = table.lookup(fn)
     if row.opaque:
-        return _combine("opaque", args, count)
-    algebra = {name: (lambda *a, _n=name: _combine(_n, list(a), count)) for name in ("add", "sub", "mul", "div", "neg", "exp")}
+        return opaque.apply(args)
+    algebra = {name: (lambda *a, _n=name: _combine(_n, list(a), opaque)) for name in ("add", "sub", "mul", "div", "neg", "exp")}
     return row.program(**attrs).evaluate(algebra, args, lambda _: _Size())
 
 
-def _sum(x: _Size, n: int, den_carries: bool) -> _Size:
+def _reduce(kind: str, x: _Size, n: int, den_carries: bool, opaque: _Opaque) -> _Size:
+    if kind == "max":
+        return opaque.apply([x])  # a sum of random values
     if not den_carries:
         return replace(x, num_exps=min(x.num_exps * n, 10 ** 9) if x.exponent else x.num_exps)
     return _Size(x.num + (n - 1) * x.den, n * x.den, n * x.num_exps * x.den_exps ** (n - 1), x.den_exps ** n, x.exponent)
@@ -233,7 +270,7 @@ def _sum(x: _Size, n: int, den_carries: bool) -> _Size:
 
 def error_bound(spec: Spec, block: BlockGraph) -> float:
     """The chance that one trial accepts a block graph that differs from the program (see the module's theorem)."""
-    count = [0]
+    opaque = _Opaque()
     f: list[_Size] = []
     dens: list[set[str]] = []  # axes that a term's denominator carries
     for t in spec.terms:
@@ -242,12 +279,12 @@ def error_bound(spec: Spec, block: BlockGraph) -> float:
         if t.op == "input":
             f.append(_Size(1))
         elif t.op == "constant":
-            f.append(_Size())
+            f.append(_Size() if small_rational(t.value) is not None else _Size(1))
         elif t.op in ("sum", "max"):
-            f.append(_sum(args[0], spec.sizes[t.axis], t.axis in carried))
+            f.append(_reduce(t.op, args[0], spec.sizes[t.axis], t.axis in carried, opaque))
             carried = carried - {t.axis}
         else:
-            f.append(_apply(t.fn if t.op == "opaque" else t.op, args, dict(t.attrs), count))
+            f.append(_apply(t.fn if t.op == "opaque" else t.op, args, dict(t.attrs), opaque))
             carried |= set(spec.terms[t.args[1]].axes) if t.op == "div" else set()
         dens.append(carried if f[-1].den else set())
     g: dict[str, _Size] = {i.name: _Size(1) for i in block.inputs}
@@ -255,31 +292,22 @@ def error_bound(spec: Spec, block: BlockGraph) -> float:
     for stage in block.stages:
         for op in stage.body:
             names = [a for a in op.args if isinstance(a, str)]
-            args = [g[a] if isinstance(a, str) else _Size() for a in op.args]
+            args = [g[a] if isinstance(a, str) else _Size() if small_rational(a) is not None else _Size(1) for a in op.args]
             carried = set().union(*(g_dens[a] for a in names)) if names else set()
             if op.over:
-                g[op.out] = _sum(args[0], block.axis(op.over).size, op.over in carried)
+                g[op.out] = _reduce(op.fn, args[0], block.axis(op.over).size, op.over in carried, opaque)
                 carried = carried - {op.over}
             else:
-                g[op.out] = _apply(op.fn, args, dict(op.attrs), count)
+                g[op.out] = _apply(op.fn, args, dict(op.attrs), opaque)
                 carried |= set(block.carried[str(op.args[1])]) if op.fn == "div" and isinstance(op.args[1], str) else set()
             g_dens[op.out] = carried if g[op.out].den else set()
         for acc in stage.accumulators:
             assert stage.loop is not None
-            g[acc.out] = _sum(g[acc.arg], block.axis(stage.loop).size, stage.loop in g_dens[acc.arg])
+            g[acc.out] = _reduce(acc.kind, g[acc.arg], block.axis(stage.loop).size, stage.loop in g_dens[acc.arg], opaque)
             g_dens[acc.out] = g_dens[acc.arg] - {stage.loop}
     worst = 0.0
     for (term, _, _), o in zip(spec.outputs, block.outputs, strict=True):
         a, b = f[term], g[o.value]
-        degree = max(a.num + b.den, b.num + a.den)
-        one = degree / P
-        exps = a.num_exps * b.den_exps + b.num_exps * a.den_exps
-        exponent = max(a.exponent, b.exponent)
-        chance = one
-        if exponent:
-            chance += exps * (exps - 1) / 2 * exponent / Q + 2 * float(Q) ** (-1.0 / (exps - 1))
-        applications = count[0] * max(1, int(np.prod([a.size for a in block.axes])))
-        chance += applications ** 2 / 2 * degree / P if count[0] else 0.0
-        worst = max(worst, chance)
+        applications = opaque.applications * max(1, int(np.prod([a.size for a in block.axes])))
+        worst = max(worst, _comparison(a, b) + applications ** 2 / 2 * opaque.chance)
     return min(worst, 1.0)
-

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import transformers as tf
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from mirage_hf.graph.execute import run_kernel_graph
@@ -31,7 +33,7 @@ def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **chang
         "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**s)),
         "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(
             **s, head_dim=8, use_sliding_window=True, sliding_window=WINDOW,
-            layer_types=["full_attention", "sliding_attention", "full_attention"])),
+            layer_types=["full_attention", "sliding_attention", "full_attention"][:s["num_hidden_layers"]])),
         "gemma": lambda: tf.GemmaForCausalLM(tf.GemmaConfig(**s, head_dim=8)),
         "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**s, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8)),
         "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**s)),
@@ -40,9 +42,14 @@ def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **chang
         "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**s, num_local_experts=2)),
     }
     torch.manual_seed(seed)
-    model = kinds[family]().eval()
+    try:
+        model = kinds[family]().eval()
+    except StrictDataclassError as e:  # transformers 5.4 cannot make a default config of OLMo2
+        if family != "olmo2":
+            raise
+        pytest.skip(f"{family}: {e}")
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for p in model.parameters():
             if p.dim() == 1:
                 p.add_(0.2 * torch.randn_like(p))
     model.generation_config.eos_token_id = None

@@ -53,7 +53,8 @@ def _meta(m: Any) -> None:
 
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "training": (lambda m: m.train(), r"LlamaForCausalLM is in training mode.*call model.eval\(\) first"),
-    "quantizer": (lambda m: setattr(m, "hf_quantizer", types.SimpleNamespace()), r"is quantized \(SimpleNamespace\).*without quantization_config"),
+    "quantizer": (lambda m: setattr(m, "hf_quantizer", types.SimpleNamespace()),
+                  r"quantized \(SimpleNamespace\).*without quantization_config"),
     "is_quantized": (lambda m: setattr(m, "is_quantized", True), "is quantized"),
     "quantization_config": (lambda m: setattr(m.config, "quantization_config", {"bits": 4}), "is quantized"),
     "int8 weight": (_int8, r"is quantized: model.layers.0.mlp.gate_proj.weight has torch.int8"),
@@ -125,9 +126,9 @@ def test_wrong_options_leave_an_optimized_model_optimized() -> None:
 def test_nothing_to_replace_is_a_loud_warning_or_an_error(make: Callable[[], nn.Module]) -> None:
     model = make()
     before = snapshot(model)
-    with pytest.warns(OptimizeWarning, match="nothing in this .* was replaced, it runs as before"):
+    with pytest.warns(OptimizeWarning, match=r"nothing in this .* was replaced, it runs as before"):
         assert optimize(model) is model
-    with pytest.raises(OptimizeError, match="nothing in this .* was replaced.*Llama, Mistral, Qwen2 and Qwen3 are supported"):
+    with pytest.raises(OptimizeError, match=r"nothing in this .* was replaced.*Llama, Mistral, Qwen2 and Qwen3 are supported"):
         optimize(model, on_unsupported="error")
     assert same(before, snapshot(model))
 

@@ -145,7 +145,7 @@ EVENTS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "merge": (lambda m: m.merge_adapter(), "adapter merged"),
     "safe merge": (lambda m: m.merge_adapter(safe_merge=True), "base_layer.weight has moved"),
     "merge and unmerge": (lambda m: (m.merge_adapter(), m.unmerge_adapter()), None),
-    "delete": (_delete, "default was replaced"),
+    "delete": (_delete, "default was removed"),
     "rescale": (_rescale, "the adapter's scaling has changed"),
     "new targets": (_new_targets, "another adapter is active"),
     "new values": (_reload, None),

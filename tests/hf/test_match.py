@@ -8,8 +8,8 @@ import torch
 from swapping import FOUR, tiny
 from torch import nn
 
-from mirage_hf.match.matcher import match
 from mirage_hf.errors import Rejected
+from mirage_hf.match.matcher import match
 from mirage_hf.match.probe import Probes
 from mirage_hf.patterns import PATTERNS
 
@@ -63,7 +63,8 @@ def test_gemma_keeps_its_own_norm_before_the_mlp() -> None:
     assert sizes["norm"] is False and sizes["activation"] == "gelu_tanh"
 
 
-@pytest.mark.parametrize(("name", "op"), [("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("gelu_new", "gelu_tanh"), ("relu", "relu")])
+@pytest.mark.parametrize(("name", "op"), [
+    ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("gelu_new", "gelu_tanh"), ("relu", "relu")])
 def test_activations_are_known_by_what_they_compute(name: str, op: str) -> None:
     gated = next(p for p in match(tiny("llama", hidden_act=name), ALL)[0][0].parts if p.role == "gated")
     assert dict(gated.block.sizes)["activation"] == op

@@ -14,8 +14,7 @@ from swapping import FOUR, Resolved, decode_logits, prompt, same, snapshot, tiny
 import mirage_hf.api as api
 from mirage_hf import kernels
 from mirage_hf.api import optimize, optimized, restore
-from mirage_hf.errors import OptimizeError, OptimizeWarning, SearchError
-from mirage_hf.errors import Rejected
+from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected, SearchError
 from mirage_hf.swap import session
 from mirage_hf.swap.report import Report, Row
 
@@ -263,6 +262,14 @@ def test_a_dry_run_changes_nothing_and_says_what_would_be_done(resolved: list[An
     assert {r.status for r in report.rows} == {"planned", "stock"}
 
 
+def test_a_users_own_generate_is_kept() -> None:
+    model = tiny("llama")
+    mine = model.generate = lambda *args, **kwargs: "mine"
+    optimize(model)
+    assert model.generate() == "mine" and "generate is not replaced" in str(model.mirage.report)
+    assert restore(model).generate is mine
+
+
 def test_the_handle_is_no_part_of_the_model() -> None:
     model = tiny("llama")
     names = [list(model.state_dict()), [n for n, _ in model.named_modules()], [n for n, _ in model.named_parameters()]]
@@ -278,7 +285,7 @@ def test_the_handle_is_no_part_of_the_model() -> None:
 def test_unsupported_blocks_are_skipped_warned_of_or_an_error() -> None:
     model = tiny("phi3")
     before = snapshot(model)
-    with pytest.raises(OptimizeError, match="6 blocks cannot be replaced .*has no q_proj.*on_unsupported='skip'"):
+    with pytest.raises(OptimizeError, match=r"6 blocks cannot be replaced .*has no q_proj.*on_unsupported='skip'"):
         optimize(model, on_unsupported="error")
     assert same(before, snapshot(model))
     with pytest.warns(OptimizeWarning, match="6 blocks cannot be replaced"):

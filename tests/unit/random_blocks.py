@@ -1,17 +1,20 @@
 """Random block graphs, valid by construction: any axes, roles, strides, joined inputs, stages, accumulators and outputs."""
 from __future__ import annotations
 
+import math
 import random
 
 import torch
 
+from mirage_hf import errors
+from mirage_hf.codegen.plan import plan
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.kernel import KernelGraph
 
 UNARY = ("exp", "silu", "tanh", "neg", "square", "sigmoid", "relu", "gelu")
 BINARY = ("add", "sub", "mul", "max", "min")
-SIZES = (1, 2, 3, 5, 8, 16, 24, 37)
+SIZES = (1, 2, 3, 5, 8, 16, 20)
 
 
 def random_graph(seed: int) -> KernelGraph:
@@ -30,29 +33,21 @@ def random_schedule(block: BlockGraph, seed: int) -> Schedule:
         if a.role is Role.TILE:
             tiles[a.name] = max(whole, least)
         else:
+            least = 1 if a.role is Role.GRID and len(block.named(Role.GRID)) > 2 and r.random() < 0.6 else least
             tiles[a.name] = max(least, r.choice([t for t in (1, 2, 4, 8, 16, 32, 64) if t <= whole * 2]))
-    while _elements(block, tiles) > 1 << 15:
-        widest = max((a.name for a in block.axes if a.role is not Role.TILE), key=tiles.__getitem__)
-        tiles[widest] //= 2
+    while math.prod(-(-a.size // tiles[a.name]) for a in block.axes) > 48:  # the interpreter runs block after block
+        most = max(block.axes, key=lambda a: a.size / tiles[a.name])
+        tiles[most.name] *= 2
     return Schedule(tuple(tiles.items()), mma, r.random() < 0.5, r.random() < 0.5, num_stages=r.choice((1, 3)))
-
-
-def _elements(block: BlockGraph, tiles: dict[str, int]) -> int:
-    most = 1
-    for axes in block.carried.values():
-        n = 1
-        for a in axes:
-            n *= tiles[a]
-        most = max(most, n)
-    return most
 
 
 class _Builder:
     def __init__(self, r: random.Random):
         self.r = r
-        self.grid = ["m", "n", "h"][:r.randint(1, 3)]
-        self.loop = "k" if r.random() < 0.8 else None
-        self.tile = ["r", "s"][:r.randint(0, 2)]
+        self.plain = plain = r.random() < 0.5  # few axes, and two inputs that can be multiplied over k
+        self.grid = ["m", "n"] if plain else ["m", "n", "h"][:r.randint(1, 3)]
+        self.loop = "k" if plain or r.random() < 0.8 else None
+        self.tile = ["r", "s"][:r.randint(0, 1 if plain else 2)]
         order = [*self.grid, *self.tile, *([self.loop] if self.loop else [])]
         r.shuffle(order)
         self.size = {a: r.choice(SIZES) for a in order}
@@ -75,6 +70,7 @@ class _Builder:
         tensors, inputs = [], []
         for n in range(r.randint(2, 4)):
             axes = [a for a in self.order if r.random() < 0.6] or [self.order[0]]
+            axes = [self.grid[n], "k"] if self.plain and n < 2 else axes
             inputs.append(self._input(g, tensors, f"in{n}", axes))
         stages, outputs = [], []
         visible = [i.name for i in inputs]
@@ -130,6 +126,8 @@ class _Builder:
             body.append(self._op(local))
             local.append(body[-1].out)
         accumulators = []
+        if r.random() < 0.7:
+            self._product(local, body, accumulators, loop)
         for v in [v for v in local if loop and loop in self.carried[v]]:
             if r.random() < 0.5:
                 out = self.fresh("acc")
@@ -141,6 +139,24 @@ class _Builder:
                 outputs.append(self._output(op.out))
         visible += [op.out for op in body if loop not in op.axes] + [a.out for a in accumulators]
         return Stage(loop, tuple(body), tuple(accumulators))
+
+    def _product(self, local: list[str], body: list[BlockOp], accumulators: list[Accumulator], loop: str | None) -> None:
+        """A sum of products that nothing else reads: what tensor cores may take."""
+        r = self.r
+        pairs = [(a, b, over) for a in local for b in local if a != b for over in (*self.tile, loop)
+                 if over in self.carried[a] and over in self.carried[b] and set(self.carried[a]) != set(self.carried[b])]
+        if not pairs:
+            return
+        a, b, over = ("in0", "in1", "k") if self.plain and loop and r.random() < 0.7 else r.choice(pairs)
+        product, out = self.fresh(), self.fresh("dot")
+        self.carried[product] = self.sorted({*self.carried[a], *self.carried[b]})
+        self.carried[out] = tuple(x for x in self.carried[product] if x != over)
+        body.append(BlockOp(product, "mul", (a, b), self.carried[product]))
+        if over == loop:
+            accumulators.append(Accumulator(out, product, "sum", self.carried[out]))
+        else:
+            body.append(BlockOp(out, "sum", (product,), self.carried[out], (), over))
+            local.append(out)
 
     def _op(self, local: list[str]) -> BlockOp:
         r = self.r
@@ -205,7 +221,11 @@ def random_cases(count: int, seed: int = 0) -> list[tuple[int, KernelGraph, Sche
         seed += 1
         try:
             graph = random_graph(seed)
-        except Unsuitable:
+            schedule = random_schedule(graph.ops[0].block, seed)
+            planned = plan(graph.ops[0], schedule)
+        except (Unsuitable, errors.CodegenError):  # stores nothing, or its tiles are larger than Triton takes
             continue
-        found.append((seed, graph, random_schedule(graph.ops[0].block, seed)))
+        if max(map(planned.numel, planned.block.carried.values())) > 1 << 15:  # slow to interpret
+            continue
+        found.append((seed, graph, schedule))
     return found

@@ -14,8 +14,8 @@ FLOAT64 = {
     "pow": torch.pow}
 ATTRS = {"clamp": {"min": -0.5, "max": 2.0}, "cast": {"dtype": "float64"}}
 ELEMENTWISE = [op.name for op in table.OPS.values() if op.kind == "elementwise"]
-EXTREME = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-30, -1e-30, 1e-300, 30.0, -30.0, 700.0, -700.0, 1e30, -1e30, math.inf, -math.inf, math.nan],
-                       dtype=torch.float64)
+EXTREME = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-30, -1e-30, 1e-300, 30.0, -30.0, 700.0, -700.0, 1e30, -1e30, math.inf, -math.inf,
+                        math.nan], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("values", ["random", "extreme"])
@@ -49,8 +49,9 @@ def test_composites_expand_to_their_oracle():
 
 
 SHAPES = [
-    ("add", ((3, 1), (1, 4)), {}, (3, 4)), ("matmul", ((2, 1, 3, 4), (5, 4, 6)), {}, (2, 5, 3, 6)), ("reduction", ((3, 4),), {"dim": -1}, (3, 1)),
-    ("softmax", ((3, 4),), {"dim": 0}, (3, 4)), ("rms_norm", ((3, 4), (1, 4)), {}, (3, 4)), ("layer_norm", ((3, 4), (4,), (1, 4)), {}, (3, 4)),
+    ("add", ((3, 1), (1, 4)), {}, (3, 4)), ("matmul", ((2, 1, 3, 4), (5, 4, 6)), {}, (2, 5, 3, 6)),
+    ("reduction", ((3, 4),), {"dim": -1}, (3, 1)), ("softmax", ((3, 4),), {"dim": 0}, (3, 4)),
+    ("rms_norm", ((3, 4), (1, 4)), {}, (3, 4)), ("layer_norm", ((3, 4), (4,), (1, 4)), {}, (3, 4)),
     ("concat", ((3, 4), (2, 4), (1, 4)), {"dim": 0}, (6, 4)), ("slice", ((3, 9),), {"dim": 1, "start": 2, "stop": 5}, (3, 3)),
     ("reshape", ((3, 4),), {"dims": (2, 6)}, (2, 6)), ("permute", ((2, 3, 4),), {"order": (2, 0, 1)}, (4, 2, 3)),
     ("rope", ((2, 3, 8), (1, 3, 4), (1, 3, 4)), {}, (2, 3, 8)), ("cache_append", ((2, 3, 9, 4), (2, 3, 1, 4), (2,)), {}, (2, 3, 9, 4)),
@@ -68,7 +69,8 @@ def test_shape_rules_agree_with_the_oracle(name, dims, attrs, want):
 WRONG = [
     (lambda g, x, w: g.matmul(x, w), "matmul: inner sizes differ, X (16, 4096) and W (406, 4096): X has 4096 columns, W has 406 rows; "
                                      "the sizes fit if W is transposed (graph.permute, or strides=(1, 4096) at new_input)"),
-    (lambda g, x, w: g.add(x, w), "add: shapes (16, 4096) and (406, 4096) do not broadcast; sizes must be equal or 1, aligned at the right"),
+    (lambda g, x, w: g.add(x, w),
+     "add: shapes (16, 4096) and (406, 4096) do not broadcast; sizes must be equal or 1, aligned at the right"),
     (lambda g, x, w: g.reduction(x, 2), "reduction: dim 2 is out of range for a tensor of 2 dims; use -2 to 1"),
     (lambda g, x, w: g.reduction(x, 1, "median"), "reduction: unknown kind 'median'; use sum, mean or max"),
     (lambda g, x, w: g.slice(x, 0, 3, 20), "slice: [3, 20) is not a range inside dim 0 of size 16"),
@@ -76,7 +78,8 @@ WRONG = [
     (lambda g, x, w: g.reshape(x, (3, 3)), "reshape: (16, 4096) has 65536 elements, (3, 3) has 9"),
     (lambda g, x, w: g.reshape(x, (-1, -65536)), "reshape: dims must be positive integers, it is (-1, -65536)"),
     (lambda g, x, w: g.permute(x, (0, 0)), "permute: (0, 0) is not an order of 2 dims"),
-    (lambda g, x, w: g.rms_norm(x, w), "rms_norm: weight or bias (406, 4096) does not fit the last dim of (16, 4096); give it as (1, 4096)"),
+    (lambda g, x, w: g.rms_norm(x, w),
+     "rms_norm: weight or bias (406, 4096) does not fit the last dim of (16, 4096); give it as (1, 4096)"),
     (lambda g, x, w: g.rms_norm(x, eps=0), "rms_norm: eps must be positive, it is 0"),
     (lambda g, x, w: g.concat([x, g.permute(w, (1, 0))], 0), "concat: (16, 4096) and (4096, 406) differ outside dim 0"),
     (lambda g, x, w: g.concat([], 0), "concat: needs at least one tensor"),

@@ -1,4 +1,5 @@
 """Text and JSON: graphs come back equal, and nothing but a valid graph comes back at all."""
+import contextlib
 import copy
 import json
 import math
@@ -57,7 +58,8 @@ def test_everything_round_trips():
 def test_block_graph_numbers_and_attributes_round_trip():
     block = BlockGraph(
         (Axis("m", 3, Role.GRID), Axis("n", 5, Role.TILE)), (BlockInput("x", (0,), ("m", "n")),),
-        (Stage(None, (BlockOp("a", "clamp", ("x",), ("m", "n"), (("max", math.inf), ("min", -1.5))), BlockOp("b", "max", ("a",), ("m",), (), "n"),
+        (Stage(None, (BlockOp("a", "clamp", ("x",), ("m", "n"), (("max", math.inf), ("min", -1.5))),
+                      BlockOp("b", "max", ("a",), ("m",), (), "n"),
                       BlockOp("c", "cast", ("b",), ("m",), (("dtype", "float16"),)), BlockOp("o", "min", ("c", math.inf), ("m",)))),),
         (BlockOutput("o", ("m", None), "float16"),))
     g = KernelGraph()
@@ -95,7 +97,8 @@ def test_random_graphs_round_trip(g):
 
 def test_digest_is_of_content():
     d = json_format.graph_to_dict(everything())
-    assert json_format.digest(d) == json_format.digest(dict(reversed(d.items()))) == json_format.digest(json_format.graph_to_dict(everything()))
+    again = json_format.graph_to_dict(everything())
+    assert json_format.digest(d) == json_format.digest(dict(reversed(d.items()))) == json_format.digest(again)
     assert json_format.digest(d) != json_format.digest(d | {"outputs": ["late"]})
     assert len(json_format.digest(d)) == 64
 
@@ -113,7 +116,7 @@ WRONG_FILES = [
     (lambda d: d | {"format": "onnx"}, "format is 'onnx', not mirage_hf.ugraph; give a file written by to_json()"),
     (lambda d: {}, "'format' is missing"),
     (lambda d: [], "expected an object, found []"),
-    (lambda d: d | {"kernels": d["program"] | {"outputs": ["t6"]}}, "program and kernels differ in their outputs"),
+    (lambda d: d | {"kernels": d["program"] | {"outputs": ["t5"]}}, "program and kernels differ in their outputs"),
     (lambda d: d | {"program": {"nodes": [{"op": "input"}], "outputs": []}}, "at program.nodes[0]: 'dims' is missing"),
     (lambda d: d | {"program": d["program"] | {"outputs": ["zz"]}}, "at program.outputs[0]: no tensor 'zz' comes before"),
 ]
@@ -141,8 +144,8 @@ def _paths(value, path=()):
         yield from _paths(v, (*path, k))
 
 
-JUNK = st.sampled_from([None, True, 0, -1, 7, 1 << 70, 0.5, math.inf, "", "m", "k", "x", "t4", "inf", "float16", "matmul", "customized", "sum",
-                        [], [1], ["m"], [None], {}, {"number": "inf"}, {"number": "nan"}, {"number": 3}])
+JUNK = st.sampled_from([None, True, 0, -1, 7, 1 << 70, 0.5, math.inf, "", "m", "k", "x", "t4", "inf", "float16", "matmul", "customized",
+                        "sum", [], [1], ["m"], [None], {}, {"number": "inf"}, {"number": "nan"}, {"number": 3}])
 
 
 @settings(QUICK, max_examples=400)
@@ -173,7 +176,7 @@ def test_mutated_json_gives_a_graph_or_a_format_error(data):
 def test_mutated_text_gives_a_graph_or_a_format_error(data):
     source = data.draw(st.sampled_from([str(ugraphs.lora()), str(ugraphs.qkv()), str(everything())]))
     at = data.draw(st.integers(0, len(source) - 1))
-    junk = data.draw(st.sampled_from(["", " ", "\n", "%", "(", ")", "{", "}", "[", "]", ",", "=", ":", "#", "-", "1", "9" * 30, "1e999", "inf", "é", "\0"]))
+    junk = data.draw(st.sampled_from([*" \n%(){}[],=:#-1é\0", "", "9" * 30, "1e999", "inf"]))
     source = source[:at] + junk + source[at + data.draw(st.integers(0, 3)):]
     try:
         g = text.parse_graph(source)
@@ -189,16 +192,15 @@ def test_mutated_bytes_give_a_graph_or_a_format_error(tmp_path_factory, junk, at
     raw = json_format.save_json(_ugraph_dict()).encode()
     path = tmp_path_factory.getbasetemp() / "mutated.json"
     path.write_bytes(raw[:at % len(raw)] + junk + raw[at % len(raw) + drop:])
-    try:
+    with contextlib.suppress(errors.FormatError):
         json_format.load_ugraph(path)
-    except errors.FormatError:
-        pass
 
 
 WRONG_TEXT = [
     ("%x = input float16 (2, 3)\n%y = silo(%x)\nreturn %y", "line 2: unknown op 'silo'; did you mean silu?"),
     ("%x = input float16 (2, 3)\nreturn %y", "line 2: no tensor %y comes before"),
-    ("%x = input float16 (2, 3)\n%y = exp(%x) : float16 (3, 2)\nreturn %y", "line 2: exp gives float16 (2, 3), not what is written after ':'"),
+    ("%x = input float16 (2, 3)\n%y = exp(%x) : float16 (3, 2)\nreturn %y",
+     "line 2: exp gives float16 (2, 3), not what is written after ':'"),
     ("x = input float16 (2, 3)\nreturn", "line 1: expected a %name, found 'x'"),
     ("%x, %y = input float16 (2, 3)\nreturn", "2 names for one tensor"),
 ]

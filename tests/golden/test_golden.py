@@ -1,0 +1,42 @@
+"""Printed graphs, JSON, pictures and generated CUDA as they were when somebody last looked; --update-golden writes them anew."""
+import programs
+import pytest
+import ugraphs
+
+import mirage_hf as mi
+from mirage_hf.codegen import cuda
+from mirage_hf.graph import picture
+from mirage_hf.graph.ugraph import library_ugraph
+
+SHOWN = ("rms_norm_linear", "gated_mlp", "attention", "split_k_linear")
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_printed_ugraph(name, golden):
+    golden(f"text/{name}.txt", str(ugraphs.ALL[name]()) + "\n")
+
+
+@pytest.mark.parametrize("name", programs.PROGRAMS)
+def test_printed_program(name, golden):
+    golden(f"text/program_{name}.txt", str(programs.build(mi, name, small=False)) + "\n")
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_json(name, golden):
+    golden(f"json/{name}.json", ugraphs.ALL[name]().to_json())
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_picture(name, golden):
+    golden(f"svg/{name}.svg", picture.svg(ugraphs.ALL[name]()))
+
+
+def test_picture_of_a_library_path(golden):
+    golden("svg/program_qk_norm_attention.svg", picture.svg(library_ugraph(programs.build(mi, "qk_norm_attention", small=False))))
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_cuda(name, golden):
+    """Without the helpers and the check, which are the same in every file."""
+    text = cuda.program_source(ugraphs.ALL[name]())
+    golden(f"cuda/{name}.cu", text[text.index("// axes"):text.index("#ifdef MIRAGE_CHECK\n// -- the program")])

@@ -1,0 +1,82 @@
+"""optimize() with kernels that were really searched: found once, then taken from the cache, and right."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from swapping import FOUR, decode_logits, prompt, tiny, twin_of
+from torch import nn
+
+from mirage_hf.api import optimize, restore
+
+ASSETS = Path(__file__).parents[1] / "assets"
+CLOSE = dict(atol=3e-5, rtol=1e-4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIRAGE_HF_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.mark.parametrize("family", [*FOUR, "gemma", "gemma2"])
+def test_searched_kernels_decode_as_stock(family: str) -> None:
+    stock = tiny(family)
+    model = optimize(twin_of(stock), batch_sizes=(1, 2))
+    rows = model.mirage.report.rows
+    assert {r.status for r in rows if r.kernel} == {"swapped"} and {r.kernel for r in rows if r.status == "swapped"} == {"1 kernel"}
+    assert all(0 <= r.error_bound < 1e-9 for r in model.mirage.report.swapped)
+    for batch in (1, 2):
+        torch.testing.assert_close(decode_logits(model, batch), decode_logits(stock, batch), **CLOSE)
+
+
+def test_the_second_time_nothing_is_searched() -> None:
+    sizes = dict(hidden_size=64, intermediate_size=112)
+    first, second = (optimize(tiny("llama", **sizes)).mirage.report for _ in range(2))
+    assert {r.source for r in first.swapped} == {"searched"} and {r.source for r in second.swapped} == {"cache"}
+    assert [r.digest for r in first.swapped] == [r.digest for r in second.swapped]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_becomes_one_kernel(dtype: torch.dtype) -> None:
+    peft = pytest.importorskip("peft")
+
+    def make() -> nn.Module:
+        model = tiny("llama", dtype=dtype)
+        torch.manual_seed(1)
+        options = dict(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+        return peft.get_peft_model(model, peft.LoraConfig(**options)).eval()
+    stock, model = make(), optimize(make())
+    rows = [r for r in model.mirage.report.rows if r.pattern == "lora"]
+    assert len(rows) == 9 and all(r.status == "swapped" and r.kernel == "1 kernel" for r in rows)
+    close = CLOSE if dtype == torch.float32 else dict(atol=0.15, rtol=0.05)
+    torch.testing.assert_close(decode_logits(model), decode_logits(stock), **close)
+
+
+@pytest.mark.skipif(not (ASSETS / "tiny_llama").exists(), reason="the trained asset is not there")
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_trained_model_writes_the_same_200_tokens(adapted: bool) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny_llama", dtype=torch.float32).eval()
+    if adapted:
+        peft = pytest.importorskip("peft")
+        model = peft.PeftModel.from_pretrained(model, ASSETS / "tiny_llama_lora").eval()
+    ids = AutoTokenizer.from_pretrained(ASSETS / "tiny_llama")("The ", return_tensors="pt").input_ids
+    options = dict(do_sample=False, max_new_tokens=200, min_new_tokens=200)
+    want = model.generate(input_ids=ids, **options)
+    optimize(model)
+    assert torch.equal(model.generate(input_ids=ids, **options), want)
+    assert {r.status for r in model.mirage.report.rows if r.kernel} == {"swapped"}
+    assert torch.equal(restore(model).generate(input_ids=ids, **options), want)
+
+
+def test_prompts_of_another_batch_size_are_stocks() -> None:
+    stock = tiny("qwen3")
+    model = optimize(twin_of(stock))
+    options = dict(do_sample=False, max_new_tokens=6)
+    assert torch.equal(model.generate(prompt(3), **options), stock.generate(prompt(3), **options))
+    assert model.mirage.report.fallbacks.keys() == {"prefill", "no kernel for 3 rows"}
