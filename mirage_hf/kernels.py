@@ -83,10 +83,14 @@ def resolve(program: KernelGraph, *, device: torch.device | str, backend: str = 
         for store in stores.stores:
             entry = store.get(key)
             if isinstance(entry, Entry) and (not on_gpu or tune == "never" or entry.timings or not entry.ugraph.is_fused):
-                return _resolved(entry, _source(store), on_gpu, time.perf_counter() - start)
+                return _resolved(entry, _source(store), device if on_gpu else None, time.perf_counter() - start)
     entry = _make(program, key, device, on_gpu, tune, pattern, progress)
-    kept = stores.put(entry)
-    return _resolved(entry, SEARCHED, on_gpu, time.perf_counter() - start, f"; not kept: {kept.reason}" if isinstance(kept, Rejected) else "")
+    if entry.search["candidates"] and not entry.ugraph.is_fused:
+        kept: Path | Rejected = Rejected("every candidate failed on this GPU, which may pass; the next call tries again")
+    else:
+        kept = stores.put(entry)
+    note = f"; not kept: {kept.reason}" if isinstance(kept, Rejected) else ""
+    return _resolved(entry, SEARCHED, device if on_gpu else None, time.perf_counter() - start, note)
 
 
 def make_entry(program: KernelGraph, device: torch.device, pattern: str, tune: str = "auto", progress: Progress | None = None) -> Entry:
@@ -103,10 +107,12 @@ def _source(store: Store) -> str:
 def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tune: str, pattern: str, progress: Progress | None) -> Entry:
     searched = search_and_verify(program, SearchOptions(time_limit=settings().search_seconds), progress)
     report = searched.report
-    stats: dict[str, Any] = {"stop": report.stop, "reason": report.reason, "seconds": report.counters.seconds, "width": report.counters.width,
-                             "examined": report.counters.examined, "values": report.counters.values, "kernels": report.counters.kernels,
+    counters = report.counters
+    stats: dict[str, Any] = {"stop": report.stop, "reason": report.reason, "seconds": counters.seconds, "width": counters.width,
+                             "examined": counters.examined, "values": counters.values, "kernels": counters.kernels,
                              "candidates": report.found, "refused": [r.reason for r in report.refused]}
-    ugraph, timings = library_ugraph(program), ()
+    ugraph = library_ugraph(program)
+    timings: tuple[Timing, ...] = ()
     if searched.candidates:
         promising = _promising(searched.candidates)
         ugraph = _unmeasured(promising[0])
@@ -156,17 +162,23 @@ def _timing(name: str, c: Tuned) -> Timing:
     return Timing(name, c.timing.us, c.timing.low, c.timing.high, c.timing.replays)
 
 
-def _resolved(entry: Entry, source: str, on_gpu: bool, seconds: float, note: str = "") -> Resolved:
+def _resolved(entry: Entry, source: str, gpu: torch.device | None, seconds: float, note: str = "") -> Resolved:
     times = {t.name: t.median_us for t in entry.timings}
     fused, reason = entry.ugraph.is_fused, ""
     if not fused:
-        reason = "no single kernel was found: " + str(entry.search.get("reason") or "; ".join(entry.search.get("refused", ())) or entry.search.get("stop"))
+        why = entry.search.get("reason") or "; ".join(entry.search.get("refused", ())) or entry.search.get("stop")
+        reason = f"no single kernel was found: {why}"
     elif times and times[OURS] > times[LIBRARY]:
         fused, reason = False, f"the library path was measured faster ({times[LIBRARY]:.1f} µs, searched {times[OURS]:.1f} µs)"
-    if fused and on_gpu:
-        run = compiled.load(entry.kernel, hashlib.sha256(entry.kernel.encode()).hexdigest()).run
+    if fused and gpu is not None:
+        digest = hashlib.sha256(entry.kernel.encode()).hexdigest()
+        run = partial(_on, gpu, compiled.load(entry.kernel, digest).run)
     else:
         run = partial(run_kernel_graph, entry.ugraph.kernels if fused else entry.ugraph.program)
     return Resolved(run, source, entry.ugraph, fused, reason + note, seconds, times.get(OURS), times.get(LIBRARY), entry.error_bound,
                     entry.key.digest, int(entry.search.get("candidates", 0)), entry)
 
+
+def _on(device: torch.device, run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.cuda.device(device):  # Triton launches on the current device, which need not be that of the tensors
+        return run(inputs)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+torch.set_num_threads(1)  # tests run in several processes; threads of one would wait for those of another
 sys.path.insert(0, str(HERE))  # programs.py and ugraphs.py are imported by tests of several folders
 
 

@@ -12,6 +12,7 @@ constexpr double kDramBytes = 4.47e6, kCacheBytes = 12e6, kScalarOps = 28e6, kMa
 constexpr double kLaunchUs = 1.16, kStageUs = 1.0;
 constexpr std::int64_t kNominalTile = 64;      // of a grid axis
 constexpr std::int64_t kLargestTileAxis = 16384;
+constexpr std::int64_t kShortAxis = 64;        // held whole without a second thought
 constexpr int kMaxLoopStages = 4;
 constexpr int kMatrixRows = 4;                 // more rows than this go to the tensor cores
 
@@ -146,17 +147,33 @@ class Search {
   struct Timing { std::map<int, int> stage; int loops = 0; };
 
   // When each value is ready: in which pass over the loop axis (values that carry it), or after how many passes.
-  Timing timing(const Solution& s) const {
+  Timing timing(const Solution& s) const { return timing(s, loop_); }
+
+  Timing timing(const Solution& s, int loop) const {
     Timing t;
     for (int v : s.values) {
       const Derivation& d = *s.chosen.at(v);
       int at = 0;
       for (int a : d.args) at = std::max(at, t.stage[a]);
-      if ((d.op == Op::sum || d.op == Op::max) && d.axis == loop_) at = t.stage[d.args[0]] + 1;
+      if ((d.op == Op::sum || d.op == Op::max) && d.axis == loop) at = t.stage[d.args[0]] + 1;
       t.stage[v] = at;
-      t.loops = std::max(t.loops, carries_loop(v) ? at + 1 : at);
+      t.loops = std::max(t.loops, loop >= 0 && has(v_[v].axes, loop) ? at + 1 : at);
     }
     return t;
+  }
+
+  // Holding a long axis whole gains nothing over walking it when one pass is enough: a schedule may hold it whole too.
+  bool twin_walks(const Solution& s, const Timing& t) const {
+    if (!limits_.forced.empty()) return false;
+    const std::int64_t walked = loop_ < 0 ? 1 : program_.axes[loop_].size;
+    AxisSet stored = 0, used = 0;
+    for (int o : outputs_) stored |= v_[o].axes;
+    for (int v : s.values) used |= v_[v].axes;
+    for (int a = 0; a < static_cast<int>(roles_.size()); ++a)
+      if (roles_[a] == Role::tile && has(used & ~stored, a) && program_.axes[a].size > std::max(walked, kShortAxis) &&
+          timing(s, a).loops <= std::max(1, t.loops))
+        return true;
+    return false;
   }
 
   void finish() {
@@ -166,6 +183,7 @@ class Search {
     s.chosen = chosen_;
     const Timing t = timing(s);
     if (loop_ >= 0 && (t.loops == 0 || t.loops > kMaxLoopStages)) return;
+    if (twin_walks(s, t)) { ++stats_.duplicates; return; }
     s.cost = kLaunchUs + bound_ + kStageUs * std::max(0, t.loops - 1);
     // a further pass reads its inputs again, from the cache if they are small
     const auto passes = input_passes(s, t);

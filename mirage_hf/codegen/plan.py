@@ -17,6 +17,9 @@ from mirage_hf.codegen.triton_math import keeps_zero
 from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, Contraction, Role
 from mirage_hf.graph.kernel import DTensor, KernelOp
 
+WARPGROUP_ROWS = 64
+"""Rows of Hopper's asynchronous tensor-core instruction."""
+
 MMA_MIN = 16
 """Smallest side of a product that tensor cores take."""
 
@@ -134,7 +137,7 @@ class Plan:
     def _fits_mma(self, c: Contraction) -> bool:
         a, b = (set(self.block.carried[x]) - {c.over} for x in (c.a, c.b))
         a, b = ({x for x in free if self.tile(x) > 1} for free in (a, b))
-        return (len(a) == len(b) == 1 and not a & b and self.tile(c.over) >= MMA_MIN
+        return (self.run_dtype is not torch.float32 and len(a) == len(b) == 1 and not a & b and self.tile(c.over) >= MMA_MIN
                 and all(self.tile(x) >= MMA_MIN for x in a | b)
                 and all(self.dtype(self.input[x]).is_floating_point for x in (c.a, c.b) if x in self.input))
 
@@ -192,6 +195,17 @@ class Plan:
             found[c.out] = Dot(c, left, right, place[self._free(left, c.over)] > place[c.over],
                                place[c.over] > place[self._free(right, c.over)], dtype)
         return found
+
+    def is_asynchronous(self, dot: Dot) -> bool:
+        """Whether Hopper may still read a product's factors while the next iteration runs (64 rows or more, whole warpgroups)."""
+        return self.tile(self._free(dot.left, dot.contraction.over)) >= WARPGROUP_ROWS and self.schedule.num_warps >= 4
+
+    @cached_property
+    def read_asynchronously(self) -> frozenset[str]:
+        """Inputs of the loop that such a product reads as they are stored."""
+        return frozenset(x for d in self.dots.values() if self.is_asynchronous(d) and self.walks and self.schedule.num_stages > 1
+                         for x in (d.left, d.right) if x in self.input and self.loop in self.input[x].axes
+                         and (len(self.input[x].sources) == 1 or self.whole_sources(self.input[x])))
 
     @cached_property
     def skipped(self) -> frozenset[str]:

@@ -49,7 +49,7 @@ class _Writer:
         self.taken = set(_RESERVED)
         self.axis = {a.name: self._identifier(a.name, ("", "0", "_in")) for a in self.block.axes}
         values = [*self.plan.input, *(op.out for op in self.block.ops()), *(a.out for s in self.block.stages for a in s.accumulators)]
-        self.value = {v: self._identifier(v, ("", "_ptr", "_f32", "_at")) for v in values}
+        self.value = {v: self._identifier(v, ("", "_ptr", "_f32", "_again", "_at")) for v in values}
         self.arguments: list[tuple[str, int]] = []
         self.pointers: dict[str, list[str]] = {}
         for i in self.block.inputs:
@@ -153,15 +153,17 @@ class _Writer:
         return " + ".join(terms)
 
     def _read(self, i: BlockInput, pointer: str, source: int, extra_mask: str | None = None,
-              shift: tuple[str | None, str] = (None, "")) -> str:
+              shift: tuple[str | None, str] = (None, ""), policy: str | None = None) -> str:
         axes = self.block.input_axes(i)
         dims = self.plan.dims(axes)
         arguments = [self._address(pointer, i.axes, self.plan.operands[i.sources[source]].strides, dims, shift)]
         mask = self._mask(axes, dims) + ([extra_mask] if extra_mask else [])
         if mask:
             arguments += [f"mask={' & '.join(mask)}", "other=0.0" if self.plan.dtype(i).is_floating_point else "other=0"]
-        if self.plan.schedule.evict_first and self.plan.loop and self.plan.loop in i.axes and self.plan.is_streamed(i):
-            arguments.append('eviction_policy="evict_first"')
+        if policy is None and self.plan.schedule.evict_first and self.plan.loop and self.plan.loop in i.axes and self.plan.is_streamed(i):
+            policy = "evict_first"
+        if policy is not None:
+            arguments.append(f'eviction_policy="{policy}"')
         return f"tl.load({', '.join(arguments)})"
 
     def _is_selected(self, i: BlockInput) -> bool:
@@ -264,7 +266,7 @@ class _Writer:
             if self._is_lazy(acc):
                 dims = self._running_dims(acc)
                 self.line(f"{self.value[acc.out]} = tl.{acc.kind}({self.value[acc.out]}, axis={dims.index(loop)})")
-        self.have = {h for h in self.have if loop not in self.block.carried[h.removeprefix("wide ")]}
+        self.have = {h for h in self.have if loop not in self.block.carried[h.removeprefix("wide ").removeprefix("again ")]}
 
     def _read_in(self, stage: Stage) -> list[BlockInput]:
         """The inputs that a stage's loop reads."""
@@ -300,8 +302,21 @@ class _Writer:
             return name
         if f"wide {value}" not in self.have:
             self.have.add(f"wide {value}")
-            self.line(f"{name}_f32 = {name}.to(tl.float32)")
+            again = self._read_again(self.plan.input[value]) if value in self.plan.read_asynchronously else name
+            self.line(f"{name}_f32 = {again}.to(tl.float32)")
         return f"{name}_f32"
+
+    def _read_again(self, i: BlockInput) -> str:
+        """A load of its own for whatever else reads a factor of an asynchronous product.
+
+        Triton (3.6) counts the buffers of a load that other code reads too as if no product read it asynchronously; the next
+        copy then overwrites a tile that the product still reads: a race, seen as wrong sums on an H200. Another eviction
+        policy keeps the compiler from joining the two loads again.
+        """
+        if len(i.sources) == 1:
+            return self._read(i, self.pointers[i.name][0], 0, policy="evict_last")
+        value = self.value[i.name]
+        return self._read(i, f"{value}_ptr", 0, shift=(i.joined, f"{value}_at"), policy="evict_last")
 
     # -- reductions -------------------------------------------------------------------------------------------------------------
 
@@ -317,9 +332,15 @@ class _Writer:
         text = self._inside(self._wide(value), value, axis, kind)
         return f"tl.{kind}({text}, axis={dims.index(axis)})" if axis in dims else text
 
-    def _factor(self, value: str, over: str, dtype: torch.dtype, transposed: bool) -> str:
+    def _factor(self, value: str, dot: Dot, transposed: bool) -> str:
         """A side of a tensor-core product."""
+        over, dtype = dot.contraction.over, dot.dtype
         text = self._value(value)
+        if value in self.plan.read_asynchronously and not self.plan.is_asynchronous(dot):
+            if f"again {value}" not in self.have:
+                self.have.add(f"again {value}")
+                self.line(f"{text}_again = {self._read_again(self.plan.input[value])}")
+            text = f"{text}_again"
         stored = self.plan.dtype(self.plan.input[value]) if value in self.plan.input else torch.float32
         if self.plan.ragged(over) and not self.plan.zero_padded(value, over):
             text = self._inside(text, value, over, "sum")
@@ -327,11 +348,8 @@ class _Writer:
         return f"tl.trans({text})" if transposed else text
 
     def _dot(self, dot: Dot, start: str | None = None) -> str:
-        over = dot.contraction.over
-        arguments = [self._factor(dot.left, over, dot.dtype, dot.left_transposed),
-                     self._factor(dot.right, over, dot.dtype, dot.right_transposed)]
+        arguments = [self._factor(dot.left, dot, dot.left_transposed), self._factor(dot.right, dot, dot.right_transposed)]
         arguments += [start] if start else []
-        arguments += ['input_precision="ieee"'] if dot.dtype is torch.float32 else []
         return f"tl.dot({', '.join(arguments)})"
 
     def _is_lazy(self, acc: Accumulator) -> bool:

@@ -251,7 +251,7 @@ class _Parser:
     def block(self) -> BlockGraph:
         self.expect("{")
         self.expect("axes")
-        axes = tuple(self.many(self.axis))
+        axes = tuple(self.many(self.axis)) if self.tokens[self.at + 1].text == "=" and self.tokens[self.at].kind == "word" else ()
         inputs: list[BlockInput] = []
         stages: list[Stage] = []
         outputs: list[BlockOutput] = []

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mirage_hf import errors
-from mirage_hf.graph.kernel import CUSTOMIZED, KernelGraph, KernelOp
+from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
 
 _NO_LAUNCH = ("permute", "reshape", "slice")
@@ -74,8 +74,39 @@ class UGraph:
 
 
 def library_ugraph(program: KernelGraph) -> UGraph:
-    """The library path: every op of the program as a torch call of its own, always correct."""
-    return UGraph(program, program)
+    """The library path: every op of the program as a torch call of its own, always correct.
+
+    A matmul with a concat of weights becomes a concat of matmuls, as stock modules compute it: no weight is copied.
+    """
+    made = {t.index: op for op in program.ops for t in op.outputs}
+
+    def parts(op: KernelOp) -> tuple[Any, ...]:
+        right = op.inputs[1] if op.name == "matmul" else None
+        source = made.get(right.index) if isinstance(right, DTensor) else None
+        if source is None or source.name != "concat" or dict(source.attrs)["dim"] != len(source.outputs[0].dims) - 1:
+            return ()
+        return source.inputs
+
+    if not any(parts(op) for op in program.ops):
+        return UGraph(program, program)
+    kernels = KernelGraph()
+    new = {t.index: kernels.new_input(t.dims, t.dtype, t.strides, t.name) for t in program.inputs}
+    read = {x.index for op in program.ops if not parts(op) for x in op.inputs if isinstance(x, DTensor)}
+    read |= {x.index for op in program.ops for x in (op.inputs[:1] + parts(op) if parts(op) else ()) if isinstance(x, DTensor)}
+    read |= {t.index for t in program.outputs}
+    for op in program.ops:
+        if op.outputs[0].index not in read:
+            continue  # a concat of weights that only matmuls read
+        args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs if not parts(op)]
+        if weights := parts(op):
+            out = [kernels.concat([kernels.matmul(new[op.inputs[0].index], new[w.index]) for w in weights], -1)]  # type: ignore[union-attr]
+        elif op.name == CUSTOMIZED:
+            out = kernels.customized(args, op.block)  # type: ignore[arg-type]
+        else:
+            out = [kernels.apply(op.name, args, dict(op.attrs))]
+        new |= {t.index: r for t, r in zip(op.outputs, out, strict=True)}
+    kernels.mark_output(*(new[t.index] for t in program.outputs))
+    return UGraph(program, kernels)
 
 
 def check_inputs(graph: KernelGraph, inputs: Sequence[torch.Tensor], device_type: str | None = None) -> None:

@@ -106,7 +106,8 @@ def shared_bytes(plan: Plan) -> int:
     per_iteration = max((sum(_tile_bytes(plan, i) for i in _loads(plan, s)) for s in plan.block.stages if s.loop), default=0)
     if plan.walks and plan.schedule.num_stages > 1:
         return per_iteration * (plan.schedule.num_stages if plan.dots else plan.schedule.num_stages - 1)
-    return per_iteration if plan.dots else 0
+    factors = {x for d in plan.dots.values() for x in (d.left, d.right)}  # a product held whole is fed through shared memory
+    return max(per_iteration, sum(plan.numel(plan.block.carried[x]) for x in factors) * plan.run_dtype.itemsize)
 
 
 def estimate(plan: Plan, device: Device = H200) -> Cost:

@@ -50,21 +50,25 @@ def cold_inputs(graph: KernelGraph, device: torch.device | str) -> list[list[tor
     size = sum(x.numel() * x.element_size() for x in first)
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     count = min(MAX_SETS, max(2, math.ceil(COLD_FACTOR * l2 / max(1, size)) + 1))
-    return [first] + [[x.clone(memory_format=torch.preserve_format) for x in first] for _ in range(count - 1)]
+    return [first] + [[torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x) for x in first]
+                      for _ in range(count - 1)]
 
 
 def capture(run: Run, sets: Sequence[list[torch.Tensor]]) -> tuple[torch.cuda.CUDAGraph, int]:
     """A CUDA graph of calls that rotate over `sets`, and how many calls it holds."""
-    stream = torch.cuda.Stream()
+    calls = len(sets) * max(1, math.ceil(MIN_CALLS / len(sets)))
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run(sets[0])
+        torch.cuda.synchronize()
+        graph.capture_begin()  # torch.cuda.graph() would collect garbage each time, longer than the measurement takes
+        try:
+            for n in range(calls):
+                run(sets[n % len(sets)])
+        finally:
+            graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
-    calls = len(sets) * max(1, math.ceil(MIN_CALLS / len(sets)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for n in range(calls):
-            run(sets[n % len(sets)])
     return graph, calls
 
 

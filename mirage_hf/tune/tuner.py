@@ -26,6 +26,9 @@ Progress = Callable[[int, int, str], Any]
 Schedules = Callable[[KernelOp, Device], Sequence[Schedule]]
 """The schedules to try for an op on a device, best first."""
 
+HOPELESS = 3.0
+"""Candidates estimated to take this many times the best estimate are not tried."""
+
 RANKED, MEASURED, REFUSED = "ranked", "measured", "refused"
 
 
@@ -100,12 +103,13 @@ def rank(ugraphs: Sequence[UGraph], device: Device | None = None, per_graph: int
     for ugraph in ugraphs:
         if ugraph.is_fused:
             found += itertools.islice(_scheduled(ugraph, model, schedules or space.schedules), per_graph)
-    return sorted(found, key=lambda c: c.estimate_us)
+    best = min((c.estimate_us for c in found if not c.is_library), default=0.0)
+    return sorted((c for c in found if c.is_library or c.estimate_us <= HOPELESS * best), key=lambda c: c.estimate_us)
 
 
 def _library(program: KernelGraph, model: Device) -> Candidate:
     library = library_ugraph(program)
-    return Candidate(library, (), sum(library_us(op, model) for op in program.ops))
+    return Candidate(library, (), sum(library_us(op, model) for op in library.kernels.ops))
 
 
 def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[Candidate]:

@@ -29,17 +29,22 @@ Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """One set of inputs: `factor` and `offset` apply to the first floating-point input, `rows` makes its rows constant."""
+    """One set of inputs: `factor` and `offset` apply to the first floating-point input, `constant_rows` makes its rows constant.
+
+    `range_only`: only infinities and NaN count. So near the largest number most results overflow, and the errors of the few
+    cancellations that do not are luck.
+    """
 
     name: str
     factor: float = 1.0
     offset: float = 0.0
     constant_rows: bool = False
+    range_only: bool = False
 
 
 def cases(dtype: torch.dtype) -> tuple[Case, ...]:
     large = 300.0 if dtype == torch.float16 else 1e4
-    edge = (Case("nearly the largest", factor=12000.0),) if dtype == torch.float16 else ()
+    edge = (Case("nearly the largest", factor=12000.0, range_only=True),) if dtype == torch.float16 else ()
     return (Case("random"), Case("large", factor=large), Case("tiny", factor=1e-3), Case("constant rows", constant_rows=True),
             Case("mean far above spread", offset=1000.0), *edge)
 
@@ -119,6 +124,8 @@ class NumericCheck:
                 finite = torch.isfinite(got[k])
                 if bool((where[k] & ~finite).any()):
                     return Refused(f"numbers: inf or NaN in output {k} on {case.name} inputs where torch eager has none")
+                if case.range_only:
+                    continue
                 mine, stock = measure(got[k], reference[k], where[k]), measure(eager[k], reference[k], where[k])
                 if not within(mine, stock, t.dtype):
                     return Refused(f"numbers: output {k} on {case.name} inputs: max error {mine.max:.3g} (eager {stock.max:.3g}), "

@@ -5,7 +5,7 @@ from collections import Counter
 
 import mutants
 import pytest
-from hypothesis import HealthCheck, assume, given, note, settings
+from hypothesis import HealthCheck, Phase, assume, given, note, settings
 from hypothesis import strategies as st
 
 import mirage_hf as mi
@@ -17,7 +17,7 @@ from mirage_hf.verify.verdict import Accepted
 
 SIZES = (1, 2, 3, 5)
 SEARCH = SearchOptions(time_limit=0.7, threads=1, max_candidates=6)
-SLOW = settings(max_examples=70, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SLOW = settings(max_examples=70, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
 
 UNARY = ("exp", "silu", "square", "neg", "sigmoid", "tanh", "relu", "gelu_tanh")
 BINARY = ("add", "sub", "mul", "div", "max")

@@ -1,16 +1,22 @@
 """Random block graphs, valid by construction: any axes, roles, strides, joined inputs, stages, accumulators and outputs."""
 from __future__ import annotations
 
+import json
 import math
 import random
+import sys
 
 import torch
 
 from mirage_hf import errors
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import plan
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
+from mirage_hf.graph.execute import TorchAlgebra, run_block_graph
 from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ugraph import UGraph
 
 UNARY = ("exp", "silu", "tanh", "neg", "square", "sigmoid", "relu", "gelu")
 BINARY = ("add", "sub", "mul", "max", "min")
@@ -229,3 +235,43 @@ def random_cases(count: int, seed: int = 0) -> list[tuple[int, KernelGraph, Sche
             continue
         found.append((seed, graph, schedule))
     return found
+
+
+def random_inputs(graph: KernelGraph, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = []
+    for t in graph.inputs:
+        length = 1 + sum((d - 1) * s for d, s in zip(t.dims, t.strides, strict=True))
+        tensors.append((torch.randn(length, generator=generator) * 0.5).to(t.dtype).as_strided(t.dims, t.strides))
+    return tensors
+
+
+def relative_error(y: torch.Tensor, exact: torch.Tensor) -> float:
+    finite = exact.isfinite()
+    return float(((y.double() - exact).abs() / (1 + exact.abs()))[finite].max()) if bool(finite.any()) else 0.0
+
+
+def main(count: int, seed: int) -> None:
+    """Run random cases through the interpreter (TRITON_INTERPRET=1) and print what differs from the executor in float64."""
+    torch.set_num_threads(1)
+    wrong, with_dots = [], 0
+    for number, graph, schedule in random_cases(count, seed):
+        program = triton.generate(UGraph(graph, graph), [schedule])
+        with_dots += "tl.dot" in program.source
+        block, inputs = graph.ops[0].block, random_inputs(graph, number)
+        try:
+            ours = compiler.load(program.source, program.digest).run(inputs)
+        except Exception as e:  # the test shows it with the number that makes the case again
+            wrong.append([number, str(schedule), f"{type(e).__name__}: {e}"[-500:]])
+            continue
+        rounded = inputs[0].dtype if schedule.mma and inputs[0].dtype.itemsize == 2 else None
+        for y, exact, plain in zip(ours, run_block_graph(block, inputs, TorchAlgebra(torch.float64), 2),
+                                   run_block_graph(block, inputs, TorchAlgebra(torch.float32, rounded)), strict=True):
+            allowed = 3 * relative_error(plain, exact) + (4e-3 if y.dtype is torch.float16 else 1e-4)
+            if not relative_error(y, exact) <= allowed:
+                wrong.append([number, str(schedule), f"relative error {relative_error(y, exact):.3g}, {allowed:.3g} is allowed"])
+    print(json.dumps({"ran": count, "with_dots": with_dots, "wrong": wrong}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -113,6 +113,12 @@ def test_file_stands_alone_and_checks_itself(tmp_path):
     assert done.returncode == 0 and "allowed" in done.stdout, done.stderr[-2000:]
 
 
+def test_a_program_that_is_itself_a_block_graph_has_no_check():
+    kernels = CASES["lora"].ugraph.kernels
+    source = triton.program_source(UGraph(kernels, kernels), [CASES["lora"].schedule])
+    assert "def run(" in source and "def check(" not in source and "checks itself" not in source
+
+
 def test_header_names_the_ugraph():
     ugraph = CASES["gated mlp"].ugraph
     source = triton.program_source(ugraph, [CASES["gated mlp"].schedule])

@@ -185,3 +185,15 @@ def test_wrong_tensors_at_call_time(make, message):
     with pytest.raises(errors.InputError) as e:
         check_inputs(g, make(x, w))
     assert str(e.value).startswith(message)
+
+
+def test_the_library_path_never_copies_joined_weights():
+    g = new_kernel_graph()
+    x, gamma = g.new_input((2, 64)), g.new_input((1, 64))
+    weights = [g.new_input((64, n), strides=(1, 64)) for n in (32, 16, 16)]
+    biases = [g.new_input((1, n)) for n in (32, 16, 16)]
+    g.mark_output(g.add(g.matmul(g.rms_norm(x, gamma), g.concat(weights, 1)), g.concat(biases, 1)))
+    library = library_ugraph(g)
+    assert [op.name for op in library.kernels.ops] == ["rms_norm", "matmul", "matmul", "matmul", "concat", "concat", "add"]
+    inputs = [torch.empty_strided(t.dims, t.strides, dtype=t.dtype).normal_() for t in g.inputs]
+    assert torch.equal(run_kernel_graph(g, inputs)[0], run_kernel_graph(library.kernels, inputs)[0])

@@ -483,3 +483,12 @@ def test_many_axes_do_not_share_names():
     for t in spec.terms:
         if t.op == "input":
             assert [spec.sizes[a] for a in t.index] == list(spec.inputs[t.source].dims)
+
+
+def test_a_slow_machine_does_not_stop_the_search():
+    """Progress is told between role assignments too; a callback slower than its interval used to meet a lock held."""
+    for threads in (1, 2):
+        told = []
+        found, report = search(programs.build(mi, "mla_decode"), SearchOptions(threads=threads, max_width=1, time_limit=1),
+                               lambda counters: told.append(counters) or time.sleep(0.06))
+        assert found and told and report.counters.role_assignments and report.counters.seconds < 5

@@ -1,0 +1,34 @@
+"""Random block graphs: Triton text through the interpreter = the block graph's executor, and it compiles with no GPU."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+pytest.importorskip("triton")
+import random_blocks
+
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton
+from mirage_hf.graph.ugraph import UGraph
+
+COUNT, SEED = 80, 5000
+
+
+def test_random_block_graphs_through_the_interpreter(tmp_path):
+    environment = os.environ | {"MIRAGE_HF_CACHE": str(tmp_path), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, random_blocks.__file__, str(COUNT), str(SEED)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert result["ran"] == COUNT and result["with_dots"] >= 8 and not result["wrong"], result["wrong"]
+
+
+def test_random_block_graphs_compile_ahead_of_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    for _, graph, schedule in random_blocks.random_cases(24, SEED):
+        kernel, = compiler.ahead_of_time(triton.generate(UGraph(graph, graph), [schedule]), 90)
+        assert kernel.asm["cubin"]

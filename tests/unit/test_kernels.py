@@ -1,0 +1,135 @@
+"""resolve(): searched once, then looked up, also by another process; what is damaged is made anew, what cannot be kept says so."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import programs
+import pytest
+import torch
+
+import mirage_hf as mi
+from mirage_hf import kernels
+
+HERE = Path(__file__).parent
+
+FRESH = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, programs, mirage_hf as mi
+from mirage_hf import kernels
+def refuse(*args, **kwargs):
+    raise AssertionError("searched")
+kernels.search_and_verify = refuse
+import mirage_hf.search.engine as engine
+engine._core.search = refuse
+r = kernels.resolve(programs.build(mi, "rms_norm_linear"), device="cpu")
+print(r.source, r.is_fused, r.digest, r.ugraph.num_kernels)
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    made = []
+    real = kernels.search_and_verify
+
+    def counted(*args, **kwargs):
+        made.append(args)
+        return real(*args, **kwargs)
+    monkeypatch.setattr(kernels, "search_and_verify", counted)
+    return made
+
+
+def tensors(graph):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(t.dims, generator=generator).to(t.dtype) for t in graph.inputs]
+
+
+def test_searched_once_then_read_by_a_fresh_process(searches):
+    g = programs.build(mi, "rms_norm_linear")
+    first = kernels.resolve(g, device="cpu")
+    assert first.source == "searched" and first.is_fused and first.candidates > 0 and len(searches) == 1 and not first.reason
+    assert kernels.resolve(programs.build(mi, "rms_norm_linear"), device="cpu").source == "cache" and len(searches) == 1
+    done = subprocess.run([sys.executable, "-c", FRESH, str(HERE.parent)], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.stdout.split() == ["cache", "True", first.digest, "1"], done.stderr
+
+
+def test_what_runs_is_right():
+    for name in ("rms_norm_linear", "lora_paper", "gated_mlp", "mla_decode"):
+        g = programs.build(mi, name)
+        r = kernels.resolve(g, device="cpu")
+        inputs = tensors(g)
+        want = mi.superoptimize(g, backend="cpu")[-1](inputs)
+        got = r.run(inputs)
+        assert len(got) == len(want) and all(torch.allclose(a.float(), b.float(), rtol=2e-2, atol=2e-2) for a, b in zip(got, want, strict=True)), name
+        assert r.time_us is None and r.library_us is None and r.error_bound < 1e-9 or not r.is_fused
+
+
+def test_a_program_without_a_kernel_is_kept_too(searches):
+    g = mi.new_kernel_graph()
+    x, c, s = (g.new_input((4, 8)) for _ in range(3))
+    g.mark_output(g.rope(x, c, s))
+    for source in ("searched", "cache"):
+        r = kernels.resolve(g, device="cpu")
+        assert r.source == source and not r.is_fused and "rope" in r.reason
+        assert r.run(tensors(g))[0].shape == (4, 8)
+    assert len(searches) == 1
+
+
+def test_other_shapes_and_dtypes_are_other_entries(searches):
+    for sizes in (dict(rows=1, k=64, n=32), dict(rows=2, k=64, n=32), dict(rows=1, k=64, n=32, dtype=mi.bfloat16)):
+        assert kernels.resolve(programs.rms_norm_linear(mi, **sizes), device="cpu").source == "searched"
+    assert len(searches) == 3
+
+
+def test_a_damaged_entry_is_made_anew(cache, searches):
+    g = programs.build(mi, "lora_paper")
+    first = kernels.resolve(g, device="cpu")
+    files = [p for p in cache.rglob("*") if p.is_file() and p.suffix in (".json", ".py")]
+    assert files
+    for n, path in enumerate(files, 1):
+        good = path.read_bytes()
+        path.write_bytes(good[: len(good) // 2])
+        again = kernels.resolve(g, device="cpu")
+        assert again.source == "searched" and again.digest == first.digest and len(searches) == n + 1, path.name
+        assert kernels.resolve(g, device="cpu").source == "cache"
+    assert torch.equal(first.run(tensors(g))[0], kernels.resolve(g, device="cpu").run(tensors(g))[0])
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch, searches):
+    blocker = tmp_path / "a_file"
+    blocker.write_text("")
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(blocker / "cache"))
+    g = programs.build(mi, "lora_paper")
+    for _ in range(2):
+        r = kernels.resolve(g, device="cpu")
+        assert r.source == "searched" and r.is_fused and "not kept" in r.reason
+    assert len(searches) == 2 and r.run(tensors(g))[0].shape == (4, 40)
+
+
+def test_a_named_zoo_and_a_full_search(tmp_path, monkeypatch, searches):
+    g = programs.build(mi, "gated_mlp")
+    kernels.resolve(g, device="cpu")
+    zoo = Path(os.environ["MIRAGE_HF_CACHE"])
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / "empty"))
+    from mirage_hf.zoo.store import user_store
+    root = user_store().root
+    named = zoo / root.relative_to(tmp_path / "empty")
+    assert kernels.resolve(g, device="cpu", zoo=named).source.startswith("zoo") and len(searches) == 1
+    assert kernels.resolve(g, device="cpu", zoo=named, tune="full").source == "searched" and len(searches) == 2
+
+
+def test_rounding_decides_which_schedule_is_taken():
+    """x·γ in float16 may not go to tensor cores: 16 rows take a form that divides first."""
+    r = kernels.resolve(programs.rms_norm_linear(mi, rows=16, k=512, n=256), device="cpu")
+    schedule, = r.ugraph.schedules
+    walks = sum(s.loop is not None for s in r.ugraph.block_ops[0].block.stages)
+    assert r.is_fused and (not schedule.mma or walks != 1)
