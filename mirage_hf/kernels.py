@@ -67,8 +67,9 @@ def target_of(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def resolve(program: KernelGraph, *, device: torch.device | str, backend: str = "auto", zoo: str | Path | Sequence[str | Path] | None = None,
-            tune: str = "auto", pattern: str = "program", progress: Progress | None = None) -> Resolved:
+def resolve(program: KernelGraph, *, device: torch.device | str, backend: str = "auto",
+            zoo: str | Path | Sequence[str | Path] | None = None, tune: str = "auto", pattern: str = "program",
+            progress: Progress | None = None) -> Resolved:
     """Return the kernel of `program` on `device`: looked up (user's cache, packaged zoo, then `zoo`), else made and kept.
 
     backend: "cpu" takes the torch executor, "triton" generated kernels, "auto" by device. tune: "auto" measures what was

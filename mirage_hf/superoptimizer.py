@@ -69,8 +69,9 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
 
     config: a preset of restrictions ("attention", "lora", "mlp"). backend: "triton", "cuda", "cpu" or "auto" (triton where a
     GPU is). griddims, blockdims, franges: allowed numbers of blocks per grid dim, threads per dim, and loop trips.
-    max_kernels: most kernels of a result; max_block_ops: ops in one kernel; time_limit: seconds; checkpoint: a file to load the result from, or to keep it in.
-    save_codes: also write every result's Triton program into a folder. Returns a `SearchResult`, never empty.
+    max_kernels: most kernels of a result; max_block_ops: ops in one kernel; time_limit: seconds; checkpoint: a file to load
+    the result from, or to keep it in. save_codes: also write every result's Triton program into a folder.
+    Returns a `SearchResult`, never empty.
     Errors: SearchError for impossible options, GraphError for a graph without ops, FormatError for a foreign checkpoint.
     """
     if not isinstance(graph, KernelGraph):
@@ -99,7 +100,8 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
         ugraphs = tuple(u for u in ugraphs if u.num_kernels <= max_kernels)
         if not ugraphs:
             why = report.reason or "; ".join(r.reason for r in report.refused) or report.stop
-            raise errors.SearchError(f"superoptimize: no µGraph of at most {max_kernels} kernels was found ({why}); allow more with max_kernels")
+            raise errors.SearchError(f"superoptimize: no µGraph of at most {max_kernels} kernels was found ({why}); "
+                                     "allow more with max_kernels")
     result = SearchResult(graph, ugraphs, report, tuned)
     if verbose:
         print(report, file=sys.stderr)
@@ -114,7 +116,8 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
 def _options(config: str | None, backend: str, griddims: Any, blockdims: Any, franges: Any, maps: dict[str, Any],
              max_kernels: int | None, max_block_ops: int | None, time_limit: float | None) -> tuple[SearchOptions, Restriction | None]:
     if config is not None and config not in PRESETS:
-        raise errors.SearchError(f"superoptimize: unknown config {config!r}{errors.suggest(config, PRESETS)}; configs are {', '.join(PRESETS)}, or None")
+        raise errors.SearchError(f"superoptimize: unknown config {config!r}{errors.suggest(config, PRESETS)}; "
+                                 f"configs are {', '.join(PRESETS)}, or None")
     if backend not in BACKENDS:
         raise errors.SearchError(f"superoptimize: unknown backend {backend!r}; backends are {', '.join(BACKENDS)}")
     if backend == "cuda":
@@ -122,7 +125,8 @@ def _options(config: str | None, backend: str, griddims: Any, blockdims: Any, fr
                                  "then call generate_cuda_program on a result")
     given = [name for name, value in maps.items() if value is not None]
     if given:
-        raise errors.SearchError(f"superoptimize: {given[0]} cannot be restricted in this version; leave it None (griddims, blockdims and franges can)")
+        raise errors.SearchError(f"superoptimize: {given[0]} cannot be restricted in this version; "
+                                 "leave it None (griddims, blockdims and franges can)")
     for name, value in (("max_kernels", max_kernels), ("max_block_ops", max_block_ops), ("time_limit", time_limit)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
             raise errors.SearchError(f"superoptimize: {name} must be positive, it is {value!r}")
@@ -137,7 +141,9 @@ def _printer() -> Progress:
     last = [""]
 
     def show(stage: str, detail: object) -> None:
-        line = f"{stage}: {detail.values} values, {detail.kernels} kernels, {detail.seconds:.1f} s" if isinstance(detail, Counters) else stage
+        line = stage
+        if isinstance(detail, Counters):
+            line = f"{stage}: {detail.values} values, {detail.kernels} kernels, {detail.seconds:.1f} s"
         if line != last[0]:
             print(line, file=sys.stderr)
             last[0] = line
@@ -169,15 +175,18 @@ def _load_checkpoint(path: str | Path | None, graph: KernelGraph, identity: str)
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         kind, version, owner = data["format"], data["version"], data["identity"]
         intact = data["digest"] == json_format.digest([data["ugraphs"], data["report"]])
-        kernels = [json_format.ugraph_from_dict(u, where) for u in data["ugraphs"]] if (kind, version, intact) == (CHECKPOINT, CHECKPOINT_VERSION, True) else []
+        readable = (kind, version) == (CHECKPOINT, CHECKPOINT_VERSION) and intact
+        kernels = [json_format.ugraph_from_dict(u, where) for u in data["ugraphs"]] if readable else []
         report = SearchReport(Counters(**data["report"]["counters"]), "loaded", f"from {path}", len(kernels),
                               error_bound=data["report"]["error_bound"])
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise errors.FormatError(f"{where}: is damaged or not a checkpoint ({e}); delete it, or name another file") from e
     if kind != CHECKPOINT or version != CHECKPOINT_VERSION:
-        raise errors.FormatError(f"{where}: is {kind!r} version {version!r}, this version reads {CHECKPOINT!r} version {CHECKPOINT_VERSION}; name another file")
+        raise errors.FormatError(f"{where}: is {kind!r} version {version!r}, "
+                                 f"this version reads {CHECKPOINT!r} version {CHECKPOINT_VERSION}; name another file")
     if not intact:
-        raise errors.FormatError(f"{where}: is damaged, its content does not have the digest that it names; delete it, or name another file")
+        raise errors.FormatError(f"{where}: is damaged, its content does not have the digest that it names; "
+                                 "delete it, or name another file")
     if owner != identity:
         raise errors.FormatError(f"{where}: belongs to another program, other options or another version; name another file")
     return _Checkpoint(tuple(UGraph(graph, u.kernels) for u in kernels), report)

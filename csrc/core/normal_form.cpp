@@ -117,6 +117,13 @@ NfId NormalForms::intern(std::vector<Monomial> terms) {
 
 NfId NormalForms::of_factors(Factors factors) { return intern(std::vector<Monomial>{{Rational{}, std::move(factors)}}); }
 
+NfId NormalForms::without_constants(NfId a) {
+  if (forms_[a].terms.size() != 1) return a;
+  Factors kept = forms_[a].terms[0].factors;
+  std::erase_if(kept, [&](const auto& f) { return atoms_[f.first].kind == Atom::Kind::constant; });
+  return of_factors(std::move(kept));
+}
+
 NfId NormalForms::input(int symbol, const std::vector<int>& index) {
   Atom a{Atom::Kind::input, symbol, index, {}, 0, {}, 0, false};
   for (int axis : index) if (axis >= 0) a.free |= bit(axis);

@@ -65,6 +65,7 @@ class NormalForms {
   std::optional<NfId> sum(NfId a, int axis);
   NfId max(NfId a, int axis);
   NfId of_factors(Factors factors);  // one monomial with coefficient 1
+  NfId without_constants(NfId a);    // a single monomial without its coefficient and constants; sums as they are
 
   const Nf& nf(NfId id) const { return forms_[id]; }
   const Atom& atom(AtomId id) const { return atoms_[id]; }

@@ -191,8 +191,9 @@ class Search {
     std::vector<int> signature{t.loops};
     for (int v : s.values) {
       const Derivation& d = *s.chosen.at(v);
-      if ((d.op == Op::sum || d.op == Op::max)) signature.push_back(v);
+      if ((d.op == Op::sum || d.op == Op::max)) signature.push_back(v_[v].shape);
     }
+    std::sort(signature.begin() + 1, signature.end());
     auto [it, fresh] = best_.try_emplace(std::move(signature), s);
     if (!fresh) {
       ++stats_.duplicates;
@@ -300,7 +301,7 @@ class Search {
   std::vector<double> least_;                    // the least a value costs by itself
   std::set<std::pair<int, int>> needed_;         // rank, value
   std::map<int, const Derivation*> chosen_;
-  std::map<std::vector<int>, Solution> best_;    // by signature: which sums are formed, in how many passes
+  std::map<std::vector<int>, Solution> best_;    // by signature: which sums are formed (up to constants), in how many passes
   double bound_ = 0, threshold_ = 1e30;
   int ops_ = 0;
   std::int64_t expansions_ = 0;

@@ -145,7 +145,7 @@ Values saturate(const Program& program, NormalForms& forms, const Limits& limits
   const auto value_of = [&](NfId form) {
     auto [it, fresh] = index.try_emplace(form, static_cast<int>(result.values.size()));
     if (fresh) {
-      result.values.push_back({form, forms.nf(form).free, forms.nf(form).size, forms.is_number(form), {}});
+      result.values.push_back({form, forms.nf(form).free, forms.nf(form).size, forms.is_number(form), {}, -1});
       seen.emplace_back();
     }
     return it->second;
@@ -256,7 +256,10 @@ Values saturate(const Program& program, NormalForms& forms, const Limits& limits
     for (int u = 0; u <= v; ++u) pair(u, v);
   }
   stats.values += static_cast<std::int64_t>(result.values.size());
-  for (Value& v : result.values) v.rank = forms.nf(v.form).size;
+  for (Value& v : result.values) {
+    v.rank = forms.nf(v.form).size;
+    v.shape = forms.without_constants(v.form);
+  }
   return result;
 }
 

@@ -208,6 +208,14 @@ class Plan:
                          and (len(self.input[x].sources) == 1 or self.whole_sources(self.input[x])))
 
     @cached_property
+    def read_again(self) -> frozenset[str]:
+        """Those among them that other code of the loop reads too; it gets a load of its own (see triton_kernel.py)."""
+        others = {a for op in self.block.ops() if op.out not in self.skipped for a in op.args}
+        others |= {a.arg for s in self.block.stages for a in s.accumulators}
+        others |= {x for d in self.dots.values() if not self.is_asynchronous(d) for x in (d.left, d.right)}
+        return frozenset(x for x in self.read_asynchronously if x in others)
+
+    @cached_property
     def skipped(self) -> frozenset[str]:
         """Products that only feed tensor cores and are never formed."""
         return frozenset(d.contraction.product for d in self.dots.values())

@@ -84,7 +84,7 @@ def _value(v: Any) -> Any:
     return list(v) if isinstance(v, tuple) else v
 
 
-def digest(data: Json) -> str:
+def digest(data: Json | list[Any]) -> str:
     """Return the SHA-256 of the data's canonical JSON: the same for any order of keys and on any machine."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()

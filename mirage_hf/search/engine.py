@@ -135,17 +135,19 @@ def _block_graph(c: _core.Candidate, spec: Spec, names: Sequence[str]) -> BlockG
         return tuple(a for a in order if mask >> names.index(a) & 1)
 
     value: dict[int, str | float] = {}
-    inputs = []
+    inputs: list[BlockInput] = []
     for leaf in c.leaves:
         term = spec.terms[leaf.node]
         if term.op == "constant":
             value[leaf.value] = term.value
             continue
         i = spec.inputs[term.source]
-        name = f"in{term.source}" if sum(t.op == "input" and t.source == term.source for t in spec.terms) == 1 else f"in{term.source}_{len(inputs)}"
+        reads = sum(t.op == "input" and t.source == term.source for t in spec.terms)
+        name = f"in{term.source}" if reads == 1 else f"in{term.source}_{len(inputs)}"
         value[leaf.value] = name
-        joined = term.index[i.joined] if i.joined is not None else None
-        inputs.append(BlockInput(name, i.sources, term.index, joined if len(i.sources) > 1 else None, i.sizes if len(i.sources) > 1 else ()))
+        several = len(i.sources) > 1
+        joined = term.index[i.joined] if several and i.joined is not None else None
+        inputs.append(BlockInput(name, i.sources, term.index, joined, i.sizes if several else ()))
     symbol_of = {}
     symbols: dict[tuple[object, ...], int] = {}
     for term in spec.terms:  # the numbering of _program
@@ -169,7 +171,8 @@ def _block_graph(c: _core.Candidate, spec: Spec, names: Sequence[str]) -> BlockG
         for f in s.body:
             args = tuple(value[a] for a in f.args)
             name = _NAMES[f.op]
-            over, attrs = None, ()
+            over: str | None = None
+            attrs: tuple[tuple[str, float], ...] = ()
             if name == "opaque":
                 name, attrs = symbol_of[f.symbol].fn, symbol_of[f.symbol].attrs
             elif name in ("sum", "max"):
@@ -184,10 +187,9 @@ def _block_graph(c: _core.Candidate, spec: Spec, names: Sequence[str]) -> BlockG
         stages.append(Stage(None if s.loop < 0 else names[s.loop], tuple(body), tuple(accumulators)))
     outputs = []
     for o, (_, index, dtype) in zip(c.outputs, spec.outputs, strict=True):
-        name = value[o]
         if o not in depends or depends[o] != {a for a in index if a}:
             return None  # an input, a number, or a value that would have to be repeated along an axis
-        outputs.append(BlockOutput(str(name), index, dtype))
+        outputs.append(BlockOutput(str(value[o]), index, dtype))
     return BlockGraph(axes, tuple(inputs), tuple(stages), tuple(outputs))
 
 

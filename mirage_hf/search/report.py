@@ -50,10 +50,15 @@ class SearchReport:
 
     def __str__(self) -> str:
         c = self.counters
-        lines = [f"stopped: {self.stop}" + (f" at width {c.width}" if self.stop == "exhausted" else "") + (f" ({self.reason})" if self.reason else ""),
-                 f"search: {c.seconds:.3f} s, first kernel after {c.first_seconds:.3f} s" if c.first_seconds >= 0 else f"search: {c.seconds:.3f} s",
-                 f"values: {c.values} kept of {c.examined} examined (outside every goal {c.outside_goal}, cancelling {c.cancelling}), {c.derivations} derivations",
-                 f"kernels: {c.kernels} evaluated over {c.role_assignments} role assignments (cut by cost {c.cost_pruned}, duplicates {c.duplicates})",
+        width = f" at width {c.width}" if self.stop == "exhausted" else ""
+        reason = f" ({self.reason})" if self.reason else ""
+        first = f", first kernel after {c.first_seconds:.3f} s" if c.first_seconds >= 0 else ""
+        values_cut = f"(outside every goal {c.outside_goal}, cancelling {c.cancelling})"
+        kernels_cut = f"(cut by cost {c.cost_pruned}, duplicates {c.duplicates})"
+        lines = [f"stopped: {self.stop}{width}{reason}",
+                 f"search: {c.seconds:.3f} s{first}",
+                 f"values: {c.values} kept of {c.examined} examined {values_cut}, {c.derivations} derivations",
+                 f"kernels: {c.kernels} evaluated over {c.role_assignments} role assignments {kernels_cut}",
                  f"candidates: {self.found} kept, {len(self.refused)} refused"]
         if self.error_bound is not None:
             lines.append(f"proof: chance of a wrong acceptance at most {self.error_bound:.1e}, {self.proof_seconds:.3f} s")

@@ -7,9 +7,10 @@ that would clash with one in use (X·Xᵀ) is a copy of its class.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
@@ -248,10 +249,7 @@ class _Lowering:
         if op.name == "matmul":
             y = op.inputs[1]
             assert isinstance(y, DTensor)
-            if x.dims[-1] == 1:
-                k = None
-            else:
-                k = self._axis(x, len(x.dims) - 1, index)
+            k = None if x.dims[-1] == 1 else self._axis(x, len(x.dims) - 1, index)
             left = self.lower(x, self._batch(x, index) + (index[-2] if x.dims[-2] > 1 else None, k))
             right = self.lower(y, self._batch(y, index) + (k, index[-1] if y.dims[-1] > 1 else None))
             product = self._op("mul", left, right)
@@ -268,13 +266,13 @@ class _Lowering:
             return total if attrs["kind"] == "sum" else self._op("mul", total, self._constant(1.0 / x.dims[d]))
         if op.name == "permute":
             inner: list[str | None] = [None] * len(x.dims)
-            for k, o in enumerate(attrs["order"]):
-                inner[o] = index[k]
+            for o, i in enumerate(attrs["order"]):
+                inner[i] = index[o]
             return self.lower(x, tuple(inner))
         if op.name == "reshape":
             inner = [None] * len(x.dims)
-            for i, k in self._reshape_pairs(x.dims, t.dims):
-                inner[i] = index[k]
+            for i, o in self._reshape_pairs(x.dims, t.dims):
+                inner[i] = index[o]
             return self.lower(x, tuple(inner))
         if op.name == "concat":
             return self._concat(op, t, index)
@@ -307,7 +305,7 @@ class _Lowering:
             return out
         if row.opaque:
             return self._op("opaque", *args, fn=op.name, attrs=op.attrs)
-        algebra = {name: (lambda *a, _n=name: self._op(_n, *a)) for name in ("add", "sub", "mul", "div", "exp")}
+        algebra: dict[str, Callable[..., int]] = {name: partial(self._op, name) for name in ("add", "sub", "mul", "div", "exp")}
         algebra["neg"] = lambda a: self._op("mul", self._constant(-1.0), a)
         return row.program(**attrs).evaluate(algebra, args, self._constant)
 

@@ -103,7 +103,10 @@ def registers(plan: Plan) -> int:
 
 def shared_bytes(plan: Plan) -> int:
     """Shared memory of a block: the loads of all but one iteration in flight."""
-    per_iteration = max((sum(_tile_bytes(plan, i) for i in _loads(plan, s)) for s in plan.block.stages if s.loop), default=0)
+    def loaded(stage: Stage) -> int:
+        return sum(_tile_bytes(plan, i) * (2 if i in plan.read_again else 1) for i in _loads(plan, stage))
+
+    per_iteration = max((loaded(s) for s in plan.block.stages if s.loop), default=0)
     if plan.walks and plan.schedule.num_stages > 1:
         return per_iteration * (plan.schedule.num_stages if plan.dots else plan.schedule.num_stages - 1)
     factors = {x for d in plan.dots.values() for x in (d.left, d.right)}  # a product held whole is fed through shared memory

@@ -29,7 +29,8 @@ class Restriction:
     franges: tuple[int, ...] = ()
 
     @staticmethod
-    def of(griddims: Iterable[Sequence[int]] | None, blockdims: Iterable[Sequence[int]] | None, franges: Iterable[int] | None) -> Restriction:
+    def of(griddims: Iterable[Sequence[int]] | None, blockdims: Iterable[Sequence[int]] | None,
+           franges: Iterable[int] | None) -> Restriction:
         """Errors: SearchError for values that are not positive integers, or more than three dims."""
         grids = tuple(_dims("griddims", d) for d in griddims or ())
         threads = tuple(math.prod(_dims("blockdims", d)) for d in blockdims or ())
@@ -66,7 +67,8 @@ class Restriction:
             if all(choices):
                 kept.append(replace(u, schedules=tuple(c[0] for c in choices)))
         if ugraphs and not kept:
-            wanted = ", ".join(f"{name}={list(value)}" for name, value in (("griddims", self.griddims), ("threads", self.threads), ("franges", self.franges)) if value)
+            limits = {"griddims": self.griddims, "threads": self.threads, "franges": self.franges}
+            wanted = ", ".join(f"{name}={list(value)}" for name, value in limits.items() if value)
             axes = ", ".join(f"{a.name} {a.role.value} {a.size}" for a in ugraphs[0].block_ops[0].block.axes)  # type: ignore[union-attr]
             raise errors.SearchError(f"no kernel keeps to {wanted}: tiles are powers of two and the axes are {axes}; allow other numbers")
         return tuple(kept)
@@ -74,6 +76,8 @@ class Restriction:
     def _tiles(self, block: BlockGraph, base: dict[str, int]) -> Iterator[dict[str, int]]:
         grid = block.named(Role.GRID)
         loops = block.named(Role.LOOP)
+        if self.franges and not loops and 1 not in self.franges:
+            return  # held whole: one trip
         for counts in self._counts(len(grid)):
             tiles = dict(base)
             fits = True

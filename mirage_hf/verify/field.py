@@ -8,9 +8,9 @@ pieces), constants that are not small rationals are random, and every trial draw
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -48,7 +48,10 @@ def _power(base: np.ndarray, exponent: np.ndarray | int, modulus: int) -> np.nda
     return out
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+_Words = TypeVar("_Words", np.ndarray, np.uint64)
+
+
+def _mix(x: _Words) -> _Words:
     """splitmix64's finaliser: a bijection of 64-bit words that looks random."""
     with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -100,8 +103,9 @@ class FieldAlgebra:
             return self._hash(fn, tuple(sorted(attrs.items())), elements)
         if fn == "cast":
             return elements[0]
-        algebra = {"add": self.add, "sub": self.sub, "mul": self.mul, "div": self.div, "exp": self.exp,
-                   "neg": lambda x: self.sub(self.constant(0.0), x)}
+        algebra: dict[str, Callable[..., Element]] = {
+            "add": self.add, "sub": self.sub, "mul": self.mul, "div": self.div, "exp": self.exp,
+            "neg": lambda x: self.sub(self.constant(0.0), x)}
         return row.program(**attrs).evaluate(algebra, elements, self.constant)
 
     @staticmethod

@@ -51,11 +51,12 @@ def prove(ugraph: UGraph, *, trials: int = 4, seed: int = 0, target: float = 1e-
     spec = lower(ugraph.program)
     if isinstance(spec, NotLowerable):
         return Refused(f"the program cannot be lowered: {spec.reason}")
-    inputs = [t.index for t in ugraph.kernels.inputs]
-    if [getattr(x, "index", None) for x in op.inputs] != inputs or [t.index for t in ugraph.kernels.outputs] != [t.index for t in op.outputs]:
+    inputs, outputs = [t.index for t in ugraph.kernels.inputs], [t.index for t in ugraph.kernels.outputs]
+    if [getattr(x, "index", None) for x in op.inputs] != inputs or [t.index for t in op.outputs] != outputs:
         return Refused("the kernel's operands are not the program's inputs and outputs in order")
-    for what, mine, theirs in (("input", ugraph.kernels.inputs, ugraph.program.inputs), ("output", ugraph.kernels.outputs, ugraph.program.outputs)):
-        for k, (a, b) in enumerate(zip(mine, theirs)):  # noqa: B905 — numbers of outputs are compared below
+    for what, mine, theirs in (("input", ugraph.kernels.inputs, ugraph.program.inputs),
+                               ("output", ugraph.kernels.outputs, ugraph.program.outputs)):
+        for k, (a, b) in enumerate(zip(mine, theirs, strict=False)):  # their numbers are compared below
             if (a.dims, a.dtype) != (b.dims, b.dtype) or (what == "input" and a.strides != b.strides):
                 return Refused(f"{what} {k} is {errors.shape(a.dims)} {table.dtype_name(a.dtype)}, the program's is "
                                f"{errors.shape(b.dims)} {table.dtype_name(b.dtype)}, or has other strides")
@@ -79,11 +80,11 @@ def prove(ugraph: UGraph, *, trials: int = 4, seed: int = 0, target: float = 1e-
                 continue
         else:
             return Refused(f"a denominator was zero in {_MAX_REDRAWS} draws in a row: the program divides by zero")
-        for k, (a, b) in enumerate(zip(want, got, strict=True)):
-            if a.p.shape != b.p.shape:
-                return Refused(f"output {k} has shape {b.p.shape}, the program's has {a.p.shape} (shrunk sizes)")
-            if (a.p != b.p).any():
-                return Refused(f"output {k} differs from the program in {int((a.p != b.p).sum())} of {a.p.size} elements of trial {trial}")
+        for k, (x, y) in enumerate(zip(want, got, strict=True)):
+            if x.p.shape != y.p.shape:
+                return Refused(f"output {k} has shape {y.p.shape}, the program's has {x.p.shape} (shrunk sizes)")
+            if (x.p != y.p).any():
+                return Refused(f"output {k} differs from the program in {int((x.p != y.p).sum())} of {x.p.size} elements of trial {trial}")
     return Accepted(bound ** trials, f"{trials} trials")
 
 
@@ -114,8 +115,8 @@ def evaluate_spec(spec: Spec, operands: list[Element], algebra: FieldAlgebra) ->
     for term, index, _ in spec.outputs:
         shape = [spec.sizes[a] if a in index else 1 for a in names]
         full = values[term].map(lambda x, s=shape: np.broadcast_to(x, s))
-        present = [names.index(a) for a in index if a]
-        order = present + [d for d in range(len(names)) if d not in present]
+        indexed = [names.index(a) for a in index if a]
+        order = indexed + [d for d in range(len(names)) if d not in indexed]
         outs.append(algebra.arrange(full, order, [spec.sizes[a] if a else 1 for a in index]))
     return outs
 
@@ -138,11 +139,14 @@ def _shrink(spec: Spec, block: BlockGraph, program: KernelGraph) -> _Small | Ref
             x = parent[x]
         return x
 
-    original: dict[object, int] = {("spec", a): n for a, n in spec.sizes.items()} | {("block", a.name): a.size for a in block.axes}
+    original: dict[object, int] = {("spec", a): n for a, n in spec.sizes.items()}
+    original.update({("block", a.name): a.size for a in block.axes})
     joins: list[tuple[object, tuple[object, ...], tuple[int, ...]]] = []  # an axis, the dims that lie end to end along it, their sizes
-    for i, index, side in [*((spec.inputs[t.source], t.index, "spec") for t in spec.terms if t.op == "input"),
-                           *((b, b.axes, "block") for b in block.inputs)]:
-        joined = i.joined if side == "spec" else (i.axes.index(i.joined) if i.joined else None)  # type: ignore[union-attr]
+    reads: list[tuple[SpecInput | BlockInput, tuple[str | None, ...], str]] = []
+    reads += [(spec.inputs[t.source], t.index, "spec") for t in spec.terms if t.op == "input"]
+    reads += [(b, b.axes, "block") for b in block.inputs]
+    for i, index, side in reads:
+        joined = i.joined if isinstance(i, SpecInput) else i.axes.index(i.joined) if i.joined else None
         for source in i.sources:
             if len(index) != len(program.inputs[source].dims):
                 return Refused(f"an input of {len(index)} dims reads a tensor of {len(program.inputs[source].dims)}")
@@ -173,8 +177,10 @@ def _shrink(spec: Spec, block: BlockGraph, program: KernelGraph) -> _Small | Ref
     small = {root: min(_SMALL[n % len(_SMALL)], *sizes) for n, (root, sizes) in enumerate(groups.items()) if root not in whole}
     for _ in joins:
         for axis, sources, _ in joins:
-            if all(find(p) in small for p in sources) and small.setdefault(find(axis), total := sum(small[find(p)] for p in sources)) != total:
-                return Refused("inputs joined from different parts share an axis")
+            if all(find(p) in small for p in sources):
+                total = sum(small[find(p)] for p in sources)
+                if small.setdefault(find(axis), total) != total:
+                    return Refused("inputs joined from different parts share an axis")
     if not whole <= small.keys():
         return Refused("inputs are joined along each other's axes")
 
@@ -238,7 +244,8 @@ def _combine(fn: str, args: list[_Size], opaque: _Opaque) -> _Size:
     top = max((a.exponent for a in args), default=0)
     if fn in ("add", "sub"):
         a, b = args
-        return _Size(max(a.num + b.den, b.num + a.den), a.den + b.den, a.num_exps * b.den_exps + b.num_exps * a.den_exps, a.den_exps * b.den_exps, top)
+        exps = a.num_exps * b.den_exps + b.num_exps * a.den_exps
+        return _Size(max(a.num + b.den, b.num + a.den), a.den + b.den, exps, a.den_exps * b.den_exps, top)
     if fn == "mul":
         a, b = args
         return _Size(a.num + b.num, a.den + b.den, a.num_exps * b.num_exps, a.den_exps * b.den_exps, top)

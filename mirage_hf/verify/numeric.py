@@ -163,8 +163,8 @@ def narrowed(ugraph: UGraph) -> UGraph | None:
     program, kernels = KernelGraph(), KernelGraph()
     new: dict[int, DTensor] = {}
     try:
-        for t, d in zip(ugraph.program.inputs, dims, strict=True):
-            new[t.index] = program.new_input(d, t.dtype)
+        for t, new_dims in zip(ugraph.program.inputs, dims, strict=True):
+            new[t.index] = program.new_input(new_dims, t.dtype)
         for op in ugraph.program.ops:
             args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
             new[op.outputs[0].index] = program._apply(op.name, *args, **dict(op.attrs))

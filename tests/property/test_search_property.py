@@ -17,7 +17,8 @@ from mirage_hf.verify.verdict import Accepted
 
 SIZES = (1, 2, 3, 5)
 SEARCH = SearchOptions(time_limit=0.7, threads=1, max_candidates=6)
-SLOW = settings(max_examples=70, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
+SLOW = settings(max_examples=70, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck),
+                phases=(Phase.explicit, Phase.generate))
 
 UNARY = ("exp", "silu", "square", "neg", "sigmoid", "tanh", "relu", "gelu_tanh")
 BINARY = ("add", "sub", "mul", "div", "max")
@@ -42,7 +43,8 @@ def programs(draw, most: int = 8):
         return g.new_input(dims, mi.float32, strides)
 
     for _ in range(draw(st.integers(2, most))):
-        kind = draw(st.sampled_from(("unary", "binary", "binary", "number", "matmul", "matmul", "reduce", "norm", "softmax", "permute", "concat")))
+        kind = draw(st.sampled_from(("unary", "binary", "binary", "number", "matmul", "matmul", "reduce", "norm", "softmax", "permute",
+                                     "concat")))
         x = any_tensor()
         rank = len(x.dims)
         if kind == "unary":

@@ -188,7 +188,7 @@ def test_wrong_tensors_at_call_time(make, message):
 
 
 def test_the_library_path_never_copies_joined_weights():
-    g = new_kernel_graph()
+    g = mi.new_kernel_graph()
     x, gamma = g.new_input((2, 64)), g.new_input((1, 64))
     weights = [g.new_input((64, n), strides=(1, 64)) for n in (32, 16, 16)]
     biases = [g.new_input((1, n)) for n in (32, 16, 16)]

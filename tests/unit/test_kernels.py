@@ -58,19 +58,19 @@ def test_searched_once_then_read_by_a_fresh_process(searches):
     first = kernels.resolve(g, device="cpu")
     assert first.source == "searched" and first.is_fused and first.candidates > 0 and len(searches) == 1 and not first.reason
     assert kernels.resolve(programs.build(mi, "rms_norm_linear"), device="cpu").source == "cache" and len(searches) == 1
-    done = subprocess.run([sys.executable, "-c", FRESH, str(HERE.parent)], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run([sys.executable, "-c", FRESH, str(HERE.parent)], capture_output=True, text=True)
     assert done.stdout.split() == ["cache", "True", first.digest, "1"], done.stderr
 
 
 def test_what_runs_is_right():
-    for name in ("rms_norm_linear", "lora_paper", "gated_mlp", "mla_decode"):
+    for name in ("rms_norm_linear", "lora_paper", "gated_mlp", "attention_decode"):
         g = programs.build(mi, name)
         r = kernels.resolve(g, device="cpu")
         inputs = tensors(g)
         want = mi.superoptimize(g, backend="cpu")[-1](inputs)
         got = r.run(inputs)
-        assert len(got) == len(want) and all(torch.allclose(a.float(), b.float(), rtol=2e-2, atol=2e-2) for a, b in zip(got, want, strict=True)), name
-        assert r.time_us is None and r.library_us is None and r.error_bound < 1e-9 or not r.is_fused
+        assert all(torch.allclose(a.float(), b.float(), rtol=2e-2, atol=2e-2) for a, b in zip(got, want, strict=True)), name
+        assert r.time_us is None and r.library_us is None and (not r.is_fused or r.error_bound < 1e-9)
 
 
 def test_a_program_without_a_kernel_is_kept_too(searches):

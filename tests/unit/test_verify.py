@@ -1,4 +1,5 @@
 """Proofs and numbers: the field is a field, what is equal is accepted, what differs is not, and rounding is judged as stock's."""
+# ruff: noqa: E501
 from __future__ import annotations
 
 import math
