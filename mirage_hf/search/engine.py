@@ -9,7 +9,7 @@ from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, Blo
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.report import Counters, SearchReport
-from mirage_hf.search.spec import NotLowerable, Spec, lower, small_rational
+from mirage_hf.search.spec import NotLowerable, Spec, Term, lower, small_rational
 from mirage_hf.settings import settings
 
 _ROLES = {Role.GRID: _core.Role.grid, Role.LOOP: _core.Role.loop, Role.TILE: _core.Role.tile}
@@ -64,7 +64,7 @@ def search(graph: KernelGraph, options: SearchOptions | None = None, progress: P
     result = _core.search(_program(spec, names), limits, poll)
     found = []
     for c in result.candidates:
-        block = _block_graph(c, spec, names)
+        block = _block_graph(c, spec, names, [t.name for t in graph.inputs])
         if block is not None:
             found.append(Found(_ugraph(graph, block), c.cost_us, c.width))
     reason = "" if found else _why_none(result, options)
@@ -94,10 +94,19 @@ def _counters(s: _core.Statistics) -> Counters:
     return Counters(**{name: getattr(s, name) for name in Counters.__dataclass_fields__})
 
 
+def _symbol(term: Term) -> tuple[object, ...]:
+    return (term.fn, term.attrs, term.value)
+
+
+def _symbols(spec: Spec) -> dict[tuple[object, ...], Term]:
+    """What the core knows by number only: opaque functions with their attributes, and constants that are no small rational."""
+    return {_symbol(t): t for t in spec.terms if t.op == "opaque" or (t.op == "constant" and small_rational(t.value) is None)}
+
+
 def _program(spec: Spec, names: Sequence[str]) -> _core.Program:
     program = _core.Program()
     program.axes = [_core.AxisInfo(a, spec.sizes[a]) for a in names]
-    symbols: dict[tuple[object, ...], int] = {}
+    symbols = {key: number for number, key in enumerate(_symbols(spec))}
     nodes = []
     for term in spec.terms:
         n = _core.Node()
@@ -111,11 +120,11 @@ def _program(spec: Spec, names: Sequence[str]) -> _core.Program:
         elif term.op == "constant":
             f = small_rational(term.value)
             if f is None:
-                n.symbol = symbols.setdefault(("constant", term.value), len(symbols))
+                n.symbol = symbols[_symbol(term)]
             else:
                 n.num, n.den = f.numerator, f.denominator
         elif term.op == "opaque":
-            n.symbol = symbols.setdefault(("fn", term.fn, term.attrs), len(symbols))
+            n.symbol = symbols[_symbol(term)]
         elif term.op in ("sum", "max"):
             n.axis = names.index(term.axis)
         nodes.append(n)
@@ -124,7 +133,7 @@ def _program(spec: Spec, names: Sequence[str]) -> _core.Program:
     return program
 
 
-def _block_graph(c: _core.Candidate, spec: Spec, names: Sequence[str]) -> BlockGraph | None:
+def _block_graph(c: _core.Candidate, spec: Spec, names: Sequence[str], tensors: Sequence[str]) -> BlockGraph | None:
     roles = {name: next(r for r, core in _ROLES.items() if core == c.roles[i]) for i, name in enumerate(names) if c.axes >> i & 1}
     seen = [a for _, index, _ in spec.outputs for a in index if a]
     rank = {Role.GRID: 0, Role.TILE: 1, Role.LOOP: 2}
@@ -142,19 +151,14 @@ def _block_graph(c: _core.Candidate, spec: Spec, names: Sequence[str]) -> BlockG
             value[leaf.value] = term.value
             continue
         i = spec.inputs[term.source]
-        reads = sum(t.op == "input" and t.source == term.source for t in spec.terms)
-        name = f"in{term.source}" if reads == 1 else f"in{term.source}_{len(inputs)}"
-        value[leaf.value] = name
         several = len(i.sources) > 1
+        base = "_".join(tensors[source] for source in i.sources)
+        reads = sum(t.op == "input" and t.source == term.source for t in spec.terms)
+        name = base if reads == 1 else f"{base}_{term.index[0] or len(inputs)}_{len(inputs)}"
+        value[leaf.value] = name
         joined = term.index[i.joined] if several and i.joined is not None else None
         inputs.append(BlockInput(name, i.sources, term.index, joined, i.sizes if several else ()))
-    symbol_of = {}
-    symbols: dict[tuple[object, ...], int] = {}
-    for term in spec.terms:  # the numbering of _program
-        if term.op == "constant" and small_rational(term.value) is None:
-            symbols.setdefault(("constant", term.value), len(symbols))
-        elif term.op == "opaque":
-            symbol_of[symbols.setdefault(("fn", term.fn, term.attrs), len(symbols))] = term
+    functions = list(_symbols(spec).values())
 
     depends: dict[int, set[str]] = {}
     count = 0
@@ -162,7 +166,8 @@ def _block_graph(c: _core.Candidate, spec: Spec, names: Sequence[str]) -> BlockG
     def fresh(prefix: str) -> str:
         nonlocal count
         count += 1
-        return f"{prefix}{count}"
+        name = f"{prefix}{count}"
+        return name if all(i.name != name for i in inputs) else fresh(prefix)
 
     stages = []
     for s in c.stages:
@@ -174,7 +179,7 @@ def _block_graph(c: _core.Candidate, spec: Spec, names: Sequence[str]) -> BlockG
             over: str | None = None
             attrs: tuple[tuple[str, float], ...] = ()
             if name == "opaque":
-                name, attrs = symbol_of[f.symbol].fn, symbol_of[f.symbol].attrs
+                name, attrs = functions[f.symbol].fn, functions[f.symbol].attrs
             elif name in ("sum", "max"):
                 over = names[f.axis]
             out = fresh("v")
