@@ -142,6 +142,7 @@ def compiled_step(model: PreTrainedModel, ids: torch.Tensor, new: int) -> Callab
         rewind()
         for _ in range(new - 1):  # the first token comes from the prefill
             graph.replay()
+    call.reads = (token, cache, position)  # type: ignore[attr-defined]  # a graph does not keep alive what it reads
     return call
 
 
@@ -345,12 +346,13 @@ def main() -> None:
     if unknown or args.new < 2:
         parser.error(f"unknown peers {', '.join(unknown)}; there are {', '.join(PEERS)}" if unknown else "--new must be 2 or more")
     from mirage_hf.zoo.machine import this_machine
+    options = {name: value for name, value in vars(args).items() if name != "json"}
     reports = []
     for name in args.model.split(","):
         reports.append(bench(name, args, torch.device(args.device)))
         print(table(reports[-1]), flush=True)
         if args.json:
-            args.json.write_text(json.dumps({"machine": this_machine(), "argv": sys.argv[1:], "reports": reports}, indent=1) + "\n")
+            args.json.write_text(json.dumps({"machine": this_machine(), "options": options, "reports": reports}, indent=1) + "\n")
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
