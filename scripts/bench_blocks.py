@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from mirage_hf.search.engine import SearchOptions
 from mirage_hf.tune import measure, tuner
 from mirage_hf.tune.cost import H200, tensor_bytes
 from mirage_hf.verify.accept import search_and_verify
+from mirage_hf.zoo.machine import this_machine
 
 HALF = torch.float16
 
@@ -133,11 +133,8 @@ def floor_us(program: KernelGraph) -> float:
 
 
 def machine() -> dict:
-    import triton as triton_package
     p = torch.cuda.get_device_properties(0)
-    return {"gpu": p.name, "sms": p.multi_processor_count, "l2_bytes": p.L2_cache_size, "torch": torch.__version__,
-            "cuda": torch.version.cuda, "triton": triton_package.__version__, "python": platform.python_version(),
-            "mirage_hf": mi.__version__}
+    return this_machine() | {"sms": p.multi_processor_count, "l2_bytes": p.L2_cache_size}
 
 
 def clock() -> int | None:

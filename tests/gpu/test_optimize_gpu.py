@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
-from swapping import FOUR, decode_logits, prompt, same, snapshot, tiny, twin_of
+from swapping import FOUR, decode_logits, parted_at_a_tie, prompt, same, snapshot, tiny, twin_of
 
 from mirage_hf.api import optimize, restore
 from mirage_hf.errors import OptimizeError
@@ -80,6 +80,17 @@ def test_the_trained_model_writes_the_same_200_tokens() -> None:
     assert torch.equal(model.generate(ids, **options), want)
     restore(model)
     assert same(before, snapshot(model)) and torch.equal(model.generate(ids, **options), want)
+
+
+@pytest.mark.skipif(not (ASSETS / "tiny_llama").exists(), reason="the trained asset is not there")
+@pytest.mark.parametrize("text", ["The ", "Return a list of ", "If the file "])
+def test_the_trained_model_parts_only_at_ties_in_bfloat16(text: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny_llama", dtype=torch.bfloat16).cuda().eval()
+    ids = AutoTokenizer.from_pretrained(ASSETS / "tiny_llama")(text, return_tensors="pt").input_ids.cuda()
+    print(f"{text!r}: parted at {parted_at_a_tie(model, ids, optimize)}")
+    assert model.mirage.report.decode.get("captured") == 1
 
 
 def test_changes_after_capture_are_seen() -> None:

@@ -118,3 +118,25 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 def twin_of(model: Any) -> Any:
     return copy.deepcopy(model)
+
+
+def parted_at_a_tie(model: Any, ids: torch.Tensor, change: Any, tokens: int = 200) -> int | None:
+    """Where bfloat16's greedy tokens part before and after `change(model)`, None if nowhere; asserts that it is a tie.
+
+    A tie: in stock's run the two tokens' logits differ by less than stock's logits there differ from float32's.
+    """
+    options = dict(do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0)
+    exact = twin_of(model).float()
+    before = model.generate(ids, **options)
+    stock = twin_of(model)
+    change(model)
+    after = model.generate(ids, **options)
+    differing = (before[0] != after[0]).nonzero()
+    if not len(differing):
+        return None
+    at = int(differing[0])
+    with torch.no_grad():
+        seen, true = (m(before[:, :at]).logits[0, -1].float() for m in (stock, exact))
+    gap, noise = float((seen[before[0, at]] - seen[after[0, at]]).abs()), float((seen - true).abs().max())
+    assert gap < noise, f"token {at - ids.shape[1]}: the logits differ by {gap:.4f}, stock is {noise:.4f} off"
+    return at - ids.shape[1]

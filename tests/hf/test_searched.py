@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from swapping import FOUR, decode_logits, prompt, tiny, twin_of
+from swapping import FOUR, decode_logits, parted_at_a_tie, prompt, tiny, twin_of
 from torch import nn
 
 from mirage_hf.api import optimize, restore
@@ -72,6 +72,16 @@ def test_the_trained_model_writes_the_same_200_tokens(adapted: bool) -> None:
     assert torch.equal(model.generate(input_ids=ids, **options), want)
     assert {r.status for r in model.mirage.report.rows if r.kernel} == {"swapped"}
     assert torch.equal(restore(model).generate(input_ids=ids, **options), want)
+
+
+@pytest.mark.skipif(not (ASSETS / "tiny_llama").exists(), reason="the trained asset is not there")
+@pytest.mark.parametrize("text", ["The ", "Return a list of ", "If the file "])
+def test_the_trained_model_parts_only_at_ties_in_bfloat16(text: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny_llama", dtype=torch.bfloat16).eval()
+    ids = AutoTokenizer.from_pretrained(ASSETS / "tiny_llama")(text, return_tensors="pt").input_ids
+    print(f"{text!r}: parted at {parted_at_a_tie(model, ids, optimize)}")
 
 
 def test_prompts_of_another_batch_size_are_stocks() -> None:
