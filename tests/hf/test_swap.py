@@ -159,12 +159,18 @@ def _set_data(m: Any) -> None:
     layer_of(m).mlp.down_proj.weight.data = 2 * layer_of(m).mlp.down_proj.weight.data
 
 
+def _there_and_back(m: Any) -> None:
+    held = [p.data for p in m.parameters()]  # so that no weight comes back to the address it had
+    m.bfloat16().float()
+    del held
+
+
 EVENTS: dict[str, Callable[[Any], None]] = {
     "training mode": _train, "forward hook on up_proj": _hook_child, "forward hook on self_attn": _pre_hook_child,
     "q_proj has a forward of its own": _own_forward, "gate_proj was replaced": _replace,
     "input_layernorm.weight was replaced": _assign, "mlp.down_proj.weight has moved": _set_data,
     "input is torch.bfloat16 on cpu": lambda m: m.bfloat16(), "input is torch.float16 on cpu": lambda m: m.half(),
-    "input_layernorm.weight has moved": lambda m: m.bfloat16().float()}
+    "input_layernorm.weight has moved": _there_and_back}
 
 
 @pytest.mark.parametrize("reason", EVENTS)
