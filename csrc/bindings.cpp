@@ -30,7 +30,8 @@ PYBIND11_MODULE(_core, m) {
       .def(py::init<>())
       .def_readwrite("seconds", &Limits::seconds).def_readwrite("max_width", &Limits::max_width)
       .def_readwrite("max_candidates", &Limits::max_candidates).def_readwrite("max_block_ops", &Limits::max_block_ops)
-      .def_readwrite("max_values", &Limits::max_values).def_readwrite("max_expansions", &Limits::max_expansions)
+      .def_readwrite("max_values", &Limits::max_values).def_readwrite("max_forms", &Limits::max_forms)
+      .def_readwrite("max_expansions", &Limits::max_expansions)
       .def_readwrite("threads", &Limits::threads).def_readwrite("forced", &Limits::forced);
   py::class_<FoundOp>(m, "FoundOp")
       .def_readonly("out", &FoundOp::out).def_readonly("op", &FoundOp::op).def_readonly("symbol", &FoundOp::symbol)

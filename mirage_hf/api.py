@@ -25,7 +25,7 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
     """Make a model's forward and generate use searched kernels, in place, and return it. `model.mirage.report` says what was done.
 
     patterns: names of the blocks to look for (None: all). batch_sizes: batches to make decoding kernels for.
-    backend: "triton" or "cuda" on a GPU, "cpu" elsewhere; "auto" chooses. zoo: a kernel zoo beside the packaged one.
+    backend: "triton" on a GPU, "cpu" elsewhere; "auto" chooses. zoo: a kernel zoo beside the packaged one.
     tune: "auto" where nothing stored fits, "never", "full". verify: check each swapped module against the one it replaces.
     on_unsupported: what looked like a block and cannot be one is left out ("skip"), warned of, or an error.
     decode: steps of generate are replayed CUDA graphs where they can be, or called ("eager"). dry_run: change nothing and
@@ -73,14 +73,15 @@ def restore(model: Model) -> Model:
 
 def _take_back(model: nn.Module) -> None:
     detach(model)
-    if (inner := generating(model)) is not None:
-        decoding.uninstall(inner)
+    for module in model.modules():
+        decoding.uninstall(module)
 
 
 @contextmanager
 def optimized(model: Model, **options: Any) -> Iterator[Model]:
     """`with optimized(model):` optimizes for the block and restores after it. Options are those of optimize()."""
+    done = optimize(model, **options)  # if this fails, the model is as it was
     try:
-        yield optimize(model, **options)
+        yield done
     finally:
         restore(model)

@@ -116,8 +116,10 @@ def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tu
     timings: tuple[Timing, ...] = ()
     if searched.candidates:
         promising = _promising(searched.candidates)
-        ugraph = _unmeasured(promising[0])
-        if on_gpu and tune != "never":
+        ugraph = _unmeasured(promising[0], on_gpu)
+        if not ugraph.is_fused:
+            stats["reason"] = "the numbers of every candidate were refused for all of its schedules"
+        elif on_gpu and tune != "never":
             graphs, schedules = (_FULL if tune == "full" else _QUICK)
             result = measure([c.ugraph for c in promising[:graphs]], device=device, per_graph=schedules, schedules=_permitted(promising),
                              progress=(lambda *detail: progress("tune", detail)) if progress else None)
@@ -153,8 +155,11 @@ def _promising(candidates: Sequence[Candidate]) -> list[Candidate]:
     return sorted(candidates, key=us)
 
 
-def _unmeasured(c: Candidate) -> UGraph:
+def _unmeasured(c: Candidate, on_gpu: bool) -> UGraph:
+    """The candidate at its first permitted schedule; the library path on a GPU where it has none (a CPU runs no schedule)."""
     permitted = _permitted([c])
+    if on_gpu and not all(permitted(op, H200) for op in c.ugraph.block_ops):
+        return library_ugraph(c.ugraph.program)
     return replace(c.ugraph, schedules=tuple((permitted(op, H200) or space.schedules(op, limit=1))[0] for op in c.ugraph.block_ops))
 
 

@@ -22,9 +22,12 @@ from mirage_hf.graph.ugraph import UGraph, check_inputs, library_ugraph
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.search.report import Counters, SearchReport
 from mirage_hf.settings import settings
+from mirage_hf.tune import space
 from mirage_hf.tune.restrict import Restriction
 from mirage_hf.tune.tuner import TuneResult, tune
 from mirage_hf.verify.accept import Progress, search_and_verify
+from mirage_hf.verify.numeric import NumericCheck, judge_on_cpu
+from mirage_hf.verify.verdict import Accepted
 
 BACKENDS = ("auto", "triton", "cuda", "cpu")
 
@@ -84,9 +87,12 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
     loaded = _load_checkpoint(checkpoint, graph, identity)
     if loaded is not None:
         found, report = loaded.ugraphs, loaded.report
+        allows = _judged()
     else:
         searched = search_and_verify(graph, options, progress or (_printer() if verbose else None), seed=seed)
         found, report = searched.ugraphs(), searched.report
+        known = {id(c.ugraph): c for c in searched.candidates}
+        allows = lambda u, mma: known[id(u)].allows(mma)  # noqa: E731
         if checkpoint is not None:
             _save_checkpoint(Path(checkpoint), found, report, identity)
     if restriction is not None:
@@ -96,6 +102,8 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
         tuned = tune(found, device=torch.device("cuda", torch.cuda.current_device()),
                      schedules=restriction.schedules if restriction else None)
         ugraphs = tuned.ugraphs()
+    elif restriction is None:
+        ugraphs = (*(_scheduled(u, allows) for u in found), library_ugraph(graph))
     if max_kernels is not None:
         ugraphs = tuple(u for u in ugraphs if u.num_kernels <= max_kernels)
         if not ugraphs:
@@ -111,6 +119,24 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
         for n, u in enumerate(result):
             u.generate_triton_program(folder / f"ugraph_{n}.py")
     return result
+
+
+Allows = Callable[[UGraph, bool], bool]
+"""Called as allows(ugraph, mma): whether its rounding was found to hold on tensor cores, or with multiply-adds."""
+
+
+def _judged() -> Allows:
+    """For µGraphs from a file, whose verdicts are not in it."""
+    checks: dict[object, NumericCheck] = {}
+    return lambda u, mma: isinstance(judge_on_cpu(u, checks, mma), Accepted)
+
+
+def _scheduled(u: UGraph, allows: Allows) -> UGraph:
+    """The µGraph with the cost model's first choice among schedules whose rounding holds: nothing is compiled and checked where
+    there is no GPU, so the code that is generated must not be one that the numbers refused."""
+    may = {mma: allows(u, mma) for mma in (False, True)}
+    chosen = tuple(next((s for s in (*space.schedules(op), space.smallest(op)) if may[s.mma]), None) for op in u.block_ops)
+    return replace(u, schedules=chosen) if None not in chosen else u
 
 
 def _options(config: str | None, backend: str, griddims: Any, blockdims: Any, franges: Any, maps: dict[str, Any],

@@ -47,6 +47,7 @@ struct Limits {
   int max_candidates = 16;
   int max_block_ops = 64;
   std::int64_t max_values = 20000;
+  std::int64_t max_forms = 4000000;       // normal forms and atoms held for one width: 1 to 2 GB
   std::int64_t max_expansions = 2000000;  // branch-and-bound nodes per role assignment
   int threads = 1;
   std::vector<AxisSet> forced;    // forced[role]: axes that must have that role (empty: free)
@@ -100,7 +101,7 @@ struct Statistics {
 struct SearchResult {
   std::vector<Candidate> candidates;  // best first
   Statistics stats;
-  std::string stop;                   // exhausted, time, values, expansions, interrupted
+  std::string stop;                   // exhausted, time, values, memory, expansions, interrupted
 };
 
 // Called now and then with the counters so far; returns true to stop.

@@ -71,7 +71,7 @@ class NormalForms {
   const Atom& atom(AtomId id) const { return atoms_[id]; }
   AxisSet free(const Factors& factors) const;
   bool is_number(NfId id) const;     // holds no input
-  int form_count() const { return static_cast<int>(forms_.size()); }
+  std::int64_t count() const { return static_cast<std::int64_t>(forms_.size() + atoms_.size()); }
 
  private:
   AtomId intern(Atom atom);

@@ -200,6 +200,7 @@ class Search {
       if (s.cost < it->second.cost) it->second = s;
     }
     threshold_ = worst_kept();
+    std::erase_if(best_, [&](const auto& kept) { return kept.second.cost > threshold_; });  // it only falls
   }
 
   std::map<int, int> input_passes(const Solution& s, const Timing& t) const {

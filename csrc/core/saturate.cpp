@@ -253,7 +253,12 @@ Values saturate(const Program& program, NormalForms& forms, const Limits& limits
       for (NfId a : args) if (auto it = index.find(a); it != index.end()) d.args.push_back(it->second);
       if (d.args.size() == args.size()) keep(forms.opaque(symbol, args), d);
     }
-    for (int u = 0; u <= v; ++u) pair(u, v);
+    for (int u = 0; u <= v && result.stop.empty(); ++u) {
+      pair(u, v);
+      if (forms.count() > limits.max_forms) result.stop = "memory";  // every pair tried leaves its form
+      else if (u % 256 == 255 && out_of_time()) result.stop = "time";
+    }
+    if (!result.stop.empty()) break;
   }
   stats.values += static_cast<std::int64_t>(result.values.size());
   for (Value& v : result.values) {

@@ -41,7 +41,7 @@ def run(loaded: Loaded, tokens: int, seconds: float | None) -> bool:
         mi.optimize(model, progress=note)
     after = loaded.generate(tokens)
     after_ms, _ = show.median_ms(lambda: loaded.generate(tokens), RUNS, device)
-    show.plain(model.mirage.report)
+    show.plain(loaded.report)
 
     show.heading("5. Text after")
     show.plain(loaded.prompt + loaded.text(after))

@@ -63,7 +63,7 @@ def optimize(model: Model, batch_size: Annotated[list[int] | None, typer.Option(
     with show.searching("optimize") as note:
         done = mi.optimize(loaded.model, batch_sizes=tuple(batch_size or (1,)), backend=backend, tune=tune, zoo=zoo, dry_run=dry_run,
                            progress=note)
-    report = done if dry_run else loaded.model.mirage.report
+    report = done if dry_run else loaded.report
     show.plain(report)
     if report_json:
         report_json.write_text(json.dumps(report.to_dict(), indent=1, default=str) + "\n")

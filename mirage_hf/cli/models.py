@@ -32,6 +32,13 @@ class Loaded:
         ids = self.model.generate(**self.inputs, max_new_tokens=tokens, do_sample=False, **options)
         return ids[:, self.inputs["input_ids"].shape[1]:]
 
+    @property
+    def report(self) -> Any:
+        """What optimize() did. Errors: MirageError when it replaced nothing; it has warned why."""
+        if "mirage" not in self.model.__dict__:
+            raise errors.MirageError("nothing in this model was replaced, it runs as before; the warning above says why")
+        return self.model.mirage.report
+
     def text(self, ids: torch.Tensor) -> str:
         return self.tokenizer.decode(ids[0], skip_special_tokens=True)
 

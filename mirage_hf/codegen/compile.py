@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import sys
 import tempfile
@@ -36,7 +35,7 @@ def load(source: str, digest: str) -> ModuleType:
                                   "generate it again")
     with _lock:
         if digest not in _loaded:
-            _loaded[digest] = _import(_keep(source, digest), f"mirage_hf_generated_{digest[:16]}")
+            _loaded[digest] = _import(_keep(source, digest), source, f"mirage_hf_generated_{digest[:16]}")
         return _loaded[digest]
 
 
@@ -52,12 +51,16 @@ def _keep(source: str, digest: str) -> Path:
     return path
 
 
-def _import(path: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+def _import(path: Path, source: str, name: str) -> ModuleType:
+    """What runs is the text whose digest was checked: no bytecode cache is read. Triton reads the functions' lines in `path`."""
+    module = ModuleType(name)
+    module.__file__ = str(path)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        exec(compile(source, str(path), "exec"), module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

@@ -200,11 +200,15 @@ class Plan:
         """Whether Hopper may still read a product's factors while the next iteration runs (64 rows or more, whole warpgroups)."""
         return self.tile(self._free(dot.left, dot.contraction.over)) >= WARPGROUP_ROWS and self.schedule.num_warps >= 4
 
+    def reads_as_stored(self, dot: Dot, x: str) -> bool:
+        """Whether an asynchronous product reads input `x` without a conversion, which would be code of its own."""
+        return self.is_asynchronous(dot) and self.dtype(self.input[x]) is dot.dtype
+
     @cached_property
     def read_asynchronously(self) -> frozenset[str]:
         """Inputs of the loop that such a product reads as they are stored."""
-        return frozenset(x for d in self.dots.values() if self.is_asynchronous(d) and self.walks and self.schedule.num_stages > 1
-                         for x in (d.left, d.right) if x in self.input and self.loop in self.input[x].axes
+        return frozenset(x for d in self.dots.values() if self.walks and self.schedule.num_stages > 1
+                         for x in (d.left, d.right) if x in self.input and self.loop in self.input[x].axes and self.reads_as_stored(d, x)
                          and (len(self.input[x].sources) == 1 or self.whole_sources(self.input[x])))
 
     @cached_property
@@ -212,7 +216,7 @@ class Plan:
         """Those among them that other code of the loop reads too; it gets a load of its own (see triton_kernel.py)."""
         others = {a for op in self.block.ops() if op.out not in self.skipped for a in op.args}
         others |= {a.arg for s in self.block.stages for a in s.accumulators}
-        others |= {x for d in self.dots.values() if not self.is_asynchronous(d) for x in (d.left, d.right)}
+        others |= {x for d in self.dots.values() for x in (d.left, d.right) if x in self.input and not self.reads_as_stored(d, x)}
         return frozenset(x for x in self.read_asynchronously if x in others)
 
     @cached_property

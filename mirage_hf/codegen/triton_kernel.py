@@ -336,7 +336,7 @@ class _Writer:
         """A side of a tensor-core product."""
         over, dtype = dot.contraction.over, dot.dtype
         text = self._value(value)
-        if value in self.plan.read_asynchronously and not self.plan.is_asynchronous(dot):
+        if value in self.plan.read_asynchronously and not self.plan.reads_as_stored(dot, value):
             if f"again {value}" not in self.have:
                 self.have.add(f"again {value}")
                 self.line(f"{text}_again = {self._read_again(self.plan.input[value])}")

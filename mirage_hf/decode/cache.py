@@ -255,8 +255,9 @@ class Block:
         for i, layer in enumerate(cache.layers):
             keys, values = self.claim(i, layer.keys, layer.values)
             first = length - layer.keys.shape[-2]
-            keys[:, :, first:length].copy_(layer.keys)
-            values[:, :, first:length].copy_(layer.values)
+            for memory, states in ((keys, layer.keys), (values, layer.values)):
+                memory[:, :, :first].zero_()  # as in clear_from
+                memory[:, :, first:length].copy_(states)
         return length
 
     def put(self, cache: DynamicCache, length: int) -> None:
@@ -341,9 +342,10 @@ class CachePool:
                 block.sliding = sliding
                 self._leased.append(block)
         if block is None:
-            block = Block(batch, capacity, sliding, device, make_room=self.drop_idle)
+            block = Block(batch, capacity, sliding, device)
             with self._lock:
                 self._leased.append(block)
+        block.make_room = self.drop_idle
         if block.done is not None:
             torch.cuda.current_stream(device).wait_event(block.done)
         return block
@@ -351,6 +353,7 @@ class CachePool:
     def give_back(self, block: Block, used: int) -> None:
         """End a lease; the first `used` slots may have been written."""
         block.dirty = max(block.dirty, used)
+        block.make_room = Block.make_room  # an idle block that knew the pool would keep both alive with their model gone
         if block.device.type == "cuda":
             block.done = torch.cuda.Event()
             block.done.record(torch.cuda.current_stream(block.device))

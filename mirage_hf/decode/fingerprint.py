@@ -45,7 +45,7 @@ def survey(model: nn.Module) -> Survey:
         if "_hf_hook" in state:
             obstacle = obstacle or "accelerate hooks"
         elif "forward" in state:
-            key.append(id(state["forward"]))
+            key.append(state["forward"])  # not its id, which may come back as another's
         if "_active_adapter" in state or "merged_adapters" in state:
             key.append(repr([state.get(name) for name in _TUNER]))
         if state.get("_compiled_call_impl") is not None:
@@ -101,7 +101,9 @@ def _global_switches() -> tuple[Any, ...]:
 
 
 def _no_graph(config: Any) -> str | None:
-    """RoPE that follows the sequence length reads it on the host in every forward."""
+    """A mode sees no ops of a replay; RoPE that follows the sequence length reads it on the host in every forward."""
+    if torch._C._len_torch_dispatch_stack():
+        return "a torch dispatch mode is active"
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     for part in (rope, *(v for v in rope.values() if isinstance(v, dict))):

@@ -88,7 +88,7 @@ class DecodeRunner:
 
     def step(self, model: Any, plan: CallPlan, block: Block) -> CapturedForward:
         """Return the step for a block, with or without graphs as the model and the device allow."""
-        key: object = plan.survey.key
+        key: object = (plan.survey.key, plan.masks)
         if self.fingerprint is not None:
             key = (key, self.fingerprint(model))
         why = "mode is eager" if self.mode == "eager" else can_capture(block.device) or plan.survey.no_graph

@@ -96,7 +96,7 @@ def plan_call(model: Any, input_ids: Tensor, criteria: StoppingCriteriaList, con
     budget = longest - input_ids.shape[1]
     most_slots = prompt + budget - 1
     if max_cache_len is not None and most_slots > max_cache_len:
-        raise NotCovered(f"{most_slots} cache slots needed, max_cache_len is {max_cache_len}")
+        raise NotCovered(f"more cache slots needed than max_cache_len={max_cache_len}")
     found = survey(model)
     need(found.obstacle)
     eos = [c.eos_token_id.reshape(-1).to(input_ids.device) for c in criteria if type(c) is EosTokenCriteria]
@@ -115,8 +115,8 @@ class Session:
         self.runner, self.model, self.plan, self.block = runner, model, plan, block
         self.outgrown: list[Block] = []
         self.record = loop.Record()
-        self.slot = 0
-        """The slot the next step writes, if every step so far was alive."""
+        self.slot = block.capacity
+        """The slot the next step writes, if every step so far was alive. Before the prefill's end: any may have been written."""
         self.cached = 0
         """Tokens stock's cache would hold now."""
         self._advance: Callable[[], None]

@@ -61,10 +61,11 @@ def _views(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Composition:
-    """A live module with parts: direct references to what its forward needs. `parts` by role."""
+    """A live module with parts, by role. Children that stay stock are looked up at each call: they may be replaced at any time."""
 
     def __init__(self, module: nn.Module, parts: Sequence[Part]):
         self.parts = {p.role: p for p in parts}
+        self.children: dict[str, Any] = module.__dict__["_modules"]  # not the module, which holds us
         self.parameters: dict[str, list[Any]] = {
             p.role: [child(module, path)._parameters[name] for path, name in p.weights] for p in parts}
 
@@ -81,8 +82,6 @@ class LayerComposition(Composition):
     def __init__(self, layer: nn.Module, parts: Sequence[Part], layout: LayerLayout, mlp: MlpLayout):
         super().__init__(layer, parts)
         self.layout, self.names = layout, mlp
-        self.norm, self.attention = child(layer, layout.norm), child(layer, layout.attention)
-        self.mlp_norm, self.mlp = child(layer, layout.mlp_norm), child(layer, layout.mlp)
         self.widths = list(dict(self.parts["qkv"].block.sizes)["n"]) if "qkv" in self.parts else []
         self.fused_norm = "gated" in self.parts and dict(self.parts["gated"].block.sizes)["norm"]
 
@@ -101,24 +100,28 @@ class LayerComposition(Composition):
                 given[name] = lambda _, y=y: y
             normed = x  # read for its shape only
         else:
-            normed = self.norm(x)
+            normed = self.children[names.norm](x)
         if "out" in kernels:
             given[names.output] = _same
-        attention = stand_in(self.attention, given)
-        out = type(self.attention).forward(attention, hidden_states=normed, **{"attention_mask": None, **kwargs})[0]
+        attention, kwargs = self.children[names.attention], {"attention_mask": None, **kwargs}
+        if given:
+            out = type(attention).forward(stand_in(attention, given), hidden_states=normed, **kwargs)[0]
+        else:
+            out = attention(hidden_states=normed, **kwargs)[0]
         out = out.reshape(flat.shape[0], -1)
         return self._run(kernels, "out", out, flat) if "out" in kernels else flat + out
 
     def _mlp(self, kernels: Mapping[str, Kernel], h: Tensor, batch: int, length: int) -> Tensor:
+        mlp, mlp_norm = self.children[self.layout.mlp], self.children[self.layout.mlp_norm]
         if "gated" in kernels:
-            inner = self._run(kernels, "gated", h if self.fused_norm else self.mlp_norm(h))
+            inner = self._run(kernels, "gated", h if self.fused_norm else mlp_norm(h))
             if "down" in kernels:
                 return self._run(kernels, "down", inner, h)
-            return h + child(self.mlp, self.names.down)(inner)
-        normed = self.mlp_norm(h.view(batch, length, -1))
+            return h + child(mlp, self.names.down)(inner)
+        normed = mlp_norm(h.view(batch, length, -1))
         if "down" not in kernels:
-            return h + self.mlp(normed).reshape(h.shape)
-        inner = type(self.mlp).forward(stand_in(self.mlp, {self.names.down: _same}), normed)
+            return h + mlp(normed).reshape(h.shape)
+        inner = type(mlp).forward(stand_in(mlp, {self.names.down: _same}), normed)
         return self._run(kernels, "down", inner.reshape(h.shape[0], -1), h)
 
 
@@ -127,11 +130,11 @@ class MlpComposition(Composition):
 
     def __init__(self, mlp: nn.Module, parts: Sequence[Part], layout: MlpLayout):
         super().__init__(mlp, parts)
-        self.down = child(mlp, layout.down)
+        self.down = layout.down
 
     def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         inner = self._run(kernels, "gated", x.reshape(-1, x.shape[-1]))
-        return self.down(inner.view(*x.shape[:-1], -1))
+        return self.children[self.down](inner.view(*x.shape[:-1], -1))
 
 
 class LoraComposition(Composition):

@@ -13,7 +13,7 @@ from mirage_hf.errors import OptimizeError
 from mirage_hf.patterns import PATTERNS
 
 CHOICES = {
-    "backend": ("auto", "triton", "cuda", "cpu"), "tune": ("auto", "never", "full"),
+    "backend": ("auto", "triton", "cpu"), "tune": ("auto", "never", "full"),
     "on_unsupported": ("skip", "warn", "error"), "decode": ("graph", "eager"), "verify": (True, False), "dry_run": (True, False)}
 
 

@@ -21,12 +21,13 @@ _NAMES = {v: k for k, v in _OPS.items()}
 @dataclass(frozen=True)
 class SearchOptions:
     """What bounds a search. `roles` forces axes (by name) to a role; seconds of wall time; width: how many monomials a
-    product may be multiplied out to."""
+    product may be multiplied out to; max_forms: normal forms held in memory (about 0.4 KB each)."""
 
     time_limit: float = 60.0
     max_width: int = 2
     max_candidates: int = 16
     max_block_ops: int = 64
+    max_forms: int = 4_000_000
     threads: int = 0
     roles: tuple[tuple[str, Role], ...] = ()
 
@@ -58,6 +59,7 @@ def search(graph: KernelGraph, options: SearchOptions | None = None, progress: P
     limits = _core.Limits()
     limits.seconds, limits.max_width = options.time_limit, options.max_width
     limits.max_candidates, limits.max_block_ops = options.max_candidates, options.max_block_ops
+    limits.max_forms = options.max_forms
     limits.threads = options.threads or settings().threads
     limits.forced = _forced(options.roles, names)
     poll = (lambda s: bool(progress(_counters(s)))) if progress else (lambda s: False)

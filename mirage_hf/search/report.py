@@ -33,7 +33,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class SearchReport:
-    """Counters, why the search stopped ("exhausted" at `counters.width`, "time", "values", "expansions", "interrupted",
+    """Counters, why the search stopped ("exhausted" at `counters.width`, "time", "values", "memory", "expansions", "interrupted",
     "not lowerable", "loaded"), which candidates were refused, and the bound on the probability of a wrong proof."""
 
     counters: Counters

@@ -43,10 +43,10 @@ class Binding:
     """
 
     __slots__ = ("calls", "classes", "composition", "constants", "device", "device_type", "dims", "dtype", "fallbacks", "kernels",
-                 "match", "parameters", "retired", "stock", "tuner", "watched", "width")
+                 "parameters", "retired", "stock", "tuner", "watched", "width")
 
     def __init__(self, match: Match, kernels: Mapping[int, Mapping[str, Kernel]]):
-        self.match, self.kernels, self.stock = match, dict(kernels), type(match.module)
+        self.kernels, self.stock = dict(kernels), type(match.module)  # no reference to the module, which holds us
         self.composition: Composition | None = match.compose()
         self.calls, self.fallbacks, self.retired = 0, Counter[str](), ""
         sizes = dict(match.parts[0].block.sizes)
@@ -91,7 +91,7 @@ class Binding:
             return f"input is {x.dtype} on {x.device}"
         if self.device >= 0 and x.data_ptr() % plain.ALIGNMENT:
             return "input at an odd address"
-        if _grad() and (x.requires_grad or any(p[2].requires_grad for p in self.parameters)):
+        if _grad() and (x.requires_grad or _trainable(state)):
             return "gradients needed"
         if _autocast(self.device_type):
             return "autocast"
@@ -143,6 +143,12 @@ def _pin(owner: nn.Module, path: str, name: str) -> tuple[Any, str, Tensor, int,
     parameter = owner._parameters[name]
     assert parameter is not None, path
     return owner._parameters, name, parameter, parameter.data_ptr(), f"{path}.{name}"
+
+
+def _trainable(state: Mapping[str, Any]) -> bool:
+    """Whether any parameter within a module wants gradients: those of stock parts reach the kernels' inputs."""
+    return any(p is not None and p.requires_grad for p in state["_parameters"].values()) or \
+        any(_trainable(m.__dict__) for m in state["_modules"].values() if m is not None)
 
 
 def _kwargs_reason(kwargs: Mapping[str, Any]) -> str:

@@ -49,17 +49,16 @@ class Handle:
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    return None
+        return type(None), ()  # without us, so that a saved model loads where we are not installed
 
 
 def detach(model: nn.Module) -> None:
     """Undo every swap in a model, whether it is optimized, holds modules optimized elsewhere, or is a copy of such a one."""
-    handle = model.__dict__.pop(NAME, None)
-    if isinstance(handle, Handle):
-        handle._ledger.undo()
+    for module in model.modules():
+        handle = module.__dict__.get(NAME)
+        if isinstance(handle, Handle):
+            handle._ledger.undo()
+        if handle is None or isinstance(handle, Handle):  # what a copy carries, or ours; anything else is the user's
+            module.__dict__.pop(NAME, None)
     for module, stock in list(strays(model)):
         put_back(module, stock)

@@ -6,7 +6,6 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch import nn
 
 from mirage_hf.swap.guard import KEY
 
@@ -49,7 +48,3 @@ def _as_stock(reduced: Any, swapped: type, stock: type) -> Any:
         # pickle refuses this maker for an object of another class; the older one says the same without that check
         return (copyreg._reconstructor, (stock, object, None), state, *rest)  # type: ignore[attr-defined]
     return (make, tuple(stock if a is swapped else a for a in args), state, *rest)
-
-
-def is_swapped(module: nn.Module) -> bool:
-    return KEY in module.__dict__

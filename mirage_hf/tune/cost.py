@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from mirage_hf.codegen.plan import Plan
 from mirage_hf.graph.block import Stage
 from mirage_hf.graph.kernel import DTensor, KernelOp
-from mirage_hf.graph.ugraph import UGraph
 
 
 @dataclass(frozen=True)
@@ -179,8 +178,3 @@ def library_us(op: KernelOp, device: Device = H200) -> float:
     flops = 2.0 * math.prod(op.outputs[0].dims) * tensors[0].dims[-1] if op.name == "matmul" else 0.0
     seconds = max(sum(map(tensor_bytes, tensors)) / (0.85 * device.bandwidth), flops / device.mma_rate)
     return device.launch_us + device.latency_us + 1e6 * seconds
-
-
-def ugraph_us(ugraph: UGraph, plans: dict[int, Plan], device: Device = H200) -> float:
-    """Estimate a µGraph; `plans` holds the plan of each block graph by its position among `ugraph.kernels.ops`."""
-    return sum(estimate(plans[n], device).us if n in plans else library_us(op, device) for n, op in enumerate(ugraph.kernels.ops))

@@ -54,7 +54,7 @@ def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
         if cost.registers <= REGISTER_BUDGET and cost.shared <= device.shared_bytes and _busy(planned):
             costs[schedule] = cost.us
     if not costs:
-        fallback = _smallest(op.block)
+        fallback = smallest(op)
         try:
             plan(op, fallback)
         except errors.CodegenError as e:
@@ -84,10 +84,11 @@ def _busy(p: Plan) -> bool:
     return biggest >= min(32 * p.schedule.num_warps, 128)
 
 
-def _smallest(block: BlockGraph) -> Schedule:
-    """The schedule of last resort: one element of each grid axis, short loops."""
+def smallest(op: KernelOp) -> Schedule:
+    """The schedule of last resort, with multiply-adds: one element of each grid axis, short loops."""
+    assert op.block is not None
     tiles = {a.name: 1 if a.role is Role.GRID else next_power_of_two(a.size) if a.role is Role.TILE else min(32, next_power_of_two(a.size))
-             for a in block.axes}
+             for a in op.block.axes}
     return Schedule(tuple(tiles.items()), lazy=False)
 
 

@@ -29,6 +29,9 @@ Schedules = Callable[[KernelOp, Device], Sequence[Schedule]]
 HOPELESS = 3.0
 """Candidates estimated to take this many times the best estimate are not tried."""
 
+_REPEATS = 16
+"""Calls at least whose results are compared with each other."""
+
 RANKED, MEASURED, REFUSED = "ranked", "measured", "refused"
 
 
@@ -164,10 +167,23 @@ def _try(candidate: Candidate, program: triton.Program, outcome: Any, check: Num
         verdict = Accepted() if candidate.is_library else check.judge(run)
         if isinstance(verdict, Refused):
             return replace(candidate, status=REFUSED, reason=verdict.reason)
-        return replace(candidate, status=MEASURED, timing=measure.time_run(run, sets, replays))
+        timing = measure.time_run(run, sets, replays)
+        if not candidate.is_library and not _repeats(run, sets):
+            return replace(candidate, status=REFUSED, reason="not the same result for the same inputs each time: a race")
+        return replace(candidate, status=MEASURED, timing=timing)
     except Exception as e:  # out of registers or shared memory is known only at launch
         torch.cuda.synchronize()
         return replace(candidate, status=REFUSED, reason=f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
+
+
+def _repeats(run: Run, sets: Sequence[list[torch.Tensor]]) -> bool:
+    """Whether equal inputs give equal bits in every one of many calls on cold caches: generated kernels have a fixed order of
+    sums, so one that does not is a race that a single check may miss. `sets` are copies of the same inputs."""
+    def bits(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [y.view(torch.uint8) for y in run(inputs)]  # NaN equals itself
+
+    first = bits(sets[0])
+    return all(torch.equal(a, b) for n in range(max(_REPEATS, len(sets))) for a, b in zip(first, bits(sets[n % len(sets)]), strict=True))
 
 
 def _result(device: str, candidates: Sequence[Candidate]) -> TuneResult:

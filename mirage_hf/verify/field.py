@@ -62,7 +62,7 @@ def _mix(x: _Words) -> _Words:
 class FieldAlgebra:
     """The algebra of one trial: its keys, its w, its random constants. Deterministic for a seed."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int | tuple[int, ...]):
         self.rng = np.random.default_rng(seed)
         self.keys = [np.uint64(self.rng.integers(1 << 63)) for _ in range(3)]
         self.w = int(_power(np.array([int(self.rng.integers(2, P - 1))]), 2, P)[0])  # a square other than 0 and 1 generates

@@ -91,6 +91,7 @@ def test_a_compiled_model() -> None:
     (dict(batch_sizes=4), r"batch_sizes is the number 4; give a sequence, as batch_sizes=\(4,\)"),
     (dict(batch_sizes=None), "batch_sizes is None; give a sequence"),
     (dict(backend="tritn"), "backend is 'tritn'; did you mean triton"),
+    (dict(backend="cuda"), "backend is 'cuda'; choose 'auto' or 'triton' or 'cpu'"),
     (dict(backend="triton"), r"backend 'triton' does not run on cpu, where the model is; use model.to\('cuda'\) first, or backend='cpu'"),
     (dict(tune="always"), "tune is 'always'.*choose 'auto' or 'never' or 'full'"),
     (dict(on_unsupported="ignore"), "on_unsupported is 'ignore'"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from decoding import VOCABULARY, Recorder, assert_same, both, handled, left_padded, prompt, tiny
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
+from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 from transformers.generation.streamers import TextStreamer
 
 from mirage_hf.decode import DecodeError, install, uninstall
@@ -87,6 +87,20 @@ def test_a_deleted_model_frees_its_memory():
     with pytest.raises(DecodeError, match="its model has been deleted"):
         kept(**GREEDY)
     assert runner.counts
+
+
+def test_a_deleted_model_frees_its_pool():
+    model = tiny("llama")
+    runner = install(model)
+    model.generate(**GREEDY)
+    alive = weakref.ref(runner.pool._idle[0])
+    gc.collect()
+    gc.disable()
+    try:
+        del model, runner
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_release():
@@ -228,6 +242,28 @@ def test_survey_sees_what_a_graph_depends_on():
     assert "forward hook" in survey(model).obstacle
 
 
+def test_steps_are_called_under_a_mode_that_looks_at_ops():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from mirage_hf.decode.fingerprint import survey
+
+    model = tiny("llama")
+    with FlopCounterMode(display=False):
+        assert survey(model).no_graph == "a torch dispatch mode is active"
+    assert survey(model).no_graph is None
+
+
+def test_a_captured_step_depends_on_the_windows():
+    model = tiny("mistral")
+    runner, keys = install(model), []
+    step = runner.step
+    runner.step = lambda *a: keys.append(step(*a).fingerprint) or step(*a)
+    for window in (9, 9, 5):
+        model.config.sliding_window = window
+        assert_same(*both(model, GREEDY))
+    assert keys[0] == keys[1] != keys[2]
+
+
 def test_rope_that_reads_the_length_is_not_captured():
     from mirage_hf.decode.fingerprint import survey
 
@@ -364,6 +400,40 @@ def test_two_models_and_threads():
         assert_same(a, b)
     assert [handled(r) for r in runners] == [12, 12]
     assert not any(r.pool._leased for r in runners)
+
+
+def test_a_failed_prefill_leaves_nothing_behind():
+    model = tiny("llama")
+    runner = install(model)
+    model.generate(**GREEDY)
+    layer = model.model.layers[1].self_attn
+    broken = copy.deepcopy(layer)
+    broken.k_proj.weight.data.fill_(float("nan"))
+    broken.v_proj.weight.data.fill_(float("nan"))
+    broken.o_proj = None  # fails once its keys and values are in the cache
+    model.model.layers[1].self_attn = broken
+    with pytest.raises(TypeError):
+        model.generate(prompt(2, 60), max_new_tokens=3)
+    model.model.layers[1].self_attn = layer
+    assert_same(*both(model, GREEDY))
+    assert runner.pool.blocks == [(2, 256)] and not runner.pool._leased
+
+
+def test_what_lies_below_a_users_window_is_cleared():
+    model = tiny("mistral")
+    runner = install(model)
+    model.generate(prompt(1, 30), max_new_tokens=3)
+    for slab in runner.pool._idle[0].slabs:
+        slab[:, :, :, :33].fill_(float("nan"))
+
+    def arguments():
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(prompt(1, 20), past_key_values=cache)
+        return {"inputs": prompt(1, 25), "past_key_values": cache, "max_new_tokens": 4}
+
+    assert_same(*both(model, arguments))
+    assert handled(runner) == 2 and runner.pool.blocks == [(1, 256)]
 
 
 def test_nested_calls():

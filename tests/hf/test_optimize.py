@@ -239,8 +239,11 @@ def test_optimizing_an_inner_module_can_be_undone_from_outside() -> None:
     optimize(model.model)
     assert model.model.mirage.report.swapped and "mirage" not in model.__dict__
     restore(model)
-    del model.model.__dict__["mirage"]
     assert same(before, snapshot(model))
+    outer = torch.nn.ModuleList([optimize(model)])
+    assert restore(outer) is outer and same(before, snapshot(model))
+    model.mirage = "the user's own"
+    assert restore(model).mirage == "the user's own"
 
 
 def test_with_optimized_restores_after_errors_too() -> None:
@@ -252,6 +255,8 @@ def test_with_optimized_restores_after_errors_too() -> None:
     with pytest.raises(ZeroDivisionError), optimized(model):
         1 / 0  # noqa: B018
     assert same(before, snapshot(model))
+    with pytest.raises(OptimizeError, match="optimize: expected a PyTorch model"), optimized("model"):
+        pass
 
 
 def test_a_dry_run_changes_nothing_and_says_what_would_be_done(resolved: list[Any]) -> None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import timeit
@@ -116,6 +117,14 @@ def test_pickles_are_stock(how: str) -> None:
     assert KEY in layer.__dict__
 
 
+def test_a_saved_model_loads_without_us() -> None:
+    stock, ours = swapped()
+    data = pickle.dumps(ours)
+    assert b"mirage_hf" not in data
+    back = pickle.loads(data)
+    assert back.mirage is None and torch.equal(decode_logits(back), decode_logits(stock))
+
+
 def test_save_pretrained_writes_the_stock_model(tmp_path: Any) -> None:
     stock, ours = swapped()
     ours.save_pretrained(tmp_path / "ours")
@@ -194,6 +203,40 @@ def test_children_given_another_class_are_not_bypassed() -> None:
     assert counts(ours)["up_proj has changed its class"] == 4
 
 
+def _norm(m: Any) -> None:
+    layer_of(m).input_layernorm = copy.deepcopy(layer_of(m).input_layernorm)
+    layer_of(m).input_layernorm.weight.data.mul_(3)
+
+
+def _attention(m: Any) -> None:
+    layer_of(m).self_attn = copy.deepcopy(layer_of(m).self_attn)
+    layer_of(m).self_attn.q_proj.weight.data.mul_(3)
+
+
+def _attention_hook(m: Any) -> None:
+    layer_of(m).self_attn.register_forward_hook(lambda module, args, out: (2 * out[0], *out[1:]))
+
+
+def _down(m: Any) -> None:
+    layer_of(m).mlp.down_proj = copy.deepcopy(layer_of(m).mlp.down_proj)
+    layer_of(m).mlp.down_proj.weight.data.mul_(3)
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
+@pytest.mark.parametrize("change", [_norm, _attention, _attention_hook, _down])
+def test_children_that_stayed_stock_may_change(family: str, change: Callable[[Any], None]) -> None:
+    stock, ours = swapped(family, patterns=["gated_mlp"])
+    plain = decode_logits(ours)
+    if family == "olmo2" and change is _norm:
+        pytest.skip("OLMo2's layers have no input_layernorm")
+    for model in (stock, ours):
+        change(model)
+    torch.testing.assert_close(decode_logits(ours), decode_logits(stock), **CLOSE)
+    assert not torch.allclose(decode_logits(ours), plain)
+    bound = (layer_of(ours) if family == "llama" else layer_of(ours).mlp).__dict__[KEY]
+    assert set(bound.fallbacks) == {"prefill"} and bound.calls == 12
+
+
 def test_classes_patched_later_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     stock, ours = swapped()
     plain = decode_logits(stock)
@@ -246,6 +289,19 @@ def test_moved_weights_free_their_old_memory() -> None:
     assert old() is None
 
 
+def test_a_deleted_model_frees_its_memory() -> None:
+    model = optimize(tiny("llama"))
+    model.generate(prompt(), max_new_tokens=3)
+    alive = weakref.ref(layer_of(model))
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
 def run_once(model: Any, **kwargs: Any) -> Any:
     return model(prompt(1, 1), use_cache=False, **kwargs).logits
 
@@ -257,6 +313,11 @@ def test_gradients_go_the_stock_way() -> None:
     assert counts(ours) == {"gradients needed": 1}
     assert torch.equal(layer_of(ours).mlp.gate_proj.weight.grad, layer_of(stock).mlp.gate_proj.weight.grad)
     frozen = twin_of(stock).requires_grad_(False)
+    layer_of(frozen).self_attn.k_proj.weight.requires_grad_(True)  # of a part that stays stock
+    optimize(frozen, patterns=["gated_mlp"])
+    run_once(frozen)
+    assert counts(frozen) == {"gradients needed": 1}
+    frozen.requires_grad_(False)
     optimize(frozen)
     run_once(frozen)
     assert counts(frozen) == {}
@@ -366,6 +427,18 @@ def test_the_fingerprint_sees_it(event: str) -> None:
     assert before == fingerprint(ours)
     EVENTS[event](ours)
     assert fingerprint(ours) != before
+
+
+def test_the_fingerprint_sees_an_epsilon_and_a_second_forward_at_the_address_of_a_first() -> None:
+    _, ours = swapped()
+    seen = [fingerprint(ours)]
+    layer_of(ours).input_layernorm.variance_epsilon = 0.5
+    seen.append(fingerprint(ours))
+    for _ in range(3):
+        layer_of(ours).mlp.forward = lambda x: x
+        seen.append(fingerprint(ours))
+        del layer_of(ours).mlp.forward  # its memory is free for the next, unless the fingerprint keeps it
+    assert len(set(seen)) == 5
 
 
 def test_restore_after_everything_leaves_a_stock_model() -> None:

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import mirage_hf as mi
+from mirage_hf import errors
 from mirage_hf.cli import models
 from mirage_hf.cli.main import app
 
@@ -83,6 +84,15 @@ def test_the_demo_needs_a_checkout_or_a_model(capture, tmp_path, monkeypatch):
     assert "make demo" in err and "--model" in err
     _, err = capture("demo", "--model", tmp_path / "none", code=1)
     assert "cannot be loaded" in err
+
+
+def test_a_model_without_blocks_is_an_error_without_a_traceback(capture, tmp_path, monkeypatch):
+    import transformers as tf
+    model = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)).eval()
+    monkeypatch.setattr(models, "load", lambda *_, **__: models.Loaded(model, None, {}, ""))
+    with pytest.warns(errors.OptimizeWarning, match="nothing in this GPT2LMHeadModel was replaced"):
+        _, err = capture("optimize", "gpt2", code=1)
+    assert err.startswith("error: nothing in this model was replaced") and "Traceback" not in err
 
 
 def test_zoo_lists_and_verifies(capture, tmp_path):

@@ -1,6 +1,10 @@
+import hashlib
+import importlib.util
 import json
+import marshal
 import os
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +17,7 @@ from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import torch_text, triton
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.ops import table
@@ -145,6 +150,21 @@ def test_a_damaged_file_in_the_cache_is_replaced(tmp_path, monkeypatch):
     assert compiler.load(program.source, program.digest).run
 
 
+def test_a_damaged_bytecode_cache_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    source = "def run(inputs):\n    return ['right']\n"
+    digest = hashlib.sha256(source.encode()).hexdigest()
+    path = tmp_path / "kernels" / f"{digest}.py"
+    path.parent.mkdir()
+    path.write_text(source, encoding="utf-8")
+    header = importlib.util.MAGIC_NUMBER + struct.pack("<III", 0, int(path.stat().st_mtime), path.stat().st_size)
+    cached = Path(importlib.util.cache_from_source(str(path)))
+    cached.parent.mkdir()
+    cached.write_bytes(header + marshal.dumps(compile("def run(inputs):\n    return ['wrong']\n", "x", "exec")))
+    assert compiler.load(source, digest).run([]) == ["right"]
+
+
 def test_the_number_of_schedules_must_fit():
     with pytest.raises(errors.CodegenError, match="2 schedules for 1 block graphs"):
         triton.generate(CASES["lora"].ugraph, [CASES["lora"].schedule] * 2)
@@ -192,3 +212,24 @@ def test_every_row_has_a_torch_expression(name):
     from mirage_hf.graph.kernel import KernelOp
     text = torch_text.expression(KernelOp(name, (), (), tuple(attrs.items())), ["a", "b", "c"][:max(1, row.arity[0])])
     compile(text, name, "eval")
+
+
+def test_a_conversion_of_what_an_asynchronous_product_reads_has_a_load_of_its_own():
+    """x is a factor as it is stored of one product and converted for another: the second must not share the first's buffer."""
+    def axes(*names):
+        return names
+
+    block = BlockGraph(
+        (Axis("n", 128, Role.GRID), Axis("m", 64, Role.TILE), Axis("k", 256, Role.LOOP)),
+        (BlockInput("x", (0,), axes("m", "k")), BlockInput("w", (1,), axes("k", "n")), BlockInput("u", (2,), axes("k", "n"))),
+        (Stage("k", (BlockOp("a", "mul", ("x", "w"), axes("n", "m", "k")), BlockOp("b", "mul", ("x", "u"), axes("n", "m", "k"))),
+               (Accumulator("p", "a", "sum", axes("n", "m")), Accumulator("q", "b", "sum", axes("n", "m")))),
+         Stage(None, (BlockOp("o", "add", ("p", "q"), axes("n", "m")),))),
+        (BlockOutput("o", axes("m", "n"), "float32"),))
+    schedule = Schedule((("n", 64), ("m", 64), ("k", 64)), mma=True, num_warps=4, num_stages=3)
+    for dtype, again in ((torch.float16, False), (torch.float32, True)):
+        g = new_kernel_graph()
+        inputs = [g.new_input((64, 256), torch.float16), g.new_input((256, 128), torch.float16), g.new_input((256, 128), dtype)]
+        g.mark_output(*g.customized(inputs, block))
+        source = triton.program_source(UGraph(g, g), [schedule])
+        assert source.count("tl.dot(") == 2 and ("x_again" in source) == again

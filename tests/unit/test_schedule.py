@@ -1,11 +1,15 @@
+from types import SimpleNamespace
+
 import blocks
 import pytest
+import torch
 
 from mirage_hf import errors
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import plan
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.tune import cost, space, tuner
+from mirage_hf.verify.verdict import Accepted
 
 
 def test_round_trip_and_order_of_tiles():
@@ -85,3 +89,24 @@ def test_rank_without_a_gpu_always_has_the_library_path():
     assert result.to_dict()["library_us"] == result.library.us
     with pytest.raises(errors.CodegenError, match="no µGraph given"):
         tuner.tune([])
+
+
+def test_a_kernel_whose_results_differ_from_call_to_call_is_refused(monkeypatch):
+    """A race that the one check before timing missed."""
+    ugraph = SPACES["norm linear"]
+    candidate = next(c for c in tuner.rank([ugraph], per_graph=1) if not c.is_library)
+    calls = [0]
+
+    def steady(inputs):
+        return [torch.full((2, 3), float("nan"), dtype=torch.float16)]
+
+    def racy(inputs):
+        calls[0] += 1
+        return [torch.full((2, 3), float(calls[0] == 7), dtype=torch.float16)]
+
+    monkeypatch.setattr(tuner.measure, "time_run", lambda run, sets, replays: tuner.measure.timing([1.0], 1))
+    check = SimpleNamespace(judge=lambda run: Accepted())
+    for run, status in ((steady, tuner.MEASURED), (racy, tuner.REFUSED)):
+        monkeypatch.setattr(tuner.compiler, "load", lambda source, digest, run=run: SimpleNamespace(run=run))
+        tried = tuner._try(candidate, SimpleNamespace(source="", digest=""), [], check, [[], []], 1)
+        assert tried.status == status and ("race" in tried.reason) == (status == tuner.REFUSED)

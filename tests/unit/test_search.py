@@ -366,6 +366,12 @@ def hard_program() -> KernelGraph:
     return g
 
 
+def test_memory_is_bounded_and_the_report_says_so():
+    found, report = search(hard_program(), SearchOptions(time_limit=20, threads=1, max_forms=20000))
+    assert report.stop == "memory" and report.counters.examined < 2 * 20000 + 1000 and report.counters.seconds < 15
+    assert "memory" in str(report) and (found or "memory" in report.reason)
+
+
 def test_the_time_limit_holds():
     start = time.perf_counter()
     found, report = search(hard_program(), SearchOptions(time_limit=0.3, threads=2))

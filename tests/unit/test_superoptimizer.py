@@ -11,6 +11,7 @@ import torch
 import mirage_hf as mi
 from mirage_hf import errors, superoptimizer
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.search.engine import SearchOptions
 from mirage_hf.verify.accept import search_and_verify
 
 
@@ -73,6 +74,19 @@ def test_presets(config):
     g = programs.build(mi, "lora_paper")
     assert g.superoptimize(config=config)[0].num_kernels == 1
     assert mi.superoptimize(g, config)[0].num_kernels == 1
+
+
+def test_without_a_gpu_no_code_is_generated_whose_rounding_was_refused(tmp_path, monkeypatch):
+    """x·γ overflows float16 in the one-pass form, which the cost model would give to tensor cores."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    g = programs.rms_norm_linear(mi, rows=16, k=512, n=512)
+    for attempt in range(2):  # searched, then loaded
+        found = mi.superoptimize(g, time_limit=5, checkpoint=tmp_path / "c.json")
+        verdicts = {str(c.ugraph): c for c in search_and_verify(g, SearchOptions(time_limit=5)).candidates}
+        assert any(not c.allows(True) for c in verdicts.values())
+        for u in found:
+            assert not u.is_fused or all(verdicts[str(u)].allows(s.mma) for s in u.schedules), attempt
+        assert found.report.stop == ("loaded" if attempt else "exhausted")
 
 
 def test_presets_restrict():

@@ -282,6 +282,60 @@ def test_the_bound_counts_exps_and_opaque_arguments():
     assert plain < opaque < deep < exps
 
 
+def test_a_proof_that_would_say_nothing_is_refused():
+    """Arguments of an opaque function that hold exponentials may coincide in so many ways that the bound is 1 in every trial."""
+    g = mi.new_kernel_graph()
+    g.mark_output(g.silu(g.reduction(g.softmax(g.new_input((7, 6))), 0)))
+    found = [f.ugraph for f in search(g, SEARCH)[0]]
+    assert found
+    for u in found:
+        verdict = prove(u)
+        assert isinstance(verdict, Refused) and "error bound" in verdict.reason
+        assert prove(u, target=1.0).bound == 1.0  # who asks for no bound gets none
+    assert not accept(search(g, SEARCH)[0]).candidates
+
+
+def test_every_accepted_bound_is_small(found):
+    for name, candidates in found.items():
+        assert all(prove(u).bound <= fingerprint.WORST for u in candidates[:2]), name
+
+
+def test_exponents_that_are_quotients_and_arguments_of_unlike_sizes_count_in_full():
+    size = fingerprint._Size
+    opaque = fingerprint._Opaque()
+    quotient = fingerprint._combine("exp", [size(1, 1)], opaque)
+    assert fingerprint._combine("mul", [quotient, quotient], opaque).exponent == 4  # a/b + c/d = (ad + cb) / bd
+    for arg in (size(num=5), size(den=5)):
+        opaque.apply([arg])
+    assert opaque.chance >= fingerprint._comparison(size(num=5), size(den=5))
+
+
+def test_what_holds_only_on_short_axes_is_refused():
+    """24 e4 = p1⁴ − 6 p1² p2 + 3 p2² + 8 p1 p3 − 6 p4 is 0 on three elements, not on four."""
+    g = mi.new_kernel_graph()
+    x = g.new_input((1, 32))
+    p1, p2, p3, _ = (g.reduction(g.pow(x, float(n)) if n > 1 else x, 1) for n in (1, 2, 3, 4))
+    g.mark_output(g.add(g.add(g.pow(p1, 4.0), g.mul(g.square(p2), 3.0)), g.mul(g.mul(p1, p3), 8.0)))
+    block = BlockGraph(
+        (Axis("k", 32, Role.LOOP),), (BlockInput("x", (0,), (None, "k")),),
+        (Stage("k", (BlockOp("x2", "mul", ("x", "x"), ("k",)), BlockOp("x4", "mul", ("x2", "x2"), ("k",))),
+               (Accumulator("p1", "x", "sum", ()), Accumulator("p2", "x2", "sum", ()), Accumulator("p4", "x4", "sum", ()))),
+         Stage(None, (BlockOp("a", "mul", ("p1", "p1"), ()), BlockOp("b", "mul", ("a", "p2"), ()), BlockOp("c", "mul", ("b", 6.0), ()),
+                      BlockOp("d", "mul", ("p4", 6.0), ()), BlockOp("o", "add", ("c", "d"), ())))),
+        (BlockOutput("o", (None, None), "float16"),))
+    assert isinstance(prove(mutants.fuse(g, block)), Refused)
+    constant = mi.new_kernel_graph()  # Σ (x + y) = Σ x + 3 y holds for three elements
+    x, y = constant.new_input((1, 32)), constant.new_input((1, 1))
+    constant.mark_output(constant.reduction(constant.add(x, y), 1))
+    for n in (2.0, 3.0, 4.0, 5.0):
+        block = BlockGraph(
+            (Axis("k", 32, Role.LOOP),), (BlockInput("x", (0,), (None, "k")), BlockInput("y", (1,), (None, None))),
+            (Stage("k", (), (Accumulator("s", "x", "sum", ()),)),
+             Stage(None, (BlockOp("ny", "mul", ("y", n), ()), BlockOp("o", "add", ("s", "ny"), ())))),
+            (BlockOutput("o", (None, None), "float16"),))
+        assert isinstance(prove(mutants.fuse(constant, block)), Refused), n
+
+
 # -- numbers --------------------------------------------------------------------------------------------------------------------
 
 def verdicts(ugraph):
