@@ -22,7 +22,8 @@ Model = TypeVar("Model", bound=nn.Module)
 def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: Sequence[int] = (1,), backend: str = "auto",
              zoo: Any = None, tune: str = "auto", verify: bool = True, on_unsupported: str = "skip", decode: str = "graph",
              max_cache_len: int | None = None, dry_run: bool = False, progress: Callable[..., Any] | None = None) -> Any:
-    """Make a model's forward and generate use searched kernels, in place, and return it. `model.mirage.report` says what was done.
+    """Make a model's forward and generate use searched kernels, in place, and return it. `model.mirage.report` says what was done
+    (where nothing could be, the warning does, and the model stays as it was).
 
     patterns: names of the blocks to look for (None: all). batch_sizes: batches to make decoding kernels for.
     backend: "triton" on a GPU, "cpu" elsewhere; "auto" chooses. zoo: a kernel zoo beside the packaged one.
