@@ -5,6 +5,7 @@ computed, so RoPE, q/k norms, cache, window, softcap and attention backend are t
 """
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,7 @@ def _views(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [p.t() if p.dim() == 2 else p[None] for p in parameters]
 
 
-class Composition:
+class Composition(ABC):
     """A live module with parts, by role. Children that stay stock are looked up at each call: they may be replaced at any time."""
 
     def __init__(self, module: nn.Module, parts: Sequence[Part]):
@@ -72,8 +73,9 @@ class Composition:
     def _run(self, kernels: Mapping[str, Kernel], role: str, x: Tensor, *rest: Tensor) -> Tensor:
         return kernels[role]([x.contiguous(), *_views(self.parameters[role]), *rest])[0]
 
+    @abstractmethod
     def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
-        raise NotImplementedError
+        """The module's output with the work of `kernels`' roles done by them."""
 
 
 class LayerComposition(Composition):
