@@ -1,12 +1,14 @@
 """Block graphs: what one kernel does, as stages over named axes. Frozen values; the schedule decides tile sizes.
 
 Every axis has one role. GRID axes are cut among thread blocks, the LOOP axis is walked by the stages that name it, TILE
-axes are held whole in a block. A value carries a set of axes; its tensors have one dim per carried axis, in the order of
-`BlockGraph.axes`. Mirage's imap, fmap and omap follow from the roles (see graph/maps.py).
+axes are held whole in a block. A LOOP or TILE axis may be dealt out in parts, numbered by a GRID axis of its own (split-K,
+split-KV): a block sees one part, and what it reduces over the axis is a partial result that carries the number of its part.
+A value carries a set of axes; its tensors have one dim per carried axis, in the order of `BlockGraph.axes`. Mirage's imap,
+fmap and omap follow from the roles (see graph/maps.py).
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -23,9 +25,13 @@ class Role(str, Enum):
 
 @dataclass(frozen=True)
 class Axis:
+    """`parts` names the GRID axis that numbers the parts in which a LOOP or TILE axis is dealt out to blocks: part p holds
+    elements [p·n, (p+1)·n) with n = ceil(size / parts), and none is empty."""
+
     name: str
     size: int
     role: Role
+    parts: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,18 @@ class BlockOp:
 
 @dataclass(frozen=True)
 class Accumulator:
-    """`out` = "sum" or "max" of `arg` over the stage's loop axis; usable from the next stage on."""
+    """`out` = "sum" or "max" of `arg` over the stage's loop axis; usable from the next stage on.
+
+    A max is also usable in its own stage, where it is the running maximum, by what flows into sums whose `shift` it is: such a
+    sum is multiplied by e^(old − new) whenever the maximum grows (online softmax), so it ends as if the shift had been final
+    from the start.
+    """
 
     out: str
     arg: str
     kind: str
     axes: tuple[str, ...]
+    shift: str | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +169,14 @@ class BlockGraph:
         for a in self.axes:
             if not a.name.isidentifier() or a.size < 1:
                 raise fail(f"axis {a.name!r} of size {a.size} must be an identifier and have a positive size")
+            if a.parts is not None:
+                parts = self._axes.get(a.parts)
+                if a.role is Role.GRID or parts is None or parts.role is not Role.GRID or parts.parts is not None:
+                    raise fail(f"axis {a.name}: only a loop or tile axis has parts, and a grid axis of its own numbers them")
+                if [b.parts for b in self.axes].count(a.parts) > 1 or any(a.parts in i.axes for i in self.inputs):
+                    raise fail(f"axis {a.parts} numbers the parts of {a.name}; no other axis and no input may name it")
+                if (parts.size - 1) * -(-a.size // parts.size) >= a.size:
+                    raise fail(f"axis {a.name} of size {a.size} cannot be dealt out in {parts.size} parts of which none is empty")
         if not self.outputs:
             raise fail("there is no output; a kernel stores at least one value")
         for i in self.inputs:
@@ -171,13 +191,27 @@ class BlockGraph:
             if stage.loop is not None and stage.loop not in loops:
                 raise fail(f"a stage loops over {stage.loop}, which is not the loop axis")
             local = set(visible)
+            running = {acc.out: acc for acc in stage.accumulators if acc.kind == "max" and acc.shift is None}
+            shifted: dict[str, str] = {}  # values of this stage that depend on a running maximum, and on which
             for op in stage.body:
                 used = [a for a in op.args if isinstance(a, str)]
                 _check_fn(op, fail)
+                for a in used:
+                    if a in running and a not in local and running[a].arg in local:
+                        define(a, self._accumulated(carried[running[a].arg], stage.loop))
+                        local.add(a)
+                        shifted[a] = a
+                shifts = {shifted[a] for a in used if a in shifted}
+                if len(shifts) > 1:
+                    raise fail(f"{op.out} depends on two running maxima, {' and '.join(sorted(shifts))}")
+                if shifts:
+                    shifted[op.out] = shifts.pop()
                 missing = [a for a in used if a not in local]
                 if missing:
                     raise fail(f"{op.out} reads {missing[0]}, which is not available there")
-                union = {x for a in used for x in carried[a]} - ({op.over} if op.over else set())
+                union = {x for a in used for x in carried[a]}
+                if op.over is not None and op.over in union:
+                    union = self.reduced(union, op.over)
                 if union != set(op.axes):
                     raise fail(f"{op.out} carries {op.axes}, its arguments give {tuple(union)}")
                 if stage.loop is None and any(x in loops for x in op.axes):
@@ -186,15 +220,26 @@ class BlockGraph:
                     raise fail(f"{op.out} reduces over {op.over}, which must be a tile axis that {used[0]} carries")
                 define(op.out, op.axes)
                 local.add(op.out)
-            kept = {op.out for op in stage.body if stage.loop not in op.axes}
+            kept = {op.out for op in stage.body if stage.loop not in op.axes and op.out not in shifted}
             for acc in stage.accumulators:
                 if acc.arg not in local or stage.loop not in carried[acc.arg] or acc.kind not in ("sum", "max"):
                     raise fail(f"accumulator {acc.out} must sum or max a value of this stage that carries its loop axis")
-                define(acc.out, tuple(a for a in carried[acc.arg] if a != stage.loop))
+                if acc.shift is not None and (acc.kind != "sum" or acc.shift not in running):
+                    raise fail(f"accumulator {acc.out}: only a sum has a shift, and it is a maximum of the same stage")
+                if shifted.get(acc.arg) != acc.shift:
+                    raise fail(f"accumulator {acc.out} has shift {acc.shift}, its argument depends on the running maximum {shifted.get(acc.arg)}")
+                axes = self._accumulated(carried[acc.arg], stage.loop)
+                if acc.out not in shifted:
+                    define(acc.out, axes)
                 if acc.axes != carried[acc.out]:
                     raise fail(f"accumulator {acc.out} carries {carried[acc.out]}, not {acc.axes}")
+                if acc.shift is not None and not set(carried[running[acc.shift].arg]) - {stage.loop} <= set(acc.axes):
+                    raise fail(f"accumulator {acc.out} does not carry the axes of its shift {acc.shift}")
                 kept.add(acc.out)
             visible |= kept
+            unstored = [o.value for o in self.outputs if o.value in shifted and o.value not in running]
+            if unstored:
+                raise fail(f"output {unstored[0]} depends on a running maximum; only what is summed with that shift may")
         computed = {op.out for op in self.ops()} | {a.out for stage in self.stages for a in stage.accumulators}
         for o in self.outputs:
             named = [a for a in o.axes if a is not None]
@@ -202,6 +247,8 @@ class BlockGraph:
                 raise fail(f"output {o.value} has no dims; give it one of size 1 (None)")
             if o.value not in carried or sorted(carried[o.value]) != sorted(named):
                 raise fail(f"output {o.value} does not carry the axes {o.axes}")
+            if any(a.parts is not None and a.name in named and a.parts in named for a in self.axes):
+                raise fail(f"output {o.value} carries an axis and the number of its parts; reduce over the axis first")
             if o.value not in visible and (o.value not in computed or not any(a in loops for a in named)):
                 raise fail(f"output {o.value} is not available after its stage")
             if o.value not in computed and any(a in loops for a in named):
@@ -222,6 +269,24 @@ class BlockGraph:
 
     def named(self, role: Role) -> tuple[Axis, ...]:
         return tuple(a for a in self.axes if a.role is role)
+
+    def reduced(self, axes: Iterable[str], over: str) -> set[str]:
+        """What is carried after reducing over an axis: the number of its parts in its place, if it has any."""
+        parts = self.axis(over).parts
+        return set(axes) - {over} | ({parts} if parts is not None else set())
+
+    def _accumulated(self, axes: Iterable[str], loop: str | None) -> tuple[str, ...]:
+        left = self.reduced(axes, loop) if loop is not None else set(axes)
+        return tuple(a.name for a in self.axes if a.name in left)
+
+    def part(self, name: str) -> int:
+        """Elements of an axis that a block sees as a loop or tile axis: its part, or all."""
+        a = self.axis(name)
+        return a.size if a.parts is None else -(-a.size // self.axis(a.parts).size)
+
+    def splits(self, name: str) -> str | None:
+        """The loop or tile axis whose parts an axis numbers."""
+        return next((a.name for a in self.axes if a.parts == name), None)
 
     def input_axes(self, i: BlockInput) -> tuple[str, ...]:
         """The axes an input carries, in the graph's order."""

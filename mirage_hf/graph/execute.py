@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mirage_hf.graph.block import BlockGraph, BlockOutput, Contraction, Role
+from mirage_hf.graph.block import Accumulator, BlockGraph, BlockOutput, Contraction, Role
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
 
@@ -26,6 +26,8 @@ class Algebra(Protocol):
     def elementwise(self, fn: str, args: Sequence[Any], attrs: Mapping[str, float]) -> Any: ...
     def reduce(self, kind: str, x: Any, dim: int) -> Any: ...
     def accumulate(self, kind: str, total: Any, x: Any) -> Any: ...
+    def rescale(self, total: Any, old: Any, new: Any) -> Any:
+        """total · e^(old − new), where `new` ≥ `old` is a running maximum."""
     def contract(self, a: Any, b: Any, dim: int) -> Any:
         """Σ over `dim` of a·b, or None where the algebra has no shortcut."""
 
@@ -64,6 +66,9 @@ class TorchAlgebra:
             return x
         return total + x if kind == "sum" else torch.maximum(total, x)
 
+    def rescale(self, total: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return total * torch.where(old == new, 1.0, torch.exp(old - new)).to(total.dtype)  # -inf to -inf: nothing was summed yet
+
     def contract(self, a: torch.Tensor, b: torch.Tensor, dim: int) -> torch.Tensor:
         if self.mma is not None:
             a, b = a.to(self.mma).to(self.compute), b.to(self.mma).to(self.compute)
@@ -72,20 +77,24 @@ class TorchAlgebra:
         return out.unsqueeze(dim)
 
 
-def _cuts(size: int, pieces: int) -> list[slice]:
+def _cuts(start: int, stop: int, pieces: int) -> list[slice]:
+    size = stop - start
     step = -(-size // max(1, min(pieces, size)))
-    return [slice(lo, min(lo + step, size)) for lo in range(0, size, step)]
+    return [slice(lo, min(lo + step, stop)) for lo in range(start, stop, step)]
 
 
 def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra,
                     pieces: Mapping[str, int] | int = 1) -> list[Any]:
-    """Execute a block graph. `pieces`: into how many parts grid and loop axes are cut (int: all alike). Returns raw arrays
-    in the outputs' dims."""
+    """Execute a block graph. `pieces`: into how many pieces grid and loop axes are cut (int: all alike); parts of an axis are
+    always taken one by one. Returns raw arrays in the outputs' dims."""
     index = {a.name: i for i, a in enumerate(graph.axes)}
     rank = len(graph.axes)
+    whole = {a.name: slice(0, a.size) for a in graph.axes}
 
-    def cuts(name: str) -> list[slice]:
-        return _cuts(graph.axis(name).size, pieces if isinstance(pieces, int) else pieces.get(name, 1))
+    def cuts(name: str, within: slice) -> list[slice]:
+        if graph.splits(name) is not None:
+            return _cuts(0, graph.axis(name).size, graph.axis(name).size)
+        return _cuts(within.start, within.stop, pieces if isinstance(pieces, int) else pieces.get(name, 1))
 
     def block_shape(axes: Sequence[str], extent: Mapping[str, int]) -> list[int]:
         return [extent.get(a.name, a.size) if a.name in axes else 1 for a in graph.axes]
@@ -104,8 +113,11 @@ def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra
     written_at = {o.value: next((s for s, st in enumerate(graph.stages) if any(op.out == o.value for op in st.body)
                                  or any(a.out == o.value for a in st.accumulators)), None) for o in graph.outputs}
     grid = graph.named(Role.GRID)
-    for combo in itertools.product(*(cuts(a.name) for a in grid)):
+    for combo in itertools.product(*(cuts(a.name, whole[a.name]) for a in grid)):
         at = {a.name: s for a, s in zip(grid, combo, strict=True)}
+        mine = {a.name: slice(at[a.parts].start * graph.part(a.name), min(at[a.parts].stop * graph.part(a.name), a.size))
+                for a in graph.axes if a.parts is not None}
+        at |= {name: s for name, s in mine.items() if graph.role(name) is Role.TILE}
         values: dict[str, Any] = {}
 
         def window(axes: Sequence[str], at: Mapping[str, slice] = at) -> tuple[slice, ...]:
@@ -116,7 +128,7 @@ def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra
 
         for s, stage in enumerate(graph.stages):
             totals: dict[str, Any] = {}
-            for part in cuts(stage.loop) if stage.loop else [None]:
+            for part in cuts(stage.loop, mine.get(stage.loop, whole[stage.loop])) if stage.loop else [None]:
                 if stage.loop is not None and part is not None:
                     at[stage.loop] = part
                 for i in graph.inputs:
@@ -153,7 +165,17 @@ def _run_body(graph: BlockGraph, number: int, values: dict[str, Any], totals: di
         return None if c is None else algebra.contract(values[c.a], values[c.b], index[c.over])
 
     pending: dict[str, Any] = {}
+    maxima = {acc.out: acc for acc in stage.accumulators if acc.kind == "max"}
+    before = dict(totals)
+
+    def update(acc: Accumulator) -> None:
+        totals[acc.out] = algebra.accumulate("max", before.get(acc.out), algebra.reduce("max", values[acc.arg], index[stage.loop]))  # type: ignore[index]
+        values[acc.out] = totals[acc.out]  # the running maximum, for this tile
+
     for op in stage.body:
+        for a in op.args:
+            if a in maxima and a not in values:
+                update(maxima.pop(a))  # type: ignore[index, arg-type]
         if op.out in fused and (shortcut := contracted(op.out)) is not None:
             pending[op.out] = shortcut
         elif op.over is not None:
@@ -163,9 +185,17 @@ def _run_body(graph: BlockGraph, number: int, values: dict[str, Any], totals: di
         else:
             args = [values[a] if isinstance(a, str) else a for a in op.args]
             values[op.out] = algebra.elementwise(op.fn, args, dict(op.attrs))
+    for acc in maxima.values():
+        update(acc)
     for acc in stage.accumulators:
+        if acc.kind == "max":
+            values.pop(acc.out, None)  # the next tile has its own
+            continue
         part = pending[acc.arg] if acc.arg in pending else algebra.reduce(acc.kind, values[acc.arg], index[stage.loop])  # type: ignore[index]
-        totals[acc.out] = algebra.accumulate(acc.kind, totals.get(acc.out), part)
+        total = totals.get(acc.out)
+        if acc.shift is not None and total is not None:
+            total = algebra.rescale(total, before[acc.shift], totals[acc.shift])
+        totals[acc.out] = algebra.accumulate(acc.kind, total, part)
 
 
 def run_kernel_graph(graph: KernelGraph, inputs: Sequence[torch.Tensor], wide: torch.dtype | None = None) -> list[torch.Tensor]:

@@ -63,11 +63,12 @@ def _node(op: KernelOp) -> Json:
 
 def _block_body(b: BlockGraph) -> Json:
     return {
-        "axes": [{"name": a.name, "size": a.size, "role": a.role.value} for a in b.axes],
+        "axes": [{"name": a.name, "size": a.size, "role": a.role.value} | ({"parts": a.parts} if a.parts else {}) for a in b.axes],
         "inputs": [{"name": i.name, "sources": list(i.sources), "axes": list(i.axes), "joined": i.joined, "sizes": list(i.sizes)}
                    for i in b.inputs],
         "stages": [{"loop": s.loop, "body": [_block_op(op) for op in s.body],
-                    "accumulators": [{"out": a.out, "arg": a.arg, "kind": a.kind, "axes": list(a.axes)} for a in s.accumulators]}
+                    "accumulators": [{"out": a.out, "arg": a.arg, "kind": a.kind, "axes": list(a.axes)}
+                                     | ({"shift": a.shift} if a.shift else {}) for a in s.accumulators]}
                    for s in b.stages],
         "outputs": [{"value": o.value, "axes": list(o.axes), "dtype": o.dtype} for o in b.outputs]}
 
@@ -307,12 +308,14 @@ def _read_block(place: _Place) -> BlockGraph:
     for a in place.key("axes", "list").each("object"):
         if a.get("role", "text") not in roles:
             raise a.error(f"role {a.value['role'][:60]!r} is none of {', '.join(roles)}")
-        axes.append(Axis(a.get("name", "text"), a.get("size", "int"), roles[a.value["role"]]))
+        parts = a.get("parts", "text") if "parts" in a.value else None
+        axes.append(Axis(a.get("name", "text"), a.get("size", "int"), roles[a.value["role"]], parts))
     inputs = [i.build(BlockInput, i.get("name", "text"), i.all("sources", "int"), i.all("axes", "text?"), i.get("joined", "text?"),
                       i.all("sizes", "int"))
               for i in place.key("inputs", "list").each("object")]
     stages = [Stage(s.get("loop", "text?"), tuple(_read_block_op(op) for op in s.key("body", "list").each("object")),
-                    tuple(Accumulator(a.get("out", "text"), a.get("arg", "text"), a.get("kind", "text"), a.all("axes", "text"))
+                    tuple(Accumulator(a.get("out", "text"), a.get("arg", "text"), a.get("kind", "text"), a.all("axes", "text"),
+                                      a.get("shift", "text") if "shift" in a.value else None)
                           for a in s.key("accumulators", "list").each("object")))
               for s in place.key("stages", "list").each("object")]
     outputs = [BlockOutput(o.get("value", "text"), o.all("axes", "text?"), o.get("dtype", "text"))

@@ -57,7 +57,7 @@ def _value(v: Any) -> str:
 
 def format_block_graph(block: BlockGraph) -> str:
     """Return a block graph as text: axes with their roles, loads and stores with their maps, and the stages."""
-    lines = ["axes " + ", ".join(f"{a.name}={a.size} {a.role.value}" for a in block.axes)]
+    lines = ["axes " + ", ".join(f"{a.name}={a.size} {a.role.value}{f' parts {a.parts}' if a.parts else ''}" for a in block.axes)]
     of = {m.tensor: m for m in maps.maps_of(block).inputs}
     for i in block.inputs:
         joined = f" joined {i.joined} {errors.shape(i.sizes)}" if i.joined else ""
@@ -65,7 +65,7 @@ def format_block_graph(block: BlockGraph) -> str:
     for stage in block.stages:
         lines.append(f"for {stage.loop} {{" if stage.loop else "once {")
         lines += [f"  %{op.out} {_axes(op.axes)} = {_call(op)}" for op in stage.body]
-        lines += [f"  %{a.out} {_axes(a.axes)} = accumulate {a.kind}(%{a.arg})" for a in stage.accumulators]
+        lines += [f"  %{a.out} {_axes(a.axes)} = accumulate {a.kind}(%{a.arg}){f' shift %{a.shift}' if a.shift else ''}" for a in stage.accumulators]
         lines.append("}")
     lines += [f"store %{o.value} {_axes(o.axes)} {o.dtype}  # {m}"
               for o, m in zip(block.outputs, maps.maps_of(block).outputs, strict=True)]
@@ -267,7 +267,8 @@ class _Parser:
     def axis(self) -> Axis:
         name = self.take("word")
         self.expect("=")
-        return Axis(name, self.integer(), Role(self.expect(*(r.value for r in Role))))
+        size, role = self.integer(), Role(self.expect(*(r.value for r in Role)))
+        return Axis(name, size, role, self.take("word") if self.takes("parts") else None)
 
     def axis_names(self) -> tuple[str | None, ...]:
         def one() -> str | None:
@@ -294,8 +295,10 @@ class _Parser:
             if fn == "accumulate":
                 kind = self.take("word")
                 self.expect("(")
-                accumulators.append(Accumulator(out, self.take("name")[1:], kind, axes))
+                arg = self.take("name")[1:]
                 self.expect(")")
+                shift = self.take("name")[1:] if self.takes("shift") else None
+                accumulators.append(Accumulator(out, arg, kind, axes, shift))
             else:
                 args, attrs = self.arguments(lambda: self.take("name")[1:])
                 over = attrs.pop("over", None)

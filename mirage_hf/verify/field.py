@@ -154,5 +154,8 @@ class FieldAlgebra:
     def accumulate(self, kind: str, total: Element | None, x: Element) -> Element:
         return x if total is None else self.add(total, x)
 
+    def rescale(self, total: Element, old: Element, new: Element) -> Element:
+        return self.mul(total, self.exp(self.sub(old, new)))
+
     def contract(self, a: Element, b: Element, dim: int) -> None:
         return None  # 31-bit products do not fit a library's matmul; proofs run on small axes
