@@ -43,17 +43,20 @@ enum class Role : std::uint8_t { grid, loop, tile };
 
 struct Limits {
   double seconds = 60;
-  int max_width = 2;              // monomials a product may be multiplied out to
-  int max_candidates = 16;
+  int width = 1;                  // monomials a product may be multiplied out to
+  int max_kernels = 4;            // of one plan
+  int max_cuts = 3;               // values that a plan keeps in device memory
+  int max_variants = 64;          // algebraically different ways to compute the outputs that are partitioned
+  int max_candidates = 24;
   int max_block_ops = 64;
   std::int64_t max_values = 20000;
-  std::int64_t max_forms = 4000000;       // normal forms and atoms held for one width: 1 to 2 GB
-  std::int64_t max_expansions = 2000000;  // branch-and-bound nodes per role assignment
+  std::int64_t max_forms = 4000000;       // normal forms and atoms held: about 0.4 KB each
+  std::int64_t max_expansions = 2000000;  // states of the search over derivations
   int threads = 1;
   std::vector<AxisSet> forced;    // forced[role]: axes that must have that role (empty: free)
 };
 
-// One op of a found block graph; `out` and `args` name values of that block graph.
+// One op of a found block graph; `out` and `args` name values of its kernel.
 struct FoundOp {
   int out = -1;
   Op op = Op::input;
@@ -69,19 +72,38 @@ struct FoundStage {
   std::vector<FoundOp> accumulators;
 };
 
-struct FoundLeaf {                // an input or a constant that the block graph reads
+// What a kernel reads: an input or a constant of the program, or a value that an earlier kernel stored.
+struct FoundLeaf {
   int value = -1;
-  int node = -1;                  // the program's node
+  int node = -1;                  // the program's node; -1: stored by an earlier kernel
+  AxisSet axes = 0;
+  int partial = -1;               // the axis over which the stored value is still to be summed: one result per part of it
+  Op combine = Op::sum;           // how partial results are combined: sum or max
+};
+
+struct FoundOutput {
+  int value = -1;                 // as the kernel names it
+  int stored = -1;                // as later kernels name it
+  int output = -1;                // which output of the program; -1: for later kernels
+  int partial = -1;
+  AxisSet axes = 0;
+};
+
+struct FoundKernel {
+  std::vector<Role> roles;        // per axis of the program
+  AxisSet axes = 0;               // axes in use
+  int split = -1;                 // a loop or tile axis dealt out to the blocks of the grid in `parts` parts
+  std::int64_t parts = 1;
+  std::vector<FoundLeaf> leaves;
+  std::vector<FoundStage> stages;
+  std::vector<FoundOutput> outputs;
+  double cost_us = 0;
 };
 
 struct Candidate {
-  std::vector<Role> roles;        // per axis of the program
-  AxisSet axes = 0;               // axes in use
-  std::vector<FoundLeaf> leaves;
-  std::vector<FoundStage> stages;
-  std::vector<int> outputs;
+  std::vector<FoundKernel> kernels;  // in an order in which they can run
+  int nodes = 0;                     // a value computed again in a later pass has its number raised by a multiple of this
   double cost_us = 0;
-  int width = 1;                  // at which it was found
 };
 
 struct Statistics {
@@ -90,11 +112,14 @@ struct Statistics {
   std::int64_t examined = 0;        // derivations tried
   std::int64_t outside_goal = 0;    // pruned: not part of any goal
   std::int64_t cancelling = 0;      // pruned: would cancel
-  std::int64_t role_assignments = 0;
-  std::int64_t kernels = 0;         // complete kernels evaluated
-  std::int64_t cost_pruned = 0;     // partial kernels cut by the cost bound
-  std::int64_t duplicates = 0;      // kernels that differ from a kept one only in the order of scalar work
-  int width = 0;                    // the last width searched to the end
+  std::int64_t expansions = 0;      // states of the search over derivations
+  std::int64_t dominated = 0;       // pruned: another state needs the same values and costs less
+  std::int64_t variants = 0;        // algebraically different ways found
+  std::int64_t kernels = 0;         // kernels evaluated: a set of outputs with one role per axis
+  std::int64_t illegal = 0;         // of these, refused: a block would need what others compute, or too large a tile
+  std::int64_t plans = 0;           // ways to cut a variant into kernels
+  std::int64_t cost_pruned = 0;     // plans given up once they cost more than those kept
+  std::int64_t forms = 0;           // normal forms and atoms held
   double seconds = 0, first_seconds = -1;
 };
 

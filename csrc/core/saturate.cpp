@@ -134,6 +134,55 @@ bool Goals::inside(NfId form) const {
   return false;
 }
 
+// -- programs ---------------------------------------------------------------------------------------------------------
+
+std::vector<std::optional<NfId>> forms_of(const Program& program, NormalForms& forms) {
+  std::vector<std::optional<NfId>> found(program.nodes.size());
+  for (std::size_t i = 0; i < program.nodes.size(); ++i) {
+    const Node& n = program.nodes[i];
+    std::vector<NfId> args;
+    for (int a : n.args)
+      if (found[a]) args.push_back(*found[a]);
+    if (args.size() != n.args.size()) continue;
+    switch (n.op) {
+      case Op::input: found[i] = forms.input(n.symbol, n.index); break;
+      case Op::constant: found[i] = n.symbol >= 0 ? forms.named_constant(n.symbol) : forms.constant({n.num, n.den}); break;
+      case Op::add: found[i] = forms.add(args[0], args[1], false); break;
+      case Op::sub: found[i] = forms.add(args[0], args[1], true); break;
+      case Op::mul: found[i] = forms.mul(args[0], args[1]); break;
+      case Op::div:
+        if (const auto inverse = forms.inverse(args[1])) found[i] = forms.mul(args[0], *inverse);
+        break;
+      case Op::exp: found[i] = forms.exp(args[0]); break;
+      case Op::opaque: found[i] = forms.opaque(n.symbol, args); break;
+      case Op::sum: found[i] = forms.sum(args[0], n.axis); break;
+      case Op::max: found[i] = forms.max(args[0], n.axis); break;
+    }
+  }
+  return found;
+}
+
+Program without_shifts(const Program& program) {
+  const auto outputs = [](const Program& p, NormalForms& forms) {
+    const auto all = forms_of(p, forms);
+    std::vector<std::optional<NfId>> found;
+    for (int o : p.outputs) found.push_back(all[o]);
+    return found;
+  };
+  Program plain = program;
+  for (std::size_t i = 0; i < plain.nodes.size(); ++i) {
+    if (plain.nodes[i].op != Op::max) continue;
+    NormalForms forms(program.axes, 1);
+    Program without = plain;
+    without.nodes[i] = Node{};
+    without.nodes[i].op = Op::constant;
+    without.nodes[i].num = 0;
+    const auto before = outputs(plain, forms), after = outputs(without, forms);
+    if (before == after && std::none_of(after.begin(), after.end(), [](const auto& f) { return !f; })) plain = std::move(without);
+  }
+  return plain;
+}
+
 // -- values -----------------------------------------------------------------------------------------------------------
 
 Values saturate(const Program& program, NormalForms& forms, const Limits& limits, Statistics& stats,
@@ -173,41 +222,32 @@ Values saturate(const Program& program, NormalForms& forms, const Limits& limits
   };
 
   // the program itself: always an answer
-  std::vector<NfId> node_form(program.nodes.size(), -1);
+  const std::vector<std::optional<NfId>> node_form = forms_of(program, forms);
   Goals goals(forms);
   std::set<std::pair<int, std::vector<NfId>>> functions;  // opaque functions with their arguments, wanted by some goal
   std::vector<std::pair<NfId, int>> maxima;
   bool uses_add = false, uses_sub = false, uses_div = false;
   for (std::size_t i = 0; i < program.nodes.size(); ++i) {
     const Node& n = program.nodes[i];
-    std::vector<NfId> args;
-    for (int a : n.args) args.push_back(node_form[a]);
-    std::optional<NfId> form;
-    switch (n.op) {
-      case Op::input: form = forms.input(n.symbol, n.index); break;
-      case Op::constant: form = n.symbol >= 0 ? forms.named_constant(n.symbol) : forms.constant({n.num, n.den}); break;
-      case Op::add: form = forms.add(args[0], args[1], false); uses_add = true; break;
-      case Op::sub: form = forms.add(args[0], args[1], true); uses_sub = true; break;
-      case Op::mul: form = forms.mul(args[0], args[1]); break;
-      case Op::div:
-        uses_div = true;
-        if (const auto inv = forms.inverse(args[1])) form = forms.mul(args[0], *inv);
-        break;
-      case Op::exp: form = forms.exp(args[0]); break;
-      case Op::opaque: form = forms.opaque(n.symbol, args); functions.emplace(n.symbol, args); break;
-      case Op::sum: form = forms.sum(args[0], n.axis); break;
-      case Op::max: form = forms.max(args[0], n.axis); maxima.emplace_back(args[0], n.axis); break;
-    }
+    const auto& form = node_form[i];
     if (!form) { result.stop = "constants overflow"; return result; }
-    node_form[i] = *form;
+    uses_add = uses_add || n.op == Op::add;
+    uses_sub = uses_sub || n.op == Op::sub;
+    uses_div = uses_div || n.op == Op::div;
+    if (n.op == Op::opaque) {
+      std::vector<NfId> args;
+      for (int a : n.args) args.push_back(*node_form[a]);
+      functions.emplace(n.symbol, args);
+    }
+    if (n.op == Op::max) maxima.emplace_back(*node_form[n.args[0]], n.axis);
     Derivation d{n.op, n.op == Op::opaque ? n.symbol : -1, n.axis, {}, -1};
     if (n.op == Op::input || n.op == Op::constant) d.node = static_cast<int>(i);
-    else for (int a : n.args) d.args.push_back(index.at(node_form[a]));
+    else for (int a : n.args) d.args.push_back(index.at(*node_form[a]));
     value_of(*form);
     derive(*form, d);
     goals.add(*form);
   }
-  for (int o : program.outputs) result.outputs.push_back(index.at(node_form[o]));
+  for (int o : program.outputs) result.outputs.push_back(index.at(*node_form[o]));
 
   const auto keep = [&](std::optional<NfId> form, Derivation d) {
     ++stats.examined;

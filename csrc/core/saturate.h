@@ -1,6 +1,7 @@
 // Saturation: every value that can help to compute the goals, with every way to compute it (an e-graph whose classes are
 // normal forms).
 #pragma once
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -47,6 +48,13 @@ class Goals {
   std::vector<Monomial> terms_;                            // single monomials of all goals
   std::unordered_map<AtomId, std::vector<int>> by_atom_;   // terms that hold an atom, at top or inside a sum
 };
+
+// The normal form of every node; none where a constant overflows or a division is by zero.
+std::vector<std::optional<NfId>> forms_of(const Program& program, NormalForms& forms);
+
+// The program with each maximum that cancels out of every output (the shift of a softmax) taken to be 0: such a shift keeps
+// numbers in range and is put back, where it is cheapest, into the kernels that are found.
+Program without_shifts(const Program& program);
 
 struct Values {
   std::vector<Value> values;

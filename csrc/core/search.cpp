@@ -1,46 +1,74 @@
-// The driver: widen, saturate, try every role assignment on all threads, keep the cheapest kernels.
+// The driver: saturate, list the variants, cut each into kernels on all threads, keep the cheapest plans.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <map>
 #include <mutex>
 #include <set>
 #include <thread>
 
 #include "core/ir.h"
-#include "core/partition.h"
+#include "core/plan.h"
 #include "core/saturate.h"
+#include "core/variants.h"
 
 namespace mirage {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Two candidates found at different widths are the same kernel when roles, stages and ops agree up to value numbers.
+// Two candidates are the same when kernels, roles, stages and ops agree up to the numbers of values.
 std::vector<std::int64_t> shape_of(const Candidate& c) {
   std::vector<std::int64_t> key;
-  std::map<int, std::int64_t> number;
-  const auto id = [&](int v) { return number.try_emplace(v, static_cast<std::int64_t>(number.size())).first->second; };
-  for (Role r : c.roles) key.push_back(static_cast<std::int64_t>(r));
-  std::map<int, int> node;
-  for (const FoundLeaf& l : c.leaves) node[l.value] = l.node;
-  for (const FoundStage& s : c.stages) {
-    key.push_back(-1 - s.loop);
-    for (const auto* list : {&s.body, &s.accumulators})
-      for (const FoundOp& f : *list) {
-        key.push_back(static_cast<std::int64_t>(f.op));
-        key.push_back(f.symbol);
-        key.push_back(f.axis);
-        for (int a : f.args) key.push_back(node.count(a) ? -1000 - node[a] : id(a));
-        key.push_back(id(f.out));
-      }
+  int before = 0;
+  for (const FoundKernel& k : c.kernels) {
+    std::map<int, std::int64_t> number;
+    const auto id = [&](int v) { return number.try_emplace(v, static_cast<std::int64_t>(number.size())).first->second; };
+    key.push_back(--before);
+    for (Role r : k.roles) key.push_back(static_cast<std::int64_t>(r));
+    key.push_back(k.split);
+    key.push_back(k.parts);
+    std::map<int, std::int64_t> leaf;
+    for (const FoundLeaf& l : k.leaves) leaf[l.value] = l.node >= 0 ? l.node : 100000 + l.value;
+    for (const FoundStage& s : k.stages) {
+      key.push_back(-1 - s.loop);
+      for (const auto* list : {&s.body, &s.accumulators})
+        for (const FoundOp& f : *list) {
+          key.push_back(static_cast<std::int64_t>(f.op));
+          key.push_back(f.symbol);
+          key.push_back(f.axis);
+          for (int a : f.args) key.push_back(leaf.count(a) ? -1000 - leaf[a] : id(a));
+          key.push_back(id(f.out));
+        }
+    }
+    for (const FoundOutput& o : k.outputs) { key.push_back(o.output); key.push_back(id(o.value)); }
   }
   return key;
 }
 
 void add(Statistics& total, const Statistics& part) {
   total.kernels += part.kernels;
+  total.illegal += part.illegal;
+  total.plans += part.plans;
   total.cost_pruned += part.cost_pruned;
-  total.duplicates += part.duplicates;
+}
+
+// The cheapest, but for each number of kernels the best few whatever they cost: a Pareto set of cost and launches.
+std::vector<Candidate> best_of(std::vector<Candidate> all, std::size_t most) {
+  constexpr int kEachCount = 2;
+  std::stable_sort(all.begin(), all.end(), [](const Candidate& a, const Candidate& b) { return a.cost_us < b.cost_us; });
+  std::map<std::size_t, int> taken;
+  std::vector<Candidate> kept;
+  std::size_t room = most;
+  for (const Candidate& c : all) if (taken[c.kernels.size()]++ < kEachCount && room > 0) --room;
+  taken.clear();
+  for (Candidate& c : all) {
+    const bool first = taken[c.kernels.size()]++ < kEachCount;
+    if (!first && room == 0) continue;
+    if (!first) --room;
+    kept.push_back(std::move(c));
+  }
+  return kept;
 }
 
 }  // namespace
@@ -67,24 +95,22 @@ SearchResult search(const Program& program, const Limits& limits, const Progress
     return stop.load();
   };
 
-  std::set<std::vector<std::int64_t>> seen;
   std::string reason;
-  for (int width = 1; width <= limits.max_width && !stop; width *= 2) {
-    NormalForms forms(program.axes, width);
-    const Values values = saturate(program, forms, limits, result.stats, out_of_time);
-    if (!values.stop.empty()) reason = values.stop;
-    if (values.outputs.empty()) break;
-    const auto roles = role_assignments(program, values, limits);
-    result.stats.role_assignments += static_cast<std::int64_t>(roles.size());
-    std::vector<std::vector<Candidate>> found(roles.size());
+  NormalForms forms(program.axes, limits.width);
+  const Program plain = without_shifts(program);
+  const Values values = saturate(plain, forms, limits, result.stats, out_of_time);
+  result.stats.forms = forms.count();
+  reason = values.stop;
+  if (!values.outputs.empty()) {
+    bool complete = true;
+    const std::vector<Variant> ways = variants(plain, values, limits, result.stats, complete, out_of_time);
+    if (!complete && reason.empty()) reason = "expansions";
+    std::vector<std::vector<Candidate>> found(ways.size());
     std::atomic<std::size_t> next{0};
-    std::atomic<bool> partial{false};
     const auto worker = [&] {
-      for (std::size_t i; (i = next++) < roles.size() && !stop;) {
+      for (std::size_t i; (i = next++) < ways.size() && !stop;) {
         Statistics stats;
-        bool complete = true;
-        found[i] = kernels(program, values, roles[i], limits, stats, complete, out_of_time);
-        if (!complete) partial = true;
+        found[i] = plans(plain, ways[i], limits, stats, out_of_time);
         {
           std::lock_guard guard(lock);
           add(result.stats, stats);
@@ -94,19 +120,16 @@ SearchResult search(const Program& program, const Limits& limits, const Progress
       }
     };
     std::vector<std::thread> helpers;
-    for (int t = 1; t < limits.threads && t < static_cast<int>(roles.size()); ++t) helpers.emplace_back(worker);
+    for (int t = 1; t < limits.threads && t < static_cast<int>(ways.size()); ++t) helpers.emplace_back(worker);
     worker();
     for (std::thread& t : helpers) t.join();
+    std::set<std::vector<std::int64_t>> seen;
+    std::vector<Candidate> all;
     for (auto& list : found)
-      for (Candidate& c : list) {
-        c.width = width;
-        if (seen.insert(shape_of(c)).second) result.candidates.push_back(std::move(c));
-      }
-    if (partial && reason.empty() && !stop) reason = "expansions";
-    if (!stop && reason.empty()) result.stats.width = width;
+      for (Candidate& c : list)
+        if (seen.insert(shape_of(c)).second) all.push_back(std::move(c));
+    result.candidates = best_of(std::move(all), static_cast<std::size_t>(limits.max_candidates));
   }
-  std::stable_sort(result.candidates.begin(), result.candidates.end(), [](const Candidate& a, const Candidate& b) { return a.cost_us < b.cost_us; });
-  if (static_cast<int>(result.candidates.size()) > limits.max_candidates) result.candidates.resize(limits.max_candidates);
   result.stats.seconds = seconds();
   result.stop = stop ? (late ? "time" : "interrupted") : reason.empty() ? "exhausted" : reason;
   return result;

@@ -1,31 +1,32 @@
 """The only door to the C++ core: a lowered program in, block graphs and a report out."""
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mirage_hf import _core, errors
-from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
+from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.search.emit import OPS, ROLES, ugraph_of
 from mirage_hf.search.report import Counters, SearchReport
 from mirage_hf.search.spec import NotLowerable, Spec, Term, lower, small_rational
 from mirage_hf.settings import settings
 
-_ROLES = {Role.GRID: _core.Role.grid, Role.LOOP: _core.Role.loop, Role.TILE: _core.Role.tile}
-_OPS = {"input": _core.Op.input, "constant": _core.Op.constant, "add": _core.Op.add, "sub": _core.Op.sub, "mul": _core.Op.mul,
-        "div": _core.Op.div, "exp": _core.Op.exp, "opaque": _core.Op.opaque, "sum": _core.Op.sum, "max": _core.Op.max}
-_NAMES = {v: k for k, v in _OPS.items()}
-
-
 @dataclass(frozen=True)
 class SearchOptions:
-    """What bounds a search. `roles` forces axes (by name) to a role; seconds of wall time; width: how many monomials a
-    product may be multiplied out to; max_forms: normal forms held in memory (about 0.4 KB each)."""
+    """What bounds a search. time_limit: seconds of wall time; max_width: how many monomials a product may be multiplied out to
+    (1, 2, 4 … are searched in turn); max_kernels: kernels of one µGraph, max_cuts: values it keeps in device memory in between;
+    max_variants: algebraic variants that are cut into kernels; max_forms: normal forms held in memory (about 0.4 KB each);
+    roles: axes (by name) that must have a role."""
 
     time_limit: float = 60.0
     max_width: int = 2
-    max_candidates: int = 16
+    max_kernels: int = 4
+    max_cuts: int = 3
+    max_variants: int = 48
+    max_candidates: int = 24
     max_block_ops: int = 64
     max_forms: int = 4_000_000
     threads: int = 0
@@ -34,7 +35,7 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class Found:
-    """One candidate kernel for the whole program, with the cost model's estimate in µs."""
+    """One candidate µGraph for the whole program, with the cost model's estimate in µs."""
 
     ugraph: UGraph
     cost_us: float
@@ -45,7 +46,7 @@ Progress = Callable[[Counters], bool | None]
 
 
 def search(graph: KernelGraph, options: SearchOptions | None = None, progress: Progress | None = None) -> tuple[list[Found], SearchReport]:
-    """Search for single kernels equivalent to `graph`, best first. An empty list is an answer: the report says why.
+    """Search for µGraphs equivalent to `graph`, best first. An empty list is an answer: the report says why.
 
     Errors: SearchError for roles of axes that the program does not have.
     """
@@ -56,31 +57,45 @@ def search(graph: KernelGraph, options: SearchOptions | None = None, progress: P
     if len(spec.sizes) > 64:
         return [], SearchReport(Counters(), stop="not lowerable", reason=f"{len(spec.sizes)} axes; the search takes up to 64")
     names = list(spec.sizes)
+    program, functions = _program(spec, names), list(_symbols(spec).values())
+    start = time.perf_counter()
+    total, stop, found, seen = Counters(), "", [], set()
+    width = 1
+    while width <= options.max_width:
+        limits = _limits(options, names, width, options.time_limit - (time.perf_counter() - start))
+        before = total
+        result = _core.search(program, limits, (lambda s: bool(progress(before + _counters(s, 0)))) if progress else (lambda s: False))
+        stop = result.stop
+        total = before + _counters(result.stats, width if stop == "exhausted" else 0)
+        for c in result.candidates:
+            ugraph = ugraph_of(c, spec, names, functions, graph)
+            if ugraph is not None and (text := str(ugraph.kernels)) not in seen:
+                seen.add(text)
+                found.append(Found(ugraph, c.cost_us, width))
+        if stop != "exhausted":
+            break
+        width *= 2
+    found.sort(key=lambda f: f.cost_us)
+    return found, SearchReport(total, stop, "" if found else _why_none(stop, options))
+
+
+def _limits(options: SearchOptions, names: Sequence[str], width: int, seconds: float) -> _core.Limits:
     limits = _core.Limits()
-    limits.seconds, limits.max_width = options.time_limit, options.max_width
-    limits.max_candidates, limits.max_block_ops = options.max_candidates, options.max_block_ops
-    limits.max_forms = options.max_forms
+    limits.seconds, limits.width = seconds, width
+    for name in ("max_kernels", "max_cuts", "max_variants", "max_candidates", "max_block_ops", "max_forms"):
+        setattr(limits, name, getattr(options, name))
     limits.threads = options.threads or settings().threads
     limits.forced = _forced(options.roles, names)
-    poll = (lambda s: bool(progress(_counters(s)))) if progress else (lambda s: False)
-    result = _core.search(_program(spec, names), limits, poll)
-    found = []
-    for c in result.candidates:
-        block = _block_graph(c, spec, names, [t.name for t in graph.inputs])
-        if block is not None:
-            found.append(Found(_ugraph(graph, block), c.cost_us, c.width))
-    reason = "" if found else _why_none(result, options)
-    return found, SearchReport(_counters(result.stats), result.stop, reason)
+    return limits
 
 
-def _why_none(result: _core.SearchResult, options: SearchOptions) -> str:
-    if result.candidates:
-        return "no single kernel: an output is an input, a number, or the same along one of its dims"
-    if result.stop != "exhausted":
-        return f"no kernel found before the search stopped ({result.stop})"
+def _why_none(stop: str, options: SearchOptions) -> str:
+    if stop != "exhausted":
+        return f"no kernel found before the search stopped ({stop})"
     if options.roles:
-        return "no single kernel with axis roles " + ", ".join(f"{name} {role.value}" for name, role in options.roles)
-    return "no single kernel: an output would need a value from another block"
+        return "no kernels with axis roles " + ", ".join(f"{name} {role.value}" for name, role in options.roles)
+    return (f"no {options.max_kernels} kernels or fewer compute it: an output is an input, a number or the same along one of its dims, "
+            "or a block would need more than it can hold")
 
 
 def _forced(roles: Iterable[tuple[str, Role]], names: Sequence[str]) -> list[int]:
@@ -88,12 +103,12 @@ def _forced(roles: Iterable[tuple[str, Role]], names: Sequence[str]) -> list[int
     for name, role in roles:
         if name not in names:
             raise errors.SearchError(f"axis {name!r} is not an axis of this program; it has {', '.join(names)}")
-        forced[list(_ROLES).index(role)] |= 1 << names.index(name)
+        forced[list(ROLES).index(role)] |= 1 << names.index(name)
     return forced if any(forced) else []
 
 
-def _counters(s: _core.Statistics) -> Counters:
-    return Counters(**{name: getattr(s, name) for name in Counters.__dataclass_fields__})
+def _counters(s: _core.Statistics, width: int) -> Counters:
+    return Counters(width=width, **{name: getattr(s, name) for name in Counters.__dataclass_fields__ if name != "width"})
 
 
 def _symbol(term: Term) -> tuple[object, ...]:
@@ -112,7 +127,7 @@ def _program(spec: Spec, names: Sequence[str]) -> _core.Program:
     nodes = []
     for term in spec.terms:
         n = _core.Node()
-        n.op, n.args = _OPS[term.op], list(term.args)
+        n.op, n.args = OPS[term.op], list(term.args)
         if term.op == "input":
             i = spec.inputs[term.source]
             n.symbol, n.index = term.source, [-1 if a is None else names.index(a) for a in term.index]
@@ -133,75 +148,3 @@ def _program(spec: Spec, names: Sequence[str]) -> _core.Program:
     program.nodes = nodes
     program.outputs = [t for t, _, _ in spec.outputs]
     return program
-
-
-def _block_graph(c: _core.Candidate, spec: Spec, names: Sequence[str], tensors: Sequence[str]) -> BlockGraph | None:
-    roles = {name: next(r for r, core in _ROLES.items() if core == c.roles[i]) for i, name in enumerate(names) if c.axes >> i & 1}
-    seen = [a for _, index, _ in spec.outputs for a in index if a]
-    rank = {Role.GRID: 0, Role.TILE: 1, Role.LOOP: 2}
-    order = sorted(roles, key=lambda a: (rank[roles[a]], seen.index(a) if a in seen else len(seen), names.index(a)))
-    axes = tuple(Axis(a, spec.sizes[a], roles[a]) for a in order)
-
-    def carried(mask: int) -> tuple[str, ...]:
-        return tuple(a for a in order if mask >> names.index(a) & 1)
-
-    value: dict[int, str | float] = {}
-    inputs: list[BlockInput] = []
-    for leaf in c.leaves:
-        term = spec.terms[leaf.node]
-        if term.op == "constant":
-            value[leaf.value] = term.value
-            continue
-        i = spec.inputs[term.source]
-        several = len(i.sources) > 1
-        base = "_".join(tensors[source] for source in i.sources)
-        reads = sum(t.op == "input" and t.source == term.source for t in spec.terms)
-        name = base if reads == 1 else f"{base}_{term.index[0] or len(inputs)}_{len(inputs)}"
-        value[leaf.value] = name
-        joined = term.index[i.joined] if several and i.joined is not None else None
-        inputs.append(BlockInput(name, i.sources, term.index, joined, i.sizes if several else ()))
-    functions = list(_symbols(spec).values())
-
-    depends: dict[int, set[str]] = {}
-    count = 0
-
-    def fresh(prefix: str) -> str:
-        nonlocal count
-        count += 1
-        name = f"{prefix}{count}"
-        return name if all(i.name != name for i in inputs) else fresh(prefix)
-
-    stages = []
-    for s in c.stages:
-        body, accumulators = [], []
-        depends.update((f.out, set(carried(f.axes))) for f in (*s.body, *s.accumulators))
-        for f in s.body:
-            args = tuple(value[a] for a in f.args)
-            name = _NAMES[f.op]
-            over: str | None = None
-            attrs: tuple[tuple[str, float], ...] = ()
-            if name == "opaque":
-                name, attrs = functions[f.symbol].fn, functions[f.symbol].attrs
-            elif name in ("sum", "max"):
-                over = names[f.axis]
-            out = fresh("v")
-            body.append(BlockOp(out, name, args, carried(f.axes), attrs, over))
-            value[f.out] = out
-        for f in s.accumulators:
-            out = fresh("acc")
-            accumulators.append(Accumulator(out, str(value[f.args[0]]), _NAMES[f.op], carried(f.axes)))
-            value[f.out] = out
-        stages.append(Stage(None if s.loop < 0 else names[s.loop], tuple(body), tuple(accumulators)))
-    outputs = []
-    for o, (_, index, dtype) in zip(c.outputs, spec.outputs, strict=True):
-        if o not in depends or depends[o] != {a for a in index if a}:
-            return None  # an input, a number, or a value that would have to be repeated along an axis
-        outputs.append(BlockOutput(str(value[o]), index, dtype))
-    return BlockGraph(axes, tuple(inputs), tuple(stages), tuple(outputs))
-
-
-def _ugraph(program: KernelGraph, block: BlockGraph) -> UGraph:
-    kernels = KernelGraph()
-    tensors = [kernels.new_input(t.dims, t.dtype, t.strides, t.name) for t in program.inputs]
-    kernels.mark_output(*kernels.customized(tensors, block))
-    return UGraph(program, kernels)

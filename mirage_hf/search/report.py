@@ -7,20 +7,37 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Counters:
-    """Counts of one search; pruned values and kernels by rule; seconds of wall time."""
+    """Counts of one search, over all widths; pruned values, states, kernels and plans by rule; seconds of wall time.
+
+    values: distinct values kept; derivations: ways to compute them; examined: derivations tried, of which outside_goal and
+    cancelling were pruned; expansions: states of the search over derivations, dominated: those pruned; variants: algebraic
+    variants found; kernels: sets of outputs with one role per axis evaluated, of which illegal; plans: ways to cut variants into
+    kernels, cost_pruned: those given up; forms: most normal forms held at a time; width: the last one searched to the end.
+    """
 
     values: int = 0
     derivations: int = 0
     examined: int = 0
     outside_goal: int = 0
     cancelling: int = 0
-    role_assignments: int = 0
+    expansions: int = 0
+    dominated: int = 0
+    variants: int = 0
     kernels: int = 0
+    illegal: int = 0
+    plans: int = 0
     cost_pruned: int = 0
-    duplicates: int = 0
+    forms: int = 0
     width: int = 0
     seconds: float = 0.0
     first_seconds: float = -1.0
+
+    def __add__(self, other: Counters) -> Counters:
+        """The counts of this search followed by another."""
+        total = {name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__}
+        total |= {name: max(getattr(self, name), getattr(other, name)) for name in ("forms", "width")}
+        first = self.seconds + other.first_seconds if other.first_seconds >= 0 else -1.0
+        return Counters(**total | {"first_seconds": self.first_seconds if self.first_seconds >= 0 else first})
 
 
 @dataclass(frozen=True)
@@ -54,11 +71,11 @@ class SearchReport:
         reason = f" ({self.reason})" if self.reason else ""
         first = f", first kernel after {c.first_seconds:.3f} s" if c.first_seconds >= 0 else ""
         values_cut = f"(outside every goal {c.outside_goal}, cancelling {c.cancelling})"
-        kernels_cut = f"(cut by cost {c.cost_pruned}, duplicates {c.duplicates})"
         lines = [f"stopped: {self.stop}{width}{reason}",
                  f"search: {c.seconds:.3f} s{first}",
                  f"values: {c.values} kept of {c.examined} examined {values_cut}, {c.derivations} derivations",
-                 f"kernels: {c.kernels} evaluated over {c.role_assignments} role assignments {kernels_cut}",
+                 f"variants: {c.variants} from {c.expansions} states (dominated {c.dominated})",
+                 f"plans: {c.plans} (cut by cost {c.cost_pruned}) of {c.kernels} kernels evaluated (illegal {c.illegal})",
                  f"candidates: {self.found} kept, {len(self.refused)} refused"]
         if self.error_bound is not None:
             lines.append(f"proof: chance of a wrong acceptance at most {self.error_bound:.1e}, {self.proof_seconds:.3f} s")
