@@ -117,10 +117,24 @@ NfId NormalForms::intern(std::vector<Monomial> terms) {
 
 NfId NormalForms::of_factors(Factors factors) { return intern(std::vector<Monomial>{{Rational{}, std::move(factors)}}); }
 
-NfId NormalForms::without_constants(NfId a) {
+bool NormalForms::has_sum(AtomId id) const {
+  const Atom& a = atoms_[id];
+  if (a.kind == Atom::Kind::sum || a.kind == Atom::Kind::max) return true;
+  for (NfId arg : a.args)
+    for (const Monomial& t : forms_[arg].terms)
+      for (auto [inner, e] : t.factors)
+        if (has_sum(inner)) return true;
+  return false;
+}
+
+NfId NormalForms::core(NfId a, int axis, bool& waits) {
+  waits = false;
   if (forms_[a].terms.size() != 1) return a;
-  Factors kept = forms_[a].terms[0].factors;
-  std::erase_if(kept, [&](const auto& f) { return atoms_[f.first].kind == Atom::Kind::constant; });
+  Factors kept;
+  for (auto [atom, e] : forms_[a].terms[0].factors) {
+    if (atoms_[atom].kind == Atom::Kind::sum && has(atoms_[atom].bound, axis)) kept.emplace_back(atom, e);
+    else waits = waits || has_sum(atom);
+  }
   return of_factors(std::move(kept));
 }
 

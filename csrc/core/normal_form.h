@@ -65,12 +65,15 @@ class NormalForms {
   std::optional<NfId> sum(NfId a, int axis);
   NfId max(NfId a, int axis);
   NfId of_factors(Factors factors);  // one monomial with coefficient 1
-  NfId without_constants(NfId a);    // a single monomial without its coefficient and constants; sums as they are
+  // What a sum over `axis` is about: of a single monomial the sums that bind the axis, without the factors that moved past it;
+  // other forms as they are. `waits`: one of those factors is itself computed from a sum.
+  NfId core(NfId a, int axis, bool& waits);
 
   const Nf& nf(NfId id) const { return forms_[id]; }
   const Atom& atom(AtomId id) const { return atoms_[id]; }
   AxisSet free(const Factors& factors) const;
   bool is_number(NfId id) const;     // holds no input
+  bool has_sum(AtomId id) const;     // is, or is a function of, a sum or a maximum
   std::int64_t count() const { return static_cast<std::int64_t>(forms_.size() + atoms_.size()); }
 
  private:

@@ -194,7 +194,7 @@ Values saturate(const Program& program, NormalForms& forms, const Limits& limits
   const auto value_of = [&](NfId form) {
     auto [it, fresh] = index.try_emplace(form, static_cast<int>(result.values.size()));
     if (fresh) {
-      result.values.push_back({form, forms.nf(form).free, forms.nf(form).size, forms.is_number(form), {}, -1});
+      result.values.push_back({form, forms.nf(form).free, forms.nf(form).size, forms.is_number(form), {}});
       seen.emplace_back();
     }
     return it->second;
@@ -301,10 +301,7 @@ Values saturate(const Program& program, NormalForms& forms, const Limits& limits
     if (!result.stop.empty()) break;
   }
   stats.values += static_cast<std::int64_t>(result.values.size());
-  for (Value& v : result.values) {
-    v.rank = forms.nf(v.form).size;
-    v.shape = forms.without_constants(v.form);
-  }
+  for (Value& v : result.values) v.rank = forms.nf(v.form).size;
   return result;
 }
 

@@ -27,7 +27,6 @@ struct Value {
   int rank = 0;               // larger than that of anything it is computed from
   bool number = false;        // holds no input
   std::vector<Derivation> derivations;
-  NfId shape = -1;            // its form without constant factors
 };
 
 // Where a value may lie: "inside" means that, times something and partly reduced, it gives part of a goal.

@@ -103,7 +103,7 @@ SearchResult search(const Program& program, const Limits& limits, const Progress
   reason = values.stop;
   if (!values.outputs.empty()) {
     bool complete = true;
-    const std::vector<Variant> ways = variants(plain, values, limits, result.stats, complete, out_of_time);
+    const std::vector<Variant> ways = variants(plain, values, forms, limits, result.stats, complete, out_of_time);
     if (!complete && reason.empty()) reason = "expansions";
     std::vector<std::vector<Candidate>> found(ways.size());
     std::atomic<std::size_t> next{0};

@@ -13,7 +13,7 @@ namespace {
 
 struct State {
   std::vector<int> undecided;     // values, by falling rank
-  std::vector<NfId> sums;         // formed so far, sorted
+  std::vector<NfId> sums;         // formed so far, sorted; -1 in front: one of them waits
   double cost = 0, bound = 0;
   int parent = -1;
   int value = -1;                 // decided last
@@ -82,6 +82,43 @@ std::optional<Variant> as_written(const Program& program, const Values& values) 
   return build(values, chosen, cost);
 }
 
+// What each value costs by itself at least, and which of its derivations are worth trying: one that costs more by its own op and
+// those of its arguments than another with everything below it is not (x·γ is scaled before the product with a matrix is formed,
+// never the matrix).
+struct Costs {
+  std::vector<double> least;
+  std::vector<std::vector<const Derivation*>> kept;
+
+  Costs(const Program& program, const Values& values, Statistics& stats) {
+    const std::vector<Value>& all = values.values;
+    const std::size_t count = all.size();
+    least.assign(count, 1e30);
+    kept.resize(count);
+    std::vector<int> order(count);
+    for (std::size_t v = 0; v < count; ++v) {
+      order[v] = static_cast<int>(v);
+      for (const Derivation& d : all[v].derivations) least[v] = std::min(least[v], op_work(program, all, all[v], d));
+    }
+    std::sort(order.begin(), order.end(), [&](int a, int b) { return all[a].rank < all[b].rank; });
+    const auto leaf = [](const Derivation& d) { return d.op == Op::input || d.op == Op::constant; };
+    std::vector<double> whole(count, 1e30);  // with everything below it, shared or not; leaves are free
+    for (int v : order) {
+      for (const Derivation& d : all[v].derivations) {
+        double cost = leaf(d) ? 0 : op_work(program, all, all[v], d);
+        for (int a : d.args) cost += whole[a];
+        whole[v] = std::min(whole[v], cost);
+      }
+      for (const Derivation& d : all[v].derivations) {
+        double cost = leaf(d) ? 0 : op_work(program, all, all[v], d);
+        for (int a : d.args)
+          if (all[a].derivations.empty() || !leaf(all[a].derivations[0])) cost += least[a];
+        if (cost <= whole[v] * (1 + 1e-9)) kept[v].push_back(&d);
+        else ++stats.dominated;
+      }
+    }
+  }
+};
+
 }  // namespace
 
 // A product of two smaller values is what a contraction sums: tensor cores take both when there are rows enough.
@@ -106,18 +143,14 @@ double op_work(const Program& program, const std::vector<Value>& values, const V
   }
 }
 
-std::vector<Variant> variants(const Program& program, const Values& values, const Limits& limits, Statistics& stats, bool& complete,
+std::vector<Variant> variants(const Program& program, const Values& values, NormalForms& forms, const Limits& limits, Statistics& stats, bool& complete,
                               const std::function<bool()>& out_of_time) {
   std::vector<Variant> found;
   complete = true;
   if (auto own = as_written(program, values)) found.push_back(std::move(*own));
 
-  std::vector<double> least(values.values.size());
-  for (std::size_t v = 0; v < least.size(); ++v) {
-    double best = 1e30;
-    for (const Derivation& d : values.values[v].derivations) best = std::min(best, op_work(program, values.values, values.values[v], d));
-    least[v] = best;
-  }
+  const Costs costs(program, values, stats);
+  const std::vector<double>& least = costs.least;
   const auto before = [&](int a, int b) { return std::pair(values.values[a].rank, a) > std::pair(values.values[b].rank, b); };
 
   // A*: values are decided from the highest rank down, so all users of a value are known when its turn comes, and what is
@@ -161,7 +194,8 @@ std::vector<Variant> variants(const Program& program, const Values& values, cons
     }
     if (++expansions > limits.max_expansions || (expansions % 1024 == 0 && out_of_time())) { complete = false; break; }
     const int v = states[at].undecided.front();
-    for (const Derivation& d : values.values[v].derivations) {
+    for (const Derivation* by : costs.kept[v]) {
+      const Derivation& d = *by;
       const State& s = states[at];  // push moves the states
       State n;
       n.cost = s.cost + op_work(program, values.values, values.values[v], d);
@@ -176,8 +210,10 @@ std::vector<Variant> variants(const Program& program, const Values& values, cons
       if (n.bound >= 1e29) continue;
       n.sums = s.sums;
       if (d.op == Op::sum || d.op == Op::max) {
-        const NfId shape = values.values[v].shape;
-        n.sums.insert(std::upper_bound(n.sums.begin(), n.sums.end(), shape), shape);
+        bool waits = false;
+        const NfId core = forms.core(values.values[v].form, d.axis, waits);
+        n.sums.insert(std::upper_bound(n.sums.begin(), n.sums.end(), core), core);
+        if (waits && n.sums.front() != -1) n.sums.insert(n.sums.begin(), -1);
       }
       n.parent = at;
       n.value = v;

@@ -29,10 +29,11 @@ struct Variant {
 // µs of one op over whole axes, on one GPU used to the full: ranks, does not promise.
 double op_work(const Program& program, const std::vector<Value>& values, const Value& value, const Derivation& derivation);
 
-// Two variants differ in the sums they form (up to constant factors); of those that form the same, the one with the least
-// scalar work is kept. The program as written comes first, whatever it costs. `complete` says whether the list is the cheapest
+// Two variants differ in the sums they form, or in whether some sum waits for a factor that it could have left out (which
+// makes another pass, but keeps what is summed in range). Of those that agree in both, the one with the least scalar work is
+// kept. The program as written comes first, whatever it costs. `complete` says whether the list is the cheapest
 // `max_variants` for certain.
-std::vector<Variant> variants(const Program& program, const Values& values, const Limits& limits, Statistics& stats, bool& complete,
+std::vector<Variant> variants(const Program& program, const Values& values, NormalForms& forms, const Limits& limits, Statistics& stats, bool& complete,
                               const std::function<bool()>& out_of_time);
 
 }  // namespace mirage

@@ -127,14 +127,14 @@ class _Kernel:
             self.parts = self._fresh_axis(f"{names[found.split]}_part", axes)
             axes[self.parts] = Axis(self.parts, found.parts, Role.GRID)
             axes[names[found.split]] = replace(axes[names[found.split]], parts=self.parts)
-        self.combined: dict[str, str] = {}  # a stored tensor's parts axis, as it is called here
+        self.combined: dict[tuple[str, int], str] = {}  # a stored tensor's parts axis and its size: what it is called here
         for leaf in found.leaves:
             if leaf.partial >= 0:
                 stored = plan.stored[leaf.value]
-                theirs = str(stored.axes[0])
+                theirs = (str(stored.axes[0]), stored.mantissa.dims[0])
                 if theirs not in self.combined:
-                    self.combined[theirs] = self._fresh_axis(theirs, axes)
-                    axes[self.combined[theirs]] = Axis(self.combined[theirs], stored.mantissa.dims[0], Role.TILE)
+                    self.combined[theirs] = self._fresh_axis(theirs[0], axes)
+                    axes[self.combined[theirs]] = Axis(self.combined[theirs], theirs[1], Role.TILE)
         seen = [a for _, index, _ in spec.outputs for a in index if a]
         self.axes = tuple(sorted(axes.values(), key=lambda a: (
             _RANK[a.role], seen.index(a.name) if a.name in seen else len(seen), names.index(a.name) if a.name in names else -1)))
@@ -185,16 +185,20 @@ class _Kernel:
             self.read[name] = sources[0]
         return name
 
+    def _here(self, axes: tuple[str | None, ...], tensor: DTensor) -> tuple[str | None, ...]:
+        """The axes of a stored tensor as this kernel calls them."""
+        return tuple(self.combined.get((str(a), n), a) for a, n in zip(axes, tensor.dims, strict=True))
+
     def _leaf(self, leaf: _core.FoundLeaf) -> None:
         spec = self.plan.spec
         if leaf.node < 0:
             stored = self.plan.stored[leaf.value]
-            axes = tuple(self.combined.get(str(a), a) for a in stored.axes)
+            axes = self._here(stored.axes, stored.mantissa)
             x = _Scaled(self._load(stored.mantissa.name, [stored.mantissa], axes))
             if stored.shift is not None:
                 shift = next((n for n, t in self.read.items() if t is stored.shift), None)
                 if shift is None:
-                    shift = self._load(stored.shift.name, [stored.shift], tuple(self.combined.get(str(a), a) for a in stored.shift_axes))
+                    shift = self._load(stored.shift.name, [stored.shift], self._here(stored.shift_axes, stored.shift))
                 x = replace(x, plus=(_Shift(shift, stored.origin, True),))
             if leaf.partial >= 0:
                 self.waiting[leaf.value] = (x, str(axes[0]), _NAMES[leaf.combine])
