@@ -85,7 +85,7 @@ class Planner {
   }
 
   void choose(int size, std::size_t from) {
-    if (stopped_ || (stopped_ = out_of_time_())) return;
+    if (size > 1 && (stopped_ || (stopped_ = out_of_time_()))) return;  // one cut is quick, so there is always an answer
     if (static_cast<int>(chosen_.size()) == size) { partition(); return; }
     for (std::size_t i = from; i < cuts_.size(); ++i) {
       chosen_.push_back(cuts_[i]);

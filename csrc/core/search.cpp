@@ -108,7 +108,7 @@ SearchResult search(const Program& program, const Limits& limits, const Progress
     std::vector<std::vector<Candidate>> found(ways.size());
     std::atomic<std::size_t> next{0};
     const auto worker = [&] {
-      for (std::size_t i; (i = next++) < ways.size() && !stop;) {
+      for (std::size_t i; (i = next++) < ways.size() && (i == 0 || !stop);) {  // the program as written is always tried
         Statistics stats;
         found[i] = plans(plain, ways[i], limits, stats, out_of_time);
         {

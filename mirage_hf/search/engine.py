@@ -94,7 +94,8 @@ def _why_none(stop: str, options: SearchOptions) -> str:
         return f"no kernel found before the search stopped ({stop})"
     if options.roles:
         return "no kernels with axis roles " + ", ".join(f"{name} {role.value}" for name, role in options.roles)
-    return (f"no {options.max_kernels} kernels or fewer compute it: an output is an input, a number or the same along one of its dims, "
+    most = "a kernel" if options.max_kernels == 1 else f"{options.max_kernels} kernels"
+    return (f"not computed by {most} or fewer: an output is an input, a number or the same along one of its dims, "
             "or a block would need more than it can hold")
 
 
