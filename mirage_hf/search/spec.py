@@ -13,6 +13,7 @@ from fractions import Fraction
 from functools import partial
 
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
+from mirage_hf.graph.symbolic import Dim
 from mirage_hf.ops import table
 
 _SMALL = 10 ** 9
@@ -115,6 +116,7 @@ class _Lowering:
         self.made: dict[int, KernelOp] = {t.index: op for op in g.ops for t in op.outputs}
         for op in g.ops:
             self._unify(op)
+        self.symbolic = {self._find((t.index, k)): d.name for t in g.inputs for k, d in enumerate(t.dims) if isinstance(d, Dim)}
         self._name_classes()
         outputs = []
         for t in g.outputs:
@@ -262,6 +264,9 @@ class _Lowering:
             arg = self.lower(x, (*index[:d], k, *index[d + 1:]))
             if attrs["kind"] == "max":
                 return self._op("max", arg, axis=k)
+            if attrs["kind"] == "mean" and (root := self._find((x.index, d))) in self.symbolic:
+                raise _Unsupported(f"the mean over dim {self.symbolic[root]}, whose size is not fixed, divides by another number for "
+                                   "every size; give the dim a size, or sum and multiply by an input")
             total = self._op("sum", arg, axis=k)
             return total if attrs["kind"] == "sum" else self._op("mul", total, self._constant(1.0 / x.dims[d]))
         if op.name == "permute":
