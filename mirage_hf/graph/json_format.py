@@ -15,8 +15,8 @@ from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
-from mirage_hf.graph.symbolic import Dim
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
+from mirage_hf.graph.symbolic import Dim
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 

@@ -5,7 +5,7 @@ but no size, so giving a dim another size only rebuilds the graphs: milliseconds
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,7 @@ class Dim(int):
         self.name = name
         return self
 
-    def __getnewargs__(self) -> tuple[str, int]:
+    def __getnewargs__(self) -> tuple[str, int]:  # type: ignore[override]
         return (self.name, int(self))
 
     def __deepcopy__(self, memo: Any) -> Dim:
@@ -45,7 +45,7 @@ def dims_of(graph: KernelGraph) -> dict[str, Dim]:
     for t in graph.inputs:
         for d in t.dims:
             if isinstance(d, Dim) and found.setdefault(d.name, d) != d:
-                raise errors.GraphError(f"input {t.name}: dim {d.name} has maximum {int(d)} here and {int(found[d.name])} in an earlier input")
+                raise errors.GraphError(f"input {t.name}: dim {d.name} has maximum {int(d)} here, {int(found[d.name])} in an earlier input")
     return found
 
 
@@ -96,12 +96,19 @@ def at(graph: KernelGraph, sizes: Mapping[str, int]) -> KernelGraph:
         dims = size(t.dims)
         new[t.index] = out.new_input(dims, t.dtype, None if t.strides == row_major(t.dims) else t.strides, t.name)
     for op in graph.ops:
-        args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
-        made = out.customized(args, resized(op, [a for a in args if isinstance(a, DTensor)]), [t.name for t in op.outputs]) \
-            if op.name == CUSTOMIZED else [out.apply(op.name, args, {k: size(v) for k, v in op.attrs}, op.outputs[0].name)]
+        made = _again(out, op, new, size)
         new |= {t.index: r for t, r in zip(op.outputs, made, strict=True)}
     out.mark_output(*(new[t.index] for t in graph.outputs))
     return out
+
+
+def _again(out: KernelGraph, op: KernelOp, new: Mapping[int, DTensor], size: Callable[[Any], Any]) -> list[DTensor]:
+    """The op in another graph, on tensors that may have other dims."""
+    if op.name == CUSTOMIZED:
+        operands = [new[x.index] for x in op.inputs if isinstance(x, DTensor)]
+        return out.customized(operands, resized(op, operands), [t.name for t in op.outputs])
+    args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
+    return [out.apply(op.name, args, {k: size(v) for k, v in op.attrs}, op.outputs[0].name)]
 
 
 def resized(op: KernelOp, operands: Sequence[DTensor]) -> BlockGraph:
@@ -138,24 +145,17 @@ def parts_of(size: int, most: int) -> int:
 def ugraph_at(ugraph: UGraph, sizes: Mapping[str, int]) -> UGraph:
     """A µGraph with the symbolic dims of its program given sizes; schedules are chosen anew. Errors: GraphError."""
     program = at(ugraph.program, sizes)
-    kernels = ugraph.kernels
-    same = kernels is ugraph.program
-    return UGraph(program, program if same else at(_with_dims(kernels, ugraph.program), sizes))
+    if ugraph.kernels is ugraph.program:
+        return UGraph(program, program)
+    # the kernels' inputs are the program's, whose dims know their names
+    kernels = KernelGraph()
+    theirs = zip(ugraph.kernels.inputs, program.inputs, strict=True)
+    new = {t.index: kernels.new_input(u.dims, u.dtype, u.strides, t.name) for t, u in theirs}
 
+    def size(d: Any) -> Any:
+        return sizes.get(d.name, d) if isinstance(d, Dim) else tuple(map(size, d)) if isinstance(d, tuple) else d
 
-def _with_dims(kernels: KernelGraph, program: KernelGraph) -> KernelGraph:
-    """`kernels` with the program's own inputs, whose dims know their names."""
-    if [t.dims for t in kernels.inputs] == [t.dims for t in program.inputs] and all(
-            type(a) is type(b) for t, u in zip(kernels.inputs, program.inputs, strict=True) for a, b in zip(t.dims, u.dims, strict=True)):
-        return kernels
-    out = KernelGraph()
-    new = {t.index: out.new_input(u.dims, u.dtype, u.strides, t.name) for t, u in zip(kernels.inputs, program.inputs, strict=True)}
-    for op in kernels.ops:
-        args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
-        made = out.customized(args, op.block, [t.name for t in op.outputs]) if op.block is not None \
-            else [out.apply(op.name, args, dict(op.attrs), op.outputs[0].name)]
-        new |= {t.index: r for t, r in zip(op.outputs, made, strict=True)}
-    out.mark_output(*(new[t.index] for t in kernels.outputs))
-    return out
-
-
+    for op in ugraph.kernels.ops:
+        new |= {t.index: r for t, r in zip(op.outputs, _again(kernels, op, new, size), strict=True)}
+    kernels.mark_output(*(new[t.index] for t in ugraph.kernels.outputs))
+    return UGraph(program, kernels)

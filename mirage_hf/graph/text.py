@@ -17,8 +17,8 @@ from typing import Any
 from mirage_hf import errors
 from mirage_hf.graph import maps
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
-from mirage_hf.graph.symbolic import Dim
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, row_major
+from mirage_hf.graph.symbolic import Dim
 from mirage_hf.ops import table
 
 # -- printing -----------------------------------------------------------------------------------------------------------
@@ -67,7 +67,8 @@ def format_block_graph(block: BlockGraph) -> str:
     for stage in block.stages:
         lines.append(f"for {stage.loop} {{" if stage.loop else "once {")
         lines += [f"  %{op.out} {_axes(op.axes)} = {_call(op)}" for op in stage.body]
-        lines += [f"  %{a.out} {_axes(a.axes)} = accumulate {a.kind}(%{a.arg}){f' shift %{a.shift}' if a.shift else ''}" for a in stage.accumulators]
+        lines += [f"  %{a.out} {_axes(a.axes)} = accumulate {a.kind}(%{a.arg}){f' shift %{a.shift}' if a.shift else ''}"
+                  for a in stage.accumulators]
         lines.append("}")
     lines += [f"store %{o.value} {_axes(o.axes)} {o.dtype}  # {m}"
               for o, m in zip(block.outputs, maps.maps_of(block).outputs, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from mirage_hf import _core, errors
@@ -15,6 +16,7 @@ from mirage_hf.search.emit import OPS, ROLES, ugraph_of
 from mirage_hf.search.report import Counters, SearchReport
 from mirage_hf.search.spec import NotLowerable, Spec, Term, lower, small_rational
 from mirage_hf.settings import settings
+
 
 @dataclass(frozen=True)
 class SearchOptions:
@@ -79,8 +81,7 @@ def search(graph: KernelGraph, options: SearchOptions | None = None, progress: P
         step = _read_step(steps.load(key), graph) if steps else None
         if step is None:
             limits = _limits(options, names, width, options.time_limit - (time.perf_counter() - start))
-            before = total
-            result = _core.search(program, limits, (lambda s: bool(progress(before + _counters(s, 0)))) if progress else (lambda s: False))
+            result = _core.search(program, limits, partial(_told, progress, total))
             ugraphs = [(ugraph_of(c, spec, names, functions, graph), c.cost_us) for c in result.candidates]
             step = _Step(result.stop, _counters(result.stats, width if result.stop == "exhausted" else 0),
                          tuple(Found(u, cost, width) for u, cost in ugraphs if u is not None))
@@ -113,6 +114,11 @@ def _read_step(data: Any, graph: KernelGraph) -> _Step | None:
         return None
     return _Step(data["stop"], Counters(**data["counters"]), tuple(
         Found(UGraph(graph, json_format.graph_from_dict(f["kernels"], "checkpoint")), f["cost_us"], f["width"]) for f in data["found"]))
+
+
+def _told(progress: Progress | None, before: Counters, now: _core.Statistics) -> bool:
+    """Tell of the counters so far; whether to stop."""
+    return bool(progress(before + _counters(now, 0))) if progress else False
 
 
 def _limits(options: SearchOptions, names: Sequence[str], width: int, seconds: float) -> _core.Limits:

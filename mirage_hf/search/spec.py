@@ -97,19 +97,19 @@ def lower(graph: KernelGraph) -> Spec | NotLowerable:
         return NotLowerable(str(e))
 
 
-Dim = tuple[int, int]  # tensor index, dim
+_Place = tuple[int, int]  # tensor index, dim
 
 
 @dataclass
 class _Lowering:
     graph: KernelGraph
-    parent: dict[Dim, Dim] = field(default_factory=dict)
+    parent: dict[_Place, _Place] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     terms: list[Term] = field(default_factory=list)
     inputs: list[SpecInput] = field(default_factory=list)
     known: dict[Term, int] = field(default_factory=dict)
     memo: dict[tuple[int, tuple[str | None, ...]], int] = field(default_factory=dict)
-    names: dict[Dim, str] = field(default_factory=dict)
+    names: dict[_Place, str] = field(default_factory=dict)
 
     def run(self) -> Spec:
         g = self.graph
@@ -128,7 +128,7 @@ class _Lowering:
 
     # -- classes of dims ------------------------------------------------------------------------------------------------
 
-    def _find(self, d: Dim) -> Dim:
+    def _find(self, d: _Place) -> _Place:
         while self.parent.get(d, d) != d:
             d = self.parent[d]
         return d
