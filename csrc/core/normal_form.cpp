@@ -69,7 +69,8 @@ AxisSet NormalForms::free(const Factors& factors) const {
 
 std::int64_t NormalForms::size(const Factors& factors) const {
   std::int64_t total = 0;
-  for (auto [a, e] : factors) total += std::int64_t{atom_size_[a]} * std::abs(e);
+  // one more for a negative exponent: 1/x is larger than x, and e^(-x) larger than -x
+  for (auto [a, e] : factors) total += std::int64_t{atom_size_[a]} * std::abs(e) + (e < 0 ? 1 : 0);
   return total;
 }
 
