@@ -39,8 +39,8 @@ class Checker {
   explicit Checker(const Program& p) : p_(p), axes_(static_cast<int>(p.axes.size())) {}
 
   std::optional<Problem> run() {
-    for (auto [count, most, what] : {std::tuple{p_.axes.size(), kMaxAxes, "axes"}, std::tuple{p_.nodes.size(), kMaxNodes, "nodes"},
-                                     std::tuple{p_.outputs.size(), kMaxNodes, "outputs"}})
+    for (auto [count, most, what] : {std::tuple{p_.axes.size(), kMaxAxes, "axes"}, std::tuple{p_.nodes.size(), kMaxProgramNodes, "nodes"},
+                                     std::tuple{p_.outputs.size(), kMaxProgramNodes, "outputs"}})
       if (count > static_cast<std::size_t>(most))
         return Problem{Problem::Part::whole, 0, "expected at most " + std::to_string(most) + " " + what + ", found " + std::to_string(count)};
     for (int i = 0; i < axes_; ++i)

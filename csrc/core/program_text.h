@@ -18,7 +18,7 @@
 
 namespace mirage {
 
-constexpr int kMaxNodes = 4096;
+constexpr int kMaxProgramNodes = 4096;
 constexpr int kMaxOpaqueArgs = 16;
 // Of sizes, of one input's elements and bytes, of numerators and denominators: what the rationals of normal forms hold. The
 // elements of a computed value have no limit.
