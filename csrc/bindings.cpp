@@ -65,7 +65,6 @@ PYBIND11_MODULE(_core, m) {
         }
       }, py::arg("text"), "A well-formed program from its text; ValueError with the line else.");
   m.def("search", [](const Program& program, const Limits& limits, const std::function<bool(const Statistics&)>& progress) {
-        check(program);
         // Python errors (ctrl-C among them) stop the search and are raised once its threads have ended.
         std::exception_ptr raised;
         const Progress poll = [&](const Statistics& stats) {
@@ -78,6 +77,7 @@ PYBIND11_MODULE(_core, m) {
             return true;
           }
         };
+        check(program);
         SearchResult result;
         {
           py::gil_scoped_release released;

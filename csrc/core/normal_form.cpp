@@ -67,6 +67,8 @@ AxisSet NormalForms::free(const Factors& factors) const {
   return set;
 }
 
+bool NormalForms::is_number(NfId id) const { return forms_[id].number; }
+
 std::int64_t NormalForms::size(const Factors& factors) const {
   std::int64_t total = 0;
   // one more for a negative exponent: 1/x is larger than x, and e^(-x) larger than -x

@@ -72,7 +72,7 @@ class NormalForms {
   const Nf& nf(NfId id) const { return forms_[id]; }
   const Atom& atom(AtomId id) const { return atoms_[id]; }
   AxisSet free(const Factors& factors) const;
-  bool is_number(NfId id) const { return forms_[id].number; }
+  bool is_number(NfId id) const;     // holds no input
   std::int64_t count() const { return static_cast<std::int64_t>(forms_.size() + atoms_.size()); }
 
  private:
