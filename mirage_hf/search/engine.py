@@ -67,8 +67,9 @@ def search(graph: KernelGraph, options: SearchOptions | None = None, progress: P
     spec = lower(graph)
     if isinstance(spec, NotLowerable):
         return [], SearchReport(Counters(), stop="not lowerable", reason=spec.reason)
-    if len(spec.sizes) > 64:
-        return [], SearchReport(Counters(), stop="not lowerable", reason=f"{len(spec.sizes)} axes; the search takes up to 64")
+    for what, count, most in (("axes", len(spec.sizes), _core.max_axes), ("terms", len(spec.terms), _core.max_nodes)):
+        if count > most:
+            return [], SearchReport(Counters(), stop="not lowerable", reason=f"{count} {what}; the search takes up to {most}")
     names = list(spec.sizes)
     program, functions = _program(spec, names), list(_symbols(spec).values())
     start = time.perf_counter()
