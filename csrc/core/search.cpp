@@ -68,6 +68,7 @@ std::vector<Candidate> best_of(std::vector<Candidate> all, std::size_t most) {
     if (!first) --room;
     kept.push_back(std::move(c));
   }
+  if (kept.size() > most) kept.resize(most);
   return kept;
 }
 
