@@ -27,15 +27,19 @@ class Family:
     kinds: tuple[tuple[Schedule, ...], ...]
 
 
+FEW = 64
+"""A dim of at most this size counts rows: what suits one row is kept beside what suits the maximum."""
+
+
 def family(ugraph: UGraph, allows: Callable[[UGraph, bool], bool]) -> Family:
-    """The best schedules of each kind whose rounding holds."""
+    """The best schedules of each kind whose rounding holds, at the maximum and with one row."""
+    may = [mma for mma in (False, True) if allows(ugraph, mma)]
     kinds = []
-    for mma in (False, True):
-        if not allows(ugraph, mma):
-            continue
-        ranked = [[s for s in space.schedules(op) if allows(ugraph, s.mma)] for op in ugraph.block_ops]
+    for sizes in ({}, {name: 1 for name, d in symbolic.dims_of(ugraph.program).items() if d <= FEW}):
+        ops = symbolic.ugraph_at(ugraph, sizes).block_ops
+        ranked = [[s for s in space.schedules(op) if s.mma in may] for op in ops]
         if all(ranked):
-            kinds.append(tuple(next((s for s in schedules if s.mma == mma), schedules[0]) for schedules in ranked))
+            kinds += [tuple(next((s for s in schedules if s.mma == mma), schedules[0]) for schedules in ranked) for mma in may]
     return Family(ugraph, tuple(dict.fromkeys(kinds)))
 
 
