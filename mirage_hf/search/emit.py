@@ -31,6 +31,10 @@ class _Refused(Exception):
     """This plan has no block graphs in this form."""
 
 
+class _Impossible(Exception):
+    """This plan has no block graphs in any form."""
+
+
 @dataclass(frozen=True)
 class _Shift:
     """The name of a value that is an exponent, what it is a bound of (nodes of the variant), and whether it is a maximum."""
@@ -64,14 +68,17 @@ class _Stored:
     origin: tuple[object, ...] = ()
 
 
-def ugraph_of(plan: _core.Candidate, spec: Spec, names: Sequence[str], functions: Sequence[Term], program: KernelGraph) -> UGraph | None:
-    """The µGraph of a plan, its exponentials in range where they cancel; None where a kernel would store an input, a number, or
-    a value that repeats along an axis."""
+def ugraph_of(plan: _core.Candidate, spec: Spec, names: Sequence[str], functions: Sequence[Term],
+              program: KernelGraph) -> tuple[UGraph, bool] | None:
+    """The µGraph of a plan, and whether all its exponentials are kept in range, which they are where they cancel inside a kernel
+    or between two; None where a kernel would store an input, a number, or a value that repeats along an axis."""
     for scaled in (True, False):
         try:
-            return _Plan(plan, spec, names, functions, program, scaled).build()
+            return _Plan(plan, spec, names, functions, program, scaled).build(), scaled
         except _Refused:
             continue
+        except _Impossible:
+            return None
     return None
 
 
@@ -405,6 +412,8 @@ class _Kernel:
             if not x.is_plain:
                 s = self._exponent(x)
                 theirs = self.carried[s.name]
+                if any(a.role is Role.GRID and a.name not in theirs for a in self.axes):
+                    raise _Impossible("blocks that share a shift would all store it")
                 tops = (*((self.parts,) if self.parts in theirs else ()), *(a for a in order if a in theirs))
                 shift, origin = output(s.name, tops, "float32", -1), s.origin
             stored[o.stored] = (at, shift, origin)

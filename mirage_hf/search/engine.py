@@ -83,9 +83,10 @@ def search(graph: KernelGraph, options: SearchOptions | None = None, progress: P
         if step is None:
             limits = _limits(options, names, width, options.time_limit - (time.perf_counter() - start))
             result = _core.search(program, limits, partial(_told, progress, total))
-            ugraphs = [(ugraph_of(c, spec, names, functions, graph), c.cost_us) for c in result.candidates]
+            made = [(ugraph_of(c, spec, names, functions, graph), c.cost_us) for c in result.candidates]
+            some_in_range = any(m is not None and m[1] for m, _ in made)  # then what is not would only be refused by numbers
             step = _Step(result.stop, _counters(result.stats, width if result.stop == "exhausted" else 0),
-                         tuple(Found(u, cost, width) for u, cost in ugraphs if u is not None))
+                         tuple(Found(m[0], cost, width) for m, cost in made if m is not None and (m[1] or not some_in_range)))
             if steps and step.stop == "exhausted":
                 steps.save(key, _write_step(step))
         stop, total = step.stop, total + step.counters
