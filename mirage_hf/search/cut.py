@@ -10,7 +10,6 @@ which they are free: the window then reads, or writes, the tensor behind the vie
 """
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +28,8 @@ MAX_LIVE = 2
 and a cut there never was the better one in the layers tried."""
 _COMMUTATIVE = ("add", "mul", "max", "min")
 _EFFECTS = ("cache_append",)
+_DEPTH = 3
+"""How many ops back operands are told apart: gate and up of an MLP differ in the first, projections in none (as written then)."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def cut(program: KernelGraph) -> Cut:
 
 def part(program: KernelGraph, ops: Sequence[KernelOp], writes: Sequence[int]) -> tuple[KernelGraph, tuple[int, ...]]:
     """Some ops of a program as a graph of their own that returns the tensors `writes`, and the tensors that it reads, by index."""
-    graph, new = KernelGraph(), {}
+    graph = KernelGraph()
+    new: dict[int, DTensor] = {}
     made = {t.index for op in ops for t in op.outputs}
     reads = list(dict.fromkeys(x.index for op in ops for x in op.inputs if isinstance(x, DTensor) and x.index not in made))
     known = {t.index: t for t in program.inputs} | {t.index: t for op in program.ops for t in op.outputs}
@@ -88,10 +90,7 @@ def part(program: KernelGraph, ops: Sequence[KernelOp], writes: Sequence[int]) -
         new[n] = graph.new_input(t.dims, t.dtype, t.strides, t.name)
     for op in ops:
         args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
-        if op.block is not None:
-            outputs = graph.customized(args, op.block)  # type: ignore[arg-type]
-        else:
-            outputs = [graph.apply(op.name, args, dict(op.attrs))]
+        outputs = graph.customized(args, op.block) if op.block else [graph.apply(op.name, args, dict(op.attrs))]  # type: ignore[arg-type]
         new |= {t.index: y for t, y in zip(op.outputs, outputs, strict=True)}
     graph.mark_output(*(new[n] for n in writes))
     return graph, tuple(reads)
@@ -167,27 +166,21 @@ class _Cutting:
     def _order(self) -> None:
         """Reachable ops as units, in phases."""
         before = self._effect_order()
-        keys: dict[int, str] = {t.index: f"input {n}" for n, t in enumerate(self.program.inputs)}
-        for op in self.program.ops:
-            args = [keys[x.index] if isinstance(x, DTensor) else repr(x) for x in op.inputs]
-            text = repr((op.name, sorted(args) if op.name in _COMMUTATIVE else args, op.attrs, str(op.block) if op.block else ""))
-            for n, t in enumerate(op.outputs):
-                keys[t.index] = hashlib.sha256(f"{text} {n}".encode()).hexdigest()
+        shapes = self._shapes()
         done: dict[int, Unit] = {}  # by the op's first output
         phase: dict[int, int] = {}
         for root in (*(t.index for t in self.program.outputs), *(op.outputs[0].index for op in self.program.ops if op.name in _EFFECTS)):
             stack = [(root, False)]
             while stack:
                 at, ready = stack.pop()
-                op = self.made.get(at)
-                if op is None or op.outputs[0].index in done:
+                if at not in self.made or (first := self.made[at].outputs[0].index) in done:
                     continue
-                first = op.outputs[0].index
+                op = self.made[at]
                 unit = self._unit(op)
                 inside = {t.index for o in unit.ops for t in o.outputs}
                 needs = [x.index for o in unit.ops for x in _tensors(o) if x.index not in inside]
                 if op.name in _COMMUTATIVE:
-                    needs.sort(key=lambda x: keys[x])
+                    needs.sort(key=lambda x: shapes[x])
                 needs += before.get(first, [])
                 if not ready:
                     stack.append((at, True))
@@ -201,6 +194,18 @@ class _Cutting:
                     phase[first] = last + (last % 2 != bool(unit.alone))
                 done[first] = unit
         self.units = [done[x] for x in sorted(done, key=lambda x: phase[x])]  # stable: depth first inside a phase
+
+    def _shapes(self) -> dict[int, str]:
+        """Tensors by the ops just before them, operands of commutative ops in any order; the same in every layer of a model."""
+        tensors = [*self.program.inputs, *(t for op in self.program.ops for t in op.outputs)]
+        shapes = {t.index: f"{t.dims} {t.dtype}" for t in tensors}
+        for _ in range(_DEPTH):
+            above = dict(shapes)
+            for op in self.program.ops:
+                args = [above[x.index] if isinstance(x, DTensor) else repr(x) for x in op.inputs]
+                text = f"{op.name}({', '.join(sorted(args) if op.name in _COMMUTATIVE else args)}) {op.attrs}"
+                shapes |= {t.index: f"{text} {n}" for n, t in enumerate(op.outputs)}
+        return shapes
 
     def _effect_order(self) -> dict[int, list[int]]:
         """What touches a buffer that is written in place stays on its side of the write."""
@@ -278,13 +283,13 @@ class _Cutting:
                 trailing.insert(0, op)
         after: list[KernelOp] = []
         for op in trailing:
-            x = _tensors(op)[0].index
-            if not _keeps_axes(op) or outside(x) or (x in self.made and self.made[x] in after):
+            behind = _tensors(op)[0].index
+            if not _keeps_axes(op) or outside(behind) or self.made[behind] in after:
                 after.append(op)
         core = [op for op in ops if op not in before and op not in after]
         produced = {t.index for op in core for t in op.outputs}
         writes = tuple(t.index for op in core for t in op.outputs
-                       if outside(t.index) or any(x.index == t.index for o in after for x in _tensors(o)))
+                       if outside(t.index) or op.name in _EFFECTS or any(x.index == t.index for o in after for x in _tensors(o)))
         graph, reads = part(self.program, core, writes) if produced else (None, ())
         view_us = sum(self.charges.get(op.outputs[0].index, 0.0) for op in (*before, *after))
         return Window(i, j, tuple(before), graph, reads, writes, tuple(after), view_us)

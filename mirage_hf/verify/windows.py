@@ -12,6 +12,7 @@ program, and the chance that it does not is at most the sum of the windows' boun
 """
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -52,13 +53,15 @@ class Choice:
 
 
 Path = tuple[Choice, ...]
-Weight = Callable[[Choice], tuple[float, float]]
+Weight = Callable[[Choice], tuple[float, ...]]
 
 
 def search_windows(program: KernelGraph, options: SearchOptions, progress: Progress | None = None, *, seed: int = 0, reason: str = "",
                    call_us: CallCost = call_us) -> tuple[tuple[Candidate, ...], SearchReport]:
-    """Search a program window by window: candidates for the whole, best estimate first, and the report. `options` bound each window, its max_kernels too; time_limit is that of all together.
+    """Search a program window by window: candidates for the whole, best estimate first, and the report.
 
+    `options` bound each window, its max_kernels too; time_limit is that of all together. Windows are searched at
+    width 1 only: wider searches of windows of this size may take minutes. `call_us` estimates library calls.
     `reason` says why the program was not searched as one, and stays in the report.
     """
     return _Windows(cut(program), options, progress, seed, call_us).run(reason)
@@ -99,14 +102,14 @@ class _Windows:
     # -- searching --------------------------------------------------------------------------------------------------------
 
     def _search(self) -> None:
-        """Every different window, the shortest first: when time runs out, what is missing are long ones."""
+        """Every different window at width 1, the shortest first: when time runs out, what is missing are long ones."""
         different: dict[str, Window] = {}
         for w in sorted(self.cut.windows, key=lambda w: (w.stop - w.start, w.start)):
             different.setdefault(self.keys[w.start, w.stop], w)
         for n, (key, w) in enumerate(different.items()):
             if not self._may_go_on():
                 return
-            self.found[key] = self._search_one(w, 1, len(different) - n)
+            self.found[key] = self._search_one(w, len(different) - n)
 
     def _may_go_on(self) -> bool:
         if self.stop != "interrupted" and time.perf_counter() >= self.deadline:
@@ -117,10 +120,10 @@ class _Windows:
         if why in _STOPS:  # not "not lowerable": it says that a window has no kernel
             self.stop = max(self.stop, why, key=_STOPS.index)
 
-    def _search_one(self, w: Window, width: int, waiting: int) -> list[Found]:
+    def _search_one(self, w: Window, waiting: int) -> list[Found]:
         assert w.graph is not None
         left, before = self.deadline - time.perf_counter(), self.counters
-        options = replace(self.options, time_limit=min(left, _SHARE * left / waiting), max_width=min(width, self.options.max_width))
+        options = replace(self.options, time_limit=min(left, _SHARE * left / waiting), max_width=1)
         found, report = search(w.graph, options, lambda counters: self.say("search", before + counters))
         self.counters = before + report.counters
         self._stopped(report.stop)
@@ -132,21 +135,15 @@ class _Windows:
         """The best paths of which every window is verified for this arithmetic."""
         while True:
             paths = self._paths(mma, weight, count)
-            unverified = dict.fromkeys(self.keys[c.window.start, c.window.stop] for p in paths for c in p if c.found)
+            unverified = {self.keys[c.window.start, c.window.stop]: c.window for p in paths for c in p if c.found}
             if not unverified:
                 return paths
-            windows = {self.keys[c.window.start, c.window.stop]: c.window for p in paths for c in p if c.found}
-            for key in unverified:
-                self._verify(key, windows[key], len(unverified))
+            for key, w in unverified.items():
+                self._verify(key, w)
 
-    def _verify(self, key: str, w: Window, waiting: int) -> None:
-        """Search a chosen window with all that the options allow, then prove and check what was found."""
-        found = self.found[key]
-        if self.options.max_width > 1 and self._may_go_on():
-            wide = self._search_one(w, self.options.max_width, waiting)
-            known = {str(f.ugraph.kernels) for f in found}
-            found = sorted([*found, *(f for f in wide if str(f.ugraph.kernels) not in known)], key=lambda f: f.cost_us)
-        result = accept(found, keep=_KEEP, seed=self.seed, on_candidate=lambda number, verdict: self.say("verify", verdict))
+    def _verify(self, key: str, w: Window) -> None:
+        """Prove and check what was found for a chosen window."""
+        result = accept(self.found[key], keep=_KEEP, seed=self.seed, on_candidate=lambda number, verdict: self.say("verify", verdict))
         self.accepted[key] = result.candidates
         self.refused += [replace(r, reason=f"{self._named(w)}: {r.reason}") for r in result.refused]
         self.proof_seconds += result.seconds
@@ -168,12 +165,12 @@ class _Windows:
             ending[w.stop] += self._choices(w, mma)
         for c in self.library:
             ending[c.window.stop].append(c)
-        best: list[list[tuple[tuple[float, float], Path]]] = [[((0.0, 0.0), ())]]
+        best: list[list[tuple[tuple[float, ...], Path]]] = [[((0.0, 0.0, 0.0), ())]]
         for choices in ending[1:]:
-            ways = []
+            ways: list[tuple[tuple[float, ...], Path]] = []
             for c in choices:
-                a, b = weight(c)
-                ways += [((x + a, y + b), (*path, c)) for (x, y), path in best[c.window.start]]
+                own = weight(c)
+                ways += [(tuple(map(operator.add, total, own)), (*path, c)) for total, path in best[c.window.start]]
             best.append(sorted(ways, key=lambda way: way[0])[:count])  # stable: the same for equal weights in every run
         return [path for _, path in best[-1]]
 
@@ -208,7 +205,8 @@ class _Windows:
 
     def _notes(self, path: Path) -> tuple[str, ...]:
         different = len(set(self.keys.values()))
-        notes = [f"windows: {len(self.found)} of {different} different ones searched ({len(self.keys)} in all), {len(self.accepted)} verified"]
+        notes = [f"windows: {len(self.keys)} of {len(self.cut.units)} units, {len(self.found)} of {different} different ones searched, "
+                 f"{len(self.accepted)} verified"]
         notes += [f"{self._named(c.window)}: {c.kernels} kernel{'s' if c.kernels != 1 else ''}, {c.us:.1f} µs" for c in path if c.candidate]
         why: dict[str, list[str]] = {}
         for c in path:
@@ -218,12 +216,13 @@ class _Windows:
         return (*notes, *(f"library: {', '.join(names)} ({reason})" for reason, names in why.items()))
 
 
-def _by_time(c: Choice) -> tuple[float, float]:
-    return c.us, c.kernels
+def _by_time(c: Choice) -> tuple[float, ...]:
+    return c.us, c.kernels, 0.0
 
 
-def _by_launches(c: Choice) -> tuple[float, float]:
-    return c.kernels, c.us
+def _by_launches(c: Choice) -> tuple[float, ...]:
+    """Launches, and of as many those that are library calls: what the estimates know least about."""
+    return c.kernels, 0.0 if c.candidate or c.found else c.kernels, c.us
 
 
 def _key(graph: KernelGraph) -> str:
