@@ -24,6 +24,7 @@ from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.search.calls import VIEWS, call_us
 from mirage_hf.search.cut import Cut, Window, cut
 from mirage_hf.search.engine import Found, SearchOptions, search
+from mirage_hf.search.join import Joined, join
 from mirage_hf.search.report import Counters, Refusal, SearchReport
 from mirage_hf.verify.accept import Candidate, Progress, accept
 from mirage_hf.verify.verdict import Refused, Verdict
@@ -76,6 +77,7 @@ class _Windows:
         self.deadline = time.perf_counter() + options.time_limit
         self.keys = {(w.start, w.stop): _key(w.graph) for w in parts.windows if w.graph is not None}
         self.found: dict[str, list[Found]] = {}
+        self.joined: dict[str, tuple[Joined, list[Found]]] = {}
         self.accepted: dict[str, tuple[Candidate, ...]] = {}
         self.refused: list[Refusal] = []
         self.counters, self.stop, self.proof_seconds = Counters(), "exhausted", 0.0
@@ -109,7 +111,11 @@ class _Windows:
         for n, (key, w) in enumerate(different.items()):
             if not self._may_go_on():
                 return
-            self.found[key] = self._search_one(w, len(different) - n)
+            assert w.graph is not None
+            self.found[key] = self._search_one(w.graph, len(different) - n)
+            joined = join(w.graph)
+            if joined is not None and self._may_go_on():
+                self.joined[key] = joined, self._search_one(joined.graph, len(different) - n)
 
     def _may_go_on(self) -> bool:
         if self.stop != "interrupted" and time.perf_counter() >= self.deadline:
@@ -120,11 +126,10 @@ class _Windows:
         if why in _STOPS:  # not "not lowerable": it says that a window has no kernel
             self.stop = max(self.stop, why, key=_STOPS.index)
 
-    def _search_one(self, w: Window, waiting: int) -> list[Found]:
-        assert w.graph is not None
+    def _search_one(self, graph: KernelGraph, waiting: int) -> list[Found]:
         left, before = self.deadline - time.perf_counter(), self.counters
         options = replace(self.options, time_limit=min(left, _SHARE * left / waiting), max_width=1)
-        found, report = search(w.graph, options, lambda counters: self.say("search", before + counters))
+        found, report = search(graph, options, lambda counters: self.say("search", before + counters))
         self.counters = before + report.counters
         self._stopped(report.stop)
         return found
@@ -143,16 +148,21 @@ class _Windows:
 
     def _verify(self, key: str, w: Window) -> None:
         """Prove and check what was found for a chosen window."""
-        result = accept(self.found[key], keep=_KEEP, seed=self.seed, on_candidate=lambda number, verdict: self.say("verify", verdict))
-        self.accepted[key] = result.candidates
-        self.refused += [replace(r, reason=f"{self._named(w)}: {r.reason}") for r in result.refused]
-        self.proof_seconds += result.seconds
+        kept: list[Candidate] = []
+        joined, wide = self.joined.get(key, (None, []))
+        for found in (self.found[key], wide):
+            result = accept(found, keep=_KEEP, seed=self.seed, on_candidate=lambda number, verdict: self.say("verify", verdict))
+            kept += [replace(c, ugraph=joined.split(c.ugraph)) if joined and found is wide else c for c in result.candidates]
+            self.refused += [replace(r, reason=f"{self._named(w)}: {r.reason}") for r in result.refused]
+            self.proof_seconds += result.seconds
+        self.accepted[key] = tuple(sorted(kept, key=lambda c: c.cost_us))
 
     def _choices(self, w: Window, mma: bool) -> list[Choice]:
         key = self.keys[w.start, w.stop]
         if key in self.accepted:
             return [Choice(w, c.cost_us + w.view_us, c.ugraph.num_kernels, c) for c in self.accepted[key] if c.allows(mma)]
-        return [Choice(w, f.cost_us + w.view_us, f.ugraph.num_kernels, None, f) for f in self.found.get(key, [])[:1]]
+        first = [*self.found.get(key, [])[:1], *self.joined.get(key, (None, []))[1][:1]]
+        return [Choice(w, f.cost_us + w.view_us, f.ugraph.num_kernels, None, f) for f in first]
 
     def _library(self, w: Window) -> Choice:
         ops = library_ugraph(w.graph).kernels.ops if w.graph is not None else ()
@@ -205,7 +215,7 @@ class _Windows:
 
     def _notes(self, path: Path) -> tuple[str, ...]:
         different = len(set(self.keys.values()))
-        notes = [f"windows: {len(self.keys)} of {len(self.cut.units)} units, {len(self.found)} of {different} different ones searched, "
+        notes = [f"windows: {len(self.keys)} over {len(self.cut.units)} units, {len(self.found)} of {different} different ones searched, "
                  f"{len(self.accepted)} verified"]
         notes += [f"{self._named(c.window)}: {c.kernels} kernel{'s' if c.kernels != 1 else ''}, {c.us:.1f} µs" for c in path if c.candidate]
         why: dict[str, list[str]] = {}

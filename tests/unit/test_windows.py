@@ -19,6 +19,7 @@ from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.ops import table
 from mirage_hf.search import calls, cut
 from mirage_hf.search.engine import SearchOptions, search
+from mirage_hf.search.join import join
 from mirage_hf.tune.cost import library_us
 from mirage_hf.verify import windows
 from mirage_hf.verify.accept import Searched, accept, search_and_verify
@@ -257,6 +258,42 @@ def test_candidates_differ_and_come_in_order():
     result = searched(decoder_layer(mi, **SMALL, past=6))
     assert len({str(c.ugraph) for c in result.candidates}) == len(result.candidates) > 1
     assert [c.cost_us for c in result.candidates] == sorted(c.cost_us for c in result.candidates)
+
+
+# -- products of one tensor -------------------------------------------------------------------------------------------------------
+
+def test_projections_of_one_row_are_one_kernel_that_reads_it_once():
+    best = searched(decoder_layer(mi, past=127)).candidates[0].ugraph
+    first = next(op for op in best.block_ops if any(t.name == "wq" for t in op.inputs))
+    assert {"x", "gamma0", "wq", "wk", "wv"} == {t.name for t in first.inputs} and len(first.outputs) == 1
+    joined, = (i for i in first.block.inputs if i.joined)
+    assert sorted(joined.sizes) == [512, 512, 2048]
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+def test_joined_products_are_slices_of_one(permuted):
+    g = mi.new_kernel_graph()
+    x = g.silu(g.new_input((3, 16)))
+    ws = [g.permute(g.new_input((n, 16)), (1, 0)) if permuted else g.new_input((16, n)) for n in (8, 4, 12)]
+    a, b, c = (g.matmul(x, w) for w in ws)
+    g.mark_output(c, x, a, b, a)
+    joined = join(g)
+    assert joined is not None and sum(op.name == "matmul" for op in joined.graph.ops) == 1
+    assert same_as_float64(joined.split(library_ugraph(joined.graph)))
+    for f in search(joined.graph, replace(OPTIONS, max_width=1))[0]:
+        assert same_as_float64(joined.split(f.ugraph)) and joined.split(f.ugraph).num_kernels == f.ugraph.num_kernels
+
+
+def _used_inside(g): x, v, w = g.new_input((3, 16)), g.new_input((16, 8)), g.new_input((16, 8)); g.mul(g.matmul(x, v), g.matmul(x, w))
+def _other_rows(g): v, w = g.new_input((16, 8)), g.new_input((16, 8)); g.matmul(g.new_input((3, 16)), v); g.matmul(g.new_input((3, 16)), w)
+def _computed_weight(g): x, v, w = g.new_input((3, 16)), g.new_input((16, 8)), g.new_input((16, 8)); g.matmul(x, g.exp(v)); g.matmul(x, w)
+
+
+@pytest.mark.parametrize("build", [_used_inside, _other_rows, _computed_weight], ids=lambda f: f.__name__.strip("_"))
+def test_what_is_not_joined(build):
+    g = mi.new_kernel_graph()
+    build(g)
+    assert join(g) is None
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------------------
