@@ -8,7 +8,7 @@ from typing import Any
 
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.search.engine import Found, SearchOptions, search
+from mirage_hf.search.engine import Found, SearchOptions, Steps, search
 from mirage_hf.search.report import Refusal, SearchReport
 from mirage_hf.search.spec import NotLowerable, lower
 from mirage_hf.verify.fingerprint import prove
@@ -93,8 +93,9 @@ WHOLE = 12
 """Ops of a program that is searched as one; the longest of tests/programs.py, all searched in under a second, has 10."""
 
 
-def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Progress | None = None, *, seed: int = 0) -> Searched:
-    """Search `program` and keep the candidates that are proven and whose numbers hold.
+def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Progress | None = None, *, seed: int = 0,
+                      steps: Steps | None = None) -> Searched:
+    """Search `program` and keep the candidates that are proven and whose numbers hold. Steps that `steps` has are not made again.
 
     Programs of more than WHOLE ops, and those with ops that the search cannot lower, are searched window by window
     (verify/windows.py): options.max_kernels then bounds each window. Roles name axes of the whole program, so with them it is
@@ -105,9 +106,9 @@ def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Pr
     lowered = lower(program)
     reason = lowered.reason if isinstance(lowered, NotLowerable) else ""
     if (reason or len(program.ops) > WHOLE) and not options.roles:
-        return Searched(*search_windows(program, options, progress, seed=seed, reason=reason))
+        return Searched(*search_windows(program, options, progress, seed=seed, reason=reason, steps=steps))
     say = progress or (lambda stage, detail: None)
-    found, report = search(program, options, lambda counters: say("search", counters))
+    found, report = search(program, options, lambda counters: say("search", counters), steps)
     accepted = accept(found, seed=seed, on_candidate=lambda number, verdict: say("verify", verdict))
     return Searched(accepted.candidates, replace(report, found=len(accepted.candidates), refused=accepted.refused,
                                                  error_bound=accepted.error_bound, proof_seconds=accepted.seconds))

@@ -23,7 +23,7 @@ from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp, inline
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.search.calls import VIEWS, call_us
 from mirage_hf.search.cut import Cut, Window, cut
-from mirage_hf.search.engine import Found, SearchOptions, search
+from mirage_hf.search.engine import Found, SearchOptions, Steps, search
 from mirage_hf.search.join import Joined, join
 from mirage_hf.search.report import Counters, Refusal, SearchReport
 from mirage_hf.verify.accept import Candidate, Progress, accept
@@ -58,21 +58,23 @@ Weight = Callable[[Choice], tuple[float, ...]]
 
 
 def search_windows(program: KernelGraph, options: SearchOptions, progress: Progress | None = None, *, seed: int = 0, reason: str = "",
-                   call_us: CallCost = call_us) -> tuple[tuple[Candidate, ...], SearchReport]:
+                   call_us: CallCost = call_us, steps: Steps | None = None) -> tuple[tuple[Candidate, ...], SearchReport]:
     """Search a program window by window: candidates for the whole, best estimate first, and the report.
 
     `options` bound each window, its max_kernels too; time_limit is that of all together. Windows are searched at
     width 1 only: wider searches of windows of this size may take minutes. `call_us` estimates library calls.
-    `reason` says why the program was not searched as one, and stays in the report.
+    `reason` says why the program was not searched as one, and stays in the report; steps that
+    `steps` has are not made again.
     """
-    return _Windows(cut(program), options, progress, seed, call_us).run(reason)
+    return _Windows(cut(program), options, progress, seed, call_us, steps).run(reason)
 
 
 class _Windows:
     """The windows of one program: what was found for each, what of it was accepted."""
 
-    def __init__(self, parts: Cut, options: SearchOptions, progress: Progress | None, seed: int, call_us: CallCost):
-        self.cut, self.options, self.seed, self.call_us = parts, options, seed, call_us
+    def __init__(self, parts: Cut, options: SearchOptions, progress: Progress | None, seed: int, call_us: CallCost,
+                 steps: Steps | None):
+        self.cut, self.options, self.seed, self.call_us, self.steps = parts, options, seed, call_us, steps
         self.say: Callable[[str, Any], Any] = progress or (lambda stage, detail: None)
         self.deadline = time.perf_counter() + options.time_limit
         self.keys = {(w.start, w.stop): _key(w.graph) for w in parts.windows if w.graph is not None}
@@ -129,7 +131,7 @@ class _Windows:
     def _search_one(self, graph: KernelGraph, waiting: int) -> list[Found]:
         left, before = self.deadline - time.perf_counter(), self.counters
         options = replace(self.options, time_limit=min(left, _SHARE * left / waiting), max_width=1)
-        found, report = search(graph, options, lambda counters: self.say("search", before + counters))
+        found, report = search(graph, options, lambda counters: self.say("search", before + counters), self.steps)
         self.counters = before + report.counters
         self._stopped(report.stop)
         return found
