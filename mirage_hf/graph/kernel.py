@@ -280,3 +280,32 @@ def _number(x: Any, where: str) -> float:
 def new_kernel_graph() -> KernelGraph:
     """Return an empty tensor program."""
     return KernelGraph()
+
+
+def inline(graph: KernelGraph, part: KernelGraph, tensors: Sequence[DTensor]) -> list[DTensor]:
+    """Add the ops of `part` to `graph`, reading `tensors` for its inputs; returns what stands for its outputs.
+
+    Names that somebody gave are kept, with an underscore where they are taken; others are made anew. Block graphs stay as they are.
+    Errors: GraphError when `tensors` do not fit the inputs of `part`.
+    """
+    if [(t.dims, t.dtype) for t in tensors] != [(t.dims, t.dtype) for t in part.inputs]:
+        given, wanted = (", ".join(f"{table.dtype_name(t.dtype)} {errors.shape(t.dims)}" for t in ts) for ts in (tensors, part.inputs))
+        raise errors.GraphError(f"inline: the graph reads {wanted or 'nothing'}, it was given {given or 'nothing'}; "
+                                "give a tensor like each of its inputs, in their order")
+    new = {t.index: x for t, x in zip(part.inputs, tensors, strict=True)}
+    for op in part.ops:
+        taken = {t.name for t in graph._tensors}
+        names: list[str | None] = []
+        for t in op.outputs:
+            name = None if t.name.rstrip("_") == f"t{t.index}" else t.name
+            while name is not None and name in taken:
+                name += "_"
+            names.append(name)
+            taken |= {name} if name is not None else set()
+        args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
+        if op.block is not None:
+            outputs = graph.customized(args, op.block, names)  # type: ignore[arg-type]
+        else:
+            outputs = [graph.apply(op.name, args, dict(op.attrs), names[0])]
+        new |= {t.index: y for t, y in zip(op.outputs, outputs, strict=True)}
+    return [new[t.index] for t in part.outputs]

@@ -429,6 +429,8 @@ class _Kernel:
 
     def _close(self, loop: str | None) -> None:
         """End a stage: what holds only in it is forgotten."""
+        if loop is None and any(self.loop in op.axes for op in self.body):
+            raise _Refused("a value that changes along the loop is made outside of it")
         if self.body or self.accumulators:
             self.stages.append(Stage(loop, tuple(self.body), tuple(self.accumulators)))
         self.body, self.accumulators = [], []

@@ -10,6 +10,7 @@ from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.engine import Found, SearchOptions, Steps, search
 from mirage_hf.search.report import Refusal, SearchReport
+from mirage_hf.search.spec import NotLowerable, lower
 from mirage_hf.verify.fingerprint import prove
 from mirage_hf.verify.numeric import NumericCheck, judge_on_cpu
 from mirage_hf.verify.verdict import Accepted, Refused, Verdict
@@ -88,9 +89,24 @@ class Searched:
         return tuple(c.ugraph for c in self.candidates)
 
 
+WHOLE = 12
+"""Ops of a program that is searched as one; the longest of tests/programs.py, all searched in under a second, has 10."""
+
+
 def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Progress | None = None, *, seed: int = 0,
                       steps: Steps | None = None) -> Searched:
-    """Search `program` and keep the candidates that are proven and whose numbers hold. Steps that `steps` has are not made again."""
+    """Search `program` and keep the candidates that are proven and whose numbers hold. Steps that `steps` has are not made again.
+
+    Programs of more than WHOLE ops, and those with ops that the search cannot lower, are searched window by window
+    (verify/windows.py): options.max_kernels then bounds each window. Roles name axes of the whole program, so with them it is
+    searched as one.
+    """
+    from mirage_hf.verify.windows import search_windows  # its windows go through `accept`
+
+    lowered = lower(program)
+    reason = lowered.reason if isinstance(lowered, NotLowerable) else ""
+    if (reason or len(program.ops) > WHOLE) and not options.roles:
+        return Searched(*search_windows(program, options, progress, seed=seed, reason=reason, steps=steps))
     say = progress or (lambda stage, detail: None)
     found, report = search(program, options, lambda counters: say("search", counters), steps)
     accepted = accept(found, seed=seed, on_candidate=lambda number, verdict: say("verify", verdict))
