@@ -48,7 +48,7 @@ def _sizes(classes: Classes, program: KernelGraph) -> dict[Key, int]:
         total, parts = classes.find(r.total), [classes.find(p) for p in r.parts]
         if r.kind == "sum" and total not in kept and not kept & set(parts):
             for p in parts:
-                sizes[p] = min(full[p], max(wide.get(total, full[p]) // 2, 1))
+                sizes[p] = min(full[p], max(wide.get(total, _WIDE_AXIS) // 2, 1))
             sizes[total] = sum(sizes[p] for p in parts)
         else:
             kept |= {total, *parts}

@@ -298,7 +298,7 @@ def test_linear_residual_and_statistics_have_two_outputs():
     assert [isinstance(prove(f.ugraph), Accepted) for f in found] == [True] * len(found)
     # one way sums the squares in the matmul's kernel, a part per block of columns, so that y is not read again
     inside = [f for f in found if len(blocks_of(f)[0].outputs) == 2]
-    assert inside and all(len(b.outputs) == 1 and len(b.inputs) == 1 for _, b in map(blocks_of, inside))
+    assert inside and all(4096 not in t.dims for f in inside for t in f.ugraph.block_ops[1].inputs)
 
 
 def test_a_whole_mlp_is_two_kernels():
@@ -309,7 +309,8 @@ def test_a_whole_mlp_is_two_kernels():
     g.add(x, g.matmul(g.mul(g.silu(g.matmul(h, gate)), g.matmul(h, up)), down))
     first = checked(found_in(g)[0])
     a, b = blocks_of(first)
-    assert len(loops(a)[0].accumulators) == 3 and [op.fn for op in b.stages[-1].body] == ["add"]
+    sums = [op for op in a.ops() if op.fn == "sum"] + [acc for s in a.stages for acc in s.accumulators]
+    assert len(sums) == 3 and next(reversed(list(b.ops()))).fn == "add"
 
 
 @pytest.mark.parametrize("name", programs.PROGRAMS)
@@ -468,10 +469,10 @@ def test_the_result_does_not_depend_on_threads_or_on_the_run():
 def hard_program() -> KernelGraph:
     """A search that takes many seconds to exhaust."""
     g = mi.new_kernel_graph()
-    xs = [g.new_input((64, 64)) for _ in range(7)]
-    y = xs[0]
-    for x in xs[1:]:
-        y = g.mul(g.add(g.matmul(y, x), x), xs[0])
+    x = y = g.new_input((64, 64))
+    for _ in range(4):
+        h = g.layer_norm(y, g.new_input((1, 64)))
+        y = g.add(g.matmul(g.mul(h, g.silu(y)), g.new_input((64, 64))), x)
     g.mark_output(y)
     return g
 
