@@ -1,23 +1,30 @@
 # make demo     set up, then run the main job on a small trained model
 # make test     set up, then lint and every test; the last line is pytest's summary
+# make sanitize the C++ core's unit tests and fuzzer under AddressSanitizer and UBSan
 #
 # PYTHON=python3.12        another Python (3.10 to 3.13)
 # SYSTEM=1 | 0             use, or do not use, the torch of that Python (by itself: on a GPU machine whose torch has CUDA)
 # TORCH_INDEX_URL=…        where to take torch from
 # WORKERS=2                processes that run tests
+# FUZZ_SECONDS=10          how long the fuzzer runs
 
 PYTHON  ?= python3
 SYSTEM  ?= auto
 WORKERS ?= 2
+FUZZ_SECONDS ?= 10
 COMPAT  ?= 5.4.0 5.23.0
 
 BIN     := .venv/bin
 SETUP   := $(PYTHON) scripts/setup_env.py --system $(SYSTEM)
-SOURCES := pyproject.toml scripts/setup_env.py $(shell find csrc -type f)
+SOURCES := pyproject.toml scripts/setup_env.py $(shell find csrc -type f -not -path 'csrc/tests/*')
+CXX     ?= g++
+SANITIZED := build/sanitize
+# with torch from the system there may be none in .venv/bin
+CMAKE   = $(or $(wildcard $(BIN)/cmake),$(shell command -v cmake),$(BIN)/python -m cmake)
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 MAKEFLAGS += --no-print-directory
-.PHONY: demo test lint unit compat setup clean
+.PHONY: demo test lint unit sanitize compat setup clean
 
 demo: .venv/run.stamp
 	@$(BIN)/mirage-hf demo
@@ -26,6 +33,7 @@ demo: .venv/run.stamp
 test: .venv/dev.stamp
 	@failed=0; \
 	$(MAKE) lint || failed=1; \
+	$(MAKE) sanitize || failed=1; \
 	$(MAKE) compat || failed=1; \
 	$(MAKE) unit || failed=1; \
 	exit $$failed
@@ -40,6 +48,20 @@ lint: .venv/dev.stamp
 	lint mypy; \
 	lint lint-imports --no-logo; \
 	exit $$failed
+
+# without Python; a compiler that lacks the sanitizers' libraries is said, and is no failure
+sanitize: .venv/dev.stamp
+	@mkdir -p $(SANITIZED); \
+	echo 'int main() {}' > $(SANITIZED)/probe.cpp; \
+	if ! $(CXX) -fsanitize=address,undefined $(SANITIZED)/probe.cpp -o $(SANITIZED)/probe 2>/dev/null || ! $(SANITIZED)/probe; then \
+	  echo "sanitize: $(CXX) has no AddressSanitizer here, skipped"; exit 0; \
+	fi; \
+	$(CMAKE) -S csrc -B $(SANITIZED) -DCMAKE_CXX_COMPILER=$(CXX) -DMIRAGE_TESTS=ON -DMIRAGE_SANITIZE=address,undefined > $(SANITIZED)/cmake.log \
+	  || { cat $(SANITIZED)/cmake.log; exit 1; }; \
+	$(CMAKE) --build $(SANITIZED) -j $(WORKERS) > $(SANITIZED)/build.log 2>&1 || { cat $(SANITIZED)/build.log; exit 1; }; \
+	$(SANITIZED)/tests/core_tests && \
+	(cd $(SANITIZED) && tests/fuzz_program ../../csrc/tests/corpus $(FUZZ_SECONDS)) && \
+	echo "sanitize: clean"
 
 # the models' tests again, with the oldest and the latest transformers
 compat: $(COMPAT:%=.compat/%.stamp)

@@ -6,6 +6,7 @@
 #include <exception>
 
 #include "core/ir.h"
+#include "core/program_text.h"
 
 namespace py = pybind11;
 using namespace mirage;
@@ -25,7 +26,8 @@ PYBIND11_MODULE(_core, m) {
       .def_readwrite("den", &Node::den).def_readwrite("bytes", &Node::bytes);
   py::class_<Program>(m, "Program")
       .def(py::init<>())
-      .def_readwrite("axes", &Program::axes).def_readwrite("nodes", &Program::nodes).def_readwrite("outputs", &Program::outputs);
+      .def_readwrite("axes", &Program::axes).def_readwrite("nodes", &Program::nodes).def_readwrite("outputs", &Program::outputs)
+      .def("text", &format, "The program as text, in the form of core/program_text.h.");
   py::class_<Limits>(m, "Limits")
       .def(py::init<>())
       .def_readwrite("seconds", &Limits::seconds) .def_readwrite("width", &Limits::width)
@@ -66,6 +68,15 @@ PYBIND11_MODULE(_core, m) {
   py::class_<SearchResult>(m, "SearchResult")
       .def_readonly("candidates", &SearchResult::candidates) .def_readonly("stats", &SearchResult::stats)
       .def_readonly("stop", &SearchResult::stop);
+  m.attr("max_axes") = kMaxAxes;
+  m.attr("max_nodes") = kMaxProgramNodes;
+  m.def("parse_program", [](const std::string& text) {
+        try {
+          return parse(text);
+        } catch (const ParseError& e) {
+          throw py::value_error(e.what());
+        }
+      }, py::arg("text"), "A well-formed program from its text; ValueError with the line else.");
   m.def("search", [](const Program& program, const Limits& limits, const std::function<bool(const Statistics&)>& progress) {
         // Python errors stop the search and are raised once its threads have ended; ctrl-C stops it and keeps what was found.
         std::exception_ptr raised;
@@ -82,6 +93,7 @@ PYBIND11_MODULE(_core, m) {
             return true;
           }
         };
+        check(program);
         SearchResult result;
         {
           py::gil_scoped_release released;

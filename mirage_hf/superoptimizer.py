@@ -1,21 +1,21 @@
 """The superoptimizer's pipeline: search → verify → tune, and what comes out: a sequence of µGraphs that can be called."""
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mirage_hf import errors
+from mirage_hf import checkpoint as checkpoints
+from mirage_hf import errors, html_report, labels, results
+from mirage_hf.checkpoint import Kept
 from mirage_hf.codegen import compile as compiled
 from mirage_hf.codegen import triton
-from mirage_hf.graph import json_format
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph, check_inputs, library_ugraph
@@ -38,6 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """What each config restricts: sums are not multiplied out where the block has none worth it."""
 
+
 class SearchResult(Sequence[UGraph]):
     """µGraphs equivalent to `program`, best first; the library path is the last unless it was measured to be faster.
 
@@ -58,6 +59,15 @@ class SearchResult(Sequence[UGraph]):
         """Run the best µGraph; inputs and outputs are lists in the order of `program.inputs` and `program.outputs`."""
         return self._ugraphs[0](inputs)
 
+    def to_html(self, path: str | Path) -> Path:
+        """Write one self-contained page: program, report, results with their pictures, text and generated code. Returns the path."""
+        return html_report.write(self, path)
+
+    def of(self, program: KernelGraph) -> SearchResult:
+        """The same result for an equal program; nothing of it is shared with this one's program, to which ops may be added."""
+        return SearchResult(program, [replace(u, program=program) if u.is_fused else library_ugraph(program) for u in self],
+                            self.report, self.tuned)
+
     def __repr__(self) -> str:
         return f"<SearchResult: {len(self)} µGraphs, best with {self[0].num_kernels} kernels, {self.report.stop}>"
 
@@ -67,13 +77,15 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
                   imaps: Any = None, omaps: Any = None, fmaps: Any = None, franges: Iterable[int] | None = None,
                   max_kernels: int | None = None, max_block_ops: int | None = None, time_limit: float | None = None,
                   checkpoint: str | Path | None = None, seed: int = 0, verbose: bool = False,
-                  save_codes: bool | str | Path = False, progress: Progress | None = None) -> SearchResult:
+                  save_codes: bool | str | Path = False, progress: Progress | None = None, cache: bool = True) -> SearchResult:
     """Search for faster kernels that are proven equivalent to `graph`.
 
     config: a preset of restrictions ("attention", "lora", "mlp"). backend: "triton", "cuda", "cpu" or "auto" (triton where a
     GPU is). griddims, blockdims, franges: allowed numbers of blocks per grid dim, threads per dim, and loop trips.
     max_kernels: most kernels of a result; max_block_ops: ops in one kernel; time_limit: seconds; checkpoint: a file to load
-    the result from, or to keep it in. save_codes: also write every result's Triton program into a folder.
+    the result from, or to keep it in. save_codes: also write every result's Triton program into a folder. cache: use, and keep,
+    results of earlier calls in this process and of earlier processes (the latter report stop "loaded"); False searches anew, and a
+    checkpoint takes the cache's place.
     Returns a `SearchResult`, never empty.
     Errors: SearchError for impossible options, GraphError for a graph without ops, FormatError for a foreign checkpoint.
     """
@@ -81,25 +93,69 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
         raise errors.SearchError(f"superoptimize: expected a graph made by mi.new_kernel_graph(), got {type(graph).__name__}")
     if not graph.ops:
         raise errors.GraphError("superoptimize: the graph has no ops; add some, for example graph.matmul(x, w)")
-    options, restriction = _options(config, backend, griddims, blockdims, franges, {"imaps": imaps, "omaps": omaps, "fmaps": fmaps},
-                                    max_kernels, max_block_ops, time_limit)
-    identity = _identity(graph, options, restriction, seed)
-    loaded = _load_checkpoint(checkpoint, graph, identity)
-    if loaded is not None:
-        found, report = loaded.ugraphs, loaded.report
-        allows = _judged()
+    options, restriction = options_of(config, backend, griddims, blockdims, franges, {"imaps": imaps, "omaps": omaps, "fmaps": fmaps},
+                                      max_kernels, max_block_ops, time_limit)
+    identity = checkpoints.identity(graph, options, restriction, seed)
+    use_cache = cache and checkpoint is None
+    progress = progress or (_printer() if verbose else None)
+    here = (results.key_of(identity), backend, max_kernels, torch.cuda.current_device() if torch.cuda.is_available() else None)
+    result = _memory.get(here) if use_cache else None
+    if result is not None:
+        result = result.of(graph)
     else:
-        searched = search_and_verify(graph, options, progress or (_printer() if verbose else None), seed=seed)
-        found, report = searched.ugraphs(), searched.report
-        known = {id(c.ugraph): c for c in searched.candidates}
-        allows = lambda u, mma: known[id(u)].allows(mma)  # noqa: E731
-        if checkpoint is not None:
-            _save_checkpoint(Path(checkpoint), found, report, identity)
+        kept, allows = _kept(graph, options, seed, progress, checkpoint, identity, use_cache)
+        result = _finished(graph, kept, allows, backend, restriction, max_kernels, progress)
+        if use_cache and checkpoints.finished(kept.ugraphs, kept.report):
+            _memory.put(here, result)
+    if verbose:
+        print(result.report, file=sys.stderr)
+    if save_codes:
+        folder = Path("mirage_codes" if save_codes is True else save_codes)
+        folder.mkdir(parents=True, exist_ok=True)
+        for n, u in enumerate(result):
+            u.generate_triton_program(folder / f"ugraph_{n}.py")
+    return result
+
+
+_memory = results.Memory()
+
+Allows = Callable[[UGraph, bool], bool]
+"""Called as allows(ugraph, mma): whether its rounding was found to hold on tensor cores, or with multiply-adds."""
+
+
+def _kept(graph: KernelGraph, options: SearchOptions, seed: int, progress: Progress | None, checkpoint: str | Path | None, identity: str,
+          use_cache: bool) -> tuple[Kept, Allows]:
+    """What is known of this program from a checkpoint or the cache on disk, else what a search finds, kept there."""
+    key = results.key_of(identity)
+    loaded: Kept | errors.Rejected | None = None
+    if checkpoint is not None:
+        loaded = checkpoints.load(checkpoint, graph, identity)
+    elif use_cache:
+        loaded = results.load(key, graph, seed)
+    if isinstance(loaded, Kept):
+        return loaded, _judged()
+    searched = search_and_verify(graph, options, progress, seed=seed)
+    kept = Kept(searched.ugraphs(), searched.report)
+    notes = [f"{loaded.reason}; searched anew"] if loaded is not None else []
+    if checkpoint is not None and kept.report.stop != "interrupted":
+        checkpoints.write(checkpoint, kept, identity)
+    elif use_cache and checkpoints.finished(kept.ugraphs, kept.report):
+        refused = results.store(key, kept)
+        notes += [refused.reason] if refused is not None else []
+    known = {id(c.ugraph): c for c in searched.candidates}
+    return replace(kept, report=replace(kept.report, notes=(*kept.report.notes, *notes))), lambda u, mma: known[id(u)].allows(mma)
+
+
+def _finished(graph: KernelGraph, kept: Kept, allows: Allows, backend: str, restriction: Restriction | None, max_kernels: int | None,
+              progress: Progress | None) -> SearchResult:
+    """Candidates with schedules: measured where a GPU is, else by the cost model; and the library path."""
+    found, report, tuned = kept.ugraphs, kept.report, None
     if restriction is not None:
         found = restriction.scheduled(found)
-    ugraphs, tuned = (*found, library_ugraph(graph)), None
+    ugraphs: tuple[UGraph, ...] = (*found, library_ugraph(graph))
     if found and backend != "cpu" and torch.cuda.is_available():
         tuned = tune(found, device=torch.device("cuda", torch.cuda.current_device()),
+                     progress=(lambda *detail: progress("tune", detail)) if progress else None,
                      schedules=restriction.schedules if restriction else None)
         ugraphs = tuned.ugraphs()
     elif restriction is None:
@@ -110,19 +166,7 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
             why = report.reason or "; ".join(r.reason for r in report.refused) or report.stop
             raise errors.SearchError(f"superoptimize: no µGraph of at most {max_kernels} kernels was found ({why}); "
                                      "allow more with max_kernels")
-    result = SearchResult(graph, ugraphs, report, tuned)
-    if verbose:
-        print(report, file=sys.stderr)
-    if save_codes:
-        folder = Path("mirage_codes" if save_codes is True else save_codes)
-        folder.mkdir(parents=True, exist_ok=True)
-        for n, u in enumerate(result):
-            u.generate_triton_program(folder / f"ugraph_{n}.py")
-    return result
-
-
-Allows = Callable[[UGraph, bool], bool]
-"""Called as allows(ugraph, mma): whether its rounding was found to hold on tensor cores, or with multiply-adds."""
+    return SearchResult(graph, ugraphs, report, tuned)
 
 
 def _judged() -> Allows:
@@ -139,8 +183,9 @@ def _scheduled(u: UGraph, allows: Allows) -> UGraph:
     return replace(u, schedules=chosen) if None not in chosen else u
 
 
-def _options(config: str | None, backend: str, griddims: Any, blockdims: Any, franges: Any, maps: dict[str, Any],
-             max_kernels: int | None, max_block_ops: int | None, time_limit: float | None) -> tuple[SearchOptions, Restriction | None]:
+def options_of(config: str | None, backend: str, griddims: Any, blockdims: Any, franges: Any, maps: dict[str, Any],
+               max_kernels: int | None, max_block_ops: int | None, time_limit: float | None) -> tuple[SearchOptions, Restriction | None]:
+    """Return what `superoptimize`'s options ask of the search and of schedules. Errors: SearchError for impossible ones."""
     if config is not None and config not in PRESETS:
         raise errors.SearchError(f"superoptimize: unknown config {config!r}{errors.suggest(config, PRESETS)}; "
                                  f"configs are {', '.join(PRESETS)}, or None")
@@ -169,59 +214,11 @@ def _printer() -> Progress:
     def show(stage: str, detail: object) -> None:
         line = stage
         if isinstance(detail, Counters):
-            line = f"{stage}: {detail.values} values, {detail.kernels} kernels, {detail.seconds:.1f} s"
+            line = f"{stage}: " + ", ".join(f"{number} {label}" for group, label, number in labels.rows(detail) if group != "pruned")
         if line != last[0]:
             print(line, file=sys.stderr)
             last[0] = line
     return show
-
-
-# -- checkpoints ----------------------------------------------------------------------------------------------------------
-
-CHECKPOINT = "mirage_hf.checkpoint"
-CHECKPOINT_VERSION = 1
-
-
-@dataclass(frozen=True)
-class _Checkpoint:
-    ugraphs: tuple[UGraph, ...]
-    report: SearchReport
-
-
-def _identity(graph: KernelGraph, options: SearchOptions, restriction: Restriction | None, seed: int) -> str:
-    return json_format.digest({"program": json_format.graph_to_dict(graph), "options": repr(replace(options, threads=0)),
-                               "restriction": repr(restriction), "seed": seed, "version": CHECKPOINT_VERSION})
-
-
-def _load_checkpoint(path: str | Path | None, graph: KernelGraph, identity: str) -> _Checkpoint | None:
-    if path is None or not Path(path).exists():
-        return None
-    where = f"checkpoint {path}"
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        kind, version, owner = data["format"], data["version"], data["identity"]
-        intact = data["digest"] == json_format.digest([data["ugraphs"], data["report"]])
-        readable = (kind, version) == (CHECKPOINT, CHECKPOINT_VERSION) and intact
-        kernels = [json_format.ugraph_from_dict(u, where) for u in data["ugraphs"]] if readable else []
-        report = SearchReport(Counters(**data["report"]["counters"]), "loaded", f"from {path}", len(kernels),
-                              error_bound=data["report"]["error_bound"])
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise errors.FormatError(f"{where}: is damaged or not a checkpoint ({e}); delete it, or name another file") from e
-    if kind != CHECKPOINT or version != CHECKPOINT_VERSION:
-        raise errors.FormatError(f"{where}: is {kind!r} version {version!r}, "
-                                 f"this version reads {CHECKPOINT!r} version {CHECKPOINT_VERSION}; name another file")
-    if not intact:
-        raise errors.FormatError(f"{where}: is damaged, its content does not have the digest that it names; "
-                                 "delete it, or name another file")
-    if owner != identity:
-        raise errors.FormatError(f"{where}: belongs to another program, other options or another version; name another file")
-    return _Checkpoint(tuple(UGraph(graph, u.kernels) for u in kernels), report)
-
-
-def _save_checkpoint(path: Path, ugraphs: Sequence[UGraph], report: SearchReport, identity: str) -> None:
-    content = json.loads(json.dumps([[json_format.ugraph_to_dict(u) for u in ugraphs], report.to_dict()]))
-    json_format.save_json({"format": CHECKPOINT, "version": CHECKPOINT_VERSION, "identity": identity, "digest": json_format.digest(content),
-                           "ugraphs": content[0], "report": content[1]}, path)
 
 
 # -- running --------------------------------------------------------------------------------------------------------------

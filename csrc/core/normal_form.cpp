@@ -9,11 +9,15 @@ namespace mirage {
 namespace {
 
 constexpr std::int64_t kLimit = std::int64_t{1} << 62;
+constexpr int kMaxExponent = 1 << 20;          // a square of a square of … doubles it every time
+constexpr std::int64_t kMaxSize = 1 << 30;     // so does f(x, x) the size; a form of this size has no derivation
 
-std::optional<Rational> reduced(__int128 num, __int128 den) {
+__extension__ using Wide = __int128;
+
+std::optional<Rational> reduced(Wide num, Wide den) {
   if (den < 0) { num = -num; den = -den; }
-  __int128 a = num < 0 ? -num : num, b = den;
-  while (b != 0) { const __int128 r = a % b; a = b; b = r; }
+  Wide a = num < 0 ? -num : num, b = den;
+  while (b != 0) { const Wide r = a % b; a = b; b = r; }
   if (a > 1) { num /= a; den /= a; }
   if (num > kLimit || num < -kLimit || den > kLimit) return std::nullopt;
   return Rational{static_cast<std::int64_t>(num), static_cast<std::int64_t>(den)};
@@ -24,16 +28,22 @@ void append(std::vector<std::int64_t>& key, const Factors& factors) {
   for (auto [atom, exponent] : factors) { key.push_back(atom); key.push_back(exponent); }
 }
 
+bool representable(const Factors& factors) {
+  return std::all_of(factors.begin(), factors.end(), [](const auto& f) { return std::abs(f.second) <= kMaxExponent; });
+}
+
+int clamped(std::int64_t size) { return static_cast<int>(std::min(size, kMaxSize)); }
+
 }  // namespace
 
 std::optional<Rational> multiply(Rational a, Rational b) {
-  return reduced(static_cast<__int128>(a.num) * b.num, static_cast<__int128>(a.den) * b.den);
+  return reduced(static_cast<Wide>(a.num) * b.num, static_cast<Wide>(a.den) * b.den);
 }
 
 std::optional<Rational> add(Rational a, Rational b) {
   // 62-bit operands: each product fits in 124 bits, their sum in 125
-  return reduced(static_cast<__int128>(a.num) * b.den + static_cast<__int128>(b.num) * a.den,
-                 static_cast<__int128>(a.den) * b.den);
+  return reduced(static_cast<Wide>(a.num) * b.den + static_cast<Wide>(b.num) * a.den,
+                 static_cast<Wide>(a.den) * b.den);
 }
 
 Factors product(const Factors& a, const Factors& b) {
@@ -57,19 +67,12 @@ AxisSet NormalForms::free(const Factors& factors) const {
   return set;
 }
 
-bool NormalForms::is_number(NfId id) const {
-  const auto number = [&](const std::pair<AtomId, int>& f) {
-    const Atom& a = atoms_[f.first];
-    if (a.kind == Atom::Kind::input || a.kind == Atom::Kind::sum) return false;  // a sum binds an axis that only inputs carry
-    return std::all_of(a.args.begin(), a.args.end(), [&](NfId arg) { return is_number(arg); });
-  };
-  return std::all_of(forms_[id].terms.begin(), forms_[id].terms.end(),
-                     [&](const Monomial& t) { return std::all_of(t.factors.begin(), t.factors.end(), number); });
-}
+bool NormalForms::is_number(NfId id) const { return forms_[id].number; }
 
-int NormalForms::size(const Factors& factors) const {
-  int total = 0;
-  for (auto [a, e] : factors) total += atom_size_[a] * std::abs(e);
+std::int64_t NormalForms::size(const Factors& factors) const {
+  std::int64_t total = 0;
+  // one more for a negative exponent: 1/x is larger than x, and e^(-x) larger than -x
+  for (auto [a, e] : factors) total += std::int64_t{atom_size_[a]} * std::abs(e) + (e < 0 ? 1 : 0);
   return total;
 }
 
@@ -82,10 +85,13 @@ AtomId NormalForms::intern(Atom a) {
   append(key, a.factors);
   auto [it, fresh] = atom_ids_.try_emplace(std::move(key), static_cast<AtomId>(atoms_.size()));
   if (fresh) {
-    int size = 1;
+    std::int64_t size = 1;
     for (NfId arg : a.args) size += forms_[arg].size;
     size += this->size(a.factors) + std::popcount(a.bound);
-    atom_size_.push_back(size);
+    atom_size_.push_back(clamped(size));
+    // a sum binds an axis that only inputs carry
+    a.number = a.kind != Atom::Kind::input && a.kind != Atom::Kind::sum &&
+               std::all_of(a.args.begin(), a.args.end(), [&](NfId arg) { return forms_[arg].number; });
     atoms_.push_back(std::move(a));
   }
   return it->second;
@@ -103,12 +109,17 @@ NfId NormalForms::intern(std::vector<Monomial> terms) {
   auto [it, fresh] = form_ids_.try_emplace(std::move(key), static_cast<NfId>(forms_.size()));
   if (fresh) {
     Nf nf;
+    nf.number = true;
+    std::int64_t size = static_cast<std::int64_t>(terms.size()) - 1;
     for (const Monomial& t : terms) {
       nf.free |= free(t.factors);
-      nf.size += size(t.factors) + (t.coefficient == Rational{} ? 0 : 1);
-      for (auto [a, e] : t.factors) nf.has_exp |= atoms_[a].has_exp;
+      size += this->size(t.factors) + (t.coefficient == Rational{} ? 0 : 1);
+      for (auto [a, e] : t.factors) {
+        nf.has_exp |= atoms_[a].has_exp;
+        nf.number &= atoms_[a].number;
+      }
     }
-    nf.size += static_cast<int>(terms.size()) - 1;
+    nf.size = clamped(size);
     nf.terms = std::move(terms);
     forms_.push_back(std::move(nf));
   }
@@ -167,7 +178,9 @@ std::optional<NfId> NormalForms::mul(NfId a, NfId b) {
     for (const Monomial& t : right) {
       const auto c = multiply(s.coefficient, t.coefficient);
       if (!c) return std::nullopt;
-      auto [it, fresh] = terms.try_emplace(product(s.factors, t.factors), *c);
+      Factors factors = product(s.factors, t.factors);
+      if (!representable(factors)) return std::nullopt;
+      auto [it, fresh] = terms.try_emplace(std::move(factors), *c);
       if (!fresh) {
         const auto total = mirage::add(it->second, *c);
         if (!total) return std::nullopt;
@@ -251,7 +264,9 @@ std::optional<Monomial> NormalForms::sum(const Monomial& term, int axis) {
   }
   Atom s{Atom::Kind::sum, -1, {}, {}, bound, flat, free(flat) & ~bound, false};
   for (auto [a, e] : flat) s.has_exp |= atoms_[a].has_exp;
-  return Monomial{term.coefficient, product(outside, Factors{{intern(std::move(s)), 1}})};
+  Factors factors = product(outside, Factors{{intern(std::move(s)), 1}});
+  if (!representable(factors)) return std::nullopt;
+  return Monomial{term.coefficient, std::move(factors)};
 }
 
 std::optional<NfId> NormalForms::sum(NfId a, int axis) {

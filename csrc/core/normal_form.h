@@ -40,13 +40,15 @@ struct Atom {
   Factors factors;              // sum
   AxisSet free = 0;
   bool has_exp = false;
+  bool number = false;          // holds no input
 };
 
 struct Nf {
   std::vector<Monomial> terms;  // sorted by factors; empty: zero
   AxisSet free = 0;
   bool has_exp = false;
-  int size = 0;                 // grows with every op that builds a value; orders derivations
+  bool number = false;          // holds no input
+  int size = 0;                 // grows with every op that builds a value, up to a limit; orders derivations
 };
 
 class NormalForms {
@@ -56,7 +58,7 @@ class NormalForms {
   NfId input(int symbol, const std::vector<int>& index);
   NfId constant(Rational value);
   NfId named_constant(int symbol);
-  // The binary and unary ops give none when a rational overflows or where the form is not defined (division by zero).
+  // The binary and unary ops give none when a rational or an exponent overflows or where the form is not defined (division by zero).
   std::optional<NfId> mul(NfId a, NfId b);
   std::optional<NfId> add(NfId a, NfId b, bool negate_b);
   std::optional<NfId> inverse(NfId a);
@@ -82,7 +84,7 @@ class NormalForms {
   NfId single(AtomId atom, int exponent = 1) { return of_factors({{atom, exponent}}); }
   AtomId frozen(NfId id);
   std::optional<Monomial> sum(const Monomial& term, int axis);
-  int size(const Factors& factors) const;
+  std::int64_t size(const Factors& factors) const;
 
   std::vector<AxisInfo> axes_;
   int width_;

@@ -3,6 +3,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,16 +16,37 @@ from typer.core import TyperGroup
 from mirage_hf import errors
 from mirage_hf.cli import show
 
+_UsageError: Any = typer.BadParameter.__base__
+"""typer's class for misuse of the command line; newer versions bring a click of their own."""
+
+MISUSE, FAILURE = 2, 1
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """The package's own errors and misuse are one line on stderr and an exit code, not a traceback or a panel."""
+    try:
+        yield
+    except (errors.MirageError, OSError) as e:
+        show.errors_console.print(f"error: {e}", markup=False)
+        raise SystemExit(FAILURE) from None
+    except _UsageError as e:
+        if type(e).__name__ == "NoArgsIsHelpError":
+            raise
+        command = e.ctx.command_path if e.ctx else "mirage-hf"
+        message = " ".join(e.format_message().removeprefix("Invalid value: ").split())
+        show.errors_console.print(f"error: {message} (see {command} --help)", markup=False)
+        raise SystemExit(MISUSE) from None
+
 
 class Commands(TyperGroup):
-    """The package's own errors are messages, not tracebacks."""
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _one_line():
+            return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _one_line():
             return super().invoke(ctx)
-        except (errors.MirageError, OSError) as e:
-            show.errors_console.print(f"error: {e}", markup=False)
-            raise SystemExit(1) from None
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -94,31 +118,67 @@ def bench(model: Model, prompt: Prompt = "The ", tokens: Annotated[int, typer.Op
 
 @app.command()
 def search(program: Annotated[Path, typer.Argument(help="A kernel graph written by graph.to_json().")],
+           config: Annotated[str | None, typer.Option(help="A preset of restrictions: attention, lora or mlp.")] = None,
+           backend: Annotated[str, typer.Option(help="auto, triton or cpu")] = "auto",
            time_limit: Annotated[float | None, typer.Option(help="Seconds.")] = None,
+           max_kernels: Annotated[int | None, typer.Option(help="Most kernels of a result.")] = None,
+           max_block_ops: Annotated[int | None, typer.Option(help="Most ops in one kernel.")] = None,
+           griddims: Annotated[list[str] | None, typer.Option(help="Allowed blocks per grid dim, as 64 or 32,4; may be repeated.")] = None,
+           blockdims: Annotated[list[str] | None, typer.Option(help="Allowed threads per dim, as 128; may be repeated.")] = None,
+           franges: Annotated[list[int] | None, typer.Option(help="Allowed trips of the loop; may be repeated.")] = None,
+           seed: Annotated[int, typer.Option(help="Of the proofs' random inputs.")] = 0,
            threads: Annotated[int | None, typer.Option(min=1, help="Threads of the search; all cores unless given.")] = None,
+           cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use and keep results of earlier searches.")] = True,
+           checkpoint: Annotated[Path | None, typer.Option(help="Load the result from this file, or keep it there.")] = None,
            json_out: Annotated[Path | None, typer.Option("--json", help="Write results and report there.")] = None,
+           html: Annotated[Path | None, typer.Option(help="Write a page with results, pictures and code there.")] = None,
            triton: Annotated[Path | None, typer.Option(help="Write the best kernel there as a Triton file.")] = None) -> None:
     """Search for faster kernels of a tensor program."""
     import mirage_hf as mi
+    from mirage_hf.cli import live
     from mirage_hf.graph import json_format
+    from mirage_hf.settings import settings
+    from mirage_hf.superoptimizer import options_of
+    for name, path in (("--checkpoint", checkpoint), ("--json", json_out), ("--html", html), ("--triton", triton)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            what = "is a folder, give a file" if path.is_dir() else f"has no folder {path.parent}, make it first"
+            raise typer.BadParameter(f"{name} {path}: {what}")
+    options: dict[str, Any] = {
+        "config": config, "backend": backend, "griddims": _dims("--griddims", griddims), "blockdims": _dims("--blockdims", blockdims),
+        "franges": franges or None, "max_kernels": max_kernels, "max_block_ops": max_block_ops, "time_limit": time_limit}
+    try:
+        options_of(**options, maps={})
+    except errors.SearchError as e:
+        raise typer.BadParameter(str(e).removeprefix("superoptimize: ")) from None
     if threads is not None:
         os.environ["MIRAGE_HF_THREADS"] = str(threads)
     graph = mi.load_graph(program)
-    options: dict[str, Any] = {} if time_limit is None else {"time_limit": time_limit}
-    with show.searching(program.name) as note:
-        found = mi.superoptimize(graph, progress=note, **options)
+    with live.searching(program.name, time_limit or settings().search_seconds) as view:
+        found = mi.superoptimize(graph, progress=view, seed=seed, checkpoint=checkpoint, cache=cache, **options)
+    if found.report.stop == "interrupted":
+        show.plain("interrupted: this is what was found until then; it was not kept, the same command searches anew\n")
     table = show.search_table()
     show.search_row(table, program.name, graph, found, found.report)
     show.console.print(table)
     show.plain(f"\n{found.report}")
-    if len(found):
-        show.heading("The best µGraph")
-        show.plain(found[0])
+    show.heading("The best µGraph" if found[0].is_fused else "The library path is the best µGraph")
+    show.plain(found[0])
     if json_out:
         data = {"report": found.report.to_dict(), "results": [json_format.ugraph_to_dict(u) for u in found]}
-        json_out.write_text(json.dumps(data, indent=1) + "\n")
-    if triton:
-        show.plain(f"\nwritten: {found[0].generate_triton_program(triton)}")
+        json_out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    written = [json_out] if json_out else []
+    written += [found.to_html(html)] if html else []
+    written += [found[0].generate_triton_program(triton)] if triton else []
+    for path in written:
+        show.plain(f"\nwritten: {path}")
+
+
+def _dims(name: str, given: list[str] | None) -> list[tuple[int, ...]] | None:
+    """Sizes as "64", "32,4" or "32x4"."""
+    for text in given or ():
+        if not re.fullmatch(r"\d+([,x]\d+)*", text):
+            raise typer.BadParameter(f"{name} {text}: give numbers as 64, 32,4 or 32x4")
+    return [tuple(map(int, re.split("[,x]", text))) for text in given] if given else None
 
 
 # -- zoos -------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from mirage_hf import labels
 from mirage_hf.search.report import Counters
 
 console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
@@ -45,7 +46,8 @@ def searching(what: str) -> Iterator[Callable[..., None]]:
 def _detail(detail: Any) -> str:
     match detail:
         case Counters():
-            return f", {detail.values} values of {detail.examined} examined, {detail.kernels} kernels, width {detail.width}"
+            shown = [f"{number} {label}" for group, label, number in labels.rows(detail) if group in ("found", "values", "kernels")]
+            return ", " + ", ".join(shown[:4])
         case (int() as done, int() as total, name):
             return f" {done} of {total}: {name}"
         case _:
@@ -64,8 +66,9 @@ def search_table() -> Table:
 def search_row(table: Table, name: str, program: Any, found: Sequence[Any], report: Any) -> None:
     c = report.counters
     bound = "-" if report.error_bound is None else f"{report.error_bound:.0e}"
-    counts = (found[0].num_kernels if found else "-", len(program.ops), c.examined + c.kernels, len(report.refused))
-    table.add_row(name, *map(str, counts), f"{c.seconds:.3f} s", f"{report.proof_seconds:.3f} s", bound, report.stop)
+    examined = sum(getattr(c, name, 0) for name in ("examined", "kernels"))
+    counts = (found[0].num_kernels if found else "-", len(program.ops), examined, len(report.refused))
+    table.add_row(name, *map(str, counts), f"{getattr(c, 'seconds', 0.0):.3f} s", f"{report.proof_seconds:.3f} s", bound, report.stop)
 
 
 def median_ms(call: Callable[[], Any], runs: int, device: torch.device) -> tuple[float, list[float]]:

@@ -196,11 +196,11 @@ class BlockGraph:
             for op in stage.body:
                 used = [a for a in op.args if isinstance(a, str)]
                 _check_fn(op, fail)
-                for a in used:
-                    if a in running and a not in local and running[a].arg in local:
-                        define(a, self._accumulated(carried[running[a].arg], stage.loop))
-                        local.add(a)
-                        shifted[a] = a
+                for name in used:
+                    if name in running and name not in local and running[name].arg in local:
+                        define(name, self._accumulated(carried[running[name].arg], stage.loop))
+                        local.add(name)
+                        shifted[name] = name
                 shifts = {shifted[a] for a in used if a in shifted}
                 if len(shifts) > 1:
                     raise fail(f"{op.out} depends on two running maxima, {' and '.join(sorted(shifts))}")
@@ -227,7 +227,8 @@ class BlockGraph:
                 if acc.shift is not None and (acc.kind != "sum" or acc.shift not in running):
                     raise fail(f"accumulator {acc.out}: only a sum has a shift, and it is a maximum of the same stage")
                 if shifted.get(acc.arg) != acc.shift:
-                    raise fail(f"accumulator {acc.out} has shift {acc.shift}, its argument depends on the running maximum {shifted.get(acc.arg)}")
+                    raise fail(f"accumulator {acc.out} has shift {acc.shift}, its argument depends on the running maximum "
+                               f"{shifted.get(acc.arg)}")
                 axes = self._accumulated(carried[acc.arg], stage.loop)
                 if acc.out not in shifted:
                     define(acc.out, axes)

@@ -16,6 +16,7 @@ from typing import Any
 from mirage_hf import errors
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
+from mirage_hf.graph.symbolic import Dim
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 
@@ -49,7 +50,8 @@ def _graph_body(graph: KernelGraph) -> Json:
 
 
 def _tensor(t: DTensor) -> Json:
-    return {"name": t.name, "dtype": table.dtype_name(t.dtype), "dims": list(t.dims)}
+    dims = [{"dim": d.name, "max": int(d)} if isinstance(d, Dim) else d for d in t.dims]
+    return {"name": t.name, "dtype": table.dtype_name(t.dtype), "dims": dims}
 
 
 def _node(op: KernelOp) -> Json:
@@ -264,7 +266,7 @@ def _named(tensors: Mapping[str, DTensor], place: _Place) -> DTensor:
 def _read_node(graph: KernelGraph, tensors: Mapping[str, DTensor], node: _Place) -> list[DTensor]:
     op = node.get("op", "text")
     if op == "input":
-        dims, strides = node.all("dims", "int"), node.all("strides", "int")
+        dims, strides = tuple(_dim(d) for d in _items(node.key("dims", "list"))), node.all("strides", "int")
         return [node.build(graph.new_input, dims, node.get("dtype", "text"), strides, node.get("name", "text"))]
     operands = [_named(tensors, x) if isinstance(x.value, str) else _number(x) for x in _items(node.key("inputs", "list"))]
     wanted = node.key("outputs", "list").each("object")
@@ -277,6 +279,12 @@ def _read_node(graph: KernelGraph, tensors: Mapping[str, DTensor], node: _Place)
     if [_tensor(t) for t in made] != [w.value for w in wanted]:
         raise node.error(f"{op} gives {[_tensor(t) for t in made]}, the file says otherwise")
     return made
+
+
+def _dim(place: _Place) -> int:
+    if isinstance(place.value, dict):
+        return place.build(Dim, place.get("dim", "text"), place.get("max", "int"))  # type: ignore[no-any-return]
+    return place.expect("int")  # type: ignore[no-any-return]
 
 
 def _items(place: _Place) -> list[_Place]:

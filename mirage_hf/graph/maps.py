@@ -1,7 +1,8 @@
 """imap, omap and fmap: how a kernel's tensors are cut, in the terms of the Mirage paper (section 2), derived from axis roles.
 
 An imap sends each grid axis to the tensor dim it cuts, or to φ where every block reads the same (a replica); an fmap does so
-for the loop axis; an omap says which dim of an output each grid axis fills.
+for the loop axis; an omap says which dim of an output each grid axis fills. A grid axis that numbers the parts of another axis
+cuts the dim of that one.
 """
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def maps_of(block: BlockGraph) -> Maps:
     grid, loop = ([a.name for a in block.named(role)] for role in (Role.GRID, Role.LOOP))
 
     def dims(names: Sequence[str], axes: Sequence[str | None]) -> tuple[tuple[str, int | None], ...]:
-        return tuple((name, axes.index(name) if name in axes else None) for name in names)
+        def dim(name: str | None) -> int | None:
+            return axes.index(name) if name is not None and name in axes else None
+        return tuple((name, dim(name if name in axes else block.splits(name))) for name in names)
 
     return Maps(
         tuple(TensorMap(i.name, "imap", dims(grid, i.axes), dims(loop, i.axes)) for i in block.inputs),

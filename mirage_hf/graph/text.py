@@ -18,6 +18,7 @@ from mirage_hf import errors
 from mirage_hf.graph import maps
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, row_major
+from mirage_hf.graph.symbolic import Dim
 from mirage_hf.ops import table
 
 # -- printing -----------------------------------------------------------------------------------------------------------
@@ -35,7 +36,8 @@ def _input(t: DTensor) -> str:
 
 
 def _type(t: DTensor) -> str:
-    return f"{table.dtype_name(t.dtype)} {errors.shape(t.dims)}"
+    dims = ", ".join(f"{d.name}<={int(d)}" if isinstance(d, Dim) else str(d) for d in t.dims)
+    return f"{table.dtype_name(t.dtype)} ({dims})"
 
 
 def _op(op: KernelOp) -> str:
@@ -65,7 +67,8 @@ def format_block_graph(block: BlockGraph) -> str:
     for stage in block.stages:
         lines.append(f"for {stage.loop} {{" if stage.loop else "once {")
         lines += [f"  %{op.out} {_axes(op.axes)} = {_call(op)}" for op in stage.body]
-        lines += [f"  %{a.out} {_axes(a.axes)} = accumulate {a.kind}(%{a.arg}){f' shift %{a.shift}' if a.shift else ''}" for a in stage.accumulators]
+        lines += [f"  %{a.out} {_axes(a.axes)} = accumulate {a.kind}(%{a.arg}){f' shift %{a.shift}' if a.shift else ''}"
+                  for a in stage.accumulators]
         lines.append("}")
     lines += [f"store %{o.value} {_axes(o.axes)} {o.dtype}  # {m}"
               for o, m in zip(block.outputs, maps.maps_of(block).outputs, strict=True)]
@@ -92,7 +95,7 @@ def parse_graph(text: str, source: str = "text") -> KernelGraph:
 
 
 _TOKEN = re.compile(r"(?P<skip>[ \t\r]+|\#[^\n]*)|(?P<newline>\n)|(?P<name>%[^\s,=:()\[\]{}#%]+)"
-                    r"|(?P<number>-?(?:\d[\w.]*(?:(?<=[eE])[+-]\w+)?|inf\b))|(?P<word>[^\W\d][\w.]*)|(?P<mark>[,=:()\[\]{}])|(?P<other>.)")
+                    r"|(?P<number>-?(?:\d[\w.]*(?:(?<=[eE])[+-]\w+)?|inf\b))|(?P<word>[^\W\d][\w.]*)|(?P<mark><=|[,=:()\[\]{}])|(?P<other>.)")
 _KINDS = {"name": "a %name", "number": "a number", "word": "a word", "end": "the end"}
 _WORDS = {"true": True, "false": False}
 
@@ -221,7 +224,14 @@ class _Parser:
         raise self.error(f"{len(names)} names for one tensor; only customized has several outputs", back=1)
 
     def type(self) -> tuple[str, tuple[int, ...]]:
-        return self.take("word"), tuple(self.many(self.integer, "(", ")"))
+        return self.take("word"), tuple(self.many(self.dim, "(", ")"))
+
+    def dim(self) -> int:
+        if self.tokens[self.at].kind != "word":
+            return self.integer()
+        name = self.take("word")
+        self.expect("<=")
+        return self.build(Dim, name, self.integer())  # type: ignore[no-any-return]
 
     def arguments(self, operand: Callable[[], Any]) -> tuple[list[Any], dict[str, Any]]:
         """`(operands, name=value, …)`."""

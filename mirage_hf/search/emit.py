@@ -78,7 +78,8 @@ def ugraph_of(plan: _core.Candidate, spec: Spec, names: Sequence[str], functions
 class _Plan:
     """One plan on its way to a µGraph."""
 
-    def __init__(self, plan: _core.Candidate, spec: Spec, names: Sequence[str], functions: Sequence[Term], program: KernelGraph, scaled: bool):
+    def __init__(self, plan: _core.Candidate, spec: Spec, names: Sequence[str], functions: Sequence[Term], program: KernelGraph,
+                 scaled: bool):
         self.plan, self.spec, self.names, self.functions, self.program, self.scaled = plan, spec, names, functions, program, scaled
         self.kernels = KernelGraph()
         self.inputs = [self.kernels.new_input(t.dims, t.dtype, t.strides, t.name) for t in program.inputs]

@@ -3,9 +3,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Protocol
 
 from mirage_hf import _core, errors
+from mirage_hf.graph import json_format
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
@@ -13,6 +16,7 @@ from mirage_hf.search.emit import OPS, ROLES, ugraph_of
 from mirage_hf.search.report import Counters, SearchReport
 from mirage_hf.search.spec import NotLowerable, Spec, Term, lower, small_rational
 from mirage_hf.settings import settings
+
 
 @dataclass(frozen=True)
 class SearchOptions:
@@ -45,38 +49,77 @@ class Found:
 Progress = Callable[[Counters], bool | None]
 
 
-def search(graph: KernelGraph, options: SearchOptions | None = None, progress: Progress | None = None) -> tuple[list[Found], SearchReport]:
+class Steps(Protocol):
+    """Where finished steps of a search are kept, by key, so that a search that was killed can go on."""
+
+    def load(self, key: str) -> Any | None: ...
+    def save(self, key: str, step: Any) -> None: ...
+
+
+def search(graph: KernelGraph, options: SearchOptions | None = None, progress: Progress | None = None,
+           steps: Steps | None = None) -> tuple[list[Found], SearchReport]:
     """Search for µGraphs equivalent to `graph`, best first. An empty list is an answer: the report says why.
 
+    A step is one width searched to the end; those that `steps` has are not searched again.
     Errors: SearchError for roles of axes that the program does not have.
     """
     options = options or SearchOptions()
     spec = lower(graph)
     if isinstance(spec, NotLowerable):
         return [], SearchReport(Counters(), stop="not lowerable", reason=spec.reason)
-    if len(spec.sizes) > 64:
-        return [], SearchReport(Counters(), stop="not lowerable", reason=f"{len(spec.sizes)} axes; the search takes up to 64")
+    for what, count, most in (("axes", len(spec.sizes), _core.max_axes), ("terms", len(spec.terms), _core.max_nodes)):
+        if count > most:
+            return [], SearchReport(Counters(), stop="not lowerable", reason=f"{count} {what}; the search takes up to {most}")
     names = list(spec.sizes)
     program, functions = _program(spec, names), list(_symbols(spec).values())
     start = time.perf_counter()
-    total, stop, found, seen = Counters(), "", [], set()
+    own = json_format.digest(json_format.graph_to_dict(graph))
+    total, stop = Counters(), ""
+    found: dict[str, Found] = {}
     width = 1
     while width <= options.max_width:
-        limits = _limits(options, names, width, options.time_limit - (time.perf_counter() - start))
-        before = total
-        result = _core.search(program, limits, (lambda s: bool(progress(before + _counters(s, 0)))) if progress else (lambda s: False))
-        stop = result.stop
-        total = before + _counters(result.stats, width if stop == "exhausted" else 0)
-        for c in result.candidates:
-            ugraph = ugraph_of(c, spec, names, functions, graph)
-            if ugraph is not None and (text := str(ugraph.kernels)) not in seen:
-                seen.add(text)
-                found.append(Found(ugraph, c.cost_us, width))
+        key = f"{own} width {width}"
+        step = _read_step(steps.load(key), graph) if steps else None
+        if step is None:
+            limits = _limits(options, names, width, options.time_limit - (time.perf_counter() - start))
+            result = _core.search(program, limits, partial(_told, progress, total))
+            ugraphs = [(ugraph_of(c, spec, names, functions, graph), c.cost_us) for c in result.candidates]
+            step = _Step(result.stop, _counters(result.stats, width if result.stop == "exhausted" else 0),
+                         tuple(Found(u, cost, width) for u, cost in ugraphs if u is not None))
+            if steps and step.stop == "exhausted":
+                steps.save(key, _write_step(step))
+        stop, total = step.stop, total + step.counters
+        for f in step.found:
+            found.setdefault(str(f.ugraph.kernels), f)
         if stop != "exhausted":
             break
         width *= 2
-    found.sort(key=lambda f: f.cost_us)
-    return found, SearchReport(total, stop, "" if found else _why_none(stop, options))
+    best = sorted(found.values(), key=lambda f: f.cost_us)
+    return best, SearchReport(total, stop, "" if best else _why_none(stop, options))
+
+
+@dataclass(frozen=True)
+class _Step:
+    stop: str
+    counters: Counters
+    found: tuple[Found, ...]
+
+
+def _write_step(step: _Step) -> dict[str, Any]:
+    return {"stop": step.stop, "counters": asdict(step.counters),
+            "found": [{"kernels": json_format.graph_to_dict(f.ugraph.kernels), "cost_us": f.cost_us, "width": f.width} for f in step.found]}
+
+
+def _read_step(data: Any, graph: KernelGraph) -> _Step | None:
+    if data is None:
+        return None
+    return _Step(data["stop"], Counters(**data["counters"]), tuple(
+        Found(UGraph(graph, json_format.graph_from_dict(f["kernels"], "checkpoint")), f["cost_us"], f["width"]) for f in data["found"]))
+
+
+def _told(progress: Progress | None, before: Counters, now: _core.Statistics) -> bool:
+    """Tell of the counters so far; whether to stop."""
+    return bool(progress(before + _counters(now, 0))) if progress else False
 
 
 def _limits(options: SearchOptions, names: Sequence[str], width: int, seconds: float) -> _core.Limits:

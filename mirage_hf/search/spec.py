@@ -13,6 +13,7 @@ from fractions import Fraction
 from functools import partial
 
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
+from mirage_hf.graph.symbolic import Dim
 from mirage_hf.ops import table
 
 _SMALL = 10 ** 9
@@ -96,25 +97,26 @@ def lower(graph: KernelGraph) -> Spec | NotLowerable:
         return NotLowerable(str(e))
 
 
-Dim = tuple[int, int]  # tensor index, dim
+_Place = tuple[int, int]  # tensor index, dim
 
 
 @dataclass
 class _Lowering:
     graph: KernelGraph
-    parent: dict[Dim, Dim] = field(default_factory=dict)
+    parent: dict[_Place, _Place] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     terms: list[Term] = field(default_factory=list)
     inputs: list[SpecInput] = field(default_factory=list)
     known: dict[Term, int] = field(default_factory=dict)
     memo: dict[tuple[int, tuple[str | None, ...]], int] = field(default_factory=dict)
-    names: dict[Dim, str] = field(default_factory=dict)
+    names: dict[_Place, str] = field(default_factory=dict)
 
     def run(self) -> Spec:
         g = self.graph
         self.made: dict[int, KernelOp] = {t.index: op for op in g.ops for t in op.outputs}
         for op in g.ops:
             self._unify(op)
+        self.symbolic = {self._find((t.index, k)): d.name for t in g.inputs for k, d in enumerate(t.dims) if isinstance(d, Dim)}
         self._name_classes()
         outputs = []
         for t in g.outputs:
@@ -126,7 +128,7 @@ class _Lowering:
 
     # -- classes of dims ------------------------------------------------------------------------------------------------
 
-    def _find(self, d: Dim) -> Dim:
+    def _find(self, d: _Place) -> _Place:
         while self.parent.get(d, d) != d:
             d = self.parent[d]
         return d
@@ -262,6 +264,9 @@ class _Lowering:
             arg = self.lower(x, (*index[:d], k, *index[d + 1:]))
             if attrs["kind"] == "max":
                 return self._op("max", arg, axis=k)
+            if attrs["kind"] == "mean" and (root := self._find((x.index, d))) in self.symbolic:
+                raise _Unsupported(f"the mean over dim {self.symbolic[root]}, whose size is not fixed, divides by another number for "
+                                   "every size; give the dim a size, or sum and multiply by an input")
             total = self._op("sum", arg, axis=k)
             return total if attrs["kind"] == "sum" else self._op("mul", total, self._constant(1.0 / x.dims[d]))
         if op.name == "permute":

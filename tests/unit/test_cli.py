@@ -1,7 +1,9 @@
 """The command line: what it prints, its exit codes, and its errors."""
 from __future__ import annotations
 
+import inspect
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import programs
@@ -9,15 +11,17 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import mirage_hf as mi
-from mirage_hf import errors
-from mirage_hf.cli import models
+from mirage_hf import errors, superoptimizer
+from mirage_hf.cli import live, models
 from mirage_hf.cli.main import app
+from mirage_hf.verify.verdict import Accepted, Refused
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("MIRAGE_HF_THREADS", "2")  # and undo what --threads sets
+    superoptimizer._memory.clear()
 
 
 def run(*args: object, code: int = 0) -> Result:
@@ -44,6 +48,13 @@ def capture(capsys, monkeypatch):
     return command
 
 
+@pytest.fixture
+def program(tmp_path):
+    path = tmp_path / "program.json"
+    programs.rms_norm_linear(mi, rows=2, k=64, n=48).to_json(path)
+    return path
+
+
 def test_help_names_every_command():
     for command in ("demo", "optimize", "bench", "search", "zoo", "env"):
         assert command in run("--help").output
@@ -55,9 +66,7 @@ def test_env_shows_versions_and_the_settings_in_force(capture, tmp_path):
     assert "torch" in out and str(tmp_path / "cache") in out and mi.__version__ in out
 
 
-def test_search_writes_results_that_can_be_loaded(capture, tmp_path):
-    program = tmp_path / "program.json"
-    programs.rms_norm_linear(mi, rows=2, k=64, n=48).to_json(program)
+def test_search_writes_results_that_can_be_loaded(capture, program, tmp_path):
     found, kernel = tmp_path / "found.json", tmp_path / "kernel.py"
     out, _ = capture("search", program, "--time-limit", 20, "--threads", 1, "--json", found, "--triton", kernel)
     assert "exhausted" in out and "kernel.py" in out
@@ -67,6 +76,117 @@ def test_search_writes_results_that_can_be_loaded(capture, tmp_path):
     assert mi.load_ugraph(best).num_kernels == 1
     assert data["report"]["error_bound"] < 1e-9
     compile(kernel.read_text(), "kernel.py", "exec")
+
+
+def test_search_writes_a_page(capture, program, tmp_path):
+    page, kernel = tmp_path / "report.html", tmp_path / "kernel.py"
+    out, err = capture("search", program, "--html", page, "--triton", kernel, "--time-limit", 20)
+    text = page.read_text(encoding="utf-8")
+    assert f"written: {page}" in out and text.startswith("<!DOCTYPE html>") and "<svg" in text and "@triton.jit" in text
+    assert err.startswith("program.json: searching, 20 s at most")
+
+
+def test_search_s_options_are_superoptimize_s(capture, program, monkeypatch, tmp_path):
+    given = {}
+
+    def record(graph, **options):
+        given.update(options)
+        raise errors.SearchError("seen")
+    monkeypatch.setattr(mi, "superoptimize", record)
+    point = tmp_path / "c.json"
+    _, err = capture("search", program, "--config", "lora", "--backend", "cpu", "--time-limit", 3, "--max-kernels", 2, "--max-block-ops", 9,
+                     "--griddims", "64", "--griddims", "32x2", "--blockdims", "64,2", "--franges", 4, "--franges", 8, "--seed", 5,
+                     "--no-cache", "--checkpoint", point, code=1)
+    assert err.endswith("error: seen\n")
+    del given["progress"]
+    assert given == dict(config="lora", backend="cpu", time_limit=3.0, max_kernels=2, max_block_ops=9, griddims=[(64,), (32, 2)],
+                         blockdims=[(64, 2)], franges=[4, 8], seed=5, cache=False, checkpoint=point)
+    left_out = {"graph", "imaps", "omaps", "fmaps", "verbose", "save_codes"}
+    assert set(inspect.signature(superoptimizer.superoptimize).parameters) - left_out == {*given, "progress"}
+
+
+def test_the_second_search_is_loaded(capture, program):
+    out, _ = capture("search", program, "--time-limit", 20)
+    assert "stopped: exhausted" in out
+    superoptimizer._memory.clear()
+    out, _ = capture("search", program, "--time-limit", 20)
+    assert "stopped: loaded" in out and "that search stopped: exhausted" in out
+    out, _ = capture("search", program, "--time-limit", 20, "--no-cache")
+    assert "stopped: exhausted" in out
+
+
+@pytest.mark.parametrize("options, says", [
+    (["--config", "atention"], "did you mean attention"), (["--griddims", "x"], "--griddims x: give numbers"),
+    (["--griddims", "0"], "positive"), (["--blockdims", "100"], "power of two"), (["--time-limit", "0"], "time_limit must be positive"),
+    (["--max-kernels", "0"], "max_kernels"), (["--backend", "cuda"], "backend='triton'"), (["--seed", "a"], "--seed"),
+    (["--threads", "0"], "--threads"), (["--nope"], "--nope"), (["--html", "nowhere/r.html"], "has no folder"),
+    (["--json", "."], "is a folder")], ids=str)
+def test_misuse_is_one_line_and_2(capture, program, options, says, monkeypatch):
+    monkeypatch.setattr(mi, "superoptimize", None)  # nothing is searched
+    out, err = capture("search", program, *options, code=2)
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and says in err
+    assert "search --help)" in err
+
+
+def test_other_misuse(capture):
+    for arguments in (["serach"], ["search"], ["--nope"], ["zoo", "lst"]):
+        _, err = capture(*arguments, code=2)
+        assert err.startswith("error: ") and err.count("\n") == 1, err
+
+
+def test_what_is_impossible_for_the_program_is_a_failure(capture, program):
+    _, err = capture("search", program, "--griddims", "7", code=1)
+    assert "allow other numbers" in err and "Traceback" not in err
+
+
+def test_an_interrupted_search_shows_what_it_found(capture, program, monkeypatch):
+    real = superoptimizer.search_and_verify
+
+    def interrupted(*args, **options):
+        searched = real(*args, **options)
+        return replace(searched, report=replace(searched.report, stop="interrupted"))
+    monkeypatch.setattr(superoptimizer, "search_and_verify", interrupted)
+    out, _ = capture("search", program)
+    assert out.startswith("interrupted: this is what was found until then") and "The best µGraph" in out and "customized" in out
+
+
+@dataclass
+class Renamed:
+    """Counters as a search of another version may have them."""
+
+    values: int = 12345
+    schedules_cut: int = 6
+    seconds: float = 0.5
+
+
+def test_progress_on_a_terminal_and_elsewhere(monkeypatch):
+    import io
+
+    from rich.console import Console
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
+        view = live.SearchView("p.json", 30, console)
+        monkeypatch.setattr(live, "EVERY", 0.0)
+        for stage, detail in (("search", Renamed()), ("verify", Accepted()), ("verify", Accepted()), ("verify", Refused("rounds [badly]")),
+                              ("tune", (3, 7, "measuring")), ("search", None)):
+            view(stage, detail)
+        if terminal:
+            console.print(view)
+        text = console.file.getvalue()
+        for part in ("of 30 s", "values kept", "12,345", "schedules cut", "candidates verified", "refused", "[badly]", "3 of 7, measuring"):
+            assert part in text, part
+        assert ("\n" in text) and (terminal or text.startswith("p.json: searching, 30 s at most"))
+
+
+def test_plain_progress_is_not_a_flood(monkeypatch):
+    import io
+
+    from rich.console import Console
+    console = Console(file=io.StringIO(), force_terminal=False)
+    view = live.SearchView("p.json", None, console)
+    for _ in range(100):
+        view("search", Renamed())
+    assert console.file.getvalue().count("\n") == 1
 
 
 def test_a_file_that_is_no_program_is_an_error_without_a_traceback(capture, tmp_path):

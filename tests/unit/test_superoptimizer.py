@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import dataclass, replace
+from html.parser import HTMLParser
 
 import programs
 import pytest
 import torch
+from filelock import FileLock
 
 import mirage_hf as mi
-from mirage_hf import errors, superoptimizer
+from mirage_hf import errors, html_report, labels, results, superoptimizer
+from mirage_hf.graph import json_format
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.engine import SearchOptions
+from mirage_hf.search.report import Counters, Refusal
 from mirage_hf.verify.accept import search_and_verify
+from mirage_hf.verify.fingerprint import prove
+from mirage_hf.verify.verdict import Refused
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """No test sees what another one, or its user, has searched."""
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / "user_cache"))
+    superoptimizer._memory.clear()
 
 
 def small(rows=4, k=64, n=48, dtype=None):
@@ -90,9 +105,9 @@ def test_without_a_gpu_no_code_is_generated_whose_rounding_was_refused(tmp_path,
 
 
 def test_presets_restrict():
-    seen = {c: superoptimizer._options(c, "cpu", None, None, None, {}, None, None, None)[0] for c in superoptimizer.PRESETS}
+    seen = {c: superoptimizer.options_of(c, "cpu", None, None, None, {}, None, None, None)[0] for c in superoptimizer.PRESETS}
     assert seen["lora"].max_block_ops < seen["attention"].max_block_ops and seen["mlp"].max_width < seen["lora"].max_width
-    merged, _ = superoptimizer._options("lora", "cpu", None, None, None, {}, None, 20, 3.0)
+    merged, _ = superoptimizer.options_of("lora", "cpu", None, None, None, {}, None, 20, 3.0)
     assert (merged.max_block_ops, merged.time_limit) == (20, 3.0)
 
 
@@ -168,6 +183,8 @@ def test_progress_and_verbose(capsys):
     assert "verify" in stages
     mi.superoptimize(small(), verbose=True)
     assert "exhausted" in capsys.readouterr().err
+    mi.superoptimize(small(), verbose=True, cache=False)
+    assert "verify" in capsys.readouterr().err
 
 
 def test_a_seed_gives_the_same_result():
@@ -213,7 +230,7 @@ def no_search(monkeypatch):
 def test_a_checkpoint_is_loaded_without_searching(tmp_path, no_search):
     path, g = tmp_path / "c.json", small()
     first = mi.superoptimize(g, checkpoint=path)
-    assert [p.name for p in tmp_path.iterdir()] == ["c.json"]
+    assert [p.name for p in tmp_path.iterdir()] == ["c.json"]  # the cache on disk is not used as well
     no_search()
     again = mi.superoptimize(small(), checkpoint=str(path))
     assert list(again) == list(first) and again.report.stop == "loaded" and again.report.error_bound == first.report.error_bound
@@ -265,4 +282,258 @@ def test_an_interrupted_search_writes_no_checkpoint(tmp_path):
     path = tmp_path / "c.json"
     with pytest.raises(KeyboardInterrupt):
         mi.superoptimize(small(), checkpoint=path, progress=interrupt)
-    assert not path.exists()
+    assert not path.exists() and not any(tmp_path.rglob("*.json"))
+
+
+# -- the cache ------------------------------------------------------------------------------------------------------------------
+
+def anew():
+    """As in another process."""
+    superoptimizer._memory.clear()
+
+
+def kept():
+    return sorted(results.folder().glob("*.json"))
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """The programs searched so far."""
+    seen = []
+
+    def count(program, *args, **kwargs):
+        seen.append(program)
+        return search_and_verify(program, *args, **kwargs)
+    monkeypatch.setattr(superoptimizer, "search_and_verify", count)
+    return seen
+
+
+def test_the_second_call_searches_nothing(searches):
+    first = mi.superoptimize(small())
+    again = mi.superoptimize(small())
+    assert len(searches) == 1 and list(again) == list(first) and again.report == first.report
+    anew()
+    loaded = mi.superoptimize(small())
+    assert len(searches) == 1 and list(loaded) == list(first)
+    assert loaded.report.stop == "loaded" and "exhausted" in loaded.report.reason and loaded.report.counters == first.report.counters
+    assert loaded.report.error_bound == first.report.error_bound and loaded.report.found == first.report.found
+    inputs = tensors(small())
+    assert torch.equal(first(inputs)[0], loaded(inputs)[0])
+    mi.superoptimize(small(), cache=False)
+    assert len(searches) == 2
+
+
+def test_results_belong_to_the_graph_they_are_asked_for():
+    """Also when ops are added to the first graph after its search."""
+    g = small()
+    first = mi.superoptimize(g)
+    h = small()
+    g.exp(g.outputs[0])
+    again = mi.superoptimize(h)
+    assert again.program is h and all(u.program is h for u in again)
+    assert [len(u.kernels.outputs[0].dims) for u in again] == [2] * len(again) and again[-1].num_kernels == 2
+    assert len(mi.superoptimize(g)[-1].kernels.ops) == 3 and len(first) == len(again)
+
+
+DEFAULTS = dict(time_limit=20, seed=0)
+
+
+@pytest.mark.parametrize("changed", [
+    dict(time_limit=21), dict(seed=1), dict(max_block_ops=20), dict(config="lora"), dict(config="mlp"), dict(griddims=[(16, 1, 1)]),
+    dict(blockdims=[(64, 1, 1)]), dict(franges=[2])], ids=str)
+def test_another_parameter_is_a_miss(searches, changed):
+    g = small(rows=1, k=64, n=256)
+    for options in (DEFAULTS, DEFAULTS | changed):
+        for _ in range(2):
+            mi.superoptimize(g, backend="cpu", **options)
+    assert len(searches) == len(kept()) == 2
+
+
+def test_results_of_other_options_are_kept_apart_in_memory():
+    two, one = mi.superoptimize(small(), backend="cpu"), mi.superoptimize(small(), backend="cpu", max_kernels=1)
+    assert len(one) < len(two) and mi.superoptimize(small(), backend="cpu")[-1].num_kernels == 2
+
+
+@pytest.mark.parametrize("other", [lambda: small(rows=5), lambda: small(n=32), lambda: small(dtype=mi.bfloat16),
+                                   lambda: programs.gated_mlp(mi, rows=4, k=64, n=48)])
+def test_another_program_is_a_miss(searches, other):
+    mi.superoptimize(small())
+    mi.superoptimize(other())
+    assert len(searches) == len(kept()) == 2
+
+
+@pytest.mark.parametrize("what", ["package_version", "search_version"])
+def test_another_version_is_a_miss(searches, monkeypatch, what):
+    mi.superoptimize(small())
+    monkeypatch.setattr(results, what, lambda: "another")
+    assert mi.superoptimize(small()).report.stop == "exhausted"
+    assert len(searches) == len(kept()) == 2
+
+
+def test_the_version_of_the_search_is_that_of_its_text(tmp_path, monkeypatch):
+    assert results.search_version() == results.search_version.__wrapped__()
+    copy = tmp_path / "package" / "results.py"
+    for folder in results._DECIDING:
+        (copy.parent / folder).mkdir(parents=True)
+        (copy.parent / folder / "a.py").write_text("x = 1")
+    monkeypatch.setattr(results, "__file__", str(copy))
+    first = results.search_version.__wrapped__()
+    (copy.parent / "search" / "a.py").write_text("x = 2")
+    assert len({first, results.search_version.__wrapped__(), results.search_version()}) == 3
+
+
+def _cut(path):
+    path.write_text(path.read_text()[:-200])
+
+
+def _foreign(path):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"identity": "0" * 64}))
+
+
+def _older(path):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 0}))
+
+
+def _changed(path):
+    text = path.read_text()
+    path.write_text(text.replace('"rsqrt"', '"sqrt"'))
+    assert path.read_text() != text
+
+
+def _no_dict(path):
+    path.write_text("[[]]")
+
+
+def _binary(path):
+    path.write_bytes(b"\xff\xfe\x00")
+
+
+def _wrong_but_signed(path):
+    data = json.loads(path.read_text())
+    changed = json.loads(json.dumps(data["ugraphs"]).replace('"rsqrt"', '"sqrt"'))
+    path.write_text(json.dumps(data | {"ugraphs": changed, "digest": json_format.digest([changed, data["report"]])}))
+
+
+@pytest.mark.parametrize("harm, says", [
+    (_cut, "is damaged"), (_foreign, "another program"), (_older, "version 0"), (_changed, "digest"), (_no_dict, "not a checkpoint"),
+    (_binary, "not a checkpoint"), (_wrong_but_signed, "not proven again|differ")])
+def test_what_does_not_check_is_never_used_and_made_anew(searches, harm, says):
+    first = mi.superoptimize(small())
+    path, = kept()
+    harm(path)
+    anew()
+    again = mi.superoptimize(small())
+    assert len(searches) == 2 and list(again) == list(first) and again.report.stop == "exhausted"
+    note, = again.report.notes
+    assert re.search(says, note) and str(path) in note and note.endswith("searched anew") and note in str(again.report)
+    anew()
+    assert mi.superoptimize(small()).report.stop == "loaded" and len(searches) == 2
+
+
+def test_a_ugraph_that_is_not_proven_again_is_left_out(monkeypatch):
+    first = mi.superoptimize(small())
+    anew()
+    monkeypatch.setattr(results, "prove", lambda u, seed: Refused("it is Friday") if u.kernels == first[0].kernels else prove(u, seed=seed))
+    again = mi.superoptimize(small())
+    assert len(again) == len(first) - 1 and again[0] == first[1] and again.report.found == first.report.found - 1
+    assert "µGraph 0 was left out, it was not proven again (it is Friday)" in str(again.report)
+
+
+def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(blocked))
+    found = mi.superoptimize(small())
+    assert found[0].is_fused and "MIRAGE_HF_CACHE" in str(found.report)
+
+
+def test_a_locked_cache_is_no_failure(monkeypatch):
+    results.folder().mkdir(parents=True)
+    monkeypatch.setattr(results, "LOCK_SECONDS", 0.05)
+    with FileLock(results.folder() / ".lock"):
+        found = mi.superoptimize(small())
+    assert found[0].is_fused and "locked by another process" in str(found.report)
+
+
+def test_an_interrupted_search_and_one_that_found_nothing_are_not_kept(monkeypatch, searches):
+    def interrupted(program, *args, **kwargs):
+        searched = search_and_verify(program, *args, **kwargs)
+        return replace(searched, report=replace(searched.report, stop="interrupted"))
+    monkeypatch.setattr(superoptimizer, "search_and_verify", interrupted)
+    assert mi.superoptimize(small())[0].is_fused and not kept()
+    assert mi.superoptimize(small()).report.stop == "interrupted"
+    monkeypatch.setattr(superoptimizer, "search_and_verify", search_and_verify)
+    assert not mi.superoptimize(small(), max_block_ops=3)[0].is_fused and not kept()
+
+
+def test_the_caches_are_bounded(monkeypatch):
+    memory = results.Memory(2)
+    for n in range(3):
+        memory.put(n, n)
+        memory.get(1)
+    assert [memory.get(n) for n in range(3)] == [None, 1, 2]
+    monkeypatch.setattr(results, "MOST_ON_DISK", 2)
+    for rows in (1, 2, 3):
+        mi.superoptimize(small(rows=rows))
+        (results.folder() / "killed.json.a8f3").touch()  # a process that ended while it wrote
+    assert len(kept()) == 2 and len(list(results.folder().iterdir())) == 2 + len({"killed", ".lock"})
+
+
+# -- the page -------------------------------------------------------------------------------------------------------------------
+
+class Page(HTMLParser):
+    """A page read strictly: tags close in order, ids are unique, and nothing is loaded."""
+
+    VOID = ("meta", "path", "rect")
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.seen, self.text = [], [], ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        assert not {"src", "href", "id", "onclick"} & {name for name, _ in attrs}
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        assert tag in ("path", "rect")
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_page_of_a_result(tmp_path):
+    g = mi.new_kernel_graph()
+    x, w = g.new_input((4, 64), name="x"), g.new_input((64, 48), name="w")
+    g.mark_output(g.silu(g.matmul(x, w)))
+    found = mi.superoptimize(g, backend="cpu")
+    found.report = replace(found.report, refused=(Refusal(7, "rounds <badly> & loudly"),), notes=("a <note>",))
+    path = found.to_html(tmp_path / "r.html")
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
+    assert text.startswith("<!DOCTYPE html>") and "prefers-color-scheme: dark" in text
+    assert "<badly>" not in text and "rounds <badly> & loudly" in page.text and "a <note>" in page.text
+    assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", text) and "script" not in page.seen
+    assert page.seen.count("svg") == min(len(found), html_report.MOST_SHOWN) and page.seen.count("details") >= page.seen.count("svg")
+    for part in (str(g), str(found[0]), "@triton.jit", "exhausted", f"{found.report.error_bound:.1e}", "library path", "Not measured"):
+        assert part in page.text
+    for _, label, number in labels.rows(found.report.counters):
+        assert label in page.text and number in page.text
+
+
+def test_counters_without_a_label_are_shown_by_their_name():
+    @dataclass
+    class Other:
+        values: int = 1234
+        rings_drawn: int = 5
+        never: float = -1.0
+    assert labels.rows(Other()) == [("values", "values kept", "1,234"), ("other", "rings drawn", "5")]
+    assert labels.rows(Counters(values=7)) and {group for group, _ in labels.LABELS.values()} <= set(labels.GROUPS)

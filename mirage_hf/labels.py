@@ -1,0 +1,40 @@
+"""What the counters of a search mean, in words. A counter that is not named here is shown under its own name."""
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+LABELS = {
+    "candidates": ("found", "candidates found"),
+    "best_us": ("found", "best estimate so far (µs)"),
+    "values": ("values", "values kept"),
+    "examined": ("values", "values examined"),
+    "derivations": ("values", "derivations of values"),
+    "outside_goal": ("pruned", "values outside every goal"),
+    "cancelling": ("pruned", "derivations that cancel"),
+    "role_assignments": ("kernels", "role assignments"),
+    "kernels": ("kernels", "kernels evaluated"),
+    "cost_pruned": ("pruned", "kernels cut by their cost"),
+    "duplicates": ("pruned", "kernels found before"),
+    "width": ("search", "width: monomials of a product"),
+    "seconds": ("search", "seconds"),
+    "first_seconds": ("search", "seconds to the first kernel"),
+}
+"""By the field's name in search/report.py's Counters: the group, and what is counted."""
+GROUPS = ("found", "values", "kernels", "pruned", "search", "other")
+
+
+def rows(counters: Any) -> list[tuple[str, str, str]]:
+    """Return (group, label, number) of every counter, in the order of groups; what was never reached is left out."""
+    found = []
+    for f in fields(counters):
+        value = getattr(counters, f.name)
+        group, label = LABELS.get(f.name, ("other", f.name.replace("_", " ")))
+        if isinstance(value, float):
+            if value < 0 or value != value or value == float("inf"):
+                continue
+            text = f"{value:.3f}"
+        else:
+            text = f"{value:,}" if isinstance(value, int) else str(value)
+        found.append((group, label, text))
+    return sorted(found, key=lambda row: GROUPS.index(row[0]))
