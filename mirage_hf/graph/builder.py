@@ -8,7 +8,6 @@ results carry the number of their part, as a new dim of the output. Counts becom
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,19 +24,19 @@ Map = Mapping[str, "int | None"] | Sequence["int | None"]
 
 
 @dataclass(eq=False)
-class Dim:
-    """A dim that ranges over an axis: its full size, the grid dim that cuts it and whether the loop walks it. Dims that met are
-    one class; `first` says where the class comes from, for messages. `reduced`: a block reduces over it."""
+class Span:
+    """What a dim of a tile ranges over: its full size, the grid dim that cuts it and whether the loop walks it. Spans that met are
+    one; `first` says where it comes from, for messages. `reduced`: a block reduces over it."""
 
     size: int
     grid: str | None
     walked: bool
     first: str
     reduced: bool = False
-    joined: Dim | None = None
+    joined: Span | None = None
 
     @property
-    def root(self) -> Dim:
+    def root(self) -> Span:
         return self if self.joined is None else self.joined.root
 
     @property
@@ -53,7 +52,7 @@ class Node:
     op: str
     args: tuple[STensor | float, ...] = ()
     attrs: tuple[tuple[str, Any], ...] = ()
-    over: Dim | None = None
+    over: Span | None = None
     source: int = -1
     shift: STensor | None = None
 
@@ -66,13 +65,14 @@ class STensor:
 
     name: str
     node: Node
-    axes: tuple[Dim | None, ...]
+    axes: tuple[Span | None, ...]
     dims: tuple[int, ...]
-    parts: tuple[Dim, ...] = ()
+    parts: tuple[Span, ...] = ()
     time: str = "any"
     pending: str | None = None
     half: str | None = None
     running: STensor | None = None   # in the loop: the running maximum that it depends on
+    owner: object = None             # its builder
 
     def __str__(self) -> str:
         return f"%{self.name} {errors.shape(self.dims)}"
@@ -87,8 +87,8 @@ class Output:
     """What is stored: the class behind each dim, parts included, and the dtype (None: that of the first input)."""
 
     tensor: STensor
-    axes: tuple[Dim | None, ...]
-    parts_at: tuple[tuple[int, Dim], ...]
+    axes: tuple[Span | None, ...]
+    parts_at: tuple[tuple[int, Span], ...]
     dtype: str | None
 
 
@@ -104,8 +104,8 @@ class BlockGraphBuilder:
     inputs: list[tuple[STensor, DTensor]] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     _operands: list[DTensor] = field(default_factory=list)
-    _cut: dict[str, Dim] = field(default_factory=dict)
-    _walked: Dim | None = None
+    _cut: dict[str, Span] = field(default_factory=dict)
+    _walked: Span | None = None
     _count: int = 0
 
     # -- tensors in and out -----------------------------------------------------------------------------------------------
@@ -123,16 +123,17 @@ class BlockGraphBuilder:
                 raise errors.GraphError(f"{where}: grid dims {cut[d]} and {g} both cut dim {d}; let one of them cut it")
             cut[d] = g
         walked = None if fmap in (None, -1) else table.axis(fmap, rank, f"{where}: fmap")  # type: ignore[arg-type]
-        axes: list[Dim | None] = []
+        axes: list[Span | None] = []
         dims = []
         for d, size in enumerate(tensor.dims):
             pieces = self._size(cut.get(d)) * (self.forloop_range if walked == d else 1)
             if size % pieces:
-                what = " × ".join([f"grid dim {cut[d]} of {self._size(cut[d])}"] * (d in cut) + [f"{self.forloop_range} trips"] * (walked == d))
+                by = [f"grid dim {cut[d]} of {self._size(cut[d])}"] if d in cut else []
+                what = " × ".join(by + ([f"{self.forloop_range} trips"] if walked == d else []))
                 raise errors.GraphError(f"{where}: dim {d} of size {size} is not divisible by {what}; choose numbers that divide it")
             dims.append(size // pieces)
             grid = cut.get(d) if self._size(cut.get(d)) > 1 else None
-            axes.append(Dim(size, grid, walked == d and self.forloop_range > 1, f"dim {d} of {tensor.name}") if size > 1 else None)
+            axes.append(Span(size, grid, walked == d and self.forloop_range > 1, f"dim {d} of {tensor.name}") if size > 1 else None)
         for a in axes:
             if a is not None and a.grid is not None:
                 self._cut[a.grid] = self._same_pieces(self._cut.get(a.grid), a, f"grid dim {a.grid} cuts")
@@ -142,7 +143,7 @@ class BlockGraphBuilder:
             self._operands.append(tensor)
         source = next(k for k, t in enumerate(self._operands) if _same(t, tensor))
         time = "loop" if any(a is not None and a.walked for a in axes) else "any"
-        made = self._checked(STensor(self._name(tensor.name), Node("input", source=source), tuple(axes), tuple(dims), time=time), where)
+        made = self._checked(STensor(self._name(tensor.name), Node("input", source=source), tuple(axes), tuple(dims), time=time, owner=self), where)
         self.inputs.append((made, tensor))
         return made
 
@@ -155,7 +156,7 @@ class BlockGraphBuilder:
         if tensor.time == "loop":
             raise errors.GraphError(f"{where} changes from trip to trip; store what is accumulated over the loop (accum, accum_max)")
         given = self._map(omap, len(tensor.axes), where, "omap")
-        parts_at: list[tuple[int, Dim]] = []
+        parts_at: list[tuple[int, Span]] = []
         carried = {a.root.grid: d for d, a in enumerate(tensor.axes) if a is not None and a.root.grid}
         parts = {p.root.grid: p.root for p in tensor.parts}
         for g, n in zip(GRID_DIMS, self.grid_dim, strict=False):
@@ -286,7 +287,7 @@ class BlockGraphBuilder:
         if len(operands) != row.arity[0]:
             raise errors.GraphError(f"{name}: takes {row.arity[0]} operands, got {len(operands)}")
         table.check_attrs(name, attrs)
-        args = [self._own(x, where) if isinstance(x, STensor) else number(x, where) for x in operands]
+        args = [self._own(x, where) if isinstance(x, (STensor, DTensor)) else number(x, where) for x in operands]
         tiles = [x for x in args if isinstance(x, STensor)]
         if not tiles:
             raise errors.GraphError(f"{name}: needs a tile of this block graph, got numbers alone")
@@ -295,7 +296,7 @@ class BlockGraphBuilder:
             raise self._unfinished(half, where)
         dims = row.infer(*(t.dims for t in tiles)) if name != "cast" else tiles[0].dims
         rank = len(dims)
-        axes: list[Dim | None] = [None] * rank
+        axes: list[Span | None] = [None] * rank
         for t in tiles:
             for k, a in enumerate(t.axes, rank - len(t.axes)):
                 if a is not None:
@@ -304,7 +305,7 @@ class BlockGraphBuilder:
         pending = self._linear(name, args, where)
         parts = tuple(dict.fromkeys(p.root for t in tiles for p in t.parts))
         full = tuple(sorted((row.attrs | attrs).items()))
-        out = STensor(self._name("v"), Node(name, tuple(args), full), tuple(axes), tuple(dims), parts, time, pending, running=running)
+        out = STensor(self._name("v"), Node(name, tuple(args), full), tuple(axes), tuple(dims), parts, time, pending, running=running, owner=self)
         return self._checked(out, where)
 
     def _when(self, tiles: Sequence[STensor], where: str, shown: Sequence[STensor]) -> tuple[str, STensor | None]:
@@ -368,10 +369,10 @@ class BlockGraphBuilder:
         if not walked and not x.pending:
             raise errors.GraphError(f"{what}: {x} depends on the loop by a running maximum alone; use it after the loop")
         node = Node("accumulate", (replace(x, pending=None),), (("kind", kind),), shift=shift)
-        made = STensor(self._name("acc"), node, x.axes, x.dims, x.parts, "after", half=kind if walked else None)
+        made = STensor(self._name("acc"), node, x.axes, x.dims, x.parts, "after", half=kind if walked else None, owner=self)
         return self._checked(made, what)
 
-    def _meet(self, a: Dim, b: Dim, where: str, shown: Sequence[STensor]) -> Dim:
+    def _meet(self, a: Span, b: Span, where: str, shown: Sequence[STensor]) -> Span:
         a, b = a.root, b.root
         if a is b:
             return a
@@ -382,7 +383,7 @@ class BlockGraphBuilder:
         b.joined, a.reduced = a, a.reduced or b.reduced
         return a
 
-    def _same_pieces(self, known: Dim | None, a: Dim, what: str) -> Dim:
+    def _same_pieces(self, known: Span | None, a: Span, what: str) -> Span:
         """Dims cut by the same grid dim, and dims that the loop walks, are one axis: block i and trip i have piece i of each."""
         if known is None:
             return a
@@ -424,6 +425,8 @@ class BlockGraphBuilder:
     def _own(self, t: Any, where: str) -> STensor:
         if not isinstance(t, STensor):
             raise errors.GraphError(f"{where}: expected a tile of this block graph, got {type(t).__name__}; make one with bg.new_input")
+        if t.owner is not self:
+            raise errors.GraphError(f"{where}: {t} belongs to another block graph; load what it needs with new_input")
         return t
 
     def _unfinished(self, t: STensor, where: str) -> errors.GraphError:
@@ -498,5 +501,4 @@ def new_block_graph(grid_dim: int | Sequence[int] = (1,), forloop_range: int = 1
         raise errors.GraphError(f"new_block_graph: grid_dim {grid_dim!r} is not one to three positive integers")
     if isinstance(forloop_range, bool) or not isinstance(forloop_range, int) or forloop_range < 1:
         raise errors.GraphError(f"new_block_graph: forloop_range {forloop_range!r} is not a positive integer")
-    assert math.prod(dims) > 0
     return BlockGraphBuilder(dims, forloop_range)

@@ -8,7 +8,7 @@ from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, Blo
 from mirage_hf.ops import table
 
 if TYPE_CHECKING:
-    from mirage_hf.graph.builder import BlockGraphBuilder, Dim, Node, STensor
+    from mirage_hf.graph.builder import BlockGraphBuilder, Span, Node, STensor
 
 _RANK = {Role.GRID: 0, Role.TILE: 1, Role.LOOP: 2}
 
@@ -38,9 +38,9 @@ class Emission:
 
     # -- axes ---------------------------------------------------------------------------------------------------------------
 
-    def names(self) -> dict[Dim, str]:
+    def names(self) -> dict[Span, str]:
         """A name for every class of dims: k for the loop, m and n for rows and columns of what is stored, b for batches."""
-        found: dict[Dim, str] = {} if self.walked is None else {self.walked: "k"}
+        found: dict[Span, str] = {} if self.walked is None else {self.walked: "k"}
         pools = {"column": iter("nopq"), "row": iter("mij"), "batch": iter("bhgf"), "inside": iter("rcdestuvw")}
         stored = [o.axes for o in self.builder.outputs]
         for axes, pool in [*((a, None) for a in stored), *((t.axes, "inside") for t, _ in self.builder.inputs)]:
@@ -68,7 +68,7 @@ class Emission:
         wanted = set(axes)
         return tuple(a for a in self.order if a in wanted)
 
-    def _without(self, axes: Iterable[str], d: Dim) -> tuple[str, ...]:
+    def _without(self, axes: Iterable[str], d: Span) -> tuple[str, ...]:
         """What is left after reducing over a class: the number of its part in its place, if it is dealt out."""
         return self._sorted(set(axes) - {self.axis_of[d]} | ({self.parts_of[d]} if d in self.parts_of else set()))
 
@@ -96,7 +96,7 @@ class Emission:
         self.inputs.append(BlockInput(name, (self.positions[t.node.source],), axes))
         return name
 
-    def _loaded(self, t: STensor) -> tuple[Dim | None, ...]:
+    def _loaded(self, t: STensor) -> tuple[Span | None, ...]:
         """The axes of an input as it is in memory; `t` may be a permutation of it."""
         return next(i.axes for i, _ in self.builder.inputs if i.node is t.node)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from mirage_hf import _core
+from mirage_hf import _core, errors
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
@@ -70,7 +70,7 @@ def ugraph_of(plan: _core.Candidate, spec: Spec, names: Sequence[str], functions
     for scaled in (True, False):
         try:
             return _Plan(plan, spec, names, functions, program, scaled).build()
-        except _Refused:
+        except (_Refused, errors.GraphError):  # GraphError: a form that block graphs cannot say; another plan serves
             continue
     return None
 

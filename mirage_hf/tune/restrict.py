@@ -22,7 +22,9 @@ _BASES = 24
 
 @dataclass(frozen=True)
 class Restriction:
-    """Allowed numbers of blocks per grid dim (ones do not count), threads of a block, and trips of the loop; empty: any."""
+    """Allowed numbers of blocks per grid dim (ones do not count), threads of a block, and trips of the loop; empty: any.
+
+    Every block graph of a µGraph must be able to keep to them, the one that combines partial results too."""
 
     griddims: tuple[tuple[int, ...], ...] = ()
     threads: tuple[int, ...] = ()
@@ -32,6 +34,12 @@ class Restriction:
     def of(griddims: Iterable[Sequence[int]] | None, blockdims: Iterable[Sequence[int]] | None,
            franges: Iterable[int] | None) -> Restriction:
         """Errors: SearchError for values that are not positive integers, or more than three dims."""
+        for name, given in (("griddims", griddims), ("blockdims", blockdims), ("franges", franges)):
+            if given is not None and (isinstance(given, str) or not isinstance(given, Iterable)):
+                raise errors.SearchError(f"{name}: {given!r} is not a list; leave it None to allow any")
+        griddims, blockdims, franges = (None if g is None else list(g) for g in (griddims, blockdims, franges))
+        if [] in (griddims, blockdims, franges):
+            raise errors.SearchError("griddims, blockdims and franges: an empty list allows nothing; leave it None to allow any")
         grids = tuple(_dims("griddims", d) for d in griddims or ())
         threads = tuple(math.prod(_dims("blockdims", d)) for d in blockdims or ())
         for t in threads:
@@ -56,6 +64,12 @@ class Restriction:
                         found[s] = cost.us
         return sorted(found, key=lambda s: (found[s], str(s)))
 
+    def _or_none(self, op: KernelOp) -> list[Schedule]:
+        try:
+            return self.schedules(op)
+        except errors.CodegenError:
+            return []  # no kernel at all
+
     def scheduled(self, ugraphs: Sequence[UGraph]) -> tuple[UGraph, ...]:
         """Those µGraphs that can keep to the restriction, each with its best such schedules.
 
@@ -63,7 +77,7 @@ class Restriction:
         """
         kept = []
         for u in ugraphs:
-            choices = [self.schedules(op) for op in u.block_ops]
+            choices = [self._or_none(op) for op in u.block_ops]
             if all(choices):
                 kept.append(replace(u, schedules=tuple(c[0] for c in choices)))
         if ugraphs and not kept:
@@ -110,6 +124,6 @@ class Restriction:
 
 def _dims(name: str, dims: Any, most: int = 3) -> tuple[int, ...]:
     dims = tuple(dims) if isinstance(dims, Iterable) else (dims,)
-    if not 1 <= len(dims) <= most or any(not isinstance(d, int) or d < 1 for d in dims):
+    if not 1 <= len(dims) <= most or any(isinstance(d, bool) or not isinstance(d, int) or d < 1 for d in dims):
         raise errors.SearchError(f"{name}: {dims!r} is not one to {most} positive integers")
     return dims
