@@ -195,17 +195,18 @@ def options_of(config: str | None, backend: str, griddims: Any, blockdims: Any, 
                max_kernels: int | None, max_block_ops: int | None, time_limit: float | None) -> tuple[SearchOptions, Restriction | None]:
     """Return what `superoptimize`'s options ask of the search and of schedules. Errors: SearchError for impossible ones."""
     if config is not None and config not in PRESETS:
-        raise errors.SearchError(f"superoptimize: unknown config {config!r}{errors.suggest(config, PRESETS)}; "
+        raise errors.SearchError(f"superoptimize: unknown config {config!r}{errors.suggest(str(config), PRESETS)}; "
                                  f"configs are {', '.join(PRESETS)}, or None")
     if backend not in BACKENDS:
         raise errors.SearchError(f"superoptimize: unknown backend {backend!r}; backends are {', '.join(BACKENDS)}")
     if backend == "cuda":
         raise errors.SearchError("superoptimize: CUDA C++ is generated but not launched in this version; search with backend='triton', "
                                  "then call generate_cuda_program on a result")
-    for name, value, kinds in (("max_kernels", max_kernels, int), ("max_block_ops", max_block_ops, int), ("time_limit", time_limit, (int, float))):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e9):  # type: ignore[arg-type]
-            what = "a positive number of seconds" if name == "time_limit" else "a positive integer"
-            raise errors.SearchError(f"superoptimize: {name} must be positive: {what}, it is {value!r}")
+    for name, value in (("max_kernels", max_kernels), ("max_block_ops", max_block_ops), ("time_limit", time_limit)):
+        kinds = (int, float) if name == "time_limit" else (int,)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e9):
+            what = "a number of seconds" if name == "time_limit" else "an integer"
+            raise errors.SearchError(f"superoptimize: {name} must be positive, {what} below 1e9; it is {value!r}")
     preset = dict(PRESETS[config]) if config else {}
     preset["maps"] = MapRestriction.of(**maps)
     if max_kernels is not None:

@@ -17,79 +17,10 @@ from mirage_hf import errors
 from mirage_hf.graph.block import Axis, BlockGraph, Role
 from mirage_hf.graph.emission import Emission
 from mirage_hf.graph.kernel import DTensor, number
+from mirage_hf.graph.tiles import GRID_DIMS, Node, Output, Span, STensor
 from mirage_hf.ops import table
 
-GRID_DIMS = ("x", "y", "z")
 Map = Mapping[str, "int | None"] | Sequence["int | None"]
-
-
-@dataclass(eq=False)
-class Span:
-    """What a dim of a tile ranges over: its full size, the grid dim that cuts it and whether the loop walks it. Spans that met are
-    one; `first` says where it comes from, for messages. `reduced`: a block reduces over it."""
-
-    size: int
-    grid: str | None
-    walked: bool
-    first: str
-    reduced: bool = False
-    joined: Span | None = None
-
-    @property
-    def root(self) -> Span:
-        return self if self.joined is None else self.joined.root
-
-    @property
-    def how(self) -> str:
-        cut = f"cut by grid dim {self.grid}" if self.grid else "whole in every block"
-        return cut + (" and walked by the loop" if self.walked else "")
-
-
-@dataclass(frozen=True, eq=False)
-class Node:
-    """What computes a value: "input", an op of the table, "sum" or "max" over a dim, or "accumulate"."""
-
-    op: str
-    args: tuple[STensor | float, ...] = ()
-    attrs: tuple[tuple[str, Any], ...] = ()
-    over: Span | None = None
-    source: int = -1
-    shift: STensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class STensor:
-    """A tile. `dims` is its shape in one block and trip; `axes` the dim class behind each dim (None: size 1); `parts` the split
-    dims whose part it belongs to without carrying them. `time`: "any", "loop" (changes from trip to trip) or "after" the loop.
-    `pending`: summed (or maximised) in this trip only, over the walked dim; `half`: accumulated, its walked dim not yet summed."""
-
-    name: str
-    node: Node
-    axes: tuple[Span | None, ...]
-    dims: tuple[int, ...]
-    parts: tuple[Span, ...] = ()
-    time: str = "any"
-    pending: str | None = None
-    half: str | None = None
-    running: STensor | None = None   # in the loop: the running maximum that it depends on
-    owner: object = None             # its builder
-
-    def __str__(self) -> str:
-        return f"%{self.name} {errors.shape(self.dims)}"
-
-    @property
-    def is_maximum(self) -> bool:
-        return self.node.op == "accumulate" and dict(self.node.attrs)["kind"] == "max" and self.half is None
-
-
-@dataclass(frozen=True)
-class Output:
-    """What is stored: the class behind each dim, parts included, and the dtype (None: that of the first input)."""
-
-    tensor: STensor
-    axes: tuple[Span | None, ...]
-    parts_at: tuple[tuple[int, Span], ...]
-    dtype: str | None
 
 
 @dataclass
@@ -143,7 +74,8 @@ class BlockGraphBuilder:
             self._operands.append(tensor)
         source = next(k for k, t in enumerate(self._operands) if _same(t, tensor))
         time = "loop" if any(a is not None and a.walked for a in axes) else "any"
-        made = self._checked(STensor(self._name(tensor.name), Node("input", source=source), tuple(axes), tuple(dims), time=time, owner=self), where)
+        node = Node("input", source=source)
+        made = self._checked(STensor(self._name(tensor.name), node, tuple(axes), tuple(dims), time=time, owner=self), where)
         self.inputs.append((made, tensor))
         return made
 
@@ -304,8 +236,8 @@ class BlockGraphBuilder:
         time, running = self._when(tiles, where, shown)
         pending = self._linear(name, args, where)
         parts = tuple(dict.fromkeys(p.root for t in tiles for p in t.parts))
-        full = tuple(sorted((row.attrs | attrs).items()))
-        out = STensor(self._name("v"), Node(name, tuple(args), full), tuple(axes), tuple(dims), parts, time, pending, running=running, owner=self)
+        node = Node(name, tuple(args), tuple(sorted((row.attrs | attrs).items())))
+        out = STensor(self._name("v"), node, tuple(axes), tuple(dims), parts, time, pending, running=running, owner=self)
         return self._checked(out, where)
 
     def _when(self, tiles: Sequence[STensor], where: str, shown: Sequence[STensor]) -> tuple[str, STensor | None]:
@@ -399,8 +331,8 @@ class BlockGraphBuilder:
         twice = next((a for n, a in enumerate(roots) if a in roots[:n]), None)
         if twice is not None:
             by = f"grid dim {twice.grid} cuts" if twice.grid else "the loop walks" if twice.walked else "the same input has"
-            raise errors.GraphError(f"{where}: {by} two dims of the result {errors.shape(t.dims)}, so blocks hold its diagonal only; "
-                                    + ("cut or walk one of them" if twice.grid or twice.walked else "load the tensor a second time with new_input"))
+            way = "cut or walk one of them" if twice.grid or twice.walked else "load the tensor a second time with new_input"
+            raise errors.GraphError(f"{where}: {by} two dims of the result {errors.shape(t.dims)}, so blocks hold its diagonal only; {way}")
         return t
 
     def _map(self, given: Map | None, rank: int, where: str, what: str) -> dict[str, int]:
@@ -414,7 +346,8 @@ class BlockGraphBuilder:
             raise errors.GraphError(f"{where}: {what} {given!r} names a grid dim that is not there; grid_dim {errors.shape(self.grid_dim)} "
                                     f"has {', '.join(names)}")
         # -1 is a replica, as in the paper's code, so dims count from the left only
-        bad = next((d for d in pairs.values() if d is not None and (isinstance(d, bool) or not isinstance(d, int) or not -1 <= d < rank)), None)
+        bad = next((d for d in pairs.values() if isinstance(d, bool) or not isinstance(d, (int, type(None)))
+                    or (d is not None and not -1 <= d < rank)), None)
         if bad is not None:
             raise errors.GraphError(f"{where}: {what} names dim {bad!r}; use 0 to {rank - 1}, or None for a replica")
         return {g: d for g, d in pairs.items() if d is not None and d != -1}
@@ -451,7 +384,8 @@ class BlockGraphBuilder:
                 raise errors.GraphError(f"block graph: grid dim {g} of {n} cuts no input, so its blocks would all do the same; "
                                         "name it in an imap, or leave it out of grid_dim")
         if self.forloop_range > 1 and self._walked is None:
-            raise errors.GraphError(f"block graph: the loop of {self.forloop_range} trips walks no input; give one an fmap, or forloop_range=1")
+            raise errors.GraphError(f"block graph: the loop of {self.forloop_range} trips walks no input; "
+                                    "give one an fmap, or forloop_range=1")
         if not self.outputs:
             raise errors.GraphError("block graph: there is no output; name one with new_output")
         return Emission(self, self._positions(operands)).block_graph()
@@ -479,8 +413,8 @@ class BlockGraphBuilder:
         loop = {a.name: block.part(a.name) // self.forloop_range for a in block.named(Role.LOOP)}
         for name, tile in (grid | loop).items():
             if tile & (tile - 1):
-                raise errors.GraphError(f"schedule: {tile} elements of axis {name} in a block are not a power of two; choose a grid_dim and "
-                                        "a forloop_range that leave one, or leave the tiles to the tuner")
+                raise errors.GraphError(f"schedule: {tile} elements of axis {name} in a block are not a power of two; choose a grid_dim "
+                                        "and a forloop_range that leave one, or leave the tiles to the tuner")
         held = {a.name: 1 << (block.part(a.name) - 1).bit_length() for a in block.named(Role.TILE)}
         return {a.name: (grid | loop | held)[a.name] for a in block.axes}
 

@@ -8,7 +8,8 @@ from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, Blo
 from mirage_hf.ops import table
 
 if TYPE_CHECKING:
-    from mirage_hf.graph.builder import BlockGraphBuilder, Span, Node, STensor
+    from mirage_hf.graph.builder import BlockGraphBuilder
+    from mirage_hf.graph.tiles import Node, Span, STensor
 
 _RANK = {Role.GRID: 0, Role.TILE: 1, Role.LOOP: 2}
 
@@ -141,8 +142,9 @@ class Emission:
         for o in self.builder.outputs:
             accumulators(o.tensor)
         outputs = []
+        first = next((table.dtype_name(x.dtype) for _, x in self.builder.inputs if x.dtype in table.COMPUTE_DTYPES), "float32")
         for o in self.builder.outputs:
-            dtype = o.dtype or next((table.dtype_name(x.dtype) for _, x in self.builder.inputs if x.dtype in table.COMPUTE_DTYPES), "float32")
+            dtype = o.dtype or first
             name = self.value(o.tensor, "after")
             if o.tensor.node.op == "input":  # kernels store what they compute
                 axes = self.carried[name]

@@ -110,7 +110,8 @@ class KernelGraph:
         inputs = tuple(self._own(t, CUSTOMIZED) for t in inputs)
         if not isinstance(block_graph, BlockGraph):
             if not hasattr(block_graph, "build"):
-                raise errors.GraphError(f"customized: expected a block graph, got {type(block_graph).__name__}; make one with mi.new_block_graph")
+                raise errors.GraphError(f"customized: expected a block graph, got {type(block_graph).__name__}; "
+                                        "make one with mi.new_block_graph")
             block_graph = block_graph.build(inputs)
         for i in block_graph.inputs:
             for source, extent in zip(i.sources, i.sizes or (None,), strict=True):

@@ -40,9 +40,12 @@ class MapRestriction:
         """Errors: SearchError for what are not maps. None when nothing is restricted."""
         if imaps is None and omaps is None and fmaps is None:
             return None
-        return MapRestriction(*(None if given is None else tuple(dict.fromkeys(_grid_map(name, m) for m in _list(name, given)))
-                                for name, given in (("imaps", imaps), ("omaps", omaps))),
-                              None if fmaps is None else tuple(dict.fromkeys(_dim("fmaps", d) for d in _list("fmaps", fmaps))))
+
+        def grid_maps(name: str, given: Any) -> tuple[GridMap, ...] | None:
+            return None if given is None else tuple(dict.fromkeys(_grid_map(name, m) for m in _list(name, given)))
+
+        walked = None if fmaps is None else tuple(dict.fromkeys(_dim("fmaps", d) for d in _list("fmaps", fmaps)))
+        return MapRestriction(grid_maps("imaps", imaps), grid_maps("omaps", omaps), walked)
 
     def check(self, graph: KernelGraph) -> None:
         """Errors: SearchError for a dim that no tensor of the program has, nor a tensor of partial results, which has one more."""
@@ -106,13 +109,15 @@ class MapRestriction:
 
     def refusal(self, ugraph: UGraph, stop: str) -> errors.SearchError:
         """What to raise when no kernel keeps to it, `ugraph` being the best one that was found without."""
-        wanted = ", ".join(f"{name}={_shown(name, getattr(self, name))}" for name in ("imaps", "omaps", "fmaps") if getattr(self, name) is not None)
+        given = {name: getattr(self, name) for name in ("imaps", "omaps", "fmaps")}
+        wanted = ", ".join(f"{name}={_shown(name, allowed)}" for name, allowed in given.items() if allowed is not None)
         op = next(op for op in ugraph.block_ops if op.block is not None and not self._fits(op.block))
         assert op.block is not None
         maps = maps_of(op.block)
         tensors = "; ".join(f"{m.tensor} {m}" for m in (*maps.inputs, *maps.outputs))
         early = "" if stop == "exhausted" else f" before the search stopped ({stop})"
-        return errors.SearchError(f"no kernel that was found keeps to {wanted}{early}: the best has {tensors}; allow those maps, or leave a list None")
+        return errors.SearchError(f"no kernel that was found keeps to {wanted}{early}: the best has {tensors}; "
+                                  "allow those maps, or leave a list None")
 
 
 def _with_fewer_blocks(block: BlockGraph) -> Iterator[BlockGraph]:
@@ -122,7 +127,7 @@ def _with_fewer_blocks(block: BlockGraph) -> Iterator[BlockGraph]:
     free = [a for a in block.named(Role.GRID) if a.name not in numbers]
     for n in range(len(free) + 1):
         for whole in itertools.combinations(free, n):
-            held = BlockGraph(tuple(replace(a, role=Role.TILE) if a in whole else a for a in block.axes), block.inputs, block.stages, block.outputs)
+            held = replace(block, axes=tuple(replace(a, role=Role.TILE) if a in whole else a for a in block.axes))
             if not whole or _largest_tile(held) <= LARGEST_TILE:
                 yield held
 

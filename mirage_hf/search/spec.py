@@ -400,8 +400,9 @@ class _Lowering:
                     raise _Unsupported("concat of computed tensors ends a kernel: the search fuses only concats of inputs")
                 inner = dict(made.attrs)["order"]
                 order = tuple(inner[o] for o in order)
-                x = made.inputs[0]
-                assert isinstance(x, DTensor)
+                inner_x = made.inputs[0]
+                assert isinstance(inner_x, DTensor)
+                x = inner_x
             roots.append((x.index, order))
         if len({order for _, order in roots}) > 1:
             raise _Unsupported("concat of inputs in different dim orders ends a kernel")

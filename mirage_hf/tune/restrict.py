@@ -37,15 +37,16 @@ class Restriction:
         for name, given in (("griddims", griddims), ("blockdims", blockdims), ("franges", franges)):
             if given is not None and (isinstance(given, str) or not isinstance(given, Iterable)):
                 raise errors.SearchError(f"{name}: {given!r} is not a list; leave it None to allow any")
-        griddims, blockdims, franges = (None if g is None else list(g) for g in (griddims, blockdims, franges))
-        if [] in (griddims, blockdims, franges):
+        allowed = [None if g is None else tuple(g) for g in (griddims, blockdims, franges)]
+        if () in allowed:
             raise errors.SearchError("griddims, blockdims and franges: an empty list allows nothing; leave it None to allow any")
-        grids = tuple(_dims("griddims", d) for d in griddims or ())
-        threads = tuple(math.prod(_dims("blockdims", d)) for d in blockdims or ())
+        grids = tuple(_dims("griddims", d) for d in allowed[0] or ())
+        threads = tuple(math.prod(_dims("blockdims", d)) for d in allowed[1] or ())
         for t in threads:
             if t % 32 or t & (t - 1) or t > 1024:
                 raise errors.SearchError(f"blockdims: {t} threads; a block has a power of two from 32 to 1024 of them")
-        return Restriction(tuple(tuple(n for n in g if n > 1) for g in grids), threads, _dims("franges", franges, 64) if franges else ())
+        trips = _dims("franges", allowed[2], 64) if allowed[2] else ()
+        return Restriction(tuple(tuple(n for n in g if n > 1) for g in grids), threads, trips)
 
     def schedules(self, op: KernelOp, device: Device = H200) -> list[Schedule]:
         """The schedules of a `customized` op that keep to the restriction, best estimate first; may be empty."""
