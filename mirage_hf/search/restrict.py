@@ -54,7 +54,7 @@ class MapRestriction:
             dims = [d for d in allowed if d is not None] if name == "fmaps" else [d for m in allowed for _, d in m]
             rank = max(len(t.dims) for t in (*graph.inputs, *graph.outputs))
             if dims and max(dims) > rank:
-                what = "inputs" if tensors is graph.inputs else "outputs"
+                what = "outputs" if name == "omaps" else "inputs"
                 raise errors.SearchError(f"{name}: dim {max(dims)} is one that no tensor has; the program's {what} are "
                                          + ", ".join(f"{t.name} {errors.shape(t.dims)}" for t in tensors))
 

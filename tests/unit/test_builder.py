@@ -436,7 +436,8 @@ def test_partial_results_that_are_not_just_summed_are_not_lowered():
 
 # -- documentation ------------------------------------------------------------------------------------------------------------------
 
-def test_the_documented_example_runs():
+def test_the_documented_example_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[2] / "docs" / "block_graphs.md").read_text(encoding="utf-8")
     scope: dict[str, object] = {}
     for code in re.findall(r"```python\n(.*?)```", text, re.S):
