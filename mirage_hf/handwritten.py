@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mirage_hf import errors
-from mirage_hf.codegen.plan import plan
+from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
@@ -32,10 +32,10 @@ def ugraph(program: KernelGraph, kernels: KernelGraph, tiles: Sequence[Mapping[s
     if isinstance(candidate, Refused):
         raise errors.VerificationError(f"these kernels are not accepted for the program: {candidate.reason}")
     if tiles is not None:
-        chosen = [_with_tiles(op, dict(t), candidate) for op, t in zip(found.block_ops, tiles, strict=True)]
+        chosen = [_with_tiles(op, dict(t), candidate) for op, t in zip(placed(found), tiles, strict=True)]
         return replace(found, schedules=tuple(chosen))
     try:
-        ranked = [next((s for s in (*space.schedules(op), space.smallest(op)) if candidate.allows(s.mma)), None) for op in found.block_ops]
+        ranked = [next((s for s in (*space.schedules(op), space.smallest(op)) if candidate.allows(s.mma)), None) for op in placed(found)]
     except errors.CodegenError:
         return found  # it runs on a CPU all the same; generating code says why it cannot
     return found if None in ranked else replace(found, schedules=tuple(ranked))

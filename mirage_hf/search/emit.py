@@ -70,7 +70,7 @@ def ugraph_of(plan: _core.Candidate, spec: Spec, names: Sequence[str], functions
     for scaled in (True, False):
         try:
             return _Plan(plan, spec, names, functions, program, scaled).build()
-        except (_Refused, errors.GraphError):  # GraphError: a form that block graphs cannot say; another plan serves
+        except (_Refused, errors.GraphError):  # GraphError: a shift that changes along the loop, read after it
             continue
     return None
 

@@ -91,6 +91,12 @@ def test_a_restriction_costs_no_result_that_keeps_to_it():
             assert str(f.ugraph) in {str(u) for u in found(g, imaps=imaps, omaps=omaps, fmaps=fmaps)}
 
 
+def test_plans_that_have_no_block_graph_are_left_out():
+    """With other loops than the cheapest, a plan may store along its loop what only a shift of another kernel would cancel."""
+    g = programs.build(mi, "mla_decode", small=False)
+    assert search(g, SearchOptions(time_limit=20, threads=1, max_candidates=256, roles=(("k", Role.TILE),)))[0]
+
+
 def test_maps_reach_the_search_and_its_identity():
     g = small()
     result = mi.superoptimize(g, backend="cpu", imaps=[{"x": None}, {"x": 1}])
