@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from mirage_hf import _core
+from mirage_hf import _core, errors
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
@@ -75,7 +75,7 @@ def ugraph_of(plan: _core.Candidate, spec: Spec, names: Sequence[str], functions
     for scaled in (True, False):
         try:
             return _Plan(plan, spec, names, functions, program, scaled).build(), scaled
-        except _Refused:
+        except (_Refused, errors.GraphError):  # GraphError: a shift that changes along the loop, read after it
             continue
         except _Impossible:
             return None

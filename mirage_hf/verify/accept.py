@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf import errors
+from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.ops import table
 from mirage_hf.search.engine import Found, SearchOptions, Steps, search
 from mirage_hf.search.report import Refusal, SearchReport
 from mirage_hf.search.spec import NotLowerable, lower
@@ -112,3 +114,45 @@ def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Pr
     accepted = accept(found, seed=seed, on_candidate=lambda number, verdict: say("verify", verdict))
     return Searched(accepted.candidates, replace(report, found=len(accepted.candidates), refused=accepted.refused,
                                                  error_bound=accepted.error_bound, proof_seconds=accepted.seconds))
+
+
+def examine(ugraph: UGraph) -> Candidate | Refused:
+    """Prove that a µGraph equals its program and check its numbers, whoever wrote it."""
+    for what, mine, theirs in (("inputs", ugraph.kernels.inputs, ugraph.program.inputs),
+                               ("outputs", ugraph.kernels.outputs, ugraph.program.outputs)):
+        if len(mine) != len(theirs):
+            return Refused(f"the kernels have {len(mine)} {what}, the program has {len(theirs)}")
+        for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            if (a.dims, a.dtype, a.strides) != (b.dims, b.dtype, b.strides):
+                return Refused(f"{what[:-1]} {k} of the kernels is {_layout(a)}, the program's is {_layout(b)}")
+    proof = prove(ugraph)
+    if isinstance(proof, Refused):
+        return proof
+    if not ugraph.is_fused:
+        return Candidate(ugraph, 0.0, proof.bound, proof, proof)
+    checks: dict[object, NumericCheck] = {}
+    scalar, cores = (judge_on_cpu(ugraph, checks, mma) for mma in (False, True))
+    if isinstance(scalar, Refused) and isinstance(cores, Refused):
+        return scalar
+    return Candidate(ugraph, 0.0, proof.bound, scalar, cores)
+
+
+def _layout(t: DTensor) -> str:
+    return f"{table.dtype_name(t.dtype)} {errors.shape(t.dims)} with strides {errors.shape(t.strides)}"
+
+
+def verify(program: KernelGraph, kernels: KernelGraph) -> Verdict:
+    """Whether `kernels`, a kernel graph with customized ops, computes what `program` says: proven, and its numbers checked.
+
+    Returns Accepted with the bound on the chance that the proof is wrong, or Refused with the reason. Errors: GraphError for what
+    are not kernel graphs.
+    """
+    for what, graph in (("program", program), ("kernels", kernels)):
+        if not isinstance(graph, KernelGraph):
+            raise errors.GraphError(f"verify: {what} must be a graph made by mi.new_kernel_graph(), it is {type(graph).__name__}")
+    found = examine(UGraph(program, kernels))
+    if isinstance(found, Refused):
+        return found
+    details = [f"{how}: {v.detail if isinstance(v, Accepted) else v.reason}"
+               for how, v in (("multiply-adds", found.scalar), ("tensor cores", found.tensor_cores))]
+    return Accepted(found.error_bound, "; ".join(details))

@@ -141,7 +141,6 @@ def test_the_papers_grid_dims_are_accepted():
     (dict(griddims=[(7, 1, 1)]), "allow other numbers"), (dict(griddims=[(0, 1, 1)]), "positive"), (dict(griddims=[(1, 2, 3, 4)]), "one to 3"),
     (dict(blockdims=[(100, 1, 1)]), "power of two"), (dict(franges=[-1]), "positive"), (dict(franges=[3]), "allow other numbers"),
     (dict(config="atention"), "did you mean attention"), (dict(backend="opencl"), "backends are"), (dict(backend="cuda"), "backend='triton'"),
-    (dict(imaps=[(0, 1, -1)]), "imaps cannot be restricted"), (dict(fmaps=[1]), "fmaps"), (dict(omaps=[(0,)]), "omaps"),
     (dict(time_limit=0), "time_limit must be positive"), (dict(max_block_ops=-1), "max_block_ops"), (dict(max_kernels=0), "max_kernels"),
     (dict(time_limit="long"), "time_limit"), (dict(max_kernels=True), "max_kernels")], ids=str)
 def test_impossible_options_say_the_way_out(options, says):
