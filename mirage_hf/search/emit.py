@@ -369,6 +369,7 @@ class _Kernel:
         for leaf in self.found.leaves:
             self._leaf(leaf)
         stored_whole = {o.value for o in self.found.outputs if o.output >= 0}
+        finished: dict[int, _Scaled] = {}  # sums of partial results that change along the loop: stored in its first pass
         for stage in self.found.stages:
             for f in stage.body:
                 x = self.value[f.out] = self._compute(f)
@@ -376,6 +377,11 @@ class _Kernel:
                     self.value[f.out] = _Scaled(self._plain(x))  # here: what changes along the loop is stored in its stage
             for f in stage.accumulators:
                 self.value[f.out] = self._accumulate(f)
+            if stage.loop >= 0:
+                for n in sorted(stored_whole & self.waiting.keys() - finished.keys()):
+                    x = self._get(n)
+                    if self.loop in self._axes_of(x):
+                        finished[n] = _Scaled(self._plain(x))
             self._close(self.loop if stage.loop >= 0 else None)
         outputs: list[tuple[BlockOutput, int]] = []
         stored: dict[int, tuple[int, int | None, tuple[object, ...]]] = {}  # value: its output, its shift's, what that bounds
@@ -388,8 +394,8 @@ class _Kernel:
                 outputs.append(stored_as)
             return outputs.index(stored_as)
 
-        for o in self.found.outputs:
-            x = self._get(o.value)
+        for o in sorted(self.found.outputs, key=lambda o: (o.output < 0, o.output)):
+            x = finished[o.value] if o.value in finished else self._get(o.value)
             if o.output >= 0:
                 _, index, dtype = self.plan.spec.outputs[o.output]
                 stored[o.stored] = (output(self._plain(x), index, dtype, o.output), None, ())
