@@ -63,7 +63,8 @@ PYBIND11_MODULE(_core, m) {
       .def_readonly("dominated", &Statistics::dominated) .def_readonly("variants", &Statistics::variants)
       .def_readonly("kernels", &Statistics::kernels) .def_readonly("illegal", &Statistics::illegal)
       .def_readonly("plans", &Statistics::plans) .def_readonly("cost_pruned", &Statistics::cost_pruned)
-      .def_readonly("forms", &Statistics::forms) .def_readonly("seconds", &Statistics::seconds)
+      .def_readonly("forms", &Statistics::forms)
+      .def_readonly("candidates", &Statistics::candidates).def_readonly("best_us", &Statistics::best_us) .def_readonly("seconds", &Statistics::seconds)
       .def_readonly("first_seconds", &Statistics::first_seconds);
   py::class_<SearchResult>(m, "SearchResult")
       .def_readonly("candidates", &SearchResult::candidates) .def_readonly("stats", &SearchResult::stats)

@@ -6,6 +6,7 @@ from torch import bfloat16, float16, float32
 from mirage_hf.api import optimize, optimized, restore
 from mirage_hf.graph.json_format import load_graph, load_ugraph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
+from mirage_hf.graph.symbolic import Dim
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.superoptimizer import SearchResult, superoptimize
 
@@ -13,5 +14,5 @@ new_graph = new_kernel_graph
 
 __version__ = "0.1.0"
 
-__all__ = ["KernelGraph", "SearchResult", "UGraph", "bfloat16", "float16", "float32", "load_graph", "load_ugraph", "new_graph",
+__all__ = ["Dim", "KernelGraph", "SearchResult", "UGraph", "bfloat16", "float16", "float32", "load_graph", "load_ugraph", "new_graph",
            "new_kernel_graph", "optimize", "optimized", "restore", "superoptimize"]

@@ -1,4 +1,7 @@
-"""Checkpoints: one finished search in one file, with what it was for and a digest. Written at once or not at all."""
+"""Checkpoints: a search in one file, with what it is for and a digest: the steps that are finished, then its result.
+
+Every write replaces the file at once or not at all, so a search that is killed goes on from its last finished step.
+"""
 from __future__ import annotations
 
 import json
@@ -17,7 +20,7 @@ from mirage_hf.search.report import Counters, Refusal, SearchReport
 from mirage_hf.tune.restrict import Restriction
 
 CHECKPOINT = "mirage_hf.checkpoint"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -34,24 +37,47 @@ def identity(graph: KernelGraph, options: SearchOptions, restriction: Restrictio
                                "restriction": repr(restriction), "seed": seed, "version": VERSION})
 
 
+def _write(path: str | Path, owner: str, ugraphs: Sequence[UGraph], report: SearchReport | None, steps: dict[str, Any]) -> None:
+    content = json.loads(json.dumps([[json_format.ugraph_to_dict(u) for u in ugraphs], report.to_dict() if report else None, steps]))
+    json_format.save_json({"format": CHECKPOINT, "version": VERSION, "identity": owner, "digest": json_format.digest(content),
+                           "ugraphs": content[0], "report": content[1], "steps": content[2]}, path)
+
+
 def write(path: str | Path, kept: Kept, owner: str) -> None:
     """Write what a search found for `owner` (an identity). Errors: OSError."""
-    content = json.loads(json.dumps([[json_format.ugraph_to_dict(u) for u in kept.ugraphs], kept.report.to_dict()]))
-    json_format.save_json({"format": CHECKPOINT, "version": VERSION, "identity": owner, "digest": json_format.digest(content),
-                           "ugraphs": content[0], "report": content[1]}, path)
+    _write(path, owner, kept.ugraphs, kept.report, {})
 
 
-def read(path: str | Path, graph: KernelGraph, owner: str) -> Kept | Rejected:
-    """Return what is kept for `owner` in a file, as µGraphs of `graph`, or what is wrong with the file."""
+class Journal:
+    """The steps of a search that are finished, in its checkpoint: what `search(..., steps=…)` wants."""
+
+    def __init__(self, path: str | Path, owner: str, steps: dict[str, Any]):
+        self.path, self.owner, self.steps = path, owner, dict(steps)
+        self.loaded = 0
+
+    def load(self, key: str) -> Any | None:
+        self.loaded += key in self.steps
+        return self.steps.get(key)
+
+    def save(self, key: str, step: Any) -> None:
+        """Errors: OSError."""
+        self.steps[key] = step
+        _write(self.path, self.owner, (), None, self.steps)
+
+
+def read(path: str | Path, graph: KernelGraph, owner: str) -> Kept | Journal | Rejected:
+    """Return what is kept for `owner` in a file, as µGraphs of `graph`; its steps if the search did not end; or what is wrong."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         kind, version, whose = data["format"], data["version"], data["identity"]
         if (kind, version) != (CHECKPOINT, VERSION):
             return Rejected(f"is {kind!r} version {version!r}, this version reads {CHECKPOINT!r} version {VERSION}")
-        if data["digest"] != json_format.digest([data["ugraphs"], data["report"]]):
+        if data["digest"] != json_format.digest([data["ugraphs"], data["report"], data["steps"]]):
             return Rejected("is damaged, its content does not have the digest that it names")
         if whose != owner:
             return Rejected("belongs to another program, other options or another version")
+        if data["report"] is None:
+            return Journal(path, owner, data["steps"])
         kernels = [json_format.ugraph_from_dict(u, str(path)) for u in data["ugraphs"]]
         report = _report(data["report"], len(kernels), str(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -67,10 +93,10 @@ def _report(data: dict[str, Any], found: int, path: str) -> SearchReport:
     return replace(SearchReport(**kept), stop="loaded", reason=f"from {path}; that search stopped: {data['stop']}", found=found)
 
 
-def load(path: str | Path, graph: KernelGraph, owner: str) -> Kept | None:
-    """What is kept in a user's checkpoint, None where there is no file yet. Errors: FormatError for a file that is not it."""
+def load(path: str | Path, graph: KernelGraph, owner: str) -> Kept | Journal:
+    """What is kept in a user's checkpoint, no steps where there is no file yet. Errors: FormatError for a file that is not it."""
     if not Path(path).exists():
-        return None
+        return Journal(path, owner, {})
     found = read(path, graph, owner)
     if isinstance(found, Rejected):
         raise errors.FormatError(f"checkpoint {path}: {found.reason}; delete it, or name another file")

@@ -12,16 +12,20 @@ LABELS = {
     "derivations": ("values", "derivations of values"),
     "outside_goal": ("pruned", "values outside every goal"),
     "cancelling": ("pruned", "derivations that cancel"),
-    "role_assignments": ("kernels", "role assignments"),
+    "expansions": ("variants", "states of the search for variants"),
+    "variants": ("variants", "variants: ways to compute it"),
+    "plans": ("kernels", "plans: ways to cut variants into kernels"),
     "kernels": ("kernels", "kernels evaluated"),
-    "cost_pruned": ("pruned", "kernels cut by their cost"),
-    "duplicates": ("pruned", "kernels found before"),
+    "dominated": ("pruned", "states another of which costs less"),
+    "illegal": ("pruned", "kernels that cannot be"),
+    "cost_pruned": ("pruned", "plans cut by their cost"),
+    "forms": ("search", "normal forms held at most"),
     "width": ("search", "width: monomials of a product"),
     "seconds": ("search", "seconds"),
     "first_seconds": ("search", "seconds to the first kernel"),
 }
 """By the field's name in search/report.py's Counters: the group, and what is counted."""
-GROUPS = ("found", "values", "kernels", "pruned", "search", "other")
+GROUPS = ("found", "values", "variants", "kernels", "pruned", "search", "other")
 
 
 def rows(counters: Any) -> list[tuple[str, str, str]]:

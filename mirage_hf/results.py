@@ -20,7 +20,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from mirage_hf import checkpoint
-from mirage_hf.checkpoint import Kept
+from mirage_hf.checkpoint import Journal, Kept
 from mirage_hf.errors import MirageError, Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.kernel import KernelGraph
@@ -96,6 +96,8 @@ def load(key: str, graph: KernelGraph, seed: int) -> Kept | Rejected | None:
     if not path.exists():
         return None
     found = checkpoint.read(path, graph, key)
+    if isinstance(found, Journal):
+        found = Rejected("holds a search that did not end")
     if isinstance(found, Rejected):
         return Rejected(f"{path}: {found.reason}")
     proven, bounds, notes = [], [], list(found.report.notes)

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 from mirage_hf import checkpoint as checkpoints
-from mirage_hf import errors, html_report, labels, results
-from mirage_hf.checkpoint import Kept
+from mirage_hf import errors, html_report, instances, labels, results
+from mirage_hf.checkpoint import Journal, Kept
 from mirage_hf.codegen import compile as compiled
 from mirage_hf.codegen import triton
+from mirage_hf.graph import symbolic
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.graph.ugraph import UGraph, check_inputs, library_ugraph
+from mirage_hf.graph.ugraph import UGraph, check_inputs, check_tensors, library_ugraph
+from mirage_hf.instances import Family
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.search.report import Counters, SearchReport
 from mirage_hf.settings import settings
@@ -45,9 +47,12 @@ class SearchResult(Sequence[UGraph]):
     `report` says why the search stopped and what was refused; `tuned` holds measured times (None without a GPU).
     """
 
-    def __init__(self, program: KernelGraph, ugraphs: Sequence[UGraph], report: SearchReport, tuned: TuneResult | None = None):
+    def __init__(self, program: KernelGraph, ugraphs: Sequence[UGraph], report: SearchReport, tuned: TuneResult | None = None,
+                 families: Sequence[Family] = ()):
         self.program, self.report, self.tuned = program, report, tuned
-        self._ugraphs = tuple(ugraphs)
+        self._ugraphs, self._families = tuple(ugraphs), tuple(families)
+        self._dims = symbolic.dims_of(program)
+        self._instances: dict[tuple[int, ...], SearchResult] = {}
 
     def __len__(self) -> int:
         return len(self._ugraphs)
@@ -56,8 +61,25 @@ class SearchResult(Sequence[UGraph]):
         return self._ugraphs[i]
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the best µGraph; inputs and outputs are lists in the order of `program.inputs` and `program.outputs`."""
-        return self._ugraphs[0](inputs)
+        """Run the best µGraph; inputs and outputs are lists in the order of `program.inputs` and `program.outputs`. Symbolic dims
+        have the sizes that the inputs have."""
+        if self._dims:
+            check_tensors(self.program, inputs)
+            return self.at(**symbolic.sizes_of(self.program, [x.shape for x in inputs]))._ugraphs[0](inputs)
+        return self._ugraphs[0](inputs)  # type: ignore[no-any-return]
+
+    def at(self, **sizes: int) -> SearchResult:
+        """The results for one size of each symbolic dim (those left out at their maximum), ranked anew; no search, no new proof.
+
+        Errors: GraphError for unknown dims and sizes out of range.
+        """
+        sizes = symbolic.check_sizes(self.program, sizes)
+        key = tuple(sizes.values())
+        if key not in self._instances:
+            program = symbolic.at(self.program, sizes)
+            ugraphs = (*instances.at(self._families, sizes), library_ugraph(program))
+            self._instances[key] = SearchResult(program, ugraphs, self.report)
+        return self._instances[key]
 
     def to_html(self, path: str | Path) -> Path:
         """Write one self-contained page: program, report, results with their pictures, text and generated code. Returns the path."""
@@ -66,7 +88,7 @@ class SearchResult(Sequence[UGraph]):
     def of(self, program: KernelGraph) -> SearchResult:
         """The same result for an equal program; nothing of it is shared with this one's program, to which ops may be added."""
         return SearchResult(program, [replace(u, program=program) if u.is_fused else library_ugraph(program) for u in self],
-                            self.report, self.tuned)
+                            self.report, self.tuned, [replace(f, ugraph=replace(f.ugraph, program=program)) for f in self._families])
 
     def __repr__(self) -> str:
         return f"<SearchResult: {len(self)} µGraphs, best with {self[0].num_kernels} kernels, {self.report.stop}>"
@@ -93,6 +115,7 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
         raise errors.SearchError(f"superoptimize: expected a graph made by mi.new_kernel_graph(), got {type(graph).__name__}")
     if not graph.ops:
         raise errors.GraphError("superoptimize: the graph has no ops; add some, for example graph.matmul(x, w)")
+    symbolic.check(graph)
     options, restriction = options_of(config, backend, griddims, blockdims, franges, {"imaps": imaps, "omaps": omaps, "fmaps": fmaps},
                                       max_kernels, max_block_ops, time_limit)
     identity = checkpoints.identity(graph, options, restriction, seed)
@@ -127,16 +150,19 @@ def _kept(graph: KernelGraph, options: SearchOptions, seed: int, progress: Progr
           use_cache: bool) -> tuple[Kept, Allows]:
     """What is known of this program from a checkpoint or the cache on disk, else what a search finds, kept there."""
     key = results.key_of(identity)
-    loaded: Kept | errors.Rejected | None = None
+    loaded: Kept | Journal | errors.Rejected | None = None
     if checkpoint is not None:
         loaded = checkpoints.load(checkpoint, graph, identity)
     elif use_cache:
         loaded = results.load(key, graph, seed)
     if isinstance(loaded, Kept):
         return loaded, _judged()
-    searched = search_and_verify(graph, options, progress, seed=seed)
+    journal = loaded if isinstance(loaded, Journal) else None
+    searched = search_and_verify(graph, options, progress, seed=seed, steps=journal)
     kept = Kept(searched.ugraphs(), searched.report)
-    notes = [f"{loaded.reason}; searched anew"] if loaded is not None else []
+    notes = [f"{loaded.reason}; searched anew"] if isinstance(loaded, errors.Rejected) else []
+    if journal is not None and journal.loaded:
+        notes.append(f"went on from {journal.loaded} finished steps of {checkpoint}")
     if checkpoint is not None and kept.report.stop != "interrupted":
         checkpoints.write(checkpoint, kept, identity)
     elif use_cache and checkpoints.finished(kept.ugraphs, kept.report):
@@ -166,7 +192,8 @@ def _finished(graph: KernelGraph, kept: Kept, allows: Allows, backend: str, rest
             why = report.reason or "; ".join(r.reason for r in report.refused) or report.stop
             raise errors.SearchError(f"superoptimize: no µGraph of at most {max_kernels} kernels was found ({why}); "
                                      "allow more with max_kernels")
-    return SearchResult(graph, ugraphs, report, tuned)
+    families = [instances.family(u, allows) for u in kept.ugraphs] if symbolic.dims_of(graph) else []
+    return SearchResult(graph, ugraphs, report, tuned, families)
 
 
 def _judged() -> Allows:

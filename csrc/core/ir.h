@@ -120,6 +120,8 @@ struct Statistics {
   std::int64_t plans = 0;           // ways to cut a variant into kernels
   std::int64_t cost_pruned = 0;     // plans given up once they cost more than those kept
   std::int64_t forms = 0;           // normal forms and atoms held
+  std::int64_t candidates = 0;      // plans kept so far
+  double best_us = -1;              // the cheapest of them
   double seconds = 0, first_seconds = -1;
 };
 

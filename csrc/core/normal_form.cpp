@@ -90,6 +90,9 @@ AtomId NormalForms::intern(Atom a) {
     size += this->size(a.factors) + std::popcount(a.bound);
     atom_size_.push_back(clamped(size));
     // a sum binds an axis that only inputs carry
+    a.has_sum = a.kind == Atom::Kind::sum || a.kind == Atom::Kind::max ||
+                std::any_of(a.args.begin(), a.args.end(), [&](NfId arg) { return forms_[arg].has_sum; }) ||
+                std::any_of(a.factors.begin(), a.factors.end(), [&](const auto& f) { return atoms_[f.first].has_sum; });
     a.number = a.kind != Atom::Kind::input && a.kind != Atom::Kind::sum &&
                std::all_of(a.args.begin(), a.args.end(), [&](NfId arg) { return forms_[arg].number; });
     atoms_.push_back(std::move(a));
@@ -117,6 +120,7 @@ NfId NormalForms::intern(std::vector<Monomial> terms) {
       for (auto [a, e] : t.factors) {
         nf.has_exp |= atoms_[a].has_exp;
         nf.number &= atoms_[a].number;
+        nf.has_sum |= atoms_[a].has_sum;
       }
     }
     nf.size = clamped(size);
@@ -128,23 +132,13 @@ NfId NormalForms::intern(std::vector<Monomial> terms) {
 
 NfId NormalForms::of_factors(Factors factors) { return intern(std::vector<Monomial>{{Rational{}, std::move(factors)}}); }
 
-bool NormalForms::has_sum(AtomId id) const {
-  const Atom& a = atoms_[id];
-  if (a.kind == Atom::Kind::sum || a.kind == Atom::Kind::max) return true;
-  for (NfId arg : a.args)
-    for (const Monomial& t : forms_[arg].terms)
-      for (auto [inner, e] : t.factors)
-        if (has_sum(inner)) return true;
-  return false;
-}
-
 NfId NormalForms::core(NfId a, int axis, bool& waits) {
   waits = false;
   if (forms_[a].terms.size() != 1) return a;
   Factors kept;
   for (auto [atom, e] : forms_[a].terms[0].factors) {
     if (atoms_[atom].kind == Atom::Kind::sum && has(atoms_[atom].bound, axis)) kept.emplace_back(atom, e);
-    else waits = waits || has_sum(atom);
+    else waits = waits || atoms_[atom].has_sum;
   }
   return of_factors(std::move(kept));
 }

@@ -41,6 +41,7 @@ struct Atom {
   AxisSet free = 0;
   bool has_exp = false;
   bool number = false;          // holds no input
+  bool has_sum = false;         // is, or is a function of, a sum or a maximum
 };
 
 struct Nf {
@@ -48,6 +49,7 @@ struct Nf {
   AxisSet free = 0;
   bool has_exp = false;
   bool number = false;          // holds no input
+  bool has_sum = false;         // is, or is a function of, a sum or a maximum
   int size = 0;                 // grows with every op that builds a value, up to a limit; orders derivations
 };
 
@@ -75,7 +77,6 @@ class NormalForms {
   const Atom& atom(AtomId id) const { return atoms_[id]; }
   AxisSet free(const Factors& factors) const;
   bool is_number(NfId id) const;     // holds no input
-  bool has_sum(AtomId id) const;     // is, or is a function of, a sum or a maximum
   std::int64_t count() const { return static_cast<std::int64_t>(forms_.size() + atoms_.size()); }
 
  private:

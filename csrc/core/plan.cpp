@@ -15,6 +15,7 @@ namespace {
 constexpr std::size_t kRoleChoices = 3;   // of a single kernel, kept for tuning
 constexpr std::size_t kPerCount = 2;      // plans kept for each number of kernels
 constexpr std::size_t kMaxChoices = 64;   // roles of one kernel of several
+constexpr std::size_t kMostUnits = 3;     // outputs, or sets of them, that are grouped freely
 constexpr int kMostCuts = 24;             // values considered for cutting
 
 // Something that a kernel of the plan stores: a cut (possibly as partial results), or an output of the program (whole).
@@ -34,11 +35,12 @@ class Planner {
     for (int o : variant.outputs)
       if (std::find(finals_.begin(), finals_.end(), o) == finals_.end()) finals_.push_back(o);
     find_cuts();
+    group_outputs();
   }
 
   std::vector<Candidate> run() {
     single();
-    for (int size = 1; size <= limits_.max_cuts && !stopped_; ++size) choose(size, 0);
+    for (int size = 0; size <= limits_.max_cuts && !stopped_; ++size) choose(size, 0);
     std::vector<Candidate> found;
     for (auto& [count, list] : best_)
       for (Plan& p : list) found.push_back(emit(p));
@@ -97,18 +99,43 @@ class Planner {
   // Every way to group the stored values into kernels.
   void partition() {
     std::vector<Item> items;
-    for (int n : chosen_) items.push_back({n, false});
-    for (int o : finals_) items.push_back({o, true});
+    std::vector<std::vector<int>> units;  // items that go into the same kernel
+    for (int n : chosen_) {
+      units.push_back({static_cast<int>(items.size())});
+      items.push_back({n, false});
+    }
+    for (const auto& together : output_units_) {
+      units.emplace_back();
+      for (int o : together) {
+        units.back().push_back(static_cast<int>(items.size()));
+        items.push_back({o, true});
+      }
+    }
     std::vector<int> group(items.size(), 0);
-    assign(items, group, 0, 0);
+    assign(items, units, group, 0, 0);
   }
 
-  void assign(const std::vector<Item>& items, std::vector<int>& group, std::size_t at, int groups) {
-    if (at == items.size()) { if (groups > 1) evaluate(items, group, groups); return; }
+  void assign(const std::vector<Item>& items, const std::vector<std::vector<int>>& units, std::vector<int>& group, std::size_t at, int groups) {
+    if (chosen_.size() > 1 && (stopped_ || (stopped_ = out_of_time_()))) return;
+    if (at == units.size()) { if (groups > 1) evaluate(items, group, groups); return; }
     for (int g = 0; g <= groups && g < limits_.max_kernels; ++g) {
-      group[at] = g;
-      assign(items, group, at + 1, std::max(groups, g + 1));
+      for (int i : units[at]) group[i] = g;
+      assign(items, units, group, at + 1, std::max(groups, g + 1));
     }
+  }
+
+  // Each output may be stored by a kernel of its own. Where there are many, those that carry the same axes stay together, and
+  // where that leaves many, all do: the ways to group n outputs grow faster than exponentially.
+  void group_outputs() {
+    for (int o : finals_) output_units_.push_back({o});
+    if (output_units_.size() <= kMostUnits) return;
+    std::map<AxisSet, std::vector<int>> by_axes;
+    for (int o : finals_) by_axes[variant_.nodes[o].axes].push_back(o);
+    output_units_.clear();
+    if (by_axes.size() <= kMostUnits)
+      for (auto& [axes, together] : by_axes) output_units_.push_back(together);
+    else
+      output_units_.push_back(finals_);
   }
 
   void evaluate(const std::vector<Item>& items, const std::vector<int>& group, int groups) {
@@ -212,6 +239,7 @@ class Planner {
   const std::function<bool()>& out_of_time_;
   KernelSearch search_;
   std::vector<int> finals_, cuts_, chosen_;
+  std::vector<std::vector<int>> output_units_;
   std::map<int, std::vector<Plan>> best_;   // by number of kernels, cheapest first
   std::unordered_map<KernelTask, std::vector<KernelChoice>, TaskHash> memo_;
   std::unordered_map<KernelTask, NodeSet, TaskHash> needs_;

@@ -68,6 +68,7 @@ std::vector<Candidate> best_of(std::vector<Candidate> all, std::size_t most) {
     if (!first) --room;
     kept.push_back(std::move(c));
   }
+  if (kept.size() > most) kept.resize(most);
   return kept;
 }
 
@@ -115,6 +116,9 @@ SearchResult search(const Program& program, const Limits& limits, const Progress
           std::lock_guard guard(lock);
           add(result.stats, stats);
           if (!found[i].empty() && result.stats.first_seconds < 0) result.stats.first_seconds = seconds();
+          result.stats.candidates += static_cast<std::int64_t>(found[i].size());
+          for (const Candidate& c : found[i])
+            if (result.stats.best_us < 0 || c.cost_us < result.stats.best_us) result.stats.best_us = c.cost_us;
         }
         out_of_time();  // takes the lock itself
       }
@@ -130,6 +134,7 @@ SearchResult search(const Program& program, const Limits& limits, const Progress
         if (seen.insert(shape_of(c)).second) all.push_back(std::move(c));
     result.candidates = best_of(std::move(all), static_cast<std::size_t>(limits.max_candidates));
   }
+  result.stats.candidates = static_cast<std::int64_t>(result.candidates.size());
   result.stats.seconds = seconds();
   result.stop = stop ? (late ? "time" : "interrupted") : reason.empty() ? "exhausted" : reason;
   return result;

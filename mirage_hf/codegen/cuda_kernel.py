@@ -33,8 +33,9 @@ class CudaKernel:
 def write_kernel(block: BlockGraph, operands: Sequence[Operand], outputs: Sequence[Operand], name: str) -> CudaKernel:
     """Return `block` as a CUDA kernel in namespace `name`, with the largest loop tile whose staged values fit.
 
-    Errors: CodegenError when a value that must be held whole does not fit in shared memory.
+    Errors: CodegenError when a value that must be held whole does not fit in shared memory, or for parts and running maxima.
     """
+    _refuse(block, name)
     tiles = _grid_tiles(block)
     most = max((min(4096, 1 << (a.size - 1).bit_length()) for a in block.named(Role.LOOP)), default=1)
     while True:
@@ -51,6 +52,19 @@ def write_kernel(block: BlockGraph, operands: Sequence[Operand], outputs: Sequen
             raise errors.CodegenError(f"{name}: needs {kernel.shared} bytes of shared memory, a block has {SHARED_MOST}; "
                                       "make one of its tile axes the loop axis or a grid axis")
         tiles = tiles | {widest: tiles[widest] // 2}
+
+
+def _refuse(block: BlockGraph, name: str) -> None:
+    """Errors: CodegenError for what the Triton generator alone writes."""
+    way_out = "CUDA C++ is not written for that; generate a Triton program instead, or choose another candidate"
+    for a in block.axes:
+        if a.parts is not None:
+            raise errors.CodegenError(f"{name}: axis {a.name} is dealt out in parts numbered by {a.parts}; {way_out}")
+    for stage in block.stages:
+        read = {x for op in stage.body for x in op.args}
+        for acc in stage.accumulators:
+            if acc.out in read:
+                raise errors.CodegenError(f"{name}: {acc.out} is read while it is accumulated, a running maximum; {way_out}")
 
 
 def _grid_tiles(block: BlockGraph) -> dict[str, int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -14,8 +14,10 @@ import torch
 from mirage_hf import errors
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.triton_math import keeps_zero
-from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, Contraction, Role
-from mirage_hf.graph.kernel import DTensor, KernelOp
+from mirage_hf.graph.block import Accumulator, BlockGraph, BlockInput, BlockOp, Contraction, Role, Stage
+from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelOp
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.ops import table
 
 WARPGROUP_ROWS = 64
 """Rows of Hopper's asynchronous tensor-core instruction."""
@@ -56,7 +58,7 @@ class Plan:
                 raise errors.CodegenError(f"block input {i.name}: its joined sources have different dtypes; cast them to one")
         for axis in self.block.named(Role.GRID):
             for o in self.block.outputs:
-                if axis.name not in o.axes:
+                if not self.cuts(axis.name, o.axes):
                     raise errors.CodegenError(f"output {o.value} does not carry the grid axis {axis.name}, so its blocks would write "
                                               "the same elements; make the axis a loop or tile axis, or a dim of the output")
         loop = self.loop
@@ -81,13 +83,33 @@ class Plan:
     def tile(self, axis: str) -> int:
         return self.schedule.tile(axis)
 
+    def parts(self, axis: str) -> str | None:
+        """The grid axis that numbers the parts of an axis, where there is more than one."""
+        parts = self.block.axis(axis).parts
+        return parts if parts is not None and self.block.axis(parts).size > 1 else None
+
+    def cuts(self, grid: str, axes: Sequence[str | None]) -> bool:
+        """Whether blocks at different places on a grid axis have different elements of a tensor with dims `axes`."""
+        return grid in axes or (self.block.splits(grid) is not None and self.block.splits(grid) in axes)
+
     def trips(self, axis: str) -> int:
-        """Tiles along an axis."""
-        return -(-self.block.axis(axis).size // self.tile(axis))
+        """Tiles along an axis; along a part of it where it is dealt out in parts."""
+        return -(-self.block.part(axis) // self.tile(axis))
+
+    def bounds(self, axis: str) -> tuple[bool, bool]:
+        """Whether some tile of an axis reaches past the end of its part, and whether some part reaches past the end of the axis."""
+        part = self.block.part(axis)
+        return part % self.tile(axis) != 0, self.parts(axis) is not None and self.block.axis(axis).size % part != 0
 
     def ragged(self, axis: str) -> bool:
-        """Whether the last tile of an axis reaches past its end."""
-        return self.block.axis(axis).size % self.tile(axis) != 0
+        """Whether a tile of an axis may reach past the end of its part or of the axis, so that what is there does not count."""
+        return any(self.bounds(axis))
+
+    def reach(self, axis: str) -> int:
+        """The largest index along an axis that a block forms an address of."""
+        parts = self.parts(axis)
+        before = (self.block.axis(parts).size - 1) * self.block.part(axis) if parts else 0
+        return before + self.trips(axis) * self.tile(axis) - 1
 
     @cached_property
     def walks(self) -> bool:
@@ -123,14 +145,15 @@ class Plan:
 
     def is_streamed(self, i: BlockInput) -> bool:
         """Whether each element of an input is read by one block only."""
-        return all(a.name in i.axes for a in self.block.named(Role.GRID) if self.trips(a.name) > 1)
+        return all(self.cuts(a.name, i.axes) for a in self.block.named(Role.GRID) if self.trips(a.name) > 1)
 
     def whole_sources(self, i: BlockInput) -> bool:
         """Whether every tile of a joined input lies in one source, and their strides agree, so that a pointer can be selected."""
         strides = {self.operands[s].strides for s in i.sources}
         role = self.block.role(i.joined) if i.joined else None
+        starts = [*i.sizes[:-1], *([self.block.part(i.joined)] if i.joined and self.parts(i.joined) else [])]
         return (role is not None and len(strides) == 1 and (role is Role.GRID or (role is Role.LOOP and self.walks))
-                and all(size % self.tile(i.joined) == 0 for size in i.sizes[:-1]))  # type: ignore[arg-type]
+                and all(size % self.tile(i.joined) == 0 for size in starts))  # type: ignore[arg-type]
 
     # -- tensor cores -----------------------------------------------------------------------------------------------------
 
@@ -229,6 +252,29 @@ class Plan:
         """Inputs that tensor cores read in the dtype they are stored in."""
         return frozenset(x for d in self.dots.values() for x in (d.left, d.right) if x in self.input)
 
+    # -- running maxima ---------------------------------------------------------------------------------------------------
+
+    def maxima(self, stage: Stage) -> dict[str, Accumulator]:
+        """The maxima of a stage that its body reads while they grow, by name."""
+        read = {a for op in stage.body for a in op.args}
+        return {a.out: a for a in stage.accumulators if a.kind == "max" and a.out in read}
+
+    def fixed(self, stage: Stage) -> tuple[BlockOp, ...]:
+        """The ops of a stage that are the same in every iteration of its loop."""
+        moving, found = set(self.maxima(stage)), []
+        for op in stage.body:
+            if moving & set(op.args) or stage.loop in op.axes:
+                moving.add(op.out)
+            else:
+                found.append(op)
+        return tuple(found)
+
+    def is_lazy(self, stage: Stage, acc: Accumulator) -> bool:
+        """Whether an accumulator stays spread over the loop tile. A maximum that the body reads must be that of whole tiles, and a
+        sum that shifts with it is multiplied as it grows, so neither is."""
+        return (self.schedule.lazy and acc.out not in self.dots and self.loop in self.value_dims(acc.arg) and acc.shift is None
+                and acc.out not in self.maxima(stage))
+
     # -- masks ------------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -244,6 +290,26 @@ class Plan:
         op = self._ops.get(value)
         return (op is not None and op.over is None and all(self.zero_padded(a, axis) for a in op.args if isinstance(a, str))
                 and keeps_zero(op.fn, [None if isinstance(a, str) else a for a in op.args], dict(op.attrs)))
+
+
+VIEWS = ("permute", "reshape", "slice")
+"""Library ops whose result may be a view, with strides of its own."""
+
+
+def placed(ugraph: UGraph) -> tuple[KernelOp, ...]:
+    """The `customized` ops of a µGraph, their operands with the strides that they have when it runs: those that torch gives to
+    views; kernels write row-major tensors, and what other library calls return is made row-major."""
+    now: dict[int, DTensor] = {}
+    found = []
+    for op in ugraph.kernels.ops:
+        inputs = tuple(now.get(x.index, x) if isinstance(x, DTensor) else x for x in op.inputs)
+        if op.name == CUSTOMIZED:
+            found.append(replace(op, inputs=inputs))
+        elif op.name in VIEWS and isinstance(inputs[0], DTensor):
+            x = torch.empty_strided(inputs[0].dims, inputs[0].strides, dtype=inputs[0].dtype, device="meta")
+            y = table.lookup(op.name).oracle(x, **dict(op.attrs))
+            now[op.outputs[0].index] = replace(op.outputs[0], strides=tuple(y.stride()))
+    return tuple(found)
 
 
 def plan(op: KernelOp, schedule: Schedule) -> Plan:

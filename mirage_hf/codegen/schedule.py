@@ -44,14 +44,22 @@ class Schedule:
         return dict(self.tiles)[axis]
 
     def check(self, block: BlockGraph) -> None:
-        """Errors: CodegenError when the tiles are not those of `block`'s axes, or a tile axis is not held whole."""
+        """Errors: CodegenError when the tiles are not those of `block`'s axes, a tile axis (its part) is not held whole, or a block
+        has several parts."""
         tiles, names = dict(self.tiles), {a.name for a in block.axes}
         if set(tiles) != names:
             raise errors.CodegenError(f"schedule: tiles are given for {sorted(tiles)}, the block graph's axes are {sorted(names)}")
         for a in block.named(Role.TILE):
-            if tiles[a.name] < a.size:
-                raise errors.CodegenError(f"schedule: tile axis {a.name} of size {a.size} must be held whole; its tile is {tiles[a.name]}, "
-                                          f"give {next_power_of_two(a.size)}")
+            part = block.part(a.name)
+            if tiles[a.name] < part:
+                what = f"size {a.size}" if a.parts is None else f"size {a.size}, of which a block has {part},"
+                raise errors.CodegenError(f"schedule: tile axis {a.name} of {what} must be held whole; its tile is {tiles[a.name]}, "
+                                          f"give {next_power_of_two(part)}")
+        for a in block.named(Role.GRID):
+            split = block.splits(a.name)
+            if split is not None and tiles[a.name] != 1:
+                raise errors.CodegenError(f"schedule: {a.name} numbers the parts of {split}, of which a block has one; its tile is "
+                                          f"{tiles[a.name]}, give 1")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"tiles": dict(self.tiles)}

@@ -12,7 +12,7 @@ import torch
 
 from mirage_hf import errors
 from mirage_hf.codegen import torch_text, triton_math
-from mirage_hf.codegen.plan import plan
+from mirage_hf.codegen.plan import VIEWS, placed, plan
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.torch_text import local
 from mirage_hf.codegen.triton_kernel import KernelText, write_kernel
@@ -66,13 +66,13 @@ def generate(ugraph: UGraph, schedules: Sequence[Schedule] | None = None, name: 
     Errors: CodegenError for a block graph or schedule that has no kernel, or a number of schedules that does not fit.
     """
     schedules = schedules or ugraph.schedules
-    schedules = ugraph.schedules if schedules is None else schedules
+    ops = placed(ugraph)
     if schedules is None:
         from mirage_hf.tune import space
-        schedules = [space.default_schedule(op) for op in ugraph.block_ops]
-    if len(schedules) != len(ugraph.block_ops):
-        raise errors.CodegenError(f"{len(schedules)} schedules for {len(ugraph.block_ops)} block graphs; give one each, in order")
-    plans = [plan(op, schedule) for op, schedule in zip(ugraph.block_ops, schedules, strict=True)]
+        schedules = [space.default_schedule(op) for op in ops]
+    if len(schedules) != len(ops):
+        raise errors.CodegenError(f"{len(schedules)} schedules for {len(ops)} block graphs; give one each, in order")
+    plans = [plan(op, schedule) for op, schedule in zip(ops, schedules, strict=True)]
     kernels = [write_kernel(p, f"{name}_{n}") for n, p in enumerate(plans)]
     launches = tuple(
         Launch(k.name, tuple((a, POINTERS[(p.operands + p.outputs)[at].dtype]) for a, at in k.arguments), p.grid,
@@ -117,12 +117,25 @@ def _run(ugraph: UGraph, kernels: Sequence[KernelText], launches: Sequence[Launc
     names = [local(t) for t in graph.inputs]
     lines = ["def run(inputs):", f"    {', '.join(names)}{',' if len(names) == 1 else ''} = inputs"]
     pairs = iter(zip(kernels, launches, strict=True))
+    loaded = _loaded(ugraph)
     for op in graph.ops:
         if op.name == CUSTOMIZED:
             lines += _launch(op, *next(pairs))
-        else:
-            lines.append(f"    {local(op.outputs[0])} = {torch_text.expression(op, torch_text.operand_names(op))}")
+            continue
+        text = torch_text.expression(op, torch_text.operand_names(op))
+        if op.name not in VIEWS and op.outputs[0].index in loaded:  # torch keeps the order of strides in some ops
+            text = f"({text}).contiguous()"
+        lines.append(f"    {local(op.outputs[0])} = {text}")
     return "\n".join([*lines, f"    return [{', '.join(local(t) for t in graph.outputs)}]"])
+
+
+def _loaded(ugraph: UGraph) -> set[int]:
+    """The tensors that kernels read, themselves or through views."""
+    found: set[int] = set()
+    for op in reversed(ugraph.kernels.ops):
+        if op.name == CUSTOMIZED or (op.name in VIEWS and op.outputs[0].index in found):
+            found |= {x.index for x in op.inputs if isinstance(x, DTensor)}
+    return found
 
 
 def _launch(op: KernelOp, kernel: KernelText, launch: Launch) -> list[str]:

@@ -63,6 +63,12 @@ TRITON_ALGEBRA: Mapping[str, Callable[..., Expr]] = {
 }
 
 HELPERS: Mapping[str, str] = {
+    "larger": '''
+@triton.jit
+def larger(x, y):
+    """The larger of two numbers, NaN if one is."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+''',
     "tanh": '''
 @triton.jit
 def tanh(x):
@@ -85,7 +91,7 @@ def power(x, y):
     return tl.where((y == 0.0) | (x == 1.0), 1.0, signed)
 ''',
 }
-"""Functions that expressions of TRITON_ALGEBRA may call, by name; a file carries those that it uses."""
+"""Functions that kernels may call, by name; a file carries those that it uses."""
 
 
 def elementwise(fn: str, args: Sequence[Expr], attrs: Mapping[str, float]) -> Expr:

@@ -109,16 +109,22 @@ def library_ugraph(program: KernelGraph) -> UGraph:
     return UGraph(program, kernels)
 
 
-def check_inputs(graph: KernelGraph, inputs: Sequence[torch.Tensor], device_type: str | None = None) -> None:
-    """Errors: InputError unless `inputs` have the dims, dtypes and strides of `graph.inputs` and lie on one device."""
+def check_tensors(graph: KernelGraph, inputs: Sequence[torch.Tensor]) -> None:
+    """Errors: InputError unless `inputs` is a list of tensors, as many as `graph.inputs`."""
     if isinstance(inputs, torch.Tensor) or len(inputs) != len(graph.inputs):
         got = "one tensor" if isinstance(inputs, torch.Tensor) else f"{len(inputs)} inputs"
         raise errors.InputError(f"expected a list of {len(graph.inputs)} tensors in the order of graph.inputs, got {got}")
+    for i, (t, x) in enumerate(zip(graph.inputs, inputs, strict=True)):
+        if not isinstance(x, torch.Tensor):
+            raise errors.InputError(f"input {i} ({t.name}): expected a torch tensor, got {type(x).__name__}")
+
+
+def check_inputs(graph: KernelGraph, inputs: Sequence[torch.Tensor], device_type: str | None = None) -> None:
+    """Errors: InputError unless `inputs` have the dims, dtypes and strides of `graph.inputs` and lie on one device."""
+    check_tensors(graph, inputs)
     device = None
     for i, (t, x) in enumerate(zip(graph.inputs, inputs, strict=True)):
         where = f"input {i} ({t.name})"
-        if not isinstance(x, torch.Tensor):
-            raise errors.InputError(f"{where}: expected a torch tensor, got {type(x).__name__}")
         if tuple(x.shape) != t.dims:
             raise errors.InputError(f"{where}: built for shape {errors.shape(t.dims)}, got {errors.shape(x.shape)}; "
                                     "superoptimize a graph of that shape")

@@ -12,7 +12,8 @@ class Counters:
     values: distinct values kept; derivations: ways to compute them; examined: derivations tried, of which outside_goal and
     cancelling were pruned; expansions: states of the search over derivations, dominated: those pruned; variants: algebraic
     variants found; kernels: sets of outputs with one role per axis evaluated, of which illegal; plans: ways to cut variants into
-    kernels, cost_pruned: those given up; forms: most normal forms held at a time; width: the last one searched to the end.
+    kernels, cost_pruned: those given up; forms: most normal forms held at a time; candidates: plans kept, best_us: the cheapest
+    by the cost model (-1: none); width: the last one searched to the end.
     """
 
     values: int = 0
@@ -28,6 +29,8 @@ class Counters:
     plans: int = 0
     cost_pruned: int = 0
     forms: int = 0
+    candidates: int = 0
+    best_us: float = -1.0
     width: int = 0
     seconds: float = 0.0
     first_seconds: float = -1.0
@@ -37,7 +40,8 @@ class Counters:
         total = {name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__}
         total |= {name: max(getattr(self, name), getattr(other, name)) for name in ("forms", "width")}
         first = self.seconds + other.first_seconds if other.first_seconds >= 0 else -1.0
-        return Counters(**total | {"first_seconds": self.first_seconds if self.first_seconds >= 0 else first})
+        best = min((us for us in (self.best_us, other.best_us) if us >= 0), default=-1.0)
+        return Counters(**total | {"first_seconds": self.first_seconds if self.first_seconds >= 0 else first, "best_us": best})
 
 
 @dataclass(frozen=True)

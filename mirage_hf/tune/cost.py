@@ -37,7 +37,17 @@ H200 = Device("NVIDIA H200", 90, 132, 4.47e12, 8e12, 132 * 128 * 1.7e9, 690e12)
 
 H100 = Device("NVIDIA H100", 90, 132, 3.0e12, 7e12, 132 * 128 * 1.7e9, 690e12, l2_bytes=50 << 20)
 A100 = Device("NVIDIA A100", 80, 108, 1.75e12, 4e12, 108 * 64 * 1.4e9, 280e12, l2_bytes=40 << 20, shared_bytes=163 * 1024)
-DEVICES = (H200, H100, A100)
+B200 = Device("NVIDIA B200", 100, 148, 7.0e12, 10e12, 148 * 128 * 1.8e9, 1500e12, l2_bytes=126 << 20)
+L40S = Device("NVIDIA L40S", 89, 142, 0.75e12, 3.5e12, 142 * 128 * 2.2e9, 280e12, l2_bytes=96 << 20, shared_bytes=99 * 1024,
+              sm_bandwidth=20e9)
+RTX_4090 = Device("NVIDIA GeForce RTX 4090", 89, 128, 0.9e12, 3.5e12, 128 * 128 * 2.4e9, 130e12, l2_bytes=72 << 20,
+                  shared_bytes=99 * 1024, sm_bandwidth=20e9)
+RTX_5090 = Device("NVIDIA GeForce RTX 5090", 120, 170, 1.6e12, 5e12, 170 * 128 * 2.3e9, 180e12, l2_bytes=96 << 20,
+                  shared_bytes=99 * 1024, sm_bandwidth=25e9)
+"""Not measured: these four are data sheets, less 10 to 15% of their bandwidths; that of the L2 and of one SM is a guess. Shared
+memory is what one block may ask for (CUDA programming guide, compute capabilities 8.9, 10.0 and 12.0)."""
+
+DEVICES = (H200, H100, A100, B200, L40S, RTX_4090, RTX_5090)
 
 
 def device_named(name: str, sm: int) -> Device:
@@ -80,9 +90,7 @@ def _tile_bytes(plan: Plan, name: str) -> int:
 
 def _running(plan: Plan, stage: Stage) -> int:
     """Elements of a stage's accumulators inside its loop."""
-    def dims(out: str, arg: str) -> tuple[str, ...]:
-        return plan.block.carried[arg if plan.schedule.lazy and out not in plan.dots else out]
-    return sum(plan.numel(dims(a.out, a.arg)) for a in stage.accumulators)
+    return sum(plan.numel(plan.block.carried[a.arg if plan.is_lazy(stage, a) else a.out]) for a in stage.accumulators)
 
 
 def registers(plan: Plan) -> int:
@@ -91,7 +99,7 @@ def registers(plan: Plan) -> int:
     most = 0.0
     for stage in plan.block.stages:
         walked = stage.loop if plan.walks else None
-        summed = {a.arg for a in stage.accumulators} if walked and plan.schedule.lazy else set()
+        summed = {a.arg for a in stage.accumulators if walked and plan.is_lazy(stage, a)}
         formed = [plan.numel(op.axes) * (1.0 if op.over is None else 0.0) for op in stage.body
                   if op.out not in plan.skipped and op.out not in summed]
         loaded = (_loads(plan, stage) if walked else list(plan.input))
@@ -101,15 +109,25 @@ def registers(plan: Plan) -> int:
 
 
 def shared_bytes(plan: Plan) -> int:
-    """Shared memory of a block: the loads of all but one iteration in flight."""
+    """Shared memory of a block: the loads of all iterations in flight (the one at work too where tensor cores read it), the other
+    factors of tensor-core products, and what warps tell each other in sums and maxima."""
     def loaded(stage: Stage) -> int:
         return sum(_tile_bytes(plan, i) * (2 if i in plan.read_again else 1) for i in _loads(plan, stage))
 
     per_iteration = max((loaded(s) for s in plan.block.stages if s.loop), default=0)
-    if plan.walks and plan.schedule.num_stages > 1:
-        return per_iteration * (plan.schedule.num_stages if plan.dots else plan.schedule.num_stages - 1)
     factors = {x for d in plan.dots.values() for x in (d.left, d.right)}  # a product held whole is fed through shared memory
+    if plan.walks and plan.schedule.num_stages > 1:
+        staged = {i for s in plan.block.stages if s.loop for i in _loads(plan, s)}
+        held = sum(plan.numel(plan.block.carried[x]) for x in factors - staged) * plan.run_dtype.itemsize
+        return per_iteration * (plan.schedule.num_stages if plan.dots else plan.schedule.num_stages - 1) + held + _exchanged(plan)
     return max(per_iteration, sum(plan.numel(plan.block.carried[x]) for x in factors) * plan.run_dtype.itemsize)
+
+
+def _exchanged(plan: Plan) -> int:
+    """Bytes through which warps join their parts of a sum or maximum, of the largest one in a loop."""
+    found = [op.axes for s in plan.block.stages if s.loop for op in s.body if op.over is not None and op.out not in plan.dots]
+    found += [a.axes for s in plan.block.stages if s.loop for a in s.accumulators if a.out not in plan.dots and not plan.is_lazy(s, a)]
+    return max((plan.numel(axes) for axes in found), default=0) * plan.schedule.num_warps * 4
 
 
 def estimate(plan: Plan, device: Device = H200) -> Cost:
@@ -129,6 +147,7 @@ def estimate(plan: Plan, device: Device = H200) -> Cost:
         work += times * sum(plan.numel(plan.block.carried[str(op.args[0])] if op.over else op.axes) for op in stage.body
                             if op.out not in plan.skipped and op.out not in plan.dots)
         work += times * sum(plan.numel(plan.block.carried[a.arg]) for a in stage.accumulators if a.out not in plan.dots)
+        work += times * sum(plan.numel(a.axes) for a in stage.accumulators if a.shift is not None and plan.walks)
         work += times * sum(plan.numel(block.input_axes(plan.input[i])) for i in _loads(plan, stage) if i not in plan.native)
     instructions = work * plan.grid
     flops = 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mirage_hf import errors
-from mirage_hf.codegen.plan import plan
+from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.kernel import KernelOp
@@ -57,13 +57,13 @@ class Restriction:
         return sorted(found, key=lambda s: (found[s], str(s)))
 
     def scheduled(self, ugraphs: Sequence[UGraph]) -> tuple[UGraph, ...]:
-        """Those µGraphs that can keep to the restriction, each with its best such schedules.
+        """Those µGraphs whose kernels can all keep to the restriction, each with its best such schedules.
 
         Errors: SearchError when there are µGraphs and none can.
         """
         kept = []
         for u in ugraphs:
-            choices = [self.schedules(op) for op in u.block_ops]
+            choices = [self.schedules(op) for op in placed(u)]
             if all(choices):
                 kept.append(replace(u, schedules=tuple(c[0] for c in choices)))
         if ugraphs and not kept:
@@ -83,14 +83,15 @@ class Restriction:
             fits = True
             for axis, count in zip(grid, counts, strict=True) if counts is not None else ():
                 tile = -(-axis.size // count)
-                fits = fits and tile & (tile - 1) == 0 and -(-axis.size // tile) == count
+                fits = fits and tile & (tile - 1) == 0 and -(-axis.size // tile) == count and (tile == 1 or block.splits(axis.name) is None)
                 tiles[axis.name] = tile
             if not fits:
                 continue
             for trips in self.franges if self.franges and loops else (None,):
                 if trips is not None:
-                    tile = -(-loops[0].size // trips)
-                    if tile & (tile - 1) or -(-loops[0].size // tile) != trips:
+                    part = block.part(loops[0].name)  # trips are those of one block
+                    tile = -(-part // trips)
+                    if tile & (tile - 1) or -(-part // tile) != trips:
                         continue
                     tiles[loops[0].name] = tile
                 yield dict(tiles)

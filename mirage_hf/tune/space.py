@@ -87,8 +87,8 @@ def _busy(p: Plan) -> bool:
 def smallest(op: KernelOp) -> Schedule:
     """The schedule of last resort, with multiply-adds: one element of each grid axis, short loops."""
     assert op.block is not None
-    tiles = {a.name: 1 if a.role is Role.GRID else next_power_of_two(a.size) if a.role is Role.TILE else min(32, next_power_of_two(a.size))
-             for a in op.block.axes}
+    tiles = {a.name: 1 if a.role is Role.GRID else whole if a.role is Role.TILE else min(32, whole)
+             for a in op.block.axes for whole in (next_power_of_two(op.block.part(a.name)),)}
     return Schedule(tuple(tiles.items()), lazy=False)
 
 
@@ -109,7 +109,7 @@ def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:
                 if max(tiles) >= 64:
                     yield Schedule(named, mma=True, weights_first=False, num_warps=4, num_stages=3)
             else:
-                walks = any(t < a.size for a, t in zip(block.axes, tiles, strict=True) if a.role is Role.LOOP)
+                walks = any(t < block.part(a.name) for a, t in zip(block.axes, tiles, strict=True) if a.role is Role.LOOP)
                 for warps, stages, lazy in itertools.product((1, 2, 4, 8), (1, 3) if walks else (1,), (True, False) if walks else (True,)):
                     yield Schedule(named, lazy=lazy, num_warps=warps, num_stages=stages)
 
@@ -117,7 +117,7 @@ def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:
 def _tiles(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: list[tuple[set[str], set[str]]],
            mma: bool) -> tuple[int, ...]:
     """The tiles to try for one axis; empty when this kind of kernel does not suit it."""
-    whole = next_power_of_two(a.size)
+    whole = next_power_of_two(block.part(a.name))
     multiplied = any(a.name in x ^ y for x, y in products)
     summed = any(c.over == a.name for c in block.contractions.values())
     if a.role is Role.TILE:
@@ -125,6 +125,8 @@ def _tiles(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: li
     if a.role is Role.LOOP:
         tiles = (32, 64, 128, 256) if mma else (32, 64, 128, 256, 512, 1024, 2048, 4096)
         return tuple(t for t in tiles if t <= whole) or (max(whole, MMA_MIN) if mma else whole,)
+    if block.splits(a.name) is not None:
+        return (1,)
     if products and not multiplied:  # a batch: every product has it on both sides, or on none
         return (1,)
     if a.name not in big:  # rows: each tile of the largest input is read for all of them at once

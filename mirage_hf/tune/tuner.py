@@ -11,6 +11,7 @@ import torch
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
+from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
@@ -117,13 +118,14 @@ def _library(program: KernelGraph, model: Device) -> Candidate:
 
 def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[Candidate]:
     """Schedules in ranked order; the n-th best of every block graph together. Nothing when a block graph has no schedule."""
+    ops = placed(ugraph)
     ranked = [schedules(op, model) for op in ugraph.block_ops]
     if not all(ranked):
         return
     rest = sum(library_us(op, model) for op in ugraph.kernels.ops if op.block is None)
     for n in range(max(map(len, ranked))):
         chosen = tuple(r[min(n, len(r) - 1)] for r in ranked)
-        own = sum(estimate(triton.plan(op, s), model).us for op, s in zip(ugraph.block_ops, chosen, strict=True))
+        own = sum(estimate(plan(op, s), model).us for op, s in zip(ops, chosen, strict=True))
         yield Candidate(ugraph, chosen, own + rest)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.search.engine import Found, SearchOptions, search
+from mirage_hf.search.engine import Found, SearchOptions, Steps, search
 from mirage_hf.search.report import Refusal, SearchReport
 from mirage_hf.verify.fingerprint import prove
 from mirage_hf.verify.numeric import NumericCheck, judge_on_cpu
@@ -88,10 +88,11 @@ class Searched:
         return tuple(c.ugraph for c in self.candidates)
 
 
-def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Progress | None = None, *, seed: int = 0) -> Searched:
-    """Search `program` and keep the candidates that are proven and whose numbers hold."""
+def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Progress | None = None, *, seed: int = 0,
+                      steps: Steps | None = None) -> Searched:
+    """Search `program` and keep the candidates that are proven and whose numbers hold. Steps that `steps` has are not made again."""
     say = progress or (lambda stage, detail: None)
-    found, report = search(program, options, lambda counters: say("search", counters))
+    found, report = search(program, options, lambda counters: say("search", counters), steps)
     accepted = accept(found, seed=seed, on_candidate=lambda number, verdict: say("verify", verdict))
     return Searched(accepted.candidates, replace(report, found=len(accepted.candidates), refused=accepted.refused,
                                                  error_bound=accepted.error_bound, proof_seconds=accepted.seconds))

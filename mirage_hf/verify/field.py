@@ -1,12 +1,15 @@
 """Finite fields as an algebra: exact proofs of equality by random evaluation over Z_p × Z_q.
 
-An element is a pair: its value in Z_p, and in Z_q as long as it may still become an exponent; q divides p − 1, so
-exp(x) = w^x with w of order q is a homomorphism from Z_q into Z_p that satisfies e^(a+b) = e^a e^b exactly. Opaque
-functions are keyed random functions, a maximum over an axis is a sum of keyed random values (so it may be taken in
-pieces), constants that are not small rationals are random, and every trial draws new keys.
+An element is its value in Z_p and, as long as it may still become an exponent, its values at several independent points
+("copies") in Z_q. q divides p − 1, so exp(x) = g^(z·x), with g of order q and a random vector z, is a homomorphism from Z_q
+into Z_p that satisfies e^(a+b) = e^a e^b exactly; with as many copies as there are independent exponents, exponentials of
+independent exponents are independent (see docs/architecture.md, Proofs). Opaque functions are keyed random functions, a
+maximum over an axis is a random function of the multiset of its arguments (so it may be taken in pieces, and a maximum of
+maxima is a maximum), constants that are not small rationals are random, and every trial draws new keys.
 """
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,15 +29,18 @@ class Redraw(Exception):
     """A denominator was zero: the inputs say nothing, draw others."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Element:
-    """An array of field elements: residues mod P, and mod Q or None once the value depends on an exp."""
+    """An array of field elements: residues mod P; residues mod Q with a last dim of copies, or None once the value depends
+    on an exp; for a maximum over an axis, the sum that stands for the multiset of its arguments. Only `put` changes one."""
 
     p: np.ndarray
     q: np.ndarray | None
+    peak: np.ndarray | None = None
 
-    def map(self, f: Any) -> Element:
-        return Element(f(self.p), None if self.q is None else f(self.q))
+    def map(self, f: Callable[[np.ndarray], np.ndarray], on_q: Callable[[np.ndarray], np.ndarray] | None = None) -> Element:
+        """Apply a view to all arrays; `on_q` is the same view of one that has a dim more at the end."""
+        return Element(f(self.p), None if self.q is None else (on_q or f)(self.q), None if self.peak is None else f(self.peak))
 
 
 def _power(base: np.ndarray, exponent: np.ndarray | int, modulus: int) -> np.ndarray:
@@ -47,6 +53,8 @@ def _power(base: np.ndarray, exponent: np.ndarray | int, modulus: int) -> np.nda
         exponent >>= 1
     return out
 
+
+_fraction = functools.lru_cache(4096)(small_rational)
 
 _Words = TypeVar("_Words", np.ndarray, np.uint64)
 
@@ -62,41 +70,68 @@ def _mix(x: _Words) -> _Words:
 class FieldAlgebra:
     """The algebra of one trial: its keys, its w, its random constants. Deterministic for a seed."""
 
-    def __init__(self, seed: int | tuple[int, ...]):
+    def __init__(self, seed: int | tuple[int, ...], copies: int = 1):
         self.rng = np.random.default_rng(seed)
         self.keys = [np.uint64(self.rng.integers(1 << 63)) for _ in range(3)]
         self.w = int(_power(np.array([int(self.rng.integers(2, P - 1))]), 2, P)[0])  # a square other than 0 and 1 generates
+        self.z = self.rng.integers(Q, size=copies, dtype=np.int64)
+        self.lanes = _mix(np.arange(1, copies + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        self.exponents: list[np.ndarray] = []
+        """Arguments of exp so far, one row each, a column per copy."""
+
+    @property
+    def copies(self) -> int:
+        return len(self.z)
 
     def random(self, shape: Sequence[int]) -> Element:
-        return Element(self.rng.integers(P, size=tuple(shape), dtype=np.int64), self.rng.integers(Q, size=tuple(shape), dtype=np.int64))
+        p = self.rng.integers(P, size=tuple(shape), dtype=np.int64)
+        return Element(p, self.rng.integers(Q, size=(*shape, self.copies), dtype=np.int64))
 
     # -- views ------------------------------------------------------------------------------------------------------------
 
     def arrange(self, x: Element, order: Sequence[int], shape: Sequence[int]) -> Element:
-        return x.map(lambda a: a.transpose(tuple(order)).reshape(tuple(shape)))
+        return x.map(lambda a: a.transpose(tuple(order)).reshape(tuple(shape)),
+                     lambda a: a.transpose((*order, len(order))).reshape((*shape, self.copies)))
+
+    def spread(self, x: Element, shape: Sequence[int]) -> Element:
+        """Repeat dims of size 1 until the array has this shape."""
+        return x.map(lambda a: np.broadcast_to(a, tuple(shape)), lambda a: np.broadcast_to(a, (*shape, self.copies)))
 
     def join(self, xs: Sequence[Element], dim: int) -> Element:
         q = None if any(x.q is None for x in xs) else np.concatenate([x.q for x in xs if x.q is not None], dim)
-        return Element(np.concatenate([x.p for x in xs], dim), q)
+        peak = None if any(x.peak is None for x in xs) else np.concatenate([x.peak for x in xs if x.peak is not None], dim)
+        return Element(np.concatenate([x.p for x in xs], dim), q, peak)
 
     def cut(self, x: Element, slices: tuple[slice, ...]) -> Element:
         return x.map(lambda a: a[slices])
 
     def empty(self, shape: Sequence[int]) -> Element:
-        return Element(np.full(tuple(shape), -1, dtype=np.int64), None)
+        never = np.full((*shape, self.copies + 2), -1, dtype=np.int64)
+        return Element(never[..., 0], never[..., 2:], never[..., 1])
 
     def put(self, out: Element, slices: tuple[slice, ...], x: Element) -> None:
         out.p[slices] = x.p
+        if out.q is not None and x.q is not None:
+            out.q[slices] = x.q
+        else:
+            out.q = None
+        if out.peak is not None and x.peak is not None:
+            out.peak[slices] = x.peak
+        else:
+            out.peak = None
 
     # -- arithmetic ---------------------------------------------------------------------------------------------------------
 
     def constant(self, value: float) -> Element:
-        f = small_rational(value)
+        f = _fraction(value)
         if f is None:
-            return self._hash("constant", (), [Element(np.array(hash(value) % P), np.array(hash(value) % Q))])
-        return Element(np.array(f.numerator * pow(f.denominator, -1, P) % P), np.array(f.numerator * pow(f.denominator, -1, Q) % Q))
+            return self._hash("constant", (), [Element(np.array(hash(value) % P), None)])
+        return Element(np.array(f.numerator * pow(f.denominator, -1, P) % P),
+                       np.full(self.copies, f.numerator * pow(f.denominator, -1, Q) % Q, dtype=np.int64))
 
     def elementwise(self, fn: str, args: Sequence[Any], attrs: Mapping[str, float]) -> Element:
+        if fn == "pow" and not isinstance(args[1], Element) and float(args[1]) in (2.0, 3.0, 4.0):
+            return functools.reduce(self.mul, [args[0]] * int(args[1]))
         elements = [a if isinstance(a, Element) else self.constant(float(a)) for a in args]
         row = table.lookup(fn)
         if row.opaque:
@@ -130,29 +165,52 @@ class FieldAlgebra:
 
     def exp(self, x: Element) -> Element:
         if x.q is None:  # exp of something that depends on an exp has no exponent here
-            return self._hash("exp", (), [x])
-        return Element(_power(np.array(self.w), x.q, P), None)
+            return Element(self._hash("exp", (), [x]).p, None)
+        self.exponents.append(x.q.reshape(-1, self.copies))
+        exponent = (x.q * self.z % Q).sum(-1) % Q
+        out = self._powers_of_w[0][exponent & 255]
+        for k in (1, 2, 3):
+            out = out * self._powers_of_w[k][exponent >> 8 * k & 255] % P
+        return Element(out, None)
+
+    @functools.cached_property
+    def _powers_of_w(self) -> list[np.ndarray]:
+        """w^(n · 256^k) for n < 256, a row per k."""
+        rows, step = [], self.w
+        for _ in range(4):
+            row = np.ones(1, dtype=np.int64)
+            for _ in range(8):
+                row, step = np.concatenate([row, row * step % P]), step * step % P
+            rows.append(row)
+        return rows
 
     def _hash(self, fn: str, attrs: tuple[tuple[str, float], ...], args: Sequence[Element]) -> Element:
+        """A random function of the arguments' residues mod P: one fresh variable, so with residues mod Q of its own."""
         name = np.uint64(int.from_bytes(hashlib.blake2b(repr((fn, attrs)).encode(), digest_size=8).digest(), "little"))
         shape = np.broadcast_shapes(*(a.p.shape for a in args))
         with np.errstate(over="ignore"):
             state = np.full(shape, _mix(self.keys[0] ^ name), dtype=np.uint64)
             for a in args:
                 state = _mix(state + a.p.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + self.keys[1])
-                if a.q is not None:
-                    state = _mix(state ^ (a.q.astype(np.uint64) + self.keys[2]))
-        whole = all(a.q is not None for a in args)
-        p = (state % np.uint64(P)).astype(np.int64)
-        return Element(p, (_mix(state ^ self.keys[2]) % np.uint64(Q)).astype(np.int64) if whole else None)
+            lanes = _mix((state ^ self.keys[2])[..., None] + self.lanes)
+        return Element((state % np.uint64(P)).astype(np.int64), (lanes % np.uint64(Q)).astype(np.int64))
 
     def reduce(self, kind: str, x: Element, dim: int) -> Element:
         if kind == "max":
-            x = self._hash("max of an axis", (), [x])
+            terms = self._hash("argument of a maximum", (), [x]).p if x.peak is None else x.peak
+            return self._maximum(terms.sum(dim, keepdims=True) % P)
         return Element(x.p.sum(dim, keepdims=True) % P, None if x.q is None else x.q.sum(dim, keepdims=True) % Q)
 
+    def _maximum(self, peak: np.ndarray) -> Element:
+        value = self._hash("max of an axis", (), [Element(peak, None)])
+        return Element(value.p, value.q, peak)
+
     def accumulate(self, kind: str, total: Element | None, x: Element) -> Element:
-        return x if total is None else self.add(total, x)
+        if total is None:
+            return x
+        if kind == "max" and total.peak is not None and x.peak is not None:
+            return self._maximum((total.peak + x.peak) % P)
+        return self.add(total, x)
 
     def rescale(self, total: Element, old: Element, new: Element) -> Element:
         return self.mul(total, self.exp(self.sub(old, new)))

@@ -5,22 +5,20 @@ its RMS error against float64 are at most 1.25 times eager's plus one ulp of the
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from mirage_hf import errors
-from mirage_hf.graph.block import Axis, BlockGraph, Role
 from mirage_hf.graph.execute import TorchAlgebra, run_block_graph, run_kernel_graph
-from mirage_hf.graph.kernel import DTensor, KernelGraph
+from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.ops import table
+from mirage_hf.verify.narrow import narrowed
 from mirage_hf.verify.verdict import Accepted, Refused, Verdict
 
 SLACK = 1.25
-_WIDE_AXIS = 192
-"""Grid axes are narrowed to this many elements: more columns of the same matrix product show nothing new."""
-_WIDE_BATCH = 4
 _IN_RANGE = 0.98
 """Results beyond this part of the dtype's largest number may round to infinity or not; either is right."""
 
@@ -31,6 +29,8 @@ Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 class Case:
     """One set of inputs: `factor` and `offset` apply to the first floating-point input, `constant_rows` makes its rows constant.
 
+    `scores`: inputs with which the arguments of exp grow are scaled until these reach that size (`grown`: which ones, `by`: the
+    factor). They are made positive, the last of them of `sign`, so that products of them are far from 0 in every row.
     `range_only`: only infinities and NaN count. So near the largest number most results overflow, and the errors of the few
     cancellations that do not are luck.
     """
@@ -40,34 +40,92 @@ class Case:
     offset: float = 0.0
     constant_rows: bool = False
     range_only: bool = False
+    scores: float = 0.0
+    sign: int = 0
+    grown: tuple[int, ...] = ()
+    by: float = 1.0
 
 
 def cases(dtype: torch.dtype) -> tuple[Case, ...]:
     large = 300.0 if dtype == torch.float16 else 1e4
     edge = (Case("nearly the largest", factor=12000.0, range_only=True),) if dtype == torch.float16 else ()
     return (Case("random"), Case("large", factor=large), Case("tiny", factor=1e-3), Case("constant rows", constant_rows=True),
-            Case("mean far above spread", offset=1000.0), *edge)
+            Case("mean far above spread", offset=1000.0),
+            Case("huge positive scores", scores=3e4, sign=1, range_only=True),
+            Case("huge negative scores", scores=3e4, sign=-1, range_only=True), *edge)
 
 
 def make_inputs(program: KernelGraph, case: Case, seed: int = 0, device: torch.device | str = "cpu") -> list[torch.Tensor]:
     """Draw inputs of the program's shapes and strides: normal, matrices scaled so that products keep their size."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    out, first = [], True
+    out: list[torch.Tensor] = []
+    number = 0
     for t in program.inputs:
         if not t.dtype.is_floating_point:
             out.append(torch.zeros(t.dims, dtype=t.dtype, device=device))
             continue
         x = torch.randn(t.dims, generator=generator, dtype=torch.float32)
-        if first:
+        if number == 0:
             x = x[..., :1].expand(t.dims) if case.constant_rows else x
             x = (x * case.factor + case.offset).clamp_(-torch.finfo(t.dtype).max, torch.finfo(t.dtype).max)
-            first = False
         elif len(t.dims) >= 2 and t.dims[-2] > 1:
             x = x / max(t.dims[-2:]) ** 0.5
+        if number in case.grown:
+            x = (x.abs() * (case.sign if number == case.grown[-1] else 1) * case.by)
+            x = x.clamp_(-torch.finfo(t.dtype).max, torch.finfo(t.dtype).max)
+        number += 1
         base = torch.empty_strided(t.dims, t.strides, dtype=t.dtype, device=device)
         base.copy_(x)
         out.append(base)
     return out
+
+
+def exponents(program: KernelGraph) -> KernelGraph | None:
+    """The part of a program that computes the arguments of its exponentials; None if it has none."""
+    part = KernelGraph()
+    new = {t.index: part.new_input(t.dims, t.dtype, t.strides, t.name) for t in program.inputs}
+    found = []
+    for op in program.ops:
+        if op.name == CUSTOMIZED:
+            return None
+        args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
+        found += [args[0]] if op.name in ("exp", "softmax") else []
+        new[op.outputs[0].index] = part.apply(op.name, args, dict(op.attrs))
+    part.mark_output(*(x for x in found if isinstance(x, DTensor)))
+    return part if found else None
+
+
+def with_scores(program: KernelGraph, case: Case, seed: int, device: torch.device | str) -> Case | None:
+    """The case with the factors that bring the arguments of exp to `case.scores`, or as near as torch eager stays finite; None
+    where they do not grow with any input."""
+    part = exponents(program)
+    if part is None:
+        return None
+
+    def largest(grown: tuple[int, ...], by: float, wide: torch.dtype | None) -> float:
+        found = run_kernel_graph(part, make_inputs(program, replace(case, grown=grown, by=by), seed, device), wide)
+        return max(float(x.abs().max()) for x in found)
+
+    def growth(grown: tuple[int, ...]) -> tuple[float, float]:
+        once, twice = (largest(grown, by, torch.float64) for by in (1.0, 2.0))
+        return once, twice / once if once > 0 else 1.0
+
+    count = sum(t.dtype.is_floating_point for t in program.inputs)
+    grown = tuple(range(min(count, 2)))
+    size, ratio = growth(grown)
+    if not ratio > 1.3:  # a norm takes the scale of its input away; then its weight has it
+        grown = tuple(n for n in range(count) if growth((n,))[1] > 1.3)[:2]
+        if not grown:
+            return None
+        size, ratio = growth(grown)
+    if not (math.isfinite(size) and 1.3 < ratio < math.inf):
+        return None
+    by = (case.scores / size) ** (1 / math.log2(ratio))
+    for _ in range(10):
+        if math.isfinite(largest(grown, by, None)):
+            return replace(case, grown=grown, by=by)
+        by *= 0.8
+    return None
 
 
 @dataclass(frozen=True)
@@ -98,6 +156,7 @@ class NumericCheck:
 
     def __init__(self, program: KernelGraph, device: torch.device | str = "cpu", seed: int = 0):
         self.program, self.device, self.seed = program, device, seed
+        self._scaled: dict[Case, Case | None] = {}
         self._cached: dict[Case, tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def _case(self, case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
@@ -112,6 +171,12 @@ class NumericCheck:
     def each(self) -> Iterator[tuple[Case, list[torch.Tensor]]]:
         dtype = next(t.dtype for t in self.program.outputs)
         for case in cases(dtype):
+            if case.scores:
+                if case not in self._scaled:
+                    self._scaled[case] = with_scores(self.program, case, self.seed, self.device)
+                if (scaled := self._scaled[case]) is None:
+                    continue
+                case = scaled
             yield case, self._case(case)[0]
 
     def judge(self, run: Run) -> Verdict:
@@ -134,62 +199,30 @@ class NumericCheck:
         return Accepted(0.0, f"largest error {worst:.2f}× eager's")
 
 
-def narrowed(ugraph: UGraph) -> UGraph | None:
-    """The same µGraph with its grid axes cut short, for checks that should not move gigabytes; None if it does not apply."""
-    if len(ugraph.block_ops) != 1 or len(ugraph.kernels.ops) != 1:
-        return None
-    block = ugraph.block_ops[0].block
-    assert block is not None
-    products = [set(block.carried[c.a]) & set(block.carried[c.b]) for c in block.contractions.values()]
-    batch = {a.name for n, a in enumerate(reversed(block.named(Role.GRID))) if n >= 2 or (products and all(a.name in p for p in products))}
-    sizes = {a.name: min(a.size, (_WIDE_BATCH if a.name in batch else _WIDE_AXIS) if a.role is Role.GRID else a.size) for a in block.axes}
-    dims = [list(t.dims) for t in ugraph.program.inputs]
-    parts: dict[int, dict[int, int]] = {}
-    inputs = []
-    for i in block.inputs:
-        new_sizes = i.sizes
-        if i.joined is not None and block.role(i.joined) is Role.GRID:
-            new_sizes = tuple(min(n, _WIDE_AXIS // 2) for n in i.sizes)
-            sizes[i.joined] = sum(new_sizes)
-        inputs.append(replace(i, sizes=new_sizes))
-    for i in inputs:
-        for k, source in enumerate(i.sources):
-            for d, a in enumerate(i.axes):
-                if a is not None:
-                    want = i.sizes[k] if a == i.joined else sizes[a]
-                    if parts.setdefault(source, {}).setdefault(d, want) != want:
-                        return None
-                    dims[source][d] = want
-    program, kernels = KernelGraph(), KernelGraph()
-    new: dict[int, DTensor] = {}
-    try:
-        for t, new_dims in zip(ugraph.program.inputs, dims, strict=True):
-            new[t.index] = program.new_input(new_dims, t.dtype)
-        for op in ugraph.program.ops:
-            args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
-            new[op.outputs[0].index] = program._apply(op.name, *args, **dict(op.attrs))
-        program.mark_output(*(new[t.index] for t in ugraph.program.outputs))
-        small = BlockGraph(tuple(Axis(a.name, sizes[a.name], a.role) for a in block.axes), tuple(inputs), block.stages, block.outputs)
-        tensors = [kernels.new_input(t.dims, t.dtype) for t in program.inputs]
-        kernels.mark_output(*kernels.customized(tensors, small))
-    except errors.MirageError:
-        return None  # a reshape or slice that names the full sizes
-    return UGraph(program, kernels)
+def run_kernels(kernels: KernelGraph, inputs: Sequence[torch.Tensor], tensor_cores: bool) -> list[torch.Tensor]:
+    """Run a µGraph's kernels as a GPU would: block graphs in float32 with their results rounded to the tensors they are stored
+    in, and with `tensor_cores` the factors of contractions rounded to the dtype of the kernel's inputs (a kernel of float32
+    partial results has none); library ops by their oracle."""
+    values = {t.index: x for t, x in zip(kernels.inputs, inputs, strict=True)}
+    for op in kernels.ops:
+        read = [x for x in op.inputs if isinstance(x, DTensor)]
+        if op.name == CUSTOMIZED:
+            assert op.block is not None
+            halves = {t.dtype for t in read if t.dtype.itemsize == 2}
+            algebra = TorchAlgebra(torch.float32, halves.pop() if tensor_cores and halves else None, inputs[0].device)
+            stored = run_block_graph(op.block, [values[t.index] for t in read], algebra)
+            results = [y.to(t.dtype) for y, t in zip(stored, op.outputs, strict=True)]
+        else:
+            args = [values[x.index] if isinstance(x, DTensor) else torch.tensor(x, dtype=torch.float64) for x in op.inputs]
+            results = [table.lookup(op.name).oracle(*args, **dict(op.attrs))]
+        values |= {t.index: y for t, y in zip(op.outputs, results, strict=True)}
+    return [values[t.index] for t in kernels.outputs]
 
 
 def judge_on_cpu(ugraph: UGraph, checks: dict[object, NumericCheck], tensor_cores: bool) -> Verdict:
-    """Check a candidate of one block graph as a kernel would compute it: float32 inside, and with `tensor_cores` the factors
-    of its contractions rounded to the run dtype. `checks` keeps references among candidates."""
+    """Check a candidate as its kernels would compute it (see `run_kernels`). `checks` keeps references among candidates."""
     small = narrowed(ugraph) or ugraph
-    key = (tuple(t.dims for t in small.program.inputs), tuple(str(op.name) for op in small.program.ops))
-    check = checks.setdefault(key, NumericCheck(small.program))
-    op = small.block_ops[0]
-    assert op.block is not None
-    dtype = small.program.outputs[0].dtype
-    algebra = TorchAlgebra(torch.float32, dtype if tensor_cores and dtype.itemsize == 2 else None)
-
-    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        outs = run_block_graph(op.block, list(inputs), algebra)  # type: ignore[arg-type]
-        return [y.to(t.dtype) for y, t in zip(outs, op.outputs, strict=True)]
-
-    return check.judge(run)
+    key = str(small.program)
+    if key not in checks:
+        checks[key] = NumericCheck(small.program)
+    return checks[key].judge(lambda inputs: run_kernels(small.kernels, inputs, tensor_cores))

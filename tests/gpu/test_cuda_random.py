@@ -19,6 +19,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NVCC is None, reason="needs nv
 COUNT = 64
 
 
+def is_written(graph) -> bool:
+    """Whether CUDA text is written for a graph: it has no parts and no sums that shift with a running maximum."""
+    block = graph.ops[0].block
+    return not any(a.parts for a in block.axes) and not any(a.shift for stage in block.stages for a in stage.accumulators)
+
+
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
     """A random graph and its shared library, `COUNT` times."""
@@ -32,7 +38,7 @@ def libraries(tmp_path_factory):
                        check=True, capture_output=True)
         return seed, graph, ctypes.CDLL(str(library))
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(build, random_cases(COUNT)))
+        return list(pool.map(build, [case for case in random_cases(6 * COUNT) if is_written(case[1])][:COUNT]))
 
 
 @pytest.mark.parametrize("case", range(COUNT))

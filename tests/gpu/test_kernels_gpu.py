@@ -12,6 +12,7 @@ import blocks
 
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
+from mirage_hf.codegen.plan import placed
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
@@ -35,6 +36,13 @@ SHAPES = {
     "lora 16 rows": lambda: blocks.lora(16, 1024, 1024, 8),
     "softmax": lambda: blocks.softmax(64, 3000),
     "attention": lambda: blocks.attention_row(8, 16, 1000, 64),
+    "online attention": lambda: blocks.online_attention(8, 100, 1000, 64, bias=True),
+    "online attention fp32": lambda: blocks.online_attention(4, 4, 500, 64, dtype=torch.float32),
+    "split attention 1 row": lambda: blocks.online_attention(16, 1, 3001, 128, 7, torch.bfloat16),
+    "split attention 4 rows": lambda: blocks.online_attention(8, 4, 4096, 128, 8),
+    "split matmul 1 row": lambda: blocks.split_matmul(1, 4096, 1000, 4),
+    "split matmul 16 rows": lambda: blocks.split_matmul(16, 2000, 1024, 3, torch.bfloat16, view=True),
+    "split softmax": lambda: blocks.split_softmax(4, 50001, 8, torch.float32),
 }
 
 
@@ -69,7 +77,7 @@ def run_of(ugraph: UGraph, *schedules: Schedule) -> measure.Run:
 def test_numbers(name):
     case = CASES[name]
     reference = Reference(case.ugraph.program)
-    assert not reference.complaint(run_of(case.ugraph, case.schedule)(reference.inputs))
+    assert not reference.complaint(run_of(case.ugraph, *case.schedules)(reference.inputs))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -78,11 +86,12 @@ def test_every_schedule_of_the_space(name):
     ugraph = SHAPES[name]()
     properties = torch.cuda.get_device_properties(0)
     sm = 10 * properties.major + properties.minor
-    schedules = space.schedules(ugraph.block_ops[0], device_named(properties.name, sm), limit=48)
-    programs = [triton.generate(ugraph, [s]) for s in schedules]
+    ranked = [space.schedules(op, device_named(properties.name, sm), limit=48) for op in placed(ugraph)]
+    schedules = [[r[min(n, len(r) - 1)] for r in ranked] for n in range(max(map(len, ranked)))]
+    programs = [triton.generate(ugraph, s) for s in schedules]
     compiled = compiler.compile_all(programs, sm)
     reference = Reference(ugraph.program)
-    wrong = [f"{s}: {c}" for s, c in zip(schedules, compiled, strict=True) if isinstance(c, Exception)]
+    wrong = [f"{[*map(str, s)]}: {c}" for s, c in zip(schedules, compiled, strict=True) if isinstance(c, Exception)]
     for schedule, program, outcome in zip(schedules, programs, compiled, strict=True):
         if isinstance(outcome, Exception):
             continue
@@ -92,11 +101,38 @@ def test_every_schedule_of_the_space(name):
             complaint = reference.complaint(first) or ("" if all(map(torch.equal, first, second)) else "two runs differ")
         except Exception as e:
             complaint = f"{type(e).__name__}: {e}"
-        wrong += [f"{schedule}: {complaint}"] if complaint else []
+        wrong += [f"{[*map(str, schedule)]}: {complaint}"] if complaint else []
     assert not wrong, f"{len(wrong)} of {len(schedules)}:\n" + "\n".join(wrong[:20])
 
 
-@pytest.mark.parametrize("name", ["norm linear 1 row", "norm linear 16 rows bf16", "lora 1 row", "softmax"])
+@pytest.mark.parametrize("mma", [False, True])
+@pytest.mark.parametrize("parts", [1, 5])
+@pytest.mark.parametrize("name", ["huge scores", "masked tiles", "masked rows", "infinite", "one NaN"])
+def test_running_maxima_on_hard_numbers(name, parts, mma):
+    shape = dict(heads=2, q=20, keys=300, d=64)
+    dtype = torch.float16 if mma else torch.float32
+    ugraph = blocks.online_attention(**shape, parts=parts, dtype=dtype, bias=True, scaling=1.0)
+    inputs = [x.cuda() for x in blocks.attention_inputs(name, dtype, **shape)]
+    tiles = dict(h=1, m=16, s=32, d=64) | ({"p": 1} if parts > 1 else {})
+    schedules = [Schedule(tuple(tiles.items()), mma=mma, num_stages=3)]
+    schedules += [Schedule((("h", 1), ("m", 4), ("p", 8), ("d", 64)))] if parts > 1 else []
+    ours, = run_of(ugraph, *schedules)(inputs)
+    exact, = run_kernel_graph(ugraph.program, inputs, torch.float64)
+    stock, = run_kernel_graph(ugraph.program, [x.float() for x in inputs], torch.float32)
+    there = exact.isfinite()
+    error, allowed = ((y.double() - exact)[there].abs().max().item() for y in (ours, stock))
+    assert torch.equal(ours.isfinite(), there) and error <= 2 * allowed + 4 * torch.finfo(dtype).eps * exact[there].abs().max().item()
+
+
+def test_a_maximum_propagates_nan():
+    x = torch.randn(3, 100, dtype=torch.float16, device="cuda")
+    x[1, 40] = torch.nan
+    for walk, tiles, lazy in ((False, dict(m=2, n=128), True), (True, dict(m=2, n=16), True), (True, dict(m=2, n=16), False)):
+        y, = run_of(blocks.row_maximum(walk), Schedule(tuple(tiles.items()), lazy=lazy))([x])
+        assert y.isnan().flatten().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("name", ["norm linear 1 row", "norm linear 16 rows bf16", "lora 1 row", "softmax", "split attention 4 rows"])
 def test_tuner_measures_and_keeps_the_library_path(name):
     seen = []
     result = tuner.tune([SHAPES[name]()], per_graph=8, replays=5, progress=lambda *args: seen.append(args))

@@ -1,6 +1,7 @@
-"""µGraphs written by hand, of the kinds that the search finds: a program and one block graph that computes it."""
+"""µGraphs written by hand, of the kinds that the search finds: a program and the block graphs that compute it."""
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,20 +17,23 @@ EPS = 1e-6
 class Body:
     """Builds a stage: each op's axes follow from its arguments."""
 
-    def __init__(self, order: str, carried: dict[str, str], loop: str | None = None):
-        self.order, self.carried, self.loop = order, carried, loop
+    def __init__(self, order: str, carried: dict[str, str], loop: str | None = None, parts: dict[str, str] | None = None):
+        self.order, self.carried, self.loop, self.parts = order, carried, loop, parts or {}
         self.ops: list[BlockOp] = []
         self.accumulators: list[Accumulator] = []
 
     def op(self, out: str, fn: str, *args: str | float, over: str | None = None, **attrs: float) -> str:
-        union = {a for x in args if isinstance(x, str) for a in self.carried[x]} - {over}
-        self.carried[out] = "".join(a for a in self.order if a in union)
+        union = {a for x in args if isinstance(x, str) for a in self.carried[x]}
+        self.carried[out] = self.reduced(union, over) if over in union else "".join(a for a in self.order if a in union)
         self.ops.append(BlockOp(out, fn, args, tuple(self.carried[out]), tuple(sorted(attrs.items())), over))
         return out
 
-    def accumulate(self, out: str, arg: str, kind: str = "sum") -> str:
-        self.carried[out] = self.carried[arg].replace(str(self.loop), "")
-        self.accumulators.append(Accumulator(out, arg, kind, tuple(self.carried[out])))
+    def reduced(self, axes, over: str | None) -> str:
+        return "".join(a for a in self.order if (a in axes and a != over) or a == self.parts.get(str(over)))
+
+    def accumulate(self, out: str, arg: str, kind: str = "sum", shift: str | None = None) -> str:
+        self.carried[out] = self.reduced(self.carried[arg], self.loop)
+        self.accumulators.append(Accumulator(out, arg, kind, tuple(self.carried[out]), shift))
         return out
 
     def stage(self) -> Stage:
@@ -37,11 +41,13 @@ class Body:
 
 
 class Block:
-    """Builds a block graph; axes have one letter."""
+    """Builds a block graph; axes have one letter. `parts`: the grid axis that numbers the parts of an axis, by that axis."""
 
-    def __init__(self, grid: dict[str, int], loop: dict[str, int] | None = None, tile: dict[str, int] | None = None):
+    def __init__(self, grid: dict[str, int], loop: dict[str, int] | None = None, tile: dict[str, int] | None = None,
+                 parts: dict[str, str] | None = None):
         roles = ((Role.GRID, grid), (Role.LOOP, loop or {}), (Role.TILE, tile or {}))
-        self.axes = tuple(Axis(a, n, role) for role, axes in roles for a, n in axes.items())
+        self.parts = parts or {}
+        self.axes = tuple(Axis(a, n, role, self.parts.get(a)) for role, axes in roles for a, n in axes.items())
         self.loop = next(iter(loop), None) if loop else None
         self.order = "".join(a.name for a in self.axes)
         self.carried: dict[str, str] = {}
@@ -56,7 +62,7 @@ class Block:
         return name
 
     def stage(self, loop: bool = False) -> Body:
-        self.bodies.append(Body(self.order, self.carried, self.loop if loop else None))
+        self.bodies.append(Body(self.order, self.carried, self.loop if loop else None, self.parts))
         return self.bodies[-1]
 
     def store(self, value: str, axes: str, dtype: torch.dtype) -> None:
@@ -72,6 +78,23 @@ def ugraph(program: KernelGraph, *blocks: Block) -> UGraph:
     inputs = [kernels.new_input(t.dims, t.dtype, t.strides, name=t.name) for t in program.inputs]
     for block in blocks:
         kernels.mark_output(*kernels.customized(inputs, block.graph()))
+    return UGraph(program, kernels)
+
+
+def chain(program: KernelGraph, *steps: tuple[Block, tuple[int, ...]] | tuple[str, int, dict]) -> UGraph:
+    """The µGraph that runs blocks and library ops one after the other: each reads tensors by number, the program's inputs first,
+    then all results in order; the last step's are the outputs."""
+    kernels = new_kernel_graph()
+    tensors = [kernels.new_input(t.dims, t.dtype, t.strides, name=t.name) for t in program.inputs]
+    for step in steps:
+        if isinstance(step[0], Block):
+            block, reads = step  # type: ignore[misc]
+            made = kernels.customized([tensors[n] for n in reads], block.graph())  # type: ignore[union-attr]
+        else:
+            fn, at, attrs = step  # type: ignore[misc]
+            made = [kernels.apply(fn, [tensors[at]], attrs)]
+        tensors += made
+    kernels.mark_output(*made)
     return UGraph(program, kernels)
 
 
@@ -261,6 +284,115 @@ def attention_row(heads: int = 2, q: int = 4, keys: int = 100, d: int = 32, dtyp
     return ugraph(g, b)
 
 
+def online_attention(heads: int = 2, q: int = 4, keys: int = 100, d: int = 32, parts: int = 1, dtype=torch.float16, bias: bool = False,
+                     scaling: float = 0.125) -> UGraph:
+    """Softmax attention with a running maximum in one pass over the keys; with `parts`, dealt out in parts and combined."""
+    g = new_kernel_graph()
+    Q, K = g.new_input((heads, q, d), dtype, name="q"), g.new_input((heads, d, keys), dtype, (keys * d, 1, d), name="key")
+    V = g.new_input((heads, keys, d), dtype, name="v")
+    scores = g.mul(g.matmul(Q, K), scaling)
+    if bias:
+        scores = g.add(scores, g.new_input((1, q, keys), dtype, name="bias"))
+    g.mark_output(g.matmul(g.softmax(scores, 2), V))
+    split = parts > 1
+    b = Block({"h": heads, "m": q} | ({"p": parts} if split else {}), {"s": keys}, {"d": d}, {"s": "p"} if split else None)
+    b.load("q", "hmd", 0), b.load("key", "hds", 1), b.load("v", "hsd", 2)
+    if bias:
+        b.load("bias", "1ms", 3)
+    s = b.stage(loop=True)
+    x = s.op("scaled", "mul", s.op("scores", "sum", s.op("qk", "mul", "q", "key"), over="d"), scaling)
+    x = s.op("biased", "add", x, "bias") if bias else x
+    top = s.accumulate("top", x, "max")
+    e = s.op("weights", "exp", s.op("shifted", "sub", x, top))
+    s.accumulate("total", e, shift=top), s.accumulate("mixed", s.op("pv", "mul", e, "v"), shift=top)
+    if not split:
+        f = b.stage()
+        b.store(f.op("y", "div", "mixed", "total"), "hmd", dtype)
+        return ugraph(g, b)
+    b.store("top", "hmp", torch.float32), b.store("total", "phm", torch.float32), b.store("mixed", "hpmd", torch.float32)
+    c = Block({"h": heads, "m": q}, {"p": parts}, {"d": d})
+    c.load("tops", "hmp", 0), c.load("totals", "phm", 1), c.load("mixes", "hpmd", 2)
+    s = c.stage(loop=True)
+    top = s.accumulate("top", "tops", "max")
+    e = s.op("weights", "exp", s.op("shifted", "sub", "tops", top))
+    s.accumulate("total", s.op("t", "mul", e, "totals"), shift=top), s.accumulate("mixed", s.op("w", "mul", e, "mixes"), shift=top)
+    f = c.stage()
+    c.store(f.op("y", "div", "mixed", "total"), "hmd", dtype)
+    n = len(g.inputs)
+    return chain(g, (b, tuple(range(n))), (c, (n, n + 1, n + 2)))
+
+
+def split_matmul(rows: int = 3, k: int = 100, n: int = 37, parts: int = 3, dtype=torch.float16, held: bool = False,
+                 view: bool = False) -> UGraph:
+    """Partial sums over parts of k, then their sum. `held`: a part is a tile; `view`: the partial sums are read transposed."""
+    g = new_kernel_graph()
+    x, w = g.new_input((rows, k), dtype, name="x"), linear_weight(g, k, n, dtype, "w")
+    g.mark_output(g.gelu_tanh(g.matmul(x, w)))
+    b = Block({"m": rows, "p": parts, "n": n}, None if held else {"k": k}, {"k": k} if held else None, {"k": "p"})
+    b.load("x", "mk", 0), b.load("w", "kn", 1)
+    s = b.stage(loop=not held)
+    product = s.op("product", "mul", "x", "w")
+    s.op("partial", "sum", product, over="k") if held else s.accumulate("partial", product)
+    b.store("partial", "mpn" if view else "pmn", torch.float32)
+    c = Block({"m": rows, "n": n}, None, {"p": parts})
+    c.load("partials", "pmn", 0)
+    s = c.stage()
+    c.store(s.op("y", "gelu_tanh", s.op("sums", "sum", "partials", over="p")), "mn", dtype)
+    return chain(g, (b, (0, 1)), *([("permute", 2, {"order": (1, 0, 2)}), (c, (3,))] if view else [(c, (2,))]))
+
+
+def split_softmax(rows: int = 3, n: int = 100, parts: int = 3, dtype=torch.float16, walk: bool = True) -> UGraph:
+    """Maximum and sum of each part of a row, then every block finishes its part; an output carries the axis that has parts."""
+    g = new_kernel_graph()
+    g.mark_output(g.softmax(g.new_input((rows, n), dtype, name="x"), 1))
+    grid, held = {"m": rows, "p": parts}, {"n": n}
+    b = Block(grid, held if walk else None, None if walk else held, {"n": "p"})
+    b.load("x", "mn", 0)
+    s = b.stage(loop=walk)
+    top = s.accumulate("top", "x", "max") if walk else s.op("top", "max", "x", over="n")
+    e = s.op("e", "exp", s.op("shifted", "sub", "x", top))
+    s.accumulate("total", e, shift=top) if walk else s.op("total", "sum", e, over="n")
+    b.store("top", "mp", torch.float32), b.store("total", "mp", torch.float32)
+    c = Block(grid, held if walk else None, {"t": parts} if walk else {"t": parts} | held, {"n": "p"})
+    c.load("x", "mn", 0), c.load("tops", "mt", 1), c.load("totals", "mt", 2)
+    s = c.stage(loop=walk)
+    top = s.op("top", "max", "tops", over="t")
+    total = s.op("total", "sum", s.op("part", "mul", s.op("share", "exp", s.op("lower", "sub", "tops", top)), "totals"), over="t")
+    c.store(s.op("y", "div", s.op("e", "exp", s.op("shifted", "sub", "x", top)), total), "mn", dtype)
+    return chain(g, (b, (0,)), (c, (0, 1, 2)))
+
+
+def row_maximum(walk: bool) -> UGraph:
+    """The maximum of each row, walked or held whole."""
+    g = new_kernel_graph()
+    g.mark_output(g.reduction(g.new_input((3, 100), torch.float16), 1, "max"))
+    b = Block({"m": 3}, {"n": 100} if walk else None, None if walk else {"n": 100})
+    b.load("x", "mn", 0)
+    s = b.stage(loop=walk)
+    b.store(s.accumulate("top", "x", "max") if walk else s.op("top", "max", "x", over="n"), "m1", torch.float16)
+    return ugraph(g, b)
+
+
+def attention_inputs(name: str, dtype: torch.dtype, heads: int, q: int, keys: int, d: int) -> list[torch.Tensor]:
+    """q, k, v and a bias: scores up to ±1e4; keys hidden by -inf, some rows altogether; numbers that make NaN in torch."""
+    generator = torch.Generator().manual_seed(1)
+    x, k, v = (torch.randn(dims, generator=generator).to(dtype) for dims in ((heads, q, d), (heads, keys, d), (heads, keys, d)))
+    bias = torch.zeros(1, q, keys, dtype=dtype)
+    if name == "huge scores":
+        k[:, keys // 3] = 0.0
+        bias = (torch.rand(1, q, keys, generator=generator) * 2e4 - 1e4).to(dtype)
+    if name.startswith("masked"):
+        bias[:, :, : keys // 2 + 3] = -math.inf  # the first tiles, and the first parts
+        bias[:, 0, -5:] = -math.inf
+    if name == "masked rows":
+        bias[:, 1] = -math.inf
+    if name == "infinite":
+        bias[:, 1, keys // 2] = math.inf
+    if name == "one NaN":
+        bias[:, 1, keys // 2] = math.nan
+    return [x, k.transpose(1, 2), v, bias]
+
+
 def elementwise(fn: str, n: int, attrs: dict[str, float] | None = None, arity: int = 1) -> UGraph:
     """One op of the table on float32 rows."""
     g = new_kernel_graph()
@@ -275,17 +407,31 @@ def elementwise(fn: str, n: int, attrs: dict[str, float] | None = None, arity: i
 
 @dataclass(frozen=True)
 class Case:
-    """A µGraph and a schedule for it. `interpreted`: Triton's interpreter can run it (it has no bfloat16 tensor cores)."""
+    """A µGraph and its schedules. `interpreted`: Triton's interpreter can run it (it has no bfloat16 tensor cores)."""
 
     name: str
     ugraph: UGraph
-    schedule: Schedule
+    schedules: tuple[Schedule, ...]
     interpreted: bool = True
+
+    @property
+    def schedule(self) -> Schedule:
+        """That of a µGraph of one kernel."""
+        schedule, = self.schedules
+        return schedule
 
 
 def _case(name: str, u: UGraph, mma: bool = False, interpreted: bool = True, lazy: bool = True, weights_first: bool = True,
           num_warps: int = 4, num_stages: int = 1, **tiles: int) -> Case:
-    return Case(name, u, Schedule(tuple(tiles.items()), mma, weights_first, lazy, num_warps=num_warps, num_stages=num_stages), interpreted)
+    schedule = Schedule(tuple(tiles.items()), mma, weights_first, lazy, num_warps=num_warps, num_stages=num_stages)
+    return Case(name, u, (schedule,), interpreted)
+
+
+def _cases(name: str, u: UGraph, *schedules: dict, interpreted: bool = True) -> Case:
+    """Of several kernels: tiles and other choices of each."""
+    known = ("mma", "weights_first", "lazy", "num_warps", "num_stages")
+    return Case(name, u, tuple(Schedule(tuple((a, t) for a, t in s.items() if a not in known), **{a: t for a, t in s.items() if a in known})
+                               for s in schedules), interpreted)
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -339,5 +485,31 @@ def cases() -> list[Case]:
         _case("batched mma", batched_matmul(act="tanh"), mma=True, b=1, h=1, m=16, n=32, k=32, num_stages=2),
         _case("attention of few rows", attention_row(), h=1, m=4, s=32, d=32, e=32, lazy=False),
         _case("attention mma", attention_row(q=16), mma=True, h=1, m=16, s=32, d=32, e=32),
+        _case("online attention", online_attention(), h=1, m=4, s=32, d=32),
+        _case("online attention, keys held whole", online_attention(keys=50), h=1, m=4, s=64, d=32),
+        _case("online attention with a bias fp32", online_attention(bias=True, dtype=FP32, d=20), h=1, m=2, s=16, d=32, lazy=False),
+        _case("online attention mma", online_attention(q=16, bias=True), mma=True, h=1, m=16, s=32, d=32, num_stages=2),
+        _case("online attention mma, rows first", online_attention(q=5, d=64), mma=True, weights_first=False, h=1, m=16, s=32, d=64),
+        _case("online attention mma bf16", online_attention(q=16, d=64, dtype=BF16), mma=True, interpreted=False, h=1, m=16, s=64, d=64),
+        _cases("split attention", online_attention(parts=3), dict(h=1, m=4, p=1, s=16, d=32), dict(h=1, m=4, p=4, d=32)),
+        _cases("split attention of one row bf16", online_attention(8, 1, 200, 64, 5, BF16), dict(h=1, m=1, p=1, s=32, d=64),
+               dict(h=1, m=1, p=4, d=64)),
+        _cases("split attention, parts held whole", online_attention(parts=7, bias=True), dict(h=1, m=4, p=1, s=16, d=32),
+               dict(h=2, m=2, p=2, d=32, lazy=False)),
+        _cases("split attention mma", online_attention(q=5, parts=3, bias=True), dict(mma=True, h=1, m=16, p=1, s=32, d=32, num_stages=2),
+               dict(h=1, m=4, p=4, d=32)),
+        _cases("split attention mma, rows first", online_attention(q=16, keys=200, parts=4),
+               dict(mma=True, weights_first=False, h=1, m=16, p=1, s=16, d=32), dict(h=1, m=4, p=4, d=32)),
+        _cases("split matmul", split_matmul(), dict(m=4, n=8, p=1, k=16), dict(m=4, n=8, p=4)),
+        _cases("split matmul, parts are tiles", split_matmul(held=True, parts=7), dict(m=1, n=8, p=1, k=16), dict(m=4, n=8, p=8)),
+        _cases("split matmul mma", split_matmul(16), dict(mma=True, m=16, n=16, p=1, k=16), dict(m=4, n=8, p=4)),
+        _cases("split matmul mma, parts are tiles", split_matmul(16, parts=4, held=True), dict(mma=True, m=16, n=32, p=1, k=32),
+               dict(m=4, n=8, p=4)),
+        _cases("split matmul, read transposed", split_matmul(view=True, dtype=FP32), dict(m=2, n=8, p=1, k=16, lazy=False),
+               dict(m=4, n=8, p=4)),
+        _cases("split softmax", split_softmax(), dict(m=2, p=1, n=16), dict(m=2, p=1, n=8, t=4)),
+        _cases("split softmax, one element at a time", split_softmax(2, 10, 4), dict(m=1, p=1, n=1), dict(m=1, p=1, n=1, t=4)),
+        _cases("split softmax, parts are tiles", split_softmax(walk=False), dict(m=2, p=1, n=64), dict(m=2, p=1, n=64, t=4)),
+        _cases("split softmax, parts of one element", split_softmax(2, 5, 5, walk=False), dict(m=1, p=1, n=1), dict(m=2, p=1, n=1, t=8)),
         _case("attention mma, rows first", attention_row(q=16), mma=True, weights_first=False, h=1, m=16, s=32, d=32, e=32, num_stages=2),
     ]

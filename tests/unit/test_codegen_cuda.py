@@ -3,6 +3,7 @@ import re
 import shutil
 import subprocess
 
+import blocks
 import pytest
 import ugraphs
 
@@ -66,6 +67,15 @@ def test_names_that_c_plus_plus_reserves_are_changed():
 def test_intermediates_lie_in_the_workspace():
     text = cuda.program_source(ugraphs.split_k_linear())
     assert "workspace_bytes() { return 768; }" in text and "static_cast<char*>(workspace) + 0" in text
+
+
+@pytest.mark.parametrize("ugraph, says", [
+    (blocks.split_matmul(), "kernel_0: axis k is dealt out in parts numbered by p"),
+    (blocks.online_attention(), "kernel_0: top is read while it is accumulated, a running maximum"),
+])
+def test_what_only_triton_is_written_for_is_refused_with_the_way_out(ugraph, says):
+    with pytest.raises(errors.CodegenError, match=f"{says}; .*generate a Triton program instead, or choose another candidate"):
+        cuda.program_source(ugraph)
 
 
 def test_library_calls_are_refused_with_the_way_out():

@@ -67,20 +67,33 @@ def test_elementwise_text_on_hard_numbers(interpreted, fn):
     assert len(result["differs"]) <= allowed, result
 
 
+@pytest.mark.parametrize("name", ["huge scores", "masked tiles", "masked rows", "infinite", "one NaN"])
+@pytest.mark.parametrize("kind", ["online", "online mma", "split", "split mma", "softmax"])
+def test_running_maxima_on_hard_numbers(interpreted, kind, name):
+    """inf and NaN only where torch has them, and as close to float64 as torch's kernels in float32."""
+    result = interpreted["hard"][f"{kind}: {name}"]
+    assert "raised" not in result and result["same_finite"], result
+    assert result["error"] <= result["allowed"], result
+
+
+def test_a_maximum_propagates_nan(interpreted):
+    assert interpreted["nan"] == {"tile": [False, True, False], "loop": [False, True, False], "lazy loop": [False, True, False]}
+
+
 # -- compilation without a GPU ----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", CASES)
 def test_compiles_ahead_of_time(name):
     case = CASES[name]
-    program = triton.generate(case.ugraph, [case.schedule])
+    program = triton.generate(case.ugraph, case.schedules)
     for sm in (80, 90, 100):
-        kernel, = compiler.ahead_of_time(program, sm)
-        assert kernel.asm["cubin"] and f".target sm_{sm}" in kernel.ptx and kernel.shared <= 227 * 1024
+        for kernel in compiler.ahead_of_time(program, sm):
+            assert kernel.asm["cubin"] and f".target sm_{sm}" in kernel.ptx and kernel.shared <= 227 * 1024
 
 
-@pytest.mark.parametrize("name", ["norm linear", "gated mlp 16 rows mma"])
+@pytest.mark.parametrize("name", ["norm linear", "gated mlp 16 rows mma", "split attention mma", "split softmax"])
 def test_compiles_for_every_architecture(name):
-    program = triton.generate(CASES[name].ugraph, [CASES[name].schedule])
+    program = triton.generate(CASES[name].ugraph, CASES[name].schedules)
     assert set(compiler.ARCHITECTURES) == {k.sm for sm in compiler.ARCHITECTURES for k in compiler.ahead_of_time(program, sm)}
 
 
@@ -100,6 +113,14 @@ def test_weights_are_streamed_by_128_bit_loads(ugraph, tiles):
     ptx = loads(ugraph, **tiles)
     assert re.findall(r"ld\.global\S*evict_first\S*v4\.b32", ptx)
     assert not re.findall(r"ld\.global\S*evict_first\S*\.(?:b16|b32|v2\.b32)\b(?<!v4\.b32)", ptx)
+
+
+@pytest.mark.parametrize("k, aligned", [(4096, True), (4100, False)])
+def test_aligned_parts_are_streamed_by_128_bit_loads(k, aligned):
+    ugraph = blocks.split_matmul(1, k, 1024, 4)
+    schedules = [Schedule((("m", 1), ("n", 8), ("p", 1), ("k", 512))), Schedule((("m", 1), ("n", 128), ("p", 4)))]
+    ptx = compiler.ahead_of_time(triton.generate(ugraph, schedules), 90)[0].ptx
+    assert bool(re.findall(r"ld\.global\S*evict_first\S*v4\.b32", ptx)) is aligned
 
 
 def test_weights_first_uses_the_64_row_instruction_fed_asynchronously():
@@ -168,6 +189,21 @@ def test_a_damaged_bytecode_cache_is_not_read(tmp_path, monkeypatch):
 def test_the_number_of_schedules_must_fit():
     with pytest.raises(errors.CodegenError, match="2 schedules for 1 block graphs"):
         triton.generate(CASES["lora"].ugraph, [CASES["lora"].schedule] * 2)
+
+
+def test_what_library_calls_return_is_made_row_major_for_kernels_and_views_keep_their_strides():
+    """torch.exp keeps the order of strides; a kernel is generated for row-major ones, or for those that torch gives to a view."""
+    g, m = new_kernel_graph(), new_kernel_graph()
+    for graph in (g, m):
+        graph.new_input((6, 4), torch.float32, name="x")
+    g.mark_output(g.neg(g.permute(g.exp(g.slice(g.permute(g.inputs[0], (1, 0)), 1, 1, 5)), (1, 0))))
+    b = blocks.Block({"m": 4}, None, {"n": 4})
+    b.load("y", "mn", 0)
+    b.store(b.stage().op("z", "neg", "y"), "mn", torch.float32)
+    y = m.permute(m.exp(m.slice(m.permute(m.inputs[0], (1, 0)), 1, 1, 5)), (1, 0))
+    m.mark_output(*m.customized([y], b.graph()))
+    source = triton.program_source(UGraph(g, m), [Schedule((("m", 1), ("n", 4)))])
+    assert "= (torch.exp(t2)).contiguous()" in source and "y_ptr + m + n * 4)" in source, source
 
 
 def test_names_that_python_or_the_file_needs_are_renamed():

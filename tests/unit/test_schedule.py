@@ -1,3 +1,4 @@
+import itertools
 from types import SimpleNamespace
 
 import blocks
@@ -5,10 +6,12 @@ import pytest
 import torch
 
 from mirage_hf import errors
+from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import plan
+from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.tune import cost, space, tuner
+from mirage_hf.tune.restrict import Restriction
 from mirage_hf.verify.verdict import Accepted
 
 
@@ -61,18 +64,79 @@ def test_a_grid_axis_that_no_output_carries_is_refused():
 
 SPACES = {"norm linear": blocks.rms_norm_linear(1, 4096, 4096), "3 rows": blocks.rms_norm_linear(3, 896, 37),
           "16 rows": blocks.rms_norm_linear(16, 4096, 4096), "lora": blocks.lora(1, 4096, 4096), "softmax": blocks.softmax(64, 4096),
-          "ntrans": blocks.ntrans(16, 4096), "batched": blocks.batched_matmul(), "attention": blocks.attention_row(64, 1, 4096, 128)}
+          "ntrans": blocks.ntrans(16, 4096), "batched": blocks.batched_matmul(), "attention": blocks.attention_row(64, 1, 4096, 128),
+          "online": blocks.online_attention(32, 300, 300, 128), "split": blocks.online_attention(8, 4, 5000, 128, 8),
+          "split matmul": blocks.split_matmul(16, 4096, 1024, 4), "split softmax": blocks.split_softmax(4, 100000, 8)}
 
 
 @pytest.mark.parametrize("name", SPACES)
 def test_the_space_keeps_to_its_budgets(name):
-    op = SPACES[name].block_ops[0]
-    found = space.schedules(op, limit=10 ** 6)
-    assert found and len(set(found)) == len(found)
-    for s in found:
-        estimate = cost.estimate(plan(op, s))
-        assert estimate.registers <= space.REGISTER_BUDGET and estimate.shared <= cost.H200.shared_bytes
-    assert space.schedules(op, limit=5) == found[:5] and space.default_schedule(op) == found[0]
+    for op, device in itertools.product(placed(SPACES[name]), (cost.H200, cost.A100, cost.RTX_4090)):
+        found = space.schedules(op, device, limit=10 ** 6)
+        assert found and len(set(found)) == len(found)
+        for s in found:
+            estimate = cost.estimate(plan(op, s), device)
+            assert estimate.registers <= space.REGISTER_BUDGET and estimate.shared <= device.shared_bytes
+        assert space.schedules(op, device, limit=5) == found[:5] and space.default_schedule(op, device) == found[0]
+
+
+@pytest.mark.parametrize("name", ["online", "split", "split matmul"])
+def test_the_estimate_of_shared_memory_is_not_exceeded(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    op = placed(SPACES[name])[0]
+    for device in (cost.H200, cost.A100, cost.RTX_4090):
+        ranked = [s for s in space.schedules(op, device) if s.mma]
+        greedy = max(ranked, key=lambda s: cost.estimate(plan(op, s), device).shared)
+        rest = [space.default_schedule(o, device) for o in placed(SPACES[name])[1:]]
+        kernel = compiler.ahead_of_time(triton.generate(SPACES[name], [greedy, *rest]), device.sm)[0]
+        assert kernel.shared <= cost.estimate(plan(op, greedy), device).shared <= device.shared_bytes
+
+
+def test_tiles_of_parts():
+    ugraph = blocks.split_matmul(3, 100, 37, 3, held=True)
+    first, _ = ugraph.block_ops
+    assert all(dict(s.tiles)["k"] == 64 and dict(s.tiles)["p"] == 1 for s in space.schedules(first))
+    planned = plan(first, Schedule((("m", 1), ("p", 1), ("n", 8), ("k", 64))))
+    assert planned.trips("k") == 1 and planned.grid == 3 * 3 * 5 and planned.bounds("k") == (True, True) and planned.reach("k") == 68 + 63
+    with pytest.raises(errors.CodegenError, match="k of size 100, of which a block has 34, must be held whole; its tile is 32, give 64"):
+        plan(first, Schedule((("m", 1), ("p", 1), ("n", 8), ("k", 32))))
+    with pytest.raises(errors.CodegenError, match="p numbers the parts of k, of which a block has one; its tile is 4, give 1"):
+        plan(first, Schedule((("m", 1), ("p", 4), ("n", 8), ("k", 64))))
+
+
+def test_estimates_count_parts():
+    """More parts: more blocks, shorter loops, more partial results to write."""
+    few, many = (blocks.online_attention(8, 1, 4096, 128, parts).block_ops[0] for parts in (4, 16))
+    s = Schedule((("h", 1), ("m", 1), ("p", 1), ("s", 64), ("d", 128)))
+    assert plan(few, s).trips("s") == 4 * plan(many, s).trips("s") == 16 and 4 * plan(few, s).grid == plan(many, s).grid == 128
+    one, other = cost.estimate(plan(few, s)), cost.estimate(plan(many, s))
+    assert other.us < one.us and other.bytes - one.bytes == 12 * 8 * (128 + 2) * 4
+    assert plan(few, s).is_streamed(few.block.inputs[1]) and not plan(few, s).is_streamed(few.block.inputs[0])
+
+
+def test_shifted_sums_and_their_maxima_are_not_lazy():
+    op = blocks.online_attention(2, 4, 100, 32).block_ops[0]
+    planned = plan(op, Schedule((("h", 1), ("m", 4), ("s", 32), ("d", 32)), lazy=True))
+    stage = op.block.stages[0]
+    assert not any(planned.is_lazy(stage, a) for a in stage.accumulators) and set(planned.maxima(stage)) == {"top"}
+
+
+def test_a_kernel_reads_a_view_by_the_strides_that_torch_gives_it():
+    ugraph = blocks.split_matmul(3, 100, 37, 3, view=True)
+    assert placed(ugraph)[1].inputs[0].strides == (37, 3 * 37, 1) and placed(ugraph)[1].inputs[0].dims == (3, 3, 37)
+
+
+def test_rank_gives_every_kernel_a_schedule():
+    ranked = [c for c in tuner.rank([SPACES["split"]], per_graph=8) if not c.is_library]
+    assert ranked and all(len(c.schedules) == 2 for c in ranked) and len({c.schedules for c in ranked}) == len(ranked)
+    assert ranked[0].schedules == tuple(space.default_schedule(op) for op in placed(SPACES["split"]))
+
+
+def test_restrictions_count_parts_as_blocks():
+    op = blocks.online_attention(8, 1, 4096, 128, 4).block_ops[0]
+    kept = Restriction.of([(8, 4)], [(128,)], [16]).schedules(op)
+    assert kept and all(plan(op, s).grid == 32 and plan(op, s).trips("s") == 16 for s in kept)
+    assert not Restriction.of([(8, 2)], None, None).schedules(op)
 
 
 def test_measured_winners_rank_high():

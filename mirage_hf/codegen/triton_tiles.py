@@ -1,0 +1,220 @@
+"""Tiles in Triton text: names, where a block stands on each axis, masks, addresses, loads and stores."""
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Sequence
+
+import torch
+
+from mirage_hf.codegen import triton_math
+from mirage_hf.codegen.plan import Plan
+from mirage_hf.graph.block import Axis, BlockInput, BlockOutput, Role
+
+_RESERVED = frozenset({"tl", "triton", "torch", "pid", "run", "program", "range", "float", *triton_math.HELPERS})
+
+
+def triton_dtype(dtype: torch.dtype) -> str:
+    return "tl." + str(dtype).removeprefix("torch.")
+
+
+class Tiles:
+    """The lines of a kernel so far, and how its tensors are named, read and written."""
+
+    def __init__(self, plan: Plan, name: str):
+        self.plan, self.block, self.name = plan, plan.block, name
+        self.lines: list[str] = []
+        self.indent = 1
+        self.have: set[str] = set()  # values already written, and ("wide", value) for their float32 copies
+        self.taken = set(_RESERVED)
+        self.axis = {a.name: self._identifier(a.name, ("", "0", "_in", "_start", "_step")) for a in self.block.axes}
+        values = [*self.plan.input, *(op.out for op in self.block.ops()), *(a.out for s in self.block.stages for a in s.accumulators)]
+        self.value = {v: self._identifier(v, ("", "_ptr", "_f32", "_again", "_at", "_next", "_now", "_scale")) for v in values}
+        self.arguments: list[tuple[str, int]] = []
+        self.pointers: dict[str, list[str]] = {}
+        for i in self.block.inputs:
+            self.pointers[i.name] = [f"{self.value[i.name]}_ptr" if len(i.sources) == 1 else f"{self.value[i.name]}{k}_ptr"
+                                     for k in range(len(i.sources))]
+            self.arguments += zip(self.pointers[i.name], i.sources, strict=True)
+        self.out_pointers = []
+        for n, o in enumerate(self.block.outputs):
+            taken = {a for a, _ in self.arguments}
+            pointer = next(p for p in (f"{self.value[o.value]}_ptr", f"{self.value[o.value]}_out_ptr", f"out{n}_ptr") if p not in taken)
+            self.out_pointers.append(pointer)
+            self.arguments.append((pointer, len(self.plan.operands) + n))
+
+    def _identifier(self, name: str, suffixes: Sequence[str]) -> str:
+        base = re.sub(r"\W", "_", name)
+        base = base if base.isidentifier() and not keyword.iskeyword(base) else f"v_{base}"
+        while any(base + s in self.taken for s in suffixes):
+            base += "_"
+        self.taken |= {base + s for s in suffixes}
+        return base
+
+    def line(self, text: str = "") -> None:
+        self.lines.append(("    " * self.indent + text) if text else "")
+
+    # -- axes ---------------------------------------------------------------------------------------------------------------
+
+    def _offsets(self) -> None:
+        """Where this block stands on each axis that it does not walk."""
+        cut = [a for a in self.block.named(Role.GRID) if self.plan.trips(a.name) > 1]
+        before = 1
+        if len(cut) > 1:
+            self.line("pid = tl.program_id(0)")
+        for a in self.block.axes:
+            tile, trips, var = self.plan.tile(a.name), self.plan.trips(a.name), self.axis[a.name]
+            if (a.role is Role.LOOP and self.plan.walks) or self.plan.parts(a.name):
+                continue
+            start = None
+            if a in cut:
+                start = "tl.program_id(0)" if len(cut) == 1 else f"pid // {before}" if before > 1 else "pid"
+                if a is not cut[-1]:
+                    start = f"({start}) % {trips}" if before > 1 else f"{start} % {trips}"
+                before *= trips
+            if tile == 1:
+                if start is not None:
+                    self.line(f"{var} = {start}  # {a.size} of them")
+                continue
+            if start is not None:
+                self.line(f"{var}0 = {f'({start})' if ' ' in start else start} * {tile}")
+                self.line(f"{var} = {var}0 + tl.arange(0, {tile})  # {a.size} in tiles of {tile}")
+            else:
+                self.line(f"{var} = tl.arange(0, {tile})  # all {a.size}")
+            self._bound(a.name)
+        for a in self.block.axes:
+            if self.plan.parts(a.name):
+                self._offset_of_part(a)
+
+    def _offset_of_part(self, a: Axis) -> None:
+        """Where this block's part of an axis begins, and its elements if they are held whole."""
+        parts, part, tile, var = str(self.plan.parts(a.name)), self.block.part(a.name), self.plan.tile(a.name), self.axis[a.name]
+        start = f"{self.axis[parts]} * {part}" if part > 1 else self.axis[parts]
+        walked = a.role is Role.LOOP and self.plan.walks
+        if tile == 1 and not walked:
+            self.line(f"{var} = {start}  # {a.size} of them, one in each part")
+            return
+        self.line(f"{var}_start = {start}  # {a.size} in {self.block.axis(parts).size} parts of {part}")
+        if not walked:
+            self.line(f"{var} = {var}_start + tl.arange(0, {tile})  # all {part}")
+            self._bound(a.name)
+
+    def _bound(self, axis: str) -> None:
+        var, size, (cut, short) = self.axis[axis], self.block.axis(axis).size, self.plan.bounds(axis)
+        # two comparisons rather than one with the smaller end: of those the compiler sees how the ends are aligned
+        ends = [f"{var}_start + {self.block.part(axis)}"] if cut and self.plan.parts(axis) else [str(size)] if cut else []
+        ends += [str(size)] if short else []
+        if ends:
+            self.line(f"{var}_in = " + (f"{var} < {ends[0]}" if len(ends) == 1 else " & ".join(f"({var} < {end})" for end in ends)))
+
+    def _spread(self, text: str, dims: Sequence[str], onto: Sequence[str]) -> str:
+        """`text` with dims `dims`, indexed so that it broadcasts against a tensor with dims `onto`."""
+        if not dims or tuple(dims) == tuple(onto):
+            return text
+        return f"{text}[{', '.join(':' if a in dims else 'None' for a in onto)}]"
+
+    def _mask(self, axes: Sequence[str], onto: Sequence[str]) -> list[str]:
+        return [self._within(a, onto) for a in self.plan.order if a in axes and self.plan.ragged(a)]
+
+    def _within(self, axis: str, onto: Sequence[str]) -> str:
+        """Whether elements of a ragged axis count, to be broadcast against a tensor with dims `onto`."""
+        return self._spread(f"{self.axis[axis]}_in", self.plan.dims([axis]), onto)
+
+    # -- loads and stores -----------------------------------------------------------------------------------------------------
+
+    def _address(self, pointer: str, axes: Sequence[str | None], strides: Sequence[int], dims: Sequence[str],
+                 shift: tuple[str | None, str] = (None, "")) -> str:
+        """Pointer arithmetic for a tile; `shift` names a joined axis and what its coordinate is called here."""
+        far = sum(self.plan.reach(a) * s for a, s in zip(axes, strides, strict=True) if a) >= 2 ** 31
+        terms = [pointer]
+        for a, stride in zip(axes, strides, strict=True):
+            if a is None or (self.plan.tile(a) == 1 and (stride == 0 or self.plan.reach(a) == 0)):
+                continue
+            at = shift[1] if a == shift[0] else self.axis[a]
+            term = self._spread(at, (a,) if self.plan.tile(a) > 1 else (), dims)
+            term += ".to(tl.int64)" if far else ""
+            terms.append(term if stride == 1 else f"{term} * {stride}")
+        return " + ".join(terms)
+
+    def _read(self, i: BlockInput, pointer: str, source: int, extra_mask: str | None = None,
+              shift: tuple[str | None, str] = (None, ""), policy: str | None = None) -> str:
+        axes = self.block.input_axes(i)
+        dims = self.plan.dims(axes)
+        arguments = [self._address(pointer, i.axes, self.plan.operands[i.sources[source]].strides, dims, shift)]
+        mask = self._mask(axes, dims) + ([extra_mask] if extra_mask else [])
+        if mask:
+            arguments += [f"mask={' & '.join(mask)}", "other=0.0" if self.plan.dtype(i).is_floating_point else "other=0"]
+        if policy is None and self.plan.schedule.evict_first and self.plan.loop and self.plan.loop in i.axes and self.plan.is_streamed(i):
+            policy = "evict_first"
+        if policy is not None:
+            arguments.append(f'eviction_policy="{policy}"')
+        return f"tl.load({', '.join(arguments)})"
+
+    def _is_selected(self, i: BlockInput) -> bool:
+        return len(i.sources) > 1 and self.plan.whole_sources(i)
+
+    def _select(self, i: BlockInput) -> None:
+        """Choose the source that this tile lies in."""
+        value, axis = self.value[i.name], self.axis[i.joined]  # type: ignore[index]
+        start = f"{axis}0" if self.plan.tile(i.joined) > 1 else axis  # type: ignore[arg-type]
+        self.line(f"# {i.name} lies end to end along {i.joined} in {len(i.sources)} tensors; this tile is in one of them")
+        low = 0
+        for k, (size, pointer) in enumerate(zip(i.sizes, self.pointers[i.name], strict=True)):
+            last = k == len(i.sizes) - 1
+            self.line("else:" if last else f"{'el' if k else ''}if {start} < {low + size}:")
+            self.line(f"    {value}_ptr = {pointer}")
+            self.line(f"    {value}_at = {axis} - {low}" if low else f"    {value}_at = {axis}")
+            low += size
+
+    def _load(self, i: BlockInput) -> None:
+        if i.name in self.have:
+            return
+        self.have.add(i.name)
+        value, dtype = self.value[i.name], self.plan.dtype(i)
+        wide = ".to(tl.float32)" if dtype is not torch.float32 and i.name not in self.plan.native else ""
+        if len(i.sources) == 1:
+            self.line(f"{value} = {self._read(i, self.pointers[i.name][0], 0)}{wide}")
+        elif self._is_selected(i):
+            if self.block.role(i.joined) is Role.LOOP:  # type: ignore[arg-type]
+                self._select(i)
+            self.line(f"{value} = {self._read(i, f'{value}_ptr', 0, shift=(i.joined, f'{value}_at'))}{wide}")
+        else:
+            self._load_parts(i, value)
+            if wide:
+                self.line(f"{value} = {value}{wide}")
+
+    def _load_parts(self, i: BlockInput, value: str) -> None:
+        """A tile may reach over several sources: each gives its elements and 0 elsewhere."""
+        axis = self.axis[i.joined]  # type: ignore[index]
+        dims = self.plan.dims(self.block.input_axes(i))
+        low = 0
+        self.line(f"# {i.name} lies end to end along {i.joined} in {len(i.sources)} tensors; each gives its own elements")
+        for k, (size, pointer) in enumerate(zip(i.sizes, self.pointers[i.name], strict=True)):
+            inside = [f"({axis} >= {low})"] if k else []
+            inside += [f"({axis} < {low + size})"] if k < len(i.sizes) - 1 else []
+            condition = f"({' & '.join(inside)})" if len(inside) > 1 else inside[0]
+            mask = self._spread(condition, (i.joined,) if self.plan.tile(i.joined) > 1 else (), dims)  # type: ignore[arg-type]
+            self.line(f"{value} {'+=' if k else '='} {self._read(i, pointer, k, mask, (i.joined, f'({axis} - {low})' if low else axis))}")
+            low += size
+
+    def _store(self, o: BlockOutput, pointer: str, text: str) -> None:
+        """Store a value; `text` is what it is called in float32."""
+        tensor = self.plan.outputs[self.block.outputs.index(o)]
+        dims = self.plan.value_dims(o.value)
+        arguments = [self._address(pointer, o.axes, tensor.strides, dims), f"{text}.to({triton_dtype(tensor.dtype)})"]
+        mask = self._mask([a for a in o.axes if a], dims)
+        if mask:
+            arguments.append(f"mask={' & '.join(mask)}")
+        self.line(f"tl.store({', '.join(arguments)})")
+
+    def _read_again(self, i: BlockInput) -> str:
+        """A load of its own for whatever else reads a factor of an asynchronous product.
+
+        Triton (3.6) counts the buffers of a load that other code reads too as if no product read it asynchronously; the next
+        copy then overwrites a tile that the product still reads: a race, seen as wrong sums on an H200. Another eviction
+        policy keeps the compiler from joining the two loads again.
+        """
+        if len(i.sources) == 1:
+            return self._read(i, self.pointers[i.name][0], 0, policy="evict_last")
+        value = self.value[i.name]
+        return self._read(i, f"{value}_ptr", 0, shift=(i.joined, f"{value}_at"), policy="evict_last")

@@ -1,0 +1,90 @@
+"""Evaluate a kernel graph under an algebra, op by op on small arrays: programs and µGraphs of several kernels alike."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mirage_hf.graph.block import BlockGraph, Role
+from mirage_hf.graph.execute import Algebra, run_block_graph
+from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
+from mirage_hf.ops import table
+
+
+class ProofAlgebra(Algebra, Protocol):
+    """What a proof needs beyond block graphs: arrays repeated along dims of size 1."""
+
+    def spread(self, x: Any, shape: Sequence[int]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class SmallGraph:
+    """A kernel graph (composites written out) and the sizes it is evaluated at: `dims` by tensor index, a small block graph
+    by op number, where slices start. Numbers in it (1/n of a mean) stay those of the full sizes."""
+
+    graph: KernelGraph
+    dims: Mapping[int, tuple[int, ...]]
+    blocks: Mapping[int, BlockGraph]
+    starts: Mapping[int, int]
+
+    def run(self, operands: Sequence[Any], algebra: ProofAlgebra, pieces: int, whole_grid: bool = False) -> list[Any]:
+        """The outputs, in their dims. Block graphs are executed in `pieces` pieces per loop axis, and per grid axis too unless
+        `whole_grid`."""
+        values: dict[int, Any] = {t.index: x for t, x in zip(self.graph.inputs, operands, strict=True)}
+        for number, op in enumerate(self.graph.ops):
+            args = [values[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
+            if op.name == CUSTOMIZED:
+                block = self.blocks[number]
+                cuts = {a.name: 1 if whole_grid and a.role is Role.GRID else pieces for a in block.axes}
+                results = run_block_graph(block, args, algebra, cuts)
+            else:
+                results = [algebra.spread(self._library(number, op, args, algebra), self.dims[op.outputs[0].index])]
+            values |= {t.index: y for t, y in zip(op.outputs, results, strict=True)}
+        return [values[t.index] for t in self.graph.outputs]
+
+    def _library(self, number: int, op: KernelOp, args: list[Any], algebra: ProofAlgebra) -> Any:
+        attrs, out = dict(op.attrs), self.dims[op.outputs[0].index]
+        dims = [self.dims[x.index] if isinstance(x, DTensor) else () for x in op.inputs]
+        rank = len(dims[0])
+        if table.OPS[op.name].kind == "elementwise":
+            return algebra.elementwise(op.name, args, attrs)
+        if op.name == "matmul":
+            a = algebra.arrange(args[0], range(rank), (*dims[0], 1))
+            b = algebra.arrange(args[1], range(len(dims[1])), (*dims[1][:-2], 1, *dims[1][-2:]))
+            summed = algebra.reduce("sum", algebra.elementwise("mul", [a, b], {}), len(out) - 1)
+            return algebra.arrange(summed, range(len(out) + 1), out)
+        if op.name == "reduction":
+            full = op.inputs[0].dims[attrs["dim"] % rank]  # type: ignore[union-attr]
+            if full == 1:
+                return args[0]
+            total = algebra.reduce("max" if attrs["kind"] == "max" else "sum", args[0], attrs["dim"] % rank)
+            return algebra.elementwise("mul", [total, 1.0 / full], {}) if attrs["kind"] == "mean" else total
+        if op.name == "permute":
+            return algebra.arrange(args[0], [o % rank for o in attrs["order"]], out)
+        if op.name == "reshape":
+            return algebra.arrange(args[0], range(rank), out)
+        if op.name == "slice":
+            dim, start = attrs["dim"] % rank, self.starts[number]
+            return algebra.cut(args[0], tuple(slice(start, start + out[d]) if d == dim else slice(None) for d in range(rank)))
+        if op.name == "concat":
+            return algebra.join(args, attrs["dim"] % rank)
+        assert op.name == "rope", op.name  # shrink.py refuses the others
+        return self._rope(args, dims, attrs["interleaved"], algebra)
+
+    def _rope(self, args: list[Any], dims: list[tuple[int, ...]], interleaved: bool, algebra: ProofAlgebra) -> Any:
+        x, cos, sin = args
+        rank, width, half = len(dims[0]), dims[1][-1], dims[1][-1] // 2
+
+        def part(v: Any, start: int, stop: int, step: int = 1) -> Any:
+            return algebra.cut(v, (*[slice(None)] * (rank - 1), slice(start, stop, step)))
+
+        head = part(x, 0, width)
+        first, second = (part(head, i, width, 2) for i in (0, 1)) if interleaved else (part(head, 0, half), part(head, half, width))
+        rotated = algebra.join([algebra.elementwise("neg", [second], {}), first], rank - 1)
+        if interleaved:  # (−x1 −x3 … x0 x2 …) to (−x1 x0 −x3 x2 …)
+            lead = dims[0][:-1]
+            rotated = algebra.arrange(rotated, range(rank), (*lead, 2, half))
+            rotated = algebra.arrange(rotated, (*range(rank - 1), rank, rank - 1), (*lead, width))
+        both = [algebra.elementwise("mul", pair, {}) for pair in ([head, cos], [rotated, sin])]
+        turned = algebra.elementwise("add", both, {})
+        return turned if width == dims[0][-1] else algebra.join([turned, part(x, width, dims[0][-1])], rank - 1)

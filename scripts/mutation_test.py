@@ -1,0 +1,151 @@
+"""Mutate µGraphs and count what the proof and the numbers let through: nothing that differs, and nothing that loses range.
+
+    python scripts/mutation_test.py [--count 10000] [--programs rms_norm_linear,…] [--json FILE] [--seed 0]
+
+Mutants come from hand-written µGraphs and from what the search finds for the programs of tests/programs.py, at reduced sizes.
+An independent interpreter in float64 (tests/plain.py) says of each whether it differs, is equal, or is equal but leaves the
+range of float32. Exits 1 if one that differs is proven, one that leaves the range passes both numeric checks, or an original
+is refused.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import chains
+import mutants
+import programs
+import torch
+import ugraphs
+
+import mirage_hf as mi
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.search.engine import SearchOptions, search
+from mirage_hf.verify.fingerprint import prove
+from mirage_hf.verify.numeric import judge_on_cpu
+from mirage_hf.verify.verdict import Accepted, Refused
+
+
+@dataclass
+class Tally:
+    """Counts by kind of mutant and by what it is; the mutants worth a look, by name."""
+
+    seed: int = 0
+    originals: int = 0
+    originals_refused: list[str] = field(default_factory=list)
+    kinds: dict[str, dict[str, int]] = field(default_factory=dict)
+    accepted_wrongly: list[str] = field(default_factory=list)
+    range_accepted: list[str] = field(default_factory=list)
+    equal_accepted: list[str] = field(default_factory=list)
+    equal_refused: list[str] = field(default_factory=list)
+    unclear: list[str] = field(default_factory=list)
+    proof_seconds: float = 0.0
+
+    def count(self, what: str) -> int:
+        return sum(row.get(what, 0) for row in self.kinds.values())
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.accepted_wrongly or self.range_accepted or self.originals_refused)
+
+    def original(self, name: str, ugraph: UGraph, seeds: int) -> None:
+        for seed in range(self.seed, self.seed + seeds):
+            self.originals += 1
+            verdict = prove(ugraph, seed=seed, trials=1, target=1.0)
+            if isinstance(verdict, Refused):
+                self.originals_refused.append(f"{name}, seed {seed}: {verdict.reason}")
+
+    def mutant(self, name: str, m: mutants.Mutant, judge: mutants.Judge, checks: dict[object, Any]) -> None:
+        what = judge(m.ugraph)
+        start = time.perf_counter()
+        verdict = prove(m.ugraph, seed=self.seed, trials=1, target=1.0)
+        self.proof_seconds += time.perf_counter() - start
+        proven, label = isinstance(verdict, Accepted), f"{name}: {m.kind}: {m.where}"
+        row = self.kinds.setdefault(m.kind, {})
+        row[what] = row.get(what, 0) + 1
+        if what == "differs":
+            self.accepted_wrongly += [label] if proven else []
+        elif what == "range only":
+            passed = proven and all(isinstance(judge_on_cpu(m.ugraph, checks, cores), Accepted) for cores in (False, True))
+            self.range_accepted += [label] if passed else []
+        elif what == "equal":
+            (self.equal_accepted if proven else self.equal_refused).append(label)
+        else:
+            self.unclear.append(label)
+
+    def table(self) -> str:
+        columns = ("differs", "equal", "range only", "unclear")
+        rows = [f"{'kind of mutant':36s}" + "".join(f"{c:>12s}" for c in columns)]
+        for kind, row in sorted(self.kinds.items()):
+            rows.append(f"{kind:36s}" + "".join(f"{row.get(c, 0):12d}" for c in columns))
+        rows.append(f"{'all':36s}" + "".join(f"{self.count(c):12d}" for c in columns))
+        rows.append(f"differing and proven: {len(self.accepted_wrongly)}; out of range and passed by proof and numbers: "
+                    f"{len(self.range_accepted)}; equal and refused: {len(self.equal_refused)}; originals: {self.originals}, "
+                    f"refused {len(self.originals_refused)}; {self.proof_seconds:.1f} s of proofs")
+        return "\n".join(rows)
+
+
+def originals(names: list[str], per_program: int) -> Iterator[tuple[str, UGraph]]:
+    """Named µGraphs: hand-written ones, and what the search finds first."""
+    for name in names:
+        if name in programs.PROGRAMS:
+            found, _ = search(programs.build(mi, name), SearchOptions(time_limit=3, threads=1))
+            yield from ((f"{name}[{n}]", f.ugraph) for n, f in enumerate(found[:per_program]))
+        else:
+            yield name, (ugraphs.ALL | chains.ALL)[name]()
+
+
+def mutate(start: list[tuple[str, UGraph]], count: int, seed: int, seeds: int = 20, rounds: int = 6) -> Tally:
+    """Mutants of `start`, then mutants of mutants, until `count` of them differ or `rounds` are over."""
+    tally, rng = Tally(seed), random.Random(seed)
+    for name, u in start:
+        tally.original(name, u, seeds)
+    judges = {name: mutants.Judge(u.program) for name, u in start}
+    checks: dict[str, dict[object, Any]] = {name: {} for name, _ in start}
+    current = [(name, name, u) for name, u in start]
+    for _ in range(rounds):
+        made = [(name, label, m) for name, label, u in current for m in mutants.mutants(u)]
+        rng.shuffle(made)
+        following = []
+        for name, label, m in made:
+            if tally.count("differs") >= count:
+                return tally
+            tally.mutant(label, m, judges[name], checks[name])
+            if len(following) < count // 20 + 1:
+                following.append((name, f"{label}+{m.kind} ({m.where})", m.ugraph))
+        current = following
+    return tally
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=10_000, help="differing mutants to make")
+    parser.add_argument("--programs", default=",".join([*programs.PROGRAMS, *ugraphs.ALL, *chains.ALL]))
+    parser.add_argument("--per-program", type=int, default=3, help="search results to mutate per program")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    tally = mutate(list(originals(args.programs.split(","), args.per_program)), args.count, args.seed)
+    print(tally.table())
+    for title, labels in (("DIFFERS AND WAS PROVEN", tally.accepted_wrongly), ("OUT OF RANGE AND PASSED", tally.range_accepted),
+                          ("ORIGINAL REFUSED", tally.originals_refused), ("equal and refused", tally.equal_refused)):
+        print(*(f"{title}: {label}" for label in labels[:40]), sep="\n", end="\n" if labels else "")
+    if args.json:
+        counts = Counter({what: tally.count(what) for what in ("differs", "equal", "range only", "unclear")})
+        args.json.write_text(json.dumps({"counts": dict(counts), **asdict(tally)}, indent=1) + "\n", encoding="utf-8")
+    return int(tally.failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

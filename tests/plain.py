@@ -1,0 +1,150 @@
+"""What a µGraph means, a second time: whole arrays with named axes, no blocks, no tiles. Shares no code with graph/execute.py.
+
+A value that carries an axis and the number of its parts is kept by element of the axis alone: an element knows its part.
+A running maximum is the final one, as the definition of a shifted sum says.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from mirage_hf.graph.block import BlockGraph
+from mirage_hf.graph.kernel import DTensor, KernelGraph
+
+SCALAR = {
+    "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y, "div": lambda x, y: x / y, "neg": lambda x: -x,
+    "pow": lambda x, y: x ** y, "max": torch.maximum, "min": torch.minimum, "exp": torch.exp, "sqrt": torch.sqrt,
+    "rsqrt": lambda x: 1 / torch.sqrt(x), "square": lambda x: x * x, "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
+    "silu": lambda x: x * torch.sigmoid(x), "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": lambda x: x.clamp(min=0), "tanh": torch.tanh, "clamp": lambda x, min=-math.inf, max=math.inf: x.clamp(min, max),
+    "cast": lambda x, dtype=None: x}
+
+
+@dataclass(frozen=True)
+class Named:
+    t: torch.Tensor
+    axes: tuple[str, ...]
+
+    def along(self, axes: tuple[str, ...]) -> torch.Tensor:
+        """The array with a dim for each of `axes`, of size 1 where it has none."""
+        t = self.t.permute([self.axes.index(a) for a in axes if a in self.axes])
+        return t[tuple(slice(None) if a in self.axes else None for a in axes)]
+
+
+class _Block:
+    def __init__(self, g: BlockGraph, dtype: torch.dtype):
+        self.g, self.dtype = g, dtype
+        self.size = {a.name: a.size for a in g.axes}
+        self.parts = {a.name: a.parts for a in g.axes if a.parts}
+
+    def length(self, axis: str) -> int:
+        return math.ceil(self.size[axis] / self.size[self.parts[axis]])
+
+    def apply(self, fn: str, args, attrs) -> Named:
+        axes = {a for x in args if isinstance(x, Named) for a in x.axes}
+        for axis, number in self.parts.items():
+            if axis in axes and number in axes:  # by element: look the part up
+                where = torch.arange(self.size[axis]) // self.length(axis)
+                args = [self._by_element(x, axis, number, where) for x in args]
+                axes -= {number}
+        order = tuple(sorted(axes))
+        values = [x.along(order) if isinstance(x, Named) else torch.tensor(float(x), dtype=self.dtype) for x in args]
+        return Named(SCALAR[fn](*values, **attrs), order)
+
+    @staticmethod
+    def _by_element(x, axis, number, where):
+        if not isinstance(x, Named) or number not in x.axes:
+            return x
+        d = x.axes.index(number)
+        return Named(x.t.index_select(d, where), (*x.axes[:d], axis, *x.axes[d + 1:]))
+
+    def reduce(self, kind: str, x: Named, axis: str) -> Named:
+        d = x.axes.index(axis)
+        if axis not in self.parts:
+            t = x.t.sum(d) if kind == "sum" else x.t.amax(d)
+            return Named(t, x.axes[:d] + x.axes[d + 1:])
+        n = self.length(axis)
+        pieces = [x.t.narrow(d, lo, min(n, self.size[axis] - lo)) for lo in range(0, self.size[axis], n)]
+        t = torch.stack([p.sum(d) if kind == "sum" else p.amax(d) for p in pieces], d)
+        return Named(t, (*x.axes[:d], self.parts[axis], *x.axes[d + 1:]))
+
+    def run(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+        values: dict[str, Named] = {}
+        for i in self.g.inputs:
+            named = tuple(a for a in i.axes if a)
+            sources = [operands[s].reshape([n for n, a in zip(operands[s].shape, i.axes, strict=True) if a]) for s in i.sources]
+            values[i.name] = Named(torch.cat(sources, named.index(i.joined)) if len(sources) > 1 else sources[0], named)
+        for stage in self.g.stages:
+            todo = {op.out: op for op in stage.body} | {a.out: a for a in stage.accumulators}
+            left = list(todo.values())
+            while left:  # a running maximum may be read before it is listed
+                missing = {op.out for op in left}
+                ready = next(op for op in left if not missing & set(op.args if hasattr(op, "args") else (op.arg,)))
+                left.remove(ready)
+                if hasattr(ready, "kind"):
+                    values[ready.out] = self.reduce(ready.kind, values[ready.arg], stage.loop)
+                elif ready.over is not None:
+                    values[ready.out] = self.reduce(ready.fn, values[ready.args[0]], ready.over)
+                else:
+                    args = [values[a] if isinstance(a, str) else a for a in ready.args]
+                    values[ready.out] = self.apply(ready.fn, args, dict(ready.attrs))
+        outs = []
+        for o in self.g.outputs:
+            named = tuple(a for a in o.axes if a)
+            t = values[o.value].along(named).expand([self.size[a] for a in named])
+            outs.append(t.reshape([1 if a is None else self.size[a] for a in o.axes]))
+        return outs
+
+
+def _norm(x, weight, bias, eps, centre):
+    if centre:
+        x = x - x.sum(-1, keepdim=True) / x.shape[-1]
+    y = x / torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def run(graph: KernelGraph, inputs: list[torch.Tensor], dtype: torch.dtype = torch.float64, run_block=None) -> list[torch.Tensor]:
+    """The outputs of a program or of a µGraph's kernels, everything in `dtype`; block graphs by `run_block` if given."""
+    values = {t.index: x.to(dtype) for t, x in zip(graph.inputs, inputs, strict=True)}
+    for op in graph.ops:
+        args = [values[x.index] if isinstance(x, DTensor) else torch.tensor(float(x), dtype=dtype) for x in op.inputs]
+        a = dict(op.attrs)
+        if op.block is not None:
+            outs = run_block(op.block, args) if run_block else _Block(op.block, dtype).run(args)
+        elif op.name in SCALAR:
+            outs = [SCALAR[op.name](*args, **a)]
+        elif op.name == "matmul":
+            outs = [torch.einsum("...mk,...kn->...mn", *args)]
+        elif op.name == "reduction":
+            total = args[0].amax(a["dim"], keepdim=True) if a["kind"] == "max" else args[0].sum(a["dim"], keepdim=True)
+            outs = [total / args[0].shape[a["dim"]] if a["kind"] == "mean" else total]
+        elif op.name == "softmax":
+            e = torch.exp(args[0] - args[0].amax(a["dim"], keepdim=True))
+            outs = [e / e.sum(a["dim"], keepdim=True)]
+        elif op.name in ("rms_norm", "layer_norm"):
+            outs = [_norm(args[0], *[*args[1:], None, None][:2], a["eps"], op.name == "layer_norm")]
+        elif op.name == "permute":
+            outs = [args[0].permute(a["order"])]
+        elif op.name == "reshape":
+            outs = [args[0].reshape(a["dims"])]
+        elif op.name == "concat":
+            outs = [torch.cat(args, a["dim"])]
+        elif op.name == "slice":
+            outs = [args[0].narrow(a["dim"], a["start"], a["stop"] - a["start"])]
+        elif op.name == "rope":
+            x, cos, sin = args
+            w = cos.shape[-1]
+            first = torch.arange(0, w, 2) if a["interleaved"] else torch.arange(w // 2)
+            second = first + (1 if a["interleaved"] else w // 2)
+            y = x.clone()
+            y[..., first] = x[..., first] * cos[..., first] - x[..., second] * sin[..., first]
+            y[..., second] = x[..., second] * cos[..., second] + x[..., first] * sin[..., second]
+            outs = [y]
+        else:
+            raise NotImplementedError(op.name)
+        values |= {t.index: y for t, y in zip(op.outputs, outs, strict=True)}
+    return [values[t.index] for t in graph.outputs]

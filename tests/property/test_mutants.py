@@ -1,0 +1,67 @@
+"""Mutated µGraphs: none that differs is proven, none that leaves the range passes the numbers, all originals are accepted."""
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import chains
+import mutants
+import plain
+import pytest
+import torch
+import ugraphs
+
+from mirage_hf.graph.execute import run_kernel_graph
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "mutation_test.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("mutation_test", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_mutant_gets_through_and_no_original_is_refused(script):
+    """A tenth of what `python scripts/mutation_test.py` does, on hand-written µGraphs of one and of several kernels."""
+    some = chains.ALL | {n: ugraphs.ALL[n] for n in ("rms_norm_linear", "attention", "lora", "qkv")}
+    start = [(name, build()) for name, build in some.items()]
+    tally = script.mutate(start, 300, seed=0)
+    assert tally.originals == 20 * len(start) and not tally.originals_refused
+    assert tally.count("differs") >= 300 and not tally.accepted_wrongly, tally.table()
+    assert not tally.range_accepted, tally.range_accepted
+    assert tally.count("equal") > 10 and len(tally.equal_refused) <= 3, tally.equal_refused
+    assert len(tally.unclear) <= 3, tally.unclear
+
+
+def test_every_kind_of_mutant_of_several_kernels_is_made_and_judged():
+    kinds: dict[str, set[str]] = {}
+    for name in ("split_attention", "norm_in_two", "library_between", "flash", "split_maximum", "split_k"):
+        u = chains.ALL[name]()
+        judge = mutants.Judge(u.program, seeds=(0,))
+        assert judge(u) == "equal"
+        for m in mutants.mutants(u):
+            if len(kinds.setdefault(m.kind, set())) < 3:
+                kinds[m.kind].add(judge(m.ugraph))
+    assert {"not rescaled", "maximum of another value", "a part counted twice", "doubled accumulator", "accumulator dropped", "wrong role",
+            "permuted outputs of the µGraph", "dropped output of the µGraph", "doubled output of the µGraph", "changed constant",
+            "swapped operands of a kernel", "another operand of a kernel", "another attribute of a library op"} <= kinds.keys(), kinds
+    for kind in ("not rescaled", "doubled accumulator", "permuted outputs of the µGraph", "swapped operands of a kernel"):
+        assert "differs" in kinds[kind] or "range only" in kinds[kind], (kind, kinds[kind])
+
+
+def test_the_judge_shares_no_code_with_the_interpreter_and_agrees_with_it():
+    assert "execute" not in Path(plain.__file__).read_text(encoding="utf-8").split('"""', 2)[2]
+    for name, build in (ugraphs.ALL | chains.ALL | {"every_op": ugraphs.every_op}).items():
+        u = build()
+        inputs = mutants.float64_inputs(u.program)
+        want = plain.run(u.program, inputs)
+        for got in (plain.run(u.kernels, inputs), run_kernel_graph(u.kernels, inputs, torch.float64),
+                    run_kernel_graph(u.program, inputs, torch.float64)):
+            for a, b in zip(got, want, strict=True):
+                loose = 1e3 if name == "every_op" else 1  # a cast in a block graph rounds to float32
+                torch.testing.assert_close(a, b, rtol=1e-9 * loose, atol=1e-11 * loose, msg=name, equal_nan=True)
