@@ -199,11 +199,14 @@ Values saturate(const Program& program, NormalForms& forms, const Limits& limits
     }
     return it->second;
   };
-  const auto derive = [&](NfId form, Derivation d) {
+  const auto derive = [&](NfId form, Derivation d, bool own = false) {
     AxisSet carried = 0;
     bool varies = d.args.empty();  // an op of numbers alone is no work for a kernel
     for (int a : d.args) {
-      if (forms.nf(result.values[a].form).size >= forms.nf(form).size) return -1;  // would allow a circle
+      // values are computed in the order of size, so there is no circle; in the program itself of size, then of number: x·½ times
+      // ½ is no larger than x·½
+      const int size = forms.nf(form).size, of_arg = forms.nf(result.values[a].form).size;
+      if (of_arg > size || (of_arg == size && !(own && a < index.at(form)))) return -1;
       carried |= result.values[a].axes;
       varies = varies || !result.values[a].number;
     }
@@ -244,7 +247,7 @@ Values saturate(const Program& program, NormalForms& forms, const Limits& limits
     if (n.op == Op::input || n.op == Op::constant) d.node = static_cast<int>(i);
     else for (int a : n.args) d.args.push_back(index.at(*node_form[a]));
     value_of(*form);
-    derive(*form, d);
+    derive(*form, d, true);
     goals.add(*form);
   }
   for (int o : program.outputs) result.outputs.push_back(index.at(*node_form[o]));

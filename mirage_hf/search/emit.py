@@ -85,6 +85,7 @@ class _Plan:
         self.inputs = [self.kernels.new_input(t.dims, t.dtype, t.strides, t.name) for t in program.inputs]
         self.stored: dict[int, _Stored] = {}
         self.results: dict[int, DTensor] = {}
+        self.of_exp: set[int] = set()  # nodes computed from an exponential: an exponential of these is opaque to proofs, and stays whole
 
     def build(self) -> UGraph:
         for kernel in self.plan.kernels:
@@ -304,7 +305,10 @@ class _Kernel:
 
     def _compute(self, f: _core.FoundOp) -> _Scaled:
         name, args = _NAMES[f.op], [self._get(a) for a in f.args]
-        if name == "exp" and self.plan.scaled:
+        nested = any(a % self.plan.plan.nodes in self.plan.of_exp for a in f.args)
+        if name == "exp" or nested:
+            self.plan.of_exp.add(f.out % self.plan.plan.nodes)
+        if name == "exp" and self.plan.scaled and not nested:
             arg = self._plain(args[0])
             if isinstance(arg, float):
                 raise _Refused("exp of a number")
@@ -377,6 +381,7 @@ class _Kernel:
                     self.value[f.out] = _Scaled(self._plain(x))  # here: what changes along the loop is stored in its stage
             for f in stage.accumulators:
                 self.value[f.out] = self._accumulate(f)
+                self.plan.of_exp |= {f.out} if f.args[0] % self.plan.plan.nodes in self.plan.of_exp else set()
             if stage.loop >= 0:
                 for n in sorted(stored_whole & self.waiting.keys() - finished.keys()):
                     x = self._get(n)
