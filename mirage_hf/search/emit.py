@@ -427,7 +427,9 @@ class _Kernel:
                 self.plan.results[p] = t
         for value, (at, shift, origin) in stored.items():
             has = None if shift is None else made[shift]
-            self.plan.stored[value] = _Stored(made[at], outputs[at][0].axes, has, () if shift is None else outputs[shift][0].axes, origin)
+            # later kernels read partial results as such, even where another kernel than this one has made them whole meanwhile
+            self.plan.stored.setdefault(
+                value, _Stored(made[at], outputs[at][0].axes, has, () if shift is None else outputs[shift][0].axes, origin))
 
     def _close(self, loop: str | None) -> None:
         """End a stage: what holds only in it is forgotten."""
