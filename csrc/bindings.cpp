@@ -6,10 +6,30 @@
 #include <exception>
 
 #include "core/ir.h"
+#include "core/kernel.h"
 #include "core/program_text.h"
 
 namespace py = pybind11;
 using namespace mirage;
+
+static std::vector<std::pair<double, std::vector<int>>> kernel_costs(const Program& program, const Limits& limits, const std::vector<int>& outputs,
+                                                                     const std::vector<int>& final, const std::vector<int>& stored) {
+  check(program);
+  if (program.nodes.size() > kMaxNodes) throw std::invalid_argument("kernel_costs: too many nodes");
+  const Variant variant = as_variant(program);
+  Statistics stats;
+  const KernelSearch kernels(program, variant, limits, stats);
+  KernelTask task;
+  for (auto& [set, nodes] : {std::pair{&task.outputs, &outputs}, {&task.final, &final}, {&task.stored, &stored}})
+    for (int n : *nodes) set->set(static_cast<std::size_t>(n));
+  std::vector<std::pair<double, std::vector<int>>> found;
+  for (const KernelChoice& c : kernels.choices(task, kMaxNodes)) {
+    found.emplace_back(c.cost, std::vector<int>());
+    for (int n : outputs)
+      if (!task.stored[n] && kernels.partial(n, c)) found.back().second.push_back(n);
+  }
+  return found;
+}
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "C++ core of the search; mirage_hf.search.engine is its only user.";
@@ -78,6 +98,9 @@ PYBIND11_MODULE(_core, m) {
           throw py::value_error(e.what());
         }
       }, py::arg("text"), "A well-formed program from its text; ValueError with the line else.");
+  m.def("kernel_costs", &kernel_costs, py::arg("program"), py::arg("limits"), py::arg("outputs"), py::arg("final"), py::arg("stored"),
+        "For tests: (cost in µs, outputs stored as partial results) of each legal choice of roles of the kernel that stores nodes "
+        "`outputs`, of which those in `final` are whole, and reads those in `stored`; the program is taken as written.");
   m.def("search", [](const Program& program, const Limits& limits, const std::function<bool(const Statistics&)>& progress) {
         // Python errors stop the search and are raised once its threads have ended; ctrl-C stops it and keeps what was found.
         std::exception_ptr raised;

@@ -15,6 +15,7 @@ namespace {
 constexpr std::size_t kRoleChoices = 3;   // of a single kernel, kept for tuning
 constexpr std::size_t kPerCount = 2;      // plans kept for each number of kernels
 constexpr std::size_t kMaxChoices = 64;   // roles of one kernel of several
+constexpr std::size_t kMostApart = 6;     // outputs of a program that may each have a kernel of its own in plans without cuts
 constexpr std::size_t kMostUnits = 3;     // outputs, or sets of them, that are grouped freely
 constexpr int kMostCuts = 24;             // values considered for cutting
 
@@ -104,7 +105,10 @@ class Planner {
       units.push_back({static_cast<int>(items.size())});
       items.push_back({n, false});
     }
-    for (const auto& together : output_units_) {
+    const bool few = chosen_.empty() && finals_.size() <= kMostApart;  // without cuts there are few groupings
+    std::vector<std::vector<int>> apart;
+    for (int o : finals_) apart.push_back({o});
+    for (const auto& together : few ? apart : output_units_) {
       units.emplace_back();
       for (int o : together) {
         units.back().push_back(static_cast<int>(items.size()));

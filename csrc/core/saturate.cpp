@@ -183,6 +183,24 @@ Program without_shifts(const Program& program) {
   return plain;
 }
 
+// What the outputs need when of several nodes that are equal (x, x·1, −(−x)) the first stands for all: a program says no more for
+// saying it twice.
+static std::vector<bool> needed_nodes(const Program& program, const std::vector<std::optional<NfId>>& form) {
+  std::unordered_map<NfId, int> first;
+  for (std::size_t i = 0; i < program.nodes.size(); ++i)
+    if (form[i]) first.try_emplace(*form[i], static_cast<int>(i));
+  std::vector<bool> needed(program.nodes.size(), false);
+  std::vector<int> todo = program.outputs;
+  while (!todo.empty()) {
+    const int n = form[todo.back()] ? first.at(*form[todo.back()]) : todo.back();
+    todo.pop_back();
+    if (needed[n]) continue;
+    needed[n] = true;
+    for (int a : program.nodes[n].args) todo.push_back(a);
+  }
+  return needed;
+}
+
 // -- values -----------------------------------------------------------------------------------------------------------
 
 Values saturate(const Program& program, NormalForms& forms, const Limits& limits, Statistics& stats,
@@ -199,11 +217,14 @@ Values saturate(const Program& program, NormalForms& forms, const Limits& limits
     }
     return it->second;
   };
-  const auto derive = [&](NfId form, Derivation d) {
+  const auto derive = [&](NfId form, Derivation d, bool own = false) {
     AxisSet carried = 0;
     bool varies = d.args.empty();  // an op of numbers alone is no work for a kernel
     for (int a : d.args) {
-      if (forms.nf(result.values[a].form).size >= forms.nf(form).size) return -1;  // would allow a circle
+      // values are computed in the order of size, so there is no circle; in the program itself of size, then of number: x·½ times
+      // ½ is no larger than x·½
+      const int size = forms.nf(form).size, of_arg = forms.nf(result.values[a].form).size;
+      if (of_arg > size || (of_arg == size && !(own && a < index.at(form)))) return -1;
       carried |= result.values[a].axes;
       varies = varies || !result.values[a].number;
     }
@@ -227,9 +248,11 @@ Values saturate(const Program& program, NormalForms& forms, const Limits& limits
   std::set<std::pair<int, std::vector<NfId>>> functions;  // opaque functions with their arguments, wanted by some goal
   std::vector<std::pair<NfId, int>> maxima;
   bool uses_add = false, uses_sub = false, uses_div = false;
+  const std::vector<bool> needed = needed_nodes(program, node_form);
   for (std::size_t i = 0; i < program.nodes.size(); ++i) {
     const Node& n = program.nodes[i];
     const auto& form = node_form[i];
+    if (!needed[i]) continue;
     if (!form) { result.stop = "constants overflow"; return result; }
     uses_add = uses_add || n.op == Op::add;
     uses_sub = uses_sub || n.op == Op::sub;
@@ -244,7 +267,7 @@ Values saturate(const Program& program, NormalForms& forms, const Limits& limits
     if (n.op == Op::input || n.op == Op::constant) d.node = static_cast<int>(i);
     else for (int a : n.args) d.args.push_back(index.at(*node_form[a]));
     value_of(*form);
-    derive(*form, d);
+    derive(*form, d, true);
     goals.add(*form);
   }
   for (int o : program.outputs) result.outputs.push_back(index.at(*node_form[o]));

@@ -24,7 +24,7 @@ struct Derivation {
 struct Value {
   NfId form = -1;
   AxisSet axes = 0;
-  int rank = 0;               // larger than that of anything it is computed from
+  int rank = 0;               // not less than that of anything it is computed from; among equals the number is larger
   bool number = false;        // holds no input
   std::vector<Derivation> derivations;
 };

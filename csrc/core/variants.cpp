@@ -99,7 +99,7 @@ struct Costs {
       order[v] = static_cast<int>(v);
       for (const Derivation& d : all[v].derivations) least[v] = std::min(least[v], op_work(program, all, all[v], d));
     }
-    std::sort(order.begin(), order.end(), [&](int a, int b) { return all[a].rank < all[b].rank; });
+    std::sort(order.begin(), order.end(), [&](int a, int b) { return std::pair(all[a].rank, a) < std::pair(all[b].rank, b); });
     const auto leaf = [](const Derivation& d) { return d.op == Op::input || d.op == Op::constant; };
     std::vector<double> whole(count, 1e30);  // with everything below it, shared or not; leaves are free
     for (int v : order) {
@@ -120,6 +120,22 @@ struct Costs {
 };
 
 }  // namespace
+
+Variant as_variant(const Program& program) {
+  Variant v;
+  for (std::size_t i = 0; i < program.nodes.size(); ++i) {
+    const Node& from = program.nodes[i];
+    const bool leaf = from.op == Op::input || from.op == Op::constant;
+    Variant::Node n{static_cast<int>(i), from.op, from.op == Op::opaque ? from.symbol : -1, from.axis, leaf ? static_cast<int>(i) : -1, from.args, 0, from.op != Op::input};
+    for (int axis : from.index)
+      if (axis >= 0) n.axes |= bit(axis);
+    for (int a : n.args) { n.axes |= v.nodes[a].axes; n.number = n.number && v.nodes[a].number; }
+    if (n.reduces()) n.axes &= ~bit(n.axis);
+    v.nodes.push_back(std::move(n));
+  }
+  v.outputs = program.outputs;
+  return v;
+}
 
 // A product of two smaller values is what a contraction sums: tensor cores take both when there are rows enough.
 static bool matrix_product(const Program& program, AxisSet a, AxisSet b) {

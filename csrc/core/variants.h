@@ -26,6 +26,9 @@ struct Variant {
   double cost = 0;
 };
 
+// A program as it is written, a node for a node.
+Variant as_variant(const Program& program);
+
 // µs of one op over whole axes, on one GPU used to the full: ranks, does not promise.
 double op_work(const Program& program, const std::vector<Value>& values, const Value& value, const Derivation& derivation);
 

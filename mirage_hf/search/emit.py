@@ -92,6 +92,7 @@ class _Plan:
         self.inputs = [self.kernels.new_input(t.dims, t.dtype, t.strides, t.name) for t in program.inputs]
         self.stored: dict[int, _Stored] = {}
         self.results: dict[int, DTensor] = {}
+        self.of_exp: set[int] = set()  # nodes computed from an exponential: an exponential of these is opaque to proofs, and stays whole
 
     def build(self) -> UGraph:
         for kernel in self.plan.kernels:
@@ -311,7 +312,10 @@ class _Kernel:
 
     def _compute(self, f: _core.FoundOp) -> _Scaled:
         name, args = _NAMES[f.op], [self._get(a) for a in f.args]
-        if name == "exp" and self.plan.scaled:
+        nested = any(a % self.plan.plan.nodes in self.plan.of_exp for a in f.args)
+        if name == "exp" or nested:
+            self.plan.of_exp.add(f.out % self.plan.plan.nodes)
+        if name == "exp" and self.plan.scaled and not nested:
             arg = self._plain(args[0])
             if isinstance(arg, float):
                 raise _Refused("exp of a number")
@@ -376,6 +380,7 @@ class _Kernel:
         for leaf in self.found.leaves:
             self._leaf(leaf)
         stored_whole = {o.value for o in self.found.outputs if o.output >= 0}
+        finished: dict[int, _Scaled] = {}  # sums of partial results that change along the loop: stored in its first pass
         for stage in self.found.stages:
             for f in stage.body:
                 x = self.value[f.out] = self._compute(f)
@@ -383,6 +388,12 @@ class _Kernel:
                     self.value[f.out] = _Scaled(self._plain(x))  # here: what changes along the loop is stored in its stage
             for f in stage.accumulators:
                 self.value[f.out] = self._accumulate(f)
+                self.plan.of_exp |= {f.out} if f.args[0] % self.plan.plan.nodes in self.plan.of_exp else set()
+            if stage.loop >= 0:
+                for n in sorted(stored_whole & self.waiting.keys() - finished.keys()):
+                    x = self._get(n)
+                    if self.loop in self._axes_of(x):
+                        finished[n] = _Scaled(self._plain(x))
             self._close(self.loop if stage.loop >= 0 else None)
         outputs: list[tuple[BlockOutput, int]] = []
         stored: dict[int, tuple[int, int | None, tuple[object, ...]]] = {}  # value: its output, its shift's, what that bounds
@@ -395,8 +406,8 @@ class _Kernel:
                 outputs.append(stored_as)
             return outputs.index(stored_as)
 
-        for o in self.found.outputs:
-            x = self._get(o.value)
+        for o in sorted(self.found.outputs, key=lambda o: (o.output < 0, o.output)):
+            x = finished[o.value] if o.value in finished else self._get(o.value)
             if o.output >= 0:
                 _, index, dtype = self.plan.spec.outputs[o.output]
                 stored[o.stored] = (output(self._plain(x), index, dtype, o.output), None, ())
@@ -425,7 +436,9 @@ class _Kernel:
                 self.plan.results[p] = t
         for value, (at, shift, origin) in stored.items():
             has = None if shift is None else made[shift]
-            self.plan.stored[value] = _Stored(made[at], outputs[at][0].axes, has, () if shift is None else outputs[shift][0].axes, origin)
+            # later kernels read partial results as such, even where another kernel than this one has made them whole meanwhile
+            self.plan.stored.setdefault(
+                value, _Stored(made[at], outputs[at][0].axes, has, () if shift is None else outputs[shift][0].axes, origin))
 
     def _close(self, loop: str | None) -> None:
         """End a stage: what holds only in it is forgotten."""
