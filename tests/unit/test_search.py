@@ -294,11 +294,13 @@ def test_linear_residual_and_statistics_have_two_outputs():
     x, w, r = g.new_input((16, 4096)), g.new_input((4096, 4096)), g.new_input((16, 4096))
     y = g.add(g.matmul(x, w), r)
     g.mark_output(y, g.reduction(g.square(y), 1, "mean"))
-    found = [f for f in found_in(g) if f.ugraph.num_kernels == 2]
-    assert [isinstance(prove(f.ugraph), Accepted) for f in found] == [True] * len(found)
-    # one way sums the squares in the matmul's kernel, a part per block of columns, so that y is not read again
-    inside = [f for f in found if len(blocks_of(f)[0].outputs) == 2]
-    assert inside and all(4096 not in t.dims for f in inside for t in f.ugraph.block_ops[1].inputs)
+    first = checked(found_in(g)[0])
+    assert first.ugraph.num_kernels == 2
+    # the squares are summed in the matmul's kernel, a part per block of columns, so that y is not read again
+    linear, total = blocks_of(first)
+    columns, = (a for a in linear.axes if a.parts)
+    assert columns.role is Role.TILE and columns.size == 4096 and len(linear.outputs) == 2
+    assert all(4096 not in t.dims for t in first.ugraph.block_ops[1].inputs)
 
 
 def test_a_whole_mlp_is_two_kernels():
