@@ -23,6 +23,7 @@ from mirage_hf.graph.ugraph import UGraph, check_inputs, check_tensors, library_
 from mirage_hf.instances import Family
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.search.report import Counters, SearchReport
+from mirage_hf.search.restrict import MapRestriction
 from mirage_hf.settings import settings
 from mirage_hf.tune import space
 from mirage_hf.tune.restrict import Restriction
@@ -34,11 +35,15 @@ from mirage_hf.verify.verdict import Accepted
 BACKENDS = ("auto", "triton", "cuda", "cpu")
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "attention": {"max_block_ops": 48, "max_width": 1},
-    "lora": {"max_block_ops": 32, "max_width": 2},
-    "mlp": {"max_block_ops": 48, "max_width": 1},
+    # width 1: multiplying sums out found nothing for attention, and skipping it takes qk_norm_attention from 0.82 s to 0.25 s and
+    # mla_decode from 0.31 s to 0.16 s. The best mla_decode has 3 kernels and is among the first 48 variants (16 lose it: 12 → 46 µs)
+    "attention": {"max_block_ops": 48, "max_width": 1, "max_kernels": 3, "max_cuts": 3, "max_variants": 48},
+    # x·(W + A·B) is two monomials, so width 2. One kernel is best, one more is for ranks whose products do not fit: 16 ms → 10 ms
+    "lora": {"max_block_ops": 32, "max_width": 2, "max_kernels": 2, "max_cuts": 2, "max_variants": 16},
+    # one kernel is best with and without the norm, two are the fallback, so one cut: norm_gated_mlp 21 ms → 6 ms
+    "mlp": {"max_block_ops": 48, "max_width": 1, "max_kernels": 2, "max_cuts": 1, "max_variants": 16},
 }
-"""What each config restricts: sums are not multiplied out where the block has none worth it."""
+"""What each config restricts (see `SearchOptions`); seconds on one core for the programs of tests/programs.py, H200 cost model."""
 
 
 class SearchResult(Sequence[UGraph]):
@@ -103,7 +108,9 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
     """Search for faster kernels that are proven equivalent to `graph`.
 
     config: a preset of restrictions ("attention", "lora", "mlp"). backend: "triton", "cuda", "cpu" or "auto" (triton where a
-    GPU is). griddims, blockdims, franges: allowed numbers of blocks per grid dim, threads per dim, and loop trips.
+    GPU is). griddims, blockdims, franges: allowed numbers of blocks per grid dim, threads per dim, and loop trips, which every
+    kernel of a result keeps to. imaps, omaps, fmaps: allowed maps of every tensor that a kernel reads, stores, or walks: tensor
+    dims by grid dim, as dicts like {"x": 0, "y": None} or tuples like (0, -1, -1), and tensor dims; see search/restrict.py.
     max_kernels: most kernels of a result; max_block_ops: ops in one kernel; time_limit: seconds; checkpoint: a file to load
     the result from, or to keep it in. save_codes: also write every result's Triton program into a folder. cache: use, and keep,
     results of earlier calls in this process and of earlier processes (the latter report stop "loaded"); False searches anew, and a
@@ -115,6 +122,7 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
         raise errors.SearchError(f"superoptimize: expected a graph made by mi.new_kernel_graph(), got {type(graph).__name__}")
     if not graph.ops:
         raise errors.GraphError("superoptimize: the graph has no ops; add some, for example graph.matmul(x, w)")
+    _check_types(seed=seed, verbose=verbose, cache=cache, checkpoint=checkpoint, save_codes=save_codes, progress=progress)
     symbolic.check(graph)
     options, restriction = options_of(config, backend, griddims, blockdims, franges, {"imaps": imaps, "omaps": omaps, "fmaps": fmaps},
                                       max_kernels, max_block_ops, time_limit)
@@ -214,25 +222,40 @@ def options_of(config: str | None, backend: str, griddims: Any, blockdims: Any, 
                max_kernels: int | None, max_block_ops: int | None, time_limit: float | None) -> tuple[SearchOptions, Restriction | None]:
     """Return what `superoptimize`'s options ask of the search and of schedules. Errors: SearchError for impossible ones."""
     if config is not None and config not in PRESETS:
-        raise errors.SearchError(f"superoptimize: unknown config {config!r}{errors.suggest(config, PRESETS)}; "
+        raise errors.SearchError(f"superoptimize: unknown config {config!r}{errors.suggest(str(config), PRESETS)}; "
                                  f"configs are {', '.join(PRESETS)}, or None")
     if backend not in BACKENDS:
         raise errors.SearchError(f"superoptimize: unknown backend {backend!r}; backends are {', '.join(BACKENDS)}")
     if backend == "cuda":
         raise errors.SearchError("superoptimize: CUDA C++ is generated but not launched in this version; search with backend='triton', "
                                  "then call generate_cuda_program on a result")
-    given = [name for name, value in maps.items() if value is not None]
-    if given:
-        raise errors.SearchError(f"superoptimize: {given[0]} cannot be restricted in this version; "
-                                 "leave it None (griddims, blockdims and franges can)")
     for name, value in (("max_kernels", max_kernels), ("max_block_ops", max_block_ops), ("time_limit", time_limit)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
-            raise errors.SearchError(f"superoptimize: {name} must be positive, it is {value!r}")
+        kinds = (int, float) if name == "time_limit" else (int,)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e9):
+            what = "a number of seconds" if name == "time_limit" else "an integer"
+            raise errors.SearchError(f"superoptimize: {name} must be positive, {what} below 1e9; it is {value!r}")
     preset = dict(PRESETS[config]) if config else {}
+    preset["maps"] = MapRestriction.of(**maps)
+    if max_kernels is not None:
+        preset["max_kernels"] = min(max_kernels, preset.get("max_kernels", SearchOptions.max_kernels))
     if max_block_ops is not None:
         preset["max_block_ops"] = min(max_block_ops, preset.get("max_block_ops", max_block_ops))
     restriction = Restriction.of(griddims, blockdims, franges) if any(x is not None for x in (griddims, blockdims, franges)) else None
     return SearchOptions(time_limit=time_limit or settings().search_seconds, **preset), restriction
+
+
+_TYPES: dict[str, tuple[str, Any]] = {
+    "seed": ("an integer", int), "verbose": ("True or False", bool), "cache": ("True or False", bool),
+    "checkpoint": ("a path", (str, Path, type(None))), "save_codes": ("True, False or a folder", (bool, str, Path)),
+    "progress": ("a function of stage and detail", (Callable, type(None)))}
+
+
+def _check_types(**given: Any) -> None:
+    """Errors: SearchError for an option that is of another type than it has."""
+    for name, value in given.items():
+        what, kinds = _TYPES[name]
+        if not isinstance(value, kinds) or (name == "seed" and isinstance(value, bool)) or value == "":
+            raise errors.SearchError(f"superoptimize: {name} must be {what}, it is {value!r}")
 
 
 def _printer() -> Progress:

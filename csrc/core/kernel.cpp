@@ -71,9 +71,15 @@ std::vector<KernelChoice> KernelSearch::choices(const KernelTask& task, std::siz
     if (has(used & ~grid, a)) loops.push_back(a);
   for (int loop : loops) {
     for (int split : loops) {
-      ++stats_.kernels;
-      if (auto choice = evaluate(task, nodes, task.stored, grid, loop, split)) found.push_back(std::move(*choice));
-      else ++stats_.illegal;
+      std::optional<KernelChoice> best;
+      for (std::int64_t part : kTileParts) {
+        ++stats_.kernels;
+        auto choice = evaluate(task, nodes, task.stored, grid, loop, split, part);
+        if (!choice) { ++stats_.illegal; break; }
+        if (!best || choice->cost < best->cost) best = std::move(choice);
+        if (split < 0 || split == loop) break;  // a loop axis is dealt out as the grid needs it
+      }
+      if (best) found.push_back(std::move(*best));
     }
   }
   std::stable_sort(found.begin(), found.end(), [](const KernelChoice& a, const KernelChoice& b) { return a.cost < b.cost; });
@@ -82,7 +88,7 @@ std::vector<KernelChoice> KernelSearch::choices(const KernelTask& task, std::siz
 }
 
 std::optional<KernelChoice> KernelSearch::evaluate(const KernelTask& task, const std::vector<int>& nodes, const NodeSet& leaves,
-                                                   AxisSet grid, int loop, int split) const {
+                                                   AxisSet grid, int loop, int split, std::int64_t part) const {
   const int axes = static_cast<int>(program_.axes.size());
   KernelChoice c;
   c.loop = loop;
@@ -117,7 +123,7 @@ std::optional<KernelChoice> KernelSearch::evaluate(const KernelTask& task, const
   const auto held = [&](AxisSet s) {
     double n = 1;
     for (int a = 0; a < axes; ++a)
-      if (has(s, a) && c.roles[a] == Role::tile) n *= a == split ? std::min<double>(kPart, static_cast<double>(program_.axes[a].size)) : static_cast<double>(program_.axes[a].size);
+      if (has(s, a) && c.roles[a] == Role::tile) n *= a == split ? std::min(static_cast<double>(part), static_cast<double>(program_.axes[a].size)) : static_cast<double>(program_.axes[a].size);
     return n;
   };
   // a product that only a sum over a tile axis reads is never formed whole
@@ -152,8 +158,9 @@ std::optional<KernelChoice> KernelSearch::evaluate(const KernelTask& task, const
   const auto size_of = [&](int a) { return program_.axes[a].size; };
   if (split >= 0) {
     const std::int64_t size = size_of(split);
-    std::int64_t parts = (size + kPart - 1) / kPart;
+    std::int64_t parts = (size + part - 1) / part;
     if (split == loop) {
+      parts = (size + kPart - 1) / kPart;
       parts = std::min(parts, kMaxParts);
       std::int64_t wanted = 1;
       while (wanted < parts && blocks * static_cast<double>(wanted) < 2 * kSms) wanted *= 2;

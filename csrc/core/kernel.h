@@ -44,7 +44,7 @@ class KernelSearch {
   struct Timing { std::vector<int> stage; int loops = 0; };
   Timing timing(const std::vector<int>& nodes, const NodeSet& leaves, int loop) const;
   std::optional<KernelChoice> evaluate(const KernelTask& task, const std::vector<int>& nodes, const NodeSet& leaves, AxisSet grid,
-                                       int loop, int split) const;
+                                       int loop, int split, std::int64_t part) const;
   bool carries(int n, int axis) const { return axis >= 0 && has(v_.nodes[n].axes, axis); }
   bool computed(int n, const NodeSet& leaves) const { return !leaves[n] && !v_.nodes[n].leaf(); }
   std::vector<int> body(const std::vector<int>& nodes, const NodeSet& leaves, const NodeSet& outputs, const Timing& t, int loop, int stage) const;

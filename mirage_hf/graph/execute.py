@@ -28,6 +28,8 @@ class Algebra(Protocol):
     def accumulate(self, kind: str, total: Any, x: Any) -> Any: ...
     def rescale(self, total: Any, old: Any, new: Any) -> Any:
         """total · e^(old − new), where `new` ≥ `old` is a running maximum."""
+    def shift(self, maximum: Any) -> Any:
+        """A running maximum as what a tile subtracts: 0 while only −inf has been seen."""
     def contract(self, a: Any, b: Any, dim: int) -> Any:
         """Σ over `dim` of a·b, or None where the algebra has no shortcut."""
 
@@ -69,6 +71,9 @@ class TorchAlgebra:
     def rescale(self, total: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         return total * torch.where(old == new, 1.0, torch.exp(old - new)).to(total.dtype)  # -inf to -inf: nothing was summed yet
 
+    def shift(self, maximum: torch.Tensor) -> torch.Tensor:
+        return maximum.masked_fill(maximum == float("-inf"), 0.0)
+
     def contract(self, a: torch.Tensor, b: torch.Tensor, dim: int) -> torch.Tensor:
         if self.mma is not None:
             a, b = a.to(self.mma).to(self.compute), b.to(self.mma).to(self.compute)
@@ -91,7 +96,14 @@ def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra
     rank = len(graph.axes)
     whole = {a.name: slice(0, a.size) for a in graph.axes}
 
+    # with numbers all parts are computed at once, as an axis of their own, where they are equally long and no output carries the
+    # axis that they are of: the same sums in the same order, without a Python loop over parts
+    together = {a.name: a.parts for a in graph.axes if a.parts is not None and pieces == 1 and isinstance(algebra, TorchAlgebra)
+                and a.size == graph.part(a.name) * graph.axis(a.parts).size and not any(a.name in o.axes for o in graph.outputs)}
+
     def cuts(name: str, within: slice) -> list[slice]:
+        if name in together.values():
+            return [whole[name]]
         if graph.splits(name) is not None:
             return _cuts(0, graph.axis(name).size, graph.axis(name).size)
         return _cuts(within.start, within.stop, pieces if isinstance(pieces, int) else pieces.get(name, 1))
@@ -108,6 +120,10 @@ def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra
             extent = {i.joined: i.sizes[k]} if i.joined and i.sizes else {}
             parts.append(algebra.arrange(operands[source], order, block_shape(graph.input_axes(i), extent)))
         loaded[i.name] = parts[0] if len(parts) == 1 else algebra.join(parts, index[str(i.joined)])
+        for name, number in together.items():
+            if name in i.axes:
+                dealt = loaded[i.name].unflatten(index[name], (graph.axis(number).size, -1)).movedim(index[name], -1)
+                loaded[i.name] = dealt.squeeze(index[number]).movedim(-1, index[number])
 
     raw = [algebra.empty([graph.axis(a).size if a in o.axes else 1 for a in index]) for o in graph.outputs]
     written_at = {o.value: next((s for s, st in enumerate(graph.stages) if any(op.out == o.value for op in st.body)
@@ -115,7 +131,8 @@ def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra
     grid = graph.named(Role.GRID)
     for combo in itertools.product(*(cuts(a.name, whole[a.name]) for a in grid)):
         at = {a.name: s for a, s in zip(grid, combo, strict=True)}
-        mine = {a.name: slice(at[a.parts].start * graph.part(a.name), min(at[a.parts].stop * graph.part(a.name), a.size))
+        mine = {a.name: slice(0, graph.part(a.name)) if a.name in together else
+                slice(at[a.parts].start * graph.part(a.name), min(at[a.parts].stop * graph.part(a.name), a.size))
                 for a in graph.axes if a.parts is not None}
         at |= {name: s for name, s in mine.items() if graph.role(name) is Role.TILE}
         values: dict[str, Any] = {}
@@ -170,7 +187,7 @@ def _run_body(graph: BlockGraph, number: int, values: dict[str, Any], totals: di
 
     def update(acc: Accumulator) -> None:
         totals[acc.out] = algebra.accumulate("max", before.get(acc.out), algebra.reduce("max", values[acc.arg], index[stage.loop]))  # type: ignore[index]
-        values[acc.out] = totals[acc.out]  # the running maximum, for this tile
+        values[acc.out] = algebra.shift(totals[acc.out])  # for this tile
 
     for op in stage.body:
         for a in op.args:

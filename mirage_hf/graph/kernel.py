@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mirage_hf import errors
 from mirage_hf.graph.block import BlockGraph
 from mirage_hf.ops import table
+
+if TYPE_CHECKING:
+    from mirage_hf.graph.builder import BlockGraphBuilder
 
 _uids = itertools.count()
 
@@ -97,12 +100,19 @@ class KernelGraph:
             self._own(t, "mark_output")
             self._marked.append(t)
 
-    def customized(self, inputs: Sequence[DTensor], block_graph: BlockGraph, names: Sequence[str | None] = ()) -> list[DTensor]:
-        """Run a block graph as one kernel on `inputs`; returns its outputs, called `names` if given.
+    def customized(self, inputs: Sequence[DTensor], block_graph: BlockGraph | BlockGraphBuilder,
+                   names: Sequence[str | None] = ()) -> list[DTensor]:
+        """Run a block graph, found or written with `mirage_hf.new_block_graph`, as one kernel on `inputs`; returns its outputs,
+        called `names` if given.
 
         Errors: GraphError when the operands do not fit.
         """
         inputs = tuple(self._own(t, CUSTOMIZED) for t in inputs)
+        if not isinstance(block_graph, BlockGraph):
+            if not hasattr(block_graph, "build"):
+                raise errors.GraphError(f"customized: expected a block graph, got {type(block_graph).__name__}; "
+                                        "make one with mi.new_block_graph")
+            block_graph = block_graph.build(inputs)
         for i in block_graph.inputs:
             for source, extent in zip(i.sources, i.sizes or (None,), strict=True):
                 if not 0 <= source < len(inputs):
@@ -187,7 +197,7 @@ class KernelGraph:
             raise errors.GraphError(f"{name}: takes {count} operands ({row.signature}), got {len(operands)}")
         table.check_attrs(name, attrs)
         attrs = row.attrs | attrs
-        operands = tuple(self._own(x, name) if isinstance(x, DTensor) else _number(x, name) for x in operands)
+        operands = tuple(self._own(x, name) if isinstance(x, DTensor) else number(x, name) for x in operands)
         tensors = [x for x in operands if isinstance(x, DTensor)]
         if not tensors or (len(tensors) < len(operands) and row.kind != "elementwise"):
             raise errors.GraphError(f"{name}: needs tensors of this graph, got {operands!r}; "
@@ -265,7 +275,7 @@ class KernelGraph:
         return superoptimize(self, config=config, **options)
 
 
-def _number(x: Any, where: str) -> float:
+def number(x: Any, where: str) -> float:
     if isinstance(x, bool) or not isinstance(x, Real):
         raise errors.GraphError(f"{where}: expected a tensor of this graph or a number, got {type(x).__name__}")
     try:
@@ -280,3 +290,32 @@ def _number(x: Any, where: str) -> float:
 def new_kernel_graph() -> KernelGraph:
     """Return an empty tensor program."""
     return KernelGraph()
+
+
+def inline(graph: KernelGraph, part: KernelGraph, tensors: Sequence[DTensor]) -> list[DTensor]:
+    """Add the ops of `part` to `graph`, reading `tensors` for its inputs; returns what stands for its outputs.
+
+    Names that somebody gave are kept, with an underscore where they are taken; others are made anew. Block graphs stay as they are.
+    Errors: GraphError when `tensors` do not fit the inputs of `part`.
+    """
+    if [(t.dims, t.dtype) for t in tensors] != [(t.dims, t.dtype) for t in part.inputs]:
+        given, wanted = (", ".join(f"{table.dtype_name(t.dtype)} {errors.shape(t.dims)}" for t in ts) for ts in (tensors, part.inputs))
+        raise errors.GraphError(f"inline: the graph reads {wanted or 'nothing'}, it was given {given or 'nothing'}; "
+                                "give a tensor like each of its inputs, in their order")
+    new = {t.index: x for t, x in zip(part.inputs, tensors, strict=True)}
+    for op in part.ops:
+        taken = {t.name for t in graph._tensors}
+        names: list[str | None] = []
+        for t in op.outputs:
+            name = None if t.name.rstrip("_") == f"t{t.index}" else t.name
+            while name is not None and name in taken:
+                name += "_"
+            names.append(name)
+            taken |= {name} if name is not None else set()
+        args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
+        if op.block is not None:
+            outputs = graph.customized(args, op.block, names)  # type: ignore[arg-type]
+        else:
+            outputs = [graph.apply(op.name, args, dict(op.attrs), names[0])]
+        new |= {t.index: y for t, y in zip(op.outputs, outputs, strict=True)}
+    return [new[t.index] for t in part.outputs]

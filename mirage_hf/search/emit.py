@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from mirage_hf import _core
+from mirage_hf import _core, errors
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
@@ -29,6 +29,10 @@ _RANK = {Role.GRID: 0, Role.TILE: 1, Role.LOOP: 2}
 
 class _Refused(Exception):
     """This plan has no block graphs in this form."""
+
+
+class _Impossible(Exception):
+    """This plan has no block graphs in any form."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +68,17 @@ class _Stored:
     origin: tuple[object, ...] = ()
 
 
-def ugraph_of(plan: _core.Candidate, spec: Spec, names: Sequence[str], functions: Sequence[Term], program: KernelGraph) -> UGraph | None:
-    """The µGraph of a plan, its exponentials in range where they cancel; None where a kernel would store an input, a number, or
-    a value that repeats along an axis."""
+def ugraph_of(plan: _core.Candidate, spec: Spec, names: Sequence[str], functions: Sequence[Term],
+              program: KernelGraph) -> tuple[UGraph, bool] | None:
+    """The µGraph of a plan, and whether all its exponentials are kept in range, which they are where they cancel inside a kernel
+    or between two; None where a kernel would store an input, a number, or a value that repeats along an axis."""
     for scaled in (True, False):
         try:
-            return _Plan(plan, spec, names, functions, program, scaled).build()
-        except _Refused:
+            return _Plan(plan, spec, names, functions, program, scaled).build(), scaled
+        except (_Refused, errors.GraphError):  # GraphError: a shift that changes along the loop, read after it
             continue
+        except _Impossible:
+            return None
     return None
 
 
@@ -416,6 +423,8 @@ class _Kernel:
             if not x.is_plain:
                 s = self._exponent(x)
                 theirs = self.carried[s.name]
+                if any(a.role is Role.GRID and a.name not in theirs for a in self.axes):
+                    raise _Impossible("blocks that share a shift would all store it")
                 tops = (*((self.parts,) if self.parts in theirs else ()), *(a for a in order if a in theirs))
                 shift, origin = output(s.name, tops, "float32", -1), s.origin
             stored[o.stored] = (at, shift, origin)
@@ -433,6 +442,8 @@ class _Kernel:
 
     def _close(self, loop: str | None) -> None:
         """End a stage: what holds only in it is forgotten."""
+        if loop is None and any(self.loop in op.axes for op in self.body):
+            raise _Refused("a value that changes along the loop is made outside of it")
         if self.body or self.accumulators:
             self.stages.append(Stage(loop, tuple(self.body), tuple(self.accumulators)))
         self.body, self.accumulators = [], []

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.emit import OPS, ROLES, ugraph_of
 from mirage_hf.search.report import Counters, SearchReport
+from mirage_hf.search.restrict import MapRestriction
 from mirage_hf.search.spec import NotLowerable, Spec, Term, lower, small_rational
 from mirage_hf.settings import settings
 
@@ -23,7 +24,7 @@ class SearchOptions:
     """What bounds a search. time_limit: seconds of wall time; max_width: how many monomials a product may be multiplied out to
     (1, 2, 4 … are searched in turn); max_kernels: kernels of one µGraph, max_cuts: values it keeps in device memory in between;
     max_variants: algebraic variants that are cut into kernels; max_forms: normal forms held in memory (about 0.4 KB each);
-    roles: axes (by name) that must have a role."""
+    roles: axes (by name) that must have a role; maps: how kernels may cut their tensors."""
 
     time_limit: float = 60.0
     max_width: int = 2
@@ -35,6 +36,7 @@ class SearchOptions:
     max_forms: int = 4_000_000
     threads: int = 0
     roles: tuple[tuple[str, Role], ...] = ()
+    maps: MapRestriction | None = None
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,11 @@ def search(graph: KernelGraph, options: SearchOptions | None = None, progress: P
     """Search for µGraphs equivalent to `graph`, best first. An empty list is an answer: the report says why.
 
     A step is one width searched to the end; those that `steps` has are not searched again.
-    Errors: SearchError for roles of axes that the program does not have.
+    Errors: SearchError for roles of axes that the program does not have, and for maps that no kernel keeps to.
     """
     options = options or SearchOptions()
+    if options.maps is not None:
+        options.maps.check(graph)
     spec = lower(graph)
     if isinstance(spec, NotLowerable):
         return [], SearchReport(Counters(), stop="not lowerable", reason=spec.reason)
@@ -78,24 +82,46 @@ def search(graph: KernelGraph, options: SearchOptions | None = None, progress: P
     found: dict[str, Found] = {}
     width = 1
     while width <= options.max_width:
-        key = f"{own} width {width}"
-        step = _read_step(steps.load(key), graph) if steps else None
-        if step is None:
-            limits = _limits(options, names, width, options.time_limit - (time.perf_counter() - start))
-            result = _core.search(program, limits, partial(_told, progress, total))
-            ugraphs = [(ugraph_of(c, spec, names, functions, graph), c.cost_us) for c in result.candidates]
-            step = _Step(result.stop, _counters(result.stats, width if result.stop == "exhausted" else 0),
-                         tuple(Found(u, cost, width) for u, cost in ugraphs if u is not None))
-            if steps and step.stop == "exhausted":
-                steps.save(key, _write_step(step))
-        stop, total = step.stop, total + step.counters
-        for f in step.found:
-            found.setdefault(str(f.ugraph.kernels), f)
+        for forced in _roles(options, spec):
+            key = f"{own} width {width}" + (f" roles {forced}" if options.maps is not None else "")
+            step = _read_step(steps.load(key), graph) if steps else None
+            if step is None:
+                limits = _limits(replace(options, roles=forced), names, width, options.time_limit - (time.perf_counter() - start))
+                result = _core.search(program, limits, partial(_told, progress, total))
+                made = [(ugraph_of(c, spec, names, functions, graph), c.cost_us) for c in result.candidates]
+                some_in_range = any(m is not None and m[1] for m, _ in made)  # then what is not would only be refused by numbers
+                step = _Step(result.stop, _counters(result.stats, width if result.stop == "exhausted" else 0),
+                             tuple(Found(m[0], cost, width) for m, cost in made if m is not None and (m[1] or not some_in_range)))
+                if steps and step.stop == "exhausted":
+                    steps.save(key, _write_step(step))
+            stop, total = step.stop, total + step.counters
+            for f in step.found:
+                found.setdefault(str(f.ugraph.kernels), f)
+            if stop != "exhausted":
+                break
         if stop != "exhausted":
             break
         width *= 2
     best = sorted(found.values(), key=lambda f: f.cost_us)
+    if options.maps is not None and best:
+        kept: dict[str, Found] = {}
+        for f in best:
+            if (u := options.maps.keep(f.ugraph)) is not None:
+                kept.setdefault(str(u), replace(f, ugraph=u))
+        if not kept:
+            raise options.maps.refusal(best[0].ugraph, stop)
+        best = list(kept.values())[:options.max_candidates]
     return best, SearchReport(total, stop, "" if best else _why_none(stop, options))
+
+
+_WITH_MAPS = 256
+"""Candidates that the core is asked for when most may be left out."""
+
+
+def _roles(options: SearchOptions, spec: Spec) -> list[tuple[tuple[str, Role], ...]]:
+    """Forced roles to search with, in turn: those asked for, then those that a restriction on maps suggests."""
+    more = options.maps.roles(spec) if options.maps is not None else []
+    return [options.roles, *((*options.roles, *r) for r in more if not {a for a, _ in r} & {a for a, _ in options.roles})]
 
 
 @dataclass(frozen=True)
@@ -127,6 +153,8 @@ def _limits(options: SearchOptions, names: Sequence[str], width: int, seconds: f
     limits.seconds, limits.width = seconds, width
     for name in ("max_kernels", "max_cuts", "max_variants", "max_candidates", "max_block_ops", "max_forms"):
         setattr(limits, name, getattr(options, name))
+    if options.maps is not None:
+        limits.max_candidates = max(options.max_candidates, _WITH_MAPS)
     limits.threads = options.threads or settings().threads
     limits.forced = _forced(options.roles, names)
     return limits

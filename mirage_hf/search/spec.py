@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 
-from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
+from mirage_hf.graph.block import BlockInput
+from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.symbolic import Dim
 from mirage_hf.ops import table
+from mirage_hf.search import inline
 
 _SMALL = 10 ** 9
 """Constants whose numerator and denominator stay below this are exact rationals, others named constants. It is below the
@@ -124,7 +126,8 @@ class _Lowering:
             for d in range(len(t.dims)):
                 index.append(self._axis(t, d, index) if t.dims[d] > 1 else None)
             outputs.append((self.lower(t, tuple(index)), tuple(index), table.dtype_name(t.dtype)))
-        return Spec(dict(self.sizes), tuple(self.inputs), tuple(self.terms), tuple(outputs))
+        spec = Spec(dict(self.sizes), tuple(self.inputs), tuple(self.terms), tuple(outputs))
+        return spec if all(t.op != "partial" for t in self.terms) else _without_partials(spec)
 
     # -- classes of dims ------------------------------------------------------------------------------------------------
 
@@ -138,6 +141,11 @@ class _Lowering:
             self.parent[self._find((a.index, i))] = self._find((b.index, j))
 
     def _unify(self, op: KernelOp) -> None:
+        if op.name == CUSTOMIZED:
+            first: dict[str, tuple[DTensor, int]] = {}
+            for axis, t, d in inline.places(op):
+                self._join(t, d, *first.setdefault(axis, (t, d)))
+            return
         out, tensors = op.outputs[0], [x for x in op.inputs if isinstance(x, DTensor)]
         rank, kind = len(out.dims), table.OPS[op.name].kind if op.name in table.OPS else op.name
         attrs = dict(op.attrs)
@@ -190,6 +198,11 @@ class _Lowering:
         for op in self.graph.ops:
             if op.name == "matmul":
                 give(op.inputs[0], len(op.inputs[0].dims) - 1, "sum")  # type: ignore[arg-type, union-attr]
+            elif op.name == CUSTOMIZED and op.block is not None:
+                stored = {a for o in op.block.outputs for a in o.axes}
+                for axis, t, d in inline.places(op):
+                    if axis not in stored:
+                        give(t, d, "sum")
         for op in self.graph.ops:
             if op.name == "reduction":
                 give(op.inputs[0], dict(op.attrs)["dim"] % len(op.inputs[0].dims), "sum")  # type: ignore[arg-type, union-attr]
@@ -217,6 +230,9 @@ class _Lowering:
         return self.known[term]
 
     def _op(self, op: str, *args: int, **more: object) -> int:
+        first = self.terms[args[0]] if args else None
+        if first is not None and first.op == "partial" and first.fn == op and more.get("axis") == first.index[0]:
+            return self._op(op, *first.args, axis=first.axis)  # partial results combined
         axes = {a for i in args for a in self.terms[i].axes} - {more.get("axis")}
         return self._term(Term(op, args, tuple(sorted(axes)), **more))  # type: ignore[arg-type]
 
@@ -243,6 +259,8 @@ class _Lowering:
                 raise _Unsupported(f"{t.name} is {table.dtype_name(t.dtype)}: kernels compute with floating-point numbers only")
             return self._input(SpecInput((source,), t.dims, itemsize=t.dtype.itemsize), index)
         attrs = dict(op.attrs)
+        if op.name == CUSTOMIZED:
+            return self._inlined(op, t, index)
         row = table.OPS[op.name]
         if row.kind == "elementwise":
             return self._elementwise(op, index)
@@ -298,36 +316,93 @@ class _Lowering:
                 continue
             own = index[len(index) - len(x.dims):]
             args.append(self.lower(x, tuple(a if d > 1 else None for a, d in zip(own, x.dims, strict=True))))
-        row, attrs = table.OPS[op.name], dict(op.attrs)
-        if op.name == "cast":
-            if op.outputs[0].dtype not in table.COMPUTE_DTYPES:
+        return self._scalar(op.name, args, op.attrs)
+
+    def _scalar(self, fn: str, args: Sequence[int], given: tuple[tuple[str, float], ...]) -> int:
+        """An elementwise op of the table, of terms."""
+        row, attrs = table.OPS[fn], dict(given)
+        if fn == "cast":
+            if table.as_dtype(attrs["dtype"]) not in table.COMPUTE_DTYPES:  # type: ignore[arg-type]
                 raise _Unsupported(f"cast to {attrs['dtype']} ends a kernel: it rounds to whole numbers")
             return args[0]
-        if op.name == "pow" and isinstance(op.inputs[1], float) and op.inputs[1] in (2.0, 3.0, 4.0):
+        exponent = self.terms[args[1]] if fn == "pow" else None
+        if exponent is not None and exponent.op == "constant" and exponent.value in (2.0, 3.0, 4.0):
             out = args[0]
-            for _ in range(int(op.inputs[1]) - 1):
+            for _ in range(int(exponent.value) - 1):
                 out = self._op("mul", out, args[0])
             return out
         if row.opaque:
-            return self._op("opaque", *args, fn=op.name, attrs=op.attrs)
+            return self._op("opaque", *args, fn=fn, attrs=given)
         algebra: dict[str, Callable[..., int]] = {name: partial(self._op, name) for name in ("add", "sub", "mul", "div", "exp")}
         algebra["neg"] = lambda a: self._op("mul", self._constant(-1.0), a)
         return row.program(**attrs).evaluate(algebra, args, self._constant)
 
+    def _inlined(self, op: KernelOp, t: DTensor, index: tuple[str | None, ...]) -> int:
+        """A value that a kernel of the program stores, spelled out in the axes of `index` and fresh ones for what it reduces."""
+        block = op.block
+        assert block is not None
+        made = inline.definitions(block)
+        out = block.outputs[op.outputs.index(t)]
+        names: dict[str, str | None] = {a: i for a, i in zip(out.axes, index, strict=True) if a is not None}
+        parts = {a.name: a.parts for a in block.axes if a.parts is not None}
+        for axis, x, d in [*inline.places(op)]:
+            if axis not in names:
+                names[axis] = None if block.axis(axis).size == 1 else self._axis(x, d, tuple(names.values()))
+        for a in block.axes:
+            if a.name not in names and a.name not in parts.values() and a.size > 1:
+                raise _Unsupported(f"axis {a.name} of a kernel is that of joined inputs alone: the search does not fuse it yet")
+        known: dict[str, int] = {}
+
+        def term(arg: str | float) -> int:
+            if not isinstance(arg, str):
+                return self._constant(arg)
+            if arg not in known:
+                how = made[arg]
+                if isinstance(how, BlockInput):
+                    known[arg] = self._loaded(op, how, inline.renamed(how.axes, names))
+                elif isinstance(how, inline.Reduction):
+                    known[arg] = self._reduced(how.kind, term(how.arg), names.get(how.axis), how.axis, names.get(parts.get(how.axis, "")))
+                else:
+                    known[arg] = self._scalar(how.fn, [term(x) for x in how.args], how.attrs)
+            return known[arg]
+        return term(out.value)
+
+    def _reduced(self, kind: str, arg: int, axis: str | None, name: str, part: str | None) -> int:
+        """Over `axis`, or over the part of it that `part` numbers: a placeholder that a sum over the parts resolves."""
+        if axis is None:
+            return arg
+        if part is None:
+            return self._op(kind, arg, axis=axis)
+        axes = tuple(sorted({*self.terms[arg].axes, part} - {axis}))
+        return self._term(Term("partial", (arg,), axes, fn=kind, axis=axis, index=(part, name)))
+
+    def _loaded(self, op: KernelOp, i: BlockInput, index: tuple[str | None, ...]) -> int:
+        tensors = [op.inputs[s] for s in i.sources]
+        if len(tensors) == 1:
+            assert isinstance(tensors[0], DTensor)
+            own = tuple(a if d > 1 else None for a, d in zip(index, tensors[0].dims, strict=True))
+            return self.lower(tensors[0], own)
+        assert i.joined is not None
+        return self._end_to_end(tensors, i.axes.index(i.joined), index)
+
     def _concat(self, op: KernelOp, t: DTensor, index: tuple[str | None, ...]) -> int:
-        """A concat of graph inputs (permuted or not, all alike) is one input with several sources."""
-        d = dict(op.attrs)["dim"]
+        return self._end_to_end(op.inputs, dict(op.attrs)["dim"], index)
+
+    def _end_to_end(self, tensors: Sequence[object], d: int, index: tuple[str | None, ...]) -> int:
+        """A concat along `d` of graph inputs (permuted or not, all alike) is one input with several sources."""
         roots: list[tuple[int, tuple[int, ...]]] = []
-        for x in op.inputs:
-            assert isinstance(x, DTensor)
+        xs = [x for x in tensors if isinstance(x, DTensor)]
+        whole = tuple(sum(x.dims[k] for x in xs) if k == d else n for k, n in enumerate(xs[0].dims))
+        for x in xs:
             order = tuple(range(len(x.dims)))
             while (made := self.made.get(x.index)) is not None:
                 if made.name != "permute":
                     raise _Unsupported("concat of computed tensors ends a kernel: the search fuses only concats of inputs")
                 inner = dict(made.attrs)["order"]
                 order = tuple(inner[o] for o in order)
-                x = made.inputs[0]
-                assert isinstance(x, DTensor)
+                inner_x = made.inputs[0]
+                assert isinstance(inner_x, DTensor)
+                x = inner_x
             roots.append((x.index, order))
         if len({order for _, order in roots}) > 1:
             raise _Unsupported("concat of inputs in different dim orders ends a kernel")
@@ -337,12 +412,34 @@ class _Lowering:
         inner_index: list[str | None] = [None] * len(order)
         dims = [0] * len(order)
         for j, o in enumerate(order):
-            inner_index[o], dims[o] = index[j], t.dims[j]
-        sizes = tuple(x.dims[d] for x in op.inputs)  # type: ignore[union-attr]
-        spec = SpecInput(tuple(by_index[i] for i, _ in roots), tuple(dims), order[d], sizes, t.dtype.itemsize)
+            inner_index[o], dims[o] = index[j], whole[j]
+        sizes = tuple(x.dims[d] for x in xs)
+        if any(i not in by_index for i, _ in roots):
+            raise _Unsupported("concat of computed tensors ends a kernel: the search fuses only concats of inputs")
+        spec = SpecInput(tuple(by_index[i] for i, _ in roots), tuple(dims), order[d], sizes, xs[0].dtype.itemsize)
         if index[d] is None:
             raise _Unsupported("concat to a dim of size 1")
         return self._input(spec, tuple(inner_index))
+
+
+def _without_partials(spec: Spec) -> Spec:
+    """The same program without the placeholders of partial results, all of which were combined, and what only they used."""
+    used: set[int] = set()
+    waiting = [t for t, _, _ in spec.outputs]
+    while waiting:
+        n = waiting.pop()
+        term = spec.terms[n]
+        if term.op == "partial":
+            raise _Unsupported(f"a kernel of the program stores the {term.fn} over parts of axis {term.index[1]}, and they are not "
+                               f"combined by a {term.fn} over the parts alone: the search does not look into that")
+        if n not in used:
+            used.add(n)
+            waiting += term.args
+    kept = {n: k for k, n in enumerate(sorted(used))}
+    terms = tuple(replace(spec.terms[n], args=tuple(kept[a] for a in spec.terms[n].args)) for n in kept)
+    named = {a for t in terms for a in (*t.axes, t.axis)} | {a for _, index, _ in spec.outputs for a in index}
+    outputs = tuple((kept[t], index, dtype) for t, index, dtype in spec.outputs)
+    return Spec({a: n for a, n in spec.sizes.items() if a in named}, spec.inputs, terms, outputs)
 
 
 def small_rational(value: float) -> Fraction | None:

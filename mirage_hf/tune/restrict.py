@@ -22,7 +22,9 @@ _BASES = 24
 
 @dataclass(frozen=True)
 class Restriction:
-    """Allowed numbers of blocks per grid dim (ones do not count), threads of a block, and trips of the loop; empty: any."""
+    """Allowed numbers of blocks per grid dim (ones do not count), threads of a block, and trips of the loop; empty: any.
+
+    Every block graph of a µGraph must be able to keep to them, the one that combines partial results too."""
 
     griddims: tuple[tuple[int, ...], ...] = ()
     threads: tuple[int, ...] = ()
@@ -32,12 +34,19 @@ class Restriction:
     def of(griddims: Iterable[Sequence[int]] | None, blockdims: Iterable[Sequence[int]] | None,
            franges: Iterable[int] | None) -> Restriction:
         """Errors: SearchError for values that are not positive integers, or more than three dims."""
-        grids = tuple(_dims("griddims", d) for d in griddims or ())
-        threads = tuple(math.prod(_dims("blockdims", d)) for d in blockdims or ())
+        for name, given in (("griddims", griddims), ("blockdims", blockdims), ("franges", franges)):
+            if given is not None and (isinstance(given, str) or not isinstance(given, Iterable)):
+                raise errors.SearchError(f"{name}: {given!r} is not a list; leave it None to allow any")
+        allowed = [None if g is None else tuple(g) for g in (griddims, blockdims, franges)]
+        if () in allowed:
+            raise errors.SearchError("griddims, blockdims and franges: an empty list allows nothing; leave it None to allow any")
+        grids = tuple(_dims("griddims", d) for d in allowed[0] or ())
+        threads = tuple(math.prod(_dims("blockdims", d)) for d in allowed[1] or ())
         for t in threads:
             if t % 32 or t & (t - 1) or t > 1024:
                 raise errors.SearchError(f"blockdims: {t} threads; a block has a power of two from 32 to 1024 of them")
-        return Restriction(tuple(tuple(n for n in g if n > 1) for g in grids), threads, _dims("franges", franges, 64) if franges else ())
+        trips = _dims("franges", allowed[2], 64) if allowed[2] else ()
+        return Restriction(tuple(tuple(n for n in g if n > 1) for g in grids), threads, trips)
 
     def schedules(self, op: KernelOp, device: Device = H200) -> list[Schedule]:
         """The schedules of a `customized` op that keep to the restriction, best estimate first; may be empty."""
@@ -56,6 +65,12 @@ class Restriction:
                         found[s] = cost.us
         return sorted(found, key=lambda s: (found[s], str(s)))
 
+    def _or_none(self, op: KernelOp) -> list[Schedule]:
+        try:
+            return self.schedules(op)
+        except errors.CodegenError:
+            return []  # no kernel at all
+
     def scheduled(self, ugraphs: Sequence[UGraph]) -> tuple[UGraph, ...]:
         """Those µGraphs whose kernels can all keep to the restriction, each with its best such schedules.
 
@@ -63,7 +78,7 @@ class Restriction:
         """
         kept = []
         for u in ugraphs:
-            choices = [self.schedules(op) for op in placed(u)]
+            choices = [self._or_none(op) for op in placed(u)]
             if all(choices):
                 kept.append(replace(u, schedules=tuple(c[0] for c in choices)))
         if ugraphs and not kept:
@@ -111,6 +126,6 @@ class Restriction:
 
 def _dims(name: str, dims: Any, most: int = 3) -> tuple[int, ...]:
     dims = tuple(dims) if isinstance(dims, Iterable) else (dims,)
-    if not 1 <= len(dims) <= most or any(not isinstance(d, int) or d < 1 for d in dims):
+    if not 1 <= len(dims) <= most or any(isinstance(d, bool) or not isinstance(d, int) or d < 1 for d in dims):
         raise errors.SearchError(f"{name}: {dims!r} is not one to {most} positive integers")
     return dims

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf import errors
+from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.ops import table
 from mirage_hf.search.engine import Found, SearchOptions, Steps, search
 from mirage_hf.search.report import Refusal, SearchReport
+from mirage_hf.search.spec import NotLowerable, lower
 from mirage_hf.verify.fingerprint import prove
 from mirage_hf.verify.numeric import NumericCheck, judge_on_cpu
 from mirage_hf.verify.verdict import Accepted, Refused, Verdict
@@ -88,11 +91,68 @@ class Searched:
         return tuple(c.ugraph for c in self.candidates)
 
 
+WHOLE = 12
+"""Ops of a program that is searched as one; the longest of tests/programs.py, all searched in under a second, has 10."""
+
+
 def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Progress | None = None, *, seed: int = 0,
                       steps: Steps | None = None) -> Searched:
-    """Search `program` and keep the candidates that are proven and whose numbers hold. Steps that `steps` has are not made again."""
+    """Search `program` and keep the candidates that are proven and whose numbers hold. Steps that `steps` has are not made again.
+
+    Programs of more than WHOLE ops, and those with ops that the search cannot lower, are searched window by window
+    (verify/windows.py): options.max_kernels then bounds each window. Roles name axes of the whole program, so with them it is
+    searched as one.
+    """
+    from mirage_hf.verify.windows import search_windows  # its windows go through `accept`
+
+    lowered = lower(program)
+    reason = lowered.reason if isinstance(lowered, NotLowerable) else ""
+    if (reason or len(program.ops) > WHOLE) and not options.roles:
+        return Searched(*search_windows(program, options, progress, seed=seed, reason=reason, steps=steps))
     say = progress or (lambda stage, detail: None)
     found, report = search(program, options, lambda counters: say("search", counters), steps)
     accepted = accept(found, seed=seed, on_candidate=lambda number, verdict: say("verify", verdict))
     return Searched(accepted.candidates, replace(report, found=len(accepted.candidates), refused=accepted.refused,
                                                  error_bound=accepted.error_bound, proof_seconds=accepted.seconds))
+
+
+def examine(ugraph: UGraph) -> Candidate | Refused:
+    """Prove that a µGraph equals its program and check its numbers, whoever wrote it."""
+    for what, mine, theirs in (("inputs", ugraph.kernels.inputs, ugraph.program.inputs),
+                               ("outputs", ugraph.kernels.outputs, ugraph.program.outputs)):
+        if len(mine) != len(theirs):
+            return Refused(f"the kernels have {len(mine)} {what}, the program has {len(theirs)}")
+        for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            if (a.dims, a.dtype, a.strides) != (b.dims, b.dtype, b.strides):
+                return Refused(f"{what[:-1]} {k} of the kernels is {_layout(a)}, the program's is {_layout(b)}")
+    proof = prove(ugraph)
+    if isinstance(proof, Refused):
+        return proof
+    if not ugraph.is_fused:
+        return Candidate(ugraph, 0.0, proof.bound, proof, proof)
+    checks: dict[object, NumericCheck] = {}
+    scalar, cores = (judge_on_cpu(ugraph, checks, mma) for mma in (False, True))
+    if isinstance(scalar, Refused) and isinstance(cores, Refused):
+        return scalar
+    return Candidate(ugraph, 0.0, proof.bound, scalar, cores)
+
+
+def _layout(t: DTensor) -> str:
+    return f"{table.dtype_name(t.dtype)} {errors.shape(t.dims)} with strides {errors.shape(t.strides)}"
+
+
+def verify(program: KernelGraph, kernels: KernelGraph) -> Verdict:
+    """Whether `kernels`, a kernel graph with customized ops, computes what `program` says: proven, and its numbers checked.
+
+    Returns Accepted with the bound on the chance that the proof is wrong, or Refused with the reason. Errors: GraphError for what
+    are not kernel graphs.
+    """
+    for what, graph in (("program", program), ("kernels", kernels)):
+        if not isinstance(graph, KernelGraph):
+            raise errors.GraphError(f"verify: {what} must be a graph made by mi.new_kernel_graph(), it is {type(graph).__name__}")
+    found = examine(UGraph(program, kernels))
+    if isinstance(found, Refused):
+        return found
+    details = [f"{how}: {v.detail if isinstance(v, Accepted) else v.reason}"
+               for how, v in (("multiply-adds", found.scalar), ("tensor cores", found.tensor_cores))]
+    return Accepted(found.error_bound, "; ".join(details))

@@ -129,6 +129,9 @@ class Degrees:
             return x
         return self._opaque([total, x]) if kind == "max" else self.add(total, x)
 
+    def shift(self, maximum: Degree) -> Degree:
+        return maximum
+
     def rescale(self, total: Degree, old: Degree, new: Degree) -> Degree:
         return self._mul(total, self._exp(self.add(old, new)))
 

@@ -212,6 +212,9 @@ class FieldAlgebra:
             return self._maximum((total.peak + x.peak) % P)
         return self.add(total, x)
 
+    def shift(self, maximum: Element) -> Element:
+        return maximum
+
     def rescale(self, total: Element, old: Element, new: Element) -> Element:
         return self.mul(total, self.exp(self.sub(old, new)))
 

@@ -8,19 +8,19 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 from mirage_hf.verify.shrink import Classes, Key, Misfit, small_block
 
-_WIDE_AXIS = 192
+_WIDE_AXIS = 32
 """Grid axes are narrowed to this many elements: more columns of the same matrix product show nothing new."""
-_WIDE_BATCH = 4
+_WIDE_BATCH = 2
 
 
 def narrowed(ugraph: UGraph) -> UGraph | None:
-    """The µGraph with axes that are grid axes of every kernel that has them cut short, through program and kernels alike; None
-    where that does not apply. Axes that anything is reduced over and numbers of parts keep their sizes."""
+    """The µGraph with the dims that its program reduces nowhere cut short, through program and kernels alike; None where that does
+    not apply. Axes that anything is reduced over and numbers of parts keep their sizes."""
     if not ugraph.block_ops:
         return None
     try:
         classes = Classes(ugraph.program, ugraph.kernels)
-        sizes = _sizes(classes, ugraph.kernels)
+        sizes = _sizes(classes, ugraph.program)
         graphs = [_rebuilt(classes, side, graph, sizes) for side, graph in (("program", ugraph.program), ("kernels", ugraph.kernels))]
     except (Misfit, errors.MirageError):
         return None  # dims that do not meet, or an op that names the full sizes
@@ -30,32 +30,25 @@ def narrowed(ugraph: UGraph) -> UGraph | None:
     return UGraph(program, kernels)
 
 
-def _sizes(classes: Classes, kernels: KernelGraph) -> dict[Key, int]:
-    """A size per class. Errors: Misfit."""
+def _sizes(classes: Classes, program: KernelGraph) -> dict[Key, int]:
+    """A size per class, by what the program does with it, so that all candidates of a program share one reference. Errors: Misfit."""
     full = classes.roots()
     wide: dict[Key, int] = {}
     kept = {classes.find(k) for k in (*classes.reduced, *classes.fixed, *(key for pair in classes.dealt for key in pair))}
-    for number, op in enumerate(kernels.ops):
+    for number, op in enumerate(program.ops):
         if op.name == "matmul":
-            for t in (t for t in (*op.inputs, *op.outputs) if isinstance(t, DTensor)):
-                wide |= {classes.find(("kernels", t.index, d)): _WIDE_BATCH for d in range(len(t.dims) - 2)}
-        if op.name != CUSTOMIZED:
-            continue
-        block = op.block
-        assert block is not None
-        products = [set(block.carried[c.a]) & set(block.carried[c.b]) for c in block.contractions.values()]
-        grid = [a for a in block.named(Role.GRID) if block.splits(a.name) is None]
-        for n, a in enumerate(reversed(grid)):
-            batch = n >= 2 or (products and all(a.name in p for p in products))
-            root = classes.find(("kernels", number, a.name))
-            wide[root] = min(wide.get(root, _WIDE_AXIS), _WIDE_BATCH if batch else _WIDE_AXIS)
-        kept |= {classes.find(("kernels", number, a.name)) for a in block.axes if a not in grid}
+            a, b = (t for t in op.inputs if isinstance(t, DTensor))
+            kept |= {classes.find(("program", a.index, len(a.dims) - 1)), classes.find(("program", b.index, len(b.dims) - 2))}
+            for t in (a, b, *op.outputs):
+                wide |= {classes.find(("program", t.index, d)): _WIDE_BATCH for d in range(len(t.dims) - 2)}
+        if op.block is not None:
+            kept |= {classes.find(("program", number, x.name)) for x in op.block.axes if x.role is not Role.GRID}
     sizes = {root: n if root in kept else min(n, wide.get(root, _WIDE_AXIS)) for root, n in full.items()}
     for r in classes.rules:  # a dim that is joined is as long as its parts; what is split or cut keeps its size
         total, parts = classes.find(r.total), [classes.find(p) for p in r.parts]
         if r.kind == "sum" and total not in kept and not kept & set(parts):
             for p in parts:
-                sizes[p] = min(full[p], max(wide.get(total, full[p]) // 2, 1))
+                sizes[p] = min(full[p], max(wide.get(total, _WIDE_AXIS) // 2, 1))
             sizes[total] = sum(sizes[p] for p in parts)
         else:
             kept |= {total, *parts}

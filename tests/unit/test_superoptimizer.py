@@ -141,7 +141,6 @@ def test_the_papers_grid_dims_are_accepted():
     (dict(griddims=[(7, 1, 1)]), "allow other numbers"), (dict(griddims=[(0, 1, 1)]), "positive"), (dict(griddims=[(1, 2, 3, 4)]), "one to 3"),
     (dict(blockdims=[(100, 1, 1)]), "power of two"), (dict(franges=[-1]), "positive"), (dict(franges=[3]), "allow other numbers"),
     (dict(config="atention"), "did you mean attention"), (dict(backend="opencl"), "backends are"), (dict(backend="cuda"), "backend='triton'"),
-    (dict(imaps=[(0, 1, -1)]), "imaps cannot be restricted"), (dict(fmaps=[1]), "fmaps"), (dict(omaps=[(0,)]), "omaps"),
     (dict(time_limit=0), "time_limit must be positive"), (dict(max_block_ops=-1), "max_block_ops"), (dict(max_kernels=0), "max_kernels"),
     (dict(time_limit="long"), "time_limit"), (dict(max_kernels=True), "max_kernels")], ids=str)
 def test_impossible_options_say_the_way_out(options, says):
@@ -173,7 +172,7 @@ def test_max_kernels_leaves_out_what_launches_more():
 
 def test_max_block_ops_and_time_limit():
     g = small()
-    assert not mi.superoptimize(g, max_block_ops=3)[0].is_fused
+    assert all(len(list(op.block.ops())) <= 3 for u in mi.superoptimize(g, max_block_ops=3) for op in u.block_ops)
     assert mi.superoptimize(g, time_limit=5).report.counters.seconds < 5
 
 
@@ -275,14 +274,18 @@ def test_a_foreign_or_damaged_checkpoint_is_refused(tmp_path):
     assert mi.superoptimize(g, checkpoint=path).report.stop == "loaded"
 
 
-def test_an_interrupted_search_writes_no_checkpoint(tmp_path):
+def test_a_search_that_was_killed_goes_on_from_its_checkpoint(tmp_path):
     def interrupt(stage, detail):
         raise KeyboardInterrupt
 
     path = tmp_path / "c.json"
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # while candidates are verified
         mi.superoptimize(small(), checkpoint=path, progress=interrupt)
-    assert not path.exists() and not any(tmp_path.rglob("*.json"))
+    assert json.loads(path.read_text())["report"] is None and json.loads(path.read_text())["steps"]
+    resumed = mi.superoptimize(small(), checkpoint=path)
+    assert resumed.report.stop == "exhausted" and any("went on from 2 finished steps" in note for note in resumed.report.notes)
+    assert list(resumed) == list(mi.superoptimize(small(), cache=False))
+    assert mi.superoptimize(small(), checkpoint=path).report.stop == "loaded"
 
 
 # -- the cache ------------------------------------------------------------------------------------------------------------------
@@ -411,7 +414,7 @@ def _binary(path):
 def _wrong_but_signed(path):
     data = json.loads(path.read_text())
     changed = json.loads(json.dumps(data["ugraphs"]).replace('"rsqrt"', '"sqrt"'))
-    path.write_text(json.dumps(data | {"ugraphs": changed, "digest": json_format.digest([changed, data["report"]])}))
+    path.write_text(json.dumps(data | {"ugraphs": changed, "digest": json_format.digest([changed, data["report"], data["steps"]])}))
 
 
 @pytest.mark.parametrize("harm, says", [
@@ -463,7 +466,7 @@ def test_an_interrupted_search_and_one_that_found_nothing_are_not_kept(monkeypat
     assert mi.superoptimize(small())[0].is_fused and not kept()
     assert mi.superoptimize(small()).report.stop == "interrupted"
     monkeypatch.setattr(superoptimizer, "search_and_verify", search_and_verify)
-    assert not mi.superoptimize(small(), max_block_ops=3)[0].is_fused and not kept()
+    assert not mi.superoptimize(small(), max_block_ops=1, max_kernels=2)[0].is_fused and not kept()
 
 
 def test_the_caches_are_bounded(monkeypatch):

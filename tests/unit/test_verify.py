@@ -257,7 +257,7 @@ def test_two_outputs_keep_their_order():
     g = mi.new_kernel_graph()
     x = g.new_input((3, 4))
     g.mark_output(g.exp(x), g.silu(x))
-    u, = (f.ugraph for f in search(g, SEARCH)[0])
+    u = next(f.ugraph for f in search(g, SEARCH)[0] if f.ugraph.num_kernels == 1)
     block = u.block_ops[0].block
     assert isinstance(prove(mutants.fuse(g, replace(block, outputs=block.outputs[::-1]))), Refused)
 
@@ -564,12 +564,12 @@ def test_keep_counts_both_ways_to_round():
     assert any(c.allows(False) for c in kept) and any(c.allows(True) for c in kept) and len(kept) < len(found)
 
 
-def test_attention_without_its_maximum_is_refused_on_large_scores():
+def test_attention_is_found_with_its_maximum():
     g = programs.attention(mi, heads=2, q=1, keys=512, d=64)
     found, _ = search(g, SEARCH)
     accepted = accept(found)
-    assert found and all(isinstance(prove(f.ugraph), Accepted) for f in found)  # equal as functions
-    assert not accepted.candidates and all("inf or NaN" in r.reason and "large" in r.reason for r in accepted.refused)
+    assert found and all(isinstance(prove(f.ugraph), Accepted) for f in found)
+    assert accepted.candidates and not accepted.refused
     assert all(isinstance(v, Accepted) for v in verdicts(ugraphs.attention(heads=2, q=3, keys=64, d=64)))
 
 
@@ -634,7 +634,7 @@ def test_narrowing_keeps_the_program():
         assert max(math.prod(t.dims) for t in small.program.inputs) < max(math.prod(t.dims) for t in g.inputs)
         assert small.block_ops[0].block.stages == u.block_ops[0].block.stages
     joined = numeric.narrowed(ugraphs.qkv(rows=3, k=32, sizes=(400, 300, 8)))
-    assert joined is not None and [t.dims[0] for t in joined.program.inputs[1:]] == [96, 96, 8] and isinstance(prove(joined), Accepted)
+    assert joined is not None and [t.dims[0] for t in joined.program.inputs[1:]] == [16, 16, 8] and isinstance(prove(joined), Accepted)
     g = mi.new_kernel_graph()
     x = g.new_input((300, 16))
     g.matmul(x, g.permute(x, (1, 0)))
@@ -667,8 +667,9 @@ def test_huge_scores_ask_for_the_maximum_wherever_their_size_comes_from():
             args, = run_kernel_graph(numeric.exponents(g), numeric.make_inputs(g, case), torch.float64)
             assert 1e3 < float(args.abs().max()) < 7e4
         for f in search(g, SEARCH)[0]:
-            without = all(a.kind != "max" for op in f.ugraph.block_ops for st in op.block.stages for a in st.accumulators)
-            assert not without or all(isinstance(v, Refused) for v in verdicts(f.ugraph))
+            bounded = any(a.kind == "max" for op in f.ugraph.block_ops for st in op.block.stages for a in st.accumulators)
+            bounded |= any(o.fn == "max" for op in f.ugraph.block_ops for o in op.block.ops())
+            assert bounded or all(isinstance(v, Refused) for v in verdicts(f.ugraph))
     g = mi.new_kernel_graph()
     g.matmul(g.new_input((4, 8)), g.new_input((8, 4)))
     assert not any(case.scores for case, _ in numeric.NumericCheck(g).each())
@@ -690,7 +691,7 @@ def test_narrowing_goes_through_all_kernels():
         assert max(math.prod(t.dims) for t in small.program.inputs) < max(math.prod(t.dims) for t in u.program.inputs)
         for a, b in zip(u.block_ops, small.block_ops, strict=True):
             assert a.block.stages == b.block.stages
-            kept = [x.name for x in a.block.axes if x.parts or a.block.splits(x.name) or x.role is not Role.GRID]
+            kept = [x.name for x in a.block.axes if x.parts or a.block.splits(x.name) or x.role is Role.LOOP]
             assert all(a.block.axis(n).size == b.block.axis(n).size for n in kept)
     assert numeric.narrowed(library_ugraph(programs.build(mi, "lora_paper"))) is None
 

@@ -1,0 +1,58 @@
+"""µGraphs whose kernels somebody wrote: accepted like found ones, then run, compiled, drawn and saved like them."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from mirage_hf import errors
+from mirage_hf.codegen.plan import placed, plan
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph.kernel import KernelGraph, KernelOp
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.tune import space
+from mirage_hf.verify.accept import Candidate, examine
+from mirage_hf.verify.verdict import Refused
+
+
+def ugraph(program: KernelGraph, kernels: KernelGraph, tiles: Sequence[Mapping[str, int]] | None = None) -> UGraph:
+    """The µGraph that computes `program` by `kernels`, a kernel graph with customized ops on the same inputs.
+
+    tiles: for each customized op in order, what `BlockGraphBuilder.schedule` returns, so that kernels have the numbers of blocks and
+    trips that were written; without it the cost model chooses, and grid_dim and forloop_range decide roles only.
+    Errors: VerificationError with the reason when the kernels compute something else or round worse; CodegenError for `tiles` that
+    no kernel can have.
+    """
+    for what, graph in (("program", program), ("kernels", kernels)):
+        if not isinstance(graph, KernelGraph):
+            raise errors.GraphError(f"ugraph: {what} must be a graph made by mi.new_kernel_graph(), it is {type(graph).__name__}")
+    found = UGraph(program, kernels)
+    if tiles is not None and len(tiles) != len(found.block_ops):
+        raise errors.CodegenError(f"ugraph: {len(tiles)} tiles for {len(found.block_ops)} customized ops; give one mapping each, in order")
+    candidate = examine(found)
+    if isinstance(candidate, Refused):
+        raise errors.VerificationError(f"these kernels are not accepted for the program: {candidate.reason}")
+    if tiles is not None:
+        chosen = [_with_tiles(op, dict(t), candidate) for op, t in zip(placed(found), tiles, strict=True)]
+        return replace(found, schedules=tuple(chosen))
+    try:
+        ranked = [next((s for s in (*space.schedules(op), space.smallest(op)) if candidate.allows(s.mma)), None) for op in placed(found)]
+    except errors.CodegenError:
+        return found  # it runs on a CPU all the same; generating code says why it cannot
+    return found if None in ranked else replace(found, schedules=tuple(ranked))
+
+
+def _with_tiles(op: KernelOp, tiles: dict[str, int], candidate: Candidate) -> Schedule:
+    """The best schedule that has these tiles; what else it decides is the cost model's choice for other tiles."""
+    assert op.block is not None
+    reason = "its rounding was refused with multiply-adds and on tensor cores"
+    for base in dict.fromkeys([*(replace(s, tiles=tuple(tiles.items())) for s in space.schedules(op)),
+                               *(Schedule(tuple(tiles.items()), mma=mma) for mma in (False, True))]):
+        if not candidate.allows(base.mma):
+            continue
+        try:
+            base.check(op.block)
+            plan(op, base)
+            return base
+        except errors.CodegenError as e:
+            reason = str(e)
+    raise errors.CodegenError(f"no kernel has the tiles {tiles}: {reason}; write other counts, or leave tiles to the cost model")
