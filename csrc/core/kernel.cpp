@@ -145,8 +145,8 @@ std::optional<KernelChoice> KernelSearch::evaluate(const KernelTask& task, const
   for (int n : nodes) {
     if (computed(n, leaves)) continue;
     const double e = extent(v_.nodes[n].axes);
-    if (e > most) { most = e; largest = 0; }
-    if (e == most) largest |= v_.nodes[n].axes;  // all of the same size: their order says nothing
+    if (e > most) { most = e; largest = v_.nodes[n].axes; }
+    else if (e == most) largest &= v_.nodes[n].axes;  // of several, what all carry: their order says nothing
   }
   double blocks = 1;
   for (int a = 0; a < axes; ++a) {

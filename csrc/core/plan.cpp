@@ -15,6 +15,7 @@ namespace {
 constexpr std::size_t kRoleChoices = 3;   // of a single kernel, kept for tuning
 constexpr std::size_t kPerCount = 2;      // plans kept for each number of kernels
 constexpr std::size_t kMaxChoices = 64;   // roles of one kernel of several
+constexpr double kAgainUs = 0.5;           // scalar work done again by other blocks that makes a value worth keeping
 constexpr std::size_t kMostApart = 6;     // outputs of a program that may each have a kernel of its own in plans without cuts
 constexpr std::size_t kMostUnits = 3;     // outputs, or sets of them, that are grouped freely
 constexpr int kMostCuts = 24;             // values considered for cutting
@@ -32,7 +33,7 @@ class Planner {
  public:
   Planner(const Program& program, const Variant& variant, const Limits& limits, Statistics& stats,
           const std::function<bool()>& out_of_time)
-      : variant_(variant), limits_(limits), stats_(stats), out_of_time_(out_of_time), search_(program, variant, limits, stats) {
+      : program_(program), variant_(variant), limits_(limits), stats_(stats), out_of_time_(out_of_time), search_(program, variant, limits, stats) {
     for (int o : variant.outputs)
       if (std::find(finals_.begin(), finals_.end(), o) == finals_.end()) finals_.push_back(o);
     find_cuts();
@@ -49,24 +50,33 @@ class Planner {
   }
 
  private:
-  // Values worth keeping: sums, and the last of a chain of scalar work that nothing else reads. Numbers and what is computed
-  // from inputs without a reduction are cheaper to compute again.
+  // Values worth keeping: sums, and the last of a chain of scalar work that nothing else reads. Numbers are cheaper to compute
+  // again, and so is what is computed from inputs without a reduction, unless many blocks would.
   void find_cuts() {
     const int count = static_cast<int>(variant_.nodes.size());
     std::vector<std::vector<int>> users(count);
     std::vector<bool> summed(count, false);
+    std::vector<double> scalars(count, 0);  // ops for one element of what is computed without a reduction
     for (int n = 0; n < count; ++n) {
       const Variant::Node& node = variant_.nodes[n];
       summed[n] = node.reduces();
-      for (int a : node.args) { users[a].push_back(n); summed[n] = summed[n] || summed[a]; }
+      if (!node.leaf()) scalars[n] = node.op == Op::opaque || node.op == Op::exp || node.op == Op::div ? 4 : 1;
+      for (int a : node.args) { users[a].push_back(n); summed[n] = summed[n] || summed[a]; scalars[n] += scalars[a]; }
     }
     for (int n = 0; n < count; ++n) {
       const Variant::Node& node = variant_.nodes[n];
       const bool output = std::find(finals_.begin(), finals_.end(), n) != finals_.end();
-      if (node.leaf() || node.number || !summed[n] || (output && !node.reduces() && users[n].empty())) continue;
+      const bool again = std::any_of(users[n].begin(), users[n].end(), [&](int u) {
+        const AxisSet wider = variant_.nodes[u].axes;
+        return !subset(wider, node.axes) && scalars[n] * elements(wider) / static_cast<double>(kNominalTile) / kScalarOps > kAgainUs;
+      });
+      if (node.leaf() || node.number || !(summed[n] || again) || (output && !node.reduces() && users[n].empty())) continue;
       const bool passed_on = users[n].size() == 1 && !variant_.nodes[users[n][0]].reduces() &&
                              subset(variant_.nodes[users[n][0]].axes, node.axes);
-      const bool product = users[n].size() == 1 && variant_.nodes[users[n][0]].reduces() && node.op == Op::mul;
+      // summed where it is formed, unless it is no larger than what it is formed from
+      const bool scaled = std::any_of(node.args.begin(), node.args.end(), [&](int a) { return summed[a] && variant_.nodes[a].axes == node.axes; });
+      const bool product = users[n].size() == 1 && variant_.nodes[users[n][0]].reduces() && node.op == Op::mul &&
+                           (!scaled || node.args[0] == node.args[1]);
       if (!node.reduces() && !output && (passed_on || product)) continue;
       cuts_.push_back(n);
     }
@@ -75,6 +85,13 @@ class Planner {
       cuts_.resize(kMostCuts);
       std::sort(cuts_.begin(), cuts_.end());
     }
+  }
+
+  double elements(AxisSet axes) const {
+    double n = 1;
+    for (int a = 0; a < static_cast<int>(program_.axes.size()); ++a)
+      if (has(axes, a)) n *= static_cast<double>(program_.axes[a].size);
+    return n;
   }
 
   void single() {
@@ -237,6 +254,7 @@ class Planner {
     }
   };
 
+  const Program& program_;
   const Variant& variant_;
   const Limits& limits_;
   Statistics& stats_;
