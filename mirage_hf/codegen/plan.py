@@ -75,6 +75,13 @@ class Plan:
                 if stage.loop is None and loop and loop in self.block.carried[op.out]:
                     raise errors.CodegenError(f"{op.out} carries the loop axis {loop} in a stage without a loop; give the stage the loop")
 
+        for dot in self.dots.values():
+            if self.is_asynchronous(dot) and not (self.walks and self.schedule.num_stages > 1) and self._chained(dot):
+                # Triton 3.6 gets these wrong (seen on an H200, the same wrong numbers every time): two products of 64 rows, the
+                # second reading the first's result, where loads are not copied asynchronously
+                raise errors.CodegenError(f"{dot.contraction.out} multiplies what another product gives, with {WARPGROUP_ROWS} rows; "
+                                          "pipeline the loop (num_stages of 2 or more, a tile shorter than the loop), or give fewer rows")
+
         for value in self.block.carried:
             if value not in self.skipped and self.numel(self.block.carried[value]) > MAX_ELEMENTS:
                 raise errors.CodegenError(f"{value} has {self.numel(self.block.carried[value])} elements in a tile, Triton takes "
@@ -238,6 +245,18 @@ class Plan:
             found[c.out] = Dot(c, left, right, place[self._free(left, c.over)] > place[c.over],
                                place[c.over] > place[self._free(right, c.over)], dtype)
         return found
+
+    def _chained(self, dot: Dot) -> bool:
+        """Whether a factor of a product is computed from another product."""
+        todo, known = [dot.contraction.a, dot.contraction.b], set[str]()
+        while todo:
+            value = todo.pop()
+            if value in self.dots:
+                return True
+            if value not in known and value in self._ops:
+                known.add(value)
+                todo += [a for a in self._ops[value].args if isinstance(a, str)]
+        return False
 
     def is_asynchronous(self, dot: Dot) -> bool:
         """Whether Hopper may still read a product's factors while the next iteration runs (64 rows or more, whole warpgroups)."""
