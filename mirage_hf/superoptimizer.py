@@ -27,7 +27,7 @@ from mirage_hf.search.restrict import MapRestriction
 from mirage_hf.settings import settings
 from mirage_hf.tune import space
 from mirage_hf.tune.restrict import Restriction
-from mirage_hf.tune.tuner import TuneResult, tune
+from mirage_hf.tune.tuner import Schedules, TuneResult, tune
 from mirage_hf.verify.accept import Progress, search_and_verify
 from mirage_hf.verify.numeric import NumericCheck, judge_on_cpu
 from mirage_hf.verify.verdict import Accepted
@@ -190,7 +190,7 @@ def _finished(graph: KernelGraph, kept: Kept, allows: Allows, backend: str, rest
     if found and backend != "cpu" and torch.cuda.is_available():
         tuned = tune(found, device=torch.device("cuda", torch.cuda.current_device()),
                      progress=(lambda *detail: progress("tune", detail)) if progress else None,
-                     schedules=restriction.schedules if restriction else None)
+                     schedules=restriction.schedules if restriction else _permitted(found, allows))
         ugraphs = tuned.ugraphs()
     elif restriction is None:
         ugraphs = (*(_scheduled(u, allows) for u in found), library_ugraph(graph))
@@ -202,6 +202,12 @@ def _finished(graph: KernelGraph, kept: Kept, allows: Allows, backend: str, rest
                                      "allow more with max_kernels")
     families = [instances.family(u, allows) for u in kept.ugraphs] if symbolic.dims_of(graph) else []
     return SearchResult(graph, ugraphs, report, tuned, families)
+
+
+def _permitted(found: Sequence[UGraph], allows: Allows) -> Schedules:
+    """Schedules whose rounding was found to hold: the others would be refused once more, on the GPU."""
+    may = {op: {mma for mma in (False, True) if allows(u, mma)} for u in found for op in u.block_ops}
+    return lambda op, device: [s for s in space.schedules(op, device) if op not in may or s.mma in may[op]]
 
 
 def _judged() -> Allows:

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,10 @@ import torch
 HERE = Path(__file__).parent
 torch.set_num_threads(1)  # tests run in several processes; threads of one would wait for those of another
 sys.path.insert(0, str(HERE))  # programs.py and ugraphs.py are imported by tests of several folders
+
+
+# results of earlier runs, and of the user's own work, are no part of a test
+os.environ.setdefault("MIRAGE_HF_CACHE", tempfile.mkdtemp(prefix="mirage_hf_tests_"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

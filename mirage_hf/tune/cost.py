@@ -177,7 +177,7 @@ def _contiguity(plan: Plan) -> float:
     """How well the largest input's tile uses memory: 1 for runs of 1 KB or more, less for parts of a 128-byte line; a run shorter
     than a 32-byte sector moves the whole sector (measured: 230 µs where 18 were expected, one column of a (4096, 4096) matrix at a
     time)."""
-    big = max(plan.block.inputs, key=lambda i: plan.numel(plan.block.input_axes(i)) * plan.dtype(i).itemsize)
+    big = max(plan.block.inputs, key=lambda i: sum(tensor_bytes(plan.operands[s]) for s in i.sources))
     strides = plan.operands[big.sources[0]].strides
     run = max((plan.tile(a) for a, s in zip(big.axes, strides, strict=True) if a and s == 1), default=1) * plan.dtype(big).itemsize
     return (max(0.25, min(1.0, run / 128)) if run >= 32 else run / 128) * (0.95 + 0.05 * min(1.0, run / 1024))
