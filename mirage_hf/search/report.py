@@ -55,7 +55,8 @@ class Refusal:
 @dataclass(frozen=True)
 class SearchReport:
     """Counters, why the search stopped ("exhausted" at `counters.width`, "time", "values", "memory", "expansions", "interrupted",
-    "not lowerable", "loaded"), which candidates were refused, and the bound on the probability of a wrong proof."""
+    "not lowerable", "loaded"), which candidates were refused, the bound on the probability of a wrong proof, and the seconds from the
+    start until a first candidate for the whole program was proven and its numbers checked (-1: none)."""
 
     counters: Counters
     stop: str
@@ -65,6 +66,7 @@ class SearchReport:
     error_bound: float | None = None
     proof_seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())
+    first_accepted_seconds: float = -1.0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -35,12 +35,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Candidates in the search's order, refusals with reasons, the worst error bound, and seconds spent."""
+    """Candidates in the search's order, refusals with reasons, the worst error bound, seconds spent, and those to the first candidate
+    (-1: none)."""
 
     candidates: tuple[Candidate, ...]
     refused: tuple[Refusal, ...]
     error_bound: float | None
     seconds: float
+    first_seconds: float = -1.0
 
 
 def accept(found: Iterable[Found], *, keep: int = 6, seed: int = 0,
@@ -49,7 +51,7 @@ def accept(found: Iterable[Found], *, keep: int = 6, seed: int = 0,
 
     One that adds to neither is left out, so the forms that only multiply-adds may run do not push out a range-safe one.
     """
-    start = time.perf_counter()
+    start, first = time.perf_counter(), -1.0
     kept: list[Candidate] = []
     refused: list[Refusal] = []
     checks: dict[object, NumericCheck] = {}
@@ -67,12 +69,13 @@ def accept(found: Iterable[Found], *, keep: int = 6, seed: int = 0,
                 candidate = Candidate(f.ugraph, f.cost_us, proof.bound, scalar, cores)
                 if any(room[mma] and candidate.allows(mma) for mma in room):
                     kept.append(candidate)
+                    first = first if first >= 0 else time.perf_counter() - start
         if isinstance(verdict, Refused):
             refused.append(Refusal(number, verdict.reason))
         if on_candidate:
             on_candidate(number, verdict)
     bound = max((c.error_bound for c in kept), default=None)
-    return Acceptance(tuple(kept), tuple(refused), bound, time.perf_counter() - start)
+    return Acceptance(tuple(kept), tuple(refused), bound, time.perf_counter() - start, first)
 
 
 Progress = Callable[[str, Any], "bool | None"]
@@ -105,15 +108,19 @@ def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Pr
     """
     from mirage_hf.verify.windows import search_windows  # its windows go through `accept`
 
+    start = time.perf_counter()
     lowered = lower(program)
     reason = lowered.reason if isinstance(lowered, NotLowerable) else ""
     if (reason or len(program.ops) > WHOLE) and not options.roles:
         return Searched(*search_windows(program, options, progress, seed=seed, reason=reason, steps=steps))
     say = progress or (lambda stage, detail: None)
     found, report = search(program, options, lambda counters: say("search", counters), steps)
+    searched = time.perf_counter() - start
     accepted = accept(found, seed=seed, on_candidate=lambda number, verdict: say("verify", verdict))
+    first = searched + accepted.first_seconds if accepted.first_seconds >= 0 else -1.0
     return Searched(accepted.candidates, replace(report, found=len(accepted.candidates), refused=accepted.refused,
-                                                 error_bound=accepted.error_bound, proof_seconds=accepted.seconds))
+                                                 error_bound=accepted.error_bound, proof_seconds=accepted.seconds,
+                                                 first_accepted_seconds=first))
 
 
 def examine(ugraph: UGraph) -> Candidate | Refused:

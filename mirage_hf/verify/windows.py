@@ -76,7 +76,8 @@ class _Windows:
                  steps: Steps | None):
         self.cut, self.options, self.seed, self.call_us, self.steps = parts, options, seed, call_us, steps
         self.say: Callable[[str, Any], Any] = progress or (lambda stage, detail: None)
-        self.deadline = time.perf_counter() + options.time_limit
+        self.start = time.perf_counter()
+        self.deadline = self.start + options.time_limit
         self.keys = {(w.start, w.stop): _key(w.graph) for w in parts.windows if w.graph is not None}
         self.found: dict[str, list[Found]] = {}
         self.joined: dict[str, tuple[Joined, list[Found]]] = {}
@@ -88,12 +89,14 @@ class _Windows:
     def run(self, reason: str) -> tuple[tuple[Candidate, ...], SearchReport]:
         self._search()
         made: dict[str, tuple[Candidate, Path]] = {}
+        first = -1.0
         for mma in (False, True):
             for weight, count in ((_by_time, _PATHS), (_by_launches, 1)):
                 for path in self._settle(mma, weight, count):
                     if any(c.candidate for c in path):
                         candidate = self._stitch(path)
                         made.setdefault(str(candidate.ugraph.kernels), (candidate, path))
+                        first = first if first >= 0 else time.perf_counter() - self.start
         best = sorted(made.values(), key=lambda m: (m[0].cost_us, m[0].ugraph.num_kernels))
         candidates = tuple(c for c, _ in best)
         if reason and not best and self.stop == "exhausted":
@@ -101,7 +104,7 @@ class _Windows:
         why = reason or ("" if best else "no window has a kernel that was accepted and estimated to be faster than library calls")
         return candidates, SearchReport(
             self.counters, self.stop, why, len(best), tuple(self.refused), max((c.error_bound for c in candidates), default=None),
-            self.proof_seconds, self._notes(best[0][1] if best else ()))
+            self.proof_seconds, self._notes(best[0][1] if best else ()), first)
 
     # -- searching --------------------------------------------------------------------------------------------------------
 
