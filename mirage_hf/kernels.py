@@ -114,8 +114,8 @@ def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tu
                              "candidates": report.found, "refused": [r.reason for r in report.refused]}
     ugraph = library_ugraph(program)
     timings: tuple[Timing, ...] = ()
-    if searched.candidates:
-        promising = _promising(searched.candidates)
+    promising = _promising([c for c in searched.candidates if not space.obstacle(c.ugraph.block_ops)])
+    if promising:
         ugraph = _unmeasured(promising[0], on_gpu)
         if not ugraph.is_fused:
             stats["reason"] = "the numbers of every candidate were refused for all of its schedules"

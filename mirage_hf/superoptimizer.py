@@ -184,6 +184,10 @@ def _finished(graph: KernelGraph, kept: Kept, allows: Allows, backend: str, rest
               progress: Progress | None) -> SearchResult:
     """Candidates with schedules: measured where a GPU is, else by the cost model; and the library path."""
     found, report, tuned = kept.ugraphs, kept.report, None
+    obstacles = {u: why for u in found if (why := space.obstacle(u.block_ops))}
+    found = tuple(u for u in found if u not in obstacles)
+    left_out = [f"a µGraph of {u.num_kernels} kernels was left out: {why}" for u, why in obstacles.items()]
+    report = replace(report, notes=(*report.notes, *left_out))
     if restriction is not None:
         found = restriction.scheduled(found)
     ugraphs: tuple[UGraph, ...] = (*found, library_ugraph(graph))
@@ -200,7 +204,7 @@ def _finished(graph: KernelGraph, kept: Kept, allows: Allows, backend: str, rest
             why = report.reason or "; ".join(r.reason for r in report.refused) or report.stop
             raise errors.SearchError(f"superoptimize: no µGraph of at most {max_kernels} kernels was found ({why}); "
                                      "allow more with max_kernels")
-    families = [instances.family(u, allows) for u in kept.ugraphs] if symbolic.dims_of(graph) else []
+    families = [instances.family(u, allows) for u in found] if symbolic.dims_of(graph) else []
     return SearchResult(graph, ugraphs, report, tuned, families)
 
 

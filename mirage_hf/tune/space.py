@@ -4,7 +4,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from mirage_hf import errors
@@ -30,6 +30,16 @@ def schedules(op: KernelOp, device: Device = H200, limit: int = 256) -> list[Sch
     Errors: CodegenError when the block graph has no kernel at all.
     """
     return list(_ranked(op, device)[:limit])
+
+
+def obstacle(ops: Iterable[KernelOp], device: Device = H200) -> str:
+    """Why one of these `customized` ops has no kernel at all; empty when each has one."""
+    for op in ops:
+        try:
+            schedules(op, device, 1)
+        except errors.CodegenError as e:
+            return str(e)
+    return ""
 
 
 def default_schedule(op: KernelOp, device: Device = H200) -> Schedule:
