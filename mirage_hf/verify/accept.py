@@ -1,8 +1,9 @@
 """From found to trusted: every candidate is proven, then checked by numbers; what is refused says why."""
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,18 +37,20 @@ class Candidate:
 @dataclass(frozen=True)
 class Acceptance:
     """Candidates in the search's order, refusals with reasons, the worst error bound, seconds spent, and those to the first candidate
-    (-1: none)."""
+    (-1: none); how many were left because time was up."""
 
     candidates: tuple[Candidate, ...]
     refused: tuple[Refusal, ...]
     error_bound: float | None
     seconds: float
     first_seconds: float = -1.0
+    late: int = 0
 
 
-def accept(found: Iterable[Found], *, keep: int = 6, seed: int = 0,
+def accept(found: Sequence[Found], *, keep: int = 6, seed: int = 0, seconds: float = math.inf,
            on_candidate: Callable[[int, Verdict], Any] | None = None) -> Acceptance:
-    """Prove and check candidates, best first, until `keep` may run on multiply-adds and `keep` on tensor cores.
+    """Prove and check candidates, best first, until `keep` may run on multiply-adds and `keep` on tensor cores, or `seconds` are
+    over and there is one.
 
     One that adds to neither is left out, so the forms that only multiply-adds may run do not push out a range-safe one.
     """
@@ -55,9 +58,13 @@ def accept(found: Iterable[Found], *, keep: int = 6, seed: int = 0,
     kept: list[Candidate] = []
     refused: list[Refusal] = []
     checks: dict[object, NumericCheck] = {}
+    late = 0
     for number, f in enumerate(found):
         room = {mma: sum(c.allows(mma) for c in kept) < keep for mma in (False, True)}
         if not any(room.values()):
+            break
+        if kept and time.perf_counter() - start > seconds:
+            late = len(found) - number
             break
         proof = prove(f.ugraph, seed=seed)
         verdict: Verdict = proof
@@ -75,7 +82,7 @@ def accept(found: Iterable[Found], *, keep: int = 6, seed: int = 0,
         if on_candidate:
             on_candidate(number, verdict)
     bound = max((c.error_bound for c in kept), default=None)
-    return Acceptance(tuple(kept), tuple(refused), bound, time.perf_counter() - start, first)
+    return Acceptance(tuple(kept), tuple(refused), bound, time.perf_counter() - start, first, late)
 
 
 Progress = Callable[[str, Any], "bool | None"]
@@ -116,11 +123,12 @@ def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Pr
     say = progress or (lambda stage, detail: None)
     found, report = search(program, options, lambda counters: say("search", counters), steps)
     searched = time.perf_counter() - start
-    accepted = accept(found, seed=seed, on_candidate=lambda number, verdict: say("verify", verdict))
+    accepted = accept(found, seed=seed, seconds=options.time_limit - searched, on_candidate=lambda number, verdict: say("verify", verdict))
+    notes = (f"time was up before {accepted.late} more candidates were verified",) if accepted.late else ()
     first = searched + accepted.first_seconds if accepted.first_seconds >= 0 else -1.0
     return Searched(accepted.candidates, replace(report, found=len(accepted.candidates), refused=accepted.refused,
                                                  error_bound=accepted.error_bound, proof_seconds=accepted.seconds,
-                                                 first_accepted_seconds=first))
+                                                 first_accepted_seconds=first, notes=(*report.notes, *notes)))
 
 
 def examine(ugraph: UGraph) -> Candidate | Refused:

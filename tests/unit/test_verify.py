@@ -703,3 +703,10 @@ def test_accept_keeps_the_order_of_alternatives():
     assert [c.ugraph for c in accepted.candidates] == [u, v] and [c.cost_us for c in accepted.candidates] == [2.0, 3.0]
     assert [r.candidate for r in accepted.refused] == [0] and "differs" in accepted.refused[0].reason
     assert accepted.error_bound < 1e-18
+
+
+def test_time_ends_verification_once_there_is_a_candidate():
+    found, _ = search(programs.build(mi, "lora_paper"), SEARCH)
+    hurried = accept(found, seconds=0.0)
+    assert len(hurried.candidates) == 1 and hurried.late == len(found) - 1
+    assert accept(found).late == 0
