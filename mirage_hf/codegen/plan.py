@@ -327,6 +327,8 @@ class Plan:
         if value in self.input:
             return True
         op = self._ops.get(value)
+        if op is not None and op.fn == "select" and op.args[2] == 0.0 and isinstance(op.args[0], str) and self.zero_padded(op.args[0], axis):
+            return True
         return (op is not None and op.over is None and all(self.zero_padded(a, axis) for a in op.args if isinstance(a, str))
                 and keeps_zero(op.fn, [None if isinstance(a, str) else a for a in op.args], dict(op.attrs)))
 
