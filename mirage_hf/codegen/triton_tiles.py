@@ -29,8 +29,9 @@ class Tiles:
         self.have: set[str] = set()  # values already written, and ("wide", value) for their float32 copies
         self.taken = set(_RESERVED)
         self.axis = {a.name: self._identifier(a.name, ("", "0", "_in", "_start", "_step")) for a in self.block.axes}
-        values = [*self.plan.input, *(op.out for op in self.block.ops()), *(a.out for s in self.block.stages for a in s.accumulators)]
-        self.value = {v: self._identifier(v, ("", "_ptr", "_f32", "_again", "_at", "_next", "_now", "_scale", "_lo", "_hi")) for v in values}
+        computed = [*(op.out for op in self.block.ops()), *(a.out for s in self.block.stages for a in s.accumulators)]
+        suffixes = ("", "_ptr", "_f32", "_again", "_at", "_next", "_now", "_scale", "_lo", "_hi")
+        self.value = {v: self._identifier(v, suffixes) for v in (*self.plan.input, *computed)}
         self.arguments: list[tuple[str, int]] = []
         self.pointers: dict[str, list[str]] = {}
         for i in self.block.inputs:

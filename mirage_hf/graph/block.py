@@ -194,8 +194,7 @@ class BlockGraph:
         if not self.outputs:
             raise fail("there is no output; a kernel stores at least one value")
         for i in self.inputs:
-            named = i.carried
-            if len(set(named)) != len(named) or any(a not in sizes for a in named):
+            if len(set(i.carried)) != len(i.carried) or any(a not in sizes for a in i.carried):
                 raise fail(f"input {i.name}: axes {i.axes} repeat or are unknown")
             if i.sizes and (min(i.sizes) < 1 or sum(i.sizes) != sizes[i.joined]):  # type: ignore[index]
                 raise fail(f"input {i.name}: sizes {i.sizes} along {i.joined} must be positive and sum to {sizes[i.joined]}")  # type: ignore[index]

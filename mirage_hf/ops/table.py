@@ -42,10 +42,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Op:
     """One row of the table.
 
-    kind: "elementwise" (has `body`), "contract", "reduce", "layout", "bounds" (operands 1 and 2 are int32: [lo, hi) along a dim),
-    "composite" (has `expand`, into other rows), or "effect" (writes into its first input). `opaque` elementwise ops are keyed random functions to the search and the
-    field; the others are read through their body. `infer(dims…, **attrs)` gives the output dims. `oracle` computes the op
-    with torch in the dtype of its inputs, as an eager model would.
+    kind: "elementwise" (has `body`), "contract", "reduce", "layout", "bounds" (operands 1 and 2 are int32: [lo, hi) along a
+    dim), "composite" (has `expand`, into other rows), or "effect" (writes into its first input). `opaque` elementwise ops
+    are keyed random functions to the search and the field; the others are read through their body. `infer(dims…, **attrs)`
+    gives the output dims. `oracle` computes the op with torch in the dtype of its inputs, as an eager model would.
     """
 
     name: str

@@ -25,13 +25,14 @@ import numpy as np
 
 from mirage_hf import errors
 from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ragged import Bounds, bounds_of
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.ops import table
 from mirage_hf.search.spec import expand
 from mirage_hf.verify.bound import SPARE, Degrees, Exponents, independent, trial_bound
 from mirage_hf.verify.evaluate import SmallGraph
 from mirage_hf.verify.field import Element, FieldAlgebra, Redraw
-from mirage_hf.verify.ragged import Bounds, bounds_of, draw_all
+from mirage_hf.verify.ragged import draw_all
 from mirage_hf.verify.shrink import Classes, Misfit, shrink
 from mirage_hf.verify.verdict import Accepted, Refused, Verdict
 

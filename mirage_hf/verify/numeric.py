@@ -15,10 +15,11 @@ import torch
 
 from mirage_hf.graph.execute import TorchAlgebra, run_block_graph, run_kernel_graph
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
+from mirage_hf.graph.ragged import Bounds, bounds_of, extent
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 from mirage_hf.verify.narrow import narrowed
-from mirage_hf.verify.ragged import Bounds, bounds_of, draw_all
+from mirage_hf.verify.ragged import draw_all
 from mirage_hf.verify.shrink import Classes, Misfit
 from mirage_hf.verify.verdict import Accepted, Refused, Verdict
 
@@ -67,7 +68,8 @@ def make_inputs(program: KernelGraph, case: Case, seed: int = 0, device: torch.d
     generator = torch.Generator(device="cpu").manual_seed(seed)
     out: list[torch.Tensor] = []
     number = 0
-    bounds = draw_all(program, lambda n: program.inputs[n].dims, partial(extent, program), np.random.default_rng(seed % 2 ** 64), 0, case.outside)
+    rng = np.random.default_rng(seed % 2 ** 64)
+    bounds = draw_all(program, lambda n: program.inputs[n].dims, partial(extent, program), rng, 0, case.outside)
     for position, t in enumerate(program.inputs):
         if not t.dtype.is_floating_point:
             whole = torch.from_numpy(bounds[position]) if position in bounds else torch.zeros(t.dims)
@@ -91,12 +93,6 @@ def make_inputs(program: KernelGraph, case: Case, seed: int = 0, device: torch.d
         base.copy_(x)
         out.append(base)
     return out
-
-
-def extent(program: KernelGraph, b: Bounds) -> int:
-    """The size of the axis that is bounded."""
-    block = program.ops[b.op].block if b.x is None else None
-    return b.x.dims[b.dim] if b.x is not None else block.axis(b.axis).size if block is not None else 0
 
 
 def bounded_dims(program: KernelGraph, position: int) -> list[tuple[Bounds, int]]:

@@ -1,45 +1,12 @@
-"""Bounds for proofs and numbers: which inputs of a program they are, and draws with empty, full and partial rows."""
+"""Bounds for proofs and numbers: draws with empty, full and partial rows."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
-from mirage_hf.graph.kernel import DTensor, KernelGraph, ragged
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Inputs `lo` and `hi` (positions) of a program, which bound dim `dim` of `x`, or an axis of block graph number `op`."""
-
-    lo: int
-    hi: int
-    x: DTensor | None = None
-    dim: int = 0
-    op: int = -1
-    axis: str = ""
-
-
-def bounds_of(graph: KernelGraph) -> list[Bounds]:
-    """The bounds that the ops of a graph read."""
-    at = {t.index: n for n, t in enumerate(graph.inputs)}
-    found: list[Bounds] = []
-
-    def add(lo: object, hi: object, **what: object) -> None:
-        if isinstance(lo, DTensor) and isinstance(hi, DTensor) and lo.index in at and hi.index in at:
-            found.append(Bounds(at[lo.index], at[hi.index], **what))  # type: ignore[arg-type]
-
-    for number, op in enumerate(graph.ops):
-        if op.block is not None:
-            for i in op.block.inputs:
-                if i.bounds is not None:
-                    add(*(op.inputs[s] for s in i.sources), op=number, axis=i.bounds)
-        elif pair := ragged(op.name, op.inputs):
-            x = op.inputs[0]
-            assert isinstance(x, DTensor)
-            add(*pair, x=x, dim=dict(op.attrs)["dim"] % len(x.dims))
-    return found
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ragged import Bounds, bounds_of
 
 
 def draw(rng: np.random.Generator, size: int, rows: int, turn: int, partial: bool = False) -> tuple[np.ndarray, np.ndarray]:
