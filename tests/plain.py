@@ -20,7 +20,8 @@ SCALAR = {
     "rsqrt": lambda x: 1 / torch.sqrt(x), "square": lambda x: x * x, "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
     "silu": lambda x: x * torch.sigmoid(x), "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": lambda x: x.clamp(min=0), "tanh": torch.tanh, "clamp": lambda x, min=-math.inf, max=math.inf: x.clamp(min, max),
-    "cast": lambda x, dtype=None: x}
+    "cast": lambda x, dtype=None: x, "select": lambda m, x, y: torch.where(m == 0, y, x),
+    "ratio": lambda x, y: torch.where(y == 0, torch.zeros_like(x / y), x / y)}
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,13 @@ class _Block:
     def run(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
         values: dict[str, Named] = {}
         for i in self.g.inputs:
+            if i.bounds:
+                named = tuple(a for a in i.axes if a)
+                shape = [*(self.size[a] for a in named), 1]
+                lo, hi = (operands[s].reshape(shape) for s in i.sources)
+                at = torch.arange(self.size[i.bounds])
+                values[i.name] = Named(((at >= lo) * (at < hi)).to(self.dtype), (*named, i.bounds))
+                continue
             named = tuple(a for a in i.axes if a)
             sources = [operands[s].reshape([n for n, a in zip(operands[s].shape, i.axes, strict=True) if a]) for s in i.sources]
             values[i.name] = Named(torch.cat(sources, named.index(i.joined)) if len(sources) > 1 else sources[0], named)
@@ -107,6 +115,11 @@ def _norm(x, weight, bias, eps, centre):
     return y if bias is None else y + bias
 
 
+def _masked(x, lo, hi, dim):
+    at = torch.arange(x.shape[dim]).reshape([-1 if d == dim % x.dim() else 1 for d in range(x.dim())])
+    return x.masked_fill((at < lo) | (at >= hi), 0.0)
+
+
 def run(graph: KernelGraph, inputs: list[torch.Tensor], dtype: torch.dtype = torch.float64, run_block=None) -> list[torch.Tensor]:
     """The outputs of a program or of a µGraph's kernels, everything in `dtype`; block graphs by `run_block` if given."""
     values = {t.index: x.to(dtype) for t, x in zip(graph.inputs, inputs, strict=True)}
@@ -124,7 +137,14 @@ def run(graph: KernelGraph, inputs: list[torch.Tensor], dtype: torch.dtype = tor
             outs = [total / args[0].shape[a["dim"]] if a["kind"] == "mean" else total]
         elif op.name == "softmax":
             e = torch.exp(args[0] - args[0].amax(a["dim"], keepdim=True))
+            if len(args) == 3:
+                e = _masked(torch.exp(args[0]), *args[1:], a["dim"])
+                outs = [e / e.sum(a["dim"], keepdim=True).clamp(min=1e-300)]
+                values[op.outputs[0].index] = outs[0]
+                continue
             outs = [e / e.sum(a["dim"], keepdim=True)]
+        elif op.name == "within":
+            outs = [_masked(*args, a["dim"])]
         elif op.name in ("rms_norm", "layer_norm"):
             outs = [_norm(args[0], *[*args[1:], None, None][:2], a["eps"], op.name == "layer_norm")]
         elif op.name == "permute":

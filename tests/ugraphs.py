@@ -183,6 +183,7 @@ def every_op() -> UGraph:
             continue
         attrs = {"cast": {"dtype": "float32"}, "clamp": {"min": -0.25, "max": 0.5}}.get(op.name, {})
         pair = ("positive", "y") if op.name == "pow" else ("x", "y") if op.arity[0] == 2 else ("positive" if "sqrt" in op.name else "x",)
+        pair = ("x", "y", "positive") if op.arity[0] == 3 else pair
         ops.append(BlockOp(f"v_{op.name}", op.name, pair, ("m", "n"), tuple(sorted(attrs.items()))))
         outs.append((op.name, pair, attrs))
     positive = g.add(g.square(x), 0.5)

@@ -60,6 +60,9 @@ def _refuse(block: BlockGraph, name: str) -> None:
     for a in block.axes:
         if a.parts is not None:
             raise errors.CodegenError(f"{name}: axis {a.name} is dealt out in parts numbered by {a.parts}; {way_out}")
+    for i in block.inputs:
+        if i.bounds is not None:
+            raise errors.CodegenError(f"{name}: {i.name} holds bounds of axis {i.bounds}; {way_out}")
     for stage in block.stages:
         read = {x for op in stage.body for x in op.args}
         for acc in stage.accumulators:

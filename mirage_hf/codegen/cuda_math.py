@@ -40,6 +40,7 @@ class Numbers:
             "neg": lambda x: Expr(f"-{x.at(ATOM)}", UNARY),
             "max": lambda x, y: x if y.number == -math.inf else Expr(f"maximum({x.text}, {y.text})"),
             "min": lambda x, y: x if y.number == math.inf else Expr(f"minimum({x.text}, {y.text})"),
+            "select": lambda m, x, y: Expr(f"({m.at(SUM)} != 0 ? {x.text} : {y.text})"),
             "rsqrt": self._call("rsqrt") if self.suffix else lambda x: Expr(f"1.0 / sqrt({x.text})", PRODUCT),
             **{f: self._call(f) for f in ("exp", "sqrt", "tanh", "erf", "pow")}}
 

@@ -322,11 +322,13 @@ class Plan:
 
     def zero_padded(self, value: str, axis: str) -> bool:
         """Whether `value` is known to be 0 where `axis` reaches past its end: loads fill with 0, and some ops keep it."""
-        if axis not in self.block.carried[value]:
+        if axis not in self.block.carried.get(value, ()):
             return False
         if value in self.input:
             return True
         op = self._ops.get(value)
+        if op is not None and op.fn == "select" and op.args[2] == 0.0 and self.zero_padded(str(op.args[0]), axis):
+            return True
         return (op is not None and op.over is None and all(self.zero_padded(a, axis) for a in op.args if isinstance(a, str))
                 and keeps_zero(op.fn, [None if isinstance(a, str) else a for a in op.args], dict(op.attrs)))
 

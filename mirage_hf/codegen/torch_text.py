@@ -39,7 +39,7 @@ def expression(op: KernelOp, names: Sequence[str]) -> str:
         (_, tensor), (_, number) = sorted(zip(op.inputs, names, strict=True), key=lambda p: not isinstance(p[0], DTensor))
         bound = "min" if op.name == "max" else "max"
         return f"torch.clamp({tensor}, {bound}={number})"
-    if op.name in _FORMS:
+    if _has_form(op):
         if "start" in attrs:
             attrs["length"] = attrs["stop"] - attrs["start"]
         if attrs.get("kind") == "max":
@@ -56,11 +56,15 @@ def expression(op: KernelOp, names: Sequence[str]) -> str:
     return f"{row.oracle.__name__.lstrip('_')}({', '.join(names)}{extra})"
 
 
+def _has_form(op: KernelOp) -> bool:
+    return op.name in _FORMS and not (op.name == "softmax" and len(op.inputs) > 1)  # with bounds it is a function of ours
+
+
 def functions(graph: KernelGraph) -> list[str]:
     """The source of the table's own oracle functions that `expression` calls for this graph."""
     found = {}
     for op in graph.ops:
-        if op.name == CUSTOMIZED or op.name in _INFIX or op.name in _FORMS:
+        if op.name == CUSTOMIZED or op.name in _INFIX or _has_form(op):
             continue
         oracle = table.lookup(op.name).oracle
         if getattr(oracle, "__module__", "") == table.__name__ and oracle.__name__ != "<lambda>":

@@ -45,7 +45,7 @@ class _Writer(Tiles):
         for i in self.block.inputs:
             if self._is_selected(i) and self.block.role(i.joined) is Role.GRID:  # type: ignore[arg-type]
                 self._select(i)
-        early = [i for i in self.block.inputs if self.plan.walks and self.plan.loop not in i.axes
+        early = [i for i in self.block.inputs if self.plan.walks and self.plan.loop not in i.carried
                  and self.plan.numel(self.block.input_axes(i)) <= EARLY_ELEMENTS_PER_THREAD * 32 * self.plan.schedule.num_warps]
         for i in early:
             self._load(i)
@@ -79,8 +79,10 @@ class _Writer(Tiles):
             self._op(op)
         inputs = sorted(self._read_in(stage), key=lambda i: -plan.numel(self.block.input_axes(i)))
         for i in inputs:
-            if loop not in i.axes:
+            if loop not in i.carried:
                 self._load(i)
+            elif i.bounds is not None:
+                self._load_bounds(i)
         for acc in stage.accumulators:
             self._start(stage, acc)
         axis, tile, stages = self.axis[loop], plan.tile(loop), plan.schedule.num_stages

@@ -60,6 +60,7 @@ TRITON_ALGEBRA: Mapping[str, Callable[..., Expr]] = {
     "neg": lambda x: Expr(f"-{x.at(ATOM)}", UNARY),
     "exp": _call("tl.exp"), "sqrt": _call("tl.sqrt"), "rsqrt": _call("tl.rsqrt"), "erf": _call("tl.erf"), "tanh": _call("tanh"),
     "max": _bound("maximum", -math.inf), "min": _bound("minimum", math.inf), "pow": _power,
+    "select": lambda m, x, y: Expr(f"tl.where({m.at(SUM)} != 0.0, {x.text}, {y.text})"),
 }
 
 HELPERS: Mapping[str, str] = {

@@ -25,11 +25,13 @@ class Tiles:
         self.plan, self.block, self.name = plan, plan.block, name
         self.lines: list[str] = []
         self.indent = 1
+        self.bounded: set[str] = set()  # masks whose lo and hi are loaded
         self.have: set[str] = set()  # values already written, and ("wide", value) for their float32 copies
         self.taken = set(_RESERVED)
         self.axis = {a.name: self._identifier(a.name, ("", "0", "_in", "_start", "_step")) for a in self.block.axes}
-        values = [*self.plan.input, *(op.out for op in self.block.ops()), *(a.out for s in self.block.stages for a in s.accumulators)]
-        self.value = {v: self._identifier(v, ("", "_ptr", "_f32", "_again", "_at", "_next", "_now", "_scale")) for v in values}
+        computed = [*(op.out for op in self.block.ops()), *(a.out for s in self.block.stages for a in s.accumulators)]
+        suffixes = ("", "_ptr", "_f32", "_again", "_at", "_next", "_now", "_scale", "_lo", "_hi")
+        self.value = {v: self._identifier(v, suffixes) for v in (*self.plan.input, *computed)}
         self.arguments: list[tuple[str, int]] = []
         self.pointers: dict[str, list[str]] = {}
         for i in self.block.inputs:
@@ -151,7 +153,7 @@ class Tiles:
         return f"tl.load({', '.join(arguments)})"
 
     def _is_selected(self, i: BlockInput) -> bool:
-        return len(i.sources) > 1 and self.plan.whole_sources(i)
+        return i.joined is not None and len(i.sources) > 1 and self.plan.whole_sources(i)
 
     def _select(self, i: BlockInput) -> None:
         """Choose the source that this tile lies in."""
@@ -166,10 +168,43 @@ class Tiles:
             self.line(f"    {value}_at = {axis} - {low}" if low else f"    {value}_at = {axis}")
             low += size
 
+    def _load_bounds(self, i: BlockInput) -> None:
+        """lo and hi; where rows reach past their end both are 0, so that nothing is inside."""
+        if i.name in self.bounded or (self.plan.walks and self.plan.loop in i.axes):
+            return
+        self.bounded.add(i.name)
+        self._read_bounds(i)
+
+    def _read_bounds(self, i: BlockInput) -> None:
+        axes = [a for a in i.axes if a is not None]
+        dims = self.plan.dims(axes)
+        mask = self._mask(axes, dims)
+        for end, pointer, source in zip(("lo", "hi"), self.pointers[i.name], i.sources, strict=True):
+            arguments = [self._address(pointer, i.axes, self.plan.operands[source].strides, dims)]
+            arguments += [f"mask={' & '.join(mask)}", "other=0"] if mask else []
+            self.line(f"{self.value[i.name]}_{end} = tl.load({', '.join(arguments)})")
+
+    def _mask_of(self, i: BlockInput) -> str:
+        """1.0 inside the bounds, 0.0 outside."""
+        assert i.bounds is not None
+        axes = [a for a in i.axes if a is not None]
+        dims = self.plan.dims(self.block.input_axes(i))
+        at = self._spread(self.axis[i.bounds], self.plan.dims([i.bounds]), dims)
+        lo, hi = (self._spread(f"{self.value[i.name]}_{end}", self.plan.dims(axes), dims) for end in ("lo", "hi"))
+        inside = [f"({at} >= {lo})", f"({at} < {hi})", *self._mask([i.bounds], dims)]
+        return f"tl.where({' & '.join(inside)}, 1.0, 0.0)"
+
     def _load(self, i: BlockInput) -> None:
         if i.name in self.have:
             return
         self.have.add(i.name)
+        if i.bounds is not None:
+            if self.plan.walks and self.plan.loop in i.axes:
+                self._read_bounds(i)
+            else:
+                self._load_bounds(i)
+            self.line(f"{self.value[i.name]} = {self._mask_of(i)}")
+            return
         value, dtype = self.value[i.name], self.plan.dtype(i)
         wide = ".to(tl.float32)" if dtype is not torch.float32 and i.name not in self.plan.native else ""
         if len(i.sources) == 1:

@@ -41,6 +41,9 @@ class BlockInput:
     `sources` are positions in the kernel's operand list; more than one means that they lie end to end along `joined`
     (weights of q, k and v read through one pointer each, selected by row block). `axes` names the axis of each dim of the
     source tensors, None for a dim of size 1; `sizes` are the sources' extents along `joined`, in order.
+
+    With `bounds`, an axis that is not among `axes`, the sources are two int32 tensors lo and hi, and the value is 1 where
+    lo ≤ index along that axis < hi, else 0.
     """
 
     name: str
@@ -48,10 +51,21 @@ class BlockInput:
     axes: tuple[str | None, ...]
     joined: str | None = None
     sizes: tuple[int, ...] = ()
+    bounds: str | None = None
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """The axes of the value, in no order that means anything."""
+        return (*(a for a in self.axes if a is not None), *([self.bounds] if self.bounds is not None else []))
 
     def __post_init__(self) -> None:
         if not self.sources:
             raise errors.GraphError(f"block input {self.name}: has no source; name the operand it reads")
+        if self.bounds is not None:
+            if len(self.sources) != 2 or self.joined is not None or self.sizes or self.bounds in self.axes:
+                raise errors.GraphError(f"block input {self.name}: bounds of axis {self.bounds} are two tensors, lo and hi, which are "
+                                        "not joined and do not have that axis themselves")
+            return
         joins = len(self.sources) > 1 or bool(self.sizes)
         if joins and (self.joined is None or self.joined not in self.axes or len(self.sizes) != len(self.sources)):
             raise errors.GraphError(f"block input {self.name}: {len(self.sources)} sources need a joined axis and a size each")
@@ -173,15 +187,14 @@ class BlockGraph:
                 parts = self._axes.get(a.parts)
                 if a.role is Role.GRID or parts is None or parts.role is not Role.GRID or parts.parts is not None:
                     raise fail(f"axis {a.name}: only a loop or tile axis has parts, and a grid axis of its own numbers them")
-                if [b.parts for b in self.axes].count(a.parts) > 1 or any(a.parts in i.axes for i in self.inputs):
+                if [b.parts for b in self.axes].count(a.parts) > 1 or any(a.parts in i.carried for i in self.inputs):
                     raise fail(f"axis {a.parts} numbers the parts of {a.name}; no other axis and no input may name it")
                 if (parts.size - 1) * -(-a.size // parts.size) >= a.size:
                     raise fail(f"axis {a.name} of size {a.size} cannot be dealt out in {parts.size} parts of which none is empty")
         if not self.outputs:
             raise fail("there is no output; a kernel stores at least one value")
         for i in self.inputs:
-            named = [a for a in i.axes if a is not None]
-            if len(set(named)) != len(named) or any(a not in sizes for a in named):
+            if len(set(i.carried)) != len(i.carried) or any(a not in sizes for a in i.carried):
                 raise fail(f"input {i.name}: axes {i.axes} repeat or are unknown")
             if i.sizes and (min(i.sizes) < 1 or sum(i.sizes) != sizes[i.joined]):  # type: ignore[index]
                 raise fail(f"input {i.name}: sizes {i.sizes} along {i.joined} must be positive and sum to {sizes[i.joined]}")  # type: ignore[index]
@@ -291,7 +304,7 @@ class BlockGraph:
 
     def input_axes(self, i: BlockInput) -> tuple[str, ...]:
         """The axes an input carries, in the graph's order."""
-        return tuple(a.name for a in self.axes if a.name in i.axes)
+        return tuple(a.name for a in self.axes if a.name in i.carried)
 
     @cached_property
     def carried(self) -> dict[str, tuple[str, ...]]:

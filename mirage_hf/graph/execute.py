@@ -30,6 +30,8 @@ class Algebra(Protocol):
         """total · e^(old − new), where `new` ≥ `old` is a running maximum."""
     def shift(self, maximum: Any) -> Any:
         """A running maximum as what a tile subtracts: 0 while only −inf has been seen."""
+    def bounds(self, lo: Any, hi: Any, order: Sequence[int], shape: Sequence[int], dim: int, size: int) -> Any:
+        """1 where lo ≤ index along `dim`, of `size` elements, < hi, else 0. lo and hi, whole numbers, are arranged first."""
     def contract(self, a: Any, b: Any, dim: int) -> Any:
         """Σ over `dim` of a·b, or None where the algebra has no shortcut."""
 
@@ -74,6 +76,11 @@ class TorchAlgebra:
     def shift(self, maximum: torch.Tensor) -> torch.Tensor:
         return maximum.masked_fill(maximum == float("-inf"), 0.0)
 
+    def bounds(self, lo: torch.Tensor, hi: torch.Tensor, order: Sequence[int], shape: Sequence[int], dim: int, size: int) -> torch.Tensor:
+        lo, hi = (x.permute(tuple(order)).reshape(tuple(shape)) for x in (lo, hi))
+        at = torch.arange(size, device=lo.device).view(-1, *[1] * (len(shape) - 1 - dim))
+        return ((at >= lo) & (at < hi)).to(self.compute)
+
     def contract(self, a: torch.Tensor, b: torch.Tensor, dim: int) -> torch.Tensor:
         if self.mma is not None:
             a, b = a.to(self.mma).to(self.compute), b.to(self.mma).to(self.compute)
@@ -116,12 +123,16 @@ def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra
         present = [(index[a], d) for d, a in enumerate(i.axes) if a is not None]
         order = [d for _, d in sorted(present)] + [d for d, a in enumerate(i.axes) if a is None]
         parts = []
-        for k, source in enumerate(i.sources):
+        if i.bounds is not None:
+            lo, hi = (operands[s] for s in i.sources)
+            shape = block_shape([a for a in i.axes if a is not None], {})
+            parts = [algebra.bounds(lo, hi, order, shape, index[i.bounds], graph.axis(i.bounds).size)]
+        for k, source in enumerate(i.sources if i.bounds is None else ()):
             extent = {i.joined: i.sizes[k]} if i.joined and i.sizes else {}
             parts.append(algebra.arrange(operands[source], order, block_shape(graph.input_axes(i), extent)))
         loaded[i.name] = parts[0] if len(parts) == 1 else algebra.join(parts, index[str(i.joined)])
         for name, number in together.items():
-            if name in i.axes:
+            if name in i.carried:
                 dealt = loaded[i.name].unflatten(index[name], (graph.axis(number).size, -1)).movedim(index[name], -1)
                 loaded[i.name] = dealt.squeeze(index[number]).movedim(-1, index[number])
 
@@ -158,7 +169,7 @@ def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra
             if stage.loop:
                 at.pop(stage.loop, None)
                 for i in graph.inputs:  # a later stage loads its own tile
-                    if stage.loop in i.axes:
+                    if stage.loop in i.carried:
                         values.pop(i.name, None)
             values |= totals
         for k, o in enumerate(graph.outputs):

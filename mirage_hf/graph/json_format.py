@@ -67,7 +67,7 @@ def _block_body(b: BlockGraph) -> Json:
     return {
         "axes": [{"name": a.name, "size": a.size, "role": a.role.value} | ({"parts": a.parts} if a.parts else {}) for a in b.axes],
         "inputs": [{"name": i.name, "sources": list(i.sources), "axes": list(i.axes), "joined": i.joined, "sizes": list(i.sizes)}
-                   for i in b.inputs],
+                   | ({"bounds": i.bounds} if i.bounds else {}) for i in b.inputs],
         "stages": [{"loop": s.loop, "body": [_block_op(op) for op in s.body],
                     "accumulators": [{"out": a.out, "arg": a.arg, "kind": a.kind, "axes": list(a.axes)}
                                      | ({"shift": a.shift} if a.shift else {}) for a in s.accumulators]}
@@ -319,7 +319,7 @@ def _read_block(place: _Place) -> BlockGraph:
         parts = a.get("parts", "text") if "parts" in a.value else None
         axes.append(Axis(a.get("name", "text"), a.get("size", "int"), roles[a.value["role"]], parts))
     inputs = [i.build(BlockInput, i.get("name", "text"), i.all("sources", "int"), i.all("axes", "text?"), i.get("joined", "text?"),
-                      i.all("sizes", "int"))
+                      i.all("sizes", "int"), i.get("bounds", "text") if "bounds" in i.value else None)
               for i in place.key("inputs", "list").each("object")]
     stages = [Stage(s.get("loop", "text?"), tuple(_read_block_op(op) for op in s.key("body", "list").each("object")),
                     tuple(Accumulator(a.get("out", "text"), a.get("arg", "text"), a.get("kind", "text"), a.all("axes", "text"),

@@ -114,13 +114,16 @@ class KernelGraph:
                                         "make one with mi.new_block_graph")
             block_graph = block_graph.build(inputs)
         for i in block_graph.inputs:
-            for source, extent in zip(i.sources, i.sizes or (None,), strict=True):
+            for source, extent in zip(i.sources, i.sizes or (None,) * len(i.sources), strict=True):
                 if not 0 <= source < len(inputs):
                     raise errors.GraphError(f"customized: block input {i.name} reads operand {source}, there are {len(inputs)}")
                 want = tuple(1 if a is None else extent if a == i.joined and extent else block_graph.axis(a).size for a in i.axes)
                 if want != inputs[source].dims:
                     raise errors.GraphError(f"customized: block input {i.name} wants {errors.shape(want)}, "
                                             f"operand {source} is {errors.shape(inputs[source].dims)}")
+                if i.bounds is not None and inputs[source].dtype != torch.int32:
+                    raise errors.DTypeError(f"customized: block input {i.name} holds bounds, which are int32; operand {source} is "
+                                            f"{table.dtype_name(inputs[source].dtype)}")
         if names and len(names) != len(block_graph.outputs):
             raise errors.GraphError(f"customized: {len(names)} names for {len(block_graph.outputs)} outputs; give one each, or none")
         named = zip(block_graph.outputs, names or [None] * len(block_graph.outputs), strict=True)
@@ -142,9 +145,16 @@ class KernelGraph:
             raise errors.GraphError("layer_norm: a bias needs a weight; give a weight of ones")
         return self._apply("layer_norm", x, *(p for p in (weight, bias) if p is not None), eps=eps)
 
-    def softmax(self, x: DTensor, dim: int = -1) -> DTensor:
-        """Softmax over `dim`."""
-        return self._apply("softmax", x, dim=table.axis(dim, len(x.dims), "softmax"))
+    def softmax(self, x: DTensor, dim: int = -1, lo: DTensor | None = None, hi: DTensor | None = None) -> DTensor:
+        """Softmax over `dim`; with int32 bounds (size 1 at `dim`) over lo ≤ index < hi: 0 elsewhere, and where there is none."""
+        if (lo is None) != (hi is None):
+            raise errors.GraphError("softmax: a bound lo needs a bound hi; give both or none")
+        bounds = () if lo is None or hi is None else (lo, hi)
+        return self._apply("softmax", x, *bounds, dim=table.axis(dim, len(x.dims), "softmax"))
+
+    def within(self, x: DTensor, lo: DTensor, hi: DTensor, dim: int = -1) -> DTensor:
+        """x where lo ≤ index along `dim` < hi, 0 elsewhere; lo and hi are int32, broadcast to x, and have size 1 at `dim`."""
+        return self._apply("within", x, lo, hi, dim=table.axis(dim, len(x.dims), "within"))
 
     def concat(self, tensors: Sequence[DTensor], dim: int) -> DTensor:
         """Join tensors along `dim`."""
@@ -202,6 +212,9 @@ class KernelGraph:
         if not tensors or (len(tensors) < len(operands) and row.kind != "elementwise"):
             raise errors.GraphError(f"{name}: needs tensors of this graph, got {operands!r}; "
                                     "only elementwise ops take numbers, one at most")
+        for t in ragged(name, operands):
+            if t.dtype != torch.int32:
+                raise errors.DTypeError(f"{name}: bound {t.name} is {table.dtype_name(t.dtype)}; bounds are int32")
         dtypes = {t.dtype for t in tensors if t.dtype in table.COMPUTE_DTYPES} or {tensors[0].dtype}
         if len(dtypes) > 1:
             found = ", ".join(sorted(map(table.dtype_name, dtypes)))
@@ -273,6 +286,12 @@ class KernelGraph:
         """Search for faster kernels: see `mirage_hf.superoptimize`."""
         from mirage_hf.superoptimizer import superoptimize
         return superoptimize(self, config=config, **options)
+
+
+def ragged(name: str, operands: Sequence[Operand]) -> tuple[DTensor, ...]:
+    """The bounds among the operands of an op of the table: lo and hi, or none."""
+    has = table.lookup(name).kind == "bounds" or name == "softmax"
+    return tuple(x for x in operands[1:3] if isinstance(x, DTensor)) if has else ()
 
 
 def number(x: Any, where: str) -> float:

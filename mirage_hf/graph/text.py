@@ -62,7 +62,7 @@ def format_block_graph(block: BlockGraph) -> str:
     lines = ["axes " + ", ".join(f"{a.name}={a.size} {a.role.value}{f' parts {a.parts}' if a.parts else ''}" for a in block.axes)]
     of = {m.tensor: m for m in maps.maps_of(block).inputs}
     for i in block.inputs:
-        joined = f" joined {i.joined} {errors.shape(i.sizes)}" if i.joined else ""
+        joined = f" joined {i.joined} {errors.shape(i.sizes)}" if i.joined else f" bounds {i.bounds}" if i.bounds else ""
         lines.append(f"%{i.name} = load {', '.join(map(str, i.sources))} {_axes(i.axes)}{joined}  # {of[i.name]}")
     for stage in block.stages:
         lines.append(f"for {stage.loop} {{" if stage.loop else "once {")
@@ -291,7 +291,8 @@ class _Parser:
         self.expect("load")
         sources, axes = tuple(self.many(self.integer)), self.axis_names()
         joined, sizes = (self.take("word"), tuple(self.many(self.integer, "(", ")"))) if self.takes("joined") else (None, ())
-        return self.build(BlockInput, name, sources, axes, joined, sizes)
+        bounds = self.take("word") if self.takes("bounds") else None
+        return self.build(BlockInput, name, sources, axes, joined, sizes, bounds)
 
     def stage(self) -> Stage:
         loop = self.take("word") if self.expect("for", "once") == "for" else None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-PRIMITIVES = ("add", "sub", "mul", "div", "neg", "exp", "sqrt", "rsqrt", "tanh", "erf", "max", "min", "pow")
+PRIMITIVES = ("add", "sub", "mul", "div", "neg", "exp", "sqrt", "rsqrt", "tanh", "erf", "max", "min", "pow", "select")
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ def erf(x: Scalar) -> Scalar: return x._node("erf", x)
 def maximum(x: Scalar, y: Scalar | float) -> Scalar: return x._node("max", x, y)
 def minimum(x: Scalar, y: Scalar | float) -> Scalar: return x._node("min", x, y)
 def power(x: Scalar, y: Scalar | float) -> Scalar: return x._node("pow", x, y)
+def select(m: Scalar, x: Scalar | float, y: Scalar | float) -> Scalar: return m._node("select", m, x, y)  # x where m is not 0, else y
 
 
 def trace(body: Callable[..., Scalar], arity: int, **attrs: float) -> ScalarProgram:

@@ -42,10 +42,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Op:
     """One row of the table.
 
-    kind: "elementwise" (has `body`), "contract", "reduce", "layout", "composite" (has `expand`, into other rows), or
-    "effect" (writes into its first input). `opaque` elementwise ops are keyed random functions to the search and the
-    field; the others are read through their body. `infer(dims…, **attrs)` gives the output dims. `oracle` computes the op
-    with torch in the dtype of its inputs, as an eager model would.
+    kind: "elementwise" (has `body`), "contract", "reduce", "layout", "bounds" (operands 1 and 2 are int32: [lo, hi) along a
+    dim), "composite" (has `expand`, into other rows), or "effect" (writes into its first input). `opaque` elementwise ops
+    are keyed random functions to the search and the field; the others are read through their body. `infer(dims…, **attrs)`
+    gives the output dims. `oracle` computes the op with torch in the dtype of its inputs, as an eager model would.
     """
 
     name: str
@@ -172,8 +172,21 @@ def _norm_dims(name: str) -> Callable[..., Dims]:
     return infer
 
 
-def _softmax_dims(x: Dims, dim: int = -1) -> Dims:
+def _softmax_dims(x: Dims, *bounds: Dims, dim: int = -1) -> Dims:
+    if bounds:
+        return _within_dims(x, *bounds, dim=dim, op="softmax")
     axis(dim, len(x), "softmax")
+    return x
+
+
+def _within_dims(x: Dims, lo: Dims, hi: Dims | None = None, *, dim: int, op: str = "within") -> Dims:
+    d = axis(dim, len(x), op)
+    if hi is None:
+        raise errors.GraphError(f"{op}: a bound lo needs a bound hi; give both or none")
+    fits = lo == hi and len(lo) <= len(x) and all(n in (1, m) for n, m in zip(reversed(lo), reversed(x), strict=False))
+    if not fits or (d >= len(x) - len(lo) and lo[d - len(x)] != 1):
+        raise errors.GraphError(f"{op}: bounds lo {errors.shape(lo)} and hi {errors.shape(hi)} must be equal in shape, broadcast to "
+                                f"{errors.shape(x)} aligned at the right, and have size 1 at dim {d}")
     return x
 
 
@@ -259,6 +272,28 @@ def _cache_append(cache: torch.Tensor, new: torch.Tensor, position: torch.Tensor
     return cache.scatter_(-2, index, new)
 
 
+def _within(x: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, dim: int) -> torch.Tensor:
+    at = torch.arange(x.shape[dim], device=x.device).view(-1, *[1] * (x.dim() - 1 - dim % x.dim()))
+    return torch.where((at >= lo) & (at < hi), x, 0.0)
+
+
+def _softmax(x: torch.Tensor, lo: torch.Tensor | None = None, hi: torch.Tensor | None = None, dim: int = -1) -> torch.Tensor:
+    if lo is None or hi is None:
+        return torch.softmax(x, dim)
+    at = torch.arange(x.shape[dim], device=x.device).view(-1, *[1] * (x.dim() - 1 - dim % x.dim()))
+    inside = (at >= lo) & (at < hi)
+    weights = torch.softmax(torch.where(inside, x, float("-inf")), dim)
+    return torch.where(inside, weights, 0.0)  # a row without any is NaN so far
+
+
+def _ratio(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.where(y == 0, 0.0, x / y)
+
+
+def _select(m: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.where(m != 0, x, y)
+
+
 _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
 
 
@@ -278,9 +313,12 @@ def _expand_layer_norm(g: Any, x: Any, weight: Any = None, bias: Any = None, eps
     return y if bias is None else g.add(y, bias)
 
 
-def _expand_softmax(g: Any, x: Any, dim: int = -1) -> Any:
+def _expand_softmax(g: Any, x: Any, lo: Any = None, hi: Any = None, dim: int = -1) -> Any:
     # in exact arithmetic the shift by the maximum cancels; whether a candidate may go without it is for the numeric check
     e = g.exp(x)
+    if lo is not None:
+        e = g.within(e, lo, hi, dim=dim)
+        return g.ratio(e, g.reduction(e, dim))
     return g.div(e, g.reduction(e, dim))
 
 
@@ -290,7 +328,7 @@ def _elementwise(name: str, body: Callable[..., Any], oracle: Callable[..., torc
                  opaque: bool = True, attrs: dict[str, Any] | None = None) -> Op:
     def infer(*dims: Dims, **_: Any) -> Dims:
         return broadcast(*dims, op=name)
-    signature = "..., ... -> ..." if arity == 2 else "... -> ..."
+    signature = ", ".join(["..."] * arity) + " -> ..."
     return register(Op(name, "elementwise", signature, infer, oracle, attrs or {}, (arity, arity), body, opaque))
 
 
@@ -316,6 +354,9 @@ _elementwise("tanh", scalar.tanh, torch.tanh)
 _elementwise("clamp", lambda x, min, max: scalar.minimum(scalar.maximum(x, min), max),
              lambda x, min, max: torch.clamp(x, min, max), attrs={"min": -math.inf, "max": math.inf})
 
+_elementwise("ratio", lambda x, y: scalar.select(y, x / scalar.select(y, y, 1.0), 0.0), _ratio, arity=2, opaque=False)
+_elementwise("select", scalar.select, _select, arity=3, opaque=False)
+
 register(Op("cast", "elementwise", "... -> ...", lambda x, dtype: x, lambda x, dtype: x.to(as_dtype(dtype)),
             {"dtype": None}, body=lambda x, dtype: x, out_dtype=lambda x, dtype: as_dtype(dtype)))
 register(Op("matmul", "contract", "... m k, ... k n -> ... m n", _matmul_dims, torch.matmul, arity=(2, 2)))
@@ -325,8 +366,9 @@ register(Op("rms_norm", "composite", "... d, 1 d -> ... d", _norm_dims("rms_norm
             expand=_expand_rms_norm))
 register(Op("layer_norm", "composite", "... d, 1 d, 1 d -> ... d", _norm_dims("layer_norm"), _layer_norm, {"eps": 1e-6}, (1, 3),
             expand=_expand_layer_norm))
-register(Op("softmax", "composite", "... d ... -> ... d ...", _softmax_dims, lambda x, dim=-1: torch.softmax(x, dim), {"dim": -1},
+register(Op("softmax", "composite", "... d ..., ... 1 ..., ... 1 ... -> ... d ...", _softmax_dims, _softmax, {"dim": -1}, (1, 3),
             expand=_expand_softmax))
+register(Op("within", "bounds", "... d ..., ... 1 ..., ... 1 ... -> ... d ...", _within_dims, _within, {"dim": None}, (3, 3)))
 register(Op("concat", "layout", "... a ..., ... b ... -> ... a+b ...", _concat_dims, lambda *xs, dim: torch.cat(xs, dim), {"dim": None},
             (1, 1 << 16)))
 register(Op("slice", "layout", "... d ... -> ... stop-start ...", _slice_dims,

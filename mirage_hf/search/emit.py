@@ -6,6 +6,11 @@ before a sum over an axis that the shift carries, the shift becomes its maximum 
 which makes the sum rescaled), and the mantissa takes up the difference, which is at most 1. A division of two values of the
 same shift has none left. So online softmax and the combining of split attention need no rule of their own, and a program
 that spells out its own shift by a maximum has the same kernels as one that does not.
+
+Masks (0/1 values of bounds) are a third part of a scaled value. They stay beside the mantissa through products, whatever order
+the algebra gives them, and are applied by `select` where a sum over their axis takes the value up, or where it is stored: on the
+exponential if there is one, so that what is multiplied by it stays a matrix product; and the shift's maximum is taken of the
+scores inside only. So nothing outside the bounds, not even NaN, reaches a result.
 """
 from __future__ import annotations
 
@@ -27,6 +32,10 @@ _NAMES = {core: name for name, core in OPS.items()}
 _RANK = {Role.GRID: 0, Role.TILE: 1, Role.LOOP: 2}
 
 
+FLOOR = -1e30
+"""The maximum of no scores at all: finite, so that rows without any have a finite shift, and below any score that matters."""
+
+
 class _Refused(Exception):
     """This plan has no block graphs in this form."""
 
@@ -46,15 +55,16 @@ class _Shift:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """mantissa · e^(Σ plus − Σ minus)."""
+    """mantissa · e^(Σ plus − Σ minus), and 0 where one of `masks`, names of inputs that are 0 or 1, is 0."""
 
     mantissa: str | float
     plus: tuple[_Shift, ...] = ()
     minus: tuple[_Shift, ...] = ()
+    masks: tuple[str, ...] = ()
 
     @property
     def is_plain(self) -> bool:
-        return not self.plus and not self.minus
+        return not self.plus and not self.minus and not self.masks
 
 
 @dataclass(frozen=True)
@@ -117,6 +127,7 @@ class _Plan:
                     if _NAMES[f.op] == "mul" and stored in f.args:
                         others = [leaves[a] for a in f.args if a != stored and a in leaves and leaves[a].node >= 0]
                         dtypes |= {self.spec.terms[o.node].source for o in others if self.spec.terms[o.node].op == "input"}
+        dtypes = {s for s in dtypes if self.spec.inputs[s].bounds is None}
         order = sorted(axes, key=lambda a: (a in summed, list(axes).index(a)))
         halves = {table.dtype_name(self.program.inputs[self.spec.inputs[s].sources[0]].dtype) for s in dtypes}
         dtype = halves.pop() if len(halves) == 1 else "float32"
@@ -152,6 +163,7 @@ class _Kernel:
         self.inputs: list[BlockInput] = []
         self.operands: list[DTensor] = list(plan.inputs) if len(plan.plan.kernels) == 1 else []
         self.read: dict[str, DTensor] = {}   # block inputs and the tensors behind them
+        self.masked: dict[str, tuple[object, ...]] = {}  # masks, and the nodes of the program that they are
         self.value: dict[int, _Scaled] = {}
         self.waiting: dict[int, tuple[_Scaled, str, str]] = {}  # partial results that nothing has read yet
         self.stages: list[Stage] = []
@@ -185,11 +197,11 @@ class _Kernel:
         return self.operands.index(tensor)
 
     def _load(self, name: str, sources: Sequence[DTensor], axes: tuple[str | None, ...], joined: str | None = None,
-              sizes: tuple[int, ...] = ()) -> str:
+              sizes: tuple[int, ...] = (), bounds: str | None = None) -> str:
         while name in self.carried or name in self.order:
             name += "_"
-        self.inputs.append(BlockInput(name, tuple(map(self._source, sources)), axes, joined, sizes))
-        self.carried[name] = self._sorted(a for a in axes if a)
+        self.inputs.append(BlockInput(name, tuple(map(self._source, sources)), axes, joined, sizes, bounds))
+        self.carried[name] = self._sorted(self.inputs[-1].carried)
         if len(sources) == 1:
             self.read[name] = sources[0]
         return name
@@ -223,6 +235,13 @@ class _Kernel:
         base = "_".join(self.plan.program.inputs[s].name for s in i.sources)
         reads = sum(t.op == "input" and t.source == term.source for t in spec.terms)
         name = base if reads == 1 else f"{base}_{term.index[0] or len(self.inputs)}_{len(self.inputs)}"
+        if i.bounds is not None:
+            lo, hi = (self.plan.inputs[s] for s in i.sources)
+            own = [None if d == i.bounds else a for d, a in enumerate(term.index)]
+            mask = self._load(name, [lo, hi], tuple(own[len(own) - len(lo.dims):]), bounds=term.index[i.bounds])
+            self.masked[mask] = ("within", term.source, term.index)
+            self.value[leaf.value] = _Scaled(1.0, masks=(mask,))
+            return
         joined = term.index[i.joined] if several and i.joined is not None else None
         sources = [self.plan.inputs[s] for s in i.sources]
         self.value[leaf.value] = _Scaled(self._load(name, sources, term.index, joined, i.sizes if several else ()))
@@ -261,7 +280,7 @@ class _Kernel:
         return self.found.split >= 0 and self.plan.names[self.found.split] == axis
 
     def _axes_of(self, x: _Scaled) -> set[str]:
-        values = [x.mantissa, *(s.name for s in (*x.plus, *x.minus))]
+        values = [x.mantissa, *(s.name for s in (*x.plus, *x.minus)), *x.masks]
         return {a for v in values if isinstance(v, str) for a in self.carried[v]}
 
     def _times(self, a: str | float, b: str | float) -> str | float:
@@ -270,6 +289,27 @@ class _Kernel:
         if 1.0 in (a, b):
             return b if a == 1.0 else a
         return self._op("mul", (a, b))
+
+    def _select(self, masks: Sequence[str], x: str | float, other: float = 0.0) -> str | float:
+        """x inside the bounds, `other` outside."""
+        for m in masks:
+            x = m if (x, other) == (1.0, 0.0) else self._op("select", (m, x, other))
+        return x
+
+    def _inside(self, shift: _Shift, masks: Sequence[str]) -> _Shift:
+        """A shift whose maximum is that of the scores inside the bounds."""
+        if not masks:
+            return shift
+        return _Shift(str(self._select(masks, shift.name, FLOOR)), (*shift.origin, *(self.masked[m] for m in masks)))
+
+    def _unmasked(self, x: _Scaled) -> _Scaled:
+        """The value without masks: its mantissa 0 outside, its shift finite there."""
+        if not x.masks:
+            return x
+        if x.minus or len(x.plus) > 1:
+            shift = self._exponent(x)
+            x = _Scaled(x.mantissa, (shift,), masks=x.masks)
+        return _Scaled(self._select(x.masks, x.mantissa), tuple(self._inside(s, x.masks) for s in x.plus))
 
     def _exponent(self, x: _Scaled) -> _Shift:
         """The shift of a scaled value as one value."""
@@ -289,26 +329,34 @@ class _Kernel:
         if len(x.plus) != 1 or len(x.minus) != 1:
             return False
         (up,), (down,) = x.plus, x.minus
-        return down.is_max and up.origin == down.origin and set(self.carried[down.name]) <= set(self.carried[up.name])
+        bounded = (up.origin, (*up.origin, *(self.masked[m] for m in x.masks)))
+        return down.is_max and down.origin in bounded and set(self.carried[down.name]) <= set(self.carried[up.name])
 
     def _plain(self, x: _Scaled) -> str | float:
         """The value itself, where that keeps it in range."""
-        if x.is_plain:
-            return x.mantissa
+        if not x.plus and not x.minus:
+            return self._select(x.masks, x.mantissa)
         if not self._bounded(x):
             raise _Refused("an exponential that nothing cancels")
-        return self._times(self._op("exp", (self._exponent(x).name,)), x.mantissa)
+        return self._times(self._select(x.masks, self._op("exp", (self._exponent(x).name,))), x.mantissa)
+
+    def _split(self, x: _Scaled, axis: str) -> tuple[_Scaled, tuple[str, ...]]:
+        """The value without the masks that carry an axis, and those."""
+        here = tuple(m for m in x.masks if axis in self.carried[m])
+        return replace(x, masks=tuple(m for m in x.masks if m not in here)), here
 
     def _sum(self, x: _Scaled, axis: str) -> _Scaled:
         """Σ over a tile axis."""
         if self._bounded(x):
             x = _Scaled(self._plain(x))
+        x, here = self._split(x, axis)
         if axis not in {a for s in (*x.plus, *x.minus) for a in self.carried[s.name]}:
-            return replace(x, mantissa=self._op("sum", (x.mantissa,), over=axis))
+            return replace(x, mantissa=self._op("sum", (self._select(here, x.mantissa),), over=axis))
         shift = self._exponent(x)
-        top = _Shift(self._op("max", (shift.name,), over=axis), shift.origin, True)
-        e = self._op("exp", (self._op("sub", (shift.name, top.name)),))
-        return _Scaled(self._op("sum", (self._times(e, x.mantissa),), over=axis), (top,))
+        inside = self._inside(shift, here)
+        top = _Shift(self._op("max", (inside.name,), over=axis), inside.origin, True)
+        e = self._select(here, self._op("exp", (self._op("sub", (shift.name, top.name)),)))
+        return _Scaled(self._op("sum", (self._times(e, x.mantissa),), over=axis), (top,), masks=x.masks)
 
     def _compute(self, f: _core.FoundOp) -> _Scaled:
         name, args = _NAMES[f.op], [self._get(a) for a in f.args]
@@ -322,6 +370,8 @@ class _Kernel:
             return _Scaled(1.0, (_Shift(arg, (f.args[0] % self.plan.plan.nodes,)),))
         if name in ("mul", "div") and not all(a.is_plain for a in args):
             a, b = args
+            if name == "div":
+                b = self._unmasked(b)  # a ratio: 0 where the divisor is
             plus, minus = (b.plus, b.minus) if name == "mul" else (b.minus, b.plus)
             up, down = list(a.plus + plus), list(a.minus + minus)
             for s in tuple(up):
@@ -329,11 +379,11 @@ class _Kernel:
                     up.remove(s)
                     down.remove(s)
             mantissa = self._times(a.mantissa, b.mantissa) if name == "mul" else \
-                a.mantissa if b.mantissa == 1.0 else self._op("div", (a.mantissa, b.mantissa))
-            return _Scaled(mantissa, tuple(up), tuple(down))
+                a.mantissa if b.mantissa == 1.0 else self._op(self.division, (a.mantissa, b.mantissa))
+            return _Scaled(mantissa, tuple(up), tuple(down), (*a.masks, *(m for m in b.masks if m not in a.masks)))
         if name in ("add", "sub") and not all(a.is_plain for a in args):
             a, b = args
-            if (a.plus, a.minus) == (b.plus, b.minus):
+            if (a.plus, a.minus, a.masks) == (b.plus, b.minus, b.masks):
                 return replace(a, mantissa=self._op(name, (a.mantissa, b.mantissa)))
         if name == "sum":
             return self._sum(args[0], self.plan.names[f.axis])
@@ -343,21 +393,27 @@ class _Kernel:
         if name == "opaque":
             function = self.plan.functions[f.symbol]
             return _Scaled(self._op(function.fn, plain, function.attrs))
-        return _Scaled(self._op(name, plain))
+        return _Scaled(self._op(self.division if name == "div" else name, plain))
+
+    @property
+    def division(self) -> str:
+        return "ratio" if self.plan.spec.ratios else "div"
 
     def _accumulate(self, f: _core.FoundOp) -> _Scaled:
         loop = str(self.loop)
         x, kind = self._get(f.args[0]), _NAMES[f.op]
         if kind == "max" or self._bounded(x):
             x = _Scaled(self._plain(x))
+        x, here = self._split(x, loop)
         if loop not in {a for s in (*x.plus, *x.minus) for a in self.carried[s.name]}:
-            return replace(x, mantissa=self._accumulator(kind, x.mantissa))
+            return replace(x, mantissa=self._accumulator(kind, self._select(here, x.mantissa)))
         shift = self._exponent(x)
-        top = _Shift(self._accumulator("max", shift.name), shift.origin, True)
+        inside = self._inside(shift, here)
+        top = _Shift(self._accumulator("max", inside.name), inside.origin, True)
         # reads the running maximum, so it holds in this stage only
         difference = self._op("sub", (shift.name, top.name))
-        e = self._op("exp", (difference,))
-        return _Scaled(self._accumulator("sum", self._times(e, x.mantissa), top.name), (top,))
+        e = self._select(here, self._op("exp", (difference,)))
+        return _Scaled(self._accumulator("sum", self._times(e, x.mantissa), top.name), (top,), masks=x.masks)
 
     def _accumulator(self, kind: str, arg: str | float, shift: str | None = None) -> str:
         key = ("accumulate", kind, arg, shift)
@@ -414,6 +470,7 @@ class _Kernel:
                 continue
             if self._bounded(x):
                 x = _Scaled(self._plain(x))
+            x = self._unmasked(x)
             carried = self.carried[x.mantissa] if isinstance(x.mantissa, str) else ()
             order, dtype = self.plan.storage(o.stored, [a for a in carried if a != self.parts])
             lead = (self.parts,) if self.parts in carried else ()

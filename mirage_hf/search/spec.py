@@ -40,23 +40,26 @@ class Term:
 
 @dataclass(frozen=True)
 class SpecInput:
-    """A value read from device memory: one graph input, or several that lie end to end along dim `joined`."""
+    """A value read from device memory: one graph input, or several that lie end to end along dim `joined`, or the 0/1 mask
+    whose bounds (lo, hi) along dim `bounds`, of size 1 in `dims`, are two graph inputs."""
 
     sources: tuple[int, ...]
     dims: tuple[int, ...]
     joined: int | None = None
     sizes: tuple[int, ...] = ()
     itemsize: int = 2
+    bounds: int | None = None
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A lowered program. `outputs` are (term, axis per dim, dtype)."""
+    """A lowered program. `outputs` are (term, axis per dim, dtype); `ratios`: its divisions give 0 where the divisor is 0."""
 
     sizes: dict[str, int]
     inputs: tuple[SpecInput, ...]
     terms: tuple[Term, ...]
     outputs: tuple[tuple[int, tuple[str | None, ...], str], ...]
+    ratios: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,8 @@ class _Lowering:
             for d in range(len(t.dims)):
                 index.append(self._axis(t, d, index) if t.dims[d] > 1 else None)
             outputs.append((self.lower(t, tuple(index)), tuple(index), table.dtype_name(t.dtype)))
-        spec = Spec(dict(self.sizes), tuple(self.inputs), tuple(self.terms), tuple(outputs))
+        ratios = any(op.name == "ratio" or (op.block is not None and any(b.fn == "ratio" for b in op.block.ops())) for op in g.ops)
+        spec = Spec(dict(self.sizes), tuple(self.inputs), tuple(self.terms), tuple(outputs), ratios)
         return spec if all(t.op != "partial" for t in self.terms) else _without_partials(spec)
 
     # -- classes of dims ------------------------------------------------------------------------------------------------
@@ -149,7 +153,7 @@ class _Lowering:
         out, tensors = op.outputs[0], [x for x in op.inputs if isinstance(x, DTensor)]
         rank, kind = len(out.dims), table.OPS[op.name].kind if op.name in table.OPS else op.name
         attrs = dict(op.attrs)
-        if kind == "elementwise":
+        if kind in ("elementwise", "bounds"):
             for t in tensors:
                 for k in range(1, len(t.dims) + 1):
                     self._join(t, len(t.dims) - k, out, rank - k)
@@ -299,7 +303,27 @@ class _Lowering:
             return self.lower(x, tuple(inner))
         if op.name == "concat":
             return self._concat(op, t, index)
+        if op.name == "within":
+            lo, hi = op.inputs[1:]
+            assert isinstance(lo, DTensor) and isinstance(hi, DTensor)
+            rank, dim = len(index), attrs["dim"] % len(index)
+            places = [k for k in range(rank - len(lo.dims), rank)]
+            own = tuple(index[k] if lo.dims[k - rank] > 1 else None for k in places)
+            return self._op("mul", self.lower(x, index), self._bounds(lo, hi, own, index[dim], dim - (rank - len(lo.dims))))
         raise _Unsupported(f"{op.name} ends a kernel: the search does not fuse it yet")
+
+    def _bounds(self, lo: DTensor, hi: DTensor, index: tuple[str | None, ...], axis: str | None, dim: int) -> int:
+        """The 0/1 mask of bounds along `axis`, which is dim `dim` of lo and hi (negative: they lack it)."""
+        if axis is None:
+            raise _Unsupported("bounds of a dim of size 1 end a kernel")
+        if lo.index in self.made or hi.index in self.made:
+            raise _Unsupported("bounds that are computed end a kernel: the search fuses only those that are inputs")
+        inputs = [t.index for t in self.graph.inputs]
+        dims = lo.dims
+        if dim < 0:
+            dims, index, dim = (1, *dims), (None, *index), 0
+        spec = SpecInput((inputs.index(lo.index), inputs.index(hi.index)), dims, itemsize=lo.dtype.itemsize * 2, bounds=dim)
+        return self._input(spec, (*index[:dim], axis, *index[dim + 1:]))
 
     @staticmethod
     def _batch(t: DTensor, index: tuple[str | None, ...]) -> tuple[str | None, ...]:
@@ -331,8 +355,10 @@ class _Lowering:
             for _ in range(int(exponent.value) - 1):
                 out = self._op("mul", out, args[0])
             return out
-        if row.opaque:
+        if row.opaque or fn == "select":
             return self._op("opaque", *args, fn=fn, attrs=given)
+        if fn == "ratio":
+            return self._op("div", *args)
         algebra: dict[str, Callable[..., int]] = {name: partial(self._op, name) for name in ("add", "sub", "mul", "div", "exp")}
         algebra["neg"] = lambda a: self._op("mul", self._constant(-1.0), a)
         return row.program(**attrs).evaluate(algebra, args, self._constant)
@@ -378,6 +404,8 @@ class _Lowering:
 
     def _loaded(self, op: KernelOp, i: BlockInput, index: tuple[str | None, ...]) -> int:
         tensors = [op.inputs[s] for s in i.sources]
+        if i.bounds is not None:
+            raise _Unsupported("bounds that a kernel of the program reads: the search does not look into that")
         if len(tensors) == 1:
             assert isinstance(tensors[0], DTensor)
             own = tuple(a if d > 1 else None for a, d in zip(index, tensors[0].dims, strict=True))
@@ -439,7 +467,7 @@ def _without_partials(spec: Spec) -> Spec:
     terms = tuple(replace(spec.terms[n], args=tuple(kept[a] for a in spec.terms[n].args)) for n in kept)
     named = {a for t in terms for a in (*t.axes, t.axis)} | {a for _, index, _ in spec.outputs for a in index}
     outputs = tuple((kept[t], index, dtype) for t, index, dtype in spec.outputs)
-    return Spec({a: n for a, n in spec.sizes.items() if a in named}, spec.inputs, terms, outputs)
+    return Spec({a: n for a, n in spec.sizes.items() if a in named}, spec.inputs, terms, outputs, spec.ratios)
 
 
 def small_rational(value: float) -> Fraction | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ragged import bounds_of, extent
 
 Run = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
@@ -35,12 +36,14 @@ class Timing:
 
 
 def random_inputs(graph: KernelGraph, device: torch.device | str, seed: int = 0) -> list[torch.Tensor]:
-    """One set of inputs: normal numbers in the dtype and strides of each input, zeros for integers."""
+    """One set of inputs: normal numbers in the dtype and strides of each input, bounds that keep all, zeros for other integers."""
     generator = torch.Generator(device).manual_seed(seed)
     inputs = []
     for t in graph.inputs:
         x = torch.empty_strided(t.dims, t.strides, dtype=t.dtype, device=device)
         inputs.append(x.normal_(generator=generator) if t.dtype.is_floating_point else x.zero_())
+    for b in bounds_of(graph):
+        inputs[b.hi].fill_(extent(graph, b))
     return inputs
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mirage_hf.ops import table
 from mirage_hf.search.spec import small_rational
-from mirage_hf.verify.field import P, Q
+from mirage_hf.verify.field import P, Q, mask
 
 SPARE = 4
 """Copies beyond the number of independent exponents: the certificate errs with a probability of about (d/Q)^SPARE."""
@@ -42,6 +42,7 @@ class Degrees:
         self.rng = np.random.default_rng(0)
         self.exps = self.applications = 0
         self.exponent, self.opaque = np.zeros(4), np.zeros(4)
+        self.tests, self.tested = 0, np.zeros(4)  # conditions of select that are no masks, and the largest of them
 
     def variable(self, shape: Sequence[int]) -> Degree:
         return Degree(np.broadcast_to(np.array([1.0, 0, 0, 0]), (*shape, 4)), np.zeros(tuple(shape), dtype=np.uint64))
@@ -78,7 +79,8 @@ class Degrees:
         if fn == "cast":
             return degrees[0]
         algebra: dict[str, Callable[..., Degree]] = {
-            "add": self.add, "sub": self.add, "mul": self._mul, "div": self._div, "exp": self._exp, "neg": lambda x: x}
+            "add": self.add, "sub": self.add, "mul": self._mul, "div": self._div, "exp": self._exp, "neg": lambda x: x,
+            "select": self._select}
         return row.program(**attrs).evaluate(algebra, degrees, self._constant)
 
     def _constant(self, value: float) -> Degree:
@@ -93,6 +95,17 @@ class Degrees:
 
     def _mul(self, a: Degree, b: Degree) -> Degree:
         return Degree(a.n + b.n, a.den + b.den)
+
+    def _select(self, m: Degree, x: Degree, y: Degree) -> Degree:
+        if m.n.any():
+            self.tests += m.den.size
+            self.tested = np.maximum(self.tested, _largest(m.n))
+        both = self.add(x, y)
+        shape = np.broadcast_shapes(m.den.shape, both.den.shape)
+        return self.spread(both, shape)
+
+    def bounds(self, lo: np.ndarray, hi: np.ndarray, order: Sequence[int], shape: Sequence[int], dim: int, size: int) -> Degree:
+        return self.empty(mask(lo, hi, order, shape, dim, size).shape)
 
     def _div(self, a: Degree, b: Degree) -> Degree:
         fresh = self.rng.integers(1, 1 << 63, size=b.den.shape, dtype=np.uint64)
@@ -217,6 +230,8 @@ def trial_bound(want: Sequence[Degree], got: Sequence[Degree], degrees: Degrees,
     pair = degrees.opaque
     m = degrees.applications
     chance = _differ(num, exps, e) + m * (m - 1) / 2 * (1 / P + _differ(pair[0] + pair[1], pair[2] + pair[3], e))
+    # what is not zero, but is by chance where it decides between two values
+    chance += degrees.tests * _differ(degrees.tested[0], degrees.tested[2], e)
     # a linear combination of exponents, cleared of its denominators, is zero at one more point
     degree = degrees.exponent[0] + (e.rank + 1) * degrees.exponent[1]
     spare = e.copies - e.rank

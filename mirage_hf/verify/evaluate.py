@@ -48,6 +48,10 @@ class SmallGraph:
         rank = len(dims[0])
         if table.OPS[op.name].kind == "elementwise":
             return algebra.elementwise(op.name, args, attrs)
+        if op.name == "within":
+            order, shape = range(len(dims[1])), (*[1] * (rank - len(dims[1])), *dims[1])
+            inside = algebra.bounds(args[1], args[2], order, shape, attrs["dim"] % rank, dims[0][attrs["dim"] % rank])
+            return algebra.elementwise("select", [inside, args[0], 0.0], attrs={})
         if op.name == "matmul":
             a = algebra.arrange(args[0], range(rank), (*dims[0], 1))
             b = algebra.arrange(args[1], range(len(dims[1])), (*dims[1][:-2], 1, *dims[1][-2:]))

@@ -67,6 +67,13 @@ def _mix(x: _Words) -> _Words:
         return x ^ (x >> np.uint64(31))
 
 
+def mask(lo: np.ndarray, hi: np.ndarray, order: Sequence[int], shape: Sequence[int], dim: int, size: int) -> np.ndarray:
+    """Where lo ≤ index along `dim` < hi."""
+    lo, hi = (x.transpose(tuple(order)).reshape(tuple(shape)) for x in (lo, hi))
+    at = np.arange(size).reshape(-1, *[1] * (len(shape) - 1 - dim))
+    return np.asarray((at >= lo) & (at < hi))
+
+
 class FieldAlgebra:
     """The algebra of one trial: its keys, its w, its random constants. Deterministic for a seed."""
 
@@ -140,7 +147,7 @@ class FieldAlgebra:
             return elements[0]
         algebra: dict[str, Callable[..., Element]] = {
             "add": self.add, "sub": self.sub, "mul": self.mul, "div": self.div, "exp": self.exp,
-            "neg": lambda x: self.sub(self.constant(0.0), x)}
+            "neg": lambda x: self.sub(self.constant(0.0), x), "select": self.select}
         return row.program(**attrs).evaluate(algebra, elements, self.constant)
 
     @staticmethod
@@ -162,6 +169,17 @@ class FieldAlgebra:
             raise Redraw
         inverse = Element(_power(b.p, P - 2, P), None if b.q is None else _power(b.q, Q - 2, Q))
         return self.mul(a, inverse)
+
+    @staticmethod
+    def select(m: Element, x: Element, y: Element) -> Element:
+        inside = m.p != 0
+        q = None if x.q is None or y.q is None else np.where(inside[..., None], x.q, y.q)
+        return Element(np.where(inside, x.p, y.p), q)
+
+    def bounds(self, lo: np.ndarray, hi: np.ndarray, order: Sequence[int], shape: Sequence[int], dim: int, size: int) -> Element:
+        """1 inside and 0 outside: no variables, so each draw of bounds is an identity of its own."""
+        inside = mask(lo, hi, order, shape, dim, size).astype(np.int64)
+        return Element(inside, np.broadcast_to(inside[..., None], (*inside.shape, self.copies)))
 
     def exp(self, x: Element) -> Element:
         if x.q is None:  # exp of something that depends on an exp has no exponent here

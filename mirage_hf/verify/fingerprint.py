@@ -19,15 +19,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from mirage_hf import errors
 from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ragged import Bounds, bounds_of
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.ops import table
 from mirage_hf.search.spec import expand
 from mirage_hf.verify.bound import SPARE, Degrees, Exponents, independent, trial_bound
 from mirage_hf.verify.evaluate import SmallGraph
 from mirage_hf.verify.field import Element, FieldAlgebra, Redraw
+from mirage_hf.verify.ragged import draw_all
 from mirage_hf.verify.shrink import Classes, Misfit, shrink
 from mirage_hf.verify.verdict import Accepted, Refused, Verdict
 
@@ -41,6 +46,8 @@ WORST = 1e-6
 """A proof whose bound stays above this (and above the target asked for) is no proof."""
 _MAX_TRIALS = 32
 _MAX_REDRAWS = 16
+_BOUNDS_TRIALS = 8
+"""Trials at least where there are bounds, so that a single row meets each kind of bounds, and most more than once."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,14 @@ class Pair:
     def inputs(self) -> list[tuple[int, ...]]:
         return [self.program.dims[t.index] for t in self.program.graph.inputs]
 
+    def bounds(self, rng: np.random.Generator, turn: int) -> dict[int, np.ndarray]:
+        """Random bounds for the inputs that are bounds."""
+        graph, dims = self.program.graph, self.program.dims
+
+        def extent(b: Bounds) -> int:
+            return self.program.blocks[b.op].axis(b.axis).size if b.x is None else dims[b.x.index][b.dim]
+        return draw_all(graph, lambda n: dims[graph.inputs[n].index], extent, rng, turn)
+
     @cached_property
     def degrees(self) -> Degrees:
         """What both sides count, executed as in a trial."""
@@ -62,7 +77,8 @@ class Pair:
     @cached_property
     def _counted(self) -> tuple[Degrees, list, list]:  # type: ignore[type-arg]
         degrees = Degrees()
-        operands = [degrees.variable(dims) for dims in self.inputs()]
+        bounds = self.bounds(np.random.default_rng(0), 0)
+        operands = [bounds.get(n, degrees.variable(dims)) for n, dims in enumerate(self.inputs())]
         return degrees, self.program.run(operands, degrees, 1), self.kernels.run(operands, degrees, self.pieces, True)
 
     def bound(self, exponents: Exponents) -> tuple[float, float]:
@@ -103,6 +119,8 @@ def prove(ugraph: UGraph, *, trials: int = 4, seed: int = 0, target: float = 1e-
     except Misfit as e:
         return Refused(str(e))
     most, unclear, exps = max(trials, _MAX_TRIALS), "", _has_exps(classes)
+    bounds = bool(bounds_of(classes.program))
+    trials = max(trials, _BOUNDS_TRIALS) if bounds else trials
     for number, sizes in enumerate(_SIZES):
         small = _pair(classes, sizes, 2, pieces)
         if isinstance(small, Refused):
@@ -119,7 +137,7 @@ def prove(ugraph: UGraph, *, trials: int = 4, seed: int = 0, target: float = 1e-
         if isinstance(exponents, str):
             unclear = exponents
             continue
-        copies = min(copies, exponents.rank + SPARE)  # as many as later trials need
+        copies = copies if bounds else min(copies, exponents.rank + SPARE)  # as many as later trials need
         exponents = replace(exponents, copies=copies)
         bound, wrong = small.bound(exponents)
         if bound ** most + wrong <= max(target, WORST):
@@ -139,6 +157,14 @@ def prove(ugraph: UGraph, *, trials: int = 4, seed: int = 0, target: float = 1e-
         result = _try(larger, seed, trial, 1, True) if last else _try(checked, seed, trial, copies)
         if refused := result if isinstance(result, Refused) else result.refused(trial):
             return refused
+        if bounds and exps and not last and target < 1:  # other bounds, other exponents
+            assert isinstance(result, Trial)
+            exponents = independent(result.algebra.exponents, copies)
+            if isinstance(exponents, str):
+                return Refused(f"the proof would say nothing: {exponents}")
+            bound, wrong = map(max, (bound, wrong), checked.bound(exponents))
+    if bound ** trials + wrong > max(target, WORST) and target < 1:
+        return Refused(f"the proof would say nothing: after {trials} trials its error bound is {bound ** trials + wrong:.1e}")
     return Accepted(bound ** trials + wrong, f"{trials} trials")
 
 
@@ -169,7 +195,9 @@ def _try(small: Pair, seed: int, number: int, copies: int, whole_grid: bool = Fa
     """One random evaluation of both sides."""
     for draw in range(_MAX_REDRAWS):
         algebra = FieldAlgebra((seed % 2**64, number, draw), copies)
-        operands = [algebra.random(dims) for dims in small.inputs()]
+        operands: list[Any] = [algebra.random(dims) for dims in small.inputs()]
+        for n, drawn in small.bounds(algebra.rng, number).items():
+            operands[n] = drawn
         try:
             want = small.program.run(operands, algebra, 1)
             return Trial(want, small.kernels.run(operands, algebra, small.pieces, whole_grid), algebra)

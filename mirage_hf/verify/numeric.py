@@ -8,14 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+import numpy as np
 import torch
 
 from mirage_hf.graph.execute import TorchAlgebra, run_block_graph, run_kernel_graph
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
+from mirage_hf.graph.ragged import Bounds, bounds_of, extent
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 from mirage_hf.verify.narrow import narrowed
+from mirage_hf.verify.ragged import draw_all
+from mirage_hf.verify.shrink import Classes, Misfit
 from mirage_hf.verify.verdict import Accepted, Refused, Verdict
 
 SLACK = 1.25
@@ -32,7 +37,8 @@ class Case:
     `scores`: inputs with which the arguments of exp grow are scaled until these reach that size (`grown`: which ones, `by`: the
     factor). They are made positive, the last of them of `sign`, so that products of them are far from 0 in every row.
     `range_only`: only infinities and NaN count. So near the largest number most results overflow, and the errors of the few
-    cancellations that do not are luck.
+    cancellations that do not are luck. `outside`: no row's bounds reach the ends of their axis, and the inputs `garbage` are NaN
+    where no row's bounds are.
     """
 
     name: str
@@ -44,6 +50,8 @@ class Case:
     sign: int = 0
     grown: tuple[int, ...] = ()
     by: float = 1.0
+    garbage: tuple[int, ...] = ()
+    outside: bool = False
 
 
 def cases(dtype: torch.dtype) -> tuple[Case, ...]:
@@ -52,7 +60,7 @@ def cases(dtype: torch.dtype) -> tuple[Case, ...]:
     return (Case("random"), Case("large", factor=large), Case("tiny", factor=1e-3), Case("constant rows", constant_rows=True),
             Case("mean far above spread", offset=1000.0),
             Case("huge positive scores", scores=3e4, sign=1, range_only=True),
-            Case("huge negative scores", scores=3e4, sign=-1, range_only=True), *edge)
+            Case("huge negative scores", scores=3e4, sign=-1, range_only=True), Case("NaN out of bounds", outside=True), *edge)
 
 
 def make_inputs(program: KernelGraph, case: Case, seed: int = 0, device: torch.device | str = "cpu") -> list[torch.Tensor]:
@@ -60,9 +68,12 @@ def make_inputs(program: KernelGraph, case: Case, seed: int = 0, device: torch.d
     generator = torch.Generator(device="cpu").manual_seed(seed)
     out: list[torch.Tensor] = []
     number = 0
-    for t in program.inputs:
+    rng = np.random.default_rng(seed % 2 ** 64)
+    bounds = draw_all(program, lambda n: program.inputs[n].dims, partial(extent, program), rng, 0, case.outside)
+    for position, t in enumerate(program.inputs):
         if not t.dtype.is_floating_point:
-            out.append(torch.zeros(t.dims, dtype=t.dtype, device=device))
+            whole = torch.from_numpy(bounds[position]) if position in bounds else torch.zeros(t.dims)
+            out.append(torch.empty_strided(t.dims, t.strides, dtype=t.dtype, device=device).copy_(whole))
             continue
         x = torch.randn(t.dims, generator=generator, dtype=torch.float32)
         if number == 0:
@@ -74,10 +85,40 @@ def make_inputs(program: KernelGraph, case: Case, seed: int = 0, device: torch.d
             x = (x.abs() * (case.sign if number == case.grown[-1] else 1) * case.by)
             x = x.clamp_(-torch.finfo(t.dtype).max, torch.finfo(t.dtype).max)
         number += 1
+        if position in case.garbage:
+            for b, d in bounded_dims(program, position):
+                x.transpose(0, d)[:int(bounds[b.lo].min())] = math.nan
+                x.transpose(0, d)[int(bounds[b.hi].max()):] = math.nan
         base = torch.empty_strided(t.dims, t.strides, dtype=t.dtype, device=device)
         base.copy_(x)
         out.append(base)
     return out
+
+
+def bounded_dims(program: KernelGraph, position: int) -> list[tuple[Bounds, int]]:
+    """The dims of an input along which an op of the program has bounds."""
+    classes = Classes(program, program)
+    found, t = [], program.inputs[position]
+    for b in bounds_of(program):
+        key = ("program", b.op, b.axis) if b.x is None else ("program", b.x.index, b.dim)
+        found += [(b, d) for d in range(len(t.dims)) if classes.find(("program", t.index, d)) == classes.find(key)]
+    return found
+
+
+def with_garbage(program: KernelGraph, case: Case, seed: int, device: torch.device | str) -> Case | None:
+    """The case with those inputs that may be NaN out of bounds without a trace of it in what torch eager gives; None where no input
+    may, or nothing has bounds."""
+    if not bounds_of(program):
+        return None
+    try:
+        may = [n for n, t in enumerate(program.inputs) if t.dtype.is_floating_point and bounded_dims(program, n)]
+    except Misfit:
+        return None
+    harmless = []
+    for n in may:
+        eager = run_kernel_graph(program, make_inputs(program, replace(case, garbage=(n,)), seed, device))
+        harmless += [n] if all(bool(torch.isfinite(y).all()) for y in eager) else []
+    return replace(case, garbage=tuple(harmless)) if harmless else None
 
 
 def exponents(program: KernelGraph) -> KernelGraph | None:
@@ -171,9 +212,10 @@ class NumericCheck:
     def each(self) -> Iterator[tuple[Case, list[torch.Tensor]]]:
         dtype = next(t.dtype for t in self.program.outputs)
         for case in cases(dtype):
-            if case.scores:
+            if case.scores or case.outside:
                 if case not in self._scaled:
-                    self._scaled[case] = with_scores(self.program, case, self.seed, self.device)
+                    make = with_scores if case.scores else with_garbage
+                    self._scaled[case] = make(self.program, case, self.seed, self.device)
                 if (scaled := self._scaled[case]) is None:
                     continue
                 case = scaled

@@ -12,7 +12,7 @@ from itertools import combinations
 
 from mirage_hf import errors
 from mirage_hf.graph.block import BlockGraph
-from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
+from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, ragged
 from mirage_hf.ops import table
 from mirage_hf.verify.evaluate import SmallGraph
 from mirage_hf.verify.verdict import Refused
@@ -89,18 +89,19 @@ class Classes:
         kind, attrs, out = table.OPS[op.name].kind, dict(op.attrs), op.outputs[0]
         tensors = [x for x in op.inputs if isinstance(x, DTensor)]
         x, rank = tensors[0], len(out.dims)
-        if any(t.dtype not in table.COMPUTE_DTYPES for t in (*tensors, out)):
+        bounds = ragged(op.name, op.inputs)
+        if any(t.dtype not in table.COMPUTE_DTYPES for t in (*tensors, out) if t not in bounds):
             raise Misfit(f"{op.name} works on whole numbers: proofs are about floating-point tensors")
 
         def key(t: DTensor, d: int) -> Key:
             return (side, t.index, d)
 
-        if kind in ("elementwise", "composite"):
+        if kind in ("elementwise", "composite", "bounds"):
             for t in tensors:
                 for k in range(1, len(t.dims) + 1):
                     if t.dims[-k] == out.dims[-k]:
                         self.join(key(t, len(t.dims) - k), key(out, rank - k))
-            if kind == "composite":
+            if kind != "elementwise":
                 self.reduced.add(key(x, attrs.get("dim", -1) % rank))
         elif kind == "contract":
             a, b = tensors

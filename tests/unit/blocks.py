@@ -396,7 +396,7 @@ def attention_inputs(name: str, dtype: torch.dtype, heads: int, q: int, keys: in
 def elementwise(fn: str, n: int, attrs: dict[str, float] | None = None, arity: int = 1) -> UGraph:
     """One op of the table on float32 rows."""
     g = new_kernel_graph()
-    names = ("x", "y")[:arity]
+    names = ("x", "y", "z")[:arity]
     g.mark_output(g.apply(fn, [g.new_input((n,), torch.float32, name=name) for name in names], attrs or {}))
     b = Block({"m": n})
     for at, name in enumerate(names):

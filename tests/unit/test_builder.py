@@ -218,11 +218,11 @@ def test_every_elementwise_op(name):
     bg = mi.new_block_graph((2, 2))
     x, y = bg.new_input(X, {"x": 0, "y": 1}), bg.new_input(Y, {"y": 1})
     positive = bg.add(bg.square(x), 0.5)
-    out = getattr(bg, name)(positive, *([y] if table.OPS[name].arity[0] == 2 else []), **attrs)
+    out = getattr(bg, name)(positive, *[y] * (table.OPS[name].arity[0] - 1), **attrs)
     bg.new_output(out, {"x": 0, "y": 1})
     z, = g.customized([X, Y], bg)
     p = g.add(g.square(X), 0.5)
-    g.mark_output(z, g.apply(name, [p, Y] if table.OPS[name].arity[0] == 2 else [p], attrs))
+    g.mark_output(z, g.apply(name, [p, *[Y] * (table.OPS[name].arity[0] - 1)], attrs))
     ours, theirs = run_kernel_graph(g, ugraphs.random_inputs(g), torch.float64)
     assert torch.allclose(ours, theirs, equal_nan=True) and name in dir(bg)
 

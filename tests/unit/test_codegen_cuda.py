@@ -107,7 +107,7 @@ def test_what_does_not_fit_in_shared_memory_is_refused():
 @pytest.mark.parametrize("name", [op.name for op in table.OPS.values() if op.kind == "elementwise"])
 def test_every_elementwise_op_prints(name, numbers):
     attrs = {"cast": {"dtype": "float16"}, "clamp": {"min": -1.0, "max": 2.0}}.get(name, {})
-    text = numbers.apply(name, ["x", "y"][: table.lookup(name).arity[0]], attrs)
+    text = numbers.apply(name, ["x", "y", "z"][: table.lookup(name).arity[0]], attrs)
     assert "x" in text and text.count("(") == text.count(")")
 
 

@@ -11,7 +11,7 @@ from mirage_hf.ops import scalar, table
 FLOAT64 = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "neg": torch.neg, "exp": torch.exp,
     "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "tanh": torch.tanh, "erf": torch.erf, "max": torch.maximum, "min": torch.minimum,
-    "pow": torch.pow}
+    "pow": torch.pow, "select": lambda m, x, y: torch.where(m != 0, x, y)}
 ATTRS = {"clamp": {"min": -0.5, "max": 2.0}, "cast": {"dtype": "float64"}}
 ELEMENTWISE = [op.name for op in table.OPS.values() if op.kind == "elementwise"]
 EXTREME = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-30, -1e-30, 1e-300, 30.0, -30.0, 700.0, -700.0, 1e30, -1e30, math.inf, -math.inf,
@@ -23,7 +23,7 @@ EXTREME = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-30, -1e-30, 1e-300, 30.0, -30.0
 def test_traced_body_equals_oracle(name, values):
     op, attrs = table.lookup(name), ATTRS.get(name, {})
     x = torch.randn(64, 64, dtype=torch.float64) if values == "random" else EXTREME[:, None].expand(-1, len(EXTREME))
-    args = (x, x.T)[: op.arity[0]]
+    args = (x, x.T, x.flip(0))[: op.arity[0]]
     program = op.program(**attrs)
     got = program.evaluate(FLOAT64, args, lambda c: torch.tensor(c, dtype=torch.float64))
     oracle = args[0] if name == "cast" else op.oracle(*args, **attrs)
@@ -55,7 +55,8 @@ SHAPES = [
     ("concat", ((3, 4), (2, 4), (1, 4)), {"dim": 0}, (6, 4)), ("slice", ((3, 9),), {"dim": 1, "start": 2, "stop": 5}, (3, 3)),
     ("reshape", ((3, 4),), {"dims": (2, 6)}, (2, 6)), ("permute", ((2, 3, 4),), {"order": (2, 0, 1)}, (4, 2, 3)),
     ("rope", ((2, 3, 8), (1, 3, 4), (1, 3, 4)), {}, (2, 3, 8)), ("cache_append", ((2, 3, 9, 4), (2, 3, 1, 4), (2,)), {}, (2, 3, 9, 4)),
-    ("clamp", ((3,),), {"min": 0.0}, (3,)), ("cast", ((3,),), {"dtype": "bfloat16"}, (3,))]
+    ("clamp", ((3,),), {"min": 0.0}, (3,)), ("cast", ((3,),), {"dtype": "bfloat16"}, (3,)),
+    ("within", ((2, 3, 4), (3, 1), (3, 1)), {"dim": 2}, (2, 3, 4)), ("softmax", ((2, 3, 4), (2, 1, 1), (2, 1, 1)), {"dim": -1}, (2, 3, 4))]
 
 
 @pytest.mark.parametrize("name, dims, attrs, want", SHAPES, ids=[s[0] for s in SHAPES])
