@@ -116,7 +116,7 @@ def with_garbage(program: KernelGraph, case: Case, seed: int, device: torch.devi
         return None
     harmless = []
     for n in may:
-        eager = run_kernel_graph(program, make_inputs(program, replace(case, garbage=(n,)), seed, device))
+        eager = run_kernel_graph(program, make_inputs(program, replace(case, garbage=(n,)), seed, device), as_on_gpu=True)
         harmless += [n] if all(bool(torch.isfinite(y).all()) for y in eager) else []
     return replace(case, garbage=tuple(harmless)) if harmless else None
 
@@ -144,7 +144,7 @@ def with_scores(program: KernelGraph, case: Case, seed: int, device: torch.devic
         return None
 
     def largest(grown: tuple[int, ...], by: float, wide: torch.dtype | None) -> float:
-        found = run_kernel_graph(part, make_inputs(program, replace(case, grown=grown, by=by), seed, device), wide)
+        found = run_kernel_graph(part, make_inputs(program, replace(case, grown=grown, by=by), seed, device), wide, as_on_gpu=True)
         return max(float(x.abs().max()) for x in found)
 
     def growth(grown: tuple[int, ...]) -> tuple[float, float]:
@@ -204,7 +204,7 @@ class NumericCheck:
         if case not in self._cached:
             inputs = make_inputs(self.program, case, self.seed, self.device)
             reference = run_kernel_graph(self.program, [x.clone() for x in inputs], torch.float64)
-            eager = run_kernel_graph(self.program, [x.clone() for x in inputs])
+            eager = run_kernel_graph(self.program, [x.clone() for x in inputs], as_on_gpu=True)
             where = [torch.isfinite(e) & (r.abs() <= _IN_RANGE * torch.finfo(e.dtype).max) for e, r in zip(eager, reference, strict=True)]
             self._cached[case] = (inputs, reference, eager, where)
         return self._cached[case]
