@@ -50,44 +50,43 @@ PYBIND11_MODULE(_core, m) {
       .def("text", &format, "The program as text, in the form of core/program_text.h.");
   py::class_<Limits>(m, "Limits")
       .def(py::init<>())
-      .def_readwrite("seconds", &Limits::seconds) .def_readwrite("width", &Limits::width)
-      .def_readwrite("max_kernels", &Limits::max_kernels) .def_readwrite("max_cuts", &Limits::max_cuts)
-      .def_readwrite("max_variants", &Limits::max_variants) .def_readwrite("max_candidates", &Limits::max_candidates)
-      .def_readwrite("max_block_ops", &Limits::max_block_ops) .def_readwrite("max_values", &Limits::max_values)
-      .def_readwrite("max_forms", &Limits::max_forms) .def_readwrite("max_expansions", &Limits::max_expansions)
-      .def_readwrite("threads", &Limits::threads) .def_readwrite("forced", &Limits::forced);
+      .def_readwrite("seconds", &Limits::seconds).def_readwrite("width", &Limits::width)
+      .def_readwrite("max_kernels", &Limits::max_kernels).def_readwrite("max_cuts", &Limits::max_cuts)
+      .def_readwrite("max_variants", &Limits::max_variants).def_readwrite("max_candidates", &Limits::max_candidates)
+      .def_readwrite("max_block_ops", &Limits::max_block_ops).def_readwrite("max_values", &Limits::max_values)
+      .def_readwrite("max_forms", &Limits::max_forms).def_readwrite("max_expansions", &Limits::max_expansions)
+      .def_readwrite("threads", &Limits::threads).def_readwrite("forced", &Limits::forced);
   py::class_<FoundOp>(m, "FoundOp")
-      .def_readonly("out", &FoundOp::out) .def_readonly("op", &FoundOp::op) .def_readonly("symbol", &FoundOp::symbol)
-      .def_readonly("args", &FoundOp::args) .def_readonly("axis", &FoundOp::axis) .def_readonly("axes", &FoundOp::axes);
+      .def_readonly("out", &FoundOp::out).def_readonly("op", &FoundOp::op).def_readonly("symbol", &FoundOp::symbol)
+      .def_readonly("args", &FoundOp::args).def_readonly("axis", &FoundOp::axis);
   py::class_<FoundStage>(m, "FoundStage")
-      .def_readonly("loop", &FoundStage::loop) .def_readonly("body", &FoundStage::body)
+      .def_readonly("loop", &FoundStage::loop).def_readonly("body", &FoundStage::body)
       .def_readonly("accumulators", &FoundStage::accumulators);
   py::class_<FoundLeaf>(m, "FoundLeaf")
-      .def_readonly("value", &FoundLeaf::value) .def_readonly("node", &FoundLeaf::node) .def_readonly("axes", &FoundLeaf::axes)
-      .def_readonly("partial", &FoundLeaf::partial) .def_readonly("combine", &FoundLeaf::combine);
+      .def_readonly("value", &FoundLeaf::value).def_readonly("node", &FoundLeaf::node)
+      .def_readonly("partial", &FoundLeaf::partial).def_readonly("combine", &FoundLeaf::combine);
   py::class_<FoundOutput>(m, "FoundOutput")
-      .def_readonly("value", &FoundOutput::value) .def_readonly("stored", &FoundOutput::stored)
-      .def_readonly("output", &FoundOutput::output) .def_readonly("partial", &FoundOutput::partial)
-      .def_readonly("axes", &FoundOutput::axes);
+      .def_readonly("value", &FoundOutput::value).def_readonly("stored", &FoundOutput::stored)
+      .def_readonly("output", &FoundOutput::output);
   py::class_<FoundKernel>(m, "FoundKernel")
-      .def_readonly("roles", &FoundKernel::roles) .def_readonly("axes", &FoundKernel::axes)
-      .def_readonly("split", &FoundKernel::split) .def_readonly("parts", &FoundKernel::parts)
-      .def_readonly("leaves", &FoundKernel::leaves) .def_readonly("stages", &FoundKernel::stages)
-      .def_readonly("outputs", &FoundKernel::outputs) .def_readonly("cost_us", &FoundKernel::cost_us);
+      .def_readonly("roles", &FoundKernel::roles).def_readonly("axes", &FoundKernel::axes)
+      .def_readonly("split", &FoundKernel::split).def_readonly("parts", &FoundKernel::parts)
+      .def_readonly("leaves", &FoundKernel::leaves).def_readonly("stages", &FoundKernel::stages)
+      .def_readonly("outputs", &FoundKernel::outputs);
   py::class_<Candidate>(m, "Candidate")
-      .def_readonly("kernels", &Candidate::kernels).def_readonly("nodes", &Candidate::nodes) .def_readonly("cost_us", &Candidate::cost_us);
+      .def_readonly("kernels", &Candidate::kernels).def_readonly("nodes", &Candidate::nodes).def_readonly("cost_us", &Candidate::cost_us);
   py::class_<Statistics>(m, "Statistics")
-      .def_readonly("values", &Statistics::values) .def_readonly("derivations", &Statistics::derivations)
-      .def_readonly("examined", &Statistics::examined) .def_readonly("outside_goal", &Statistics::outside_goal)
-      .def_readonly("cancelling", &Statistics::cancelling) .def_readonly("expansions", &Statistics::expansions)
-      .def_readonly("dominated", &Statistics::dominated) .def_readonly("variants", &Statistics::variants)
-      .def_readonly("kernels", &Statistics::kernels) .def_readonly("illegal", &Statistics::illegal)
-      .def_readonly("plans", &Statistics::plans) .def_readonly("cost_pruned", &Statistics::cost_pruned)
+      .def_readonly("values", &Statistics::values).def_readonly("derivations", &Statistics::derivations)
+      .def_readonly("examined", &Statistics::examined).def_readonly("outside_goal", &Statistics::outside_goal)
+      .def_readonly("cancelling", &Statistics::cancelling).def_readonly("expansions", &Statistics::expansions)
+      .def_readonly("dominated", &Statistics::dominated).def_readonly("variants", &Statistics::variants)
+      .def_readonly("kernels", &Statistics::kernels).def_readonly("illegal", &Statistics::illegal)
+      .def_readonly("plans", &Statistics::plans).def_readonly("cost_pruned", &Statistics::cost_pruned)
       .def_readonly("forms", &Statistics::forms)
-      .def_readonly("candidates", &Statistics::candidates).def_readonly("best_us", &Statistics::best_us) .def_readonly("seconds", &Statistics::seconds)
+      .def_readonly("candidates", &Statistics::candidates).def_readonly("best_us", &Statistics::best_us).def_readonly("seconds", &Statistics::seconds)
       .def_readonly("first_seconds", &Statistics::first_seconds);
   py::class_<SearchResult>(m, "SearchResult")
-      .def_readonly("candidates", &SearchResult::candidates) .def_readonly("stats", &SearchResult::stats)
+      .def_readonly("candidates", &SearchResult::candidates).def_readonly("stats", &SearchResult::stats)
       .def_readonly("stop", &SearchResult::stop);
   m.attr("max_axes") = kMaxAxes;
   m.attr("max_nodes") = kMaxProgramNodes;

@@ -63,7 +63,6 @@ struct FoundOp {
   int symbol = -1;                // opaque: the program's function
   std::vector<int> args;
   int axis = -1;                  // sum, max over a tile axis, or over the loop axis for an accumulator
-  AxisSet axes = 0;
 };
 
 struct FoundStage {
@@ -76,7 +75,6 @@ struct FoundStage {
 struct FoundLeaf {
   int value = -1;
   int node = -1;                  // the program's node; -1: stored by an earlier kernel
-  AxisSet axes = 0;
   int partial = -1;               // the axis over which the stored value is still to be summed: one result per part of it
   Op combine = Op::sum;           // how partial results are combined: sum or max
 };
@@ -85,8 +83,6 @@ struct FoundOutput {
   int value = -1;                 // as the kernel names it
   int stored = -1;                // as later kernels name it
   int output = -1;                // which output of the program; -1: for later kernels
-  int partial = -1;
-  AxisSet axes = 0;
 };
 
 struct FoundKernel {
@@ -97,7 +93,6 @@ struct FoundKernel {
   std::vector<FoundLeaf> leaves;
   std::vector<FoundStage> stages;
   std::vector<FoundOutput> outputs;
-  double cost_us = 0;
 };
 
 struct Candidate {

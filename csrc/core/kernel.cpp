@@ -269,12 +269,11 @@ FoundKernel KernelSearch::emit(const KernelTask& task, const KernelChoice& choic
   k.roles = choice.roles;
   k.split = choice.split;
   k.parts = choice.parts;
-  k.cost_us = choice.cost;
   for (int n : nodes) {
     const Variant::Node& node = v_.nodes[n];
     k.axes |= node.axes;
     if (computed(n, task.stored)) continue;
-    FoundLeaf leaf{n, task.stored[n] ? -1 : node.source, node.axes, -1, node.op};
+    FoundLeaf leaf{n, task.stored[n] ? -1 : node.source, -1, node.op};
     for (auto& [stored, by] : stored_by)
       if (stored == n && task.stored[n] && partial(n, by)) leaf.partial = by.split;
     k.leaves.push_back(leaf);
@@ -283,7 +282,7 @@ FoundKernel KernelSearch::emit(const KernelTask& task, const KernelChoice& choic
   std::map<std::pair<int, int>, int> name;
   const auto op = [&](int n, int stage) {
     const Variant::Node& node = v_.nodes[n];
-    FoundOp f{n, node.op, node.symbol, {}, node.axis, node.axes};
+    FoundOp f{n, node.op, node.symbol, {}, node.axis};
     for (int a : node.args) {
       const auto it = name.find({a, stage});
       f.args.push_back(it == name.end() ? a : it->second);
@@ -320,7 +319,7 @@ FoundKernel KernelSearch::emit(const KernelTask& task, const KernelChoice& choic
   };
   for (int n : nodes) {
     if (!task.outputs[n]) continue;
-    FoundOutput out{stored_name(n), n, -1, partial(n, choice) ? choice.split : -1, v_.nodes[n].axes};
+    FoundOutput out{stored_name(n), n, -1};
     if (!task.final[n]) k.outputs.push_back(out);
     else
       for (out.output = 0; out.output < static_cast<int>(v_.outputs.size()); ++out.output)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from mirage_hf import _core, errors
+from mirage_hf import _core
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
@@ -85,7 +85,7 @@ def ugraph_of(plan: _core.Candidate, spec: Spec, names: Sequence[str], functions
     for scaled in (True, False):
         try:
             return _Plan(plan, spec, names, functions, program, scaled).build(), scaled
-        except (_Refused, errors.GraphError):  # GraphError: a shift that changes along the loop, read after it
+        except _Refused:
             continue
         except _Impossible:
             return None
@@ -172,6 +172,7 @@ class _Kernel:
         self.known: dict[tuple[object, ...], str] = {}
         self.computed: set[str] = set()
         self.local: set[str] = set()  # values of this stage only: they change along the loop, or read a running maximum
+        self.gone: set[str] = set()  # those of earlier stages
         self.count = 0
 
     @staticmethod
@@ -262,6 +263,7 @@ class _Kernel:
         key = (fn, args, attrs, over)
         if key in self.known:
             return self.known[key]
+        self._readable(args)
         axes = {a for x in args if isinstance(x, str) for a in self.carried[x]}
         if not any(isinstance(x, str) for x in args):
             raise _Refused("an op of numbers alone")
@@ -275,6 +277,10 @@ class _Kernel:
         if self.loop in axes or any(a in self.local for a in args):
             self.local.add(out)
         return out
+
+    def _readable(self, values: Iterable[str | float]) -> None:
+        if any(v in self.gone for v in values):
+            raise _Refused("a value that changes along the loop is read after it")
 
     def _is_split(self, axis: str) -> bool:
         return self.found.split >= 0 and self.plan.names[self.found.split] == axis
@@ -421,6 +427,7 @@ class _Kernel:
             return self.known[key]
         if not isinstance(arg, str) or self.loop not in self.carried[arg]:
             raise _Refused("a sum of something that does not change along the loop")
+        self._readable((arg,))
         out = self._fresh("acc")
         left = set(self.carried[arg]) - {self.loop} | ({self.parts} if self.parts and self._is_split(str(self.loop)) else set())
         self.carried[out] = self._sorted(a for a in left if a)
@@ -503,6 +510,7 @@ class _Kernel:
             raise _Refused("a value that changes along the loop is made outside of it")
         if self.body or self.accumulators:
             self.stages.append(Stage(loop, tuple(self.body), tuple(self.accumulators)))
+        self.gone |= {op.out for op in self.body if op.out in self.local}
         self.body, self.accumulators = [], []
         self.known = {k: v for k, v in self.known.items() if v not in self.local}
         self.local = set()
