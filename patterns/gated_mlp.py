@@ -17,11 +17,11 @@ LAYOUTS = (MlpLayout("Llama, Mistral, Qwen2, Qwen3, Gemma, OLMo2, Granite", "gat
 def build(rows: int, k: int, n: int, activation: str, norm: bool, bias: bool, eps: float, dtype: torch.dtype) -> KernelGraph:
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
-    y = g.rms_norm(x, g.new_input((1, k), dtype, name="gamma"), eps) if norm else x
+    y = g.rms_norm(x, g.new_input((1, k), dtype, name="gamma", constant=True), eps) if norm else x
     halves = []
     for name in ("gate", "up"):
-        half = g.matmul(y, g.new_input((k, n), dtype, strides=(1, k), name=f"w_{name}"))
-        halves.append(g.add(half, g.new_input((1, n), dtype, name=f"b_{name}")) if bias else half)
+        half = g.matmul(y, g.new_input((k, n), dtype, strides=(1, k), name=f"w_{name}", constant=True))
+        halves.append(g.add(half, g.new_input((1, n), dtype, name=f"b_{name}", constant=True)) if bias else half)
     g.mark_output(g.mul(getattr(g, activation)(halves[0]), halves[1]))
     return g
 

@@ -12,9 +12,9 @@ AXES = {"x": "rows k", "w": "k n", "b": "1 n", "residual": "rows n", "y": "rows 
 def build(rows: int, k: int, n: int, bias: bool, dtype: torch.dtype) -> KernelGraph:
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
-    y = g.matmul(x, g.new_input((k, n), dtype, strides=(1, k), name="w"))
+    y = g.matmul(x, g.new_input((k, n), dtype, strides=(1, k), name="w", constant=True))
     if bias:
-        y = g.add(y, g.new_input((1, n), dtype, name="b"))
+        y = g.add(y, g.new_input((1, n), dtype, name="b", constant=True))
     g.mark_output(g.add(y, g.new_input((rows, n), dtype, name="residual")))
     return g
 

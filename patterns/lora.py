@@ -16,11 +16,11 @@ def build(rows: int, k: int, n: int, r: int, bias: bool, scaling: float, dtype: 
           adapter_dtype: torch.dtype) -> KernelGraph:
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
-    y = g.matmul(x, g.new_input((k, n), dtype, strides=(1, k), name="w"))
+    y = g.matmul(x, g.new_input((k, n), dtype, strides=(1, k), name="w", constant=True))
     if bias:
-        y = g.add(y, g.new_input((1, n), dtype, name="bias"))
-    a = g.new_input((k, r), adapter_dtype, strides=(1, k), name="a")
-    b = g.new_input((r, n), adapter_dtype, strides=(1, r), name="b")
+        y = g.add(y, g.new_input((1, n), dtype, name="bias", constant=True))
+    a = g.new_input((k, r), adapter_dtype, strides=(1, k), name="a", constant=True)
+    b = g.new_input((r, n), adapter_dtype, strides=(1, r), name="b", constant=True)
     wider = torch.promote_types(dtype, adapter_dtype)
     delta = g.mul(g.matmul(g.matmul(x if dtype == adapter_dtype else g.cast(x, adapter_dtype), a), b), scaling)
     y = g.add(y if dtype == wider else g.cast(y, wider), delta if adapter_dtype == wider else g.cast(delta, wider))

@@ -13,9 +13,9 @@ AXES = {"x": "rows k", "gamma": "1 k", "w…": "k n…", "b…": "1 n…", "y": 
 def build(rows: int, k: int, n: tuple[int, ...], bias: bool, eps: float, dtype: torch.dtype) -> KernelGraph:
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
-    gamma = g.new_input((1, k), dtype, name="gamma")
-    weights = [g.new_input((k, width), dtype, strides=(1, k), name=f"w{i}") for i, width in enumerate(n)]
-    biases = [g.new_input((1, width), dtype, name=f"b{i}") for i, width in enumerate(n)] if bias else []
+    gamma = g.new_input((1, k), dtype, name="gamma", constant=True)
+    weights = [g.new_input((k, width), dtype, strides=(1, k), name=f"w{i}", constant=True) for i, width in enumerate(n)]
+    biases = [g.new_input((1, width), dtype, name=f"b{i}", constant=True) for i, width in enumerate(n)] if bias else []
     y = g.matmul(g.rms_norm(x, gamma, eps), g.concat(weights, dim=1) if len(n) > 1 else weights[0])
     if bias:
         y = g.add(y, g.concat(biases, dim=1) if len(n) > 1 else biases[0])

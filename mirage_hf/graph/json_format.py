@@ -44,9 +44,13 @@ def block_to_dict(block: BlockGraph) -> Json:
 
 
 def _graph_body(graph: KernelGraph) -> Json:
-    made: dict[int, Json] = {t.index: {"op": "input", **_tensor(t), "strides": list(t.strides)} for t in graph.inputs}
+    made = {t.index: _input(t) for t in graph.inputs}
     made |= {op.outputs[0].index: _node(op) for op in graph.ops}
     return {"nodes": [made[i] for i in sorted(made)], "outputs": [t.name for t in graph.outputs]}
+
+
+def _input(t: DTensor) -> Json:
+    return {"op": "input", **_tensor(t), "strides": list(t.strides)} | ({"constant": True} if t.constant else {})
 
 
 def _tensor(t: DTensor) -> Json:
@@ -153,8 +157,8 @@ def ugraph_from_dict(data: Any, source: str = "µGraph") -> UGraph:
         ours, theirs = ([(t.dims, t.dtype) for t in getattr(g, what)] for g in (program, kernels))
         if ours != theirs:
             raise place.error(f"program and kernels differ in their {what}")
-    if [t.strides for t in program.inputs] != [t.strides for t in kernels.inputs]:
-        raise place.error("program and kernels differ in the strides of their inputs")
+    if [(t.strides, t.constant) for t in program.inputs] != [(t.strides, t.constant) for t in kernels.inputs]:
+        raise place.error("program and kernels differ in the strides of their inputs, or in which are constant")
     return UGraph(program, kernels)
 
 
@@ -169,6 +173,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "text": ("a string", lambda v: isinstance(v, str)),
     "text?": ("a string or null", lambda v: v is None or isinstance(v, str)),
     "int": ("an integer below 2^63", lambda v: isinstance(v, int) and not isinstance(v, bool) and abs(v) < 1 << 63),
+    "flag": ("true or false", lambda v: isinstance(v, bool)),
     "number": ("a number", lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)),
     "scalar": ("a number, a string or a flag", lambda v: isinstance(v, (int, float, str)) and v == v),
 }
@@ -267,7 +272,8 @@ def _read_node(graph: KernelGraph, tensors: Mapping[str, DTensor], node: _Place)
     op = node.get("op", "text")
     if op == "input":
         dims, strides = tuple(_dim(d) for d in _items(node.key("dims", "list"))), node.all("strides", "int")
-        return [node.build(graph.new_input, dims, node.get("dtype", "text"), strides, node.get("name", "text"))]
+        constant = "constant" in node.value and node.get("constant", "flag")
+        return [node.build(graph.new_input, dims, node.get("dtype", "text"), strides, node.get("name", "text"), constant=constant)]
     operands = [_named(tensors, x) if isinstance(x.value, str) else _number(x) for x in _items(node.key("inputs", "list"))]
     wanted = node.key("outputs", "list").each("object")
     names = [w.get("name", "text") for w in wanted]

@@ -27,7 +27,11 @@ _uids = itertools.count()
 
 @dataclass(frozen=True)
 class DTensor:
-    """A tensor in device memory: `dims`, `dtype`, `name`, and a stride per dim in elements (row-major unless given)."""
+    """A tensor in device memory: `dims`, `dtype`, `name`, and a stride per dim in elements (row-major unless given).
+
+    `constant`: an input that no other kernel of a captured CUDA graph writes, a weight. Kernels may read it before the kernels
+    ahead of them are done.
+    """
 
     index: int
     dims: tuple[int, ...]
@@ -35,6 +39,7 @@ class DTensor:
     name: str
     strides: tuple[int, ...]
     graph_uid: int = field(compare=False, repr=False)
+    constant: bool = False
 
     def __str__(self) -> str:
         return f"%{self.name}"
@@ -81,8 +86,11 @@ class KernelGraph:
     # -- building -------------------------------------------------------------------------------------------------------
 
     def new_input(self, dims: Sequence[int], dtype: torch.dtype | str = torch.float16,
-                  strides: Sequence[int] | None = None, name: str | None = None) -> DTensor:
-        """Add an input of shape `dims`; `strides` in elements, row-major unless given ((1, k) reads an nn.Linear weight)."""
+                  strides: Sequence[int] | None = None, name: str | None = None, *, constant: bool = False) -> DTensor:
+        """Add an input of shape `dims`; `strides` in elements, row-major unless given ((1, k) reads an nn.Linear weight).
+
+        constant: a weight, which nothing writes while kernels run; it is read early where a launch overlaps the one before.
+        """
         dims = tuple(dims)
         if not dims or any(not isinstance(d, int) or isinstance(d, bool) or d < 1 for d in dims) or math.prod(dims) >= 1 << 63:
             raise errors.GraphError(f"new_input: dims must be positive integers with a product below 2^63, got {errors.shape(dims)}")
@@ -90,9 +98,13 @@ class KernelGraph:
         if len(strides) != len(dims) or any(not isinstance(s, int) or isinstance(s, bool) or not 0 <= s < 1 << 63 for s in strides):
             raise errors.GraphError(
                 f"new_input: strides {errors.shape(strides)} must be one non-negative integer per dim of {errors.shape(dims)}")
-        tensor = self._tensor(dims, table.as_dtype(dtype), name, strides)
+        tensor = self._tensor(dims, table.as_dtype(dtype), name, strides, bool(constant))
         self._inputs.append(tensor)
         return tensor
+
+    def input_like(self, t: DTensor) -> DTensor:
+        """Add an input like an input of another graph."""
+        return self.new_input(t.dims, t.dtype, t.strides, t.name, constant=t.constant)
 
     def mark_output(self, *tensors: DTensor) -> None:
         """Make tensors outputs, in this order. Without it, the tensors that nothing reads are the outputs."""
@@ -231,14 +243,15 @@ class KernelGraph:
         self._ops.append(KernelOp(name, operands, (out,), tuple(sorted(attrs.items()))))
         return out
 
-    def _tensor(self, dims: tuple[int, ...], dtype: torch.dtype, name: str | None, strides: tuple[int, ...] | None = None) -> DTensor:
+    def _tensor(self, dims: tuple[int, ...], dtype: torch.dtype, name: str | None, strides: tuple[int, ...] | None = None,
+                constant: bool = False) -> DTensor:
         index = len(self._tensors)
         taken = {t.name for t in self._tensors}
         if name is None:
             name = next(n for n in (f"t{index}" + "_" * i for i in itertools.count()) if n not in taken)
         elif name in taken or not name.isidentifier():
             raise errors.GraphError(f"tensor name {name!r} is taken or not an identifier; choose another")
-        t = DTensor(index, dims, dtype, name, row_major(dims) if strides is None else strides, self._uid)
+        t = DTensor(index, dims, dtype, name, row_major(dims) if strides is None else strides, self._uid, constant)
         self._tensors.append(t)
         return t
 

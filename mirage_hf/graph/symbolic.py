@@ -94,7 +94,7 @@ def at(graph: KernelGraph, sizes: Mapping[str, int]) -> KernelGraph:
     new: dict[int, DTensor] = {}
     for t in graph.inputs:
         dims = size(t.dims)
-        new[t.index] = out.new_input(dims, t.dtype, None if t.strides == row_major(t.dims) else t.strides, t.name)
+        new[t.index] = out.new_input(dims, t.dtype, None if t.strides == row_major(t.dims) else t.strides, t.name, constant=t.constant)
     for op in graph.ops:
         made = _again(out, op, new, size)
         new |= {t.index: r for t, r in zip(op.outputs, made, strict=True)}
@@ -150,7 +150,7 @@ def ugraph_at(ugraph: UGraph, sizes: Mapping[str, int]) -> UGraph:
     # the kernels' inputs are the program's, whose dims know their names
     kernels = KernelGraph()
     theirs = zip(ugraph.kernels.inputs, program.inputs, strict=True)
-    new = {t.index: kernels.new_input(u.dims, u.dtype, u.strides, t.name) for t, u in theirs}
+    new = {t.index: kernels.new_input(u.dims, u.dtype, u.strides, t.name, constant=u.constant) for t, u in theirs}
 
     def size(d: Any) -> Any:
         return sizes.get(d.name, d) if isinstance(d, Dim) else tuple(map(size, d)) if isinstance(d, tuple) else d

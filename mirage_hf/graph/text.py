@@ -32,7 +32,8 @@ def format_graph(graph: KernelGraph) -> str:
 
 
 def _input(t: DTensor) -> str:
-    return f"{t} = input {_type(t)}" + ("" if t.strides == row_major(t.dims) else f" strides {_value(t.strides)}")
+    strides = "" if t.strides == row_major(t.dims) else f" strides {_value(t.strides)}"
+    return f"{t} = input {_type(t)}{strides}" + (" constant" if t.constant else "")
 
 
 def _type(t: DTensor) -> str:
@@ -127,9 +128,9 @@ class _Parser:
         """An error at the next token, or `back` tokens before it."""
         return errors.FormatError(f"{self.source}, line {self.tokens[self.at - back].line}: {what}; str(graph) shows the form")
 
-    def build(self, make: Callable[..., Any], *args: Any) -> Any:
+    def build(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return make(*args)
+            return make(*args, **kwargs)
         except errors.GraphError as e:
             raise self.error(str(e), back=1) from e
 
@@ -209,7 +210,9 @@ class _Parser:
         if op == "input":
             dtype, dims = self.type()
             strides = tuple(self.many(self.integer, "(", ")")) if self.takes("strides") else None
-            return [self.build(graph.new_input, dims, dtype, strides, *names)] if len(names) == 1 else self.one_name(names)
+            if len(names) != 1:
+                return self.one_name(names)
+            return [self.build(graph.new_input, dims, dtype, strides, *names, constant=self.takes("constant"))]
         operands, attrs = self.arguments(lambda: self.tensor(tensors))
         types = self.many(self.type) if self.takes(":") else None
         if op == CUSTOMIZED:

@@ -90,7 +90,7 @@ def library_ugraph(program: KernelGraph) -> UGraph:
     if not any(parts(op) for op in program.ops):
         return UGraph(program, program)
     kernels = KernelGraph()
-    new = {t.index: kernels.new_input(t.dims, t.dtype, t.strides, t.name) for t in program.inputs}
+    new = {t.index: kernels.input_like(t) for t in program.inputs}
     read = {x.index for op in program.ops if not parts(op) for x in op.inputs if isinstance(x, DTensor)}
     read |= {x.index for op in program.ops for x in (op.inputs[:1] + parts(op) if parts(op) else ()) if isinstance(x, DTensor)}
     read |= {t.index for t in program.outputs}

@@ -87,7 +87,7 @@ def part(program: KernelGraph, ops: Sequence[KernelOp], writes: Sequence[int]) -
     known = {t.index: t for t in program.inputs} | {t.index: t for op in program.ops for t in op.outputs}
     for n in reads:
         t = known[n]
-        new[n] = graph.new_input(t.dims, t.dtype, t.strides, t.name)
+        new[n] = graph.input_like(t)
     for op in ops:
         args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
         outputs = graph.customized(args, op.block) if op.block else [graph.apply(op.name, args, dict(op.attrs))]  # type: ignore[arg-type]

@@ -99,7 +99,7 @@ class _Plan:
                  scaled: bool):
         self.plan, self.spec, self.names, self.functions, self.program, self.scaled = plan, spec, names, functions, program, scaled
         self.kernels = KernelGraph()
-        self.inputs = [self.kernels.new_input(t.dims, t.dtype, t.strides, t.name) for t in program.inputs]
+        self.inputs = [self.kernels.input_like(t) for t in program.inputs]
         self.stored: dict[int, _Stored] = {}
         self.results: dict[int, DTensor] = {}
         self.of_exp: set[int] = set()  # nodes computed from an exponential: an exponential of these is opaque to proofs, and stays whole

@@ -23,7 +23,7 @@ class Joined:
     def split(self, ugraph: UGraph) -> UGraph:
         """The µGraph of `program` for one of `graph`: the same kernels, and a view for each slice."""
         kernels = KernelGraph()
-        made = inline(kernels, ugraph.kernels, [kernels.new_input(t.dims, t.dtype, t.strides, t.name) for t in self.program.inputs])
+        made = inline(kernels, ugraph.kernels, [kernels.input_like(t) for t in self.program.inputs])
         kernels.mark_output(*(made[n] if at is None else kernels.slice(made[n], len(made[n].dims) - 1, *at) for n, at in self.outputs))
         return UGraph(self.program, kernels)
 
@@ -47,7 +47,7 @@ def join(graph: KernelGraph) -> Joined | None:
     if not joins:
         return None
     out = KernelGraph()
-    new = {t.index: out.new_input(t.dims, t.dtype, t.strides, t.name) for t in graph.inputs}
+    new = {t.index: out.input_like(t) for t in graph.inputs}
     apart = [op for ops in joins for op in ops]
     for op in graph.ops:
         if op.block is not None:

@@ -66,7 +66,7 @@ class MapRestriction:
         if blocks == [op.block for op in ugraph.block_ops]:
             return ugraph
         kernels, changed = KernelGraph(), iter(blocks)
-        new: dict[int, DTensor] = {t.index: kernels.new_input(t.dims, t.dtype, t.strides, t.name) for t in ugraph.kernels.inputs}
+        new: dict[int, DTensor] = {t.index: kernels.input_like(t) for t in ugraph.kernels.inputs}
         for op in ugraph.kernels.ops:
             args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
             if op.name == CUSTOMIZED:

@@ -138,7 +138,7 @@ def examine(ugraph: UGraph) -> Candidate | Refused:
         if len(mine) != len(theirs):
             return Refused(f"the kernels have {len(mine)} {what}, the program has {len(theirs)}")
         for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            if (a.dims, a.dtype, a.strides) != (b.dims, b.dtype, b.strides):
+            if (a.dims, a.dtype, a.strides, a.constant) != (b.dims, b.dtype, b.strides, b.constant):
                 return Refused(f"{what[:-1]} {k} of the kernels is {_layout(a)}, the program's is {_layout(b)}")
     proof = prove(ugraph)
     if isinstance(proof, Refused):
@@ -153,7 +153,7 @@ def examine(ugraph: UGraph) -> Candidate | Refused:
 
 
 def _layout(t: DTensor) -> str:
-    return f"{table.dtype_name(t.dtype)} {errors.shape(t.dims)} with strides {errors.shape(t.strides)}"
+    return f"{table.dtype_name(t.dtype)} {errors.shape(t.dims)} with strides {errors.shape(t.strides)}{', constant' if t.constant else ''}"
 
 
 def verify(program: KernelGraph, kernels: KernelGraph) -> Verdict:

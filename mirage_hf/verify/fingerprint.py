@@ -173,9 +173,9 @@ def _interface(program: KernelGraph, kernels: KernelGraph) -> Refused | None:
         if len(mine) != len(theirs):
             return Refused(f"{len(mine)} {what}s, the program has {len(theirs)}")
         for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            if (a.dims, a.dtype) != (b.dims, b.dtype) or (what == "input" and a.strides != b.strides):
+            if (a.dims, a.dtype) != (b.dims, b.dtype) or (what == "input" and (a.strides, a.constant) != (b.strides, b.constant)):
                 return Refused(f"{what} {k} is {errors.shape(a.dims)} {table.dtype_name(a.dtype)}, the program's is "
-                               f"{errors.shape(b.dims)} {table.dtype_name(b.dtype)}, or has other strides")
+                               f"{errors.shape(b.dims)} {table.dtype_name(b.dtype)}, or has other strides or is not constant in both")
     return None
 
 

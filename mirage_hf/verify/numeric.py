@@ -124,7 +124,7 @@ def with_garbage(program: KernelGraph, case: Case, seed: int, device: torch.devi
 def exponents(program: KernelGraph) -> KernelGraph | None:
     """The part of a program that computes the arguments of its exponentials; None if it has none."""
     part = KernelGraph()
-    new = {t.index: part.new_input(t.dims, t.dtype, t.strides, t.name) for t in program.inputs}
+    new = {t.index: part.input_like(t) for t in program.inputs}
     found = []
     for op in program.ops:
         if op.name == CUSTOMIZED:

@@ -193,7 +193,7 @@ class _Windows:
 
     def _stitch(self, path: Path) -> Candidate:
         program, kernels = self.cut.program, KernelGraph()
-        now: dict[int, DTensor] = {t.index: kernels.new_input(t.dims, t.dtype, t.strides, t.name) for t in program.inputs}
+        now: dict[int, DTensor] = {t.index: kernels.input_like(t) for t in program.inputs}
 
         def view(op: KernelOp) -> None:
             if op.outputs[0].index not in now:
@@ -243,7 +243,7 @@ def _by_launches(c: Choice) -> tuple[float, ...]:
 def _key(graph: KernelGraph) -> str:
     """The same for graphs that differ in names only."""
     plain = KernelGraph()
-    plain.mark_output(*inline(plain, graph, [plain.new_input(t.dims, t.dtype, t.strides) for t in graph.inputs]))
+    plain.mark_output(*inline(plain, graph, [plain.input_like(t) for t in graph.inputs]))
     return json_format.digest(json_format.graph_to_dict(plain))
 
 
