@@ -33,6 +33,7 @@ from mirage_hf.zoo.store import Store, chain, packaged_store, user_store
 
 SEARCHED, CACHE, ZOO = "searched", "cache", "packaged zoo"
 OURS, LIBRARY = "searched kernel", "library"
+CHAINED = ", in a chain of dependent kernels"
 
 Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
@@ -126,7 +127,7 @@ def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tu
             stats["tried"] = len(result.candidates)
             if result.best_searched is not None:
                 ugraph = replace(result.best_searched.ugraph, schedules=result.best_searched.schedules)
-                timings = (_timing(OURS, result.best_searched), _timing(LIBRARY, result.library))
+                timings = (*_timings(OURS, result.best_searched), *_timings(LIBRARY, result.library))
             else:
                 ugraph = library_ugraph(program)
                 stats["reason"] = next((c.reason for c in result.candidates if c.reason), "")
@@ -163,9 +164,9 @@ def _unmeasured(c: Candidate, on_gpu: bool) -> UGraph:
     return replace(c.ugraph, schedules=tuple((permitted(op, H200) or space.schedules(op, limit=1))[0] for op in c.ugraph.block_ops))
 
 
-def _timing(name: str, c: Tuned) -> Timing:
+def _timings(name: str, c: Tuned) -> tuple[Timing, ...]:
     assert c.timing is not None
-    return Timing(name, c.timing.us, c.timing.low, c.timing.high, c.timing.replays)
+    return tuple(Timing(name + how, t.us, t.low, t.high, t.replays) for how, t in (("", c.timing), (CHAINED, c.chain)) if t is not None)
 
 
 def _resolved(entry: Entry, source: str, gpu: torch.device | None, seconds: float, note: str = "") -> Resolved:
@@ -174,17 +175,14 @@ def _resolved(entry: Entry, source: str, gpu: torch.device | None, seconds: floa
     if not fused:
         why = entry.search.get("reason") or "; ".join(entry.search.get("refused", ())) or entry.search.get("stop")
         reason = f"no single kernel was found: {why}"
-    elif times and times[OURS] > times[LIBRARY]:
-        fused, reason = False, f"the library path was measured faster ({times[LIBRARY]:.1f} µs, searched {times[OURS]:.1f} µs)"
+    elif times:
+        ours, library = (times.get(name + CHAINED, times[name]) for name in (OURS, LIBRARY))
+        if ours > library:
+            fused, reason = False, f"the library path was measured faster ({library:.1f} µs, searched {ours:.1f} µs)"
     if fused and gpu is not None:
         digest = hashlib.sha256(entry.kernel.encode()).hexdigest()
-        run = partial(_on, gpu, compiled.load(entry.kernel, digest).run)
+        run = compiled.load(entry.kernel, digest).run
     else:
         run = partial(run_kernel_graph, entry.ugraph.kernels if fused else entry.ugraph.program)
     return Resolved(run, source, entry.ugraph, fused, reason + note, seconds, times.get(OURS), times.get(LIBRARY), entry.error_bound,
                     entry.key.digest, int(entry.search.get("candidates", 0)), entry)
-
-
-def _on(device: torch.device, run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    with torch.cuda.device(device):  # Triton launches on the current device, which need not be that of the tensors
-        return run(inputs)

@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +97,8 @@ def _compile(module: ModuleType, launch: Launch, sm: int) -> Compiled:
     if not hasattr(fn, "cache_key"):
         raise errors.CodegenError(f"{launch.kernel}: the Triton interpreter is on, it cannot compile; unset TRITON_INTERPRET")
     aligned = {(n,): [["tt.divisibility", 16]] for n in range(len(launch.signature))}
-    source = ASTSource(fn, signature=dict(launch.signature), constexprs={}, attrs=aligned)
+    overlaps = {"overlaps": sm >= 90}
+    source = ASTSource(fn, signature={**dict(launch.signature), "overlaps": "constexpr"}, constexprs=overlaps, attrs=aligned)
     try:
         kernel = triton.compile(source, target=GPUTarget("cuda", sm, 32),
                                 options={"num_warps": launch.num_warps, "num_stages": launch.num_stages})
@@ -106,12 +107,21 @@ def _compile(module: ModuleType, launch: Launch, sm: int) -> Compiled:
     return Compiled(launch.kernel, sm, dict(kernel.asm), kernel.metadata.shared, launch.num_warps)
 
 
-def compile_all(programs: Sequence[Program], sm: int, threads: int | None = None) -> list[list[Compiled] | errors.CodegenError]:
-    """Compile many programs in parallel; a program that does not compile gives its error instead."""
+def compiling(programs: Sequence[Program], sm: int, threads: int | None = None) -> Iterator[list[Compiled] | errors.CodegenError]:
+    """Compile many programs in parallel and give each when it is done, in order; a program that does not compile gives its error
+    instead. What nobody waits for any more is not begun."""
     def attempt(program: Program) -> list[Compiled] | errors.CodegenError:
         try:
             return ahead_of_time(program, sm)
         except errors.CodegenError as e:
             return e
-    with ThreadPoolExecutor(threads or settings().threads) as pool:
-        return list(pool.map(attempt, programs))
+    pool = ThreadPoolExecutor(threads or settings().threads)
+    try:
+        yield from pool.map(attempt, programs)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def compile_all(programs: Sequence[Program], sm: int, threads: int | None = None) -> list[list[Compiled] | errors.CodegenError]:
+    """Compile many programs in parallel; see `compiling`."""
+    return list(compiling(programs, sm, threads))

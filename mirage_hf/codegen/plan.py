@@ -15,7 +15,7 @@ import torch
 from mirage_hf import errors
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.triton_math import keeps_zero
-from mirage_hf.graph.block import Accumulator, BlockGraph, BlockInput, BlockOp, Contraction, Role, Stage
+from mirage_hf.graph.block import Accumulator, BlockGraph, BlockInput, BlockOp, BlockOutput, Contraction, Role, Stage
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
@@ -76,16 +76,52 @@ class Plan:
                     raise errors.CodegenError(f"{op.out} carries the loop axis {loop} in a stage without a loop; give the stage the loop")
 
         for dot in self.dots.values():
-            if self.is_asynchronous(dot) and not (self.walks and self.schedule.num_stages > 1) and self._chained(dot):
+            if self.is_asynchronous(dot) and not (self.walks and self.share > 1 and self.schedule.num_stages > 1) and self._chained(dot):
                 # Triton 3.6 gets these wrong (seen on an H200, the same wrong numbers every time): two products of 64 rows, the
                 # second reading the first's result, where loads are not copied asynchronously
                 raise errors.CodegenError(f"{dot.contraction.out} multiplies what another product gives, with {WARPGROUP_ROWS} rows; "
                                           "pipeline the loop (num_stages of 2 or more, a tile shorter than the loop), or give fewer rows")
 
+        if self.schedule.split > 1:
+            self._check_split()
         for value in self.block.carried:
             if value not in self.skipped and self.numel(self.block.carried[value]) > MAX_ELEMENTS:
                 raise errors.CodegenError(f"{value} has {self.numel(self.block.carried[value])} elements in a tile, Triton takes "
                                           f"{MAX_ELEMENTS}; give smaller tiles, or make a tile axis the loop")
+
+    def _check_split(self) -> None:
+        split, loops = self.schedule.split, [s for s in self.block.stages if s.loop]
+        if len(loops) != 1 or not self.walks:
+            raise errors.CodegenError(f"schedule: the loop is split among {split} blocks, so there must be one stage that walks; "
+                                      f"{len(loops)} stages loop" + ("" if self.walks else ", in one step"))
+        if (split - 1) * self.share >= self.trips(str(self.loop)):
+            raise errors.CodegenError(f"schedule: {self.trips(str(self.loop))} steps of the loop cannot be split among {split} blocks of "
+                                      "which none is without work")
+        if not self.shared_sums:
+            raise errors.CodegenError(f"schedule: the loop has no sums that {split} blocks could share; cut a grid axis into smaller tiles")
+        most = max(self.numel(self.block.carried[a.out]) for a in self.shared_sums)
+        if self.scratch >= 2 ** 31 or split * most > MAX_ELEMENTS:
+            raise errors.CodegenError(f"schedule: {self.scratch} partial results are too many; give other tiles or a smaller split")
+
+    @cached_property
+    def share(self) -> int:
+        """Steps of the loop that a block does."""
+        return -(-self.trips(str(self.loop)) // self.schedule.split)
+
+    @cached_property
+    def shared_sums(self) -> tuple[Accumulator, ...]:
+        """The accumulators that several blocks have a part of."""
+        return tuple(a for s in self.block.stages for a in s.accumulators) if self.schedule.split > 1 else ()
+
+    @cached_property
+    def partial_floats(self) -> int:
+        """Partial results of one block."""
+        return sum(self.numel(self.block.carried[a.out]) for a in self.shared_sums)
+
+    @cached_property
+    def scratch(self) -> int:
+        """Partial results of all blocks, float32."""
+        return self.grid * self.partial_floats
 
     @cached_property
     def loop(self) -> str | None:
@@ -107,10 +143,14 @@ class Plan:
         """Tiles along an axis; along a part of it where it is dealt out in parts."""
         return -(-self.block.part(axis) // self.tile(axis))
 
+    def _steps(self, axis: str) -> int:
+        """Tiles along an axis, or along its part, that blocks look at: as many for each block that shares a loop."""
+        return self.share * self.schedule.split if axis == self.loop else self.trips(axis)
+
     def bounds(self, axis: str) -> tuple[bool, bool]:
         """Whether some tile of an axis reaches past the end of its part, and whether some part reaches past the end of the axis."""
         part = self.block.part(axis)
-        return part % self.tile(axis) != 0, self.parts(axis) is not None and self.block.axis(axis).size % part != 0
+        return self._steps(axis) * self.tile(axis) != part, self.parts(axis) is not None and self.block.axis(axis).size % part != 0
 
     def ragged(self, axis: str) -> bool:
         """Whether a tile of an axis may reach past the end of its part or of the axis, so that what is there does not count."""
@@ -120,7 +160,7 @@ class Plan:
         """The largest index along an axis that a block forms an address of."""
         parts = self.parts(axis)
         before = (self.block.axis(parts).size - 1) * self.block.part(axis) if parts else 0
-        return before + self.trips(axis) * self.tile(axis) - 1
+        return before + self._steps(axis) * self.tile(axis) - 1
 
     @cached_property
     def walks(self) -> bool:
@@ -138,11 +178,35 @@ class Plan:
         return math.prod(self.tile(a) for a in axes)
 
     @cached_property
-    def grid(self) -> int:
+    def tiles(self) -> int:
+        """Tiles of the grid axes."""
         return math.prod(self.trips(a.name) for a in self.block.named(Role.GRID))
+
+    @cached_property
+    def grid(self) -> int:
+        """Thread blocks."""
+        return self.tiles * self.schedule.split
 
     def dtype(self, i: BlockInput) -> torch.dtype:
         return self.operands[i.sources[0]].dtype
+
+    def in_place(self, o: BlockOutput, source: int) -> bool:
+        """Whether an output may be written over operand `source`: each block writes what no other block reads, after it read it."""
+        x, y = self.operands[source], self.outputs[self.block.outputs.index(o)]
+        readers = [i for i in self.block.inputs if source in i.sources]
+        return ((x.dims, x.strides, x.dtype, x.constant) == (y.dims, y.strides, y.dtype, False)
+                and all(i.sources == (source,) and i.axes == o.axes and i.bounds is None for i in readers)
+                and (self.loop not in o.axes or not self.walks)
+                and all(self.cuts(a.name, o.axes) for a in self.block.named(Role.GRID)))
+
+    @cached_property
+    def overwrites(self) -> bool:
+        """Whether some output may be written over some operand."""
+        return any(self.in_place(o, n) for o in self.block.outputs for n in range(len(self.operands)))
+
+    def constant(self, i: BlockInput) -> bool:
+        """Whether an input may be read while earlier launches still run."""
+        return i.bounds is None and all(self.operands[s].constant for s in i.sources)
 
     @cached_property
     def input(self) -> dict[str, BlockInput]:

@@ -8,7 +8,7 @@ from typing import Any
 from mirage_hf import errors
 from mirage_hf.graph.block import BlockGraph, Role
 
-VERSION = 1
+VERSION = 2
 """Part of every key under which a tuned kernel is stored; raised when the same schedule generates different code."""
 
 
@@ -21,6 +21,8 @@ class Schedule:
     weights_first: with mma, the larger operand is the left side of the instruction (its 64 rows on Hopper).
     lazy: loop accumulators stay spread over the loop tile and are summed once after the loop (not those of tensor cores).
     evict_first: inputs that only one block reads are marked as first to leave the L2.
+    split: blocks that share the loop of a tile, a power of two; the last of them to be done adds up what all of them found.
+    preload: loop tiles of constant inputs that a block asks for before it waits for the launch ahead of it, a power of two or 0.
     num_warps, num_stages: warps of a block, loop iterations whose loads are in flight.
     """
 
@@ -31,12 +33,14 @@ class Schedule:
     evict_first: bool = True
     num_warps: int = 4
     num_stages: int = 1
+    split: int = 1
+    preload: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiles", tuple(sorted((str(a), int(t)) for a, t in self.tiles)))
-        for name, size in (*self.tiles, ("num_warps", self.num_warps)):
+        for name, size in (*self.tiles, ("num_warps", self.num_warps), ("split", self.split), ("preload", self.preload or 1)):
             if size < 1 or size & (size - 1):
-                raise errors.CodegenError(f"schedule: {name} is {size}; tiles and num_warps must be powers of two")
+                raise errors.CodegenError(f"schedule: {name} is {size}; tiles, num_warps, split and preload must be powers of two")
         if self.num_stages < 1:
             raise errors.CodegenError(f"schedule: num_stages is {self.num_stages}; it must be at least 1")
 
@@ -78,7 +82,8 @@ class Schedule:
         tiles = " ".join(f"{a}:{t}" for a, t in self.tiles)
         how = ("mma" + (" weights-first" if self.weights_first else "")) if self.mma else "fma"
         lazy = " lazy" if self.lazy else ""
-        return f"{tiles} {how}{lazy} warps:{self.num_warps} stages:{self.num_stages}"
+        more = "".join(f" {name}:{n}" for name, n, least in (("split", self.split, 1), ("preload", self.preload, 0)) if n > least)
+        return f"{tiles} {how}{lazy} warps:{self.num_warps} stages:{self.num_stages}{more}"
 
 
 def next_power_of_two(n: int) -> int:

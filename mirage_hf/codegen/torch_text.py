@@ -14,6 +14,8 @@ from mirage_hf.ops import table
 
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**"}
 
+_TAKEN = ("torch", "triton", "tl", "F", "copy", "threading", "inputs", "out", "device", "launch", "counters")
+
 _FORMS = {
     "matmul": "torch.matmul({0}, {1})",
     "reduction": "torch.{kind}({0}, dim={dim}, keepdim=True)",
@@ -75,7 +77,7 @@ def functions(graph: KernelGraph) -> list[str]:
 
 def local(t: DTensor) -> str:
     """A tensor's name as a local variable that hides nothing a generated file needs."""
-    hides = t.name in ("torch", "triton", "tl", "F", "inputs") or t.name in table.OPS or keyword.iskeyword(t.name)
+    hides = t.name in _TAKEN or t.name in table.OPS or keyword.iskeyword(t.name)
     return t.name + "_" if hides else t.name
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from mirage_hf import errors
-from mirage_hf.codegen import torch_text, triton_math
-from mirage_hf.codegen.plan import VIEWS, placed, plan
+from mirage_hf.codegen import launching, torch_text, triton_math
+from mirage_hf.codegen.plan import VIEWS, Plan, placed, plan
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.torch_text import local
 from mirage_hf.codegen.triton_kernel import KernelText, write_kernel
@@ -24,24 +24,34 @@ from mirage_hf.graph.ugraph import UGraph
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 
 
+_SHARED = (("scratch_ptr", "*fp32"), ("counters_ptr", "*i32"))
+"""The last arguments of a kernel whose blocks share a loop."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """One kernel of a program as it is launched: what is needed to compile it ahead of time."""
 
     kernel: str
     signature: tuple[tuple[str, str], ...]
-    """(argument, Triton type), in order."""
+    """(argument, Triton type), in order; `overlaps`, which follows, is true on sm_90 and newer."""
     grid: int
     num_warps: int
     num_stages: int
+    scratch: int = 0
+    counters: int = 0
 
 
 @dataclass(frozen=True)
 class Program:
-    """A generated file and the launches in it."""
+    """A generated file and the launches in it.
+
+    in_place: pairs (output, input), by position, that may be the same memory: `run(inputs, out)` with `out[output]` the input.
+    """
 
     source: str
     launches: tuple[Launch, ...]
+    in_place: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def digest(self) -> str:
@@ -76,12 +86,14 @@ def generate(ugraph: UGraph, schedules: Sequence[Schedule] | None = None, name: 
     plans = [plan(op, schedule) for op, schedule in zip(ops, schedules, strict=True)]
     kernels = [write_kernel(p, f"{name}_{n}") for n, p in enumerate(plans)]
     launches = tuple(
-        Launch(k.name, tuple((a, POINTERS[(p.operands + p.outputs)[at].dtype]) for a, at in k.arguments), p.grid,
-               p.schedule.num_warps, p.schedule.num_stages)
+        Launch(k.name, tuple((a, POINTERS[(p.operands + p.outputs)[at].dtype]) for a, at in k.arguments) + (_SHARED if k.scratch else ()),
+               p.grid, p.schedule.num_warps, p.schedule.num_stages, k.scratch, k.counters)
         for k, p in zip(kernels, plans, strict=True))
     helpers = [h for h in triton_math.HELPERS if any(h in k.helpers for k in kernels)]
     own = [triton_math.HELPERS[h].strip("\n") for h in helpers] + [
         f"# {p.schedule}\n{k.source.rstrip()}" for k, p in zip(kernels, plans, strict=True)]
+    if kernels:
+        own.append(launching.text(any(k.scratch for k in kernels)))
     functions = {text: None for graph in (ugraph.program, ugraph.kernels) for text in torch_text.functions(graph)}
     checked = all(op.name != CUSTOMIZED for op in ugraph.program.ops)  # a block graph as program has nothing to be compared with
     sections = [_header(ugraph, checked), *own, *(f.rstrip() for f in functions), _run(ugraph, kernels, launches)]
@@ -91,15 +103,31 @@ def generate(ugraph: UGraph, schedules: Sequence[Schedule] | None = None, name: 
     if not re.search(r"(?<!\w)F\.", source):
         source = source.replace("import torch.nn.functional as F\n", "")
     if not kernels:
-        source = source.replace("import triton\nimport triton.language as tl\n", "")
-    return Program(source, launches)
+        source = source.replace("import triton\nimport triton.language as tl\n", "").replace("import copy\nimport threading\n\n", "")
+    return Program(source, launches, _in_place(ugraph, plans))
+
+
+def _in_place(ugraph: UGraph, plans: Sequence[Plan]) -> tuple[tuple[int, int], ...]:
+    ops, inputs = ugraph.kernels.ops, [t.index for t in ugraph.kernels.inputs]
+    read_last = {x.index: n for n, op in enumerate(ops) for x in op.inputs if isinstance(x, DTensor)}
+    views = {x.index for op in ops if op.name in VIEWS for x in op.inputs if isinstance(x, DTensor)}
+    planned, found = iter(plans), []
+    for n, op in enumerate(ops):
+        if op.name != CUSTOMIZED:
+            continue
+        p, operands = next(planned), [x.index for x in op.inputs if isinstance(x, DTensor)]
+        free = [x for x in dict.fromkeys(operands) if x in inputs and x not in views and read_last[x] == n and operands.count(x) == 1]
+        for t, o in zip(op.outputs, p.block.outputs, strict=True):
+            found += [(k, inputs.index(x)) for k, y in enumerate(ugraph.kernels.outputs) if y.index == t.index
+                      for x in free if p.in_place(o, operands.index(x))]
+    return tuple(found)
 
 
 def _header(ugraph: UGraph, checked: bool) -> str:
     text = str(ugraph.kernels).replace("\\", "/").replace('"""', "'''")
     body = "\n".join(f"    {line}".rstrip() for line in text.splitlines())
-    usage = "`run(inputs)` takes the program's inputs in order and returns its outputs" + (
-        "; as a script, this file checks itself." if checked else ".")
+    usage = "`run(inputs, out)` takes the program's inputs in order and returns its outputs, written into the tensors `out` if given" + (
+        "; as\na script, this file checks itself." if checked else ".")
     return f'''"""Generated by mirage_hf. The \u00b5Graph:
 
 {body}
@@ -107,6 +135,9 @@ def _header(ugraph: UGraph, checked: bool) -> str:
 \u00b5Graph {json_format.digest(json_format.ugraph_to_dict(ugraph))}
 {usage}
 """
+import copy
+import threading
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -116,18 +147,29 @@ import triton.language as tl'''
 def _run(ugraph: UGraph, kernels: Sequence[KernelText], launches: Sequence[Launch]) -> str:
     graph = ugraph.kernels
     names = [local(t) for t in graph.inputs]
-    lines = ["def run(inputs):", f"    {', '.join(names)}{',' if len(names) == 1 else ''} = inputs"]
+    given = {t.index: n for n, t in reversed(list(enumerate(graph.outputs)))}
+    lines = ["def run(inputs, out=None):", f"    {', '.join(names)}{',' if len(names) == 1 else ''} = inputs"]
+    if kernels:
+        lines += [f"    device = {names[0]}.device", '    if device.type == "cuda" and device.index != torch.cuda.current_device():',
+                  "        with torch.cuda.device(device):", "            return run(inputs, out)"]
     pairs = iter(zip(kernels, launches, strict=True))
-    loaded = _loaded(ugraph)
+    loaded, written = _loaded(ugraph), set[int]()
     for op in graph.ops:
         if op.name == CUSTOMIZED:
-            lines += _launch(op, *next(pairs))
+            kernel, launched = next(pairs)
+            written |= {t.index for t in op.outputs}
+            lines += _launch(op, kernel, launched, given)
             continue
         text = torch_text.expression(op, torch_text.operand_names(op))
         if op.name not in VIEWS and op.outputs[0].index in loaded:  # torch keeps the order of strides in some ops
             text = f"({text}).contiguous()"
         lines.append(f"    {local(op.outputs[0])} = {text}")
-    return "\n".join([*lines, f"    return [{', '.join(local(t) for t in graph.outputs)}]"])
+    results = [f"out[{n}].copy_({local(t)})" if t.index not in written or given[t.index] != n else local(t)
+               for n, t in enumerate(graph.outputs)]
+    plain = [local(t) for t in graph.outputs]
+    if results != plain:
+        lines += ["    if out is not None:", f"        return [{', '.join(results)}]"]
+    return "\n".join([*lines, f"    return [{', '.join(plain)}]"])
 
 
 def _loaded(ugraph: UGraph) -> set[int]:
@@ -139,12 +181,18 @@ def _loaded(ugraph: UGraph) -> set[int]:
     return found
 
 
-def _launch(op: KernelOp, kernel: KernelText, launch: Launch) -> list[str]:
+def _launch(op: KernelOp, kernel: KernelText, launch: Launch, given: Mapping[int, int]) -> list[str]:
     tensors = [*(t for t in op.inputs if isinstance(t, DTensor)), *op.outputs]
-    device = f"{local(tensors[0])}.device"
-    lines = [f"    {local(t)} = torch.empty({t.dims}, dtype={t.dtype}, device={device})" for t in op.outputs]
-    arguments = ", ".join(local(tensors[at]) for _, at in kernel.arguments)
-    return [*lines, f"    {kernel.name}[({launch.grid},)]({arguments}, num_warps={launch.num_warps}, num_stages={launch.num_stages})"]
+    lines = []
+    for t in op.outputs:
+        dtype = "" if tensors[0].dtype == t.dtype else f", dtype={t.dtype}"
+        new = f"{local(tensors[0])}.new_empty({t.dims}{dtype})"  # quicker than torch.empty
+        lines.append(f"    {local(t)} = " + (f"{new} if out is None else out[{given[t.index]}]" if t.index in given else new))
+    arguments = [local(tensors[at]) for _, at in kernel.arguments]
+    if launch.scratch:
+        arguments += [f"torch.empty({launch.scratch}, dtype=torch.float32, device=device)", f"counters({launch.counters}, device)"]
+    how = f"num_warps={launch.num_warps}, num_stages={launch.num_stages}"
+    return [*lines, f"    launch({kernel.name}, {launch.grid}, [{', '.join(arguments)}], {how})"]
 
 
 def _check(ugraph: UGraph) -> str:

@@ -1,6 +1,7 @@
 """A planned block graph as the text of one Triton kernel: offsets, early loads, then stage by stage."""
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,16 @@ import torch
 
 from mirage_hf.codegen import triton_math
 from mirage_hf.codegen.plan import Dot, Plan
+from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.codegen.triton_math import Expr
 from mirage_hf.codegen.triton_tiles import Tiles, triton_dtype
 from mirage_hf.graph.block import Accumulator, BlockInput, BlockOp, Role, Stage
 
 EARLY_ELEMENTS_PER_THREAD = 8
 """Inputs outside the loop up to this size are loaded before it, so that the loop hides their latency."""
+
+HELD_ELEMENTS_PER_THREAD = 64
+"""Elements of constants that a kernel without a loop holds while it waits for the launches ahead."""
 
 NEUTRAL = {"sum": "0.0", "max": 'float("-inf")'}
 
@@ -27,6 +32,9 @@ class KernelText:
     helpers: tuple[str, ...]
     arguments: tuple[tuple[str, int], ...]
     """(pointer name, position among the op's operands, outputs counted after them)."""
+    scratch: int
+    """Floats of scratch memory; where there are any, its pointer and that of a counter per tile follow."""
+    counters: int
 
 
 def write_kernel(plan: Plan, name: str) -> KernelText:
@@ -45,22 +53,54 @@ class _Writer(Tiles):
         for i in self.block.inputs:
             if self._is_selected(i) and self.block.role(i.joined) is Role.GRID:  # type: ignore[arg-type]
                 self._select(i)
-        early = [i for i in self.block.inputs if self.plan.walks and self.plan.loop not in i.carried
-                 and self.plan.numel(self.block.input_axes(i)) <= EARLY_ELEMENTS_PER_THREAD * 32 * self.plan.schedule.num_warps]
+        early = self._early()
+        for i in early:
+            if self.plan.constant(i):
+                self._load(i)
+        self._wait()
         for i in early:
             self._load(i)
         for number, stage in enumerate(self.block.stages):
             self.running = self.plan.maxima(stage)
             self._stage(number, stage)
         self.running = {}
+        if self.plan.overwrites:
+            self.line("tl.debug_barrier()  # outputs may be written over inputs, which some threads read for others")
         for o, pointer in zip(self.block.outputs, self.out_pointers, strict=True):
             if self.plan.loop not in o.axes or not self.plan.walks:
                 self._store(o, pointer, self._wide(o.value))
         body = "\n".join(self.lines)
-        arguments = ", ".join(a for a, _ in self.arguments)
-        source = f"@triton.jit\ndef {self.name}({arguments}):\n{body}\n"
-        helpers = tuple(h for h in triton_math.HELPERS if re.search(rf"(?<![\w.]){h}[()]", body))
-        return KernelText(self.name, source, helpers, tuple(self.arguments))
+        arguments = [a for a, _ in self.arguments] + (["scratch_ptr", "counters_ptr"] if self.plan.shared_sums else [])
+        source = f"@triton.jit\ndef {self.name}({', '.join(arguments)}, overlaps: tl.constexpr):\n{body}\n"
+        helpers = tuple(h for h in triton_math.HELPERS if re.search(rf"(?<![\w.]){h}[(),]", body))
+        counters = self.plan.tiles if self.plan.shared_sums else 0
+        return KernelText(self.name, source, helpers, tuple(self.arguments), self.plan.scratch, counters)
+
+    # -- before the launches ahead are done -----------------------------------------------------------------------------------
+
+    def _early(self) -> list[BlockInput]:
+        """Small inputs that a loop does not walk, so that it hides their latency; without a loop, constants, as many as fit."""
+        threads, found, room = 32 * self.plan.schedule.num_warps, [], HELD_ELEMENTS_PER_THREAD
+        for i in self.block.inputs:
+            each = self.plan.numel(self.block.input_axes(i)) / threads
+            if self.plan.walks:
+                if self.plan.loop not in i.carried and each <= EARLY_ELEMENTS_PER_THREAD:
+                    found.append(i)
+            elif self.plan.constant(i) and each <= room:
+                room -= each  # type: ignore[assignment]
+                found.append(i)
+        return found
+
+    def _wait(self) -> None:
+        """Ask for the first tiles of what is constant, then wait for the launches ahead, whose results everything else may be."""
+        self.line("if overlaps:")
+        self.indent += 1
+        for i in self.block.inputs:
+            if self.plan.schedule.preload and self.plan.walks and self.plan.loop in i.axes and self.plan.constant(i):
+                self._prefetch(i, min(self.plan.schedule.preload, next_power_of_two(self.plan.share)))
+        self.line("tl.extra.cuda.gdc_wait()")
+        self.line("tl.extra.cuda.gdc_launch_dependents()")
+        self.indent -= 1
 
     # -- stages ---------------------------------------------------------------------------------------------------------------
 
@@ -86,12 +126,13 @@ class _Writer(Tiles):
         for acc in stage.accumulators:
             self._start(stage, acc)
         axis, tile, stages = self.axis[loop], plan.tile(loop), plan.schedule.num_stages
-        walk = f"0, {self.block.part(loop)}, {tile}"
-        walk = f"tl.range({walk}, num_stages={stages})" if stages > 1 else f"range({walk})"
-        self.line(f"for {axis}{'_step' if plan.parts(loop) else '0'} in {walk}:")
+        split, before = plan.schedule.split, self._loop_starts()
+        ends = f"0, {plan.share * tile if split > 1 else self.block.part(loop)}, {tile}"
+        walk = f"tl.range({ends}, num_stages={stages})" if stages > 1 else f"range({ends})"
+        self.line(f"for {axis}{'_step' if before else '0'} in {walk}:")
         self.indent += 1
-        if plan.parts(loop):
-            self.line(f"{axis}0 = {axis}_start + {axis}_step")
+        if before:
+            self.line(f"{axis}0 = {' + '.join(before)} + {axis}_step")
         self.line(f"{axis} = {axis}0 + tl.arange(0, {tile})" if tile > 1 else f"{axis} = {axis}0")
         self._bound(loop)
         for i in inputs:
@@ -109,6 +150,50 @@ class _Writer(Tiles):
                 name, dims = self.value[acc.out], self._running_dims(stage, acc)
                 self.line(f"{name} = {self._reduce(acc.kind, name, dims.index(loop))}")
         self.have = {h for h in self.have if loop not in self.block.carried[h.removeprefix("wide ").removeprefix("again ")]}
+        if split > 1:
+            self._combine(stage)
+
+    def _combine(self, stage: Stage) -> None:
+        """Store this block's part of each accumulator; the last block of the tile to be done adds up the parts, always in the
+        same order, and does the rest of the kernel."""
+        split, floats, maxima = self.plan.schedule.split, self.plan.partial_floats, self.plan.maxima(stage)
+        accumulators = sorted(stage.accumulators, key=lambda a: a.out not in maxima)
+        sizes = [self.plan.numel(self.block.carried[a.out]) for a in accumulators]
+        starts = list(itertools.accumulate(sizes, initial=0))
+        self.line()
+        self.line(f"# {split} blocks have a part of these sums each; the last of them to be done adds up what all of them stored")
+        for acc, start in zip(accumulators, starts, strict=False):
+            self.line(f"tl.store({self._partial(acc, f'tl.program_id(0) * {floats}', start)}, {self.value[acc.out]})")
+        self.line("tl.debug_barrier()  # all threads have stored before one of them says so")
+        self.line('arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")')
+        self.line(f"if arrived == {split - 1}:")
+        self.indent += 1
+        self.line("tl.store(counters_ptr + tile, 0)  # for the next launch")
+        self.line(f"parts = tl.arange(0, {split})")
+        for acc, start in zip(accumulators, starts, strict=False):
+            name, dims = self.value[acc.out], ("", *self.plan.value_dims(acc.out))
+            base = f"(tile * {split} + {self._spread('parts', [''], dims)}) * {floats}"
+            every = f'tl.load({self._partial(acc, base, start, front=True)}, cache_modifier=".cg")'
+            if acc.out in maxima:
+                self.line(f"{name}_each = {every}")
+                every = f"{name}_each"
+            elif acc.shift is not None:
+                shift = self.value[acc.shift]
+                scale = self._spread(f"tl.exp({shift}_each - {shift}_now)", ("", *self.plan.value_dims(acc.shift)), dims)
+                every = f"{every} * {scale}"
+            self.line(f"{name} = {self._reduce(acc.kind, every, 0)}")
+            if acc.out in maxima:
+                self.line(f'{name}_now = tl.where({name} == float("-inf"), 0.0, {name})')
+
+    def _partial(self, acc: Accumulator, base: str, start: int, front: bool = False) -> str:
+        """Where an accumulator's partial results are: row-major from `base` + `start`; `front`: `base` has a dim of its own."""
+        dims, terms = self.plan.value_dims(acc.out), [f"scratch_ptr + {base}", *([str(start)] if start else [])]
+        step = self.plan.numel(dims)
+        for a in dims:
+            step //= self.plan.tile(a)
+            index = self._spread(f"tl.arange(0, {self.plan.tile(a)})", [a], ["", *dims] if front else dims)
+            terms.append(index if step == 1 else f"{index} * {step}")
+        return " + ".join(terms)
 
     def _body(self, stage: Stage, body: Sequence[BlockOp]) -> None:
         """Ops in order, each maximum of the stage where it is first read."""

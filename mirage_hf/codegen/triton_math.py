@@ -64,6 +64,12 @@ TRITON_ALGEBRA: Mapping[str, Callable[..., Expr]] = {
 }
 
 HELPERS: Mapping[str, str] = {
+    "prefetch": '''
+@triton.jit
+def prefetch(pointers):
+    """Ask for the cache lines at these addresses, without waiting for them."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1)
+''',
     "larger": '''
 @triton.jit
 def larger(x, y):

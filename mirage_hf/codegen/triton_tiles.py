@@ -11,7 +11,11 @@ from mirage_hf.codegen import triton_math
 from mirage_hf.codegen.plan import Plan
 from mirage_hf.graph.block import Axis, BlockInput, BlockOutput, Role
 
-_RESERVED = frozenset({"tl", "triton", "torch", "pid", "run", "program", "range", "float", *triton_math.HELPERS})
+_RESERVED = frozenset({"tl", "triton", "torch", "pid", "run", "program", "range", "float", "overlaps", "part", "parts", "tile",
+                       "scratch_ptr", "counters_ptr", "arrived", *triton_math.HELPERS})
+
+LINE_BYTES = 128
+"""What a prefetch asks for."""
 
 
 def triton_dtype(dtype: torch.dtype) -> str:
@@ -30,7 +34,7 @@ class Tiles:
         self.taken = set(_RESERVED)
         self.axis = {a.name: self._identifier(a.name, ("", "0", "_in", "_start", "_step")) for a in self.block.axes}
         computed = [*(op.out for op in self.block.ops()), *(a.out for s in self.block.stages for a in s.accumulators)]
-        suffixes = ("", "_ptr", "_f32", "_again", "_at", "_next", "_now", "_scale", "_lo", "_hi")
+        suffixes = ("", "_ptr", "_f32", "_again", "_at", "_next", "_now", "_scale", "_each", "_lo", "_hi")
         self.value = {v: self._identifier(v, suffixes) for v in (*self.plan.input, *computed)}
         self.arguments: list[tuple[str, int]] = []
         self.pointers: dict[str, list[str]] = {}
@@ -61,8 +65,13 @@ class Tiles:
     def _offsets(self) -> None:
         """Where this block stands on each axis that it does not walk."""
         cut = [a for a in self.block.named(Role.GRID) if self.plan.trips(a.name) > 1]
-        before = 1
-        if len(cut) > 1:
+        before, split, pid = 1, self.plan.schedule.split, "tl.program_id(0)"
+        if split > 1:
+            pid = "tile"
+            self.line(f"part = tl.program_id(0) % {split}  # of {self.plan.loop}: each tile is computed by {split} blocks")
+            self.line(f"tile = tl.program_id(0) // {split}")
+        elif len(cut) > 1:
+            pid = "pid"
             self.line("pid = tl.program_id(0)")
         for a in self.block.axes:
             tile, trips, var = self.plan.tile(a.name), self.plan.trips(a.name), self.axis[a.name]
@@ -70,7 +79,7 @@ class Tiles:
                 continue
             start = None
             if a in cut:
-                start = "tl.program_id(0)" if len(cut) == 1 else f"pid // {before}" if before > 1 else "pid"
+                start = f"{pid} // {before}" if before > 1 else pid
                 if a is not cut[-1]:
                     start = f"({start}) % {trips}" if before > 1 else f"{start} % {trips}"
                 before *= trips
@@ -151,6 +160,44 @@ class Tiles:
         if policy is not None:
             arguments.append(f'eviction_policy="{policy}"')
         return f"tl.load({', '.join(arguments)})"
+
+    def _prefetch(self, i: BlockInput, steps: int) -> None:
+        """Ask for what the first steps of the loop read of an input, a cache line at a time."""
+        plan = self.plan
+        joined = i.joined if len(i.sources) > 1 else None
+        if joined is not None and not (self._is_selected(i) and self.block.role(joined) is Role.GRID):
+            return  # which source the tiles lie in is known only inside the loop
+        strides = {a: s for a, s in zip(i.axes, plan.operands[i.sources[0]].strides, strict=True) if a}
+        line = LINE_BYTES // plan.dtype(i).itemsize
+        found: list[tuple[str, str, int]] = []  # axis, index, its elements
+        for a, stride in strides.items():
+            count = plan.tile(a) * (steps if a == plan.loop else 1)
+            every = line if stride == 1 and a != joined else 1
+            if a == plan.loop:
+                start, clamped = " + ".join(self._loop_starts()), steps > plan.share or plan.ragged(a)
+            elif every > 1 and count > 1:
+                start, clamped = f"{self.axis[a]}0" if plan.trips(a) > 1 else "", plan.ragged(a)
+            else:
+                found.append((a, f"{self.value[i.name]}_at" if a == joined else self.axis[a], count))
+                continue
+            count = max(1, count // every)
+            index = f"tl.arange(0, {count})" + (f" * {every}" if every > 1 else "") if count > 1 else ""
+            index = " + ".join(x for x in (start, index) if x) or "0"
+            found.append((a, f"tl.minimum({index}, {self.block.axis(a).size - 1})" if clamped and index != "0" else f"({index})", count))
+        dims = [a for a in plan.order if any(a == b and n > 1 for b, _, n in found)]
+        far = sum(plan.reach(a) * s for a, s in strides.items()) >= 2 ** 31
+        terms = [f"{self.value[i.name]}_ptr"]
+        for a, index, count in found:
+            term = (self._spread(index, [a], dims) if count > 1 else index) + (".to(tl.int64)" if far and count > 1 else "")
+            terms.append(term if strides[a] == 1 else f"{term} * {strides[a]}")
+        if dims:
+            self.line(f"prefetch({' + '.join(terms)})")
+
+    def _loop_starts(self) -> list[str]:
+        """What a block's place on the loop axis begins with: the start of its part, of its share."""
+        loop, plan = str(self.plan.loop), self.plan
+        starts = [f"{self.axis[loop]}_start"] if plan.parts(loop) else []
+        return starts + ([f"part * {plan.share * plan.tile(loop)}"] if plan.schedule.split > 1 else [])
 
     def _is_selected(self, i: BlockInput) -> bool:
         return i.joined is not None and len(i.sources) > 1 and self.plan.whole_sources(i)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mirage_hf import errors
+from mirage_hf.graph.block import BlockGraph
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
 
@@ -61,6 +62,20 @@ class UGraph:
         """Write a readable, stand-alone CUDA C++ file. Errors: CodegenError."""
         from mirage_hf.codegen import cuda
         return cuda.write_program(self, path)
+
+    def with_blocks(self, blocks: Sequence[BlockGraph]) -> UGraph:
+        """The same µGraph with other block graphs for its customized ops, in order, which take and give the same tensors."""
+        kernels, changed = KernelGraph(), iter(blocks)
+        new: dict[int, DTensor] = {t.index: kernels.input_like(t) for t in self.kernels.inputs}
+        for op in self.kernels.ops:
+            args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
+            if op.name == CUSTOMIZED:
+                made = kernels.customized(args, next(changed), [t.name for t in op.outputs])  # type: ignore[arg-type]
+            else:
+                made = [kernels.apply(op.name, args, dict(op.attrs), op.outputs[0].name)]
+            new |= {t.index: y for t, y in zip(op.outputs, made, strict=True)}
+        kernels.mark_output(*(new[t.index] for t in self.kernels.outputs))
+        return UGraph(self.program, kernels)
 
     def visualize(self, path: str | Path) -> Path:
         """Draw kernels and block graphs as SVG."""

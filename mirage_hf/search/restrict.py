@@ -14,7 +14,7 @@ from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.graph.block import BlockGraph, Role
-from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
+from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.maps import TensorMap, maps_of
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.spec import Spec
@@ -65,17 +65,7 @@ class MapRestriction:
             return None
         if blocks == [op.block for op in ugraph.block_ops]:
             return ugraph
-        kernels, changed = KernelGraph(), iter(blocks)
-        new: dict[int, DTensor] = {t.index: kernels.input_like(t) for t in ugraph.kernels.inputs}
-        for op in ugraph.kernels.ops:
-            args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
-            if op.name == CUSTOMIZED:
-                made = kernels.customized(args, next(changed), [t.name for t in op.outputs])  # type: ignore[arg-type]
-            else:
-                made = [kernels.apply(op.name, args, dict(op.attrs), op.outputs[0].name)]
-            new |= {t.index: y for t, y in zip(op.outputs, made, strict=True)}
-        kernels.mark_output(*(new[t.index] for t in ugraph.kernels.outputs))
-        return UGraph(ugraph.program, kernels)
+        return ugraph.with_blocks(blocks)  # type: ignore[arg-type]
 
     def _fits(self, block: BlockGraph) -> bool:
         maps = maps_of(block)

@@ -23,6 +23,8 @@ class Device:
     launch_us: float = 1.16
     latency_us: float = 1.5
     """From the first load of a kernel to its last store when there is nothing to wait for but latency."""
+    meeting_us: float = 0.8
+    """What it takes blocks to tell each other that their partial results are stored, and the last one to read them."""
     flight_bytes: int = 32 * 1024
     """Bytes of streamed inputs in flight per SM that fill the memory system."""
     sm_bandwidth: float = 55e9
@@ -94,9 +96,10 @@ def _running(plan: Plan, stage: Stage) -> int:
 
 
 def registers(plan: Plan) -> int:
-    """Registers a thread spends on tiles: accumulators, what an iteration loads, and the largest value formed on the way."""
+    """Registers a thread spends on tiles: accumulators, what an iteration loads, the largest value formed on the way, and the
+    partial results of several blocks."""
     threads = 32 * plan.schedule.num_warps
-    most = 0.0
+    most = float(plan.schedule.split * max((plan.numel(plan.block.carried[a.out]) for a in plan.shared_sums), default=0))
     for stage in plan.block.stages:
         walked = stage.loop if plan.walks else None
         summed = {a.arg for a in stage.accumulators if walked and plan.is_lazy(stage, a)}
@@ -133,13 +136,13 @@ def _exchanged(plan: Plan) -> int:
 def estimate(plan: Plan, device: Device = H200) -> Cost:
     """Estimate one launch of a planned block graph."""
     schedule, block = plan.schedule, plan.block
-    trips = plan.trips(plan.loop) if plan.loop else 1
+    trips = plan.share if plan.loop else 1
     moved = sum(tensor_bytes(plan.operands[s]) for s in {s for i in block.inputs for s in i.sources})
     moved += sum(tensor_bytes(t) for t in plan.outputs)
     in_loop = [sum(_tile_bytes(plan, i) for i in _loads(plan, s)) for s in block.stages if s.loop]
     once = sum(_tile_bytes(plan, i.name) for i in block.inputs if not (plan.loop and plan.loop in i.axes))
     block_bytes = (sum(in_loop) * trips if plan.walks else max(in_loop, default=0)) + once
-    l2 = block_bytes * plan.grid
+    l2 = block_bytes * plan.grid + 8 * plan.scratch
 
     work = 0.0
     for stage in block.stages:
@@ -169,7 +172,7 @@ def estimate(plan: Plan, device: Device = H200) -> Cost:
     waves = plan.grid / (device.sms * per_sm)
     tail = 1.0 + 0.3 * (math.ceil(waves) / waves - 1.0) if waves > 1 else 1.0
     body = max(moved / rate, l2 / device.l2_bandwidth, instructions / (device.lane_rate * busy), flops / (device.mma_rate * busy))
-    us = device.launch_us + device.latency_us + tail * body * 1e6 * _detours(plan)
+    us = device.launch_us + device.latency_us + tail * body * 1e6 * _detours(plan) + (device.meeting_us if plan.scratch else 0.0)
     return Cost(us, moved, l2, instructions, flops, regs, shared, per_sm)
 
 

@@ -55,7 +55,7 @@ class Restriction:
         for base in space.schedules(op, device, _BASES):
             for tiles in self._tiles(op.block, dict(base.tiles)):
                 for threads in self.threads or (32 * base.num_warps,):
-                    s = replace(base, tiles=tuple(tiles.items()), num_warps=threads // 32)
+                    s = replace(base, tiles=tuple(tiles.items()), num_warps=threads // 32, split=1)
                     try:
                         planned = plan(op, s)
                     except errors.CodegenError:

@@ -5,6 +5,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 from mirage_hf import errors
@@ -22,6 +23,12 @@ REPEAT = 0.05
 
 FMA_ROWS = 8
 """Most rows that multiply-adds are tried for."""
+
+MOST_BLOCKS_PER_SM = 4
+"""Loops are split among blocks as long as there are no more blocks than this for each SM."""
+
+PRELOAD_BYTES = 48 << 10
+"""What the blocks of an SM ask for together before they wait for the launches ahead of theirs: about what fills the memory system."""
 
 
 def schedules(op: KernelOp, device: Device = H200, limit: int = 256) -> list[Schedule]:
@@ -52,17 +59,17 @@ def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
     assert op.block is not None
     costs: dict[Schedule, float] = {}
     reason: errors.CodegenError | None = None
-    for schedule in _candidates(op.block, op):
+    for whole in _candidates(op.block, op):
         try:
-            planned = plan(op, schedule)
+            for schedule in _shared(plan(op, whole), device):
+                planned = plan(op, schedule)
+                if schedule.mma and not planned.dots:
+                    continue
+                cost = estimate(planned, device)
+                if cost.registers <= REGISTER_BUDGET and cost.shared <= device.shared_bytes and _busy(planned):
+                    costs[schedule] = cost.us
         except errors.CodegenError as e:
             reason = e
-            continue
-        if schedule.mma and not planned.dots:
-            continue
-        cost = estimate(planned, device)
-        if cost.registers <= REGISTER_BUDGET and cost.shared <= device.shared_bytes and _busy(planned):
-            costs[schedule] = cost.us
     if not costs:
         fallback = smallest(op)
         try:
@@ -86,6 +93,19 @@ def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
         mixed += first[:2] + second[:1]
         first, second = first[2:], second[1:]
     return tuple(mixed)
+
+
+def _shared(p: Plan, device: Device) -> Iterator[Schedule]:
+    """A plan's schedule, and those in which several blocks share its loop, with its constants asked for early."""
+    read = [i for i in p.block.inputs if p.walks and p.loop in i.axes and p.constant(i)]
+    step = sum(p.numel(p.block.input_axes(i)) * p.dtype(i).itemsize for i in read)
+    loops = sum(s.loop is not None for s in p.block.stages)
+    for split in (1, 2, 4, 8):
+        if split > 1 and (loops != 1 or not p.walks or p.trips(str(p.loop)) % split or p.tiles * split > MOST_BLOCKS_PER_SM * device.sms):
+            break
+        steps = PRELOAD_BYTES // (step * math.ceil(p.tiles * split / device.sms)) if step else 0
+        preload = min(1 << max(0, steps.bit_length() - 1), next_power_of_two(p.trips(str(p.loop)) // split)) if step else 0
+        yield replace(p.schedule, split=split, preload=preload)
 
 
 def _busy(p: Plan) -> bool:

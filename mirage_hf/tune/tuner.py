@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,15 @@ Schedules = Callable[[KernelOp, Device], Sequence[Schedule]]
 HOPELESS = 3.0
 """Candidates estimated to take this many times the best estimate are not tried."""
 
+PATIENCE = 24
+"""Candidates in a row that are no better, in the order of their estimates, after which no more are tried."""
+
+LEAST_GAIN = 0.005
+"""What counts as better."""
+
+CHAINED = 6
+"""Candidates that are measured in a chain too."""
+
 _REPEATS = 16
 """Calls at least whose results are compared with each other."""
 
@@ -40,7 +50,8 @@ RANKED, MEASURED, REFUSED = "ranked", "measured", "refused"
 class Candidate:
     """A µGraph with a schedule for each of its block graphs, and what became of it.
 
-    status: "ranked" (by the cost model only), "measured", or "refused" with a `reason` (does not compile, wrong numbers).
+    status: "ranked" (by the cost model only), "measured", or "refused" with a `reason` (does not compile, wrong numbers). timing:
+    calls on their own; chain: in a chain of dependent kernels (measure.Chain), measured for the fastest only.
     """
 
     ugraph: UGraph
@@ -49,10 +60,11 @@ class Candidate:
     status: str = RANKED
     reason: str = ""
     timing: Timing | None = None
+    chain: Timing | None = None
 
     @property
     def us(self) -> float:
-        return self.timing.us if self.timing else self.estimate_us
+        return self.chain.us if self.chain else self.timing.us if self.timing else self.estimate_us
 
     @property
     def is_library(self) -> bool:
@@ -60,6 +72,7 @@ class Candidate:
 
     def to_dict(self) -> dict[str, Any]:
         timing = {"us": self.timing.us, "low": self.timing.low, "high": self.timing.high} if self.timing else {}
+        timing |= {"chain_us": self.chain.us, "chain_low": self.chain.low, "chain_high": self.chain.high} if self.chain else {}
         return {"kernels": self.ugraph.num_kernels, "schedules": [s.to_dict() for s in self.schedules], "status": self.status,
                 "reason": self.reason, "estimate_us": round(self.estimate_us, 3), **timing}
 
@@ -146,18 +159,76 @@ def tune(ugraphs: Sequence[UGraph], *, device: torch.device | str = "cuda", prog
     with torch.cuda.device(device), torch.no_grad():
         properties = torch.cuda.get_device_properties(device)
         sm = 10 * properties.major + properties.minor
-        candidates = rank(ugraphs, device_named(properties.name, sm), per_graph, schedules)
+        model = device_named(properties.name, sm)
+        candidates = rank(ugraphs, model, per_graph, schedules)
+        program = candidates[0].ugraph.program
+        sets = measure.cold_inputs(program, device)
+        bench = _Bench(sm, NumericCheck(program, device), sets, measure.Chain(program, sets), replays, say)
+        tried = bench.measure(candidates, PATIENCE)
+        best = min((c for c in tried if c.status == MEASURED and not c.is_library), key=lambda c: c.us, default=None)
+        if best is not None:
+            permitted = schedules or space.schedules
+            allowed = [{s.mma for s in permitted(op, model)} for op in best.ugraph.block_ops]
+            tried += bench.measure(list(_neighbours(best, model, allowed)), 0)
+        return _result(properties.name, bench.chained(tried))
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What candidates of one program are measured with."""
+
+    sm: int
+    check: NumericCheck
+    sets: Sequence[list[torch.Tensor]]
+    chain: measure.Chain
+    replays: int
+    say: Progress
+
+    def measure(self, candidates: Sequence[Candidate], patience: int) -> list[Candidate]:
+        """Check and time candidates in order while later ones compile; stop after `patience` in a row that were no better."""
         programs = [triton.generate(c.ugraph, c.schedules) for c in candidates]
-        say(0, len(candidates), "compiling")
-        compiled = compiler.compile_all(programs, sm)
-        check = NumericCheck(candidates[0].ugraph.program, device)
-        sets = measure.cold_inputs(candidates[0].ugraph.program, device)
-        tried = []
-        for n, (candidate, program, outcome) in enumerate(zip(candidates, programs, compiled, strict=True)):
-            say(n, len(candidates), "measuring")
-            tried.append(_try(candidate, program, outcome, check, sets, replays))
-        say(len(candidates), len(candidates), "done")
-        return _result(properties.name, tried)
+        tried, best, since = list[Candidate](), math.inf, 0
+        for n, outcome in enumerate(compiler.compiling(programs, self.sm)):
+            self.say(n, len(candidates), "measuring")
+            tried.append(_try(candidates[n], programs[n], outcome, self.check, self.sets, self.replays))
+            if tried[-1].is_library:
+                continue
+            improved = tried[-1].status == MEASURED and tried[-1].us < best * (1 - LEAST_GAIN)
+            best, since = (tried[-1].us, 0) if improved else (best, since + 1)
+            if patience and since >= patience and best < math.inf and any(c.is_library for c in tried):
+                break
+        self.say(len(candidates), len(candidates), "done")
+        return tried
+
+    def chained(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The fastest few and the library path measured again in a chain of dependent kernels."""
+        fast = sorted((c for c in candidates if c.status == MEASURED and not c.is_library), key=lambda c: c.us)[:CHAINED]
+        found = []
+        for c in candidates:
+            if c.status == MEASURED and (c in fast or c.is_library):
+                program = triton.generate(c.ugraph, c.schedules)
+                c = replace(c, chain=self.chain.time(compiler.load(program.source, program.digest).run, self.replays))
+            found.append(c)
+        return found
+
+
+def _neighbours(best: Candidate, model: Device, allowed: Sequence[set[bool]]) -> Iterator[Candidate]:
+    """Schedules one step from the best: what the space leaves to a rule of thumb, and what it samples coarsely."""
+    ops = placed(best.ugraph)
+    rest = best.estimate_us - sum(estimate(plan(op, s), model).us for op, s in zip(ops, best.schedules, strict=True))
+    for n, s in enumerate(best.schedules):
+        changes = [{"preload": p} for p in {0, s.preload // 2, s.preload * 2} if p != s.preload and s.preload]
+        changes += [{"num_stages": x} for x in (s.num_stages - 1, s.num_stages + 1) if s.num_stages > 1 and x > 1]
+        changes += [{"num_warps": x} for x in (s.num_warps // 2, s.num_warps * 2) if 1 <= x <= 16]
+        changes += [{"split": x} for x in (s.split // 2, s.split * 2) if s.split > 1]
+        for change in changes:
+            schedules = tuple(replace(x, **change) if k == n else x for k, x in enumerate(best.schedules))  # type: ignore[arg-type]
+            try:
+                costs = [estimate(plan(op, x), model) for op, x in zip(ops, schedules, strict=True)]
+            except errors.CodegenError:
+                continue
+            if all(s.mma in a for s, a in zip(schedules, allowed, strict=True)) and all(c.shared <= model.shared_bytes for c in costs):
+                yield Candidate(best.ugraph, schedules, sum(c.us for c in costs) + rest)
 
 
 def _try(candidate: Candidate, program: triton.Program, outcome: Any, check: NumericCheck, sets: Sequence[list[torch.Tensor]],
@@ -190,7 +261,7 @@ def _repeats(run: Run, sets: Sequence[list[torch.Tensor]]) -> bool:
 
 def _result(device: str, candidates: Sequence[Candidate]) -> TuneResult:
     order = {MEASURED: 0, RANKED: 1, REFUSED: 2}
-    ranked = tuple(sorted(candidates, key=lambda c: (order[c.status], c.us)))
+    ranked = tuple(sorted(candidates, key=lambda c: (order[c.status], c.chain is None, c.us)))
     usable = [c for c in ranked if c.status != REFUSED]
     library = next(c for c in ranked if c.is_library)
     searched = next((c for c in usable if not c.is_library), None)

@@ -12,6 +12,7 @@ from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 from mirage_hf.search.engine import Found, SearchOptions, Steps, search
+from mirage_hf.search.regroup import regrouped
 from mirage_hf.search.report import Refusal, SearchReport
 from mirage_hf.search.spec import NotLowerable, lower
 from mirage_hf.verify.fingerprint import prove
@@ -74,6 +75,8 @@ def accept(found: Sequence[Found], *, keep: int = 6, seed: int = 0, seconds: flo
                 verdict = scalar
             else:
                 candidate = Candidate(f.ugraph, f.cost_us, proof.bound, scalar, cores)
+                if isinstance(cores, Refused) and room[True]:
+                    kept += _other_grouping(f, checks, seed)
                 if any(room[mma] and candidate.allows(mma) for mma in room):
                     kept.append(candidate)
                     first = first if first >= 0 else time.perf_counter() - start
@@ -83,6 +86,16 @@ def accept(found: Sequence[Found], *, keep: int = 6, seed: int = 0, seconds: flo
             on_candidate(number, verdict)
     bound = max((c.error_bound for c in kept), default=None)
     return Acceptance(tuple(kept), tuple(refused), bound, time.perf_counter() - start, first, late)
+
+
+def _other_grouping(f: Found, checks: dict[object, NumericCheck], seed: int) -> list[Candidate]:
+    """What tensor cores may run instead of a form whose rounded factors leave their range, if there is such a form."""
+    other = regrouped(f.ugraph)
+    proof = prove(other, seed=seed) if other is not None else Refused("nothing to regroup")
+    if other is None or isinstance(proof, Refused):
+        return []
+    scalar, cores = (judge_on_cpu(other, checks, mma) for mma in (False, True))
+    return [Candidate(other, f.cost_us, proof.bound, scalar, cores)] if isinstance(cores, Accepted) else []
 
 
 Progress = Callable[[str, Any], "bool | None"]

@@ -25,7 +25,7 @@ def test_random_block_graphs_through_the_interpreter(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert result["ran"] == COUNT and not result["wrong"], result["wrong"]
-    assert result["with_dots"] >= 8 and result["with_parts"] >= 16 and result["with_shifts"] >= 16
+    assert result["with_dots"] >= 8 and result["with_parts"] >= 16 and result["with_shifts"] >= 16 and result["with_splits"] >= 8
 
 
 def test_random_block_graphs_compile_ahead_of_time(tmp_path, monkeypatch):

@@ -75,7 +75,7 @@ class Block:
 def ugraph(program: KernelGraph, *blocks: Block) -> UGraph:
     """The µGraph that runs the blocks, one after the other, each on all inputs of the program."""
     kernels = new_kernel_graph()
-    inputs = [kernels.new_input(t.dims, t.dtype, t.strides, name=t.name) for t in program.inputs]
+    inputs = [kernels.input_like(t) for t in program.inputs]
     for block in blocks:
         kernels.mark_output(*kernels.customized(inputs, block.graph()))
     return UGraph(program, kernels)
@@ -85,7 +85,7 @@ def chain(program: KernelGraph, *steps: tuple[Block, tuple[int, ...]] | tuple[st
     """The µGraph that runs blocks and library ops one after the other: each reads tensors by number, the program's inputs first,
     then all results in order; the last step's are the outputs."""
     kernels = new_kernel_graph()
-    tensors = [kernels.new_input(t.dims, t.dtype, t.strides, name=t.name) for t in program.inputs]
+    tensors = [kernels.input_like(t) for t in program.inputs]
     for step in steps:
         if isinstance(step[0], Block):
             block, reads = step  # type: ignore[misc]
@@ -99,7 +99,7 @@ def chain(program: KernelGraph, *steps: tuple[Block, tuple[int, ...]] | tuple[st
 
 
 def linear_weight(g: KernelGraph, k: int, n: int, dtype: torch.dtype, name: str, stored: str = "nk"):
-    return g.new_input((k, n), dtype, (1, k) if stored == "nk" else None, name=name)
+    return g.new_input((k, n), dtype, (1, k) if stored == "nk" else None, name=name, constant=True)
 
 
 def scale(body: Body, square: str, size: int) -> str:
@@ -111,7 +111,7 @@ def rms_norm_linear(rows: int = 1, k: int = 512, n: int = 64, weight: bool = Tru
                     residual: bool = False) -> UGraph:
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
-    gamma = g.new_input((1, k), dtype, name="gamma") if weight else None
+    gamma = g.new_input((1, k), dtype, name="gamma", constant=True) if weight else None
     w = linear_weight(g, k, n, dtype, "w", stored)
     y = g.matmul(g.rms_norm(x, gamma, eps=EPS), w)
     if residual:
@@ -135,9 +135,9 @@ def rms_norm_linear(rows: int = 1, k: int = 512, n: int = 64, weight: bool = Tru
 
 def norm_qkv(rows: int = 1, k: int = 512, sizes: tuple[int, ...] = (64, 32, 32), bias: bool = True, dtype=torch.float16) -> UGraph:
     g = new_kernel_graph()
-    x, gamma = g.new_input((rows, k), dtype, name="x"), g.new_input((1, k), dtype, name="gamma")
+    x, gamma = g.new_input((rows, k), dtype, name="x"), g.new_input((1, k), dtype, name="gamma", constant=True)
     ws = [linear_weight(g, k, n, dtype, f"w{i}") for i, n in enumerate(sizes)]
-    bs = [g.new_input((1, n), dtype, name=f"b{i}") for i, n in enumerate(sizes)] if bias else []
+    bs = [g.new_input((1, n), dtype, name=f"b{i}", constant=True) for i, n in enumerate(sizes)] if bias else []
     h = g.rms_norm(x, gamma, eps=EPS)
     parts = [g.matmul(h, w) for w in ws]
     g.mark_output(g.concat([g.add(p, c) for p, c in zip(parts, bs, strict=True)] if bias else parts, 1))
@@ -422,14 +422,15 @@ class Case:
 
 
 def _case(name: str, u: UGraph, mma: bool = False, interpreted: bool = True, lazy: bool = True, weights_first: bool = True,
-          num_warps: int = 4, num_stages: int = 1, **tiles: int) -> Case:
-    schedule = Schedule(tuple(tiles.items()), mma, weights_first, lazy, num_warps=num_warps, num_stages=num_stages)
+          num_warps: int = 4, num_stages: int = 1, split: int = 1, preload: int = 0, **tiles: int) -> Case:
+    schedule = Schedule(tuple(tiles.items()), mma, weights_first, lazy, num_warps=num_warps, num_stages=num_stages, split=split,
+                        preload=preload)
     return Case(name, u, (schedule,), interpreted)
 
 
 def _cases(name: str, u: UGraph, *schedules: dict, interpreted: bool = True) -> Case:
     """Of several kernels: tiles and other choices of each."""
-    known = ("mma", "weights_first", "lazy", "num_warps", "num_stages")
+    known = ("mma", "weights_first", "lazy", "num_warps", "num_stages", "split", "preload")
     return Case(name, u, tuple(Schedule(tuple((a, t) for a, t in s.items() if a not in known), **{a: t for a, t in s.items() if a in known})
                                for s in schedules), interpreted)
 
@@ -454,6 +455,12 @@ def cases() -> list[Case]:
         _case("norm linear 16 rows mma (K, N)", rms_norm_linear(16, stored="kn"), mma=True, m=16, n=64, k=64),
         _case("norm linear fp32 mma", rms_norm_linear(16, 128, dtype=FP32), mma=True, m=16, n=16, k=32),
         _case("norm linear 1 row mma", rms_norm_linear(1), mma=True, m=16, n=32, k=64),
+        _case("norm linear, loop split", rms_norm_linear(1), m=1, n=8, k=64, split=4, preload=2),
+        _case("norm linear 3 rows (K, N), loop split", rms_norm_linear(3, stored="kn"), m=2, n=64, k=32, split=2, preload=4),
+        _case("norm linear 16 rows mma, loop split", rms_norm_linear(16, dtype=BF16, residual=True), mma=True, interpreted=False, m=16,
+              n=64, k=128, num_stages=3, split=2, preload=2),
+        _case("norm linear odd sizes mma, loop split unevenly", rms_norm_linear(3, 300, 37, residual=True), mma=True, m=16, n=16, k=32,
+              num_stages=2, split=4, preload=8),
         _case("norm linear residual", rms_norm_linear(1, residual=True), m=1, n=8, k=256),
         _case("norm linear odd sizes", rms_norm_linear(3, 896, 37), m=4, n=16, k=256),
         _case("norm linear odd sizes, each step reduced", rms_norm_linear(3, 896, 37, residual=True), m=2, n=16, k=256, lazy=False),
@@ -464,6 +471,7 @@ def cases() -> list[Case]:
         _case("q, k, v 16 rows mma", norm_qkv(16, dtype=BF16), mma=True, interpreted=False, m=16, n=32, k=128, num_stages=3),
         _case("q, k, v straddling tiles mma", norm_qkv(16, 512, (48, 24, 24)), mma=True, m=16, n=64, k=128, num_stages=3),
         _case("gated mlp", gated_mlp(1), m=1, n=8, k=256),
+        _case("gated mlp, loop split, asked for early", gated_mlp(2), m=2, n=8, k=64, split=2, preload=1),
         _case("gated mlp 3 rows (K, N)", gated_mlp(3, stored="kn"), m=4, n=32, k=32),
         _case("gated mlp 16 rows mma", gated_mlp(16), mma=True, m=16, n=64, k=128, num_stages=3),
         _case("norm gated mlp", gated_mlp(1, norm=True, dtype=BF16), m=1, n=8, k=256),
@@ -487,6 +495,9 @@ def cases() -> list[Case]:
         _case("attention mma", attention_row(q=16), mma=True, h=1, m=16, s=32, d=32, e=32),
         _case("online attention", online_attention(), h=1, m=4, s=32, d=32),
         _case("online attention, keys held whole", online_attention(keys=50), h=1, m=4, s=64, d=32),
+        _case("online attention, loop split", online_attention(bias=True), h=1, m=4, s=16, d=32, split=2),
+        _case("online attention mma, loop split unevenly", online_attention(q=16, keys=150), mma=True, h=1, m=16, s=16, d=32, split=4,
+              num_stages=2),
         _case("online attention with a bias fp32", online_attention(bias=True, dtype=FP32, d=20), h=1, m=2, s=16, d=32, lazy=False),
         _case("online attention mma", online_attention(q=16, bias=True), mma=True, h=1, m=16, s=32, d=32, num_stages=2),
         _case("online attention mma, rows first", online_attention(q=5, d=64), mma=True, weights_first=False, h=1, m=16, s=32, d=64),
@@ -501,6 +512,8 @@ def cases() -> list[Case]:
                dict(h=1, m=4, p=4, d=32)),
         _cases("split attention mma, rows first", online_attention(q=16, keys=200, parts=4),
                dict(mma=True, weights_first=False, h=1, m=16, p=1, s=16, d=32), dict(h=1, m=4, p=4, d=32)),
+        _cases("split matmul, its loop split again", split_matmul(2, 500, 48, 3), dict(m=2, n=8, p=1, k=16, split=4, preload=2),
+               dict(m=2, n=8, p=4)),
         _cases("split matmul", split_matmul(), dict(m=4, n=8, p=1, k=16), dict(m=4, n=8, p=4)),
         _cases("split matmul, parts are tiles", split_matmul(held=True, parts=7), dict(m=1, n=8, p=1, k=16), dict(m=4, n=8, p=8)),
         _cases("split matmul mma", split_matmul(16), dict(mma=True, m=16, n=16, p=1, k=16), dict(m=4, n=8, p=4)),

@@ -47,7 +47,12 @@ def random_schedule(block: BlockGraph, seed: int) -> Schedule:
     while math.prod(-(-block.part(a.name) // tiles[a.name]) for a in block.axes) > 48:  # the interpreter runs block after block
         most = max((a for a in block.axes if not block.splits(a.name)), key=lambda a: block.part(a.name) / tiles[a.name])
         tiles[most.name] *= 2
-    return Schedule(tuple(tiles.items()), mma, r.random() < 0.5, r.random() < 0.5, num_stages=r.choice((1, 3)))
+    first, lazy, stages = r.random() < 0.5, r.random() < 0.5, r.choice((1, 3))
+    split = 1
+    if sum(s.loop is not None for s in block.stages) == 1:
+        trips = next(-(-block.part(a.name) // tiles[a.name]) for a in block.named(Role.LOOP))
+        split = r.choice([s for s in (1, 2, 4) if trips > 1 and (s - 1) * -(-trips // s) < trips] or [1])
+    return Schedule(tuple(tiles.items()), mma, first, lazy, num_stages=stages, split=split, preload=r.choice((0, 1, 4)))
 
 
 class _Builder:
@@ -121,7 +126,7 @@ class _Builder:
             step *= dims[d] + (self.r.randint(1, 3) if self.r.random() < 0.2 else 0)
         if self.r.random() < 0.1:
             strides[self.r.randrange(len(dims))] = 0
-        return g.new_input(dims, self.dtype, strides)
+        return g.new_input(dims, self.dtype, strides, constant=self.r.random() < 0.5)
 
     def _input(self, g: KernelGraph, tensors: list, name: str, axes: list[str]) -> BlockInput:
         r = self.r
@@ -316,12 +321,13 @@ def main(count: int, seed: int) -> None:
     """Run random cases through the interpreter (TRITON_INTERPRET=1) and print what differs from the executor in float64."""
     quick_maxima()
     torch.set_num_threads(1)
-    wrong, with_dots, with_parts, with_shifts = [], 0, 0, 0
+    wrong, with_dots, with_parts, with_shifts, with_splits = [], 0, 0, 0, 0
     for number, graph, schedule in random_cases(count, seed):
         program = triton.generate(UGraph(graph, graph), [schedule])
         with_dots += "tl.dot" in program.source
         block, inputs = graph.ops[0].block, random_inputs(graph, number)
         with_parts += any(a.parts for a in block.axes)
+        with_splits += schedule.split > 1
         with_shifts += any(a.shift for stage in block.stages for a in stage.accumulators)
         try:
             ours = compiler.load(program.source, program.digest).run(inputs)
@@ -334,7 +340,8 @@ def main(count: int, seed: int) -> None:
             allowed = 3 * relative_error(plain, exact) + (4e-3 if y.dtype is torch.float16 else 1e-4)
             if not relative_error(y, exact) <= allowed:
                 wrong.append([number, str(schedule), f"relative error {relative_error(y, exact):.3g}, {allowed:.3g} is allowed"])
-    print(json.dumps({"ran": count, "with_dots": with_dots, "with_parts": with_parts, "with_shifts": with_shifts, "wrong": wrong}))
+    print(json.dumps({"ran": count, "with_dots": with_dots, "with_parts": with_parts, "with_shifts": with_shifts,
+                      "with_splits": with_splits, "wrong": wrong}))
 
 
 if __name__ == "__main__":

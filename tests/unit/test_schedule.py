@@ -23,7 +23,7 @@ def test_round_trip_and_order_of_tiles():
 
 
 @pytest.mark.parametrize("bad, says", [
-    (dict(tiles=(("n", 12),)), "n is 12; tiles and num_warps must be powers of two"),
+    (dict(tiles=(("n", 12),)), "n is 12; tiles, num_warps, split and preload must be powers of two"),
     (dict(tiles=(("n", 8),), num_warps=3), "num_warps is 3"),
     (dict(tiles=(("n", 8),), num_stages=0), "num_stages is 0"),
 ])
@@ -142,7 +142,7 @@ def test_restrictions_count_parts_as_blocks():
 def test_measured_winners_rank_high():
     """FACTS: 8 rows of W, 1024 of K, 4 warps won for one row of 4096 to 4096; 16 rows want tensor cores."""
     first = space.schedules(SPACES["norm linear"].block_ops[0], limit=4)
-    assert Schedule((("m", 1), ("n", 8), ("k", 1024)), num_warps=4) in first
+    assert Schedule((("m", 1), ("n", 8), ("k", 1024)), num_warps=4, preload=1) in first
     assert all(s.mma for s in space.schedules(SPACES["16 rows"].block_ops[0], limit=10))
 
 

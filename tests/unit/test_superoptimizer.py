@@ -121,7 +121,7 @@ def test_griddims_blockdims_and_franges_change_the_schedule(tmp_path):
 
     for blocks in (16, 64):
         tiles, _, source = launch(griddims=[(blocks, 1, 1)])
-        assert 256 // tiles["n"] == blocks and f"({blocks},)](" in source
+        assert 256 // tiles["n"] == blocks and f"launch(mirage_0, {blocks}, " in source
     for threads in (64, 256):
         _, warps, source = launch(blockdims=[(threads, 1, 1)])
         assert 32 * warps == threads and f"num_warps={warps}" in source.replace(" ", "")

@@ -1,0 +1,65 @@
+"""How generated files launch kernels. They stand alone: the text of these functions is copied into each file that calls them."""
+import copy
+import inspect
+import threading
+
+import torch
+
+_compiled: dict = {}
+_zeros: dict = {}
+_lock = threading.Lock()
+
+
+def launch(kernel, grid, tensors, num_warps, num_stages):
+    """Launch a kernel on the current stream; the tensors are on the current device.
+
+    What a CUDA graph captures may begin before the launch ahead of it is done, where the GPU can (programmatic dependent
+    launch, sm_90): the kernel itself waits before it reads anything but constants.
+    """
+    device = tensors[0].device.index
+    if device is None:  # the interpreter, on a CPU
+        kernel[(grid,)](*tensors, overlaps=False, num_warps=num_warps, num_stages=num_stages)
+        return
+    pointers = [x.data_ptr() for x in tensors]
+    unaligned = tuple([p % 16 for p in pointers]) if any([p & 15 for p in pointers]) else ()
+    key = kernel.__name__, device, unaligned
+    if key not in _compiled:
+        overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
+        options = {"launch_pdl": True} if overlaps else {}
+        ready = kernel.warmup(*tensors, overlaps=overlaps, num_warps=num_warps, num_stages=num_stages, grid=(grid,), **options)
+        dependent = ready.run
+        serial = copy.copy(dependent)
+        serial.launch_pdl = False
+        _compiled[key] = serial, dependent, ready.function, ready.packed_metadata, overlaps
+    serial, dependent, function, metadata, overlaps = _compiled[key]
+    run = dependent if torch.cuda.is_current_stream_capturing() else serial
+    run(grid, 1, 1, torch._C._cuda_getCurrentRawStream(device), function, metadata, None, None, None, *pointers, overlaps)
+
+
+def counters(count, device):
+    """Zeros, which kernels leave as zeros, for launches that follow each other: those of a stream share them.
+
+    Every launch that is captured gets its own, as its graph may run beside others, from a stock that lasts for many graphs.
+    """
+    if device.type == "cpu":
+        return torch.zeros(count, dtype=torch.int32)
+    if torch.cuda.is_current_stream_capturing():
+        with _lock:
+            stock, begin = _zeros.get(device.index, ((), 0))
+            if begin + count > len(stock):
+                return torch.zeros(count, dtype=torch.int32, device=device)
+            _zeros[device.index] = stock, begin + count
+            return stock[begin:begin + count]
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    if key not in _zeros or len(_zeros[key]) < count:
+        _zeros[key] = torch.zeros(max(count, 1024), dtype=torch.int32, device=device)
+        if device.index not in _zeros or _zeros[device.index][1] > 1 << 17:
+            _zeros[device.index] = torch.zeros(1 << 18, dtype=torch.int32, device=device), 0
+            torch.cuda.current_stream(device).synchronize()  # other streams will use them
+    return _zeros[key]
+
+
+def text(with_counters: bool) -> str:
+    """The functions as text."""
+    sources = [inspect.getsource(launch)] + ([inspect.getsource(counters)] if with_counters else [])
+    return "\n\n\n".join(["_compiled, _zeros, _lock = {}, {}, threading.Lock()", *map(str.rstrip, sources)])
