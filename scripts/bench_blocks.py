@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import benching
 import torch
 from benching import COMPILE, Budget, Contender, Report, captured, error_of, explained, need_gpu, run_all, take_turns, within
 from block_rows import ROWS, Row
@@ -58,7 +59,7 @@ def find_ours(program: KernelGraph, args: argparse.Namespace, record: dict[str, 
         record["refused"] = searched.report.reason or "; ".join(r.reason for r in searched.report.refused) or searched.report.stop
         return []
     started = time.perf_counter()
-    tuned = tuner.tune(found, per_graph=args.schedules, replays=args.replays)
+    tuned = tuner.tune(found, device=benching.DEVICE, per_graph=args.schedules, replays=args.replays)
     record["tune"] = tuned.to_dict() | {"seconds": time.perf_counter() - started, "ugraphs": [str(u) for u in found]}
     for candidate, written in zip(tuned.candidates, record["tune"]["candidates"], strict=True):
         written["ugraph"] = next((k for k, u in enumerate(found) if u is candidate.ugraph), None)
@@ -83,7 +84,7 @@ def entrants_of(rival: Rival, compiled: bool) -> list[Entrant]:
 
 def checked_error(entrant: Entrant, program: KernelGraph) -> float:
     """Its error on random inputs against float64: of the program, or of itself where it is a part. Errors: ValueError."""
-    inputs = make_inputs(program, Case("random"), 0, "cuda")
+    inputs = make_inputs(program, Case("random"), 0, benching.DEVICE)
     if entrant.whole:
         exact = run_kernel_graph(program, inputs, torch.float64)
     else:
@@ -99,7 +100,7 @@ def bench(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, dict[str, Any]] = {r.name: {"absent": r.absent} for r in row.rivals if r.absent}
     entrants = find_ours(program, args, record)
     entrants += [e for r in row.rivals if not r.absent for e in entrants_of(r, args.compile)]
-    sets = measure.cold_inputs(program, "cuda")
+    sets = measure.cold_inputs(program, benching.DEVICE)
     contenders: dict[str, Contender] = {}
     for e in entrants:
         try:
@@ -108,7 +109,7 @@ def bench(row: Row, args: argparse.Namespace) -> dict[str, Any]:
                 contenders[e.name] = captured(e.run, [e.prepare(s) for s in sets])
         except Exception as error:  # one contender that cannot run must not lose the others' numbers
             results[e.name] = {"failed": explained(error)}
-            torch.cuda.synchronize()
+            benching.sync()
     take_turns(contenders.values(), args.rounds)
     for name, c in contenders.items():
         results[name] |= c.result()

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import benching
 import torch
 import torch.nn.functional as F
 from benching import (
@@ -171,7 +172,7 @@ def resolved(chain: Chain, args: argparse.Namespace) -> tuple[dict[str, Call], d
     calls: dict[str, Call] = {}
     found: dict[str, Any] = {}
     for name, block in chain.blocks().items():
-        r = kernels.resolve(block.program(chain.rows), device="cuda", tune=args.tune, pattern=block.pattern.name)
+        r = kernels.resolve(block.program(chain.rows), device=benching.DEVICE, tune=args.tune, pattern=block.pattern.name)
         forced = searched_run(r) if args.searched else None
         calls[name] = forced or r.run
         found[name] = {"program": r.entry.key.title, "runs": kernels.OURS if r.is_fused or forced else kernels.LIBRARY, "source": r.source,
@@ -207,8 +208,8 @@ def bench(name: str, args: argparse.Namespace) -> dict[str, Any]:
     sizes = MODELS[name]
     chain = Chain(sizes, args.batch, args.qkv == "separate")
     calls, found = resolved(chain, args)
-    model = chain.model(args.layers or sizes.layers, "cuda")
-    h = torch.randn(args.batch, sizes.hidden, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(DTYPE)
+    model = chain.model(args.layers or sizes.layers, benching.DEVICE)
+    h = torch.randn(args.batch, sizes.hidden, generator=torch.Generator().manual_seed(1)).to(benching.DEVICE, DTYPE)
     exact = in_float64(chain.programs())
     exact_layer, exact_logits = chain.layer(h.double(), model.layers[0], exact), chain.logits(h.double(), model, exact)
 
@@ -232,7 +233,7 @@ def bench(name: str, args: argparse.Namespace) -> dict[str, Any]:
         except Exception as e:  # one contender that cannot run must not lose the others' numbers
             contenders.pop(who, None)
             results[who] = results.get(who, {}) | {"failed": explained(e)}
-            torch.cuda.synchronize()
+            benching.sync()
     take_turns(contenders.values(), args.rounds)
     for who, c in contenders.items():
         r = c.result()

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import benching
 import torch
 from benching import Budget, Report, captured, error_of, explained, need_gpu, run_all, searched_run, take_turns
 
@@ -51,7 +52,7 @@ def block_of(name: str, hidden: int) -> Block:
 def bench(name: str, rows: int, hidden: int, args: argparse.Namespace) -> dict[str, Any]:
     """One block at one size."""
     program = block_of(name, hidden).program(rows)
-    r = kernels.resolve(program, device="cuda", tune=args.tune, pattern=name)
+    r = kernels.resolve(program, device=benching.DEVICE, tune=args.tune, pattern=name)
     floor_us = 1e6 * sum(map(tensor_bytes, (*program.inputs, *program.outputs))) / H200.bandwidth
     record = {"block": name, "rows": rows, "hidden": hidden, "floor_us": floor_us, "source": r.source, "tuned_us": r.time_us,
               "tuned_library_us": r.library_us, "reason": r.reason, "resolve_seconds": round(r.seconds, 1),
@@ -59,9 +60,9 @@ def bench(name: str, rows: int, hidden: int, args: argparse.Namespace) -> dict[s
     runs: dict[str, measure.Run] = {kernels.LIBRARY: partial(run_kernel_graph, program)}
     if (searched := searched_run(r)) is not None:
         runs[kernels.OURS] = searched
-    inputs = make_inputs(program, Case("random"), 0, "cuda")
+    inputs = make_inputs(program, Case("random"), 0, benching.DEVICE)
     exact = run_kernel_graph(program, inputs, torch.float64)
-    sets = measure.cold_inputs(program, "cuda")
+    sets = measure.cold_inputs(program, benching.DEVICE)
     results: dict[str, dict[str, Any]] = {}
     contenders = {}
     for who, run in runs.items():
@@ -70,7 +71,7 @@ def bench(name: str, rows: int, hidden: int, args: argparse.Namespace) -> dict[s
             contenders[who] = captured(run, sets)
         except Exception as e:  # a kernel that is wrong is a result too
             results[who] = {"failed": explained(e)}
-            torch.cuda.synchronize()
+            benching.sync()
     take_turns(contenders.values(), args.rounds)
     for who, c in contenders.items():
         results[who] |= c.result()

@@ -28,6 +28,9 @@ from mirage_hf.zoo.machine import this_machine
 BYTES_PER_SECOND = H200.bandwidth
 """At which an H200 reads memory, measured; every floor is bytes over this."""
 
+DEVICE = "cuda"
+"""Where everything runs; tests put a CPU here."""
+
 PEERS = ("liger-kernel", "flashinfer-python")
 
 TOLERANCE = {torch.float16: 0.01, torch.bfloat16: 0.05}
@@ -89,6 +92,12 @@ def within(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def sync() -> None:
+    """Wait for the GPU, so that what failed on it is over."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def explained(e: Exception) -> str:

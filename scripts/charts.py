@@ -10,8 +10,8 @@ SERIES = {"ours": ("ours", "#1b7837"), "eager": ("torch eager", "#999999"), "eag
 """By contender: what the legend says, colour."""
 
 TITLES = {"norm_linear": "RMSNorm +\nLinear 4096", "norm_linear_6144": "RMSNorm +\nLinear 6144", "gated_mlp": "gated MLP\n4096",
-          "lora": "LoRA r16\n4096", "lora_256": "LoRA r16\n256→4096", "gqa_decode": "GQA decode\n4096 keys", "gqa_paper": "GQA,\n256 queries",
-          "qk_norm_attention": "q, k norm +\nattention", "mla_decode": "MLA\ndecode", "ntrans": "nTrans"}
+          "lora": "LoRA r16\n4096", "lora_256": "LoRA r16\n256→4096", "gqa_decode": "GQA decode\n4096 keys",
+          "gqa_paper": "GQA,\n256 queries", "qk_norm_attention": "q, k norm +\nattention", "mla_decode": "MLA\ndecode", "ntrans": "nTrans"}
 
 LEAST_US = 0.5
 """Where the axis begins; the floors of the smallest blocks lie below it, less than any launch takes."""

@@ -1,7 +1,10 @@
 """The benchmark scripts, as far as a machine without a GPU can run them: programs, rivals, chains, resuming, budgets, charts."""
+import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from configs import Sizes
 from mirage_hf import kernels
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.search.spec import NotLowerable, lower
+from mirage_hf.tune import measure
 from mirage_hf.verify.numeric import Case, make_inputs
 
 SMALL = {
@@ -84,6 +88,60 @@ def test_the_chain_is_the_same_as_programs_and_as_torch(rows, separate):
     calls = {name: kernels.resolve(p, device="cpu", tune="never").run for name, p in chain.programs().items()}
     got = chain.layer(h.to(bench_chain.DTYPE), model.layers[0], calls)
     assert benching.error_of([got], [chain.layer(h.to(bench_chain.DTYPE).double(), model.layers[0], exact)]) < 0.05
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Contenders run once on the CPU, and take 1 µs, 2 µs, … a call; no GPU is asked."""
+    def captured(run, sets):
+        run(sets[0])
+        return benching.Contender(None, 1, sets)
+
+    def captured_chain(run, steps, reads):
+        return benching.Contender(SimpleNamespace(replay=lambda: None), steps, reads), run()
+
+    def take_turns(contenders, rounds):
+        for us, c in enumerate(contenders, 1):
+            c.samples += [float(us)] * rounds
+
+    monkeypatch.setattr(benching, "DEVICE", "cpu")
+    monkeypatch.setattr(measure, "cold_inputs", lambda program, device: [make_inputs(program, Case("random"))])
+    monkeypatch.setattr(bench_chain, "captured_chain", captured_chain)
+    for script in (bench_blocks, bench_chain, bench_sizes):
+        monkeypatch.setattr(script, "take_turns", take_turns)
+        monkeypatch.setattr(script, "captured", captured, raising=False)
+
+
+@pytest.mark.parametrize("name", ["norm_linear:1", "mla_decode:1"])
+def test_a_block_is_benchmarked_to_the_end(on_cpu, name):
+    row = replace(block_rows.ROWS[name], sizes=tuple(SMALL[name.split(":")[0]].items()))
+    args = argparse.Namespace(ugraphs=2, schedules=2, replays=1, cap=60.0, rounds=3, compile=False)
+    record = {"name": name} | bench_blocks.bench(row, args)
+    contenders = record["contenders"]
+    assert "failed" in contenders["ours"]  # a Triton kernel needs a GPU; the others are timed all the same
+    assert contenders["eager"]["us"] == 1.0 and contenders["eager"]["error"] < 0.01
+    assert record["best_rival"] == "eager" and not record["reached"] and record["tune"]["candidates"] and record["ours"]["ugraph"]
+    json.dumps(record)
+    assert "ours: failed" not in bench_blocks.line(record) and "missed" in bench_blocks.line(record)
+
+
+def test_a_chain_is_benchmarked_to_the_end(on_cpu, monkeypatch, capsys):
+    monkeypatch.setitem(bench_chain.MODELS, "tiny", TINY)
+    args = argparse.Namespace(batch=2, qkv="joined", layers=None, tune="never", searched=False, compile=False, cap=60.0, steps=2, rounds=3)
+    record = bench_chain.bench("tiny", args)
+    ours, eager = record["contenders"]["ours"], record["contenders"]["eager"]
+    assert ours["ms"] == 1e-3 and eager["ms"] == 2e-3 and ours["share_of_bandwidth"] == pytest.approx(2 * eager["share_of_bandwidth"])
+    assert max(c[e] for c in (ours, eager) for e in ("layer_error", "logits_error")) < 0.05
+    assert "eager" in bench_chain.table(record) and "gate_up" in capsys.readouterr().out
+    json.dumps(record)
+
+
+def test_a_size_is_benchmarked_to_the_end(on_cpu, monkeypatch):
+    monkeypatch.setitem(bench_sizes.MLP_WIDTHS, 32, 64)
+    for name in bench_sizes.BLOCKS:
+        record = {"name": name} | bench_sizes.bench(name, 3, 32, argparse.Namespace(tune="never", rounds=3))
+        assert record["contenders"][kernels.LIBRARY]["us"] == 1.0 and name in bench_sizes.line(record)
+        json.dumps(record)
 
 
 def test_sizes_are_programs_and_their_summary_names_the_worst():
