@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,9 +32,10 @@ from mirage_hf.codegen import triton
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.search.engine import SearchOptions
-from mirage_hf.tune import measure, tuner
+from mirage_hf.tune import measure, space, tuner
 from mirage_hf.tune.measure import Run
-from mirage_hf.verify.accept import search_and_verify
+from mirage_hf.tune.tuner import Schedules
+from mirage_hf.verify.accept import Candidate, search_and_verify
 from mirage_hf.verify.numeric import Case, make_inputs
 
 OURS, COMPILED = "ours", " compiled"
@@ -49,17 +51,35 @@ class Entrant:
     whole: bool = True
 
 
+def permitted(candidates: Sequence[Candidate]) -> Schedules:
+    """Schedules whose rounding was found to hold, as `mirage_hf.kernels` takes them."""
+    owner = {op: c for c in candidates for op in c.ugraph.block_ops}
+    return lambda op, device: [s for s in space.schedules(op, device) if owner[op].allows(s.mma)]
+
+
+def promising(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+    """The best by the cost model's estimate of a permitted schedule; those without one are left out."""
+    def us(c: Candidate) -> float:
+        ranked = [] if space.obstacle(c.ugraph.block_ops) else tuner.rank([c.ugraph], per_graph=1, schedules=permitted([c]))
+        return min((r.estimate_us for r in ranked if not r.is_library), default=math.inf)
+
+    estimates = [(us(c), c) for c in candidates]
+    return [c for estimate, c in sorted(estimates, key=lambda e: e[0]) if estimate < math.inf][:count]
+
+
 def find_ours(program: KernelGraph, args: argparse.Namespace, record: dict[str, Any]) -> list[Entrant]:
     """Search and tune; what came of it goes into `record`. Empty where nothing was found or everything was refused."""
     started = time.perf_counter()
-    searched = search_and_verify(program, SearchOptions(time_limit=20))
-    found = searched.ugraphs()[:args.ugraphs]
+    searched = search_and_verify(program, SearchOptions(time_limit=args.search_seconds))
+    candidates = promising(searched.candidates, args.ugraphs)
     record["search"] = {"seconds": time.perf_counter() - started, "stop": searched.report.stop, "candidates": len(searched.candidates)}
-    if not found:
+    if not candidates:
         record["refused"] = searched.report.reason or "; ".join(r.reason for r in searched.report.refused) or searched.report.stop
         return []
+    found = [c.ugraph for c in candidates]
     started = time.perf_counter()
-    tuned = tuner.tune(found, device=benching.DEVICE, per_graph=args.schedules, replays=args.replays)
+    tuned = tuner.tune(found, device=benching.DEVICE, per_graph=args.schedules, replays=args.replays,
+                       schedules=permitted(candidates))
     record["tune"] = tuned.to_dict() | {"seconds": time.perf_counter() - started, "ugraphs": [str(u) for u in found]}
     for candidate, written in zip(tuned.candidates, record["tune"]["candidates"], strict=True):
         written["ugraph"] = next((k for k, u in enumerate(found) if u is candidate.ugraph), None)
@@ -165,6 +185,7 @@ def chosen(text: str, parser: argparse.ArgumentParser) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", default="all", help=f"name or name:rows, with commas, or all; there are {', '.join(ROWS)}")
+    parser.add_argument("--search-seconds", type=float, default=60.0, help="seconds that the search of one block may take")
     parser.add_argument("--schedules", type=int, default=32, help="schedules of each µGraph that are timed")
     parser.add_argument("--ugraphs", type=int, default=4, help="µGraphs of each block that are tuned")
     parser.add_argument("--replays", type=int, default=9, help="replays for each schedule while tuning")

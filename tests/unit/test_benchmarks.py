@@ -115,7 +115,7 @@ def on_cpu(monkeypatch):
 @pytest.mark.parametrize("name", ["norm_linear:1", "mla_decode:1"])
 def test_a_block_is_benchmarked_to_the_end(on_cpu, name):
     row = replace(block_rows.ROWS[name], sizes=tuple(SMALL[name.split(":")[0]].items()))
-    args = argparse.Namespace(ugraphs=2, schedules=2, replays=1, cap=60.0, rounds=3, compile=False)
+    args = argparse.Namespace(search_seconds=20.0, ugraphs=2, schedules=2, replays=1, cap=60.0, rounds=3, compile=False)
     record = {"name": name} | bench_blocks.bench(row, args)
     contenders = record["contenders"]
     assert "failed" in contenders["ours"]  # a Triton kernel needs a GPU; the others are timed all the same
