@@ -171,6 +171,15 @@ def line(r: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """How many targets were reached, and where a rival is faster."""
+    told = [r for r in rows if "contenders" in r]
+    slower = [f"{r['name']} ({r['over_best_rival']:.2f} × {r['best_rival']})" for r in told if r.get("over_best_rival", 1.0) < 1.0]
+    failed = [r["name"] for r in rows if "failed" in r]
+    lines = [f"{sum(r['reached'] for r in told)} of {len(told)} targets reached", f"a rival is faster: {', '.join(slower) or 'nowhere'}"]
+    return "\n".join(lines + [f"failed: {', '.join(failed)}"] * bool(failed))
+
+
 def chosen(text: str, parser: argparse.ArgumentParser) -> list[Row]:
     """The rows that names, or name:rows, with commas, stand for."""
     found = []
@@ -192,7 +201,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="alternating rounds of the final comparison")
     parser.add_argument("--cap", type=float, default=120.0, help="seconds that checking and capturing one contender may take")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no block after so many seconds")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no block after so many seconds")
     parser.add_argument("--out", type=Path, help="write a JSON file, after each block")
     parser.add_argument("--resume", action="store_true", help="keep the blocks that the JSON file has")
     parser.add_argument("--chart", type=Path, help="draw a bar chart: this path with .png and .svg added")
@@ -210,6 +219,7 @@ def main() -> None:
     print(HEADER, flush=True)
     with torch.no_grad():
         run_all(report, {row.name: partial(bench, row, args) for row in rows}, budget, line)
+    print(summary(report.rows), flush=True)
     if args.chart:
         draw_blocks(report.data, args.chart)
 

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import hashlib
 import json
+import math
 import os
 import signal
 import statistics
@@ -109,7 +110,7 @@ def explained(e: Exception) -> str:
 def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
     """RMS error over the RMS of `exact`; infinite where something is not finite or has another shape."""
     if got.shape != exact.shape or not bool(torch.isfinite(got).all()):
-        return float("inf")
+        return math.inf
     exact = exact.double()
     return float((got.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
 
@@ -194,8 +195,8 @@ class Report:
     def rows(self) -> list[dict[str, Any]]:
         return self.data["rows"]  # type: ignore[no-any-return]
 
-    def has(self, name: str) -> bool:
-        return any(r["name"] == name for r in self.rows)
+    def get(self, name: str) -> dict[str, Any] | None:
+        return next((r for r in self.rows if r["name"] == name), None)
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
@@ -210,15 +211,17 @@ class Report:
 
 
 def _plain(value: Any) -> Any:
-    """An option as JSON holds it, of a path only the name."""
-    return value.name if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+    """An option as JSON holds it: of a path only the name, no infinity."""
+    if isinstance(value, Path):
+        return value.name
+    return None if value == math.inf else list(value) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)
 class Budget:
     """Seconds after which nothing new is started."""
 
-    seconds: float = float("inf")
+    seconds: float = math.inf
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -231,8 +234,8 @@ def run_all(report: Report, jobs: Mapping[str, Callable[[], dict[str, Any]]], bu
     """Run the jobs that the report lacks, in order; each makes a row. Returns the names of those left out when time was up."""
     left = []
     for name, job in jobs.items():
-        if report.has(name):
-            print(f"{name}: measured before", flush=True)
+        if (before := report.get(name)) is not None:
+            print(show(before), flush=True)
             continue
         if budget.is_spent:
             left.append(name)

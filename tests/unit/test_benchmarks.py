@@ -1,6 +1,7 @@
 """The benchmark scripts, as far as a machine without a GPU can run them: programs, rivals, chains, resuming, budgets, charts."""
 import argparse
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -166,11 +167,11 @@ def test_results_are_written_as_they_come_and_resumed(tmp_path, capsys):
         return {"us": 1.0}
 
     jobs = {"a": lambda: job("a"), "b": lambda: job("b", fails=True), "c": lambda: job("c")}
-    report = benching.Report(path, {"out": path, "rows": (1, 2)})
+    report = benching.Report(path, {"out": path, "rows": (1, 2), "seconds": math.inf})
     assert benching.run_all(report, {k: jobs[k] for k in "ab"}, benching.Budget(), str) == []
     written = json.loads(path.read_text())
     assert [r["name"] for r in written["rows"]] == ["a", "b"] and "no luck" in written["rows"][1]["failed"]
-    assert written["options"] == {"out": "r.json", "rows": [1, 2]} and "torch" in written["machine"]
+    assert written["options"] == {"out": "r.json", "rows": [1, 2], "seconds": None} and "torch" in written["machine"]
 
     jobs["b"] = lambda: job("b")
     benching.run_all(benching.Report(path, {}, resume=True), jobs, benching.Budget(), str)
@@ -210,6 +211,9 @@ def test_a_row_is_judged_by_whole_rivals_only():
     row = made_up("norm_linear:1")
     assert row["best_rival"] == "eager" and row["over_best_rival"] == 2.0 and row["reached"]
     line = bench_blocks.line(row)
+    slow = row | {"name": "lora:1", "reached": False, "over_best_rival": 0.5}
+    assert bench_blocks.summary([row, slow, {"name": "lora:16", "failed": "x"}]).splitlines() == [
+        "1 of 2 targets reached", "a rival is faster: lora:1 (0.50 × eager)", "failed: lora:16"]
     assert "(core) 8.00" in line and "liger: liger_kernel is not installed" in line and "TimeoutError" in line and "reached" in line
     missing = made_up("norm_linear:1") | {"refused": "no kernel"}
     del missing["contenders"]["ours"], missing["share_of_floor"], missing["over_best_rival"]
