@@ -1,190 +1,227 @@
-"""Times blocks beside torch eager and torch.compile (max-autotune): one process, CUDA graphs, cold weights, alternating.
+"""Times blocks beside torch eager, torch.compile (max-autotune), library calls, Liger and FlashInfer, in one process.
 
-    python scripts/bench_blocks.py --out docs/results/blocks.json
-    python scripts/bench_blocks.py --blocks norm_linear,lora --schedules 12 --no-compile
+    python scripts/bench_blocks.py --out blocks.json --chart blocks
+    python scripts/bench_blocks.py --blocks norm_linear,lora:1 --schedules 12 --no-compile
+    python scripts/bench_blocks.py --out blocks.json --resume --seconds 500
+    python scripts/bench_blocks.py --redraw blocks.json --chart blocks        # needs no GPU
 
-Ours is found by search, verified, and tuned over the schedule space; the JSON holds the time of every schedule tried.
-Weights are stored (N, K) as nn.Linear stores them, for all contenders alike. Needs an NVIDIA GPU.
+Every contender is a CUDA graph over cold rotating inputs, checked against float64 before it is timed, and takes turns with the others.
+Ours is the best µGraph that the search found, verified and tuned; the JSON holds the time of everything tuned. Weights are stored
+(N, K), as nn.Linear stores them, for all. A contender in brackets is the memory-bound core alone, no rival.
 """
 from __future__ import annotations
 
 import argparse
 import json
-import sys
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import benching
 import torch
+from benching import COMPILE, Budget, Contender, Report, captured, error_of, explained, need_gpu, run_all, take_turns, within
+from block_rows import ROWS, Row
+from charts import draw_blocks
+from rivals import Rival
 
-import mirage_hf as mi
-from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
+from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.search.engine import SearchOptions
-from mirage_hf.tune import measure, tuner
-from mirage_hf.tune.cost import H200, tensor_bytes
-from mirage_hf.verify.accept import search_and_verify
-from mirage_hf.zoo.machine import this_machine
+from mirage_hf.tune import measure, space, tuner
+from mirage_hf.tune.measure import Run
+from mirage_hf.tune.tuner import Schedules
+from mirage_hf.verify.accept import Candidate, search_and_verify
+from mirage_hf.verify.numeric import Case, make_inputs
 
-HALF = torch.float16
-
-
-def weight(g: KernelGraph, k: int, n: int, name: str):
-    return g.new_input((k, n), HALF, strides=(1, k), name=name)
+OURS, COMPILED = "ours", " compiled"
 
 
-def norm_linear(rows: int, k: int = 4096, n: int = 4096) -> KernelGraph:
-    g = mi.new_kernel_graph()
-    x, gamma = g.new_input((rows, k), HALF, name="x"), g.new_input((1, k), HALF, name="gamma")
-    g.mark_output(g.matmul(g.rms_norm(x, gamma), weight(g, k, n, "w")))
-    return g
+@dataclass(frozen=True)
+class Entrant:
+    """A contender before it is captured. `prepare` makes its arguments from the program's inputs; `whole` as in Rival."""
 
-
-def gated_mlp(rows: int, k: int = 4096, n: int = 4096) -> KernelGraph:
-    g = mi.new_kernel_graph()
-    x = g.new_input((rows, k), HALF, name="x")
-    gate, up = (g.matmul(x, weight(g, k, n, name)) for name in ("gate", "up"))
-    g.mark_output(g.mul(g.silu(gate), up))
-    return g
-
-
-def lora(rows: int, k: int = 4096, n: int = 4096, r: int = 16) -> KernelGraph:
-    g = mi.new_kernel_graph()
-    x = g.new_input((rows, k), HALF, name="x")
-    base = g.matmul(x, weight(g, k, n, "w"))
-    g.mark_output(g.add(base, g.matmul(g.matmul(x, weight(g, k, r, "a")), weight(g, r, n, "b"))))
-    return g
-
-
-def ntrans(rows: int, n: int = 4096) -> KernelGraph:
-    g = mi.new_kernel_graph()
-    x, y, a = (g.new_input((rows, n), HALF, name=name) for name in "xya")
-
-    def norm(z):
-        return g.div(z, g.sqrt(g.reduction(g.square(z), 1)))
-    g.mark_output(norm(g.add(x, g.mul(a, g.sub(norm(y), x)))))
-    return g
-
-
-BLOCKS: dict[str, tuple[Callable[..., KernelGraph], tuple[int, ...], dict[str, int]]] = {
-    "norm_linear": (norm_linear, (1, 16), {}),
-    "norm_linear_6144": (norm_linear, (2, 16, 32), {"n": 6144}),
-    "gated_mlp": (gated_mlp, (1, 8, 16), {}),
-    "lora": (lora, (1, 16), {}),
-    "lora_256": (lora, (16,), {"k": 256}),
-    "ntrans": (ntrans, (1, 8, 16), {}),
-}
-"""By name: builder, rows, sizes."""
-
-FIRST = ("norm_linear:1", "norm_linear:16", "gated_mlp:1", "gated_mlp:16", "lora:1")
-
-
-@dataclass
-class Contender:
     name: str
-    graph: torch.cuda.CUDAGraph
-    calls: int
-    samples: list[float]
+    run: Run
+    prepare: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] = list
+    whole: bool = True
 
 
-def bench(name: str, program: KernelGraph, args: argparse.Namespace) -> dict:
+def permitted(candidates: Sequence[Candidate]) -> Schedules:
+    """Schedules whose rounding was found to hold, as `mirage_hf.kernels` takes them."""
+    owner = {op: c for c in candidates for op in c.ugraph.block_ops}
+    return lambda op, device: [s for s in space.schedules(op, device) if owner[op].allows(s.mma)]
+
+
+def promising(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+    """The best by the cost model's estimate of a permitted schedule; those without one are left out."""
+    def us(c: Candidate) -> float:
+        ranked = [] if space.obstacle(c.ugraph.block_ops) else tuner.rank([c.ugraph], per_graph=1, schedules=permitted([c]))
+        return min((r.estimate_us for r in ranked if not r.is_library), default=math.inf)
+
+    estimates = [(us(c), c) for c in candidates]
+    return [c for estimate, c in sorted(estimates, key=lambda e: e[0]) if estimate < math.inf][:count]
+
+
+def find_ours(program: KernelGraph, args: argparse.Namespace, record: dict[str, Any]) -> list[Entrant]:
+    """Search and tune; what came of it goes into `record`. Empty where nothing was found or everything was refused."""
     started = time.perf_counter()
-    searched = search_and_verify(program, SearchOptions(time_limit=20))
-    found = searched.ugraphs()[:args.ugraphs]
-    search = {"seconds": time.perf_counter() - started, "stop": searched.report.stop, "candidates": len(searched.candidates)}
-    record: dict = {"block": name, "floor_us": floor_us(program), "search": search}
-    if not found:
-        return record | {"refused": searched.report.reason or "; ".join(r.reason for r in searched.report.refused)}
+    searched = search_and_verify(program, SearchOptions(time_limit=args.search_seconds))
+    candidates = promising(searched.candidates, args.ugraphs)
+    record["search"] = {"seconds": time.perf_counter() - started, "stop": searched.report.stop, "candidates": len(searched.candidates)}
+    if not candidates:
+        record["refused"] = searched.report.reason or "; ".join(r.reason for r in searched.report.refused) or searched.report.stop
+        return []
+    found = [c.ugraph for c in candidates]
     started = time.perf_counter()
-    tuned = tuner.tune(found, per_graph=args.schedules, replays=args.replays)
-    record["tune"] = {"seconds": time.perf_counter() - started} | tuned.to_dict()
-    for n, candidate in enumerate(tuned.candidates):
-        record["tune"]["candidates"][n]["ugraph"] = next((k for k, u in enumerate(found) if u is candidate.ugraph), None)
-    sets = measure.cold_inputs(program, "cuda")
-    runs: dict[str, measure.Run] = {}
-    if tuned.best_searched:
-        record["ours"] = {"schedules": [str(s) for s in tuned.best_searched.schedules], "ugraph": str(tuned.best_searched.ugraph)}
-        runs["ours"] = tuner.run_of(triton.generate(tuned.best_searched.ugraph, tuned.best_searched.schedules))
-    stock = triton.generate(tuned.library.ugraph)
-    runs["eager"] = compiler.load(stock.source, stock.digest).program
-    if args.compile:
-        torch._dynamo.reset()
-        runs["compiled"] = torch.compile(runs["eager"], mode="max-autotune-no-cudagraphs")
-    contenders = []
-    for who, run in runs.items():
+    tuned = tuner.tune(found, device=benching.DEVICE, per_graph=args.schedules, replays=args.replays,
+                       schedules=permitted(candidates))
+    record["tune"] = tuned.to_dict() | {"seconds": time.perf_counter() - started, "ugraphs": [str(u) for u in found]}
+    for candidate, written in zip(tuned.candidates, record["tune"]["candidates"], strict=True):
+        written["ugraph"] = next((k for k, u in enumerate(found) if u is candidate.ugraph), None)
+    best = tuned.best_searched
+    if best is None:
+        record["refused"] = next((c.reason for c in tuned.candidates if c.reason), "no candidate")
+        return []
+    record["ours"] = {"schedules": [str(s) for s in best.schedules], "ugraph": str(best.ugraph), "kernels": best.ugraph.num_kernels}
+    return [Entrant(OURS, tuner.run_of(triton.generate(best.ugraph, best.schedules)))]
+
+
+def entrants_of(rival: Rival, compiled: bool) -> list[Entrant]:
+    def call(run: Callable[..., torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [run(*arguments)]
+
+    found = [Entrant(rival.name, partial(call, rival.run), rival.arguments, rival.whole)]
+    if compiled and rival.compiled:
+        fast = torch.compile(rival.run, mode=COMPILE, dynamic=False)
+        found.append(Entrant(rival.name + COMPILED, partial(call, fast), rival.arguments, rival.whole))
+    return found
+
+
+def checked_error(entrant: Entrant, program: KernelGraph) -> float:
+    """Its error on random inputs against float64: of the program, or of itself where it is a part. Errors: ValueError."""
+    inputs = make_inputs(program, Case("random"), 0, benching.DEVICE)
+    if entrant.whole:
+        exact = run_kernel_graph(program, inputs, torch.float64)
+    else:
+        exact = entrant.run(entrant.prepare([x.double() for x in inputs]))
+    return error_of(entrant.run(entrant.prepare(inputs)), exact)
+
+
+def bench(row: Row, args: argparse.Namespace) -> dict[str, Any]:
+    """Everything about one row."""
+    torch._dynamo.reset()
+    program = row.program()
+    record: dict[str, Any] = {"block": row.block, "rows": row.rows, "floor_us": row.floor_us(program), "target_us": row.target_us}
+    results: dict[str, dict[str, Any]] = {r.name: {"absent": r.absent} for r in row.rivals if r.absent}
+    entrants = find_ours(program, args, record)
+    entrants += [e for r in row.rivals if not r.absent for e in entrants_of(r, args.compile)]
+    sets = measure.cold_inputs(program, benching.DEVICE)
+    contenders: dict[str, Contender] = {}
+    for e in entrants:
         try:
-            contenders.append(Contender(who, *measure.capture(run, sets), []))
-        except Exception as e:  # one contender that cannot run must not lose the others' numbers
-            record.setdefault("failed", {})[who] = f"{type(e).__name__}: {e}"[:500]
-            torch.cuda.synchronize()
-    for _ in range(args.rounds):
-        for c in contenders:
-            c.samples.append(measure.time_graph(c.graph, c.calls, replays=3).us)
-    for c in contenders:
-        t = measure.timing(c.samples, c.calls)
-        record[f"{c.name}_us"], record[f"{c.name}_spread"] = round(t.us, 3), round(t.spread, 4)
-    return record
+            with within(args.cap):
+                results[e.name] = {"whole": e.whole, "error": checked_error(e, program)}
+                contenders[e.name] = captured(e.run, [e.prepare(s) for s in sets])
+        except Exception as error:  # one contender that cannot run must not lose the others' numbers
+            results[e.name] = {"failed": explained(error)}
+            benching.sync()
+    take_turns(contenders.values(), args.rounds)
+    for name, c in contenders.items():
+        results[name] |= c.result()
+    return record | {"contenders": results} | judged(results, record["floor_us"], row.target_us)
 
 
-def floor_us(program: KernelGraph) -> float:
-    return 1e6 * sum(map(tensor_bytes, (*program.inputs, *program.outputs))) / H200.bandwidth
+def judged(contenders: dict[str, dict[str, Any]], floor_us: float, target_us: float) -> dict[str, Any]:
+    """Ours beside the best whole rival, the floor and the target; nothing where ours was not measured."""
+    ours = contenders.get(OURS, {}).get("us")
+    others = {name: c["us"] for name, c in contenders.items() if name != OURS and c.get("whole") and "us" in c}
+    best = min(others, key=others.__getitem__, default=None)
+    found: dict[str, Any] = {"best_rival": best} if best else {}
+    if ours is None:
+        return found | {"reached": False}
+    faster = {"over_best_rival": round(others[best] / ours, 3)} if best else {}
+    return found | faster | {"share_of_floor": round(floor_us / ours, 3), "reached": ours <= target_us}
 
 
-def machine() -> dict:
-    p = torch.cuda.get_device_properties(0)
-    return this_machine() | {"sms": p.multi_processor_count, "l2_bytes": p.L2_cache_size}
+HEADER = (f"{'block:rows, µs':22}{'ours':>9}{'eager':>9}{'compiled':>9}{'floor':>8}{'of floor':>9}{'target':>8}{'':>9}"
+          f"{'× best rival':>14}")
 
 
-def clock() -> int | None:
-    try:
-        return torch.cuda.clock_rate()
-    except Exception:  # needs pynvml
-        return None
+def line(r: dict[str, Any]) -> str:
+    """A row for people; under it what does not fit into columns."""
+    c = r["contenders"]
+
+    def us(name: str) -> str:
+        return f"{c[name]['us']:9.2f}" if "us" in c.get(name, {}) else f"{'–':>9}"
+
+    share = f"{r['share_of_floor']:9.0%}" if "share_of_floor" in r else f"{'–':>9}"
+    over = f"{r['over_best_rival']:7.2f} {r['best_rival']}" if "over_best_rival" in r else ""
+    lines = [f"{r['name']:22}{us(OURS)}{us('eager')}{us('eager' + COMPILED)}{r['floor_us']:8.2f}{share}{r['target_us']:8.1f}"
+             f"{'  reached' if r['reached'] else '   missed'}{over}"]
+    rest = {name: v for name, v in c.items() if name not in (OURS, "eager", "eager" + COMPILED) and "us" in v}
+    if rest:
+        lines.append("    " + ", ".join(f"{name if v['whole'] else f'({name})'} {v['us']:.2f}" for name, v in rest.items()))
+    lines += [f"    {name}: {v.get('failed') or v.get('absent')}" for name, v in c.items() if "us" not in v]
+    lines += [f"    no kernel of ours: {r['refused']}"] if "refused" in r else [f"    ours: {'; '.join(r['ours']['schedules'])}"]
+    return "\n".join(lines)
 
 
-def row(r: dict) -> str:
-    cells = [f"{r[f'{who}_us']:8.2f}" if f"{who}_us" in r else f"{'–':>8}" for who in ("ours", "eager", "compiled")]
-    note = r.get("refused") or "; ".join(f"{k} failed: {v}" for k, v in r.get("failed", {}).items())
-    schedule = ", ".join(r.get("ours", {}).get("schedules", ()))
-    return f"{r['block']:22}{''.join(cells)}{r['floor_us']:8.2f}  {schedule} {note}"
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """How many targets were reached, and where a rival is faster."""
+    told = [r for r in rows if "contenders" in r]
+    slower = [f"{r['name']} ({r['over_best_rival']:.2f} × {r['best_rival']})" for r in told if r.get("over_best_rival", 1.0) < 1.0]
+    failed = [r["name"] for r in rows if "failed" in r]
+    lines = [f"{sum(r['reached'] for r in told)} of {len(told)} targets reached", f"a rival is faster: {', '.join(slower) or 'nowhere'}"]
+    return "\n".join(lines + [f"failed: {', '.join(failed)}"] * bool(failed))
+
+
+def chosen(text: str, parser: argparse.ArgumentParser) -> list[Row]:
+    """The rows that names, or name:rows, with commas, stand for."""
+    found = []
+    for item in text.split(","):
+        rows = [r for r in ROWS.values() if item in ("all", r.block, r.name)]
+        if not rows:
+            parser.error(f"unknown block {item!r}; there are {', '.join(ROWS)}")
+        found += rows
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", default=",".join(FIRST), help=f"name or name:rows, with commas, or all; names: {', '.join(BLOCKS)}")
-    parser.add_argument("--schedules", type=int, default=40, help="schedules of each µGraph that are timed")
-    parser.add_argument("--ugraphs", type=int, default=2, help="µGraphs of each block that are tuned")
+    parser.add_argument("--blocks", default="all", help=f"name or name:rows, with commas, or all; there are {', '.join(ROWS)}")
+    parser.add_argument("--search-seconds", type=float, default=60.0, help="seconds that the search of one block may take")
+    parser.add_argument("--schedules", type=int, default=32, help="schedules of each µGraph that are timed")
+    parser.add_argument("--ugraphs", type=int, default=4, help="µGraphs of each block that are tuned")
     parser.add_argument("--replays", type=int, default=9, help="replays for each schedule while tuning")
     parser.add_argument("--rounds", type=int, default=15, help="alternating rounds of the final comparison")
+    parser.add_argument("--cap", type=float, default=120.0, help="seconds that checking and capturing one contender may take")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
-    parser.add_argument("--out", type=Path, help="write a JSON file")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no block after so many seconds")
+    parser.add_argument("--out", type=Path, help="write a JSON file, after each block")
+    parser.add_argument("--resume", action="store_true", help="keep the blocks that the JSON file has")
+    parser.add_argument("--chart", type=Path, help="draw a bar chart: this path with .png and .svg added")
+    parser.add_argument("--redraw", type=Path, metavar="JSON", help="only draw the chart of an earlier run")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench_blocks: no GPU here; run it on the GPU whose times you want")
-    everything = [f"{n}:{rows}" for n, (_, all_rows, _) in BLOCKS.items() for rows in all_rows]
-    wanted = everything if args.blocks == "all" else args.blocks.split(",")
-    jobs = []
-    for item in wanted:
-        name, _, rows = item.partition(":")
-        if name not in BLOCKS:
-            parser.error(f"unknown block {name!r}; there are {', '.join(BLOCKS)}")
-        jobs += [(name, int(r)) for r in ([rows] if rows else BLOCKS[name][1])]
-    report = {"machine": machine(), "weights": "(N, K)", "blocks": []}
-    print(f"{'block:rows, µs':22}{'ours':>8}{'eager':>8}{'compiled':>8}{'floor':>8}", flush=True)
-    for name, rows in jobs:
-        build, _, sizes = BLOCKS[name]
-        started = time.perf_counter()
-        with torch.no_grad():
-            result = bench(f"{name}:{rows}", build(rows, **sizes), args)
-        result["seconds"], result["clock_mhz"] = round(time.perf_counter() - started, 1), clock()
-        report["blocks"].append(result)
-        print(row(result), flush=True)
-        if args.out:  # after each block, so that a run that is cut short still tells
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        torch.cuda.empty_cache()
+    budget = Budget(args.seconds)
+    if args.redraw:
+        if not args.chart:
+            parser.error("--redraw needs --chart PATH")
+        draw_blocks(json.loads(args.redraw.read_text(encoding="utf-8")), args.chart)
+        return
+    rows = chosen(args.blocks, parser)
+    need_gpu("bench_blocks")
+    report = Report(args.out, vars(args), args.resume)
+    print(HEADER, flush=True)
+    with torch.no_grad():
+        run_all(report, {row.name: partial(bench, row, args) for row in rows}, budget, line)
+    print(summary(report.rows), flush=True)
+    if args.chart:
+        draw_blocks(report.data, args.chart)
 
 
 if __name__ == "__main__":

@@ -16,26 +16,21 @@ nothing, times and rounding do.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import gc
 import json
-import signal
-import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from benching import BYTES_PER_SECOND, gpu_state, say, spread, within
 from configs import MODELS, floor_bytes, random_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
-BYTES_PER_SECOND = 4.47e12
 PEERS = ("eager", "static", "compile", "ours")
 
 
@@ -49,10 +44,6 @@ class Measured:
     step_ms: dict[str, float] = field(default_factory=dict)
     peak_mib_over_weights: float = 0.0
     failed: str = ""
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values)} if values else {}
 
 
 class Clock(BaseStreamer):
@@ -76,20 +67,6 @@ def random_ids(model: PreTrainedModel, batch: int, length: int, seed: int) -> to
 def sync(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the body after `seconds`."""
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"took more than {seconds:.0f} s")
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -287,16 +264,6 @@ def bench(name: str, args: argparse.Namespace, device: torch.device) -> dict[str
     return report
 
 
-def gpu_state() -> dict[str, str]:
-    fields = ("name", "driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "clocks_event_reasons.active")
-    try:
-        line = subprocess.run(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"], text=True, capture_output=True,
-                              timeout=10, check=True).stdout.splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return {}
-    return dict(zip(fields, (v.strip() for v in line.split(",")), strict=False))
-
-
 def table(report: dict[str, Any]) -> str:
     """The report as lines for people."""
     lines = [f"{report['model']}, batch {report['batch']}, prompt {report['prompt']}, {report['new']} new tokens: "
@@ -320,10 +287,6 @@ def table(report: dict[str, Any]) -> str:
         lines.append(f"logits, distance from float32 (rms, max): stock {d['stock_rms']:.4g}, {d['stock_max']:.4g}; "
                      f"ours {d['ours_rms']:.4g}, {d['ours_max']:.4g}")
     return "\n".join(lines)
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:

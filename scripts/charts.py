@@ -1,0 +1,76 @@
+"""Charts of what the benchmarks measured."""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+SERIES = {"ours": ("ours", "#1b7837"), "eager": ("torch eager", "#999999"), "eager compiled": ("torch.compile max-autotune", "#5a7fb5"),
+          "floor": ("floor: memory or tensor cores", "#d9a441")}
+"""By contender: what the legend says, colour."""
+
+TITLES = {"norm_linear": "RMSNorm +\nLinear 4096", "norm_linear_6144": "RMSNorm +\nLinear 6144", "gated_mlp": "gated MLP\n4096",
+          "lora": "LoRA r16\n4096", "lora_256": "LoRA r16\n256→4096", "gqa_decode": "GQA decode\n4096 keys",
+          "gqa_paper": "GQA,\n256 queries", "qk_norm_attention": "q, k norm +\nattention", "mla_decode": "MLA\ndecode", "ntrans": "nTrans"}
+
+LEAST_US = 0.5
+"""Where the axis begins; the floors of the smallest blocks lie below it, less than any launch takes."""
+
+
+def draw_blocks(report: dict[str, Any], path: Path) -> list[Path]:
+    """Bars of each row, grouped by block, µs on a log scale; writes `path` with .png and .svg added. Errors: SystemExit."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import ScalarFormatter
+    except ImportError:
+        sys.exit("the chart needs matplotlib; install it, or draw the JSON file elsewhere with --redraw")
+    rows = [r for r in report["rows"] if "contenders" in r]
+    order = list(dict.fromkeys(r["block"] for r in rows))
+    rows.sort(key=lambda r: order.index(r["block"]))  # a resumed run may have split a block
+    if not rows:
+        sys.exit("nothing to draw: no row was measured")
+    at, labels = _places(rows)
+    figure = Figure(figsize=(max(6.0, 0.45 * at[-1] + 2.0), 4.8), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(SERIES)
+    for n, (name, (label, colour)) in enumerate(SERIES.items()):
+        bars = [(x + (n - (len(SERIES) - 1) / 2) * width, _us(r, name)) for x, r in zip(at, rows, strict=True)]
+        shown = [(x, us) for x, us in bars if us is not None]
+        axes.bar([x for x, _ in shown], [us for _, us in shown], width, label=label, color=colour)
+    axes.plot(at, [r["target_us"] for r in rows], "k_", markersize=11, label="target")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.set_ylim(bottom=LEAST_US)
+    axes.set_ylabel("µs a call (log)")
+    axes.set_xticks(at, labels, fontsize=8)
+    axes.set_title(f"Blocks by batch size: float16, cold, in a CUDA graph, {report['machine']['gpu']}", pad=24, fontsize=11)
+    axes.legend(fontsize=8, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    axes.grid(axis="y", which="major", linewidth=0.4, alpha=0.6)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.01)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = [path.with_name(path.name + suffix) for suffix in (".png", ".svg")]
+    with rc_context({"svg.hashsalt": "mirage_hf"}):  # the same numbers give the same file
+        figure.savefig(written[0], dpi=150)
+        figure.savefig(written[1], metadata={"Date": None})
+    return written
+
+
+def _us(row: dict[str, Any], name: str) -> float | None:
+    return row["floor_us"] if name == "floor" else row["contenders"].get(name, {}).get("us")
+
+
+def _places(rows: list[dict[str, Any]]) -> tuple[list[float], list[str]]:
+    """Where each row's bars stand, with a gap between blocks, and what is written under them: the block under its middle row."""
+    at: list[float] = []
+    for n, r in enumerate(rows):
+        at.append(at[-1] + (1.0 if r["block"] == rows[n - 1]["block"] else 1.6) if at else 0.0)
+    labels = []
+    for r in rows:
+        group = [x for x in rows if x["block"] == r["block"]]
+        title = TITLES.get(r["block"], r["block"]) if r is group[(len(group) - 1) // 2] else ""
+        labels.append(f"{r['rows']}\n{title}")
+    return at, labels

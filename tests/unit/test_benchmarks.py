@@ -1,0 +1,246 @@
+"""The benchmark scripts, as far as a machine without a GPU can run them: programs, rivals, chains, resuming, budgets, charts."""
+import argparse
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import bench_blocks
+import bench_chain
+import bench_sizes
+import benching
+import block_rows
+import charts
+import rivals
+from configs import Sizes
+
+from mirage_hf import kernels
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.search.spec import NotLowerable, lower
+from mirage_hf.tune import measure
+from mirage_hf.verify.numeric import Case, make_inputs
+
+SMALL = {
+    "norm_linear": dict(k=32, n=24), "norm_linear_6144": dict(k=32, n=40), "gated_mlp": dict(k=32, n=24), "lora": dict(k=32, n=24, r=4),
+    "lora_256": dict(k=16, n=24, r=4), "gqa_decode": dict(keys=24, d=16), "gqa_paper": dict(q=5, keys=24, d=16),
+    "qk_norm_attention": dict(keys=24, d=16), "mla_decode": dict(heads=2, keys=24, latent=16, nope=8, rope=4, value=8),
+    "ntrans": dict(n=40)}
+
+TINY = Sizes("llama", 32, 64, 2, 4, 2, 8, 48, 1e4, True, 1e-5, 64)
+
+
+@pytest.mark.parametrize("row", block_rows.ROWS.values(), ids=lambda r: r.name)
+def test_every_row_is_a_program_that_can_be_searched(row):
+    program = row.program()
+    assert not isinstance(lower(program), NotLowerable)
+    assert 0 < row.floor_us(program) < row.target_us
+    assert sum(r.whole for r in row.rivals) >= 1 and len({r.name for r in row.rivals}) == len(row.rivals)
+
+
+def test_rows_that_read_weights_say_that_they_are_constant():
+    for row in block_rows.ROWS.values():
+        weights = [t for t in row.program().inputs if t.strides and t.strides[-1] != 1]
+        assert all(t.constant for t in weights) and len(weights) == {"norm": 1, "gate": 2, "lora": 3, "mla_": 2}.get(row.block[:4], 0)
+
+
+@pytest.mark.parametrize("row", [r for r in block_rows.ROWS.values() if r.rows <= 2 or r.block == "lora_256"], ids=lambda r: r.name)
+def test_rivals_compute_what_the_program_does(row):
+    program = row.program(rows=min(row.rows, 2), **SMALL[row.block])
+    inputs = [x.double() for x in make_inputs(program, Case("random"))]
+    exact, = run_kernel_graph(program, inputs, torch.float64)
+    for rival in row.rivals:
+        if rival.needs:
+            assert rival.absent == (f"{rival.needs} is not installed" if rival.absent else "")
+            continue
+        got = rival.run(*rival.arguments(inputs))
+        if rival.whole:
+            torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-9)
+        assert torch.isfinite(got).all()
+
+
+def test_a_rival_that_is_wrong_is_not_timed():
+    exact = torch.randn(8, 8)
+    assert benching.error_of([exact.half()], [exact]) < 1e-3
+    for wrong in (exact.half() * 1.1, exact.half()[:4], torch.full((8, 8), torch.nan).half()):
+        with pytest.raises(ValueError, match="wrong result"):
+            benching.error_of([wrong], [exact])
+    with pytest.raises(ValueError, match="2 results"):
+        benching.error_of([exact.half()] * 2, [exact])
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_chain_is_the_same_as_programs_and_as_torch(rows, separate):
+    chain = bench_chain.Chain(TINY, rows, separate)
+    model = chain.model(layers=2, device="cpu")
+    assert model.weight_bytes == 2 * (2 * (32 * 64 + 32 * 32 + 3 * 32 * 64 + 64) + 32 + 48 * 32)
+    layers = tuple(bench_chain.Layer(*(t.double() for t in w)) for w in model.layers)
+    wide = bench_chain.Model(layers, model.norm.double(), model.head.double())
+    h = torch.randn(rows, 32).double()
+    exact = bench_chain.in_float64(chain.programs())
+    torch.testing.assert_close(chain.logits(h, model, exact), chain.torch_logits(h, wide))
+    calls = {name: kernels.resolve(p, device="cpu", tune="never").run for name, p in chain.programs().items()}
+    got = chain.layer(h.to(bench_chain.DTYPE), model.layers[0], calls)
+    assert benching.error_of([got], [chain.layer(h.to(bench_chain.DTYPE).double(), model.layers[0], exact)]) < 0.05
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Contenders run once on the CPU, and take 1 µs, 2 µs, … a call; no GPU is asked."""
+    def captured(run, sets):
+        run(sets[0])
+        return benching.Contender(None, 1, sets)
+
+    def captured_chain(run, steps, reads):
+        return benching.Contender(SimpleNamespace(replay=lambda: None), steps, reads), run()
+
+    def take_turns(contenders, rounds):
+        for us, c in enumerate(contenders, 1):
+            c.samples += [float(us)] * rounds
+
+    monkeypatch.setattr(benching, "DEVICE", "cpu")
+    monkeypatch.setattr(measure, "cold_inputs", lambda program, device: [make_inputs(program, Case("random"))])
+    monkeypatch.setattr(bench_chain, "captured_chain", captured_chain)
+    for script in (bench_blocks, bench_chain, bench_sizes):
+        monkeypatch.setattr(script, "take_turns", take_turns)
+        monkeypatch.setattr(script, "captured", captured, raising=False)
+
+
+@pytest.mark.parametrize("name", ["norm_linear:1", "mla_decode:1"])
+def test_a_block_is_benchmarked_to_the_end(on_cpu, name):
+    row = replace(block_rows.ROWS[name], sizes=tuple(SMALL[name.split(":")[0]].items()))
+    args = argparse.Namespace(search_seconds=20.0, ugraphs=2, schedules=2, replays=1, cap=60.0, rounds=3, compile=False)
+    record = {"name": name} | bench_blocks.bench(row, args)
+    contenders = record["contenders"]
+    assert "failed" in contenders["ours"]  # a Triton kernel needs a GPU; the others are timed all the same
+    assert contenders["eager"]["us"] == 1.0 and contenders["eager"]["error"] < 0.01
+    assert record["best_rival"] == "eager" and not record["reached"] and record["tune"]["candidates"] and record["ours"]["ugraph"]
+    json.dumps(record)
+    assert "ours: failed" not in bench_blocks.line(record) and "missed" in bench_blocks.line(record)
+
+
+def test_a_chain_is_benchmarked_to_the_end(on_cpu, monkeypatch, capsys):
+    monkeypatch.setitem(bench_chain.MODELS, "tiny", TINY)
+    args = argparse.Namespace(batch=2, qkv="joined", layers=None, tune="never", searched=False, compile=False, cap=60.0, steps=2, rounds=3)
+    record = bench_chain.bench("tiny", args)
+    ours, eager = record["contenders"]["ours"], record["contenders"]["eager"]
+    assert ours["ms"] == 1e-3 and eager["ms"] == 2e-3 and ours["share_of_bandwidth"] == pytest.approx(2 * eager["share_of_bandwidth"])
+    assert max(c[e] for c in (ours, eager) for e in ("layer_error", "logits_error")) < 0.05
+    assert "eager" in bench_chain.table(record) and "gate_up" in capsys.readouterr().out
+    json.dumps(record)
+
+
+def test_a_size_is_benchmarked_to_the_end(on_cpu, monkeypatch):
+    monkeypatch.setitem(bench_sizes.MLP_WIDTHS, 32, 64)
+    for name in bench_sizes.BLOCKS:
+        record = {"name": name} | bench_sizes.bench(name, 3, 32, argparse.Namespace(tune="never", rounds=3))
+        assert record["contenders"][kernels.LIBRARY]["us"] == 1.0 and name in bench_sizes.line(record)
+        json.dumps(record)
+
+
+def test_sizes_are_programs_and_their_summary_names_the_worst():
+    for hidden in bench_sizes.MLP_WIDTHS:
+        for name in bench_sizes.BLOCKS:
+            assert not isinstance(lower(bench_sizes.block_of(name, hidden).program(3)), NotLowerable)
+    results = {kernels.LIBRARY: {"us": 6.0}, kernels.OURS: {"us": 8.0}}
+    assert bench_sizes.ratio(results, kernels.OURS) == 0.75 and bench_sizes.ratio(results, kernels.LIBRARY) == 1.0
+    assert bench_sizes.ratio({kernels.LIBRARY: {"us": 6.0}}, kernels.OURS) is None
+    told = bench_sizes.summary([{"name": "a", "ratio": 0.75, "runs": kernels.OURS}, {"name": "b", "ratio": 1.0},
+                                {"name": "c", "failed": "x"}])
+    assert told["worst"] == {"name": "a", "ratio": 0.75} and told["slower"] == ["a"] and told["untold"] == ["c"]
+
+
+def test_results_are_written_as_they_come_and_resumed(tmp_path, capsys):
+    path, ran = tmp_path / "new" / "r.json", []
+
+    def job(name, fails=False):
+        ran.append(name)
+        if fails:
+            raise RuntimeError("no luck")
+        return {"us": 1.0}
+
+    jobs = {"a": lambda: job("a"), "b": lambda: job("b", fails=True), "c": lambda: job("c")}
+    report = benching.Report(path, {"out": path, "rows": (1, 2), "seconds": math.inf})
+    assert benching.run_all(report, {k: jobs[k] for k in "ab"}, benching.Budget(), str) == []
+    written = json.loads(path.read_text())
+    assert [r["name"] for r in written["rows"]] == ["a", "b"] and "no luck" in written["rows"][1]["failed"]
+    assert written["options"] == {"out": "r.json", "rows": [1, 2], "seconds": None} and "torch" in written["machine"]
+
+    jobs["b"] = lambda: job("b")
+    benching.run_all(benching.Report(path, {}, resume=True), jobs, benching.Budget(), str)
+    assert ran == ["a", "b", "b", "c"]  # what failed is tried again
+    assert sorted(r["name"] for r in json.loads(path.read_text())["rows"]) == ["a", "b", "c"]
+    assert benching.run_all(benching.Report(path, {}), jobs, benching.Budget(0.0), str) == ["a", "b", "c"]
+    assert "left out: a, b, c" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"rows": [{}]}'])
+def test_a_file_that_is_no_report_is_not_resumed(tmp_path, text):
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match="no report to resume"):
+        benching.Report(path, {}, resume=True)
+
+
+def test_a_report_of_another_gpu_is_not_resumed(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"machine": benching.machine() | {"gpu": "GPU of another"}, "rows": []}))
+    with pytest.raises(SystemExit, match="GPU of another"):
+        benching.Report(path, {}, resume=True)
+
+
+def made_up(name: str) -> dict:
+    """A row of numbers that nobody measured."""
+    row = block_rows.ROWS[name]
+    contenders = {"ours": {"us": 10.0, "whole": True}, "eager": {"us": 20.0, "whole": True},
+                  "eager compiled": {"failed": "TimeoutError: x"}, "core": {"us": 8.0, "whole": False},
+                  "liger": {"absent": "liger_kernel is not installed"}}
+    floor = row.floor_us(row.program())
+    return {"name": name, "block": row.block, "rows": row.rows, "floor_us": floor, "target_us": row.target_us, "contenders": contenders,
+            "ours": {"schedules": ["k:128 m:16"]}} | bench_blocks.judged(contenders, floor, row.target_us)
+
+
+def test_a_row_is_judged_by_whole_rivals_only():
+    row = made_up("norm_linear:1")
+    assert row["best_rival"] == "eager" and row["over_best_rival"] == 2.0 and row["reached"]
+    line = bench_blocks.line(row)
+    slow = row | {"name": "lora:1", "reached": False, "over_best_rival": 0.5}
+    assert bench_blocks.summary([row, slow, {"name": "lora:16", "failed": "x"}]).splitlines() == [
+        "1 of 2 targets reached", "a rival is faster: lora:1 (0.50 × eager)", "failed: lora:16"]
+    assert "(core) 8.00" in line and "liger: liger_kernel is not installed" in line and "TimeoutError" in line and "reached" in line
+    missing = made_up("norm_linear:1") | {"refused": "no kernel"}
+    del missing["contenders"]["ours"], missing["share_of_floor"], missing["over_best_rival"]
+    missing |= bench_blocks.judged(missing["contenders"], 1.0, 2.0)
+    assert not missing["reached"] and "no kernel of ours: no kernel" in bench_blocks.line(missing)
+
+
+def test_the_chart_is_redrawn_from_a_file(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    rows = [made_up(name) for name in ("lora:1", "norm_linear:1", "norm_linear:16")] + [{"name": "ntrans:1", "failed": "x"}]
+    source = tmp_path / "made_up.json"
+    source.write_text(json.dumps({"machine": {"gpu": "none"}, "rows": rows}))
+    monkeypatch.setattr(sys, "argv", ["bench_blocks.py", "--redraw", str(source), "--chart", str(tmp_path / "chart")])
+    bench_blocks.main()
+    assert (tmp_path / "chart.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (tmp_path / "chart.svg").read_text()
+    with pytest.raises(SystemExit, match="nothing to draw"):
+        charts.draw_blocks({"machine": {"gpu": "none"}, "rows": []}, tmp_path / "empty")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("script", [bench_blocks, bench_chain, bench_sizes], ids=lambda s: s.__name__)
+def test_without_a_gpu_a_script_says_so(script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [script.__name__])
+    with pytest.raises(SystemExit, match="no GPU here"):
+        script.main()
+
+
+def test_rivals_that_are_not_installed_say_so():
+    assert rivals.Rival("x", torch.neg, needs="no_such_package").absent == "no_such_package is not installed"
+    assert rivals.Rival("x", torch.neg).absent == ""
