@@ -27,6 +27,9 @@ MMA_MIN = 16
 """Smallest side of a product that tensor cores take."""
 
 
+MOST_UNROLLED = 8
+"""Elements of an axis that are variables of their own at most."""
+
 _MOST_ORDERS = 5040
 """Orders of axes that are tried at most: all of seven."""
 
@@ -167,9 +170,27 @@ class Plan:
         """Whether loops take more than one step; otherwise the loop axis is held whole."""
         return self.loop is not None and self.trips(self.loop) > 1
 
+    @cached_property
+    def unrolled(self) -> str | None:
+        """The axis whose elements in a tile are variables of their own instead of a dim: the rows that multiply-adds are done for.
+
+        As a dim they would be broadcast against the weights, and all weights would be moved to another layout for it.
+        """
+        if self.schedule.mma:
+            return None
+        rows = {a for c in self.block.contractions.values() for a in set(self.block.carried[c.a]) ^ set(self.block.carried[c.b])
+                if a not in self.block.carried[self._weight(c)]}
+        rows -= {a for i in self.block.inputs if len(i.sources) > 1 for a in i.carried}
+        return next((a.name for a in self.block.named(Role.GRID) if a.name in rows and 1 < self.tile(a.name) <= MOST_UNROLLED), None)
+
+    @property
+    def lanes(self) -> int:
+        """Variables for the elements of the unrolled axis."""
+        return self.tile(self.unrolled) if self.unrolled else 0
+
     def dims(self, axes: Sequence[str]) -> tuple[str, ...]:
         """The axes among `axes` that are dims of a tensor, in order."""
-        return tuple(a for a in self.order if a in axes and self.tile(a) > 1)
+        return tuple(a for a in self.order if a in axes and self.tile(a) > 1 and a != self.unrolled)
 
     def value_dims(self, value: str) -> tuple[str, ...]:
         return self.dims(self.block.carried[value])
@@ -244,9 +265,11 @@ class Plan:
         return tuple(c for c in self.block.contractions.values() if self._fits_mma(c)) if self.schedule.mma else ()
 
     def _weight(self, c: Contraction) -> str:
-        """The factor with more data: an input before a computed value, then the larger one."""
+        """The factor with more data: an input (or one scaled by another) before a computed value, then the larger one."""
         def weigh(x: str) -> tuple[bool, int]:
-            return x in self.input, math.prod(self.block.axis(a).size for a in self.block.carried[x])
+            scaled = self._ops.get(x)
+            stored = x in self.input or (scaled is not None and scaled.fn == "mul" and all(a in self.input for a in scaled.args))
+            return stored, math.prod(self.block.axis(a).size for a in self.block.carried[x])
         return max((c.a, c.b), key=weigh)
 
     def _sides(self, c: Contraction) -> tuple[str, str]:
@@ -292,7 +315,8 @@ class Plan:
         """
         dots = {c.out for c in self._mma}
         for c in self.block.contractions.values():
-            dims = [a for a in order if a in {*self.block.carried[c.a], *self.block.carried[c.b]} and self.tile(a) > 1]
+            carried = {*self.block.carried[c.a], *self.block.carried[c.b]} - {self.unrolled}
+            dims = [a for a in order if a in carried and self.tile(a) > 1]
             if c.out not in dots and c.over in dims[1:-1]:
                 return True
         return False
@@ -351,9 +375,27 @@ class Plan:
         return frozenset(d.contraction.product for d in self.dots.values())
 
     @cached_property
+    def narrow(self) -> frozenset[str]:
+        """Products of two inputs that are factors of tensor-core products only, all of one 16-bit dtype: computed in it, which rounds
+        once as rounding the float32 product would."""
+        def is_half(x: str | float, dtype: torch.dtype) -> bool:
+            return x in self.input and self.input[str(x)].bounds is None and self.dtype(self.input[str(x)]) is dtype
+
+        kept = {o.value for o in self.block.outputs} | {a.arg for s in self.block.stages for a in s.accumulators}
+        found = set()
+        for out, dtype in {x: d.dtype for d in self.dots.values() for x in (d.left, d.right)}.items():
+            op = self._ops.get(out)
+            if op is None or op.fn != "mul" or op.over is not None or dtype.itemsize != 2 or out in kept:
+                continue
+            if all(is_half(a, dtype) for a in op.args) and all(o.out in self.skipped for o in self._ops.values() if out in o.args):
+                found.add(out)
+        return frozenset(found)
+
+    @cached_property
     def native(self) -> frozenset[str]:
-        """Inputs that tensor cores read in the dtype they are stored in."""
-        return frozenset(x for d in self.dots.values() for x in (d.left, d.right) if x in self.input)
+        """Inputs that are kept in the dtype they are stored in."""
+        read = {x for d in self.dots.values() for x in (d.left, d.right)} | {a for out in self.narrow for a in self._ops[out].args}
+        return frozenset(str(x) for x in read if x in self.input)
 
     # -- running maxima ---------------------------------------------------------------------------------------------------
 

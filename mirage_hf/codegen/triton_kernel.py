@@ -68,7 +68,8 @@ class _Writer(Tiles):
             self.line("tl.debug_barrier()  # outputs may be written over inputs, which some threads read for others")
         for o, pointer in zip(self.block.outputs, self.out_pointers, strict=True):
             if self.plan.loop not in o.axes or not self.plan.walks:
-                self._store(o, pointer, self._wide(o.value))
+                for _ in self._lanes(o.value):
+                    self._store(o, pointer, self._wide(o.value))
         body = "\n".join(self.lines)
         arguments = [a for a, _ in self.arguments] + (["scratch_ptr", "counters_ptr"] if self.plan.shared_sums else [])
         source = f"@triton.jit\ndef {self.name}({', '.join(arguments)}, overlaps: tl.constexpr):\n{body}\n"
@@ -112,7 +113,8 @@ class _Writer(Tiles):
         if not (loop and plan.walks):
             self._body(stage, stage.body)
             for acc in stage.accumulators:
-                self._whole_accumulator(acc)
+                for _ in self._lanes(acc.out):
+                    self._whole_accumulator(acc)
             return
         fixed = plan.fixed(stage)
         for op in fixed:
@@ -124,7 +126,8 @@ class _Writer(Tiles):
             elif i.bounds is not None:
                 self._load_bounds(i)
         for acc in stage.accumulators:
-            self._start(stage, acc)
+            for _ in self._lanes(acc.out):
+                self._start(stage, acc)
         axis, tile, stages = self.axis[loop], plan.tile(loop), plan.schedule.num_stages
         split, before = plan.schedule.split, self._loop_starts()
         ends = f"0, {plan.share * tile if split > 1 else self.block.part(loop)}, {tile}"
@@ -140,16 +143,18 @@ class _Writer(Tiles):
         self._body(stage, [op for op in stage.body if op not in fixed])
         for acc in stage.accumulators:
             if acc.out not in plan.maxima(stage):
-                self._accumulate(stage, acc)
+                for _ in self._lanes(acc.out):
+                    self._accumulate(stage, acc)
         for o, pointer in zip(self.block.outputs, self.out_pointers, strict=True):
             if loop in o.axes and any(op.out == o.value for op in stage.body):
-                self._store(o, pointer, self._wide(o.value))
+                for _ in self._lanes(o.value):
+                    self._store(o, pointer, self._wide(o.value))
         self.indent -= 1
         for acc in stage.accumulators:
-            if plan.is_lazy(stage, acc):
+            for _ in self._lanes(acc.out) if plan.is_lazy(stage, acc) else ():
                 name, dims = self.value[acc.out], self._running_dims(stage, acc)
                 self.line(f"{name} = {self._reduce(acc.kind, name, dims.index(loop))}")
-        self.have = {h for h in self.have if loop not in self.block.carried[h.removeprefix("wide ").removeprefix("again ")]}
+        self.have = {h for h in self.have if loop not in self.block.carried[h[1]]}
         if split > 1:
             self._combine(stage)
 
@@ -163,7 +168,9 @@ class _Writer(Tiles):
         self.line()
         self.line(f"# {split} blocks have a part of these sums each; the last of them to be done adds up what all of them stored")
         for acc, start in zip(accumulators, starts, strict=False):
-            self.line(f"tl.store({self._partial(acc, f'tl.program_id(0) * {floats}', start)}, {self.value[acc.out]})")
+            for n in self._lanes(acc.out):
+                place = self._partial(acc, f"tl.program_id(0) * {floats}", start + n * self.plan.numel(self.plan.value_dims(acc.out)))
+                self.line(f"tl.store({place}, {self.value[acc.out]})")
         self.line("tl.debug_barrier()  # all threads have stored before one of them says so")
         self.line('arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")')
         self.line(f"if arrived == {split - 1}:")
@@ -171,19 +178,24 @@ class _Writer(Tiles):
         self.line("tl.store(counters_ptr + tile, 0)  # for the next launch")
         self.line(f"parts = tl.arange(0, {split})")
         for acc, start in zip(accumulators, starts, strict=False):
-            name, dims = self.value[acc.out], ("", *self.plan.value_dims(acc.out))
-            base = f"(tile * {split} + {self._spread('parts', [''], dims)}) * {floats}"
-            every = f'tl.load({self._partial(acc, base, start, front=True)}, cache_modifier=".cg")'
-            if acc.out in maxima:
-                self.line(f"{name}_each = {every}")
-                every = f"{name}_each"
-            elif acc.shift is not None:
-                shift = self.value[acc.shift]
-                scale = self._spread(f"tl.exp({shift}_each - {shift}_now)", ("", *self.plan.value_dims(acc.shift)), dims)
-                every = f"{every} * {scale}"
-            self.line(f"{name} = {self._reduce(acc.kind, every, 0)}")
-            if acc.out in maxima:
-                self.line(f'{name}_now = tl.where({name} == float("-inf"), 0.0, {name})')
+            for n in self._lanes(acc.out):
+                self._gather(acc, start + n * self.plan.numel(self.plan.value_dims(acc.out)), acc.out in maxima)
+
+    def _gather(self, acc: Accumulator, start: int, running: bool) -> None:
+        """What all blocks of the tile stored of an accumulator as one value; `running`: a maximum that sums are shifted by."""
+        name, dims = self.value[acc.out], ("", *self.plan.value_dims(acc.out))
+        base = f"(tile * {self.plan.schedule.split} + {self._spread('parts', [''], dims)}) * {self.plan.partial_floats}"
+        every = f'tl.load({self._partial(acc, base, start, front=True)}, cache_modifier=".cg")'
+        if running:
+            self.line(f"{name}_each = {every}")
+            every = f"{name}_each"
+        elif acc.shift is not None:
+            shift = self.value[acc.shift]
+            scale = self._spread(f"tl.exp({shift}_each - {shift}_now)", ("", *self.plan.value_dims(acc.shift)), dims)
+            every = f"{every} * {scale}"
+        self.line(f"{name} = {self._reduce(acc.kind, every, 0)}")
+        if running:
+            self.line(f'{name}_now = tl.where({name} == float("-inf"), 0.0, {name})')
 
     def _partial(self, acc: Accumulator, base: str, start: int, front: bool = False) -> str:
         """Where an accumulator's partial results are: row-major from `base` + `start`; `front`: `base` has a dim of its own."""
@@ -200,14 +212,15 @@ class _Writer(Tiles):
         maxima = self.plan.maxima(stage)
         for op in body:
             for acc in [maxima.pop(a) for a in op.args if a in maxima]:
-                self._running_maximum(acc)
+                for _ in self._lanes(acc.out):
+                    self._running_maximum(acc)
             self._op(op)
 
     def _running_maximum(self, acc: Accumulator) -> None:
         """Let a maximum grow by this tile: `_now` is what the tile's values are shifted by, `_scale` what earlier sums are
         multiplied by. As long as nothing but -inf was seen the shift is 0, so that no -inf - -inf makes a NaN."""
         name, part = self.value[acc.out], self._reduced("max", acc.arg, str(self.plan.loop))
-        self.have.add(acc.out)
+        self._first(acc.out)
         if self.plan.walks:
             self.line(f"{name}_next = {_maximum(name, part)}")
             self.line(f'{name}_now = tl.where({name}_next == float("-inf"), 0.0, {name}_next)')
@@ -223,17 +236,19 @@ class _Writer(Tiles):
         return [i for i in self.block.inputs if i.name in read]
 
     def _op(self, op: BlockOp) -> None:
-        if op.out in self.plan.skipped or op.out in self.have:
-            return
-        self.have.add(op.out)
+        for _ in self._lanes(op.out) if op.out not in self.plan.skipped else ():
+            if self._first(op.out):
+                self._op_here(op)
+
+    def _op_here(self, op: BlockOp) -> None:
         dot = self.plan.dots.get(op.out)
         if dot is not None:
             text = self._dot(dot)
         elif op.over is not None:
             text = self._reduced(op.fn, str(op.args[0]), op.over)
         else:
-            dims = self.plan.value_dims(op.out)
-            args = [Expr(self._spread(self._wide(a), self.plan.value_dims(a), dims)) if isinstance(a, str) else triton_math.constant(a)
+            dims, read = self.plan.value_dims(op.out), self._value if op.out in self.plan.narrow else self._wide
+            args = [Expr(self._spread(read(a), self.plan.value_dims(a), dims)) if isinstance(a, str) else triton_math.constant(a)
                     for a in op.args]
             text = triton_math.elementwise(op.fn, args, dict(op.attrs)).text
         self.line(f"{self.value[op.out]} = {text}")
@@ -251,8 +266,7 @@ class _Writer(Tiles):
         name = self._value(value)
         if value not in self.plan.native or self.plan.dtype(self.plan.input[value]) is torch.float32:
             return name
-        if f"wide {value}" not in self.have:
-            self.have.add(f"wide {value}")
+        if self._first(value, "wide"):
             again = self._read_again(self.plan.input[value]) if value in self.plan.read_asynchronously else name
             self.line(f"{name}_f32 = {again}.to(tl.float32)")
         return f"{name}_f32"
@@ -280,11 +294,11 @@ class _Writer(Tiles):
         over, dtype = dot.contraction.over, dot.dtype
         text = self._value(value)
         if value in self.plan.read_asynchronously and not self.plan.reads_as_stored(dot, value):
-            if f"again {value}" not in self.have:
-                self.have.add(f"again {value}")
+            if self._first(value, "again"):
                 self.line(f"{text}_again = {self._read_again(self.plan.input[value])}")
             text = f"{text}_again"
-        stored = self.plan.dtype(self.plan.input[value]) if value in self.plan.input else torch.float32
+        stored = dtype if value in self.plan.narrow else torch.float32
+        stored = self.plan.dtype(self.plan.input[value]) if value in self.plan.input else stored
         if self.plan.ragged(over) and not self.plan.zero_padded(value, over):
             text = self._inside(text, value, over, "sum")
         text = text if stored is dtype else f"{text}.to({triton_dtype(dtype)})"
@@ -306,7 +320,7 @@ class _Writer(Tiles):
 
     def _accumulate(self, stage: Stage, acc: Accumulator) -> None:
         name, loop = self.value[acc.out], str(self.plan.loop)
-        self.have.add(acc.out)
+        self._first(acc.out)
         before = name
         if acc.shift is not None:
             scale = self._spread(f"{self.value[acc.shift]}_scale", self.plan.value_dims(acc.shift), self.plan.value_dims(acc.out))
@@ -323,9 +337,8 @@ class _Writer(Tiles):
 
     def _whole_accumulator(self, acc: Accumulator) -> None:
         """An accumulator whose loop axis is held whole: one reduction."""
-        if acc.out in self.have:
+        if not self._first(acc.out):
             return  # a maximum that the body read
-        self.have.add(acc.out)
         dot = self.plan.dots.get(acc.out)
         self.line(f"{self.value[acc.out]} = {self._dot(dot) if dot else self._reduced(acc.kind, acc.arg, str(self.plan.loop))}")
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import torch
 
@@ -22,6 +22,18 @@ def triton_dtype(dtype: torch.dtype) -> str:
     return "tl." + str(dtype).removeprefix("torch.")
 
 
+class _Names(dict[str, str]):
+    """Identifiers; those of `many` have one for each lane."""
+
+    def __init__(self, tiles: Tiles, names: Mapping[str, str], many: Container[str | None]):
+        super().__init__(names)
+        self._tiles, self._many = tiles, many
+
+    def __getitem__(self, name: str) -> str:
+        plain, lane = super().__getitem__(name), self._tiles.lane
+        return plain if lane is None or name not in self._many else f"{plain}_{lane}"
+
+
 class Tiles:
     """The lines of a kernel so far, and how its tensors are named, read and written."""
 
@@ -29,13 +41,17 @@ class Tiles:
         self.plan, self.block, self.name = plan, plan.block, name
         self.lines: list[str] = []
         self.indent = 1
-        self.bounded: set[str] = set()  # masks whose lo and hi are loaded
-        self.have: set[str] = set()  # values already written, and ("wide", value) for their float32 copies
+        self.lane: int | None = None  # the element of the unrolled axis that is being written
+        self.have: set[tuple[str, str, int | None]] = set()  # what of which value (of which lane) is already written
         self.taken = set(_RESERVED)
-        self.axis = {a.name: self._identifier(a.name, ("", "0", "_in", "_start", "_step")) for a in self.block.axes}
+        lanes = ("", *(f"_{n}" for n in range(plan.lanes)))
+        suffixes: tuple[str, ...] = ("", "0", "_in", "_start", "_step")
+        axes = {a.name: self._identifier(a.name, [n + x for n in lanes for x in suffixes]) for a in self.block.axes}
+        self.axis = _Names(self, axes, {plan.unrolled})
         computed = [*(op.out for op in self.block.ops()), *(a.out for s in self.block.stages for a in s.accumulators)]
         suffixes = ("", "_ptr", "_f32", "_again", "_at", "_next", "_now", "_scale", "_each", "_lo", "_hi")
-        self.value = {v: self._identifier(v, suffixes) for v in (*self.plan.input, *computed)}
+        values = {v: self._identifier(v, [n + x for n in lanes for x in suffixes]) for v in (*self.plan.input, *computed)}
+        self.value = _Names(self, values, {v for v, carried in self.block.carried.items() if plan.unrolled in carried})
         self.arguments: list[tuple[str, int]] = []
         self.pointers: dict[str, list[str]] = {}
         for i in self.block.inputs:
@@ -59,6 +75,25 @@ class Tiles:
 
     def line(self, text: str = "") -> None:
         self.lines.append(("    " * self.indent + text) if text else "")
+
+    def _lanes(self, value: str) -> Iterator[int]:
+        """Each lane in turn of a value (or axis) that has lanes; once for others, and inside a lane."""
+        carried = self.block.carried.get(value, (value,))
+        if self.lane is not None or self.plan.unrolled not in carried:
+            yield 0
+            return
+        for n in range(self.plan.lanes):
+            self.lane = n
+            yield n
+        self.lane = None
+
+    def _first(self, value: str, what: str = "") -> bool:
+        """Whether this (of a value, in a lane) was not yet written; it is taken to be now."""
+        key = what, value, self.lane if self.plan.unrolled in self.block.carried[value] else None
+        if key in self.have:
+            return False
+        self.have.add(key)
+        return True
 
     # -- axes ---------------------------------------------------------------------------------------------------------------
 
@@ -89,6 +124,16 @@ class Tiles:
                 continue
             if start is not None:
                 self.line(f"{var}0 = {f'({start})' if ' ' in start else start} * {tile}")
+            if a.name == self.plan.unrolled:
+                if start is None:
+                    # 0, but not for the compiler: if it sees that a lane is outside it drops the lane, and on three lanes LLVM
+                    # (of Triton 3.6) aborts with an assertion of its SLP vectorizer, seen for a gated MLP of 3 rows
+                    self.line(f"{var}0 = tl.program_id(1)")
+                for n in self._lanes(a.name):
+                    self.line(f"{self.axis[a.name]} = {var}0 + {n}  # of {a.size}")
+                    self._bound(a.name)
+                continue
+            if start is not None:
                 self.line(f"{var} = {var}0 + tl.arange(0, {tile})  # {a.size} in tiles of {tile}")
             else:
                 self.line(f"{var} = tl.arange(0, {tile})  # all {a.size}")
@@ -142,7 +187,7 @@ class Tiles:
             if a is None or (self.plan.tile(a) == 1 and (stride == 0 or self.plan.reach(a) == 0)):
                 continue
             at = shift[1] if a == shift[0] else self.axis[a]
-            term = self._spread(at, (a,) if self.plan.tile(a) > 1 else (), dims)
+            term = self._spread(at, self.plan.dims([a]), dims)
             term += ".to(tl.int64)" if far else ""
             terms.append(term if stride == 1 else f"{term} * {stride}")
         return " + ".join(terms)
@@ -167,6 +212,8 @@ class Tiles:
         joined = i.joined if len(i.sources) > 1 else None
         if joined is not None and not (self._is_selected(i) and self.block.role(joined) is Role.GRID):
             return  # which source the tiles lie in is known only inside the loop
+        if plan.unrolled in i.axes:
+            return
         strides = {a: s for a, s in zip(i.axes, plan.operands[i.sources[0]].strides, strict=True) if a}
         line = LINE_BYTES // plan.dtype(i).itemsize
         found: list[tuple[str, str, int]] = []  # axis, index, its elements
@@ -217,10 +264,9 @@ class Tiles:
 
     def _load_bounds(self, i: BlockInput) -> None:
         """lo and hi; where rows reach past their end both are 0, so that nothing is inside."""
-        if i.name in self.bounded or (self.plan.walks and self.plan.loop in i.axes):
-            return
-        self.bounded.add(i.name)
-        self._read_bounds(i)
+        for _ in self._lanes(i.name):
+            if not (self.plan.walks and self.plan.loop in i.axes) and self._first(i.name, "bounds"):
+                self._read_bounds(i)
 
     def _read_bounds(self, i: BlockInput) -> None:
         axes = [a for a in i.axes if a is not None]
@@ -242,9 +288,11 @@ class Tiles:
         return f"tl.where({' & '.join(inside)}, 1.0, 0.0)"
 
     def _load(self, i: BlockInput) -> None:
-        if i.name in self.have:
-            return
-        self.have.add(i.name)
+        for _ in self._lanes(i.name):
+            if self._first(i.name):
+                self._load_here(i)
+
+    def _load_here(self, i: BlockInput) -> None:
         if i.bounds is not None:
             if self.plan.walks and self.plan.loop in i.axes:
                 self._read_bounds(i)
