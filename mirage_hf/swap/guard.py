@@ -13,19 +13,17 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from transformers.utils.output_capturing import _active_collector
 
+from mirage_hf.kernels import Resolved
 from mirage_hf.match import plain
 from mirage_hf.match.compose import Composition, Kernel, child
 from mirage_hf.match.matcher import Match
 from mirage_hf.patterns.decoder_layer import EPS_NAMES
+from mirage_hf.swap.traced import KNOWN, Traced
 
 KEY = "_mirage_bound"
 """Where a swapped module keeps its Binding, in its instance dictionary. Copies and pickles leave it out."""
 
 PREFILL = "prefill"
-KNOWN = frozenset((
-    "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings", "cache_position", "output_attentions",
-    "output_hidden_states", "output_router_logits", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
-"""Keyword arguments of a decoder layer that change nothing about its own code: they go on to attention as they are."""
 SEEN_OUTSIDE = frozenset(("hidden_states", "_hidden_states_layers"))
 """What HF's collector records from the layer's own output, which a swapped layer still gives."""
 
@@ -43,10 +41,11 @@ class Binding:
     """
 
     __slots__ = ("calls", "classes", "composition", "constants", "device", "device_type", "dims", "dtype", "fallbacks", "kernels",
-                 "parameters", "retired", "stock", "tuner", "watched", "width")
+                 "parameters", "retired", "stock", "traced", "tuner", "watched", "width")
 
-    def __init__(self, match: Match, kernels: Mapping[int, Mapping[str, Kernel]]):
-        self.kernels, self.stock = dict(kernels), type(match.module)  # no reference to the module, which holds us
+    def __init__(self, match: Match, found: Mapping[int, Mapping[str, Resolved]]):
+        self.kernels = {rows: {role: kernel.run for role, kernel in roles.items()} for rows, roles in found.items()}
+        self.stock = type(match.module)  # no reference to the module, which holds us
         self.composition: Composition | None = match.compose()
         self.calls, self.fallbacks, self.retired = 0, Counter[str](), ""
         sizes = dict(match.parts[0].block.sizes)
@@ -63,6 +62,8 @@ class Binding:
         owned = dict.fromkeys(w for part in match.parts for w in part.weights)
         self.parameters = tuple(_pin(child(match.module, path), path, name) for path, name in owned)
         self.tuner = _Tuner(match) if match.kind == "lora" else None
+        digests = {rows: {role: kernel.digest for role, kernel in roles.items()} for rows, roles in found.items()}
+        self.traced: Traced | None = Traced(match, digests, self.width, self.tuner)
 
     def forget(self) -> None:
         """Start counting anew."""
@@ -70,7 +71,7 @@ class Binding:
 
     def retire(self, reason: str) -> str:
         """Give up for good: drop every reference to what was replaced, and keep running the stock forward."""
-        self.retired, self.composition, self.kernels = reason, None, {}
+        self.retired, self.composition, self.traced, self.kernels = reason, None, None, {}
         self.watched = self.parameters = self.classes = self.constants = ()
         return reason
 
