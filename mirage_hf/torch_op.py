@@ -40,9 +40,9 @@ def _launch(run: Run, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Program:
-    """What a digest stands for: a µGraph, what runs it, and the type of device that it runs on."""
+    """What a digest stands for: a µGraph, what runs it, and the type of device that it runs on (None: that of its inputs)."""
 
-    def __init__(self, ugraph: UGraph, run: Run, device_type: str):
+    def __init__(self, ugraph: UGraph, run: Run, device_type: str | None):
         self.graph, self.run, self.device_type = ugraph.program, run, device_type
         self.expected = [(t.dims, t.strides, t.dtype) for t in self.graph.inputs]
         outputs = {t.index for t in ugraph.kernels.outputs}
@@ -52,7 +52,7 @@ class _Program:
     def check(self, inputs: Sequence[Tensor]) -> None:
         """Errors: InputError for tensors that the program was not made for."""
         device = inputs[0].device
-        if device.type != self.device_type or any(x.device != device for x in inputs) or \
+        if device.type != (self.device_type or device.type) or any(x.device != device for x in inputs) or \
                 [(x.shape, x.stride(), x.dtype) for x in inputs] != self.expected:
             check_inputs(self.graph, inputs, self.device_type)  # strides of dims of one element may be any
 
@@ -61,8 +61,9 @@ _known: dict[str, _Program] = {}
 _lock = threading.Lock()
 
 
-def register(digest: str, ugraph: UGraph, run: Run, device_type: str) -> None:
-    """Make `run` what the op does for `digest` in this process. The latest holds: equal digests stand for equal programs."""
+def register(digest: str, ugraph: UGraph, run: Run, device_type: str | None) -> None:
+    """Make `run` what the op does for `digest` in this process, on one type of device or (None) on any. The latest holds: equal
+    digests stand for equal programs."""
     with _lock:
         _known[digest] = _Program(ugraph, run, device_type)
 
@@ -87,7 +88,7 @@ def _find(digest: str) -> _Program:
 def _run(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
     known = _find(program)
     known.check(inputs)
-    if known.device_type == "cuda":
+    if inputs[0].is_cuda:
         inputs = [x.clone() if x.data_ptr() % ALIGNMENT else x for x in inputs]
     outputs = [y.contiguous() for y in known.run(inputs)]
     return outputs if known.is_fresh else _apart(inputs, outputs)
@@ -109,8 +110,8 @@ def _fake(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
 
 
 def _no_gradient(ctx: Any, *_: Any) -> None:
-    raise errors.InputError("mirage_hf::run: searched kernels have no gradient; compile or export again with gradients enabled and "
-                            "parameters that require them, which traces the stock modules")
+    raise errors.InputError("mirage_hf::run: searched kernels have no gradient; run them under torch.no_grad(). A model that was optimized "
+                            "has gradients if it is compiled or exported with gradients enabled: its stock forward is then traced")
 
 
 # define and impl cost 5 µs a call, custom_op 14 µs; the error for gradients costs 4 more, and torch's default would warn and go on
