@@ -5,7 +5,6 @@ computed, so RoPE, q/k norms, cache, window, softcap and attention backend are t
 """
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,12 +89,6 @@ class Composition(ABC):
         self.children: dict[str, Any] = module.__dict__["_modules"]  # not the module, which holds us
         self.parameters: Mapping[str, list[Any]] = {
             p.role: [child(module, path)._parameters[name] for path, name in p.weights] for p in parts}
-
-    def live(self) -> Composition:
-        """The same, except that weights too are looked up at each call: torch.export puts others in their place while it traces."""
-        other = copy.copy(self)
-        other.parameters = LiveWeights(self.children, {role: part.weights for role, part in self.parts.items()})
-        return other
 
     def _run(self, kernels: Mapping[str, Kernel], role: str, x: Tensor, *rest: Tensor) -> Tensor:
         return kernels[role]([x.contiguous(), *_views(self.parameters[role]), *rest])[0]

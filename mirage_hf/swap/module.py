@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mirage_hf.swap.guard import KEY
+from mirage_hf.swap.traced import shared
 
 _compiling = torch.compiler.is_compiling
 
@@ -42,8 +43,10 @@ def swapped_class(stock: Any) -> Any:
 def _traced(stock: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward that torch.compile and torch.export see."""
     bound = module.__dict__.get(KEY)
-    if bound is not None and bound.traced is not None and (kernels := bound.traced.choose(module, args, kwargs)) is not None:
-        return bound.traced.composition(kernels, args[0], kwargs)
+    if bound is not None and bound.traced:
+        traced = shared[bound.traced]
+        if (kernels := traced.choose(module, args, kwargs)) is not None:
+            return traced.over(module)(kernels, args[0], kwargs)
     return stock.forward(module, *args, **kwargs)
 
 

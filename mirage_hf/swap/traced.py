@@ -5,9 +5,9 @@ Where one says no, the stock forward is traced. Nothing is counted: a counter wo
 """
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.modules import module as every_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mirage_hf import torch_op
-from mirage_hf.match.compose import Kernel, child
+from mirage_hf.match.compose import Kernel, LiveWeights, child, stand_in
 from mirage_hf.match.matcher import Match
 
 KNOWN = frozenset((
@@ -37,20 +37,25 @@ def _transforming() -> bool:
 
 
 class Traced:
-    """The kernels of a swapped module by number of rows, as digests, and all that they rely on."""
+    """What a kind of swapped module needs while it is traced: digests of kernels by number of rows, and all that they rely on.
 
-    def __init__(self, match: Match, digests: Mapping[int, Mapping[str, str]], width: int, tuner: Any):
-        self.kernels = [(rows, {role: partial(_call, digest) for role, digest in roles.items()}) for rows, roles in digests.items()]
-        self.composition = match.compose().live()
-        self.kind, self.width, self.tuner = match.kind, width, tuner
-        paths = dict.fromkeys(path for part in match.parts for path in part.bypassed)
-        self.bypassed = [(path, *_facts(child(match.module, path))) for path in paths]
-        owned = dict.fromkeys(w for part in match.parts for w in part.weights)
-        self.weights = [(path, name, p.shape, p.dtype) for path, name in owned
-                        if (p := child(match.module, path)._parameters[name]) is not None]
-        weight: Any = child(match.module, match.parts[0].weights[-1][0])
-        self.stock = (type(match.module), type(match.module).forward)
-        self.device, self.dtype = weight.weight.device, dict(match.parts[0].block.sizes)["dtype"]
+    It holds no module and no tensor, and equal modules share one: dynamo's guards on it are checked once a graph, not once a layer.
+    """
+
+    def __init__(self, match: Match, digests: Digests, tuner: Any):
+        self.kernels = [(rows, {role: partial(_call, digest) for role, digest in roles}) for rows, roles in digests]
+        self.composition = stand_in(match.compose(), {"children": None, "parameters": None})
+        self.names = {part.role: part.weights for part in match.parts}
+        self.kind, self.tuner, self.stock = match.kind, tuner, (type(match.module), type(match.module).forward)
+        self.bypassed = _bypassed(match)
+        self.weights = [(path, name, child(match.module, path)._parameters[name].shape, child(match.module, path)._parameters[name].dtype)
+                        for path, name in dict.fromkeys(w for part in match.parts for w in part.weights)]
+        self.device, self.dtype, self.width = _device(match), dict(match.parts[0].block.sizes)["dtype"], width_of(match)
+
+    def over(self, module: nn.Module) -> Any:
+        """The composition over a module as it is now: torch.export, for one, puts other weights in their place while it traces."""
+        children = module._modules
+        return stand_in(self.composition, {"children": children, "parameters": LiveWeights(children, self.names)})
 
     def choose(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Kernel] | None:
         """Return the kernels for a call that is being traced, or None for the stock forward. `guard.Binding.choose` gives the reasons."""
@@ -81,8 +86,9 @@ class Traced:
 
     def _holds(self, module: nn.Module, path: str, name: str, shape: torch.Size, dtype: torch.dtype) -> bool:
         p = child(module, path)._parameters.get(name)
-        return p is not None and not is_traceable_wrapper_subclass(p) and p.shape == shape and p.dtype is dtype and \
-            p.device == self.device and p.is_contiguous()
+        if p is None or (type(p) is not nn.Parameter and is_traceable_wrapper_subclass(p)):
+            return False
+        return p.shape == shape and p.dtype is dtype and p.device == self.device and p.is_contiguous()
 
     def _for_rows(self, numel: Any) -> Mapping[str, Kernel] | None:
         for rows, kernels in self.kernels:
@@ -93,9 +99,46 @@ class Traced:
         return None
 
 
+Digests = tuple[tuple[int, tuple[tuple[str, str], ...]], ...]
+"""The kernels' digests: (rows, ((role, digest), …)), …"""
+
+shared: dict[str, Traced] = {}
+_names: dict[Any, str] = {}
+_lock = threading.Lock()
+
+
+def share(match: Match, digests: Digests, tuner: Any) -> str:
+    """Return the name in `shared` of what a match needs; equal matches have the same."""
+    facts = (type(match.module), type(match.module).forward, match.kind, match.parts, match.layouts, digests, _device(match),
+             _bypassed(match), None if tuner is None else (tuner.one, tuner.scaling))
+    with _lock:
+        name = _names.setdefault(facts, str(len(_names)))
+        if name not in shared:
+            shared[name] = Traced(match, digests, tuner)
+    return name
+
+
+def width_of(match: Match) -> int:
+    """The size of the last dim of a matched module's input."""
+    if match.kind == "layer":
+        norm: Any = child(match.module, match.layouts[0].norm)
+        return int(norm.weight.shape[0])
+    return int(dict(match.parts[0].block.sizes)["k"])
+
+
+def _device(match: Match) -> torch.device:
+    weight: Any = child(match.module, match.parts[0].weights[0][0])._parameters[match.parts[0].weights[0][1]]
+    return weight.device  # type: ignore[no-any-return]
+
+
+def _bypassed(match: Match) -> tuple[Any, ...]:
+    paths = dict.fromkeys(path for part in match.parts for path in part.bypassed)
+    return tuple((path, *_facts(child(match.module, path))) for path in paths)
+
+
 def _facts(module: nn.Module) -> tuple[Any, ...]:
-    """What a bypassed module must still be: its class, that class's forward, and its settings where it has no children."""
-    settings = {} if module._modules else {n: v for n, v in vars(module).items() if type(v) in (int, float, str) and n != "layer_idx"}
+    """What a bypassed module must still be: its class, that class's forward, and its settings (sizes are those of its weights)."""
+    settings = {} if module._modules else {n: v for n, v in vars(module).items() if type(v) in (float, str)}
     return type(module), type(module).forward, tuple(settings.items())
 
 
@@ -107,8 +150,9 @@ def _is_as_was(root: nn.Module, path: str, kind: Any, forward: Any, settings: Se
             return False
     if type(module) is not kind or kind.forward is not forward:
         return False
-    if not isinstance(module.forward, MethodType) or "forward" in module.__dict__:  # dynamo guards on the first only
+    if not hasattr(module, "forward") or "forward" in module.__dict__:  # dynamo guards on the first only: both change together
         return False
-    if module._forward_hooks or module._forward_pre_hooks:  # HF's own too: whether its collector listens cannot be asked in a graph
+    # HF's own hooks count too: whether its collector listens cannot be asked in a graph
+    if module.training or module._forward_hooks or module._forward_pre_hooks:
         return False
     return all(getattr(module, n, None) == v for n, v in settings)
