@@ -2,14 +2,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import mirage_hf as mi
-from mirage_hf import torch_op
+from mirage_hf import kernels, torch_op
 from mirage_hf.errors import InputError, ZooError
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import library_ugraph
@@ -114,3 +116,17 @@ def test_symbolic_dims_are_compiled_for_each_size() -> None:
     for rows in (3, 4, 6):
         x = torch.randn(rows, 16)
         assert torch.equal(run(x), found([x])[0] + 1)
+
+
+def test_kernels_are_found_by_digest_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    digest = kernels.resolve(linear(), device="cpu").digest
+    inputs = [torch.randn(4, 8), torch.randn(6, 8).t()]
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: torch_op.run(inputs, digest)[0], range(8)))
+    torch.testing.assert_close(results[0], torch.nn.functional.silu(inputs[0]) @ inputs[1])
+    assert all(torch.equal(results[0], y) for y in results) and list(torch_op._known) == [digest]
+    torch_op._known.clear()
+    monkeypatch.setattr(torch_op, "KERNEL_FORMAT", 0)
+    with pytest.raises(ZooError, match="made by another version"):
+        torch_op.run(inputs, digest)
