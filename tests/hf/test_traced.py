@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from swapping import FOUR, decode_logits, prompt, tiny, twin_of
+from swapping import decode_logits, prompt, tiny, twin_of
 from torch import nn
 from transformers import CompileConfig
 
@@ -66,7 +66,7 @@ def hidden(rows: int = 1, seed: int = 0) -> torch.Tensor:
 
 # -- compiled graphs hold kernels -----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("family", [*FOUR, "gemma", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "phi3"])
 def test_a_whole_model_is_one_graph_with_kernels(family: str) -> None:
     model = optimize(tiny(family, num_hidden_layers=2))
     run, seen = compiled(model)
@@ -194,20 +194,17 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_changes_send_a_graph_to_stock(change: str, when: str) -> None:
+def test_changes_send_a_graph_to_stock(change: str) -> None:
     stock, ours = pair()
     run, seen = compiled(ours)
-    if when == "after":
-        if change == "a hook":
-            pytest.skip("torch.compile does not guard on hooks, of stock modules neither")
+    if change != "a hook":  # torch.compile does not guard on hooks, of stock modules neither
         run(hidden(), **ROPE)
     for m in (stock, ours):
         CHANGES[change](m)
     x = hidden().to(stock.input_layernorm.weight.dtype)
     rope = dict(position_embeddings=tuple(c.to(x.dtype) for c in ROPE["position_embeddings"]))
     assert torch.equal(run(x, **rope), stock(x, **rope))
-    assert seen == ([0] if when == "before" else [4, 0])
+    assert seen == ([0] if change == "a hook" else [4, 0])
 
 
 def test_training_autocast_and_other_arguments_are_stock() -> None:
