@@ -1,7 +1,6 @@
 """Kernels for programs: from the user's cache, the packaged zoo or a named one; else searched, verified, tuned and kept."""
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mirage_hf.codegen import compile as compiled
+from mirage_hf import torch_op
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import plan
 from mirage_hf.codegen.schedule import Schedule
@@ -22,6 +21,7 @@ from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.settings import settings
+from mirage_hf.torch_op import Run
 from mirage_hf.tune import space
 from mirage_hf.tune.cost import H200, Device, estimate
 from mirage_hf.tune.tuner import Candidate as Tuned
@@ -34,8 +34,6 @@ from mirage_hf.zoo.store import Store, chain, packaged_store, user_store
 SEARCHED, CACHE, ZOO = "searched", "cache", "packaged zoo"
 OURS, LIBRARY = "searched kernel", "library"
 CHAINED = ", in a chain of dependent kernels"
-
-Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -85,14 +83,14 @@ def resolve(program: KernelGraph, *, device: torch.device | str, backend: str = 
         for store in stores.stores:
             entry = store.get(key)
             if isinstance(entry, Entry) and (not on_gpu or tune == "never" or entry.timings or not entry.ugraph.is_fused):
-                return _resolved(entry, _source(store), device if on_gpu else None, time.perf_counter() - start)
+                return _resolved(entry, _source(store), on_gpu, time.perf_counter() - start)
     entry = _make(program, key, device, on_gpu, tune, pattern, progress)
     if entry.search["candidates"] and not entry.ugraph.is_fused:
         kept: Path | Rejected = Rejected("every candidate failed on this GPU, which may pass; the next call tries again")
     else:
         kept = stores.put(entry)
     note = f"; not kept: {kept.reason}" if isinstance(kept, Rejected) else ""
-    return _resolved(entry, SEARCHED, device if on_gpu else None, time.perf_counter() - start, note)
+    return _resolved(entry, SEARCHED, on_gpu, time.perf_counter() - start, note)
 
 
 def make_entry(program: KernelGraph, device: torch.device, pattern: str, tune: str = "auto", progress: Progress | None = None) -> Entry:
@@ -169,7 +167,7 @@ def _timings(name: str, c: Tuned) -> tuple[Timing, ...]:
     return tuple(Timing(name + how, t.us, t.low, t.high, t.replays) for how, t in (("", c.timing), (CHAINED, c.chain)) if t is not None)
 
 
-def _resolved(entry: Entry, source: str, gpu: torch.device | None, seconds: float, note: str = "") -> Resolved:
+def _resolved(entry: Entry, source: str, on_gpu: bool, seconds: float, note: str = "") -> Resolved:
     times = {t.name: t.median_us for t in entry.timings}
     fused, reason = entry.ugraph.is_fused, ""
     if not fused:
@@ -179,9 +177,8 @@ def _resolved(entry: Entry, source: str, gpu: torch.device | None, seconds: floa
         ours, library = (times.get(name + CHAINED, times[name]) for name in (OURS, LIBRARY))
         if ours > library:
             fused, reason = False, f"the library path was measured faster ({library:.1f} µs, searched {ours:.1f} µs)"
-    if fused and gpu is not None:
-        digest = hashlib.sha256(entry.kernel.encode()).hexdigest()
-        run = compiled.load(entry.kernel, digest).run
+    if fused and on_gpu:
+        run = torch_op.launcher(entry.kernel)
     else:
         run = partial(run_kernel_graph, entry.ugraph.kernels if fused else entry.ugraph.program)
     return Resolved(run, source, entry.ugraph, fused, reason + note, seconds, times.get(OURS), times.get(LIBRARY), entry.error_bound,

@@ -1,22 +1,23 @@
 """The superoptimizer's pipeline: search → verify → tune, and what comes out: a sequence of µGraphs that can be called."""
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mirage_hf import checkpoint as checkpoints
-from mirage_hf import errors, html_report, instances, labels, results
+from mirage_hf import errors, html_report, instances, labels, results, torch_op
 from mirage_hf.checkpoint import Journal, Kept
 from mirage_hf.codegen import compile as compiled
 from mirage_hf.codegen import triton
-from mirage_hf.graph import symbolic
+from mirage_hf.graph import json_format, symbolic
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph, check_inputs, check_tensors, library_ugraph
@@ -70,6 +71,9 @@ class SearchResult(Sequence[UGraph]):
         have the sizes that the inputs have."""
         if self._dims:
             check_tensors(self.program, inputs)
+            if torch.compiler.is_compiling():  # a graph is for one size, which index() makes a constant
+                shapes = tuple([tuple([operator.index(d) for d in x.shape]) for x in inputs])
+                return torch_op.run(inputs, _registered_at(self, shapes))  # type: ignore[no-any-return]
             return self.at(**symbolic.sizes_of(self.program, [x.shape for x in inputs]))._ugraphs[0](inputs)
         return self._ugraphs[0](inputs)  # type: ignore[no-any-return]
 
@@ -294,7 +298,26 @@ def _runner(ugraph: UGraph) -> Callable[[Sequence[torch.Tensor]], list[torch.Ten
 
 def run_ugraph(ugraph: UGraph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run a µGraph where its inputs are: generated kernels on a GPU, torch on a CPU. Errors: InputError."""
+    if torch.compiler.is_compiling():
+        return torch_op.run(inputs, _registered(ugraph))  # type: ignore[no-any-return]
     check_inputs(ugraph.kernels, inputs)
+    return _run_unchecked(ugraph, inputs)
+
+
+@torch.compiler.assume_constant_result
+def _registered(ugraph: UGraph) -> str:
+    """Make a µGraph known to the op `mirage_hf::run`; returns its digest there."""
+    digest = json_format.digest(json_format.ugraph_to_dict(ugraph))
+    torch_op.register(digest, ugraph, partial(_run_unchecked, ugraph), None)
+    return digest
+
+
+@torch.compiler.assume_constant_result
+def _registered_at(result: SearchResult, shapes: tuple[tuple[int, ...], ...]) -> str:
+    return _registered(result.at(**symbolic.sizes_of(result.program, shapes))[0])
+
+
+def _run_unchecked(ugraph: UGraph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if not inputs or inputs[0].device.type == "cpu":
         return run_kernel_graph(ugraph.kernels, inputs)
     if inputs[0].device.type != "cuda":

@@ -98,10 +98,10 @@ def _compile(module: ModuleType, launch: Launch, sm: int) -> Compiled:
         raise errors.CodegenError(f"{launch.kernel}: the Triton interpreter is on, it cannot compile; unset TRITON_INTERPRET")
     aligned = {(n,): [["tt.divisibility", 16]] for n in range(len(launch.signature))}
     overlaps = {"overlaps": sm >= 90}
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages} | ({"launch_pdl": True} if sm >= 90 else {})
     source = ASTSource(fn, signature={**dict(launch.signature), "overlaps": "constexpr"}, constexprs=overlaps, attrs=aligned)
     try:
-        kernel = triton.compile(source, target=GPUTarget("cuda", sm, 32),
-                                options={"num_warps": launch.num_warps, "num_stages": launch.num_stages})
+        kernel = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
     except Exception as e:  # the compiler raises RuntimeError, CompilationError, OutOfResources, PassManager errors …
         raise errors.CodegenError(f"{launch.kernel}: no code for sm_{sm}: {type(e).__name__}: {str(e).strip()[:2000]}") from e
     return Compiled(launch.kernel, sm, dict(kernel.asm), kernel.metadata.shared, launch.num_warps)

@@ -6,7 +6,7 @@ computed, so RoPE, q/k norms, cache, window, softcap and attention backend are t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,13 +61,33 @@ def _views(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [p.t() if p.dim() == 2 else p[None] for p in parameters]
 
 
+class LiveWeights(Mapping[str, "list[Any]"]):
+    """The weights of each role as they are when asked for."""
+
+    def __init__(self, children: Mapping[str, Any], names: Mapping[str, Sequence[tuple[str, str]]]):
+        self.children, self.names = children, names
+
+    def __getitem__(self, role: str) -> list[Any]:
+        return [self._owner(path)._parameters[name] for path, name in self.names[role]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def _owner(self, path: str) -> nn.Module:
+        first, _, rest = path.partition(".")
+        return child(self.children[first], rest)
+
+
 class Composition(ABC):
     """A live module with parts, by role. Children that stay stock are looked up at each call: they may be replaced at any time."""
 
     def __init__(self, module: nn.Module, parts: Sequence[Part]):
         self.parts = {p.role: p for p in parts}
         self.children: dict[str, Any] = module.__dict__["_modules"]  # not the module, which holds us
-        self.parameters: dict[str, list[Any]] = {
+        self.parameters: Mapping[str, list[Any]] = {
             p.role: [child(module, path)._parameters[name] for path, name in p.weights] for p in parts}
 
     def _run(self, kernels: Mapping[str, Kernel], role: str, x: Tensor, *rest: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def check_model(model: Any) -> None:
     name = type(model).__name__
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise OptimizeError(f"optimize: this {name} is compiled by torch.compile, which would not see the swapped modules; "
-                            "pass the model as it was before compiling")
+                            "pass the model as it was before compiling, and compile what optimize returns")
     _check_quantized(model, name)
     for path, module in model.named_modules():
         if "_hf_hook" in module.__dict__:

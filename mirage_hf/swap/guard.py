@@ -13,19 +13,17 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from transformers.utils.output_capturing import _active_collector
 
+from mirage_hf.kernels import Resolved
 from mirage_hf.match import plain
 from mirage_hf.match.compose import Composition, Kernel, child
 from mirage_hf.match.matcher import Match
 from mirage_hf.patterns.decoder_layer import EPS_NAMES
+from mirage_hf.swap.traced import KNOWN, share, width_of
 
 KEY = "_mirage_bound"
 """Where a swapped module keeps its Binding, in its instance dictionary. Copies and pickles leave it out."""
 
 PREFILL = "prefill"
-KNOWN = frozenset((
-    "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings", "cache_position", "output_attentions",
-    "output_hidden_states", "output_router_logits", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
-"""Keyword arguments of a decoder layer that change nothing about its own code: they go on to attention as they are."""
 SEEN_OUTSIDE = frozenset(("hidden_states", "_hidden_states_layers"))
 """What HF's collector records from the layer's own output, which a swapped layer still gives."""
 
@@ -43,18 +41,18 @@ class Binding:
     """
 
     __slots__ = ("calls", "classes", "composition", "constants", "device", "device_type", "dims", "dtype", "fallbacks", "kernels",
-                 "parameters", "retired", "stock", "tuner", "watched", "width")
+                 "parameters", "retired", "stock", "traced", "tuner", "watched", "width")
 
-    def __init__(self, match: Match, kernels: Mapping[int, Mapping[str, Kernel]]):
-        self.kernels, self.stock = dict(kernels), type(match.module)  # no reference to the module, which holds us
+    def __init__(self, match: Match, found: Mapping[int, Mapping[str, Resolved]]):
+        self.kernels = {rows: {role: kernel.run for role, kernel in roles.items()} for rows, roles in found.items()}
+        self.stock = type(match.module)  # no reference to the module, which holds us
         self.composition: Composition | None = match.compose()
         self.calls, self.fallbacks, self.retired = 0, Counter[str](), ""
         sizes = dict(match.parts[0].block.sizes)
         weight: Any = self.composition.parameters[match.parts[0].role][0]
         self.device, self.device_type, self.dtype = weight.get_device(), weight.device.type, sizes["dtype"]
         self.dims = 3 if match.kind == "layer" else None
-        norm: Any = child(match.module, match.layouts[0].norm) if match.kind == "layer" else None
-        self.width = sizes["k"] if norm is None else norm.weight.shape[0]
+        self.width = width_of(match)
         paths = dict.fromkeys(path for part in match.parts for path in part.bypassed)
         self.watched = tuple(_watch(match.module, path) for path in paths)
         kinds: dict[Any, None] = dict.fromkeys([self.stock, *(kind for _, _, _, kind, _ in self.watched)])
@@ -63,6 +61,8 @@ class Binding:
         owned = dict.fromkeys(w for part in match.parts for w in part.weights)
         self.parameters = tuple(_pin(child(match.module, path), path, name) for path, name in owned)
         self.tuner = _Tuner(match) if match.kind == "lora" else None
+        digests = tuple((rows, tuple((role, kernel.digest) for role, kernel in roles.items())) for rows, roles in found.items())
+        self.traced = share(match, digests, self.tuner)  # the name of what torch.compile needs, "" once retired
 
     def forget(self) -> None:
         """Start counting anew."""
@@ -70,7 +70,7 @@ class Binding:
 
     def retire(self, reason: str) -> str:
         """Give up for good: drop every reference to what was replaced, and keep running the stock forward."""
-        self.retired, self.composition, self.kernels = reason, None, {}
+        self.retired, self.composition, self.traced, self.kernels = reason, None, "", {}
         self.watched = self.parameters = self.classes = self.constants = ()
         return reason
 
@@ -159,7 +159,7 @@ def _kwargs_reason(kwargs: Mapping[str, Any]) -> str:
 class _Tuner:
     """The state of a PEFT layer that its kernel was made for, checked at each call."""
 
-    __slots__ = ("dropout", "many", "one", "scaling")
+    __slots__ = ("many", "one", "scaling")
 
     def __init__(self, match: Match):
         module: Any = match.module
@@ -167,7 +167,6 @@ class _Tuner:
         self.one = active if isinstance(active, str) else active[0]
         self.many = [self.one]
         self.scaling = module.scaling[self.one]
-        self.dropout = module.lora_dropout[self.one].__dict__
 
     def reason(self, d: Mapping[str, Any]) -> str | None:
         if d["_disable_adapters"]:
@@ -180,6 +179,7 @@ class _Tuner:
             return "the adapter's scaling has changed"
         if self.one in d.get("lora_variant", ()) or d.get("fan_in_fan_out") or not d.get("cast_input_dtype_enabled", True):
             return "the adapter has become a variant"
-        if self.dropout["training"] and self.dropout.get("p", 0.0):
+        dropout = d["_modules"]["lora_dropout"].__dict__["_modules"][self.one].__dict__
+        if dropout["training"] and dropout.get("p", 0.0):
             return "dropout is active"
         return None

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mirage_hf import kernels
+from mirage_hf import kernels, torch_op
 from mirage_hf.errors import CodegenError, Rejected, SearchError, VerificationError
 from mirage_hf.match.matcher import Match
 from mirage_hf.match.pattern import Block
@@ -22,8 +22,10 @@ def find_kernels(matches: Sequence[Match], rows: Sequence[int], *, device: torch
     found: dict[tuple[Block, int], Any] = {}
     for block, r in wanted:
         try:
-            found[block, r] = kernels.resolve(block.program(r), device=device, backend=backend, zoo=zoo, tune=tune,
-                                              pattern=block.pattern.name, progress=progress)
+            kernel = kernels.resolve(block.program(r), device=device, backend=backend, zoo=zoo, tune=tune,
+                                     pattern=block.pattern.name, progress=progress)
+            torch_op.register(kernel.digest, kernel.ugraph, kernel.run, device.type)
+            found[block, r] = kernel
         except (SearchError, VerificationError, CodegenError) as e:
             found[block, r] = Rejected(f"no kernel: {e}")
     return found

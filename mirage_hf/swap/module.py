@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mirage_hf.swap.guard import KEY
+from mirage_hf.swap.traced import shared
 
 _compiling = torch.compiler.is_compiling
 
@@ -18,8 +19,8 @@ def swapped_class(stock: Any) -> Any:
     # stock.forward is looked up at each call: patches of the class made later hold here too
     @wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _compiling():  # torch.compile sees the stock module; counting here would recompile at each call
-            return stock.forward(self, *args, **kwargs)
+        if _compiling():
+            return _traced(stock, self, args, kwargs)
         state = self.__dict__
         bound = state.get(KEY)
         if bound is None:
@@ -37,6 +38,16 @@ def swapped_class(stock: Any) -> Any:
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
     swapped: Any = type(stock.__name__, (stock,), {**names, "forward": forward, "__reduce_ex__": __reduce_ex__})
     return swapped
+
+
+def _traced(stock: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forward that torch.compile and torch.export see."""
+    bound = module.__dict__.get(KEY)
+    if bound is not None and bound.traced:
+        traced = shared[bound.traced]
+        if (kernels := traced.choose(module, args, kwargs)) is not None:
+            return traced.over(module)(kernels, args[0], kwargs)
+    return stock.forward(module, *args, **kwargs)
 
 
 def _as_stock(reduced: Any, swapped: type, stock: type) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected
-from mirage_hf.match.compose import Kernel, Part
+from mirage_hf.match.compose import Part
 from mirage_hf.match.matcher import Match, Refusal
 from mirage_hf.swap.check import Checked, check
 from mirage_hf.swap.guard import Binding
@@ -86,9 +86,9 @@ class Session:
         self.ledger.undo()
 
 
-def _kernels(m: Match, rows: Sequence[int], found: Found) -> dict[int, Mapping[str, Kernel]]:
+def _kernels(m: Match, rows: Sequence[int], found: Found) -> dict[int, Mapping[str, Any]]:
     """The fused kernels of a match, by number of rows and role; where the library won, stock modules do that part."""
-    by_rows = {r: {p.role: found[p.block, r].run for p in m.parts if _fused(found[p.block, r])} for r in rows}
+    by_rows = {r: {p.role: found[p.block, r] for p in m.parts if _fused(found[p.block, r])} for r in rows}
     return {r: kernels for r, kernels in by_rows.items() if kernels}
 
 

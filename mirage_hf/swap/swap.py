@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from mirage_hf.match.compose import Kernel
+from mirage_hf.kernels import Resolved
 from mirage_hf.match.matcher import Match
 from mirage_hf.swap.guard import KEY, Binding
 from mirage_hf.swap.module import swapped_class
@@ -18,10 +18,10 @@ class Ledger:
 
     entries: list[tuple[nn.Module, type[nn.Module]]] = field(default_factory=list)
 
-    def swap(self, match: Match, kernels: Mapping[int, Mapping[str, Kernel]]) -> Binding:
-        """Make a matched module run `kernels` (by number of rows, then role)."""
+    def swap(self, match: Match, found: Mapping[int, Mapping[str, Resolved]]) -> Binding:
+        """Make a matched module run the kernels `found` (by number of rows, then role)."""
         module, stock = match.module, type(match.module)
-        binding = Binding(match, kernels)
+        binding = Binding(match, found)
         module.__dict__[KEY] = binding
         self.entries.append((module, stock))
         module.__class__ = swapped_class(stock)  # type: ignore[arg-type]

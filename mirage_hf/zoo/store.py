@@ -29,12 +29,16 @@ class Store:
 
     def get(self, key: Key) -> Entry | Rejected:
         """Return the entry for `key`, or why there is none."""
+        return self.find(key.digest, key.target)
+
+    def find(self, digest: str, target: str = "*") -> Entry | Rejected:
+        """Return the entry whose key has `digest`, or why there is none. `target`, where it is known, narrows the look-up."""
         reasons = []
-        for folder in sorted(self.root.glob(f"*/*-{key.digest[:8]}/{key.target}")):
+        for folder in sorted(self.root.glob(f"*/*-{digest[:8]}/{target}")):
             found = read_entry(folder)
             if isinstance(found, Rejected) and folder.exists():
                 found = read_entry(folder)  # another process may have replaced it while it was read
-            if isinstance(found, Entry) and found.key == key:
+            if isinstance(found, Entry) and found.key.digest == digest:
                 return found
             reasons.append(found.reason if isinstance(found, Rejected) else f"{folder}: is for another program")
         return Rejected("; ".join(reasons) or f"not in {self.root}")
@@ -87,9 +91,13 @@ class Chain:
 
     def get(self, key: Key) -> Entry | Rejected:
         """Return the first entry found for `key`, or every store's reason."""
+        return self.find(key.digest, key.target)
+
+    def find(self, digest: str, target: str = "*") -> Entry | Rejected:
+        """Return the first entry found whose key has `digest`, or every store's reason."""
         reasons = []
         for store in self.stores:
-            found = store.get(key)
+            found = store.find(digest, target)
             if isinstance(found, Entry):
                 return found
             reasons.append(found.reason)

@@ -139,7 +139,7 @@ def test_tuner_measures_and_keeps_the_library_path(name):
     # tensor cores overflow float16 where x·γ comes before the division: those candidates are rightly refused
     refused = [c.reason for c in result.candidates if c.status == tuner.REFUSED and not (c.schedules[0].mma and "inf or NaN" in c.reason)]
     assert result.measured and result.library.timing and result.best_searched and not refused, refused
-    assert result.best.us == min(c.us for c in result.candidates) and seen[-1][2] == "done"
+    assert result.best.us == min(c.us for c in result.candidates if c.chain) and seen[-1][2] == "done"
     assert any(not u.is_fused for u in result.ugraphs())
     print(f"{name}: searched {result.best_searched.us:.2f} µs, library {result.library.us:.2f} µs, {result.best_searched.schedules[0]}")
 

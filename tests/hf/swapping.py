@@ -14,6 +14,7 @@ from torch import nn
 
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import library_ugraph
+from mirage_hf.zoo.key import key_of
 
 torch.set_num_threads(1)
 
@@ -69,8 +70,11 @@ class Resolved:
     time_us: float | None = None
     library_us: float | None = None
     error_bound: float = 1e-30
-    digest: str = "0" * 8
     candidates: int = 1
+
+    @property
+    def digest(self) -> str:
+        return key_of(self.program, "cpu").digest
 
     @property
     def ugraph(self) -> Any:
