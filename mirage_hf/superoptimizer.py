@@ -324,5 +324,4 @@ def _run_unchecked(ugraph: UGraph, inputs: Sequence[torch.Tensor]) -> list[torch
         raise errors.InputError(f"inputs are on {inputs[0].device}; kernels run on CUDA devices and on the CPU")
     with _lock:
         run = _runner(ugraph)
-    with torch.cuda.device(inputs[0].device):
-        return run(inputs)
+    return run(inputs)

@@ -1,0 +1,87 @@
+"""Kernels that may begin before the launches ahead of them are done: what they read before they wait, read off their PTX."""
+import re
+
+import blocks
+import pytest
+
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton
+from mirage_hf.codegen.plan import placed, plan
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.triton_kernel import write_kernel
+
+pytest.importorskip("triton")
+CASES = {c.name: c for c in blocks.cases()}
+WAIT, TRIGGER = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+
+
+def touched(ptx: str) -> list[tuple[str, frozenset[int]]]:
+    """The instructions that wait or touch global memory, in order: the opcode, and the parameters that its address comes from."""
+    taint: dict[str, frozenset[int]] = {}
+    found = []
+    for line in ptx.splitlines():
+        text = re.sub(r"^\s*(?:@!?%\w+\s+)?", "", line).strip().rstrip(";")
+        opcode, _, rest = text.replace(";", " ").partition(" ")
+        if opcode in (WAIT, TRIGGER):
+            found.append((opcode, frozenset()))
+            continue
+        if parameter := re.match(r"ld\.param\S*\s+(%\w+), \[\w+_param_(\d+)\]", text):
+            taint[parameter[1]] = frozenset({int(parameter[2])})
+            continue
+        names = re.findall(r"%[a-z]+\d+", rest)
+        addresses = re.findall(r"\[\s*(%[a-z]+\d+)", rest)
+        if re.match(r"(ld|st|atom|red|prefetch|cp\.async|cp\.reduce)\S*global", opcode) or opcode.startswith(("cp.async.bulk", "tensormap")):
+            found.append((opcode, frozenset().union(*(taint.get(a, frozenset()) for a in addresses))))
+            continue  # what was loaded is no address of ours
+        if names and not opcode.startswith("."):
+            taint[names[0]] = taint.get(names[0], frozenset()).union(*(taint.get(n, frozenset()) for n in names[1:]))
+    return found
+
+
+def too_early(ptx: str, constants: set[int]) -> list[str]:
+    """What touches memory before the wait although it may not."""
+    seen = touched(ptx)
+    before = seen[:[op for op, _ in seen].index(WAIT)]
+    return [f"{op} of {sorted(of)}" for op, of in before if not op.startswith(("ld", "prefetch", "cp.async")) or not of or of - constants]
+
+
+def constants_of(case) -> list[set[int]]:
+    kernels = [(op, write_kernel(plan(op, s), "k")) for op, s in zip(placed(case.ugraph), case.schedules, strict=True)]
+    return [{n for n, (_, at) in enumerate(k.arguments) if at < len(op.inputs) and op.inputs[at].constant} for op, k in kernels]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_kernel_waits_once_before_it_reads_what_is_not_constant(name):
+    case = CASES[name]
+    program = triton.generate(case.ugraph, case.schedules)
+    for kernel, constants in zip(compiler.ahead_of_time(program, 90), constants_of(case), strict=True):
+        seen = [op for op, _ in touched(kernel.ptx)]
+        assert seen.count(WAIT) == seen.count(TRIGGER) == 1 and seen.index(TRIGGER) == seen.index(WAIT) + 1
+        assert not too_early(kernel.ptx, constants)
+        start = kernel.ptx.index(WAIT)
+        assert not [label for label in re.findall(r"^(\$\w+):", kernel.ptx[:start], re.M) if re.search(rf"bra\S*\s+{re.escape(label)};",
+                                                                                                    kernel.ptx[start:])], "in a loop"
+    for kernel in compiler.ahead_of_time(program, 80):
+        assert "griddepcontrol" not in kernel.ptx
+
+
+@pytest.mark.parametrize("tiles, early", [(dict(m=1, n=8, k=512), "ld"), (dict(m=1, n=8, k=64), "prefetch")])
+def test_weights_are_asked_for_before_the_wait(tiles, early):
+    """Held whole they are loaded, else the first of their cache lines are asked for."""
+    ugraph = blocks.rms_norm_linear(1, 512, 64)
+    kernel, = compiler.ahead_of_time(triton.generate(ugraph, [Schedule(tuple(tiles.items()), preload=2)]), 90)
+    seen = touched(kernel.ptx)
+    before = seen[:[op for op, _ in seen].index(WAIT)]
+    assert {min(of) for op, of in before if op.startswith(early)} >= {2}  # the weights
+
+
+def test_the_check_sees_a_load_that_is_too_early():
+    ptx = compiler.ahead_of_time(triton.generate(blocks.rms_norm_linear(1, 512, 64), [Schedule((("m", 1), ("n", 8), ("k", 512)))]), 90)[0].ptx
+    assert not too_early(ptx, {1, 2}) and too_early(ptx, {1}) and too_early(ptx, set())
+    moved = ptx.replace(f"\t{WAIT}", "\t//").replace("\tret;", f"\t{WAIT}; // dummy\n\tret;")
+    assert any("of [0]" in complaint for complaint in too_early(moved, {1, 2}))
