@@ -35,7 +35,7 @@ def touched(ptx: str) -> list[tuple[str, frozenset[int]]]:
             continue
         names = re.findall(r"%[a-z]+\d+", rest)
         addresses = re.findall(r"\[\s*(%[a-z]+\d+)", rest)
-        if re.match(r"(ld|st|atom|red|prefetch|cp\.async|cp\.reduce)\S*global", opcode) or opcode.startswith(("cp.async.bulk", "tensormap")):
+        if re.match(r"(ld|st|atom|red|prefetch|cp\.async|cp\.reduce)\S*global|cp\.async\.bulk|tensormap", opcode):
             found.append((opcode, frozenset().union(*(taint.get(a, frozenset()) for a in addresses))))
             continue  # what was loaded is no address of ours
         if names and not opcode.startswith("."):
@@ -81,7 +81,8 @@ def test_weights_are_asked_for_before_the_wait(tiles, early):
 
 
 def test_the_check_sees_a_load_that_is_too_early():
-    ptx = compiler.ahead_of_time(triton.generate(blocks.rms_norm_linear(1, 512, 64), [Schedule((("m", 1), ("n", 8), ("k", 512)))]), 90)[0].ptx
+    program = triton.generate(blocks.rms_norm_linear(1, 512, 64), [Schedule((("m", 1), ("n", 8), ("k", 512)))])
+    ptx = compiler.ahead_of_time(program, 90)[0].ptx
     assert not too_early(ptx, {1, 2}) and too_early(ptx, {1}) and too_early(ptx, set())
     moved = ptx.replace(f"\t{WAIT}", "\t//").replace("\tret;", f"\t{WAIT}; // dummy\n\tret;")
     assert any("of [0]" in complaint for complaint in too_early(moved, {1, 2}))

@@ -1,0 +1,186 @@
+"""Launches that overlap, blocks that share a loop, outputs written over inputs: with other launches, streams and threads about."""
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+import blocks
+
+from mirage_hf.codegen import triton
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.tune import measure, tuner
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+SLOW = '''
+import copy, threading
+import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def slow_copy(x_ptr, y_ptr, cycles_ptr, overlaps: tl.constexpr):
+    """Lets the next launch begin at once, then takes its time before it writes."""
+    if overlaps:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.program_id(0) * 256 + tl.arange(0, 256)
+    cycles = tl.load(cycles_ptr + tl.program_id(0))
+    begin = tl.inline_asm_elementwise("mov.u32 $0, %clock;", "=r", [], tl.int32, is_pure=False, pack=1)
+    passed = begin * 0
+    while passed < cycles:
+        now = tl.inline_asm_elementwise("mov.u32 $0, %clock;", "=r", [], tl.int32, is_pure=False, pack=1)
+        passed = now - begin
+    tl.store(y_ptr + n, tl.load(x_ptr + n + (passed < 0).to(tl.int32)))
+'''
+
+
+def program_of(ugraph, **schedule):
+    tiles = {a: schedule.pop(a) for a in list(schedule) if len(a) == 1}
+    return triton.generate(ugraph, [Schedule(tuple(tiles.items()), **schedule)])
+
+
+KINDS = {
+    "one trip": lambda: (blocks.rms_norm_linear(1, 1024, 1024), dict(m=1, n=4, k=1024)),
+    "walking": lambda: (blocks.rms_norm_linear(1, 1024, 1024, residual=True), dict(m=1, n=8, k=256, preload=2)),
+    "split": lambda: (blocks.rms_norm_linear(1, 1024, 1024), dict(m=1, n=16, k=256, split=4, preload=1)),
+    "mma split": lambda: (blocks.rms_norm_linear(16, 1024, 1024, dtype=torch.bfloat16),
+                          dict(m=16, n=64, k=64, mma=True, num_stages=4, split=4, preload=2)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_hold_whatever_the_producers_take(kind, tmp_path):
+    """1,000 replays of slow producer → kernel → slow producer → kernel, with random delays and random data each time."""
+    from mirage_hf.codegen import compile as compiler
+    from mirage_hf.codegen import launching
+    ugraph, schedule = KINDS[kind]()
+    run = tuner.run_of(program_of(ugraph, **schedule))
+    source = SLOW + "\n\n" + launching.text(with_counters=False)
+    slow = compiler.load(source, triton.Program(source, ()).digest)
+    inputs = measure.random_inputs(ugraph.program, "cuda")
+    x = inputs[0]
+    staged = [torch.zeros(x.numel() + 1, dtype=x.dtype, device="cuda") for _ in range(2)]
+    flowing = torch.zeros_like(x)
+    blocks_of_x = x.numel() // 256
+    cycles = torch.zeros(blocks_of_x, dtype=torch.int32, device="cuda")
+
+    def producer(source):
+        slow.launch(slow.slow_copy, blocks_of_x, [source, flowing, cycles], num_warps=1, num_stages=1)
+
+    def steps():
+        results = []
+        for source in staged:
+            producer(source)
+            results += run([flowing, *inputs[1:]])
+        return results
+
+    steps()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = steps()
+    wrong = 0
+    samples = [torch.randn_like(x) for _ in range(7)]
+    expected = [run([s, *inputs[1:]])[0].clone() for s in samples]
+    generator = torch.Generator().manual_seed(0)
+    for n in range(1000):
+        a, b = n % 7, (n * 3 + 1) % 7
+        for place, s in zip(staged, (a, b), strict=True):
+            place[:-1].copy_(samples[s].flatten())
+        cycles.copy_(torch.randint(0, 20_000, (blocks_of_x,), generator=generator).to(torch.int32) * (n % 3 > 0))
+        for y in captured:
+            y.zero_()
+        graph.replay()
+        wrong += not (torch.equal(captured[0], expected[a]) and torch.equal(captured[1], expected[b]))
+    assert not wrong, f"{wrong} of 1000 replays differ"
+
+
+@pytest.mark.parametrize("kind", ["split", "mma split"])
+def test_shared_loops_on_several_streams_threads_and_graphs_at_once(kind):
+    ugraph, schedule = KINDS[kind]()
+    run = tuner.run_of(program_of(ugraph, **schedule))
+    inputs = measure.random_inputs(ugraph.program, "cuda")
+    expected = run(inputs)[0].clone()
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    graphs = []
+    for _ in range(3):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = [run(inputs)[0] for _ in range(8)]
+        graphs.append((graph, outputs))
+    torch.cuda.synchronize()
+    for _ in range(100):
+        for stream, (graph, _) in zip(streams, graphs, strict=False):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(streams[3]):
+            eager = [run(inputs)[0] for _ in range(4)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, expected) for y in [*eager, *(y for _, outputs in graphs for y in outputs)])
+    wrong = []
+
+    def work():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found = [run(inputs)[0] for _ in range(200)]
+            torch.cuda.current_stream().synchronize()
+            wrong.extend(n for n, y in enumerate(found) if not torch.equal(y, expected))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_first_in_a_graph_after_a_copy_and_after_another_stream():
+    ugraph, schedule = KINDS["split"]()
+    run = tuner.run_of(program_of(ugraph, **schedule))
+    inputs = measure.random_inputs(ugraph.program, "cuda")
+    expected, other = run(inputs)[0].clone(), torch.randn_like(inputs[0])
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    x = other.clone()
+    with torch.cuda.graph(graph):
+        first, = run(inputs)
+        x.copy_(inputs[0])
+        after_copy, = run([x, *inputs[1:]])
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = inputs[0] * 1
+            on_side, = run([y, *inputs[1:]])
+        beside, = run(inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        joined, = run([y, *inputs[1:]])
+    for _ in range(20):
+        x.copy_(other)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(z, expected) for z in (first, after_copy, on_side, beside, joined))
+
+
+@pytest.mark.parametrize("schedule", [dict(m=1, n=8, k=1024), dict(m=1, n=2, k=256, num_warps=8), dict(m=1, n=16, k=256, split=4)])
+def test_outputs_over_inputs(schedule):
+    ugraph = blocks.rms_norm_linear(1, 1024, 1024, residual=True)
+    program = program_of(ugraph, **schedule)
+    assert program.in_place == ((0, 3),)
+    run = tuner.run_of(program)
+    inputs = measure.random_inputs(ugraph.program, "cuda")
+    expected = run(inputs)[0].clone()
+    for _ in range(200):
+        r = inputs[3].clone()
+        y, = run([*inputs[:3], r], [r])
+        assert y is r and torch.equal(r, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_on_a_device_that_is_not_the_current_one():
+    ugraph, schedule = KINDS["split"]()
+    run = tuner.run_of(program_of(ugraph, **schedule))
+    inputs = measure.random_inputs(ugraph.program, "cuda:0")
+    there = [x.to("cuda:1") for x in inputs]
+    assert torch.equal(run(there)[0].cpu(), run(inputs)[0].cpu()) and torch.cuda.current_device() == 0
