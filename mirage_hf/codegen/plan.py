@@ -79,7 +79,7 @@ class Plan:
                     raise errors.CodegenError(f"{op.out} carries the loop axis {loop} in a stage without a loop; give the stage the loop")
 
         for dot in self.dots.values():
-            if self.is_asynchronous(dot) and not (self.walks and self.share > 1 and self.schedule.num_stages > 1) and self._chained(dot):
+            if self.is_asynchronous(dot) and any(not self._pipelined(d) for d in self._products_in(dot)):
                 # Triton 3.6 gets these wrong (seen on an H200, the same wrong numbers every time): two products of 64 rows, the
                 # second reading the first's result, where loads are not copied asynchronously
                 raise errors.CodegenError(f"{dot.contraction.out} multiplies what another product gives, with {WARPGROUP_ROWS} rows; "
@@ -334,17 +334,22 @@ class Plan:
                                place[c.over] > place[self._free(right, c.over)], dtype)
         return found
 
-    def _chained(self, dot: Dot) -> bool:
-        """Whether a factor of a product is computed from another product."""
-        todo, known = [dot.contraction.a, dot.contraction.b], set[str]()
+    def _pipelined(self, dot: Dot) -> bool:
+        """Whether a product is one of a loop of several steps whose loads are copied ahead."""
+        looped = {x.out for s in self.block.stages if s.loop for x in (*s.body, *s.accumulators)}
+        return dot.contraction.out in looped and self.walks and self.share > 1 and self.schedule.num_stages > 1
+
+    def _products_in(self, dot: Dot) -> list[Dot]:
+        """The products that a factor of a product is computed from, the nearest ones."""
+        todo, known, found = [dot.contraction.a, dot.contraction.b], set[str](), list[Dot]()
         while todo:
             value = todo.pop()
             if value in self.dots:
-                return True
-            if value not in known and value in self._ops:
+                found.append(self.dots[value])
+            elif value not in known and value in self._ops:
                 known.add(value)
                 todo += [a for a in self._ops[value].args if isinstance(a, str)]
-        return False
+        return found
 
     def is_asynchronous(self, dot: Dot) -> bool:
         """Whether Hopper may still read a product's factors while the next iteration runs (64 rows or more, whole warpgroups)."""

@@ -129,6 +129,8 @@ class _Writer(Tiles):
             for _ in self._lanes(acc.out):
                 self._start(stage, acc)
         axis, tile, stages = self.axis[loop], plan.tile(loop), plan.schedule.num_stages
+        again = [i for i in inputs if i.name in plan.read_again and len(i.sources) == 1]
+        self._load_ahead(again, first=True)
         split, before = plan.schedule.split, self._loop_starts()
         ends = f"0, {plan.share * tile if split > 1 else self.block.part(loop)}, {tile}"
         walk = f"tl.range({ends}, num_stages={stages})" if stages > 1 else f"range({ends})"
@@ -140,6 +142,7 @@ class _Writer(Tiles):
         self._bound(loop)
         for i in inputs:
             self._load(i)
+        self.have |= {("again", i.name, None) for i in again}
         self._body(stage, [op for op in stage.body if op not in fixed])
         for acc in stage.accumulators:
             if acc.out not in plan.maxima(stage):
@@ -149,6 +152,8 @@ class _Writer(Tiles):
             if loop in o.axes and any(op.out == o.value for op in stage.body):
                 for _ in self._lanes(o.value):
                     self._store(o, pointer, self._wide(o.value))
+        if plan.share > 1:
+            self._load_ahead(again, first=False)
         self.indent -= 1
         for acc in stage.accumulators:
             for _ in self._lanes(acc.out) if plan.is_lazy(stage, acc) else ():
@@ -267,9 +272,30 @@ class _Writer(Tiles):
         if value not in self.plan.native or self.plan.dtype(self.plan.input[value]) is torch.float32:
             return name
         if self._first(value, "wide"):
-            again = self._read_again(self.plan.input[value]) if value in self.plan.read_asynchronously else name
-            self.line(f"{name}_f32 = {again}.to(tl.float32)")
+            self.line(f"{name}_f32 = {self._again(value) if value in self.plan.read_asynchronously else name}.to(tl.float32)")
         return f"{name}_f32"
+
+    def _again(self, value: str) -> str:
+        """The name of the other load of a factor of an asynchronous product."""
+        name = f"{self.value[value]}_again"
+        if self._first(value, "again"):
+            self.line(f"{name} = {self._read_again(self.plan.input[value])}")
+        return name
+
+    def _load_ahead(self, again: Sequence[BlockInput], first: bool) -> None:
+        """The other loads of factors (see `_read_again`) for the step to come. Triton copies ahead only what products read, and the
+        latency of these would be waited for in every step."""
+        loop = str(self.plan.loop)
+        axis, tile = self.axis[loop], self.plan.tile(loop)
+        start = " + ".join(self._loop_starts()) or "0"
+        if again:
+            self.line(f"{axis}_next = {f'{start} + tl.arange(0, {tile})' if first else f'{axis} + {tile}'}")
+            self._bound(loop, f"{axis}_next")
+            if not self.plan.ragged(loop):
+                self.line(f"{axis}_next_in = {axis}_next < {self.block.axis(loop).size}")
+        for i in again:
+            load = self._read(i, self.pointers[i.name][0], 0, policy="evict_last", ahead=True)
+            self.line(f"{self.value[i.name]}_again = {load}")
 
     # -- reductions -------------------------------------------------------------------------------------------------------------
 
@@ -294,9 +320,7 @@ class _Writer(Tiles):
         over, dtype = dot.contraction.over, dot.dtype
         text = self._value(value)
         if value in self.plan.read_asynchronously and not self.plan.reads_as_stored(dot, value):
-            if self._first(value, "again"):
-                self.line(f"{text}_again = {self._read_again(self.plan.input[value])}")
-            text = f"{text}_again"
+            text = self._again(value)
         stored = dtype if value in self.plan.narrow else torch.float32
         stored = self.plan.dtype(self.plan.input[value]) if value in self.plan.input else stored
         if self.plan.ragged(over) and not self.plan.zero_padded(value, over):

@@ -45,7 +45,7 @@ class Tiles:
         self.have: set[tuple[str, str, int | None]] = set()  # what of which value (of which lane) is already written
         self.taken = set(_RESERVED)
         lanes = ("", *(f"_{n}" for n in range(plan.lanes)))
-        suffixes: tuple[str, ...] = ("", "0", "_in", "_start", "_step")
+        suffixes: tuple[str, ...] = ("", "0", "_in", "_start", "_step", "_next", "_next_in")
         axes = {a.name: self._identifier(a.name, [n + x for n in lanes for x in suffixes]) for a in self.block.axes}
         self.axis = _Names(self, axes, {plan.unrolled})
         computed = [*(op.out for op in self.block.ops()), *(a.out for s in self.block.stages for a in s.accumulators)]
@@ -155,10 +155,11 @@ class Tiles:
             self.line(f"{var} = {var}_start + tl.arange(0, {tile})  # all {part}")
             self._bound(a.name)
 
-    def _bound(self, axis: str) -> None:
-        var, size, (cut, short) = self.axis[axis], self.block.axis(axis).size, self.plan.bounds(axis)
+    def _bound(self, axis: str, var: str = "") -> None:
+        size, (cut, short) = self.block.axis(axis).size, self.plan.bounds(axis)
+        var, start = var or self.axis[axis], self.axis[axis]
         # two comparisons rather than one with the smaller end: of those the compiler sees how the ends are aligned
-        ends = [f"{var}_start + {self.block.part(axis)}"] if cut and self.plan.parts(axis) else [str(size)] if cut else []
+        ends = [f"{start}_start + {self.block.part(axis)}"] if cut and self.plan.parts(axis) else [str(size)] if cut else []
         ends += [str(size)] if short else []
         if ends:
             self.line(f"{var}_in = " + (f"{var} < {ends[0]}" if len(ends) == 1 else " & ".join(f"({var} < {end})" for end in ends)))
@@ -193,11 +194,16 @@ class Tiles:
         return " + ".join(terms)
 
     def _read(self, i: BlockInput, pointer: str, source: int, extra_mask: str | None = None,
-              shift: tuple[str | None, str] = (None, ""), policy: str | None = None) -> str:
+              shift: tuple[str | None, str] = (None, ""), policy: str | None = None, ahead: bool = False) -> str:
+        """`ahead`: at the next place of the loop."""
+        if ahead:
+            shift = self.plan.loop, f"{self.axis[str(self.plan.loop)]}_next"
         axes = self.block.input_axes(i)
         dims = self.plan.dims(axes)
         arguments = [self._address(pointer, i.axes, self.plan.operands[i.sources[source]].strides, dims, shift)]
-        mask = self._mask(axes, dims) + ([extra_mask] if extra_mask else [])
+        mask = self._mask([a for a in axes if not (ahead and a == self.plan.loop)], dims) + ([extra_mask] if extra_mask else [])
+        if ahead:
+            mask.append(self._spread(f"{shift[1]}_in", self.plan.dims([str(self.plan.loop)]), dims))
         if mask:
             arguments += [f"mask={' & '.join(mask)}", "other=0.0" if self.plan.dtype(i).is_floating_point else "other=0"]
         if policy is None and self.plan.schedule.evict_first and self.plan.loop and self.plan.loop in i.axes and self.plan.is_streamed(i):
