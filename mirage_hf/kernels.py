@@ -119,9 +119,9 @@ def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tu
         if not ugraph.is_fused:
             stats["reason"] = "the numbers of every candidate were refused for all of its schedules"
         elif on_gpu and tune != "never":
-            graphs, schedules = (_FULL if tune == "full" else _QUICK)
-            result = measure([c.ugraph for c in promising[:graphs]], device=device, per_graph=schedules, schedules=_permitted(promising),
-                             progress=(lambda *detail: progress("tune", detail)) if progress else None)
+            graphs, schedules, rounds = (_FULL if tune == "full" else _QUICK)
+            result = measure([c.ugraph for c in promising[:graphs]], device=device, per_graph=schedules, rounds=rounds,
+                             schedules=_permitted(promising), progress=(lambda *detail: progress("tune", detail)) if progress else None)
             stats["tried"] = len(result.candidates)
             if result.best_searched is not None:
                 ugraph = replace(result.best_searched.ugraph, schedules=result.best_searched.schedules)
@@ -133,8 +133,8 @@ def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tu
     return Entry(key, pattern, ugraph, generated.source, tuple(ugraph.schedules or ()), timings, report.error_bound or 0.0, stats)
 
 
-_QUICK, _FULL = (3, 12), (8, 48)
-"""µGraphs and schedules of each that are measured."""
+_QUICK, _FULL = (3, 12, 2), (8, 48, 6)
+"""µGraphs, schedules of each, and rounds of steps from the fastest that are measured."""
 
 
 def _permitted(candidates: Sequence[Candidate]) -> Callable[[KernelOp, Device], list[Schedule]]:

@@ -299,14 +299,16 @@ def _runner(ugraph: UGraph) -> Callable[[Sequence[torch.Tensor]], list[torch.Ten
 def run_ugraph(ugraph: UGraph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run a µGraph where its inputs are: generated kernels on a GPU, torch on a CPU. Errors: InputError."""
     if torch.compiler.is_compiling():
-        return torch_op.run(inputs, _registered(ugraph))  # type: ignore[no-any-return]
+        return torch_op.run(inputs, _registered(ugraph.uid))  # type: ignore[no-any-return]
     check_inputs(ugraph.kernels, inputs)
     return _run_unchecked(ugraph, inputs)
 
 
 @torch.compiler.assume_constant_result
-def _registered(ugraph: UGraph) -> str:
-    """Make a µGraph known to the op `mirage_hf::run`; returns its digest there."""
+def _registered(uid: int) -> str:
+    """Make a µGraph known to the op `mirage_hf::run`; returns its digest there. By number: dynamo of torch 2.11 cannot hand on a
+    frozen dataclass."""
+    ugraph = UGraph.numbered(uid)
     digest = json_format.digest(json_format.ugraph_to_dict(ugraph))
     torch_op.register(digest, ugraph, partial(_run_unchecked, ugraph), None)
     return digest
@@ -314,7 +316,7 @@ def _registered(ugraph: UGraph) -> str:
 
 @torch.compiler.assume_constant_result
 def _registered_at(result: SearchResult, shapes: tuple[tuple[int, ...], ...]) -> str:
-    return _registered(result.at(**symbolic.sizes_of(result.program, shapes))[0])
+    return _registered(result.at(**symbolic.sizes_of(result.program, shapes))[0].uid)  # type: ignore[no-any-return]
 
 
 def _run_unchecked(ugraph: UGraph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

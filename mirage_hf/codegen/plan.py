@@ -336,7 +336,7 @@ class Plan:
 
     def _pipelined(self, dot: Dot) -> bool:
         """Whether a product is one of a loop of several steps whose loads are copied ahead."""
-        looped = {x.out for s in self.block.stages if s.loop for x in (*s.body, *s.accumulators)}
+        looped = {name for s in self.block.stages if s.loop for name in (*(op.out for op in s.body), *(a.out for a in s.accumulators))}
         return dot.contraction.out in looped and self.walks and self.share > 1 and self.schedule.num_stages > 1
 
     def _products_in(self, dot: Dot) -> list[Dot]:

@@ -1,6 +1,8 @@
 """µGraphs: a tensor program together with the kernels that compute it."""
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,9 @@ _NO_LAUNCH = ("permute", "reshape", "slice")
 """Layout ops that are views: they launch nothing (a reshape of a permuted tensor copies, and is then a launch of its own)."""
 
 
+_numbered: weakref.WeakValueDictionary[int, UGraph] = weakref.WeakValueDictionary()
+
+
 @dataclass(frozen=True)
 class UGraph:
     """`kernels` computes what `program` says: a kernel graph with the same inputs and outputs whose ops are library calls
@@ -26,6 +31,15 @@ class UGraph:
     program: KernelGraph
     kernels: KernelGraph
     schedules: tuple[Any, ...] | None = field(default=None, compare=False)
+    uid: int = field(default_factory=itertools.count().__next__, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _numbered[self.uid] = self
+
+    @staticmethod
+    def numbered(uid: int) -> UGraph:
+        """The µGraph of that number."""
+        return _numbered[uid]
 
     @property
     def num_kernels(self) -> int:

@@ -13,7 +13,8 @@ from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import placed, plan
-from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.schedule import Schedule, next_power_of_two
+from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.tune import measure, space
@@ -36,6 +37,9 @@ PATIENCE = 24
 
 LEAST_GAIN = 0.005
 """What counts as better."""
+
+CLIMBERS = 3
+"""Of the fastest, how many are improved step by step."""
 
 CHAINED = 6
 """Candidates that are measured in a chain too."""
@@ -143,9 +147,10 @@ def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[
 
 
 def tune(ugraphs: Sequence[UGraph], *, device: torch.device | str = "cuda", progress: Progress | None = None, per_graph: int = 24,
-         replays: int = 15, schedules: Schedules | None = None) -> TuneResult:
+         replays: int = 15, schedules: Schedules | None = None, rounds: int = 3) -> TuneResult:
     """Measure candidates for one program on a GPU; `ugraphs` all compute the same program. `schedules` gives the ranked
-    schedules of a block graph's op, by default the whole space.
+    schedules of a block graph's op, by default the whole space. After those, `rounds` times at most, what is one step from the
+    fastest.
 
     Errors: CodegenError when there is no µGraph; a candidate that fails is refused with a reason, never raised.
     """
@@ -165,11 +170,11 @@ def tune(ugraphs: Sequence[UGraph], *, device: torch.device | str = "cuda", prog
         sets = measure.cold_inputs(program, device)
         bench = _Bench(sm, NumericCheck(program, device), sets, measure.Chain(program, sets), replays, say)
         tried = bench.measure(candidates, PATIENCE)
-        best = min((c for c in tried if c.status == MEASURED and not c.is_library), key=lambda c: c.us, default=None)
-        if best is not None:
-            permitted = schedules or space.schedules
-            allowed = [{s.mma for s in permitted(op, model)} for op in best.ugraph.block_ops]
-            tried += bench.measure(list(_neighbours(best, model, allowed)), 0)
+        for _ in range(rounds):
+            found = bench.measure(_around(_fastest(tried, CLIMBERS), tried, model, schedules or space.schedules), 0)
+            known, tried = _fastest(tried, 1), tried + found
+            if not known or _fastest(tried, 1)[0].us > known[0].us * (1 - LEAST_GAIN):
+                break
         return _result(properties.name, bench.chained(tried))
 
 
@@ -202,7 +207,7 @@ class _Bench:
 
     def chained(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """The fastest few and the library path measured again in a chain of dependent kernels."""
-        fast = sorted((c for c in candidates if c.status == MEASURED and not c.is_library), key=lambda c: c.us)[:CHAINED]
+        fast = _fastest(candidates, CHAINED)
         found = []
         for c in candidates:
             if c.status == MEASURED and (c in fast or c.is_library):
@@ -212,23 +217,51 @@ class _Bench:
         return found
 
 
-def _neighbours(best: Candidate, model: Device, allowed: Sequence[set[bool]]) -> Iterator[Candidate]:
-    """Schedules one step from the best: what the space leaves to a rule of thumb, and what it samples coarsely."""
-    ops = placed(best.ugraph)
-    rest = best.estimate_us - sum(estimate(plan(op, s), model).us for op, s in zip(ops, best.schedules, strict=True))
-    for n, s in enumerate(best.schedules):
-        changes = [{"preload": p} for p in {0, s.preload // 2, s.preload * 2} if p != s.preload and s.preload]
-        changes += [{"num_stages": x} for x in (s.num_stages - 1, s.num_stages + 1) if s.num_stages > 1 and x > 1]
-        changes += [{"num_warps": x} for x in (s.num_warps // 2, s.num_warps * 2) if 1 <= x <= 16]
-        changes += [{"split": x} for x in (s.split // 2, s.split * 2) if s.split > 1]
-        for change in changes:
-            schedules = tuple(replace(x, **change) if k == n else x for k, x in enumerate(best.schedules))  # type: ignore[arg-type]
+def _fastest(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+    """The fastest searched ones that were measured."""
+    return sorted((c for c in candidates if c.status == MEASURED and not c.is_library), key=lambda c: c.us)[:count]
+
+
+def _around(starts: Sequence[Candidate], tried: Sequence[Candidate], model: Device, schedules: Schedules) -> list[Candidate]:
+    """Candidates one step away from `starts` that were not tried: what the space samples coarsely or leaves to a rule of thumb."""
+    known = {(id(c.ugraph), c.schedules) for c in tried}
+    found = []
+    for start in starts:
+        ops = placed(start.ugraph)
+        rest = start.estimate_us - sum(estimate(plan(op, s), model).us for op, s in zip(ops, start.schedules, strict=True))
+        allowed = [{s.mma for s in schedules(op, model)} for op in start.ugraph.block_ops]
+        for chosen in _steps(start):
             try:
-                costs = [estimate(plan(op, x), model) for op, x in zip(ops, schedules, strict=True)]
+                costs = [estimate(plan(op, s), model) for op, s in zip(ops, chosen, strict=True)]
             except errors.CodegenError:
                 continue
-            if all(s.mma in a for s, a in zip(schedules, allowed, strict=True)) and all(c.shared <= model.shared_bytes for c in costs):
-                yield Candidate(best.ugraph, schedules, sum(c.us for c in costs) + rest)
+            fits = all(c.shared <= model.shared_bytes and c.registers <= space.REGISTER_BUDGET for c in costs)
+            if fits and (id(start.ugraph), chosen) not in known and all(s.mma in a for s, a in zip(chosen, allowed, strict=True)):
+                known.add((id(start.ugraph), chosen))
+                found.append(Candidate(start.ugraph, chosen, sum(c.us for c in costs) + rest))
+    return found
+
+
+def _steps(start: Candidate) -> Iterator[tuple[Schedule, ...]]:
+    for n, (s, op) in enumerate(zip(start.schedules, start.ugraph.block_ops, strict=True)):
+        assert op.block is not None
+        changes: list[dict[str, Any]] = [{"preload": p} for p in (0, s.preload // 2, max(1, s.preload * 2)) if p != s.preload]
+        changes += [{"num_stages": x} for x in (s.num_stages - 1, s.num_stages + 1, s.num_stages + 2) if x >= 1]
+        changes += [{"num_warps": x} for x in (s.num_warps // 2, s.num_warps * 2) if 1 <= x <= 16]
+        changes += [{"split": x} for x in (s.split // 2, s.split * 2) if x >= 1]
+        if s.mma:
+            changes.append({"weights_first": not s.weights_first})
+        for axis in op.block.axes:
+            tile = s.tile(axis.name)
+            if axis.role is not Role.TILE and op.block.splits(axis.name) is None:
+                for x in (tile // 2, tile * 2):
+                    if 1 <= x <= next_power_of_two(op.block.part(axis.name)):
+                        changes.append({"tiles": tuple((dict(s.tiles) | {axis.name: x}).items())})
+                if axis.role is Role.LOOP and tile > 1:  # half a step, twice as many in flight; half the steps for each of twice the blocks
+                    changes.append({"tiles": tuple((dict(s.tiles) | {axis.name: tile // 2}).items()), "num_stages": 2 * s.num_stages})
+                    changes.append({"tiles": tuple((dict(s.tiles) | {axis.name: tile // 2}).items()), "split": 2 * s.split})
+        for change in changes:
+            yield tuple(replace(x, **change) if k == n else x for k, x in enumerate(start.schedules))
 
 
 def _try(candidate: Candidate, program: triton.Program, outcome: Any, check: NumericCheck, sets: Sequence[list[torch.Tensor]],

@@ -25,6 +25,7 @@ from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.tune import space
+from mirage_hf.verify.accept import Candidate, accept
 
 SEARCH = SearchOptions(time_limit=0.6, threads=1, max_candidates=4, max_cuts=2, max_kernels=3)
 
@@ -35,15 +36,17 @@ def cases(count: int, seed: int) -> Iterator[tuple[str, UGraph, tuple[Schedule, 
     while found < count:
         r = random.Random(number)
         program = dag(r)
-        for k, f in enumerate(search(program, SEARCH)[0]):
-            if found < count and f.ugraph.is_fused and not space.obstacle(f.ugraph.block_ops):
-                yield f"{number}.{k}", f.ugraph, tuple(_schedule(op, r) for op in placed(f.ugraph))
-                found += 1
+        for k, c in enumerate(accept(search(program, SEARCH)[0], keep=4).candidates):
+            if found < count and not space.obstacle(c.ugraph.block_ops):
+                schedules = tuple(_schedule(op, c, r) for op in placed(c.ugraph))
+                if all(c.allows(s.mma) for s in schedules):
+                    yield f"{number}.{k}", c.ugraph, schedules
+                    found += 1
         number += 1
 
 
-def _schedule(op, r: random.Random) -> Schedule:
-    chosen = r.choice(space.schedules(op, limit=24))
+def _schedule(op, c: Candidate, r: random.Random) -> Schedule:
+    chosen = r.choice([s for s in space.schedules(op, limit=24) if c.allows(s.mma)] or space.schedules(op, limit=1))
     for split in r.sample((2, 4), 2):
         try:
             return plan(op, replace(chosen, split=split)).schedule
