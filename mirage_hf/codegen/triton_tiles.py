@@ -185,13 +185,17 @@ class Tiles:
         far = sum(self.plan.reach(a) * s for a, s in zip(axes, strides, strict=True) if a) >= 2 ** 31
         terms = [pointer]
         for a, stride in zip(axes, strides, strict=True):
-            if a is None or (self.plan.tile(a) == 1 and (stride == 0 or self.plan.reach(a) == 0)):
+            if a is None or self._is_fixed(a, stride):
                 continue
             at = shift[1] if a == shift[0] else self.axis[a]
             term = self._spread(at, self.plan.dims([a]), dims)
             term += ".to(tl.int64)" if far else ""
             terms.append(term if stride == 1 else f"{term} * {stride}")
         return " + ".join(terms)
+
+    def _is_fixed(self, axis: str, stride: int) -> bool:
+        """Whether no address depends on where a block stands on an axis; its name may then not be defined."""
+        return self.plan.tile(axis) == 1 and (stride == 0 or self.plan.reach(axis) == 0)
 
     def _read(self, i: BlockInput, pointer: str, source: int, extra_mask: str | None = None,
               shift: tuple[str | None, str] = (None, ""), policy: str | None = None, ahead: bool = False) -> str:
@@ -220,7 +224,7 @@ class Tiles:
             return  # which source the tiles lie in is known only inside the loop
         if plan.unrolled in i.axes:
             return
-        strides = {a: s for a, s in zip(i.axes, plan.operands[i.sources[0]].strides, strict=True) if a}
+        strides = {a: s for a, s in zip(i.axes, plan.operands[i.sources[0]].strides, strict=True) if a and not self._is_fixed(a, s)}
         line = LINE_BYTES // plan.dtype(i).itemsize
         found: list[tuple[str, str, int]] = []  # axis, index, its elements
         for a, stride in strides.items():

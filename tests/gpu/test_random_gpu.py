@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import random_blocks
@@ -38,6 +39,8 @@ def test_random_block_graphs(seed):
         program = triton.generate(UGraph(graph, graph), [schedule])
         try:
             ours = [y.cpu() for y in compiler.load(program.source, program.digest).run(there)]
+        except OutOfResources:  # a random schedule of more shared memory than there is
+            continue
         except Exception as e:
             wrong.append((number, str(schedule), f"{type(e).__name__}: {e}"[-300:]))
             continue
