@@ -113,15 +113,15 @@ def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tu
                              "candidates": report.found, "refused": [r.reason for r in report.refused]}
     ugraph = library_ugraph(program)
     timings: tuple[Timing, ...] = ()
-    promising = _promising([c for c in searched.candidates if not space.obstacle(c.ugraph.block_ops)])
-    if promising:
-        ugraph = _unmeasured(promising[0], on_gpu)
+    ranked = promising(searched.candidates)
+    if ranked:
+        ugraph = _unmeasured(ranked[0], on_gpu)
         if not ugraph.is_fused:
             stats["reason"] = "the numbers of every candidate were refused for all of its schedules"
         elif on_gpu and tune != "never":
             graphs, schedules, rounds = (_FULL if tune == "full" else _QUICK)
-            result = measure([c.ugraph for c in promising[:graphs]], device=device, per_graph=schedules, rounds=rounds,
-                             schedules=_permitted(promising), progress=(lambda *detail: progress("tune", detail)) if progress else None)
+            result = measure([c.ugraph for c in ranked[:graphs]], device=device, per_graph=schedules, rounds=rounds,
+                             schedules=permitted(ranked), progress=(lambda *detail: progress("tune", detail)) if progress else None)
             stats["tried"] = len(result.candidates)
             if result.best_searched is not None:
                 ugraph = replace(result.best_searched.ugraph, schedules=result.best_searched.schedules)
@@ -137,29 +137,36 @@ _QUICK, _FULL = (3, 12, 2), (8, 48, 6)
 """µGraphs, schedules of each, and rounds of steps from the fastest that are measured."""
 
 
-def _permitted(candidates: Sequence[Candidate]) -> Callable[[KernelOp, Device], list[Schedule]]:
+def permitted(candidates: Sequence[Candidate]) -> Callable[[KernelOp, Device], list[Schedule]]:
     """Schedules whose rounding is known to hold: on tensor cores only where the numbers allow it."""
     owner = {op: c for c in candidates for op in c.ugraph.block_ops}
     return lambda op, device: [s for s in space.schedules(op, device) if owner[op].allows(s.mma)]
 
 
-def _promising(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Best first by the cost model's estimate of a permitted schedule; without one a candidate comes last."""
-    permitted = _permitted(candidates)
+def promising(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates that have a kernel, in the order in which to tune them: first the best of each number of kernels (launches cost
+    less than the cost model says where they overlap), then the others, by its estimate of a permitted schedule; without one a
+    candidate comes last."""
+    usable = [c for c in candidates if not space.obstacle(c.ugraph.block_ops)]
+    schedules_of = permitted(usable)
 
     def us(c: Candidate) -> float:
-        ranked = [(op, permitted(op, H200)) for op in c.ugraph.block_ops]
+        ranked = [(op, schedules_of(op, H200)) for op in c.ugraph.block_ops]
         return sum(estimate(plan(op, schedules[0])).us if schedules else math.inf for op, schedules in ranked)
 
-    return sorted(candidates, key=us)
+    leaders: dict[int, Candidate] = {}
+    ordered = sorted(usable, key=us)
+    for c in ordered:
+        leaders.setdefault(c.ugraph.num_kernels, c)
+    return [*leaders.values(), *(c for c in ordered if leaders[c.ugraph.num_kernels] is not c)]
 
 
 def _unmeasured(c: Candidate, on_gpu: bool) -> UGraph:
     """The candidate at its first permitted schedule; the library path on a GPU where it has none (a CPU runs no schedule)."""
-    permitted = _permitted([c])
-    if on_gpu and not all(permitted(op, H200) for op in c.ugraph.block_ops):
+    allowed = permitted([c])
+    if on_gpu and not all(allowed(op, H200) for op in c.ugraph.block_ops):
         return library_ugraph(c.ugraph.program)
-    return replace(c.ugraph, schedules=tuple((permitted(op, H200) or space.schedules(op, limit=1))[0] for op in c.ugraph.block_ops))
+    return replace(c.ugraph, schedules=tuple((allowed(op, H200) or space.schedules(op, limit=1))[0] for op in c.ugraph.block_ops))
 
 
 def _timings(name: str, c: Tuned) -> tuple[Timing, ...]:

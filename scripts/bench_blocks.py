@@ -31,11 +31,11 @@ from rivals import Rival
 from mirage_hf.codegen import triton
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.kernels import permitted, promising
 from mirage_hf.search.engine import SearchOptions
-from mirage_hf.tune import measure, space, tuner
+from mirage_hf.tune import measure, tuner
 from mirage_hf.tune.measure import Run
-from mirage_hf.tune.tuner import Schedules
-from mirage_hf.verify.accept import Candidate, search_and_verify
+from mirage_hf.verify.accept import search_and_verify
 from mirage_hf.verify.numeric import Case, make_inputs
 
 OURS, COMPILED = "ours", " compiled"
@@ -51,27 +51,11 @@ class Entrant:
     whole: bool = True
 
 
-def permitted(candidates: Sequence[Candidate]) -> Schedules:
-    """Schedules whose rounding was found to hold, as `mirage_hf.kernels` takes them."""
-    owner = {op: c for c in candidates for op in c.ugraph.block_ops}
-    return lambda op, device: [s for s in space.schedules(op, device) if owner[op].allows(s.mma)]
-
-
-def promising(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
-    """The best by the cost model's estimate of a permitted schedule; those without one are left out."""
-    def us(c: Candidate) -> float:
-        ranked = [] if space.obstacle(c.ugraph.block_ops) else tuner.rank([c.ugraph], per_graph=1, schedules=permitted([c]))
-        return min((r.estimate_us for r in ranked if not r.is_library), default=math.inf)
-
-    estimates = [(us(c), c) for c in candidates]
-    return [c for estimate, c in sorted(estimates, key=lambda e: e[0]) if estimate < math.inf][:count]
-
-
 def find_ours(program: KernelGraph, args: argparse.Namespace, record: dict[str, Any]) -> list[Entrant]:
     """Search and tune; what came of it goes into `record`. Empty where nothing was found or everything was refused."""
     started = time.perf_counter()
     searched = search_and_verify(program, SearchOptions(time_limit=args.search_seconds))
-    candidates = promising(searched.candidates, args.ugraphs)
+    candidates = promising(searched.candidates)[:args.ugraphs]
     record["search"] = {"seconds": time.perf_counter() - started, "stop": searched.report.stop, "candidates": len(searched.candidates)}
     if not candidates:
         record["refused"] = searched.report.reason or "; ".join(r.reason for r in searched.report.refused) or searched.report.stop

@@ -13,7 +13,7 @@ namespace mirage {
 namespace {
 
 constexpr std::size_t kRoleChoices = 3;   // of a single kernel, kept for tuning
-constexpr std::size_t kPerCount = 2;      // plans kept for each number of kernels
+constexpr std::size_t kPerCount = 6;      // plans kept for each number of kernels
 constexpr std::size_t kMaxChoices = 64;   // roles of one kernel of several
 constexpr double kAgainUs = 0.5;           // scalar work done again by other blocks that makes a value worth keeping
 constexpr std::size_t kMostApart = 6;     // outputs of a program that may each have a kernel of its own in plans without cuts

@@ -48,10 +48,14 @@ class Acceptance:
     late: int = 0
 
 
+EACH = 2
+"""Candidates of each number of kernels that are checked although there are enough of other numbers."""
+
+
 def accept(found: Sequence[Found], *, keep: int = 6, seed: int = 0, seconds: float = math.inf,
            on_candidate: Callable[[int, Verdict], Any] | None = None) -> Acceptance:
     """Prove and check candidates, best first, until `keep` may run on multiply-adds and `keep` on tensor cores, or `seconds` are
-    over and there is one.
+    over and there is one; of each number of kernels as many as `EACH` where there is time.
 
     One that adds to neither is left out, so the forms that only multiply-adds may run do not push out a range-safe one.
     """
@@ -61,9 +65,10 @@ def accept(found: Sequence[Found], *, keep: int = 6, seed: int = 0, seconds: flo
     checks: dict[object, NumericCheck] = {}
     late = 0
     for number, f in enumerate(found):
-        room = {mma: sum(c.allows(mma) for c in kept) < keep for mma in (False, True)}
+        alike = [c for c in kept if c.ugraph.num_kernels == f.ugraph.num_kernels]
+        room = {mma: sum(c.allows(mma) for c in kept) < keep or sum(c.allows(mma) for c in alike) < EACH for mma in (False, True)}
         if not any(room.values()):
-            break
+            continue
         if kept and time.perf_counter() - start > seconds:
             late = len(found) - number
             break
