@@ -133,7 +133,7 @@ def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tu
     return Entry(key, pattern, ugraph, generated.source, tuple(ugraph.schedules or ()), timings, report.error_bound or 0.0, stats)
 
 
-_QUICK, _FULL = (3, 12, 2), (8, 48, 6)
+_QUICK, _FULL = (4, 16, 2), (8, 48, 6)
 """µGraphs, schedules of each, and rounds of steps from the fastest that are measured."""
 
 
@@ -144,9 +144,9 @@ def permitted(candidates: Sequence[Candidate]) -> Callable[[KernelOp, Device], l
 
 
 def promising(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates that have a kernel, in the order in which to tune them: first the best of each number of kernels (launches cost
-    less than the cost model says where they overlap), then the others, by its estimate of a permitted schedule; without one a
-    candidate comes last."""
+    """The candidates that have a kernel, in the order in which to tune them: by the cost model's estimate of a permitted schedule
+    (without one a candidate comes last), but the best of two kernels third: where launches overlap a second one costs less than the
+    model says."""
     usable = [c for c in candidates if not space.obstacle(c.ugraph.block_ops)]
     schedules_of = permitted(usable)
 
@@ -154,11 +154,12 @@ def promising(candidates: Sequence[Candidate]) -> list[Candidate]:
         ranked = [(op, schedules_of(op, H200)) for op in c.ugraph.block_ops]
         return sum(estimate(plan(op, schedules[0])).us if schedules else math.inf for op, schedules in ranked)
 
-    leaders: dict[int, Candidate] = {}
     ordered = sorted(usable, key=us)
-    for c in ordered:
-        leaders.setdefault(c.ugraph.num_kernels, c)
-    return [*leaders.values(), *(c for c in ordered if leaders[c.ugraph.num_kernels] is not c)]
+    pair = next((c for c in ordered[2:] if c.ugraph.num_kernels == 2), None)
+    if pair is not None and all(c.ugraph.num_kernels != 2 for c in ordered[:2]):
+        ordered.remove(pair)
+        ordered.insert(2, pair)
+    return ordered
 
 
 def _unmeasured(c: Candidate, on_gpu: bool) -> UGraph:

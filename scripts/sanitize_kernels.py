@@ -1,0 +1,39 @@
+"""Launches every kernel of the hand-written cases once, for compute-sanitizer; needs an NVIDIA GPU.
+
+    compute-sanitizer --tool memcheck --error-exitcode 9 python scripts/sanitize_kernels.py
+    compute-sanitizer --tool racecheck --error-exitcode 9 python scripts/sanitize_kernels.py
+
+Blocks that share a loop are run twice, so that the second launch finds the counters that the first one left.
+"""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit"))
+import blocks
+
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton
+from mirage_hf.tune import measure
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("sanitize_kernels: no GPU here")
+    cases = blocks.cases()
+    for case in cases:
+        program = triton.generate(case.ugraph, case.schedules)
+        inputs = measure.random_inputs(case.ugraph.program, "cuda")
+        run = compiler.load(program.source, program.digest).run
+        first, second = run(inputs), run(inputs)
+        torch.cuda.synchronize()
+        if not all(map(torch.equal, first, second)):
+            sys.exit(f"sanitize_kernels: {case.name}: two runs differ")
+    print(f"{len(cases)} cases, {sum(len(c.schedules) for c in cases)} kernels", flush=True)
+
+
+if __name__ == "__main__":
+    main()
