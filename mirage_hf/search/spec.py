@@ -74,7 +74,7 @@ def expand(graph: KernelGraph) -> KernelGraph:
     out = KernelGraph()
     new: dict[int, DTensor] = {}
     for t in graph.inputs:
-        new[t.index] = out.input_like(t)
+        new[t.index] = out.new_input(t.dims, t.dtype, t.strides, constant=t.constant)
     for op in graph.ops:
         args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
         row = table.OPS.get(op.name)

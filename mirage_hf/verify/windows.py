@@ -243,7 +243,7 @@ def _by_launches(c: Choice) -> tuple[float, ...]:
 def _key(graph: KernelGraph) -> str:
     """The same for graphs that differ in names only."""
     plain = KernelGraph()
-    plain.mark_output(*inline(plain, graph, [plain.input_like(t) for t in graph.inputs]))
+    plain.mark_output(*inline(plain, graph, [plain.new_input(t.dims, t.dtype, t.strides, constant=t.constant) for t in graph.inputs]))
     return json_format.digest(json_format.graph_to_dict(plain))
 
 
