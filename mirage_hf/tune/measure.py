@@ -122,6 +122,8 @@ class Chain:
         if self._at is None:
             return None
         y = run(self._sets[0])[0]
+        if not y.is_floating_point():
+            return None
         x = self._sets[0][self._at].as_strided((self._sets[0][self._at].numel(),), (1,))
         if y.dtype not in self._links:
             link = _link(len(x), x.dtype, y.dtype)
@@ -129,7 +131,7 @@ class Chain:
             self._links[y.dtype] = link, time_run(lambda inputs: link([x, one], [x]), self._sets, replays).us
         link, us = self._links[y.dtype]
         whole = time_run(lambda inputs: link([x, run(inputs)[0].as_strided((1,), (1,))], [x]), self._sets, replays)
-        median, low, high = (max(0.0, t - us) for t in (whole.us, whole.low, whole.high))
+        median, low, high = (max(0.01, t - us) for t in (whole.us, whole.low, whole.high))
         return Timing(median, low, high, whole.calls, whole.replays)
 
 

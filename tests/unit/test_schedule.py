@@ -10,6 +10,7 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.tune import cost, space, tuner
 from mirage_hf.tune.restrict import Restriction
 from mirage_hf.verify.verdict import Accepted
@@ -174,3 +175,40 @@ def test_a_kernel_whose_results_differ_from_call_to_call_is_refused(monkeypatch)
         monkeypatch.setattr(tuner.compiler, "load", lambda source, digest, run=run: SimpleNamespace(run=run))
         tried = tuner._try(candidate, SimpleNamespace(source="", digest=""), [], check, [[], []], 1)
         assert tried.status == status and ("race" in tried.reason) == (status == tuner.REFUSED)
+
+
+def test_steps_from_a_candidate_are_new_possible_and_permitted():
+    for name, mma in (("16 rows", True), ("norm linear", False)):
+        ugraph = SPACES[name]
+        op, = placed(ugraph)
+        start = next(c for c in tuner.rank([ugraph], per_graph=8) if not c.is_library and c.schedules[0].mma == mma)
+        only = [s for s in space.schedules(op) if s.mma == mma]
+        found = tuner._around([start, start], [start], cost.H200, lambda op, device, only=only: only)
+        schedules = [c.schedules[0] for c in found]
+        assert len(found) > 8 and len(set(schedules)) == len(schedules) and start.schedules[0] not in schedules
+        assert all(s.mma == mma for s in schedules) and all(plan(op, s) for s in schedules)
+        assert {s.split for s in schedules} > {start.schedules[0].split} and 0 in {s.preload for s in schedules}
+
+
+@pytest.mark.parametrize("schedule, k, says", [
+    (dict(split=8), 128, "4 steps of the loop cannot be split among 8 blocks"), (dict(split=2), 512, "one stage that walks"),
+    (dict(split=3), 64, "powers of two"), (dict(preload=-1), 64, "powers of two")])
+def test_loops_that_cannot_be_shared_say_why(schedule, k, says):
+    with pytest.raises(errors.CodegenError, match=says):
+        plan(placed(blocks.rms_norm_linear(1, 512, 64))[0], Schedule((("m", 1), ("n", 8), ("k", k)), **schedule))
+
+
+def test_outputs_may_be_written_over_what_only_their_block_reads():
+    residual = blocks.rms_norm_linear(1, 512, 64, residual=True)
+    assert triton.generate(residual, [Schedule((("m", 1), ("n", 8), ("k", 512)))]).in_place == ((0, 3),)
+    assert triton.generate(residual, [Schedule((("m", 1), ("n", 8), ("k", 128)), split=2)]).in_place == ((0, 3),)
+    square = blocks.rms_norm_linear(1, 64, 64)  # x has the output's shape, but every block reads all of it
+    assert triton.generate(square, [Schedule((("m", 1), ("n", 8), ("k", 64)))]).in_place == ()
+
+
+def test_given_outputs_are_written():
+    """The text of `run`: given tensors stand in for new ones; what library calls return is copied into them."""
+    source = triton.generate(blocks.rms_norm_linear(1, 512, 64), [Schedule((("m", 1), ("n", 8), ("k", 512)))]).source
+    assert "if out is None else out[0]" in source and "copy_" not in source
+    library = library_ugraph(blocks.rms_norm_linear(1, 512, 64).program)
+    assert "return [out[0].copy_(" in triton.generate(library).source
