@@ -74,6 +74,7 @@ def test_a_whole_model_is_one_graph_with_kernels(family: str) -> None:
     assert seen == [len(model.mirage.report.swapped)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["rms_norm_linear", "gated_mlp", "linear_residual"])
 def test_parts_that_stay_stock_are_traced_beside_kernels(kept: str) -> None:
     _, ours = pair("qwen2", patterns=[kept])
@@ -82,6 +83,7 @@ def test_parts_that_stay_stock_are_traced_beside_kernels(kept: str) -> None:
     assert seen == [2 if kept == "linear_residual" else 1]
 
 
+@pytest.mark.slow
 def test_aot_autograd_keeps_them() -> None:
     _, ours = pair()
     run = torch.compile(ours, backend="aot_eager", fullgraph=True)
@@ -96,6 +98,7 @@ def test_inductor_calls_them() -> None:
     torch.testing.assert_close(torch.compile(mlp, fullgraph=True)(hidden()), mlp(hidden()), **CLOSE)
 
 
+@pytest.mark.slow
 def test_layers_compiled_one_by_one_share_a_graph() -> None:
     model = optimize(tiny("llama"))
     want = model(prompt(1, 1), use_cache=False).logits
@@ -114,6 +117,7 @@ def test_rows_without_kernels_are_stock_and_dynamic() -> None:
     torch.testing.assert_close(run(hidden(4), **ROPE), stock(hidden(4), **ROPE), **CLOSE)
 
 
+@pytest.mark.slow
 def test_generate_with_a_compiled_static_cache_gives_the_same_tokens() -> None:
     model = tiny("llama", num_hidden_layers=2)
     options: dict[str, Any] = dict(max_new_tokens=8, do_sample=False)
@@ -193,6 +197,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "another child": _child, "other shapes": _other_shape, "another epsilon": _epsilon, "another dtype": _dtype}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_send_a_graph_to_stock(change: str) -> None:
     stock, ours = pair()
@@ -207,6 +212,7 @@ def test_changes_send_a_graph_to_stock(change: str) -> None:
     assert seen == ([0] if change == "a hook" else [4, 0])
 
 
+@pytest.mark.slow
 def test_training_autocast_and_other_arguments_are_stock() -> None:
     stock, ours = pair()
     run, seen = compiled(ours)
@@ -261,6 +267,7 @@ def test_weights_are_inputs_of_the_graph() -> None:
 
 # -- adapters -------------------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_adapters_that_change_are_seen() -> None:
     peft = pytest.importorskip("peft")
     models = []
@@ -307,6 +314,7 @@ def test_exported_programs_hold_kernels_and_parameters(strict: bool) -> None:
     assert torch.equal(module(hidden(), **ROPE), ours(hidden(), **ROPE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_program_for_any_batch_is_stock(strict: bool) -> None:
     stock, ours = pair(batch_sizes=(4,))
@@ -326,6 +334,7 @@ print("same")
 """
 
 
+@pytest.mark.slow
 def test_a_saved_program_finds_its_kernels_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the resolver is the real one here: what it finds is kept in the cache, where the other process looks
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / "cache"))
