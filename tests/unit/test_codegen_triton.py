@@ -86,7 +86,7 @@ def test_a_maximum_propagates_nan(interpreted):
 def test_compiles_ahead_of_time(name):
     case = CASES[name]
     program = triton.generate(case.ugraph, case.schedules)
-    for sm in (80, 90, 100):
+    for sm in (80, 100):  # for sm_90 in test_overlap.py
         for kernel in compiler.ahead_of_time(program, sm):
             assert kernel.asm["cubin"] and f".target sm_{sm}" in kernel.ptx and kernel.shared <= 227 * 1024
 
