@@ -23,9 +23,6 @@ from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import KERNEL_FORMAT
 from mirage_hf.zoo.store import chain
 
-ALIGNMENT = 16
-"""Bytes. Kernels are compiled for addresses that are multiples of it."""
-
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
@@ -83,8 +80,6 @@ def _find(digest: str) -> _Program:
 def _run(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
     known = _find(program)
     known.check(inputs)
-    if inputs[0].is_cuda:
-        inputs = [x.clone() if x.data_ptr() % ALIGNMENT else x for x in inputs]
     outputs = [y.contiguous() for y in known.run(inputs)]
     return outputs if known.is_fresh else _apart(inputs, outputs)
 

@@ -120,8 +120,3 @@ def compiling(programs: Sequence[Program], sm: int, threads: int | None = None) 
         yield from pool.map(attempt, programs)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def compile_all(programs: Sequence[Program], sm: int, threads: int | None = None) -> list[list[Compiled] | errors.CodegenError]:
-    """Compile many programs in parallel; see `compiling`."""
-    return list(compiling(programs, sm, threads))

@@ -81,14 +81,14 @@ class _Writer(Tiles):
 
     def _early(self) -> list[BlockInput]:
         """Small inputs that a loop does not walk, so that it hides their latency; without a loop, constants, as many as fit."""
-        threads, found, room = 32 * self.plan.schedule.num_warps, [], HELD_ELEMENTS_PER_THREAD
+        threads, found, room = 32 * self.plan.schedule.num_warps, [], float(HELD_ELEMENTS_PER_THREAD)
         for i in self.block.inputs:
             each = self.plan.numel(self.block.input_axes(i)) / threads
             if self.plan.walks:
                 if self.plan.loop not in i.carried and each <= EARLY_ELEMENTS_PER_THREAD:
                     found.append(i)
             elif self.plan.constant(i) and each <= room:
-                room -= each  # type: ignore[assignment]
+                room -= each
                 found.append(i)
         return found
 

@@ -36,6 +36,9 @@ class UGraph:
     def __post_init__(self) -> None:
         _numbered[self.uid] = self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UGraph, (self.program, self.kernels, self.schedules)  # a copy, here or in another process, has a number of its own
+
     @staticmethod
     def numbered(uid: int) -> UGraph:
         """The µGraph of that number."""

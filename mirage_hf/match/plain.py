@@ -9,9 +9,10 @@ from torch import nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.ops import table
-from mirage_hf.torch_op import ALIGNMENT
 
 CAPTURE_MODULE = "transformers.utils.output_capturing"
+ALIGNMENT = 16
+"""Bytes. Kernels are compiled for addresses that are multiples of it."""
 
 
 def foreign_hook(module: nn.Module) -> str | None:

@@ -89,7 +89,7 @@ def test_every_schedule_of_the_space(name):
     ranked = [space.schedules(op, device_named(properties.name, sm), limit=48) for op in placed(ugraph)]
     schedules = [[r[min(n, len(r) - 1)] for r in ranked] for n in range(max(map(len, ranked)))]
     programs = [triton.generate(ugraph, s) for s in schedules]
-    compiled = compiler.compile_all(programs, sm)
+    compiled = list(compiler.compiling(programs, sm))
     reference = Reference(ugraph.program)
     wrong = [f"{[*map(str, s)]}: {c}" for s, c in zip(schedules, compiled, strict=True) if isinstance(c, Exception)]
     for schedule, program, outcome in zip(schedules, programs, compiled, strict=True):

@@ -1,8 +1,11 @@
 """The op `mirage_hf::run`: its fake, its errors, no aliasing, and µGraphs that call it while they are compiled."""
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,3 +133,11 @@ def test_kernels_are_found_by_digest_in_the_users_cache(tmp_path: Path, monkeypa
     monkeypatch.setattr(torch_op, "KERNEL_FORMAT", 0)
     with pytest.raises(ZooError, match="made by another version"):
         torch_op.run(inputs, digest)
+
+
+def test_copies_of_a_ugraph_have_numbers_of_their_own() -> None:
+    """Compiled code finds a µGraph by its number, so a copy must not take over that of another."""
+    ugraph = library_ugraph(linear())
+    for other in (copy.deepcopy(ugraph), pickle.loads(pickle.dumps(ugraph)), replace(ugraph)):
+        assert other == ugraph and other.uid != ugraph.uid and type(ugraph).numbered(other.uid) is other
+    assert type(ugraph).numbered(ugraph.uid) is ugraph
