@@ -25,6 +25,7 @@ from mirage_hf.torch_op import Run
 from mirage_hf.tune import space
 from mirage_hf.tune.cost import H200, Device, estimate
 from mirage_hf.tune.tuner import Candidate as Tuned
+from mirage_hf.tune.tuner import together
 from mirage_hf.tune.tuner import tune as measure
 from mirage_hf.verify.accept import Candidate, Progress, search_and_verify
 from mirage_hf.zoo.entry import Entry, Timing
@@ -84,7 +85,7 @@ def resolve(program: KernelGraph, *, device: torch.device | str, backend: str = 
             entry = store.get(key)
             if isinstance(entry, Entry) and (not on_gpu or tune == "never" or entry.timings or not entry.ugraph.is_fused):
                 return _resolved(entry, _source(store), on_gpu, time.perf_counter() - start)
-    entry = _make(program, key, device, on_gpu, tune, pattern, progress)
+    entry = _make(program, key, device, on_gpu, tune, pattern, progress).entry()
     if entry.search["candidates"] and not entry.ugraph.is_fused:
         kept: Path | Rejected = Rejected("every candidate failed on this GPU, which may pass; the next call tries again")
     else:
@@ -93,10 +94,17 @@ def resolve(program: KernelGraph, *, device: torch.device | str, backend: str = 
     return _resolved(entry, SEARCHED, on_gpu, time.perf_counter() - start, note)
 
 
-def make_entry(program: KernelGraph, device: torch.device, pattern: str, tune: str = "auto", progress: Progress | None = None) -> Entry:
-    """Search, verify and tune `program` on `device` without looking anything up (what building a zoo does)."""
+def make_entries(programs: Sequence[tuple[KernelGraph, str]], device: torch.device, tune: str = "auto",
+                 progress: Progress | None = None) -> list[Entry]:
+    """Search, verify and tune programs on `device` without looking anything up (what building a zoo does); (program, pattern) each,
+    in the order in which a layer runs them. Where a GPU times them, the kernels are chosen for the layer as a whole.
+    """
     on_gpu = device.type == "cuda"
-    return _make(program, key_of(program, target_of(device)), device, on_gpu, tune, pattern, progress)
+    made = [_make(program, key_of(program, target_of(device)), device, on_gpu, tune, pattern, progress) for program, pattern in programs]
+    if len(made) < 2 or not all(m.tuned for m in made):
+        return [m.entry() for m in made]
+    chosen, layer = together([m.tuned for m in made], device=device)
+    return [m.entry(c, layer.us) for m, c in zip(made, chosen, strict=True)]
 
 
 def _source(store: Store) -> str:
@@ -104,33 +112,52 @@ def _source(store: Store) -> str:
     return known.get(store.root, f"zoo {store.root.name}")
 
 
-def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tune: str, pattern: str, progress: Progress | None) -> Entry:
+@dataclass(frozen=True)
+class _Made:
+    """What came of a search: the µGraph to run and, where they were timed, candidates with searched kernels, best first."""
+
+    key: Key
+    pattern: str
+    ugraph: UGraph
+    error_bound: float
+    search: dict[str, Any]
+    tuned: tuple[Tuned, ...] = ()
+    library: Tuned | None = None
+
+    def entry(self, chosen: Tuned | None = None, layer_us: float | None = None) -> Entry:
+        """With the best or the chosen candidate; `layer_us`: the time of the layer that it was chosen for."""
+        best = chosen or next(iter(self.tuned), None)
+        ugraph = replace(best.ugraph, schedules=best.schedules) if best else self.ugraph
+        timings = (*_timings(OURS, best), *_timings(LIBRARY, self.library)) if best and self.library else ()
+        search = self.search | ({"layer_us": round(layer_us, 3)} if layer_us else {})
+        generated = triton.generate(ugraph, ugraph.schedules)
+        return Entry(self.key, self.pattern, ugraph, generated.source, tuple(ugraph.schedules or ()), timings, self.error_bound, search)
+
+
+def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tune: str, pattern: str, progress: Progress | None) -> _Made:
     searched = search_and_verify(program, SearchOptions(time_limit=settings().search_seconds), progress)
     report = searched.report
     counters = report.counters
     stats: dict[str, Any] = {"stop": report.stop, "reason": report.reason, "seconds": counters.seconds, "width": counters.width,
                              "examined": counters.examined, "values": counters.values, "kernels": counters.kernels,
                              "candidates": report.found, "refused": [r.reason for r in report.refused]}
-    ugraph = library_ugraph(program)
-    timings: tuple[Timing, ...] = ()
+    made = partial(_Made, key, pattern, error_bound=report.error_bound or 0.0, search=stats)
     ranked = promising(searched.candidates)
-    if ranked:
-        ugraph = _unmeasured(ranked[0], on_gpu)
-        if not ugraph.is_fused:
-            stats["reason"] = "the numbers of every candidate were refused for all of its schedules"
-        elif on_gpu and tune != "never":
-            graphs, schedules, rounds = (_FULL if tune == "full" else _QUICK)
-            result = measure([c.ugraph for c in ranked[:graphs]], device=device, per_graph=schedules, rounds=rounds,
-                             schedules=permitted(ranked), progress=(lambda *detail: progress("tune", detail)) if progress else None)
-            stats["tried"] = len(result.candidates)
-            if result.best_searched is not None:
-                ugraph = replace(result.best_searched.ugraph, schedules=result.best_searched.schedules)
-                timings = (*_timings(OURS, result.best_searched), *_timings(LIBRARY, result.library))
-            else:
-                ugraph = library_ugraph(program)
-                stats["reason"] = next((c.reason for c in result.candidates if c.reason), "")
-    generated = triton.generate(ugraph, ugraph.schedules)
-    return Entry(key, pattern, ugraph, generated.source, tuple(ugraph.schedules or ()), timings, report.error_bound or 0.0, stats)
+    if not ranked:
+        return made(ugraph=library_ugraph(program))
+    ugraph = _unmeasured(ranked[0], on_gpu)
+    if not ugraph.is_fused:
+        stats["reason"] = "the numbers of every candidate were refused for all of its schedules"
+    elif on_gpu and tune != "never":
+        graphs, schedules, rounds = (_FULL if tune == "full" else _QUICK)
+        result = measure([c.ugraph for c in ranked[:graphs]], device=device, per_graph=schedules, rounds=rounds,
+                         schedules=permitted(ranked), progress=(lambda *detail: progress("tune", detail)) if progress else None)
+        stats["tried"] = len(result.candidates)
+        if result.searched:
+            return made(ugraph=ugraph, tuned=result.searched, library=result.library)
+        ugraph = library_ugraph(program)
+        stats["reason"] = next((c.reason for c in result.candidates if c.reason), "")
+    return made(ugraph=ugraph)
 
 
 _QUICK, _FULL = (4, 16, 2), (8, 48, 6)

@@ -3,21 +3,25 @@
     python scripts/build_zoo.py --configs llama-3.2-1b,llama-3.1-8b --batch-sizes 1,8
     torchrun --nproc-per-node 8 scripts/build_zoo.py --configs all       # spread over GPUs, and over hosts that share the folder
 
-One layer of each model is made with random weights and matched as optimize() does it; its blocks are the whole model's.
+One layer of each model is made with random weights and matched as optimize() does it; its blocks are the whole model's. Among the
+fastest kernels of each block those are kept that make the layer fastest, its blocks one after another.
 What the zoo already has is not made again, so a run that was stopped goes on where it was; --anew makes everything again.
 """
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from configs import MODELS, random_model
 
-from mirage_hf.kernels import make_entry, target_of
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.kernels import make_entries, target_of
 from mirage_hf.match.matcher import match
 from mirage_hf.match.pattern import Block
 from mirage_hf.patterns import PATTERNS
@@ -37,17 +41,21 @@ def blocks_of(name: str, dtype: str, device: torch.device) -> list[Block]:
     return list(dict.fromkeys(part.block for m in found for part in m.parts))
 
 
-def build(block: Block, rows: int, device: torch.device, zoo: Store, args: argparse.Namespace) -> str:
-    """Make the kernel of one block for a number of rows, unless the zoo has it. Returns what was done."""
-    program = block.program(rows)
-    have = zoo.get(key_of(program, target_of(device)))
-    if isinstance(have, Entry) and (have.timings or args.untimed) and not args.anew:
-        return f"{have.folder}: is there, {describe(have)}"
+def build(blocks: Sequence[Block], rows: int, device: torch.device, zoo: Store, args: argparse.Namespace) -> Iterator[str]:
+    """Make the kernels of a layer's blocks for a number of rows, those that the zoo lacks. Yields what was done."""
+    missing: list[tuple[KernelGraph, str]] = []
+    for block in blocks:
+        program = block.program(rows)
+        have = zoo.get(key_of(program, target_of(device)))
+        if isinstance(have, Entry) and (have.timings or args.untimed) and not args.anew:
+            yield f"{have.folder}: is there, {describe(have)}"
+        else:
+            missing.append((program, block.pattern.name))
     started = time.perf_counter()
-    entry = make_entry(program, device, block.pattern.name, tune=args.tune)
-    kept = zoo.put(entry)
-    where = kept.relative_to(zoo.root) if isinstance(kept, Path) else kept.reason
-    return f"{where}: made in {time.perf_counter() - started:.1f} s, {describe(entry)}"
+    for entry in make_entries(missing, device, args.tune):
+        kept = zoo.put(entry)
+        where = kept.relative_to(zoo.root) if isinstance(kept, Path) else kept.reason
+        yield f"{where}: made with its layer in {time.perf_counter() - started:.1f} s, {describe(entry)}"
 
 
 def describe(entry: Entry) -> str:
@@ -76,11 +84,16 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     zoo = Store(args.out.resolve(), writable=True)
-    # every process sees the same list of blocks and takes its share of it
-    blocks = dict.fromkeys(b for d in args.dtypes.split(",") for n in names for b in blocks_of(n, d, device))
-    jobs = [(block, int(rows)) for block in blocks for rows in args.batch_sizes.split(",")]
-    for number, (block, rows) in list(enumerate(jobs, 1))[rank::world]:
-        print(f"{number} of {len(jobs)}  {build(block, rows, device, zoo, args)}", flush=True)
+    # every process sees the same layers and takes its share of them; a block belongs to the first layer that has it
+    jobs: list[tuple[list[Block], int]] = []
+    seen: set[Block] = set()
+    for name, dtype in itertools.product(names, args.dtypes.split(",")):
+        blocks = [b for b in blocks_of(name, dtype, device) if b not in seen]
+        seen.update(blocks)
+        jobs += [(blocks, int(rows)) for rows in args.batch_sizes.split(",")]
+    for number, (blocks, rows) in list(enumerate(jobs, 1))[rank::world]:
+        for line in build(blocks, rows, device, zoo, args):
+            print(f"{number} of {len(jobs)}  {line}", flush=True)
 
 
 if __name__ == "__main__":

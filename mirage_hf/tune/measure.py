@@ -5,7 +5,8 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +20,7 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 
 Run = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+Inputs = TypeVar("Inputs")
 
 COLD_FACTOR = 2.2
 """Rotating over this many times the L2 in distinct inputs leaves nothing of a call's inputs in it."""
@@ -56,15 +58,20 @@ def random_inputs(graph: KernelGraph, device: torch.device | str, seed: int = 0)
 
 def cold_inputs(graph: KernelGraph, device: torch.device | str) -> list[list[torch.Tensor]]:
     """As many sets of inputs as exceed twice the L2 (at most MAX_SETS)."""
-    first = random_inputs(graph, device)
-    size = sum(x.numel() * x.element_size() for x in first)
+    return [inputs for inputs, in cold_sets([graph], device)]
+
+
+def cold_sets(graphs: Sequence[KernelGraph], device: torch.device | str) -> list[list[list[torch.Tensor]]]:
+    """Sets of inputs of several programs, as many as together exceed twice the L2 (at most MAX_SETS)."""
+    first = [random_inputs(graph, device) for graph in graphs]
+    size = sum(x.nbytes for inputs in first for x in inputs)
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     count = min(MAX_SETS, max(2, math.ceil(COLD_FACTOR * l2 / max(1, size)) + 1))
-    return [first] + [[torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x) for x in first]
-                      for _ in range(count - 1)]
+    return [first] + [[[torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x) for x in inputs]
+                       for inputs in first] for _ in range(count - 1)]
 
 
-def capture(run: Run, sets: Sequence[list[torch.Tensor]]) -> tuple[torch.cuda.CUDAGraph, int]:
+def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs]) -> tuple[torch.cuda.CUDAGraph, int]:
     """A CUDA graph of calls that rotate over `sets`, and how many calls it holds."""
     calls = len(sets) * max(1, math.ceil(MIN_CALLS / len(sets)))
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -135,6 +142,43 @@ class Chain:
         return Timing(median, low, high, whole.calls, whole.replays)
 
 
+class Layer:
+    """Calls of several programs in turn, as a layer of a model runs them: each reads, as the first input that is no constant, what
+    the one before wrote (through a link where that is too small or of another dtype). Weights are cold, what flows is hot.
+    """
+
+    def __init__(self, programs: Sequence[KernelGraph], device: torch.device | str):
+        self._at = [next((n for n, t in enumerate(p.inputs) if not t.constant and t.dtype.is_floating_point), None) for p in programs]
+        first, *others = cold_sets(programs, device)
+        for inputs in (first, *others):
+            for n, p in enumerate(programs):
+                for k, (t, x) in enumerate(zip(p.inputs, inputs[n], strict=True)):
+                    if not t.constant and x.nbytes <= HOT_BYTES:
+                        inputs[n][k] = first[n][k]
+                    elif t.dtype.is_floating_point:
+                        x.mul_(max(1, x.numel()) ** -0.25)  # so that what flows keeps its size
+        self._sets = [first, *others]
+
+    def time(self, runs: Sequence[Run], replays: int = 15) -> Timing:
+        """Microseconds of all programs together."""
+        def layer(inputs: Sequence[list[torch.Tensor]]) -> None:
+            for run, x, n in zip(runs, inputs, self._at, strict=True):
+                at = x if n is None or not flowed else [*x[:n], _flowed(flowed[-1], x[n]), *x[n + 1:]]
+                flowed.append(run(at)[0])
+
+        flowed: list[torch.Tensor] = []  # all of them: the graph does not keep alive what it reads
+        return time_graph(*capture(layer, self._sets), replays)
+
+
+def _flowed(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """An input like x that is there only once y is."""
+    if y.dtype == x.dtype and y.numel() >= x.numel() and y.is_contiguous():
+        return y.as_strided(x.shape, x.stride())
+    _link(x.numel(), x.dtype, y.dtype)([x.as_strided((x.numel(),), (1,)), y.as_strided((1,), (1,))], [x.as_strided((x.numel(),), (1,))])
+    return x
+
+
+@lru_cache
 def _link(size: int, x: torch.dtype, y: torch.dtype) -> Any:
     """x + 0 · y, written over x: like every kernel of ours it may begin early and waits for what it reads."""
     g = KernelGraph()

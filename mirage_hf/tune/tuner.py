@@ -38,6 +38,9 @@ PATIENCE = 24
 LEAST_GAIN = 0.005
 """What counts as better."""
 
+LEAST_OF_LAYER = 0.002
+"""What counts as better for a whole layer."""
+
 CLIMBERS = 3
 """Of the fastest, how many are improved step by step."""
 
@@ -96,6 +99,11 @@ class TuneResult:
     @property
     def measured(self) -> bool:
         return self.best.timing is not None
+
+    @property
+    def searched(self) -> tuple[Candidate, ...]:
+        """Measured candidates with generated kernels."""
+        return tuple(c for c in self.candidates if c.status == MEASURED and not c.is_library)
 
     def ugraphs(self) -> tuple[UGraph, ...]:
         """Every µGraph that was not refused, once, at its best schedules, best first."""
@@ -177,6 +185,37 @@ def tune(ugraphs: Sequence[UGraph], *, device: torch.device | str = "cuda", prog
             if not known or _fastest(tried, 1)[0].us > known[0].us * (1 - LEAST_GAIN):
                 break
         return _result(properties.name, bench.chained(tried))
+
+
+TOGETHER, SWEEPS = 5, 3
+"""Candidates of each program, and rounds over all programs at most, that are tried when choosing for several."""
+
+
+def together(choices: Sequence[Sequence[Candidate]], *, device: torch.device | str, replays: int = 15) -> tuple[list[Candidate], Timing]:
+    """One candidate of each program, chosen by the time of all programs one after another, as a layer runs them; and that time.
+
+    `choices` holds measured candidates, best first, of each program in the order in which they run. Starting from the first of
+    each, one program's candidate is changed at a time, as long as that helps.
+    """
+    with torch.cuda.device(device), torch.no_grad():
+        layer = measure.Layer([c[0].ugraph.program for c in choices], device)
+        runs = [[run_of(triton.generate(c.ugraph, c.schedules)) for c in found[:TOGETHER]] for found in choices]
+
+        def time(at: Sequence[int]) -> Timing:
+            return layer.time([run[k] for run, k in zip(runs, at, strict=True)], replays)
+
+        chosen = [0] * len(choices)
+        best = time(chosen)
+        for _ in range(SWEEPS):
+            before = tuple(chosen)
+            for n in range(len(chosen)):
+                for k in range(len(runs[n])):
+                    other = [*chosen[:n], k, *chosen[n + 1:]]
+                    if k != chosen[n] and (t := time(other)).us < best.us * (1 - LEAST_OF_LAYER):
+                        chosen, best = other, t
+            if tuple(chosen) == before:
+                break
+        return [found[k] for found, k in zip(choices, chosen, strict=True)], best
 
 
 @dataclass(frozen=True)

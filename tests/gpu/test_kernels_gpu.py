@@ -144,6 +144,14 @@ def test_tuner_measures_and_keeps_the_library_path(name):
     print(f"{name}: searched {result.best_searched.us:.2f} µs, library {result.library.us:.2f} µs, {result.best_searched.schedules[0]}")
 
 
+def test_kernels_of_a_layer_are_chosen_together():
+    results = [tuner.tune([SHAPES[name]()], per_graph=4, replays=5, rounds=0) for name in ("norm linear 1 row", "lora 1 row")]
+    chosen, layer = tuner.together([r.searched for r in results], device="cuda", replays=5)
+    assert all(c in r.searched for c, r in zip(chosen, results, strict=True))
+    alone = sum(c.timing.us for c in chosen)
+    assert 0.5 * alone < layer.us < 1.5 * alone
+
+
 def test_the_jit_finds_what_was_compiled_ahead(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     program = triton.generate(blocks.rms_norm_linear(1, 1024, 320), [Schedule((("m", 1), ("n", 4), ("k", 1024)), num_warps=8)])

@@ -1,4 +1,6 @@
+import contextlib
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import blocks
@@ -188,6 +190,20 @@ def test_steps_from_a_candidate_are_new_possible_and_permitted():
         assert len(found) > 8 and len(set(schedules)) == len(schedules) and start.schedules[0] not in schedules
         assert all(s.mma == mma for s in schedules) and all(plan(op, s) for s in schedules)
         assert {s.split for s in schedules} > {start.schedules[0].split} and 0 in {s.preload for s in schedules}
+
+
+def test_kernels_are_chosen_by_the_time_of_all_together(monkeypatch):
+    """The fastest of each alone are not the fastest together."""
+    ugraph = SPACES["norm linear"]
+    found = [replace(c, status=tuner.MEASURED) for c in tuner.rank([ugraph], per_graph=3) if not c.is_library]
+    us = {(0, 0): 10.0, (1, 0): 9.0, (0, 1): 10.5, (1, 1): 8.0, (2, 1): 9.5, (1, 2): 7.99, (2, 2): 9.9}
+    numbers = {triton.generate(c.ugraph, c.schedules).digest: n for n, c in enumerate(found)}
+    monkeypatch.setattr(tuner.torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(tuner, "run_of", lambda program: numbers[program.digest])
+    monkeypatch.setattr(tuner.measure, "Layer", lambda programs, device: SimpleNamespace(
+        time=lambda runs, replays: tuner.measure.timing([us.get(tuple(runs), 11.0)], 1)))
+    chosen, layer = tuner.together([found, found], device="cuda")
+    assert chosen == [found[1], found[1]] and layer.us == 8.0  # (1, 2) gains less than what counts
 
 
 @pytest.mark.parametrize("schedule, k, says", [
