@@ -30,7 +30,7 @@ from mirage_hf.tune.tuner import tune as measure
 from mirage_hf.verify.accept import Candidate, Progress, search_and_verify
 from mirage_hf.zoo.entry import Entry, Timing
 from mirage_hf.zoo.key import Key, key_of
-from mirage_hf.zoo.store import Store, chain, packaged_store, user_store
+from mirage_hf.zoo.store import Chain, Store, chain, packaged_store, user_store
 
 SEARCHED, CACHE, ZOO = "searched", "cache", "packaged zoo"
 OURS, LIBRARY = "searched kernel", "library"
@@ -57,6 +57,8 @@ class Resolved:
     digest: str
     candidates: int
     entry: Entry
+    made: _Made | None = None
+    """What was found, where it was not looked up."""
 
 
 def target_of(device: torch.device) -> str:
@@ -85,13 +87,38 @@ def resolve(program: KernelGraph, *, device: torch.device | str, backend: str = 
             entry = store.get(key)
             if isinstance(entry, Entry) and (not on_gpu or tune == "never" or entry.timings or not entry.ugraph.is_fused):
                 return _resolved(entry, _source(store), on_gpu, time.perf_counter() - start)
-    entry = _make(program, key, device, on_gpu, tune, pattern, progress).entry()
+    made = _make(program, key, device, on_gpu, tune, pattern, progress)
+    return replace(_kept(made.entry(), stores, on_gpu, start), made=made)
+
+
+def _kept(entry: Entry, stores: Chain, on_gpu: bool, start: float) -> Resolved:
     if entry.search["candidates"] and not entry.ugraph.is_fused:
         kept: Path | Rejected = Rejected("every candidate failed on this GPU, which may pass; the next call tries again")
     else:
         kept = stores.put(entry)
     note = f"; not kept: {kept.reason}" if isinstance(kept, Rejected) else ""
     return _resolved(entry, SEARCHED, on_gpu, time.perf_counter() - start, note)
+
+
+def for_layer(layer: Sequence[Resolved], *, device: torch.device | str,
+              zoo: str | Path | Sequence[str | Path] | None = None) -> list[Resolved]:
+    """Choose again among the kernels that were just tuned, by the time of all of `layer` one after another, and keep the choice.
+
+    `layer`: what `resolve` gave for the programs that a layer runs, in order. What was looked up, or runs the library, stays.
+    """
+    start = time.perf_counter()
+    ours = [n for n, r in enumerate(layer) if r.is_fused]
+    if len(ours) < 2 or not any(r.made and r.made.tuned for r in layer):
+        return list(layer)
+    choices = [r.made.tuned if r.made else (Tuned(r.ugraph, r.entry.schedules, 0.0),) for r in (layer[n] for n in ours)]
+    if not all(choices):
+        return list(layer)
+    chosen, whole = together(choices, device=device)
+    found = list(layer)
+    for n, c in zip(ours, chosen, strict=True):
+        if (made := layer[n].made) is not None:
+            found[n] = replace(_kept(made.entry(c, whole.us), chain(zoo), True, start), made=made)
+    return found
 
 
 def make_entries(programs: Sequence[tuple[KernelGraph, str]], device: torch.device, tune: str = "auto",

@@ -5,8 +5,9 @@
 
 A layer is RMSNorm + q, k, v | o + residual | RMSNorm + gate, up, SiLU · | down + residual; after the last one RMSNorm + head. Attention
 is left out: o reads the first numbers of the q, k, v result (at batch 1 its q columns), so every kernel still waits for the one before.
-Every layer has weights of its own, random, in bfloat16. Ours runs what `mirage_hf.kernels.resolve` gives for each program; the
-rivals have q, k, v and gate, up as one weight each. The floor is the bytes of all weights / 4.47 TB/s. Needs an NVIDIA GPU.
+Every layer has weights of its own, random, in bfloat16. Ours runs what `optimize()` would run: what `mirage_hf.kernels.resolve` gives
+for each program, chosen for the layer by `for_layer`. The rivals have q, k, v and gate, up as one weight each. The floor is the bytes of
+all weights / 4.47 TB/s. Needs an NVIDIA GPU.
 """
 from __future__ import annotations
 
@@ -171,8 +172,11 @@ def resolved(chain: Chain, args: argparse.Namespace) -> tuple[dict[str, Call], d
     """Our kernel of each program, and what it is; with --searched the searched one even where the library was measured faster."""
     calls: dict[str, Call] = {}
     found: dict[str, Any] = {}
-    for name, block in chain.blocks().items():
-        r = kernels.resolve(block.program(chain.rows), device=benching.DEVICE, tune=args.tune, pattern=block.pattern.name)
+    blocks = chain.blocks()
+    each = [kernels.resolve(b.program(chain.rows), device=benching.DEVICE, tune=args.tune, pattern=b.pattern.name)
+            for b in blocks.values()]
+    *layer, head = each
+    for name, r in zip(blocks, [*kernels.for_layer(layer, device=benching.DEVICE), head], strict=True):
         forced = searched_run(r) if args.searched else None
         calls[name] = forced or r.run
         found[name] = {"program": r.entry.key.title, "runs": kernels.OURS if r.is_fused or forced else kernels.LIBRARY, "source": r.source,
@@ -268,7 +272,8 @@ def main() -> None:
                         help=f"one or more, with commas, of {', '.join(MODELS)}; biases and norms of q and k are left out")
     parser.add_argument("--batch", type=int, default=1, help="rows")
     parser.add_argument("--layers", type=int, help="a model cut down to so many layers")
-    parser.add_argument("--qkv", choices=("joined", "separate"), default="joined", help="q, k, v as one weight, or as three pointers")
+    parser.add_argument("--qkv", choices=("joined", "separate"), default="separate",
+                        help="q, k, v as three weights, as models have them, or as one")
     parser.add_argument("--tune", default="auto", choices=("auto", "never", "full"), help="as in mirage_hf.optimize")
     parser.add_argument("--searched", action="store_true", help="run searched kernels even where the library was measured faster")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")

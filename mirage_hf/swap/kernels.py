@@ -18,14 +18,21 @@ Found = Mapping[tuple[Block, int], Any]
 def find_kernels(matches: Sequence[Match], rows: Sequence[int], *, device: torch.device, backend: str, zoo: Any, tune: str,
                  progress: Callable[..., Any] | None) -> Found:
     """Resolve each distinct block of the matches at each number of rows. A block without a kernel is a "no" with its reason."""
-    wanted = dict.fromkeys((part.block, r) for m in matches for part in m.parts for r in rows)
     found: dict[tuple[Block, int], Any] = {}
-    for block, r in wanted:
-        try:
-            kernel = kernels.resolve(block.program(r), device=device, backend=backend, zoo=zoo, tune=tune,
-                                     pattern=block.pattern.name, progress=progress)
+    for r in rows:
+        for m in matches:
+            layer = [(part.block, r) for part in m.parts]
+            new = [wanted for wanted in dict.fromkeys(layer) if wanted not in found]
+            for block, _ in new:
+                try:
+                    found[block, r] = kernels.resolve(block.program(r), device=device, backend=backend, zoo=zoo, tune=tune,
+                                                      pattern=block.pattern.name, progress=progress)
+                except (SearchError, VerificationError, CodegenError) as e:
+                    found[block, r] = Rejected(f"no kernel: {e}")
+            there = [wanted for wanted in dict.fromkeys(layer) if not isinstance(found[wanted], Rejected)]
+            if new:
+                found |= zip(there, kernels.for_layer([found[wanted] for wanted in there], device=device, zoo=zoo), strict=True)
+    for kernel in found.values():
+        if not isinstance(kernel, Rejected):
             torch_op.register(kernel.digest, kernel.ugraph, kernel.run, device.type)
-            found[block, r] = kernel
-        except (SearchError, VerificationError, CodegenError) as e:
-            found[block, r] = Rejected(f"no kernel: {e}")
     return found

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -187,8 +188,19 @@ def tune(ugraphs: Sequence[UGraph], *, device: torch.device | str = "cuda", prog
         return _result(properties.name, bench.chained(tried))
 
 
-TOGETHER, SWEEPS = 5, 3
+TOGETHER, SWEEPS = 8, 3
 """Candidates of each program, and rounds over all programs at most, that are tried when choosing for several."""
+
+
+def _diverse(found: Sequence[Candidate]) -> list[Candidate]:
+    """The first of every µGraph and set of tiles, then the others; neighbours mind the tiles most."""
+    seen: Counter[Any] = Counter()
+    rank: list[int] = []
+    for c in found:
+        kind = id(c.ugraph.kernels), tuple(s.tiles for s in c.schedules)
+        rank.append(seen[kind])
+        seen[kind] += 1
+    return [c for _, c in sorted(zip(rank, found, strict=True), key=lambda x: x[0])][:TOGETHER]
 
 
 def together(choices: Sequence[Sequence[Candidate]], *, device: torch.device | str, replays: int = 15) -> tuple[list[Candidate], Timing]:
@@ -199,7 +211,8 @@ def together(choices: Sequence[Sequence[Candidate]], *, device: torch.device | s
     """
     with torch.cuda.device(device), torch.no_grad():
         layer = measure.Layer([c[0].ugraph.program for c in choices], device)
-        runs = [[run_of(triton.generate(c.ugraph, c.schedules)) for c in found[:TOGETHER]] for found in choices]
+        tried = [_diverse(found) for found in choices]
+        runs = [[run_of(triton.generate(c.ugraph, c.schedules)) for c in found] for found in tried]
 
         def time(at: Sequence[int]) -> Timing:
             return layer.time([run[k] for run, k in zip(runs, at, strict=True)], replays)
@@ -215,7 +228,7 @@ def together(choices: Sequence[Sequence[Candidate]], *, device: torch.device | s
                         chosen, best = other, t
             if tuple(chosen) == before:
                 break
-        return [found[k] for found, k in zip(choices, chosen, strict=True)], best
+        return [found[k] for found, k in zip(tried, chosen, strict=True)], best
 
 
 @dataclass(frozen=True)

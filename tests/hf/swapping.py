@@ -71,6 +71,7 @@ class Resolved:
     library_us: float | None = None
     error_bound: float = 1e-30
     candidates: int = 1
+    made: None = None
 
     @property
     def digest(self) -> str:

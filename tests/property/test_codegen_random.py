@@ -38,9 +38,9 @@ def test_random_block_graphs_compile_ahead_of_time(tmp_path, monkeypatch):
 def test_what_is_found_for_random_programs_through_the_interpreter(tmp_path):
     """On the GPU 320 of them (tests/gpu/test_random_gpu.py)."""
     environment = os.environ | {"MIRAGE_HF_CACHE": str(tmp_path), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, str(Path(random_blocks.__file__).with_name("random_searched.py")), "16", "0"]
+    command = [sys.executable, str(Path(random_blocks.__file__).with_name("random_searched.py")), "24", "0"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
-    assert result["ran"] == 16 and not result["wrong"], result["wrong"]
+    assert result["ran"] == 24 and not result["wrong"], result["wrong"]
     assert result["with_splits"] >= 4 and result["with_dots"] >= 4

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.tune import space
@@ -30,8 +31,13 @@ from mirage_hf.verify.accept import Candidate, accept
 SEARCH = SearchOptions(time_limit=0.6, threads=1, max_candidates=4, max_cuts=2, max_kernels=3)
 
 
-def cases(count: int, seed: int) -> Iterator[tuple[str, UGraph, tuple[Schedule, ...]]]:
-    """`count` found µGraphs, each with schedules drawn from the best of the space, with loops shared among blocks where they can be."""
+STEPS = 4000
+"""Blocks times steps of their loops that the interpreter gets to do for one kernel, at about a millisecond each."""
+
+
+def cases(count: int, seed: int, steps: float = math.inf) -> Iterator[tuple[str, UGraph, tuple[Schedule, ...]]]:
+    """`count` found µGraphs, each with schedules drawn from the best of the space, with loops shared among blocks where they can be;
+    without those whose kernels take more than so many steps."""
     found, number = 0, seed
     while found < count:
         r = random.Random(number)
@@ -39,7 +45,7 @@ def cases(count: int, seed: int) -> Iterator[tuple[str, UGraph, tuple[Schedule, 
         for k, c in enumerate(accept(search(program, SEARCH)[0], keep=4).candidates):
             if found < count and not space.obstacle(c.ugraph.block_ops):
                 schedules = tuple(_schedule(op, c, r) for op in placed(c.ugraph))
-                if all(c.allows(s.mma) for s in schedules):
+                if all(c.allows(s.mma) and _steps(op, s) <= steps for op, s in zip(placed(c.ugraph), schedules, strict=True)):
                     yield f"{number}.{k}", c.ugraph, schedules
                     found += 1
         number += 1
@@ -53,6 +59,11 @@ def _schedule(op, c: Candidate, r: random.Random) -> Schedule:
         except errors.CodegenError:
             continue
     return chosen
+
+
+def _steps(op: KernelOp, schedule: Schedule) -> int:
+    p = plan(op, schedule)
+    return p.grid * sum(p.trips(s.loop) if s.loop else 1 for s in p.block.stages)
 
 
 def inputs_of(program: KernelGraph, device: str) -> list[torch.Tensor]:
@@ -83,7 +94,7 @@ def main(count: int, seed: int) -> None:
     random_blocks.quick_maxima()
     torch.set_num_threads(1)
     tried = [(name, complaint(ugraph, schedules, "cpu"), any(s.split > 1 for s in schedules), any(s.mma for s in schedules))
-             for name, ugraph, schedules in cases(count, seed)]
+             for name, ugraph, schedules in cases(count, seed, STEPS)]
     print(json.dumps({"ran": len(tried), "with_splits": sum(t[2] for t in tried), "with_dots": sum(t[3] for t in tried),
                       "wrong": [t[:2] for t in tried if t[1]]}))
 
