@@ -188,7 +188,7 @@ def tune(ugraphs: Sequence[UGraph], *, device: torch.device | str = "cuda", prog
         return _result(properties.name, bench.chained(tried))
 
 
-TOGETHER, SWEEPS = 8, 3
+TOGETHER, SWEEPS = 8, 2
 """Candidates of each program, and rounds over all programs at most, that are tried when choosing for several."""
 
 
@@ -203,11 +203,11 @@ def _diverse(found: Sequence[Candidate]) -> list[Candidate]:
     return [c for _, c in sorted(zip(rank, found, strict=True), key=lambda x: x[0])][:TOGETHER]
 
 
-def together(choices: Sequence[Sequence[Candidate]], *, device: torch.device | str, replays: int = 15) -> tuple[list[Candidate], Timing]:
+def together(choices: Sequence[Sequence[Candidate]], *, device: torch.device | str, replays: int = 7) -> tuple[list[Candidate], Timing]:
     """One candidate of each program, chosen by the time of all programs one after another, as a layer runs them; and that time.
 
     `choices` holds measured candidates, best first, of each program in the order in which they run. Starting from the first of
-    each, one program's candidate is changed at a time, as long as that helps.
+    each, those of two neighbours are changed at a time, as long as that helps: how they overlap matters as much as either's time.
     """
     with torch.cuda.device(device), torch.no_grad():
         layer = measure.Layer([c[0].ugraph.program for c in choices], device)
@@ -217,16 +217,17 @@ def together(choices: Sequence[Sequence[Candidate]], *, device: torch.device | s
         def time(at: Sequence[int]) -> Timing:
             return layer.time([run[k] for run, k in zip(runs, at, strict=True)], replays)
 
-        chosen = [0] * len(choices)
+        chosen = (0,) * len(choices)
         best = time(chosen)
         for _ in range(SWEEPS):
-            before = tuple(chosen)
+            before = chosen
             for n in range(len(chosen)):
-                for k in range(len(runs[n])):
-                    other = [*chosen[:n], k, *chosen[n + 1:]]
-                    if k != chosen[n] and (t := time(other)).us < best.us * (1 - LEAST_OF_LAYER):
+                pair = n, (n + 1) % len(chosen)
+                for both in itertools.product(*(range(len(runs[p])) for p in pair)):
+                    other = tuple(dict(zip(pair, both, strict=True)).get(p, k) for p, k in enumerate(chosen))
+                    if other != chosen and (t := time(other)).us < best.us * (1 - LEAST_OF_LAYER):
                         chosen, best = other, t
-            if tuple(chosen) == before:
+            if chosen == before:
                 break
         return [found[k] for found, k in zip(tried, chosen, strict=True)], best
 

@@ -196,7 +196,7 @@ def test_kernels_are_chosen_by_the_time_of_all_together(monkeypatch):
     """The fastest of each alone are not the fastest together."""
     ugraph = SPACES["norm linear"]
     found = [replace(c, status=tuner.MEASURED) for c in tuner.rank([ugraph], per_graph=3) if not c.is_library]
-    us = {(0, 0): 10.0, (1, 0): 9.0, (0, 1): 10.5, (1, 1): 8.0, (2, 1): 9.5, (1, 2): 7.99, (2, 2): 9.9}
+    us = {(0, 0): 10.0, (1, 0): 10.2, (0, 1): 10.5, (1, 1): 8.0, (2, 1): 9.5, (1, 2): 7.99, (2, 2): 9.9}
     numbers = {triton.generate(c.ugraph, c.schedules).digest: n for n, c in enumerate(found)}
     monkeypatch.setattr(tuner.torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(tuner, "run_of", lambda program: numbers[program.digest])
