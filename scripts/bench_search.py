@@ -1,6 +1,6 @@
 """Measures the superoptimizer's search on a CPU: times, memory, what it counted and what it found, program by program.
 
-    python scripts/bench_search.py --out docs/results/2026-11-20-search
+    python scripts/bench_search.py --out docs/results/2026-11-21-search
     python scripts/bench_search.py --programs lora_paper,llama_layer --repeat 1
 
 Each run is the command line in a fresh process: `mirage-hf search PROGRAM.json --json OUT --no-cache --backend cpu`. Programs are
