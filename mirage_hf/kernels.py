@@ -236,7 +236,8 @@ def _resolved(entry: Entry, source: str, on_gpu: bool, seconds: float, note: str
         why = entry.search.get("reason") or "; ".join(entry.search.get("refused", ())) or entry.search.get("stop")
         reason = f"no single kernel was found: {why}"
     elif times:
-        ours, library = (times.get(name + CHAINED, times[name]) for name in (OURS, LIBRARY))
+        how = CHAINED if all(name + CHAINED in times for name in (OURS, LIBRARY)) else ""
+        ours, library = times[OURS + how], times[LIBRARY + how]
         if ours > library:
             fused, reason = False, f"the library path was measured faster ({library:.1f} µs, searched {ours:.1f} µs)"
     if fused and on_gpu:

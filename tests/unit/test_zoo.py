@@ -24,7 +24,7 @@ from mirage_hf.errors import Rejected
 from mirage_hf.zoo import store
 from mirage_hf.zoo.entry import ENTRY, KERNEL, UGRAPH, Entry, Timing, read_entry
 from mirage_hf.zoo.key import key_of
-from mirage_hf.zoo.store import Chain, Store
+from mirage_hf.zoo.store import Chain, Store, packaged_store
 
 SCHEDULE = Schedule(tiles=(("m", 1), ("n", 16), ("k", 64)))
 
@@ -112,6 +112,12 @@ def test_chain_asks_in_order_and_writes_to_the_first_that_it_can(tmp_path):
     assert both.put(e) == user.root / e.folder
     assert both.get(e.key) == e
     assert all(isinstance(z.put(e), Rejected) for z in (packaged, Chain((packaged,)), Chain(())))
+
+
+def test_every_entry_of_the_packaged_zoo_is_usable():
+    found = dict(packaged_store().verify())
+    assert found and not {folder.name: e.reason for folder, e in found.items() if isinstance(e, Rejected)}
+    assert all(e.timings and e.key.target.startswith("sm_") for e in found.values())
 
 
 def test_a_named_zoo_is_a_folder_or_a_clear_error(tmp_path, monkeypatch):
