@@ -12,7 +12,8 @@ import torch
 @cache
 def this_machine() -> dict[str, str]:
     """Return what this process runs on: GPU, driver, and the versions that a kernel may depend on."""
-    found = {"gpu": "none", "driver": "none", "python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}".strip(", ")}
+    system = f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}".strip(", ")
+    found = {"gpu": "none", "driver": "none", "python": platform.python_version(), "platform": system}
     for package in ("mirage_hf", "torch", "triton", "transformers"):
         try:
             found[package] = metadata.version(package)

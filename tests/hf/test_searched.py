@@ -56,6 +56,7 @@ def test_an_adapter_becomes_one_kernel(dtype: torch.dtype) -> None:
     torch.testing.assert_close(decode_logits(model), decode_logits(stock), **close)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (ASSETS / "tiny_llama").exists(), reason="the trained asset is not there")
 @pytest.mark.parametrize("adapted", [False, True])
 def test_the_trained_model_writes_the_same_200_tokens(adapted: bool) -> None:
@@ -74,6 +75,7 @@ def test_the_trained_model_writes_the_same_200_tokens(adapted: bool) -> None:
     assert torch.equal(restore(model).generate(input_ids=ids, **options), want)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (ASSETS / "tiny_llama").exists(), reason="the trained asset is not there")
 @pytest.mark.parametrize("text", ["The ", "Return a list of ", "If the file "])
 def test_the_trained_model_parts_only_at_ties_in_bfloat16(text: str) -> None:
