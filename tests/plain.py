@@ -72,6 +72,17 @@ class _Block:
         t = torch.stack([p.sum(d) if kind == "sum" else p.amax(d) for p in pieces], d)
         return Named(t, (*x.axes[:d], self.parts[axis], *x.axes[d + 1:]))
 
+    @staticmethod
+    def _turned(t: torch.Tensor, d: int, how: str) -> torch.Tensor:
+        """One element at a time."""
+        n = t.shape[d]
+        what, which = how.split()
+        partner = {k: k ^ 1 if which == "pairs" else (k + n // 2) % n for k in range(n)}
+        rows = t.unbind(d)
+        if what == "swap":
+            return torch.stack([rows[partner[k]] for k in range(n)], d)
+        return torch.stack([-rows[k] if k < partner[k] else rows[k] for k in range(n)], d)
+
     def run(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
         values: dict[str, Named] = {}
         for i in self.g.inputs:
@@ -84,7 +95,8 @@ class _Block:
                 continue
             named = tuple(a for a in i.axes if a)
             sources = [operands[s].reshape([n for n, a in zip(operands[s].shape, i.axes, strict=True) if a]) for s in i.sources]
-            values[i.name] = Named(torch.cat(sources, named.index(i.joined)) if len(sources) > 1 else sources[0], named)
+            whole = torch.cat(sources, named.index(i.joined)) if len(sources) > 1 else sources[0]
+            values[i.name] = Named(self._turned(whole, named.index(i.turn.axis), i.turn.how) if i.turn else whole, named)
         for stage in self.g.stages:
             todo = {op.out: op for op in stage.body} | {a.out: a for a in stage.accumulators}
             left = list(todo.values())

@@ -51,7 +51,7 @@ struct Limits {
   int max_block_ops = 64;
   std::int64_t max_values = 20000;
   std::int64_t max_forms = 4000000;       // normal forms and atoms held: about 0.4 KB each
-  std::int64_t max_expansions = 400000;   // states of the search over derivations
+  std::int64_t max_expansions = 100000;   // states of the search over derivations
   int threads = 1;
   std::vector<AxisSet> forced;    // forced[role]: axes that must have that role (empty: free)
 };

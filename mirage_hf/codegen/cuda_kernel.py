@@ -63,6 +63,8 @@ def _refuse(block: BlockGraph, name: str) -> None:
     for i in block.inputs:
         if i.bounds is not None:
             raise errors.CodegenError(f"{name}: {i.name} holds bounds of axis {i.bounds}; {way_out}")
+        if i.turn is not None:
+            raise errors.CodegenError(f"{name}: {i.name} is turned along axis {i.turn.axis}; {way_out}")
     for stage in block.stages:
         read = {x for op in stage.body for x in op.args}
         for acc in stage.accumulators:

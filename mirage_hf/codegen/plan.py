@@ -216,7 +216,7 @@ class Plan:
         x, y = self.operands[source], self.outputs[self.block.outputs.index(o)]
         readers = [i for i in self.block.inputs if source in i.sources]
         return ((x.dims, x.strides, x.dtype, x.constant) == (y.dims, y.strides, y.dtype, False)
-                and all(i.sources == (source,) and i.axes == o.axes and i.bounds is None for i in readers)
+                and all(i.sources == (source,) and i.axes == o.axes and i.bounds is None and i.turn is None for i in readers)
                 and (self.loop not in o.axes or not self.walks)
                 and all(self.cuts(a.name, o.axes) for a in self.block.named(Role.GRID)))
 
@@ -357,7 +357,8 @@ class Plan:
 
     def reads_as_stored(self, dot: Dot, x: str) -> bool:
         """Whether an asynchronous product reads input `x` without a conversion, which would be code of its own."""
-        return self.is_asynchronous(dot) and self.dtype(self.input[x]) is dot.dtype
+        turn = self.input[x].turn
+        return self.is_asynchronous(dot) and self.dtype(self.input[x]) is dot.dtype and (turn is None or turn.swaps)
 
     @cached_property
     def read_asynchronously(self) -> frozenset[str]:

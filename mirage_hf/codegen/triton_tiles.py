@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import keyword
+import math
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 
@@ -9,7 +10,7 @@ import torch
 
 from mirage_hf.codegen import triton_math
 from mirage_hf.codegen.plan import Plan
-from mirage_hf.graph.block import Axis, BlockInput, BlockOutput, Role
+from mirage_hf.graph.block import Axis, BlockInput, BlockOutput, Role, Turn
 
 _RESERVED = frozenset({"tl", "triton", "torch", "pid", "run", "program", "range", "float", "overlaps", "part", "parts", "tile",
                        "scratch_ptr", "counters_ptr", "arrived", *triton_math.HELPERS})
@@ -180,7 +181,7 @@ class Tiles:
     # -- loads and stores -----------------------------------------------------------------------------------------------------
 
     def _address(self, pointer: str, axes: Sequence[str | None], strides: Sequence[int], dims: Sequence[str],
-                 shift: tuple[str | None, str] = (None, "")) -> str:
+                 shift: tuple[str | None, str] = (None, ""), turn: Turn | None = None) -> str:
         """Pointer arithmetic for a tile; `shift` names a joined axis and what its coordinate is called here."""
         far = sum(self.plan.reach(a) * s for a, s in zip(axes, strides, strict=True) if a) >= 2 ** 31
         terms = [pointer]
@@ -188,6 +189,8 @@ class Tiles:
             if a is None or self._is_fixed(a, stride):
                 continue
             at = shift[1] if a == shift[0] else self.axis[a]
+            if turn is not None and turn.swaps and a == turn.axis:
+                at = self._partner(a, at, turn)
             term = self._spread(at, self.plan.dims([a]), dims)
             term += ".to(tl.int64)" if far else ""
             terms.append(term if stride == 1 else f"{term} * {stride}")
@@ -204,7 +207,7 @@ class Tiles:
             shift = self.plan.loop, f"{self.axis[str(self.plan.loop)]}_next"
         axes = self.block.input_axes(i)
         dims = self.plan.dims(axes)
-        arguments = [self._address(pointer, i.axes, self.plan.operands[i.sources[source]].strides, dims, shift)]
+        arguments = [self._address(pointer, i.axes, self.plan.operands[i.sources[source]].strides, dims, shift, i.turn)]
         mask = self._mask([a for a in axes if not (ahead and a == self.plan.loop)], dims) + ([extra_mask] if extra_mask else [])
         if ahead:
             mask.append(self._spread(f"{shift[1]}_in", self.plan.dims([str(self.plan.loop)]), dims))
@@ -214,7 +217,23 @@ class Tiles:
             policy = "evict_first"
         if policy is not None:
             arguments.append(f'eviction_policy="{policy}"')
-        return f"tl.load({', '.join(arguments)})"
+        load = f"tl.load({', '.join(arguments)})"
+        if i.turn is None or i.turn.swaps:
+            return load
+        at, half = shift[1] if i.turn.axis == shift[0] else self.axis[i.turn.axis], self.block.axis(i.turn.axis).size // 2
+        first = f"({at} & 1) == 0" if i.turn.pairs else f"{at} < {half}"
+        sign = self._spread(f"tl.where({first}, -1.0, 1.0)", self.plan.dims([i.turn.axis]), dims)
+        narrow = f".to({triton_dtype(self.plan.dtype(i))})" if i.name in self.plan.native else ""
+        return f"({load}.to(tl.float32) * {sign}){narrow}"
+
+    def _partner(self, axis: str, at: str, turn: Turn) -> str:
+        """The coordinates of the partners of those in `at`."""
+        if turn.pairs:
+            return f"({at} ^ 1)"
+        half = self.block.axis(axis).size // 2
+        text = f"tl.where({at} < {half}, {at} + {half}, {at} - {half})"
+        together = math.gcd(half, self.plan.tile(axis)) if self.plan.parts(axis) is None else 1  # a tile starts at a multiple of itself
+        return f"tl.max_contiguous(tl.multiple_of({text}, {together}), {together})" if together > 1 else text
 
     def _prefetch(self, i: BlockInput, steps: int) -> None:
         """Ask for what the first steps of the loop read of an input, a cache line at a time."""
@@ -222,7 +241,7 @@ class Tiles:
         joined = i.joined if len(i.sources) > 1 else None
         if joined is not None and not (self._is_selected(i) and self.block.role(joined) is Role.GRID):
             return  # which source the tiles lie in is known only inside the loop
-        if plan.unrolled in i.axes:
+        if plan.unrolled in i.axes or i.turn is not None:
             return
         strides = {a: s for a, s in zip(i.axes, plan.operands[i.sources[0]].strides, strict=True) if a and not self._is_fixed(a, s)}
         line = LINE_BYTES // plan.dtype(i).itemsize

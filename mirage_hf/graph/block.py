@@ -34,6 +34,32 @@ class Axis:
     parts: str | None = None
 
 
+SWAP_HALVES, SWAP_PAIRS, SIGN_HALVES, SIGN_PAIRS = "swap halves", "swap pairs", "sign halves", "sign pairs"
+TURNS = (SWAP_HALVES, SWAP_PAIRS, SIGN_HALVES, SIGN_PAIRS)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How an input is read along an axis of even size whose elements are partners, i and i + size/2 (halves) or 2i and 2i + 1
+    (pairs): each in its partner's place (swap), or the first of two negated (sign). A rotation of x by an angle (RoPE) is
+    x · cos + swapped x · signed sin."""
+
+    axis: str
+    how: str
+
+    @property
+    def swaps(self) -> bool:
+        return self.how in (SWAP_HALVES, SWAP_PAIRS)
+
+    @property
+    def pairs(self) -> bool:
+        return self.how in (SWAP_PAIRS, SIGN_PAIRS)
+
+    def __post_init__(self) -> None:
+        if self.how not in TURNS:
+            raise errors.GraphError(f"turn of axis {self.axis}: {self.how!r} is none of {', '.join(TURNS)}")
+
+
 @dataclass(frozen=True)
 class BlockInput:
     """A value loaded from device memory.
@@ -43,7 +69,7 @@ class BlockInput:
     source tensors, None for a dim of size 1; `sizes` are the sources' extents along `joined`, in order.
 
     With `bounds`, an axis that is not among `axes`, the sources are two int32 tensors lo and hi, and the value is 1 where
-    lo ≤ index along that axis < hi, else 0.
+    lo ≤ index along that axis < hi, else 0. `turn`: how it is read along one of its axes.
     """
 
     name: str
@@ -52,6 +78,7 @@ class BlockInput:
     joined: str | None = None
     sizes: tuple[int, ...] = ()
     bounds: str | None = None
+    turn: Turn | None = None
 
     @property
     def carried(self) -> tuple[str, ...]:
@@ -61,6 +88,8 @@ class BlockInput:
     def __post_init__(self) -> None:
         if not self.sources:
             raise errors.GraphError(f"block input {self.name}: has no source; name the operand it reads")
+        if self.turn is not None and (self.bounds is not None or self.turn.axis not in self.axes or self.turn.axis == self.joined):
+            raise errors.GraphError(f"block input {self.name}: cannot be turned along {self.turn.axis}; it must be an axis of its source")
         if self.bounds is not None:
             if len(self.sources) != 2 or self.joined is not None or self.sizes or self.bounds in self.axes:
                 raise errors.GraphError(f"block input {self.name}: bounds of axis {self.bounds} are two tensors, lo and hi, which are "
@@ -198,6 +227,8 @@ class BlockGraph:
                 raise fail(f"input {i.name}: axes {i.axes} repeat or are unknown")
             if i.sizes and (min(i.sizes) < 1 or sum(i.sizes) != sizes[i.joined]):  # type: ignore[index]
                 raise fail(f"input {i.name}: sizes {i.sizes} along {i.joined} must be positive and sum to {sizes[i.joined]}")  # type: ignore[index]
+            if i.turn is not None and sizes[i.turn.axis] % 2:
+                raise fail(f"input {i.name}: axis {i.turn.axis} of {sizes[i.turn.axis]} elements has no partners; its size must be even")
             define(i.name, self.input_axes(i))
         visible = set(carried)
         for stage in self.stages:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mirage_hf.graph.block import Accumulator, BlockGraph, BlockOutput, Contraction, Role
+from mirage_hf.graph.block import Accumulator, BlockGraph, BlockOutput, Contraction, Role, Turn
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
 
@@ -95,6 +95,22 @@ def _cuts(start: int, stop: int, pieces: int) -> list[slice]:
     return [slice(lo, min(lo + step, stop)) for lo in range(start, stop, step)]
 
 
+def turned(algebra: Algebra, x: Any, shape: Sequence[int], dim: int, turn: Turn) -> Any:
+    """An array of that shape, read along `dim` as `turn` says."""
+    rank, half = len(shape), shape[dim] // 2
+
+    def part(start: int, stop: int, step: int = 1) -> Any:
+        return algebra.cut(x, tuple(slice(start, stop, step) if d == dim else slice(None) for d in range(rank)))
+
+    first, second = (part(k, 2 * half, 2) for k in (0, 1)) if turn.pairs else (part(0, half), part(half, 2 * half))
+    both = [second, first] if turn.swaps else [algebra.elementwise("neg", [first], {}), second]
+    joined = algebra.join(both, dim)
+    if not turn.pairs:
+        return joined
+    split = algebra.arrange(joined, range(rank), (*shape[:dim], 2, half, *shape[dim + 1:]))
+    return algebra.arrange(split, (*range(dim), dim + 1, dim, *range(dim + 2, rank + 1)), tuple(shape))
+
+
 def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra,
                     pieces: Mapping[str, int] | int = 1) -> list[Any]:
     """Execute a block graph. `pieces`: into how many pieces grid and loop axes are cut (int: all alike); parts of an axis are
@@ -129,7 +145,10 @@ def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra
             parts = [algebra.bounds(lo, hi, order, shape, index[i.bounds], graph.axis(i.bounds).size)]
         for k, source in enumerate(i.sources if i.bounds is None else ()):
             extent = {i.joined: i.sizes[k]} if i.joined and i.sizes else {}
-            parts.append(algebra.arrange(operands[source], order, block_shape(graph.input_axes(i), extent)))
+            shape = block_shape(graph.input_axes(i), extent)
+            parts.append(algebra.arrange(operands[source], order, shape))
+            if i.turn is not None:
+                parts[-1] = turned(algebra, parts[-1], shape, index[i.turn.axis], i.turn)
         loaded[i.name] = parts[0] if len(parts) == 1 else algebra.join(parts, index[str(i.joined)])
         for name, number in together.items():
             if name in i.carried:

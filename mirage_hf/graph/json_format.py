@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mirage_hf import errors
-from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
+from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage, Turn
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.symbolic import Dim
 from mirage_hf.graph.ugraph import UGraph
@@ -71,7 +71,8 @@ def _block_body(b: BlockGraph) -> Json:
     return {
         "axes": [{"name": a.name, "size": a.size, "role": a.role.value} | ({"parts": a.parts} if a.parts else {}) for a in b.axes],
         "inputs": [{"name": i.name, "sources": list(i.sources), "axes": list(i.axes), "joined": i.joined, "sizes": list(i.sizes)}
-                   | ({"bounds": i.bounds} if i.bounds else {}) for i in b.inputs],
+                   | ({"bounds": i.bounds} if i.bounds else {}) | ({"turn": [i.turn.axis, i.turn.how]} if i.turn else {})
+                   for i in b.inputs],
         "stages": [{"loop": s.loop, "body": [_block_op(op) for op in s.body],
                     "accumulators": [{"out": a.out, "arg": a.arg, "kind": a.kind, "axes": list(a.axes)}
                                      | ({"shift": a.shift} if a.shift else {}) for a in s.accumulators]}
@@ -316,6 +317,15 @@ def _attr(place: _Place) -> Any:
     return _number(place) if isinstance(place.value, dict) else place.expect("scalar")
 
 
+def _read_turn(place: _Place) -> Turn | None:
+    if "turn" not in place.value:
+        return None
+    words = place.all("turn", "text")
+    if len(words) != 2:
+        raise place.error(f"turn names an axis and how, it is {words}")
+    return place.build(Turn, *words)
+
+
 def _read_block(place: _Place) -> BlockGraph:
     roles = {r.value: r for r in Role}
     axes = []
@@ -325,7 +335,7 @@ def _read_block(place: _Place) -> BlockGraph:
         parts = a.get("parts", "text") if "parts" in a.value else None
         axes.append(Axis(a.get("name", "text"), a.get("size", "int"), roles[a.value["role"]], parts))
     inputs = [i.build(BlockInput, i.get("name", "text"), i.all("sources", "int"), i.all("axes", "text?"), i.get("joined", "text?"),
-                      i.all("sizes", "int"), i.get("bounds", "text") if "bounds" in i.value else None)
+                      i.all("sizes", "int"), i.get("bounds", "text") if "bounds" in i.value else None, _read_turn(i))
               for i in place.key("inputs", "list").each("object")]
     stages = [Stage(s.get("loop", "text?"), tuple(_read_block_op(op) for op in s.key("body", "list").each("object")),
                     tuple(Accumulator(a.get("out", "text"), a.get("arg", "text"), a.get("kind", "text"), a.all("axes", "text"),

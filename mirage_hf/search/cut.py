@@ -1,12 +1,12 @@
 """Cutting a program into windows: ranges of its ops, in an order that brings what may be one kernel together.
 
 A *unit* is an op with the layout ops between it and the program's inputs (a concat of weights belongs to each matmul that
-reads it). What the search cannot lower (rope, cache_append …) is a unit that stands alone. Units are ordered in phases, each
-as early as the ops that stand alone before it allow: the projections of q, k and v come together although reshapes and
-rotations lie between them in the program. Inside a phase the order is depth first, operands of commutative ops by structure
-and not as they were written. Windows lie between *boundaries*: where few computed tensors are live, and around units that
-stand alone. Views at the edges of a window that the search cannot lower, or that others read too, are left to torch, for
-which they are free: the window then reads, or writes, the tensor behind the view.
+reads it). What the search cannot lower (cache_append, a concat of computed tensors …) is a unit that stands alone. Units are
+ordered in phases, each as early as the ops that stand alone before it allow: the projections of q, k and v come together
+although reshapes lie between them in the program. Inside a phase the order is depth first, operands of commutative ops by
+structure and not as they were written. Windows lie between *boundaries*: where few computed tensors are live, between phases,
+and around units that stand alone. Views at the edges of a window that the search cannot lower, or that others read too, are
+left to torch, for which they are free: the window then reads, or writes, the tensor behind the view.
 """
 from __future__ import annotations
 
@@ -112,6 +112,7 @@ def _keeps_axes(op: KernelOp) -> bool:
 class _Cutting:
     program: KernelGraph
     units: list[Unit] = field(default_factory=list)
+    phases: list[int] = field(default_factory=list)
 
     def run(self) -> Cut:
         self.made = {t.index: op for op in self.program.ops for t in op.outputs}
@@ -193,7 +194,8 @@ class _Cutting:
                 else:  # even: ops that kernels may hold; odd: what stands alone
                     phase[first] = last + (last % 2 != bool(unit.alone))
                 done[first] = unit
-        self.units = [done[x] for x in sorted(done, key=lambda x: phase[x])]  # stable: depth first inside a phase
+        ordered = sorted(done, key=lambda x: phase[x])  # stable: depth first inside a phase
+        self.units, self.phases = [done[x] for x in ordered], [phase[x] for x in ordered]
 
     def _shapes(self) -> dict[int, str]:
         """Tensors by the ops just before them, operands of commutative ops in any order; the same in every layer of a model."""
@@ -235,7 +237,8 @@ class _Cutting:
             live = {self._behind(t.index) for u in self.units[:b] for op in u.ops for t in op.outputs
                     if t.index not in self.attached and any(r >= b for r in self.readers.get(t.index, []))}
             live -= {t.index for t in self.program.inputs}
-            if b in (0, len(self.units)) or edge(b - 1) or edge(b) or len(live) <= MAX_LIVE:
+            ends = b in (0, len(self.units)) or self.phases[b - 1] != self.phases[b]
+            if ends or edge(b - 1) or edge(b) or len(live) <= MAX_LIVE:
                 found.append(b)
         return tuple(found)
 

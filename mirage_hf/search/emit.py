@@ -3,9 +3,10 @@
 A plan is exact algebra and knows no rounding. An exponential that a later division cancels (softmax) is emitted as a *scaled*
 value: a mantissa and a shift, standing for mantissa · e^shift. exp(s) is the mantissa 1 with shift s; products add shifts;
 before a sum over an axis that the shift carries, the shift becomes its maximum over that axis (over the loop: a running one,
-which makes the sum rescaled), and the mantissa takes up the difference, which is at most 1. A division of two values of the
-same shift has none left. So online softmax and the combining of split attention need no rule of their own, and a program
-that spells out its own shift by a maximum has the same kernels as one that does not.
+which makes the sum rescaled), and the mantissa takes up the difference, which is at most 1. Values of different shifts are added
+at the larger one. A division of two values of the same shift has none left. So online softmax and the combining of split
+attention need no rule of their own, and a program that spells out its own shift by a maximum has the same kernels as one that
+does not.
 
 Masks (0/1 values of bounds) are a third part of a scaled value. They stay beside the mantissa through products, whatever order
 the algebra gives them, and are applied by `select` where a sum over their axis takes the value up, or where it is stored: on the
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from mirage_hf import _core
-from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
+from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage, Turn
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
@@ -46,11 +47,13 @@ class _Impossible(Exception):
 
 @dataclass(frozen=True)
 class _Shift:
-    """The name of a value that is an exponent, what it is a bound of (nodes of the variant), and whether it is a maximum."""
+    """The name of a value that is an exponent, what it is a bound of (nodes of the variant), whether it is a maximum over an axis, and
+    the shifts of which it is the largest."""
 
     name: str
     origin: tuple[object, ...]
     is_max: bool = False
+    over: tuple[_Shift, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -198,10 +201,10 @@ class _Kernel:
         return self.operands.index(tensor)
 
     def _load(self, name: str, sources: Sequence[DTensor], axes: tuple[str | None, ...], joined: str | None = None,
-              sizes: tuple[int, ...] = (), bounds: str | None = None) -> str:
+              sizes: tuple[int, ...] = (), bounds: str | None = None, turn: Turn | None = None) -> str:
         while name in self.carried or name in self.order:
             name += "_"
-        self.inputs.append(BlockInput(name, tuple(map(self._source, sources)), axes, joined, sizes, bounds))
+        self.inputs.append(BlockInput(name, tuple(map(self._source, sources)), axes, joined, sizes, bounds, turn))
         self.carried[name] = self._sorted(self.inputs[-1].carried)
         if len(sources) == 1:
             self.read[name] = sources[0]
@@ -245,7 +248,8 @@ class _Kernel:
             return
         joined = term.index[i.joined] if several and i.joined is not None else None
         sources = [self.plan.inputs[s] for s in i.sources]
-        self.value[leaf.value] = _Scaled(self._load(name, sources, term.index, joined, i.sizes if several else ()))
+        turn = Turn(str(term.index[i.turn[0]]), i.turn[1]) if i.turn else None
+        self.value[leaf.value] = _Scaled(self._load(name, sources, term.index, joined, i.sizes if several else (), turn=turn))
 
     def _get(self, value: int) -> _Scaled:
         if value in self.waiting:
@@ -335,8 +339,16 @@ class _Kernel:
         if len(x.plus) != 1 or len(x.minus) != 1:
             return False
         (up,), (down,) = x.plus, x.minus
-        bounded = (up.origin, (*up.origin, *(self.masked[m] for m in x.masks)))
-        return down.is_max and down.origin in bounded and set(self.carried[down.name]) <= set(self.carried[up.name])
+        return self._covers(down, up, x.masks)
+
+    def _covers(self, down: _Shift, up: _Shift, masks: Sequence[str]) -> bool:
+        """Whether `down` is at least `up` wherever the masks are 1."""
+        if down.name == up.name:
+            return True
+        origins = (up.origin, (*up.origin, *(self.masked[m] for m in masks)))
+        if down.is_max and down.origin in origins and set(self.carried[down.name]) <= set(self.carried[up.name]):
+            return True
+        return any(self._covers(s, up, masks) for s in down.over) or (bool(up.over) and all(self._covers(down, s, masks) for s in up.over))
 
     def _plain(self, x: _Scaled) -> str | float:
         """The value itself, where that keeps it in range."""
@@ -391,6 +403,8 @@ class _Kernel:
             a, b = args
             if (a.plus, a.minus, a.masks) == (b.plus, b.minus, b.masks):
                 return replace(a, mantissa=self._op(name, (a.mantissa, b.mantissa)))
+            if not all(x.is_plain or self._bounded(x) for x in args):
+                return self._aligned(name, a, b)
         if name == "sum":
             return self._sum(args[0], self.plan.names[f.axis])
         plain = tuple(self._plain(a) for a in args)
@@ -400,6 +414,15 @@ class _Kernel:
             function = self.plan.functions[f.symbol]
             return _Scaled(self._op(function.fn, plain, function.attrs))
         return _Scaled(self._op(self.division if name == "div" else name, plain))
+
+    def _aligned(self, name: str, a: _Scaled, b: _Scaled) -> _Scaled:
+        """The sum or difference of two values of different shifts, brought to the larger one."""
+        a, b = self._unmasked(a), self._unmasked(b)
+        shifts = tuple(self._exponent(x) if x.plus or x.minus else _Shift("", ("zero",)) for x in (a, b))
+        names = tuple(s.name or 0.0 for s in shifts)
+        top = _Shift(self._op("max", names), ("max", *(s.origin for s in shifts)), over=shifts)
+        parts = [self._times(self._op("exp", (self._op("sub", (n, top.name)),)), x.mantissa) for n, x in zip(names, (a, b), strict=True)]
+        return _Scaled(self._op(name, (parts[0], parts[1])), (top,))
 
     @property
     def division(self) -> str:

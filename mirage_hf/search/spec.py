@@ -7,12 +7,12 @@ that would clash with one in use (X·Xᵀ) is a copy of its class.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 
-from mirage_hf.graph.block import BlockInput
+from mirage_hf.graph.block import SIGN_HALVES, SIGN_PAIRS, SWAP_HALVES, SWAP_PAIRS, BlockInput, Turn
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.symbolic import Dim
 from mirage_hf.ops import table
@@ -49,6 +49,7 @@ class SpecInput:
     sizes: tuple[int, ...] = ()
     itemsize: int = 2
     bounds: int | None = None
+    turn: tuple[int, str] | None = None  # a dim, and how it is read
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,21 @@ def lower(graph: KernelGraph) -> Spec | NotLowerable:
 
 _Place = tuple[int, int]  # tensor index, dim
 
+Index = tuple["str | Turn | None", ...]
+"""What a dim of a tensor is indexed by: an axis, an axis on which partners are swapped or signed, or nothing (size 1)."""
+
+
+def _named(index: Iterable[str | Turn | None]) -> tuple[str | None, ...]:
+    """The axes of an index."""
+    return tuple(a.axis if isinstance(a, Turn) else a for a in index)
+
+
+def _turned(axis: str | Turn | None, how: str) -> Turn:
+    """An axis of an index, turned."""
+    if axis is None or isinstance(axis, Turn):
+        raise _Unsupported("rope of a turned dim, or of one of size 1, ends a kernel")
+    return Turn(axis, how)
+
 
 @dataclass
 class _Lowering:
@@ -113,7 +129,7 @@ class _Lowering:
     terms: list[Term] = field(default_factory=list)
     inputs: list[SpecInput] = field(default_factory=list)
     known: dict[Term, int] = field(default_factory=dict)
-    memo: dict[tuple[int, tuple[str | None, ...]], int] = field(default_factory=dict)
+    memo: dict[tuple[int, Index], int] = field(default_factory=dict)
     names: dict[_Place, str] = field(default_factory=dict)
 
     def run(self) -> Spec:
@@ -180,6 +196,10 @@ class _Lowering:
                 for k in range(rank):
                     if k != attrs["dim"]:
                         self._join(t, k, out, k)
+        elif op.name == "rope":
+            for t in tensors:
+                for k in range(1, len(t.dims) + 1):
+                    self._join(t, len(t.dims) - k, out, rank - k)
         else:
             raise _Unsupported(f"{op.name} ends a kernel: the search does not fuse it yet")
 
@@ -215,11 +235,11 @@ class _Lowering:
             for d in range(rank):
                 give(t, d, "column" if d == rank - 1 else "row" if d == rank - 2 else "batch")
 
-    def _axis(self, t: DTensor, d: int, taken: Sequence[str | None]) -> str:
+    def _axis(self, t: DTensor, d: int, taken: Iterable[str | Turn | None]) -> str:
         root = self._find((t.index, d))
         base = name = self.names.setdefault(root, f"a{len(self.names)}_")
-        copy = 0
-        while name in taken:
+        copy, used = 0, _named(taken)
+        while name in used:
             copy += 1
             name = f"{base}{copy}"
         self.sizes[name] = t.dims[d]
@@ -243,19 +263,23 @@ class _Lowering:
     def _constant(self, value: float) -> int:
         return self._term(Term("constant", value=float(value)))
 
-    def _input(self, spec: SpecInput, index: tuple[str | None, ...]) -> int:
+    def _input(self, spec: SpecInput, given: Index) -> int:
+        turns = [(d, a.how) for d, a in enumerate(given) if isinstance(a, Turn)]
+        if len(turns) > 1 or (turns and (spec.bounds is not None or spec.joined == turns[0][0])):
+            raise _Unsupported("an input that is turned along two dims, or along that of its sources, ends a kernel")
+        spec, index = replace(spec, turn=turns[0] if turns else None), _named(given)
         if spec not in self.inputs:
             self.inputs.append(spec)
         axes = tuple(sorted(a for a in index if a))
         return self._term(Term("input", (), axes, self.inputs.index(spec), index))
 
-    def lower(self, t: DTensor, index: tuple[str | None, ...]) -> int:
+    def lower(self, t: DTensor, index: Index) -> int:
         key = (t.index, index)
         if key not in self.memo:
             self.memo[key] = self._lower(t, index)
         return self.memo[key]
 
-    def _lower(self, t: DTensor, index: tuple[str | None, ...]) -> int:
+    def _lower(self, t: DTensor, index: Index) -> int:
         op = self.made.get(t.index)
         if op is None:
             source = [x.index for x in self.graph.inputs].index(t.index)
@@ -268,6 +292,8 @@ class _Lowering:
         row = table.OPS[op.name]
         if row.kind == "elementwise":
             return self._elementwise(op, index)
+        if op.name not in ("permute", "reshape", "concat") and any(isinstance(a, Turn) and not a.swaps for a in index):
+            raise _Unsupported("rope with a sine that is computed ends a kernel: the search takes one that is an input")
         x = op.inputs[0]
         assert isinstance(x, DTensor)
         if op.name == "matmul":
@@ -291,8 +317,10 @@ class _Lowering:
                                    "every size; give the dim a size, or sum and multiply by an input")
             total = self._op("sum", arg, axis=k)
             return total if attrs["kind"] == "sum" else self._op("mul", total, self._constant(1.0 / x.dims[d]))
+        if op.name == "rope":
+            return self._rope(op, index)
         if op.name == "permute":
-            inner: list[str | None] = [None] * len(x.dims)
+            inner: list[str | Turn | None] = [None] * len(x.dims)
             for o, i in enumerate(attrs["order"]):
                 inner[i] = index[o]
             return self.lower(x, tuple(inner))
@@ -309,10 +337,27 @@ class _Lowering:
             rank, dim = len(index), attrs["dim"] % len(index)
             places = [k for k in range(rank - len(lo.dims), rank)]
             own = tuple(index[k] if lo.dims[k - rank] > 1 else None for k in places)
-            return self._op("mul", self.lower(x, index), self._bounds(lo, hi, own, index[dim], dim - (rank - len(lo.dims))))
+            along = index[dim]
+            if isinstance(along, Turn):
+                raise _Unsupported("bounds along the dim that rope turns end a kernel")
+            return self._op("mul", self.lower(x, index), self._bounds(lo, hi, own, along, dim - (rank - len(lo.dims))))
         raise _Unsupported(f"{op.name} ends a kernel: the search does not fuse it yet")
 
-    def _bounds(self, lo: DTensor, hi: DTensor, index: tuple[str | None, ...], axis: str | None, dim: int) -> int:
+    def _rope(self, op: KernelOp, index: Index) -> int:
+        """x · cos + swapped x · signed sin."""
+        x, cos, sin = (t for t in op.inputs if isinstance(t, DTensor))
+        if cos.dims[-1] != x.dims[-1]:
+            raise _Unsupported("rope of a part of a dim ends a kernel: the search does not fuse it yet")
+        swap, sign = (SWAP_PAIRS, SIGN_PAIRS) if dict(op.attrs)["interleaved"] else (SWAP_HALVES, SIGN_HALVES)
+        *outer, last = index
+
+        def own(t: DTensor, along: str | Turn | None) -> Index:
+            return tuple(a if d > 1 else None for a, d in zip((*outer, along)[len(index) - len(t.dims):], t.dims, strict=True))
+        straight = self._op("mul", self.lower(x, index), self.lower(cos, own(cos, last)))
+        crossed = self._op("mul", self.lower(x, (*outer, _turned(last, swap))), self.lower(sin, own(sin, _turned(last, sign))))
+        return self._op("add", straight, crossed)
+
+    def _bounds(self, lo: DTensor, hi: DTensor, index: Index, axis: str | None, dim: int) -> int:
         """The 0/1 mask of bounds along `axis`, which is dim `dim` of lo and hi (negative: they lack it)."""
         if axis is None:
             raise _Unsupported("bounds of a dim of size 1 end a kernel")
@@ -326,13 +371,15 @@ class _Lowering:
         return self._input(spec, (*index[:dim], axis, *index[dim + 1:]))
 
     @staticmethod
-    def _batch(t: DTensor, index: tuple[str | None, ...]) -> tuple[str | None, ...]:
+    def _batch(t: DTensor, index: Index) -> Index:
         """The index of t's batch dims, aligned at the right with the output's."""
         n = len(t.dims) - 2
         outer = index[:-2]
         return tuple(outer[len(outer) - n + i] if t.dims[i] > 1 else None for i in range(n))
 
-    def _elementwise(self, op: KernelOp, index: tuple[str | None, ...]) -> int:
+    def _elementwise(self, op: KernelOp, index: Index) -> int:
+        if op.name != "cast" and any(isinstance(a, Turn) and not a.swaps for a in index):
+            raise _Unsupported("rope with a sine that is computed ends a kernel: the search takes one that is an input")
         args = []
         for x in op.inputs:
             if not isinstance(x, DTensor):
@@ -363,10 +410,12 @@ class _Lowering:
         algebra["neg"] = lambda a: self._op("mul", self._constant(-1.0), a)
         return row.program(**attrs).evaluate(algebra, args, self._constant)
 
-    def _inlined(self, op: KernelOp, t: DTensor, index: tuple[str | None, ...]) -> int:
+    def _inlined(self, op: KernelOp, t: DTensor, given: Index) -> int:
         """A value that a kernel of the program stores, spelled out in the axes of `index` and fresh ones for what it reduces."""
-        block = op.block
+        block, index = op.block, _named(given)
         assert block is not None
+        if index != given:
+            raise _Unsupported("rope of what a kernel of the program stores: the search does not look into that")
         made = inline.definitions(block)
         out = block.outputs[op.outputs.index(t)]
         names: dict[str, str | None] = {a: i for a, i in zip(out.axes, index, strict=True) if a is not None}
@@ -406,6 +455,8 @@ class _Lowering:
         tensors = [op.inputs[s] for s in i.sources]
         if i.bounds is not None:
             raise _Unsupported("bounds that a kernel of the program reads: the search does not look into that")
+        if i.turn is not None:
+            raise _Unsupported("an input that a kernel of the program turns: the search does not look into that")
         if len(tensors) == 1:
             assert isinstance(tensors[0], DTensor)
             own = tuple(a if d > 1 else None for a, d in zip(index, tensors[0].dims, strict=True))
@@ -413,10 +464,10 @@ class _Lowering:
         assert i.joined is not None
         return self._end_to_end(tensors, i.axes.index(i.joined), index)
 
-    def _concat(self, op: KernelOp, t: DTensor, index: tuple[str | None, ...]) -> int:
+    def _concat(self, op: KernelOp, t: DTensor, index: Index) -> int:
         return self._end_to_end(op.inputs, dict(op.attrs)["dim"], index)
 
-    def _end_to_end(self, tensors: Sequence[object], d: int, index: tuple[str | None, ...]) -> int:
+    def _end_to_end(self, tensors: Sequence[object], d: int, index: Index) -> int:
         """A concat along `d` of graph inputs (permuted or not, all alike) is one input with several sources."""
         roots: list[tuple[int, tuple[int, ...]]] = []
         xs = [x for x in tensors if isinstance(x, DTensor)]
@@ -437,7 +488,7 @@ class _Lowering:
         order = roots[0][1]
         by_index = {x.index: k for k, x in enumerate(self.graph.inputs)}
         # index of the source tensors' dims: dim order[j] of a source is dim j of the result
-        inner_index: list[str | None] = [None] * len(order)
+        inner_index: list[str | Turn | None] = [None] * len(order)
         dims = [0] * len(order)
         for j, o in enumerate(order):
             inner_index[o], dims[o] = index[j], whole[j]

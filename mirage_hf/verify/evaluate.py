@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mirage_hf.graph.block import BlockGraph, Role
-from mirage_hf.graph.execute import Algebra, run_block_graph
+from mirage_hf.graph.block import SIGN_HALVES, SIGN_PAIRS, SWAP_HALVES, SWAP_PAIRS, BlockGraph, Role, Turn
+from mirage_hf.graph.execute import Algebra, run_block_graph, turned
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
 
@@ -77,18 +77,14 @@ class SmallGraph:
 
     def _rope(self, args: list[Any], dims: list[tuple[int, ...]], interleaved: bool, algebra: ProofAlgebra) -> Any:
         x, cos, sin = args
-        rank, width, half = len(dims[0]), dims[1][-1], dims[1][-1] // 2
+        rank, width = len(dims[0]), dims[1][-1]
 
-        def part(v: Any, start: int, stop: int, step: int = 1) -> Any:
-            return algebra.cut(v, (*[slice(None)] * (rank - 1), slice(start, stop, step)))
+        def part(start: int, stop: int) -> Any:
+            return algebra.cut(x, (*[slice(None)] * (rank - 1), slice(start, stop)))
 
-        head = part(x, 0, width)
-        first, second = (part(head, i, width, 2) for i in (0, 1)) if interleaved else (part(head, 0, half), part(head, half, width))
-        rotated = algebra.join([algebra.elementwise("neg", [second], {}), first], rank - 1)
-        if interleaved:  # (−x1 −x3 … x0 x2 …) to (−x1 x0 −x3 x2 …)
-            lead = dims[0][:-1]
-            rotated = algebra.arrange(rotated, range(rank), (*lead, 2, half))
-            rotated = algebra.arrange(rotated, (*range(rank - 1), rank, rank - 1), (*lead, width))
+        head = rotated = part(0, width)
+        for how in (SWAP_PAIRS, SIGN_PAIRS) if interleaved else (SWAP_HALVES, SIGN_HALVES):
+            rotated = turned(algebra, rotated, (*dims[0][:-1], width), rank - 1, Turn("", how))
         both = [algebra.elementwise("mul", pair, {}) for pair in ([head, cos], [rotated, sin])]
-        turned = algebra.elementwise("add", both, {})
-        return turned if width == dims[0][-1] else algebra.join([turned, part(x, width, dims[0][-1])], rank - 1)
+        summed = algebra.elementwise("add", both, {})
+        return summed if width == dims[0][-1] else algebra.join([summed, part(width, dims[0][-1])], rank - 1)
