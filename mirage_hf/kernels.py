@@ -15,7 +15,7 @@ from mirage_hf import torch_op
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import plan
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.errors import Rejected
+from mirage_hf.errors import Rejected, ZooError
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
@@ -24,6 +24,7 @@ from mirage_hf.settings import settings
 from mirage_hf.torch_op import Run
 from mirage_hf.tune import space
 from mirage_hf.tune.cost import H200, Device, estimate
+from mirage_hf.tune.measure import Timing as Measured
 from mirage_hf.tune.tuner import Candidate as Tuned
 from mirage_hf.tune.tuner import together
 from mirage_hf.tune.tuner import tune as measure
@@ -107,31 +108,52 @@ def for_layer(layer: Sequence[Resolved], *, device: torch.device | str,
     `layer`: what `resolve` gave for the programs that a layer runs, in order. What was looked up, or runs the library, stays.
     """
     start = time.perf_counter()
-    ours = [n for n, r in enumerate(layer) if r.is_fused]
-    if len(ours) < 2 or not any(r.made and r.made.tuned for r in layer):
-        return list(layer)
-    choices = [r.made.tuned if r.made else (Tuned(r.ugraph, r.entry.schedules, 0.0),) for r in (layer[n] for n in ours)]
-    if not all(choices):
-        return list(layer)
-    chosen, whole = together(choices, device=device)
+    chosen = _together([r.made or r.entry for r in layer], device)
+    if isinstance(chosen, Rejected):
+        return [replace(r, reason="; ".join(x for x in (r.reason, chosen.reason) if x)) if r.made else r for r in layer]
     found = list(layer)
-    for n, c in zip(ours, chosen, strict=True):
-        if (made := layer[n].made) is not None:
-            found[n] = replace(_kept(made.entry(c, whole.us), chain(zoo), True, start), made=made)
+    for n, entry in chosen.items():
+        kept = _kept(entry, chain(zoo), True, start)
+        found[n] = replace(kept, made=layer[n].made, seconds=layer[n].seconds + kept.seconds)
     return found
 
 
-def make_entries(programs: Sequence[tuple[KernelGraph, str]], device: torch.device, tune: str = "auto",
+def make_entries(layer: Sequence[Entry | tuple[KernelGraph, str]], device: torch.device, tune: str = "auto",
                  progress: Progress | None = None) -> list[Entry]:
-    """Search, verify and tune programs on `device` without looking anything up (what building a zoo does); (program, pattern) each,
-    in the order in which a layer runs them. Where a GPU times them, the kernels are chosen for the layer as a whole.
+    """Search, verify and tune programs on `device` without looking anything up (what building a zoo does).
+
+    layer: (program, pattern) of what is to be made and entries of what is there, in the order in which a layer runs them. Where a
+    GPU times them, the new kernels are chosen for the layer as a whole. Errors: ZooError where that cannot be timed.
     """
     on_gpu = device.type == "cuda"
-    made = [_make(program, key_of(program, target_of(device)), device, on_gpu, tune, pattern, progress) for program, pattern in programs]
-    if len(made) < 2 or not all(m.tuned for m in made):
-        return [m.entry() for m in made]
-    chosen, layer = together([m.tuned for m in made], device=device)
-    return [m.entry(c, layer.us) for m, c in zip(made, chosen, strict=True)]
+    parts = [x if isinstance(x, Entry) else _make(x[0], key_of(x[0], target_of(device)), device, on_gpu, tune, x[1], progress)
+             for x in layer]
+    chosen = _together(parts, device)
+    if isinstance(chosen, Rejected):
+        raise ZooError(f"build a zoo: {chosen.reason}; free memory on {device}, or build on another GPU")
+    return [chosen.get(n) or m.entry() for n, m in enumerate(parts) if not isinstance(m, Entry)]
+
+
+def _together(parts: Sequence[_Made | Entry], device: torch.device | str) -> dict[int, Entry] | Rejected:
+    """Entries of the parts that were just made, by position, chosen by the time of all parts that run kernels of ours; none where
+    there is no choice."""
+    choices = {n: c for n, p in enumerate(parts) if (c := p.contenders() if isinstance(p, _Made) else _as_it_is(p))}
+    if len(choices) < 2 or not any(isinstance(parts[n], _Made) for n in choices):
+        return {}
+    failed = ""
+    try:
+        found, whole = together(list(choices.values()), device=device)
+    except RuntimeError as e:  # out of memory among them
+        failed = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+    torch.cuda.empty_cache()  # what was timed is as large as a few layers
+    if failed:
+        return Rejected(f"chosen on its own, as the whole layer could not be timed ({failed})")
+    return {n: p.entry(c, whole.us) for n, c in zip(choices, found, strict=True) if isinstance(p := parts[n], _Made)}
+
+
+def _as_it_is(entry: Entry) -> tuple[Tuned, ...]:
+    """The kernel of an entry as the only choice; none where the library runs."""
+    return (Tuned(entry.ugraph, entry.schedules, 0.0),) if entry.ugraph.is_fused and entry.timings and not _library_wins(entry) else ()
 
 
 def _source(store: Store) -> str:
@@ -150,6 +172,18 @@ class _Made:
     search: dict[str, Any]
     tuned: tuple[Tuned, ...] = ()
     library: Tuned | None = None
+
+    def contenders(self) -> tuple[Tuned, ...]:
+        """The candidates that are faster than the library, best first, by each kind of time that both have."""
+        library = self.library
+        if library is None:
+            return self.tuned
+
+        def slower(mine: Measured | None, theirs: Measured | None) -> bool:
+            return mine is not None and theirs is not None and mine.us > theirs.us
+        chained = [c for c in self.tuned if c.chain and library.chain and not slower(c.chain, library.chain)]
+        others = [c for c in self.tuned if not (c.chain and library.chain) and not slower(c.timing, library.timing)]
+        return (*chained, *others)
 
     def entry(self, chosen: Tuned | None = None, layer_us: float | None = None) -> Entry:
         """With the best or the chosen candidate; `layer_us`: the time of the layer that it was chosen for."""
@@ -229,17 +263,24 @@ def _timings(name: str, c: Tuned) -> tuple[Timing, ...]:
     return tuple(Timing(name + how, t.us, t.low, t.high, t.replays) for how, t in (("", c.timing), (CHAINED, c.chain)) if t is not None)
 
 
+def _library_wins(entry: Entry) -> str:
+    """Why the library runs instead of an entry's kernel; empty where the kernel does."""
+    times = {t.name: t.median_us for t in entry.timings}
+    if not times:
+        return ""
+    how = CHAINED if all(name + CHAINED in times for name in (OURS, LIBRARY)) else ""
+    ours, library = times[OURS + how], times[LIBRARY + how]
+    return f"the library path was measured faster ({library:.1f} µs, searched {ours:.1f} µs)" if ours > library else ""
+
+
 def _resolved(entry: Entry, source: str, on_gpu: bool, seconds: float, note: str = "") -> Resolved:
     times = {t.name: t.median_us for t in entry.timings}
     fused, reason = entry.ugraph.is_fused, ""
     if not fused:
         why = entry.search.get("reason") or "; ".join(entry.search.get("refused", ())) or entry.search.get("stop")
         reason = f"no single kernel was found: {why}"
-    elif times:
-        how = CHAINED if all(name + CHAINED in times for name in (OURS, LIBRARY)) else ""
-        ours, library = times[OURS + how], times[LIBRARY + how]
-        if ours > library:
-            fused, reason = False, f"the library path was measured faster ({library:.1f} µs, searched {ours:.1f} µs)"
+    elif reason := _library_wins(entry):
+        fused = False
     if fused and on_gpu:
         run = torch_op.launcher(entry.kernel)
     else:

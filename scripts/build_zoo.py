@@ -43,16 +43,17 @@ def blocks_of(name: str, dtype: str, device: torch.device) -> list[Block]:
 
 def build(blocks: Sequence[Block], rows: int, device: torch.device, zoo: Store, args: argparse.Namespace) -> Iterator[str]:
     """Make the kernels of a layer's blocks for a number of rows, those that the zoo lacks. Yields what was done."""
-    missing: list[tuple[KernelGraph, str]] = []
+    layer: list[Entry | tuple[KernelGraph, str]] = []
     for block in blocks:
         program = block.program(rows)
         have = zoo.get(key_of(program, target_of(device)))
         if isinstance(have, Entry) and (have.timings or args.untimed) and not args.anew:
             yield f"{have.folder}: is there, {describe(have)}"
+            layer.append(have)
         else:
-            missing.append((program, block.pattern.name))
+            layer.append((program, block.pattern.name))
     started = time.perf_counter()
-    for entry in make_entries(missing, device, args.tune):
+    for entry in make_entries(layer, device, args.tune):
         kept = zoo.put(entry)
         where = kept.relative_to(zoo.root) if isinstance(kept, Path) else kept.reason
         yield f"{where}: made with its layer in {time.perf_counter() - started:.1f} s, {describe(entry)}"

@@ -232,7 +232,8 @@ class Tiles:
             return f"({at} ^ 1)"
         half = self.block.axis(axis).size // 2
         text = f"tl.where({at} < {half}, {at} + {half}, {at} - {half})"
-        together = math.gcd(half, self.plan.tile(axis)) if self.plan.parts(axis) is None else 1  # a tile starts at a multiple of itself
+        # a tile starts at a multiple of itself; rows in variables of their own, and parts, start anywhere
+        together = math.gcd(half, self.plan.tile(axis)) if self.plan.dims([axis]) and self.plan.parts(axis) is None else 1
         return f"tl.max_contiguous(tl.multiple_of({text}, {together}), {together})" if together > 1 else text
 
     def _prefetch(self, i: BlockInput, steps: int) -> None:

@@ -403,7 +403,7 @@ class _Kernel:
             a, b = args
             if (a.plus, a.minus, a.masks) == (b.plus, b.minus, b.masks):
                 return replace(a, mantissa=self._op(name, (a.mantissa, b.mantissa)))
-            if not all(x.is_plain or self._bounded(x) for x in args):
+            if any((x.plus or x.minus) and not self._bounded(x) for x in args):
                 return self._aligned(name, a, b)
         if name == "sum":
             return self._sum(args[0], self.plan.names[f.axis])

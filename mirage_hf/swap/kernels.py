@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ def find_kernels(matches: Sequence[Match], rows: Sequence[int], *, device: torch
                 except (SearchError, VerificationError, CodegenError) as e:
                     found[block, r] = Rejected(f"no kernel: {e}")
             there = [wanted for wanted in dict.fromkeys(layer) if not isinstance(found[wanted], Rejected)]
-            if new:
-                found |= zip(there, kernels.for_layer([found[wanted] for wanted in there], device=device, zoo=zoo), strict=True)
+            if new:  # what an earlier layer chose stays
+                parts = [found[w] if w in new else replace(found[w], made=None) for w in there]
+                found |= zip(there, kernels.for_layer(parts, device=device, zoo=zoo), strict=True)
     for kernel in found.values():
         if not isinstance(kernel, Rejected):
             torch_op.register(kernel.digest, kernel.ugraph, kernel.run, device.type)

@@ -176,8 +176,11 @@ class Layer:
 
 
 def _flowed(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """An input like x that is there only once y is."""
-    if y.dtype == x.dtype and y.numel() >= x.numel() and y.is_contiguous():
+    """An input like x that is there only once y is (x itself where y is of whole numbers)."""
+    if not y.is_floating_point():
+        return x
+    reach = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    if y.dtype == x.dtype and y.numel() >= reach and y.is_contiguous():
         return y.as_strided(x.shape, x.stride())
     _link(x.numel(), x.dtype, y.dtype)([x.as_strided((x.numel(),), (1,)), y.as_strided((1,), (1,))], [x.as_strided((x.numel(),), (1,))])
     return x

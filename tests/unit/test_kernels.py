@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import programs
@@ -12,6 +13,14 @@ import torch
 
 import mirage_hf as mi
 from mirage_hf import kernels
+from mirage_hf.graph.ugraph import library_ugraph
+from mirage_hf.tune import space
+from mirage_hf.tune.measure import timing
+from mirage_hf.tune.tuner import MEASURED
+from mirage_hf.tune.tuner import Candidate as Tuned
+from mirage_hf.zoo.entry import Entry
+from mirage_hf.zoo.key import key_of
+from mirage_hf.zoo.store import user_store
 
 HERE = Path(__file__).parent
 
@@ -134,3 +143,60 @@ def test_rounding_decides_which_schedule_is_taken():
     block = r.ugraph.block_ops[0].block
     x, gamma, _ = (i.name for i in block.inputs)
     assert r.is_fused and not (schedule.mma and any({x, gamma} == set(op.args) for op in block.ops()))
+
+
+# -- kernels chosen for a layer --------------------------------------------------------------------------------------------------
+
+def made(k: int, *us: float, library: float = 9.0) -> kernels.Resolved:
+    """A program whose kernel was just tuned: a candidate for each of the times, best first."""
+    program = programs.rms_norm_linear(mi, rows=1, k=k, n=256)
+    found = kernels._make(program, key_of(program, "sm_90"), torch.device("cpu"), False, "auto", "rms_norm_linear", None)
+    op, = found.ugraph.block_ops
+    schedules = space.schedules(op, limit=len(us))
+    tuned = tuple(Tuned(found.ugraph, (s,), 1.0, MEASURED, timing=timing([t], 1)) for s, t in zip(schedules, us, strict=True))
+    theirs = Tuned(library_ugraph(program), (), 1.0, MEASURED, timing=timing([library], 1))
+    found = replace(found, tuned=tuned, library=theirs)
+    return replace(kernels._resolved(found.entry(), kernels.SEARCHED, True, 3.0), made=found)
+
+
+@pytest.fixture
+def offered(monkeypatch):
+    """What `together` is asked to choose among; it takes the last of each."""
+    asked = []
+    monkeypatch.setattr(kernels, "together", lambda choices, device: asked.append(choices) or ([c[-1] for c in choices], timing([7.5], 1)))
+    return asked
+
+
+def test_kernels_are_chosen_for_the_layer_and_kept(offered):
+    layer = [made(512, 1.0, 2.0), made(1024, 3.0, 4.0, 5.0)]
+    chosen = kernels.for_layer(layer, device="cpu")
+    assert [len(c) for c in offered[0]] == [2, 3]
+    for before, after in zip(layer, chosen, strict=True):
+        assert after.is_fused and after.entry.schedules == before.made.tuned[-1].schedules != before.entry.schedules
+        assert after.time_us == before.made.tuned[-1].us and after.entry.search["layer_us"] == 7.5
+        assert after.seconds >= before.seconds
+        assert isinstance(user_store().find(before.digest), Entry) and user_store().find(before.digest).schedules == after.entry.schedules
+
+
+def test_what_is_slower_than_the_library_is_not_offered(offered):
+    layer = [made(512, 1.0, 2.0, 30.0), made(768, 10.0, 11.0), made(1024, 3.0, 4.0)]
+    chosen = kernels.for_layer(layer, device="cpu")
+    assert [len(c) for c in offered[0]] == [2, 2]  # the second program runs the library
+    assert not chosen[1].is_fused and chosen[1].entry == layer[1].entry and "library path was measured faster" in chosen[1].reason
+
+
+def test_what_was_looked_up_stays_and_counts(offered):
+    there = replace(made(512, 1.0, 2.0), made=None)
+    chosen = kernels.for_layer([there, made(1024, 3.0, 4.0)], device="cpu")
+    assert [len(c) for c in offered[0]] == [1, 2] and offered[0][0][0].schedules == there.entry.schedules
+    assert chosen[0] is there and chosen[1].entry.search["layer_us"] == 7.5
+    assert kernels.for_layer([there, there], device="cpu") == [there, there] and len(offered) == 1
+
+
+def test_a_layer_that_cannot_be_timed_says_so(monkeypatch):
+    def full(choices, device):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(kernels, "together", full)
+    layer = [made(512, 1.0), made(1024, 3.0)]
+    for before, after in zip(layer, kernels.for_layer(layer, device="cpu"), strict=True):
+        assert after.is_fused and after.entry == before.entry and "CUDA out of memory" in after.reason

@@ -186,6 +186,24 @@ def test_compiles_ahead_of_time(sm, tmp_path, monkeypatch):
             assert kernel.asm["cubin"]
 
 
+def test_rows_in_variables_of_their_own_claim_no_alignment(tmp_path, monkeypatch):
+    """Partners of single rows: 0 and 2, 1 and 3."""
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    g = mi.new_kernel_graph()
+    x, cos, sin = (g.new_input((256, 4), name=name) for name in ("x", "cos", "sin"))
+    g.mark_output(g.matmul(g.permute(g.rope(x, cos, sin), (1, 0)), g.new_input((256, 512), name="w")))
+    tried = 0
+    for f in [f for f in found_of(g) if f.ugraph.num_kernels == 1][:3]:
+        op, = placed(f.ugraph)
+        turned = {i.turn.axis for i in op.block.inputs if i.turn}
+        for schedule in [s for s in space.schedules(op) if plan(op, s).unrolled in turned][:1]:
+            program = triton.generate(f.ugraph, [schedule])
+            assert "tl.where(" in program.source and "multiple_of" not in program.source
+            assert compiler.ahead_of_time(program, 90)[0].asm["cubin"]
+            tried += 1
+    assert tried
+
+
 INTERPRETED = """
 import json
 import torch
