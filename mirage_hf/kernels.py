@@ -108,6 +108,8 @@ def for_layer(layer: Sequence[Resolved], *, device: torch.device | str,
     `layer`: what `resolve` gave for the programs that a layer runs, in order. What was looked up, or runs the library, stays.
     """
     start = time.perf_counter()
+    if not any(r.made and r.made.tuned for r in layer):
+        return list(layer)
     chosen = _together([r.made or r.entry for r in layer], device)
     if isinstance(chosen, Rejected):
         return [replace(r, reason="; ".join(x for x in (r.reason, chosen.reason) if x)) if r.made else r for r in layer]
