@@ -14,6 +14,8 @@ import torch
 import ugraphs
 
 import mirage_hf as mi
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.search.engine import Found, SearchOptions, search
@@ -148,6 +150,15 @@ def test_sums_of_masked_values(build):
     for f in found_of(g):
         assert f.ugraph.num_kernels == 1 and isinstance(prove(f.ugraph), Accepted)
         assert error_of(run_kernel_graph(f.ugraph.kernels, inputs, torch.float64), exact(g, inputs)) < 1e-9
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+def test_compiles_ahead_of_time(sm, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    for g in (decoding(8, 4, 4096, d=128, norm=True, rope=True, dtype="bfloat16"),
+              decoding(2, 7, 300, new=2, d=80, sink=True, softcap=30.0)):
+        for kernel in compiler.ahead_of_time(triton.generate(found_of(g)[0].ugraph), sm):
+            assert kernel.asm["cubin"]
 
 
 INTERPRETED = """
