@@ -18,6 +18,8 @@ class Settings:
     """Threads of the C++ search: MIRAGE_HF_THREADS, else all cores this process may use."""
     search_seconds: float
     """Default time limit of one search in seconds: MIRAGE_HF_SEARCH_SECONDS, else 60."""
+    interpret: bool
+    """Whether Triton interprets kernels instead of compiling them: TRITON_INTERPRET."""
 
 
 def _number(name: str, default: str, kind: type) -> float:
@@ -41,4 +43,5 @@ def settings() -> Settings:
     return Settings(
         cache_dir=Path(cache).expanduser() if cache else Path(platformdirs.user_cache_dir("mirage_hf")),
         threads=int(_number("MIRAGE_HF_THREADS", str(cores), int)),
-        search_seconds=_number("MIRAGE_HF_SEARCH_SECONDS", "60", float))
+        search_seconds=_number("MIRAGE_HF_SEARCH_SECONDS", "60", float),
+        interpret=os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes"))

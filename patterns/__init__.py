@@ -1,7 +1,8 @@
 """The blocks that optimize() looks for, one small declarative file each."""
+from mirage_hf.patterns.attention import ATTENTION
 from mirage_hf.patterns.gated_mlp import GATED_MLP
 from mirage_hf.patterns.linear_residual import LINEAR_RESIDUAL
 from mirage_hf.patterns.lora import LORA
 from mirage_hf.patterns.rms_norm_linear import RMS_NORM_LINEAR
 
-PATTERNS = {p.name: p for p in (RMS_NORM_LINEAR, GATED_MLP, LINEAR_RESIDUAL, LORA)}
+PATTERNS = {p.name: p for p in (RMS_NORM_LINEAR, ATTENTION, GATED_MLP, LINEAR_RESIDUAL, LORA)}

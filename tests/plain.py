@@ -176,6 +176,14 @@ def run(graph: KernelGraph, inputs: list[torch.Tensor], dtype: torch.dtype = tor
             y[..., first] = x[..., first] * cos[..., first] - x[..., second] * sin[..., first]
             y[..., second] = x[..., second] * cos[..., second] + x[..., first] * sin[..., second]
             outs = [y]
+        elif op.name == "cache_append":
+            cache, rows, at = args
+            y = cache.clone()
+            for n in range(cache.shape[0]):
+                first = int(at.reshape(-1)[n if at.numel() > 1 else 0])
+                for r in range(rows.shape[-2]):
+                    y[n][..., first + r, :] = rows[n][..., r, :]
+            outs = [y]
         else:
             raise NotImplementedError(op.name)
         values |= {t.index: y for t, y in zip(op.outputs, outs, strict=True)}

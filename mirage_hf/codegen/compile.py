@@ -34,9 +34,25 @@ def load(source: str, digest: str) -> ModuleType:
         raise errors.CodegenError(f"kernel source: its SHA-256 is {actual[:12]}…, expected {digest[:12]}…; the file is damaged, "
                                   "generate it again")
     with _lock:
+        if settings().interpret:
+            _let_bounds_be_loaded()
         if digest not in _loaded:
             _loaded[digest] = _import(_keep(source, digest), source, f"mirage_hf_generated_{digest[:16]}")
         return _loaded[digest]
+
+
+def _let_bounds_be_loaded() -> None:
+    """Let the interpreter of Triton 3.6 take loaded numbers as ends of a loop: to it they are arrays of one element, which NumPy 2.4
+    and newer do not convert."""
+    from triton.runtime import interpreter
+    patch = interpreter._patch_lang_tensor
+    if getattr(patch, "__module__", "") == __name__:
+        return
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    interpreter._patch_lang_tensor = patched
 
 
 def _keep(source: str, digest: str) -> Path:

@@ -15,6 +15,7 @@ import torch
 from mirage_hf import errors
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.triton_math import keeps_zero
+from mirage_hf.graph import effects
 from mirage_hf.graph.block import Accumulator, BlockGraph, BlockInput, BlockOp, BlockOutput, Contraction, Role, Stage
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelOp
 from mirage_hf.graph.ugraph import UGraph
@@ -50,6 +51,22 @@ class Dot:
 
 
 @dataclass(frozen=True)
+class Append:
+    """An output that is stored into a cache of `slots` slots: its dim before the last begins at the slot that operand `position` says."""
+
+    output: int
+    position: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class PlacedOp(KernelOp):
+    """A `customized` op as it runs: operands with the strides that they then have, outputs with those of where they are stored."""
+
+    appends: tuple[Append, ...] = ()
+
+
+@dataclass(frozen=True)
 class Plan:
     """A block graph, its operands and a schedule. Errors: CodegenError when no kernel can be made of them."""
 
@@ -57,6 +74,7 @@ class Plan:
     operands: tuple[DTensor, ...]
     outputs: tuple[DTensor, ...]
     schedule: Schedule
+    appends: tuple[Append, ...] = ()
 
     def __post_init__(self) -> None:
         self.schedule.check(self.block)
@@ -65,7 +83,7 @@ class Plan:
                 raise errors.CodegenError(f"block input {i.name}: its joined sources have different dtypes; cast them to one")
         for axis in self.block.named(Role.GRID):
             for o in self.block.outputs:
-                if not self.cuts(axis.name, o.axes):
+                if not self.cuts(axis.name, o.axes) and o.value not in self.input:
                     raise errors.CodegenError(f"output {o.value} does not carry the grid axis {axis.name}, so its blocks would write "
                                               "the same elements; make the axis a loop or tile axis, or a dim of the output")
         loop = self.loop
@@ -129,6 +147,15 @@ class Plan:
     @cached_property
     def loop(self) -> str | None:
         return next((a.name for a in self.block.named(Role.LOOP)), None)
+
+    def shares(self, o: BlockOutput) -> tuple[str, ...]:
+        """The grid axes along which all blocks have the same of an output, a copy of an input: the first of them stores it."""
+        return tuple(a.name for a in self.block.named(Role.GRID) if not self.cuts(a.name, o.axes) and self.trips(a.name) > 1)
+
+    def append(self, o: BlockOutput) -> Append | None:
+        """Where an output is stored into a cache, how."""
+        number = self.block.outputs.index(o)
+        return next((a for a in self.appends if a.output == number), None)
 
     def tile(self, axis: str) -> int:
         return self.schedule.tile(axis)
@@ -426,6 +453,37 @@ class Plan:
         return (self.schedule.lazy and acc.out not in self.dots and self.loop in self.value_dims(acc.arg) and acc.shift is None
                 and acc.out not in self.maxima(stage))
 
+    # -- loops that only visit what is within bounds -----------------------------------------------------------------------
+
+    def trimmed(self, stage: Stage) -> BlockInput | None:
+        """The bounds of a stage's loop, where tiles that they leave nothing of may be passed over: every sum is of what is 0 there, every
+        maximum of what is a number there (`floor`), and nothing is stored for each tile."""
+        if stage.loop is None or not self.walks:
+            return None
+        read = {a for op in stage.body for a in op.args} | {a.arg for a in stage.accumulators}
+        bounds = [i for i in self.block.inputs if i.bounds == stage.loop and i.name in read]
+        if len(bounds) != 1 or stage.loop in bounds[0].axes or any(stage.loop in o.axes for o in self.block.outputs):
+            return None
+        name = bounds[0].name
+        idle = all(self._is_zero(a.arg, name) if a.kind == "sum" else self.floor(a, name) is not None for a in stage.accumulators)
+        return bounds[0] if idle else None
+
+    def floor(self, acc: Accumulator, bounds: str) -> float | None:
+        """What a maximum is taken of where bounds leave nothing."""
+        op = self._ops.get(acc.arg)
+        outside = op.args[2] if op is not None and op.fn == "select" and op.args[0] == bounds else None
+        return outside if acc.kind == "max" and isinstance(outside, float) else None
+
+    def _is_zero(self, value: str | float, bounds: str) -> bool:
+        """Whether a value is 0 where bounds leave nothing, whatever else is there."""
+        op = self._ops.get(str(value))
+        if op is None:
+            return value == bounds
+        if op.fn == "select":
+            return op.args[0] == bounds and op.args[2] == 0.0
+        return (op.fn == "mul" and any(self._is_zero(a, bounds) for a in op.args)) or \
+            ((op.over is not None or op.fn in ("neg", "cast", "div")) and self._is_zero(op.args[0], bounds))
+
     # -- masks ------------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -449,15 +507,23 @@ VIEWS = ("permute", "reshape", "slice")
 """Library ops whose result may be a view, with strides of its own."""
 
 
-def placed(ugraph: UGraph) -> tuple[KernelOp, ...]:
+def placed(ugraph: UGraph) -> tuple[PlacedOp, ...]:
     """The `customized` ops of a µGraph, their operands with the strides that they have when it runs: those that torch gives to
-    views; kernels write row-major tensors, and what other library calls return is made row-major."""
+    views; kernels write row-major tensors or into caches, and what other library calls return is made row-major."""
     now: dict[int, DTensor] = {}
     found = []
+    stored = effects.stored(ugraph.kernels)
     for op in ugraph.kernels.ops:
         inputs = tuple(now.get(x.index, x) if isinstance(x, DTensor) else x for x in op.inputs)
         if op.name == CUSTOMIZED:
-            found.append(replace(op, inputs=inputs))
+            outputs, appends = list(op.outputs), []
+            for n, t in enumerate(op.outputs):
+                if t.index in stored:
+                    cache, _, position = effects.parts_of(stored[t.index])
+                    outputs[n] = replace(t, strides=cache.strides)
+                    appends.append(Append(n, len(inputs), cache.dims[-2]))
+                    inputs = (*inputs, position)
+            found.append(PlacedOp(op.name, inputs, tuple(outputs), op.attrs, op.block, tuple(appends)))
         elif op.name in VIEWS and isinstance(inputs[0], DTensor):
             x = torch.empty_strided(inputs[0].dims, inputs[0].strides, dtype=inputs[0].dtype, device="meta")
             y = table.lookup(op.name).oracle(x, **dict(op.attrs))
@@ -468,4 +534,5 @@ def placed(ugraph: UGraph) -> tuple[KernelOp, ...]:
 def plan(op: KernelOp, schedule: Schedule) -> Plan:
     """The plan of a `customized` op. Errors: CodegenError."""
     assert op.block is not None
-    return Plan(op.block, tuple(t for t in op.inputs if isinstance(t, DTensor)), op.outputs, schedule)
+    appends = op.appends if isinstance(op, PlacedOp) else ()
+    return Plan(op.block, tuple(t for t in op.inputs if isinstance(t, DTensor)), op.outputs, schedule, appends)

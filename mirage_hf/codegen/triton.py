@@ -16,7 +16,7 @@ from mirage_hf.codegen.plan import VIEWS, Plan, placed, plan
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.torch_text import local
 from mirage_hf.codegen.triton_kernel import KernelText, write_kernel
-from mirage_hf.graph import json_format
+from mirage_hf.graph import effects, json_format
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelOp
 from mirage_hf.graph.ragged import bounds_of, extent
 from mirage_hf.graph.ugraph import UGraph
@@ -152,13 +152,17 @@ def _run(ugraph: UGraph, kernels: Sequence[KernelText], launches: Sequence[Launc
     if kernels:
         lines += [f"    device = {names[0]}.device", '    if device.type == "cuda" and device.index != torch.cuda.current_device():',
                   "        with torch.cuda.device(device):", "            return run(inputs, out)"]
-    pairs = iter(zip(kernels, launches, strict=True))
-    loaded, written = _loaded(ugraph), set[int]()
+    steps = iter(zip(placed(ugraph), kernels, launches, strict=True))
+    loaded, written, stored = _loaded(ugraph), set[int](), effects.stored(graph)
+    appended = {op.outputs[0].index: effects.parts_of(op)[0] for op in stored.values()}
     for op in graph.ops:
         if op.name == CUSTOMIZED:
-            kernel, launched = next(pairs)
+            ran, kernel, launched = next(steps)
             written |= {t.index for t in op.outputs}
-            lines += _launch(op, kernel, launched, given)
+            lines += _launch(ran, kernel, launched, given, {n: effects.parts_of(op)[0] for n, op in stored.items()})
+            continue
+        if op.outputs[0].index in appended:
+            lines.append(f"    {local(op.outputs[0])} = {local(appended[op.outputs[0].index])}  # its new rows are stored")
             continue
         text = torch_text.expression(op, torch_text.operand_names(op))
         if op.name not in VIEWS and op.outputs[0].index in loaded:  # torch keeps the order of strides in some ops
@@ -166,6 +170,8 @@ def _run(ugraph: UGraph, kernels: Sequence[KernelText], launches: Sequence[Launc
         lines.append(f"    {local(op.outputs[0])} = {text}")
     results = [f"out[{n}].copy_({local(t)})" if t.index not in written or given[t.index] != n else local(t)
                for n, t in enumerate(graph.outputs)]
+    results = [f"{local(t)} if out[{n}] is {local(t)} else {text}" if t.index in appended else text
+               for n, (t, text) in enumerate(zip(graph.outputs, results, strict=True))]
     plain = [local(t) for t in graph.outputs]
     if results != plain:
         lines += ["    if out is not None:", f"        return [{', '.join(results)}]"]
@@ -181,10 +187,13 @@ def _loaded(ugraph: UGraph) -> set[int]:
     return found
 
 
-def _launch(op: KernelOp, kernel: KernelText, launch: Launch, given: Mapping[int, int]) -> list[str]:
+def _launch(op: KernelOp, kernel: KernelText, launch: Launch, given: Mapping[int, int], caches: Mapping[int, DTensor]) -> list[str]:
     tensors = [*(t for t in op.inputs if isinstance(t, DTensor)), *op.outputs]
     lines = []
     for t in op.outputs:
+        if t.index in caches:
+            lines.append(f"    {local(t)} = {local(caches[t.index])}")
+            continue
         dtype = "" if tensors[0].dtype == t.dtype else f", dtype={t.dtype}"
         new = f"{local(tensors[0])}.new_empty({t.dims}{dtype})"  # quicker than torch.empty
         lines.append(f"    {local(t)} = " + (f"{new} if out is None else out[{given[t.index]}]" if t.index in given else new))
@@ -199,6 +208,8 @@ def _check(ugraph: UGraph) -> str:
     # some rows of random bounds are empty
     drawn = "".join(f"\n    inputs[{n}].random_(0, {most})" for b in bounds_of(ugraph.program)
                     for n, most in ((b.lo, extent(ugraph.program, b) // 2 + 1), (b.hi, extent(ugraph.program, b) + 1)))
+    drawn += "".join(f"\n    inputs[{n}].random_(0, {cache.dims[-2] - rows.dims[-2] + 1})"
+                     for n, (cache, rows) in effects.positions_of(ugraph.program).items())
     shapes = ",\n              ".join(f"({t.dims}, {t.strides}, {t.dtype})" for t in ugraph.program.inputs)
     return f'''def random_input(dims, strides, dtype, device):
     x = torch.empty_strided(dims, strides, dtype=dtype, device=device)

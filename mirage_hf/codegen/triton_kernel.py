@@ -96,8 +96,9 @@ class _Writer(Tiles):
         """Ask for the first tiles of what is constant, then wait for the launches ahead, whose results everything else may be."""
         self.line("if overlaps:")
         self.indent += 1
+        trimmed = any(self.plan.trimmed(s) for s in self.block.stages)  # where the loop begins is not known yet
         for i in self.block.inputs:
-            if self.plan.schedule.preload and self.plan.walks and self.plan.loop in i.axes and self.plan.constant(i):
+            if self.plan.schedule.preload and self.plan.walks and self.plan.loop in i.axes and self.plan.constant(i) and not trimmed:
                 self._prefetch(i, min(self.plan.schedule.preload, next_power_of_two(self.plan.share)))
         self.line("tl.extra.cuda.gdc_wait()")
         self.line("tl.extra.cuda.gdc_launch_dependents()")
@@ -125,14 +126,19 @@ class _Writer(Tiles):
                 self._load(i)
             elif i.bounds is not None:
                 self._load_bounds(i)
+        axis, tile, stages = self.axis[loop], plan.tile(loop), plan.schedule.num_stages
+        self.trimmed = plan.trimmed(stage)
+        if self.trimmed is not None:
+            self._trim(self.trimmed)
         for acc in stage.accumulators:
             for _ in self._lanes(acc.out):
                 self._start(stage, acc)
-        axis, tile, stages = self.axis[loop], plan.tile(loop), plan.schedule.num_stages
         again = [i for i in inputs if i.name in plan.read_again and len(i.sources) == 1]
         self._load_ahead(again, first=True)
         split, before = plan.schedule.split, self._loop_starts()
         ends = f"0, {plan.share * tile if split > 1 else self.block.part(loop)}, {tile}"
+        if self.trimmed is not None:
+            ends = f"0, {axis}_last - {axis}_first, {tile}"
         walk = f"tl.range({ends}, num_stages={stages})" if stages > 1 else f"range({ends})"
         self.line(f"for {axis}{'_step' if before else '0'} in {walk}:")
         self.indent += 1
@@ -160,8 +166,35 @@ class _Writer(Tiles):
                 name, dims = self.value[acc.out], self._running_dims(stage, acc)
                 self.line(f"{name} = {self._reduce(acc.kind, name, dims.index(loop))}")
         self.have = {h for h in self.have if loop not in self.block.carried[h[1]]}
+        self.trimmed = None
         if split > 1:
             self._combine(stage)
+
+    def _trim(self, i: BlockInput) -> None:
+        """Where this block's way along the loop begins and ends: of what is within the bounds of some row its part, or its share."""
+        plan, loop = self.plan, str(self.plan.loop)
+        axis, tile, dims = self.axis[loop], plan.tile(loop), plan.dims(i.axes)  # type: ignore[arg-type]
+        lows, highs = [], []
+        for _ in self._lanes(i.name):
+            lo, hi = (f"{self.value[i.name]}_{end}" for end in ("lo", "hi"))
+            if dims or plan.unrolled in i.axes:  # rows without any, those past the end among them, do not count
+                lo, hi = f"tl.where({lo} < {hi}, {lo}, {self.block.axis(loop).size})", f"tl.where({lo} < {hi}, {hi}, 0)"
+            for _ in dims:
+                lo, hi = f"tl.min({lo}, axis=0)", f"tl.max({hi}, axis=0)"
+            lows.append(lo)
+            highs.append(hi)
+        self.line(f"{axis}_first = {_extreme('minimum', lows)} // {tile} * {tile}")
+        self.line(f"{axis}_last = {_extreme('maximum', highs)}")
+        if plan.parts(loop):
+            self.line(f"{axis}_first = tl.maximum({axis}_first, {axis}_start)")
+            self.line(f"{axis}_last = tl.minimum({axis}_last, {axis}_start + {self.block.part(loop)})")
+        self.line(f"{axis}_first = tl.maximum({axis}_first, 0)")
+        self.line(f"{axis}_last = tl.minimum({axis}_last, {self.block.axis(loop).size})")
+        if plan.schedule.split > 1:
+            share = f"tl.cdiv(tl.maximum({axis}_last - {axis}_first, 0), {plan.schedule.split * tile}) * {tile}"
+            self.line(f"{axis}_step = {share}")
+            self.line(f"{axis}_first += part * {axis}_step")
+            self.line(f"{axis}_last = tl.minimum({axis}_last, {axis}_first + {axis}_step)")
 
     def _combine(self, stage: Stage) -> None:
         """Store this block's part of each accumulator; the last block of the tile to be done adds up the parts, always in the
@@ -339,7 +372,9 @@ class _Writer(Tiles):
 
     def _start(self, stage: Stage, acc: Accumulator) -> None:
         shape = ", ".join(str(self.plan.tile(a)) for a in self._running_dims(stage, acc))
-        text = f"tl.zeros([{shape}], tl.float32)" if acc.kind == "sum" else f"tl.full([{shape}], {NEUTRAL['max']}, tl.float32)"
+        least = self.plan.floor(acc, self.trimmed.name) if self.trimmed is not None else None
+        least = NEUTRAL["max"] if least is None else repr(least)
+        text = f"tl.zeros([{shape}], tl.float32)" if acc.kind == "sum" else f"tl.full([{shape}], {least}, tl.float32)"
         self.line(f"{self.value[acc.out]} = {text}")
 
     def _accumulate(self, stage: Stage, acc: Accumulator) -> None:
@@ -365,6 +400,11 @@ class _Writer(Tiles):
             return  # a maximum that the body read
         dot = self.plan.dots.get(acc.out)
         self.line(f"{self.value[acc.out]} = {self._dot(dot) if dot else self._reduced(acc.kind, acc.arg, str(self.plan.loop))}")
+
+
+def _extreme(which: str, values: Sequence[str]) -> str:
+    """The smallest or largest of some numbers."""
+    return values[0] if len(values) == 1 else f"tl.{which}({_extreme(which, values[:-1])}, {values[-1]})"
 
 
 def _maximum(x: str, y: str) -> str:

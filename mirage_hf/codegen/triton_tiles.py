@@ -9,7 +9,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 import torch
 
 from mirage_hf.codegen import triton_math
-from mirage_hf.codegen.plan import Plan
+from mirage_hf.codegen.plan import Append, Plan
 from mirage_hf.graph.block import Axis, BlockInput, BlockOutput, Role, Turn
 
 _RESERVED = frozenset({"tl", "triton", "torch", "pid", "run", "program", "range", "float", "overlaps", "part", "parts", "tile",
@@ -42,15 +42,16 @@ class Tiles:
         self.plan, self.block, self.name = plan, plan.block, name
         self.lines: list[str] = []
         self.indent = 1
+        self.trimmed: BlockInput | None = None  # the bounds of the loop at hand, where it only visits what is within them
         self.lane: int | None = None  # the element of the unrolled axis that is being written
         self.have: set[tuple[str, str, int | None]] = set()  # what of which value (of which lane) is already written
         self.taken = set(_RESERVED)
         lanes = ("", *(f"_{n}" for n in range(plan.lanes)))
-        suffixes: tuple[str, ...] = ("", "0", "_in", "_start", "_step", "_next", "_next_in")
+        suffixes: tuple[str, ...] = ("", "0", "_in", "_start", "_step", "_next", "_next_in", "_first", "_last")
         axes = {a.name: self._identifier(a.name, [n + x for n in lanes for x in suffixes]) for a in self.block.axes}
         self.axis = _Names(self, axes, {plan.unrolled})
         computed = [*(op.out for op in self.block.ops()), *(a.out for s in self.block.stages for a in s.accumulators)]
-        suffixes = ("", "_ptr", "_f32", "_again", "_at", "_next", "_now", "_scale", "_each", "_lo", "_hi")
+        suffixes = ("", "_ptr", "_f32", "_again", "_at", "_next", "_now", "_scale", "_each", "_lo", "_hi", "_slot", "_slot_ptr")
         values = {v: self._identifier(v, [n + x for n in lanes for x in suffixes]) for v in (*self.plan.input, *computed)}
         self.value = _Names(self, values, {v for v, carried in self.block.carried.items() if plan.unrolled in carried})
         self.arguments: list[tuple[str, int]] = []
@@ -65,6 +66,11 @@ class Tiles:
             pointer = next(p for p in (f"{self.value[o.value]}_ptr", f"{self.value[o.value]}_out_ptr", f"out{n}_ptr") if p not in taken)
             self.out_pointers.append(pointer)
             self.arguments.append((pointer, len(self.plan.operands) + n))
+            if (append := self.plan.append(o)) is not None:
+                self.arguments.append((self._slot_pointer(pointer), append.position))
+
+    def _slot_pointer(self, pointer: str) -> str:
+        return f"{pointer.removesuffix('_ptr')}_slot_ptr"
 
     def _identifier(self, name: str, suffixes: Sequence[str]) -> str:
         base = re.sub(r"\W", "_", name)
@@ -273,6 +279,8 @@ class Tiles:
     def _loop_starts(self) -> list[str]:
         """What a block's place on the loop axis begins with: the start of its part, of its share."""
         loop, plan = str(self.plan.loop), self.plan
+        if self.trimmed is not None:
+            return [f"{self.axis[loop]}_first"]
         starts = [f"{self.axis[loop]}_start"] if plan.parts(loop) else []
         return starts + ([f"part * {plan.share * plan.tile(loop)}"] if plan.schedule.split > 1 else [])
 
@@ -361,11 +369,28 @@ class Tiles:
         """Store a value; `text` is what it is called in float32."""
         tensor = self.plan.outputs[self.block.outputs.index(o)]
         dims = self.plan.value_dims(o.value)
-        arguments = [self._address(pointer, o.axes, tensor.strides, dims), f"{text}.to({triton_dtype(tensor.dtype)})"]
-        mask = self._mask([a for a in o.axes if a], dims)
+        address, mask = self._address(pointer, o.axes, tensor.strides, dims), self._mask([a for a in o.axes if a], dims)
+        if (append := self.plan.append(o)) is not None:
+            slot, inside = self._slot(o, pointer, append, dims)
+            address, mask = f"{address} + {slot} * {tensor.strides[-2]}", [*mask, *inside]
+        for a in self.plan.shares(o):
+            mask.append(f"({self.axis[a]}{'0' if self.plan.tile(a) > 1 else ''} == 0)")
+        arguments = [address, f"{text}.to({triton_dtype(tensor.dtype)})"]
         if mask:
             arguments.append(f"mask={' & '.join(mask)}")
         self.line(f"tl.store({', '.join(arguments)})")
+
+    def _slot(self, o: BlockOutput, pointer: str, append: Append, dims: Sequence[str]) -> tuple[str, list[str]]:
+        """The slot that an output's rows begin at, and what says that a row's slot is one: nothing is written outside of the cache."""
+        position = self.plan.operands[append.position]
+        axis = o.axes[0] if position.dims[0] > 1 else None
+        name = self._slot_pointer(pointer).removesuffix("_ptr")
+        self.line(f"{name} = tl.load({self._address(self._slot_pointer(pointer), (axis,), position.strides[:1], self.plan.dims([axis] if axis else []))}"
+                  + (f", mask={self._within(axis, [axis])}, other=0" if axis and self.plan.ragged(axis) else "") + ").to(tl.int64)")
+        slot = self._spread(name, self.plan.dims([axis] if axis else []), dims)
+        row = o.axes[-2]
+        at = slot if row is None or self._is_fixed(row, 1) else f"({slot} + {self._spread(self.axis[row], self.plan.dims([row]), dims)})"
+        return slot, [f"({at} >= 0)", f"({at} < {append.slots})"]
 
     def _read_again(self, i: BlockInput) -> str:
         """A load of its own for whatever else reads a factor of an asynchronous product.

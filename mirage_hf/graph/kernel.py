@@ -195,7 +195,11 @@ class KernelGraph:
         return self._apply("cast", x, dtype=table.dtype_name(table.as_dtype(dtype)))
 
     def cache_append(self, cache: DTensor, new: DTensor, position: DTensor) -> DTensor:
-        """Write rows `new` (… t d) at slots position… of `cache` (… s d), in place; returns the new version of the cache."""
+        """Write rows `new` (b … t d) at slots position… of `cache` (b … s d), in place; returns the new version of the cache.
+
+        `position`: (1,), or one for each b, as (b,) or (b, 1, …), so that it can be a bound too: where `cache` is read within bounds
+        that end at `position` only, the kernel that computes the rows writes them.
+        """
         return self._apply("cache_append", cache, new, position)
 
     def __getattr__(self, name: str) -> Callable[..., DTensor]:

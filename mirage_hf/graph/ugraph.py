@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mirage_hf import errors
+from mirage_hf.graph import effects
 from mirage_hf.graph.block import BlockGraph
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
@@ -46,8 +47,8 @@ class UGraph:
 
     @property
     def num_kernels(self) -> int:
-        """Kernels launched: block graphs and library calls, views not counted."""
-        return sum(op.name not in _NO_LAUNCH for op in self.kernels.ops)
+        """Kernels launched: block graphs and library calls; views are not counted, nor appends that a kernel's store does."""
+        return sum(op.name not in _NO_LAUNCH for op in self.kernels.ops) - len(effects.stored(self.kernels))
 
     @property
     def block_ops(self) -> tuple[KernelOp, ...]:

@@ -230,7 +230,7 @@ def _cache_append_dims(cache: Dims, new: Dims, position: Dims) -> Dims:
     if len(cache) < 2 or len(new) != len(cache) or cache[:-2] != new[:-2] or cache[-1] != new[-1] or new[-2] > cache[-2]:
         raise errors.GraphError(f"cache_append: new rows {errors.shape(new)} do not fit a cache {errors.shape(cache)} "
                                 "(… slots d, … rows d -> … slots d)")
-    allowed = ((1,),) if len(cache) == 2 else ((1,), (cache[0],))
+    allowed = ((1,),) if len(cache) == 2 else tuple(dict.fromkeys(((1,), (cache[0],), (cache[0], *[1] * (len(cache) - 1)))))
     if position not in allowed:
         raise errors.GraphError(f"cache_append: position must be {' or '.join(map(errors.shape, allowed))}, it is {errors.shape(position)}")
     return cache
@@ -262,7 +262,7 @@ def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bo
 
 
 def _cache_append(cache: torch.Tensor, new: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    rows = new.shape[-2]
+    rows, position = new.shape[-2], position.reshape(-1)
     slots = position.to(torch.int64)[:, None] + torch.arange(rows, device=new.device)
     if cache.device.type == "cpu" and (int(slots.min()) < 0 or int(slots.max()) >= cache.shape[-2]):
         raise errors.InputError(f"cache_append: slots {int(slots.min())} to {int(slots.max())} are outside a cache of "

@@ -182,7 +182,7 @@ class _Cutting:
                 needs = [x.index for o in unit.ops for x in _tensors(o) if x.index not in inside]
                 if op.name in _COMMUTATIVE:
                     needs.sort(key=lambda x: shapes[x])
-                needs += before.get(first, [])
+                needs += [x for x in before.get(first, []) if x not in self.attached]  # those are read with their readers
                 if not ready:
                     stack.append((at, True))
                     stack += [(x, False) for x in reversed(needs)]

@@ -14,6 +14,7 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
+from mirage_hf.graph.effects import positions_of
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ragged import bounds_of, extent
 from mirage_hf.graph.ugraph import UGraph
@@ -45,7 +46,8 @@ class Timing:
 
 
 def random_inputs(graph: KernelGraph, device: torch.device | str, seed: int = 0) -> list[torch.Tensor]:
-    """One set of inputs: normal numbers in the dtype and strides of each input, bounds that keep all, zeros for other integers."""
+    """One set of inputs: normal numbers in the dtype and strides of each input, bounds that keep all, appends at the end, zeros
+    for other integers."""
     generator = torch.Generator(device).manual_seed(seed)
     inputs = []
     for t in graph.inputs:
@@ -53,6 +55,8 @@ def random_inputs(graph: KernelGraph, device: torch.device | str, seed: int = 0)
         inputs.append(x.normal_(generator=generator) if t.dtype.is_floating_point else x.zero_())
     for b in bounds_of(graph):
         inputs[b.hi].fill_(extent(graph, b))
+    for n, (cache, rows) in positions_of(graph).items():
+        inputs[n].fill_(cache.dims[-2] - rows.dims[-2])
     return inputs
 
 

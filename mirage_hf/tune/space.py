@@ -100,7 +100,8 @@ def _shared(p: Plan, device: Device) -> Iterator[Schedule]:
     read = [i for i in p.block.inputs if p.walks and p.loop in i.axes and p.constant(i)]
     step = sum(p.numel(p.block.input_axes(i)) * p.dtype(i).itemsize for i in read)
     loops = sum(s.loop is not None for s in p.block.stages)
-    for split in (1, 2, 4, 8):
+    ragged = any(p.trimmed(s) for s in p.block.stages)  # its loop is cut anew for each length, and is all there is to cut
+    for split in (1, 2, 4, 8, 16, 32) if ragged else (1, 2, 4, 8):
         if split > 1 and (loops != 1 or not p.walks or p.trips(str(p.loop)) % split or p.tiles * split > MOST_BLOCKS_PER_SM * device.sms):
             break
         steps = PRELOAD_BYTES // (step * math.ceil(p.tiles * split / device.sms)) if step else 0

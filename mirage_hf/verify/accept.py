@@ -11,6 +11,7 @@ from mirage_hf import errors
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
+from mirage_hf.search.append import apart
 from mirage_hf.search.engine import Found, SearchOptions, Steps, search
 from mirage_hf.search.regroup import regrouped
 from mirage_hf.search.report import Refusal, SearchReport
@@ -119,8 +120,8 @@ class Searched:
         return tuple(c.ugraph for c in self.candidates)
 
 
-WHOLE = 12
-"""Ops of a program that is searched as one; the longest of tests/programs.py, all searched in under a second, has 10."""
+WHOLE = 24
+"""Ops of a program that is searched as one: attention of a decoding step with q/k norms, RoPE and a cache has 21, which takes a second."""
 
 
 def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Progress | None = None, *, seed: int = 0,
@@ -134,12 +135,16 @@ def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Pr
     from mirage_hf.verify.windows import search_windows  # its windows go through `accept`
 
     start = time.perf_counter()
-    lowered = lower(program)
+    appending = apart(program)
+    searched_for = appending.graph if appending else program
+    lowered = lower(searched_for)
     reason = lowered.reason if isinstance(lowered, NotLowerable) else ""
-    if (reason or len(program.ops) > WHOLE) and not options.roles:
+    if (reason or len(searched_for.ops) > WHOLE) and not options.roles:
         return Searched(*search_windows(program, options, progress, seed=seed, reason=reason, steps=steps))
     say = progress or (lambda stage, detail: None)
-    found, report = search(program, options, lambda counters: say("search", counters), steps)
+    found, report = search(searched_for, options, lambda counters: say("search", counters), steps)
+    if appending:
+        found = [replace(f, ugraph=appending.join(f.ugraph)) for f in found]
     searched = time.perf_counter() - start
     accepted = accept(found, seed=seed, seconds=options.time_limit - searched, on_candidate=lambda number, verdict: say("verify", verdict))
     notes = (f"time was up before {accepted.late} more candidates were verified",) if accepted.late else ()

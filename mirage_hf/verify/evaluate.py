@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mirage_hf.graph.block import SIGN_HALVES, SIGN_PAIRS, SWAP_HALVES, SWAP_PAIRS, BlockGraph, Role, Turn
+from mirage_hf.graph.effects import APPEND
 from mirage_hf.graph.execute import Algebra, run_block_graph, turned
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
@@ -72,8 +73,29 @@ class SmallGraph:
             return algebra.cut(args[0], tuple(slice(start, start + out[d]) if d == dim else slice(None) for d in range(rank)))
         if op.name == "concat":
             return algebra.join(args, attrs["dim"] % rank)
+        if op.name == APPEND:
+            return self._append(args, dims, algebra)
         assert op.name == "rope", op.name  # shrink.py refuses the others
         return self._rope(args, dims, attrs["interleaved"], algebra)
+
+    def _append(self, args: list[Any], dims: list[tuple[int, ...]], algebra: ProofAlgebra) -> Any:
+        cache, rows, position = args
+        rank, slots, count = len(dims[0]), dims[0][-2], dims[1][-2]
+        starts = [int(p) for p in position.reshape(-1)]
+        each = 1 if len(starts) > 1 else dims[0][0]  # with one position all of dim 0 at once
+
+        def cut(x: Any, n: int, start: int, stop: int) -> Any:
+            own = {0: slice(n * each, (n + 1) * each)} if rank > 2 else {}
+            return algebra.cut(x, tuple(slice(start, stop) if d == rank - 2 else own.get(d, slice(None)) for d in range(rank)))
+
+        def appended(n: int, start: int) -> Any:
+            parts = [cut(cache, n, 0, start)] if start else []
+            parts.append(cut(rows, n, 0, count))
+            parts += [cut(cache, n, start + count, slots)] if start + count < slots else []
+            return parts[0] if len(parts) == 1 else algebra.join(parts, rank - 2)
+
+        whole = [appended(n, start) for n, start in enumerate(starts)]
+        return whole[0] if len(whole) == 1 else algebra.join(whole, 0)
 
     def _rope(self, args: list[Any], dims: list[tuple[int, ...]], interleaved: bool, algebra: ProofAlgebra) -> Any:
         x, cos, sin = args

@@ -67,7 +67,7 @@ class Pair:
 
         def extent(b: Bounds) -> int:
             return self.program.blocks[b.op].axis(b.axis).size if b.x is None else dims[b.x.index][b.dim]
-        return draw_all(graph, lambda n: dims[graph.inputs[n].index], extent, rng, turn)
+        return draw_all(graph, lambda n: dims[graph.inputs[n].index], extent, rng, turn, slots=lambda t: dims[t.index][-2])
 
     @cached_property
     def degrees(self) -> Degrees:

@@ -198,6 +198,7 @@ class NumericCheck:
     def __init__(self, program: KernelGraph, device: torch.device | str = "cpu", seed: int = 0):
         self.program, self.device, self.seed = program, device, seed
         self._scaled: dict[Case, Case | None] = {}
+        self._stock: dict[tuple[Case, int], Errors] = {}
         self._cached: dict[Case, tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def _case(self, case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
@@ -233,7 +234,10 @@ class NumericCheck:
                     return Refused(f"numbers: inf or NaN in output {k} on {case.name} inputs where torch eager has none")
                 if case.range_only:
                     continue
-                mine, stock = measure(got[k], reference[k], where[k]), measure(eager[k], reference[k], where[k])
+                if (case, k) not in self._stock:
+                    self._stock[case, k] = measure(eager[k], reference[k], where[k])
+                stock = self._stock[case, k]
+                mine = stock if torch.equal(got[k], eager[k]) else measure(got[k], reference[k], where[k])
                 if not within(mine, stock, t.dtype):
                     return Refused(f"numbers: output {k} on {case.name} inputs: max error {mine.max:.3g} (eager {stock.max:.3g}), "
                                    f"RMS {mine.rms:.3g} (eager {stock.rms:.3g}), scale {stock.scale:.3g}")

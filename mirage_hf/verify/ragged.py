@@ -1,11 +1,12 @@
-"""Bounds for proofs and numbers: draws with empty, full and partial rows."""
+"""Bounds and positions of appends for proofs and numbers: draws with empty, full and partial rows."""
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import numpy as np
 
-from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.effects import positions_of
+from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ragged import Bounds, bounds_of
 
 
@@ -31,11 +32,17 @@ def draw(rng: np.random.Generator, size: int, rows: int, turn: int, partial: boo
 
 
 def draw_all(graph: KernelGraph, shape: Callable[[int], tuple[int, ...]], extent: Callable[[Bounds], int], rng: np.random.Generator,
-             turn: int, partial: bool = False) -> dict[int, np.ndarray]:
-    """Bounds for the inputs that are, by position; `shape` of an input and `extent` of what is bounded, at the sizes at hand."""
+             turn: int, partial: bool = False, slots: Callable[[DTensor], int] = lambda t: t.dims[-2]) -> dict[int, np.ndarray]:
+    """Bounds, and positions of appends, for the inputs that are, by number; `shape` of an input, `extent` of what is bounded and
+    `slots` of a cache or of new rows, at the sizes at hand. Rows that are appended fit."""
     drawn: dict[int, np.ndarray] = {}
     for number, b in enumerate(bounds_of(graph)):
         lo, hi = draw(rng, extent(b), int(np.prod(shape(b.lo))), turn + number, partial)
         drawn.setdefault(b.lo, lo.reshape(shape(b.lo)))
         drawn.setdefault(b.hi, hi.reshape(shape(b.hi)))
+    for n, (cache, rows) in positions_of(graph).items():
+        room = slots(cache) - slots(rows)
+        if n not in drawn:
+            drawn[n] = rng.integers(0, room + 1, size=shape(n))
+        drawn[n] = np.clip(drawn[n], 0, room)
     return drawn

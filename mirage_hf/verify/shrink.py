@@ -12,6 +12,7 @@ from itertools import combinations
 
 from mirage_hf import errors
 from mirage_hf.graph.block import BlockGraph
+from mirage_hf.graph.effects import APPEND, parts_of
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, ragged
 from mirage_hf.ops import table
 from mirage_hf.verify.evaluate import SmallGraph
@@ -89,7 +90,7 @@ class Classes:
         kind, attrs, out = table.OPS[op.name].kind, dict(op.attrs), op.outputs[0]
         tensors = [x for x in op.inputs if isinstance(x, DTensor)]
         x, rank = tensors[0], len(out.dims)
-        bounds = ragged(op.name, op.inputs)
+        bounds = (*ragged(op.name, op.inputs), *(parts_of(op)[2:] if op.name == APPEND else ()))
         if any(t.dtype not in table.COMPUTE_DTYPES for t in (*tensors, out) if t not in bounds):
             raise Misfit(f"{op.name} works on whole numbers: proofs are about floating-point tensors")
 
@@ -138,8 +139,18 @@ class Classes:
                 self._rule("sum", key(x, dim), cut)
         elif op.name == "rope":
             self._rope(side, op, key)
+        elif op.name == APPEND:
+            cache, rows, position = parts_of(op)
+            for k in range(rank):
+                self.join(key(cache, k), key(out, k))
+                if k != rank - 2:
+                    self.join(key(rows, k), key(out, k))
+            rest = cache.dims[-2] - rows.dims[-2]
+            self._rule("sum", key(out, rank - 2), [key(rows, rank - 2), *([self._part(side, out, "rest", rest)] if rest else [])])
+            if position.dims[0] == cache.dims[0]:
+                self.join(key(position, 0), key(out, 0))
         else:
-            raise Misfit(f"{op.name} writes in place: it cannot be proven yet" if kind == "effect" else f"{op.name} cannot be proven yet")
+            raise Misfit(f"{op.name} cannot be proven yet")
 
     def _rope(self, side: str, op: KernelOp, key: Callable[[DTensor, int], Key]) -> None:
         x, cos, sin = (t for t in op.inputs if isinstance(t, DTensor))

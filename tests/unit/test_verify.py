@@ -394,8 +394,7 @@ def test_what_cannot_be_shrunk_or_proven_says_why():
     block = BlockGraph(tuple(Axis(a, n, Role.GRID) for a, n in zip(axes, (4, 8, 6), strict=True)), (BlockInput("x", (0,), axes),),
                        (Stage(None, (BlockOp("o", "exp", ("x",), axes),)),), (BlockOutput("o", axes, "float16"),))
     u = chains.finished(g, kernels, kernels.customized([kernels.cache_append(*inputs)], block))
-    verdict = prove(u)
-    assert isinstance(verdict, Refused) and "cache_append" in verdict.reason
+    assert isinstance(prove(u), Accepted)  # an append is proven, whoever does it
     h = mi.new_kernel_graph()
     x = h.new_input((4, 6))
     h.mark_output(h.exp(h.reshape(x, (6, 4))))

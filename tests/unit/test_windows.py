@@ -195,7 +195,7 @@ def _chain(ops):
 
 
 def test_short_programs_are_searched_as_one_and_long_ones_in_windows():
-    for ops, as_one in ((6, True), (16, False), (33, False)):
+    for ops, as_one in ((6, True), (16, True), (33, False)):
         result = searched(_chain(ops))
         assert (not any("windows" in n for n in result.report.notes)) == as_one
         assert all(same_as_float64(c.ugraph) for c in result.candidates)

@@ -1,0 +1,306 @@
+"""The two ends of a decoding step that are written by hand: from token ids to the first layer's inputs, and from logits to the next token.
+
+Each is one launch: a kernel whose sizes are written into its text, as those of generated kernels are, so that it is loaded, compiled
+and launched as they are. On a CPU torch does the same.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from mirage_hf import errors
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import launching
+from mirage_hf.codegen.triton import POINTERS, Launch, Program
+from mirage_hf.decode.cache import MOST_EOS, Control
+from mirage_hf.decode.program import choose_greedily
+
+INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
+"""What embeddings, rotary tables and logits may be made of, with the bits of infinity: more of them are NaN."""
+MOST_ROWS = 128
+"""Rows of a batch: the last block of `select` holds the state of all of them at once."""
+MOST_VOCAB = 1 << 20
+MOST_PARTS = 4096
+"""Candidates that the last block of `select` compares at once."""
+LEAST_CHUNK = 1024
+"""Numbers a block takes: 16 bytes a thread of 16-bit ones, and for one row of usual vocabularies a block per multiprocessor."""
+
+HEAD = '''
+"""Written by mirage_hf.decode.ends."""
+import copy
+import threading
+
+import torch
+import triton
+import triton.language as tl
+'''.strip()
+
+assert MOST_EOS & MOST_EOS - 1 == 0, "the kernel reads all stop tokens as one tile"
+
+
+# -- from token ids to the first layer's inputs -------------------------------------------------------------------------
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What the layers of a step read besides weights and keys, at fixed addresses so that a captured graph finds it."""
+
+    x: Tensor
+    """(batch, hidden): embedding rows, not scaled."""
+    cos: Tensor
+    """(batch, width): the rotary table's rows at the rows' positions; `sin` likewise."""
+    sin: Tensor
+    slot: Tensor
+    """(batch,) int32: the slot of the cache that the new key goes to, the same for every row."""
+    windows: tuple[int | None, ...]
+    """The most keys that a kind of layer may see, the new one included; None for all."""
+    lows: tuple[Tensor, ...]
+    """For each window (batch,) int32: a row sees the slots from there to `slot`, which is the new key's."""
+
+    @classmethod
+    def allocate(cls, batch: int, hidden: int, width: int, windows: Sequence[int | None], dtype: torch.dtype,
+                 device: torch.device) -> Inputs:
+        """Zeros for these sizes; `width` is the number of columns of the rotary tables."""
+        with torch.inference_mode(False):  # a buffer made under inference_mode would raise in the next call outside it
+            x, cos, sin = (torch.zeros(batch, n, dtype=dtype, device=device) for n in (hidden, width, width))
+            slot, *lows = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in (None, *windows))
+        return cls(x, cos, sin, slot, tuple(windows), tuple(lows))
+
+
+def begin_program(batch: int, vocab: int, hidden: int, positions: int, width: int, windows: Sequence[int | None], dtype: torch.dtype,
+                  table_dtype: torch.dtype) -> Program:
+    """The kernel that fills `Inputs`, for an embedding (vocab, hidden) and rotary tables (positions, width)."""
+    chunk = min(LEAST_CHUNK, _power_of_two(hidden))
+    chunks = -(-hidden // chunk)
+    lows = [f"lo{n}_ptr" for n in range(len(windows))]
+    firsts = [f"tl.maximum(lowest, length - {window - 1})" if window is not None else "lowest" for window in windows]
+    stores = "".join(f"\n        tl.store({low} + row, {first}.to(tl.int32))" for low, first in zip(lows, firsts, strict=True))
+    x, table = POINTERS[dtype], POINTERS[table_dtype]
+    signature = (("ids_ptr", "*i64"), ("position_ptr", "*i64"), ("length_ptr", "*i64"), ("lowest_ptr", "*i64"), ("embedding_ptr", x),
+                 ("cos_table_ptr", table), ("sin_table_ptr", table), ("x_ptr", x), ("cos_ptr", table), ("sin_ptr", table),
+                 ("slot_ptr", "*i32"), *((low, "*i32") for low in lows))
+    # the last block of a row does what is small, so that its loads do not queue behind those of the embedding
+    kernel = f'''
+@triton.jit
+def begin({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
+    """Embedding rows ({x}), rotary rows ({table}) and the slots that may be seen; {chunks + 1} blocks for a row."""
+    if overlaps:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0) // {chunks + 1}
+    part = tl.program_id(0) % {chunks + 1}
+    if part < {chunks}:
+        n = part * {chunk} + tl.arange(0, {chunk})
+        token = tl.minimum(tl.maximum(tl.load(ids_ptr + row), 0), {vocab - 1})
+        tl.store(x_ptr + row * {hidden} + n, tl.load(embedding_ptr + token * {hidden} + n, mask=n < {hidden}), mask=n < {hidden})
+    else:
+        position = tl.load(position_ptr + row)
+        length = tl.load(length_ptr)
+        lowest = tl.load(lowest_ptr + row)
+        position = tl.minimum(tl.maximum(position, 0), {positions - 1})
+        w = tl.arange(0, {_power_of_two(width)})
+        cos = tl.load(cos_table_ptr + position * {width} + w, mask=w < {width})
+        sin = tl.load(sin_table_ptr + position * {width} + w, mask=w < {width})
+        tl.store(slot_ptr + row, length.to(tl.int32)){stores}
+        tl.store(cos_ptr + row * {width} + w, cos, mask=w < {width})
+        tl.store(sin_ptr + row * {width} + w, sin, mask=w < {width})
+'''
+    return _program(kernel, Launch("begin", signature, batch * (chunks + 1), num_warps=4, num_stages=1))
+
+
+# -- from logits to the next token --------------------------------------------------------------------------------------
+
+def _chunk(batch: int, vocab: int) -> int:
+    """Logits of a row that a block compares: as few as the number of blocks allows."""
+    chunk = LEAST_CHUNK
+    while _power_of_two(batch) * _power_of_two(-(-vocab // chunk)) > MOST_PARTS:
+        chunk *= 2
+    return chunk
+
+
+def select_program(batch: int, vocab: int, dtype: torch.dtype) -> Program:
+    """The kernel that does what `choose_greedily` does; its blocks leave the counter at 0, as they want to find it."""
+    chunk = _chunk(batch, vocab)
+    chunks = -(-vocab // chunk)
+    rows, parts, width = _power_of_two(batch), _power_of_two(chunks), 8 * dtype.itemsize
+    signature = (("logits_ptr", POINTERS[dtype]), ("ids_ptr", "*i64"), ("position_ptr", "*i64"), ("length_ptr", "*i64"),
+                 ("budget_ptr", "*i64"), ("alive_ptr", "*u8"), ("eos_ptr", "*i64"), ("pad_ptr", "*i64"), ("report_ptr", "*i64"),
+                 ("best_ptr", "*i64"), ("counter_ptr", "*i32"))
+    kernel = f'''
+@triton.jit
+def select({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
+    """The greatest of {vocab} logits ({POINTERS[dtype]}) of each of {batch} rows, then the state; {chunks} blocks for a row."""
+    if overlaps:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0) // {chunks}
+    n = tl.program_id(0) % {chunks} * {chunk} + tl.arange(0, {chunk})
+    x = tl.load(logits_ptr + row * {vocab} + n, mask=n < {vocab}, other=-float("inf"))
+
+    # the state, in every block although one will use it: here its latency is hidden, and no block writes before all have read
+    m = tl.arange(0, {rows})
+    alive = tl.load(alive_ptr + m, mask=m < {batch}, other=0) != 0
+    position = tl.load(position_ptr + m, mask=m < {batch}, other=0)
+    eos = tl.load(eos_ptr + tl.arange(0, {MOST_EOS}))
+    pad = tl.load(pad_ptr)
+    length = tl.load(length_ptr)
+    budget = tl.load(budget_ptr)
+
+    # integers in the order of the logits: -0.0 is 0.0, and every NaN the same one above everything; then the lowest index
+    bits = x.to(tl.int{width}, bitcast=True).to(tl.int32)
+    size = bits & 0x{(1 << width - 1) - 1:X}
+    order = tl.where(size > 0x{INFINITY[dtype]:X}, 0x7FFFFFFF, tl.where(bits < 0, -size, size))
+    tl.store(best_ptr + tl.program_id(0), tl.max((order.to(tl.int64) << 32) + (0x7FFFFFFF - n), axis=0))
+    tl.debug_barrier()  # stored before one thread says so
+    arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+    if arrived == {batch * chunks - 1}:
+        tl.store(counter_ptr, 0)  # for the next launch
+        c = tl.arange(0, {parts})
+        inside = (m < {batch})[:, None] & (c < {chunks})[None, :]
+        each = tl.load(best_ptr + m[:, None] * {chunks} + c[None, :], mask=inside, other=-(1 << 63), cache_modifier=".cg")
+        index = 0x7FFFFFFF - (tl.max(each, axis=1) & 0x7FFFFFFF)
+        token = tl.where(alive, index, pad)
+        live = tl.max(alive.to(tl.int32), axis=0)
+        left = budget - live
+        stops = tl.max((token[:, None] == eos[None, :]).to(tl.int32), axis=1)
+        goes_on = alive & (stops == 0) & (left > 0)
+        moves = live != 0  # a step that finds no row alive leaves the rest as it is
+        tl.store(length_ptr, length + live, mask=moves)
+        tl.store(budget_ptr, left, mask=moves)
+        tl.store(position_ptr + m, position + live, mask=(m < {batch}) & moves)
+        tl.store(ids_ptr + m, token, mask=(m < {batch}) & moves)
+        tl.store(alive_ptr + m, goes_on.to(tl.uint8), mask=m < {batch})
+        tl.store(report_ptr + m, token, mask=m < {batch})
+        tl.store(report_ptr + {batch} + m, goes_on.to(tl.int64), mask=m < {batch})
+'''
+    return _program(kernel, Launch("select", signature, batch * chunks, num_warps=4 if chunk == LEAST_CHUNK else 8, num_stages=1))
+
+
+# -- both ---------------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True, eq=False)
+class Ends:
+    """Both ends of the steps of one call, with scratch memory of its own: what uses one `Ends` must run one after the other.
+
+    The first launch for given sizes compiles and must not be captured; `graphs.capture` warms up.
+    """
+
+    batch: int
+    vocab: int
+    """Columns of the logits."""
+    by_kernels: bool
+    best: Tensor
+    """(batch · blocks of a row,) int64: what the blocks of `select` found, the logit in the upper half, the index in the lower."""
+    counter: Tensor
+    """(1,) int32: blocks of `select` that are done; 0 between launches."""
+
+    @classmethod
+    def allocate(cls, batch: int, vocab: int, device: torch.device, by_kernels: bool | None = None) -> Ends:
+        """Memory for (batch, vocab) logits.
+
+        by_kernels: launch Triton kernels, else torch; by itself, kernels on CUDA. With True, Triton's interpreter takes CPU tensors.
+        Errors: InputError for more than MOST_ROWS rows or MOST_VOCAB tokens.
+        """
+        if not (0 < batch <= MOST_ROWS and 0 < vocab <= MOST_VOCAB):
+            raise errors.InputError(f"decode: logits {errors.shape((batch, vocab))}; the step's kernels take 1 to {MOST_ROWS} rows "
+                                    f"and 1 to {MOST_VOCAB} tokens, use choose_greedily")
+        with torch.inference_mode(False):
+            best = torch.zeros(batch * -(-vocab // _chunk(batch, vocab)), dtype=torch.long, device=device)
+            counter = torch.zeros(1, dtype=torch.int32, device=device)
+        return cls(batch, vocab, device.type == "cuda" if by_kernels is None else by_kernels, best, counter)
+
+    def begin(self, control: Control, embedding: Tensor, cos: Tensor, sin: Tensor, out: Inputs) -> None:
+        """Fill `out` for the token in `control.ids`, in one launch.
+
+        embedding: (vocabulary, hidden); cos, sin: rotary tables (positions, width); contiguous, in `out`'s dtypes. An id or a position
+        outside its table takes the table's nearest row: rows that have ended may be fed any pad token.
+        Errors: InputError for tensors that do not fit.
+        """
+        if embedding.dtype not in INFINITY or cos.dtype not in INFINITY or len(out.lows) != len(out.windows):
+            raise errors.InputError(f"decode: an embedding of {embedding.dtype}, rotary tables of {cos.dtype}, {len(out.lows)} lows for "
+                                    f"{len(out.windows)} windows; give float16, bfloat16 or float32, and one tensor for each window")
+        (vocab, hidden), (positions, width), rows = embedding.shape, cos.shape, (self.batch,)
+        self._check("control.ids", control.ids, (self.batch, 1), torch.long)
+        self._check("embedding", embedding, (vocab, hidden), embedding.dtype)
+        self._check("out.x", out.x, (self.batch, hidden), embedding.dtype)
+        for name, table, row in (("cos", cos, out.cos), ("sin", sin, out.sin)):
+            self._check(name, table, (positions, width), cos.dtype)
+            self._check(f"out.{name}", row, (self.batch, width), cos.dtype)
+        for name, each in (("slot", out.slot), *((f"lows[{n}]", low) for n, low in enumerate(out.lows))):
+            self._check(f"out.{name}", each, rows, torch.int32)
+        embedding = embedding.detach()
+        if self.by_kernels:
+            of_state = [control.ids, control.position, control.length, control.lowest]
+            _launch(_begin(self.batch, vocab, hidden, positions, width, out.windows, embedding.dtype, cos.dtype),
+                    [*of_state, embedding, cos, sin, out.x, out.cos, out.sin, out.slot, *out.lows])
+            return
+        position = control.position[:, 0].clamp(0, positions - 1)
+        out.x.copy_(embedding[control.ids[:, 0].clamp(0, vocab - 1)])
+        out.cos.copy_(cos[position])
+        out.sin.copy_(sin[position])
+        out.slot.copy_(control.length.expand(self.batch))
+        for window, low in zip(out.windows, out.lows, strict=True):
+            lowest = control.lowest[:, 0]
+            low.copy_(lowest if window is None else torch.maximum(lowest, control.length - window + 1))
+
+    def select(self, control: Control, logits: Tensor) -> None:
+        """Choose the next token of every row and move the state on as `choose_greedily` does, in one launch.
+
+        logits: (batch, vocab), contiguous; only read. Errors: InputError for logits or a state of other sizes.
+        """
+        if logits.dtype not in INFINITY:
+            raise errors.InputError(f"decode: logits of {logits.dtype}; give float16, bfloat16 or float32")
+        self._check("control.ids", control.ids, (self.batch, 1), torch.long)
+        self._check("logits", logits, (self.batch, self.vocab), logits.dtype)
+        if self.by_kernels:
+            c = control
+            _launch(_select(self.batch, self.vocab, logits.dtype),
+                    [logits.detach(), c.ids, c.position, c.length, c.budget, c.alive.view(torch.uint8), c.eos, c.pad, c.report,
+                     self.best, self.counter])
+            return
+        choose_greedily(control, logits)
+
+    def _check(self, name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        # a kernel would read or write outside what does not fit
+        if tuple(t.shape) != shape or t.dtype != dtype or t.device != self.best.device or not t.is_contiguous():
+            raise errors.InputError(f"decode: {name} is {t.dtype} {errors.shape(t.shape)}, strides {errors.shape(t.stride())}, on "
+                                    f"{t.device}; it must be {dtype} {errors.shape(shape)} on {self.best.device}, contiguous")
+
+
+# -- programs as modules ------------------------------------------------------------------------------------------------
+
+def _power_of_two(n: int) -> int:
+    """The least that is not below `n`."""
+    return 1 << (n - 1).bit_length()
+
+
+def _program(kernel: str, launch: Launch) -> Program:
+    return Program("\n\n\n".join([HEAD, kernel.strip("\n"), launching.text(with_counters=False)]) + "\n", (launch,))
+
+
+@lru_cache(maxsize=256)
+def _begin(batch: int, vocab: int, hidden: int, positions: int, width: int, windows: tuple[int | None, ...], dtype: torch.dtype,
+           table_dtype: torch.dtype) -> tuple[ModuleType, Launch]:
+    return _load(begin_program(batch, vocab, hidden, positions, width, windows, dtype, table_dtype))
+
+
+@lru_cache(maxsize=256)
+def _select(batch: int, vocab: int, dtype: torch.dtype) -> tuple[ModuleType, Launch]:
+    return _load(select_program(batch, vocab, dtype))
+
+
+def _load(program: Program) -> tuple[ModuleType, Launch]:
+    return compiler.load(program.source, program.digest), program.launches[0]
+
+
+def _launch(loaded: tuple[ModuleType, Launch], tensors: list[Tensor]) -> None:
+    module, launch = loaded
+    device = tensors[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _launch(loaded, tensors)
+    module.launch(getattr(module, launch.kernel), launch.grid, tensors, num_warps=launch.num_warps, num_stages=launch.num_stages)

@@ -1,0 +1,304 @@
+"""The hand-written ends of a decoding step: torch, Triton's interpreter and plain Python agree, and both kernels wait before they read."""
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mirage_hf import errors
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.decode import ends
+from mirage_hf.decode.cache import MOST_EOS, Control
+from mirage_hf.decode.ends import Ends, Inputs
+from mirage_hf.decode.graphs import capture
+from mirage_hf.decode.program import MaskPlan, choose_greedily
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CAPACITY = 64
+WINDOWS = [(), (None,), (1,), (None, 8), (5, None, 1000)]
+
+
+# -- states, logits, and what should come of them -----------------------------------------------------------------------
+
+def random_control(rng: random.Random, batch: int, vocab: int) -> Control:
+    c = Control.allocate(batch, CAPACITY, CPU)
+    length = rng.randrange(CAPACITY - 8)
+    c.length.fill_(length)
+    c.budget.fill_(rng.choice((1, 2, 50)))
+    c.pad.fill_(rng.randrange(vocab))
+    everyone = rng.choice((None, True, False))
+    for row in range(batch):
+        c.ids[row] = rng.randrange(vocab)
+        c.lowest[row] = rng.randrange(length + 1)
+        c.position[row] = length - c.lowest[row]
+        c.alive[row] = rng.random() < 0.6 if everyone is None else everyone
+        c.report[:, row] = torch.tensor([rng.randrange(vocab), 1])
+    c.eos.fill_(-1)
+    for n in range(rng.choice((0, 1, 3, MOST_EOS))):
+        c.eos[n] = rng.randrange(min(vocab, 12))  # where `random_logits` likes to have its maxima
+    return c
+
+
+def random_logits(rng: random.Random, batch: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of few values, hence ties; all equal; infinite; with NaN of either sign; with zeros of either sign; and plain ones."""
+    rows = []
+    for _ in range(batch):
+        x = torch.tensor([rng.gauss(0, 3) for _ in range(min(vocab, 64))]).repeat(-(-vocab // 64))[:vocab].clone()
+        at = [rng.randrange(vocab) for _ in range(3)] + [rng.randrange(min(vocab, 12)) for _ in range(2)]
+        match rng.randrange(9):
+            case 0:
+                x = x.round()
+            case 1:
+                x.fill_(rng.choice((-math.inf, math.inf, 0.0, -3.0)))
+            case 2:
+                x[at] = math.inf
+            case 3:
+                x.fill_(-math.inf)
+                x[at] = torch.finfo(dtype).min
+            case 4:
+                x[at] = math.nan
+                x[at[0]], x[at[1]] = -math.nan, math.inf
+            case 5:
+                x = -x.abs() - 1
+                x[at] = torch.tensor([0.0, -0.0, 0.0, -0.0, -0.0])
+            case 6:
+                x = -x.abs() - 1
+                x[at] = torch.finfo(dtype).smallest_normal * torch.tensor([-0.25, 0.25, 0.5, 0.0, -0.0])  # no normal numbers
+            case 7:
+                x[at[-1]] = 1000.0
+        rows.append(x.to(dtype))
+    return torch.stack(rows)
+
+
+def greatest(row: list[float]) -> int:
+    best = 0
+    for n, x in enumerate(row):
+        if math.isnan(x):
+            return n
+        best = n if x > row[best] else best
+    return best
+
+
+def by_hand(c: Control, logits: torch.Tensor) -> dict[str, list]:
+    """What `choose_greedily` promises, in plain Python."""
+    state = {f.name: getattr(c, f.name).tolist() for f in dataclasses.fields(c)}
+    alive, live = state["alive"], any(state["alive"])
+    tokens = [greatest(row) if a else state["pad"][0] for row, a in zip(logits.tolist(), alive, strict=True)]
+    left = state["budget"][0] - live
+    goes_on = [a and t not in state["eos"] and left > 0 for a, t in zip(alive, tokens, strict=True)]
+    if live:
+        state |= {"ids": [[t] for t in tokens], "budget": [left], "length": [state["length"][0] + 1],
+                  "position": [[p + 1] for p, in state["position"]]}
+    return state | {"alive": goes_on, "report": [tokens, [int(g) for g in goes_on]]}
+
+
+def to(c: Control, device: torch.device) -> Control:
+    return Control(**{f.name: getattr(c, f.name).clone().to(device) for f in dataclasses.fields(c)})
+
+
+def differing(c: Control, want: dict[str, list]) -> list[str]:
+    return [name for name, values in want.items() if getattr(c, name).tolist() != values]
+
+
+def random_tables(batch: int, vocab: int, hidden: int, positions: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.randn(n, m).to(dtype) for n, m in ((vocab, hidden), (positions, width), (positions, width))]
+
+
+def begun(c: Control, tables: list[torch.Tensor], windows: tuple[int | None, ...]) -> list[torch.Tensor]:
+    """What `begin` should write, row by row, with the bounds counted off the masks."""
+    embedding, cos, sin = tables
+    ids, position = c.ids[:, 0].clamp(0, len(embedding) - 1), c.position[:, 0].clamp(0, len(cos) - 1)
+    plan = MaskPlan(tuple((str(n), w) for n, w in enumerate(windows)), by_layer_type=True)
+    masks = plan.build(c, torch.float32)
+    firsts = [(masks[str(n)][:, 0, 0] == 0).int().argmax(-1).int() for n in range(len(windows))]
+    slot = torch.full((len(ids),), int(c.length), dtype=torch.int32)
+    return [torch.stack([t[i] for i in at]) for t, at in ((embedding, ids), (cos, position), (sin, position))] + [slot, *firsts]
+
+
+def outputs(out: Inputs) -> list[torch.Tensor]:
+    return [out.x, out.cos, out.sin, out.slot, *out.lows]
+
+
+# -- the cases, for torch and, in a process of its own, for the interpreter ---------------------------------------------
+
+def wrong_choices(by_kernels: bool, shapes: list[tuple[int, int]], seed: int) -> list[str]:
+    rng, wrong = random.Random(seed), []
+    for n, (batch, vocab) in enumerate(shapes):
+        runner = Ends.allocate(batch, vocab, CPU, by_kernels)
+        dtype = DTYPES[n % 3]
+        for _ in range(2):  # the second finds what the first left in the scratch
+            c, logits = random_control(rng, batch, vocab), random_logits(rng, batch, vocab, dtype)
+            want, stock, before = by_hand(c, logits), to(c, CPU), logits.clone()
+            choose_greedily(stock, logits)
+            runner.select(c, logits)
+            found = differing(c, want) + [f"stock's {name}" for name in differing(stock, want)]
+            found += ["logits"] * (not torch.equal(before.view(torch.uint8), logits.view(torch.uint8))) + ["counter"] * int(runner.counter)
+            wrong += [f"{batch} {vocab} {dtype}: {found}"] if found else []
+    return wrong
+
+
+def wrong_beginnings(by_kernels: bool, count: int, seed: int) -> list[str]:
+    rng, wrong = random.Random(seed), []
+    for n in range(count):
+        batch, windows, dtype = rng.randint(1, 5), WINDOWS[n % len(WINDOWS)], DTYPES[n % 3]
+        vocab, hidden = rng.randint(1, 40), rng.choice((1, 7, 64, 1000, 1030, 2048))
+        positions, width = rng.randint(1, 70), rng.choice((6, 64))
+        c, tables = random_control(rng, batch, vocab), random_tables(batch, vocab, hidden, positions, width, dtype)
+        if n % 4 == 0:  # a pad token that the embedding does not have, as some tokenizers name
+            c.ids[0] = rng.choice((-1, vocab))
+        tables[0].requires_grad_()
+        out = Inputs.allocate(batch, hidden, width, windows, dtype, CPU)
+        state = {f.name: getattr(c, f.name).tolist() for f in dataclasses.fields(c)}
+        Ends.allocate(batch, vocab, CPU, by_kernels).begin(c, *tables, out)
+        same = [torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(outputs(out), begun(c, tables, windows), strict=True)]
+        wrong += [] if all(same) and not differing(c, state) else [f"{batch} {hidden} {width} {windows} {dtype}: {same}"]
+    return wrong
+
+
+SHAPES = [(batch, vocab) for vocab in (1, 7, 97, 1024, 1025, 5003) for batch in (1, 2, 3, 5)]
+
+
+def test_torch_chooses_as_by_hand():
+    assert not wrong_choices(False, SHAPES * 6, seed=0)
+
+
+def test_torch_begins_as_by_hand():
+    assert not wrong_beginnings(False, 200, seed=1)
+
+
+INTERPRETED = """
+import json
+import test_ends as t
+many = [(70, 33001)]  # blocks of more logits than usual
+print(json.dumps(t.wrong_choices(True, t.SHAPES * 2 + many, seed=2) + t.wrong_beginnings(True, 60, seed=3)))
+"""
+
+
+def test_kernels_do_as_torch_and_by_hand(tmp_path):
+    assert ends._chunk(70, 33001) > ends.LEAST_CHUNK
+    here = Path(__file__).resolve().parent
+    path = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "MIRAGE_HF_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+# -- compiled -----------------------------------------------------------------------------------------------------------
+
+PROGRAMS = {
+    "begin": lambda: ends.begin_program(1, 128256, 2048, 4096, 64, (None,), torch.bfloat16, torch.bfloat16),
+    "begin odd": lambda: ends.begin_program(5, 101, 1030, 77, 6, (None, 16, 1), torch.float16, torch.float32),
+    "select": lambda: ends.select_program(1, 128256, torch.bfloat16),
+    "select odd": lambda: ends.select_program(5, 50257, torch.float16),
+    "select many": lambda: ends.select_program(64, 262144, torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_compiles_and_waits_before_it_reads(name, tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    program = PROGRAMS[name]()
+    for sm in (80, 90):
+        kernel, = compiler.ahead_of_time(program, sm)
+        assert kernel.asm["cubin"]
+        assert ".ftz" not in kernel.ptx  # numbers that are not normal have an order too
+        wait, let, load = (kernel.ptx.find(s) for s in ("griddepcontrol.wait", "griddepcontrol.launch_dependents", "ld.global"))
+        if sm < 90:
+            assert wait == let == -1
+            continue
+        assert kernel.ptx.count("griddepcontrol.wait") == kernel.ptx.count("griddepcontrol.launch_dependents") == 1
+        touching = min(n for n in (kernel.ptx.find(s) for s in ("st.global", "atom.", "prefetch", "cp.async", "ld.global")) if n >= 0)
+        assert 0 <= wait < let < touching <= load
+
+
+def test_one_row_of_bfloat16_is_read_16_bytes_a_thread(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    for name in ("begin", "select"):
+        kernel, = compiler.ahead_of_time(PROGRAMS[name](), 90)
+        assert "ld.global.v4.b32" in kernel.ptx
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------------
+
+def test_what_does_not_fit_is_refused():
+    c, runner = Control.allocate(2, CAPACITY, CPU), Ends.allocate(2, 9, CPU)
+    for batch, vocab in ((0, 9), (ends.MOST_ROWS + 1, 9), (2, 0), (2, ends.MOST_VOCAB + 1)):
+        with pytest.raises(errors.InputError, match="use choose_greedily"):
+            Ends.allocate(batch, vocab, CPU)
+    for logits in (torch.zeros(2, 8), torch.zeros(1, 9), torch.zeros(9, 2).T, torch.zeros(2, 9, dtype=torch.float64),
+                   torch.zeros(2, 9, device="meta")):
+        with pytest.raises(errors.InputError, match="logits"):
+            runner.select(c, logits)
+    with pytest.raises(errors.InputError, match=r"control\.ids"):
+        runner.select(Control.allocate(3, CAPACITY, CPU), torch.zeros(2, 9))
+    good = random_tables(2, 9, 4, 5, 6, torch.float32)
+    out = Inputs.allocate(2, 4, 6, (None,), torch.float32, CPU)
+    runner.begin(c, *good, out)
+    bad = {"out.x": dict(x=torch.zeros(2, 5)), "out.cos": dict(cos=torch.zeros(2, 6).half()), "out.sin": dict(sin=torch.zeros(1, 6)),
+           "out.slot": dict(slot=torch.zeros(2).long()), "2 lows": dict(lows=out.lows * 2),
+           r"out.lows\[0\]": dict(lows=(torch.zeros(1).int(),))}
+    for match, change in bad.items():
+        with pytest.raises(errors.InputError, match=match):
+            runner.begin(c, *good, dataclasses.replace(out, **change))
+    tables = ("embedding", 0, torch.zeros(4, 9).T), ("sin", 2, torch.zeros(4, 6)), ("rotary", 1, torch.zeros(5, 6).double())
+    for match, at, table in tables:
+        with pytest.raises(errors.InputError, match=match):
+            runner.begin(c, *good[:at], table, *good[at + 1:], out)
+
+
+def test_memory_made_under_inference_mode_serves_outside_it():
+    with torch.inference_mode():
+        runner, out = Ends.allocate(2, 9, CPU), Inputs.allocate(2, 4, 6, (None, 3), torch.float32, CPU)
+    assert not any(t.is_inference() for t in (runner.best, runner.counter, *outputs(out)))
+
+
+# -- on a GPU -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("batch, vocab, hidden, dtype", [
+    (1, 128256, 2048, torch.bfloat16), (1, 50257, 768, torch.float16), (5, 5003, 1030, torch.float32), (64, 32001, 4096, torch.bfloat16)])
+def test_captured_steps(batch, vocab, hidden, dtype):
+    """Graphs of select → begin → select → begin, nothing between them, against torch on the CPU."""
+    rng, device, windows = random.Random(batch), torch.device("cuda", torch.cuda.current_device()), (None, 8)
+    tables = random_tables(batch, min(vocab, 20_000), hidden, 2 * CAPACITY, 64, dtype)  # ids beyond take the last row
+    runner, on_cpu = Ends.allocate(batch, vocab, device), Ends.allocate(batch, vocab, CPU)
+    steps = [(torch.zeros(batch, vocab, dtype=dtype, device=device), Inputs.allocate(batch, hidden, 64, windows, dtype, device))
+             for _ in range(2)]
+    c, there = to(random_control(rng, batch, vocab), device), [t.to(device) for t in tables]
+
+    def run():
+        for logits, out in steps:
+            runner.select(c, logits)
+            runner.begin(c, *there, out)
+
+    graph, _ = capture(run, device, None)
+    samples = [random_logits(rng, batch, vocab, dtype) for _ in range(5)]
+    resident = [s.to(device) for s in samples]
+    for n in range(60):
+        want = random_control(rng, batch, vocab)
+        for f in dataclasses.fields(c):
+            getattr(c, f.name).copy_(getattr(want, f.name))
+        chosen = (n % 5, (n * 3 + 1) % 5)
+        for (logits, _), k in zip(steps, chosen, strict=True):
+            logits.copy_(resident[k])
+        graph.replay() if n % 4 else run()
+        for (_, out), k in zip(steps, chosen, strict=True):
+            expected = Inputs.allocate(batch, hidden, 64, windows, dtype, CPU)
+            on_cpu.select(want, samples[k])
+            on_cpu.begin(want, *tables, expected)
+            assert all(torch.equal(x.cpu(), y) for x, y in zip(outputs(out), outputs(expected), strict=True)), n
+        assert not differing(c, {f.name: getattr(want, f.name).tolist() for f in dataclasses.fields(c)}), n
+        assert not int(runner.counter)
