@@ -40,12 +40,12 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
     backend = chosen_backend(backend, device)
     if not dry_run:
         _take_back(model)
-    matches, refusals = match(model, names)
-    session = Session(model, backend, rows, matches, refusals)
+    matches = match(model, names, generating(model))
+    session = Session(model, backend, rows, matches)
     session.complain(on_unsupported)
     if dry_run:
         return session.plan()
-    found = find_kernels(matches, rows, device=device, backend=backend, zoo=zoo, tune=tune, progress=progress)
+    found = find_kernels(session.wanted, rows, device=device, backend=backend, zoo=zoo, tune=tune, progress=progress)
     try:
         handle, report = session.swap(found, verify=verify)
         if handle is None:
@@ -54,7 +54,8 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
         model.__dict__[NAME] = handle
         if (inner := generating(model)) is not None:
             try:
-                handle.runner = decoding.install(inner, mode=decode, max_cache_len=max_cache_len, fingerprint=fingerprint)
+                handle.runner = decoding.install(inner, mode=decode, max_cache_len=max_cache_len, fingerprint=fingerprint,
+                                                 steps=session.steps)
             except decoding.DecodeError as e:  # someone else's generate is kept; forwards are faster all the same
                 handle.add_note(f"generate is not replaced: {e}")
     except BaseException:

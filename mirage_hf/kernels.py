@@ -16,9 +16,11 @@ from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import plan
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import Rejected, ZooError
+from mirage_hf.graph import symbolic
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
+from mirage_hf.instances import fitted
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.settings import settings
 from mirage_hf.torch_op import Run
@@ -99,6 +101,19 @@ def _kept(entry: Entry, stores: Chain, on_gpu: bool, start: float) -> Resolved:
         kept = stores.put(entry)
     note = f"; not kept: {kept.reason}" if isinstance(kept, Rejected) else ""
     return _resolved(entry, SEARCHED, on_gpu, time.perf_counter() - start, note)
+
+
+def at_size(resolved: Resolved, program: KernelGraph, device: torch.device) -> Run:
+    """What runs the kernels found for a program on one that differs in the sizes of some dims: the same µGraph, its proof holds for
+    every size, with schedules cut to the sizes. Errors: CodegenError, GraphError."""
+    if not resolved.is_fused:
+        return partial(run_kernel_graph, program)
+    ugraph = symbolic.for_program(resolved.ugraph, program)
+    if device.type != "cuda":
+        return partial(run_kernel_graph, ugraph.kernels)
+    chosen = zip(resolved.ugraph.schedules or (), ugraph.block_ops, strict=True)
+    schedules = [fitted(s, op.block) for s, op in chosen if op.block is not None]
+    return torch_op.launcher(triton.generate(ugraph, schedules).source)
 
 
 def for_layer(layer: Sequence[Resolved], *, device: torch.device | str,

@@ -20,8 +20,10 @@ from pathlib import Path
 import torch
 from configs import MODELS, random_model
 
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.kernels import make_entries, target_of
+from mirage_hf.match.eligible import generating
 from mirage_hf.match.matcher import match
 from mirage_hf.match.pattern import Block
 from mirage_hf.patterns import PATTERNS
@@ -33,12 +35,16 @@ ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def blocks_of(name: str, dtype: str, device: torch.device) -> list[Block]:
-    """The distinct blocks of a model, in the order in which they occur."""
-    found, refused = match(random_model(name, device, DTYPES[dtype], layers=1), list(PATTERNS))
-    for no in refused:
+def blocks_of(name: str, dtype: str, device: torch.device) -> list[list[Block]]:
+    """The distinct blocks of a model in the order in which they occur: those of a layer, and the head."""
+    model = random_model(name, device, DTYPES[dtype], layers=1)
+    found = match(model, list(PATTERNS), generating(model))
+    for no in found.refusals:
         print(f"{name}: {no.name} is no {no.pattern}: {no.reason}", flush=True)
-    return list(dict.fromkeys(part.block for m in found for part in m.parts))
+    if isinstance(found.causal, Rejected):
+        print(f"{name}: has no steps of its own: {found.causal.reason}", flush=True)
+    heads = [] if isinstance(found.causal, Rejected) else [[found.causal.head.block]]
+    return [list(dict.fromkeys(part.block for m in found.modules for part in m.parts)), *heads]
 
 
 def build(blocks: Sequence[Block], rows: int, device: torch.device, zoo: Store, args: argparse.Namespace) -> Iterator[str]:
@@ -89,9 +95,10 @@ def main() -> None:
     jobs: list[tuple[list[Block], int]] = []
     seen: set[Block] = set()
     for name, dtype in itertools.product(names, args.dtypes.split(",")):
-        blocks = [b for b in blocks_of(name, dtype, device) if b not in seen]
-        seen.update(blocks)
-        jobs += [(blocks, int(rows)) for rows in args.batch_sizes.split(",")]
+        for layer in blocks_of(name, dtype, device):
+            blocks = [b for b in layer if b not in seen]
+            seen.update(blocks)
+            jobs += [(blocks, int(rows)) for rows in args.batch_sizes.split(",")]
     for number, (blocks, rows) in list(enumerate(jobs, 1))[rank::world]:
         for line in build(blocks, rows, device, zoo, args):
             print(f"{number} of {len(jobs)}  {line}", flush=True)

@@ -63,8 +63,8 @@ def run(loaded: Loaded, tokens: int, seconds: float | None) -> bool:
 
 def blocks_of(model: Any) -> list[Block]:
     """The distinct blocks of a model, in the order in which they occur."""
-    matches, _ = match(model, list(PATTERNS))
-    return list(dict.fromkeys(part.block for m in matches for part in m.parts))
+    found = match(model, list(PATTERNS))
+    return list(dict.fromkeys(part.block for m in found.modules for part in m.parts))
 
 
 def search_all(blocks: list[Block], seconds: float | None) -> None:

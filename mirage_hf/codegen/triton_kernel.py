@@ -372,8 +372,8 @@ class _Writer(Tiles):
 
     def _start(self, stage: Stage, acc: Accumulator) -> None:
         shape = ", ".join(str(self.plan.tile(a)) for a in self._running_dims(stage, acc))
-        least = self.plan.floor(acc, self.trimmed.name) if self.trimmed is not None else None
-        least = NEUTRAL["max"] if least is None else repr(least)
+        floor = self.plan.floor(acc, self.trimmed.name) if self.trimmed is not None else None
+        least = NEUTRAL["max"] if floor is None else repr(floor)
         text = f"tl.zeros([{shape}], tl.float32)" if acc.kind == "sum" else f"tl.full([{shape}], {least}, tl.float32)"
         self.line(f"{self.value[acc.out]} = {text}")
 

@@ -385,9 +385,11 @@ class Tiles:
         position = self.plan.operands[append.position]
         axis = o.axes[0] if position.dims[0] > 1 else None
         name = self._slot_pointer(pointer).removesuffix("_ptr")
-        self.line(f"{name} = tl.load({self._address(self._slot_pointer(pointer), (axis,), position.strides[:1], self.plan.dims([axis] if axis else []))}"
-                  + (f", mask={self._within(axis, [axis])}, other=0" if axis and self.plan.ragged(axis) else "") + ").to(tl.int64)")
-        slot = self._spread(name, self.plan.dims([axis] if axis else []), dims)
+        own = self.plan.dims([axis] if axis else [])
+        address = self._address(self._slot_pointer(pointer), (axis,), position.strides[:1], own)
+        mask = f", mask={self._within(axis, [axis])}, other=0" if axis and self.plan.ragged(axis) else ""
+        self.line(f"{name} = tl.load({address}{mask}).to(tl.int64)")
+        slot = self._spread(name, own, dims)
         row = o.axes[-2]
         at = slot if row is None or self._is_fixed(row, 1) else f"({slot} + {self._spread(self.axis[row], self.plan.dims([row]), dims)})"
         return slot, [f"({at} >= 0)", f"({at} < {append.slots})"]

@@ -16,11 +16,13 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mirage_hf.decode.cache import Block, CachePool, bucket
+from mirage_hf.decode.chain import StepProgram, obstacle
 from mirage_hf.decode.graphs import can_capture
-from mirage_hf.decode.program import CapturedForward
+from mirage_hf.decode.program import CapturedForward, GraphedStep
 from mirage_hf.decode.routing import effective, refused_arguments, refused_model, refused_options
 from mirage_hf.decode.session import CallPlan, NotCovered, Session, plan_call
 from mirage_hf.errors import MirageError
+from mirage_hf.swap.steps import Steps
 
 
 class DecodeError(MirageError, ValueError):
@@ -32,11 +34,14 @@ class DecodeError(MirageError, ValueError):
 class DecodeRunner:
     """What one model's `generate` keeps between calls: the cache pool with its graphs, and counts of what went where.
 
-    `counts` holds "captured" (replayed steps), "called: <why>" (the same loop without a graph) and "stock: <why>".
+    `counts` holds "captured" (replayed steps), "called: <why>" (the same loop without a graph) and "stock: <why>"; where there are
+    kernels for whole steps also "step: all by kernels" or "step: <why the model's own forward runs>".
     """
 
     def __init__(self, *, mode: str = "graph", max_cache_len: int | None = None,
-                 fingerprint: Callable[[nn.Module], object] | None = None, depth: int | None = None):
+                 fingerprint: Callable[[nn.Module], object] | None = None, depth: int | None = None, steps: Steps | None = None,
+                 valid_for: object = None):
+        self.steps, self.valid_for = steps, valid_for
         self.mode, self.max_cache_len, self.fingerprint, self.depth = mode, max_cache_len, fingerprint, depth
         self.pool = CachePool()
         self.counts: Counter[str] = Counter()
@@ -86,18 +91,24 @@ class DecodeRunner:
             sequences=result, scores=None if record.scores is None else tuple(record.scores),
             logits=None if record.logits is None else tuple(record.logits), past_key_values=plan.cache)
 
-    def step(self, model: Any, plan: CallPlan, block: Block) -> CapturedForward:
+    def step(self, model: Any, plan: CallPlan, block: Block) -> GraphedStep:
         """Return the step for a block, with or without graphs as the model and the device allow."""
-        key: object = (plan.survey.key, plan.masks)
-        if self.fingerprint is not None:
-            key = (key, self.fingerprint(model))
+        own = self.fingerprint(model) if self.fingerprint is not None else None
+        key: object = (plan.survey.key, plan.masks, own)
+        forward = obstacle(self.steps, plan, block, own, self.valid_for)
+        if not forward:
+            key = (key, "step program")
         why = "mode is eager" if self.mode == "eager" else can_capture(block.device) or plan.survey.no_graph
         if why is None and self._uncapturable is not None and self._uncapturable[0] == key:
             why = self._uncapturable[1]
         self.count("captured" if why is None else f"called: {why}")
+        if self.steps is not None:
+            self.count(f"step: {forward or 'all by kernels'}")
+            if not forward:
+                return StepProgram(self.steps, block, plan.masks, graphs=why is None, fingerprint=key)
         return CapturedForward(model, block, plan.masks, logits_to_keep=plan.logits_to_keep, graphs=why is None, fingerprint=key)
 
-    def capture_failed(self, step: CapturedForward, error: Exception) -> None:
+    def capture_failed(self, step: GraphedStep, error: Exception) -> None:
         """Remember that this state of the model cannot be captured, and count the call as one of called steps."""
         why = f"capture failed ({type(error).__name__}: {(str(error) or '-').splitlines()[0]})"
         self._uncapturable = (step.fingerprint, why)
@@ -221,12 +232,14 @@ def _parameters(stock: Any) -> tuple[str, ...]:
 
 
 def install(model: Any, *, mode: str = "graph", max_cache_len: int | None = None,
-            fingerprint: Callable[[nn.Module], object] | None = None, depth: int | None = None) -> DecodeRunner:
+            fingerprint: Callable[[nn.Module], object] | None = None, depth: int | None = None,
+            steps: Steps | None = None) -> DecodeRunner:
     """Give a model instance a `generate` of its own that decodes through the pool; nothing else of it or of HF changes.
 
     `mode` "graph" replays captured steps where the device can, "eager" calls them. `max_cache_len` is the most cache
     slots a call may use; longer ones go the stock way. `fingerprint(model)` adds to what captured steps depend on.
-    `depth` is how many steps may be ahead of the host (None: 2 on a GPU, 0 on a CPU). Installing again starts anew.
+    `depth` is how many steps may be ahead of the host (None: 2 on a GPU, 0 on a CPU). `steps`: kernels for whole steps of this model
+    as it is now. Installing again starts anew.
     Errors: DecodeError for what is not a transformers model that generates, or has an instance-level `generate` already.
     """
     if mode not in ("graph", "eager"):
@@ -241,7 +254,8 @@ def install(model: Any, *, mode: str = "graph", max_cache_len: int | None = None
         raise DecodeError(f"install: this {type(model).__name__} already has an instance-level generate ({present!r}); "
                           "delete it with `del model.generate` first")
     uninstall(model)
-    runner = DecodeRunner(mode=mode, max_cache_len=max_cache_len, fingerprint=fingerprint, depth=depth)
+    runner = DecodeRunner(mode=mode, max_cache_len=max_cache_len, fingerprint=fingerprint, depth=depth, steps=steps,
+                          valid_for=fingerprint(model) if steps is not None and fingerprint is not None else None)
     model.__dict__["generate"] = Generate(model, runner)
     return runner
 

@@ -1,6 +1,7 @@
 """The step of decoding: one token for every row, on the device, with nothing read by the host."""
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -34,6 +35,8 @@ class MaskPlan:
 
     windows: tuple[tuple[str, int | None], ...]
     by_layer_type: bool
+    layers: tuple[str, ...] = ()
+    """The kind of each layer, where there are kinds."""
 
     @classmethod
     def of(cls, config: Any) -> MaskPlan | str:
@@ -45,10 +48,14 @@ class MaskPlan:
             unknown = sorted(set(layer_types) - set(known))
             if unknown:
                 return f"layer type {unknown[0]}"
-            return cls(tuple((kind, known[kind]) for kind in sorted(set(layer_types))), by_layer_type=True)
+            return cls(tuple((kind, known[kind]) for kind in sorted(set(layer_types))), True, tuple(layer_types))
         if window is None and getattr(config, "attention_chunk_size", None) is not None:
             return "chunked attention"
         return cls((("", window),), by_layer_type=False)
+
+    def kind_of(self, layer: int) -> str:
+        """The kind of a layer, a name in `windows`."""
+        return self.layers[layer] if self.by_layer_type else ""
 
     def build(self, control: Control, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """Return additive (batch, 1, 1, capacity) masks, 0 or −inf: what a boolean one is turned into in every layer."""
@@ -91,12 +98,57 @@ def move_on(control: Control, live: Tensor) -> None:
 
 # -- the captured forward -----------------------------------------------------------------------------------------------
 
-class CapturedForward:
-    """HF's own forward, swapped modules included, over full-length layers; in a CUDA graph, or called where none can be."""
+class GraphedStep(ABC):
+    """A step over a block, in a CUDA graph, or called where none can be. A graph lives with its block as long as `fingerprint` holds."""
+
+    def __init__(self, block: Block, graphs: bool, fingerprint: object):
+        self.block, self.graphs, self.fingerprint = block, graphs, fingerprint
+
+    @abstractmethod
+    def on(self, block: Block) -> GraphedStep:
+        """Return the same step over another block."""
+
+    def held(self) -> Any:
+        """What lives as long as a captured graph; not the block, which holds the graphs."""
+        return None
+
+    @abstractmethod
+    def _to_logits(self) -> None:
+        """Feed the tokens, leave the logits in the block, and move on."""
+
+    @abstractmethod
+    def _to_token(self) -> None:
+        """The same, and choose the next tokens."""
+
+    def prepare(self, choose: bool) -> Callable[[], None]:
+        """Return the replay of the graph that ends at the logits or at the token, captured now if it is not yet."""
+        run = self._to_token if choose else self._to_logits
+        block = self.block
+        if not self.graphs:
+            return run
+        if block.valid_for != self.fingerprint:
+            block.drop_graphs()
+            block.valid_for = self.fingerprint
+        if choose not in block.graphs:
+            # with no row alive the warm-ups leave no other trace
+            touched = (block.control.alive, block.control.report, block.logits)
+            kept = [t.clone() for t in touched]
+            block.control.alive.fill_(False)
+            try:
+                graph, block.graph_pool = capture(run, block.device, block.graph_pool)
+                block.graphs[choose] = graph, self.held()
+            finally:
+                for t, value in zip(touched, kept, strict=True):
+                    t.copy_(value)
+        return block.graphs[choose][0].replay  # type: ignore[no-any-return]
+
+
+class CapturedForward(GraphedStep):
+    """HF's own forward, swapped modules included, over full-length layers."""
 
     def __init__(self, model: Any, block: Block, plan: MaskPlan, *, logits_to_keep: bool, graphs: bool, fingerprint: object):
-        self.model, self.block, self.plan, self.graphs = model, block, plan, graphs
-        self.fingerprint = fingerprint
+        super().__init__(block, graphs, fingerprint)
+        self.model, self.plan = model, plan
         self.kwargs: dict[str, Any] = {"logits_to_keep": 1} if logits_to_keep else {}
         self.cache = block.step_cache()
 
@@ -121,24 +173,3 @@ class CapturedForward:
 
     def _to_token(self) -> None:
         choose_greedily(self.block.control, self._forward())
-
-    def prepare(self, choose: bool) -> Callable[[], None]:
-        """Return the replay of the graph that ends at the logits or at the token, captured now if it is not yet."""
-        run = self._to_token if choose else self._to_logits
-        block = self.block
-        if not self.graphs:
-            return run
-        if block.valid_for != self.fingerprint:
-            block.drop_graphs()
-            block.valid_for = self.fingerprint
-        if choose not in block.graphs:
-            # with no row alive the warm-ups leave no other trace
-            touched = (block.control.alive, block.control.report, block.logits)
-            kept = [t.clone() for t in touched]
-            block.control.alive.fill_(False)
-            try:
-                block.graphs[choose], block.graph_pool = capture(run, block.device, block.graph_pool)
-            finally:
-                for t, value in zip(touched, kept, strict=True):
-                    t.copy_(value)
-        return block.graphs[choose].replay

@@ -52,6 +52,8 @@ class CallPlan:
     """Whether every stopping rule and choice is one the step makes by itself."""
     masks: MaskPlan
     logits_to_keep: bool
+    past_positions: bool
+    """Whether some row's position is beyond its slot, as only positions that a user gives are."""
     survey: Survey
 
 
@@ -105,7 +107,7 @@ def plan_call(model: Any, input_ids: Tensor, criteria: StoppingCriteriaList, con
         cache=cache, cache_is_users=users_cache, past=past, slots=min(most_slots, prompt + FIRST_REACH), most_slots=most_slots,
         budget=budget, sliding=sliding, lowest=lowest, position=positions[:, -1:], eos=torch.cat(eos) if eos and on_device else None,
         on_device=on_device, masks=masks, logits_to_keep="logits_to_keep" in kwargs,
-        survey=found)
+        past_positions=bool((positions[:, -1] >= prompt).any()), survey=found)
 
 
 class Session:

@@ -144,7 +144,12 @@ def parts_of(size: int, most: int) -> int:
 
 def ugraph_at(ugraph: UGraph, sizes: Mapping[str, int]) -> UGraph:
     """A µGraph with the symbolic dims of its program given sizes; schedules are chosen anew. Errors: GraphError."""
-    program = at(ugraph.program, sizes)
+    return for_program(ugraph, at(ugraph.program, sizes), sizes)
+
+
+def for_program(ugraph: UGraph, program: KernelGraph, sizes: Mapping[str, int] | None = None) -> UGraph:
+    """The kernels of a µGraph for another program that differs from its own in the sizes of dims only. Errors: GraphError."""
+    sizes = sizes or {}
     if ugraph.kernels is ugraph.program:
         return UGraph(program, program)
     # the kernels' inputs are the program's, whose dims know their names

@@ -99,7 +99,8 @@ class Composition(ABC):
 
 
 class LayerComposition(Composition):
-    """x + attention(norm(x)), then h + mlp(norm(h)). Roles: qkv, out, gated, down; those without a kernel run stock."""
+    """x + attention(norm(x)), then h + mlp(norm(h)). Roles: qkv, out, gated, down; those without a kernel run stock. Attention always
+    does: its kernels serve steps of decoding only (match/step.py)."""
 
     def __init__(self, layer: nn.Module, parts: Sequence[Part], layout: LayerLayout, mlp: MlpLayout):
         super().__init__(layer, parts)
@@ -166,12 +167,13 @@ class LoraComposition(Composition):
         return self._run(kernels, "lora", x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
-def executor(parts: Sequence[Part], rows: int, dtype: torch.dtype) -> dict[str, Kernel]:
-    """The parts' programs run op by op with torch in `dtype`: what a probe uses in place of kernels."""
+def executor(parts: Sequence[Part], rows: int, dtype: torch.dtype, slots: int | None = None) -> dict[str, Kernel]:
+    """The parts' programs run op by op with torch in `dtype`, caches with `slots` slots: what a probe uses in place of kernels."""
     from mirage_hf.graph.execute import run_kernel_graph
 
     def kernel(part: Part) -> Kernel:
         sizes = {name: dtype for name in ("dtype", "adapter_dtype") if name in dict(part.block.sizes)}
-        program = part.block.program(rows, **sizes)
+        caches = {"slots": slots} if part.role == "attention" and slots is not None else {}
+        program = part.block.program(rows, **sizes, **caches)
         return lambda inputs: run_kernel_graph(program, inputs)
     return {p.role: kernel(p) for p in parts}

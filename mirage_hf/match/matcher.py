@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,8 +12,9 @@ from mirage_hf.errors import Rejected
 from mirage_hf.match import plain, probe
 from mirage_hf.match.compose import Composition, LayerComposition, LoraComposition, MlpComposition, Part
 from mirage_hf.match.pattern import LayerLayout, MlpLayout
+from mirage_hf.match.step import CausalMatch, has_all, match_causal
 from mirage_hf.ops import table
-from mirage_hf.patterns import GATED_MLP, LINEAR_RESIDUAL, LORA, RMS_NORM_LINEAR, decoder_layer, gated_mlp
+from mirage_hf.patterns import ATTENTION, GATED_MLP, LINEAR_RESIDUAL, LORA, RMS_NORM_LINEAR, decoder_layer, gated_mlp
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,17 @@ class Refusal:
     reason: str
 
 
-def match(model: nn.Module, patterns: Sequence[str]) -> tuple[list[Match], list[Refusal]]:
-    """Return what can be swapped, outermost modules first, and what looked like it but cannot, with reasons."""
+class Matches(NamedTuple):
+    """What can be swapped, outermost modules first, what looked like it but cannot, with reasons, and the whole model for steps of
+    decoding, or why its steps run its own forward."""
+
+    modules: list[Match]
+    refusals: list[Refusal]
+    causal: CausalMatch | Rejected
+
+
+def match(model: nn.Module, patterns: Sequence[str], generating: nn.Module | None = None) -> Matches:
+    """Find the blocks of a model. `generating`: the causal LM in it whose `generate` decodes."""
     matches: list[Match] = []
     refusals: list[Refusal] = []
     probes = probe.Probes()
@@ -63,7 +73,9 @@ def match(model: nn.Module, patterns: Sequence[str]) -> tuple[list[Match], list[
             refusals += [Refusal(name, pattern, no.reason) for pattern, no in found.refused]
         elif found is not None:
             refusals.append(Refusal(name, label, found.reason))
-    return matches, refusals
+    layers = {id(m.module): (m.name, m.parts) for m in matches if m.kind == "layer"}
+    causal = match_causal(generating, layers, _eps, probes) if "attention" in patterns and layers else Rejected("no pattern asked for")
+    return Matches(matches, refusals, causal)
 
 
 def child_of(module: nn.Module, name: str) -> nn.Module | None:
@@ -84,15 +96,22 @@ def _match_layer(name: str, layer: nn.Module, row: LayerLayout, patterns: Sequen
     mlp_row = _mlp_layout(mlp) or gated_mlp.LAYOUTS[0]
     found: list[Part | Rejected | None] = [
         _qkv(layer, attention, row, probes) if "rms_norm_linear" in patterns else None,
+        _attention(attention, row, probes) if "attention" in patterns else None,
         _residual(attention, row.attention, row.output, "out") if "linear_residual" in patterns else None,
         _gated(layer, mlp, mlp_row, row, probes) if "gated_mlp" in patterns else None,
         _residual(mlp, row.mlp, mlp_row.down, "down") if "linear_residual" in patterns else None]
-    labels = ("rms_norm_linear", "linear_residual", "gated_mlp", "linear_residual")
+    labels = ("rms_norm_linear", "attention", "linear_residual", "gated_mlp", "linear_residual")
     parts = tuple(p for p in found if isinstance(p, Part))
     refused = tuple((label, p) for label, p in zip(labels, found, strict=True) if isinstance(p, Rejected))
-    if not parts:
-        return Rejected("; ".join(dict.fromkeys(r.reason for _, r in refused)) or "no pattern asked for")
+    if all(p.role == "attention" for p in parts):
+        return Rejected("; ".join(dict.fromkeys(r.reason for label, r in refused if label != "attention")) or "no pattern asked for")
     candidate = Match(name, "layer", layer, parts, refused, (row, mlp_row))
+    if has_all(tuple(p for p in parts if p.role != "attention"), but="attention"):  # without the other parts nobody asks for attention's
+        parts, refused = (tuple(p for p in parts if p.role != "attention"), tuple(r for r in refused if r[0] != "attention"))
+        candidate = Match(name, "layer", layer, parts, refused, (row, mlp_row))
+    elif "attention" in {p.role for p in parts} and (no := has_all(parts) or probes.step(candidate)):
+        parts = tuple(p for p in parts if p.role != "attention")
+        candidate = Match(name, "layer", layer, parts, (*refused, ("attention", no)), (row, mlp_row))
     no = probes.layer(candidate)
     return Rejected("; ".join([no.reason, *(f"{label}: {r.reason}" for label, r in refused)])) if no else candidate
 
@@ -136,6 +155,33 @@ def _qkv(layer: nn.Module, attention: nn.Module, row: LayerLayout, probes: probe
     if dict(block.sizes)["bias"]:
         weights += [(p, "bias") for p in paths]
     return Part("qkv", block, tuple(weights), (row.norm, row.attention, *paths))
+
+
+def _attention(attention: Any, row: LayerLayout, probes: probe.Probes) -> Part | Rejected:
+    """What lies between the projections and the output projection, for one token of each sequence."""
+    inner = attention._modules
+    has = [n for n in row.head_norms if inner.get(n) is not None]
+    known = {*row.projections, row.output, *has}
+    if extra := [n for n, m in inner.items() if n not in known and m is not None and not isinstance(m, (nn.Dropout, nn.Identity))]:
+        return Rejected(f"attention has {', '.join(extra)} too")
+    no = plain.first_refusal(*((attention, n, plain.LINEAR) for n in row.projections), *((attention, n, plain.NORM) for n in has))
+    if no := no or next((r for n in has if (r := probes.norm(n, inner[n]))), None):
+        return no
+    d, scale = getattr(attention, "head_dim", None), getattr(attention, "scaling", None)
+    if not isinstance(d, int) or not isinstance(scale, float) or d % 2:
+        return Rejected(f"attention has no head_dim and scaling, or odd ones ({d}, {scale})")
+    heads, *kv = (inner[n].out_features // d for n in row.projections)
+    if any(inner[n].out_features % d for n in row.projections) or kv[0] != kv[1] or heads % kv[0]:
+        return Rejected(f"{', '.join(row.projections)} are no whole heads of {d}")
+    norms, dtype = [inner[n] for n in has], inner[row.projections[0]].weight.dtype
+    if len(norms) == 1 or any(n.weight.shape[0] != d for n in norms) or len({_eps(n) for n in norms}) > 1:
+        return Rejected(f"{' and '.join(has)} are no two norms of one head each")
+    if no := plain.same_weights(norms, dtype, inner[row.projections[0]].weight.device):
+        return no
+    block = ATTENTION.block(kv_heads=kv[0], group=heads // kv[0], head_dim=d, scale=scale, norm=bool(norms),
+                            eps=_eps(norms[0]) if norms else 1e-6, dtype=dtype)
+    paths = [f"{row.attention}.{n}" for n in has]
+    return Part("attention", block, tuple((p, "weight") for p in paths), (row.attention, *paths))
 
 
 def _residual(parent: nn.Module, path: str, name: str, role: str) -> Part | Rejected:

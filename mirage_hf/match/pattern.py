@@ -53,6 +53,20 @@ class LayerLayout:
     output: str
     mlp_norm: str
     mlp: str
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+
+
+@dataclass(frozen=True)
+class CausalLayout:
+    """How families name the children of a causal language model, and those of its backbone."""
+
+    families: str
+    backbone: str
+    embedding: str
+    layers: str
+    norm: str
+    rotary: str
+    head: str
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mirage_hf.errors import Rejected
 from mirage_hf.match import plain
 from mirage_hf.match.compose import executor
+from mirage_hf.match.step import At, LayerStep, head_of, without_layers
 from mirage_hf.ops import table
 from mirage_hf.patterns import decoder_layer
 
@@ -203,6 +204,46 @@ class Probes:
                         return Rejected(_layer_differs(layer, far))
             return None
         return self._once(("layer", tuple(p.block for p in candidate.parts), kind_of(layer)), probe)
+
+    def step(self, candidate: Any) -> Rejected | None:
+        """Whether a decoder layer computes a token as its parts' programs do, attention and its cache included."""
+        layer = candidate.module
+
+        def probe() -> Rejected | None:
+            g, slots = torch.Generator().manual_seed(3), 12
+            other = twin(layer, randomised(3))
+            attention = other._modules[candidate.layouts[0].attention]
+            step, weight = LayerStep(other, candidate.parts), other._modules[candidate.layouts[0].norm].weight
+            stock, past = ProbeCache(), 0
+            for number, call in enumerate(calls(2, weight.shape[0], attention.head_dim, (6, 1, 1, 1), g, weight.device, torch.float32)):
+                keys, values = stock.keys, stock.values
+                want = other.forward(call.x, **call.kwargs(stock))
+                if number:
+                    assert keys is not None and values is not None
+                    room = [nn.functional.pad(x, (0, 0, 0, slots - past)) for x in (keys, values)]
+                    lo = torch.tensor([2, 0]).clamp_min(past - 3 if number >= 2 else 0)
+                    at = At(call.cos, call.sin, *room, *(x.to(weight.device, torch.int32) for x in (lo, torch.full((2,), past))))
+                    got = step(executor(candidate.parts, 2, torch.float32, slots), call.x[:, 0], at)
+                    now = [x[:, :, :past + 1] for x in room]
+                    far = max(distance(got, want[:, 0], call.x[:, 0]), distance(now[0], stock.keys), distance(now[1], stock.values))
+                    if not far < TOLERANCE:
+                        return Rejected(f"attention is not softmax(scale · rope(q) · rope(k)) · v: off by {far:.2g} on a probe")
+                past += call.x.shape[1]
+            return None
+        return self._once(("step", tuple(p.block for p in candidate.parts), kind_of(layer)), probe)
+
+    def causal(self, found: Any) -> Rejected | None:
+        """Whether a causal LM is its embedding, its layers, a norm and its head, and nothing else."""
+        def probe() -> Rejected | None:
+            g = torch.Generator().manual_seed(4)
+            model, embedding, weights = without_layers(found, 48, lambda m: twin(m, randomised(4)), g)
+            ids = torch.randint(0, 48, (2, 5), generator=g).to(found.embedding.device)
+            x = embedding[ids].flatten(0, 1)
+            far = distance(head_of(found.head, weights, x), model.forward(input_ids=ids, use_cache=False).logits.flatten(0, 1))
+            if not far < TOLERANCE:
+                return Rejected(f"the model is not head(norm(layers(embedding))): off by {far:.2g} on a probe")
+            return None
+        return self._once(("causal", id(found.model)), probe)
 
     def module(self, candidate: Any) -> Rejected | None:
         """Whether an MLP or LoRA linear with its part done by its program still computes what its own forward does."""

@@ -127,9 +127,9 @@ def _owned(op: KernelOp, t: DTensor) -> BlockOutput | None:
     if block is None:
         return None
     for i in block.inputs:
-        if i.bounds is None and i.turn is None and len(i.sources) == 1 and op.inputs[i.sources[0]] is t:
-            if all(a is None or block.role(a) is not Role.LOOP for a in i.axes):
-                return BlockOutput(i.name, i.axes, table.dtype_name(t.dtype))
+        mine = i.bounds is None and i.turn is None and len(i.sources) == 1 and op.inputs[i.sources[0]] is t
+        if mine and all(a is None or block.role(a) is not Role.LOOP for a in i.axes):
+            return BlockOutput(i.name, i.axes, table.dtype_name(t.dtype))
     return None
 
 

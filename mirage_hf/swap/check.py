@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,18 @@ from torch import Tensor
 from mirage_hf.errors import Rejected
 from mirage_hf.match.matcher import Match
 from mirage_hf.match.probe import MASKED, ProbeCache, calls, twin
-from mirage_hf.swap.guard import Binding
+from mirage_hf.match.step import At
+from mirage_hf.ops import table
+from mirage_hf.patterns.attention import REFERENCE_SLOTS
+from mirage_hf.swap.guard import KEY, Binding
+from mirage_hf.swap.steps import LayerKernels, Steps
 
 FACTOR = 1.25
 """How far from the wide reference a swapped module may be, in units of stock's own distance (plus one ulp)."""
+
+
+SAMPLES = 8
+"""Calls that are compared for each number of rows: the largest error of one is a matter of luck in a small module."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +74,84 @@ def _layer_outputs(match: Match, binding: Binding, reference: Any, rows: int, wi
     attention, weight = layer._modules[match.layouts[0].attention], layer._modules[match.layouts[0].norm].weight
     masked = getattr(attention.config, "_attn_implementation", "eager") in MASKED
     stock = _stock(match, binding)
-    start, decode = calls(rows, binding.width, attention.head_dim, (5, 1), torch.Generator().manual_seed(rows), weight.device,
-                          binding.dtype, masked=masked)
-    cache = ProbeCache()
-    stock(start.x, **start.kwargs(cache))
-    exact, w = reference, decode.to(wide)
-    return (layer.forward(decode.x, **decode.kwargs(cache.to(binding.dtype))),
-            stock(decode.x, **decode.kwargs(cache.to(binding.dtype))),
-            exact.forward(w.x, **w.kwargs(cache.to(wide))))
+    outputs = []
+    for sample in range(SAMPLES):
+        start, decode = calls(rows, binding.width, attention.head_dim, (5, 1), torch.Generator().manual_seed(rows + 1000 * sample),
+                              weight.device, binding.dtype, masked=masked)
+        cache = ProbeCache()
+        stock(start.x, **start.kwargs(cache))
+        w = decode.to(wide)
+        outputs.append((layer.forward(decode.x, **decode.kwargs(cache.to(binding.dtype))),
+                        stock(decode.x, **decode.kwargs(cache.to(binding.dtype))),
+                        reference.forward(w.x, **w.kwargs(cache.to(wide)))))
+    return _joined(outputs)
+
+
+def _joined(outputs: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
+    ours, stock, exact = (torch.cat(x) for x in zip(*outputs, strict=True))
+    return ours, stock, exact
+
+
+def check_step(layer: LayerKernels, rows: int) -> Checked | Rejected:
+    """Run a layer's step by kernels beside stock and a wide twin, on a cache that stock has filled. Attention is that of the slots
+    that its kernels were found for."""
+    match, module = layer.match, layer.match.module
+    parts = dict(layer.step.parts["attention"].block.sizes)
+    dtype, wide = parts["dtype"], torch.float64 if parts["dtype"] == torch.float32 else torch.float32
+    norm: Any = module._modules[match.layouts[0].norm]
+    device, width = norm.weight.device, norm.weight.shape[0]
+    stock = module.__dict__[KEY].stock.forward if KEY in module.__dict__ else type(module).forward
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            reference = twin(module, lambda _, p: p.to(wide))
+            lo = torch.zeros(rows, dtype=torch.int32, device=device)
+            lo[0] = 2  # as the probe's mask
+            outputs = []
+            for sample in range(SAMPLES):
+                generator = torch.Generator().manual_seed(rows + 1000 * sample)
+                start, decode = calls(rows, width, parts["head_dim"], (5, 1), generator, device, dtype)
+                cache = ProbeCache()
+                stock(module, start.x, **start.kwargs(cache))
+                assert cache.keys is not None and cache.values is not None
+                room = [torch.nn.functional.pad(x, (0, 0, 0, REFERENCE_SLOTS - 5)).contiguous() for x in (cache.keys, cache.values)]
+                at = At(decode.cos.flatten(0, 1), decode.sin.flatten(0, 1), room[0], room[1], lo, torch.full_like(lo, 5))
+                w = decode.to(wide)
+                outputs.append((layer.step({role: found.run for role, found in layer.found[rows].items()}, decode.x[:, 0].contiguous(), at),
+                                stock(module, decode.x, **decode.kwargs(cache.to(dtype)))[:, 0],
+                                reference.forward(w.x, **w.kwargs(cache.to(wide)))[:, 0]))
+            seen = _compare(*_joined(outputs), dtype)
+    except Exception as e:  # as in check
+        return Rejected(f"the check could not run ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})")
+    if not seen.error <= seen.allowed:
+        return Rejected(f"off by {seen.error:.2g} with {rows} rows, stock by {seen.stock_error:.2g}; {seen.allowed:.2g} is allowed")
+    return seen
+
+
+def check_head(steps: Steps, causal: Any, rows: int) -> Checked | Rejected:
+    """The last norm and head by kernels beside the model's own modules and a wide reference."""
+    dtype, device = steps.embedding.dtype, steps.embedding.device
+    wide = torch.float64 if dtype == torch.float32 else torch.float32
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            x = torch.randn(rows, steps.embedding.shape[1], generator=torch.Generator().manual_seed(rows)).to(device, dtype)
+            ours = torch.empty(rows, steps.vocab, dtype=dtype, device=device)
+            steps.head(rows, x, ours)
+            theirs = causal.own_head(x)
+            norm, w, *bias = (p.to(wide) for p in steps.head_weights)
+            exact = torch.nn.functional.linear(table.lookup("rms_norm").oracle(x.to(wide), norm, eps=steps.eps), w, *bias)
+            seen = _compare(ours, theirs, exact, dtype)
+    except Exception as e:  # as in check
+        return Rejected(f"the check could not run ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})")
+    if not seen.error <= seen.allowed:
+        return Rejected(f"off by {seen.error:.2g} with {rows} rows, stock by {seen.stock_error:.2g}; {seen.allowed:.2g} is allowed")
+    return seen
 
 
 def _module_outputs(match: Match, binding: Binding, reference: Any, rows: int, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     weight = next(match.module.parameters())
-    x = torch.randn(rows, 1, binding.width, generator=torch.Generator().manual_seed(rows)).to(weight.device, binding.dtype)
     module: Any = match.module
-    return module.forward(x), _stock(match, binding)(x), reference.forward(x.to(wide))
+    generator, outputs = torch.Generator().manual_seed(rows), []
+    for _ in range(SAMPLES):
+        x = torch.randn(rows, 1, binding.width, generator=generator).to(weight.device, binding.dtype)
+        outputs.append((module.forward(x), _stock(match, binding)(x), reference.forward(x.to(wide))))
+    return _joined(outputs)

@@ -9,20 +9,22 @@ import torch
 
 from mirage_hf import kernels, torch_op
 from mirage_hf.errors import CodegenError, Rejected, SearchError, VerificationError
-from mirage_hf.match.matcher import Match
+from mirage_hf.graph.effects import APPEND
+from mirage_hf.match.compose import Part
 from mirage_hf.match.pattern import Block
 
 Found = Mapping[tuple[Block, int], Any]
 """(block, rows) to what `kernels.resolve` gave, or Rejected."""
 
 
-def find_kernels(matches: Sequence[Match], rows: Sequence[int], *, device: torch.device, backend: str, zoo: Any, tune: str,
+def find_kernels(layers: Sequence[tuple[Part, ...]], rows: Sequence[int], *, device: torch.device, backend: str, zoo: Any, tune: str,
                  progress: Callable[..., Any] | None) -> Found:
-    """Resolve each distinct block of the matches at each number of rows. A block without a kernel is a "no" with its reason."""
+    """Resolve each distinct block of the parts, those that run one after another together, at each number of rows. A block without
+    a kernel is a "no" with its reason."""
     found: dict[tuple[Block, int], Any] = {}
     for r in rows:
-        for m in matches:
-            layer = [(part.block, r) for part in m.parts]
+        for parts_of in layers:
+            layer = [(part.block, r) for part in parts_of]
             new = [wanted for wanted in dict.fromkeys(layer) if wanted not in found]
             for block, _ in new:
                 try:
@@ -35,6 +37,6 @@ def find_kernels(matches: Sequence[Match], rows: Sequence[int], *, device: torch
                 parts = [found[w] if w in new else replace(found[w], made=None) for w in there]
                 found |= zip(there, kernels.for_layer(parts, device=device, zoo=zoo), strict=True)
     for kernel in found.values():
-        if not isinstance(kernel, Rejected):
+        if not isinstance(kernel, Rejected) and not any(op.name == APPEND for op in kernel.ugraph.program.ops):  # the op mutates nothing
             torch_op.register(kernel.digest, kernel.ugraph, kernel.run, device.type)
     return found

@@ -4,37 +4,53 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected
 from mirage_hf.match.compose import Part
-from mirage_hf.match.matcher import Match, Refusal
-from mirage_hf.swap.check import Checked, check
+from mirage_hf.match.matcher import Match, Matches
+from mirage_hf.match.step import CausalMatch
+from mirage_hf.swap.check import Checked, check, check_head, check_step
 from mirage_hf.swap.guard import Binding
 from mirage_hf.swap.handle import Handle
 from mirage_hf.swap.kernels import Found
 from mirage_hf.swap.report import PLANNED, STOCK, SWAPPED, Report, Row
+from mirage_hf.swap.steps import Steps, steps_of
 from mirage_hf.swap.swap import Ledger
 
+_HEAD, _UNDONE = "head", "swapped back after the check"
 CPU_NOTE = "backend cpu runs each kernel's block graph with torch: right, but with no promise of speed"
 
 
 class Session:
     """The matches of one model, and what has become of them. `undo` takes every swap back."""
 
-    def __init__(self, model: nn.Module, backend: str, rows: Sequence[int], matches: Sequence[Match], refusals: Sequence[Refusal]):
-        self.model, self.backend, self.rows, self.matches, self.refusals = model, backend, rows, matches, refusals
+    def __init__(self, model: nn.Module, backend: str, rows: Sequence[int], found: Matches):
+        self.model, self.backend, self.rows = model, backend, rows
+        self.matches, self.refusals, self.causal = found.modules, found.refusals, found.causal
         self.ledger = Ledger()
-        self._refused = tuple(Row(r.name, r.pattern, STOCK, reason=r.reason) for r in refusals)
+        self.steps: Steps | None = None
+        self._refused = tuple(Row(r.name, r.pattern, STOCK, reason=r.reason) for r in found.refusals)
 
-    def _report(self, rows: Sequence[Row]) -> Report:
-        return Report(type(self.model).__name__, self.backend, (*rows, *self._refused), (CPU_NOTE,) if self.backend == "cpu" else ())
+    @property
+    def wanted(self) -> list[tuple[Part, ...]]:
+        """The parts that kernels are wanted for, those of a layer together."""
+        heads = [(self.causal.head,)] if isinstance(self.causal, CausalMatch) else []
+        return [*(m.parts for m in self.matches), *heads]
+
+    def _report(self, rows: Sequence[Row], notes: Sequence[str] = ()) -> Report:
+        cpu = (CPU_NOTE,) if self.backend == "cpu" else ()
+        return Report(type(self.model).__name__, self.backend, (*rows, *self._refused), (*cpu, *notes))
 
     def plan(self) -> Report:
         """The report of a dry run."""
-        return self._report([_row(m, p, r, PLANNED) for m in self.matches for p in m.parts for r in self.rows])
+        rows = [_row(m.name, p, r, PLANNED) for m in self.matches for p in m.parts for r in self.rows]
+        if isinstance(self.causal, CausalMatch):
+            rows += [_row(_HEAD, self.causal.head, r, PLANNED) for r in self.rows]
+        return self._report(rows)
 
     def complain(self, on_unsupported: str) -> None:
         """Warn of refused blocks, or fail, as the user wishes. Errors: OptimizeError."""
@@ -64,10 +80,28 @@ class Session:
             kernels = _kernels(m, self.rows, found)
             if kernels:
                 bindings[m.name] = self.ledger.swap(m, kernels)
-            rows += [_resolved_row(m, p, r, found[p.block, r]) for p in m.parts for r in self.rows]
+            rows += [_resolved_row(m.name, p, r, found[p.block, r]) for p in m.parts for r in self.rows]
         if verify:
             rows = self._verify(bindings, rows)
-        report = self._report(rows)
+        note = ""
+        if bindings:
+            note = ""
+            rows += [_resolved_row(_HEAD, self.causal.head, r, found[self.causal.head.block, r]) for r in self.rows] \
+                if isinstance(self.causal, CausalMatch) else []
+            steps = steps_of(self.causal, self.matches, self.rows, found)
+            outcomes = self._check_steps(steps, rows) if verify and isinstance(steps, Steps) else {}
+            if isinstance(outcomes, Rejected):
+                steps = outcomes
+            elif isinstance(steps, Steps):
+                self.steps = steps
+                rows = [_checked_row(r, outcomes.get((r.module, r.rows))) if _only_in_steps(r) else r for r in rows]
+            if isinstance(steps, Rejected):
+                note = f"steps of generate run the model's own forward, in a CUDA graph where there is one: {steps.reason}"
+            ready = self.steps.rows if self.steps is not None else ()
+            idle = note or "another part has no kernel for so many rows"
+            rows = [replace(r, status=STOCK, reason=r.reason or idle)
+                    if r.status == SWAPPED and r.rows not in ready and _only_in_steps(r) else r for r in rows]
+        report = self._report(rows, (note,) if note else ())
         return (Handle(report, self.ledger, bindings) if bindings else None), report
 
     def _verify(self, bindings: dict[str, Binding], rows: Sequence[Row]) -> list[Row]:
@@ -80,15 +114,35 @@ class Session:
                     del bindings[m.name]
         for binding in bindings.values():
             binding.forget()  # the checks' own calls, of enclosing layers too
-        return [_checked_row(row, outcomes.get(row.module)) for row in rows]
+        return [row if _only_in_steps(row) else _checked_row(row, outcomes.get(row.module)) for row in rows]
+
+    def _check_steps(self, steps: Steps, rows: Sequence[Row]) -> dict[tuple[str, int | None], Checked] | Rejected:
+        """Check each layer's step and the head once more; the outcomes by module and number of rows."""
+        undone = next((r for r in rows if r.reason.startswith(_UNDONE)), None)
+        if undone is not None:
+            return Rejected(f"{undone.module}: {undone.reason}")
+        outcomes: dict[tuple[str, int | None], Checked] = {}
+        for n in steps.rows:
+            each = [(layer.match.name, partial(check_step, layer)) for layer in steps.layers]
+            for name, run in (*each, (_HEAD, partial(check_head, steps, self.causal))):
+                outcome = run(n)
+                if isinstance(outcome, Rejected):
+                    return Rejected(f"{name}: its step was refused by the check: {outcome.reason}")
+                outcomes[name, n] = outcome
+        return outcomes
 
     def undo(self) -> None:
         self.ledger.undo()
 
 
+def _only_in_steps(row: Row) -> bool:
+    """Whether a row is of what runs in steps of generate only: attention, which appends to our caches, and the head."""
+    return row.module == _HEAD or row.pattern == "attention"
+
+
 def _kernels(m: Match, rows: Sequence[int], found: Found) -> dict[int, Mapping[str, Any]]:
     """The fused kernels of a match, by number of rows and role; where the library won, stock modules do that part."""
-    by_rows = {r: {p.role: found[p.block, r] for p in m.parts if _fused(found[p.block, r])} for r in rows}
+    by_rows = {r: {p.role: found[p.block, r] for p in m.parts if p.role != "attention" and _fused(found[p.block, r])} for r in rows}
     return {r: kernels for r, kernels in by_rows.items() if kernels}
 
 
@@ -96,13 +150,13 @@ def _fused(resolved: Any) -> bool:
     return not isinstance(resolved, Rejected) and bool(resolved.is_fused)
 
 
-def _row(m: Match, part: Part, rows: int, status: str) -> Row:
+def _row(module: str, part: Part, rows: int, status: str) -> Row:
     children = dict.fromkeys(path.rpartition(".")[2] for path, _ in part.weights)
-    return Row(m.name, part.pattern, status, part="" if part.role == "lora" else ", ".join(children), rows=rows)
+    return Row(module, part.pattern, status, part="" if part.role == "lora" else ", ".join(children), rows=rows)
 
 
-def _resolved_row(m: Match, part: Part, rows: int, resolved: Any) -> Row:
-    row = _row(m, part, rows, STOCK)
+def _resolved_row(module: str, part: Part, rows: int, resolved: Any) -> Row:
+    row = _row(module, part, rows, STOCK)
     if isinstance(resolved, Rejected):
         return replace(row, reason=resolved.reason)
     row = replace(row, source=resolved.source, time_us=resolved.time_us, library_us=resolved.library_us,
@@ -117,5 +171,5 @@ def _checked_row(row: Row, outcome: Checked | Rejected | None) -> Row:
     if outcome is None or row.status != SWAPPED:
         return row
     if isinstance(outcome, Rejected):
-        return replace(row, status=STOCK, reason=f"swapped back after the check: {outcome.reason}")
+        return replace(row, status=STOCK, reason=f"{_UNDONE}: {outcome.reason}")
     return replace(row, error=outcome.error, stock_error=outcome.stock_error)

@@ -112,7 +112,8 @@ def test_proof_refuses_another_slot_and_other_rows():
         rows = (v, k) if wrong == "swapped" else (k, v)
         raw = next(t for t in kernels.inputs if t.name == "new_keys")
         rows = (raw, v) if wrong == "stale" else rows
-        kernels.mark_output(new[u.kernels.outputs[0].index], kernels.cache_append(keys, rows[0], at), kernels.cache_append(values, rows[1], at))
+        y = new[u.kernels.outputs[0].index]
+        kernels.mark_output(y, kernels.cache_append(keys, rows[0], at), kernels.cache_append(values, rows[1], at))
         assert isinstance(prove(UGraph(g, kernels)), Refused), wrong
 
 

@@ -1,0 +1,99 @@
+"""The step program: a whole step of decoding as one chain of kernels, embedding to token, over a cache block.
+
+Of its kernels only the two ends (decode/ends.py) are written by hand; those of the layers and of the head were searched, proven and
+tuned for the model's own parts. They are captured in one CUDA graph, in which each may begin while the one before it ends.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirage_hf.decode.cache import Block
+from mirage_hf.decode.ends import Ends, Inputs
+from mirage_hf.decode.program import GraphedStep, MaskPlan, move_on
+from mirage_hf.match.compose import Kernel
+from mirage_hf.match.step import At
+from mirage_hf.swap.steps import LayerKernels, Steps
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """What a block's steps write besides its cache and control, at fixed addresses."""
+
+    inputs: Inputs
+    ends: Ends
+    cos: Tensor
+    sin: Tensor
+    kernels: tuple[tuple[LayerKernels, dict[str, Kernel], int], ...]
+    """Of each layer its step, what runs its parts, and which of the inputs' windows it has."""
+
+
+class StepProgram(GraphedStep):
+    """Every layer's kernels in a chain. For blocks of as many rows as there are kernels for (`Steps.rows`)."""
+
+    def __init__(self, steps: Steps, block: Block, masks: MaskPlan, *, graphs: bool, fingerprint: object):
+        super().__init__(block, graphs, fingerprint)
+        self.steps, self.masks = steps, masks
+        self._buffers: _Buffers | None = None
+
+    def on(self, block: Block) -> StepProgram:
+        """Return the same step over another block."""
+        return StepProgram(self.steps, block, self.masks, graphs=self.graphs, fingerprint=self.fingerprint)
+
+    def _ready(self) -> _Buffers:
+        if self._buffers is None:
+            steps, block, windows = self.steps, self.block, dict(self.masks.windows)
+            kinds = [self.masks.kind_of(n) for n in range(len(steps.layers))]
+            cos, sin = steps.rotary_tables(block.capacity)
+            each = list(dict.fromkeys(windows[kind] for kind in kinds))
+            width, hidden = cos.shape[1], steps.embedding.shape[1]
+            inputs = Inputs.allocate(block.batch, hidden, width, each, steps.embedding.dtype, block.device)
+            ends = Ends.allocate(block.batch, block.logits.shape[1], block.device)
+            chain = tuple((layer, steps.kernels(layer, block.batch, block.capacity), each.index(windows[kind]))
+                          for layer, kind in zip(steps.layers, kinds, strict=True))
+            self._buffers = _Buffers(inputs, ends, cos, sin, chain)
+        return self._buffers
+
+    def held(self) -> Any:
+        """What a captured graph reads and writes besides the block and the model."""
+        return self._buffers
+
+    def _forward(self) -> None:
+        ready, block, steps = self._ready(), self.block, self.steps
+        inputs = ready.inputs
+        with torch.no_grad():
+            ready.ends.begin(block.control, steps.embedding, ready.cos, ready.sin, inputs)
+            x = inputs.x
+            for n, (layer, kernels, window) in enumerate(ready.kernels):
+                at = At(inputs.cos, inputs.sin, block.keys[n], block.values[n], inputs.lows[window], inputs.slot)
+                x = layer.step(kernels, x, at)
+            steps.head(block.batch, x, block.logits)
+
+    def _to_logits(self) -> None:
+        self._forward()
+        move_on(self.block.control, self.block.control.alive.any())
+
+    def _to_token(self) -> None:
+        self._forward()
+        self._ready().ends.select(self.block.control, self.block.logits)
+
+
+def obstacle(steps: Steps | None, plan: Any, block: Block, fingerprint: object, valid_for: object) -> str:
+    """Why a call's steps run the model's own forward instead, "" where they need not."""
+    if steps is None:
+        return "not every layer has all of its kernels"
+    if block.batch not in steps.rows:
+        return f"no kernels for a batch of {block.batch}; optimize(batch_sizes=…) makes them"
+    if fingerprint != valid_for:
+        return "the model has changed since optimize()"
+    if plan.survey.no_graph is not None:
+        return plan.survey.no_graph
+    if plan.past_positions:
+        return "positions beyond the slots of the cache"
+    shape = block.logits.shape
+    if len(shape) != 2 or shape[1] != steps.vocab or block.logits.dtype is not steps.embedding.dtype:
+        return f"logits of {tuple(shape)}, {block.logits.dtype}"
+    return ""

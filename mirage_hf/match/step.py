@@ -1,0 +1,166 @@
+"""A whole step of decoding by kernels: every layer of a model with all of its parts, and the model around its layers.
+
+What is proven here for one token of each sequence is what `decode/chain.py` captures: embedding, layers, last norm and head.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+
+from mirage_hf.errors import Rejected
+from mirage_hf.match import plain
+from mirage_hf.match.compose import Composition, Kernel, Part, executor, stand_in
+from mirage_hf.match.pattern import CausalLayout
+from mirage_hf.patterns import RMS_NORM_LINEAR, causal_lm
+
+ROLES = ("qkv", "attention", "out", "gated", "down")
+"""The parts of a layer whose kernels make up its step, in order."""
+
+
+@dataclass(frozen=True)
+class At:
+    """What a layer's step reads besides x: RoPE's cos and sin (b, d), a layer's keys and values (b, heads, slots, d), the first
+    slot that a row sees and the slot that its new key goes to (b,), int32."""
+
+    cos: Tensor
+    sin: Tensor
+    keys: Tensor
+    values: Tensor
+    lo: Tensor
+    slot: Tensor
+
+
+class LayerStep(Composition):
+    """A decoder layer for one token of each sequence, all of it by kernels. Errors: KeyError where a role has none."""
+
+    def __init__(self, layer: nn.Module, parts: Sequence[Part]):
+        super().__init__(layer, parts)
+        sizes = dict(self.parts["attention"].block.sizes)
+        self.kv_heads, self.group, self.head_dim = (int(sizes[n]) for n in ("kv_heads", "group", "head_dim"))
+
+    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, at: Mapping[str, Any] | At) -> Tensor:
+        """x (b, width) to the layer's output (b, width); the new keys and values are appended."""
+        assert isinstance(at, At)
+        batch = x.shape[0]
+        packed = self._run(kernels, "qkv", x)
+        widths = [n * self.kv_heads * self.head_dim for n in (self.group, 1, 1)]
+        q, k, v = (y.view(batch, self.kv_heads, -1, self.head_dim) for y in packed.split(widths, -1))
+        every = (batch, 1, 1, -1)
+        norms = [p[None] for p in self.parameters["attention"]]
+        out = kernels["attention"]([q, k, v, at.cos.view(every), at.sin.view(every), at.keys, at.values, at.lo.view(every),
+                                    at.slot.view(every), *norms])[0]
+        h = self._run(kernels, "out", out.view(batch, -1), x)
+        return self._run(kernels, "down", self._run(kernels, "gated", h), h)
+
+
+@dataclass(frozen=True)
+class CausalMatch:
+    """A causal language model whose layers all have every part: `layers` names them in order, `head` is its last norm and head."""
+
+    model: nn.Module
+    layout: CausalLayout
+    layers: tuple[str, ...]
+    head: Part
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.model._modules[self.layout.backbone]  # type: ignore[return-value]
+
+    @property
+    def embedding(self) -> Tensor:
+        return self.backbone._modules[self.layout.embedding].weight  # type: ignore[union-attr, return-value]
+
+    @property
+    def rotary(self) -> Any:
+        return self.backbone._modules[self.layout.rotary]
+
+
+    def own_head(self, x: Tensor) -> Tensor:
+        """The logits of hidden states by the model's own last norm and head."""
+        head: Any = self.model._modules[self.layout.head]
+        norm: Any = self.backbone._modules[self.layout.norm]
+        return head(norm(x))  # type: ignore[no-any-return]
+
+
+def has_all(parts: Sequence[Part], but: str = "") -> Rejected | None:
+    """Why a layer with these parts has no step of its own, or None; the role `but` is not asked for."""
+    roles = {p.role: p for p in parts}
+    missing = [r for r in ROLES if r not in roles and r != but]
+    if missing:
+        return Rejected(f"the layer's {missing[0]} is not matched")
+    if not dict(roles["gated"].block.sizes)["norm"]:
+        return Rejected("the norm before the MLP is no RMSNorm")
+    return None
+
+
+def match_causal(model: nn.Module | None, layers: Mapping[int, tuple[str, Sequence[Part]]], eps_of: Callable[[nn.Module], float],
+                 probes: Any) -> CausalMatch | Rejected:
+    """Match a causal LM around layers (by id: name and parts) that were matched."""
+    row = next((r for r in causal_lm.LAYOUTS if model is not None and _has(model, r)), None)
+    if model is None or row is None:
+        return Rejected("it is no causal language model of a known layout")
+    if no := plain.first_refusal((model, row.backbone, plain.CONTAINER)):
+        return no
+    backbone: Any = model._modules[row.backbone]
+    no = plain.first_refusal((backbone, row.embedding, plain.EMBEDDING), (backbone, row.norm, plain.NORM), (model, row.head, plain.LINEAR),
+                             (backbone, row.rotary, plain.CONTAINER)) or probes.norm(row.norm, backbone._modules[row.norm])
+    if no is not None:
+        return no
+    extra = [n for parent, known in ((model, (row.backbone, row.head)), (backbone, (row.embedding, row.layers, row.norm, row.rotary)))
+             for n in parent._modules if n not in known]
+    if extra:
+        return Rejected(f"has {', '.join(extra)} too")
+    names = []
+    for n, layer in enumerate(backbone._modules[row.layers]):
+        if id(layer) not in layers:
+            return Rejected(f"{row.layers}.{n} is not matched")
+        name, parts = layers[id(layer)]
+        if no := has_all(parts):
+            return Rejected(f"{name}: {no.reason}")
+        names.append(name)
+    if not names:
+        return Rejected("it has no layers")
+    norm, head, embedding = backbone._modules[row.norm], model._modules[row.head], backbone._modules[row.embedding]
+    if no := plain.same_weights([norm, head, embedding], head.weight.dtype, head.weight.device):
+        return no
+    block = RMS_NORM_LINEAR.block(k=head.in_features, n=(head.out_features,), bias=head.bias is not None, eps=eps_of(norm),
+                                  dtype=head.weight.dtype)
+    weights = [(f"{row.backbone}.{row.norm}", "weight"), (row.head, "weight"), *([(row.head, "bias")] if head.bias is not None else [])]
+    part = Part("head", block, tuple(weights), (f"{row.backbone}.{row.norm}", row.head))
+    found = CausalMatch(model, row, tuple(names), part)
+    return probes.causal(found) or found
+
+
+def _has(model: nn.Module, row: CausalLayout) -> bool:
+    backbone = model._modules.get(row.backbone)
+    inside = (row.embedding, row.layers, row.norm, row.rotary)
+    return backbone is not None and model._modules.get(row.head) is not None and all(backbone._modules.get(n) is not None for n in inside)
+
+
+def without_layers(found: CausalMatch, vocab: int, twin: Callable[[nn.Module], Any], generator: torch.Generator) -> tuple[Any, Tensor, Any]:
+    """The model without its layers, with a small random embedding and head; and that embedding and head."""
+    row, model, backbone = found.layout, found.model, found.backbone
+    embedding, head = backbone._modules[row.embedding], model._modules[row.head]
+    # without initialising: torch's global random state is the user's
+    small_embedding = skip_init(nn.Embedding, vocab, embedding.embedding_dim)  # type: ignore[union-attr]
+    small_head = skip_init(nn.Linear, head.in_features, vocab, bias=head.bias is not None)  # type: ignore[union-attr]
+    for p in (*small_embedding.parameters(), *small_head.parameters()):
+        p.requires_grad_(False).copy_(torch.randn(p.shape, generator=generator))
+    device = found.embedding.device
+    norm = twin(backbone._modules[row.norm])  # type: ignore[arg-type]
+    inner = {**backbone._modules, row.embedding: small_embedding.to(device), row.layers: nn.ModuleList(), row.norm: norm}
+    outer = {**model._modules, row.backbone: stand_in(backbone, {"_modules": inner}), row.head: small_head.to(device)}
+    return stand_in(model, {"_modules": outer}), small_embedding.weight, [norm.weight, *small_head.parameters()]
+
+
+def head_of(part: Part, weights: Sequence[Tensor], x: Tensor) -> Tensor:
+    """The logits of hidden states (rows, k) by the head's program, op by op."""
+    sizes = {**dict(part.block.sizes), "n": (weights[1].shape[0],)}
+    small = Part(part.role, part.block.pattern.block(**sizes), part.weights, part.bypassed)
+    views = [w.t() if w.dim() == 2 else w[None] for w in weights]
+    return executor([small], x.shape[0], x.dtype)["head"]([x, *views])[0]

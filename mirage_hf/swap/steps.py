@@ -1,0 +1,104 @@
+"""What a model's steps of decoding are made of: the kernels of every part of every layer and of the head, by batch size."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirage_hf import kernels
+from mirage_hf.errors import Rejected
+from mirage_hf.match.compose import Kernel, Part, child
+from mirage_hf.match.matcher import Match
+from mirage_hf.match.step import ROLES, CausalMatch, LayerStep
+
+Found = Mapping[Any, Any]
+
+
+@dataclass(frozen=True)
+class LayerKernels:
+    """A layer's step and its kernels, by number of rows and role."""
+
+    match: Match
+    step: LayerStep
+    found: Mapping[int, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The kernels of whole steps, for each of `rows` sequences. Attention's are made for as many slots as a cache has.
+
+    It holds the model's layers and weights, and not the model, which holds it.
+    """
+
+    rows: tuple[int, ...]
+    layers: tuple[LayerKernels, ...]
+    heads: Mapping[int, Any]
+    embedding: Tensor
+    rotary: Any
+    head_weights: tuple[Tensor, ...]
+    vocab: int
+    eps: float
+    _attention: dict[tuple[str, int], Kernel] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def kernels(self, layer: LayerKernels, rows: int, slots: int) -> dict[str, Kernel]:
+        """What runs the parts of a layer, for caches of so many slots. Errors: CodegenError where attention has no kernel for them."""
+        found = layer.found[rows]
+        return {role: found[role].run for role in ROLES if role != "attention"} | {
+            "attention": self._for_slots(found["attention"], layer.step.parts["attention"], rows, slots)}
+
+    def _for_slots(self, found: Any, part: Part, rows: int, slots: int) -> Kernel:
+        key = found.digest, slots
+        with self._lock:
+            if key not in self._attention:
+                self._attention[key] = kernels.at_size(found, part.block.program(rows, slots=slots), self.embedding.device)
+            return self._attention[key]
+
+    def rotary_tables(self, positions: int) -> tuple[Tensor, Tensor]:
+        """RoPE's cos and sin (positions, width) as the model's own module computes them, in the model's dtype."""
+        at = torch.arange(positions, device=self.embedding.device)[None]
+        with torch.inference_mode(False), torch.no_grad():
+            cos, sin = self.rotary(self.embedding[:1, None].detach(), at)
+            return cos[0].clone().contiguous(), sin[0].clone().contiguous()
+
+    def head(self, rows: int, x: Tensor, logits: Tensor) -> None:
+        """Write the logits (rows, vocabulary) of hidden states (rows, width)."""
+        found, views = self.heads[rows], [p.t() if p.dim() == 2 else p[None] for p in self.head_weights]
+        if found.is_fused and x.device.type == "cuda":
+            found.run([x, *views], [logits])
+        else:
+            logits.copy_(found.run([x, *views])[0])
+
+
+def steps_of(causal: CausalMatch | Rejected, matches: Sequence[Match], rows: Sequence[int], found: Found) -> Steps | Rejected:
+    """Put the kernels found together, for those numbers of rows for which each part has one."""
+    if isinstance(causal, Rejected):
+        return causal
+    by_name = {m.name: m for m in matches}
+    reasons: list[str] = []
+
+    def missing(r: int) -> str:
+        for part in (*(p for name in causal.layers for p in by_name[name].parts), causal.head):
+            kernel = found[part.block, r]
+            if isinstance(kernel, Rejected):
+                return f"{part.pattern}: {kernel.reason}"
+            if part.role == "attention" and not kernel.is_fused:
+                return f"attention: {kernel.reason}"
+        return ""
+
+    good = [r for r in rows if not (why := missing(r)) or reasons.append(f"{r} rows: {why}")]  # type: ignore[func-returns-value]
+    if not good:
+        return Rejected("; ".join(reasons))
+    layers = tuple(LayerKernels(m, LayerStep(m.module, m.parts), {r: {p.role: found[p.block, r] for p in m.parts} for r in good})
+                   for m in (by_name[name] for name in causal.layers))
+    head = causal.head
+    weights = [child(causal.model, path)._parameters[name] for path, name in head.weights]
+    return Steps(tuple(good), layers, {r: found[head.block, r] for r in good}, causal.embedding, causal.rotary,
+                 tuple(w for w in weights if w is not None), dict(head.block.sizes)["n"][0],
+                 dict(head.block.sizes)["eps"])
+
+
