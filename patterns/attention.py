@@ -11,7 +11,8 @@ from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.match.pattern import Pattern
 
 AXES = {"q": "rows kv_heads group d", "new_keys": "rows kv_heads 1 d", "new_values": "rows kv_heads 1 d",
-        "cos": "rows 1 1 d", "sin": "rows 1 1 d", "keys": "rows kv_heads slots d", "values": "rows kv_heads slots d", "lo": "rows 1 1 1", "slot": "rows 1 1 1",
+        "cos": "rows 1 1 d", "sin": "rows 1 1 d", "keys": "rows kv_heads slots d",
+        "values": "rows kv_heads slots d", "lo": "rows 1 1 1", "slot": "rows 1 1 1",
         "q_norm": "1 d", "k_norm": "1 d", "y": "rows kv_heads group d"}
 
 REFERENCE_SLOTS = 256

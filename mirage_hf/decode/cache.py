@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -164,10 +165,12 @@ class Block:
     """Owners of the memory. Layers of one shape are rows of one slab, so that one launch clears them all."""
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
     """(batch, vocabulary), in the model's dtype: of the step enqueued last."""
-    graphs: dict[bool, Any] = field(default_factory=dict)
-    """Captured steps of this block: False ends at the logits, True goes on to the token."""
+    graphs: dict[Any, Any] = field(default_factory=dict)
+    """Captured steps and prefills of this block, by what they are."""
+    prompts: Counter[int] = field(default_factory=Counter)
+    """Prompts so far that a captured prefill could serve, by bucket."""
     valid_for: object = None
-    """The fingerprint of the model that `graphs` were captured from."""
+    """The fingerprint of the model that `graphs` were captured from; see `graphs_for`."""
     graph_pool: Any = None
     dirty: int = 0
     """Slots below this one may hold keys of an earlier call."""
@@ -231,6 +234,13 @@ class Block:
             for slab in self.slabs:
                 slab[:, :, :, length:self.dirty].zero_()
         self.dirty = length
+
+    def graphs_for(self, fingerprint: object) -> dict[Any, Any]:
+        """The graphs captured from a model with this fingerprint; those from an earlier one are dropped."""
+        if self.valid_for != fingerprint:
+            self.drop_graphs()
+            self.valid_for = fingerprint
+        return self.graphs
 
     def drop_graphs(self) -> None:
         if self.graphs and self.done is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
@@ -18,11 +19,15 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from mirage_hf.decode.cache import Block, CachePool, bucket
 from mirage_hf.decode.chain import StepProgram, obstacle
 from mirage_hf.decode.graphs import can_capture
+from mirage_hf.decode.prefill import PrefillGraph, bucket_of, capture_prefill
 from mirage_hf.decode.program import CapturedForward, GraphedStep
 from mirage_hf.decode.routing import effective, refused_arguments, refused_model, refused_options
 from mirage_hf.decode.session import CallPlan, NotCovered, Session, plan_call
 from mirage_hf.errors import MirageError
 from mirage_hf.swap.steps import Steps
+
+Fingerprint = tuple[Any, Any, Any]
+"""What a walk over the model found, the masks it wants, and what its swapped modules depend on."""
 
 
 class DecodeError(MirageError, ValueError):
@@ -46,6 +51,7 @@ class DecodeRunner:
         self.pool = CachePool()
         self.counts: Counter[str] = Counter()
         self._uncapturable: tuple[object, str] | None = None
+        self._no_prefill: object = None
         self._lock = threading.Lock()
 
     def fresh(self) -> DecodeRunner:
@@ -91,13 +97,36 @@ class DecodeRunner:
             sequences=result, scores=None if record.scores is None else tuple(record.scores),
             logits=None if record.logits is None else tuple(record.logits), past_key_values=plan.cache)
 
-    def step(self, model: Any, plan: CallPlan, block: Block) -> GraphedStep:
+    def fingerprint_of(self, model: Any, plan: CallPlan) -> Fingerprint:
+        """What graphs captured for this call depend on."""
+        return plan.survey.key, plan.masks, self.fingerprint(model) if self.fingerprint is not None else None
+
+    def prefill_graph(self, model: Any, plan: CallPlan, block: Block, input_ids: Tensor, key: Fingerprint) -> PrefillGraph | None:
+        """Return the captured prefill that serves a prompt, captured now if it is the second of its bucket; None where HF's runs."""
+        if self.mode == "eager" or can_capture(block.device) or plan.survey.no_graph or not plan.plain or not plan.logits_to_keep:
+            return None
+        bucket = bucket_of(input_ids.shape[0], input_ids.shape[1], block, plan.masks.windows)
+        if bucket is None or self._no_prefill == key:
+            return None
+        graphs = block.graphs_for(key)
+        if ("prefill", bucket) not in graphs:
+            block.prompts[bucket] += 1
+            if block.prompts[bucket] < 2 or not block.keys or not block.logits.numel():
+                return None
+            try:
+                graphs["prefill", bucket] = capture_prefill(model, block, input_ids.shape[0], bucket)
+            except RuntimeError as error:
+                self._no_prefill = key
+                self.count(f"prefill called: capture failed ({type(error).__name__}: {(str(error) or '-').splitlines()[0]})")
+                if isinstance(error, torch.OutOfMemoryError):
+                    block.drop_graphs()
+                return None
+        self.count("prefill captured")
+        return graphs["prefill", bucket]  # type: ignore[no-any-return]
+
+    def step(self, model: Any, plan: CallPlan, block: Block, key: Fingerprint) -> GraphedStep:
         """Return the step for a block, with or without graphs as the model and the device allow."""
-        own = self.fingerprint(model) if self.fingerprint is not None else None
-        key: object = (plan.survey.key, plan.masks, own)
-        forward = obstacle(self.steps, plan, block, own, self.valid_for)
-        if not forward:
-            key = (key, "step program")
+        forward = obstacle(self.steps, plan, block, key[2], self.valid_for)
         why = "mode is eager" if self.mode == "eager" else can_capture(block.device) or plan.survey.no_graph
         if why is None and self._uncapturable is not None and self._uncapturable[0] == key:
             why = self._uncapturable[1]

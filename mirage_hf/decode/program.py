@@ -126,21 +126,19 @@ class GraphedStep(ABC):
         block = self.block
         if not self.graphs:
             return run
-        if block.valid_for != self.fingerprint:
-            block.drop_graphs()
-            block.valid_for = self.fingerprint
-        if choose not in block.graphs:
+        graphs, what = block.graphs_for(self.fingerprint), (type(self).__name__, choose)
+        if what not in graphs:
             # with no row alive the warm-ups leave no other trace
             touched = (block.control.alive, block.control.report, block.logits)
             kept = [t.clone() for t in touched]
             block.control.alive.fill_(False)
             try:
                 graph, block.graph_pool = capture(run, block.device, block.graph_pool)
-                block.graphs[choose] = graph, self.held()
+                graphs[what] = graph, self.held()
             finally:
                 for t, value in zip(touched, kept, strict=True):
                     t.copy_(value)
-        return block.graphs[choose][0].replay  # type: ignore[no-any-return]
+        return graphs[what][0].replay  # type: ignore[no-any-return]
 
 
 class CapturedForward(GraphedStep):

@@ -135,13 +135,15 @@ def _own_methods(kind: type) -> str | None:
 
 
 def left_padding(mask: Tensor | None, slots: int) -> Tensor | str | None:
-    """Return (batch, 1) counts of leading zeros of a (batch, slots) mask, None without one, or why it is not left padding."""
+    """Return (batch, 1) counts of leading zeros of a (batch, slots) mask, None without any, or why it is not left padding."""
     if mask is None:
         return None
     if mask.ndim != 2 or mask.shape[1] != slots:
         return f"a mask of shape {tuple(mask.shape)} for {slots} tokens"
     seen = mask != 0
-    # one read of the host before the prefill; stock's own checks of the mask cost as much
+    # one or two reads by the host before the prefill; stock's own checks of the mask cost as much
+    if bool(seen.all()):
+        return None
     if not bool((seen[:, 1:] >= seen[:, :-1]).all() & seen[:, -1].all()):
         return "holes in the mask"
     return (~seen).sum(-1, keepdim=True)

@@ -54,6 +54,8 @@ class CallPlan:
     logits_to_keep: bool
     past_positions: bool
     """Whether some row's position is beyond its slot, as only positions that a user gives are."""
+    plain: bool
+    """Whether every row is a prompt from position 0 on, without padding or a cache of the user's."""
     survey: Survey
 
 
@@ -101,13 +103,18 @@ def plan_call(model: Any, input_ids: Tensor, criteria: StoppingCriteriaList, con
         raise NotCovered(f"more cache slots needed than max_cache_len={max_cache_len}")
     found = survey(model)
     need(found.obstacle)
+    plain = past == 0 and lowest is None and positions.shape[1] == prompt
+    if plain:  # one read by the host for both
+        plain, last_position = bool((positions == torch.arange(prompt, device=positions.device)).all()), prompt - 1
+    if not plain:
+        last_position = int(positions[:, -1].max())
     eos = [c.eos_token_id.reshape(-1).to(input_ids.device) for c in criteria if type(c) is EosTokenCriteria]
     on_device = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in criteria) and sum(e.numel() for e in eos) <= MOST_EOS
     return CallPlan(
         cache=cache, cache_is_users=users_cache, past=past, slots=min(most_slots, prompt + FIRST_REACH), most_slots=most_slots,
         budget=budget, sliding=sliding, lowest=lowest, position=positions[:, -1:], eos=torch.cat(eos) if eos and on_device else None,
         on_device=on_device, masks=masks, logits_to_keep="logits_to_keep" in kwargs,
-        past_positions=bool((positions[:, -1] >= prompt).any()), survey=found)
+        past_positions=last_position >= prompt, plain=plain, survey=found)
 
 
 class Session:
@@ -127,15 +134,22 @@ class Session:
     def prefill(self, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> None:
         """Run HF's own prefill, into the block or, where the user's cache holds something, into that one and then here."""
         model, plan, block = self.model, self.plan, self.block
-        into = plan.cache if plan.past else block.prefill_cache()
-        outputs = model._prefill(input_ids, config, {**kwargs, "past_key_values": into})
-        self.slot = self.cached = block.take(into) if plan.past else into.get_seq_length()
-        block.clear_from(self.slot)
-        block.set_logits(outputs.logits[:, -1])
-        del outputs
+        self.fingerprint = self.runner.fingerprint_of(model, plan)
+        if (graph := self.runner.prefill_graph(model, plan, block, input_ids, self.fingerprint)) is not None:
+            graph.run(input_ids)
+            self.slot = self.cached = input_ids.shape[1]
+            block.dirty = max(block.dirty, graph.ids.shape[1])
+            block.clear_from(self.slot)
+        else:
+            into = plan.cache if plan.past else block.prefill_cache()
+            outputs = model._prefill(input_ids, config, {**kwargs, "past_key_values": into})
+            self.slot = self.cached = block.take(into) if plan.past else into.get_seq_length()
+            block.clear_from(self.slot)
+            block.set_logits(outputs.logits[:, -1])
+            del outputs
         block.control.start(length=self.slot, position=plan.position, lowest=plan.lowest, budget=plan.budget,
                             eos=plan.eos, pad=config._pad_token_tensor)
-        self.step = self.runner.step(model, plan, block)
+        self.step = self.runner.step(model, plan, block, self.fingerprint)
 
     def decode(self, streamer: Any, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList, config: Any) -> Tensor:
         """Choose tokens until every row has ended; return the sequences."""
