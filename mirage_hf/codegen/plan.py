@@ -52,11 +52,13 @@ class Dot:
 
 @dataclass(frozen=True)
 class Append:
-    """An output that is stored into a cache of `slots` slots: its dim before the last begins at the slot that operand `position` says."""
+    """An output that is stored into a cache of `slots` slots, which is operand `cache` if the kernel reads it too: its dim before the
+    last begins at the slot that operand `position` says."""
 
     output: int
     position: int
     slots: int
+    cache: int | None = None
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,11 @@ class Plan:
     def constant(self, i: BlockInput) -> bool:
         """Whether an input may be read while earlier launches still run."""
         return i.bounds is None and all(self.operands[s].constant for s in i.sources)
+
+    def lies_ready(self, i: BlockInput) -> bool:
+        """Whether what is read of an input was written long before the launches ahead: constants, and the old rows of a cache. It may be
+        asked for early (into the L2, where later writes would be seen); only constants may be read early."""
+        return self.constant(i) or any(a.cache in i.sources for a in self.appends)
 
     @cached_property
     def input(self) -> dict[str, BlockInput]:
@@ -521,7 +528,8 @@ def placed(ugraph: UGraph) -> tuple[PlacedOp, ...]:
                 if t.index in stored:
                     cache, _, position = effects.parts_of(stored[t.index])
                     outputs[n] = replace(t, strides=cache.strides)
-                    appends.append(Append(n, len(inputs), cache.dims[-2]))
+                    at = next((k for k, x in enumerate(op.inputs) if isinstance(x, DTensor) and x.index == cache.index), None)
+                    appends.append(Append(n, len(inputs), cache.dims[-2], at))
                     inputs = (*inputs, position)
             found.append(PlacedOp(op.name, inputs, tuple(outputs), op.attrs, op.block, tuple(appends)))
         elif op.name in VIEWS and isinstance(inputs[0], DTensor):

@@ -58,7 +58,9 @@ class _Writer(Tiles):
             if self.plan.constant(i):
                 self._load(i)
         self._wait()
-        for i in early:
+        for i in self._bounds_of_loops():
+            self._load_bounds(i)
+        for i in (*early, *self._whole()):
             self._load(i)
         for number, stage in enumerate(self.block.stages):
             self.running = self.plan.maxima(stage)
@@ -92,13 +94,30 @@ class _Writer(Tiles):
                 found.append(i)
         return found
 
+    def _bounds_of_loops(self) -> list[BlockInput]:
+        """Bounds that say where a loop begins, so that it can begin at once."""
+        return [i for s in self.block.stages if (i := self.plan.trimmed(s)) is not None]
+
+    def _whole(self) -> list[BlockInput]:
+        """Without a loop, what is not constant, as far as it fits: so that nothing waits for a load that could have begun before."""
+        found: list[BlockInput] = []
+        if self.plan.walks or self.plan.loop is None:
+            return found
+        room = float(HELD_ELEMENTS_PER_THREAD) * 2
+        for i in self.block.inputs:
+            each = self.plan.numel(self.block.input_axes(i)) / (32 * self.plan.schedule.num_warps)
+            if i.bounds is None and not self.plan.constant(i) and each <= room:
+                room -= each
+                found.append(i)
+        return found
+
     def _wait(self) -> None:
-        """Ask for the first tiles of what is constant, then wait for the launches ahead, whose results everything else may be."""
+        """Ask for the first tiles of what lies ready, then wait for the launches ahead, whose results everything else may be."""
         self.line("if overlaps:")
         self.indent += 1
-        trimmed = any(self.plan.trimmed(s) for s in self.block.stages)  # where the loop begins is not known yet
         for i in self.block.inputs:
-            if self.plan.schedule.preload and self.plan.walks and self.plan.loop in i.axes and self.plan.constant(i) and not trimmed:
+            held = not self.plan.walks and self.plan.constant(i)
+            if self.plan.schedule.preload and self.plan.loop in i.axes and self.plan.lies_ready(i) and not held:
                 self._prefetch(i, min(self.plan.schedule.preload, next_power_of_two(self.plan.share)))
         self.line("tl.extra.cuda.gdc_wait()")
         self.line("tl.extra.cuda.gdc_launch_dependents()")

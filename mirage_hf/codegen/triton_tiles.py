@@ -254,14 +254,18 @@ class Tiles:
         line = LINE_BYTES // plan.dtype(i).itemsize
         found: list[tuple[str, str, int]] = []  # axis, index, its elements
         for a, stride in strides.items():
-            count = plan.tile(a) * (steps if a == plan.loop else 1)
+            walked = a == plan.loop and plan.walks
+            count = plan.tile(a) * (steps if walked else 1)
             every = line if stride == 1 and a != joined else 1
-            if a == plan.loop:
+            if walked:
                 start, clamped = " + ".join(self._loop_starts()), steps > plan.share or plan.ragged(a)
             elif every > 1 and count > 1:
                 start, clamped = f"{self.axis[a]}0" if plan.trips(a) > 1 else "", plan.ragged(a)
             else:
-                found.append((a, f"{self.value[i.name]}_at" if a == joined else self.axis[a], count))
+                at = f"{self.value[i.name]}_at" if a == joined else self.axis[a]
+                if plan.ragged(a) and a != joined:
+                    at = f"tl.minimum({at}, {self.block.axis(a).size - 1})"
+                found.append((a, at, count))
                 continue
             count = max(1, count // every)
             index = f"tl.arange(0, {count})" + (f" * {every}" if every > 1 else "") if count > 1 else ""

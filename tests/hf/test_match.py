@@ -14,6 +14,7 @@ from mirage_hf.match.probe import Probes
 from mirage_hf.patterns import PATTERNS
 
 ALL = list(PATTERNS)
+WHOLE = ["qkv", "attention", "out", "gated", "down"]
 
 
 def found(model: nn.Module, patterns: list[str] = ALL) -> dict[str, list[str]]:
@@ -28,9 +29,12 @@ def reasons(model: nn.Module, module: str) -> str:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_four_families_match_in_full(family: str, dtype: torch.dtype) -> None:
     model = tiny(family, dtype=dtype)
-    assert found(model) == {f"model.layers.{i}": ["qkv", "out", "gated", "down"] for i in range(3)}
-    sizes = dict(match(model, ALL)[0][0].parts[0].block.sizes)
+    assert found(model) == {f"model.layers.{i}": WHOLE for i in range(3)}
+    parts = {p.role: p for p in match(model, ALL).modules[0].parts}
+    sizes, attention = (dict(parts[role].block.sizes) for role in ("qkv", "attention"))
     assert sizes["n"] == (32, 16, 16) and sizes["dtype"] is dtype and sizes["bias"] is (family == "qwen2")
+    assert attention == dict(kv_heads=2, group=2, head_dim=8, scale=8 ** -0.5, norm=family == "qwen3", eps=1e-6, dtype=dtype)
+    assert parts["attention"].weights == ((("self_attn.q_norm", "weight"), ("self_attn.k_norm", "weight")) if family == "qwen3" else ())
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -137,8 +141,8 @@ def test_refusals_name_their_reason(reason: str) -> None:
     model = tiny("llama")
     CHANGES[reason](model.model.layers[1])
     assert reason in reasons(model, "model.layers.1")
-    assert "qkv" not in found(model).get("model.layers.1", [])
-    assert found(model)["model.layers.0"] == ["qkv", "out", "gated", "down"]
+    assert not {"qkv", "attention"} & set(found(model).get("model.layers.1", []))
+    assert found(model)["model.layers.0"] == WHOLE
 
 
 def test_output_capture_hooks_do_not_count() -> None:

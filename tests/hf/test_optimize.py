@@ -15,6 +15,7 @@ import mirage_hf.api as api
 from mirage_hf import kernels
 from mirage_hf.api import optimize, optimized, restore
 from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected, SearchError
+from mirage_hf.patterns import PATTERNS
 from mirage_hf.swap import session
 from mirage_hf.swap.report import Report, Row
 
@@ -40,8 +41,14 @@ def test_generate_gives_the_same_tokens(family: str, decode: str) -> None:
     wanted = [model.generate(**case, **GREEDY) for case in cases]
     assert optimize(model, batch_sizes=(1, 3), decode=decode) is model
     assert all(torch.equal(model.generate(**case, **GREEDY), want) for case, want in zip(cases, wanted, strict=True))
-    called = sum(r.calls for r in model.mirage.report.rows)
-    assert called > 0
+    called, counted = sum(r.calls for r in model.mirage.report.rows), model.mirage.report.decode
+    steps = {what: n for what, n in counted.items() if what.startswith("step: ")}
+    if family in FOUR:
+        assert steps == {"step: all by kernels": 2, "step: no kernels for a batch of 2; optimize(batch_sizes=…) makes them": 1}
+        assert called == 0  # no step of the first two ran a layer's forward, and that of the third has no kernels for 2 rows
+        assert counted["called: mode is eager" if decode == "eager" else "called: no graphs on cpu"] == 3
+    else:
+        assert steps == {} and called > 0
     restore(model)
     assert all(torch.equal(model.generate(**case, **GREEDY), want) for case, want in zip(cases, wanted, strict=True))
 
@@ -57,6 +64,7 @@ def test_the_trained_model_writes_the_same_200_tokens() -> None:
     optimize(model)
     assert torch.equal(model.generate(ids, **options), want)
     assert all(r.status == "swapped" for r in model.mirage.report.rows)
+    assert model.mirage.report.decode["step: all by kernels"] == 1
     restore(model)
     assert torch.equal(model.generate(ids, **options), want)
     after = snapshot(model)
@@ -88,17 +96,33 @@ def test_experts_stay_stock_inside_a_swapped_layer() -> None:
 def test_the_report_has_a_row_per_block_and_reads_as_a_table() -> None:
     model = optimize(tiny("llama"), batch_sizes=(1, 2))
     report = model.mirage.report
-    assert len(report.rows) == 3 * 4 * 2 and {r.rows for r in report.rows} == {1, 2} and len(report.swapped) == 24
+    assert len(report.rows) == (3 * 5 + 1) * 2 and {r.rows for r in report.rows} == {1, 2} and len(report.swapped) == 32
+    assert [r.rows for r in report.rows if r.module == "head"] == [1, 2]
+    assert [r.rows for r in report.rows if r.pattern == "attention"] == [1, 2] * 3
     assert report.fallbacks == {} and all(r.calls == 0 for r in report.rows)  # the check's own calls do not count
     model.generate(prompt(), max_new_tokens=4, do_sample=False)
+    report = model.mirage.report
+    assert report.fallbacks == {"prefill": 3} and all(r.calls == 0 for r in report.rows)  # its steps do not run the layers' forwards
+    assert report.decode == {"called: no graphs on cpu": 1, "step: all by kernels": 1}
+    decode_logits(model, steps=3)
     text, report = str(model.mirage.report), model.mirage.report
-    assert report.fallbacks == {"prefill": 3} and report.rows[0].calls == 3 and report.decode
-    for words in ("model.layers.{0-2}", "rms_norm_linear (input_layernorm, q_proj, k_proj, v_proj)", "swapped", "prefill: 3",
-                  "no promise of speed", "generate so far"):
+    assert report.fallbacks == {"prefill": 6} and report.rows[0].calls == 3
+    for words in ("model.layers.{0-2}", "rms_norm_linear (input_layernorm, q_proj, k_proj, v_proj)", "swapped", "prefill: 6",
+                  "no promise of speed", "generate so far: step: all by kernels: 1", "rms_norm_linear (norm, lm_head)",
+                  "calls of swapped modules so far: 9"):
         assert words in text
     assert len(text.splitlines()) < 20
     plain = json.loads(json.dumps(report.to_dict()))
-    assert plain["rows"][0]["module"] == "model.layers.0" and plain["fallbacks"] == {"prefill": 3}
+    assert plain["rows"][0]["module"] == "model.layers.0" and plain["fallbacks"] == {"prefill": 6}
+    assert plain["rows"][-1]["module"] == "head" and plain["decode"] == report.decode
+
+
+def test_steps_without_attention_run_the_swapped_layers() -> None:
+    model = optimize(tiny("llama"), patterns=[p for p in PATTERNS if p != "attention"])
+    model.generate(prompt(), max_new_tokens=4, do_sample=False)
+    report = model.mirage.report
+    assert len(report.rows) == 3 * 4 and all(r.calls == 3 for r in report.rows) and report.fallbacks == {"prefill": 3}
+    assert report.decode == {"called: no graphs on cpu": 1}
 
 
 def test_rows_of_layers_that_differ_stay_apart() -> None:
@@ -109,18 +133,20 @@ def test_rows_of_layers_that_differ_stay_apart() -> None:
 
 def test_equal_blocks_are_resolved_once(resolved: list[Any]) -> None:
     optimize(tiny("llama"), batch_sizes=(1, 2, 1))
-    assert len(resolved) == 4 * 2
+    assert len(resolved) == (5 + 1) * 2  # the parts of a layer, and the head
 
 
 def test_options_reach_the_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
+    seen: list[dict[str, Any]] = []
 
     def resolve(program: Any, **options: Any) -> Resolved:
-        seen.update(options)
+        seen.append(options)
         return Resolved(program, time_us=2.0, library_us=3.0)
     monkeypatch.setattr(kernels, "resolve", resolve)
     model = optimize(tiny("llama"), zoo="there", tune="never", progress=print)
-    assert seen == dict(device=torch.device("cpu"), backend="cpu", zoo="there", tune="never", pattern="linear_residual", progress=print)
+    layer = ["rms_norm_linear", "attention", "linear_residual", "gated_mlp", "linear_residual"]
+    given = dict(device=torch.device("cpu"), backend="cpu", zoo="there", tune="never", progress=print)
+    assert seen == [{**given, "pattern": pattern} for pattern in [*layer, "rms_norm_linear"]]
     assert "2.0 (3.0)" in str(model.mirage.report)
 
 
@@ -131,10 +157,12 @@ def test_the_library_path_leaves_its_part_to_stock(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(kernels, "resolve", resolve)
     stock = tiny("llama")
     model = optimize(twin_of(stock))
-    assert {r.pattern: r.status for r in model.mirage.report.rows} == {
-        "rms_norm_linear": "swapped", "linear_residual": "stock", "gated_mlp": "swapped"}
+    assert {(r.pattern, r.status) for r in model.mirage.report.rows} == {
+        ("rms_norm_linear", "swapped"), ("attention", "swapped"), ("linear_residual", "stock"), ("gated_mlp", "swapped")}
     assert "the library path was measured faster" in str(model.mirage.report)
     torch.testing.assert_close(decode_logits(model), decode_logits(stock), atol=2e-5, rtol=1e-4)
+    assert torch.equal(model.generate(prompt(), **GREEDY), stock.generate(prompt(), **GREEDY))
+    assert model.mirage.report.decode["step: all by kernels"] == 1  # in a step that part is the library's too
 
 
 @pytest.mark.parametrize("kept", ["rms_norm_linear", "gated_mlp", "linear_residual"])
@@ -227,7 +255,7 @@ def test_optimizing_again_starts_anew() -> None:
     before = snapshot(model)
     optimize(model, patterns=["gated_mlp"])
     optimize(model)
-    assert len(model.mirage.report.rows) == 12
+    assert len(model.mirage.report.rows) == 3 * 5 + 1
     classes = type(model.model.layers[0]).__mro__
     assert len([c for c in classes if c.__name__ == "LlamaDecoderLayer"]) == 2
     assert same(before, snapshot(restore(model)))
@@ -282,7 +310,9 @@ def test_the_handle_is_no_part_of_the_model() -> None:
     assert names == [list(model.state_dict()), [n for n, _ in model.named_modules()], [n for n, _ in model.named_parameters()]]
     model.generate(prompt(), **GREEDY)
     model.mirage.release()
-    assert "12 modules" not in repr(model.mirage) and "3 modules swapped" in repr(model.mirage)
+    assert "<mirage_hf: 4 modules swapped" in repr(model.mirage)  # three layers and the head, by module and not by row
+    optimize(model, patterns=["gated_mlp", "linear_residual"])
+    assert "<mirage_hf: 3 modules swapped" in repr(model.mirage)
 
 
 # -- what cannot be replaced --------------------------------------------------------------------------------------------

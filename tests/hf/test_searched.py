@@ -72,6 +72,7 @@ def test_the_trained_model_writes_the_same_200_tokens(adapted: bool) -> None:
     optimize(model)
     assert torch.equal(model.generate(input_ids=ids, **options), want)
     assert {r.status for r in model.mirage.report.rows if r.kernel} == {"swapped"}
+    assert model.mirage.report.decode.get("step: all by kernels") == (None if adapted else 1)
     assert torch.equal(restore(model).generate(input_ids=ids, **options), want)
 
 
