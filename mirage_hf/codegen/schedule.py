@@ -22,7 +22,7 @@ class Schedule:
     lazy: loop accumulators stay spread over the loop tile and are summed once after the loop (not those of tensor cores).
     evict_first: inputs that only one block reads are marked as first to leave the L2.
     split: blocks that share the loop of a tile, a power of two; the last of them to be done adds up what all of them found.
-    preload: loop tiles of what lies ready (constants, caches) that a block asks for before it waits for launches ahead, a power of two or 0.
+    preload: loop tiles of what lies ready (constants, caches) that a block asks for before it waits; a power of two or 0.
     num_warps, num_stages: warps of a block, loop iterations whose loads are in flight.
     """
 

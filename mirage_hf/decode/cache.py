@@ -211,7 +211,7 @@ class Block:
             self.drop_memory()
         self.drop_graphs()
         # a first layer is taken for all; a later one that differs gets memory of its own
-        count = len(self.sliding) if index == 0 else 1
+        count = len(self.sliding) if index == 0 and not rows else 1
         try:
             slab = _zeros((count, *shape), states)
         except torch.OutOfMemoryError:

@@ -89,10 +89,12 @@ def obstacle(steps: Steps | None, plan: Any, block: Block, fingerprint: object, 
         return f"no kernels for a batch of {block.batch}; optimize(batch_sizes=…) makes them"
     if fingerprint != valid_for:
         return "the model has changed since optimize()"
+    if changed := steps.changed():
+        return changed
     if plan.survey.no_graph is not None:
         return plan.survey.no_graph
-    if plan.past_positions:
-        return "positions beyond the slots of the cache"
+    if plan.odd_positions:
+        return "positions outside the slots of the cache"
     shape = block.logits.shape
     if len(shape) != 2 or shape[1] != steps.vocab or block.logits.dtype is not steps.embedding.dtype:
         return f"logits of {tuple(shape)}, {block.logits.dtype}"

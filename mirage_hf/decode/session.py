@@ -52,8 +52,8 @@ class CallPlan:
     """Whether every stopping rule and choice is one the step makes by itself."""
     masks: MaskPlan
     logits_to_keep: bool
-    past_positions: bool
-    """Whether some row's position is beyond its slot, as only positions that a user gives are."""
+    odd_positions: bool
+    """Whether some row's position is beyond its slot or below 0, as only positions that a user gives are."""
     plain: bool
     """Whether every row is a prompt from position 0 on, without padding or a cache of the user's."""
     survey: Survey
@@ -105,16 +105,15 @@ def plan_call(model: Any, input_ids: Tensor, criteria: StoppingCriteriaList, con
     need(found.obstacle)
     plain = past == 0 and lowest is None and positions.shape[1] == prompt
     if plain:  # one read by the host for both
-        plain, last_position = bool((positions == torch.arange(prompt, device=positions.device)).all()), prompt - 1
-    if not plain:
-        last_position = int(positions[:, -1].max())
+        plain = bool((positions == torch.arange(prompt, device=positions.device)).all())
+    lowest_position, last_position = (0, prompt - 1) if plain else torch.stack(torch.aminmax(positions[:, -1])).tolist()
     eos = [c.eos_token_id.reshape(-1).to(input_ids.device) for c in criteria if type(c) is EosTokenCriteria]
     on_device = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in criteria) and sum(e.numel() for e in eos) <= MOST_EOS
     return CallPlan(
         cache=cache, cache_is_users=users_cache, past=past, slots=min(most_slots, prompt + FIRST_REACH), most_slots=most_slots,
         budget=budget, sliding=sliding, lowest=lowest, position=positions[:, -1:], eos=torch.cat(eos) if eos and on_device else None,
         on_device=on_device, masks=masks, logits_to_keep="logits_to_keep" in kwargs,
-        past_positions=last_position >= prompt, plain=plain, survey=found)
+        odd_positions=last_position >= prompt or lowest_position < 0, plain=plain, survey=found)
 
 
 class Session:

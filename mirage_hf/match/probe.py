@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mirage_hf.errors import Rejected
 from mirage_hf.match import plain
 from mirage_hf.match.compose import executor
-from mirage_hf.match.step import At, LayerStep, head_of, without_layers
+from mirage_hf.match.step import At, LayerStep, head_of, hollow
 from mirage_hf.ops import table
 from mirage_hf.patterns import decoder_layer
 
@@ -233,13 +233,25 @@ class Probes:
         return self._once(("step", tuple(p.block for p in candidate.parts), kind_of(layer)), probe)
 
     def causal(self, found: Any) -> Rejected | None:
-        """Whether a causal LM is its embedding, its layers, a norm and its head, and nothing else."""
+        """Whether a causal LM is its embedding, its layers one after another, a norm and its head, and nothing else."""
         def probe() -> Rejected | None:
             g = torch.Generator().manual_seed(4)
-            model, embedding, weights = without_layers(found, 48, lambda m: twin(m, randomised(4)), g)
+            h = hollow(found, 48, lambda m: twin(m, randomised(4)), g)
             ids = torch.randint(0, 48, (2, 5), generator=g).to(found.embedding.device)
-            x = embedding[ids].flatten(0, 1)
-            far = distance(head_of(found.head, weights, x), model.forward(input_ids=ids, use_cache=False).logits.flatten(0, 1))
+            positions = torch.tensor([[0, 1, 2, 3, 4], [2, 3, 4, 5, 6]]).to(ids.device)
+            logits = h.model.forward(input_ids=ids, position_ids=positions, use_cache=False).logits
+            x = h.embedding[ids]
+            if len(h.seen) != len(found.layers):
+                return Rejected(f"the model calls {len(h.seen)} of its {len(found.layers)} layers")
+            cos, sin = found.rotary(x, positions)
+            given = x
+            for number, (seen, seen_cos, seen_sin, y) in enumerate(h.seen):
+                far = max(distance(seen, given), distance(seen_cos, cos), distance(seen_sin, sin))
+                if not far < TOLERANCE:
+                    return Rejected(f"layer {number} is not given {'the embedding' if not number else 'what the layer before it gave'}, "
+                                    f"or not RoPE of the positions: off by {far:.2g} on a probe")
+                given = y
+            far = distance(head_of(found.head, h.weights, given.flatten(0, 1)), logits.flatten(0, 1))
             if not far < TOLERANCE:
                 return Rejected(f"the model is not head(norm(layers(embedding))): off by {far:.2g} on a probe")
             return None

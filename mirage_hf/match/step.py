@@ -90,7 +90,7 @@ class CausalMatch:
 def has_all(parts: Sequence[Part], but: str = "") -> Rejected | None:
     """Why a layer with these parts has no step of its own, or None; the role `but` is not asked for."""
     roles = {p.role: p for p in parts}
-    missing = [r for r in ROLES if r not in roles and r != but]
+    missing = [r for r in sorted(ROLES, key=lambda r: r == "attention") if r not in roles and r != but]
     if missing:
         return Rejected(f"the layer's {missing[0]} is not matched")
     if not dict(roles["gated"].block.sizes)["norm"]:
@@ -142,9 +142,29 @@ def _has(model: nn.Module, row: CausalLayout) -> bool:
     return backbone is not None and model._modules.get(row.head) is not None and all(backbone._modules.get(n) is not None for n in inside)
 
 
-def without_layers(found: CausalMatch, vocab: int, twin: Callable[[nn.Module], Any], generator: torch.Generator) -> tuple[Any, Tensor, Any]:
-    """The model without its layers, with a small random embedding and head; and that embedding and head."""
+@dataclass(frozen=True)
+class Hollow:
+    """A model whose layers only say what they are given, with a small random embedding and head.
+
+    seen: for each layer called, what it was given and what it gave: (x, cos, sin, y). weights: those of the last norm and the head.
+    """
+
+    model: Any
+    embedding: Tensor
+    weights: list[Tensor]
+    seen: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+def hollow(found: CausalMatch, vocab: int, twin: Callable[[nn.Module], Any], generator: torch.Generator) -> Hollow:
+    """Empty the layers of a copy of a model that shares everything else with it."""
     row, model, backbone = found.layout, found.model, found.backbone
+    seen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    def forward(hidden_states: Tensor, *args: Any, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
+        y = 1.25 * hidden_states + 0.5
+        seen.append((hidden_states, *position_embeddings, y))
+        return y
+
     embedding, head = backbone._modules[row.embedding], model._modules[row.head]
     # without initialising: torch's global random state is the user's
     small_embedding = skip_init(nn.Embedding, vocab, embedding.embedding_dim)  # type: ignore[union-attr]
@@ -153,9 +173,11 @@ def without_layers(found: CausalMatch, vocab: int, twin: Callable[[nn.Module], A
         p.requires_grad_(False).copy_(torch.randn(p.shape, generator=generator))
     device = found.embedding.device
     norm = twin(backbone._modules[row.norm])  # type: ignore[arg-type]
-    inner = {**backbone._modules, row.embedding: small_embedding.to(device), row.layers: nn.ModuleList(), row.norm: norm}
+    layers: Any = stand_in(backbone._modules[row.layers], {})  # type: ignore[arg-type]
+    layers.__dict__["_modules"] = {n: stand_in(layer, {"forward": forward}) for n, layer in layers._modules.items()}
+    inner = {**backbone._modules, row.embedding: small_embedding.to(device), row.layers: layers, row.norm: norm}
     outer = {**model._modules, row.backbone: stand_in(backbone, {"_modules": inner}), row.head: small_head.to(device)}
-    return stand_in(model, {"_modules": outer}), small_embedding.weight, [norm.weight, *small_head.parameters()]
+    return Hollow(stand_in(model, {"_modules": outer}), small_embedding.weight, [norm.weight, *small_head.parameters()], seen)
 
 
 def head_of(part: Part, weights: Sequence[Tensor], x: Tensor) -> Tensor:

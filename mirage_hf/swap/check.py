@@ -18,8 +18,9 @@ from mirage_hf.patterns.attention import REFERENCE_SLOTS
 from mirage_hf.swap.guard import KEY, Binding
 from mirage_hf.swap.steps import LayerKernels, Steps
 
-FACTOR = 1.25
-"""How far from the wide reference a swapped module may be, in units of stock's own distance (plus one ulp)."""
+FACTOR, FACTOR_FLOAT32 = 1.25, 4.0
+"""How far from the wide reference a swapped module may be, in units of stock's own distance (plus as many ulps). In float32 only the order
+of sums differs, and of a few short ones one order is luckier than another: 2.4 times was seen over 8 calls, 1.1 over 512."""
 
 
 SAMPLES = 8
@@ -62,7 +63,8 @@ def _compare(ours: Tensor, stock: Tensor, exact: Tensor, dtype: torch.dtype) -> 
     error, stock_error = (float((y.to(exact.dtype) - exact).abs().max()) for y in (ours, stock))
     scale = float(exact.abs().max())
     ulp = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(scale)) if 0 < scale < math.inf else 0.0
-    return Checked(error, stock_error, FACTOR * stock_error + ulp)
+    factor = FACTOR_FLOAT32 if dtype == torch.float32 else FACTOR
+    return Checked(error, stock_error, factor * stock_error + max(1.0, factor - 1.0) * ulp)
 
 
 def _stock(match: Match, binding: Binding) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from mirage_hf.match.plain import foreign_hook
 from mirage_hf.swap.guard import KEY
 
 _TUNER = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant", "use_dora", "fan_in_fan_out",
@@ -26,7 +27,8 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
         d = module.__dict__
         kind = type(module)
         found += (id(module), kind, kind.forward, d.get("forward"), d["training"])
-        found += (len(d["_forward_hooks"]), len(d["_forward_pre_hooks"]))
+        if (d["_forward_hooks"] or d["_forward_pre_hooks"]) and (hook := foreign_hook(module)):
+            found.append(hook)  # HF's own output capture, which stays installed after one use, does not count
         for tensors in (d["_parameters"], d["_buffers"]):
             for t in tensors.values():
                 if t is not None:

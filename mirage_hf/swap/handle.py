@@ -43,7 +43,7 @@ class Handle:
             self.runner.release()
 
     def __repr__(self) -> str:
-        return f"<mirage_hf: {len({r.module for r in self._report.swapped})} modules swapped; print(model.mirage.report)>"
+        return f"<mirage_hf: {len(self._bindings)} modules swapped; print(model.mirage.report)>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None

@@ -85,7 +85,6 @@ class Session:
             rows = self._verify(bindings, rows)
         note = ""
         if bindings:
-            note = ""
             rows += [_resolved_row(_HEAD, self.causal.head, r, found[self.causal.head.block, r]) for r in self.rows] \
                 if isinstance(self.causal, CausalMatch) else []
             steps = steps_of(self.causal, self.matches, self.rows, found)

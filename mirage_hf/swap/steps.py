@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,8 @@ class Steps:
     head_weights: tuple[Tensor, ...]
     vocab: int
     eps: float
+    constants: tuple[tuple[dict[str, Any], str, Any], ...]
+    """Numbers that kernels were made for, where modules keep them: an attribute dictionary, a name, a value."""
     _attention: dict[tuple[str, int], Kernel] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -57,6 +59,10 @@ class Steps:
             if key not in self._attention:
                 self._attention[key] = kernels.at_size(found, part.block.program(rows, slots=slots), self.embedding.device)
             return self._attention[key]
+
+    def changed(self) -> str:
+        """Which number is no longer what kernels were made for, "" where none is."""
+        return next((f"a {name} was changed" for inner, name, value in self.constants if inner.get(name) != value), "")
 
     def rotary_tables(self, positions: int) -> tuple[Tensor, Tensor]:
         """RoPE's cos and sin (positions, width) as the model's own module computes them, in the model's dtype."""
@@ -99,6 +105,17 @@ def steps_of(causal: CausalMatch | Rejected, matches: Sequence[Match], rows: Seq
     weights = [child(causal.model, path)._parameters[name] for path, name in head.weights]
     return Steps(tuple(good), layers, {r: found[head.block, r] for r in good}, causal.embedding, causal.rotary,
                  tuple(w for w in weights if w is not None), dict(head.block.sizes)["n"][0],
-                 dict(head.block.sizes)["eps"])
+                 dict(head.block.sizes)["eps"], tuple(_constants(causal, by_name)))
+
+
+def _constants(causal: CausalMatch, matches: Mapping[str, Match]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    backbone, row = causal.backbone._modules, causal.layout
+    modules = [backbone[row.norm], causal.rotary]
+    for name in causal.layers:
+        m = matches[name]
+        modules += [child(m.module, path) for path in dict.fromkeys(path for p in m.parts for path in p.bypassed)]
+    for module in modules:
+        yield from ((module.__dict__, n, v) for n, v in module.__dict__.items() if type(v) is float)  # type: ignore[union-attr]
+    yield backbone[row.embedding].__dict__, "max_norm", None  # type: ignore[union-attr]
 
 
