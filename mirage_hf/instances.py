@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mirage_hf import errors
-from mirage_hf.codegen.plan import MMA_MIN, plan
-from mirage_hf.codegen.schedule import Schedule, next_power_of_two
+from mirage_hf.codegen.plan import plan
+from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph import symbolic
-from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.kernel import CUSTOMIZED
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune import space
 from mirage_hf.tune.cost import H200, Device, estimate, library_us
+from mirage_hf.tune.space import fitted
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,3 @@ def _scheduled(ugraph: UGraph, kind: Sequence[Schedule], device: Device) -> tupl
             return None  # an axis is too short for this kind
     us += sum(library_us(op, device) for op in ugraph.kernels.ops if op.name != CUSTOMIZED)
     return us, replace(ugraph, schedules=tuple(schedules))
-
-
-def fitted(schedule: Schedule, block: BlockGraph) -> Schedule:
-    """The schedule with no tile longer than its axis; an axis held whole is held whole."""
-    least = MMA_MIN if schedule.mma else 1
-    tiles = {}
-    for a in block.axes:
-        whole = next_power_of_two(block.part(a.name))
-        tile = schedule.tile(a.name)
-        tiles[a.name] = tile if tile <= whole else max(whole, min(least, tile))
-        if a.role is Role.TILE and tiles[a.name] < whole:
-            tiles[a.name] = whole
-    return replace(schedule, tiles=tuple(tiles.items()))
-
-

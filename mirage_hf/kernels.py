@@ -20,13 +20,13 @@ from mirage_hf.graph import symbolic
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
-from mirage_hf.instances import fitted
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.settings import settings
 from mirage_hf.torch_op import Run
 from mirage_hf.tune import space
 from mirage_hf.tune.cost import H200, Device, estimate
 from mirage_hf.tune.measure import Timing as Measured
+from mirage_hf.tune.space import fitted
 from mirage_hf.tune.tuner import Candidate as Tuned
 from mirage_hf.tune.tuner import together
 from mirage_hf.tune.tuner import tune as measure
@@ -74,11 +74,12 @@ def target_of(device: torch.device) -> str:
 
 def resolve(program: KernelGraph, *, device: torch.device | str, backend: str = "auto",
             zoo: str | Path | Sequence[str | Path] | None = None, tune: str = "auto", pattern: str = "program",
-            progress: Progress | None = None) -> Resolved:
+            progress: Progress | None = None, like: KernelGraph | None = None) -> Resolved:
     """Return the kernel of `program` on `device`: looked up (user's cache, packaged zoo, then `zoo`), else made and kept.
 
     backend: "cpu" takes the torch executor, "triton" generated kernels, "auto" by device. tune: "auto" measures what was
-    never measured, "never" takes the cost model's word, "full" measures anew and more. Errors: ZooError.
+    never measured, "never" takes the cost model's word, "full" measures anew and more. like: a program that differs in the sizes of
+    some dims only and is searched in its place, because it is smaller: a µGraph serves every size. Errors: ZooError.
     """
     start = time.perf_counter()
     device = torch.device(device)
@@ -90,7 +91,7 @@ def resolve(program: KernelGraph, *, device: torch.device | str, backend: str = 
             entry = store.get(key)
             if isinstance(entry, Entry) and (not on_gpu or tune == "never" or entry.timings or not entry.ugraph.is_fused):
                 return _resolved(entry, _source(store), on_gpu, time.perf_counter() - start)
-    made = _make(program, key, device, on_gpu, tune, pattern, progress)
+    made = _make(program, key, device, on_gpu, tune, pattern, progress, like)
     return replace(_kept(made.entry(), stores, on_gpu, start), made=made)
 
 
@@ -136,14 +137,15 @@ def for_layer(layer: Sequence[Resolved], *, device: torch.device | str,
 
 
 def make_entries(layer: Sequence[Entry | tuple[KernelGraph, str]], device: torch.device, tune: str = "auto",
-                 progress: Progress | None = None) -> list[Entry]:
+                 progress: Progress | None = None, like: KernelGraph | None = None) -> list[Entry]:
     """Search, verify and tune programs on `device` without looking anything up (what building a zoo does).
 
     layer: (program, pattern) of what is to be made and entries of what is there, in the order in which a layer runs them. Where a
-    GPU times them, the new kernels are chosen for the layer as a whole. Errors: ZooError where that cannot be timed.
+    GPU times them, the new kernels are chosen for the layer as a whole. like: as in `resolve`. Errors: ZooError where that cannot be
+    timed.
     """
     on_gpu = device.type == "cuda"
-    parts = [x if isinstance(x, Entry) else _make(x[0], key_of(x[0], target_of(device)), device, on_gpu, tune, x[1], progress)
+    parts = [x if isinstance(x, Entry) else _make(x[0], key_of(x[0], target_of(device)), device, on_gpu, tune, x[1], progress, like)
              for x in layer]
     chosen = _together(parts, device)
     if isinstance(chosen, Rejected):
@@ -212,8 +214,12 @@ class _Made:
         return Entry(self.key, self.pattern, ugraph, generated.source, tuple(ugraph.schedules or ()), timings, self.error_bound, search)
 
 
-def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tune: str, pattern: str, progress: Progress | None) -> _Made:
-    searched = search_and_verify(program, SearchOptions(time_limit=settings().search_seconds), progress)
+def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tune: str, pattern: str, progress: Progress | None,
+          like: KernelGraph | None = None) -> _Made:
+    searched = search_and_verify(like or program, SearchOptions(time_limit=settings().search_seconds), progress)
+    if like is not None:
+        resized = tuple(replace(c, ugraph=symbolic.for_program(c.ugraph, program)) for c in searched.candidates)
+        searched = replace(searched, candidates=resized)
     report = searched.report
     counters = report.counters
     stats: dict[str, Any] = {"stop": report.stop, "reason": report.reason, "seconds": counters.seconds, "width": counters.width,
@@ -244,8 +250,12 @@ _QUICK, _FULL = (4, 16, 2), (8, 48, 6)
 
 def permitted(candidates: Sequence[Candidate]) -> Callable[[KernelOp, Device], list[Schedule]]:
     """Schedules whose rounding is known to hold: on tensor cores only where the numbers allow it."""
-    owner = {op: c for c in candidates for op in c.ugraph.block_ops}
-    return lambda op, device: [s for s in space.schedules(op, device) if owner[op].allows(s.mma)]
+    def key(op: KernelOp) -> object:  # without the sizes of axes: those of parts are the tuner's choice
+        assert op.block is not None
+        return op.block.inputs, op.block.stages, op.block.outputs
+
+    owner = {key(op): c for c in candidates for op in c.ugraph.block_ops}
+    return lambda op, device: [s for s in space.schedules(op, device) if owner[key(op)].allows(s.mma)]
 
 
 def promising(candidates: Sequence[Candidate]) -> list[Candidate]:

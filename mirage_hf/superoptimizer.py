@@ -198,7 +198,7 @@ def _finished(graph: KernelGraph, kept: Kept, allows: Allows, backend: str, rest
     if found and backend != "cpu" and torch.cuda.is_available():
         tuned = tune(found, device=torch.device("cuda", torch.cuda.current_device()),
                      progress=(lambda *detail: progress("tune", detail)) if progress else None,
-                     schedules=restriction.schedules if restriction else _permitted(found, allows))
+                     schedules=restriction.schedules if restriction else _permitted(found, allows), regroup=restriction is None)
         ugraphs = tuned.ugraphs()
     elif restriction is None:
         ugraphs = (*(_scheduled(u, allows) for u in found), library_ugraph(graph))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
-from mirage_hf.match.pattern import Pattern
+from mirage_hf.match.pattern import Block, Pattern
 
 AXES = {"q": "rows kv_heads group d", "new_keys": "rows kv_heads 1 d", "new_values": "rows kv_heads 1 d",
         "cos": "rows 1 1 d", "sin": "rows 1 1 d", "keys": "rows kv_heads slots d",
@@ -16,8 +16,12 @@ AXES = {"q": "rows kv_heads group d", "new_keys": "rows kv_heads 1 d", "new_valu
         "q_norm": "1 d", "k_norm": "1 d", "y": "rows kv_heads group d"}
 
 REFERENCE_SLOTS = 256
-"""Slots of the cache that kernels are searched and tuned at. A µGraph serves every number of them, and its loop only visits what is
-within bounds."""
+"""Slots of the cache that kernels are searched at, and tuned at for short caches. A µGraph serves every number of them, and its loop only
+visits what is within bounds."""
+LONG_SLOTS = 4096
+"""Slots that they are tuned at for long caches."""
+LONG_FROM = 1024
+"""What is a long cache."""
 
 
 def build(rows: int, kv_heads: int, group: int, head_dim: int, scale: float, norm: bool, eps: float, dtype: torch.dtype,
@@ -37,6 +41,11 @@ def build(rows: int, kv_heads: int, group: int, head_dim: int, scale: float, nor
     y = g.div(g.add(g.matmul(old, values), g.matmul(new, v)), g.add(g.reduction(old, 3), g.reduction(new, 3)))
     g.mark_output(y, g.cache_append(keys, k, slot), g.cache_append(values, v, slot))
     return g
+
+
+def for_long_caches(block: Block) -> Block:
+    """The same block at LONG_SLOTS."""
+    return block.pattern.block(**{**dict(block.sizes), "slots": LONG_SLOTS})
 
 
 ATTENTION = Pattern("attention", AXES, build)

@@ -27,6 +27,7 @@ from mirage_hf.match.eligible import generating
 from mirage_hf.match.matcher import match
 from mirage_hf.match.pattern import Block
 from mirage_hf.patterns import PATTERNS
+from mirage_hf.patterns.attention import ATTENTION, for_long_caches
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import key_of
 from mirage_hf.zoo.store import Store
@@ -59,7 +60,14 @@ def build(blocks: Sequence[Block], rows: int, device: torch.device, zoo: Store, 
         else:
             layer.append((program, block.pattern.name))
     started = time.perf_counter()
-    for entry in make_entries(layer, device, args.tune):
+    made = make_entries(layer, device, args.tune)
+    for block in blocks:
+        if block.pattern is ATTENTION:
+            program = for_long_caches(block).program(rows)
+            have = zoo.get(key_of(program, target_of(device)))
+            if not isinstance(have, Entry) or args.anew:
+                made += make_entries([(program, block.pattern.name)], device, args.tune, like=block.program(rows))
+    for entry in made:
         kept = zoo.put(entry)
         where = kept.relative_to(zoo.root) if isinstance(kept, Path) else kept.reason
         yield f"{where}: made with its layer in {time.perf_counter() - started:.1f} s, {describe(entry)}"

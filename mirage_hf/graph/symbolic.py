@@ -134,6 +134,22 @@ def resized(op: KernelOp, operands: Sequence[DTensor]) -> BlockGraph:
     return BlockGraph(tuple(axes), tuple(inputs), block.stages, block.outputs)
 
 
+def with_parts(ugraph: UGraph, axis: str, number: int) -> UGraph:
+    """The same µGraph with the axes called `axis`, which number parts, `number` long where an axis can be dealt out in so many: into how
+    many parts a sum is taken apart is no part of its proof. Errors: GraphError."""
+    def again(block: BlockGraph) -> BlockGraph:
+        return replace(block, axes=tuple(replace(a, size=parts_of(block.axis(whole).size, number))
+                                         if a.name == axis and (whole := block.splits(a.name)) is not None else a for a in block.axes))
+
+    kernels = KernelGraph()
+    new = {t.index: kernels.input_like(t) for t in ugraph.kernels.inputs}
+    for op in ugraph.kernels.ops:
+        op = op if op.block is None else replace(op, block=again(op.block))
+        new |= {t.index: r for t, r in zip(op.outputs, _again(kernels, op, new, lambda d: d), strict=True)}
+    kernels.mark_output(*(new[t.index] for t in ugraph.kernels.outputs))
+    return UGraph(ugraph.program, kernels)
+
+
 def parts_of(size: int, most: int) -> int:
     """Into how many parts, at most `most`, an axis can be dealt out so that none is empty."""
     parts = min(size, most)

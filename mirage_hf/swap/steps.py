@@ -14,8 +14,11 @@ from mirage_hf.errors import Rejected
 from mirage_hf.match.compose import Kernel, Part, child
 from mirage_hf.match.matcher import Match
 from mirage_hf.match.step import ROLES, CausalMatch, LayerStep
+from mirage_hf.patterns.attention import LONG_FROM, for_long_caches
 
 Found = Mapping[Any, Any]
+LONG = "attention, long caches"
+"""The role of attention's kernels that were tuned at many slots."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class Steps:
         """What runs the parts of a layer, for caches of so many slots. Errors: CodegenError where attention has no kernel for them."""
         found = layer.found[rows]
         return {role: found[role].run for role in ROLES if role != "attention"} | {
-            "attention": self._for_slots(found["attention"], layer.step.parts["attention"], rows, slots)}
+            "attention": self._for_slots(found[LONG if LONG in found and slots >= LONG_FROM else "attention"],
+                                         layer.step.parts["attention"], rows, slots)}
 
     def _for_slots(self, found: Any, part: Part, rows: int, slots: int) -> Kernel:
         key = found.digest, slots
@@ -99,13 +103,19 @@ def steps_of(causal: CausalMatch | Rejected, matches: Sequence[Match], rows: Seq
     good = [r for r in rows if not (why := missing(r)) or reasons.append(f"{r} rows: {why}")]  # type: ignore[func-returns-value]
     if not good:
         return Rejected("; ".join(reasons))
-    layers = tuple(LayerKernels(m, LayerStep(m.module, m.parts), {r: {p.role: found[p.block, r] for p in m.parts} for r in good})
+    layers = tuple(LayerKernels(m, LayerStep(m.module, m.parts), {r: _by_role(m, r, found) for r in good})
                    for m in (by_name[name] for name in causal.layers))
     head = causal.head
     weights = [child(causal.model, path)._parameters[name] for path, name in head.weights]
     return Steps(tuple(good), layers, {r: found[head.block, r] for r in good}, causal.embedding, causal.rotary,
                  tuple(w for w in weights if w is not None), dict(head.block.sizes)["n"][0],
                  dict(head.block.sizes)["eps"], tuple(_constants(causal, by_name)))
+
+
+def _by_role(m: Match, rows: int, found: Found) -> dict[str, Any]:
+    kernels = {p.role: found[p.block, rows] for p in m.parts}
+    long = next((found.get((for_long_caches(p.block), rows)) for p in m.parts if p.role == "attention"), None)
+    return kernels if long is None or isinstance(long, Rejected) or not long.is_fused else {**kernels, LONG: long}
 
 
 def _constants(causal: CausalMatch, matches: Mapping[str, Match]) -> Iterator[tuple[dict[str, Any], str, Any]]:

@@ -123,6 +123,19 @@ def smallest(op: KernelOp) -> Schedule:
     return Schedule(tuple(tiles.items()), lazy=False)
 
 
+def fitted(schedule: Schedule, block: BlockGraph) -> Schedule:
+    """The schedule with no tile longer than its axis; an axis held whole is held whole."""
+    least = MMA_MIN if schedule.mma else 1
+    tiles = {}
+    for a in block.axes:
+        whole = next_power_of_two(block.part(a.name))
+        tile = schedule.tile(a.name)
+        tiles[a.name] = tile if tile <= whole else max(whole, min(least, tile))
+        if a.role is Role.TILE and tiles[a.name] < whole:
+            tiles[a.name] = whole
+    return replace(schedule, tiles=tuple(tiles.items()))
+
+
 def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:
     operands = tuple(t for t in op.inputs if isinstance(t, DTensor))
     big = max(block.inputs, key=lambda i: sum(math.prod(operands[s].dims) for s in i.sources))

@@ -15,12 +15,14 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
+from mirage_hf.graph import symbolic
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.tune import measure, space
 from mirage_hf.tune.cost import H200, Device, device_named, estimate, library_us
 from mirage_hf.tune.measure import Run, Timing
+from mirage_hf.tune.space import fitted
 from mirage_hf.verify.numeric import NumericCheck
 from mirage_hf.verify.verdict import Accepted, Refused
 
@@ -157,10 +159,10 @@ def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[
 
 
 def tune(ugraphs: Sequence[UGraph], *, device: torch.device | str = "cuda", progress: Progress | None = None, per_graph: int = 24,
-         replays: int = 15, schedules: Schedules | None = None, rounds: int = 3) -> TuneResult:
+         replays: int = 15, schedules: Schedules | None = None, rounds: int = 3, regroup: bool = True) -> TuneResult:
     """Measure candidates for one program on a GPU; `ugraphs` all compute the same program. `schedules` gives the ranked
     schedules of a block graph's op, by default the whole space. After those, `rounds` times at most, what is one step from the
-    fastest.
+    fastest, with `regroup` also other numbers of parts.
 
     Errors: CodegenError when there is no µGraph; a candidate that fails is refused with a reason, never raised.
     """
@@ -181,7 +183,7 @@ def tune(ugraphs: Sequence[UGraph], *, device: torch.device | str = "cuda", prog
         bench = _Bench(sm, NumericCheck(program, device), sets, measure.Chain(program, sets), replays, say)
         tried = bench.measure(candidates, PATIENCE)
         for _ in range(rounds):
-            found = bench.measure(_around(_fastest(tried, CLIMBERS), tried, model, schedules or space.schedules), 0)
+            found = bench.measure(_around(_fastest(tried, CLIMBERS), tried, model, schedules or space.schedules, regroup), 0)
             known, tried = _fastest(tried, 1), tried + found
             if not known or _fastest(tried, 1)[0].us > known[0].us * (1 - LEAST_GAIN):
                 break
@@ -281,10 +283,40 @@ def _fastest(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
     return sorted((c for c in candidates if c.status == MEASURED and not c.is_library), key=lambda c: c.us)[:count]
 
 
-def _around(starts: Sequence[Candidate], tried: Sequence[Candidate], model: Device, schedules: Schedules) -> list[Candidate]:
+MOST_PARTS = 256
+"""Parts that an axis is dealt out in at most."""
+
+
+def _regrouped(start: Candidate) -> Iterator[tuple[UGraph, tuple[Schedule, ...]]]:
+    """A µGraph with an axis dealt out in half or twice as many parts, and its schedules with tiles that reach over them."""
+    numbers = {a.name: a.size for op in start.ugraph.block_ops if op.block for a in op.block.axes if op.block.splits(a.name) is not None}
+    for axis, size in numbers.items():
+        for number in (size // 2, size * 2):
+            if not 2 <= number <= MOST_PARTS:
+                continue
+            try:
+                other = symbolic.with_parts(start.ugraph, axis, number)
+            except errors.GraphError:
+                continue
+            if other.kernels != start.ugraph.kernels:
+                yield other, tuple(fitted(s, op.block) for s, op in zip(start.schedules, other.block_ops, strict=True) if op.block)
+
+
+def _around(starts: Sequence[Candidate], tried: Sequence[Candidate], model: Device, schedules: Schedules,
+            regroup: bool = True) -> list[Candidate]:
     """Candidates one step away from `starts` that were not tried: what the space samples coarsely or leaves to a rule of thumb."""
     known = {(id(c.ugraph), c.schedules) for c in tried}
     found = []
+    have = {str(c.ugraph.kernels) for c in tried if c.ugraph.is_fused}
+    for start in starts:
+        for other, chosen in _regrouped(start) if regroup else ():
+            if str(other.kernels) not in have:
+                have.add(str(other.kernels))
+                try:
+                    costs = [estimate(plan(op, s), model) for op, s in zip(placed(other), chosen, strict=True)]
+                except errors.CodegenError:
+                    continue
+                found.append(Candidate(other, chosen, sum(c.us for c in costs)))
     for start in starts:
         ops = placed(start.ugraph)
         rest = start.estimate_us - sum(estimate(plan(op, s), model).us for op, s in zip(ops, start.schedules, strict=True))

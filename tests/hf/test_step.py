@@ -399,7 +399,8 @@ def changed(change: Callable[[Any], Any], family: str = "llama") -> Callable[[],
 NOT_SCALED = "model.layers.1: the layer's attention is not matched"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "scaled logits": (lambda: granite(logits_scaling=3.0), "the model is not head(norm(layers(embedding))): off by"),
-    "scaled embedding": (lambda: granite(embedding_multiplier=2.0), "layer 0 is not given the embedding, or not RoPE of the positions: off by"),
+    "scaled embedding": (lambda: granite(embedding_multiplier=2.0),
+                         "layer 0 is not given the embedding, or not RoPE of the positions: off by"),
     "a forward around the model": (changed(twice), "the model is not head(norm(layers(embedding))): off by"),
     "a backbone that scales the embedding": (changed(backbone(louder)), "layer 0 is not given the embedding"),
     "a backbone that stretches positions": (changed(backbone(stretched)), "or not RoPE of the positions"),
@@ -626,8 +627,8 @@ def test_a_changed_model_gives_stocks_tokens(name: str) -> None:
     for model in (stock, ours):
         change(model)
     after = agree(stock, ours, {**left_padded(), **FULL, "max_new_tokens": 12}).sequences
-    assert torch.equal(before, after) == (
-        name in ("eager attention", "training", "embedding resized", "last norm's epsilon"))  # it scales all logits; new tokens are not chosen
+    # eps scales all logits alike, and new tokens are not chosen
+    assert torch.equal(before, after) == (name in ("eager attention", "training", "embedding resized", "last norm's epsilon"))
     if how.startswith("stock: "):
         assert steps(ours) == {KERNELS: 1} and [what for what in stocks(ours) if what.startswith(how)]
     else:
