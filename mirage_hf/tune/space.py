@@ -18,6 +18,9 @@ from mirage_hf.tune.cost import H200, Device, estimate
 REGISTER_BUDGET = 160
 """Registers a thread may spend on float32 tiles; beyond it tiles spill."""
 
+HOPELESS_REGISTERS = 1024
+"""With more, a kernel of last resort takes minutes to compile and spills nearly all of them."""
+
 REPEAT = 0.05
 """How much worse each further schedule with the same tiles counts when choosing which to try."""
 
@@ -73,9 +76,12 @@ def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
     if not costs:
         fallback = smallest(op)
         try:
-            plan(op, fallback)
+            needed = estimate(plan(op, fallback), device).registers
         except errors.CodegenError as e:
             raise reason or e from None
+        if needed > HOPELESS_REGISTERS:
+            raise errors.CodegenError(f"the tiles of {' '.join(f'{a}:{t}' for a, t in fallback.tiles)} need {needed} registers a thread, "
+                                      f"and no schedule needs fewer; more than {HOPELESS_REGISTERS} are not compiled")
         return (fallback,)
     # the best of each set of tiles before the second best of any: what the model cannot see differs most between tiles
     effective: dict[Schedule, float] = {}

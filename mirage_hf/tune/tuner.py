@@ -20,7 +20,7 @@ from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.tune import measure, space
-from mirage_hf.tune.cost import H200, Device, device_named, estimate, library_us
+from mirage_hf.tune.cost import H200, Cost, Device, device_named, estimate, library_us
 from mirage_hf.tune.measure import Run, Timing
 from mirage_hf.tune.space import fitted
 from mirage_hf.verify.numeric import NumericCheck
@@ -283,7 +283,7 @@ def _fastest(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
     return sorted((c for c in candidates if c.status == MEASURED and not c.is_library), key=lambda c: c.us)[:count]
 
 
-MOST_PARTS = 256
+MOST_PARTS = 128
 """Parts that an axis is dealt out in at most."""
 
 
@@ -302,6 +302,11 @@ def _regrouped(start: Candidate) -> Iterator[tuple[UGraph, tuple[Schedule, ...]]
                 yield other, tuple(fitted(s, op.block) for s, op in zip(start.schedules, other.block_ops, strict=True) if op.block)
 
 
+def _fits(cost: Cost, model: Device) -> bool:
+    """Whether a kernel has the shared memory and the registers for its tiles; one that has not may take minutes to compile."""
+    return cost.shared <= model.shared_bytes and cost.registers <= space.REGISTER_BUDGET
+
+
 def _around(starts: Sequence[Candidate], tried: Sequence[Candidate], model: Device, schedules: Schedules,
             regroup: bool = True) -> list[Candidate]:
     """Candidates one step away from `starts` that were not tried: what the space samples coarsely or leaves to a rule of thumb."""
@@ -316,7 +321,8 @@ def _around(starts: Sequence[Candidate], tried: Sequence[Candidate], model: Devi
                     costs = [estimate(plan(op, s), model) for op, s in zip(placed(other), chosen, strict=True)]
                 except errors.CodegenError:
                     continue
-                found.append(Candidate(other, chosen, sum(c.us for c in costs)))
+                if all(_fits(c, model) for c in costs):
+                    found.append(Candidate(other, chosen, sum(c.us for c in costs)))
     for start in starts:
         ops = placed(start.ugraph)
         rest = start.estimate_us - sum(estimate(plan(op, s), model).us for op, s in zip(ops, start.schedules, strict=True))
@@ -326,8 +332,7 @@ def _around(starts: Sequence[Candidate], tried: Sequence[Candidate], model: Devi
                 costs = [estimate(plan(op, s), model) for op, s in zip(ops, chosen, strict=True)]
             except errors.CodegenError:
                 continue
-            fits = all(c.shared <= model.shared_bytes and c.registers <= space.REGISTER_BUDGET for c in costs)
-            if fits and (id(start.ugraph), chosen) not in known and all(s.mma in a for s, a in zip(chosen, allowed, strict=True)):
+            if all(_fits(c, model) for c in costs) and (id(start.ugraph), chosen) not in known and all(s.mma in a for s, a in zip(chosen, allowed, strict=True)):
                 known.add((id(start.ugraph), chosen))
                 found.append(Candidate(start.ugraph, chosen, sum(c.us for c in costs) + rest))
     return found
