@@ -112,7 +112,7 @@ def at_size(resolved: Resolved, program: KernelGraph, device: torch.device) -> R
     ugraph = symbolic.for_program(resolved.ugraph, program)
     if device.type != "cuda":
         return partial(run_kernel_graph, ugraph.kernels)
-    chosen = zip(resolved.ugraph.schedules or (), ugraph.block_ops, strict=True)
+    chosen = zip(resolved.ugraph.schedules or resolved.entry.schedules, ugraph.block_ops, strict=True)
     schedules = [fitted(s, op.block) for s, op in chosen if op.block is not None]
     return torch_op.launcher(triton.generate(ugraph, schedules).source)
 
