@@ -13,10 +13,11 @@ import torch
 
 from mirage_hf import torch_op
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import plan
+from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.errors import Rejected, ZooError
+from mirage_hf.errors import CodegenError, Rejected, ZooError
 from mirage_hf.graph import symbolic
+from mirage_hf.graph.block import Role
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
@@ -112,9 +113,25 @@ def at_size(resolved: Resolved, program: KernelGraph, device: torch.device) -> R
     ugraph = symbolic.for_program(resolved.ugraph, program)
     if device.type != "cuda":
         return partial(run_kernel_graph, ugraph.kernels)
+    ugraph = _same_parts(resolved.ugraph, ugraph)
     chosen = zip(resolved.ugraph.schedules or resolved.entry.schedules, ugraph.block_ops, strict=True)
     schedules = [fitted(s, op.block) for s, op in chosen if op.block is not None]
+    for op, s in zip(placed(ugraph), schedules, strict=True):
+        if (needed := estimate(plan(op, s)).registers) > space.HOPELESS_REGISTERS:
+            raise CodegenError(f"{resolved.entry.pattern}: kernels for these sizes would need {needed} registers a thread")
     return torch_op.launcher(triton.generate(ugraph, schedules).source)
+
+
+def _same_parts(old: UGraph, new: UGraph) -> UGraph:
+    """With axes that blocks hold a part of dealt out in as many parts as keep the parts as long as they were."""
+    for op in old.block_ops:
+        assert op.block is not None
+        for a in op.block.named(Role.TILE):
+            same = next(o.block for o in new.block_ops if o.block and o.block.stages == op.block.stages)
+            size = same.axis(a.name).size
+            if a.parts is not None and size > a.size:
+                new = symbolic.with_parts(new, a.parts, -(-size // op.block.part(a.name)))
+    return new
 
 
 def for_layer(layer: Sequence[Resolved], *, device: torch.device | str,

@@ -98,4 +98,4 @@ def obstacle(steps: Steps | None, plan: Any, block: Block, fingerprint: object, 
     shape = block.logits.shape
     if len(shape) != 2 or shape[1] != steps.vocab or block.logits.dtype is not steps.embedding.dtype:
         return f"logits of {tuple(shape)}, {block.logits.dtype}"
-    return ""
+    return steps.obstacle(block.batch, block.capacity)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mirage_hf import kernels
-from mirage_hf.errors import Rejected
+from mirage_hf.errors import MirageError, Rejected
 from mirage_hf.match.compose import Kernel, Part, child
 from mirage_hf.match.matcher import Match
 from mirage_hf.match.step import ROLES, CausalMatch, LayerStep
@@ -63,6 +63,15 @@ class Steps:
             if key not in self._attention:
                 self._attention[key] = kernels.at_size(found, part.block.program(rows, slots=slots), self.embedding.device)
             return self._attention[key]
+
+    def obstacle(self, rows: int, slots: int) -> str:
+        """Why there are no steps for caches of so many slots, "" where there are."""
+        try:
+            for layer in self.layers:
+                self.kernels(layer, rows, slots)
+        except MirageError as e:
+            return f"no kernels for {slots} slots ({e})"
+        return ""
 
     def changed(self) -> str:
         """Which number is no longer what kernels were made for, "" where none is."""

@@ -332,7 +332,8 @@ def _around(starts: Sequence[Candidate], tried: Sequence[Candidate], model: Devi
                 costs = [estimate(plan(op, s), model) for op, s in zip(ops, chosen, strict=True)]
             except errors.CodegenError:
                 continue
-            if all(_fits(c, model) for c in costs) and (id(start.ugraph), chosen) not in known and all(s.mma in a for s, a in zip(chosen, allowed, strict=True)):
+            permitted = all(s.mma in a for s, a in zip(chosen, allowed, strict=True)) and all(_fits(c, model) for c in costs)
+            if permitted and (id(start.ugraph), chosen) not in known:
                 known.add((id(start.ugraph), chosen))
                 found.append(Candidate(start.ugraph, chosen, sum(c.us for c in costs) + rest))
     return found
