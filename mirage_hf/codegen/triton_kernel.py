@@ -117,7 +117,7 @@ class _Writer(Tiles):
         self.indent += 1
         for i in self.block.inputs:
             held = not self.plan.walks and self.plan.constant(i)
-            if self.plan.schedule.preload and self.plan.loop in i.axes and self.plan.lies_ready(i) and not held:
+            if self.plan.schedule.preload and self.plan.loop and self.plan.loop in i.axes and self.plan.lies_ready(i) and not held:
                 self._prefetch(i, min(self.plan.schedule.preload, next_power_of_two(self.plan.share)))
         self.line("tl.extra.cuda.gdc_wait()")
         self.line("tl.extra.cuda.gdc_launch_dependents()")

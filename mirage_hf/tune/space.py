@@ -103,7 +103,7 @@ def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
 
 def _shared(p: Plan, device: Device) -> Iterator[Schedule]:
     """A plan's schedule, and those in which several blocks share its loop, with what lies ready asked for early."""
-    read = [i for i in p.block.inputs if p.loop in i.axes and p.lies_ready(i) and (p.walks or not p.constant(i))]
+    read = [i for i in p.block.inputs if p.loop and p.loop in i.axes and p.lies_ready(i) and (p.walks or not p.constant(i))]
     step = sum(p.numel(p.block.input_axes(i)) * p.dtype(i).itemsize for i in read)
     loops = sum(s.loop is not None for s in p.block.stages)
     ragged = any(p.trimmed(s) for s in p.block.stages)  # its loop is cut anew for each length, and is all there is to cut
