@@ -40,7 +40,8 @@ class DecodeRunner:
     """What one model's `generate` keeps between calls: the cache pool with its graphs, and counts of what went where.
 
     `counts` holds "captured" (replayed steps), "called: <why>" (the same loop without a graph) and "stock: <why>"; where there are
-    kernels for whole steps also "step: all by kernels" or "step: <why the model's own forward runs>".
+    kernels for whole steps also "step: all by kernels" or "step: <why the model's own forward runs>". `prefills` counts those that were
+    replayed ("captured"); the others ran HF's forward.
     """
 
     def __init__(self, *, mode: str = "graph", max_cache_len: int | None = None,
@@ -50,6 +51,7 @@ class DecodeRunner:
         self.mode, self.max_cache_len, self.fingerprint, self.depth = mode, max_cache_len, fingerprint, depth
         self.pool = CachePool()
         self.counts: Counter[str] = Counter()
+        self.prefills: Counter[str] = Counter()
         self._uncapturable: tuple[object, str] | None = None
         self._no_prefill: object = None
         self._lock = threading.Lock()
@@ -67,9 +69,9 @@ class DecodeRunner:
         """Free the pool and its graphs. Calls under way keep theirs until they end; the next call starts anew."""
         self.pool.release()
 
-    def count(self, what: str) -> None:
+    def count(self, what: str, where: Counter[str] | None = None) -> None:
         with self._lock:
-            self.counts[what] += 1
+            (self.counts if where is None else where)[what] += 1
 
     # -- one covered call
 
@@ -117,11 +119,11 @@ class DecodeRunner:
                 graphs["prefill", bucket] = capture_prefill(model, block, input_ids.shape[0], bucket)
             except RuntimeError as error:
                 self._no_prefill = key
-                self.count(f"prefill called: capture failed ({type(error).__name__}: {(str(error) or '-').splitlines()[0]})")
+                self.count(f"called: capture failed ({type(error).__name__}: {(str(error) or '-').splitlines()[0]})", self.prefills)
                 if isinstance(error, torch.OutOfMemoryError):
                     block.drop_graphs()
                 return None
-        self.count("prefill captured")
+        self.count("captured", self.prefills)
         return graphs["prefill", bucket]  # type: ignore[no-any-return]
 
     def step(self, model: Any, plan: CallPlan, block: Block, key: Fingerprint) -> GraphedStep:

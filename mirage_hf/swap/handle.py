@@ -27,7 +27,10 @@ class Handle:
     def report(self) -> Report:
         """What was done, with the calls and fallbacks counted so far."""
         rows = tuple(self._counted(r) for r in self._report.rows)
-        return replace(self._report, rows=rows, decode=None if self.runner is None else dict(self.runner.counts))
+        if self.runner is None:
+            return replace(self._report, rows=rows)
+        prefills = {f"prefill: {what}": n for what, n in self.runner.prefills.items()}
+        return replace(self._report, rows=rows, decode=dict(self.runner.counts) | prefills)
 
     def _counted(self, row: Row) -> Row:
         binding = self._bindings.get(row.module)
