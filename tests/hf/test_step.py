@@ -25,6 +25,8 @@ from mirage_hf.decode import session
 from mirage_hf.errors import SearchError
 from mirage_hf.swap import check
 
+pytestmark = pytest.mark.slow  # on the main version of transformers only; test_optimize.py generates on every version
+
 FULL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "do_sample": False}
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 KERNELS, CHANGED = "all by kernels", "the model has changed since optimize()"
