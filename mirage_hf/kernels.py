@@ -28,8 +28,8 @@ from mirage_hf.tune import space
 from mirage_hf.tune.cost import H200, Device, estimate
 from mirage_hf.tune.measure import Timing as Measured
 from mirage_hf.tune.space import fitted
+from mirage_hf.tune.tuner import MOST_PARTS, together
 from mirage_hf.tune.tuner import Candidate as Tuned
-from mirage_hf.tune.tuner import together
 from mirage_hf.tune.tuner import tune as measure
 from mirage_hf.verify.accept import Candidate, Progress, search_and_verify
 from mirage_hf.zoo.entry import Entry, Timing
@@ -130,7 +130,7 @@ def _same_parts(old: UGraph, new: UGraph) -> UGraph:
             same = next(o.block for o in new.block_ops if o.block and o.block.stages == op.block.stages)
             size = same.axis(a.name).size
             if a.parts is not None and size > a.size:
-                new = symbolic.with_parts(new, a.parts, -(-size // op.block.part(a.name)))
+                new = symbolic.with_parts(new, a.parts, min(MOST_PARTS, -(-size // op.block.part(a.name))))
     return new
 
 
@@ -271,8 +271,11 @@ def permitted(candidates: Sequence[Candidate]) -> Callable[[KernelOp, Device], l
         assert op.block is not None
         return op.block.inputs, op.block.stages, op.block.outputs
 
-    owner = {key(op): c for c in candidates for op in c.ugraph.block_ops}
-    return lambda op, device: [s for s in space.schedules(op, device) if owner[key(op)].allows(s.mma)]
+    owners: dict[object, list[Candidate]] = {}
+    for c in candidates:
+        for op in c.ugraph.block_ops:
+            owners.setdefault(key(op), []).append(c)
+    return lambda op, device: [s for s in space.schedules(op, device) if any(c.allows(s.mma) for c in owners[key(op)])]
 
 
 def promising(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -34,6 +34,9 @@ MOST_UNROLLED = 8
 _MOST_ORDERS = 5040
 """Orders of axes that are tried at most: all of seven."""
 
+LOWEST = -1e30
+"""What shifts of sums are where nothing counts; a maximum that is lower is no number to care about."""
+
 MAX_ELEMENTS = 1 << 20
 """Largest tile that Triton takes."""
 
@@ -476,10 +479,10 @@ class Plan:
         return bounds[0] if idle else None
 
     def floor(self, acc: Accumulator, bounds: str) -> float | None:
-        """What a maximum is taken of where bounds leave nothing."""
+        """What a maximum is taken of where bounds leave nothing, if it is so low that a maximum may begin with it."""
         op = self._ops.get(acc.arg)
         outside = op.args[2] if op is not None and op.fn == "select" and op.args[0] == bounds else None
-        return outside if acc.kind == "max" and isinstance(outside, float) else None
+        return outside if acc.kind == "max" and isinstance(outside, float) and outside <= LOWEST else None
 
     def _is_zero(self, value: str | float, bounds: str) -> bool:
         """Whether a value is 0 where bounds leave nothing, whatever else is there."""
@@ -489,7 +492,7 @@ class Plan:
         if op.fn == "select":
             return op.args[0] == bounds and op.args[2] == 0.0
         return (op.fn == "mul" and any(self._is_zero(a, bounds) for a in op.args)) or \
-            ((op.over is not None or op.fn in ("neg", "cast", "div")) and self._is_zero(op.args[0], bounds))
+            ((op.over is not None or op.fn in ("neg", "cast")) and self._is_zero(op.args[0], bounds))
 
     # -- masks ------------------------------------------------------------------------------------------------------------
 

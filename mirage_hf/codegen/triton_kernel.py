@@ -196,7 +196,7 @@ class _Writer(Tiles):
         lows, highs = [], []
         for _ in self._lanes(i.name):
             lo, hi = (f"{self.value[i.name]}_{end}" for end in ("lo", "hi"))
-            if dims or plan.unrolled in i.axes:  # rows without any, those past the end among them, do not count
+            if dims or (plan.unrolled and plan.unrolled in i.axes):  # rows without any, those past the end among them, do not count
                 lo, hi = f"tl.where({lo} < {hi}, {lo}, {self.block.axis(loop).size})", f"tl.where({lo} < {hi}, {hi}, 0)"
             for _ in dims:
                 lo, hi = f"tl.min({lo}, axis=0)", f"tl.max({hi}, axis=0)"
@@ -211,9 +211,9 @@ class _Writer(Tiles):
         self.line(f"{axis}_last = tl.minimum({axis}_last, {self.block.axis(loop).size})")
         if plan.schedule.split > 1:
             share = f"tl.cdiv(tl.maximum({axis}_last - {axis}_first, 0), {plan.schedule.split * tile}) * {tile}"
-            self.line(f"{axis}_step = {share}")
-            self.line(f"{axis}_first += part * {axis}_step")
-            self.line(f"{axis}_last = tl.minimum({axis}_last, {axis}_first + {axis}_step)")
+            self.line(f"{axis}_share = {share}")
+            self.line(f"{axis}_first += part * {axis}_share")
+            self.line(f"{axis}_last = tl.minimum({axis}_last, {axis}_first + {axis}_share)")
 
     def _combine(self, stage: Stage) -> None:
         """Store this block's part of each accumulator; the last block of the tile to be done adds up the parts, always in the

@@ -47,7 +47,7 @@ class Tiles:
         self.have: set[tuple[str, str, int | None]] = set()  # what of which value (of which lane) is already written
         self.taken = set(_RESERVED)
         lanes = ("", *(f"_{n}" for n in range(plan.lanes)))
-        suffixes: tuple[str, ...] = ("", "0", "_in", "_start", "_step", "_next", "_next_in", "_first", "_last")
+        suffixes: tuple[str, ...] = ("", "0", "_in", "_start", "_step", "_next", "_next_in", "_first", "_last", "_share")
         axes = {a.name: self._identifier(a.name, [n + x for n in lanes for x in suffixes]) for a in self.block.axes}
         self.axis = _Names(self, axes, {plan.unrolled})
         computed = [*(op.out for op in self.block.ops()), *(a.out for s in self.block.stages for a in s.accumulators)]

@@ -239,6 +239,7 @@ class Block:
         """The graphs captured from a model with this fingerprint; those from an earlier one are dropped."""
         if self.valid_for != fingerprint:
             self.drop_graphs()
+            self.prompts.clear()  # keys and logits may be of another shape or dtype now
             self.valid_for = fingerprint
         return self.graphs
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mirage_hf.decode.cache import Block
-from mirage_hf.decode.ends import Ends, Inputs
+from mirage_hf.decode.ends import INFINITY, MOST_ROWS, MOST_VOCAB, Ends, Inputs
 from mirage_hf.decode.program import GraphedStep, MaskPlan, move_on
 from mirage_hf.match.compose import Kernel
 from mirage_hf.match.step import At
@@ -89,6 +89,8 @@ def obstacle(steps: Steps | None, plan: Any, block: Block, fingerprint: object, 
         return f"no kernels for a batch of {block.batch}; optimize(batch_sizes=…) makes them"
     if fingerprint != valid_for:
         return "the model has changed since optimize()"
+    if block.batch > MOST_ROWS or steps.vocab > MOST_VOCAB or steps.embedding.dtype not in INFINITY:
+        return f"the ends of a step are for {MOST_ROWS} rows, a vocabulary of {MOST_VOCAB} and dtypes of up to 32 bits"
     if changed := steps.changed():
         return changed
     if plan.survey.no_graph is not None:

@@ -115,9 +115,10 @@ class DecodeRunner:
             block.prompts[bucket] += 1
             if block.prompts[bucket] < 2 or not block.keys or not block.logits.numel():
                 return None
+            block.dirty = max(block.dirty, bucket)  # what warming up writes
             try:
                 graphs["prefill", bucket] = capture_prefill(model, block, input_ids.shape[0], bucket)
-            except RuntimeError as error:
+            except Exception as error:  # whatever a model's forward has against this call, HF's own prefill is the way out
                 self._no_prefill = key
                 self.count(f"called: capture failed ({type(error).__name__}: {(str(error) or '-').splitlines()[0]})", self.prefills)
                 if isinstance(error, torch.OutOfMemoryError):
@@ -126,17 +127,18 @@ class DecodeRunner:
         self.count("captured", self.prefills)
         return graphs["prefill", bucket]  # type: ignore[no-any-return]
 
-    def step(self, model: Any, plan: CallPlan, block: Block, key: Fingerprint) -> GraphedStep:
-        """Return the step for a block, with or without graphs as the model and the device allow."""
+    def step(self, model: Any, plan: CallPlan, block: Block, key: Fingerprint, again: bool = False) -> GraphedStep:
+        """Return the step for a block, with or without graphs as the model and the device allow. `again`: for a call that is counted."""
         forward = obstacle(self.steps, plan, block, key[2], self.valid_for)
         why = "mode is eager" if self.mode == "eager" else can_capture(block.device) or plan.survey.no_graph
         if why is None and self._uncapturable is not None and self._uncapturable[0] == key:
             why = self._uncapturable[1]
-        self.count("captured" if why is None else f"called: {why}")
-        if self.steps is not None:
-            self.count(f"step: {forward or 'all by kernels'}")
-            if not forward:
-                return StepProgram(self.steps, block, plan.masks, graphs=why is None, fingerprint=key)
+        if not again:
+            self.count("captured" if why is None else f"called: {why}")
+            if self.steps is not None:
+                self.count(f"step: {forward or 'all by kernels'}")
+        if self.steps is not None and not forward:
+            return StepProgram(self.steps, block, plan.masks, graphs=why is None, fingerprint=key)
         return CapturedForward(model, block, plan.masks, logits_to_keep=plan.logits_to_keep, graphs=why is None, fingerprint=key)
 
     def capture_failed(self, step: GraphedStep, error: Exception) -> None:

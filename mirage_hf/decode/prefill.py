@@ -56,7 +56,10 @@ def capture_prefill(model: Any, block: Block, batch: int, bucket: int) -> Prefil
     def run() -> None:
         outputs = model(input_ids=ids, position_ids=positions, past_key_values=block.prefill_cache(), use_cache=True, attention_mask=None,
                         return_dict=True, logits_to_keep=last)
-        block.logits.copy_(outputs.logits[:, -1])
+        logits = outputs.logits[:, -1]
+        if (logits.shape, logits.dtype) != (block.logits.shape, block.logits.dtype):
+            raise RuntimeError(f"logits of {tuple(logits.shape)}, {logits.dtype}, for a block that held {tuple(block.logits.shape)}")
+        block.logits.copy_(logits)
 
     graph, block.graph_pool = capture(run, block.device, block.graph_pool)
     block.logits.copy_(kept)

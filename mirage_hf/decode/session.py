@@ -241,7 +241,7 @@ class Session:
         self.block = self.runner.pool.lease(old.batch, reach, old.sliding, old.device)
         self.outgrown.append(old)
         self.block.continue_from(old, old.capacity)
-        self.step = self.step.on(self.block)
+        self.step = self.runner.step(self.model, self.plan, self.block, self.fingerprint, again=True)
 
     def end(self) -> None:
         """Give the memory back; what is still enqueued on it is ordered before its next use."""

@@ -54,7 +54,7 @@ def apart(program: KernelGraph) -> Apart | None:
     read = {x.index for op in program.ops for x in op.inputs if isinstance(x, DTensor)}
     outputs = {t.index for t in program.outputs}
     made = {t.index: op for op in program.ops for t in op.outputs}
-    if not appends or any(op.block is not None for op in program.ops):
+    if not appends or any(op.block is not None for op in program.ops) or len({parts_of(op)[0].index for op in appends}) < len(appends):
         return None
     for op in appends:
         cache, _, position = parts_of(op)
@@ -195,10 +195,13 @@ class _Reads:
             shut = moved(self.shut[a.index], to_a) | moved(self.shut[b.index], to_b)
         elif op.name == "permute":
             order = [o % rank for o in attrs["order"]]
+            if order[0] and self.opened[tensors[0].index]:  # a position counts along dim 0 of its cache
+                return False
             opened, shut = both(tensors[0], {o: d for d, o in enumerate(order)}) or (frozenset(), frozenset())
         elif op.name in ("within", "softmax"):
             x, dim = tensors[0], attrs["dim"] % rank
-            opened, shut = self.opened[x.index], self.shut[x.index]
+            # a softmax of zeros is not zero, so what was shut along other dims is not any more
+            opened, shut = self.opened[x.index], self.shut[x.index] if op.name == "within" else frozenset()
             if len(tensors) == 3:
                 hi = tensors[2].index
                 opened = frozenset((c, d) for c, d in opened if (d, self.ends[c]) != (dim, hi))

@@ -122,9 +122,11 @@ def _bounded_elsewhere(g, q, keys, k, v, lo, slot):
     return g.within(g.matmul(q, g.permute(keys, (0, 1, 3, 2))), lo, g.new_input((2, 1, 1, 1), "int32", name="other"), dim=3)
 def _summed_first(g, q, keys, k, v, lo, slot): return g.within(g.exp(g.reduction(keys, 2)), lo, slot, dim=2)
 def _values_unmasked(g, q, keys, k, v, lo, slot): return g.matmul(g.exp(v), keys)
+def _softmax_of_zeros(g, q, keys, k, v, lo, slot): return g.matmul(g.softmax(g.within(v, lo, slot, dim=3), 2), keys)
 
 
-@pytest.mark.parametrize("build", [_unbounded, _bounded_elsewhere, _summed_first, _values_unmasked], ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize("build", [_unbounded, _bounded_elsewhere, _summed_first, _values_unmasked, _softmax_of_zeros],
+                         ids=lambda f: f.__name__.strip("_"))
 def test_caches_that_are_read_where_they_are_written_stay_apart(build):
     g = mi.new_kernel_graph()
     q, k = (g.new_input((2, 2, 1, 16), name=name) for name in ("q", "k"))
@@ -135,6 +137,26 @@ def test_caches_that_are_read_where_they_are_written_stay_apart(build):
     assert apart(g) is None
     for c in searched(g).candidates[:2]:
         assert sum(op.name == "cache_append" for op in c.ugraph.kernels.ops) == 1
+
+
+def test_two_appends_to_one_cache_stay_in_order():
+    g = mi.new_kernel_graph()
+    cache, rows = g.new_input((2, 2, 12, 16), name="cache"), [g.new_input((2, 2, 1, 16), name=n) for n in "ab"]
+    slots = [g.new_input((2, 1, 1, 1), "int32", name=n) for n in ("first", "second")]
+    g.mark_output(*(g.cache_append(cache, g.exp(r), s) for r, s in zip(rows, slots, strict=True)))
+    assert apart(g) is None
+
+
+def test_a_maximum_of_what_is_within_bounds_walks_the_whole_axis():
+    """0 outside is not so low that a maximum may begin with it."""
+    g = mi.new_kernel_graph()
+    x = g.new_input((2, 3, 40), "float32", name="x")
+    lo, hi = (g.new_input((2, 3, 1), "int32", name=name) for name in ("lo", "hi"))
+    g.mark_output(g.reduction(g.within(x, lo, hi, dim=2), 2, kind="max"))
+    for c in searched(g).candidates:
+        for op in placed(c.ugraph):
+            for s in space.schedules(op)[:8]:
+                assert not any(plan(op, s).trimmed(stage) for stage in op.block.stages)
 
 
 def test_capacity_reached_is_an_error_on_a_cpu():
