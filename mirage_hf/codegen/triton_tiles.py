@@ -248,7 +248,7 @@ class Tiles:
         joined = i.joined if len(i.sources) > 1 else None
         if joined is not None and not (self._is_selected(i) and self.block.role(joined) is Role.GRID):
             return  # which source the tiles lie in is known only inside the loop
-        if plan.unrolled in i.axes or i.turn is not None:
+        if (plan.unrolled and plan.unrolled in i.axes) or i.turn is not None:
             return
         strides = {a: s for a, s in zip(i.axes, plan.operands[i.sources[0]].strides, strict=True) if a and not self._is_fixed(a, s)}
         line = LINE_BYTES // plan.dtype(i).itemsize

@@ -238,8 +238,9 @@ class Block:
     def graphs_for(self, fingerprint: object) -> dict[Any, Any]:
         """The graphs captured from a model with this fingerprint; those from an earlier one are dropped."""
         if self.valid_for != fingerprint:
+            if self.valid_for is not None:  # another model's: keys and logits may be of another shape or dtype now
+                self.prompts.clear()
             self.drop_graphs()
-            self.prompts.clear()  # keys and logits may be of another shape or dtype now
             self.valid_for = fingerprint
         return self.graphs
 

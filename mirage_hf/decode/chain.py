@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mirage_hf.decode.cache import Block
 from mirage_hf.decode.ends import INFINITY, MOST_ROWS, MOST_VOCAB, Ends, Inputs
-from mirage_hf.decode.program import GraphedStep, MaskPlan, move_on
+from mirage_hf.decode.program import MaskPlan, Step, move_on
 from mirage_hf.match.compose import Kernel
 from mirage_hf.match.step import At
 from mirage_hf.swap.steps import LayerKernels, Steps
@@ -31,7 +31,7 @@ class _Buffers:
     """Of each layer its step, what runs its parts, and which of the inputs' windows it has."""
 
 
-class StepProgram(GraphedStep):
+class StepProgram(Step):
     """Every layer's kernels in a chain. For blocks of as many rows as there are kernels for (`Steps.rows`)."""
 
     def __init__(self, steps: Steps, block: Block, masks: MaskPlan, *, graphs: bool, fingerprint: object):

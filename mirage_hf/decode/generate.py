@@ -20,7 +20,7 @@ from mirage_hf.decode.cache import Block, CachePool, bucket
 from mirage_hf.decode.chain import StepProgram, obstacle
 from mirage_hf.decode.graphs import can_capture
 from mirage_hf.decode.prefill import PrefillGraph, bucket_of, capture_prefill
-from mirage_hf.decode.program import CapturedForward, GraphedStep
+from mirage_hf.decode.program import CapturedForward, Step
 from mirage_hf.decode.routing import effective, refused_arguments, refused_model, refused_options
 from mirage_hf.decode.session import CallPlan, NotCovered, Session, plan_call
 from mirage_hf.errors import MirageError
@@ -127,7 +127,7 @@ class DecodeRunner:
         self.count("captured", self.prefills)
         return graphs["prefill", bucket]  # type: ignore[no-any-return]
 
-    def step(self, model: Any, plan: CallPlan, block: Block, key: Fingerprint, again: bool = False) -> GraphedStep:
+    def step(self, model: Any, plan: CallPlan, block: Block, key: Fingerprint, again: bool = False) -> Step:
         """Return the step for a block, with or without graphs as the model and the device allow. `again`: for a call that is counted."""
         forward = obstacle(self.steps, plan, block, key[2], self.valid_for)
         why = "mode is eager" if self.mode == "eager" else can_capture(block.device) or plan.survey.no_graph
@@ -141,7 +141,7 @@ class DecodeRunner:
             return StepProgram(self.steps, block, plan.masks, graphs=why is None, fingerprint=key)
         return CapturedForward(model, block, plan.masks, logits_to_keep=plan.logits_to_keep, graphs=why is None, fingerprint=key)
 
-    def capture_failed(self, step: GraphedStep, error: Exception) -> None:
+    def capture_failed(self, step: Step, error: Exception) -> None:
         """Remember that this state of the model cannot be captured, and count the call as one of called steps."""
         why = f"capture failed ({type(error).__name__}: {(str(error) or '-').splitlines()[0]})"
         self._uncapturable = (step.fingerprint, why)

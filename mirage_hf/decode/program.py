@@ -4,28 +4,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mirage_hf.decode.cache import Block, Control
 from mirage_hf.decode.graphs import capture
-
-
-class Step(Protocol):
-    """One decoding step over a block: feeds `control.ids`, leaves the logits in `block.logits`, moves the lengths on.
-
-    A step that finds no row alive writes nothing but the unused slot at `control.length`, so steps may run ahead of
-    the host and need no rollback.
-    """
-
-    block: Block
-
-    def prepare(self, choose: bool) -> Callable[[], None]:
-        """Return what enqueues one step; with `choose`, the next token is chosen greedily in the same breath."""
-        ...
-
 
 # -- masks --------------------------------------------------------------------------------------------------------------
 
@@ -98,14 +83,19 @@ def move_on(control: Control, live: Tensor) -> None:
 
 # -- the captured forward -----------------------------------------------------------------------------------------------
 
-class GraphedStep(ABC):
-    """A step over a block, in a CUDA graph, or called where none can be. A graph lives with its block as long as `fingerprint` holds."""
+class Step(ABC):
+    """One decoding step over a block: feeds `control.ids`, leaves the logits in `block.logits`, moves the lengths on. In a CUDA graph, or
+    called where none can be; a graph lives with its block as long as `fingerprint` holds.
+
+    A step that finds no row alive writes nothing but the unused slot at `control.length`, so steps may run ahead of
+    the host and need no rollback.
+    """
 
     def __init__(self, block: Block, graphs: bool, fingerprint: object):
         self.block, self.graphs, self.fingerprint = block, graphs, fingerprint
 
     @abstractmethod
-    def on(self, block: Block) -> GraphedStep:
+    def on(self, block: Block) -> Step:
         """Return the same step over another block."""
 
     def held(self) -> Any:
@@ -141,7 +131,7 @@ class GraphedStep(ABC):
         return graphs[what][0].replay  # type: ignore[no-any-return]
 
 
-class CapturedForward(GraphedStep):
+class CapturedForward(Step):
     """HF's own forward, swapped modules included, over full-length layers."""
 
     def __init__(self, model: Any, block: Block, plan: MaskPlan, *, logits_to_keep: bool, graphs: bool, fingerprint: object):

@@ -30,7 +30,7 @@ def stored(kernels: KernelGraph) -> dict[int, KernelOp]:
     """The appends that the kernel which computes the rows does by storing them into the cache, by the index of the rows.
 
     That is so where nothing else reads the rows, and where no kernel can see the slots that are written change: every kernel that reads
-    the cache has bounds on its slots that end where the append begins, or comes before the one that stores.
+    the cache comes before the one that stores, or lets nothing through from where the append begins (`_bounded`).
     """
     made = {t.index: n for n, op in enumerate(kernels.ops) if op.name == CUSTOMIZED for t in op.outputs}
     readers: dict[int, list[tuple[int, KernelOp]]] = {}
@@ -52,10 +52,33 @@ def stored(kernels: KernelGraph) -> dict[int, KernelOp]:
 
 
 def _bounded(op: KernelOp, cache: DTensor, position: DTensor) -> bool:
-    """Whether a kernel that reads a cache has bounds on its slots whose upper end is `position`."""
+    """Whether what a kernel gives is the same whatever finite numbers a cache has from `position` on: before anything is reduced over its
+    slots or stored, bounds that end there have selected something else, or made a factor 0."""
     block: BlockGraph | None = op.block
     if block is None:
         return False
-    ends = {i.bounds for i in block.inputs if i.bounds is not None and op.inputs[i.sources[1]] is position}
-    mine = [i for i in block.inputs if i.bounds is None and any(op.inputs[s] is cache for s in i.sources)]
-    return all(len(i.sources) == 1 and i.axes[-2] in ends for i in mine)
+    for i in block.inputs:
+        if i.bounds is None and any(op.inputs[s] is cache for s in i.sources):
+            slots = i.axes[-2]
+            ends = {b.name for b in block.inputs if b.bounds is not None and b.bounds == slots and op.inputs[b.sources[1]] is position}
+            if len(i.sources) > 1 or slots is None or not _closed(block, i.name, slots, ends):
+                return False
+    return True
+
+
+def _closed(block: BlockGraph, cache: str, slots: str, ends: set[str]) -> bool:
+    """Whether bounds (the values `ends`) come between a cache and every reduction over its slots, and every output."""
+    seeing, zero = {cache}, set(ends)  # values that depend on slots out of bounds, and those that are 0 there
+    for stage in block.stages:
+        for b in stage.body:
+            chosen = b.fn == "select" and b.args[0] in ends and not isinstance(b.args[2], str)
+            if chosen or (b.fn == "mul" and zero & set(b.args)):
+                zero |= {b.out} if b.fn == "mul" or b.args[2] == 0.0 else set()
+            elif seeing & set(b.args):
+                if b.over == slots:
+                    return False
+                seeing.add(b.out)
+        if any(a.arg in seeing for a in stage.accumulators if stage.loop == slots):
+            return False
+        seeing |= {a.out for a in stage.accumulators if a.arg in seeing}
+    return not any(o.value in seeing for o in block.outputs)

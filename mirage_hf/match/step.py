@@ -43,9 +43,8 @@ class LayerStep(Composition):
         sizes = dict(self.parts["attention"].block.sizes)
         self.kv_heads, self.group, self.head_dim = (int(sizes[n]) for n in ("kv_heads", "group", "head_dim"))
 
-    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, at: Mapping[str, Any] | At) -> Tensor:
+    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, at: At) -> Tensor:  # type: ignore[override]
         """x (b, width) to the layer's output (b, width); the new keys and values are appended."""
-        assert isinstance(at, At)
         batch = x.shape[0]
         packed = self._run(kernels, "qkv", x)
         widths = [n * self.kv_heads * self.head_dim for n in (self.group, 1, 1)]

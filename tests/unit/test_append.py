@@ -10,6 +10,7 @@ from pathlib import Path
 
 import plain
 import pytest
+import test_overlap
 import torch
 import ugraphs
 
@@ -19,7 +20,9 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.triton_kernel import write_kernel
 from mirage_hf.graph import effects
+from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
@@ -139,6 +142,30 @@ def test_caches_that_are_read_where_they_are_written_stay_apart(build):
         assert sum(op.name == "cache_append" for op in c.ugraph.kernels.ops) == 1
 
 
+def _reading(masked: bool) -> UGraph:
+    """A kernel written by hand that sums a cache's rows, within bounds or all of them beside bounds that it does not use for them."""
+    g = mi.new_kernel_graph()
+    cache, row = g.new_input((2, 8, 16), name="cache"), g.new_input((2, 1, 16), name="row")
+    lo, slot = (g.new_input((2, 1, 1), "int32", name=name) for name in ("lo", "slot"))
+    given = [cache, row, lo, slot]
+    axes = (Axis("b", 2, Role.GRID), Axis("d", 16, Role.TILE), Axis("r", 8, Role.TILE))
+    inputs = (BlockInput("x", (0,), ("b", "r", "d")), BlockInput("new", (1,), ("b", None, "d")),
+              BlockInput("m", (2, 3), ("b", None, None), bounds="r"))
+    body = (BlockOp("s", "select", ("m", "x", 0.0), ("b", "d", "r")) if masked else BlockOp("s", "mul", ("x", 1.0), ("b", "d", "r")),
+            BlockOp("n", "sum", ("m",), ("b",), over="r"), BlockOp("t", "sum", ("s",), ("b", "d"), over="r"),
+            BlockOp("y", "add", ("t", "n"), ("b", "d")), BlockOp("e", "exp", ("new",), ("b", "d")))
+    outputs = tuple(BlockOutput(name, ("b", None, "d"), "float16") for name in "ye")
+    block = BlockGraph(axes, inputs, (Stage(None, body),), outputs)
+    y, e = g.customized(given, block)
+    g.mark_output(y, g.cache_append(cache, e, slot))
+    return UGraph(g, g)
+
+
+def test_a_hand_written_kernel_stores_only_where_its_bounds_are_between():
+    assert len(effects.stored(_reading(masked=True).kernels)) == 1
+    assert not effects.stored(_reading(masked=False).kernels)
+
+
 def test_two_appends_to_one_cache_stay_in_order():
     g = mi.new_kernel_graph()
     cache, rows = g.new_input((2, 2, 12, 16), name="cache"), [g.new_input((2, 2, 1, 16), name=n) for n in "ab"]
@@ -248,6 +275,28 @@ def test_triton_text_equals_torch(tmp_path):
     done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_nothing_but_constants_is_read_early_and_caches_are_only_asked_for(tmp_path, monkeypatch):
+    """Read off the PTX, for kernels that begin before the launches ahead of them are done."""
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    g = attention(1, 8, 4, slots=1024, d=64, norm=True, dtype="bfloat16")
+    for c in searched(g).candidates[:3]:
+        ops = placed(c.ugraph)
+        schedules = [next((s for s in space.schedules(op) if s.preload), space.default_schedule(op)) for op in ops]
+        kernels = compiler.ahead_of_time(triton.generate(c.ugraph, schedules), 90)
+        for op, s, kernel in zip(ops, schedules, kernels, strict=True):
+            p = plan(op, s)
+            arguments = write_kernel(p, "k").arguments
+            constant = {n for n, (_, at) in enumerate(arguments) if at < len(op.inputs) and op.inputs[at].constant}
+            ready = constant | {n for n, (_, at) in enumerate(arguments) if any(at == a.cache for a in p.appends)}
+            seen = test_overlap.touched(kernel.ptx)
+            assert [what for what, _ in seen].count(test_overlap.WAIT) == 1
+            for what, of in seen[:[what for what, _ in seen].index(test_overlap.WAIT)]:
+                assert of and of <= (ready if what.startswith("prefetch") else constant), (what, of)
+                assert what.startswith(("ld", "prefetch", "cp.async")), what
+            if s.preload:
+                assert any(what.startswith("prefetch") for what, _ in seen)
 
 
 @pytest.mark.parametrize("sm", [80, 90])
