@@ -55,13 +55,11 @@ class Dot:
 
 @dataclass(frozen=True)
 class Append:
-    """An output that is stored into a cache of `slots` slots, which is operand `cache` if the kernel reads it too: its dim before the
-    last begins at the slot that operand `position` says."""
+    """An output that is stored into a cache of `slots` slots: its dim before the last begins at the slot that operand `position` says."""
 
     output: int
     position: int
     slots: int
-    cache: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,10 @@ class PlacedOp(KernelOp):
     """A `customized` op as it runs: operands with the strides that they then have, outputs with those of where they are stored."""
 
     appends: tuple[Append, ...] = ()
+    caches: frozenset[int] = frozenset()
+    """Operands that this or another kernel of the µGraph appends to."""
+    settled: frozenset[int] = frozenset()
+    """Bounds and positions that may be read while the launch ahead still runs (codegen/launching.py)."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Plan:
     outputs: tuple[DTensor, ...]
     schedule: Schedule
     appends: tuple[Append, ...] = ()
+    caches: frozenset[int] = frozenset()
+    settled: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.schedule.check(self.block)
@@ -264,7 +268,7 @@ class Plan:
     def lies_ready(self, i: BlockInput) -> bool:
         """Whether what is read of an input was written long before the launches ahead: constants, and the old rows of a cache. It may be
         asked for early (into the L2, where later writes would be seen); only constants may be read early."""
-        return self.constant(i) or any(a.cache in i.sources for a in self.appends)
+        return self.constant(i) or (i.bounds is None and self.caches.issuperset(i.sources))
 
     @cached_property
     def input(self) -> dict[str, BlockInput]:
@@ -463,15 +467,22 @@ class Plan:
         return (self.schedule.lazy and acc.out not in self.dots and self.loop in self.value_dims(acc.arg) and acc.shift is None
                 and acc.out not in self.maxima(stage))
 
+    def read_in(self, stage: Stage) -> set[str | float]:
+        """The values that a stage reads."""
+        return {a for op in stage.body for a in op.args} | {a.arg for a in stage.accumulators}
+
     # -- loops that only visit what is within bounds -----------------------------------------------------------------------
 
     def trimmed(self, stage: Stage) -> BlockInput | None:
         """The bounds of a stage's loop, where tiles that they leave nothing of may be passed over: every sum is of what is 0 there, every
         maximum of what is a number there (`floor`), and nothing is stored for each tile."""
-        if stage.loop is None or not self.walks:
+        return self.bounded(stage) if self.walks else None
+
+    def bounded(self, stage: Stage) -> BlockInput | None:
+        """The same, whether the loop is walked or held whole: what else is read along it does not matter out of these bounds."""
+        if stage.loop is None:
             return None
-        read = {a for op in stage.body for a in op.args} | {a.arg for a in stage.accumulators}
-        bounds = [i for i in self.block.inputs if i.bounds == stage.loop and i.name in read]
+        bounds = [i for i in self.block.inputs if i.bounds == stage.loop and i.name in self.read_in(stage)]
         if len(bounds) != 1 or stage.loop in bounds[0].axes or any(stage.loop in o.axes for o in self.block.outputs):
             return None
         name = bounds[0].name
@@ -523,6 +534,8 @@ def placed(ugraph: UGraph) -> tuple[PlacedOp, ...]:
     now: dict[int, DTensor] = {}
     found = []
     stored = effects.stored(ugraph.kernels)
+    caches = {effects.parts_of(op)[0].index for op in ugraph.kernels.ops if op.name == effects.APPEND}
+    integers = {t.index for t in ugraph.kernels.inputs if not t.dtype.is_floating_point}
     for op in ugraph.kernels.ops:
         inputs = tuple(now.get(x.index, x) if isinstance(x, DTensor) else x for x in op.inputs)
         if op.name == CUSTOMIZED:
@@ -531,10 +544,11 @@ def placed(ugraph: UGraph) -> tuple[PlacedOp, ...]:
                 if t.index in stored:
                     cache, _, position = effects.parts_of(stored[t.index])
                     outputs[n] = replace(t, strides=cache.strides)
-                    at = next((k for k, x in enumerate(op.inputs) if isinstance(x, DTensor) and x.index == cache.index), None)
-                    appends.append(Append(n, len(inputs), cache.dims[-2], at))
+                    appends.append(Append(n, len(inputs), cache.dims[-2]))
                     inputs = (*inputs, position)
-            found.append(PlacedOp(op.name, inputs, tuple(outputs), op.attrs, op.block, tuple(appends)))
+            of_caches, settled = (frozenset(n for n, x in enumerate(inputs) if isinstance(x, DTensor) and x.index in these)
+                                  for these in (caches, integers))
+            found.append(PlacedOp(op.name, inputs, tuple(outputs), op.attrs, op.block, tuple(appends), of_caches, settled))
         elif op.name in VIEWS and isinstance(inputs[0], DTensor):
             x = torch.empty_strided(inputs[0].dims, inputs[0].strides, dtype=inputs[0].dtype, device="meta")
             y = table.lookup(op.name).oracle(x, **dict(op.attrs))
@@ -545,5 +559,7 @@ def placed(ugraph: UGraph) -> tuple[PlacedOp, ...]:
 def plan(op: KernelOp, schedule: Schedule) -> Plan:
     """The plan of a `customized` op. Errors: CodegenError."""
     assert op.block is not None
-    appends = op.appends if isinstance(op, PlacedOp) else ()
-    return Plan(op.block, tuple(t for t in op.inputs if isinstance(t, DTensor)), op.outputs, schedule, appends)
+    operands = tuple(t for t in op.inputs if isinstance(t, DTensor))
+    if not isinstance(op, PlacedOp):
+        return Plan(op.block, operands, op.outputs, schedule)
+    return Plan(op.block, operands, op.outputs, schedule, op.appends, op.caches, op.settled)

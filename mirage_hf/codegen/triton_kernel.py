@@ -57,6 +57,7 @@ class _Writer(Tiles):
         for i in early:
             if self.plan.constant(i):
                 self._load(i)
+        self._settled()
         self._wait()
         for i in self._bounds_of_loops():
             self._load_bounds(i)
@@ -93,6 +94,21 @@ class _Writer(Tiles):
                 room -= each
                 found.append(i)
         return found
+
+    def _settled(self) -> None:
+        """Read bounds and positions that may be read before the wait, so that what lies in between them can be asked for."""
+        for i in self.block.inputs:
+            if i.bounds is not None and self.plan.settled.issuperset(i.sources):
+                self._load_bounds(i)
+        for o, pointer in zip(self.block.outputs, self.out_pointers, strict=True):
+            append = self.plan.append(o)
+            if append is None or append.position not in self.plan.settled or self.plan.unrolled in self.block.carried[o.value]:
+                continue
+            if self.plan.loop is None or o.axes[0] != self.plan.loop:
+                self._load_slot(o, pointer, append)
+        first = next((i for i in self._bounds_of_loops() if self.plan.settled.issuperset(i.sources)), None)
+        if first is not None:
+            self._trim(first)
 
     def _bounds_of_loops(self) -> list[BlockInput]:
         """Bounds that say where a loop begins, so that it can begin at once."""
@@ -139,16 +155,15 @@ class _Writer(Tiles):
         fixed = plan.fixed(stage)
         for op in fixed:
             self._op(op)
-        inputs = sorted(self._read_in(stage), key=lambda i: -plan.numel(self.block.input_axes(i)))
+        read = plan.read_in(stage)
+        inputs = sorted((i for i in self.block.inputs if i.name in read), key=lambda i: -plan.numel(self.block.input_axes(i)))
         for i in inputs:
             if loop not in i.carried:
                 self._load(i)
             elif i.bounds is not None:
                 self._load_bounds(i)
         axis, tile, stages = self.axis[loop], plan.tile(loop), plan.schedule.num_stages
-        self.trimmed = plan.trimmed(stage)
-        if self.trimmed is not None:
-            self._trim(self.trimmed)
+        self._trim(plan.trimmed(stage))
         for acc in stage.accumulators:
             for _ in self._lanes(acc.out):
                 self._start(stage, acc)
@@ -189,8 +204,12 @@ class _Writer(Tiles):
         if split > 1:
             self._combine(stage)
 
-    def _trim(self, i: BlockInput) -> None:
+    def _trim(self, i: BlockInput | None) -> None:
         """Where this block's way along the loop begins and ends: of what is within the bounds of some row its part, or its share."""
+        if i is self.trimmed or i is None:
+            self.trimmed = i
+            return
+        self.trimmed = i
         plan, loop = self.plan, str(self.plan.loop)
         axis, tile, dims = self.axis[loop], plan.tile(loop), plan.dims(i.axes)  # type: ignore[arg-type]
         lows, highs = [], []
@@ -286,11 +305,6 @@ class _Writer(Tiles):
         else:
             self.line(f"{name} = {part}")
             self.line(f'{name}_now = tl.where({name} == float("-inf"), 0.0, {name})')
-
-    def _read_in(self, stage: Stage) -> list[BlockInput]:
-        """The inputs that a stage's loop reads."""
-        read = {a for op in stage.body for a in op.args} | {a.arg for a in stage.accumulators}
-        return [i for i in self.block.inputs if i.name in read]
 
     def _op(self, op: BlockOp) -> None:
         for _ in self._lanes(op.out) if op.out not in self.plan.skipped else ():

@@ -215,6 +215,9 @@ class Tiles:
         dims = self.plan.dims(axes)
         arguments = [self._address(pointer, i.axes, self.plan.operands[i.sources[source]].strides, dims, shift, i.turn)]
         mask = self._mask([a for a in axes if not (ahead and a == self.plan.loop)], dims) + ([extra_mask] if extra_mask else [])
+        if (ends := self._ends_of(i)) is not None:
+            self._load_bounds(ends)
+            mask += self._between(ends, dims)
         if ahead:
             mask.append(self._spread(f"{shift[1]}_in", self.plan.dims([str(self.plan.loop)]), dims))
         if mask:
@@ -250,6 +253,7 @@ class Tiles:
             return  # which source the tiles lie in is known only inside the loop
         if (plan.unrolled and plan.unrolled in i.axes) or i.turn is not None:
             return
+        ends = self._ends_of(i)
         strides = {a: s for a, s in zip(i.axes, plan.operands[i.sources[0]].strides, strict=True) if a and not self._is_fixed(a, s)}
         line = LINE_BYTES // plan.dtype(i).itemsize
         found: list[tuple[str, str, int]] = []  # axis, index, its elements
@@ -258,19 +262,24 @@ class Tiles:
             count = plan.tile(a) * (steps if walked else 1)
             every = line if stride == 1 and a != joined else 1
             if walked:
-                start, clamped = " + ".join(self._loop_starts()), steps > plan.share or plan.ragged(a)
+                start, clamped = " + ".join(self._loop_starts()), steps > plan.share or plan.ragged(a) or self.trimmed is not None
             elif every > 1 and count > 1:
                 start, clamped = f"{self.axis[a]}0" if plan.trips(a) > 1 else "", plan.ragged(a)
             else:
                 at = f"{self.value[i.name]}_at" if a == joined else self.axis[a]
-                if plan.ragged(a) and a != joined:
-                    at = f"tl.minimum({at}, {self.block.axis(a).size - 1})"
+                last = str(self.block.axis(a).size - 1)
+                if ends is not None and a == ends.bounds:
+                    lo, hi = (f"{self.value[ends.name]}_{end}" for end in ("lo", "hi"))
+                    at = f"tl.minimum(tl.maximum(tl.minimum(tl.maximum({at}, {lo}), {hi} - 1), 0), {last})"
+                elif plan.ragged(a) and a != joined:
+                    at = f"tl.minimum({at}, {last})"
                 found.append((a, at, count))
                 continue
             count = max(1, count // every)
             index = f"tl.arange(0, {count})" + (f" * {every}" if every > 1 else "") if count > 1 else ""
             index = " + ".join(x for x in (start, index) if x) or "0"
-            found.append((a, f"tl.minimum({index}, {self.block.axis(a).size - 1})" if clamped and index != "0" else f"({index})", count))
+            last = f"tl.maximum({self.axis[a]}_last - 1, 0)" if walked and self.trimmed is not None else str(self.block.axis(a).size - 1)
+            found.append((a, f"tl.minimum({index}, {last})" if clamped and index != "0" else f"({index})", count))
         dims = [a for a in plan.order if any(a == b and n > 1 for b, _, n in found)]
         far = sum(plan.reach(a) * s for a, s in strides.items()) >= 2 ** 31
         terms = [f"{self.value[i.name]}_ptr"]
@@ -317,17 +326,37 @@ class Tiles:
         for end, pointer, source in zip(("lo", "hi"), self.pointers[i.name], i.sources, strict=True):
             arguments = [self._address(pointer, i.axes, self.plan.operands[source].strides, dims)]
             arguments += [f"mask={' & '.join(mask)}", "other=0"] if mask else []
+            arguments += self._from_l2(source)
             self.line(f"{self.value[i.name]}_{end} = tl.load({', '.join(arguments)})")
+
+    def _from_l2(self, operand: int) -> list[str]:
+        """How what may be read before the wait is read: an L1 may hold what was there before."""
+        return ['cache_modifier=".cg"'] if operand in self.plan.settled else []
 
     def _mask_of(self, i: BlockInput) -> str:
         """1.0 inside the bounds, 0.0 outside."""
         assert i.bounds is not None
-        axes = [a for a in i.axes if a is not None]
         dims = self.plan.dims(self.block.input_axes(i))
-        at = self._spread(self.axis[i.bounds], self.plan.dims([i.bounds]), dims)
-        lo, hi = (self._spread(f"{self.value[i.name]}_{end}", self.plan.dims(axes), dims) for end in ("lo", "hi"))
-        inside = [f"({at} >= {lo})", f"({at} < {hi})", *self._mask([i.bounds], dims)]
+        inside = [*self._between(i, dims), *self._mask([i.bounds], dims)]
         return f"tl.where({' & '.join(inside)}, 1.0, 0.0)"
+
+    def _between(self, i: BlockInput, dims: Sequence[str]) -> list[str]:
+        """Whether elements of the axis that is bounded are between lo and hi, to be broadcast against a tensor with dims `dims`."""
+        assert i.bounds is not None
+        axes = self.plan.dims([a for a in i.axes if a is not None])
+        at = self._spread(self.axis[i.bounds], self.plan.dims([i.bounds]), dims)
+        lo, hi = (self._spread(f"{self.value[i.name]}_{end}", axes, dims) for end in ("lo", "hi"))
+        return [f"({at} >= {lo})", f"({at} < {hi})"]
+
+    def _ends_of(self, i: BlockInput) -> BlockInput | None:
+        """The bounds of a loop that is held whole, where nothing of an input matters outside of them: it is not read there."""
+        plan = self.plan
+        if plan.walks or i.bounds is not None or plan.loop is None or plan.loop not in i.axes or plan.constant(i):
+            return None
+        found = {plan.bounded(s) for s in self.block.stages if i.name in plan.read_in(s)}
+        ends = found.pop() if len(found) == 1 else None
+        return ends if ends is not None and {a for a in ends.axes if a} <= {*self.block.input_axes(i)} \
+            and (plan.unrolled is None or plan.unrolled not in ends.axes) else None
 
     def _load(self, i: BlockInput) -> None:
         for _ in self._lanes(i.name):
@@ -386,17 +415,24 @@ class Tiles:
 
     def _slot(self, o: BlockOutput, pointer: str, append: Append, dims: Sequence[str]) -> tuple[str, list[str]]:
         """The slot that an output's rows begin at, and what says that a row's slot is one: nothing is written outside of the cache."""
-        position = self.plan.operands[append.position]
-        axis = o.axes[0] if position.dims[0] > 1 else None
-        name = self._slot_pointer(pointer).removesuffix("_ptr")
-        own = self.plan.dims([axis] if axis else [])
-        address = self._address(self._slot_pointer(pointer), (axis,), position.strides[:1], own)
-        mask = f", mask={self._within(axis, [axis])}, other=0" if axis and self.plan.ragged(axis) else ""
-        self.line(f"{name} = tl.load({address}{mask}).to(tl.int64)")
-        slot = self._spread(name, own, dims)
+        axis = self._load_slot(o, pointer, append)
+        slot = self._spread(self._slot_pointer(pointer).removesuffix("_ptr"), self.plan.dims([axis] if axis else []), dims)
         row = o.axes[-2]
         at = slot if row is None or self._is_fixed(row, 1) else f"({slot} + {self._spread(self.axis[row], self.plan.dims([row]), dims)})"
         return slot, [f"({at} >= 0)", f"({at} < {append.slots})"]
+
+    def _load_slot(self, o: BlockOutput, pointer: str, append: Append) -> str | None:
+        """Read the position of an append, if that was not done; return the axis of rows that have one each."""
+        position = self.plan.operands[append.position]
+        axis = o.axes[0] if position.dims[0] > 1 else None
+        name = self._slot_pointer(pointer)
+        if self._first(o.value, name):
+            own = [axis] if axis else []
+            arguments = [self._address(name, (axis,), position.strides[:1], self.plan.dims(own))]
+            arguments += [f"mask={self._within(axis, own)}", "other=0"] if axis and self.plan.ragged(axis) else []
+            arguments += self._from_l2(append.position)
+            self.line(f"{name.removesuffix('_ptr')} = tl.load({', '.join(arguments)}).to(tl.int64)")
+        return axis
 
     def _read_again(self, i: BlockInput) -> str:
         """A load of its own for whatever else reads a factor of an asynchronous product.

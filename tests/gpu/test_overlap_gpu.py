@@ -10,10 +10,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import blocks
+import test_append
 
 from mirage_hf.codegen import triton
+from mirage_hf.codegen.plan import placed
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.tune import measure, tuner
+from mirage_hf.tune import measure, space, tuner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -45,12 +47,28 @@ def program_of(ugraph, **schedule):
     return triton.generate(ugraph, [Schedule(tuple(tiles.items()), **schedule)])
 
 
+def attention(kernels: int):
+    """A searched step of attention that asks for its cache early, and appends to it."""
+    g = test_append.attention(1, 8, 4, slots=1024, d=64, norm=True, dtype="bfloat16")
+    ugraph = next(c.ugraph for c in test_append.searched(g).candidates if c.ugraph.num_kernels == kernels)
+    schedules = [next((s for s in space.schedules(op) if s.preload), space.default_schedule(op)) for op in placed(ugraph)]
+    assert any(s.preload for s in schedules)
+    return g, triton.generate(ugraph, schedules)
+
+
+def block(ugraph, **schedule):
+    return ugraph.program, program_of(ugraph, **schedule)
+
+
+SPLIT = dict(m=1, n=16, k=256, split=4, preload=1)
+MMA_SPLIT = dict(m=16, n=64, k=64, mma=True, num_stages=4, split=4, preload=2)
 KINDS = {
-    "one trip": lambda: (blocks.rms_norm_linear(1, 1024, 1024), dict(m=1, n=4, k=1024)),
-    "walking": lambda: (blocks.rms_norm_linear(1, 1024, 1024, residual=True), dict(m=1, n=8, k=256, preload=2)),
-    "split": lambda: (blocks.rms_norm_linear(1, 1024, 1024), dict(m=1, n=16, k=256, split=4, preload=1)),
-    "mma split": lambda: (blocks.rms_norm_linear(16, 1024, 1024, dtype=torch.bfloat16),
-                          dict(m=16, n=64, k=64, mma=True, num_stages=4, split=4, preload=2)),
+    "one trip": lambda: block(blocks.rms_norm_linear(1, 1024, 1024), m=1, n=4, k=1024),
+    "walking": lambda: block(blocks.rms_norm_linear(1, 1024, 1024, residual=True), m=1, n=8, k=256, preload=2),
+    "split": lambda: block(blocks.rms_norm_linear(1, 1024, 1024), **SPLIT),
+    "mma split": lambda: block(blocks.rms_norm_linear(16, 1024, 1024, dtype=torch.bfloat16), **MMA_SPLIT),
+    "attention": lambda: attention(1),
+    "attention, two kernels": lambda: attention(2),
 }
 
 
@@ -59,11 +77,11 @@ def test_results_hold_whatever_the_producers_take(kind, tmp_path):
     """1,000 replays of slow producer → kernel → slow producer → kernel, with random delays and random data each time."""
     from mirage_hf.codegen import compile as compiler
     from mirage_hf.codegen import launching
-    ugraph, schedule = KINDS[kind]()
-    run = tuner.run_of(program_of(ugraph, **schedule))
+    graph_of, program = KINDS[kind]()
+    run = tuner.run_of(program)
     source = SLOW + "\n\n" + launching.text(with_counters=False)
     slow = compiler.load(source, triton.Program(source, ()).digest)
-    inputs = measure.random_inputs(ugraph.program, "cuda")
+    inputs = measure.random_inputs(graph_of, "cuda")
     x = inputs[0]
     staged = [torch.zeros(x.numel() + 1, dtype=x.dtype, device="cuda") for _ in range(2)]
     flowing = torch.zeros_like(x)
@@ -77,7 +95,7 @@ def test_results_hold_whatever_the_producers_take(kind, tmp_path):
         results = []
         for source in staged:
             producer(source)
-            results += run([flowing, *inputs[1:]])
+            results.append(run([flowing, *inputs[1:]])[0])
         return results
 
     steps()
@@ -102,9 +120,9 @@ def test_results_hold_whatever_the_producers_take(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["split", "mma split"])
 def test_shared_loops_on_several_streams_threads_and_graphs_at_once(kind):
-    ugraph, schedule = KINDS[kind]()
-    run = tuner.run_of(program_of(ugraph, **schedule))
-    inputs = measure.random_inputs(ugraph.program, "cuda")
+    graph_of, program = KINDS[kind]()
+    run = tuner.run_of(program)
+    inputs = measure.random_inputs(graph_of, "cuda")
     expected = run(inputs)[0].clone()
     streams = [torch.cuda.Stream() for _ in range(4)]
     graphs = []
@@ -139,9 +157,9 @@ def test_shared_loops_on_several_streams_threads_and_graphs_at_once(kind):
 
 
 def test_first_in_a_graph_after_a_copy_and_after_another_stream():
-    ugraph, schedule = KINDS["split"]()
-    run = tuner.run_of(program_of(ugraph, **schedule))
-    inputs = measure.random_inputs(ugraph.program, "cuda")
+    graph_of, program = KINDS["split"]()
+    run = tuner.run_of(program)
+    inputs = measure.random_inputs(graph_of, "cuda")
     expected, other = run(inputs)[0].clone(), torch.randn_like(inputs[0])
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     x = other.clone()
@@ -179,8 +197,8 @@ def test_outputs_over_inputs(schedule):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_on_a_device_that_is_not_the_current_one():
-    ugraph, schedule = KINDS["split"]()
-    run = tuner.run_of(program_of(ugraph, **schedule))
-    inputs = measure.random_inputs(ugraph.program, "cuda:0")
+    graph_of, program = KINDS["split"]()
+    run = tuner.run_of(program)
+    inputs = measure.random_inputs(graph_of, "cuda:0")
     there = [x.to("cuda:1") for x in inputs]
     assert torch.equal(run(there)[0].cpu(), run(inputs)[0].cpu()) and torch.cuda.current_device() == 0

@@ -289,14 +289,13 @@ def test_nothing_but_constants_is_read_early_and_caches_are_only_asked_for(tmp_p
             p = plan(op, s)
             arguments = write_kernel(p, "k").arguments
             constant = {n for n, (_, at) in enumerate(arguments) if at < len(op.inputs) and op.inputs[at].constant}
-            ready = constant | {n for n, (_, at) in enumerate(arguments) if any(at == a.cache for a in p.appends)}
+            settled, caches = ({n for n, (_, at) in enumerate(arguments) if at in these} for these in (op.settled, op.caches))
             seen = test_overlap.touched(kernel.ptx)
             assert [what for what, _ in seen].count(test_overlap.WAIT) == 1
             for what, of in seen[:[what for what, _ in seen].index(test_overlap.WAIT)]:
-                assert of and of <= (ready if what.startswith("prefetch") else constant), (what, of)
+                assert of and of <= constant | (caches | settled if what.startswith("prefetch") else settled), (what, of)
                 assert what.startswith(("ld", "prefetch", "cp.async")), what
-            if s.preload:
-                assert any(what.startswith("prefetch") for what, _ in seen)
+            assert not s.preload or any(what.startswith("prefetch") and of & caches for what, of in seen)
 
 
 @pytest.mark.parametrize("sm", [80, 90])
