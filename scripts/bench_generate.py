@@ -291,7 +291,7 @@ def table(report: dict[str, Any]) -> str:
         lines.append(f"GPU time in searched kernels: {s['share']:.1%} of {s['gpu_us_per_token']:.0f} µs a token")
     if "logits" in report:
         d = report["logits"]
-        lines += [f"logits of the {what}, distance from float32 (rms, max): stock {d[f'{what}_stock_rms']:.4g}, {d[f'{what}_stock_max']:.4g}; "
+        lines += [f"logits of the {what}, from float32 (rms, max): stock {d[f'{what}_stock_rms']:.4g}, {d[f'{what}_stock_max']:.4g}; "
                   f"ours {d[f'{what}_ours_rms']:.4g}, {d[f'{what}_ours_max']:.4g}" for what in ("first", "steps")]
     return "\n".join(lines)
 
