@@ -209,7 +209,7 @@ def _check(ugraph: UGraph) -> str:
     drawn = "".join(f"\n    inputs[{n}].random_(0, {most})" for b in bounds_of(ugraph.program)
                     for n, most in ((b.lo, extent(ugraph.program, b) // 2 + 1), (b.hi, extent(ugraph.program, b) + 1)))
     drawn += "".join(f"\n    inputs[{n}].random_(0, {cache.dims[-2] - rows.dims[-2] + 1})"
-                     for n, (cache, rows) in effects.positions_of(ugraph.program).items())
+                     for n, cache, rows in effects.positions_of(ugraph.program))
     shapes = ",\n              ".join(f"({t.dims}, {t.strides}, {t.dtype})" for t in ugraph.program.inputs)
     return f'''def random_input(dims, strides, dtype, device):
     x = torch.empty_strided(dims, strides, dtype=dtype, device=device)

@@ -41,7 +41,7 @@ class DecodeRunner:
 
     `counts` holds "captured" (replayed steps), "called: <why>" (the same loop without a graph) and "stock: <why>"; where there are
     kernels for whole steps also "step: all by kernels" or "step: <why the model's own forward runs>". `prefills` counts those that were
-    replayed ("captured"); the others ran HF's forward.
+    replayed ("captured", "captured, by kernels") and what was refused; the others ran HF's forward.
     """
 
     def __init__(self, *, mode: str = "graph", max_cache_len: int | None = None,
@@ -54,6 +54,7 @@ class DecodeRunner:
         self.prefills: Counter[str] = Counter()
         self._uncapturable: tuple[object, str] | None = None
         self._no_prefill: object = None
+        self._no_chain: object = None
         self._lock = threading.Lock()
 
     def fresh(self) -> DecodeRunner:
@@ -116,16 +117,32 @@ class DecodeRunner:
             if block.prompts[bucket] < 2 or not block.keys or not block.logits.numel():
                 return None
             block.dirty = max(block.dirty, bucket)  # what warming up writes
-            try:
-                graphs["prefill", bucket] = capture_prefill(model, block, input_ids.shape[0], bucket)
-            except Exception as error:  # whatever a model's forward has against this call, HF's own prefill is the way out
-                self._no_prefill = key
-                self.count(f"called: capture failed ({type(error).__name__}: {(str(error) or '-').splitlines()[0]})", self.prefills)
-                if isinstance(error, torch.OutOfMemoryError):
-                    block.drop_graphs()
+            steps = None if obstacle(self.steps, plan, block, key[2], self.valid_for) or self._no_chain == key else self.steps
+            graph = self._captured_prefill(model, block, input_ids.shape[0], bucket, steps, key)
+            if graph is None:
                 return None
-        self.count("captured", self.prefills)
-        return graphs["prefill", bucket]  # type: ignore[no-any-return]
+            graphs["prefill", bucket] = graph
+        found: PrefillGraph = graphs["prefill", bucket]
+        self.count("captured, by kernels" if found.by_kernels else "captured", self.prefills)
+        return found
+
+    def _captured_prefill(self, model: Any, block: Block, batch: int, bucket: int, steps: Steps | None,
+                          key: Fingerprint) -> PrefillGraph | None:
+        """By `steps`; where that cannot be HF's forward, and None where that cannot be captured either."""
+        try:
+            return capture_prefill(model, block, batch, bucket, steps)
+        except Exception as error:  # whatever there is against this call, HF's own prefill is the way out
+            why = f"capture failed ({type(error).__name__}: {(str(error) or '-').splitlines()[0]})"
+            self.count(f"{'called' if steps is None else 'not by kernels'}: {why}", self.prefills)
+            if isinstance(error, torch.OutOfMemoryError):
+                block.drop_graphs()
+                self._no_prefill = key
+            elif steps is None:
+                self._no_prefill = key
+            else:
+                self._no_chain = key
+                return self._captured_prefill(model, block, batch, bucket, None, key)
+        return None
 
     def step(self, model: Any, plan: CallPlan, block: Block, key: Fingerprint, again: bool = False) -> Step:
         """Return the step for a block, with or without graphs as the model and the device allow. `again`: for a call that is counted."""

@@ -1,10 +1,15 @@
-"""Short prompts in a CUDA graph: HF's own forward over a bucket of tokens, so that its host work is done once for many prompts.
+"""Short prompts in a CUDA graph over a bucket of tokens, so that the host's work is done once for many prompts.
+
+Where a model's steps are all by kernels so are its prompts, but for products and attention, which are the library's; elsewhere HF's own
+forward is captured. A chain of ours is only kept if it gave what HF's forward gives.
 
 A prompt is filled up on the right: what is causal does not see later tokens, and the logits are those of its own last token. Keys of
 the filling are cleared. The first prompt of a bucket runs HF's forward as it is, which costs less than a capture.
 """
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +18,9 @@ from torch import Tensor
 
 from mirage_hf.decode.cache import Block
 from mirage_hf.decode.graphs import capture
+from mirage_hf.errors import MirageError
+from mirage_hf.match.step import Prompt
+from mirage_hf.swap.steps import Steps
 
 GRAIN = 64
 """Buckets are multiples of it."""
@@ -28,7 +36,9 @@ class PrefillGraph:
     graph: Any
     ids: Tensor
     last: Tensor
-    positions: Tensor
+    by_kernels: bool
+    held: Any
+    """What the graph reads besides."""
 
     def run(self, input_ids: Tensor) -> None:
         """Prefill a prompt (batch, length) into the block that the graph was captured for, logits included."""
@@ -45,15 +55,18 @@ def bucket_of(batch: int, length: int, block: Block, windows: tuple[tuple[str, i
     return bucket if fits and all(window is None or bucket <= window for _, window in windows) else None
 
 
-def capture_prefill(model: Any, block: Block, batch: int, bucket: int) -> PrefillGraph:
-    """Capture HF's forward over `bucket` tokens into a block that has held a prompt. Errors: RuntimeError where it cannot be."""
+def capture_prefill(model: Any, block: Block, batch: int, bucket: int, steps: Steps | None = None) -> PrefillGraph:
+    """Capture prompts of `bucket` tokens, filled up, into a block that has held a prompt: by `steps`, or HF's forward.
+
+    Errors: MirageError where the kernels of `steps` do not give what HF's forward gives; RuntimeError where nothing can be captured.
+    """
     with torch.inference_mode(False):
         ids = torch.zeros(batch, bucket, dtype=torch.long, device=block.device)
-        last = torch.zeros(1, dtype=torch.long, device=block.device)
+        last = torch.full((1,), bucket - 1, dtype=torch.long, device=block.device)
         positions = torch.arange(bucket, device=block.device)[None].expand(batch, -1).contiguous()
     kept = block.logits.clone()
 
-    def run() -> None:
+    def stock() -> None:
         outputs = model(input_ids=ids, position_ids=positions, past_key_values=block.prefill_cache(), use_cache=True, attention_mask=None,
                         return_dict=True, logits_to_keep=last)
         logits = outputs.logits[:, -1]
@@ -61,6 +74,47 @@ def capture_prefill(model: Any, block: Block, batch: int, bucket: int) -> Prefil
             raise RuntimeError(f"logits of {tuple(logits.shape)}, {logits.dtype}, for a block that held {tuple(block.logits.shape)}")
         block.logits.copy_(logits)
 
-    graph, block.graph_pool = capture(run, block.device, block.graph_pool)
-    block.logits.copy_(kept)
-    return PrefillGraph(graph, ids, last, positions)
+    run, held = stock, (positions,)
+    try:
+        if steps is not None:
+            run, held = _chain(steps, block, ids, last)
+            ids.copy_(torch.randint(steps.vocab, ids.shape, generator=torch.Generator().manual_seed(bucket)))
+            _compare(stock, run, block, bucket)
+        graph, block.graph_pool = capture(run, block.device, block.graph_pool)
+    finally:
+        block.logits.copy_(kept)
+    return PrefillGraph(graph, ids, last, steps is not None, held)
+
+
+def _chain(steps: Steps, block: Block, ids: Tensor, last: Tensor) -> tuple[Callable[[], None], Any]:
+    """What runs a prompt by kernels and the library, and what it reads."""
+    batch, tokens = ids.shape
+    cos, sin = steps.rotary_tables(tokens)
+    with torch.inference_mode(False):
+        slot = torch.zeros(batch, dtype=torch.int32, device=block.device)
+    kernels = [steps.prompt_kernels(layer, batch, tokens, block.capacity) for layer in steps.layers]
+
+    def run() -> None:
+        with torch.no_grad():
+            x = torch.nn.functional.embedding(ids, steps.embedding).flatten(0, 1)
+            for n, (layer, found) in enumerate(zip(steps.layers, kernels, strict=True)):
+                x = layer.prompt(found, x, Prompt(cos, sin, block.keys[n], block.values[n], slot))
+            steps.head(batch, x.view(batch, tokens, -1).index_select(1, last)[:, 0].contiguous(), block.logits)
+    return run, (cos, sin, slot, kernels)
+
+
+def _compare(stock: Callable[[], None], ours: Callable[[], None], block: Block, bucket: int) -> None:
+    def outcome() -> list[Tensor]:
+        rows = [x[:, :, :bucket] for memory in (block.keys, block.values) for x in memory.values()]
+        return [block.logits.clone(), *(x.clone() for x in rows)]
+
+    stock()
+    want = outcome()
+    ours()
+    # different orders of rounding, layer after layer; a wrong formula is as far off as the numbers are large
+    allowed = math.sqrt(torch.finfo(block.logits.dtype).eps)
+    for y, x in zip(outcome(), want, strict=True):
+        far = float((y.float() - x.float()).norm() / x.float().norm().clamp_min(torch.finfo(torch.float32).tiny))
+        if not far <= allowed:
+            raise MirageError(f"prefill: logits, keys or values are {far:.2g} of their size away from those of the model's own forward; "
+                              f"{allowed:.2g} is allowed")

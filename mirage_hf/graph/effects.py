@@ -1,6 +1,8 @@
 """Appends to caches: which of them the kernel that computes the rows does with its own store."""
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from mirage_hf.graph.block import BlockGraph
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 
@@ -14,16 +16,14 @@ def parts_of(append: KernelOp) -> tuple[DTensor, DTensor, DTensor]:
     return cache, rows, position
 
 
-def positions_of(graph: KernelGraph) -> dict[int, tuple[DTensor, DTensor]]:
-    """The inputs that are positions of appends, by their number: the cache and the rows of the append."""
+def positions_of(graph: KernelGraph) -> Iterator[tuple[int, DTensor, DTensor]]:
+    """Each append whose position is an input: the number of that input, the cache and the rows."""
     at = {t.index: n for n, t in enumerate(graph.inputs)}
-    found = {}
     for op in graph.ops:
         if op.name == APPEND:
             cache, rows, position = parts_of(op)
             if position.index in at:
-                found[at[position.index]] = cache, rows
-    return found
+                yield at[position.index], cache, rows
 
 
 def stored(kernels: KernelGraph) -> dict[int, KernelOp]:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
+from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.match import plain
-from mirage_hf.match.compose import executor
-from mirage_hf.match.step import At, LayerStep, head_of, hollow
+from mirage_hf.match.compose import Kernel, executor
+from mirage_hf.match.step import At, LayerPrompt, LayerStep, Prompt, head_of, hollow
 from mirage_hf.ops import table
 from mirage_hf.patterns import decoder_layer
 
@@ -218,7 +220,11 @@ class Probes:
             for number, call in enumerate(calls(2, weight.shape[0], attention.head_dim, (6, 1, 1, 1), g, weight.device, torch.float32)):
                 keys, values = stock.keys, stock.values
                 want = other.forward(call.x, **call.kwargs(stock))
-                if number:
+                if not number:  # row 0 is padded, which prompts by kernels are not
+                    far = _prompt_differs(LayerPrompt(other, candidate.parts), call, want, stock, slots)
+                    if not far < TOLERANCE:
+                        return Rejected(f"the layer does not do with a prompt what it does with a token: off by {far:.2g} on a probe")
+                else:
                     assert keys is not None and values is not None
                     room = [nn.functional.pad(x, (0, 0, 0, slots - past)) for x in (keys, values)]
                     lo = torch.tensor([2, 0]).clamp_min(past - 3 if number >= 2 else 0)
@@ -273,6 +279,18 @@ class Probes:
                     return Rejected(f"the module computes something else than the pattern: off by {far:.2g} on a probe")
             return None
         return self._once((candidate.kind, part.block, kind_of(module)), probe)
+
+
+def _prompt_differs(prompt: LayerPrompt, call: Call, want: Tensor, stock: ProbeCache, slots: int) -> float:
+    """How far the last row of a layer's first call is from what `prompt` makes of it, keys and values included."""
+    assert stock.keys is not None and stock.values is not None
+    tokens, x, zeros = call.x.shape[1], call.x[-1], torch.zeros(1, dtype=torch.int32, device=call.x.device)
+    keys, values = (torch.zeros(1, y.shape[1], slots, y.shape[3], device=y.device) for y in (stock.keys, stock.values))
+    kernels: dict[str, Kernel] = {
+        name: partial(run_kernel_graph, block.program(rows, dtype=torch.float32))
+        for name, (block, rows) in prompt.blocks(1, tokens, slots).items()}
+    got = prompt(kernels, x.clone(), Prompt(call.cos[-1], call.sin[-1], keys, values, zeros))
+    return max(distance(got, want[-1], x), distance(keys[0, :, :tokens], stock.keys[-1]), distance(values[0, :, :tokens], stock.values[-1]))
 
 
 def _layer_differs(layer: nn.Module, far: float) -> str:

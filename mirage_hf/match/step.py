@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
 from mirage_hf.errors import Rejected
 from mirage_hf.match import plain
 from mirage_hf.match.compose import Composition, Kernel, Part, executor, stand_in
-from mirage_hf.match.pattern import CausalLayout
+from mirage_hf.match.pattern import Block, CausalLayout
 from mirage_hf.patterns import RMS_NORM_LINEAR, causal_lm
+from mirage_hf.patterns.prompt import PROMPT_GATE, PROMPT_NORM, PROMPT_ROTATION
 
 ROLES = ("qkv", "attention", "out", "gated", "down")
 """The parts of a layer whose kernels make up its step, in order."""
@@ -55,6 +57,70 @@ class LayerStep(Composition):
                                     at.slot.view(every), *norms])[0]
         h = self._run(kernels, "out", out.view(batch, -1), x)
         return self._run(kernels, "down", self._run(kernels, "gated", h), h)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a layer reads of prompts besides x: RoPE's cos and sin (tokens, d), a layer's keys and values (b, heads, slots, d), and zeros
+    (b,), int32: the slot that keys go to from."""
+
+    cos: Tensor
+    sin: Tensor
+    keys: Tensor
+    values: Tensor
+    slot: Tensor
+
+
+class LayerPrompt(Composition):
+    """A decoder layer for whole prompts without padding: products and attention by the library, what lies between them by kernels."""
+
+    def __init__(self, layer: nn.Module, parts: Sequence[Part]):
+        super().__init__(layer, parts)
+        self.sizes = {role: dict(p.block.sizes) for role, p in self.parts.items()}
+
+    def blocks(self, batch: int, tokens: int, slots: int) -> dict[str, tuple[Block, int]]:
+        """What is done by kernels, by name: a block and its number of rows."""
+        qkv, attention, gated = (self.sizes[role] for role in ("qkv", "attention", "gated"))
+        taken = {name: attention[name] for name in ("kv_heads", "group", "head_dim", "norm", "eps", "dtype")}
+        norm, mlp_norm = (PROMPT_NORM.block(**{name: s[name] for name in ("k", "eps", "dtype")}) for s in (qkv, gated))
+        gate = PROMPT_GATE.block(**{name: gated[name] for name in ("n", "activation", "dtype")})
+        rows = batch * tokens
+        return {"norm": (norm, rows), "rotation": (PROMPT_ROTATION.block(**taken, tokens=tokens, slots=slots), batch),
+                "mlp_norm": (mlp_norm, rows), "gate": (gate, rows)}
+
+    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, at: Prompt) -> Tensor:  # type: ignore[override]
+        """x (b · tokens, width) to the layer's output, in the same memory; keys and values go to the first slots."""
+        a, widths = self.sizes["attention"], self.sizes["qkv"]["n"]
+        batch, tokens, d = at.keys.shape[0], *at.cos.shape
+        gamma, *projections = self.parameters["qkv"]
+        packed = _products(kernels["norm"]([x, gamma[None]])[0], projections[:3], projections[3:] or (None,) * 3)
+        q, k, v = (y.view(batch, tokens, -1, d) for y in packed.split(list(widths), -1))
+        norms = [p[None] for p in self.parameters["attention"]]
+        q = kernels["rotation"]([q, k.transpose(1, 2), at.cos[None, None], at.sin[None, None], at.keys, at.slot.view(batch, 1, 1, 1),
+                                 *norms])[0]
+        at.values[:, :, :tokens].copy_(v.transpose(1, 2))
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), at.keys[:, :, :tokens], at.values[:, :, :tokens], is_causal=True,
+                                           scale=a["scale"], enable_gqa=a["group"] > 1)
+        _add_product(x, y.transpose(1, 2).reshape(batch * tokens, -1), *self.parameters["out"])
+        n, (gamma, *rest) = self.sizes["gated"]["n"], self.parameters["gated"]
+        halves = (rest[:2], (None, None)) if len(rest) == 2 else (rest[::2], rest[1::2])
+        packed = _products(kernels["mlp_norm"]([x, gamma[None]])[0], *halves)
+        _add_product(x, kernels["gate"]([packed[:, :n], packed[:, n:]])[0], *self.parameters["down"])
+        return x
+
+
+def _products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """x times several (n, k) weights, side by side."""
+    packed = x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))
+    for y, w, b in zip(packed.split([w.shape[0] for w in weights], -1), weights, biases, strict=True):
+        torch.mm(x, w.t(), out=y) if b is None else torch.addmm(b, x, w.t(), out=y)
+    return packed
+
+
+def _add_product(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    x.addmm_(y, weight.t())
+    if bias is not None:
+        x.add_(bias)
 
 
 @dataclass(frozen=True)

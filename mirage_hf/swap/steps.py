@@ -13,7 +13,8 @@ from mirage_hf import kernels
 from mirage_hf.errors import MirageError, Rejected
 from mirage_hf.match.compose import Kernel, Part, child
 from mirage_hf.match.matcher import Match
-from mirage_hf.match.step import ROLES, CausalMatch, LayerStep
+from mirage_hf.match.pattern import Block
+from mirage_hf.match.step import ROLES, CausalMatch, LayerPrompt, LayerStep
 from mirage_hf.patterns.attention import LONG_FROM, for_long_caches
 
 Found = Mapping[Any, Any]
@@ -27,6 +28,7 @@ class LayerKernels:
 
     match: Match
     step: LayerStep
+    prompt: LayerPrompt
     found: Mapping[int, Mapping[str, Any]]
 
 
@@ -48,6 +50,7 @@ class Steps:
     constants: tuple[tuple[dict[str, Any], str, Any], ...]
     """Numbers that kernels were made for, where modules keep them: an attribute dictionary, a name, a value."""
     _attention: dict[tuple[str, int], Kernel] = field(default_factory=dict)
+    _prompts: dict[tuple[Block, int], Kernel] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def kernels(self, layer: LayerKernels, rows: int, slots: int) -> dict[str, Kernel]:
@@ -63,6 +66,16 @@ class Steps:
             if key not in self._attention:
                 self._attention[key] = kernels.at_size(found, part.block.program(rows, slots=slots), self.embedding.device)
             return self._attention[key]
+
+    def prompt_kernels(self, layer: LayerKernels, batch: int, tokens: int, slots: int) -> dict[str, Kernel]:
+        """What does a layer's part of prompts that is not the library's: looked up, or searched and made now. Errors: MirageError."""
+        blocks = layer.prompt.blocks(batch, tokens, slots)
+        with self._lock:
+            for block, rows in blocks.values():
+                if (block, rows) not in self._prompts:
+                    self._prompts[block, rows] = kernels.resolve(block.program(rows), device=self.embedding.device, tune="never",
+                                                                 pattern=block.pattern.name).run
+            return {name: self._prompts[key] for name, key in blocks.items()}
 
     def obstacle(self, rows: int, slots: int) -> str:
         """Why there are no steps for caches of so many slots, "" where there are."""
@@ -112,7 +125,7 @@ def steps_of(causal: CausalMatch | Rejected, matches: Sequence[Match], rows: Seq
     good = [r for r in rows if not (why := missing(r)) or reasons.append(f"{r} rows: {why}")]  # type: ignore[func-returns-value]
     if not good:
         return Rejected("; ".join(reasons))
-    layers = tuple(LayerKernels(m, LayerStep(m.module, m.parts), {r: _by_role(m, r, found) for r in good})
+    layers = tuple(LayerKernels(m, LayerStep(m.module, m.parts), LayerPrompt(m.module, m.parts), {r: _by_role(m, r, found) for r in good})
                    for m in (by_name[name] for name in causal.layers))
     head = causal.head
     weights = [child(causal.model, path)._parameters[name] for path, name in head.weights]

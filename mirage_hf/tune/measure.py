@@ -55,7 +55,7 @@ def random_inputs(graph: KernelGraph, device: torch.device | str, seed: int = 0)
         inputs.append(x.normal_(generator=generator) if t.dtype.is_floating_point else x.zero_())
     for b in bounds_of(graph):
         inputs[b.hi].fill_(extent(graph, b))
-    for n, (cache, rows) in positions_of(graph).items():
+    for n, cache, rows in positions_of(graph):
         inputs[n].fill_(cache.dims[-2] - rows.dims[-2])
     return inputs
 

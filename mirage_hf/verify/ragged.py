@@ -40,7 +40,7 @@ def draw_all(graph: KernelGraph, shape: Callable[[int], tuple[int, ...]], extent
         lo, hi = draw(rng, extent(b), int(np.prod(shape(b.lo))), turn + number, partial)
         drawn.setdefault(b.lo, lo.reshape(shape(b.lo)))
         drawn.setdefault(b.hi, hi.reshape(shape(b.hi)))
-    for n, (cache, rows) in positions_of(graph).items():
+    for n, cache, rows in positions_of(graph):
         room = slots(cache) - slots(rows)
         if n not in drawn:
             drawn[n] = rng.integers(0, room + 1, size=shape(n))

@@ -32,9 +32,9 @@ def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **chang
         "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**s)),
         "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**s, sliding_window=WINDOW)),
         "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**s)),
-        "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(
-            **s, head_dim=8, use_sliding_window=True, sliding_window=WINDOW,
-            layer_types=["full_attention", "sliding_attention", "full_attention"][:s["num_hidden_layers"]])),
+        "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**{
+            "head_dim": 8, "use_sliding_window": True, "sliding_window": WINDOW,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"][:s["num_hidden_layers"]], **s})),
         "gemma": lambda: tf.GemmaForCausalLM(tf.GemmaConfig(**s, head_dim=8)),
         "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**s, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8)),
         "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**s)),

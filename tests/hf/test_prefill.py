@@ -6,9 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import swapping
 import torch
 from decoding import FAMILIES, assert_same, both, left_padded, prompt, tiny
 
+from mirage_hf import kernels
+from mirage_hf.api import optimize
 from mirage_hf.decode import generate, install, prefill, program
 
 FULL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 6}
@@ -89,3 +92,45 @@ def test_a_forward_that_cannot_be_captured_is_hfs(monkeypatch: pytest.MonkeyPatc
     for length in (9, 9, 30, 9):
         alike(model, 1, length)
     assert runner.prefills == {"called: capture failed (TypeError: no tensors here)": 1}
+
+
+# -- prompts by kernels -------------------------------------------------------------------------------------------------
+
+EVERY: dict[str, Any] = dict(layer_types=["full_attention"] * 3)
+PROMPTED: dict[str, dict[str, Any]] = {
+    "llama": {}, "qwen2": {}, "qwen3": EVERY, "llama, biases": dict(attention_bias=True, mlp_bias=True),
+    "llama, gelu": dict(hidden_act="gelu"), "qwen3, eager": dict(**EVERY, attn_implementation="eager")}
+
+
+def optimized(family: str, changes: dict[str, Any], **options: Any) -> tuple[Any, Any]:
+    model = swapping.tiny(family.partition(",")[0], **changes)
+    return model, optimize(swapping.twin_of(model), **{"batch_sizes": (1, 3), "verify": False, **options})
+
+
+def agree(stock: Any, ours: Any, batch: int, length: int) -> None:
+    given = {"inputs": prompt(batch, length, seed=length), **FULL}
+    assert_same(stock.generate(**given), ours.generate(**given))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROMPTED)
+def test_prompts_by_kernels(name: str, called: list[str], resolved: list[Any]) -> None:
+    stock, ours = optimized(name, PROMPTED[name])
+    for batch, length in ((1, 7), (1, 9), (1, 64), (3, 5), (3, 65), (3, 6), (3, 66), (1, 1), (2, 4), (2, 5)):
+        agree(stock, ours, batch, length)
+    runner = ours.generate.runner
+    # two prompts and more of 64 tokens, of one row and of three, and of 128 of three; none by kernels of two rows
+    assert runner.prefills == {"captured, by kernels": 3 + 1 + 1, "captured": 1} and called.count("prefill") == 4
+
+
+@pytest.mark.slow
+def test_a_wrong_kernel_of_a_prompt_is_found(called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, ours = optimized("llama", {})
+    right = kernels.resolve
+    monkeypatch.setattr(kernels, "resolve", lambda program, **how: swapping.Resolved(program, scale=1.01)
+                        if how["pattern"] == "prompt_gate" else right(program, **how))
+    for length in (7, 8, 9, 70, 71):
+        agree(stock, ours, 1, length)
+    counted = ours.generate.runner.prefills
+    assert counted.pop("captured") == 3 and len(counted) == 1
+    assert next(iter(counted)).startswith("not by kernels: capture failed (MirageError: prefill: logits, keys or values are")
