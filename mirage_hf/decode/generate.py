@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -192,6 +192,7 @@ class Generate:
     def __init__(self, model: Any, runner: DecodeRunner):
         self._model = weakref.ref(model)
         self.runner = runner
+        self._accepted: dict[str, Any] | None = None
         self.__doc__ = type(model).generate.__doc__
 
     __name__ = "generate"
@@ -229,11 +230,14 @@ class Generate:
         if isinstance(covered, str):
             self.runner.count(f"stock: {covered}")
             return stock(model, *args, **kwargs)
+        config = dict(model.config.__dict__)
         try:
-            return stock(model, **covered)
+            result = stock(model, **covered)
         except NotCovered as reason:
             self.runner.count(f"stock: {reason}")
-        return stock(model, *args, **kwargs)
+            return stock(model, *args, **kwargs)
+        self._accepted = config
+        return result
 
     def _cover(self, model: Any, stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | str:
         """Return the arguments with which stock's generate ends in our callable, or why it must not."""
@@ -267,7 +271,24 @@ class Generate:
             if model.generation_config.stop_strings is not None:
                 return "stop_strings in the model's generation_config"
         arguments["custom_generate"] = Call(self.runner, streamer, cache is not None)
-        return arguments
+        return _merged(arguments, names) if given is None and self._is_accepted(model.config) else arguments
+
+    def _is_accepted(self, config: Any) -> bool:
+        """Whether stock's generate took a model config with these very values before."""
+        known, now = self._accepted, config.__dict__
+        return known is not None and len(known) == len(now) and all(known.get(name, self) is value for name, value in now.items())
+
+
+def _merged(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """The same with generation options in a GenerationConfig: without one stock's generate builds the model's default config, to see
+    whether options were set in the model's (which `_is_accepted` knows), and that takes it longer than all else that it prepares."""
+    config = GenerationConfig()
+    options = {name: value for name, value in arguments.items() if name not in names and hasattr(config, name)}
+    if any(value is None for value in options.values()) or not options.keys().isdisjoint(("max_length", "min_length")):
+        return arguments  # None takes the place of the model's own option, and those two are asked for by name
+    for name, value in options.items():
+        setattr(config, name, value)
+    return {name: value for name, value in arguments.items() if name not in options} | {"generation_config": config}
 
 
 _PARAMETERS: dict[Any, tuple[str, ...]] = {}

@@ -222,8 +222,6 @@ class Probes:
                 want = other.forward(call.x, **call.kwargs(stock))
                 if not number:  # row 0 is padded, which prompts by kernels are not
                     far = _prompt_differs(LayerPrompt(other, candidate.parts), call, want, stock, slots)
-                    if not far < TOLERANCE:
-                        return Rejected(f"the layer does not do with a prompt what it does with a token: off by {far:.2g} on a probe")
                 else:
                     assert keys is not None and values is not None
                     room = [nn.functional.pad(x, (0, 0, 0, slots - past)) for x in (keys, values)]
@@ -232,8 +230,8 @@ class Probes:
                     got = step(executor(candidate.parts, 2, torch.float32, slots), call.x[:, 0], at)
                     now = [x[:, :, :past + 1] for x in room]
                     far = max(distance(got, want[:, 0], call.x[:, 0]), distance(now[0], stock.keys), distance(now[1], stock.values))
-                    if not far < TOLERANCE:
-                        return Rejected(f"attention is not softmax(scale · rope(q) · rope(k)) · v: off by {far:.2g} on a probe")
+                if not far < TOLERANCE:
+                    return Rejected(f"attention is not softmax(scale · rope(q) · rope(k)) · v: off by {far:.2g} on a probe")
                 past += call.x.shape[1]
             return None
         return self._once(("step", tuple(p.block for p in candidate.parts), kind_of(layer)), probe)

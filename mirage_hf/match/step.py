@@ -91,7 +91,7 @@ class LayerPrompt(Composition):
     def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, at: Prompt) -> Tensor:  # type: ignore[override]
         """x (b · tokens, width) to the layer's output, in the same memory; keys and values go to the first slots."""
         a, widths = self.sizes["attention"], self.sizes["qkv"]["n"]
-        batch, tokens, d = at.keys.shape[0], *at.cos.shape
+        batch, (tokens, d) = at.keys.shape[0], at.cos.shape
         gamma, *projections = self.parameters["qkv"]
         packed = _products(kernels["norm"]([x, gamma[None]])[0], projections[:3], projections[3:] or (None,) * 3)
         q, k, v = (y.view(batch, tokens, -1, d) for y in packed.split(list(widths), -1))

@@ -169,3 +169,22 @@ def test_max_cache_len():
     assert handled(runner) == 1
     assert_same(*both(model, {"inputs": prompt(1, 7), "max_new_tokens": 11}))
     assert runner.counts["stock: more cache slots needed than max_cache_len=16"] == 1
+
+
+def test_options_mean_the_same_in_every_call():
+    """From the second call on options are given to stock's generate as a GenerationConfig."""
+    model = tiny("llama")
+    model.generation_config.repetition_penalty = 1.7
+    model.generation_config.min_new_tokens = 2
+    install(model)
+    for _ in range(2):
+        for options in ({"max_new_tokens": 6}, {"max_new_tokens": 6, "repetition_penalty": None}, {"max_length": 12},
+                        {"max_new_tokens": 6, "min_length": 9, "eos_token_id": list(range(3, 60))}, {"repetition_penalty": 1.0},
+                        {"max_new_tokens": 6, "use_cache": True, "return_dict_in_generate": True, "output_scores": True}):
+            assert_same(*both(model, {"inputs": prompt(), "do_sample": False, **options}))
+    model.config.temperature = 0.5
+    for generate in (model.generate, type(model).generate.__get__(model)):
+        with pytest.raises(ValueError, match="modified the pretrained model configuration"):
+            generate(prompt(), max_new_tokens=3)
+    del model.config.temperature
+    assert_same(*both(model, {"inputs": prompt(), "max_new_tokens": 3}))
