@@ -42,6 +42,10 @@ class CodegenError(MirageError):
     """A block graph or schedule for which no kernel can be generated or compiled."""
 
 
+class SamplingError(MirageError, RuntimeError):
+    """Scores from which no token can be drawn. A RuntimeError, as stock raises."""
+
+
 class ZooError(MirageError):
     """A kernel zoo that cannot be read or written. Single bad entries are skipped with a reason instead."""
 

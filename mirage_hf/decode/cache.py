@@ -87,6 +87,47 @@ class Control:
             getattr(self, name).copy_(getattr(other, name))
 
 
+@dataclass(frozen=True, eq=False)
+class Trail:
+    """What choices that are more than the greatest logit look at, at fixed addresses. Integers are int64."""
+
+    ids: Tensor
+    """(batch, capacity + 2): the text so far as stock's input_ids hold it. Steps found dead write behind it."""
+    numbers: Tensor
+    """(batch, capacity + 2) float64: for each step of a call that samples its number in [0, 1)."""
+    prompt: Tensor
+    """(1,): tokens of input_ids when the call began."""
+    budget: Tensor
+    """(1,): what `Control.budget` was when the call began; what it has lost since is the number of the step."""
+    slots: Tensor
+    """(1, capacity + 2): 0, 1, 2, …"""
+
+    @classmethod
+    def allocate(cls, batch: int, capacity: int, device: torch.device) -> Trail:
+        room = capacity + 2
+        ids, prompt, budget = (torch.zeros(shape, dtype=torch.long, device=device) for shape in ((batch, room), (1,), (1,)))
+        return cls(ids, torch.zeros(batch, room, dtype=torch.float64, device=device), prompt, budget,
+                   torch.arange(room, device=device)[None])
+
+    def start(self, input_ids: Tensor, budget: int) -> None:
+        """Begin a call with a prompt (batch, length)."""
+        self.ids[:, :input_ids.shape[1]].copy_(input_ids)
+        self.prompt.fill_(input_ids.shape[1])
+        self.budget.fill_(budget)
+
+    def continue_from(self, other: Trail) -> None:
+        """Take over a smaller block's text."""
+        self.ids[:, :other.ids.shape[1]].copy_(other.ids)
+        self.prompt.copy_(other.prompt)
+        self.budget.copy_(other.budget)
+
+    def set_numbers(self, numbers: Tensor) -> None:
+        """Put in (batch, steps) numbers from the CPU, without waiting for the device."""
+        if self.numbers.device.type == "cuda":
+            numbers = numbers.pin_memory()
+        self.numbers[:, :numbers.shape[1]].copy_(numbers, non_blocking=True)
+
+
 # -- the layers HF's forward sees ---------------------------------------------------------------------------------------
 
 class _PoolLayer(CacheLayerMixin):
@@ -167,6 +208,9 @@ class Block:
     """(batch, vocabulary), in the model's dtype: of the step enqueued last."""
     graphs: dict[Any, Any] = field(default_factory=dict)
     """Captured steps and prefills of this block, by what they are."""
+    trail: Trail | None = None
+    choosers: dict[Any, Any] = field(default_factory=dict)
+    """What chose on this block so far and may have graphs here, by its key; the one used last is last."""
     prompts: Counter[int] = field(default_factory=Counter)
     """Prompts so far that a captured prefill could serve, by bucket."""
     valid_for: object = None
@@ -187,7 +231,7 @@ class Block:
     @property
     def bytes(self) -> int:
         """Bytes of device memory this block holds, not counting its graphs' scratch."""
-        tensors = [*self.slabs, *vars(self.control).values(), self.logits]
+        tensors = [*self.slabs, *vars(self.control).values(), self.logits, *(vars(self.trail).values() if self.trail is not None else ())]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def prefill_cache(self) -> Cache:
@@ -251,8 +295,25 @@ class Block:
         self.graph_pool = None
         self.valid_for = None
 
+    def own_trail(self) -> Trail:
+        """The block's trail, made when the first call wants it."""
+        if self.trail is None:
+            with torch.inference_mode(False):
+                self.trail = Trail.allocate(self.batch, self.capacity, self.device)
+        return self.trail
+
+    def drop_chooser(self, key: object) -> None:
+        """Forget a way to choose and its graphs."""
+        if self.done is not None:
+            self.done.synchronize()
+        del self.choosers[key]
+        for what in [w for w in self.graphs if key in w]:
+            del self.graphs[what]
+
     def drop_memory(self) -> None:
         self.drop_graphs()
+        self.choosers.clear()
+        self.trail = None
         self.keys.clear()
         self.values.clear()
         self.slabs.clear()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mirage_hf.decode.cache import Block
 from mirage_hf.decode.ends import INFINITY, MOST_ROWS, MOST_VOCAB, Ends, Inputs
-from mirage_hf.decode.program import MaskPlan, Step, move_on
+from mirage_hf.decode.program import GREEDY, Chooser, MaskPlan, Step, move_on
 from mirage_hf.match.compose import Kernel
 from mirage_hf.match.step import At
 from mirage_hf.swap.steps import LayerKernels, Steps
@@ -76,9 +76,12 @@ class StepProgram(Step):
         self._forward()
         move_on(self.block.control, self.block.control.alive.any())
 
-    def _to_token(self) -> None:
+    def _to_token(self, chooser: Chooser) -> None:
         self._forward()
-        self._ready().ends.select(self.block.control, self.block.logits)
+        if chooser is GREEDY:
+            self._ready().ends.select(self.block.control, self.block.logits)
+        else:
+            chooser.choose(self.block.control, self.block.logits)
 
 
 def obstacle(steps: Steps | None, plan: Any, block: Block, fingerprint: object, valid_for: object) -> str:

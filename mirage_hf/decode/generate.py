@@ -41,7 +41,8 @@ class DecodeRunner:
 
     `counts` holds "captured" (replayed steps), "called: <why>" (the same loop without a graph) and "stock: <why>"; where there are
     kernels for whole steps also "step: all by kernels" or "step: <why the model's own forward runs>". `prefills` counts those that were
-    replayed ("captured", "captured, by kernels") and what was refused; the others ran HF's forward.
+    replayed ("captured", "captured, by kernels") and what was refused; the others ran HF's forward. `selections` counts where calls chose
+    that wanted more than the greatest logit: "on the device" or "by the host: <why>".
     """
 
     def __init__(self, *, mode: str = "graph", max_cache_len: int | None = None,
@@ -52,6 +53,7 @@ class DecodeRunner:
         self.pool = CachePool()
         self.counts: Counter[str] = Counter()
         self.prefills: Counter[str] = Counter()
+        self.selections: Counter[str] = Counter()
         self._uncapturable: tuple[object, str] | None = None
         self._no_prefill: object = None
         self._no_chain: object = None
@@ -79,7 +81,8 @@ class DecodeRunner:
     def run(self, call: Call, model: Any, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList, config: Any,
             kwargs: dict[str, Any]) -> Any:
         """Do what stock's decoding method would, from prefill to output; raise NotCovered before any effect if it cannot."""
-        plan = plan_call(model, input_ids, criteria, config, kwargs, users_cache=call.users_cache, max_cache_len=self.max_cache_len)
+        plan = plan_call(model, input_ids, processors, criteria, config, kwargs, users_cache=call.users_cache,
+                         max_cache_len=self.max_cache_len)
         block = self.pool.lease(input_ids.shape[0], bucket(plan.slots), plan.sliding, input_ids.device)
         session = Session(self, model, plan, block)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -59,11 +60,12 @@ class Reader:
 
 
 def run_ahead(advance: Callable[[], Tensor], report: Tensor, steps: int, depth: int,
-              on_tokens: Callable[[list[int]], None]) -> None:
+              on_tokens: Callable[[list[int]], bool]) -> None:
     """Choose on the device, up to `depth` steps ahead of the host.
 
     `report` holds the choice made from the prompt; `advance` enqueues a step that chooses and returns its report;
-    at most `steps` follow. `on_tokens` gets each step's tokens, one per row, in order; steps found dead are dropped.
+    at most `steps` follow. `on_tokens` gets each step's tokens, one per row, in order, and says whether to stop after them; steps behind
+    that one, and those found dead, are dropped.
     """
     reader = Reader(depth)
     waiting = reader.waiting
@@ -75,34 +77,30 @@ def run_ahead(advance: Callable[[], Tensor], report: Tensor, steps: int, depth: 
         if not waiting:
             return
         tokens, goes_on = reader.take()
-        on_tokens(tokens)
-        if 1 not in goes_on:
+        if on_tokens(tokens) or 1 not in goes_on:
             return
 
 
 def run_with_host(advance: Callable[[Tensor], Tensor], logits: Tensor, input_ids: Tensor, *,
-                  processors: LogitsProcessorList, criteria: StoppingCriteriaList, pad: Tensor | None, sample: bool,
-                  streamer: Any, record: Record) -> Tensor:
+                  processors: LogitsProcessorList, criteria: StoppingCriteriaList, pad: Tensor | None,
+                  choose: Callable[[Tensor, int], Tensor], streamer: Any, record: Record) -> Tensor:
     """Choose on the host's side with HF's own objects, one step at a time, exactly as stock's `_sample` does.
 
-    `logits` (batch, vocabulary) come from the prompt; `advance` feeds the chosen (batch,) tokens and returns the next.
-    Returns the sequences. Source: GenerationMixin._sample, whose order of calls and of random draws this keeps.
+    `logits` (batch, vocabulary) come from the prompt; `advance` feeds the chosen (batch,) tokens and returns the next; `choose` takes
+    tokens from scores (batch, vocabulary) and the number of the step.
+    Returns the sequences. Source: GenerationMixin._sample, whose order of calls this keeps.
     """
     has_eos = any(hasattr(c, "eos_token_id") for c in criteria)
     pad = pad.to(input_ids.device) if pad is not None else None
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
-    while True:
+    for step in count():
         raw = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)
         scores = processors(input_ids, raw)
         if record.scores is not None:
             record.scores.append(scores)
         if record.logits is not None:
             record.logits.append(raw)
-        if sample:
-            probabilities = torch.nn.functional.softmax(scores, dim=-1)
-            tokens = torch.multinomial(probabilities, num_samples=1).squeeze(1)
-        else:
-            tokens = torch.argmax(scores, dim=-1)
+        tokens = choose(scores, step)
         if has_eos and pad is not None:  # generate sets a pad token wherever there is a stop token
             tokens = tokens * unfinished + pad * (1 - unfinished)
         input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
@@ -113,5 +111,6 @@ def run_with_host(advance: Callable[[Tensor], Tensor], logits: Tensor, input_ids
         if streamer is not None and not STREAM_FIRST:
             streamer.put(tokens.cpu())
         if unfinished.max() == 0:
-            return input_ids
+            break
         logits = advance(tokens)
+    return input_ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,14 +62,20 @@ def choose_greedily(control: Control, logits: Tensor) -> None:
     Logits are compared in the dtype the model gives them in, as float32 at most: rounding them up to float32 first,
     as stock does, changes neither their order nor their ties.
     """
+    best = torch.argmax(logits.float() if logits.dtype == torch.float64 else logits, dim=-1)
+    settle(control, torch.where(control.alive, best, control.pad))
+
+
+def settle(control: Control, token: Tensor, ended: Tensor | None = None) -> None:
+    """Take (batch,) tokens as chosen and move the state on. `ended` (batch,) bool: rows that end here whatever their token is."""
     rows = control.alive
     live = rows.any()
-    best = torch.argmax(logits.float() if logits.dtype == torch.float64 else logits, dim=-1)
-    token = torch.where(rows, best, control.pad)
     move_on(control, live)
     control.budget.sub_(live.long())
     # not torch.isin: it sorts, and so synchronises, from about ten stop tokens on
     goes_on = rows & (token[:, None] != control.eos).all(-1) & (control.budget > 0)
+    if ended is not None:
+        goes_on = goes_on & ~ended
     control.ids.copy_(torch.where(live, token, control.ids[:, 0])[:, None])
     control.alive.copy_(goes_on)
     control.report[0].copy_(token)
@@ -79,6 +86,25 @@ def move_on(control: Control, live: Tensor) -> None:
     """Count the slot just written and step the RoPE position, where the 0-dim bool `live` is true."""
     control.length.add_(live)
     control.position.add_(live)
+
+
+class Chooser(ABC):
+    """What a step ends with: the choice of the next tokens. Captured steps are kept by its key, so equal keys must do the same."""
+
+    def __init__(self, key: tuple[Any, ...]):
+        self.key = key
+
+    @abstractmethod
+    def choose(self, control: Control, logits: Tensor) -> None:
+        """Choose from (batch, vocabulary) logits and move the state on, with nothing read by the host."""
+
+
+class _Greedy(Chooser):
+    def choose(self, control: Control, logits: Tensor) -> None:
+        choose_greedily(control, logits)
+
+
+GREEDY = _Greedy(("greedy",))
 
 
 # -- the captured forward -----------------------------------------------------------------------------------------------
@@ -107,16 +133,16 @@ class Step(ABC):
         """Feed the tokens, leave the logits in the block, and move on."""
 
     @abstractmethod
-    def _to_token(self) -> None:
+    def _to_token(self, chooser: Chooser) -> None:
         """The same, and choose the next tokens."""
 
-    def prepare(self, choose: bool) -> Callable[[], None]:
-        """Return the replay of the graph that ends at the logits or at the token, captured now if it is not yet."""
-        run = self._to_token if choose else self._to_logits
+    def prepare(self, chooser: Chooser | None) -> Callable[[], None]:
+        """Return the replay of the graph that ends at the token, without a chooser at the logits, captured now if it is not yet."""
+        run = self._to_logits if chooser is None else partial(self._to_token, chooser)
         block = self.block
         if not self.graphs:
             return run
-        graphs, what = block.graphs_for(self.fingerprint), (type(self).__name__, choose)
+        graphs, what = block.graphs_for(self.fingerprint), (type(self).__name__, None if chooser is None else chooser.key)
         if what not in graphs:
             # with no row alive the warm-ups leave no other trace
             touched = (block.control.alive, block.control.report, block.logits)
@@ -159,5 +185,5 @@ class CapturedForward(Step):
         self._forward()
         move_on(self.block.control, self.block.control.alive.any())
 
-    def _to_token(self) -> None:
-        choose_greedily(self.block.control, self._forward())
+    def _to_token(self, chooser: Chooser) -> None:
+        chooser.choose(self.block.control, self._forward())

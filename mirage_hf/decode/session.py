@@ -10,10 +10,12 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from mirage_hf.decode import loop
-from mirage_hf.decode.cache import MOST_EOS, Block, bucket, sliding_layers
+from mirage_hf.decode.cache import Block, bucket, sliding_layers
 from mirage_hf.decode.fingerprint import Survey, survey
-from mirage_hf.decode.program import MaskPlan, choose_greedily
+from mirage_hf.decode.program import GREEDY, Chooser, MaskPlan
 from mirage_hf.decode.routing import COVERED_MODES, MODEL_INPUTS, left_padding, refused_options
+from mirage_hf.decode.selection import NOTHING, Composed, Numbers, Selection, draw, draw_seed, uniforms
+from mirage_hf.errors import SamplingError
 
 if TYPE_CHECKING:
     from mirage_hf.decode.generate import DecodeRunner
@@ -48,8 +50,8 @@ class CallPlan:
     lowest: Tensor | None
     position: Tensor
     eos: Tensor | None
-    on_device: bool
-    """Whether every stopping rule and choice is one the step makes by itself."""
+    selection: Selection | str
+    """How the step chooses and stops by itself, or why the host must."""
     masks: MaskPlan
     logits_to_keep: bool
     odd_positions: bool
@@ -59,7 +61,7 @@ class CallPlan:
     survey: Survey
 
 
-def plan_call(model: Any, input_ids: Tensor, criteria: StoppingCriteriaList, config: Any, kwargs: dict[str, Any], *,
+def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList, config: Any, kwargs: dict[str, Any], *,
               users_cache: bool, max_cache_len: int | None) -> CallPlan:
     """Decide whether the call is covered, from the objects stock's decoding method would get.
 
@@ -108,12 +110,19 @@ def plan_call(model: Any, input_ids: Tensor, criteria: StoppingCriteriaList, con
         plain = bool((positions == torch.arange(prompt, device=positions.device)).all())
     lowest_position, last_position = (0, prompt - 1) if plain else torch.stack(torch.aminmax(positions[:, -1])).tolist()
     eos = [c.eos_token_id.reshape(-1).to(input_ids.device) for c in criteria if type(c) is EosTokenCriteria]
-    on_device = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in criteria) and sum(e.numel() for e in eos) <= MOST_EOS
+    selection = Selection.of(processors, criteria, config)
     return CallPlan(
         cache=cache, cache_is_users=users_cache, past=past, slots=min(most_slots, prompt + FIRST_REACH), most_slots=most_slots,
-        budget=budget, sliding=sliding, lowest=lowest, position=positions[:, -1:], eos=torch.cat(eos) if eos and on_device else None,
-        on_device=on_device, masks=masks, logits_to_keep="logits_to_keep" in kwargs,
+        budget=budget, sliding=sliding, lowest=lowest, position=positions[:, -1:],
+        eos=torch.cat(eos) if eos and isinstance(selection, Selection) else None, selection=selection, masks=masks,
+        logits_to_keep="logits_to_keep" in kwargs,
         odd_positions=last_position >= prompt or lowest_position < 0, plain=plain, survey=found)
+
+
+def no_token(row: int, step: int) -> SamplingError:
+    return SamplingError(f"generate: no token can be drawn for row {row} at new token {step}: its scores hold a NaN, or none is above "
+                         "-inf; look for overflow in the model's dtype (load it in bfloat16 or float32) and for processors that leave "
+                         "no token, or pass remove_invalid_values=True")
 
 
 class Session:
@@ -127,6 +136,9 @@ class Session:
         """The slot the next step writes, if every step so far was alive. Before the prefill's end: any may have been written."""
         self.cached = 0
         """Tokens stock's cache would hold now."""
+        self.seed: int | None = None
+        """Of the numbers that the call's choices take, where it samples."""
+        self._chooser: Chooser | None = None
         self._advance: Callable[[], None]
         self._prepared_for: Block | None = None
 
@@ -158,39 +170,55 @@ class Session:
             record.logits = [] if config.output_logits else None
         # as stock does: mixtures of experts have a form for few tokens
         with self.model._optimize_model_for_decode():
-            if config.do_sample or processors or not self.plan.on_device:
+            selection = self.plan.selection
+            if config.do_sample:
+                self.seed = draw_seed()
+            if isinstance(selection, str):
+                self.runner.count(f"by the host: {selection}", self.runner.selections)
                 return self._with_host(streamer, input_ids, processors, criteria, config)
-            return self._ahead(streamer, input_ids, criteria)
+            if not selection.plain:
+                self.runner.count("on the device", self.runner.selections)
+            return self._ahead(streamer, input_ids, criteria, selection)
 
-    def _ahead(self, streamer: Any, input_ids: Tensor, criteria: StoppingCriteriaList) -> Tensor:
+    def _ahead(self, streamer: Any, input_ids: Tensor, criteria: StoppingCriteriaList, selection: Selection) -> Tensor:
         depth = self.runner.depth
         if depth is None:
             depth = DEPTH if input_ids.device.type == "cuda" else 0
         rows: list[list[int]] = []
         record = self.record
-        keep: list[Tensor] | None = [] if record.scores is not None or record.logits is not None else None
+        chooser = self._choose_by(selection)
+        if isinstance(chooser, Composed):
+            chooser.trail.start(input_ids, self.plan.budget)
 
-        def on_tokens(tokens: list[int]) -> None:
+        def on_tokens(tokens: list[int]) -> bool:
+            if NOTHING in tokens:
+                raise no_token(tokens.index(NOTHING), len(rows))
             rows.append(tokens)
             if streamer is not None:
                 streamer.put(torch.tensor(tokens))
+            return any(bool(c(input_ids, None).any()) for c in selection.clocks)
 
-        def advance() -> Tensor:
-            self._enqueue(choose=True)
-            if keep is not None:
-                keep.append(self._raw_logits())
+        def chosen() -> Tensor:
+            if record.logits is not None or (record.scores is not None and not selection.records):
+                raw = self._raw_logits()
+                for kept in (record.logits, None if selection.records else record.scores):
+                    if kept is not None:  # without processors stock's scores and logits are one tensor
+                        kept.append(raw)
+            if record.scores is not None and isinstance(self._chooser, Composed) and self._chooser.scores is not None:
+                record.scores.append(self._chooser.scores.clone())
             return self.block.control.report
 
-        if keep is not None:
-            keep.append(self._raw_logits())
-        choose_greedily(self.block.control, self.block.logits)
+        def advance() -> Tensor:
+            self._enqueue()
+            return chosen()
+
+        chooser.choose(self.block.control, self.block.logits)
+        chosen()
         loop.run_ahead(advance, self.block.control.report, self.plan.budget - 1, depth, on_tokens)
         self.cached += len(rows) - 1
-        if keep is not None:
-            del keep[len(rows):]
-            # without processors stock's scores and logits are one tensor
-            record.scores = keep if record.scores is not None else None
-            record.logits = keep if record.logits is not None else None
+        for kept in (record.scores, record.logits):
+            if kept is not None:
+                del kept[len(rows):]
         sequences = torch.cat([input_ids, torch.tensor(rows, device=input_ids.device).T], dim=-1)
         for c in criteria:  # for its warning about sequences longer than the model was made for
             if type(c) is MaxLengthCriteria and c.max_position_embeddings is not None \
@@ -202,37 +230,57 @@ class Session:
                    config: Any) -> Tensor:
         def advance(tokens: Tensor) -> Tensor:
             self.block.control.ids.copy_(tokens[:, None])
-            self._enqueue(choose=False)
+            self._enqueue()
             self.cached += 1
             return self.block.logits
+
+        numbers = None if self.seed is None else Numbers(self.seed, input_ids.shape[0], input_ids.device)
+
+        def choose(scores: Tensor, step: int) -> Tensor:
+            if numbers is None:
+                return torch.argmax(scores, dim=-1)
+            tokens = draw(scores.softmax(-1), numbers.at(step))
+            if len(nowhere := (tokens == NOTHING).nonzero()):
+                raise no_token(int(nowhere[0]), step)
+            return tokens
 
         control = self.block.control
         control.length.add_(1)
         control.position.add_(1)
         return loop.run_with_host(advance, self.block.logits, input_ids, processors=processors, criteria=criteria,
-                                  pad=config._pad_token_tensor, sample=bool(config.do_sample), streamer=streamer, record=self.record)
+                                  pad=config._pad_token_tensor, choose=choose, streamer=streamer, record=self.record)
 
     def _raw_logits(self) -> Tensor:
         return self.block.logits.to(torch.float32, copy=True)
 
-    def _enqueue(self, choose: bool) -> None:
+    def _choose_by(self, selection: Selection) -> Chooser:
+        """What chooses on the block of now."""
+        self._chooser = GREEDY
+        if not selection.plain:
+            self._chooser = chooser = selection.on(self.block)
+            if self.seed is not None:
+                steps = min(self.plan.budget, chooser.trail.numbers.shape[1])
+                chooser.trail.set_numbers(uniforms(self.seed, self.block.batch, steps))
+        return self._chooser
+
+    def _enqueue(self) -> None:
         if self.slot >= self.block.capacity:
             self._grow()
         if self._prepared_for is not self.block:
-            self._advance = self._prepare(choose)
+            self._advance = self._prepare()
         self._advance()
         self.slot += 1
 
-    def _prepare(self, choose: bool) -> Callable[[], None]:
+    def _prepare(self) -> Callable[[], None]:
         self._prepared_for = self.block
         try:
-            return self.step.prepare(choose)
+            return self.step.prepare(self._chooser)
         except RuntimeError as error:
             if not self.step.graphs or isinstance(error, torch.OutOfMemoryError):
                 raise
             self.runner.capture_failed(self.step, error)
             self.step.graphs = False
-            return self.step.prepare(choose)
+            return self.step.prepare(self._chooser)
 
     def _grow(self) -> None:
         """Go on in a block of about twice the room. The old one is given back at the end: its report may still be read."""
@@ -242,6 +290,11 @@ class Session:
         self.outgrown.append(old)
         self.block.continue_from(old, old.capacity)
         self.step = self.runner.step(self.model, self.plan, self.block, self.fingerprint, again=True)
+        before, selection = self._chooser, self.plan.selection
+        if isinstance(before, Composed) and isinstance(selection, Selection):
+            after = self._choose_by(selection)
+            assert isinstance(after, Composed)
+            after.trail.continue_from(before.trail)
 
     def end(self) -> None:
         """Give the memory back; what is still enqueued on it is ordered before its next use."""

@@ -30,7 +30,8 @@ class Handle:
         if self.runner is None:
             return replace(self._report, rows=rows)
         prefills = {f"prefill: {what}": n for what, n in self.runner.prefills.items()}
-        return replace(self._report, rows=rows, decode=dict(self.runner.counts) | prefills)
+        selections = {f"selection: {what}": n for what, n in self.runner.selections.items()}
+        return replace(self._report, rows=rows, decode=dict(self.runner.counts) | prefills | selections)
 
     def _counted(self, row: Row) -> Row:
         binding = self._bindings.get(row.module)

@@ -1,7 +1,9 @@
 """Tiny models, and the comparison of an installed `generate` with the stock one on the same model."""
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from transformers import (
     StoppingCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
+
+from mirage_hf.decode.selection import Numbers, draw, draw_seed
 
 torch.set_num_threads(1)
 
@@ -97,14 +101,37 @@ class _Criterion(StoppingCriteria):
 Arguments = dict[str, Any] | Callable[[], dict[str, Any]]
 
 
+@contextmanager
+def our_numbers() -> Iterator[None]:
+    """Within it one call of stock's sampling takes, from stock's own probabilities, the tokens that our numbers choose."""
+    numbers: list[Numbers] = []
+    steps = itertools.count()
+    stock = torch.multinomial
+
+    def multinomial(probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
+        if not numbers:
+            numbers.append(Numbers(draw_seed(), probabilities.shape[0], probabilities.device))
+        if not (probabilities >= 0).all():
+            raise RuntimeError("stock's own check: a NaN")
+        return draw(probabilities, numbers[0].at(next(steps)))[:, None]
+
+    torch.multinomial = multinomial
+    try:
+        yield
+    finally:
+        torch.multinomial = stock
+
+
 def both(model: Any, arguments: Arguments, seed: int = 5) -> tuple[Any, Any]:
-    """Run stock and ours on fresh arguments with the same seed, and return both outputs."""
+    """Run stock and ours on fresh arguments with the same seed and the same numbers to sample by, and return both outputs."""
     def run(generate: Callable[..., Any]) -> Any:
         given = arguments() if callable(arguments) else arguments
         torch.manual_seed(seed)
         return generate(**given)
 
-    return run(lambda **kw: type(model).generate(model, **kw)), run(model.generate)
+    with our_numbers():
+        stock = run(lambda **kw: type(model).generate(model, **kw))
+    return stock, run(model.generate)
 
 
 def handled(runner: Any) -> int:

@@ -1,0 +1,275 @@
+"""HF's own logits processors on the device: one table from exact class to torch ops over static tensors, with nothing read by the host.
+
+What a captured graph is made for (sizes, numbers of tokens to keep) is told from what may change between calls (temperature, penalties,
+lists of tokens), which lies in tensors. Rounding is that of HF's own ops in float32. A class that is not here, a subclass of one that is,
+and an instance with attributes that this table does not know are the host's.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers.generation.logits_process as hf
+from torch import Tensor
+
+INFINITY = float("inf")
+
+
+@dataclass(frozen=True)
+class Now:
+    """The text so far, as a processor of a captured step sees it."""
+
+    ids: Tensor
+    """(batch, room) int64: valid below `length`."""
+    length: Tensor
+    """(1,) int64: tokens that stock's input_ids would have."""
+    slots: Tensor
+    """(1, room): 0, 1, 2, …"""
+
+    def last(self, count: int) -> tuple[Tensor, Tensor]:
+        """The last `count` tokens (batch, count), and which of these places (count,) hold one."""
+        at = self.length - count + torch.arange(count, device=self.ids.device)
+        return self.ids.index_select(1, at.clamp(min=0)), at >= 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Makes the tensors of one call, for (batch, vocab) scores on a device, without waiting for it."""
+
+    vocab: int
+    device: torch.device
+
+    def number(self, value: float) -> Tensor:
+        return torch.full((1,), value, dtype=torch.float32, device=self.device)
+
+    def exact(self, value: float) -> Tensor:
+        return torch.full((1,), value, dtype=torch.float64, device=self.device)
+
+    def count(self, value: int) -> Tensor:
+        return torch.full((1,), value, dtype=torch.long, device=self.device)
+
+    def tokens(self, ids: Any) -> Tensor:
+        """(vocab,) bool: the tokens in `ids`; others than the vocabulary's are left out, as HF does."""
+        ids = torch.as_tensor(ids, device=self.device).reshape(-1)
+        return torch.isin(torch.arange(self.vocab, device=self.device), ids)
+
+
+@dataclass(frozen=True)
+class Row:
+    """How the processors of one class run on the device."""
+
+    run: Callable[..., Tensor]
+    """From `Now`, float32 scores (batch, vocab), what `sizes` and what `values` gave, to new scores."""
+    attributes: str
+    """All that instances have. One that has more is of a version of transformers that this row was not written for."""
+    values: Callable[[Any, Place], tuple[Tensor, ...]] = lambda p, at: ()
+    sizes: Callable[[Any], tuple[Any, ...]] = lambda p: ()
+    """What a captured graph is made for."""
+    takes: Callable[[Any], bool] = lambda p: True
+
+
+# -- numbers alone ------------------------------------------------------------------------------------------------------
+
+def _temperature(now: Now, scores: Tensor, temperature: Tensor) -> Tensor:
+    return scores / temperature
+
+
+def _top_k(now: Now, scores: Tensor, k: int, fill: float) -> Tensor:
+    return scores.masked_fill(scores < torch.topk(scores, min(k, scores.shape[-1])).values[:, -1:], fill)
+
+
+def _top_p(now: Now, scores: Tensor, keep: int, fill: float, rest: Tensor) -> Tensor:
+    ordered, index = torch.sort(scores, descending=False)
+    removed = ordered.softmax(-1).cumsum(-1) <= rest
+    removed[:, -keep:] = False
+    return scores.masked_fill(removed.scatter(1, index, removed), fill)
+
+
+def _top_h(now: Now, scores: Tensor, most: int, fill: float, share: Tensor) -> Tensor:
+    top, index = torch.topk(scores, min(most, scores.shape[-1]))
+    logits, p = _normalized(top)
+    kept = (-p * torch.log(p)).cumsum(-1) <= (_entropy(logits, p) * share)[:, None]
+    kept[:, 0] = True
+    return scores.masked_fill(~torch.zeros_like(scores, dtype=torch.bool).scatter(1, index, kept), fill)
+
+
+def _min_p(now: Now, scores: Tensor, keep: int, fill: float, share: Tensor) -> Tensor:
+    p = scores.softmax(-1)
+    removed = p < share * p.amax(-1, keepdim=True)
+    return scores.masked_fill(removed.scatter(1, torch.topk(p, min(keep, p.shape[-1])).indices, False), fill)
+
+
+def _typical(now: Now, scores: Tensor, keep: int, fill: float, mass: Tensor) -> Tensor:
+    normalized = scores.log_softmax(-1)
+    entropy = -(normalized * normalized.exp()).nansum(-1, keepdim=True)
+    ordered, index = torch.sort((-normalized - entropy).abs(), descending=False)
+    last = (scores.gather(-1, index).softmax(-1).cumsum(-1) < mass).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
+    removed = ordered > ordered.gather(1, last)
+    removed[:, :keep] = False
+    return scores.masked_fill(removed.scatter(1, index, removed), fill)
+
+
+def _epsilon(now: Now, scores: Tensor, keep: int, fill: float, least: Tensor) -> Tensor:
+    return _cut(scores, scores.softmax(-1) < least, keep, fill)
+
+
+def _eta(now: Now, scores: Tensor, keep: int, fill: float, epsilon: Tensor) -> Tensor:
+    least = torch.minimum(epsilon, epsilon.sqrt() * torch.exp(-_entropy(*_normalized(scores))))[:, None]
+    return _cut(scores, scores.softmax(-1) < least, keep, fill)
+
+
+def _cut(scores: Tensor, removed: Tensor, keep: int, fill: float) -> Tensor:
+    """Fill what is removed and not among the `keep` greatest."""
+    return scores.masked_fill(removed & (scores < torch.topk(scores, min(keep, scores.shape[-1])).values[:, -1:]), fill)
+
+
+def _normalized(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and probabilities as torch.distributions.Categorical has them."""
+    logits = scores - scores.logsumexp(-1, keepdim=True)
+    return logits, logits.softmax(-1)
+
+
+def _entropy(logits: Tensor, p: Tensor) -> Tensor:
+    return -(logits.clamp(min=torch.finfo(logits.dtype).min) * p).sum(-1)
+
+
+def _remove_invalid(now: Now, scores: Tensor) -> Tensor:
+    most = torch.finfo(scores.dtype).max
+    kept = torch.where(scores != scores, 0.0, scores)
+    kept = torch.where(scores == INFINITY, most, kept)
+    return torch.where(scores == -INFINITY, -most, kept)
+
+
+def _normalize(now: Now, scores: Tensor) -> Tensor:
+    return scores.log_softmax(-1)
+
+
+# -- some tokens, at some lengths ---------------------------------------------------------------------------------------
+
+def _suppress(now: Now, scores: Tensor, tokens: Tensor) -> Tensor:
+    return scores.masked_fill(tokens, -INFINITY)
+
+
+def _suppress_below(now: Now, scores: Tensor, tokens: Tensor, length: Tensor) -> Tensor:
+    return scores.masked_fill(tokens & (now.length < length), -INFINITY)
+
+
+def _suppress_at(now: Now, scores: Tensor, tokens: Tensor, length: Tensor) -> Tensor:
+    return scores.masked_fill(tokens & (now.length == length), -INFINITY)
+
+
+def _force_at(now: Now, scores: Tensor, tokens: Tensor, length: Tensor) -> Tensor:
+    forced = torch.where(tokens, 0.0, -INFINITY)
+    return torch.where(now.length == length, forced, scores)
+
+
+def _decay(now: Now, scores: Tensor, tokens: Tensor, start: Tensor, factor: Tensor) -> Tensor:
+    growth = (factor ** (now.length - start).double() - 1).float()
+    return torch.where(tokens & (now.length > start), scores + scores.abs() * growth, scores)
+
+
+# -- the text so far ----------------------------------------------------------------------------------------------------
+
+def _penalize(now: Now, scores: Tensor, penalty: Tensor, ignored: Tensor) -> Tensor:
+    vocab = scores.shape[-1]
+    counts = (now.slots >= ignored) & (now.slots < now.length) & (now.ids >= 0) & (now.ids < vocab)
+    return torch.where(_present(counts, now.ids, scores), torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+
+
+def _no_repeat(now: Now, scores: Tensor, size: int) -> Tensor:
+    if size > now.ids.shape[1]:
+        return scores
+    prefix, there = now.last(size - 1)
+    windows = now.ids.unfold(1, size, 1)
+    last = windows[..., -1]
+    repeats = (windows[..., :-1] == prefix[:, None]).all(-1) & there.all() & (now.slots[:, size - 1:] < now.length)
+    return scores.masked_fill(_present(repeats & (last >= 0) & (last < scores.shape[-1]), last, scores), -INFINITY)
+
+
+def _present(counts: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+    """(batch, vocab) bool: tokens that are in `ids` at a place that counts; those places hold tokens of the vocabulary."""
+    vocab = scores.shape[-1]
+    present = torch.zeros(scores.shape[0], vocab + 1, dtype=torch.bool, device=scores.device)
+    return present.scatter_(1, torch.where(counts, ids, vocab), True)[:, :vocab]
+
+
+def _bias(now: Now, scores: Tensor, single: Tensor, prefixes: Tensor, sizes: Tensor, last: Tensor, values: Tensor) -> Tensor:
+    bias = single[None].expand_as(scores).clone()
+    if len(last):
+        longest = prefixes.shape[1]
+        text, there = now.last(longest)
+        same = (text[:, None] == prefixes[None]) & there
+        unneeded = torch.arange(longest, device=sizes.device) < longest - sizes[:, None]  # prefixes are aligned on the right
+        matches = (same | unneeded[None]).all(-1) & (now.length > sizes)
+        bias.index_add_(1, last, torch.where(matches, values, 0.0))
+    return scores + bias
+
+
+def _biases(p: Any, at: Place) -> tuple[Tensor, ...]:
+    if not p.prepared_bias_variables:
+        p._prepare_bias_variables(torch.empty(1, at.vocab, device=at.device))  # and its error for tokens outside the vocabulary
+    longer = [(ids, float(bias)) for ids, bias in p.sequence_bias.items() if len(ids) > 1]
+    longest = max((len(ids) - 1 for ids, _ in longer), default=0)
+    prefixes = torch.tensor([[-1] * (longest - len(ids) + 1) + list(ids[:-1]) for ids, _ in longer], dtype=torch.long)
+    sizes = torch.tensor([len(ids) - 1 for ids, _ in longer], dtype=torch.long)
+    last = torch.tensor([ids[-1] for ids, _ in longer], dtype=torch.long)
+    values = torch.tensor([bias for _, bias in longer], dtype=torch.float32)
+    return p.length_1_bias.float(), *(t.to(at.device) for t in (prefixes.reshape(len(longer), longest), sizes, last, values))
+
+
+# -- the table ----------------------------------------------------------------------------------------------------------
+
+_BIASED = "sequence_bias length_1_bias prepared_bias_variables"
+_KEEPS = "filter_value min_tokens_to_keep"
+
+
+def _keeps(p: Any) -> tuple[Any, ...]:
+    return p.min_tokens_to_keep, p.filter_value
+
+
+ROWS = {
+    "TemperatureLogitsWarper": Row(_temperature, "temperature", lambda p, at: (at.number(p.temperature),)),
+    "TopKLogitsWarper": Row(_top_k, f"top_k {_KEEPS}", sizes=lambda p: (p.top_k, p.filter_value)),
+    "TopPLogitsWarper": Row(_top_p, f"top_p {_KEEPS}", lambda p, at: (at.number(1 - p.top_p),), _keeps),
+    "TopHLogitsWarper": Row(_top_h, "top_h top_n filter_value", lambda p, at: (at.number(p.top_h),), lambda p: (p.top_n, p.filter_value)),
+    "MinPLogitsWarper": Row(_min_p, f"min_p {_KEEPS}", lambda p, at: (at.number(p.min_p),), _keeps),
+    "TypicalLogitsWarper": Row(_typical, f"mass {_KEEPS}", lambda p, at: (at.number(p.mass),), _keeps),
+    "EpsilonLogitsWarper": Row(_epsilon, f"epsilon {_KEEPS}", lambda p, at: (at.number(p.epsilon),), _keeps),
+    "EtaLogitsWarper": Row(_eta, f"epsilon {_KEEPS}", lambda p, at: (p.epsilon.reshape(1).to(at.device, torch.float32),), _keeps),
+    "InfNanRemoveLogitsProcessor": Row(_remove_invalid, ""),
+    "LogitNormalization": Row(_normalize, ""),
+    "SuppressTokensLogitsProcessor": Row(_suppress, "suppress_tokens", lambda p, at: (at.tokens(p.suppress_tokens),)),
+    "SuppressTokensAtBeginLogitsProcessor": Row(_suppress_at, "begin_suppress_tokens begin_index", lambda p, at: (
+        at.tokens(p.begin_suppress_tokens), at.count(p.begin_index))),
+    "MinLengthLogitsProcessor": Row(_suppress_below, "min_length eos_token_id", lambda p, at: (
+        at.tokens(p.eos_token_id), at.count(p.min_length))),
+    "MinNewTokensLengthLogitsProcessor": Row(_suppress_below, "prompt_length_to_skip min_new_tokens eos_token_id", lambda p, at: (
+        at.tokens(p.eos_token_id), at.count(p.prompt_length_to_skip + p.min_new_tokens))),
+    "ForcedBOSTokenLogitsProcessor": Row(_force_at, "bos_token_id", lambda p, at: (at.tokens(p.bos_token_id), at.count(1))),
+    "ForcedEOSTokenLogitsProcessor": Row(_force_at, "max_length eos_token_id", lambda p, at: (
+        at.tokens(p.eos_token_id), at.count(p.max_length - 1))),
+    "ExponentialDecayLengthPenalty": Row(_decay, "regulation_start regulation_factor eos_token_id", lambda p, at: (
+        at.tokens(p.eos_token_id), at.count(p.regulation_start), at.exact(p.regulation_factor))),
+    "RepetitionPenaltyLogitsProcessor": Row(
+        _penalize, "penalty prompt_ignore_length logits_indices cu_seq_lens_q",
+        lambda p, at: (at.number(p.penalty), at.count(p.prompt_ignore_length or 0)),
+        takes=lambda p: p.prompt_ignore_length is None or type(p.prompt_ignore_length) is int),
+    "NoRepeatNGramLogitsProcessor": Row(_no_repeat, "ngram_size", sizes=lambda p: (p.ngram_size,)),
+    "SequenceBiasLogitsProcessor": Row(_bias, _BIASED, _biases),
+    "NoBadWordsLogitsProcessor": Row(_bias, f"bad_word_ids {_BIASED}", _biases),
+}
+TABLE = {getattr(hf, name): row for name, row in ROWS.items() if hasattr(hf, name)}
+"""By exact class. Names that this version of transformers does not have are left out."""
+
+
+def obstacle(processors: Any) -> str | None:
+    """Return which of HF's list of processors the host must run, or None."""
+    if processors and type(processors) is not hf.LogitsProcessorList:
+        return f"processors in a {type(processors).__name__}"
+    for p in processors or ():
+        row = TABLE.get(type(p))
+        if row is None or not vars(p).keys() <= set(row.attributes.split()) or not row.takes(p):
+            return f"processor {getattr(type(p), '__name__', type(p))}"
+    return None

@@ -1,0 +1,425 @@
+"""Choices made on the device: HF's processors and stop strings as stock has them, samples by stock's probabilities."""
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import transformers.generation.logits_process as hf
+from decoding import PAD, VOCABULARY, Recorder, assert_same, both, handled, left_padded, prompt, tiny
+from test_generate_life import tokenizer
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from mirage_hf.decode import install, processors, selection
+from mirage_hf.decode.cache import Block, Trail
+from mirage_hf.decode.processors import Now, Place
+from mirage_hf.decode.selection import NOTHING, Composed, Numbers, Selection, draw, uniforms
+from mirage_hf.errors import SamplingError
+
+CPU = torch.device("cpu")
+FULL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+ON_DEVICE = "on the device"
+VOCAB = 61
+
+
+# -- processors ---------------------------------------------------------------------------------------------------------
+
+def bad_words() -> list[list[int]]:
+    return [[5], [9], [3, 4], [1, 2, 3], [2, 3], [7, 7, 7, 7, 7, 7]]
+
+
+EACH = {
+    "temperature": lambda: hf.TemperatureLogitsWarper(0.7),
+    "hot": lambda: hf.TemperatureLogitsWarper(3.0),
+    "top k": lambda: hf.TopKLogitsWarper(5),
+    "top k of all": lambda: hf.TopKLogitsWarper(500, min_tokens_to_keep=2),
+    "top p": lambda: hf.TopPLogitsWarper(0.8),
+    "top p, little": lambda: hf.TopPLogitsWarper(0.01, min_tokens_to_keep=3, filter_value=-50.0),
+    "top h": lambda: hf.TopHLogitsWarper(0.4),
+    "min p": lambda: hf.MinPLogitsWarper(0.2),
+    "min p, kept": lambda: hf.MinPLogitsWarper(0.99, min_tokens_to_keep=4),
+    "typical": lambda: hf.TypicalLogitsWarper(0.6),
+    "typical, kept": lambda: hf.TypicalLogitsWarper(0.05, min_tokens_to_keep=4),
+    "epsilon": lambda: hf.EpsilonLogitsWarper(0.01),
+    "epsilon, kept": lambda: hf.EpsilonLogitsWarper(0.9, min_tokens_to_keep=3),
+    "eta": lambda: hf.EtaLogitsWarper(0.02),
+    "normalize": lambda: hf.LogitNormalization(),
+    "remove invalid": lambda: hf.InfNanRemoveLogitsProcessor(),
+    "suppress": lambda: hf.SuppressTokensLogitsProcessor([1, 5, 60, 200]),
+    "suppress at the beginning": lambda: hf.SuppressTokensAtBeginLogitsProcessor([1, 5], 4),
+    "min length": lambda: hf.MinLengthLogitsProcessor(6, [2, 8]),
+    "min new tokens": lambda: hf.MinNewTokensLengthLogitsProcessor(3, 2, torch.tensor([2, 8])),
+    "forced bos": lambda: hf.ForcedBOSTokenLogitsProcessor(7),
+    "forced eos": lambda: hf.ForcedEOSTokenLogitsProcessor(6, [2, 8]),
+    "decay": lambda: hf.ExponentialDecayLengthPenalty((1, 1.3), [2, 8], 3),
+    "repetition": lambda: hf.RepetitionPenaltyLogitsProcessor(1.3),
+    "repetition of what is new": lambda: hf.RepetitionPenaltyLogitsProcessor(0.8, prompt_ignore_length=4),
+    "no bigram twice": lambda: hf.NoRepeatNGramLogitsProcessor(2),
+    "no token twice": lambda: hf.NoRepeatNGramLogitsProcessor(1),
+    "no 4-gram twice": lambda: hf.NoRepeatNGramLogitsProcessor(4),
+    "n-grams longer than any text": lambda: hf.NoRepeatNGramLogitsProcessor(400),
+    "bad words": lambda: hf.NoBadWordsLogitsProcessor(bad_words(), 9),
+    "one bad word": lambda: hf.NoBadWordsLogitsProcessor([[5]]),
+    "bias": lambda: hf.SequenceBiasLogitsProcessor({(5,): 2.5, (3, 4): -1.5, (1, 2, 4): 7.25, (9, 9): -math.inf, (4,): 0.5}),
+}
+
+
+def on_device(p: LogitsProcessor, ids: torch.Tensor, scores: torch.Tensor, room: int = 40) -> torch.Tensor:
+    """What the table makes of scores, behind a text with other tokens where none are yet."""
+    row, trail = processors.TABLE[type(p)], Trail.allocate(len(ids), room, CPU)
+    trail.ids.copy_(torch.randint(0, 10, trail.ids.shape))
+    trail.start(ids, 9)
+    place = Place(scores.shape[1], CPU)
+    return row.run(Now(trail.ids, trail.prompt, trail.slots), scores, *row.sizes(p), *row.values(p, place))
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_processors_are_hfs(name):
+    torch.manual_seed(0)
+    changed = 0
+    for length in (1, 2, 3, 4, 5, 6, 7, 23):
+        ids = torch.randint(0, 10, (4, length))
+        ids[2:] = 1 + ids[2:] % 3  # few tokens, so that they repeat
+        scores = 4 * torch.randn(4, VOCAB)
+        scores[1, ::3] = -math.inf
+        scores[2] = scores[2].round()  # ties
+        if name == "remove invalid":
+            scores[0, :9] = torch.tensor([math.nan, math.inf, -math.inf] * 3)
+        p = EACH[name]()
+        assert processors.obstacle(LogitsProcessorList([p])) is None
+        before = scores.clone()
+        want, got = p(ids, scores.clone()), on_device(EACH[name](), ids, scores)
+        assert torch.equal(before.nan_to_num(nan=7), scores.nan_to_num(nan=7)), "the logits were written over"
+        assert torch.equal(want.isneginf(), got.isneginf()), f"length {length}: {(want.isneginf() != got.isneginf()).nonzero()}"
+        torch.testing.assert_close(got, want, rtol=3e-7, atol=0, equal_nan=True)
+        changed += not torch.equal(want, before)
+    assert changed or name in ("top k of all", "n-grams longer than any text")
+
+
+def test_every_row_is_tested():
+    assert {type(make()) for make in EACH.values()} == set(processors.TABLE)
+
+
+def test_tokens_outside_of_the_vocabulary_are_refused_as_by_stock():
+    for make in (lambda: hf.NoBadWordsLogitsProcessor([[200]]), lambda: hf.SequenceBiasLogitsProcessor({(1, 99): 1.0})):
+        raised = []
+        for run in (lambda p: p(prompt(), torch.zeros(1, VOCAB)), lambda p: on_device(p, prompt(), torch.zeros(1, VOCAB))):
+            with pytest.raises(ValueError) as e:
+                run(make())
+            raised.append(str(e.value))
+        assert raised[0] == raised[1]
+
+
+class Mine(hf.TemperatureLogitsWarper):
+    pass
+
+
+def test_what_the_table_does_not_know_is_the_hosts():
+    of = processors.obstacle
+    newer = hf.TemperatureLogitsWarper(0.5)
+    newer.seen = 3
+    assert of(None) is of([]) is of(LogitsProcessorList([hf.TopKLogitsWarper(3)])) is None
+    assert of(LogitsProcessorList([hf.TopKLogitsWarper(3), Mine(0.5)])) == "processor Mine"
+    assert of(LogitsProcessorList([newer])) == "processor TemperatureLogitsWarper"
+    assert of(LogitsProcessorList([lambda ids, scores: scores])) == "processor function"
+    assert of(type("Other", (LogitsProcessorList,), {})([hf.TopKLogitsWarper(3)])) == "processors in a Other"
+
+
+# -- drawing ------------------------------------------------------------------------------------------------------------
+
+def chi_square(counts: torch.Tensor, p: torch.Tensor) -> tuple[float, int]:
+    """The statistic, cells of fewer than 5 expected taken together, and its degrees of freedom."""
+    expected = p.double() * counts.sum()
+    small = expected < 5
+    seen, wanted = (torch.cat([x[~small], x[small].sum()[None]]) for x in (counts.double(), expected))
+    seen, wanted = seen[wanted > 0], wanted[wanted > 0]
+    return float(((seen - wanted) ** 2 / wanted).sum()), len(wanted) - 1
+
+
+def bound(freedom: int) -> float:
+    """What a chi-square of so many degrees exceeds once in 10,000 (Wilson and Hilferty)."""
+    return freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+WARPERS = {
+    "alone": [],
+    "temperature, top k, top p": ["temperature", "top k", "top p"],
+    "min p": ["hot", "min p"],
+    "typical": ["typical"],
+    "penalty": ["repetition", "temperature"],
+}
+
+
+@pytest.mark.parametrize("name", WARPERS)
+def test_twenty_thousand_draws_have_stocks_probabilities(name):
+    rows, steps = 40, 500
+    block, ids = Block(rows, 600, (), CPU), prompt().remainder(VOCAB).expand(rows, -1)
+    logits = 2.5 * torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))
+    block.set_logits(logits.expand(rows, -1))
+    made = LogitsProcessorList([EACH[n]() for n in WARPERS[name]])
+    chooser = Selection(tuple(made), sample=True).on(block)
+    p = LogitsProcessorList([EACH[n]() for n in WARPERS[name]])(ids[:1], logits.clone()).softmax(-1)[0]
+    control, counts, pairs = block.control, torch.zeros(VOCAB), torch.zeros(2, 2)
+    chooser.trail.set_numbers(uniforms(4711, rows, steps))
+    before = None
+    for step in range(steps):
+        chooser.trail.start(ids, steps)  # the text stays the prompt, so that every draw has the same probabilities
+        control.start(length=7, position=torch.tensor([[6]]), lowest=None, budget=steps - step, eos=None, pad=torch.tensor(PAD))
+        chooser.trail.prompt.sub_(step)
+        chooser.choose(control, block.logits)
+        token = control.ids[:, 0]
+        counts += token.bincount(minlength=VOCAB)
+        likely = p[token] > p.median()
+        if before is not None:
+            pairs += torch.stack([torch.stack([(before == a) & (likely == b) for b in (False, True)]).sum(-1) for a in (False, True)])
+        before = likely
+    assert counts.sum() == 20000 and not counts[p == 0].any()
+    found, freedom = chi_square(counts, p)
+    assert found < bound(freedom), f"chi-square {found:.1f} with {freedom} degrees of freedom, at most {bound(freedom):.1f} are likely"
+    wrong, freedom = chi_square(counts, p.flip(0))
+    assert wrong > 3 * bound(freedom)  # the test can tell
+    share = pairs.sum(1, keepdim=True) * pairs.sum(0, keepdim=True) / pairs.sum()
+    if share.all():
+        dependence = float(((pairs - share) ** 2 / share).sum())
+        assert dependence < bound(1), f"one step's token tells the next one's: chi-square {dependence:.1f}"
+
+
+def philox(key: tuple[int, int], counter: int) -> list[int]:
+    """Philox4x64-10 as its paper has it (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3)."""
+    mask, x, (k0, k1) = (1 << 64) - 1, [counter, 0, 0, 0], key
+    for _ in range(10):
+        a, b = 0xD2E7470EE14C6C93 * x[0], 0xCA5A826395121157 * x[2]
+        x = [(b >> 64) ^ x[1] ^ k0, b & mask, (a >> 64) ^ x[3] ^ k1, a & mask]
+        k0, k1 = (k0 + 0x9E3779B97F4A7C15) & mask, (k1 + 0xBB67AE8584CAA73B) & mask
+    return x
+
+
+@pytest.mark.parametrize("seed", [0, 1, 123456789, -1, -(1 << 63)])
+def test_numbers_are_philox_by_seed_row_and_step(seed):
+    rows, steps = 3, 10
+    found = uniforms(seed, rows, steps)
+    for row in range(rows):
+        for step in range(steps):
+            raw = philox((seed % (1 << 64), row), step // 4 + 1)[step % 4]  # numpy counts from 1
+            assert found[row, step] == (raw >> 24) / 2 ** 40 < 1
+    assert torch.equal(uniforms(seed, rows, 6, first=4), found[:, 4:])
+    assert torch.equal(uniforms(seed, 1, steps), found[:1])
+    table = Numbers(seed, rows, CPU)
+    assert all(torch.equal(table.at(step), uniforms(seed, rows, 2100)[:, step, None]) for step in range(2100))
+
+
+def test_draws_at_the_edges():
+    p = torch.tensor([[0, 0.25, 0, 0.5, 0.25, 0]] * 7)
+    numbers = torch.tensor([[0], [0.2499], [0.25], [0.7499], [0.75], [1 - 2.0 ** -40], [0.5]], dtype=torch.float64)
+    p[6] = torch.tensor([0.0, 0, 1, 0, 0, 0])
+    assert draw(p, numbers).tolist() == [1, 1, 3, 3, 4, 4, 2]
+    p[0], p[1, 3] = 0, math.nan
+    assert draw(p, numbers).tolist() == [NOTHING, NOTHING, 3, 3, 4, 4, 2]
+    many = torch.full((1, 200_000), 1 / 200_000)
+    many[0, 150_000:] = 0
+    assert draw(many, torch.tensor([[1 - 2.0 ** -40]], dtype=torch.float64)).tolist() == [149_999]
+
+
+# -- generate -----------------------------------------------------------------------------------------------------------
+
+CASES = {
+    "as the defaults are": {"temperature": 0.6, "top_p": 0.9},
+    "min p, typical": {"top_k": 0, "min_p": 0.05, "typical_p": 0.9},
+    "cut-offs": {"top_k": 0, "epsilon_cutoff": 3e-3, "eta_cutoff": 2e-3},
+    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "temperature": 2.0, "remove_invalid_values": True},
+    "decay": {"exponential_decay_length_penalty": (3, 1.2), "eos_token_id": [30, 31], "begin_suppress_tokens": [9, 10], "top_k": 20},
+    "all in a row": {"sequence_bias": {(5,): 1.5, (8, 9): -3.0}, "repetition_penalty": 0.9, "bad_words_ids": [[4], [7, 8]],
+                     "min_new_tokens": 5, "eos_token_id": list(range(30, 60)), "forced_eos_token_id": 31,
+                     "suppress_tokens": [6], "begin_suppress_tokens": [9, 10],
+                     "top_k": 30, "top_p": 0.95, "min_p": 1e-3, "renormalize_logits": True},
+}
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_generate_chooses_as_stock(name, sample):
+    model = tiny("llama")
+    runner = install(model, depth=2)
+    options = {k: v for k, v in CASES[name].items() if sample or k not in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
+    for again in range(2):
+        stock, ours = both(model, {**left_padded(seed=again), "max_new_tokens": 14, "do_sample": sample, **options, **FULL}, seed=again)
+        assert_same(stock, ours)
+    assert set(runner.selections) <= {ON_DEVICE} and (runner.selections or not sample)
+    assert handled(runner) == 2
+
+
+@pytest.mark.parametrize("extra", [{}, {"eos_token_id": list(range(3, 12))}, {"top_p": 0.8, "repetition_penalty": 1.2}])
+def test_a_seed_gives_the_same_tokens_however_they_are_chosen(extra):
+    model = tiny("llama")
+    arguments = {**left_padded(), "max_new_tokens": 30, "do_sample": True, "temperature": 1.3, **extra}
+
+    def run(seed=3, depth=0, mode="graph", **more):
+        runner = install(model, depth=depth, mode=mode)
+        torch.manual_seed(seed)
+        found = model.generate(**arguments, **more).tolist()
+        return found, dict(runner.selections)
+
+    first, where = run()
+    assert where == {ON_DEVICE: 1}
+    assert all(run(depth=depth) == (first, where) for depth in (1, 2, 4)) and run(mode="eager") == (first, where)
+    by_host, where = run(stopping_criteria=StoppingCriteriaList([Recorder().criterion]))
+    assert by_host == first and where == {"by the host: criterion _Criterion": 1}
+    assert run(logits_processor=LogitsProcessorList([Recorder().processor]))[0] == first
+    assert run(seed=4)[0] != first
+    torch.manual_seed(3)
+    assert model.generate(**arguments).tolist() == first and model.generate(**arguments).tolist() != first
+
+
+def test_one_number_of_torchs_generator_a_call():
+    model = tiny("llama")
+    install(model, depth=3)
+    for extra, drawn in (({}, 0), ({"do_sample": True}, 1), ({"repetition_penalty": 1.3}, 0)):
+        torch.manual_seed(0)
+        model.generate(prompt(2), max_new_tokens=9, **extra)
+        after = torch.get_rng_state()
+        torch.manual_seed(0)
+        for _ in range(drawn):
+            selection.draw_seed()
+        assert torch.equal(torch.get_rng_state(), after), extra
+
+
+def test_other_rows_do_not_matter():
+    model = tiny("llama")
+    install(model)
+    tokens = []
+    for batch in (1, 3):
+        torch.manual_seed(1)
+        tokens.append(model.generate(prompt().expand(batch, -1), max_new_tokens=20, do_sample=True, top_k=0))
+    assert tokens[0][0].tolist() == tokens[1][0].tolist() and len({str(row) for row in tokens[1].tolist()}) == 3
+
+
+def test_a_text_that_outgrows_its_block(monkeypatch):
+    from mirage_hf.decode import session
+
+    monkeypatch.setattr(session, "FIRST_REACH", 3)
+    model, tok = tiny("llama", max_position_embeddings=1024), tokenizer()
+    runner = install(model, depth=2)
+    for extra in ({"do_sample": True}, {"no_repeat_ngram_size": 2}, {"stop_strings": ["neverwhere"], "tokenizer": tok},
+                  {"do_sample": True, "repetition_penalty": 1.2, "top_p": 0.9}):
+        assert_same(*both(model, {**left_padded((250, 240)), "max_new_tokens": 40, **extra, **FULL}))
+    assert sorted(runner.pool.blocks) == [(2, 256), (2, 512)] and runner.selections == {ON_DEVICE: 4}
+
+
+def test_only_the_new_tokens_beside_a_cache():
+    from transformers import DynamicCache
+
+    model = tiny("llama")
+    runner = install(model)
+    used = [DynamicCache(config=model.config) for _ in range(2)]
+    caches = iter(used * 2)
+    both(model, lambda: {"inputs": prompt(2), "max_new_tokens": 4, "past_key_values": next(caches)})
+    assert_same(*both(model, lambda: {
+        "input_ids": prompt(2, 3, seed=4), "attention_mask": torch.ones(2, 13, dtype=torch.long), "past_key_values": next(caches),
+        "max_new_tokens": 9, "do_sample": True, "repetition_penalty": 1.5, **FULL}))
+    assert handled(runner) == 2 and runner.selections == {ON_DEVICE: 1}
+
+
+# -- stopping -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("extra", [{}, {"eos_token_id": [3, 4]}, {"do_sample": True}, {"max_time": 100.0}])
+def test_stop_strings_stop_on_the_device(extra, depth):
+    model, tok = tiny("llama"), tokenizer()
+    runner = install(model, depth=depth)
+    free, _ = both(model, {**left_padded(), "max_new_tokens": 30, "do_sample": "do_sample" in extra})
+    texts = [tok.decode(row) for row in free[:, 11:]]
+    runner.selections.clear()
+    ended = set()
+    for strings in ([text[4 + 6 * n:6 + 6 * n] for n, text in enumerate(texts)], [text[3:8] for text in texts], [texts[2][20]],
+                    ["no such text at all"]):
+        recorders = []
+
+        def arguments(strings=strings, recorders=recorders):
+            recorders.append(r := Recorder())
+            return {**left_padded(), "max_new_tokens": 30, "stop_strings": strings, "tokenizer": tok, "streamer": r, **extra}
+
+        stock, ours = both(model, arguments)
+        assert_same(stock, ours)
+        assert recorders[0].events == recorders[1].events
+        ended.add(stock.shape[1])
+    assert len(ended) > 1 and runner.selections == {ON_DEVICE: 4}
+
+
+def test_stop_strings_of_a_text_shorter_than_they_are():
+    tok = tokenizer()
+    words = [tok.decode([n]) for n in range(10, 14)]
+    for strings in ([words[1]], [words[0] + words[1]], ["".join(words)], [words[3], words[1] + words[2]]):
+        block = Block(3, 256, (), CPU)
+        block.set_logits(torch.zeros(3, VOCABULARY))
+        made = StopStringCriteria(tok, strings)
+        chooser = Selection(stops=(made,), pads=False).on(block)
+        ids = torch.tensor([[10], [11], [12]])
+        chooser.trail.ids.copy_(torch.randint(10, 14, chooser.trail.ids.shape))
+        chooser.trail.start(ids, 20)
+        block.control.start(length=1, position=torch.tensor([[0]]), lowest=None, budget=20, eos=None, pad=None)
+        alive = torch.ones(3, dtype=torch.bool)
+        for token in (11, 12, 13, 10, 11, 12, 13):
+            logits = torch.zeros(3, VOCABULARY)
+            logits[:, token] = 1
+            chooser.choose(block.control, logits)
+            ids = torch.cat([ids, torch.full((3, 1), token)], dim=-1)
+            alive &= ~StopStringCriteria(tok, strings)(ids, None)
+            assert block.control.alive.tolist() == alive.tolist(), (strings, ids)
+            if not alive.any():
+                break
+        else:
+            raise AssertionError(f"{strings} did not stop {ids.tolist()}")
+
+
+def test_time_is_read_by_the_host_while_steps_run_ahead():
+    model = tiny("llama")
+    runner = install(model, depth=3)
+    stock, ours = both(model, {"inputs": prompt(2), "max_new_tokens": 50, "max_time": 0.0, **FULL})
+    assert_same(stock, ours)
+    assert ours.sequences.shape[1] == 8 and not runner.selections and len(ours.scores) == 1
+
+
+# -- what cannot be drawn, and what is kept -----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("more", [{}, {"stopping_criteria": StoppingCriteriaList([Recorder().criterion])}])
+def test_no_token_to_draw(more):
+    model = tiny("llama")
+    runner = install(model, depth=2)
+    everything = LogitsProcessorList([hf.SuppressTokensLogitsProcessor(range(VOCABULARY))])
+    with pytest.raises(SamplingError, match="row 0 at new token 0"):
+        model.generate(prompt(2), max_new_tokens=9, do_sample=True, logits_processor=everything, **more)
+    with pytest.raises(RuntimeError):  # as stock, whatever row it is
+        type(model).generate(model, prompt(2), max_new_tokens=9, do_sample=True, logits_processor=everything)
+    with torch.no_grad():
+        model.lm_head.weight[7] = math.nan
+    with pytest.raises(SamplingError, match="NaN"):
+        model.generate(prompt(2), max_new_tokens=9, do_sample=True, **more)
+    assert not runner.pool._leased
+    assert_same(*both(model, {"inputs": prompt(2), "max_new_tokens": 5, "remove_invalid_values": True, "do_sample": True}))
+
+
+def test_numbers_change_without_another_graph_and_few_ways_are_kept():
+    model = tiny("llama")
+    runner = install(model)
+    for t in (0.5, 0.7, 1.1):
+        assert_same(*both(model, {"inputs": prompt(2), "max_new_tokens": 6, "do_sample": True, "temperature": t, "top_p": t / 2}))
+    block, = runner.pool._idle
+    assert len(block.choosers) == 1
+    for k in range(1, 9):
+        assert_same(*both(model, {"inputs": prompt(2), "max_new_tokens": 6, "do_sample": True, "top_k": k}))
+    assert len(block.choosers) == selection.KEEP_CHOOSERS
+    keys = list(block.choosers)
+    model.generate(prompt(2), max_new_tokens=6, do_sample=True, top_k=6)
+    assert list(block.choosers)[-1] in keys and all(isinstance(c, Composed) for c in block.choosers.values())
+
+
+def test_ties_take_the_lowest_index_behind_processors():
+    block = Block(2, 256, (), CPU)
+    block.set_logits(torch.zeros(2, VOCAB))
+    chooser = Selection((hf.TemperatureLogitsWarper(0.5),)).on(block)
+    chooser.trail.start(prompt(2), 9)
+    block.control.start(length=7, position=torch.tensor([[6]]), lowest=None, budget=9, eos=None, pad=torch.tensor(PAD))
+    block.logits[0, [40, 30, 50]] = 1
+    chooser.choose(block.control, block.logits)
+    assert block.control.ids.tolist() == [[30], [0]]
