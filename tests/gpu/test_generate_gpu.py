@@ -17,7 +17,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from mirage_hf.decode import install, uninstall
 from mirage_hf.decode.cache import CachePool
-from mirage_hf.decode.program import CapturedForward, MaskPlan, choose_greedily
+from mirage_hf.decode.program import GREEDY, CapturedForward, MaskPlan, choose_greedily
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 FULL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -89,11 +89,11 @@ def test_a_step_never_waits_for_the_host(family, attention):
         block.control.start(length=7, position=torch.tensor([[6]], device="cuda"), lowest=None, budget=9, eos=None, pad=None)
         choose_greedily(block.control, block.logits)
         step = CapturedForward(model, block, MaskPlan.of(model.config), logits_to_keep=True, graphs=False, fingerprint=None)
-        step.prepare(True)()  # what is lazily initialised may synchronise once
+        step.prepare(GREEDY)()  # what is lazily initialised may synchronise once
         try:
             torch.cuda.set_sync_debug_mode("error")
-            step.prepare(True)()
-            step.prepare(False)()
+            step.prepare(GREEDY)()
+            step.prepare(None)()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

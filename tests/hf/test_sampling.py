@@ -30,81 +30,86 @@ def bad_words() -> list[list[int]]:
 
 
 EACH = {
-    "temperature": lambda: hf.TemperatureLogitsWarper(0.7),
-    "hot": lambda: hf.TemperatureLogitsWarper(3.0),
-    "top k": lambda: hf.TopKLogitsWarper(5),
-    "top k of all": lambda: hf.TopKLogitsWarper(500, min_tokens_to_keep=2),
-    "top p": lambda: hf.TopPLogitsWarper(0.8),
-    "top p, little": lambda: hf.TopPLogitsWarper(0.01, min_tokens_to_keep=3, filter_value=-50.0),
-    "top h": lambda: hf.TopHLogitsWarper(0.4),
-    "min p": lambda: hf.MinPLogitsWarper(0.2),
-    "min p, kept": lambda: hf.MinPLogitsWarper(0.99, min_tokens_to_keep=4),
-    "typical": lambda: hf.TypicalLogitsWarper(0.6),
-    "typical, kept": lambda: hf.TypicalLogitsWarper(0.05, min_tokens_to_keep=4),
-    "epsilon": lambda: hf.EpsilonLogitsWarper(0.01),
-    "epsilon, kept": lambda: hf.EpsilonLogitsWarper(0.9, min_tokens_to_keep=3),
-    "eta": lambda: hf.EtaLogitsWarper(0.02),
-    "normalize": lambda: hf.LogitNormalization(),
-    "remove invalid": lambda: hf.InfNanRemoveLogitsProcessor(),
-    "suppress": lambda: hf.SuppressTokensLogitsProcessor([1, 5, 60, 200]),
-    "suppress at the beginning": lambda: hf.SuppressTokensAtBeginLogitsProcessor([1, 5], 4),
-    "min length": lambda: hf.MinLengthLogitsProcessor(6, [2, 8]),
-    "min new tokens": lambda: hf.MinNewTokensLengthLogitsProcessor(3, 2, torch.tensor([2, 8])),
-    "forced bos": lambda: hf.ForcedBOSTokenLogitsProcessor(7),
-    "forced eos": lambda: hf.ForcedEOSTokenLogitsProcessor(6, [2, 8]),
-    "decay": lambda: hf.ExponentialDecayLengthPenalty((1, 1.3), [2, 8], 3),
-    "repetition": lambda: hf.RepetitionPenaltyLogitsProcessor(1.3),
-    "repetition of what is new": lambda: hf.RepetitionPenaltyLogitsProcessor(0.8, prompt_ignore_length=4),
-    "no bigram twice": lambda: hf.NoRepeatNGramLogitsProcessor(2),
-    "no token twice": lambda: hf.NoRepeatNGramLogitsProcessor(1),
-    "no 4-gram twice": lambda: hf.NoRepeatNGramLogitsProcessor(4),
-    "n-grams longer than any text": lambda: hf.NoRepeatNGramLogitsProcessor(400),
-    "bad words": lambda: hf.NoBadWordsLogitsProcessor(bad_words(), 9),
-    "one bad word": lambda: hf.NoBadWordsLogitsProcessor([[5]]),
-    "bias": lambda: hf.SequenceBiasLogitsProcessor({(5,): 2.5, (3, 4): -1.5, (1, 2, 4): 7.25, (9, 9): -math.inf, (4,): 0.5}),
+    "temperature": lambda d: hf.TemperatureLogitsWarper(0.7),
+    "hot": lambda d: hf.TemperatureLogitsWarper(3.0),
+    "top k": lambda d: hf.TopKLogitsWarper(5),
+    "top k of all": lambda d: hf.TopKLogitsWarper(500, min_tokens_to_keep=2),
+    "top p": lambda d: hf.TopPLogitsWarper(0.8),
+    "top p, little": lambda d: hf.TopPLogitsWarper(0.01, min_tokens_to_keep=3, filter_value=-50.0),
+    "top h": lambda d: hf.TopHLogitsWarper(0.4),
+    "min p": lambda d: hf.MinPLogitsWarper(0.2),
+    "min p, kept": lambda d: hf.MinPLogitsWarper(0.99, min_tokens_to_keep=4),
+    "typical": lambda d: hf.TypicalLogitsWarper(0.6),
+    "typical, kept": lambda d: hf.TypicalLogitsWarper(0.05, min_tokens_to_keep=4),
+    "epsilon": lambda d: hf.EpsilonLogitsWarper(0.01),
+    "epsilon, kept": lambda d: hf.EpsilonLogitsWarper(0.9, min_tokens_to_keep=3),
+    "eta": lambda d: hf.EtaLogitsWarper(0.02, device=d),
+    "normalize": lambda d: hf.LogitNormalization(),
+    "remove invalid": lambda d: hf.InfNanRemoveLogitsProcessor(),
+    "suppress": lambda d: hf.SuppressTokensLogitsProcessor([1, 5, 60, 200], device=d),
+    "suppress at the beginning": lambda d: hf.SuppressTokensAtBeginLogitsProcessor([1, 5], 4, device=d),
+    "min length": lambda d: hf.MinLengthLogitsProcessor(6, [2, 8], device=d),
+    "min new tokens": lambda d: hf.MinNewTokensLengthLogitsProcessor(3, 2, torch.tensor([2, 8], device=d)),
+    "forced bos": lambda d: hf.ForcedBOSTokenLogitsProcessor(7),
+    "forced eos": lambda d: hf.ForcedEOSTokenLogitsProcessor(6, [2, 8], device=d),
+    "decay": lambda d: hf.ExponentialDecayLengthPenalty((1, 1.3), [2, 8], 3),
+    "repetition": lambda d: hf.RepetitionPenaltyLogitsProcessor(1.3),
+    "repetition of what is new": lambda d: hf.RepetitionPenaltyLogitsProcessor(0.8, prompt_ignore_length=4),
+    "no bigram twice": lambda d: hf.NoRepeatNGramLogitsProcessor(2),
+    "no token twice": lambda d: hf.NoRepeatNGramLogitsProcessor(1),
+    "no 4-gram twice": lambda d: hf.NoRepeatNGramLogitsProcessor(4),
+    "n-grams longer than any text": lambda d: hf.NoRepeatNGramLogitsProcessor(400),
+    "bad words": lambda d: hf.NoBadWordsLogitsProcessor(bad_words(), 9),
+    "one bad word": lambda d: hf.NoBadWordsLogitsProcessor([[5]]),
+    "bias": lambda d: hf.SequenceBiasLogitsProcessor({(5,): 2.5, (3, 4): -1.5, (1, 2, 4): 7.25, (9, 9): -math.inf, (4,): 0.5}),
 }
 
 
-def on_device(p: LogitsProcessor, ids: torch.Tensor, scores: torch.Tensor, room: int = 40) -> torch.Tensor:
+def by_the_table(p: LogitsProcessor, ids: torch.Tensor, scores: torch.Tensor, room: int = 40) -> torch.Tensor:
     """What the table makes of scores, behind a text with other tokens where none are yet."""
-    row, trail = processors.TABLE[type(p)], Trail.allocate(len(ids), room, CPU)
+    row, trail = processors.TABLE[type(p)], Trail.allocate(len(ids), room, scores.device)
     trail.ids.copy_(torch.randint(0, 10, trail.ids.shape))
     trail.start(ids, 9)
-    place = Place(scores.shape[1], CPU)
+    place = Place(scores.shape[1], scores.device)
     return row.run(Now(trail.ids, trail.prompt, trail.slots), scores, *row.sizes(p), *row.values(p, place))
 
 
-@pytest.mark.parametrize("name", EACH)
-def test_processors_are_hfs(name):
+def compare(name: str, device: torch.device, rtol: float) -> None:
+    """A row of the table beside HF's class on random scores and texts of many lengths."""
     torch.manual_seed(0)
     changed = 0
     for length in (1, 2, 3, 4, 5, 6, 7, 23):
-        ids = torch.randint(0, 10, (4, length))
+        ids = torch.randint(0, 10, (4, length)).to(device)
         ids[2:] = 1 + ids[2:] % 3  # few tokens, so that they repeat
-        scores = 4 * torch.randn(4, VOCAB)
+        scores = 4 * torch.randn(4, VOCAB).to(device)
         scores[1, ::3] = -math.inf
         scores[2] = scores[2].round()  # ties
         if name == "remove invalid":
-            scores[0, :9] = torch.tensor([math.nan, math.inf, -math.inf] * 3)
-        p = EACH[name]()
+            scores[0, :9] = torch.tensor([math.nan, math.inf, -math.inf] * 3, device=device)
+        p = EACH[name](device)
         assert processors.obstacle(LogitsProcessorList([p])) is None
         before = scores.clone()
-        want, got = p(ids, scores.clone()), on_device(EACH[name](), ids, scores)
+        want, got = p(ids, scores.clone()), by_the_table(EACH[name](device), ids, scores)
         assert torch.equal(before.nan_to_num(nan=7), scores.nan_to_num(nan=7)), "the logits were written over"
-        assert torch.equal(want.isneginf(), got.isneginf()), f"length {length}: {(want.isneginf() != got.isneginf()).nonzero()}"
-        torch.testing.assert_close(got, want, rtol=3e-7, atol=0, equal_nan=True)
+        assert torch.equal(want.isneginf(), got.isneginf()), f"{name}, length {length}: {(want.isneginf() != got.isneginf()).nonzero()}"
+        torch.testing.assert_close(got, want, rtol=rtol, atol=0, equal_nan=True, msg=lambda m, n=length: f"{name}, length {n}: {m}")
         changed += not torch.equal(want, before)
     assert changed or name in ("top k of all", "n-grams longer than any text")
 
 
+@pytest.mark.parametrize("name", EACH)
+def test_processors_are_hfs(name):
+    compare(name, CPU, rtol=3e-7)
+
+
 def test_every_row_is_tested():
-    assert {type(make()) for make in EACH.values()} == set(processors.TABLE)
+    assert {type(make(CPU)) for make in EACH.values()} == set(processors.TABLE)
 
 
 def test_tokens_outside_of_the_vocabulary_are_refused_as_by_stock():
     for make in (lambda: hf.NoBadWordsLogitsProcessor([[200]]), lambda: hf.SequenceBiasLogitsProcessor({(1, 99): 1.0})):
         raised = []
-        for run in (lambda p: p(prompt(), torch.zeros(1, VOCAB)), lambda p: on_device(p, prompt(), torch.zeros(1, VOCAB))):
+        for run in (lambda p: p(prompt(), torch.zeros(1, VOCAB)), lambda p: by_the_table(p, prompt(), torch.zeros(1, VOCAB))):
             with pytest.raises(ValueError) as e:
                 run(make())
             raised.append(str(e.value))
@@ -151,38 +156,40 @@ WARPERS = {
 }
 
 
-@pytest.mark.parametrize("name", WARPERS)
-def test_twenty_thousand_draws_have_stocks_probabilities(name):
-    rows, steps = 40, 500
-    block, ids = Block(rows, 600, (), CPU), prompt().remainder(VOCAB).expand(rows, -1)
-    logits = 2.5 * torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))
+def draws(name: str, device: torch.device, rows: int = 40, steps: int = 500) -> None:
+    """Draw by a chooser, step after step, and compare counts with the probabilities of stock's processors; steps are independent."""
+    block, ids = Block(rows, 600, (), device), prompt().remainder(VOCAB).expand(rows, -1).to(device)
+    logits = 2.5 * torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1)).to(device)
     block.set_logits(logits.expand(rows, -1))
-    made = LogitsProcessorList([EACH[n]() for n in WARPERS[name]])
-    chooser = Selection(tuple(made), sample=True).on(block)
-    p = LogitsProcessorList([EACH[n]() for n in WARPERS[name]])(ids[:1], logits.clone()).softmax(-1)[0]
-    control, counts, pairs = block.control, torch.zeros(VOCAB), torch.zeros(2, 2)
+    chooser = Selection(tuple(EACH[n](device) for n in WARPERS[name]), sample=True).on(block)
+    p = LogitsProcessorList([EACH[n](device) for n in WARPERS[name]])(ids[:1], logits.clone()).softmax(-1)[0].cpu()
     chooser.trail.set_numbers(uniforms(4711, rows, steps))
-    before = None
+    tokens, control = [], block.control
     for step in range(steps):
-        chooser.trail.start(ids, steps)  # the text stays the prompt, so that every draw has the same probabilities
-        control.start(length=7, position=torch.tensor([[6]]), lowest=None, budget=steps - step, eos=None, pad=torch.tensor(PAD))
-        chooser.trail.prompt.sub_(step)
+        chooser.trail.start(ids, steps)
+        chooser.trail.prompt.sub_(step)  # the text stays the prompt, so that every draw has the same probabilities
+        control.start(length=7, position=torch.tensor([[6]], device=device), lowest=None, budget=steps - step, eos=None,
+                      pad=torch.tensor(PAD, device=device))
         chooser.choose(control, block.logits)
-        token = control.ids[:, 0]
-        counts += token.bincount(minlength=VOCAB)
-        likely = p[token] > p.median()
-        if before is not None:
-            pairs += torch.stack([torch.stack([(before == a) & (likely == b) for b in (False, True)]).sum(-1) for a in (False, True)])
-        before = likely
-    assert counts.sum() == 20000 and not counts[p == 0].any()
-    found, freedom = chi_square(counts, p)
-    assert found < bound(freedom), f"chi-square {found:.1f} with {freedom} degrees of freedom, at most {bound(freedom):.1f} are likely"
+        tokens.append(control.ids[:, 0].clone())
+    found = torch.stack(tokens).cpu()
+    counts = found.flatten().bincount(minlength=VOCAB)
+    assert counts.sum() == rows * steps and not counts[p == 0].any()
+    statistic, freedom = chi_square(counts, p)
+    assert statistic < bound(freedom), f"chi-square {statistic:.1f} with {freedom} degrees, at most {bound(freedom):.1f} is likely"
     wrong, freedom = chi_square(counts, p.flip(0))
     assert wrong > 3 * bound(freedom)  # the test can tell
-    share = pairs.sum(1, keepdim=True) * pairs.sum(0, keepdim=True) / pairs.sum()
-    if share.all():
+    likely = p[found] > p[p > 0].median()
+    for what, a, b in (("step", likely[:-1], likely[1:]), ("row", likely[:, :-1], likely[:, 1:])):
+        pairs = (2 * a + b.long()).flatten().bincount(minlength=4).view(2, 2).double()
+        share = pairs.sum(1, keepdim=True) * pairs.sum(0, keepdim=True) / pairs.sum()
         dependence = float(((pairs - share) ** 2 / share).sum())
-        assert dependence < bound(1), f"one step's token tells the next one's: chi-square {dependence:.1f}"
+        assert dependence < bound(1), f"one {what}'s token tells the next one's: chi-square {dependence:.1f}"
+
+
+@pytest.mark.parametrize("name", WARPERS)
+def test_twenty_thousand_draws_have_stocks_probabilities(name):
+    draws(name, CPU)
 
 
 def philox(key: tuple[int, int], counter: int) -> list[int]:

@@ -1,0 +1,253 @@
+"""Choices in captured steps: each of HF's processors beside stock, chi-squares, one seed at any depth, no waiting for the host."""
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
+from decoding import Recorder, assert_same, both, left_padded, prompt, tiny
+from test_generate_life import tokenizer
+from test_sampling import CASES, EACH, ON_DEVICE, VOCAB, WARPERS, compare, draws
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from mirage_hf.decode import install
+from mirage_hf.decode.cache import Block
+from mirage_hf.decode.graphs import capture
+from mirage_hf.decode.selection import Selection, uniforms
+from mirage_hf.errors import SamplingError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+FULL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def exact_float32():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def cuda(arguments):
+    return {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+
+
+def captured_only(runner):
+    assert set(runner.counts) == {"captured"}, runner.counts
+    assert set(runner.selections) <= {ON_DEVICE}, runner.selections
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_processors_are_hfs(name):
+    compare(name, CUDA, rtol=3e-6)
+
+
+def choosing(selection: Selection, rows: int, vocab: int = VOCAB) -> tuple[Block, object]:
+    block = Block(rows, 256, (), CUDA)
+    block.set_logits(3 * torch.randn(rows, vocab, device=CUDA))
+    chooser = selection.on(block)
+    chooser.trail.start(prompt(rows).cuda().remainder(min(vocab, VOCAB)), 100)
+    chooser.trail.set_numbers(uniforms(3, rows, 100))
+    block.control.start(length=7, position=torch.tensor([[6]], device=CUDA), lowest=None, budget=100, eos=None,
+                        pad=torch.tensor(0, device=CUDA))
+    return block, chooser
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 40_000])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_choices_never_wait_for_the_host_and_can_be_captured(rows, vocab):
+    """Called and replayed choices give the same tokens; a wrong line names processor, rows and vocabulary."""
+    tok = tokenizer()
+    kinds = {name: Selection((make(CUDA),), sample=sample, pads=sample) for name, make in EACH.items() for sample in (False, True)}
+    kinds |= {"sample": Selection(sample=True), "stop strings": Selection(stops=(StopStringCriteria(tok, ["abc", "d"]),)),
+              "records": Selection((EACH["top p"](CUDA),), sample=True, records=True)}
+    wrong = []
+    for name, kind in kinds.items():
+        torch.manual_seed(0)
+        (block, chooser), (twin, other) = choosing(kind, rows, vocab), choosing(kind, rows, vocab)
+        twin.logits.copy_(block.logits)
+        other.trail.ids.copy_(chooser.trail.ids)
+        try:
+            chooser.choose(block.control, block.logits)  # what is lazily initialised may synchronise once
+            other.choose(twin.control, twin.logits)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                chooser.choose(block.control, block.logits)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            kept = {n: t.clone() for n, t in vars(twin.control).items()}
+            trail = other.trail.ids.clone()
+            graph, _ = capture(lambda c=other, b=twin: c.choose(b.control, b.logits), CUDA, None)
+            for n, t in kept.items():
+                getattr(twin.control, n).copy_(t)
+            other.trail.ids.copy_(trail)
+            graph.replay()
+            torch.cuda.synchronize()
+            for n in kept:
+                a, b = getattr(block.control, n), getattr(twin.control, n)
+                if not torch.equal(a, b):
+                    wrong.append(f"{name}, {rows} rows of {vocab}: {n} called {a.tolist()}, replayed {b.tolist()}")
+        except RuntimeError as error:
+            wrong.append(f"{name}, {rows} rows of {vocab}: {type(error).__name__}: {str(error).splitlines()[0]}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_greedy_behind_each_processor_is_stocks(name):
+    model = tiny("llama").cuda()
+    runner = install(model)
+    for seed in range(2):
+        for again in ("captured now", "captured before"):
+            arguments = {"inputs": prompt(3, 3, seed=seed).cuda(), "max_new_tokens": 14, **FULL,
+                         "logits_processor": LogitsProcessorList([EACH[name](CUDA)])}
+            try:
+                assert_same(*both(model, arguments))
+            except AssertionError as error:
+                raise AssertionError(f"{name}, prompt seed {seed}, {again}: {error}") from error
+    captured_only(runner)
+    assert runner.selections == {ON_DEVICE: 4}
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_generate_chooses_as_stock(name, sample):
+    model = tiny("llama").cuda()
+    runner = install(model)
+    options = {k: v for k, v in CASES[name].items() if sample or k not in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
+    for seed in range(3):
+        arguments = cuda({**left_padded(seed=seed), "max_new_tokens": 14, "do_sample": sample, **options, **FULL})
+        try:
+            assert_same(*both(model, arguments, seed=seed))
+        except AssertionError as error:
+            raise AssertionError(f"{name}, do_sample={sample}, seed {seed}: {error}") from error
+    captured_only(runner)
+
+
+@pytest.mark.parametrize("name", WARPERS)
+def test_twenty_thousand_draws_have_stocks_probabilities(name):
+    draws(name, CUDA)
+
+
+@pytest.mark.parametrize("extra", [{}, {"eos_token_id": list(range(3, 12))}, {"top_p": 0.8, "repetition_penalty": 1.2}])
+def test_a_seed_gives_the_same_tokens_at_any_depth_and_with_or_without_graphs(extra):
+    model = tiny("llama").cuda()
+    arguments = cuda({**left_padded(), "max_new_tokens": 40, "do_sample": True, "temperature": 1.3, **extra})
+
+    def run(seed, depth=2, mode="graph", **more):
+        runner = install(model, depth=depth, mode=mode)
+        found = []
+        for _ in range(2):  # captured in the first
+            torch.manual_seed(seed)
+            found.append(model.generate(**arguments, **more).tolist())
+        assert found[0] == found[1], f"depth {depth}, {mode}: {found}"
+        if not more and mode == "graph":
+            captured_only(runner)
+        return found[0]
+
+    first = run(7)
+    for depth in (0, 1, 4, 9):
+        assert run(7, depth=depth) == first, f"depth {depth}"
+    assert run(7, mode="eager") == first
+    assert run(7, stopping_criteria=StoppingCriteriaList([Recorder().criterion])) == first, "chosen on the host's side"
+    assert run(8) != first
+
+
+def test_other_numbers_need_no_other_graph():
+    model = tiny("llama").cuda()
+    runner = install(model)
+    for t in (0.5, 0.8, 1.4):
+        assert_same(*both(model, cuda({"inputs": prompt(2), "max_new_tokens": 9, "do_sample": True, "temperature": t, "top_p": t / 2})))
+    block, = runner.pool._idle
+    captured = [what for what in block.graphs if what[0] == "CapturedForward"]
+    assert len(captured) == len(block.choosers) == 1, captured
+    for k in range(1, 8):
+        assert_same(*both(model, cuda({"inputs": prompt(2), "max_new_tokens": 9, "do_sample": True, "top_k": k})))
+    captured = [what for what in block.graphs if what[0] == "CapturedForward"]
+    assert len(captured) == len(block.choosers) == 4, captured
+    captured_only(runner)
+
+
+@pytest.mark.parametrize("extra", [{}, {"eos_token_id": [3, 4]}, {"do_sample": True}, {"max_time": 100.0}])
+def test_stop_strings(extra):
+    model, tok = tiny("llama").cuda(), tokenizer()
+    runner = install(model)
+    free, _ = both(model, cuda({**left_padded(), "max_new_tokens": 30, "do_sample": "do_sample" in extra}))
+    texts = [tok.decode(row) for row in free[:, 11:]]
+    for strings in ([text[4 + 6 * n:6 + 6 * n] for n, text in enumerate(texts)], [texts[2][20]], ["no such text at all"]):
+        for _ in range(2):
+            assert_same(*both(model, cuda({**left_padded(), "max_new_tokens": 30, "stop_strings": strings, "tokenizer": tok, **extra})))
+    captured_only(runner)
+
+
+def test_growth(monkeypatch):
+    from mirage_hf.decode import session
+
+    monkeypatch.setattr(session, "FIRST_REACH", 3)
+    model = tiny("llama", max_position_embeddings=1024).cuda()
+    runner = install(model)
+    for _ in range(2):
+        for extra in ({"do_sample": True}, {"no_repeat_ngram_size": 2}, {"do_sample": True, "repetition_penalty": 1.2, "top_p": 0.9}):
+            assert_same(*both(model, cuda({**left_padded((250, 240)), "max_new_tokens": 40, **extra, **FULL})))
+    captured_only(runner)
+
+
+def test_no_token_to_draw():
+    model = tiny("llama").cuda()
+    runner = install(model)
+    with torch.no_grad():
+        model.lm_head.weight[7] = float("nan")
+    for _ in range(2):
+        with pytest.raises(SamplingError, match="row 0 at new token 0"):
+            model.generate(prompt(2).cuda(), max_new_tokens=9, do_sample=True)
+    assert_same(*both(model, cuda({"inputs": prompt(2), "max_new_tokens": 5, "remove_invalid_values": True, "do_sample": True})))
+    captured_only(runner)
+
+
+def test_speed_of_a_1b_shape():
+    """Prints ms per token (bfloat16, random weights, prompt 128) by how tokens are chosen: on the device must beat the host's side."""
+    config = LlamaConfig(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+                         num_key_value_heads=8, head_dim=64, tie_word_embeddings=True, max_position_embeddings=8192, eos_token_id=None,
+                         bos_token_id=1)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model = LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+    ids = torch.randint(3, 1000, (1, 128), device="cuda")
+    runner = install(model)
+
+    def measure(generate, **options):
+        def once(n):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            generate(ids, max_new_tokens=n, **options)
+            torch.cuda.synchronize()
+            return time.perf_counter() - begin
+
+        for n in (1, 65):
+            once(n)
+        first = sorted(once(1) for _ in range(5))[2]
+        return (sorted(once(65) for _ in range(3))[1] - first) / 64 * 1e3
+
+    sample = {"do_sample": True, "top_k": 0}
+    kinds = {"greedy": {"do_sample": False}, "sample": sample, "temperature, top k 50": {**sample, "temperature": 0.7, "top_k": 50},
+             "temperature, top k 50, top p": {**sample, "temperature": 0.7, "top_k": 50, "top_p": 0.9},
+             "repetition penalty, greedy": {"do_sample": False, "repetition_penalty": 1.1}, "min p": {**sample, "min_p": 0.05}}
+    rows = {}
+    for name, options in kinds.items():
+        by_host = {"stopping_criteria": StoppingCriteriaList([Recorder().criterion])}
+        rows[name] = (measure(lambda *a, **k: type(model).generate(model, *a, **k), **options), measure(model.generate, **options, **by_host),
+                      measure(model.generate, **options))
+    for name, (stock, host, device) in rows.items():
+        print(f"{name:30s} stock {stock:6.3f}, by the host {host:6.3f}, on the device {device:6.3f} ms/token")
+    slower = [name for name, (stock, host, device) in rows.items() if device > min(stock, host)]
+    assert not slower, (slower, rows)
+    assert set(runner.counts) == {"captured"}, runner.counts
