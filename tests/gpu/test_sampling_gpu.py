@@ -244,8 +244,8 @@ def test_speed_of_a_1b_shape():
     rows = {}
     for name, options in kinds.items():
         by_host = {"stopping_criteria": StoppingCriteriaList([Recorder().criterion])}
-        rows[name] = (measure(lambda *a, **k: type(model).generate(model, *a, **k), **options), measure(model.generate, **options, **by_host),
-                      measure(model.generate, **options))
+        rows[name] = (measure(lambda *a, **k: type(model).generate(model, *a, **k), **options),
+                      measure(model.generate, **options, **by_host), measure(model.generate, **options))
     for name, (stock, host, device) in rows.items():
         print(f"{name:30s} stock {stock:6.3f}, by the host {host:6.3f}, on the device {device:6.3f} ms/token")
     slower = [name for name, (stock, host, device) in rows.items() if device > min(stock, host)]
