@@ -1,13 +1,15 @@
 """The two ends of a decoding step that are written by hand: from token ids to the first layer's inputs, and from logits to the next token.
 
-Each is one launch: a kernel whose sizes are written into its text, as those of generated kernels are, so that it is loaded, compiled
-and launched as they are. On a CPU torch does the same.
+The first is one launch, and so is the second where the greatest logit is chosen. Other choices (decode/selection.py) begin with torch ops
+and end with `draw`, for samples, and `settle`. Each is a kernel whose sizes are written into its text, as those of generated kernels are,
+so that it is loaded, compiled and launched as they are. On a CPU torch does the same.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from textwrap import indent
 from types import ModuleType
 
 import torch
@@ -18,7 +20,7 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import launching
 from mirage_hf.codegen.triton import POINTERS, Launch, Program
 from mirage_hf.decode.cache import MOST_EOS, Control
-from mirage_hf.decode.program import choose_greedily
+from mirage_hf.decode.program import NOTHING, choose_greedily, draw, settle
 
 INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
 """What embeddings, rotary tables and logits may be made of, with the bits of infinity: more of them are NaN."""
@@ -122,6 +124,33 @@ def _chunk(batch: int, vocab: int) -> int:
     return chunk
 
 
+STATE = """
+m = tl.arange(0, {rows})
+alive = tl.load(alive_ptr + m, mask=m < {batch}, other=0) != 0
+position = tl.load(position_ptr + m, mask=m < {batch}, other=0)
+eos = tl.load(eos_ptr + tl.arange(0, %d))
+length = tl.load(length_ptr)
+budget = tl.load(budget_ptr)
+""".strip() % MOST_EOS
+"""What is read of a control before anything is written."""
+
+MOVE_ON = """
+live = tl.max(alive.to(tl.int32), axis=0)
+left = budget - live
+stops = tl.max((token[:, None] == eos[None, :]).to(tl.int32), axis=1)
+goes_on = alive & (stops == 0) & (left > 0){more}
+moves = live != 0  # a step that finds no row alive leaves the rest as it is
+tl.store(length_ptr, length + live, mask=moves)
+tl.store(budget_ptr, left, mask=moves)
+tl.store(position_ptr + m, position + live, mask=(m < {batch}) & moves)
+tl.store(ids_ptr + m, {fed}, mask=(m < {batch}) & moves)
+tl.store(alive_ptr + m, goes_on.to(tl.uint8), mask=m < {batch})
+tl.store(report_ptr + m, token, mask=m < {batch})
+tl.store(report_ptr + {batch} + m, goes_on.to(tl.int64), mask=m < {batch})
+""".strip()
+"""What `program.settle` does with `token`, in one block."""
+
+
 def select_program(batch: int, vocab: int, dtype: torch.dtype) -> Program:
     """The kernel that does what `choose_greedily` does; its blocks leave the counter at 0, as they want to find it."""
     chunk = _chunk(batch, vocab)
@@ -142,13 +171,8 @@ def select({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
     x = tl.load(logits_ptr + row * {vocab} + n, mask=n < {vocab}, other=-float("inf"))
 
     # the state, in every block although one will use it: here its latency is hidden, and no block writes before all have read
-    m = tl.arange(0, {rows})
-    alive = tl.load(alive_ptr + m, mask=m < {batch}, other=0) != 0
-    position = tl.load(position_ptr + m, mask=m < {batch}, other=0)
-    eos = tl.load(eos_ptr + tl.arange(0, {MOST_EOS}))
+{indent(STATE.format(batch=batch, rows=rows), " " * 4)}
     pad = tl.load(pad_ptr)
-    length = tl.load(length_ptr)
-    budget = tl.load(budget_ptr)
 
     # integers in the order of the logits: -0.0 is 0.0, and every NaN the same one above everything; then the lowest index
     bits = x.to(tl.int{width}, bitcast=True).to(tl.int32)
@@ -164,20 +188,82 @@ def select({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
         each = tl.load(best_ptr + m[:, None] * {chunks} + c[None, :], mask=inside, other=-(1 << 63), cache_modifier=".cg")
         index = 0x7FFFFFFF - (tl.max(each, axis=1) & 0x7FFFFFFF)
         token = tl.where(alive, index, pad)
-        live = tl.max(alive.to(tl.int32), axis=0)
-        left = budget - live
-        stops = tl.max((token[:, None] == eos[None, :]).to(tl.int32), axis=1)
-        goes_on = alive & (stops == 0) & (left > 0)
-        moves = live != 0  # a step that finds no row alive leaves the rest as it is
-        tl.store(length_ptr, length + live, mask=moves)
-        tl.store(budget_ptr, left, mask=moves)
-        tl.store(position_ptr + m, position + live, mask=(m < {batch}) & moves)
-        tl.store(ids_ptr + m, token, mask=(m < {batch}) & moves)
-        tl.store(alive_ptr + m, goes_on.to(tl.uint8), mask=m < {batch})
-        tl.store(report_ptr + m, token, mask=m < {batch})
-        tl.store(report_ptr + {batch} + m, goes_on.to(tl.int64), mask=m < {batch})
+{indent(MOVE_ON.format(batch=batch, fed="token", more=""), " " * 8)}
 '''
     return _program(kernel, Launch("select", signature, batch * chunks, num_warps=4 if chunk == LEAST_CHUNK else 8, num_stages=1))
+
+
+def draw_program(batch: int, vocab: int) -> Program:
+    """The kernel that does what `program.draw` does with the softmax of float32 scores; its blocks leave the counters at 0.
+
+    Sums are taken in float64 and in a fixed order, so the same scores and numbers give the same tokens.
+    """
+    chunks = -(-vocab // LEAST_CHUNK)
+    parts = _power_of_two(chunks)
+    signature = (("scores_ptr", "*fp32"), ("numbers_ptr", "*fp64"), ("greatest_ptr", "*fp32"), ("weight_ptr", "*fp64"),
+                 ("token_ptr", "*i64"), ("arrived_ptr", "*i32"))
+    kernel = f'''
+@triton.jit
+def draw({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
+    """For each of {batch} rows the token at which the sum of softmax of {vocab} scores exceeds its number; {chunks} blocks for a row."""
+    if overlaps:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0) // {chunks}
+    at = tl.arange(0, {LEAST_CHUNK})
+    n = tl.program_id(0) % {chunks} * {LEAST_CHUNK} + at
+    x = tl.load(scores_ptr + row * {vocab} + n, mask=n < {vocab}, other=-float("inf"))
+    number = tl.load(numbers_ptr + row)
+    greatest = tl.max(x, axis=0)
+    shift = tl.where(greatest == -float("inf"), 0.0, greatest)  # -inf minus itself would be NaN
+    tl.store(greatest_ptr + tl.program_id(0), greatest)
+    tl.store(weight_ptr + tl.program_id(0), tl.sum(tl.exp(x - shift).to(tl.float64), axis=0))
+    tl.debug_barrier()  # stored before one thread says so
+    arrived = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel", scope="gpu")
+    if arrived == {chunks - 1}:
+        tl.store(arrived_ptr + row, 0)  # for the next launch
+        c = tl.arange(0, {parts})
+        tops = tl.load(greatest_ptr + row * {chunks} + c, mask=c < {chunks}, other=-float("inf"), cache_modifier=".cg")
+        weights = tl.load(weight_ptr + row * {chunks} + c, mask=c < {chunks}, other=0.0, cache_modifier=".cg")
+        top = tl.max(tops, axis=0)
+        top = tl.where(top == -float("inf"), 0.0, top)
+        shares = weights * tl.exp(tops - top).to(tl.float64)
+        total = tl.sum(shares, axis=0)
+        sums = tl.cumsum(shares, axis=0)
+        part = tl.min(tl.where((sums > number * total) & (shares > 0), c, {parts}), axis=0)
+        one = c == part
+        before = tl.sum(tl.where(one, sums - shares, 0.0), axis=0)
+        shift = tl.max(tl.where(one, tops, -float("inf")), axis=0)
+        n = part * {LEAST_CHUNK} + at
+        y = tl.load(scores_ptr + row * {vocab} + n, mask=n < {vocab}, other=-float("inf"))
+        y = tl.where(n < {vocab}, tl.exp(y - shift), 0.0).to(tl.float64)
+        rest = (number * total - before) / tl.exp(shift - top).to(tl.float64)
+        first = tl.min(tl.where((tl.cumsum(y, axis=0) > rest) & (y > 0), n, {vocab}), axis=0)
+        last = tl.max(tl.where(y > 0, n, -1), axis=0)  # where rounding puts the number beyond its part
+        token = tl.where(first < {vocab}, first, last).to(tl.int64)
+        tl.store(token_ptr + row, tl.where(total > 0, token, {NOTHING}))
+'''
+    return _program(kernel, Launch("draw", signature, batch * chunks, num_warps=4, num_stages=1))
+
+
+def settle_program(batch: int) -> Program:
+    """The kernel that does what `program.settle` does, and feeds token 0 where none was drawn."""
+    signature = (("token_ptr", "*i64"), ("ended_ptr", "*u8"), ("ids_ptr", "*i64"), ("position_ptr", "*i64"), ("length_ptr", "*i64"),
+                 ("budget_ptr", "*i64"), ("alive_ptr", "*u8"), ("eos_ptr", "*i64"), ("report_ptr", "*i64"))
+    kernel = f'''
+@triton.jit
+def settle({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
+    """The state of {batch} rows after their tokens."""
+    if overlaps:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+{indent(STATE.format(batch=batch, rows=_power_of_two(batch)), " " * 4)}
+    token = tl.load(token_ptr + m, mask=m < {batch}, other=0)
+    ended = tl.load(ended_ptr + m, mask=m < {batch}, other=0)
+    tl.debug_barrier()  # all of the state is read before any of it is written
+{indent(MOVE_ON.format(batch=batch, fed=f"tl.where(token == {NOTHING}, 0, token)", more=" & (ended == 0)"), " " * 4)}
+'''
+    return _program(kernel, Launch("settle", signature, 1, num_warps=4, num_stages=1))
 
 
 # -- both ---------------------------------------------------------------------------------------------------------------
@@ -197,21 +283,35 @@ class Ends:
     """(batch · blocks of a row,) int64: what the blocks of `select` found, the logit in the upper half, the index in the lower."""
     counter: Tensor
     """(1,) int32: blocks of `select` that are done; 0 between launches."""
+    greatest: Tensor
+    """(batch · blocks of a row,) float32: what the blocks of `draw` found; `weight`, float64, likewise."""
+    weight: Tensor
+    arrived: Tensor
+    """(batch,) int32: blocks of `draw` that are done with a row; 0 between launches."""
+    token: Tensor
+    """(batch,) int64: what `draw` chose."""
+    none: Tensor
+    """(batch,) bool: False."""
 
     @classmethod
     def allocate(cls, batch: int, vocab: int, device: torch.device, by_kernels: bool | None = None) -> Ends:
         """Memory for (batch, vocab) logits.
 
         by_kernels: launch Triton kernels, else torch; by itself, kernels on CUDA. With True, Triton's interpreter takes CPU tensors.
-        Errors: InputError for more than MOST_ROWS rows or MOST_VOCAB tokens.
+        Errors: InputError for more than MOST_ROWS rows or MOST_VOCAB tokens, unless by_kernels is False.
         """
-        if not (0 < batch <= MOST_ROWS and 0 < vocab <= MOST_VOCAB):
+        fits = 0 < batch <= MOST_ROWS and 0 < vocab <= MOST_VOCAB
+        if not fits and by_kernels is not False:
             raise errors.InputError(f"decode: logits {errors.shape((batch, vocab))}; the step's kernels take 1 to {MOST_ROWS} rows "
                                     f"and 1 to {MOST_VOCAB} tokens, use choose_greedily")
         with torch.inference_mode(False):
-            best = torch.zeros(batch * -(-vocab // _chunk(batch, vocab)), dtype=torch.long, device=device)
-            counter = torch.zeros(1, dtype=torch.int32, device=device)
-        return cls(batch, vocab, device.type == "cuda" if by_kernels is None else by_kernels, best, counter)
+            best = torch.zeros(batch * -(-vocab // _chunk(batch, vocab)) if fits else 0, dtype=torch.long, device=device)
+            counter, arrived = (torch.zeros(n, dtype=torch.int32, device=device) for n in (1, batch))
+            parts = batch * -(-vocab // LEAST_CHUNK)
+            greatest, weight = (torch.zeros(parts, dtype=d, device=device) for d in (torch.float32, torch.float64))
+            token, none = (torch.zeros(batch, dtype=d, device=device) for d in (torch.long, torch.bool))
+        return cls(batch, vocab, device.type == "cuda" if by_kernels is None else by_kernels, best, counter, greatest, weight, arrived,
+                   token, none)
 
     def begin(self, control: Control, embedding: Tensor, cos: Tensor, sin: Tensor, out: Inputs) -> None:
         """Fill `out` for the token in `control.ids`, in one launch.
@@ -264,6 +364,34 @@ class Ends:
             return
         choose_greedily(control, logits)
 
+    def draw(self, scores: Tensor, numbers: Tensor) -> Tensor:
+        """Choose by (batch, 1) float64 numbers from the softmax of (batch, vocab) float32 scores as `program.draw` does, in one launch.
+
+        Returns (batch,) tokens, which the next call writes over. Errors: InputError for tensors that do not fit.
+        """
+        self._check("scores", scores, (self.batch, self.vocab), torch.float32)
+        self._check("numbers", numbers, (self.batch, 1), torch.float64)
+        if self.by_kernels:
+            _launch(_draw(self.batch, self.vocab), [scores.detach(), numbers, self.greatest, self.weight, self.token, self.arrived])
+            return self.token
+        return draw(scores.softmax(-1), numbers)
+
+    def settle(self, control: Control, token: Tensor, ended: Tensor | None = None) -> None:
+        """Take (batch,) tokens as chosen and move the state on as `program.settle` does, in one launch. NOTHING is reported, and 0 is fed.
+
+        `ended` (batch,) bool: rows that end here. Errors: InputError for tensors that do not fit.
+        """
+        self._check("control.ids", control.ids, (self.batch, 1), torch.long)
+        self._check("token", token, (self.batch,), torch.long)
+        self._check("ended", self.none if ended is None else ended, (self.batch,), torch.bool)
+        if self.by_kernels:
+            c = control
+            _launch(_settle(self.batch), [token, (self.none if ended is None else ended).view(torch.uint8), c.ids, c.position, c.length,
+                                          c.budget, c.alive.view(torch.uint8), c.eos, c.report])
+            return
+        settle(control, token, ended)
+        control.ids.masked_fill_(control.ids == NOTHING, 0)
+
     def _check(self, name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         # a kernel would read or write outside what does not fit
         if tuple(t.shape) != shape or t.dtype != dtype or t.device != self.best.device or not t.is_contiguous():
@@ -291,6 +419,16 @@ def _begin(batch: int, vocab: int, hidden: int, positions: int, width: int, wind
 @lru_cache(maxsize=256)
 def _select(batch: int, vocab: int, dtype: torch.dtype) -> tuple[ModuleType, Launch]:
     return _load(select_program(batch, vocab, dtype))
+
+
+@lru_cache(maxsize=256)
+def _draw(batch: int, vocab: int) -> tuple[ModuleType, Launch]:
+    return _load(draw_program(batch, vocab))
+
+
+@lru_cache(maxsize=256)
+def _settle(batch: int) -> tuple[ModuleType, Launch]:
+    return _load(settle_program(batch))
 
 
 def _load(program: Program) -> tuple[ModuleType, Launch]:

@@ -54,6 +54,10 @@ class MaskPlan:
         return masks if self.by_layer_type else masks[""]
 
 
+NOTHING = -(1 << 62)
+"""Reported instead of a token where no token can be drawn: a NaN among the scores, or none above −inf."""
+
+
 # -- choosing -----------------------------------------------------------------------------------------------------------
 
 def choose_greedily(control: Control, logits: Tensor) -> None:
@@ -80,6 +84,18 @@ def settle(control: Control, token: Tensor, ended: Tensor | None = None) -> None
     control.alive.copy_(goes_on)
     control.report[0].copy_(token)
     control.report[1].copy_(goes_on)
+
+
+def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
+    """Choose by (batch, 1) numbers the first token at which the sum of (batch, vocab) probabilities exceeds the number's share of it all.
+
+    Returns (batch,) tokens, NOTHING for rows without a probability above 0 or with a NaN.
+    """
+    sums = probabilities.cumsum(-1, dtype=torch.float64)
+    total = sums[:, -1:]
+    # the second condition: sums that are taken in parallel may round up where nothing is added
+    token = ((sums > numbers * total) & (probabilities > 0)).to(torch.uint8).argmax(-1)
+    return torch.where(total[:, 0] > 0, token, NOTHING)
 
 
 def move_on(control: Control, live: Tensor) -> None:

@@ -19,11 +19,10 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from mirage_hf.decode import processors as table
 from mirage_hf.decode.cache import MOST_EOS, Block, Control, Trail
+from mirage_hf.decode.ends import MOST_ROWS, MOST_VOCAB, Ends
 from mirage_hf.decode.processors import Now, Place
-from mirage_hf.decode.program import Chooser, settle
+from mirage_hf.decode.program import NOTHING, Chooser
 
-NOTHING = -(1 << 62)
-"""Reported instead of a token where no token can be drawn: a NaN among the scores, or none above −inf."""
 BITS = 40
 """Of a uniform number: so few that no rounding of sums of probabilities puts the greatest number beyond their end."""
 KEEP_CHOOSERS = 4
@@ -50,18 +49,6 @@ def uniforms(seed: int, rows: int, steps: int, first: int = 0) -> Tensor:
     return torch.from_numpy((found >> np.uint64(64 - BITS)).astype(np.float64) * 2.0 ** -BITS)
 
 
-def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
-    """Choose by (batch, 1) numbers the first token at which the sum of (batch, vocab) probabilities exceeds the number's share of it all.
-
-    Returns (batch,) tokens, NOTHING for rows without a probability above 0 or with a NaN.
-    """
-    sums = probabilities.cumsum(-1, dtype=torch.float64)
-    total = sums[:, -1:]
-    # the second condition: sums that are taken in parallel may round up where nothing is added
-    token = ((sums > numbers * total) & (probabilities > 0)).to(torch.uint8).argmax(-1)
-    return torch.where(total[:, 0] > 0, token, NOTHING)
-
-
 class Numbers:
     """The uniform numbers of a call, step by step, for loops that choose on the host's side."""
 
@@ -76,7 +63,7 @@ class Numbers:
         if step >= self._first + self._some.shape[1]:
             self._first = step - step % self.AT_ONCE
             self._some = uniforms(self.seed, self.rows, self.AT_ONCE, self._first).to(self.device)
-        return self._some[:, step - self._first, None]
+        return self._some[:, step - self._first, None].contiguous()
 
 
 # -- what a call asks for -----------------------------------------------------------------------------------------------
@@ -130,23 +117,28 @@ class Selection:
             while len(block.choosers) >= KEEP_CHOOSERS:
                 block.drop_chooser(next(iter(block.choosers)))
             with torch.inference_mode(False), torch.no_grad():
-                block.choosers[key] = Composed(
-                    key, block.own_trail(), self, [(row.run, s, [torch.empty_like(v) for v in each])
-                                                   for row, s, each in zip(rows, sizes, values, strict=True)],
-                    torch.empty(block.batch, place.vocab, dtype=torch.float32, device=block.device) if self.records else None)
+                own = [(row.run, s, [torch.empty_like(v) for v in each]) for row, s, each in zip(rows, sizes, values, strict=True)]
+                scores = torch.empty(block.batch, place.vocab, dtype=torch.float32, device=block.device) if self.records else None
+                block.choosers[key] = Composed(key, block.own_trail(), ends_for(block.batch, place.vocab, block.device), self, own, scores)
         chooser: Composed = block.choosers.pop(key)
         block.choosers[key] = chooser
         chooser.load(values, self.stops)
         return chooser
 
 
+def ends_for(batch: int, vocab: int, device: torch.device) -> Ends:
+    """Ends for these logits: kernels where there are some for the device and the size, else torch."""
+    fits = batch <= MOST_ROWS and vocab <= MOST_VOCAB
+    return Ends.allocate(batch, vocab, device, by_kernels=None if fits else False)
+
+
 class Composed(Chooser):
     """Processors, then the greatest score or a sample, then stop strings. It knows the trail and not the block, which holds both."""
 
-    def __init__(self, key: tuple[Any, ...], trail: Trail, selection: Selection, rows: list[tuple[Any, tuple[Any, ...], list[Tensor]]],
-                 scores: Tensor | None):
+    def __init__(self, key: tuple[Any, ...], trail: Trail, ends: Ends, selection: Selection,
+                 rows: list[tuple[Any, tuple[Any, ...], list[Tensor]]], scores: Tensor | None):
         super().__init__(key)
-        self.trail, self.rows, self.scores = trail, rows, scores
+        self.trail, self.ends, self.rows, self.scores = trail, ends, rows, scores
         self.sample, self.pads = selection.sample, selection.pads
         self._sources = [c.embedding_vec for c in selection.stops]
         self.stops = [_resident(c, trail.ids.device) for c in selection.stops]
@@ -171,7 +163,7 @@ class Composed(Chooser):
             scores = run(now, scores, *sizes, *values)
         if self.scores is not None:
             self.scores.copy_(scores)
-        token = draw(scores.softmax(-1), trail.numbers.index_select(1, step)) if self.sample else scores.argmax(-1)
+        token = self.ends.draw(scores, trail.numbers.index_select(1, step)) if self.sample else scores.argmax(-1)
         if self.pads:
             token = torch.where(control.alive, token, control.pad)
         trail.ids.index_copy_(1, now.length, token.masked_fill(token == NOTHING, 0)[:, None] if self.sample else token[:, None])
@@ -182,9 +174,7 @@ class Composed(Chooser):
             # a token that HF knows no text of, and so no part of a stop string
             found = c(torch.where(there & (text >= 0), text, c.embedding_vec.shape[0] - 1), None)
             ended = found if ended is None else ended | found
-        settle(control, token, ended)
-        if self.sample:
-            control.ids.masked_fill_(control.ids == NOTHING, 0)
+        self.ends.settle(control, token, ended)
 
 
 def _resident(criterion: StopStringCriteria, device: torch.device) -> StopStringCriteria:

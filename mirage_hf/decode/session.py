@@ -12,9 +12,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from mirage_hf.decode import loop
 from mirage_hf.decode.cache import Block, bucket, sliding_layers
 from mirage_hf.decode.fingerprint import Survey, survey
-from mirage_hf.decode.program import GREEDY, Chooser, MaskPlan
+from mirage_hf.decode.program import GREEDY, NOTHING, Chooser, MaskPlan
 from mirage_hf.decode.routing import COVERED_MODES, MODEL_INPUTS, left_padding, refused_options
-from mirage_hf.decode.selection import NOTHING, Composed, Numbers, Selection, draw, draw_seed, uniforms
+from mirage_hf.decode.selection import Composed, Numbers, Selection, draw_seed, ends_for, uniforms
 from mirage_hf.errors import SamplingError
 
 if TYPE_CHECKING:
@@ -235,11 +235,13 @@ class Session:
             return self.block.logits
 
         numbers = None if self.seed is None else Numbers(self.seed, input_ids.shape[0], input_ids.device)
+        rows, vocab = self.block.logits.shape
+        ends = ends_for(rows, vocab, input_ids.device)
 
         def choose(scores: Tensor, step: int) -> Tensor:
             if numbers is None:
                 return torch.argmax(scores, dim=-1)
-            tokens = draw(scores.softmax(-1), numbers.at(step))
+            tokens = ends.draw(scores.float().contiguous(), numbers.at(step)).clone()
             if len(nowhere := (tokens == NOTHING).nonzero()):
                 raise no_token(int(nowhere[0]), step)
             return tokens

@@ -24,7 +24,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from mirage_hf.decode.selection import Numbers, draw, draw_seed
+from mirage_hf.decode.program import draw
+from mirage_hf.decode.selection import Numbers, draw_seed
 
 torch.set_num_threads(1)
 

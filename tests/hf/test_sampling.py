@@ -14,7 +14,8 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from mirage_hf.decode import install, processors, selection
 from mirage_hf.decode.cache import Block, Trail
 from mirage_hf.decode.processors import Now, Place
-from mirage_hf.decode.selection import NOTHING, Composed, Numbers, Selection, draw, uniforms
+from mirage_hf.decode.program import NOTHING, draw
+from mirage_hf.decode.selection import Composed, Numbers, Selection, uniforms
 from mirage_hf.errors import SamplingError
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from mirage_hf.decode import ends
 from mirage_hf.decode.cache import MOST_EOS, Control
 from mirage_hf.decode.ends import Ends, Inputs
 from mirage_hf.decode.graphs import capture
-from mirage_hf.decode.program import MaskPlan, choose_greedily
+from mirage_hf.decode.program import NOTHING, MaskPlan, choose_greedily
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -91,10 +91,15 @@ def greatest(row: list[float]) -> int:
 def by_hand(c: Control, logits: torch.Tensor) -> dict[str, list]:
     """What `choose_greedily` promises, in plain Python."""
     state = {f.name: getattr(c, f.name).tolist() for f in dataclasses.fields(c)}
+    tokens = [greatest(row) if a else state["pad"][0] for row, a in zip(logits.tolist(), state["alive"], strict=True)]
+    return after(state, tokens, [False] * len(tokens))
+
+
+def after(state: dict[str, list], tokens: list[int], ended: list[bool]) -> dict[str, list]:
+    """The state that tokens lead to, where some rows end whatever their token is."""
     alive, live = state["alive"], any(state["alive"])
-    tokens = [greatest(row) if a else state["pad"][0] for row, a in zip(logits.tolist(), alive, strict=True)]
     left = state["budget"][0] - live
-    goes_on = [a and t not in state["eos"] and left > 0 for a, t in zip(alive, tokens, strict=True)]
+    goes_on = [a and t not in state["eos"] and left > 0 and not e for a, t, e in zip(alive, tokens, ended, strict=True)]
     if live:
         state |= {"ids": [[t] for t in tokens], "budget": [left], "length": [state["length"][0] + 1],
                   "position": [[p + 1] for p, in state["position"]]}
@@ -164,6 +169,72 @@ def wrong_beginnings(by_kernels: bool, count: int, seed: int) -> list[str]:
     return wrong
 
 
+def wrong_settlings(by_kernels: bool, count: int, seed: int) -> list[str]:
+    """Given tokens, of which some are nothing, and rows that end for reasons of their own."""
+    rng, wrong = random.Random(seed), []
+    for n in range(count):
+        batch, vocab = rng.choice((1, 2, 3, 5, 70)), 20
+        c, runner = random_control(rng, batch, vocab), Ends.allocate(batch, vocab, CPU, by_kernels)
+        tokens = [rng.randrange(vocab) if rng.random() < 0.8 else NOTHING for _ in range(batch)]
+        ended = None if n % 3 == 0 else [rng.random() < 0.3 for _ in range(batch)]
+        state = {f.name: getattr(c, f.name).tolist() for f in dataclasses.fields(c)}
+        want = after(state, tokens, ended or [False] * batch)
+        want["ids"] = [[0 if t == NOTHING else t] for t, in want["ids"]]
+        runner.settle(c, torch.tensor(tokens), None if ended is None else torch.tensor(ended))
+        wrong += [f"{batch} {ended} {found}"] if (found := differing(c, want)) else []
+    return wrong
+
+
+def random_scores(rng: random.Random, batch: int, vocab: int) -> torch.Tensor:
+    """Flat, sharp, with most tokens shut, with whole parts shut or far below the others, with nothing to draw, and with NaN."""
+    x = torch.tensor([[rng.gauss(0, 3) for _ in range(min(vocab, 64))] for _ in range(batch)]).repeat(1, -(-vocab // 64))[:, :vocab].clone()
+    for row in range(batch):
+        at = rng.randrange(vocab)
+        match rng.randrange(9):
+            case 0:
+                x[row] = 0
+            case 1:
+                x[row, at] = 60
+            case 2:
+                kept = x[row, at].clone()
+                x[row] = -math.inf
+                x[row, at] = kept
+            case 3:
+                x[row, at:] = -math.inf if at else 0
+            case 4:
+                x[row, :at] -= 90
+            case 5:
+                x[row, :1024] = -math.inf
+            case 6:
+                x[row, at] = rng.choice((math.nan, math.inf))
+            case 7:
+                x[row, ::2] = -math.inf
+    return x
+
+
+def wrong_draws(by_kernels: bool, shapes: list[tuple[int, int]], seed: int) -> list[str]:
+    """Tokens beside sums of probabilities in float64: the number must lie in the token's share, up to rounding."""
+    rng, wrong = random.Random(seed), []
+    for batch, vocab in shapes:
+        runner = Ends.allocate(batch, vocab, CPU, by_kernels)
+        for _ in range(2):  # the second finds what the first left in the scratch
+            scores = random_scores(rng, batch, vocab)
+            numbers = torch.tensor([[rng.choice((0, 1 - 2.0 ** -40, 0.5, rng.random()))] for _ in range(batch)], dtype=torch.float64)
+            tokens = runner.draw(scores, numbers).tolist()
+            p = scores.double().softmax(-1)
+            sums = p.cumsum(-1)
+            for row, token in enumerate(tokens):
+                if p[row].isnan().any():
+                    fits = token == NOTHING
+                else:
+                    share = (float(sums[row, token] - p[row, token]), float(sums[row, token]))
+                    fits = p[row, token] > 0 and share[0] - 1e-6 <= float(numbers[row]) <= share[1] + 1e-6
+                    fits = fits or (scores[row, token] > -math.inf and float(numbers[row]) > 1 - 1e-6)  # below float64's rounding of 1
+                wrong += [] if fits else [f"{batch} {vocab}, row {row}: token {token}, number {float(numbers[row])}"]
+            wrong += ["counters"] * int(runner.arrived.any())
+    return wrong
+
+
 SHAPES = [(batch, vocab) for vocab in (1, 7, 97, 1024, 1025, 5003) for batch in (1, 2, 3, 5)]
 
 
@@ -175,11 +246,18 @@ def test_torch_begins_as_by_hand():
     assert not wrong_beginnings(False, 200, seed=1)
 
 
+def test_torch_settles_and_draws_as_by_hand():
+    assert not wrong_settlings(False, 200, seed=4)
+    assert not wrong_draws(False, SHAPES * 4, seed=5)
+
+
 INTERPRETED = """
 import json
 import test_ends as t
 many = [(70, 33001)]  # blocks of more logits than usual
-print(json.dumps(t.wrong_choices(True, t.SHAPES * 2 + many, seed=2) + t.wrong_beginnings(True, 60, seed=3)))
+wrong = t.wrong_choices(True, t.SHAPES * 2 + many, seed=2) + t.wrong_beginnings(True, 60, seed=3)
+wrong += t.wrong_settlings(True, 60, seed=6) + t.wrong_draws(True, t.SHAPES * 2, seed=7)
+print(json.dumps(wrong))
 """
 
 
@@ -201,6 +279,11 @@ PROGRAMS = {
     "select": lambda: ends.select_program(1, 128256, torch.bfloat16),
     "select odd": lambda: ends.select_program(5, 50257, torch.float16),
     "select many": lambda: ends.select_program(64, 262144, torch.float32),
+    "draw": lambda: ends.draw_program(1, 128256),
+    "draw odd": lambda: ends.draw_program(5, 50257),
+    "draw many": lambda: ends.draw_program(128, 1 << 20),
+    "settle": lambda: ends.settle_program(1),
+    "settle odd": lambda: ends.settle_program(70),
 }
 
 
