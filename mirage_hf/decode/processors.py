@@ -67,7 +67,6 @@ class Row:
     values: Callable[[Any, Place], tuple[Tensor, ...]] = lambda p, at: ()
     sizes: Callable[[Any], tuple[Any, ...]] = lambda p: ()
     """What a captured graph is made for."""
-    takes: Callable[[Any], bool] = lambda p: True
 
 
 # -- numbers alone ------------------------------------------------------------------------------------------------------
@@ -178,6 +177,11 @@ def _penalize(now: Now, scores: Tensor, penalty: Tensor, ignored: Tensor) -> Ten
     return torch.where(_present(counts, now.ids, scores), torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
+def _ignored(length: Any, at: Place) -> Tensor:
+    """(1,), or (batch, 1) as newer versions give it for padding."""
+    return length.reshape(-1, 1).to(at.device) if isinstance(length, Tensor) else at.count(length or 0)
+
+
 def _no_repeat(now: Now, scores: Tensor, size: int) -> Tensor:
     if size > now.ids.shape[1]:
         return scores
@@ -195,14 +199,14 @@ def _present(counts: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
     return present.scatter_(1, torch.where(counts, ids, vocab), True)[:, :vocab]
 
 
-def _bias(now: Now, scores: Tensor, single: Tensor, prefixes: Tensor, sizes: Tensor, last: Tensor, values: Tensor) -> Tensor:
+def _bias(now: Now, scores: Tensor, single: Tensor, prefixes: Tensor, sizes: Tensor, least: Tensor, last: Tensor, values: Tensor) -> Tensor:
     bias = single[None].expand_as(scores).clone()
     if len(last):
         longest = prefixes.shape[1]
         text, there = now.last(longest)
         same = (text[:, None] == prefixes[None]) & there
         unneeded = torch.arange(longest, device=sizes.device) < longest - sizes[:, None]  # prefixes are aligned on the right
-        matches = (same | unneeded[None]).all(-1) & (now.length > sizes)
+        matches = (same | unneeded[None]).all(-1) & (now.length >= least)
         bias.index_add_(1, last, torch.where(matches, values, 0.0))
     return scores + bias
 
@@ -214,14 +218,15 @@ def _biases(p: Any, at: Place) -> tuple[Tensor, ...]:
     longest = max((len(ids) - 1 for ids, _ in longer), default=0)
     prefixes = torch.tensor([[-1] * (longest - len(ids) + 1) + list(ids[:-1]) for ids, _ in longer], dtype=torch.long)
     sizes = torch.tensor([len(ids) - 1 for ids, _ in longer], dtype=torch.long)
+    least = sizes + (not hasattr(p, "multi_token_biases"))  # older versions want one token more than the prefix
     last = torch.tensor([ids[-1] for ids, _ in longer], dtype=torch.long)
     values = torch.tensor([bias for _, bias in longer], dtype=torch.float32)
-    return p.length_1_bias.float(), *(t.to(at.device) for t in (prefixes.reshape(len(longer), longest), sizes, last, values))
+    return p.length_1_bias.float(), *(t.to(at.device) for t in (prefixes.reshape(len(longer), longest), sizes, least, last, values))
 
 
 # -- the table ----------------------------------------------------------------------------------------------------------
 
-_BIASED = "sequence_bias length_1_bias prepared_bias_variables"
+_BIASED = "sequence_bias length_1_bias multi_token_biases prepared_bias_variables"
 _KEEPS = "filter_value min_tokens_to_keep"
 
 
@@ -254,8 +259,7 @@ ROWS = {
         at.tokens(p.eos_token_id), at.count(p.regulation_start), at.exact(p.regulation_factor))),
     "RepetitionPenaltyLogitsProcessor": Row(
         _penalize, "penalty prompt_ignore_length logits_indices cu_seq_lens_q",
-        lambda p, at: (at.number(p.penalty), at.count(p.prompt_ignore_length or 0)),
-        takes=lambda p: p.prompt_ignore_length is None or type(p.prompt_ignore_length) is int),
+        lambda p, at: (at.number(p.penalty), _ignored(p.prompt_ignore_length, at))),
     "NoRepeatNGramLogitsProcessor": Row(_no_repeat, "ngram_size", sizes=lambda p: (p.ngram_size,)),
     "SequenceBiasLogitsProcessor": Row(_bias, _BIASED, _biases),
     "NoBadWordsLogitsProcessor": Row(_bias, f"bad_word_ids {_BIASED}", _biases),
@@ -270,6 +274,6 @@ def obstacle(processors: Any) -> str | None:
         return f"processors in a {type(processors).__name__}"
     for p in processors or ():
         row = TABLE.get(type(p))
-        if row is None or not vars(p).keys() <= set(row.attributes.split()) or not row.takes(p):
+        if row is None or not vars(p).keys() <= set(row.attributes.split()):
             return f"processor {getattr(type(p), '__name__', type(p))}"
     return None

@@ -158,7 +158,7 @@ class Composed(Chooser):
         trail = self.trail
         step = trail.budget - control.budget
         now = Now(trail.ids, trail.prompt + step, trail.slots)
-        scores = logits.float()
+        scores = logits.float().contiguous()
         for run, sizes, values in self.rows:
             scores = run(now, scores, *sizes, *values)
         if self.scores is not None:
@@ -167,10 +167,9 @@ class Composed(Chooser):
         if self.pads:
             token = torch.where(control.alive, token, control.pad)
         trail.ids.index_copy_(1, now.length, token.masked_fill(token == NOTHING, 0)[:, None] if self.sample else token[:, None])
-        longer = Now(trail.ids, now.length + 1, trail.slots)
         ended = None
         for c in self.stops:
-            text, there = longer.last(c.maximum_token_len)
+            text, there = Now(trail.ids, now.length + 1, trail.slots).last(c.maximum_token_len)
             # a token that HF knows no text of, and so no part of a stop string
             found = c(torch.where(there & (text >= 0), text, c.embedding_vec.shape[0] - 1), None)
             ended = found if ended is None else ended | found

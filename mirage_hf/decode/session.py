@@ -190,13 +190,15 @@ class Session:
         if isinstance(chooser, Composed):
             chooser.trail.start(input_ids, self.plan.budget)
 
+        no_text = torch.zeros(1, 1, dtype=torch.long)  # on the CPU, or the answer would have to be waited for
+
         def on_tokens(tokens: list[int]) -> bool:
             if NOTHING in tokens:
                 raise no_token(tokens.index(NOTHING), len(rows))
             rows.append(tokens)
             if streamer is not None:
                 streamer.put(torch.tensor(tokens))
-            return any(bool(c(input_ids, None).any()) for c in selection.clocks)
+            return any(bool(c(no_text, None)) for c in selection.clocks)
 
         def chosen() -> Tensor:
             if record.logits is not None or (record.scores is not None and not selection.records):

@@ -134,6 +134,11 @@ def test_twenty_thousand_draws_have_stocks_probabilities(name):
     draws(name, CUDA)
 
 
+@pytest.mark.parametrize("vocab", [1025, 3001, 60_000])
+def test_draws_from_a_large_vocabulary(vocab):
+    draws("temperature, top p", CUDA, vocab=vocab)
+
+
 @pytest.mark.parametrize("extra", [{}, {"eos_token_id": list(range(3, 12))}, {"top_p": 0.8, "repetition_penalty": 1.2}])
 def test_a_seed_gives_the_same_tokens_at_any_depth_and_with_or_without_graphs(extra):
     model = tiny("llama").cuda()

@@ -151,16 +151,17 @@ def bound(freedom: int) -> float:
 WARPERS = {
     "alone": [],
     "temperature, top k, top p": ["temperature", "top k", "top p"],
+    "temperature, top p": ["temperature", "top p"],
     "min p": ["hot", "min p"],
     "typical": ["typical"],
     "penalty": ["repetition", "temperature"],
 }
 
 
-def draws(name: str, device: torch.device, rows: int = 40, steps: int = 500) -> None:
+def draws(name: str, device: torch.device, vocab: int = VOCAB, rows: int = 40, steps: int = 500) -> None:
     """Draw by a chooser, step after step, and compare counts with the probabilities of stock's processors; steps are independent."""
-    block, ids = Block(rows, 600, (), device), prompt().remainder(VOCAB).expand(rows, -1).to(device)
-    logits = 2.5 * torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1)).to(device)
+    block, ids = Block(rows, 600, (), device), prompt().remainder(vocab).expand(rows, -1).to(device)
+    logits = 2.5 * torch.randn(1, vocab, generator=torch.Generator().manual_seed(1)).to(device)
     block.set_logits(logits.expand(rows, -1))
     chooser = Selection(tuple(EACH[n](device) for n in WARPERS[name]), sample=True).on(block)
     p = LogitsProcessorList([EACH[n](device) for n in WARPERS[name]])(ids[:1], logits.clone()).softmax(-1)[0].cpu()
@@ -174,7 +175,7 @@ def draws(name: str, device: torch.device, rows: int = 40, steps: int = 500) -> 
         chooser.choose(control, block.logits)
         tokens.append(control.ids[:, 0].clone())
     found = torch.stack(tokens).cpu()
-    counts = found.flatten().bincount(minlength=VOCAB)
+    counts = found.flatten().bincount(minlength=vocab)
     assert counts.sum() == rows * steps and not counts[p == 0].any()
     statistic, freedom = chi_square(counts, p)
     assert statistic < bound(freedom), f"chi-square {statistic:.1f} with {freedom} degrees, at most {bound(freedom):.1f} is likely"
@@ -191,6 +192,10 @@ def draws(name: str, device: torch.device, rows: int = 40, steps: int = 500) -> 
 @pytest.mark.parametrize("name", WARPERS)
 def test_twenty_thousand_draws_have_stocks_probabilities(name):
     draws(name, CPU)
+
+
+def test_draws_from_a_large_vocabulary():
+    draws("temperature, top p", CPU, vocab=3001)
 
 
 def philox(key: tuple[int, int], counter: int) -> list[int]:

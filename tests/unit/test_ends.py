@@ -169,18 +169,18 @@ def wrong_beginnings(by_kernels: bool, count: int, seed: int) -> list[str]:
     return wrong
 
 
-def wrong_settlings(by_kernels: bool, count: int, seed: int) -> list[str]:
+def wrong_settlings(by_kernels: bool, count: int, seed: int, device: torch.device = CPU) -> list[str]:
     """Given tokens, of which some are nothing, and rows that end for reasons of their own."""
     rng, wrong = random.Random(seed), []
     for n in range(count):
         batch, vocab = rng.choice((1, 2, 3, 5, 70)), 20
-        c, runner = random_control(rng, batch, vocab), Ends.allocate(batch, vocab, CPU, by_kernels)
+        c, runner = to(random_control(rng, batch, vocab), device), Ends.allocate(batch, vocab, device, by_kernels)
         tokens = [rng.randrange(vocab) if rng.random() < 0.8 else NOTHING for _ in range(batch)]
         ended = None if n % 3 == 0 else [rng.random() < 0.3 for _ in range(batch)]
         state = {f.name: getattr(c, f.name).tolist() for f in dataclasses.fields(c)}
         want = after(state, tokens, ended or [False] * batch)
         want["ids"] = [[0 if t == NOTHING else t] for t, in want["ids"]]
-        runner.settle(c, torch.tensor(tokens), None if ended is None else torch.tensor(ended))
+        runner.settle(c, torch.tensor(tokens, device=device), None if ended is None else torch.tensor(ended, device=device))
         wrong += [f"{batch} {ended} {found}"] if (found := differing(c, want)) else []
     return wrong
 
@@ -212,15 +212,17 @@ def random_scores(rng: random.Random, batch: int, vocab: int) -> torch.Tensor:
     return x
 
 
-def wrong_draws(by_kernels: bool, shapes: list[tuple[int, int]], seed: int) -> list[str]:
+def wrong_draws(by_kernels: bool, shapes: list[tuple[int, int]], seed: int, device: torch.device = CPU) -> list[str]:
     """Tokens beside sums of probabilities in float64: the number must lie in the token's share, up to rounding."""
     rng, wrong = random.Random(seed), []
     for batch, vocab in shapes:
-        runner = Ends.allocate(batch, vocab, CPU, by_kernels)
+        runner = Ends.allocate(batch, vocab, device, by_kernels)
         for _ in range(2):  # the second finds what the first left in the scratch
             scores = random_scores(rng, batch, vocab)
             numbers = torch.tensor([[rng.choice((0, 1 - 2.0 ** -40, 0.5, rng.random()))] for _ in range(batch)], dtype=torch.float64)
-            tokens = runner.draw(scores, numbers).tolist()
+            tokens = runner.draw(scores.to(device), numbers.to(device)).tolist()
+            again = runner.draw(scores.to(device), numbers.to(device)).tolist()
+            wrong += [] if again == tokens else [f"{batch} {vocab}: {tokens}, then {again}"]
             p = scores.double().softmax(-1)
             sums = p.cumsum(-1)
             for row, token in enumerate(tokens):
@@ -348,6 +350,15 @@ def test_memory_made_under_inference_mode_serves_outside_it():
 
 
 # -- on a GPU -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_compiled_kernels_settle_and_draw_as_by_hand():
+    device = torch.device("cuda", torch.cuda.current_device())
+    shapes = [*SHAPES, (1, 128256), (3, 50257), (64, 32001), (128, 5000), (2, 1 << 20)]
+    assert not (wrong := wrong_settlings(True, 100, seed=8, device=device)), wrong
+    assert not (wrong := wrong_draws(True, shapes, seed=9, device=device)), wrong
+
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
