@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from mirage_hf.errors import MirageError
 
 MOST_EOS = 32
-"""Stop tokens the step can look for by itself; a longer list is checked by the host loop."""
+"""Stop tokens a control has room for; a longer list is a table of the vocabulary (decode/selection.py)."""
 KEEP_IDLE = 4
 """Blocks kept between calls. A fifth (batch, capacity) pair pushes out the one idle longest."""
 

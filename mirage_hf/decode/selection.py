@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,8 @@ class Selection:
 
     processors: tuple[Any, ...] = ()
     stops: tuple[StopStringCriteria, ...] = ()
+    eos: Tensor | None = None
+    """Stop tokens, where there are more than a control has room for."""
     sample: bool = False
     pads: bool = True
     """Whether rows that have ended get the pad token; with stop strings alone stock goes on choosing for them."""
@@ -91,17 +94,16 @@ class Selection:
             strings = type(c) is StopStringCriteria and vars(c).keys() <= _STOP_STRINGS
             if not strings and type(c) not in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria):
                 return f"criterion {getattr(type(c), '__name__', type(c))}"
-        if sum(c.eos_token_id.numel() for c in criteria if type(c) is EosTokenCriteria) > MOST_EOS:
-            return f"more than {MOST_EOS} stop tokens"
-        return cls(tuple(processors or ()), tuple(c for c in criteria if type(c) is StopStringCriteria), bool(config.do_sample),
-                   any(hasattr(c, "eos_token_id") for c in criteria),
-                   bool(processors and config.return_dict_in_generate and config.output_scores),
-                   tuple(c for c in criteria if type(c) is MaxTimeCriteria))
+        eos = [c.eos_token_id.reshape(-1) for c in criteria if type(c) is EosTokenCriteria]
+        return cls(processors=tuple(processors or ()), stops=tuple(c for c in criteria if type(c) is StopStringCriteria),
+                   eos=torch.cat(eos) if sum(map(len, eos)) > MOST_EOS else None, sample=bool(config.do_sample), pads=bool(eos),
+                   records=bool(processors and config.return_dict_in_generate and config.output_scores),
+                   clocks=tuple(c for c in criteria if type(c) is MaxTimeCriteria))
 
     @property
     def plain(self) -> bool:
         """Whether it is the greatest logit, as the step's own end finds it."""
-        return not (self.processors or self.stops or self.sample)
+        return not (self.processors or self.stops or self.sample or self.eos is not None)
 
     def on(self, block: Block) -> Composed:
         """Return what chooses for this call on a block that holds logits: one that was there before, if it is of the same kind."""
@@ -111,8 +113,8 @@ class Selection:
         values = [row.values(p, place) for row, p in zip(rows, self.processors, strict=True)]
         shapes = [tuple((tuple(v.shape), v.dtype) for v in each) for each in values]
         strings = [(tuple(getattr(c, n) for n in _STOP_SIZES), tuple(c.embedding_vec.shape), c.embedding_vec.dtype) for c in self.stops]
-        key = ("composed", tuple(map(type, self.processors)), tuple(sizes), tuple(shapes), tuple(strings), self.sample, self.pads,
-               self.records, place.vocab)
+        key = ("composed", tuple(map(type, self.processors)), tuple(sizes), tuple(shapes), tuple(strings), self.eos is None, self.sample,
+               self.pads, self.records, place.vocab)
         if key not in block.choosers:
             while len(block.choosers) >= KEEP_CHOOSERS:
                 block.drop_chooser(next(iter(block.choosers)))
@@ -123,12 +125,14 @@ class Selection:
         chooser: Composed = block.choosers.pop(key)
         block.choosers[key] = chooser
         chooser.load(values, self.stops)
+        if chooser.eos is not None:
+            chooser.eos.copy_(place.tokens(self.eos))
         return chooser
 
 
 def ends_for(batch: int, vocab: int, device: torch.device) -> Ends:
-    """Ends for these logits: kernels where there are some for the device and the size, else torch."""
-    fits = batch <= MOST_ROWS and vocab <= MOST_VOCAB
+    """Ends for these logits: kernels where there are some for the platform, the device and the size, else torch."""
+    fits = batch <= MOST_ROWS and vocab <= MOST_VOCAB and find_spec("triton") is not None
     return Ends.allocate(batch, vocab, device, by_kernels=None if fits else False)
 
 
@@ -140,6 +144,7 @@ class Composed(Chooser):
         super().__init__(key)
         self.trail, self.ends, self.rows, self.scores = trail, ends, rows, scores
         self.sample, self.pads = selection.sample, selection.pads
+        self.eos = None if selection.eos is None else torch.zeros(ends.vocab, dtype=torch.bool, device=trail.ids.device)
         self._sources = [c.embedding_vec for c in selection.stops]
         self.stops = [_resident(c, trail.ids.device) for c in selection.stops]
 
@@ -167,7 +172,7 @@ class Composed(Chooser):
         if self.pads:
             token = torch.where(control.alive, token, control.pad)
         trail.ids.index_copy_(1, now.length, token.masked_fill(token == NOTHING, 0)[:, None] if self.sample else token[:, None])
-        ended = None
+        ended = None if self.eos is None else self.eos.index_select(0, token.clamp(0, len(self.eos) - 1))
         for c in self.stops:
             text, there = Now(trail.ids, now.length + 1, trail.slots).last(c.maximum_token_len)
             # a token that HF knows no text of, and so no part of a stop string

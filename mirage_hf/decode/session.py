@@ -109,12 +109,13 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
     if plain:  # one read by the host for both
         plain = bool((positions == torch.arange(prompt, device=positions.device)).all())
     lowest_position, last_position = (0, prompt - 1) if plain else torch.stack(torch.aminmax(positions[:, -1])).tolist()
-    eos = [c.eos_token_id.reshape(-1).to(input_ids.device) for c in criteria if type(c) is EosTokenCriteria]
     selection = Selection.of(processors, criteria, config)
+    eos = [] if isinstance(selection, str) or selection.eos is not None else [
+        c.eos_token_id.reshape(-1).to(input_ids.device) for c in criteria if type(c) is EosTokenCriteria]
     return CallPlan(
         cache=cache, cache_is_users=users_cache, past=past, slots=min(most_slots, prompt + FIRST_REACH), most_slots=most_slots,
         budget=budget, sliding=sliding, lowest=lowest, position=positions[:, -1:],
-        eos=torch.cat(eos) if eos and isinstance(selection, Selection) else None, selection=selection, masks=masks,
+        eos=torch.cat(eos) if eos else None, selection=selection, masks=masks,
         logits_to_keep="logits_to_keep" in kwargs,
         odd_positions=last_position >= prompt or lowest_position < 0, plain=plain, survey=found)
 

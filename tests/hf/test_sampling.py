@@ -385,6 +385,19 @@ def test_stop_strings_of_a_text_shorter_than_they_are():
             raise AssertionError(f"{strings} did not stop {ids.tolist()}")
 
 
+@pytest.mark.parametrize("sample", [False, True])
+def test_many_stop_tokens(sample):
+    model = tiny("llama")
+    runner = install(model, depth=2)
+    lengths = set()
+    for first in (3, 4, 5):
+        stock, ours = both(model, {**left_padded(), "max_new_tokens": 30, "eos_token_id": list(range(first, VOCABULARY, 2)),
+                                   "do_sample": sample, **FULL})
+        assert_same(stock, ours)
+        lengths.add(stock.sequences.shape[1])
+    assert len(lengths) > 1 and runner.selections == {ON_DEVICE: 3}
+
+
 def test_time_is_read_by_the_host_while_steps_run_ahead():
     model = tiny("llama")
     runner = install(model, depth=3)
