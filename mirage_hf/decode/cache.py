@@ -231,7 +231,8 @@ class Block:
     @property
     def bytes(self) -> int:
         """Bytes of device memory this block holds, not counting its graphs' scratch."""
-        tensors = [*self.slabs, *vars(self.control).values(), self.logits, *(vars(self.trail).values() if self.trail is not None else ())]
+        tensors = [*self.slabs, *vars(self.control).values(), self.logits, *(vars(self.trail).values() if self.trail is not None else ()),
+                   *(t for chooser in self.choosers.values() for t in chooser.tensors())]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def prefill_cache(self) -> Cache:

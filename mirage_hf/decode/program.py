@@ -107,8 +107,15 @@ def move_on(control: Control, live: Tensor) -> None:
 class Chooser(ABC):
     """What a step ends with: the choice of the next tokens. Captured steps are kept by its key, so equal keys must do the same."""
 
+    scores: Tensor | None = None
+    """(batch, vocabulary) float32: what processors made of the logits of the step enqueued last, where a call wants to keep it."""
+
     def __init__(self, key: tuple[Any, ...]):
         self.key = key
+
+    def tensors(self) -> list[Tensor]:
+        """The memory of its own."""
+        return []
 
     @abstractmethod
     def choose(self, control: Control, logits: Tensor) -> None:

@@ -159,6 +159,13 @@ class Composed(Chooser):
                 mine.embedding_vec.copy_(c.embedding_vec)
                 self._sources[n] = c.embedding_vec
 
+    def tensors(self) -> list[Tensor]:
+        """What the calls write, and the scratch of the end."""
+        rows = [v for _, _, own in self.rows for v in own]
+        stops = [t for c in self.stops for t in (c.embedding_vec, c.target_lens)]
+        own = [*rows, *stops, self.scores, self.eos, *vars(self.ends).values()]
+        return [t for t in own if isinstance(t, Tensor)]
+
     def choose(self, control: Control, logits: Tensor) -> None:
         trail = self.trail
         step = trail.budget - control.budget

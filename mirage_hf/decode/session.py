@@ -188,9 +188,8 @@ class Session:
         rows: list[list[int]] = []
         record = self.record
         chooser = self._choose_by(selection)
-        if isinstance(chooser, Composed):
-            chooser.trail.start(input_ids, self.plan.budget)
-
+        if not selection.plain:
+            self.block.own_trail().start(input_ids, self.plan.budget)
         no_text = torch.zeros(1, 1, dtype=torch.long)  # on the CPU, or the answer would have to be waited for
 
         def on_tokens(tokens: list[int]) -> bool:
@@ -201,22 +200,22 @@ class Session:
                 streamer.put(torch.tensor(tokens))
             return any(bool(c(no_text, None)) for c in selection.clocks)
 
-        def chosen() -> Tensor:
-            if record.logits is not None or (record.scores is not None and not selection.records):
-                raw = self._raw_logits()
-                for kept in (record.logits, None if selection.records else record.scores):
-                    if kept is not None:  # without processors stock's scores and logits are one tensor
-                        kept.append(raw)
-            if record.scores is not None and isinstance(self._chooser, Composed) and self._chooser.scores is not None:
-                record.scores.append(self._chooser.scores.clone())
-            return self.block.control.report
+        def keep() -> None:
+            if record.scores is None and record.logits is None:
+                return
+            raw, scores = self._raw_logits(), self._chooser.scores if self._chooser is not None else None
+            if record.logits is not None:
+                record.logits.append(raw)
+            if record.scores is not None:  # without processors stock's scores and logits are one tensor
+                record.scores.append(raw if scores is None else scores.clone())
 
         def advance() -> Tensor:
             self._enqueue()
-            return chosen()
+            keep()
+            return self.block.control.report
 
         chooser.choose(self.block.control, self.block.logits)
-        chosen()
+        keep()
         loop.run_ahead(advance, self.block.control.report, self.plan.budget - 1, depth, on_tokens)
         self.cached += len(rows) - 1
         for kept in (record.scores, record.logits):
@@ -297,9 +296,8 @@ class Session:
         self.step = self.runner.step(self.model, self.plan, self.block, self.fingerprint, again=True)
         before, selection = self._chooser, self.plan.selection
         if isinstance(before, Composed) and isinstance(selection, Selection):
-            after = self._choose_by(selection)
-            assert isinstance(after, Composed)
-            after.trail.continue_from(before.trail)
+            self._choose_by(selection)
+            self.block.own_trail().continue_from(before.trail)
 
     def end(self) -> None:
         """Give the memory back; what is still enqueued on it is ordered before its next use."""
