@@ -123,6 +123,10 @@ def test_steps_without_attention_run_the_swapped_layers() -> None:
     report = model.mirage.report
     assert len(report.rows) == 3 * 4 and all(r.calls == 3 for r in report.rows) and report.fallbacks == {"prefill": 3}
     assert report.decode == {"called: no graphs on cpu": 1}
+    model.generate(prompt(), max_new_tokens=4, do_sample=True)
+    model.generate(prompt(), max_new_tokens=4, do_sample=False, prefix_allowed_tokens_fn=lambda row, ids: [5, 6])
+    assert model.mirage.report.decode == {"called: no graphs on cpu": 3, "selection: on the device": 1,
+                                          "selection: by the host: processor PrefixConstrainedLogitsProcessor": 1}
 
 
 def test_rows_of_layers_that_differ_stay_apart() -> None:
