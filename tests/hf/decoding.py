@@ -16,6 +16,7 @@ from transformers import (
     LogitsProcessor,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -34,6 +35,7 @@ SIZES: dict[str, Any] = dict(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, max_position_embeddings=256, pad_token_id=PAD, bos_token_id=1, eos_token_id=2,
     initializer_range=0.15)
+FULL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 
 
@@ -65,6 +67,18 @@ def left_padded(lengths: tuple[int, ...] = (4, 11, 7), seed: int = 0) -> dict[st
         ids[row, :max(lengths) - n] = PAD
         mask[row, :max(lengths) - n] = 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a printable character per token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    characters = ["<pad>", "<s>", "</s>"] + [chr(33 + i) for i in range(VOCABULARY - 3)]
+    backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+                                   padding_side="left")
 
 
 class Recorder(BaseStreamer):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from decoding import (
     FAMILIES,
+    FULL,
     PAD,
     VOCABULARY,
     WINDOW,
@@ -23,7 +24,6 @@ from mirage_hf.decode import install
 from mirage_hf.decode.cache import Control
 from mirage_hf.decode.program import choose_greedily
 
-FULL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 CASES = {
     "greedy": lambda: {"inputs": prompt(), "max_new_tokens": 24},
     "greedy batch": lambda: {"inputs": prompt(3), "max_new_tokens": 24},

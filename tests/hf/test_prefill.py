@@ -1,39 +1,25 @@
 """Prefills of short prompts that are replayed: the same code on a CPU, where a "graph" calls what was captured."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import swapping
 import torch
-from decoding import FAMILIES, assert_same, both, left_padded, prompt, tiny
+from decoding import FAMILIES, FULL, assert_same, both, left_padded, prompt, tiny
+from features import fake_captures
 
 from mirage_hf import kernels
 from mirage_hf.api import optimize
-from mirage_hf.decode import generate, install, prefill, program
+from mirage_hf.decode import install, prefill, program
 
-FULL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 6}
+FULL = {**FULL, "max_new_tokens": 6}
 LENGTHS = (7, 9, 30, 7, 64, 63, 65, 70, 128, 3, 1)
 
 
 @pytest.fixture(autouse=True)
 def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Captures that call what they captured; how many there were, by module."""
-    made: list[str] = []
-
-    def capture_for(name: str) -> Callable[..., Any]:
-        def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Any:
-            for _ in range(3):  # as warming up does
-                run()
-            made.append(name)
-            return SimpleNamespace(replay=run), pool
-        return capture
-    monkeypatch.setattr(generate, "can_capture", lambda device: None)
-    for module in (prefill, program):
-        monkeypatch.setattr(module, "capture", capture_for(module.__name__.rpartition(".")[2]))
-    return made
+    return fake_captures(monkeypatch)
 
 
 def alike(model: Any, batch: int, length: int) -> None:

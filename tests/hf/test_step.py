@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from functools import wraps
@@ -276,31 +275,6 @@ def test_windows_that_change() -> None:
             model.config.sliding_window = window
         seen.append(agree(stock, ours, {**left_padded((20, 25, 9)), **GREEDY}).tolist())
     assert seen[0] != seen[1] and steps(ours) == {KERNELS: 3}
-
-
-def test_threads_share_a_model() -> None:
-    stock, ours = pair()
-    work = [left_padded(seed=s) for s in range(4)] + [{"inputs": prompt(seed=s)} for s in range(4)]
-    want, got = [stock.generate(**given, **GREEDY) for given in work], [None] * len(work)
-
-    def run(n: int) -> None:
-        for _ in range(2):
-            got[n] = ours.generate(**work[n], **GREEDY)
-
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(len(work))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)) and steps(ours) == {KERNELS: 16}
-
-
-def test_inference_mode_and_out_of_it() -> None:
-    stock, ours = pair()
-    for mode in (torch.inference_mode, torch.enable_grad, torch.no_grad, torch.inference_mode):
-        with mode():
-            agree(stock, ours, {**left_padded(), **FULL, "max_new_tokens": 6})
-    assert steps(ours) == {KERNELS: 4}
 
 
 # -- models whose steps run their own forward ---------------------------------------------------------------------------

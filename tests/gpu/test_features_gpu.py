@@ -1,0 +1,48 @@
+"""Every feature of generate on a GPU: the checks of tests/hf/test_features.py with real kernels and real graphs."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
+import features
+
+pytestmark = pytest.mark.gpu
+PAIRS = {
+    "llama, float32, kernels": ("llama", torch.float32, "kernels"),
+    "mistral, float32, kernels": ("mistral", torch.float32, "kernels"),
+    "llama, bfloat16, kernels": ("llama", torch.bfloat16, "kernels"),
+    "qwen2, bfloat16, kernels": ("qwen2", torch.bfloat16, "kernels"),
+    "qwen2, float32, forward": ("qwen2", torch.float32, "forward"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Kernels found by this module alone, kept from one model to the next; exact float32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIRAGE_HF_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def pair(request: pytest.FixtureRequest) -> features.Pair:
+    family, dtype, how = PAIRS[request.param]
+    pair = features.Pair(features.small(family, dtype, "cuda", **features.WIDE), how, {"tune": "never"})
+    if how == "kernels":
+        rows = pair.ours.mirage.report.rows
+        assert rows and all(r.status == "swapped" for r in rows), str(pair.ours.mirage.report)
+    return pair
+
+
+@pytest.mark.parametrize("name", features.FEATURES)
+def test_feature(name: str, pair: features.Pair) -> None:
+    features.FEATURES[name](pair)
+    pair.check_counts()

@@ -1,0 +1,39 @@
+"""Every feature of generate on a CPU: the same code as on a GPU (tests/gpu/test_features_gpu.py), where "graphs" are calls or fakes."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import features
+import pytest
+import torch
+from swapping import Resolved
+
+from mirage_hf import kernels
+
+PAIRS = {
+    "kernels": ("llama", torch.float32, "kernels"),
+    "captured kernels": ("llama", torch.bfloat16, "kernels"),
+    "forward": ("qwen3", torch.float32, "forward"),
+}
+
+
+slow = pytest.mark.slow  # on the main version of transformers only
+
+
+@pytest.fixture(scope="module", params=[name if name == "kernels" else pytest.param(name, marks=slow) for name in PAIRS])
+def pair(request: pytest.FixtureRequest) -> Iterator[features.Pair]:
+    family, dtype, how = PAIRS[request.param]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "resolve", lambda program, **_: Resolved(program))
+        if "captured" in request.param:
+            features.fake_captures(patch)
+        pair = features.Pair(features.small(family, dtype, "cpu"), how, {"verify": False})
+        if "captured" in request.param:
+            pair.runner.depth = 2  # as on a GPU
+        yield pair
+
+
+@pytest.mark.parametrize("name", features.FEATURES)
+def test_feature(name: str, pair: features.Pair) -> None:
+    features.FEATURES[name](pair)
+    pair.check_counts()
