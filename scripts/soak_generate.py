@@ -1,0 +1,282 @@
+"""Many generate calls of mixed kinds on optimized models: every text is stock's, nothing is kept from one call to a later one.
+
+    python scripts/soak_generate.py --calls 1000 --device cuda
+
+Two small random models in float32, their steps all by kernels where the batch has some, take calls of kinds drawn by a seed: prompts
+and batches of changing size, padding, stop tokens, processors, sampling, streamers, caches passed in and out, threads, calls within
+calls, calls that Ctrl-C ends in the middle, weights that change, released memory, and what stock must do itself. Greedy texts are
+compared with those of stock models that live through the same. Memory is measured after the same few calls at the start, after a
+fifth of the calls and at the end; from the second to the third it may grow by what LIMITS says.
+"""
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import random
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "hf"))
+from decoding import FULL, Recorder, left_padded
+from features import GREEDY, KERNELS, WIDE, Pair, in_threads, small
+from swapping import prompt
+from transformers import DynamicCache
+
+LENGTHS = (1, 2, 7, 30, 63, 64, 65, 120, 200, 250, 300)
+BATCHES = (1, 1, 2, 3, 4)
+"""There are kernels for up to 3 rows."""
+MIB = 2 ** 20
+LIMITS = {"tensors": 8.0, "pools": 1.0, "driver": 96.0, "host": 64.0}
+"""MiB by which memory may grow: of the device as torch and as our pools count it; of the whole GPU, where libraries load what they need
+for sizes they see first; of this process."""
+
+Call = Callable[[Pair, random.Random], None]
+KINDS: dict[str, Call] = {}
+
+
+def kind(call: Call) -> Call:
+    KINDS[call.__name__] = call
+    return call
+
+
+# -- kinds of calls -----------------------------------------------------------------------------------------------------
+
+def some(rng: random.Random, batch: int | None = None) -> dict[str, Any]:
+    """A prompt, left-padded or not, and a greedy call of a few tokens."""
+    batch, seed = batch or rng.choice(BATCHES), rng.randrange(10 ** 6)
+    lengths = [rng.choice(LENGTHS) for _ in range(batch)]
+    given = left_padded(tuple(lengths), seed) if rng.random() < 0.4 else {"input_ids": prompt(batch, lengths[0], seed)}
+    return {**given, "do_sample": False, "max_new_tokens": rng.choice((1, 2, 5, 9, 16))}
+
+
+@kind
+def greedy(pair: Pair, rng: random.Random) -> None:
+    pair.agree({**some(rng), **(FULL if rng.random() < 0.3 else {})})
+
+
+@kind
+def stop_tokens(pair: Pair, rng: random.Random) -> None:
+    pair.agree({**some(rng), "max_new_tokens": 16, "eos_token_id": rng.sample(range(3, 99), rng.choice((1, 5, 30)))})
+
+
+@kind
+def processors(pair: Pair, rng: random.Random) -> None:
+    extra = rng.choice(({"repetition_penalty": 1.3}, {"bad_words_ids": [[n] for n in rng.sample(range(3, 99), 40)]},
+                        {"min_new_tokens": 5, "eos_token_id": rng.sample(range(3, 99), 60)}, {"no_repeat_ngram_size": 2}))
+    pair.agree({**some(rng), **extra})
+
+
+@kind
+def sampling(pair: Pair, rng: random.Random) -> None:
+    """The same text for the same seed, whatever came before."""
+    given = {**some(rng, rng.choice((1, 1, 2))), "do_sample": True, **rng.choice(({}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 1.7}))}
+    if len(given["input_ids"]) == 1:
+        given["num_return_sequences"] = rng.choice((1, 3))
+    seed = rng.randrange(10 ** 6)
+    first, again = (pair.generate(given, seed=seed) for _ in range(2))
+    assert torch.equal(first, again), f"seed {seed} gave {first.tolist()}, then {again.tolist()}"
+
+
+@kind
+def sampling_of_one(pair: Pair, rng: random.Random) -> None:
+    pair.agree({**some(rng), "do_sample": True, "top_k": 1})
+
+
+@kind
+def streamed(pair: Pair, rng: random.Random) -> None:
+    seen: list[Recorder] = []
+    given = some(rng)
+
+    def arguments() -> dict[str, Any]:
+        seen.append(r := Recorder())
+        return {**given, "streamer": r}
+    pair.agree(arguments)
+    assert seen[0].events == seen[1].events, "not what stock's streamer got"
+
+
+@kind
+def interrupted(pair: Pair, rng: random.Random) -> None:
+    """Ctrl-C in the middle, after which the same call is right."""
+    given, at = {**some(rng, rng.choice((1, 2))), "max_new_tokens": 9}, rng.randrange(9)
+
+    class Interrupting(Recorder):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.events) > at:
+                raise KeyboardInterrupt
+    try:
+        pair.ours.generate(**pair.fresh(given), streamer=Interrupting(), **rng.choice(({}, {"repetition_penalty": 1.2})))
+        raise AssertionError("the interrupt was lost")
+    except KeyboardInterrupt:
+        pass
+    if at:
+        pair.expect(len(given["input_ids"]))
+    pair.agree(given)
+
+
+@kind
+def conversation(pair: Pair, rng: random.Random) -> None:
+    """Two turns over a cache of the user's, or over the one that the first returns."""
+    given, returned, used = some(rng), rng.random() < 0.5, []
+
+    def first() -> dict[str, Any]:
+        used.append(DynamicCache(config=pair.stock.config))
+        return {**given, "past_key_values": used[-1], **(FULL if returned else {})}
+    out = pair.agree(first)
+    text = out.sequences if returned else out
+    longer = torch.cat([text, prompt(len(text), 3, seed=rng.randrange(99)).to(text)], -1)
+    mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))
+    mask, again = torch.cat([mask, mask.new_ones(len(text), longer.shape[1] - mask.shape[1])], -1), iter(used)
+    pair.agree(lambda: {"input_ids": longer, "attention_mask": mask, "past_key_values": next(again), "do_sample": False,
+                        "max_new_tokens": 5})
+
+
+@kind
+def threads(pair: Pair, rng: random.Random) -> None:
+    calls = [{**some(rng, 1 + n), "max_new_tokens": 9} for n in range(2)]
+    in_threads([lambda given=given: [pair.agree(given) for _ in range(2)] for given in calls])
+
+
+@kind
+def nested(pair: Pair, rng: random.Random) -> None:
+    """A call within a call, as from a streamer."""
+    given, inner = some(rng, 1), some(rng, 2)
+
+    class Asking(Recorder):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.events) == 2:
+                pair.agree(inner)
+    pair.agree(lambda: {**given, "streamer": Asking()})
+
+
+@kind
+def inference_mode(pair: Pair, rng: random.Random) -> None:
+    with torch.inference_mode():
+        pair.agree(some(rng))
+
+
+@kind
+def no_time(pair: Pair, rng: random.Random) -> None:
+    pair.agree({**some(rng), "max_time": 0.0})
+
+
+@kind
+def by_stock(pair: Pair, rng: random.Random) -> None:
+    """Kinds that go to stock's own method."""
+    given, torch_seed = {**some(rng, 1), **rng.choice(({"num_beams": 2}, {"use_cache": False}))}, rng.randrange(99)
+    out = []
+    for model in (pair.stock, pair.ours):
+        torch.manual_seed(torch_seed)
+        out.append(model.generate(**pair.fresh(given)))
+    assert torch.equal(*out)
+
+
+@kind
+def weights(pair: Pair, rng: random.Random) -> None:
+    """New numbers in old weights, which graphs read in place."""
+    seed = rng.randrange(10 ** 6)
+    for model in (pair.stock, pair.ours):
+        with torch.no_grad():
+            for p in (model.lm_head.weight, model.model.layers[-1].mlp.up_proj.weight):
+                p.copy_(p[torch.randperm(len(p), generator=torch.Generator().manual_seed(seed)).to(p.device)])
+    pair.agree(some(rng))
+
+
+@kind
+def released(pair: Pair, rng: random.Random) -> None:
+    """Free what is kept between calls. One time in four: graphs are captured anew after it."""
+    if rng.random() < 0.25:
+        pair.runner.release()
+    pair.agree(some(rng))
+
+
+# -- memory -------------------------------------------------------------------------------------------------------------
+
+def memory(pairs: list[Pair]) -> dict[str, float]:
+    """MiB in use after the same calls, by the names of LIMITS."""
+    for pair in pairs:
+        for batch, length in ((1, 7), (2, 7), (3, 7), (1, 300)):  # as many blocks as are kept
+            for _ in range(2):
+                pair.agree({"inputs": prompt(batch, length), **GREEDY})
+    gc.collect()
+    used = {"pools": sum(p.runner.bytes for p in pairs) / MIB}
+    if (device := pairs[0].device).type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        used |= {"tensors": torch.cuda.memory_allocated(device) / MIB, "driver": (total - free) / MIB}
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed is given back
+        used["host"] = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / MIB
+    return used
+
+
+def soak(pairs: list[Pair], calls: int, seed: int) -> dict[str, int]:
+    """Make that many calls and compare each; return how their steps ran. Errors: AssertionError that names the call."""
+    rng, warm, told = random.Random(seed), -(-calls // 5), time.perf_counter()
+    before = memory(pairs)
+    print(f"at the start: {shown(before)}", flush=True)
+    done: Counter[str] = Counter()
+    for n in range(calls):
+        if n == warm:
+            before = memory(pairs)
+            print(f"after {n} calls: {shown(before)}", flush=True)
+        name, pair = rng.choice(list(KINDS)), rng.choice(pairs)
+        state = rng.getstate()
+        try:
+            KINDS[name](pair, rng)
+            assert not pair.runner.pool._leased, "memory of the pool is still leased"
+        except Exception as error:
+            rng.setstate(state)
+            raise AssertionError(f"call {n} of seed {seed}, {name} on {pair.stock.config.model_type}, like {some(rng)}: {error}\n"
+                                 f"counts: {dict(pair.runner.counts)}") from error
+        done[name] += 1
+        if time.perf_counter() - told > 30:
+            told = time.perf_counter()
+            print(f"{n + 1} of {calls} calls", flush=True)
+    after = memory(pairs)
+    print(f"after {calls} calls: {shown(after)}\nkinds: {dict(done)}", flush=True)
+    counts: Counter[str] = Counter()
+    for pair in pairs:
+        counts += pair.runner.counts
+        steps = {what.removeprefix("step: "): n for what, n in pair.runner.counts.items() if what.startswith("step: ")}
+        assert steps == dict(pair.wanted) and steps[KERNELS], f"steps {steps}, wanted {dict(pair.wanted)}"
+    grown = {what: after[what] - before[what] for what in after}
+    text = f"memory grew in {calls - warm} calls by {shown(grown)}"
+    assert all(grown[what] <= LIMITS[what] for what in grown), f"{text}; the limits are {shown(LIMITS)}"
+    print(text, flush=True)
+    return dict(counts)
+
+
+def shown(mib: dict[str, float]) -> str:
+    return ", ".join(f"{what} {x:.1f} MiB" for what, x in mib.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            sys.exit("soak_generate: no GPU here; --device cpu runs the same calls without graphs")
+        torch.backends.cuda.matmul.allow_tf32 = False
+    start = time.perf_counter()
+    pairs = [Pair(small(family, torch.float32, args.device, **WIDE), "kernels", {"tune": "never"}) for family in ("llama", "mistral")]
+    print(f"two models optimized in {time.perf_counter() - start:.0f} s", flush=True)
+    counts = soak(pairs, args.calls, args.seed)
+    print(f"{counts}\n{args.calls} calls in {time.perf_counter() - start:.0f} s: every text is stock's")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""A thousand generate calls of mixed kinds on a GPU (scripts/soak_generate.py)."""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import soak_generate
+from features import WIDE, Pair, small
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_thousand_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prints memory and what ran; fails with the call that was wrong."""
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    assert not torch.backends.cuda.matmul.allow_tf32
+    pairs = [Pair(small(family, torch.float32, "cuda", **WIDE), "kernels", {"tune": "never"})
+             for family in ("llama", "mistral")]
+    print(soak_generate.soak(pairs, 1000, seed=0))

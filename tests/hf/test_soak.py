@@ -1,0 +1,47 @@
+"""Some calls of scripts/soak_generate.py on a CPU; tests/gpu/test_soak_gpu.py makes a thousand."""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import soak_generate
+from features import KERNELS, Pair, small
+
+pytestmark = [pytest.mark.usefixtures("resolved"), pytest.mark.slow]  # on the main version of transformers only
+
+
+def pair(family: str) -> Pair:
+    return Pair(small(family, torch.float32, "cpu"), "kernels", {"verify": False})
+
+
+def test_forty_calls() -> None:
+    counts = soak_generate.soak([pair("llama"), pair("mistral")], 40, seed=3)
+    assert counts[f"step: {KERNELS}"] > 40
+
+
+def test_a_stale_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak_generate, "KINDS", {"greedy": soak_generate.KINDS["greedy"]})
+    one = pair("llama")
+    texts: list[Any] = []
+    real = one.ours.generate
+
+    def stale(**arguments: Any) -> Any:
+        texts.append(real(**arguments))
+        return texts[-1] if len(texts) < 12 else texts[-2]
+    one.ours.__dict__["generate"] = stale
+    monkeypatch.setattr(Pair, "runner", property(lambda self: real.runner))
+    with pytest.raises(AssertionError, match=r"call \d+ of seed 0, greedy on llama, like .*input_ids"):
+        soak_generate.soak([one], 40, seed=0)
+
+
+def test_growing_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[torch.Tensor] = []
+    leak = {"leak": lambda pair, rng: kept.append(torch.ones(2 ** 22))}
+    monkeypatch.setattr(soak_generate, "KINDS", leak)
+    with pytest.raises(AssertionError, match=r"memory grew in 8 calls by .*host"):
+        soak_generate.soak([pair("llama")], 10, seed=0)
