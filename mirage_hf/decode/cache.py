@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -392,7 +393,8 @@ class CachePool:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[Block] = []
-        self._leased: list[Block] = []
+        # weak: Ctrl-C may come between a lease and what would end it, and the block must not outlive its call
+        self._leased: weakref.WeakSet[Block] = weakref.WeakSet()
 
     @property
     def bytes(self) -> int:
@@ -414,11 +416,11 @@ class CachePool:
             if block is not None:
                 self._idle.remove(block)
                 block.sliding = sliding
-                self._leased.append(block)
+                self._leased.add(block)
         if block is None:
             block = Block(batch, capacity, sliding, device)
             with self._lock:
-                self._leased.append(block)
+                self._leased.add(block)
         block.make_room = self.drop_idle
         if block.done is not None:
             torch.cuda.current_stream(device).wait_event(block.done)

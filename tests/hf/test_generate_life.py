@@ -420,6 +420,26 @@ def test_ctrl_c(at, extra):
     assert len(runner.pool.blocks) == 1
 
 
+def test_ctrl_c_between_a_lease_and_its_end(monkeypatch):
+    from mirage_hf.decode import generate
+
+    model = tiny("llama")
+    runner = install(model)
+    model.generate(**GREEDY)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "Session", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(**GREEDY)
+    gc.collect()
+    assert not runner.pool.blocks and runner.bytes == 0
+    assert_same(*both(model, GREEDY))
+    assert runner.pool.blocks == [(2, 256)]
+
+
 def test_a_bad_prompt_leaves_it_usable():
     model = tiny("llama")
     runner = install(model)
