@@ -4,6 +4,7 @@ from __future__ import annotations
 from torch import bfloat16, float16, float32
 
 from mirage_hf.api import optimize, optimized, restore
+from mirage_hf.attention_interface import attention_report
 from mirage_hf.graph.builder import BlockGraphBuilder, new_block_graph
 from mirage_hf.graph.json_format import load_graph, load_ugraph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
@@ -18,6 +19,6 @@ new_graph = new_kernel_graph
 
 __version__ = "0.1.0"
 
-__all__ = ["Accepted", "BlockGraphBuilder", "Dim", "KernelGraph", "Refused", "SearchResult", "UGraph", "Verdict", "bfloat16", "float16",
-           "float32", "load_graph", "load_ugraph", "new_block_graph", "new_graph", "new_kernel_graph", "optimize", "optimized", "restore",
-           "superoptimize", "ugraph", "verify"]
+__all__ = ["Accepted", "BlockGraphBuilder", "Dim", "KernelGraph", "Refused", "SearchResult", "UGraph", "Verdict", "attention_report",
+           "bfloat16", "float16", "float32", "load_graph", "load_ugraph", "new_block_graph", "new_graph", "new_kernel_graph", "optimize",
+           "optimized", "restore", "superoptimize", "ugraph", "verify"]
