@@ -82,11 +82,10 @@ class _Kernel:
 
 @dataclass(frozen=True)
 class _Mask:
-    """What a mask's maker knew of it; `bounds` are (lo, hi, bias), for masks of one query. They hold while the mask's version does, and
-    outside or inside of captures of CUDA graphs, where they were made."""
+    """What a mask's maker knew of it. `bounds` are (lo, hi, bias), for masks of one query over keys of a fixed number; they hold while the
+    mask's version does, and outside or inside of captures of CUDA graphs, where they were made."""
 
     fixed: bool
-    """Whether the keys are of a fixed number."""
     bounds: tuple[Tensor, Tensor, Tensor] | None
     version: int | None
     captured: bool
@@ -100,7 +99,6 @@ class Attention:
         self._kernels: dict[Any, _Kernel | Rejected] = {}
         self._titles: dict[Any, str] = {}
         self._traceable: list[tuple[Any, str]] = []
-        self._slots: set[int] = set()
         self._calls: Counter[Any] = Counter()
         self._by_torch: Counter[str] = Counter()
         self._lock = threading.RLock()
@@ -126,11 +124,12 @@ class Attention:
             return made
         queries, keys = made.shape[-2:]
         start, offset = kwargs.get("q_offset", 0), kwargs.get("kv_offset", 0)
-        # static layers count on the device; a sliding layer's keys are of a fixed number from the window's end on
+        # static layers count on the device, or have more keys than tokens; those of any sliding layer are as many as its window once it
+        # has been left behind. At the one step that fills a window this cannot be told from keys that grow
         fixed = isinstance(start, Tensor) or offset > 0 or offset + keys != start + queries
         fixed = fixed and "allow_is_bidirectional_skip" not in kwargs  # keys of an encoder are as many as its tokens
         bounds = None
-        if queries == 1 and (fixed or keys in self._slots) and made.device.type == self.device_type:
+        if queries == 1 and fixed and made.device.type == self.device_type:
             bounds = bounds_of(made, kwargs.get("dtype", torch.float32))
         made._mirage = _Mask(fixed, bounds, _version(made), _capturing(made))  # type: ignore[attr-defined]
         return made
@@ -152,7 +151,7 @@ class Attention:
         elif not reason:
             reason = MANY
             if not tracing and _fixed_prompt(module, query, key, attention_mask):  # its steps may be compiled or captured
-                self._kernel_for(_sizes(query, key, value, scaling, softcap, s_aux), query, key, value, make=True)
+                self._kernel_for(_sizes(query, key, value, scaling, softcap, s_aux), key, value)
         if not tracing:
             self._by_torch[reason] += 1
         if softcap is None and s_aux is None:
@@ -193,7 +192,7 @@ class Attention:
         if known.version != _version(mask) or known.captured != _capturing(mask):
             return "a mask that was changed, or made outside of the CUDA graph"
         sizes = _sizes(query, key, value, scaling, softcap, sinks)
-        kernel = self._kernel_for(sizes, query, key, value, make=known.fixed)
+        kernel = self._kernel_for(sizes, key, value)
         if isinstance(kernel, Rejected):
             return kernel.reason
         lo, hi, bias = known.bounds
@@ -218,22 +217,19 @@ class Attention:
 
     # -- kernels --------------------------------------------------------------------------------------------------------
 
-    def _kernel_for(self, sizes: Any, query: Tensor, key: Tensor, value: Tensor, make: bool) -> _Kernel | Rejected:
+    def _kernel_for(self, sizes: Any, key: Tensor, value: Tensor) -> _Kernel | Rejected:
         found = self._kernels.get(sizes)
         if found is not None:
             return found
-        if not make:
-            return Rejected(GROWING)
         if _capturing(key):
             return Rejected("no kernel was found before the CUDA graph was captured")
         with self._lock:
             if sizes not in self._kernels:
-                block, slots = _block(sizes), key.shape[2]
-                self._titles[sizes] = _title(block, query.shape[0], slots)
-                made = self._make(block, query.shape[0], slots, (key.stride(), value.stride()), key.device, self._titles[sizes])
+                block, rows, slots = _block(sizes), key.shape[0], key.shape[2]
+                self._titles[sizes] = _title(block, rows, slots)
+                made = self._make(block, rows, slots, (key.stride(), value.stride()), key.device, self._titles[sizes])
                 if isinstance(made, _Kernel):
                     self._traceable = [*self._traceable, (sizes, made.digest)]
-                    self._slots.add(slots)
                 self._kernels[sizes] = made
             return self._kernels[sizes]
 
