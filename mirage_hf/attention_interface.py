@@ -80,15 +80,15 @@ class _Kernel:
     found: Any
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Mask:
-    """What a mask's maker knew of it. `bounds` are (lo, hi, bias), for masks of one query over keys of a fixed number; they hold while the
-    mask's version does, and outside or inside of captures of CUDA graphs, where they were made."""
+    """What a mask's maker knew of it: whether it is over keys of a fixed number. `bounds` are (lo, hi, bias), made when the first layer
+    asks. They hold while the mask's version does, outside or inside of captures of CUDA graphs, as the mask was made."""
 
     fixed: bool
-    bounds: tuple[Tensor, Tensor, Tensor] | None
     version: int | None
     captured: bool
+    bounds: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 class Attention:
@@ -117,21 +117,17 @@ class Attention:
     # -- masks ----------------------------------------------------------------------------------------------------------
 
     def mask(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """SDPA's boolean mask (batch, 1, queries, keys), or None. That of a decoding step over keys of a fixed number also knows which
-        keys are between its bounds: made once a step for all layers, on the device."""
+        """SDPA's boolean mask (batch, 1, queries, keys), or None. It remembers whether the keys are of a fixed number."""
         made = sdpa_mask(*args, **kwargs)
         if made is None or torch.compiler.is_compiling():
             return made
         queries, keys = made.shape[-2:]
         start, offset = kwargs.get("q_offset", 0), kwargs.get("kv_offset", 0)
         # static layers count on the device, or have more keys than tokens; those of any sliding layer are as many as its window once it
-        # has been left behind. At the one step that fills a window this cannot be told from keys that grow
+        # has been left behind. At the one step that fills a layer this cannot be told from keys that grow
         fixed = isinstance(start, Tensor) or offset > 0 or offset + keys != start + queries
         fixed = fixed and "allow_is_bidirectional_skip" not in kwargs  # keys of an encoder are as many as its tokens
-        bounds = None
-        if queries == 1 and fixed and made.device.type == self.device_type:
-            bounds = bounds_of(made, kwargs.get("dtype", torch.float32))
-        made._mirage = _Mask(fixed, bounds, _version(made), _capturing(made))  # type: ignore[attr-defined]
+        made._mirage = _Mask(fixed, _version(made), _capturing(made))  # type: ignore[attr-defined]
         return made
 
     # -- attention ------------------------------------------------------------------------------------------------------
@@ -185,19 +181,21 @@ class Attention:
                 sinks: Tensor | None) -> Tensor | str:
         """What a kernel gives, or why none runs."""
         known = getattr(mask, "_mirage", None)
-        if mask is None or known is None or known.bounds is None:
+        if mask is None or known is None or not known.fixed:
             return GROWING
         if type(query) is not Tensor or _dispatch_modes() or _tracing() is not None or _functorch() is not None:
             return "a dispatch mode, a trace, or a transform of torch.func"
         if known.version != _version(mask) or known.captured != _capturing(mask):
             return "a mask that was changed, or made outside of the CUDA graph"
+        if mask.shape != (key.shape[0], 1, 1, key.shape[2]) or mask.device != query.device:
+            return f"a mask of {tuple(mask.shape)} on {mask.device} for keys of {tuple(key.shape)} on {key.device}"
         sizes = _sizes(query, key, value, scaling, softcap, sinks)
         kernel = self._kernel_for(sizes, key, value)
         if isinstance(kernel, Rejected):
             return kernel.reason
+        if known.bounds is None or known.bounds[2].dtype != query.dtype:
+            known.bounds = bounds_of(mask, query.dtype)  # once a step, for all layers
         lo, hi, bias = known.bounds
-        if bias.shape != (key.shape[0], 1, 1, key.shape[2]) or bias.dtype != query.dtype or bias.device != query.device:
-            return f"a mask of {tuple(mask.shape)} and {bias.dtype} for keys of {tuple(key.shape)} and {key.dtype}"
         self._calls[sizes] += 1
         return _outputs(kernel.run(_inputs(query, key, value, lo, hi, bias, sinks)), query)
 
