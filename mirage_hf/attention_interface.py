@@ -37,6 +37,10 @@ GROWING = "keys that grow at every step (DynamicCache), or a mask of your own"
 HARMLESS = KNOWN | {"is_causal", "sliding_window"}
 """Keyword arguments that say nothing which the mask does not say."""
 
+MOST_TRACED = 4
+"""Lengths of the cache, of a model's heads and batch size, whose kernels compiled graphs may hold. Each makes a graph of its own, and
+torch.compile gives a function up after 8; other lengths share a graph with SDPA."""
+
 _log = logging.getLogger("mirage_hf")
 _dispatch_modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
 _functorch = torch._C._functorch.peek_interpreter_stack
@@ -201,7 +205,7 @@ class Attention:
 
     def _traced(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None,
                 sinks: Tensor | None) -> Tensor | str:
-        """The same inside a graph, by kernels that were found before. Bounds are computed in it: equal computations become one."""
+        """The same inside a graph, by kernels that were found before. Bounds are computed in it; the compiler fuses those of all layers."""
         if mask is None or mask.dtype is not torch.bool or mask.shape != (key.shape[0], 1, 1, key.shape[2]):
             return GROWING
         if torch.compiler.is_exporting():
@@ -226,7 +230,8 @@ class Attention:
                 block, rows, slots = _block(sizes), key.shape[0], key.shape[2]
                 self._titles[sizes] = _title(block, rows, slots)
                 made = self._make(block, rows, slots, (key.stride(), value.stride()), key.device, self._titles[sizes])
-                if isinstance(made, _Kernel):
+                alike = [known for known, _ in self._traceable if (known[0], known[5:]) == (sizes[0], sizes[5:])]
+                if isinstance(made, _Kernel) and len(alike) < MOST_TRACED:
                     self._traceable = [*self._traceable, (sizes, made.digest)]
                 self._kernels[sizes] = made
             return self._kernels[sizes]
@@ -289,7 +294,7 @@ def bounds_of(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _sizes(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None) -> Any:
-    """What a kernel is made for."""
+    """What a kernel is made for: what depends on the length of the cache is in places 1 to 4."""
     rows, heads, _, d = query.shape
     return ((rows, heads, d), tuple(key.shape), tuple(value.shape), key.stride(), value.stride(), query.dtype, query.device, scaling,
             softcap, sinks is not None)

@@ -235,6 +235,15 @@ def test_many_slots_and_rows_without_keys(monkeypatch):
     assert asked == [(4096, 256), (256,)] and attention.report().by_torch == {}
 
 
+def test_compiled_graphs_are_for_a_few_lengths_only(resolved):
+    attention = Attention("cpu")
+    for slots in range(20, 30):
+        attention.attend(**call(slots=slots), attention_mask=step_mask(attention, slots))
+    assert len(attention.report().kernels) == 10 and len(attention._traceable) == attention_interface.MOST_TRACED
+    attention.attend(**call(rows=3), attention_mask=step_mask(attention, rows=3))
+    assert len(attention._traceable) == attention_interface.MOST_TRACED + 1
+
+
 def test_spelled_out_prompts_are_causal_and_refuse_what_they_drop():
     given = call() | {"query": torch.randn(2, HEADS, SLOTS, D)}
     rest = dict(mask=None, dropout=0.0, softcap=None, sinks=None)
