@@ -131,7 +131,7 @@ def smallest(op: KernelOp) -> Schedule:
 
 
 def fitted(schedule: Schedule, block: BlockGraph) -> Schedule:
-    """The schedule with no tile longer than its axis; an axis held whole is held whole."""
+    """The schedule with no tile longer than its axis and no block without a step of the loop; an axis held whole is held whole."""
     least = MMA_MIN if schedule.mma else 1
     tiles = {}
     for a in block.axes:
@@ -140,7 +140,12 @@ def fitted(schedule: Schedule, block: BlockGraph) -> Schedule:
         tiles[a.name] = tile if tile <= whole else max(whole, min(least, tile))
         if a.role is Role.TILE and tiles[a.name] < whole:
             tiles[a.name] = whole
-    return replace(schedule, tiles=tuple(tiles.items()))
+    split = schedule.split
+    for loop in {s.loop for s in block.stages if s.loop}:
+        steps = -(-block.part(loop) // tiles[loop])
+        while split > 1 and (split - 1) * -(-steps // split) >= steps:
+            split //= 2
+    return replace(schedule, tiles=tuple(tiles.items()), split=split)
 
 
 def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:

@@ -214,6 +214,23 @@ def test_loops_that_cannot_be_shared_say_why(schedule, k, says):
         plan(placed(blocks.rms_norm_linear(1, 512, 64))[0], Schedule((("m", 1), ("n", 8), ("k", k)), **schedule))
 
 
+def test_a_loop_of_other_length_is_shared_by_fewer_blocks():
+    """A schedule for a long loop, cut to shorter ones: as many blocks as there can be with none without work."""
+    chosen = Schedule((("m", 1), ("n", 64), ("k", 128)), split=16)
+    shared = {}
+    for k in (8192, 5000, 1100, 1024, 300, 129, 128, 40):
+        u = blocks.rms_norm_linear(1, k, 256)
+        op, = u.block_ops
+        schedule = space.fitted(chosen, op.block)
+        plan(op, schedule)
+        triton.generate(u, [schedule])
+        shared[k] = schedule.split
+        if 1 < 2 * schedule.split <= 16:
+            with pytest.raises(errors.CodegenError, match=r"cannot be split|walks"):
+                plan(op, replace(schedule, split=2 * schedule.split))
+    assert shared == {8192: 16, 5000: 8, 1100: 2, 1024: 8, 300: 2, 129: 2, 128: 1, 40: 1}
+
+
 def test_outputs_may_be_written_over_what_only_their_block_reads():
     residual = blocks.rms_norm_linear(1, 512, 64, residual=True)
     assert triton.generate(residual, [Schedule((("m", 1), ("n", 8), ("k", 512)))]).in_place == ((0, 3),)
