@@ -482,18 +482,24 @@ class Plan:
         """The same, whether the loop is walked or held whole: what else is read along it does not matter out of these bounds."""
         if stage.loop is None:
             return None
-        bounds = [i for i in self.block.inputs if i.bounds == stage.loop and i.name in self.read_in(stage)]
-        if len(bounds) != 1 or stage.loop in bounds[0].axes or any(stage.loop in o.axes for o in self.block.outputs):
+        read = self.read_in(stage)
+        bounds = [i for i in self.block.inputs if i.bounds == stage.loop and i.name in read and stage.loop not in i.axes]
+        if any(stage.loop in o.axes for o in self.block.outputs):
             return None
-        name = bounds[0].name
-        idle = all(self._is_zero(a.arg, name) if a.kind == "sum" else self.floor(a, name) is not None for a in stage.accumulators)
-        return bounds[0] if idle else None
+        return next((i for i in bounds if all(self._is_zero(a.arg, i.name) if a.kind == "sum" else self.floor(a, i.name) is not None
+                                              for a in stage.accumulators)), None)
 
     def floor(self, acc: Accumulator, bounds: str) -> float | None:
         """What a maximum is taken of where bounds leave nothing, if it is so low that a maximum may begin with it."""
-        op = self._ops.get(acc.arg)
-        outside = op.args[2] if op is not None and op.fn == "select" and op.args[0] == bounds else None
-        return outside if acc.kind == "max" and isinstance(outside, float) and outside <= LOWEST else None
+        if acc.kind != "max":
+            return None
+        op, outside = self._ops.get(acc.arg), None
+        while op is not None and op.fn == "select" and isinstance(op.args[2], float) and outside in (None, op.args[2]):
+            outside = op.args[2]
+            if op.args[0] == bounds:
+                return outside if outside <= LOWEST else None
+            op = self._ops.get(str(op.args[1]))  # what other bounds leave
+        return None
 
     def _is_zero(self, value: str | float, bounds: str) -> bool:
         """Whether a value is 0 where bounds leave nothing, whatever else is there."""
@@ -501,7 +507,7 @@ class Plan:
         if op is None:
             return value == bounds
         if op.fn == "select":
-            return op.args[0] == bounds and op.args[2] == 0.0
+            return op.args[2] == 0.0 and (op.args[0] == bounds or self._is_zero(op.args[1], bounds))
         return (op.fn == "mul" and any(self._is_zero(a, bounds) for a in op.args)) or \
             ((op.over is not None or op.fn in ("neg", "cast")) and self._is_zero(op.args[0], bounds))
 

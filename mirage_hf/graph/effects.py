@@ -72,8 +72,9 @@ def _closed(block: BlockGraph, cache: str, slots: str, ends: set[str]) -> bool:
     for stage in block.stages:
         for b in stage.body:
             chosen = b.fn == "select" and b.args[0] in ends and not isinstance(b.args[2], str)
-            if chosen or (b.fn == "mul" and zero & set(b.args)):
-                zero |= {b.out} if b.fn == "mul" or b.args[2] == 0.0 else set()
+            kept = b.fn == "select" and b.args[1] in zero and b.args[2] == 0.0
+            if chosen or kept or (b.fn == "mul" and zero & set(b.args)):
+                zero |= {b.out} if kept or b.fn == "mul" or b.args[2] == 0.0 else set()
             elif seeing & set(b.args):
                 if b.over == slots:
                     return False

@@ -178,7 +178,7 @@ def _attention(attention: Any, row: LayerLayout, probes: probe.Probes) -> Part |
         return Rejected(f"{' and '.join(has)} are no two norms of one head each")
     if no := plain.same_weights(norms, dtype, inner[row.projections[0]].weight.device):
         return no
-    block = ATTENTION.block(kv_heads=kv[0], group=heads // kv[0], head_dim=d, scale=scale, norm=bool(norms),
+    block = ATTENTION.block(kv_heads=kv[0], group=heads // kv[0], head_dim=d, scale=scale, norm="rms" if norms else "",
                             eps=_eps(norms[0]) if norms else 1e-6, dtype=dtype)
     paths = [f"{row.attention}.{n}" for n in has]
     return Part("attention", block, tuple((p, "weight") for p in paths), (row.attention, *paths))

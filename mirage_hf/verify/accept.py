@@ -122,6 +122,9 @@ class Searched:
 
 WHOLE = 24
 """Ops of a program that is searched as one: attention of a decoding step with q/k norms, RoPE and a cache has 21, which takes a second."""
+WHOLE_APPENDING = 40
+"""The same of a program that appends to caches: in windows its appends would be library calls. With biases, a mask, softcap and a sink
+as well, attention has 33, which take four seconds."""
 
 
 def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Progress | None = None, *, seed: int = 0,
@@ -139,7 +142,7 @@ def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Pr
     searched_for = appending.graph if appending else program
     lowered = lower(searched_for)
     reason = lowered.reason if isinstance(lowered, NotLowerable) else ""
-    if (reason or len(searched_for.ops) > WHOLE) and not options.roles:
+    if (reason or len(searched_for.ops) > (WHOLE_APPENDING if appending else WHOLE)) and not options.roles:
         return Searched(*search_windows(program, options, progress, seed=seed, reason=reason, steps=steps))
     say = progress or (lambda stage, detail: None)
     found, report = search(searched_for, options, lambda counters: say("search", counters), steps)
