@@ -73,15 +73,15 @@ class _Block:
         return Named(t, (*x.axes[:d], self.parts[axis], *x.axes[d + 1:]))
 
     @staticmethod
-    def _turned(t: torch.Tensor, d: int, how: str) -> torch.Tensor:
+    def _turned(t: torch.Tensor, d: int, how: str, width: int | None) -> torch.Tensor:
         """One element at a time."""
-        n = t.shape[d]
+        n = t.shape[d] if width is None else width
         what, which = how.split()
-        partner = {k: k ^ 1 if which == "pairs" else (k + n // 2) % n for k in range(n)}
+        partner = {k: k if k >= n else k ^ 1 if which == "pairs" else (k + n // 2) % n for k in range(t.shape[d])}
         rows = t.unbind(d)
         if what == "swap":
-            return torch.stack([rows[partner[k]] for k in range(n)], d)
-        return torch.stack([-rows[k] if k < partner[k] else rows[k] for k in range(n)], d)
+            return torch.stack([rows[p] for p in partner.values()], d)
+        return torch.stack([-rows[k] if k < p else rows[k] for k, p in partner.items()], d)
 
     def run(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
         values: dict[str, Named] = {}
@@ -96,7 +96,13 @@ class _Block:
             named = tuple(a for a in i.axes if a)
             sources = [operands[s].reshape([n for n, a in zip(operands[s].shape, i.axes, strict=True) if a]) for s in i.sources]
             whole = torch.cat(sources, named.index(i.joined)) if len(sources) > 1 else sources[0]
-            values[i.name] = Named(self._turned(whole, named.index(i.turn.axis), i.turn.how) if i.turn else whole, named)
+            if i.turn:
+                whole = self._turned(whole, named.index(i.turn.axis), i.turn.how, i.turn.width)
+            if i.padding:
+                d = named.index(i.padding.axis)
+                more = [self.size[i.padding.axis] - i.padding.size if n == d else s for n, s in enumerate(whole.shape)]
+                whole = torch.cat([whole, torch.full(more, i.padding.value, dtype=self.dtype)], d)
+            values[i.name] = Named(whole, named)
         for stage in self.g.stages:
             todo = {op.out: op for op in stage.body} | {a.out: a for a in stage.accumulators}
             left = list(todo.values())

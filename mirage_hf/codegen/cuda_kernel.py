@@ -65,6 +65,8 @@ def _refuse(block: BlockGraph, name: str) -> None:
             raise errors.CodegenError(f"{name}: {i.name} holds bounds of axis {i.bounds}; {way_out}")
         if i.turn is not None:
             raise errors.CodegenError(f"{name}: {i.name} is turned along axis {i.turn.axis}; {way_out}")
+        if i.padding is not None:
+            raise errors.CodegenError(f"{name}: {i.name} is padded along axis {i.padding.axis}; {way_out}")
     for stage in block.stages:
         read = {x for op in stage.body for x in op.args}
         for acc in stage.accumulators:

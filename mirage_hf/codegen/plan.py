@@ -252,7 +252,8 @@ class Plan:
         x, y = self.operands[source], self.outputs[self.block.outputs.index(o)]
         readers = [i for i in self.block.inputs if source in i.sources]
         return ((x.dims, x.strides, x.dtype, x.constant) == (y.dims, y.strides, y.dtype, False)
-                and all(i.sources == (source,) and i.axes == o.axes and i.bounds is None and i.turn is None for i in readers)
+                and all(i.sources == (source,) and i.axes == o.axes and i.bounds is None and i.turn is None
+                        and i.padding is None for i in readers)
                 and (self.loop not in o.axes or not self.walks)
                 and all(self.cuts(a.name, o.axes) for a in self.block.named(Role.GRID)))
 
@@ -522,7 +523,8 @@ class Plan:
         if axis not in self.block.carried.get(value, ()):
             return False
         if value in self.input:
-            return True
+            padding = self.input[value].padding
+            return padding is None or padding.value == 0.0
         op = self._ops.get(value)
         if op is not None and op.fn == "select" and op.args[2] == 0.0 and self.zero_padded(str(op.args[0]), axis):
             return True

@@ -10,7 +10,7 @@ import torch
 
 from mirage_hf.codegen import triton_math
 from mirage_hf.codegen.plan import Append, Plan
-from mirage_hf.graph.block import Axis, BlockInput, BlockOutput, Role, Turn
+from mirage_hf.graph.block import Axis, BlockInput, BlockOutput, Role
 
 _RESERVED = frozenset({"tl", "triton", "torch", "pid", "run", "program", "range", "float", "overlaps", "part", "parts", "tile",
                        "scratch_ptr", "counters_ptr", "arrived", *triton_math.HELPERS})
@@ -187,16 +187,16 @@ class Tiles:
     # -- loads and stores -----------------------------------------------------------------------------------------------------
 
     def _address(self, pointer: str, axes: Sequence[str | None], strides: Sequence[int], dims: Sequence[str],
-                 shift: tuple[str | None, str] = (None, ""), turn: Turn | None = None) -> str:
-        """Pointer arithmetic for a tile; `shift` names a joined axis and what its coordinate is called here."""
+                 shift: tuple[str | None, str] = (None, ""), turned: BlockInput | None = None) -> str:
+        """Pointer arithmetic for a tile; `shift` names a joined axis and what its coordinate is called here; `turned`: the input."""
         far = sum(self.plan.reach(a) * s for a, s in zip(axes, strides, strict=True) if a) >= 2 ** 31
         terms = [pointer]
         for a, stride in zip(axes, strides, strict=True):
             if a is None or self._is_fixed(a, stride):
                 continue
             at = shift[1] if a == shift[0] else self.axis[a]
-            if turn is not None and turn.swaps and a == turn.axis:
-                at = self._partner(a, at, turn)
+            if turned is not None and turned.turn is not None and turned.turn.swaps and a == turned.turn.axis:
+                at = self._partner(a, at, turned)
             term = self._spread(at, self.plan.dims([a]), dims)
             term += ".to(tl.int64)" if far else ""
             terms.append(term if stride == 1 else f"{term} * {stride}")
@@ -213,15 +213,20 @@ class Tiles:
             shift = self.plan.loop, f"{self.axis[str(self.plan.loop)]}_next"
         axes = self.block.input_axes(i)
         dims = self.plan.dims(axes)
-        arguments = [self._address(pointer, i.axes, self.plan.operands[i.sources[source]].strides, dims, shift, i.turn)]
+        arguments = [self._address(pointer, i.axes, self.plan.operands[i.sources[source]].strides, dims, shift, i)]
         mask = self._mask([a for a in axes if not (ahead and a == self.plan.loop)], dims) + ([extra_mask] if extra_mask else [])
         if (ends := self._ends_of(i)) is not None:
             self._load_bounds(ends)
             mask += self._between(ends, dims)
         if ahead:
             mask.append(self._spread(f"{shift[1]}_in", self.plan.dims([str(self.plan.loop)]), dims))
+        other = "0.0" if self.plan.dtype(i).is_floating_point else "0"
+        if i.padding is not None:
+            at = shift[1] if i.padding.axis == shift[0] else self.axis[i.padding.axis]
+            mask.append(self._spread(f"({at} < {i.padding.size})", self.plan.dims([i.padding.axis]), dims))
+            other = repr(i.padding.value)
         if mask:
-            arguments += [f"mask={' & '.join(mask)}", "other=0.0" if self.plan.dtype(i).is_floating_point else "other=0"]
+            arguments += [f"mask={' & '.join(mask)}", f"other={other}"]
         if policy is None and self.plan.schedule.evict_first and self.plan.loop and self.plan.loop in i.axes and self.plan.is_streamed(i):
             policy = "evict_first"
         if policy is not None:
@@ -229,18 +234,21 @@ class Tiles:
         load = f"tl.load({', '.join(arguments)})"
         if i.turn is None or i.turn.swaps:
             return load
-        at, half = shift[1] if i.turn.axis == shift[0] else self.axis[i.turn.axis], self.block.axis(i.turn.axis).size // 2
-        first = f"({at} & 1) == 0" if i.turn.pairs else f"{at} < {half}"
+        at, width = shift[1] if i.turn.axis == shift[0] else self.axis[i.turn.axis], self.block.turned(i)
+        first = f"(({at} & 1) == 0) & ({at} < {width})" if i.turn.pairs else f"{at} < {width // 2}"
         sign = self._spread(f"tl.where({first}, -1.0, 1.0)", self.plan.dims([i.turn.axis]), dims)
         narrow = f".to({triton_dtype(self.plan.dtype(i))})" if i.name in self.plan.native else ""
         return f"({load}.to(tl.float32) * {sign}){narrow}"
 
-    def _partner(self, axis: str, at: str, turn: Turn) -> str:
-        """The coordinates of the partners of those in `at`."""
-        if turn.pairs:
-            return f"({at} ^ 1)"
-        half = self.block.axis(axis).size // 2
-        text = f"tl.where({at} < {half}, {at} + {half}, {at} - {half})"
+    def _partner(self, axis: str, at: str, i: BlockInput) -> str:
+        """The coordinates of the partners of those in `at`; what has none stays where it is."""
+        assert i.turn is not None
+        width = self.block.turned(i)
+        half, alone = width // 2, width < self.block.extent(i, axis)
+        if i.turn.pairs:
+            return f"tl.where({at} < {width}, {at} ^ 1, {at})" if alone else f"({at} ^ 1)"
+        second = f"tl.where({at} < {width}, {at} - {half}, {at})" if alone else f"{at} - {half}"
+        text = f"tl.where({at} < {half}, {at} + {half}, {second})"
         # a tile starts at a multiple of itself; rows in variables of their own, and parts, start anywhere
         together = math.gcd(half, self.plan.tile(axis)) if self.plan.dims([axis]) and self.plan.parts(axis) is None else 1
         return f"tl.max_contiguous(tl.multiple_of({text}, {together}), {together})" if together > 1 else text
@@ -251,7 +259,7 @@ class Tiles:
         joined = i.joined if len(i.sources) > 1 else None
         if joined is not None and not (self._is_selected(i) and self.block.role(joined) is Role.GRID):
             return  # which source the tiles lie in is known only inside the loop
-        if (plan.unrolled and plan.unrolled in i.axes) or i.turn is not None:
+        if (plan.unrolled and plan.unrolled in i.axes) or i.turn is not None or i.padding is not None:
             return
         ends = self._ends_of(i)
         strides = {a: s for a, s in zip(i.axes, plan.operands[i.sources[0]].strides, strict=True) if a and not self._is_fixed(a, s)}

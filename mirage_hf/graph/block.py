@@ -8,6 +8,7 @@ fmap and omap follow from the roles (see graph/maps.py).
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -42,10 +43,11 @@ TURNS = (SWAP_HALVES, SWAP_PAIRS, SIGN_HALVES, SIGN_PAIRS)
 class Turn:
     """How an input is read along an axis of even size whose elements are partners, i and i + size/2 (halves) or 2i and 2i + 1
     (pairs): each in its partner's place (swap), or the first of two negated (sign). A rotation of x by an angle (RoPE) is
-    x · cos + swapped x · signed sin."""
+    x · cos + swapped x · signed sin. With a `width` only so many elements, the first ones, have partners; the others stay."""
 
     axis: str
     how: str
+    width: int | None = None
 
     @property
     def swaps(self) -> bool:
@@ -61,6 +63,19 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Padding:
+    """An input that is shorter than one of its axes: its source has `size` elements along it, and `value` is what lies behind them."""
+
+    axis: str
+    size: int
+    value: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise errors.GraphError(f"padding of axis {self.axis}: {self.value} is not finite")
+
+
+@dataclass(frozen=True)
 class BlockInput:
     """A value loaded from device memory.
 
@@ -69,7 +84,8 @@ class BlockInput:
     source tensors, None for a dim of size 1; `sizes` are the sources' extents along `joined`, in order.
 
     With `bounds`, an axis that is not among `axes`, the sources are two int32 tensors lo and hi, and the value is 1 where
-    lo ≤ index along that axis < hi, else 0. `turn`: how it is read along one of its axes.
+    lo ≤ index along that axis < hi, else 0. `turn`: how it is read along one of its axes. `padding`: what is behind the end
+    of its source, whose elements alone are turned.
     """
 
     name: str
@@ -79,6 +95,7 @@ class BlockInput:
     sizes: tuple[int, ...] = ()
     bounds: str | None = None
     turn: Turn | None = None
+    padding: Padding | None = None
 
     @property
     def carried(self) -> tuple[str, ...]:
@@ -90,6 +107,9 @@ class BlockInput:
             raise errors.GraphError(f"block input {self.name}: has no source; name the operand it reads")
         if self.turn is not None and (self.bounds is not None or self.turn.axis not in self.axes or self.turn.axis == self.joined):
             raise errors.GraphError(f"block input {self.name}: cannot be turned along {self.turn.axis}; it must be an axis of its source")
+        if self.padding is not None and (self.bounds is not None or len(self.sources) > 1 or self.padding.axis not in self.axes):
+            raise errors.GraphError(f"block input {self.name}: cannot be padded along {self.padding.axis}; it must be an axis of its only "
+                                    "source")
         if self.bounds is not None:
             if len(self.sources) != 2 or self.joined is not None or self.sizes or self.bounds in self.axes:
                 raise errors.GraphError(f"block input {self.name}: bounds of axis {self.bounds} are two tensors, lo and hi, which are "
@@ -227,8 +247,13 @@ class BlockGraph:
                 raise fail(f"input {i.name}: axes {i.axes} repeat or are unknown")
             if i.sizes and (min(i.sizes) < 1 or sum(i.sizes) != sizes[i.joined]):  # type: ignore[index]
                 raise fail(f"input {i.name}: sizes {i.sizes} along {i.joined} must be positive and sum to {sizes[i.joined]}")  # type: ignore[index]
-            if i.turn is not None and sizes[i.turn.axis] % 2:
-                raise fail(f"input {i.name}: axis {i.turn.axis} of {sizes[i.turn.axis]} elements has no partners; its size must be even")
+            if i.padding is not None and not 0 < i.padding.size < sizes[i.padding.axis]:
+                raise fail(f"input {i.name}: {i.padding.size} elements are no part of axis {i.padding.axis} of {sizes[i.padding.axis]}")
+            if i.turn is not None:
+                there, width = self.extent(i, i.turn.axis), self.turned(i)
+                if width % 2 or not 0 < width <= there:
+                    raise fail(f"input {i.name}: {width} of the {there} elements along axis {i.turn.axis} cannot be partners; their number "
+                               "must be even")
             define(i.name, self.input_axes(i))
         visible = set(carried)
         for stage in self.stages:
@@ -332,6 +357,15 @@ class BlockGraph:
     def splits(self, name: str) -> str | None:
         """The loop or tile axis whose parts an axis numbers."""
         return next((a.name for a in self.axes if a.parts == name), None)
+
+    def extent(self, i: BlockInput, axis: str) -> int:
+        """How many elements the source of an input has along an axis that its sources are not joined along."""
+        return i.padding.size if i.padding is not None and i.padding.axis == axis else self.axis(axis).size
+
+    def turned(self, i: BlockInput) -> int:
+        """How many elements of an input that is turned have partners."""
+        assert i.turn is not None
+        return self.extent(i, i.turn.axis) if i.turn.width is None else i.turn.width
 
     def input_axes(self, i: BlockInput) -> tuple[str, ...]:
         """The axes an input carries, in the graph's order."""

@@ -22,6 +22,7 @@ class Algebra(Protocol):
     def join(self, xs: Sequence[Any], dim: int) -> Any: ...
     def cut(self, x: Any, slices: tuple[slice, ...]) -> Any: ...
     def empty(self, shape: Sequence[int]) -> Any: ...
+    def full(self, shape: Sequence[int], value: float) -> Any: ...
     def put(self, out: Any, slices: tuple[slice, ...], x: Any) -> None: ...
     def elementwise(self, fn: str, args: Sequence[Any], attrs: Mapping[str, float]) -> Any: ...
     def reduce(self, kind: str, x: Any, dim: int) -> Any: ...
@@ -54,6 +55,9 @@ class TorchAlgebra:
 
     def empty(self, shape: Sequence[int]) -> torch.Tensor:
         return torch.full(tuple(shape), float("nan"), dtype=self.compute, device=self.device)
+
+    def full(self, shape: Sequence[int], value: float) -> torch.Tensor:
+        return torch.full(tuple(shape), value, dtype=self.compute, device=self.device)
 
     def put(self, out: torch.Tensor, slices: tuple[slice, ...], x: torch.Tensor) -> None:
         out[slices] = x
@@ -97,7 +101,8 @@ def _cuts(start: int, stop: int, pieces: int) -> list[slice]:
 
 def turned(algebra: Algebra, x: Any, shape: Sequence[int], dim: int, turn: Turn) -> Any:
     """An array of that shape, read along `dim` as `turn` says."""
-    rank, half = len(shape), shape[dim] // 2
+    rank, width = len(shape), turn.width or shape[dim]
+    half = width // 2
 
     def part(start: int, stop: int, step: int = 1) -> Any:
         return algebra.cut(x, tuple(slice(start, stop, step) if d == dim else slice(None) for d in range(rank)))
@@ -105,10 +110,10 @@ def turned(algebra: Algebra, x: Any, shape: Sequence[int], dim: int, turn: Turn)
     first, second = (part(k, 2 * half, 2) for k in (0, 1)) if turn.pairs else (part(0, half), part(half, 2 * half))
     both = [second, first] if turn.swaps else [algebra.elementwise("neg", [first], {}), second]
     joined = algebra.join(both, dim)
-    if not turn.pairs:
-        return joined
-    split = algebra.arrange(joined, range(rank), (*shape[:dim], 2, half, *shape[dim + 1:]))
-    return algebra.arrange(split, (*range(dim), dim + 1, dim, *range(dim + 2, rank + 1)), tuple(shape))
+    if turn.pairs:
+        split = algebra.arrange(joined, range(rank), (*shape[:dim], 2, half, *shape[dim + 1:]))
+        joined = algebra.arrange(split, (*range(dim), dim + 1, dim, *range(dim + 2, rank + 1)), (*shape[:dim], width, *shape[dim + 1:]))
+    return joined if width == shape[dim] else algebra.join([joined, part(width, shape[dim])], dim)
 
 
 def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra,
@@ -144,11 +149,14 @@ def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra
             shape = block_shape([a for a in i.axes if a is not None], {})
             parts = [algebra.bounds(lo, hi, order, shape, index[i.bounds], graph.axis(i.bounds).size)]
         for k, source in enumerate(i.sources if i.bounds is None else ()):
-            extent = {i.joined: i.sizes[k]} if i.joined and i.sizes else {}
+            extent = {i.joined: i.sizes[k]} if i.joined and i.sizes else {i.padding.axis: i.padding.size} if i.padding else {}
             shape = block_shape(graph.input_axes(i), extent)
             parts.append(algebra.arrange(operands[source], order, shape))
             if i.turn is not None:
                 parts[-1] = turned(algebra, parts[-1], shape, index[i.turn.axis], i.turn)
+            if i.padding is not None:
+                shape[index[i.padding.axis]] = graph.axis(i.padding.axis).size - i.padding.size
+                parts[-1] = algebra.join([parts[-1], algebra.full(shape, i.padding.value)], index[i.padding.axis])
         loaded[i.name] = parts[0] if len(parts) == 1 else algebra.join(parts, index[str(i.joined)])
         for name, number in together.items():
             if name in i.carried:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mirage_hf import errors
-from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage, Turn
+from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Padding, Role, Stage, Turn
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.symbolic import Dim
 from mirage_hf.graph.ugraph import UGraph
@@ -72,6 +72,8 @@ def _block_body(b: BlockGraph) -> Json:
         "axes": [{"name": a.name, "size": a.size, "role": a.role.value} | ({"parts": a.parts} if a.parts else {}) for a in b.axes],
         "inputs": [{"name": i.name, "sources": list(i.sources), "axes": list(i.axes), "joined": i.joined, "sizes": list(i.sizes)}
                    | ({"bounds": i.bounds} if i.bounds else {}) | ({"turn": [i.turn.axis, i.turn.how]} if i.turn else {})
+                   | ({"turned": i.turn.width} if i.turn and i.turn.width else {})
+                   | ({"padding": {"axis": i.padding.axis, "size": i.padding.size, "value": i.padding.value}} if i.padding else {})
                    for i in b.inputs],
         "stages": [{"loop": s.loop, "body": [_block_op(op) for op in s.body],
                     "accumulators": [{"out": a.out, "arg": a.arg, "kind": a.kind, "axes": list(a.axes)}
@@ -323,7 +325,14 @@ def _read_turn(place: _Place) -> Turn | None:
     words = place.all("turn", "text")
     if len(words) != 2:
         raise place.error(f"turn names an axis and how, it is {words}")
-    return place.build(Turn, *words)
+    return place.build(Turn, *words, place.get("turned", "int") if "turned" in place.value else None)
+
+
+def _read_padding(place: _Place) -> Padding | None:
+    if "padding" not in place.value:
+        return None
+    padding = place.key("padding", "object")
+    return Padding(padding.get("axis", "text"), padding.get("size", "int"), float(padding.get("value", "number")))
 
 
 def _read_block(place: _Place) -> BlockGraph:
@@ -335,7 +344,7 @@ def _read_block(place: _Place) -> BlockGraph:
         parts = a.get("parts", "text") if "parts" in a.value else None
         axes.append(Axis(a.get("name", "text"), a.get("size", "int"), roles[a.value["role"]], parts))
     inputs = [i.build(BlockInput, i.get("name", "text"), i.all("sources", "int"), i.all("axes", "text?"), i.get("joined", "text?"),
-                      i.all("sizes", "int"), i.get("bounds", "text") if "bounds" in i.value else None, _read_turn(i))
+                      i.all("sizes", "int"), i.get("bounds", "text") if "bounds" in i.value else None, _read_turn(i), _read_padding(i))
               for i in place.key("inputs", "list").each("object")]
     stages = [Stage(s.get("loop", "text?"), tuple(_read_block_op(op) for op in s.key("body", "list").each("object")),
                     tuple(Accumulator(a.get("out", "text"), a.get("arg", "text"), a.get("kind", "text"), a.all("axes", "text"),

@@ -129,7 +129,7 @@ class KernelGraph:
             for source, extent in zip(i.sources, i.sizes or (None,) * len(i.sources), strict=True):
                 if not 0 <= source < len(inputs):
                     raise errors.GraphError(f"customized: block input {i.name} reads operand {source}, there are {len(inputs)}")
-                want = tuple(1 if a is None else extent if a == i.joined and extent else block_graph.axis(a).size for a in i.axes)
+                want = tuple(1 if a is None else extent if a == i.joined and extent else block_graph.extent(i, a) for a in i.axes)
                 if want != inputs[source].dims:
                     raise errors.GraphError(f"customized: block input {i.name} wants {errors.shape(want)}, "
                                             f"operand {source} is {errors.shape(inputs[source].dims)}")

@@ -121,7 +121,7 @@ def resized(op: KernelOp, operands: Sequence[DTensor]) -> BlockGraph:
         extents = tuple(operands[s].dims[i.axes.index(i.joined)] for s in i.sources) if i.joined is not None and i.sizes else ()
         inputs.append(replace(i, sizes=extents))
         for a, n in zip(i.axes, operands[i.sources[0]].dims, strict=True):
-            if a is not None:
+            if a is not None and (i.padding is None or a != i.padding.axis):
                 n = sum(extents) if a == i.joined and extents else n
                 if found.setdefault(a, n) != n:
                     raise errors.GraphError(f"block input {i.name}: axis {a} is {n}, elsewhere {found[a]}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.graph import maps
-from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage, Turn
+from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Padding, Role, Stage, Turn
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, row_major
 from mirage_hf.graph.symbolic import Dim
 from mirage_hf.ops import table
@@ -64,7 +64,8 @@ def format_block_graph(block: BlockGraph) -> str:
     of = {m.tensor: m for m in maps.maps_of(block).inputs}
     for i in block.inputs:
         joined = f" joined {i.joined} {errors.shape(i.sizes)}" if i.joined else f" bounds {i.bounds}" if i.bounds else ""
-        joined += f" turn {i.turn.axis} {i.turn.how}" if i.turn else ""
+        joined += f" turn {i.turn.axis} {i.turn.how}{f' of {i.turn.width}' if i.turn.width else ''}" if i.turn else ""
+        joined += f" padded {i.padding.axis} {i.padding.size} with {_value(i.padding.value)}" if i.padding else ""
         lines.append(f"%{i.name} = load {', '.join(map(str, i.sources))} {_axes(i.axes)}{joined}  # {of[i.name]}")
     for stage in block.stages:
         lines.append(f"for {stage.loop} {{" if stage.loop else "once {")
@@ -296,8 +297,20 @@ class _Parser:
         sources, axes = tuple(self.many(self.integer)), self.axis_names()
         joined, sizes = (self.take("word"), tuple(self.many(self.integer, "(", ")"))) if self.takes("joined") else (None, ())
         bounds = self.take("word") if self.takes("bounds") else None
-        turn = self.build(Turn, self.take("word"), f"{self.take('word')} {self.take('word')}") if self.takes("turn") else None
-        return self.build(BlockInput, name, sources, axes, joined, sizes, bounds, turn)
+        return self.build(BlockInput, name, sources, axes, joined, sizes, bounds, self.turn(), self.padding())
+
+    def turn(self) -> Turn | None:
+        if not self.takes("turn"):
+            return None
+        axis, how = self.take("word"), f"{self.take('word')} {self.take('word')}"
+        return self.build(Turn, axis, how, self.integer() if self.takes("of") else None)
+
+    def padding(self) -> Padding | None:
+        if not self.takes("padded"):
+            return None
+        axis, size = self.take("word"), self.integer()
+        self.expect("with")
+        return self.build(Padding, axis, size, float(self.number()))
 
     def stage(self) -> Stage:
         loop = self.take("word") if self.expect("for", "once") == "for" else None

@@ -127,7 +127,7 @@ def _owned(op: KernelOp, t: DTensor) -> BlockOutput | None:
     if block is None:
         return None
     for i in block.inputs:
-        mine = i.bounds is None and i.turn is None and len(i.sources) == 1 and op.inputs[i.sources[0]] is t
+        mine = i.bounds is None and i.turn is None and i.padding is None and len(i.sources) == 1 and op.inputs[i.sources[0]] is t
         if mine and all(a is None or block.role(a) is not Role.LOOP for a in i.axes):
             return BlockOutput(i.name, i.axes, table.dtype_name(t.dtype))
     return None

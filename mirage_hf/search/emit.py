@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from mirage_hf import _core
-from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage, Turn
+from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Padding, Role, Stage, Turn
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
@@ -201,10 +201,10 @@ class _Kernel:
         return self.operands.index(tensor)
 
     def _load(self, name: str, sources: Sequence[DTensor], axes: tuple[str | None, ...], joined: str | None = None,
-              sizes: tuple[int, ...] = (), bounds: str | None = None, turn: Turn | None = None) -> str:
+              sizes: tuple[int, ...] = (), bounds: str | None = None, turn: Turn | None = None, padding: Padding | None = None) -> str:
         while name in self.carried or name in self.order:
             name += "_"
-        self.inputs.append(BlockInput(name, tuple(map(self._source, sources)), axes, joined, sizes, bounds, turn))
+        self.inputs.append(BlockInput(name, tuple(map(self._source, sources)), axes, joined, sizes, bounds, turn, padding))
         self.carried[name] = self._sorted(self.inputs[-1].carried)
         if len(sources) == 1:
             self.read[name] = sources[0]
@@ -248,8 +248,9 @@ class _Kernel:
             return
         joined = term.index[i.joined] if several and i.joined is not None else None
         sources = [self.plan.inputs[s] for s in i.sources]
-        turn = Turn(str(term.index[i.turn[0]]), i.turn[1]) if i.turn else None
-        self.value[leaf.value] = _Scaled(self._load(name, sources, term.index, joined, i.sizes if several else (), turn=turn))
+        turn = Turn(str(term.index[i.turn[0]]), *i.turn[1:]) if i.turn else None
+        padding = Padding(str(term.index[i.padding[0]]), i.dims[i.padding[0]], i.padding[1]) if i.padding else None
+        self.value[leaf.value] = _Scaled(self._load(name, sources, term.index, joined, i.sizes if several else (), None, turn, padding))
 
     def _get(self, value: int) -> _Scaled:
         if value in self.waiting:

@@ -49,7 +49,8 @@ class SpecInput:
     sizes: tuple[int, ...] = ()
     itemsize: int = 2
     bounds: int | None = None
-    turn: tuple[int, str] | None = None  # a dim, and how it is read
+    turn: tuple[int, str, int | None] | None = None  # a dim, how it is read, and how much of it
+    padding: tuple[int, float] | None = None  # a dim that is shorter than its axis, and what is behind it
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,9 @@ class _Unsupported(Exception):
     pass
 
 
+_COMPUTED = "rope with a sine that is computed ends a kernel (of a part of a dim a cosine too): the search takes one that is an input"
+
+
 def lower(graph: KernelGraph) -> Spec | NotLowerable:
     """Lower a program, or say which op ends a kernel."""
     try:
@@ -105,20 +109,39 @@ def lower(graph: KernelGraph) -> Spec | NotLowerable:
 
 _Place = tuple[int, int]  # tensor index, dim
 
-Index = tuple["str | Turn | None", ...]
-"""What a dim of a tensor is indexed by: an axis, an axis on which partners are swapped or signed, or nothing (size 1)."""
+
+@dataclass(frozen=True)
+class _Padded:
+    """A dim indexed by a longer axis, behind whose end lies `value`."""
+
+    inner: str | Turn
+    value: float
 
 
-def _named(index: Iterable[str | Turn | None]) -> tuple[str | None, ...]:
+Place = str | Turn | _Padded | None
+"""What a dim of a tensor is indexed by: an axis, one on which partners are swapped or signed, one that is longer, or nothing (size 1)."""
+Index = tuple[Place, ...]
+
+
+def _inner(place: Place) -> str | Turn | None:
+    return place.inner if isinstance(place, _Padded) else place
+
+
+def _named(index: Iterable[Place]) -> tuple[str | None, ...]:
     """The axes of an index."""
-    return tuple(a.axis if isinstance(a, Turn) else a for a in index)
+    return tuple(a.axis if isinstance(a, Turn) else a for a in map(_inner, index))
 
 
-def _turned(axis: str | Turn | None, how: str) -> Turn:
+def _turned(axis: Place, how: str, width: int | None) -> Turn:
     """An axis of an index, turned."""
-    if axis is None or isinstance(axis, Turn):
+    if not isinstance(axis, str):
         raise _Unsupported("rope of a turned dim, or of one of size 1, ends a kernel")
-    return Turn(axis, how)
+    return Turn(axis, how, width)
+
+
+def _is_of_input(place: Place) -> bool:
+    """Whether only an input may be read so, as an op on what is read would give something else."""
+    return isinstance(place, _Padded) or (isinstance(place, Turn) and not place.swaps)
 
 
 @dataclass
@@ -235,7 +258,7 @@ class _Lowering:
             for d in range(rank):
                 give(t, d, "column" if d == rank - 1 else "row" if d == rank - 2 else "batch")
 
-    def _axis(self, t: DTensor, d: int, taken: Iterable[str | Turn | None]) -> str:
+    def _axis(self, t: DTensor, d: int, taken: Iterable[Place]) -> str:
         root = self._find((t.index, d))
         base = name = self.names.setdefault(root, f"a{len(self.names)}_")
         copy, used = 0, _named(taken)
@@ -264,10 +287,13 @@ class _Lowering:
         return self._term(Term("constant", value=float(value)))
 
     def _input(self, spec: SpecInput, given: Index) -> int:
-        turns = [(d, a.how) for d, a in enumerate(given) if isinstance(a, Turn)]
+        turns = [(d, a.how, a.width) for d, a in enumerate(map(_inner, given)) if isinstance(a, Turn)]
         if len(turns) > 1 or (turns and (spec.bounds is not None or spec.joined == turns[0][0])):
             raise _Unsupported("an input that is turned along two dims, or along that of its sources, ends a kernel")
-        spec, index = replace(spec, turn=turns[0] if turns else None), _named(given)
+        padded = [(d, a.value) for d, a in enumerate(given) if isinstance(a, _Padded)]
+        if len(padded) > 1 or (padded and (spec.bounds is not None or len(spec.sources) > 1)):
+            raise _Unsupported("an input that is padded along two dims, or lies in several tensors, ends a kernel")
+        spec, index = replace(spec, turn=turns[0] if turns else None, padding=padded[0] if padded else None), _named(given)
         if spec not in self.inputs:
             self.inputs.append(spec)
         axes = tuple(sorted(a for a in index if a))
@@ -292,8 +318,8 @@ class _Lowering:
         row = table.OPS[op.name]
         if row.kind == "elementwise":
             return self._elementwise(op, index)
-        if op.name not in ("permute", "reshape", "concat") and any(isinstance(a, Turn) and not a.swaps for a in index):
-            raise _Unsupported("rope with a sine that is computed ends a kernel: the search takes one that is an input")
+        if op.name not in ("permute", "reshape", "concat") and any(map(_is_of_input, index)):
+            raise _Unsupported(_COMPUTED)
         x = op.inputs[0]
         assert isinstance(x, DTensor)
         if op.name == "matmul":
@@ -320,7 +346,7 @@ class _Lowering:
         if op.name == "rope":
             return self._rope(op, index)
         if op.name == "permute":
-            inner: list[str | Turn | None] = [None] * len(x.dims)
+            inner: list[Place] = [None] * len(x.dims)
             for o, i in enumerate(attrs["order"]):
                 inner[i] = index[o]
             return self.lower(x, tuple(inner))
@@ -338,23 +364,24 @@ class _Lowering:
             places = [k for k in range(rank - len(lo.dims), rank)]
             own = tuple(index[k] if lo.dims[k - rank] > 1 else None for k in places)
             along = index[dim]
-            if isinstance(along, Turn):
+            if along is not None and not isinstance(along, str):
                 raise _Unsupported("bounds along the dim that rope turns end a kernel")
             return self._op("mul", self.lower(x, index), self._bounds(lo, hi, own, along, dim - (rank - len(lo.dims))))
         raise _Unsupported(f"{op.name} ends a kernel: the search does not fuse it yet")
 
     def _rope(self, op: KernelOp, index: Index) -> int:
-        """x · cos + swapped x · signed sin."""
+        """x · cos + swapped x · signed sin. Where they are narrower than x, the cosine goes on as 1 and the sine as 0."""
         x, cos, sin = (t for t in op.inputs if isinstance(t, DTensor))
-        if cos.dims[-1] != x.dims[-1]:
-            raise _Unsupported("rope of a part of a dim ends a kernel: the search does not fuse it yet")
+        narrow = cos.dims[-1] < x.dims[-1]
         swap, sign = (SWAP_PAIRS, SIGN_PAIRS) if dict(op.attrs)["interleaved"] else (SWAP_HALVES, SIGN_HALVES)
         *outer, last = index
 
-        def own(t: DTensor, along: str | Turn | None) -> Index:
-            return tuple(a if d > 1 else None for a, d in zip((*outer, along)[len(index) - len(t.dims):], t.dims, strict=True))
-        straight = self._op("mul", self.lower(x, index), self.lower(cos, own(cos, last)))
-        crossed = self._op("mul", self.lower(x, (*outer, _turned(last, swap))), self.lower(sin, own(sin, _turned(last, sign))))
+        def own(t: DTensor, along: str | Turn, behind: float) -> Index:
+            place = _Padded(along, behind) if narrow else along
+            return tuple(a if d > 1 else None for a, d in zip((*outer, place)[len(index) - len(t.dims):], t.dims, strict=True))
+        swapped, signed = _turned(last, swap, cos.dims[-1] if narrow else None), _turned(last, sign, None)
+        straight = self._op("mul", self.lower(x, index), self.lower(cos, own(cos, signed.axis, 1.0)))
+        crossed = self._op("mul", self.lower(x, (*outer, swapped)), self.lower(sin, own(sin, signed, 0.0)))
         return self._op("add", straight, crossed)
 
     def _bounds(self, lo: DTensor, hi: DTensor, index: Index, axis: str | None, dim: int) -> int:
@@ -378,8 +405,8 @@ class _Lowering:
         return tuple(outer[len(outer) - n + i] if t.dims[i] > 1 else None for i in range(n))
 
     def _elementwise(self, op: KernelOp, index: Index) -> int:
-        if op.name != "cast" and any(isinstance(a, Turn) and not a.swaps for a in index):
-            raise _Unsupported("rope with a sine that is computed ends a kernel: the search takes one that is an input")
+        if op.name != "cast" and any(map(_is_of_input, index)):
+            raise _Unsupported(_COMPUTED)
         args = []
         for x in op.inputs:
             if not isinstance(x, DTensor):
@@ -455,8 +482,8 @@ class _Lowering:
         tensors = [op.inputs[s] for s in i.sources]
         if i.bounds is not None:
             raise _Unsupported("bounds that a kernel of the program reads: the search does not look into that")
-        if i.turn is not None:
-            raise _Unsupported("an input that a kernel of the program turns: the search does not look into that")
+        if i.turn is not None or i.padding is not None:
+            raise _Unsupported("an input that a kernel of the program turns or pads: the search does not look into that")
         if len(tensors) == 1:
             assert isinstance(tensors[0], DTensor)
             own = tuple(a if d > 1 else None for a, d in zip(index, tensors[0].dims, strict=True))
@@ -488,7 +515,7 @@ class _Lowering:
         order = roots[0][1]
         by_index = {x.index: k for k, x in enumerate(self.graph.inputs)}
         # index of the source tensors' dims: dim order[j] of a source is dim j of the result
-        inner_index: list[str | Turn | None] = [None] * len(order)
+        inner_index: list[Place] = [None] * len(order)
         dims = [0] * len(order)
         for j, o in enumerate(order):
             inner_index[o], dims[o] = index[j], whole[j]

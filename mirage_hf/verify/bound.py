@@ -64,6 +64,9 @@ class Degrees:
     def empty(self, shape: Sequence[int]) -> Degree:
         return Degree(np.zeros((*shape, 4)), np.zeros(tuple(shape), dtype=np.uint64))
 
+    def full(self, shape: Sequence[int], value: float) -> Degree:
+        return self.spread(self._constant(value), shape)
+
     def put(self, out: Degree, slices: tuple[slice, ...], x: Degree) -> None:
         out.n[slices], out.den[slices] = x.n, x.den
 

@@ -116,6 +116,9 @@ class FieldAlgebra:
         never = np.full((*shape, self.copies + 2), -1, dtype=np.int64)
         return Element(never[..., 0], never[..., 2:], never[..., 1])
 
+    def full(self, shape: Sequence[int], value: float) -> Element:
+        return self.spread(self.constant(value), shape)
+
     def put(self, out: Element, slices: tuple[slice, ...], x: Element) -> None:
         out.p[slices] = x.p
         if out.q is not None and x.q is not None:

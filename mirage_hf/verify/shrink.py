@@ -176,6 +176,11 @@ class Classes:
         self.full[side, t.index, name] = size
         return (side, t.index, name)
 
+    def _cut(self, total: Key, first: Key, rest: Key) -> None:
+        """A dim whose first elements are a dim of their own; `rest` stands for the others."""
+        self.full[rest] = self.full[total] - self.full[first]
+        self._rule("sum", total, [first, rest])
+
     def _rule(self, kind: str, total: Key, parts: Sequence[Key]) -> None:
         if len(parts) == 1:
             self.join(total, parts[0])
@@ -208,9 +213,15 @@ class Classes:
                 keys = [(side, op.inputs[s].index, d) for s in i.sources]  # type: ignore[union-attr]
                 if a is not None and a == i.joined:
                     self._rule("sum", (side, number, a), keys)
+                elif a is not None and i.padding is not None and a == i.padding.axis:
+                    self._cut((side, number, a), keys[0], (side, number, i.name, "behind"))
                 elif a is not None:
                     for k in keys:
                         self.join((side, number, a), k)
+            if i.turn is not None and i.turn.width is not None:
+                turned = (side, number, i.name, "turned")
+                self.full[turned] = i.turn.width
+                self._cut((side, number, i.turn.axis), turned, (side, number, i.name, "straight"))
         for t, o in zip(op.outputs, block.outputs, strict=True):
             for d, a in enumerate(o.axes):
                 if a is not None:
@@ -287,6 +298,11 @@ def small_block(classes: Classes, side: str, number: int, op: KernelOp, sizes: d
         if i.joined is not None:
             d = i.axes.index(i.joined)
             i = replace(i, sizes=tuple(size(side, op.inputs[s].index, d) for s in i.sources))  # type: ignore[union-attr]
+        if i.padding is not None:
+            there = size(side, op.inputs[i.sources[0]].index, i.axes.index(i.padding.axis))  # type: ignore[union-attr]
+            i = replace(i, padding=replace(i.padding, size=there))
+        if i.turn is not None and i.turn.width is not None:
+            i = replace(i, turn=replace(i.turn, width=size(side, number, i.name, "turned")))
         inputs.append(i)
     return replace(block, axes=tuple(replace(a, size=size(side, number, a.name)) for a in block.axes), inputs=tuple(inputs))
 

@@ -31,11 +31,11 @@ from mirage_hf.verify.verdict import Accepted, Refused
 SEARCH = SearchOptions(time_limit=20, threads=1)
 
 
-def rotation(heads=3, rows=2, d=16, interleaved=False, norm=False, dtype="float16") -> KernelGraph:
-    """q and k rotated, with their norms before as in Qwen3."""
+def rotation(heads=3, rows=2, d=16, interleaved=False, norm=False, part=None, dtype="float16") -> KernelGraph:
+    """q and k rotated, or the first `part` elements of each head, with their norms before as in Qwen3."""
     g = mi.new_kernel_graph()
     q, k = g.new_input((heads, rows, d), dtype, name="q"), g.new_input((heads - 1, rows, d), dtype, name="k")
-    cos, sin = (g.new_input((rows, d), dtype, name=name) for name in ("cos", "sin"))
+    cos, sin = (g.new_input((rows, part or d), dtype, name=name) for name in ("cos", "sin"))
     qw, kw = (g.new_input((1, d), dtype, name=name, constant=True) if norm else None for name in ("qw", "kw"))
     normed = [g.rms_norm(x, w) if norm else x for x, w in ((q, qw), (k, kw))]
     g.mark_output(*(g.rope(x, cos, sin, interleaved=interleaved) for x in normed))
@@ -63,7 +63,9 @@ def attention(heads=2, keys=24, d=16, dtype="float16") -> KernelGraph:
 
 
 PROGRAMS = {"halves": rotation(), "pairs": rotation(interleaved=True), "normed": rotation(norm=True, d=40),
-            "normed pairs": rotation(norm=True, interleaved=True, d=6), "projected": projected(), "attention": attention()}
+            "normed pairs": rotation(norm=True, interleaved=True, d=6), "part": rotation(d=12, part=8),
+            "normed pairs of a part": rotation(norm=True, interleaved=True, d=20, part=6), "projected": projected(),
+            "attention": attention()}
 
 
 def inputs_of(g: KernelGraph) -> list[torch.Tensor]:
@@ -103,19 +105,22 @@ def test_found_proven_and_right(name):
             assert float((got - want).abs().max()) < 1e-9 and float((again - want).abs().max()) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["halves", "normed pairs", "attention"])
+@pytest.mark.parametrize("name", ["halves", "normed pairs", "part", "normed pairs of a part", "attention"])
 def test_another_turn_is_refused(name):
-    """Every turned input turned in every other way, or not at all."""
+    """Every turned input turned in every other way, or not at all; of a part also padded with another number, or all of it turned."""
     u = next(f.ugraph for f in found_of(PROGRAMS[name]) if f.ugraph.num_kernels == 1)
     op, = u.block_ops
     for n, i in enumerate(op.block.inputs):
         others = [Turn(i.turn.axis, how) for how in TURNS if how != i.turn.how] + [None] if i.turn else []
-        for turn in others:
-            inputs = tuple(replace(x, turn=turn) if k == n else x for k, x in enumerate(op.block.inputs))
+        changed = [replace(i, turn=turn) for turn in others]
+        changed += [replace(i, turn=replace(i.turn, width=None))] if i.turn and i.turn.width else []
+        changed += [replace(i, padding=replace(i.padding, value=i.padding.value + 1.0))] if i.padding else []
+        for wrong in changed:
+            inputs = tuple(wrong if k == n else x for k, x in enumerate(op.block.inputs))
             kernels = KernelGraph()
             made = kernels.customized([kernels.input_like(t) for t in u.kernels.inputs], _operands(u, replace(op.block, inputs=inputs)))
             kernels.mark_output(*made)
-            assert isinstance(prove(UGraph(u.program, kernels)), Refused), (i, turn)
+            assert isinstance(prove(UGraph(u.program, kernels)), Refused), (i, wrong)
 
 
 def _operands(u: UGraph, block: BlockGraph) -> BlockGraph:
@@ -126,7 +131,7 @@ def _operands(u: UGraph, block: BlockGraph) -> BlockGraph:
 
 
 @pytest.mark.parametrize("build, says", [
-    (lambda g, x, c: g.rope(x, g.new_input((4, 4)), g.new_input((4, 4))), "rope of a part of a dim"),
+    (lambda g, x, c: g.rope(x, g.exp(g.new_input((4, 4))), g.new_input((4, 4))), "of a part of a dim a cosine too"),
     (lambda g, x, c: g.rope(x, g.exp(c), g.exp(c)), "a sine that is computed"),
     (lambda g, x, c: g.rope(g.rope(x, c, c), c, c), "rope of a turned dim"),
     (lambda g, x, c: g.rope(g.within(x, *(g.new_input((4, 1), "int32") for _ in range(2)), dim=1), c, c), "bounds along the dim")])
@@ -143,7 +148,8 @@ def test_a_rotation_of_keys_and_queries_is_one_kernel_that_reads_each_twice():
 
 
 @pytest.mark.parametrize("turn, size, says", [
-    (Turn("k", "swap halves"), 5, "must be even"), (Turn("m", "swap halves"), 4, "an axis of its source")])
+    (Turn("k", "swap halves"), 5, "must be even"), (Turn("m", "swap halves"), 4, "an axis of its source"),
+    (Turn("k", "swap halves", 6), 4, "6 of the 4 elements along axis k cannot be partners")])
 def test_impossible_turns_say_why(turn, size, says):
     with pytest.raises(errors.GraphError, match=says):
         BlockGraph((Axis("k", size, Role.GRID),), (BlockInput("x", (0,), ("k",), turn=turn),),
@@ -180,7 +186,7 @@ def test_cuda_says_that_it_has_no_turns():
 @pytest.mark.parametrize("sm", [80, 90])
 def test_compiles_ahead_of_time(sm, tmp_path, monkeypatch):
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
-    for g in (rotation(heads=32, rows=1, d=128, norm=True, dtype="bfloat16"), attention(heads=8, keys=4096, d=128, dtype="bfloat16"),
+    for g in (rotation(heads=32, rows=1, d=128, norm=True, part=64, dtype="bfloat16"), attention(heads=8, keys=4096, d=128, dtype="bfloat16"),
               projected(16, 512, 128)):
         for kernel in compiler.ahead_of_time(triton.generate(found_of(g)[0].ugraph), sm):
             assert kernel.asm["cubin"]
