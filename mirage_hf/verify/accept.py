@@ -122,9 +122,9 @@ class Searched:
 
 WHOLE = 24
 """Ops of a program that is searched as one: attention of a decoding step with q/k norms, RoPE and a cache has 21, which takes a second."""
-WHOLE_APPENDING = 40
+WHOLE_APPENDING = 56
 """The same of a program that appends to caches: in windows its appends would be library calls. With biases, a mask, softcap and a sink
-as well, attention has 33, which take four seconds."""
+as well, attention has 33, which take four seconds, and 47 with a norm of all heads together."""
 
 
 def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Progress | None = None, *, seed: int = 0,

@@ -186,7 +186,8 @@ def test_cuda_says_that_it_has_no_turns():
 @pytest.mark.parametrize("sm", [80, 90])
 def test_compiles_ahead_of_time(sm, tmp_path, monkeypatch):
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
-    for g in (rotation(heads=32, rows=1, d=128, norm=True, part=64, dtype="bfloat16"), attention(heads=8, keys=4096, d=128, dtype="bfloat16"),
+    for g in (rotation(heads=32, rows=1, d=128, norm=True, part=64, dtype="bfloat16"),
+              attention(heads=8, keys=4096, d=128, dtype="bfloat16"),
               projected(16, 512, 128)):
         for kernel in compiler.ahead_of_time(triton.generate(found_of(g)[0].ugraph), sm):
             assert kernel.asm["cubin"]
