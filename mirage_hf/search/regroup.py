@@ -38,11 +38,10 @@ def _regrouped(block: BlockGraph) -> BlockGraph:
                     return new, replace(product, args=(stays, new.out))
         return None
 
-    stages = []
+    stages, taken = [], set[str | float]()
     for stage in block.stages:
         pairs = {op.out: moved(op) for op in stage.body if op.out in products and any(o.out in op.args for o in stage.body)}
-        body = [new for op in stage.body for new in pairs.get(op.out) or (op,)]
-        read = {a for op in body for a in op.args}
-        unread = {a for op in stage.body if pairs.get(op.out) for a in op.args} - read
-        stages.append(replace(stage, body=tuple(op for op in body if op.out not in unread)))
-    return replace(block, stages=tuple(stages))
+        stages.append(replace(stage, body=tuple(new for op in stage.body for new in pairs.get(op.out) or (op,))))
+        taken |= {a for op in stage.body if pairs.get(op.out) for a in op.args}
+    unread = taken - {a for stage in stages for op in stage.body for a in op.args}  # by products of later stages too
+    return replace(block, stages=tuple(replace(s, body=tuple(op for op in s.body if op.out not in unread)) for s in stages))

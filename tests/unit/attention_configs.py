@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,11 +25,12 @@ from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.tune import space
 from mirage_hf.verify.accept import accept
 
-SMALL = dict(head_dim=(64, 80), kv_heads=(1, 2), group=(1, 2, 3), rows=(1, 2), queries=(1, 1, 2, 3), slots=(24, 40, 65), dtype=(torch.float16,))
+SMALL = dict(head_dim=(64, 80), kv_heads=(1, 2), group=(1, 2, 3), rows=(1, 2), queries=(1, 1, 2, 3), slots=(24, 40, 65),
+             dtype=(torch.float16,))
 LARGE = dict(head_dim=(64, 80, 96, 128, 192, 256), kv_heads=(1, 2, 3, 8), group=(1, 2, 4, 5, 7, 8, 16), rows=(1, 2, 3, 8, 16, 64),
              queries=(1, 1, 1, 2, 3, 4, 8, 16), slots=(64, 130, 300, 1024, 4096, 16384, 131072), dtype=(torch.float16, torch.bfloat16))
-MOST_ELEMENTS = 1 << 27
-"""Of a cache."""
+MOST_ELEMENTS = 1 << 29
+"""Of the keys of all heads of a batch."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Kind:
     sizes: tuple[tuple[str, Any], ...]
 
     def __getitem__(self, name: str) -> Any:
-        return dict(self.sizes)[name]
+        sizes = dict(self.sizes)
+        return sizes[name] if name in sizes else inspect.signature(ATTENTION.build).parameters[name].default
 
     def program(self, slots: int) -> KernelGraph:
         return ATTENTION.block(**dict(self.sizes)).program(self.rows, slots=slots)
@@ -73,16 +76,19 @@ def searched(k: Kind, slots: int) -> tuple[Any, ...]:
 
 
 def chosen(k: Kind, slots: int, draw: random.Random, reference: int, limit: int, blocks: int = 1 << 31) -> tuple[UGraph, list[Schedule]]:
-    """One of the candidates at so many slots, and a schedule of each of its kernels, with the loop cut among blocks or not; of at most
-    `blocks` blocks where there is one."""
-    found = [(c, symbolic.for_program(c.ugraph, k.program(slots))) for c in searched(k, reference)]
-    c, u = draw.choice([(c, u) for c, u in found if not space.obstacle(placed(u))])
-    schedules, other = [], []
-    for op in placed(u):
-        allowed = sorted((s for s in space.schedules(op, limit=limit) if c.allows(s.mma)), key=lambda s: plan(op, s).grid)
-        s = draw.choice([s for s in allowed if plan(op, s).grid <= blocks] or allowed[:1])
+    """One of the candidates at so many slots, and a schedule of at most `blocks` blocks of each of its kernels, with the loop cut among
+    them or not."""
+    options = []
+    for c in searched(k, reference):
+        u = symbolic.for_program(c.ugraph, k.program(slots))
+        if not space.obstacle(placed(u)):
+            fitting = [[s for s in space.schedules(op, limit=limit) if c.allows(s.mma) and plan(op, s).grid <= blocks] for op in placed(u)]
+            options += [(u, fitting)] if all(fitting) else []
+    assert options, f"{k}: no candidate has schedules of {blocks} blocks"
+    u, fitting = draw.choice(options)
+    schedules, other = [draw.choice(f) for f in fitting], []
+    for op, s in zip(placed(u), schedules, strict=True):
         loop = next((a.name for a in op.block.axes if a.role == "loop"), None)
-        schedules.append(s)
         other.append(s if loop is None else replace(s, tiles=tuple((dict(s.tiles) | {loop: 16}).items()), split=draw.choice((1, 2, 4))))
     try:
         triton.generate(u, other)
