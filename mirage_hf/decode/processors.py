@@ -67,6 +67,8 @@ class Row:
     values: Callable[[Any, Place], tuple[Tensor, ...]] = lambda p, at: ()
     sizes: Callable[[Any], tuple[Any, ...]] = lambda p: ()
     """What a captured graph is made for."""
+    text: bool = False
+    """Whether it reads the text so far, and not its length alone."""
 
 
 # -- numbers alone ------------------------------------------------------------------------------------------------------
@@ -82,7 +84,7 @@ def _top_k(now: Now, scores: Tensor, k: int, fill: float) -> Tensor:
 def _top_p(now: Now, scores: Tensor, keep: int, fill: float, rest: Tensor) -> Tensor:
     ordered, index = torch.sort(scores, descending=False)
     removed = ordered.softmax(-1).cumsum(-1) <= rest
-    removed[:, -keep:] = False
+    removed[:, -keep:].fill_(False)
     return scores.masked_fill(removed.scatter(1, index, removed), fill)
 
 
@@ -90,7 +92,7 @@ def _top_h(now: Now, scores: Tensor, most: int, fill: float, share: Tensor) -> T
     top, index = torch.topk(scores, min(most, scores.shape[-1]))
     logits, p = _normalized(top)
     kept = (-p * torch.log(p)).cumsum(-1) <= (_entropy(logits, p) * share)[:, None]
-    kept[:, 0] = True
+    kept[:, 0].fill_(True)
     return scores.masked_fill(~torch.zeros_like(scores, dtype=torch.bool).scatter(1, index, kept), fill)
 
 
@@ -106,7 +108,7 @@ def _typical(now: Now, scores: Tensor, keep: int, fill: float, mass: Tensor) -> 
     ordered, index = torch.sort((-normalized - entropy).abs(), descending=False)
     last = (scores.gather(-1, index).softmax(-1).cumsum(-1) < mass).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
     removed = ordered > ordered.gather(1, last)
-    removed[:, :keep] = False
+    removed[:, :keep].fill_(False)
     return scores.masked_fill(removed.scatter(1, index, removed), fill)
 
 
@@ -259,10 +261,10 @@ ROWS = {
         at.tokens(p.eos_token_id), at.count(p.regulation_start), at.exact(p.regulation_factor))),
     "RepetitionPenaltyLogitsProcessor": Row(
         _penalize, "penalty prompt_ignore_length logits_indices cu_seq_lens_q",
-        lambda p, at: (at.number(p.penalty), _ignored(p.prompt_ignore_length, at))),
-    "NoRepeatNGramLogitsProcessor": Row(_no_repeat, "ngram_size", sizes=lambda p: (p.ngram_size,)),
-    "SequenceBiasLogitsProcessor": Row(_bias, _BIASED, _biases),
-    "NoBadWordsLogitsProcessor": Row(_bias, f"bad_word_ids {_BIASED}", _biases),
+        lambda p, at: (at.number(p.penalty), _ignored(p.prompt_ignore_length, at)), text=True),
+    "NoRepeatNGramLogitsProcessor": Row(_no_repeat, "ngram_size", sizes=lambda p: (p.ngram_size,), text=True),
+    "SequenceBiasLogitsProcessor": Row(_bias, _BIASED, _biases, text=True),
+    "NoBadWordsLogitsProcessor": Row(_bias, f"bad_word_ids {_BIASED}", _biases, text=True),
 }
 TABLE = {getattr(hf, name): row for name, row in ROWS.items() if hasattr(hf, name)}
 """By exact class. Names that this version of transformers does not have are left out."""

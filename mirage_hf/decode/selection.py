@@ -144,6 +144,7 @@ class Composed(Chooser):
         super().__init__(key)
         self.trail, self.ends, self.rows, self.scores = trail, ends, rows, scores
         self.sample, self.pads = selection.sample, selection.pads
+        self._writes = bool(selection.stops) or any(table.TABLE[type(p)].text for p in selection.processors)
         self.eos = None if selection.eos is None else torch.zeros(ends.vocab, dtype=torch.bool, device=trail.ids.device)
         self._sources = [c.embedding_vec for c in selection.stops]
         self.stops = [_resident(c, trail.ids.device) for c in selection.stops]
@@ -178,7 +179,8 @@ class Composed(Chooser):
         token = self.ends.draw(scores, trail.numbers.index_select(1, step)) if self.sample else scores.argmax(-1)
         if self.pads:
             token = torch.where(control.alive, token, control.pad)
-        trail.ids.index_copy_(1, now.length, token.masked_fill(token == NOTHING, 0)[:, None] if self.sample else token[:, None])
+        if self._writes:
+            trail.ids.index_copy_(1, now.length, token.masked_fill(token == NOTHING, 0)[:, None] if self.sample else token[:, None])
         ended = None if self.eos is None else self.eos.index_select(0, token.clamp(0, len(self.eos) - 1))
         for c in self.stops:
             text, there = Now(trail.ids, now.length + 1, trail.slots).last(c.maximum_token_len)

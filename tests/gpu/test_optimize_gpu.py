@@ -68,6 +68,29 @@ def test_captured_steps_give_the_tokens_of_called_ones(family: str) -> None:
     assert torch.equal(captured, model.generate(ids, **GREEDY))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_samples_of_captured_steps_are_those_of_called_ones(family: str) -> None:
+    """Step programs that end in sampling, behind processors and without: the same tokens captured or called, however deep."""
+    model = on_gpu(family)
+    ids = prompt().cuda()
+    kinds = {"defaults": {}, "all tokens": {"top_k": 0}, "top p and penalty": {"top_p": 0.9, "repetition_penalty": 1.2, "temperature": 0.8}}
+    seen: dict[str, dict[str, Any]] = {name: {} for name in kinds}
+    for decode, depth in (("graph", None), ("graph", 0), ("graph", 5), ("eager", None)):
+        optimize(model, tune="never", decode=decode)
+        model.mirage.runner.depth = depth
+        for name, options in kinds.items():
+            for again in range(2):
+                torch.manual_seed(11)
+                tokens = model.generate(ids, do_sample=True, max_new_tokens=40, **options).tolist()
+                seen[name][f"{decode}, depth {depth}, call {again}"] = tokens
+        found = model.mirage.report.decode
+        assert found["selection: on the device"] == found["step: all by kernels"] == 6, found
+        assert decode == "eager" or found["captured"] == 6, found
+    for name, runs in seen.items():
+        first = next(iter(runs.values()))
+        assert all(tokens == first for tokens in runs.values()), f"{family}, {name}: {runs}"
+
+
 trained = pytest.mark.skipif(not (ASSETS / "tiny_llama").exists(), reason="the trained asset is not there")
 
 
