@@ -40,11 +40,13 @@ def capture(run: Callable[[], None], device: torch.device, pool: Any | None) -> 
             # cuBLAS keeps a workspace per stream in memory that torch frees whenever torch.compile records a graph of its
             # own; a graph that still used it would fail at some later replay. Cleared here, the workspace is allocated
             # during the capture, in the graph's own pool, and cleared again it serves nobody else.
-            torch._C._cuda_clearCublasWorkspaces()
             # thread_local: what other threads do to the device meanwhile does not break this capture
             with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                # not before: torch.cuda.graph gives free memory back to the driver, and another thread may be about to launch a
+                # product with its workspace, which is cleared too
+                torch._C._cuda_clearCublasWorkspaces()
                 run()
-            torch._C._cuda_clearCublasWorkspaces()
+                torch._C._cuda_clearCublasWorkspaces()
         finally:
             # a capture that fails to end leaves torch on the side stream
             torch.cuda.set_stream(current)

@@ -110,7 +110,7 @@ class _Criterion(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.events.append(("criterion", input_ids.tolist(), None if scores is None else len(scores)))
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 Arguments = dict[str, Any] | Callable[[], dict[str, Any]]
