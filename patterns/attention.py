@@ -79,12 +79,13 @@ def build(rows: int, kv_heads: int, group: int, head_dim: int, scale: float, nor
     if rope:
         q, k = (g.rope(x, cos, sin, interleaved=rope == "pairs") for x in (q, k))
 
+    last = len(q.dims) - 1
+
     def weights(x: DTensor, name: str) -> DTensor:
-        scores = g.mul(g.matmul(q, g.permute(x, (*range(len(x.dims) - 2), -1, -2))), scale)
+        scores = g.mul(g.matmul(q, g.permute(x, (*range(last - 1), last, last - 1))), scale)
         scores = scores if softcap is None else g.mul(g.tanh(g.mul(scores, 1 / softcap)), softcap)
         return g.exp(g.add(scores, given(name, rows, 1, 1, queries, x.dims[-2])) if mask else scores)
 
-    last = len(q.dims) - 1
     old, new = weights(keys, "mask"), weights(k, "new_mask")
     old = g.within(old, lo, slot, dim=last)
     if window:
@@ -92,11 +93,12 @@ def build(rows: int, kv_heads: int, group: int, head_dim: int, scale: float, nor
     if several:
         new = g.within(new, *(given(name, rows if window else 1, 1, 1, queries, 1, kind=torch.int32)
                               for name in ("new_first", "new_last")), dim=last)
+    summed = g.add(g.matmul(old, values), g.matmul(new, v))
     total = g.add(g.reduction(old, last), g.reduction(new, last))
     if sinks:
         total = g.add(total, g.exp(given("sinks", 1, kv_heads, group, 1, 1, constant=True)))
     divided = g.ratio if several else g.div  # one query sees its own key
-    y = divided(g.add(g.matmul(old, values), g.matmul(new, v)), total)
+    y = divided(summed, total)
     g.mark_output(y, g.cache_append(keys, k, slot), g.cache_append(values, v, slot))
     return g
 

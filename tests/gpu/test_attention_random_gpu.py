@@ -19,9 +19,9 @@ from mirage_hf.codegen import triton
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
-RANDOM, OF_A_KIND = 500, 5
+RANDOM, OF_A_KIND = 500, 10
 """Random configurations, each with a schedule of its own and three draws of inputs and bounds; neighbours share what is searched."""
-REFERENCE_SLOTS = 256
+REFERENCE_SLOTS = 128
 
 
 @pytest.mark.parametrize("seed", range(RANDOM))
