@@ -110,7 +110,7 @@ for seed in range(test_attention.RANDOM):
     draw = random.Random(seed)
     number = test_attention.KINDS[seed % len(test_attention.KINDS)]
     k, slots = configs.kind(number, configs.SMALL), draw.choice(configs.SMALL["slots"])
-    u, schedules = configs.chosen(k, slots, draw, 32, 16, blocks=16)
+    u, schedules = configs.chosen(k, slots, draw, 32, 16, blocks=8)
     g, program = u.program, triton.generate(u, schedules)
     inputs = configs.inputs_of(k, g, draw)
     stock, exact = configs.both(k, g, inputs)
