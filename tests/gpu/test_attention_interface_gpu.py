@@ -12,6 +12,7 @@ import torch
 import transformers as tf
 from torch import Tensor
 from transformers import StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from mirage_hf import attention_interface, kernels, torch_op

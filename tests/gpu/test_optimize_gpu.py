@@ -71,7 +71,7 @@ def test_captured_steps_give_the_tokens_of_called_ones(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_samples_of_captured_steps_are_those_of_called_ones(family: str) -> None:
     """Step programs that end in sampling, behind processors and without: the same tokens captured or called, however deep."""
-    model = on_gpu(family)
+    model = on_gpu(family, torch.float32)  # the first prompt runs HF's forward, later ones kernels, which round differently
     ids = prompt().cuda()
     kinds = {"defaults": {}, "all tokens": {"top_k": 0}, "top p and penalty": {"top_p": 0.9, "repetition_penalty": 1.2, "temperature": 0.8}}
     seen: dict[str, dict[str, Any]] = {name: {} for name in kinds}
