@@ -373,7 +373,6 @@ def test_odd_programs(build):
 
 # -- what cannot be one kernel ------------------------------------------------------------------------------------------------
 
-def _rope(g): g.rope(*(g.new_input((4, d)) for d in (8, 4, 4)))
 def _split(g): g.exp(g.reshape(g.new_input((4, 8)), (4, 2, 4)))
 def _computed(g): x = g.new_input((4, 8)); g.concat([g.exp(x), g.silu(x)], 1)
 def _append(g): g.cache_append(g.new_input((16, 8)), g.new_input((1, 8)), g.new_input((1,), "int64"))
@@ -386,7 +385,7 @@ def _by_zero(g): g.div(g.new_input((4, 6)), 0.0)
 def _of_a_number(g): x = g.new_input((4, 6)); g.mul(x, g.rsqrt(g.add(g.sub(x, x), 4.0)))
 
 
-@pytest.mark.parametrize("build, says", [(_rope, "rope of a part"), (_split, "reshape that splits"), (_computed, "concat of computed"), (_append, "cache_append ends"),
+@pytest.mark.parametrize("build, says", [(_split, "reshape that splits"), (_computed, "concat of computed"), (_append, "cache_append ends"),
                                          (_slice, "slice ends"), (_whole_numbers, "int64"), (_rounding, "whole numbers"), (_repeated, "same along"),
                                          (_input_itself, "is an input"), (_by_zero, "constants overflow"), (_of_a_number, "not computed")],
                          ids=lambda x: x.__name__.strip("_") if callable(x) else "")
