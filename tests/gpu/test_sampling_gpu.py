@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
 from decoding import Recorder, assert_same, both, left_padded, prompt, tiny
 from test_generate_life import tokenizer
 from test_sampling import CASES, EACH, ON_DEVICE, VOCAB, WARPERS, compare, draws
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from mirage_hf.decode import install
@@ -212,47 +211,3 @@ def test_no_token_to_draw():
             model.generate(prompt(2).cuda(), max_new_tokens=9, do_sample=True)
     assert_same(*both(model, cuda({"inputs": prompt(2), "max_new_tokens": 5, "remove_invalid_values": True, "do_sample": True})))
     captured_only(runner)
-
-
-def test_speed_of_a_1b_shape():
-    """Prints ms per token (bfloat16, random weights, prompt 128) by how tokens are chosen: on the device must beat the host's side."""
-    config = LlamaConfig(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-                         num_key_value_heads=8, head_dim=64, tie_word_embeddings=True, max_position_embeddings=8192, eos_token_id=None,
-                         bos_token_id=1)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            model = LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
-    ids = torch.randint(3, 1000, (1, 128), device="cuda")
-    runner = install(model)
-
-    def measure(generate, **options):
-        def once(n):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            generate(ids, max_new_tokens=n, **options)
-            torch.cuda.synchronize()
-            return time.perf_counter() - begin
-
-        for n in (1, 65):
-            once(n)
-        first = sorted(once(1) for _ in range(5))[2]
-        return (sorted(once(65) for _ in range(3))[1] - first) / 64 * 1e3
-
-    sample = {"do_sample": True, "top_k": 0}
-    kinds = {"greedy": {"do_sample": False}, "sample": sample, "temperature, top k 50": {**sample, "temperature": 0.7, "top_k": 50},
-             "temperature, top k 50, top p": {**sample, "temperature": 0.7, "top_k": 50, "top_p": 0.9},
-             "repetition penalty, greedy": {"do_sample": False, "repetition_penalty": 1.1}, "min p": {**sample, "min_p": 0.05}}
-    rows = {}
-    for name, options in kinds.items():
-        by_host = {"stopping_criteria": StoppingCriteriaList([Recorder().criterion])}
-        rows[name] = (measure(lambda *a, **k: type(model).generate(model, *a, **k), **options),
-                      measure(model.generate, **options, **by_host), measure(model.generate, **options))
-    for name, (stock, host, device) in rows.items():
-        print(f"{name:30s} stock {stock:6.3f}, by the host {host:6.3f}, on the device {device:6.3f} ms/token")
-    slower = [name for name, (stock, host, device) in rows.items() if device > min(stock, host)]
-    assert not slower, (slower, rows)
-    assert set(runner.counts) == {"captured"}, runner.counts
