@@ -32,8 +32,7 @@ demo: .venv/run.stamp
 # everything runs even if an early part fails; the whole suite comes last
 test: .venv/dev.stamp
 	@failed=0; \
-	$(MAKE) lint || failed=1; \
-	$(MAKE) sanitize || failed=1; \
+	$(MAKE) -j2 --output-sync=target -k lint sanitize || failed=1; \
 	$(MAKE) compat || failed=1; \
 	$(MAKE) unit || failed=1; \
 	exit $$failed

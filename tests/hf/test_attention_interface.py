@@ -84,6 +84,7 @@ def test_left_padded_batches(ours, family, cache):
         assert growing == layers * steps - sliding * (steps - 1)
 
 
+@pytest.mark.slow
 def test_sinks(ours):
     torch.manual_seed(0)
     sizes = {**SIZES, "num_hidden_layers": 2}
@@ -144,6 +145,7 @@ def test_gradients_of_training(ours):
     assert all(torch.allclose(p.grad, q.grad, atol=1e-6) for p, q in zip(eager.parameters(), model.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_steps_keep_the_kernels(ours):
     model = pair("llama")[1]
     given, graphs = left_padded((5, 8)), []
@@ -235,6 +237,7 @@ def test_many_slots_and_rows_without_keys(monkeypatch):
     assert asked == [(4096, 256), (256,)] and attention.report().by_torch == {}
 
 
+@pytest.mark.slow
 def test_compiled_graphs_are_for_a_few_lengths_only(resolved):
     attention = Attention("cpu")
     for slots in range(20, 30):
@@ -314,6 +317,7 @@ print(json.dumps(errors))
 """
 
 
+@pytest.mark.slow
 def test_generated_kernels_equal_torch():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=300, check=False)

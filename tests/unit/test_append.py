@@ -240,7 +240,7 @@ for name, g in t.PROGRAMS.items():
         for schedules in t.schedules_of(u):
             program = triton.generate(u, schedules)
             run = compiler.load(program.source, program.digest).run
-            for lo, slot in t.LENGTHS if name == "rotated" else t.LENGTHS[1::2]:
+            for lo, slot in t.LENGTHS[name == "rotated"::2]:
                 if slot + rows > slots:
                     continue
                 inputs = t.inputs_of(g, lo, slot)

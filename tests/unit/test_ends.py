@@ -257,7 +257,7 @@ INTERPRETED = """
 import json
 import test_ends as t
 many = [(70, 33001)]  # blocks of more logits than usual
-wrong = t.wrong_choices(True, t.SHAPES * 2 + many, seed=2) + t.wrong_beginnings(True, 60, seed=3)
+wrong = t.wrong_choices(True, t.SHAPES + many, seed=2) + t.wrong_beginnings(True, 40, seed=3)
 wrong += t.wrong_settlings(True, 60, seed=6) + t.wrong_draws(True, t.SHAPES * 2, seed=7)
 print(json.dumps(wrong))
 """
