@@ -197,7 +197,7 @@ class Attention:
         kernel = self._kernel_for(sizes, key, value)
         if isinstance(kernel, Rejected):
             return kernel.reason
-        if known.bounds is None or known.bounds[2].dtype != query.dtype:
+        if known.bounds is None or known.version is None or known.bounds[2].dtype != query.dtype:  # no version: it may have changed
             known.bounds = bounds_of(mask, query.dtype)  # once a step, for all layers
         lo, hi, bias = known.bounds
         self._calls[sizes] += 1

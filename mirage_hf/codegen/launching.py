@@ -14,9 +14,9 @@ def launch(kernel, grid, tensors, num_warps, num_stages):
     """Launch a kernel on the current stream; the tensors are on the current device.
 
     What a CUDA graph captures may begin before the launch ahead of it is done, where the GPU can (programmatic dependent
-    launch, sm_90): the kernel itself waits before it reads anything but constants, bounds and positions. Those must not be written by
-    a kernel that lets others begin early right ahead of one that reads them. No generated kernel writes integers; where a kernel that
-    waits stands between, what was written before that one is there.
+    launch, sm_90): the kernel itself waits before it reads anything but constants and, where it is part of a step that appends to
+    caches, bounds and positions. Those must not be written by the launch right ahead of one that reads them. No generated kernel
+    writes integers; where a kernel that waits stands between, what was written before that one is there.
     """
     device = tensors[0].device.index
     if device is None:  # the interpreter, on a CPU

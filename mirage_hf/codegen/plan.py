@@ -70,7 +70,7 @@ class PlacedOp(KernelOp):
     caches: frozenset[int] = frozenset()
     """Operands that this or another kernel of the µGraph appends to."""
     settled: frozenset[int] = frozenset()
-    """Bounds and positions that may be read while the launch ahead still runs (codegen/launching.py)."""
+    """Bounds and positions that may be read while the launch ahead still runs: those of steps that append (codegen/launching.py)."""
 
 
 @dataclass(frozen=True)
@@ -543,7 +543,8 @@ def placed(ugraph: UGraph) -> tuple[PlacedOp, ...]:
     found = []
     stored = effects.stored(ugraph.kernels)
     caches = {effects.parts_of(op)[0].index for op in ugraph.kernels.ops if op.name == effects.APPEND}
-    integers = {t.index for t in ugraph.kernels.inputs if not t.dtype.is_floating_point}
+    # where caches are appended to, whoever moves the position does so before a step begins; elsewhere nobody says who writes bounds
+    integers = {t.index for t in ugraph.kernels.inputs if not t.dtype.is_floating_point and caches}
     for op in ugraph.kernels.ops:
         inputs = tuple(now.get(x.index, x) if isinstance(x, DTensor) else x for x in op.inputs)
         if op.name == CUSTOMIZED:

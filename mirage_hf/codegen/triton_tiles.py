@@ -262,6 +262,8 @@ class Tiles:
         if (plan.unrolled and plan.unrolled in i.axes) or i.turn is not None or i.padding is not None:
             return
         ends = self._ends_of(i)
+        if ends is not None and (plan.dims([a for a in ends.axes if a]) or not plan.settled.issuperset(ends.sources)):
+            ends = None  # bounds of each row, or such as are not there yet
         strides = {a: s for a, s in zip(i.axes, plan.operands[i.sources[0]].strides, strict=True) if a and not self._is_fixed(a, s)}
         line = LINE_BYTES // plan.dtype(i).itemsize
         found: list[tuple[str, str, int]] = []  # axis, index, its elements

@@ -55,8 +55,8 @@ class DecodeRunner:
         self.prefills: Counter[str] = Counter()
         self.selections: Counter[str] = Counter()
         self._uncapturable: tuple[object, str] | None = None
-        self._no_prefill: object = None
-        self._no_chain: object = None
+        self._no_prefill: dict[tuple[int, int | None], Fingerprint] = {}
+        self._no_chain: dict[tuple[int, int | None], Fingerprint] = {}
         self._lock = threading.Lock()
 
     def fresh(self) -> DecodeRunner:
@@ -112,15 +112,20 @@ class DecodeRunner:
         if self.mode == "eager" or can_capture(block.device) or plan.survey.no_graph or not plan.plain or not plan.logits_to_keep:
             return None
         bucket = bucket_of(input_ids.shape[0], input_ids.shape[1], block, plan.masks.windows)
-        if bucket is None or self._no_prefill == key:
+        shape = input_ids.shape[0], bucket
+        if bucket is None or self._no_prefill.get(shape) == key:
             return None
         graphs = block.graphs_for(key)
+        present = graphs.get(("prefill", bucket))
+        if present is not None and present.by_kernels and (self.steps is None or self.steps.changed()):
+            del graphs["prefill", bucket]
         if ("prefill", bucket) not in graphs:
             block.prompts[bucket] += 1
             if block.prompts[bucket] < 2 or not block.keys or not block.logits.numel():
                 return None
             block.dirty = max(block.dirty, bucket)  # what warming up writes
-            steps = None if obstacle(self.steps, plan, block, key[2], self.valid_for) or self._no_chain == key else self.steps
+            no = obstacle(self.steps, plan, block, key[2], self.valid_for) or self._no_chain.get(shape) == key
+            steps = None if no else self.steps
             graph = self._captured_prefill(model, block, input_ids.shape[0], bucket, steps, key)
             if graph is None:
                 return None
@@ -139,11 +144,10 @@ class DecodeRunner:
             self.count(f"{'called' if steps is None else 'not by kernels'}: {why}", self.prefills)
             if isinstance(error, torch.OutOfMemoryError):
                 block.drop_graphs()
-                self._no_prefill = key
-            elif steps is None:
-                self._no_prefill = key
+            if steps is None or isinstance(error, torch.OutOfMemoryError):
+                self._no_prefill[batch, bucket] = key
             else:
-                self._no_chain = key
+                self._no_chain[batch, bucket] = key
                 return self._captured_prefill(model, block, batch, bucket, None, key)
         return None
 
@@ -239,7 +243,8 @@ class Generate:
         except NotCovered as reason:
             self.runner.count(f"stock: {reason}")
             return stock(model, *args, **kwargs)
-        self._accepted = config
+        if covered.get("generation_config") is None:  # with one stock does not look at the model's
+            self._accepted = config
         return result
 
     def _cover(self, model: Any, stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | str:

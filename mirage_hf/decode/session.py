@@ -148,9 +148,9 @@ class Session:
         model, plan, block = self.model, self.plan, self.block
         self.fingerprint = self.runner.fingerprint_of(model, plan)
         if (graph := self.runner.prefill_graph(model, plan, block, input_ids, self.fingerprint)) is not None:
+            block.dirty = max(block.dirty, graph.ids.shape[1])
             graph.run(input_ids)
             self.slot = self.cached = input_ids.shape[1]
-            block.dirty = max(block.dirty, graph.ids.shape[1])
             block.clear_from(self.slot)
         else:
             into = plan.cache if plan.past else block.prefill_cache()

@@ -52,6 +52,7 @@ class Steps:
     _attention: dict[tuple[str, int], Kernel] = field(default_factory=dict)
     _prompts: dict[tuple[Block, int], Kernel] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _making: threading.Lock = field(default_factory=threading.Lock)
 
     def kernels(self, layer: LayerKernels, rows: int, slots: int) -> dict[str, Kernel]:
         """What runs the parts of a layer, for caches of so many slots. Errors: CodegenError where attention has no kernel for them."""
@@ -70,7 +71,7 @@ class Steps:
     def prompt_kernels(self, layer: LayerKernels, batch: int, tokens: int, slots: int) -> dict[str, Kernel]:
         """What does a layer's part of prompts that is not the library's: looked up, or searched and made now. Errors: MirageError."""
         blocks = layer.prompt.blocks(batch, tokens, slots)
-        with self._lock:
+        with self._making:  # not the lock that calls take whose kernels are there
             for block, rows in blocks.values():
                 if (block, rows) not in self._prompts:
                     self._prompts[block, rows] = kernels.resolve(block.program(rows), device=self.embedding.device, tune="never",

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 from decoding import Recorder, assert_same, both, handled, left_padded, prompt, tiny
-from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
+from transformers import DynamicCache, GenerationConfig, StaticCache, T5Config, T5ForConditionalGeneration
 from transformers.generation.utils import GenerationMixin
 
 from mirage_hf.decode import install
@@ -183,6 +183,7 @@ def test_options_mean_the_same_in_every_call():
                         {"max_new_tokens": 6, "use_cache": True, "return_dict_in_generate": True, "output_scores": True}):
             assert_same(*both(model, {"inputs": prompt(), "do_sample": False, **options}))
     model.config.temperature = 0.5
+    model.generate(prompt(), generation_config=GenerationConfig(max_new_tokens=3))  # does not look at it, nor does stock's
     for generate in (model.generate, type(model).generate.__get__(model)):
         with pytest.raises(ValueError, match="modified the pretrained model configuration"):
             generate(prompt(), max_new_tokens=3)
