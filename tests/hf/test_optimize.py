@@ -16,7 +16,7 @@ from mirage_hf import kernels
 from mirage_hf.api import optimize, optimized, restore
 from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected, SearchError
 from mirage_hf.patterns import PATTERNS
-from mirage_hf.swap import session
+from mirage_hf.swap import check, session
 from mirage_hf.swap.report import Report, Row
 
 pytestmark = pytest.mark.usefixtures("resolved")
@@ -35,7 +35,8 @@ def padded(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", [*FOUR, "gemma", "gemma2", "olmo2", "phi3", "granite"])
 @pytest.mark.parametrize("decode", ["graph", "eager"])
-def test_generate_gives_the_same_tokens(family: str, decode: str) -> None:
+def test_generate_gives_the_same_tokens(family: str, decode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "SAMPLES", 40)  # of layers this small the largest error of 8 calls is a matter of luck
     model = tiny(family)
     cases = [dict(inputs=prompt()), padded((4, 11, 7)), dict(inputs=prompt(2))]
     wanted = [model.generate(**case, **GREEDY) for case in cases]
@@ -197,8 +198,8 @@ def test_a_wrong_kernel_is_swapped_back(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_one_bad_layer_is_put_back_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = session.check
-    monkeypatch.setattr(session, "check", lambda m, b: Rejected("bad") if m.name.endswith("1") else check(m, b))
+    right = session.check
+    monkeypatch.setattr(session, "check", lambda m, b: Rejected("bad") if m.name.endswith("1") else right(m, b))
     stock = tiny("llama")
     model = optimize(twin_of(stock))
     assert {r.module for r in model.mirage.report.swapped} == {"model.layers.0", "model.layers.2"}
