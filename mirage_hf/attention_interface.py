@@ -290,7 +290,6 @@ def bounds_of(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
     at = torch.arange(keys, dtype=torch.int32, device=mask.device)
     lo = torch.where(mask, at, keys).amin(-1, keepdim=True)
     hi = torch.where(mask, at + 1, 0).amax(-1, keepdim=True)
-    # the bias comes last: kernels wait for the launch ahead before they read it, but not before they read bounds
     return lo, hi, torch.full(mask.shape, shut(dtype), dtype=dtype, device=mask.device).masked_fill_(mask, 0.0)
 
 

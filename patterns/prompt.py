@@ -1,4 +1,7 @@
-"""What the layers of a whole prompt do between the library's products: norms, q and k turned and put into the cache, an MLP's gate."""
+"""What the layers of a whole prompt do between the library's products: norms, q and k turned and put into the cache, an MLP's gate.
+
+These are not blocks that optimize() looks for: decode/prefill.py asks for them, for layers whose blocks are matched.
+"""
 from __future__ import annotations
 
 import torch

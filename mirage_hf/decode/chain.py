@@ -39,10 +39,6 @@ class StepProgram(Step):
         self.steps, self.masks = steps, masks
         self._buffers: _Buffers | None = None
 
-    def on(self, block: Block) -> StepProgram:
-        """Return the same step over another block."""
-        return StepProgram(self.steps, block, self.masks, graphs=self.graphs, fingerprint=self.fingerprint)
-
     def _ready(self) -> _Buffers:
         if self._buffers is None:
             steps, block, windows = self.steps, self.block, dict(self.masks.windows)

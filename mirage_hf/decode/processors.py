@@ -1,9 +1,9 @@
 """HF's own logits processors on the device: one table from exact class to torch ops over static tensors, with nothing read by the host.
 
 What a captured graph is made for (sizes, numbers of tokens to keep) is told from what may change between calls (temperature, penalties,
-lists of tokens), which lies in tensors. Rounding is that of HF's own ops in float32, but for
-divisions by a number, which CUDA may do as products with its inverse. A class that is not here, a subclass of one that is,
-and an instance with attributes that this table does not know are the host's.
+lists of tokens), which lies in tensors. Rounding is that of HF's own ops in float32, but for divisions by a number, which CUDA may do as
+products with its inverse. A class that is not here, a subclass of one that is, and an instance with attributes that this table does not
+know are the host's.
 """
 from __future__ import annotations
 

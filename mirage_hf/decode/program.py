@@ -143,10 +143,6 @@ class Step(ABC):
     def __init__(self, block: Block, graphs: bool, fingerprint: object):
         self.block, self.graphs, self.fingerprint = block, graphs, fingerprint
 
-    @abstractmethod
-    def on(self, block: Block) -> Step:
-        """Return the same step over another block."""
-
     def held(self) -> Any:
         """What lives as long as a captured graph; not the block, which holds the graphs."""
         return None
@@ -188,11 +184,6 @@ class CapturedForward(Step):
         self.model, self.plan = model, plan
         self.kwargs: dict[str, Any] = {"logits_to_keep": 1} if logits_to_keep else {}
         self.cache = block.step_cache()
-
-    def on(self, block: Block) -> CapturedForward:
-        """Return the same step over another block."""
-        return CapturedForward(self.model, block, self.plan, logits_to_keep=bool(self.kwargs), graphs=self.graphs,
-                               fingerprint=self.fingerprint)
 
     def _forward(self) -> Tensor:
         block = self.block

@@ -198,7 +198,8 @@ class KernelGraph:
         """Write rows `new` (b … t d) at slots position… of `cache` (b … s d), in place; returns the new version of the cache.
 
         `position`: (1,), or one for each b, as (b,) or (b, 1, …), so that it can be a bound too: where `cache` is read within bounds
-        that end at `position` only, the kernel that computes the rows writes them.
+        that end at `position` only, the kernel that computes the rows writes them. In a CUDA graph the launch right ahead of such a
+        program's kernel must not write `position` or bounds: they are read before that one is done.
         """
         return self._apply("cache_append", cache, new, position)
 

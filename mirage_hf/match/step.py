@@ -81,7 +81,7 @@ class LayerPrompt(Composition):
     def blocks(self, batch: int, tokens: int, slots: int) -> dict[str, tuple[Block, int]]:
         """What is done by kernels, by name: a block and its number of rows."""
         qkv, attention, gated = (self.sizes[role] for role in ("qkv", "attention", "gated"))
-        taken = {name: attention[name] for name in ("kv_heads", "group", "head_dim", "norm", "eps", "dtype")}
+        taken = {name: attention[name] for name in ("kv_heads", "group", "head_dim", "eps", "dtype")} | {"norm": attention["norm"] == "rms"}
         norm, mlp_norm = (PROMPT_NORM.block(**{name: s[name] for name in ("k", "eps", "dtype")}) for s in (qkv, gated))
         gate = PROMPT_GATE.block(**{name: gated[name] for name in ("n", "activation", "dtype")})
         rows = batch * tokens
