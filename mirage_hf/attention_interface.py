@@ -208,7 +208,7 @@ class Attention:
         """The same inside a graph, by kernels that were found before. Bounds are computed in it; the compiler fuses those of all layers."""
         if mask is None or mask.dtype is not torch.bool or mask.shape != (key.shape[0], 1, 1, key.shape[2]):
             return GROWING
-        if torch.compiler.is_exporting():
+        if torch_op.exporting():
             return "torch.export"
         sizes = _sizes(query, key, value, scaling, softcap, sinks)
         for known, digest in self._traceable:  # compared, not looked up: dynamo makes guards of it

@@ -26,6 +26,11 @@ from mirage_hf.zoo.store import chain
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
+def exporting() -> bool:
+    """Whether torch.export is at work. `torch.compiler.is_exporting()` is folded to True in every graph of torch 2.11 (not in 2.13)."""
+    return torch.compiler._is_exporting_flag
+
+
 def launcher(source: str) -> Run:
     """Return what runs a generated source's kernels on the device of the first input. Errors: CodegenError."""
     return compiled.load(source, Generated(source, ()).digest).run  # type: ignore[no-any-return]

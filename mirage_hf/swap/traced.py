@@ -94,7 +94,7 @@ class Traced:
         for rows, kernels in self.kernels:
             # a graph of torch.compile may be for one number of rows, another is compiled for others; an exported one must serve all
             same = numel == rows * self.width
-            if statically_known_true(same) if torch.compiler.is_exporting() else same:
+            if statically_known_true(same) if torch_op.exporting() else same:
                 return kernels
         return None
 
