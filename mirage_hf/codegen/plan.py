@@ -43,7 +43,8 @@ MAX_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True)
 class Dot:
-    """`out` = left · right on tensor cores, both cast to `dtype`; `left` is stored (rows, over) unless `left_transposed`."""
+    """`out` = left · right on tensor cores, both cast to `dtype`; `left` is stored (rows, over) unless `left_transposed`. Rows may be those
+    of several axes, as heads and queries are; so may columns."""
 
     contraction: Contraction
     left: str
@@ -296,10 +297,9 @@ class Plan:
     # -- tensor cores -----------------------------------------------------------------------------------------------------
 
     def _fits_mma(self, c: Contraction) -> bool:
-        a, b = (set(self.block.carried[x]) - {c.over} for x in (c.a, c.b))
-        a, b = ({x for x in free if self.tile(x) > 1} for free in (a, b))
-        return (self.run_dtype is not torch.float32 and len(a) == len(b) == 1 and not a & b and self.tile(c.over) >= MMA_MIN
-                and all(self.tile(x) >= MMA_MIN for x in a | b)
+        a, b = (self._free(x, c.over) for x in (c.a, c.b))
+        return (self.run_dtype is not torch.float32 and not set(a) & set(b) and self.tile(c.over) >= MMA_MIN
+                and all(self.numel(free) >= MMA_MIN for free in (a, b))
                 and all(self.dtype(self.input[x]).is_floating_point for x in (c.a, c.b) if x in self.input))
 
     @cached_property
@@ -320,8 +320,9 @@ class Plan:
         other = c.b if weight == c.a else c.a
         return (weight, other) if self.schedule.weights_first else (other, weight)
 
-    def _free(self, value: str, over: str) -> str:
-        return next(a for a in self.block.carried[value] if a != over and self.tile(a) > 1)
+    def _free(self, value: str, over: str) -> tuple[str, ...]:
+        """The axes of a factor that stay."""
+        return tuple(a for a in self.block.carried[value] if a != over and self.tile(a) > 1)
 
     @cached_property
     def order(self) -> tuple[str, ...]:
@@ -334,7 +335,8 @@ class Plan:
 
         for c in self._mma:
             left, right = self._sides(c)
-            wishes = [((self._free(x, c.over), c.over), (c.over, self._free(y, c.over))) for x, y in ((left, right), (right, left))]
+            wishes = [[*((a, c.over) for a in self._free(x, c.over)), *((c.over, a) for a in self._free(y, c.over))]
+                      for x, y in ((left, right), (right, left))]
             wish = next((w for w in wishes if not any(reaches(second, first) for first, second in w)), wishes[0])
             for first, second in wish:
                 if not reaches(second, first):
@@ -369,12 +371,21 @@ class Plan:
         place = {a: n for n, a in enumerate(self.order)}
         found = {}
         for c in self._mma:
-            left, right = sorted((c.a, c.b), key=lambda x: place[self._free(x, c.over)])
+            at = {x: sorted(place[a] for a in self._free(x, c.over)) for x in (c.a, c.b)}
+            left, right = sorted((c.a, c.b), key=at.__getitem__)
+            over = place[c.over]
+            if at[left][-1] > at[right][0] or any(p[0] < over < p[-1] for p in at.values()):
+                continue  # the rows, or the columns, are not side by side
             given = {self.dtype(self.input[x]) for x in (left, right) if x in self.input}
             dtype = given.pop() if len(given) == 1 else torch.float32 if given else self.run_dtype
-            found[c.out] = Dot(c, left, right, place[self._free(left, c.over)] > place[c.over],
-                               place[c.over] > place[self._free(right, c.over)], dtype)
+            found[c.out] = Dot(c, left, right, at[left][0] > over, over > at[right][0], dtype)
         return found
+
+    def rows(self, dot: Dot) -> int:
+        return self.numel(self._free(dot.left, dot.contraction.over))
+
+    def columns(self, dot: Dot) -> int:
+        return self.numel(self._free(dot.right, dot.contraction.over))
 
     def _pipelined(self, dot: Dot) -> bool:
         """Whether a product is one of a loop of several steps whose loads are copied ahead."""
@@ -395,12 +406,12 @@ class Plan:
 
     def is_asynchronous(self, dot: Dot) -> bool:
         """Whether Hopper may still read a product's factors while the next iteration runs (64 rows or more, whole warpgroups)."""
-        return self.tile(self._free(dot.left, dot.contraction.over)) >= WARPGROUP_ROWS and self.schedule.num_warps >= 4
+        return self.rows(dot) >= WARPGROUP_ROWS and self.schedule.num_warps >= 4
 
     def reads_as_stored(self, dot: Dot, x: str) -> bool:
         """Whether an asynchronous product reads input `x` without a conversion, which would be code of its own."""
         turn = self.input[x].turn
-        return self.is_asynchronous(dot) and self.dtype(self.input[x]) is dot.dtype and (turn is None or turn.swaps)
+        return len(self.value_dims(x)) == 2 and self.is_asynchronous(dot) and self.dtype(self.input[x]) is dot.dtype and (turn is None or turn.swaps)
 
     @cached_property
     def read_asynchronously(self) -> frozenset[str]:

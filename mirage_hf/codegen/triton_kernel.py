@@ -392,12 +392,20 @@ class _Writer(Tiles):
         if self.plan.ragged(over) and not self.plan.zero_padded(value, over):
             text = self._inside(text, value, over, "sum")
         text = text if stored is dtype else f"{text}.to({triton_dtype(dtype)})"
+        if len(self.plan.value_dims(value)) > 2:
+            free, k = (self.plan.rows(dot) if value == dot.left else self.plan.columns(dot)), self.plan.tile(over)
+            front = transposed == (value == dot.left)  # the summed axis
+            text = f"tl.reshape({text}, [{k}, {free}])" if front else f"tl.reshape({text}, [{free}, {k}])"
         return f"tl.trans({text})" if transposed else text
 
     def _dot(self, dot: Dot, start: str | None = None) -> str:
         arguments = [self._factor(dot.left, dot, dot.left_transposed), self._factor(dot.right, dot, dot.right_transposed)]
-        arguments += [start] if start else []
-        return f"tl.dot({', '.join(arguments)})"
+        shape = [self.plan.tile(a) for a in self.plan.value_dims(dot.contraction.out)]
+        flat = len(shape) == 2
+        if start:
+            arguments.append(start if flat else f"tl.reshape({start}, [{self.plan.rows(dot)}, {self.plan.columns(dot)}])")
+        text = f"tl.dot({', '.join(arguments)})"
+        return text if flat else f"tl.reshape({text}, {shape})"
 
     def _running_dims(self, stage: Stage, acc: Accumulator) -> tuple[str, ...]:
         """The dims of an accumulator inside its loop."""

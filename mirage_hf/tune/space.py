@@ -177,7 +177,7 @@ def _tiles(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: li
     multiplied = any(a.name in x ^ y for x, y in products)
     summed = any(c.over == a.name for c in block.contractions.values())
     if a.role is Role.TILE:
-        return (max(whole, MMA_MIN),) if mma and (multiplied or summed) and a.size > 1 else (whole,)
+        return (max(whole, MMA_MIN if summed else _least(block, a, products)),) if mma and a.size > 1 else (whole,)
     if a.role is Role.LOOP:
         tiles = (32, 64, 128, 256) if mma else (32, 64, 128, 256, 512, 1024, 2048, 4096)
         return tuple(t for t in tiles if t <= whole) or (max(whole, MMA_MIN) if mma else whole,)
@@ -185,6 +185,8 @@ def _tiles(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: li
         return (1,)
     if products and not multiplied:  # a batch: every product has it on both sides, or on none
         return (1,)
+    if mma and (least := _least(block, a, products)) < MMA_MIN:
+        return tuple(t for t in (1, 2, 4, 8, 16, 32) if least <= t <= max(whole, least))
     if a.name not in big:  # rows: each tile of the largest input is read for all of them at once
         if mma:
             return tuple(t for t in (16, 32, 64, 128) if t <= max(whole, MMA_MIN)) if a.size <= 16 or whole > 16 else (16,)
@@ -192,3 +194,12 @@ def _tiles(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: li
     if mma:
         return tuple(t for t in (16, 32, 64, 128) if t <= max(whole, MMA_MIN))
     return tuple(t for t in (1, 2, 4, 8, 16, 32, 64, 128) if t <= whole)
+
+
+def _least(block: BlockGraph, a: Axis, products: list[tuple[set[str], set[str]]]) -> int:
+    """The least tile of an axis with which all sides of products that it is part of are long enough for tensor cores, beside what other axes
+    of a side, held whole, give: of these the last is padded for all."""
+    sides = [side for x, y in products for side in (x - y, y - x) if a.name in side]
+    held = [[x for x in block.named(Role.TILE) if x.name in side and x.size > 1] for side in sides]
+    rows = [math.prod(next_power_of_two(x.size) for x in axes if x is not a) for axes in held if a not in axes or axes[-1] is a]
+    return max((MMA_MIN // min(MMA_MIN, n) for n in rows), default=1)
