@@ -80,7 +80,7 @@ def resolve(program: KernelGraph, *, device: torch.device | str, backend: str = 
 
     backend: "cpu" takes the torch executor, "triton" generated kernels, "auto" by device. tune: "auto" measures what was
     never measured, "never" takes the cost model's word, "full" measures anew and more. like: a program that differs in the sizes of
-    some dims only and is searched in its place, because it is smaller: a µGraph serves every size. Errors: ZooError.
+    some dims only, at which numbers are checked, because it is smaller: a µGraph serves every size. Errors: ZooError.
     """
     start = time.perf_counter()
     device = torch.device(device)
@@ -233,10 +233,7 @@ class _Made:
 
 def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tune: str, pattern: str, progress: Progress | None,
           like: KernelGraph | None = None) -> _Made:
-    searched = search_and_verify(like or program, SearchOptions(time_limit=settings().search_seconds), progress)
-    if like is not None:
-        resized = tuple(replace(c, ugraph=symbolic.for_program(c.ugraph, program)) for c in searched.candidates)
-        searched = replace(searched, candidates=resized)
+    searched = search_and_verify(program, SearchOptions(time_limit=settings().search_seconds), progress, like=like)
     report = searched.report
     counters = report.counters
     stats: dict[str, Any] = {"stop": report.stop, "reason": report.reason, "seconds": counters.seconds, "width": counters.width,

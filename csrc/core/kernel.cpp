@@ -126,16 +126,22 @@ std::optional<KernelChoice> KernelSearch::evaluate(const KernelTask& task, const
       if (has(s, a) && c.roles[a] == Role::tile) n *= a == split ? std::min(static_cast<double>(part), static_cast<double>(program_.axes[a].size)) : static_cast<double>(program_.axes[a].size);
     return n;
   };
-  // a product that only a sum over a tile axis reads is never formed whole
+  // a product that only a sum over a tile axis reads is never formed whole, unless both factors carry another tile axis, or the loop:
+  // a batch of products is done by multiply-adds, in each step of a loop
   double widest = 1;
   for (int n : nodes) {
+    double elements = held(v_.nodes[n].axes);
     if (v_.nodes[n].op == Op::mul && uses[n] == 1 && !task.outputs[n] && computed(n, leaves)) {
-      bool summed = false;
+      AxisSet over = 0;
       for (int u : nodes)
-        if (computed(u, leaves) && v_.nodes[u].op == Op::sum && v_.nodes[u].args[0] == n) summed = true;
-      if (summed) continue;
+        if (computed(u, leaves) && v_.nodes[u].op == Op::sum && v_.nodes[u].args[0] == n) over = bit(v_.nodes[u].axis);
+      const AxisSet a = v_.nodes[v_.nodes[n].args[0]].axes, b = v_.nodes[v_.nodes[n].args[1]].axes;
+      const AxisSet both = a & b & ~over;
+      const bool batch = a != b && (held(both) > 1 || (has_loop && has(both, loop)));
+      if (over && !batch) continue;
+      if (over && carries(n, loop)) elements *= static_cast<double>(std::min(kLoopTile, program_.axes[loop].size));
     }
-    widest = std::max(widest, held(v_.nodes[n].axes));
+    widest = std::max(widest, elements);
   }
   if (widest > static_cast<double>(kLargestTile)) return std::nullopt;
 

@@ -10,6 +10,7 @@ constexpr double kLaunchUs = 1.16, kLatencyUs = 1.5, kStageUs = 1.0;
 constexpr double kMatrixRows = 4;               // more rows than this go to the tensor cores
 constexpr std::int64_t kNominalTile = 64;       // of a grid axis whose blocks read the same tiles of the largest input
 constexpr std::int64_t kLargestTile = 16384;    // elements of the tile axes of a value: what registers and 100 KB of shared memory hold
+constexpr std::int64_t kLoopTile = 16;      // elements of a loop axis in a step, at least
 constexpr std::int64_t kPart = 64;              // the least elements of a loop axis in one part
 constexpr std::int64_t kTileParts[] = {128, 64, 32, 16};  // elements of a tile axis in one part
 constexpr std::int64_t kMaxParts = 128;

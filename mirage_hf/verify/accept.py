@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mirage_hf import errors
+from mirage_hf.graph import symbolic
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
@@ -119,6 +120,11 @@ class Searched:
     def ugraphs(self) -> tuple[UGraph, ...]:
         return tuple(c.ugraph for c in self.candidates)
 
+    def resized(self, program: KernelGraph) -> Searched:
+        """The same for `program`, which may differ from what the candidates are for in the sizes of dims."""
+        found = (c if c.ugraph.program is program else replace(c, ugraph=symbolic.for_program(c.ugraph, program)) for c in self.candidates)
+        return replace(self, candidates=tuple(found))
+
 
 WHOLE = 24
 """Ops of a program that is searched as one: attention of a decoding step with q/k norms, RoPE and a cache has 21, which takes a second."""
@@ -128,8 +134,9 @@ as well, attention has 33, which take four seconds, and 47 with a norm of all he
 
 
 def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Progress | None = None, *, seed: int = 0,
-                      steps: Steps | None = None) -> Searched:
+                      steps: Steps | None = None, like: KernelGraph | None = None) -> Searched:
     """Search `program` and keep the candidates that are proven and whose numbers hold. Steps that `steps` has are not made again.
+    like: the program at other, smaller sizes of dims, at which numbers are checked; which kernels are worth having depends on true sizes.
 
     Programs of more than WHOLE ops, and those with ops that the search cannot lower, are searched window by window
     (verify/windows.py): options.max_kernels then bounds each window. Roles name axes of the whole program, so with them it is
@@ -143,18 +150,20 @@ def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Pr
     lowered = lower(searched_for)
     reason = lowered.reason if isinstance(lowered, NotLowerable) else ""
     if (reason or len(searched_for.ops) > (WHOLE_APPENDING if appending else WHOLE)) and not options.roles:
-        return Searched(*search_windows(program, options, progress, seed=seed, reason=reason, steps=steps))
+        return Searched(*search_windows(like or program, options, progress, seed=seed, reason=reason, steps=steps)).resized(program)
     say = progress or (lambda stage, detail: None)
     found, report = search(searched_for, options, lambda counters: say("search", counters), steps)
     if appending:
         found = [replace(f, ugraph=appending.join(f.ugraph)) for f in found]
+    if like is not None:
+        found = [replace(f, ugraph=symbolic.for_program(f.ugraph, like)) for f in found]
     searched = time.perf_counter() - start
     accepted = accept(found, seed=seed, seconds=options.time_limit - searched, on_candidate=lambda number, verdict: say("verify", verdict))
     notes = (f"time was up before {accepted.late} more candidates were verified",) if accepted.late else ()
     first = searched + accepted.first_seconds if accepted.first_seconds >= 0 else -1.0
     return Searched(accepted.candidates, replace(report, found=len(accepted.candidates), refused=accepted.refused,
                                                  error_bound=accepted.error_bound, proof_seconds=accepted.seconds,
-                                                 first_accepted_seconds=first, notes=(*report.notes, *notes)))
+                                                 first_accepted_seconds=first, notes=(*report.notes, *notes))).resized(program)
 
 
 def examine(ugraph: UGraph) -> Candidate | Refused:

@@ -19,7 +19,7 @@ from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 from mirage_hf.patterns import ATTENTION
-from mirage_hf.patterns.attention import NORMS, ROPES
+from mirage_hf.patterns.attention import LONG_FROM, LONG_SLOTS, NORMS, ROPES
 from mirage_hf.search import append
 from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.tune import space
@@ -65,12 +65,13 @@ def kind(number: int, grid: dict) -> Kind:
 
 
 @functools.cache
-def searched(k: Kind, slots: int) -> tuple[Any, ...]:
-    """Candidates, found, proven and checked at a few slots."""
+def searched(k: Kind, slots: int, checked_at: int) -> tuple[Any, ...]:
+    """Candidates for so many slots, proven and checked at fewer."""
     apart = append.apart(k.program(slots))
     assert apart is not None, k
     found, report = search(apart.graph, SearchOptions(time_limit=20, threads=1, max_width=1))
-    accepted = accept([replace(f, ugraph=apart.join(f.ugraph)) for f in found[:6]], keep=2)
+    few = k.program(checked_at)
+    accepted = accept([replace(f, ugraph=symbolic.for_program(apart.join(f.ugraph), few)) for f in found[:6]], keep=2)
     assert accepted.candidates, f"{k}: {report} {accepted.refused}"
     return accepted.candidates
 
@@ -79,7 +80,7 @@ def chosen(k: Kind, slots: int, draw: random.Random, reference: int, limit: int,
     """One of the candidates at so many slots, and a schedule of at most `blocks` blocks of each of its kernels, with the loop cut among
     them or not."""
     options = []
-    for c in searched(k, reference):
+    for c in searched(k, LONG_SLOTS if slots >= LONG_FROM else reference, reference):
         u = symbolic.for_program(c.ugraph, k.program(slots))
         if not space.obstacle(placed(u)):
             fitting = [[s for s in space.schedules(op, limit=limit) if c.allows(s.mma) and plan(op, s).grid <= blocks] for op in placed(u)]

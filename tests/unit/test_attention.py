@@ -124,7 +124,7 @@ for seed in range(test_attention.RANDOM):
         wrong.append(str(e))
 
 k, slots = configs.kind(16, configs.SMALL), 24  # three queries; of rows past the end nothing is written, there or elsewhere
-c = next(c for c in configs.searched(k, 32) if len(effects.stored(c.ugraph.kernels)) == 2)
+c = next(c for c in configs.searched(k, 32, 32) if len(effects.stored(c.ugraph.kernels)) == 2)
 u = symbolic.for_program(c.ugraph, k.program(slots))
 program = triton.generate(u)
 for at in (slots - 1, slots, -2):
