@@ -1,13 +1,10 @@
 """attn_implementation="mirage": what eager attention gives; decoding steps over static caches by kernels, all else by torch, counted."""
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
+import interpreted
 import pytest
 import torch
 import transformers as tf
@@ -319,8 +316,5 @@ print(json.dumps(errors))
 
 @pytest.mark.slow
 def test_generated_kernels_equal_torch():
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for kernels_of, error in json.loads(done.stdout.splitlines()[-1]).items():
+    for kernels_of, error in interpreted.run(INTERPRETED).items():
         assert error < 2e-3, f"{kernels_of} kernels: {error}"

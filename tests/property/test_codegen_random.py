@@ -1,10 +1,8 @@
 """Random block graphs: Triton text through the interpreter = the block graph's executor, and it compiles with no GPU."""
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
+import interpreted
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -18,12 +16,8 @@ from mirage_hf.graph.ugraph import UGraph
 COUNT, SEED = 80, 5000
 
 
-def test_random_block_graphs_through_the_interpreter(tmp_path):
-    environment = os.environ | {"MIRAGE_HF_CACHE": str(tmp_path), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, random_blocks.__file__, str(COUNT), str(SEED)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
+def test_random_block_graphs_through_the_interpreter():
+    result = interpreted.run(f"import random_blocks; random_blocks.main({COUNT}, {SEED})")
     assert result["ran"] == COUNT and not result["wrong"], result["wrong"]
     assert result["with_dots"] >= 8 and result["with_parts"] >= 16 and result["with_shifts"] >= 16 and result["with_splits"] >= 8
 
@@ -35,12 +29,8 @@ def test_random_block_graphs_compile_ahead_of_time(tmp_path, monkeypatch):
         assert kernel.asm["cubin"]
 
 
-def test_what_is_found_for_random_programs_through_the_interpreter(tmp_path):
+def test_what_is_found_for_random_programs_through_the_interpreter():
     """On the GPU 320 of them (tests/gpu/test_random_gpu.py)."""
-    environment = os.environ | {"MIRAGE_HF_CACHE": str(tmp_path), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, str(Path(random_blocks.__file__).with_name("random_searched.py")), "24", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
+    result = interpreted.run("import random_searched; random_searched.main(24, 0)")
     assert result["ran"] == 24 and not result["wrong"], result["wrong"]
     assert result["with_splits"] >= 4 and result["with_dots"] >= 4

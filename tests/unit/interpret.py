@@ -1,4 +1,4 @@
-"""Runs generated programs through Triton's interpreter; the tests start it as a process of its own, once.
+"""Runs generated programs through Triton's interpreter (TRITON_INTERPRET=1), for the tests of their text.
 
 Prints one JSON object: for each case the error of each output, the error allowed, or what was raised.
 """
@@ -6,10 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import blocks
 import torch
@@ -115,7 +112,6 @@ def nan_of_maxima() -> dict:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     results = {c.name: compare(c.ugraph, c.schedules) for c in blocks.cases() if c.interpreted}
     tuned = {"norm linear": blocks.rms_norm_linear(3, 100, 37), "gated mlp": blocks.gated_mlp(1, 128, 48),
              "lora": blocks.lora(2, 96, 40, 8), "softmax": blocks.softmax(5, 300), "joined": blocks.norm_qkv(1, 96, (32, 16, 16)),
@@ -125,7 +121,3 @@ def main() -> None:
             results[f"space: {name} {n}"] = compare(ugraph, [schedule]) | {"schedule": str(schedule)}
     ops = {fn: elementwise(fn) for fn, row in table.OPS.items() if row.kind == "elementwise"}
     print(json.dumps({"cases": results, "ops": ops, "hard": hard_numbers(), "nan": nan_of_maxima()}))
-
-
-if __name__ == "__main__":
-    main()

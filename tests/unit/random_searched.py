@@ -13,6 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "property"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import interpreted
 import random_blocks
 from test_fusable_dags import dag
 
@@ -91,8 +92,6 @@ def complaint(ugraph: UGraph, schedules: tuple[Schedule, ...], device: str) -> s
 
 
 def main(count: int, seed: int) -> None:
-    random_blocks.quick_maxima()
-    torch.set_num_threads(1)
     tried = [(name, complaint(ugraph, schedules, "cpu"), any(s.split > 1 for s in schedules), any(s.mma for s in schedules))
              for name, ugraph, schedules in cases(count, seed, STEPS)]
     print(json.dumps({"ran": len(tried), "with_splits": sum(t[2] for t in tried), "with_dots": sum(t[3] for t in tried),
@@ -100,4 +99,6 @@ def main(count: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
+    interpreted.quicken()
     main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,13 +1,9 @@
 """Rows appended to caches in place by the kernel that computes them; loops that only visit what is within bounds."""
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import interpreted
 import plain
 import pytest
 import test_overlap
@@ -268,13 +264,8 @@ print(json.dumps(wrong))
 """
 
 
-def test_triton_text_equals_torch(tmp_path):
-    here = Path(__file__).resolve().parent
-    path = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "MIRAGE_HF_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == []
+def test_triton_text_equals_torch():
+    assert interpreted.run(INTERPRETED) == []
 
 
 def test_nothing_but_constants_is_read_early_and_caches_are_only_asked_for(tmp_path, monkeypatch):

@@ -2,15 +2,11 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import attention_configs as configs
+import interpreted
 import plain
 import pytest
 import torch
@@ -149,15 +145,10 @@ print(json.dumps(wrong))
 """
 
 
-def test_random_configurations_are_as_close_to_float64_as_sdpa(tmp_path):
+def test_random_configurations_are_as_close_to_float64_as_sdpa():
     kinds = [configs.kind(n, configs.SMALL) for n in KINDS]
     for name, wanted in (("norm", configs.NORMS), ("rope", configs.ROPES), ("bias", (False, True)), ("sinks", (False, True)),
                          ("mask", (False, True)), ("window", (False, True)), ("queries", (1, 2, 3)), ("head_dim", (64, 80))):
         assert {k[name] for k in kinds} == set(wanted), f"{name}: {[k[name] for k in kinds]}"
-    here = Path(__file__).resolve().parent
-    path = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "MIRAGE_HF_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    wrong = json.loads(done.stdout.splitlines()[-1])
+    wrong = interpreted.run(INTERPRETED)
     assert not wrong, "\n".join(wrong[:8])

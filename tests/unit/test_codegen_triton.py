@@ -1,6 +1,5 @@
 import hashlib
 import importlib.util
-import json
 import marshal
 import os
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 import blocks
 import pytest
 import torch
+from interpreted import run
 
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
@@ -28,12 +28,9 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory) -> dict:
-    """What Triton's interpreter computed, in a process of its own (it must be chosen before triton is imported)."""
-    environment = os.environ | {"MIRAGE_HF_CACHE": str(tmp_path_factory.mktemp("cache"))}
-    done = subprocess.run([sys.executable, str(HERE / "interpret.py")], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+def interpreted() -> dict:
+    """What Triton's interpreter computed."""
+    return run("import interpret; interpret.main()")
 
 
 @pytest.fixture(autouse=True)

@@ -2,14 +2,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
+import interpreted
 import pytest
 import torch
 
@@ -263,14 +259,9 @@ print(json.dumps(wrong))
 """
 
 
-def test_kernels_do_as_torch_and_by_hand(tmp_path):
+def test_kernels_do_as_torch_and_by_hand():
     assert ends._chunk(70, 33001) > ends.LEAST_CHUNK
-    here = Path(__file__).resolve().parent
-    path = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "MIRAGE_HF_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == []
+    assert interpreted.run(INTERPRETED) == []
 
 
 # -- compiled -----------------------------------------------------------------------------------------------------------

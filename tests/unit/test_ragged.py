@@ -3,12 +3,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import interpreted
 import numpy as np
 import plain
 import pytest
@@ -340,11 +337,6 @@ print(json.dumps(found))
 """
 
 
-def test_triton_text_equals_torch(tmp_path):
-    here = Path(__file__).resolve().parent
-    path = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "MIRAGE_HF_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for name, (worst, nans, size) in json.loads(done.stdout.splitlines()[-1]).items():
+def test_triton_text_equals_torch():
+    for name, (worst, nans, size) in interpreted.run(INTERPRETED).items():
         assert not nans and worst < 2e-3 * max(size, 1.0), name

@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
+import interpreted
 import plain
 import pytest
 import torch
@@ -235,13 +235,8 @@ print(json.dumps(found))
 """
 
 
-def test_triton_text_equals_torch(tmp_path):
-    here = Path(__file__).resolve().parent
-    path = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "MIRAGE_HF_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for name, error in json.loads(done.stdout.splitlines()[-1]).items():
+def test_triton_text_equals_torch():
+    for name, error in interpreted.run(INTERPRETED).items():
         assert error < (1e-2 if name == "bf16" else 2e-3), (name, error)
 
 

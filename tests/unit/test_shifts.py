@@ -1,13 +1,9 @@
 """Sums of exponentials from several places: keys of a cache and new ones, attention sinks; each kept in range, in one kernel."""
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import interpreted
 import plain
 import pytest
 import torch
@@ -179,11 +175,6 @@ print(json.dumps(found))
 """
 
 
-def test_triton_text_equals_torch(tmp_path):
-    here = Path(__file__).resolve().parent
-    path = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "MIRAGE_HF_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+def test_triton_text_equals_torch():
+    found = interpreted.run(INTERPRETED)
     assert found.keys() == PROGRAMS.keys() and all(error < 5e-3 for error in found.values()), found
