@@ -167,8 +167,12 @@ class Plan:
         number = self.block.outputs.index(o)
         return next((a for a in self.appends if a.output == number), None)
 
+    @cached_property
+    def _tile(self) -> dict[str, int]:
+        return dict(self.schedule.tiles)
+
     def tile(self, axis: str) -> int:
-        return self.schedule.tile(axis)
+        return self._tile[axis]
 
     def parts(self, axis: str) -> str | None:
         """The grid axis that numbers the parts of an axis, where there is more than one."""
@@ -233,7 +237,7 @@ class Plan:
         return self.dims(self.block.carried[value])
 
     def numel(self, axes: Sequence[str]) -> int:
-        return math.prod(self.tile(a) for a in axes)
+        return math.prod([self._tile[a] for a in axes])
 
     @cached_property
     def tiles(self) -> int:

@@ -87,7 +87,7 @@ def _loads(plan: Plan, stage: Stage) -> list[str]:
 
 def _tile_bytes(plan: Plan, name: str) -> int:
     i = plan.input[name]
-    return plan.numel(plan.block.input_axes(i)) * plan.dtype(i).itemsize
+    return plan.numel(plan.block.carried[name]) * plan.dtype(i).itemsize
 
 
 def _running(plan: Plan, stage: Stage) -> int:
@@ -151,7 +151,7 @@ def estimate(plan: Plan, device: Device = H200) -> Cost:
                             if op.out not in plan.skipped and op.out not in plan.dots)
         work += times * sum(plan.numel(plan.block.carried[a.arg]) for a in stage.accumulators if a.out not in plan.dots)
         work += times * sum(plan.numel(a.axes) for a in stage.accumulators if a.shift is not None and plan.walks)
-        work += times * sum(plan.numel(block.input_axes(plan.input[i])) for i in _loads(plan, stage) if i not in plan.native)
+        work += times * sum(plan.numel(block.carried[i]) for i in _loads(plan, stage) if i not in plan.native)
     instructions = work * plan.grid
     flops = 0.0
     for out, dot in plan.dots.items():

@@ -105,7 +105,7 @@ def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
 def _shared(p: Plan, device: Device) -> Iterator[Schedule]:
     """A plan's schedule, and those in which several blocks share its loop, with what lies ready asked for early."""
     read = [i for i in p.block.inputs if p.loop and p.loop in i.axes and p.lies_ready(i) and (p.walks or not p.constant(i))]
-    step = sum(p.numel(p.block.input_axes(i)) * p.dtype(i).itemsize for i in read)
+    step = sum(p.numel(p.block.carried[i.name]) * p.dtype(i).itemsize for i in read)
     loops = sum(s.loop is not None for s in p.block.stages)
     ragged = any(p.trimmed(s) for s in p.block.stages)  # its loop is cut anew for each length, and is all there is to cut
     for split in (1, 2, 4, 8, 16, 32) if ragged else (1, 2, 4, 8):
@@ -118,7 +118,7 @@ def _shared(p: Plan, device: Device) -> Iterator[Schedule]:
 
 def _busy(p: Plan) -> bool:
     """Whether every thread has something to load in an iteration."""
-    biggest = max((p.numel(p.block.input_axes(i)) for i in p.block.inputs), default=1)
+    biggest = max((p.numel(p.block.carried[i.name]) for i in p.block.inputs), default=1)
     return biggest >= min(32 * p.schedule.num_warps, 128)
 
 
