@@ -21,24 +21,23 @@ CXX     ?= g++
 SANITIZED := build/sanitize
 # with torch from the system there may be none in .venv/bin
 CMAKE   = $(or $(wildcard $(BIN)/cmake),$(shell command -v cmake),$(BIN)/python -m cmake)
-PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 MAKEFLAGS += --no-print-directory
-.PHONY: demo test lint unit sanitize compat setup clean
+.PHONY: demo test lint unit sanitize compat $(COMPAT:%=compat-%) setup clean
 
 demo: .venv/run.stamp
 	@$(BIN)/mirage-hf demo
 
-# everything runs even if an early part fails; the whole suite comes last
+# everything runs even if an early part fails; parts of one process each side by side, the whole suite last
 test: .venv/dev.stamp
 	@failed=0; \
-	$(MAKE) -j2 --output-sync=target -k lint sanitize || failed=1; \
-	$(MAKE) compat || failed=1; \
+	$(MAKE) -j$(WORKERS) --output-sync=target -k $(COMPAT:%=compat-%) sanitize lint || failed=1; \
 	$(MAKE) unit || failed=1; \
 	exit $$failed
 
 unit: .venv/dev.stamp
-	@$(PYTEST)
+	@$(PYTEST) -n $(WORKERS) --dist loadfile
 
 lint: .venv/dev.stamp
 	@failed=0; \
@@ -63,15 +62,13 @@ sanitize: .venv/dev.stamp
 	echo "sanitize: clean"
 
 # the models' tests again, with the oldest and the latest transformers
-compat: $(COMPAT:%=.compat/%.stamp)
-	@failed=0; \
-	for version in $(COMPAT); do \
-	  if [ -e .compat/$$version/.ready ]; then \
-	    echo "transformers $$version:"; \
-	    PYTHONPATH=.compat/$$version $(PYTEST) -m "not slow" tests/hf || failed=1; \
-	  fi; \
-	done; \
-	exit $$failed
+compat: $(COMPAT:%=compat-%)
+
+$(COMPAT:%=compat-%): compat-%: .compat/%.stamp
+	@if [ -e .compat/$*/.ready ]; then \
+	  echo "transformers $*:"; \
+	  PYTHONPATH=.compat/$* $(PYTEST) -m "not slow" tests/hf; \
+	fi
 
 setup: .venv/dev.stamp
 

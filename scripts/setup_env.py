@@ -52,7 +52,8 @@ def pip(*args: str, capture: bool = False) -> subprocess.CompletedProcess[str]:
 
 
 def install(*args: str, quiet: bool = False) -> bool:
-    return pip("install", "-qq", *args, capture=quiet).returncode == 0
+    # Python compiles what is imported: compiling all of torch and transformers takes longer than installing them
+    return pip("install", "-qq", "--no-compile", *args, capture=quiet).returncode == 0
 
 
 # -- what the machine has ---------------------------------------------------------------------------------------------

@@ -23,7 +23,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write what tests/golden compares with, instead of comparing")
 
 
+LONGEST = ("test_fusable_dags", "test_windows", "test_superoptimizer", "test_searched", "test_attention", "test_codegen_random",
+           "test_append", "test_step", "test_traced", "test_kernels", "test_optimize", "test_cli", "test_search", "test_oracle")
+"""Files that begin first where several processes take one file after the other, so that none is left at the end."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # pytest-xdist would begin with the files of most tests
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: n for n, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     if torch.cuda.is_available():
         return
     for item in items:

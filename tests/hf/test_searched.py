@@ -22,7 +22,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield
 
 
-@pytest.mark.parametrize("family", [*FOUR, "gemma", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in (*FOUR[1:], "gemma", "gemma2"))])
 def test_searched_kernels_decode_as_stock(family: str) -> None:
     stock = tiny(family)
     model = optimize(twin_of(stock), batch_sizes=(1, 2))
@@ -33,6 +33,7 @@ def test_searched_kernels_decode_as_stock(family: str) -> None:
         torch.testing.assert_close(decode_logits(model, batch), decode_logits(stock, batch), **CLOSE)
 
 
+@pytest.mark.slow
 def test_the_second_time_nothing_is_searched() -> None:
     sizes = dict(hidden_size=64, intermediate_size=112)
     first, second = (optimize(tiny("llama", **sizes)).mirage.report for _ in range(2))
@@ -40,6 +41,7 @@ def test_the_second_time_nothing_is_searched() -> None:
     assert [r.digest for r in first.swapped] == [r.digest for r in second.swapped]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_adapter_becomes_one_kernel(dtype: torch.dtype) -> None:
     peft = pytest.importorskip("peft")

@@ -131,6 +131,7 @@ def test_generate_with_a_compiled_static_cache_gives_the_same_tokens() -> None:
     assert torch.equal(model.generate(prompt(), **options), want)
 
 
+@pytest.mark.slow
 def test_calling_without_compiling_is_as_before() -> None:
     _, ours = pair()
     run, _ = compiled(ours)
@@ -141,6 +142,7 @@ def test_calling_without_compiling_is_as_before() -> None:
     assert bound.calls == 1
 
 
+@pytest.mark.slow
 def test_restored_and_retired_modules_are_stock() -> None:
     model = optimize(tiny("llama", num_hidden_layers=2))
     model.model.layers[1].load_state_dict(tiny("llama", seed=1).model.layers[1].state_dict(), assign=True)
@@ -229,6 +231,7 @@ def test_training_autocast_and_other_arguments_are_stock() -> None:
 
 
 @torch.enable_grad()
+@pytest.mark.slow
 def test_gradients_are_those_of_stock() -> None:
     stock, ours = pair()
     run, seen = compiled(ours)
@@ -242,6 +245,7 @@ def test_gradients_are_those_of_stock() -> None:
     assert seen == [0, 4, 0]
 
 
+@pytest.mark.slow
 def test_transforms_trace_stock() -> None:
     stock, ours = pair()
     x = torch.stack([hidden(seed=i) for i in range(2)])
@@ -253,6 +257,7 @@ def test_transforms_trace_stock() -> None:
     assert seen == [0] and seen_too == [0]
 
 
+@pytest.mark.slow
 def test_weights_are_inputs_of_the_graph() -> None:
     stock, ours = pair()
     run, seen = compiled(ours)
@@ -302,6 +307,7 @@ def test_adapters_that_change_are_seen() -> None:
 
 # -- torch.export ---------------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_programs_hold_kernels_and_parameters(strict: bool) -> None:
     _, ours = pair()

@@ -1,6 +1,7 @@
 """resolve(): searched once, then looked up, also by another process; what is damaged is made anew, what cannot be kept says so."""
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -146,10 +147,15 @@ def test_rounding_decides_which_schedule_is_taken():
 
 # -- kernels chosen for a layer --------------------------------------------------------------------------------------------------
 
+@functools.cache
+def searched(program):
+    return kernels._make(program, key_of(program, "sm_90"), torch.device("cpu"), False, "auto", "rms_norm_linear", None)
+
+
 def made(k: int, *us: float, library: float = 9.0) -> kernels.Resolved:
     """A program whose kernel was just tuned: a candidate for each of the times, best first."""
     program = programs.rms_norm_linear(mi, rows=1, k=k, n=256)
-    found = kernels._make(program, key_of(program, "sm_90"), torch.device("cpu"), False, "auto", "rms_norm_linear", None)
+    found = searched(program)
     op, = found.ugraph.block_ops
     schedules = space.schedules(op, limit=len(us))
     tuned = tuple(Tuned(found.ugraph, (s,), 1.0, MEASURED, timing=timing([t], 1)) for s, t in zip(schedules, us, strict=True))

@@ -6,10 +6,6 @@ import multiprocessing
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -199,6 +195,10 @@ def test_fuzzed_files_never_raise_and_never_pass(zoo):
 
 # -- processes --------------------------------------------------------------------------------------------------------
 
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["mirage_hf.zoo.store"])  # imported once for all processes
+
+
 def _write_many(root: str, worker: int) -> int:
     zoo = Store(Path(root), writable=True)
     done = 0
@@ -210,40 +210,38 @@ def _write_many(root: str, worker: int) -> int:
 
 
 def test_concurrent_writers_leave_whole_entries(zoo):
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
+    with FORKED.Pool(3) as pool:
         assert pool.starmap(_write_many, [(str(zoo.root), w) for w in range(3)]) == [24] * 3
     found = list(zoo.verify())
     assert len(found) == 3 and all(isinstance(e, Entry) for _, e in found)
     assert [p.name for p in zoo.root.iterdir() if p.name.startswith(".partial")] == []
 
 
+def _write_and_wait(root: str, stop_at: int, waiting) -> None:
+    """Write an entry, and stay at the call of os.replace after `stop_at` others."""
+    real = os.replace
+
+    def replace(*args):
+        nonlocal stop_at
+        if stop_at == 0:
+            waiting.set()
+            time.sleep(600)
+        stop_at -= 1
+        real(*args)
+    store.os.replace = replace
+    Store(Path(root), writable=True).put(entry(kernel="# newer\n"))
+
+
 def test_a_writer_killed_in_the_middle_leaves_the_old_entry_or_none(zoo):
     e = entry()
     zoo.put(e)
-    code = textwrap.dedent("""
-        import os, sys, time
-        from pathlib import Path
-        sys.path[:0] = sys.argv[3:]
-        from test_zoo import entry, Store
-        from mirage_hf.zoo import store
-        real, stop_at = os.replace, int(sys.argv[2])
-        def replace(*args):
-            global stop_at
-            if stop_at == 0:
-                print("waiting", flush=True)
-                time.sleep(600)
-            stop_at -= 1
-            real(*args)
-        store.os.replace = replace
-        Store(Path(sys.argv[1]), writable=True).put(entry(kernel="# newer\\n"))
-    """)
-    here = Path(__file__).resolve().parent
     for stop_at in (0, 1):  # before the old entry is moved away, before the new one is moved in
-        command = [sys.executable, "-c", code, str(zoo.root), str(stop_at), str(here), str(here.parent)]
-        writer = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert writer.stdout is not None and writer.stdout.readline() == b"waiting\n"
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
+        waiting = FORKED.Event()
+        writer = FORKED.Process(target=_write_and_wait, args=(str(zoo.root), stop_at, waiting))
+        writer.start()
+        assert waiting.wait(60)
+        writer.kill()
+        writer.join()
         assert (zoo.get(e.key) == e) if stop_at == 0 else isinstance(zoo.get(e.key), Rejected)
         started = time.monotonic()
         assert isinstance(zoo.put(e), Path) and time.monotonic() - started < store.LOCK_SECONDS / 2
