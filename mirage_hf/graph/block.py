@@ -369,7 +369,8 @@ class BlockGraph:
 
     def input_axes(self, i: BlockInput) -> tuple[str, ...]:
         """The axes an input carries, in the graph's order."""
-        return tuple(a.name for a in self.axes if a.name in i.carried)
+        carried = i.carried
+        return tuple(a.name for a in self.axes if a.name in carried)
 
     @cached_property
     def carried(self) -> dict[str, tuple[str, ...]]:

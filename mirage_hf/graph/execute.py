@@ -188,7 +188,7 @@ def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra
                     at[stage.loop] = part
                 for i in graph.inputs:
                     if stage.loop or i.name not in values:
-                        values[i.name] = algebra.cut(loaded[i.name], window(graph.input_axes(i)))
+                        values[i.name] = algebra.cut(loaded[i.name], window(graph.carried[i.name]))
                 _run_body(graph, s, values, totals, algebra, index)
                 for k, o in enumerate(graph.outputs):
                     if written_at[o.value] == s and stage.loop in o.axes and stage.loop is not None:

@@ -43,12 +43,11 @@ class Element:
         return Element(f(self.p), None if self.q is None else (on_q or f)(self.q), None if self.peak is None else f(self.peak))
 
 
-def _power(base: np.ndarray, exponent: np.ndarray | int, modulus: int) -> np.ndarray:
-    exponent = np.broadcast_to(np.asarray(exponent, dtype=np.int64), np.broadcast_shapes(base.shape, np.shape(exponent))).copy()
-    base = np.broadcast_to(base, exponent.shape) % modulus
-    out = np.ones(exponent.shape, dtype=np.int64)
-    while exponent.any():
-        out = np.where(exponent & 1 == 1, out * base % modulus, out)
+def _power(base: np.ndarray, exponent: int, modulus: int) -> np.ndarray:
+    out = np.ones(base.shape, dtype=np.int64)
+    while exponent:
+        if exponent & 1:
+            out = out * base % modulus
         base = base * base % modulus
         exponent >>= 1
     return out
