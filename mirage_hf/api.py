@@ -11,7 +11,6 @@ from mirage_hf import decode as decoding
 from mirage_hf.errors import OptimizeError
 from mirage_hf.match.eligible import check_model, check_options, chosen_backend, generating, single_device
 from mirage_hf.match.matcher import match
-from mirage_hf.swap.fingerprint import fingerprint
 from mirage_hf.swap.handle import NAME, detach
 from mirage_hf.swap.kernels import find_kernels
 from mirage_hf.swap.session import Session
@@ -54,8 +53,7 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
         model.__dict__[NAME] = handle
         if (inner := generating(model)) is not None:
             try:
-                handle.runner = decoding.install(inner, mode=decode, max_cache_len=max_cache_len, fingerprint=fingerprint,
-                                                 steps=session.steps)
+                handle.runner = decoding.install(inner, mode=decode, max_cache_len=max_cache_len, steps=session.steps)
             except decoding.DecodeError as e:  # someone else's generate is kept; forwards are faster all the same
                 handle.add_note(f"generate is not replaced: {e}")
     except BaseException:

@@ -80,13 +80,13 @@ class StepProgram(Step):
             chooser.choose(self.block.control, self.block.logits)
 
 
-def obstacle(steps: Steps | None, plan: Any, block: Block, fingerprint: object, valid_for: object) -> str:
-    """Why a call's steps run the model's own forward instead, "" where they need not."""
+def obstacle(steps: Steps | None, plan: Any, block: Block, valid_for: object) -> str:
+    """Why a call's steps run the model's own forward instead, "" where they need not. `valid_for`: what the model was for the steps."""
     if steps is None:
         return "not every layer has all of its kernels"
     if block.batch not in steps.rows:
         return f"no kernels for a batch of {block.batch}; optimize(batch_sizes=…) makes them"
-    if fingerprint != valid_for:
+    if plan.survey.model != valid_for:
         return "the model has changed since optimize()"
     if block.batch > MOST_ROWS or steps.vocab > MOST_VOCAB or steps.embedding.dtype not in INFINITY:
         return f"the ends of a step are for {MOST_ROWS} rows, a vocabulary of {MOST_VOCAB} and dtypes of up to 32 bits"

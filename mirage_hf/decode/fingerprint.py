@@ -1,26 +1,38 @@
-"""One walk over a model per `generate`: what its captured steps depend on, and what keeps it from the pool."""
+"""One walk over a model per `generate`: what its kernels and captured steps depend on, and what keeps it from the pool."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_TUNER = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "use_dora", "fan_in_fan_out")
+from mirage_hf.match.plain import foreign_hook
+from mirage_hf.swap.guard import KEY
+
+_TUNER = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant", "use_dora", "fan_in_fan_out",
+          "cast_input_dtype_enabled")
 """Instance attributes of PEFT's tuner layers that decide what their forward does (FACTS: PEFT)."""
 
 _SAME_IN_TRAINING = frozenset({nn.Linear, nn.Embedding, nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict,
                                nn.ParameterList, nn.ParameterDict})
 """Modules that do the same in both modes: resized embeddings and new adapters arrive in training mode."""
+_PLAIN = {nn.Parameter, Tensor}
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What one walk found. Two surveys with equal keys describe models that run the same kernels on the same memory."""
+    """What one walk found."""
 
+    model: tuple[Any, ...]
+    """All of the model that swapped forwards, and CUDA graphs captured over them, depend on: of every module its identity, class,
+    mode, foreign hooks and own forward, of every tensor its address, dtype and shape, PEFT's active and merged adapters, switches and
+    scalings, which swapped modules have given up, and the epsilons that their kernels were made for. Equal for models that run the
+    same kernels on the same memory."""
     key: tuple[Any, ...]
+    """The same, and the switches that choose kernels at capture time."""
     obstacle: str | None
     """Why the stock method must run, or None."""
     no_graph: str | None
@@ -28,50 +40,70 @@ class Survey:
 
 
 def survey(model: nn.Module) -> Survey:
-    """Walk every module, parameter and buffer once. Cost: about a third of a microsecond per tensor and module."""
-    key: list[Any] = []
-    obstacle: str | None = None
-    devices: set[torch.device] = set()
-    stack: list[nn.Module] = [model]
-    while stack:
-        module = stack.pop()
-        state = module.__dict__
-        key.append(type(module))
-        if state["training"] and type(module) not in _SAME_IN_TRAINING:
-            obstacle = obstacle or f"training mode ({type(module).__name__})"
-        for name in _HOOKS:
-            if state[name] and (who := _foreign_hook(state[name])):
-                obstacle = obstacle or f"forward hook {who} on {type(module).__name__}"
-        if "_hf_hook" in state:
-            obstacle = obstacle or "accelerate hooks"
-        elif "forward" in state:
-            key.append(state["forward"])  # not its id, which may come back as another's
-        if "_active_adapter" in state or "merged_adapters" in state:
-            key.append(repr([state.get(name) for name in _TUNER]))
-        if state.get("_compiled_call_impl") is not None:
-            obstacle = obstacle or "a compiled module"
-        for tensor in state["_parameters"].values():
-            if tensor is None:
-                continue
-            if type(tensor) is not nn.Parameter and type(tensor) is not Tensor:
-                obstacle = obstacle or f"weights of type {type(tensor).__name__}"
-                continue
-            devices.add(tensor.device)
-            key += (tensor.data_ptr(), tensor.dtype, tensor.shape)
-        for buffer in state["_buffers"].values():
-            if buffer is not None:
-                key.append(buffer.data_ptr() if type(buffer) is Tensor else id(buffer))
-        for child in state["_modules"].values():
-            if child is not None:
-                stack.append(child)
-    if len(devices) > 1:
-        obstacle = obstacle or "weights on several devices: " + ", ".join(sorted(map(str, devices)))
+    """Look at every module, parameter and buffer once. Cost: about a quarter of a microsecond each."""
+    modules = [model]
+    for module in modules:  # the list grows while it is walked
+        if children := module.__dict__["_modules"]:
+            modules += [m for m in children.values() if m is not None]
+    states = [m.__dict__ for m in modules]
+    kinds: list[Any] = list(map(type, modules))
+    training = [d["training"] for d in states]
+    hooked = [n for n, d in enumerate(states) if d["_forward_hooks"] or d["_forward_pre_hooks"]]
+    special = [(n, _special(d)) for n, d in enumerate(states)
+               if "forward" in d or "merged_adapters" in d or "_active_adapter" in d or KEY in d]
+    tensors = [t for d in states if d["_parameters"] for t in d["_parameters"].values() if t is not None]
+    buffers = [t for d in states if d["_buffers"] for t in d["_buffers"].values() if t is not None]
+    odd = [type(t).__name__ for t in tensors if type(t) not in _PLAIN]
+    addresses = [id(t) if type(t) not in _PLAIN else t.data_ptr() for t in chain(tensors, buffers)]
+    facts = (tuple(map(id, modules)), tuple(kinds), tuple((kind, kind.forward) for kind in dict.fromkeys(kinds)), tuple(training),
+             tuple((n, foreign_hook(modules[n])) for n in hooked), tuple(special), tuple(addresses),
+             tuple([t.dtype for t in chain(tensors, buffers)]), tuple([t.shape for t in tensors]))
+    devices = {t.device for t in tensors}
     device = next(iter(devices), torch.device("cpu"))
-    if device.type not in ("cpu", "cuda"):
-        obstacle = obstacle or f"device type {device.type}"
     config = getattr(model, "config", None)
-    key += [device, getattr(config, "_attn_implementation", None), *_global_switches()]
-    return Survey(tuple(key), obstacle or _global_obstacle(device), _no_graph(config))
+    key = (facts, device, getattr(config, "_attn_implementation", None), *_global_switches())
+    obstacle = (_in_training(kinds, training) or _hooked([modules[n] for n in hooked]) or _wrapped(states)
+                or (f"weights of type {odd[0]}" if odd else None) or _on_devices(devices) or _global_obstacle(device))
+    return Survey(facts, key, obstacle, _no_graph(config))
+
+
+def _special(state: dict[str, Any]) -> tuple[Any, ...]:
+    """What few modules have. A forward is kept itself: the id of one that is gone may come back as another's."""
+    tuner = "merged_adapters" in state or "_active_adapter" in state
+    bound = state.get(KEY)
+    kernels = () if bound is None else (id(bound), bound.retired, *(inner.get(name) for inner, name, _ in bound.constants))
+    return state.get("forward"), repr([state.get(name) for name in _TUNER]) if tuner else None, kernels
+
+
+def _in_training(kinds: Sequence[type], training: Sequence[bool]) -> str | None:
+    if not any(training):
+        return None
+    kind = next((k for k, on in zip(kinds, training, strict=True) if on and k not in _SAME_IN_TRAINING), None)
+    return None if kind is None else f"training mode ({kind.__name__})"
+
+
+def _hooked(modules: Sequence[nn.Module]) -> str | None:
+    for module in modules:
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            if who := _foreign_hook(hooks):
+                return f"forward hook {who} on {type(module).__name__}"
+    return None
+
+
+def _wrapped(states: Sequence[dict[str, Any]]) -> str | None:
+    for d in states:
+        if "_hf_hook" in d:
+            return "accelerate hooks"
+        if d.get("_compiled_call_impl") is not None:
+            return "a compiled module"
+    return None
+
+
+def _on_devices(devices: set[torch.device]) -> str | None:
+    if len(devices) > 1:
+        return "weights on several devices: " + ", ".join(sorted(map(str, devices)))
+    kind = next((d.type for d in devices), "cpu")
+    return None if kind in ("cpu", "cuda") else f"device type {kind}"
 
 
 def _foreign_hook(hooks: dict[int, Any]) -> str | None:

@@ -6,7 +6,6 @@ import inspect
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mirage_hf.decode.cache import Block, CachePool, bucket
 from mirage_hf.decode.chain import StepProgram, obstacle
+from mirage_hf.decode.fingerprint import survey
 from mirage_hf.decode.graphs import can_capture
 from mirage_hf.decode.prefill import PrefillGraph, bucket_of, capture_prefill
 from mirage_hf.decode.program import CapturedForward, Step
@@ -26,8 +26,8 @@ from mirage_hf.decode.session import CallPlan, NotCovered, Session, plan_call
 from mirage_hf.errors import MirageError
 from mirage_hf.swap.steps import Steps
 
-Fingerprint = tuple[Any, Any, Any]
-"""What a walk over the model found, the masks it wants, and what its swapped modules depend on."""
+Fingerprint = tuple[Any, Any]
+"""What captured graphs depend on: what a walk over the model found, and the masks it wants."""
 
 
 class DecodeError(MirageError, ValueError):
@@ -45,15 +45,15 @@ class DecodeRunner:
     that wanted more than the greatest logit: "on the device" or "by the host: <why>".
     """
 
-    def __init__(self, *, mode: str = "graph", max_cache_len: int | None = None,
-                 fingerprint: Callable[[nn.Module], object] | None = None, depth: int | None = None, steps: Steps | None = None,
+    def __init__(self, *, mode: str = "graph", max_cache_len: int | None = None, depth: int | None = None, steps: Steps | None = None,
                  valid_for: object = None):
         self.steps, self.valid_for = steps, valid_for
-        self.mode, self.max_cache_len, self.fingerprint, self.depth = mode, max_cache_len, fingerprint, depth
+        self.mode, self.max_cache_len, self.depth = mode, max_cache_len, depth
         self.pool = CachePool()
         self.counts: Counter[str] = Counter()
         self.prefills: Counter[str] = Counter()
         self.selections: Counter[str] = Counter()
+        self._fingerprint: Fingerprint = (None, None)
         self._uncapturable: tuple[object, str] | None = None
         self._no_prefill: dict[tuple[int, int | None], Fingerprint] = {}
         self._no_chain: dict[tuple[int, int | None], Fingerprint] = {}
@@ -61,7 +61,7 @@ class DecodeRunner:
 
     def fresh(self) -> DecodeRunner:
         """Return a runner with the same options and nothing else in common."""
-        return DecodeRunner(mode=self.mode, max_cache_len=self.max_cache_len, fingerprint=self.fingerprint, depth=self.depth)
+        return DecodeRunner(mode=self.mode, max_cache_len=self.max_cache_len, depth=self.depth)
 
     @property
     def bytes(self) -> int:
@@ -103,9 +103,12 @@ class DecodeRunner:
             sequences=result, scores=None if record.scores is None else tuple(record.scores),
             logits=None if record.logits is None else tuple(record.logits), past_key_values=plan.cache)
 
-    def fingerprint_of(self, model: Any, plan: CallPlan) -> Fingerprint:
-        """What graphs captured for this call depend on."""
-        return plan.survey.key, plan.masks, self.fingerprint(model) if self.fingerprint is not None else None
+    def fingerprint_of(self, plan: CallPlan) -> Fingerprint:
+        """What graphs captured for this call depend on. While it stays equal it is one object, so that comparing it costs nothing."""
+        found = plan.survey.key, plan.masks
+        if found != self._fingerprint:
+            self._fingerprint = found
+        return self._fingerprint
 
     def prefill_graph(self, model: Any, plan: CallPlan, block: Block, input_ids: Tensor, key: Fingerprint) -> PrefillGraph | None:
         """Return the captured prefill that serves a prompt, captured now if it is the second of its bucket; None where HF's runs."""
@@ -124,7 +127,7 @@ class DecodeRunner:
             if block.prompts[bucket] < 2 or not block.keys or not block.logits.numel():
                 return None
             block.dirty = max(block.dirty, bucket)  # what warming up writes
-            no = obstacle(self.steps, plan, block, key[2], self.valid_for) or self._no_chain.get(shape) == key
+            no = obstacle(self.steps, plan, block, self.valid_for) or self._no_chain.get(shape) == key
             steps = None if no else self.steps
             graph = self._captured_prefill(model, block, input_ids.shape[0], bucket, steps, key)
             if graph is None:
@@ -153,7 +156,7 @@ class DecodeRunner:
 
     def step(self, model: Any, plan: CallPlan, block: Block, key: Fingerprint, again: bool = False) -> Step:
         """Return the step for a block, with or without graphs as the model and the device allow. `again`: for a call that is counted."""
-        forward = obstacle(self.steps, plan, block, key[2], self.valid_for)
+        forward = obstacle(self.steps, plan, block, self.valid_for)
         why = "mode is eager" if self.mode == "eager" else can_capture(block.device) or plan.survey.no_graph
         if why is None and self._uncapturable is not None and self._uncapturable[0] == key:
             why = self._uncapturable[1]
@@ -310,15 +313,13 @@ def _parameters(stock: Any) -> tuple[str, ...]:
     return _PARAMETERS[stock]
 
 
-def install(model: Any, *, mode: str = "graph", max_cache_len: int | None = None,
-            fingerprint: Callable[[nn.Module], object] | None = None, depth: int | None = None,
+def install(model: Any, *, mode: str = "graph", max_cache_len: int | None = None, depth: int | None = None,
             steps: Steps | None = None) -> DecodeRunner:
     """Give a model instance a `generate` of its own that decodes through the pool; nothing else of it or of HF changes.
 
     `mode` "graph" replays captured steps where the device can, "eager" calls them. `max_cache_len` is the most cache
-    slots a call may use; longer ones go the stock way. `fingerprint(model)` adds to what captured steps depend on.
-    `depth` is how many steps may be ahead of the host (None: 2 on a GPU, 0 on a CPU). `steps`: kernels for whole steps of this model
-    as it is now. Installing again starts anew.
+    slots a call may use; longer ones go the stock way. `depth` is how many steps may be ahead of the host (None: 2 on a GPU, 0 on a
+    CPU). `steps`: kernels for whole steps of this model as it is now. Installing again starts anew.
     Errors: DecodeError for what is not a transformers model that generates, or has an instance-level `generate` already.
     """
     if mode not in ("graph", "eager"):
@@ -333,8 +334,8 @@ def install(model: Any, *, mode: str = "graph", max_cache_len: int | None = None
         raise DecodeError(f"install: this {type(model).__name__} already has an instance-level generate ({present!r}); "
                           "delete it with `del model.generate` first")
     uninstall(model)
-    runner = DecodeRunner(mode=mode, max_cache_len=max_cache_len, fingerprint=fingerprint, depth=depth, steps=steps,
-                          valid_for=fingerprint(model) if steps is not None and fingerprint is not None else None)
+    runner = DecodeRunner(mode=mode, max_cache_len=max_cache_len, depth=depth, steps=steps,
+                          valid_for=survey(model).model if steps is not None else None)
     model.__dict__["generate"] = Generate(model, runner)
     return runner
 

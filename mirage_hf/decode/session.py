@@ -146,7 +146,7 @@ class Session:
     def prefill(self, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> None:
         """Run HF's own prefill, into the block or, where the user's cache holds something, into that one and then here."""
         model, plan, block = self.model, self.plan, self.block
-        self.fingerprint = self.runner.fingerprint_of(model, plan)
+        self.fingerprint = self.runner.fingerprint_of(plan)
         if (graph := self.runner.prefill_graph(model, plan, block, input_ids, self.fingerprint)) is not None:
             block.dirty = max(block.dirty, graph.ids.shape[1])
             graph.run(input_ids)

@@ -51,6 +51,7 @@ class Steps:
     """Numbers that kernels were made for, where modules keep them: an attribute dictionary, a name, a value."""
     _attention: dict[tuple[str, int], Kernel] = field(default_factory=dict)
     _prompts: dict[tuple[Block, int], Kernel] = field(default_factory=dict)
+    _obstacles: dict[tuple[int, int], str] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _making: threading.Lock = field(default_factory=threading.Lock)
 
@@ -80,12 +81,14 @@ class Steps:
 
     def obstacle(self, rows: int, slots: int) -> str:
         """Why there are no steps for caches of so many slots, "" where there are."""
-        try:
-            for layer in self.layers:
-                self.kernels(layer, rows, slots)
-        except MirageError as e:
-            return f"no kernels for {slots} slots ({e})"
-        return ""
+        if (rows, slots) not in self._obstacles:
+            try:
+                for layer in self.layers:
+                    self.kernels(layer, rows, slots)
+                self._obstacles[rows, slots] = ""
+            except MirageError as e:
+                self._obstacles[rows, slots] = f"no kernels for {slots} slots ({e})"
+        return self._obstacles[rows, slots]
 
     def changed(self) -> str:
         """Which number is no longer what kernels were made for, "" where none is."""

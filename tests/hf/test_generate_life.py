@@ -261,14 +261,6 @@ def test_rope_that_reads_the_length_is_not_captured():
     assert_same(stock(model, **arguments), twin.generate(**arguments))
 
 
-def test_own_fingerprint():
-    model = tiny("llama")
-    asked = []
-    install(model, fingerprint=lambda m: asked.append(m))
-    model.generate(**GREEDY)
-    assert asked == [model]
-
-
 # -- PEFT ---------------------------------------------------------------------------------------------------------------
 
 def test_peft_life_cycle():

@@ -10,9 +10,9 @@ import torch
 from swapping import decode_logits, prompt, same, snapshot, tiny
 
 from mirage_hf.api import optimize, restore
+from mirage_hf.decode.fingerprint import survey
 from mirage_hf.match.matcher import match
 from mirage_hf.patterns import PATTERNS
-from mirage_hf.swap.fingerprint import fingerprint
 from mirage_hf.swap.guard import KEY
 
 peft = pytest.importorskip("peft")
@@ -160,7 +160,7 @@ def test_every_state_of_peft_is_right_at_any_moment(event: str) -> None:
     change, reason = EVENTS[event]
     stock, ours = both()
     decode_logits(ours)
-    before, seen = fingerprint(ours), lora_layer(ours).__dict__[KEY].calls
+    before, seen = survey(ours).model, lora_layer(ours).__dict__[KEY].calls
     for model in (stock, ours):
         change(model)
     torch.testing.assert_close(decode_logits(ours).float(), decode_logits(stock).float(), **CLOSE)
@@ -169,7 +169,7 @@ def test_every_state_of_peft_is_right_at_any_moment(event: str) -> None:
     else:
         assert counts(ours)[reason] >= 4
     if event not in ("merge and unmerge", "new values"):
-        assert fingerprint(ours) != before
+        assert survey(ours).model != before
 
 
 def test_adapters_that_come_back_are_fast_again() -> None:
