@@ -32,6 +32,7 @@ from mirage_hf.decode import ends, install, processors
 from mirage_hf.decode.cache import Control, Trail
 from mirage_hf.decode.ends import Ends, Inputs
 from mirage_hf.decode.processors import Now, Place
+from mirage_hf.decode.written import launch, load
 
 VOCABULARIES = (32000, 50257, 128256, 151936, 256000)
 CHAINED = ("qwen3-0.6b", "llama-3.2-1b")
@@ -60,11 +61,11 @@ def selecting(batch: int, vocab: int, chunk: int, warps: int) -> Callable[[Any],
     finally:
         ends._chunk = before
     # what is loaded is told apart by its text, and keeps its first number of warps
-    module, launch = ends._load(replace(program, source=f"{program.source}# {warps} warps\n"))
+    module, how = load(replace(program, source=f"{program.source}# {warps} warps\n"))
     c = started(batch)
 
     def run(logits: torch.Tensor) -> None:
-        ends._launch((module, replace(launch, num_warps=warps)),
+        launch((module, replace(how, num_warps=warps)),
                      [logits, c.ids, c.position, c.length, c.budget, c.alive.view(torch.uint8), c.eos, c.pad, c.report, runner.best,
                       runner.counter])
     return run
@@ -145,8 +146,8 @@ def generates(model_name: str, batch: int, new: int, rounds: int) -> dict[str, A
     ids = torch.randint(1000, (batch, 128), device=DEVICE)
     by_host = StoppingCriteriaList([lambda ids, scores, **kw: torch.zeros(len(ids), dtype=torch.bool, device=ids.device)])
     found: dict[str, dict[str, list[float]]] = {name: {"device": [], "host": []} for name in SAMPLING}
-    for n in range(rounds + 2):
-        for name, options in SAMPLING.items():
+    for name, options in SAMPLING.items():  # not in turns: a block keeps graphs for few ways to choose
+        for n in range(rounds + 2):
             for where, extra in (("device", {}), ("host", {"stopping_criteria": by_host, "logits_processor": LogitsProcessorList()})):
                 torch.cuda.synchronize()
                 started = time.perf_counter()

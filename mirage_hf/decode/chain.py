@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from mirage_hf.decode.cache import Block
-from mirage_hf.decode.ends import INFINITY, MOST_ROWS, MOST_VOCAB, Ends, Inputs
+from mirage_hf.decode.ends import MOST_ROWS, MOST_VOCAB, Ends, Inputs
 from mirage_hf.decode.program import GREEDY, Chooser, MaskPlan, Step, move_on
+from mirage_hf.decode.written import INFINITY
 from mirage_hf.match.compose import Kernel
 from mirage_hf.match.step import At
 from mirage_hf.swap.steps import LayerKernels, Steps

@@ -16,31 +16,20 @@ import torch
 from torch import Tensor
 
 from mirage_hf import errors
-from mirage_hf.codegen import compile as compiler
-from mirage_hf.codegen import launching
 from mirage_hf.codegen.triton import POINTERS, Launch, Program
 from mirage_hf.decode.cache import MOST_EOS, Control
 from mirage_hf.decode.program import NOTHING, choose_greedily, draw, settle
+from mirage_hf.decode.written import INFINITY, as_program, launch, load, order, power_of_two
 
-INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
-"""What embeddings, rotary tables and logits may be made of, with the bits of infinity: more of them are NaN."""
 MOST_ROWS = 128
 """Rows of a batch: the last block of `select` holds the state of all of them at once."""
 MOST_VOCAB = 1 << 20
-MOST_PARTS = 4096
-"""Candidates that the last block of `select` compares at once."""
+MANY_PARTS, MOST_PARTS = 512, 4096
+"""Candidates that the last block of `select` likes to compare, and can. H200: of 600 to 1000 blocks launches took 1 to 2 µs longer."""
 LEAST_CHUNK = 1024
-"""Numbers a block takes: 16 bytes a thread of 16-bit ones, and for one row of usual vocabularies a block per multiprocessor."""
-
-HEAD = '''
-"""Written by mirage_hf.decode.ends."""
-import copy
-import threading
-
-import torch
-import triton
-import triton.language as tl
-'''.strip()
+"""Numbers a block takes: 16 bytes a thread of 16-bit ones. `select` takes twice that, which was 0.5 µs faster behind a head."""
+LONG_CHUNK = 8192
+"""Of `select`, where blocks are as long as they may be for many of them to pay."""
 
 assert MOST_EOS & MOST_EOS - 1 == 0, "the kernel reads all stop tokens as one tile"
 
@@ -76,7 +65,7 @@ class Inputs:
 def begin_program(batch: int, vocab: int, hidden: int, positions: int, width: int, windows: Sequence[int | None], dtype: torch.dtype,
                   table_dtype: torch.dtype) -> Program:
     """The kernel that fills `Inputs`, for an embedding (vocab, hidden) and rotary tables (positions, width)."""
-    chunk = min(LEAST_CHUNK, _power_of_two(hidden))
+    chunk = min(LEAST_CHUNK, power_of_two(hidden))
     chunks = -(-hidden // chunk)
     lows = [f"lo{n}_ptr" for n in range(len(windows))]
     firsts = [f"tl.maximum(lowest, length - {window - 1})" if window is not None else "lowest" for window in windows]
@@ -104,22 +93,22 @@ def begin({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
         length = tl.load(length_ptr)
         lowest = tl.load(lowest_ptr + row)
         position = tl.minimum(tl.maximum(position, 0), {positions - 1})
-        w = tl.arange(0, {_power_of_two(width)})
+        w = tl.arange(0, {power_of_two(width)})
         cos = tl.load(cos_table_ptr + position * {width} + w, mask=w < {width})
         sin = tl.load(sin_table_ptr + position * {width} + w, mask=w < {width})
         tl.store(slot_ptr + row, length.to(tl.int32)){stores}
         tl.store(cos_ptr + row * {width} + w, cos, mask=w < {width})
         tl.store(sin_ptr + row * {width} + w, sin, mask=w < {width})
 '''
-    return _program(kernel, Launch("begin", signature, batch * (chunks + 1), num_warps=4, num_stages=1))
+    return as_program(kernel, Launch("begin", signature, batch * (chunks + 1), num_warps=4, num_stages=1))
 
 
 # -- from logits to the next token --------------------------------------------------------------------------------------
 
 def _chunk(batch: int, vocab: int) -> int:
     """Logits of a row that a block compares: as few as the number of blocks allows."""
-    chunk = LEAST_CHUNK
-    while _power_of_two(batch) * _power_of_two(-(-vocab // chunk)) > MOST_PARTS:
+    chunk = 2 * LEAST_CHUNK
+    while power_of_two(batch) * power_of_two(-(-vocab // chunk)) > (MANY_PARTS if chunk < LONG_CHUNK else MOST_PARTS):
         chunk *= 2
     return chunk
 
@@ -155,7 +144,7 @@ def select_program(batch: int, vocab: int, dtype: torch.dtype) -> Program:
     """The kernel that does what `choose_greedily` does; its blocks leave the counter at 0, as they want to find it."""
     chunk = _chunk(batch, vocab)
     chunks = -(-vocab // chunk)
-    rows, parts, width = _power_of_two(batch), _power_of_two(chunks), 8 * dtype.itemsize
+    rows, parts = power_of_two(batch), power_of_two(chunks)
     signature = (("logits_ptr", POINTERS[dtype]), ("ids_ptr", "*i64"), ("position_ptr", "*i64"), ("length_ptr", "*i64"),
                  ("budget_ptr", "*i64"), ("alive_ptr", "*u8"), ("eos_ptr", "*i64"), ("pad_ptr", "*i64"), ("report_ptr", "*i64"),
                  ("best_ptr", "*i64"), ("counter_ptr", "*i32"))
@@ -174,10 +163,8 @@ def select({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
 {indent(STATE.format(batch=batch, rows=rows), " " * 4)}
     pad = tl.load(pad_ptr)
 
-    # integers in the order of the logits: -0.0 is 0.0, and every NaN the same one above everything; then the lowest index
-    bits = x.to(tl.int{width}, bitcast=True).to(tl.int32)
-    size = bits & 0x{(1 << width - 1) - 1:X}
-    order = tl.where(size > 0x{INFINITY[dtype]:X}, 0x7FFFFFFF, tl.where(bits < 0, -size, size))
+{indent(order(dtype), " " * 4)}
+    # the greatest logit, and of equal ones the lowest index
     tl.store(best_ptr + tl.program_id(0), tl.max((order.to(tl.int64) << 32) + (0x7FFFFFFF - n), axis=0))
     tl.debug_barrier()  # stored before one thread says so
     arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
@@ -190,7 +177,7 @@ def select({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
         token = tl.where(alive, index, pad)
 {indent(MOVE_ON.format(batch=batch, fed="token", more=""), " " * 8)}
 '''
-    return _program(kernel, Launch("select", signature, batch * chunks, num_warps=4 if chunk == LEAST_CHUNK else 8, num_stages=1))
+    return as_program(kernel, Launch("select", signature, batch * chunks, num_warps=8, num_stages=1))
 
 
 def draw_program(batch: int, vocab: int) -> Program:
@@ -199,7 +186,7 @@ def draw_program(batch: int, vocab: int) -> Program:
     Sums are taken in float64 and in a fixed order, so the same scores and numbers give the same tokens.
     """
     chunks = -(-vocab // LEAST_CHUNK)
-    parts = _power_of_two(chunks)
+    parts = power_of_two(chunks)
     signature = (("scores_ptr", "*fp32"), ("numbers_ptr", "*fp64"), ("greatest_ptr", "*fp32"), ("weight_ptr", "*fp64"),
                  ("token_ptr", "*i64"), ("arrived_ptr", "*i32"))
     kernel = f'''
@@ -243,7 +230,7 @@ def draw({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
         token = tl.where(first < {vocab}, first, last).to(tl.int64)
         tl.store(token_ptr + row, tl.where(total > 0, token, {NOTHING}))
 '''
-    return _program(kernel, Launch("draw", signature, batch * chunks, num_warps=4, num_stages=1))
+    return as_program(kernel, Launch("draw", signature, batch * chunks, num_warps=4, num_stages=1))
 
 
 def settle_program(batch: int) -> Program:
@@ -257,13 +244,13 @@ def settle({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
     if overlaps:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-{indent(STATE.format(batch=batch, rows=_power_of_two(batch)), " " * 4)}
+{indent(STATE.format(batch=batch, rows=power_of_two(batch)), " " * 4)}
     token = tl.load(token_ptr + m, mask=m < {batch}, other=0)
     ended = tl.load(ended_ptr + m, mask=m < {batch}, other=0)
     tl.debug_barrier()  # all of the state is read before any of it is written
 {indent(MOVE_ON.format(batch=batch, fed=f"tl.where(token == {NOTHING}, 0, token)", more=" & (ended == 0)"), " " * 4)}
 '''
-    return _program(kernel, Launch("settle", signature, 1, num_warps=4, num_stages=1))
+    return as_program(kernel, Launch("settle", signature, 1, num_warps=4, num_stages=1))
 
 
 # -- both ---------------------------------------------------------------------------------------------------------------
@@ -335,7 +322,7 @@ class Ends:
         embedding = embedding.detach()
         if self.by_kernels:
             of_state = [control.ids, control.position, control.length, control.lowest]
-            _launch(_begin(self.batch, vocab, hidden, positions, width, out.windows, embedding.dtype, cos.dtype),
+            launch(_begin(self.batch, vocab, hidden, positions, width, out.windows, embedding.dtype, cos.dtype),
                     [*of_state, embedding, cos, sin, out.x, out.cos, out.sin, out.slot, *out.lows])
             return
         position = control.position[:, 0].clamp(0, positions - 1)
@@ -358,7 +345,7 @@ class Ends:
         self._check("logits", logits, (self.batch, self.vocab), logits.dtype)
         if self.by_kernels:
             c = control
-            _launch(_select(self.batch, self.vocab, logits.dtype),
+            launch(_select(self.batch, self.vocab, logits.dtype),
                     [logits.detach(), c.ids, c.position, c.length, c.budget, c.alive.view(torch.uint8), c.eos, c.pad, c.report,
                      self.best, self.counter])
             return
@@ -372,7 +359,7 @@ class Ends:
         self._check("scores", scores, (self.batch, self.vocab), torch.float32)
         self._check("numbers", numbers, (self.batch, 1), torch.float64)
         if self.by_kernels:
-            _launch(_draw(self.batch, self.vocab), [scores.detach(), numbers, self.greatest, self.weight, self.token, self.arrived])
+            launch(_draw(self.batch, self.vocab), [scores.detach(), numbers, self.greatest, self.weight, self.token, self.arrived])
             return self.token
         return draw(scores.softmax(-1), numbers)
 
@@ -386,7 +373,7 @@ class Ends:
         self._check("ended", self.none if ended is None else ended, (self.batch,), torch.bool)
         if self.by_kernels:
             c = control
-            _launch(_settle(self.batch), [token, (self.none if ended is None else ended).view(torch.uint8), c.ids, c.position, c.length,
+            launch(_settle(self.batch), [token, (self.none if ended is None else ended).view(torch.uint8), c.ids, c.position, c.length,
                                           c.budget, c.alive.view(torch.uint8), c.eos, c.report])
             return
         settle(control, token, ended)
@@ -401,44 +388,22 @@ class Ends:
 
 # -- programs as modules ------------------------------------------------------------------------------------------------
 
-def _power_of_two(n: int) -> int:
-    """The least that is not below `n`."""
-    return 1 << (n - 1).bit_length()
-
-
-def _program(kernel: str, launch: Launch) -> Program:
-    return Program("\n\n\n".join([HEAD, kernel.strip("\n"), launching.text(with_counters=False)]) + "\n", (launch,))
-
-
 @lru_cache(maxsize=256)
 def _begin(batch: int, vocab: int, hidden: int, positions: int, width: int, windows: tuple[int | None, ...], dtype: torch.dtype,
            table_dtype: torch.dtype) -> tuple[ModuleType, Launch]:
-    return _load(begin_program(batch, vocab, hidden, positions, width, windows, dtype, table_dtype))
+    return load(begin_program(batch, vocab, hidden, positions, width, windows, dtype, table_dtype))
 
 
 @lru_cache(maxsize=256)
 def _select(batch: int, vocab: int, dtype: torch.dtype) -> tuple[ModuleType, Launch]:
-    return _load(select_program(batch, vocab, dtype))
+    return load(select_program(batch, vocab, dtype))
 
 
 @lru_cache(maxsize=256)
 def _draw(batch: int, vocab: int) -> tuple[ModuleType, Launch]:
-    return _load(draw_program(batch, vocab))
+    return load(draw_program(batch, vocab))
 
 
 @lru_cache(maxsize=256)
 def _settle(batch: int) -> tuple[ModuleType, Launch]:
-    return _load(settle_program(batch))
-
-
-def _load(program: Program) -> tuple[ModuleType, Launch]:
-    return compiler.load(program.source, program.digest), program.launches[0]
-
-
-def _launch(loaded: tuple[ModuleType, Launch], tensors: list[Tensor]) -> None:
-    module, launch = loaded
-    device = tensors[0].device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _launch(loaded, tensors)
-    module.launch(getattr(module, launch.kernel), launch.grid, tensors, num_warps=launch.num_warps, num_stages=launch.num_stages)
+    return load(settle_program(batch))

@@ -1,9 +1,10 @@
 """HF's own logits processors on the device: one table from exact class to torch ops over static tensors, with nothing read by the host.
 
-What a captured graph is made for (sizes, numbers of tokens to keep) is told from what may change between calls (temperature, penalties,
-lists of tokens), which lies in tensors. Rounding is that of HF's own ops in float32, but for divisions by a number, which CUDA may do as
-products with its inverse. A class that is not here, a subclass of one that is, and an instance with attributes that this table does not
-know are the host's.
+What a captured graph is made for (sizes, what removed tokens get) is told from what may change between calls (temperature, penalties,
+how many to keep, lists of tokens), which lies in tensors. Where HF sorts a vocabulary, kernels search (decode/limits.py). Rounding is
+that of HF's own ops in float32, but for the order of sums, and for divisions by a number, which CUDA may do as products with its
+inverse. A class that is not here, a subclass of one that is, and an instance with attributes that this table does not know are the
+host's.
 """
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import transformers.generation.logits_process as hf
 from torch import Tensor
+
+from mirage_hf.decode import limits
 
 INFINITY = float("inf")
 
@@ -78,15 +81,29 @@ def _temperature(now: Now, scores: Tensor, temperature: Tensor) -> Tensor:
     return scores / temperature
 
 
-def _top_k(now: Now, scores: Tensor, k: int, fill: float) -> Tensor:
-    return scores.masked_fill(scores < torch.topk(scores, min(k, scores.shape[-1])).values[:, -1:], fill)
+def _top_k(now: Now, scores: Tensor, fill: float, k: Tensor) -> Tensor:
+    return scores.masked_fill(scores < _kth(scores, k), fill)
 
 
-def _top_p(now: Now, scores: Tensor, keep: int, fill: float, rest: Tensor) -> Tensor:
+def _kth(scores: Tensor, k: Tensor) -> Tensor:
+    """(batch, 1): the `k`-th greatest of each row, the least where there are fewer."""
+    if limits.fits(scores):
+        return limits.kth(scores, k)
+    if scores.device.type == "cpu":
+        return torch.topk(scores, min(int(k), scores.shape[-1])).values[:, -1:]
+    return torch.sort(scores, descending=True).values.index_select(1, k.clamp(max=scores.shape[-1]) - 1)
+
+
+def _top_p(now: Now, scores: Tensor, fill: float, rest: Tensor, keep: Tensor) -> Tensor:
+    if limits.fits(scores):
+        return limits.cut(scores, scores, _softmax(scores), rest, keep, fill, firsts=False)
     ordered, index = torch.sort(scores, descending=False)
-    removed = ordered.softmax(-1).cumsum(-1) <= rest
-    removed[:, -keep:].fill_(False)
+    removed = (ordered.softmax(-1).cumsum(-1) <= rest) & (_ranks(scores) < scores.shape[-1] - keep)
     return scores.masked_fill(removed.scatter(1, index, removed), fill)
+
+
+def _ranks(scores: Tensor) -> Tensor:
+    return torch.arange(scores.shape[-1], device=scores.device)
 
 
 def _top_h(now: Now, scores: Tensor, most: int, fill: float, share: Tensor) -> Tensor:
@@ -98,39 +115,58 @@ def _top_h(now: Now, scores: Tensor, most: int, fill: float, share: Tensor) -> T
 
 
 def _min_p(now: Now, scores: Tensor, keep: int, fill: float, share: Tensor) -> Tensor:
-    p = scores.softmax(-1)
+    p = _softmax(scores)
     removed = p < share * p.amax(-1, keepdim=True)
-    return scores.masked_fill(removed.scatter(1, torch.topk(p, min(keep, p.shape[-1])).indices, False), fill)
+    if keep > 1:  # the greatest is never removed
+        removed = removed.scatter(1, torch.topk(p, min(keep, p.shape[-1])).indices, False)
+    return scores.masked_fill(removed, fill)
 
 
-def _typical(now: Now, scores: Tensor, keep: int, fill: float, mass: Tensor) -> Tensor:
-    normalized = scores.log_softmax(-1)
+def _typical(now: Now, scores: Tensor, fill: float, mass: Tensor, keep: Tensor) -> Tensor:
+    normalized = _log_softmax(scores)
     entropy = -(normalized * normalized.exp()).nansum(-1, keepdim=True)
-    ordered, index = torch.sort((-normalized - entropy).abs(), descending=False)
+    distance = (-normalized - entropy).abs()
+    if limits.fits(scores):
+        return limits.cut(scores, -distance, _softmax(scores), 1 - mass, keep, fill, firsts=True)
+    ordered, index = torch.sort(distance, descending=False)
     last = (scores.gather(-1, index).softmax(-1).cumsum(-1) < mass).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
-    removed = ordered > ordered.gather(1, last)
-    removed[:, :keep].fill_(False)
+    removed = (ordered > ordered.gather(1, last)) & (_ranks(scores) >= keep)
     return scores.masked_fill(removed.scatter(1, index, removed), fill)
 
 
 def _epsilon(now: Now, scores: Tensor, keep: int, fill: float, least: Tensor) -> Tensor:
-    return _cut(scores, scores.softmax(-1) < least, keep, fill)
+    return _cut(scores, _softmax(scores) < least, keep, fill)
 
 
 def _eta(now: Now, scores: Tensor, keep: int, fill: float, epsilon: Tensor) -> Tensor:
     least = torch.minimum(epsilon, epsilon.sqrt() * torch.exp(-_entropy(*_normalized(scores))))[:, None]
-    return _cut(scores, scores.softmax(-1) < least, keep, fill)
+    return _cut(scores, _softmax(scores) < least, keep, fill)
 
 
 def _cut(scores: Tensor, removed: Tensor, keep: int, fill: float) -> Tensor:
     """Fill what is removed and not among the `keep` greatest."""
-    return scores.masked_fill(removed & (scores < torch.topk(scores, min(keep, scores.shape[-1])).values[:, -1:]), fill)
+    least = scores.amax(-1, keepdim=True) if keep == 1 else torch.topk(scores, min(keep, scores.shape[-1])).values[:, -1:]
+    return scores.masked_fill(removed & (scores < least), fill)
 
 
 def _normalized(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Logits and probabilities as torch.distributions.Categorical has them."""
-    logits = scores - scores.logsumexp(-1, keepdim=True)
-    return logits, logits.softmax(-1)
+    logits = _log_softmax(scores)
+    return logits, _softmax(logits)
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    if not limits.fits(scores):
+        return scores.softmax(-1)
+    greatest, total = limits.totals(scores)
+    return (scores - greatest).exp_().div_(total)
+
+
+def _log_softmax(scores: Tensor) -> Tensor:
+    if not limits.fits(scores):
+        return scores.log_softmax(-1)
+    greatest, total = limits.totals(scores)
+    return (scores - greatest).sub_(total.log_())
 
 
 def _entropy(logits: Tensor, p: Tensor) -> Tensor:
@@ -145,7 +181,7 @@ def _remove_invalid(now: Now, scores: Tensor) -> Tensor:
 
 
 def _normalize(now: Now, scores: Tensor) -> Tensor:
-    return scores.log_softmax(-1)
+    return _log_softmax(scores)
 
 
 # -- some tokens, at some lengths ---------------------------------------------------------------------------------------
@@ -237,13 +273,17 @@ def _keeps(p: Any) -> tuple[Any, ...]:
     return p.min_tokens_to_keep, p.filter_value
 
 
+def _fill(p: Any) -> tuple[Any, ...]:
+    return (p.filter_value,)
+
+
 ROWS = {
     "TemperatureLogitsWarper": Row(_temperature, "temperature", lambda p, at: (at.number(p.temperature),)),
-    "TopKLogitsWarper": Row(_top_k, f"top_k {_KEEPS}", sizes=lambda p: (p.top_k, p.filter_value)),
-    "TopPLogitsWarper": Row(_top_p, f"top_p {_KEEPS}", lambda p, at: (at.number(1 - p.top_p),), _keeps),
+    "TopKLogitsWarper": Row(_top_k, f"top_k {_KEEPS}", lambda p, at: (at.count(p.top_k),), _fill),
+    "TopPLogitsWarper": Row(_top_p, f"top_p {_KEEPS}", lambda p, at: (at.number(1 - p.top_p), at.count(p.min_tokens_to_keep)), _fill),
     "TopHLogitsWarper": Row(_top_h, "top_h top_n filter_value", lambda p, at: (at.number(p.top_h),), lambda p: (p.top_n, p.filter_value)),
     "MinPLogitsWarper": Row(_min_p, f"min_p {_KEEPS}", lambda p, at: (at.number(p.min_p),), _keeps),
-    "TypicalLogitsWarper": Row(_typical, f"mass {_KEEPS}", lambda p, at: (at.number(p.mass),), _keeps),
+    "TypicalLogitsWarper": Row(_typical, f"mass {_KEEPS}", lambda p, at: (at.number(p.mass), at.count(p.min_tokens_to_keep)), _fill),
     "EpsilonLogitsWarper": Row(_epsilon, f"epsilon {_KEEPS}", lambda p, at: (at.number(p.epsilon),), _keeps),
     "EtaLogitsWarper": Row(_eta, f"epsilon {_KEEPS}", lambda p, at: (p.epsilon.reshape(1).to(at.device, torch.float32),), _keeps),
     "InfNanRemoveLogitsProcessor": Row(_remove_invalid, ""),

@@ -1,16 +1,21 @@
 """Choices in captured steps: each of HF's processors beside stock, chi-squares, one seed at any depth, no waiting for the host."""
 from __future__ import annotations
 
+import math
+import random
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import transformers.generation.logits_process as hf
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from decoding import Recorder, assert_same, both, left_padded, prompt, tiny
 from test_generate_life import tokenizer
-from test_sampling import CASES, EACH, ON_DEVICE, VOCAB, WARPERS, compare, draws
+from test_limits import SHAPES, wrong_limits
+from test_sampling import CASES, EACH, ON_DEVICE, VOCAB, WARPERS, by_the_table, compare, draws
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 
@@ -45,6 +50,35 @@ def captured_only(runner):
 @pytest.mark.parametrize("name", EACH)
 def test_processors_are_hfs(name):
     compare(name, CUDA, rtol=3e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_limits_are_those_of_a_sort(seed):
+    shapes = [(rng.randint(1, 5), rng.randint(1, 3000)) for rng in [random.Random(seed)] for _ in range(12)]
+    wrong = wrong_limits([*SHAPES, *shapes, (128, 40)], seed, CUDA)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("vocab", [50_257, 128_256, 151_936, 1 << 20])
+@pytest.mark.parametrize("kind", ["plain", "bfloat16", "flat", "few"])
+def test_what_stays_of_a_large_vocabulary(kind, vocab):
+    """Beside HF's classes: top k exactly, others but for tokens at the limit, by rounding of sums in float32."""
+    generator = torch.Generator(CUDA).manual_seed(vocab)
+    scores = 3 * torch.randn(2, vocab, device=CUDA, generator=generator)
+    scores = {"plain": scores, "bfloat16": scores.bfloat16().float(), "flat": scores.mul(0.01).round(decimals=3),
+              "few": scores.masked_fill(scores < scores.topk(50).values[:, -1:], -math.inf)}[kind]
+    ids = torch.zeros(2, 3, dtype=torch.long, device=CUDA)
+    wrong = []
+    for p in (hf.TopKLogitsWarper(50), hf.TopPLogitsWarper(0.9), hf.TopPLogitsWarper(0.3, min_tokens_to_keep=5),
+              hf.TypicalLogitsWarper(0.9), hf.MinPLogitsWarper(0.05)):
+        want, got = p(ids, scores.clone()) > -math.inf, by_the_table(p, ids, scores) > -math.inf
+        share = scores.double().softmax(-1)
+        mass = torch.stack([(share * (want & ~got)).sum(-1), (share * (got & ~want)).sum(-1)]).max().item()
+        allowed = 0 if isinstance(p, hf.TopKLogitsWarper) else 2e-5
+        if mass > allowed or not got.any(-1).all():
+            wrong.append(f"{type(p).__name__}: HF keeps {want.sum(-1).tolist()}, ours {got.sum(-1).tolist()}; they differ by {mass:.3g} of "
+                         f"the probability, {allowed} is allowed")
+    assert not wrong, f"{kind}, vocabulary {vocab}, seed {vocab}:\n" + "\n".join(wrong)
 
 
 def choosing(selection: Selection, rows: int, vocab: int = VOCAB) -> tuple[Block, object]:
@@ -172,6 +206,10 @@ def test_other_numbers_need_no_other_graph():
     assert len(captured) == len(block.choosers) == 1, captured
     for k in range(1, 8):
         assert_same(*both(model, cuda({"inputs": prompt(2), "max_new_tokens": 9, "do_sample": True, "top_k": k})))
+    captured = [what for what in block.graphs if what[0] == "CapturedForward"]
+    assert len(captured) == len(block.choosers) == 2, captured
+    for n in range(2, 7):  # a size, which a graph is made for
+        assert_same(*both(model, cuda({"inputs": prompt(2), "max_new_tokens": 9, "do_sample": True, "no_repeat_ngram_size": n})))
     captured = [what for what in block.graphs if what[0] == "CapturedForward"]
     assert len(captured) == len(block.choosers) == 4, captured
     captured_only(runner)

@@ -449,9 +449,12 @@ def test_numbers_change_without_another_graph_and_few_ways_are_kept():
     assert len(block.choosers) == 1
     for k in range(1, 9):
         assert_same(*both(model, {"inputs": prompt(2), "max_new_tokens": 6, "do_sample": True, "top_k": k}))
+    assert len(block.choosers) == 2
+    for n in range(2, 7):  # a size, which a graph is made for
+        assert_same(*both(model, {"inputs": prompt(2), "max_new_tokens": 6, "do_sample": True, "no_repeat_ngram_size": n}))
     assert len(block.choosers) == selection.KEEP_CHOOSERS
     keys = list(block.choosers)
-    model.generate(prompt(2), max_new_tokens=6, do_sample=True, top_k=6)
+    model.generate(prompt(2), max_new_tokens=6, do_sample=True, no_repeat_ngram_size=5)
     assert list(block.choosers)[-1] in keys and all(isinstance(c, Composed) for c in block.choosers.values())
 
 

@@ -252,9 +252,11 @@ def test_torch_settles_and_draws_as_by_hand():
 INTERPRETED = """
 import json
 import test_ends as t
+import test_limits
 many = [(70, 33001)]  # blocks of more logits than usual
 wrong = t.wrong_choices(True, t.SHAPES + many, seed=2) + t.wrong_beginnings(True, 40, seed=3)
 wrong += t.wrong_settlings(True, 60, seed=6) + t.wrong_draws(True, t.SHAPES * 2, seed=7)
+wrong += test_limits.wrong_limits(test_limits.SHAPES, seed=8)
 print(json.dumps(wrong))
 """
 
