@@ -123,7 +123,7 @@ def processor(name: str, batch: int, vocab: int, rounds: int) -> dict[str, Any]:
     row, trail = processors.TABLE[type(p)], Trail.allocate(batch, 1024, torch.device(DEVICE))
     ids = torch.randint(vocab, (batch, 500), device=DEVICE)
     trail.start(ids, 100)
-    values = row.values(p, Place(vocab, torch.device(DEVICE)))
+    values = [v.to(DEVICE) for v in row.values(p, Place(vocab))]
     ours = captured(lambda x: row.run(Now(trail.ids, trail.prompt, trail.slots), x, *row.sizes(p), *values), scores)
     take_turns([ours], rounds)
     host = []

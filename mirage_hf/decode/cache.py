@@ -29,6 +29,13 @@ def bucket(slots: int) -> int:
     return -(-slots // grain) * grain
 
 
+def send(values: Tensor, to: Tensor) -> None:
+    """Copy without waiting for the device, wherever the values lie."""
+    if values.device.type == "cpu" and to.device.type == "cuda":
+        values = values.pin_memory()
+    to.copy_(values, non_blocking=True)
+
+
 # -- what a step reads and writes ---------------------------------------------------------------------------------------
 
 @dataclass(frozen=True, eq=False)
@@ -124,9 +131,7 @@ class Trail:
 
     def set_numbers(self, numbers: Tensor) -> None:
         """Put in (batch, steps) numbers from the CPU, without waiting for the device."""
-        if self.numbers.device.type == "cuda":
-            numbers = numbers.pin_memory()
-        self.numbers[:, :numbers.shape[1]].copy_(numbers, non_blocking=True)
+        send(numbers, self.numbers[:, :numbers.shape[1]])
 
 
 # -- the layers HF's forward sees ---------------------------------------------------------------------------------------
@@ -212,6 +217,8 @@ class Block:
     trail: Trail | None = None
     choosers: dict[Any, Any] = field(default_factory=dict)
     """What chose on this block so far and may have graphs here, by its key; the one used last is last."""
+    ends: Any = None
+    """The ends of steps with these logits (decode/ends.py)."""
     prompts: Counter[int] = field(default_factory=Counter)
     """Prompts so far that a captured prefill could serve, by bucket."""
     valid_for: object = None
@@ -233,8 +240,9 @@ class Block:
     def bytes(self) -> int:
         """Bytes of device memory this block holds, not counting its graphs' scratch."""
         tensors = [*self.slabs, *vars(self.control).values(), self.logits, *(vars(self.trail).values() if self.trail is not None else ()),
-                   *(t for chooser in self.choosers.values() for t in chooser.tensors())]
-        return sum(t.numel() * t.element_size() for t in tensors)
+                   *(t for chooser in self.choosers.values() for t in chooser.tensors()),
+                   *(vars(self.ends).values() if self.ends is not None else ())]
+        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
     def prefill_cache(self) -> Cache:
         """Return a cache that takes a prompt's keys and values into this block."""
@@ -315,7 +323,7 @@ class Block:
     def drop_memory(self) -> None:
         self.drop_graphs()
         self.choosers.clear()
-        self.trail = None
+        self.trail = self.ends = None
         self.keys.clear()
         self.values.clear()
         self.slabs.clear()

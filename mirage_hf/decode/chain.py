@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mirage_hf.decode.cache import Block
-from mirage_hf.decode.ends import MOST_ROWS, MOST_VOCAB, Ends, Inputs
-from mirage_hf.decode.program import GREEDY, Chooser, MaskPlan, Step, move_on
+from mirage_hf.decode.ends import MOST_ROWS, MOST_VOCAB, Ends, Inputs, ends_of
+from mirage_hf.decode.program import Chooser, MaskPlan, Step, move_on
 from mirage_hf.decode.written import INFINITY
 from mirage_hf.match.compose import Kernel
 from mirage_hf.match.step import At
@@ -48,10 +48,9 @@ class StepProgram(Step):
             each = list(dict.fromkeys(windows[kind] for kind in kinds))
             width, hidden = cos.shape[1], steps.embedding.shape[1]
             inputs = Inputs.allocate(block.batch, hidden, width, each, steps.embedding.dtype, block.device)
-            ends = Ends.allocate(block.batch, block.logits.shape[1], block.device)
             chain = tuple((layer, steps.kernels(layer, block.batch, block.capacity), each.index(windows[kind]))
                           for layer, kind in zip(steps.layers, kinds, strict=True))
-            self._buffers = _Buffers(inputs, ends, cos, sin, chain)
+            self._buffers = _Buffers(inputs, ends_of(block), cos, sin, chain)
         return self._buffers
 
     def held(self) -> Any:
@@ -75,10 +74,7 @@ class StepProgram(Step):
 
     def _to_token(self, chooser: Chooser) -> None:
         self._forward()
-        if chooser is GREEDY:
-            self._ready().ends.select(self.block.control, self.block.logits)
-        else:
-            chooser.choose(self.block.control, self.block.logits)
+        chooser.choose(self.block.control, self.block.logits)
 
 
 def obstacle(steps: Steps | None, plan: Any, block: Block, valid_for: object) -> str:

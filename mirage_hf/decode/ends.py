@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from textwrap import indent
 from types import ModuleType
 
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from mirage_hf import errors
 from mirage_hf.codegen.triton import POINTERS, Launch, Program
-from mirage_hf.decode.cache import MOST_EOS, Control
-from mirage_hf.decode.program import NOTHING, choose_greedily, draw, settle
+from mirage_hf.decode.cache import MOST_EOS, Block, Control
+from mirage_hf.decode.program import NOTHING, Chooser, choose_greedily, draw, settle
 from mirage_hf.decode.written import INFINITY, as_program, launch, load, order, power_of_two
 
 MOST_ROWS = 128
@@ -384,6 +385,29 @@ class Ends:
         if tuple(t.shape) != shape or t.dtype != dtype or t.device != self.best.device or not t.is_contiguous():
             raise errors.InputError(f"decode: {name} is {t.dtype} {errors.shape(t.shape)}, strides {errors.shape(t.stride())}, on "
                                     f"{t.device}; it must be {dtype} {errors.shape(shape)} on {self.best.device}, contiguous")
+
+
+def ends_of(block: Block) -> Ends:
+    """The ends of a block's steps, made when the first call has logits: kernels where there are some for them, else torch."""
+    batch, vocab = block.logits.shape
+    if block.ends is None or (block.ends.batch, block.ends.vocab) != (batch, vocab):
+        fits = batch <= MOST_ROWS and vocab <= MOST_VOCAB and find_spec("triton") is not None
+        block.ends = Ends.allocate(batch, vocab, block.device, by_kernels=None if fits else False)
+    return block.ends  # type: ignore[no-any-return]
+
+
+class Greedy(Chooser):
+    """The greatest logit."""
+
+    def __init__(self, ends: Ends):
+        super().__init__(("greedy",))
+        self.ends = ends
+
+    def choose(self, control: Control, logits: Tensor) -> None:
+        if logits.dtype in INFINITY:
+            self.ends.select(control, logits)
+        else:
+            choose_greedily(control, logits)
 
 
 # -- programs as modules ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from mirage_hf.decode.chain import StepProgram, obstacle
 from mirage_hf.decode.fingerprint import survey
 from mirage_hf.decode.graphs import can_capture
 from mirage_hf.decode.prefill import PrefillGraph, bucket_of, capture_prefill
-from mirage_hf.decode.program import CapturedForward, Step
+from mirage_hf.decode.program import CapturedForward, Chooser, Step
 from mirage_hf.decode.routing import effective, refused_arguments, refused_model, refused_options
 from mirage_hf.decode.session import CallPlan, NotCovered, Session, plan_call
 from mirage_hf.errors import MirageError
@@ -54,7 +54,7 @@ class DecodeRunner:
         self.prefills: Counter[str] = Counter()
         self.selections: Counter[str] = Counter()
         self._fingerprint: Fingerprint = (None, None)
-        self._uncapturable: tuple[object, str] | None = None
+        self._uncapturable: dict[object, tuple[object, str]] = {}
         self._no_prefill: dict[tuple[int, int | None], Fingerprint] = {}
         self._no_chain: dict[tuple[int, int | None], Fingerprint] = {}
         self._lock = threading.Lock()
@@ -154,12 +154,14 @@ class DecodeRunner:
                 return self._captured_prefill(model, block, batch, bucket, None, key)
         return None
 
-    def step(self, model: Any, plan: CallPlan, block: Block, key: Fingerprint, again: bool = False) -> Step:
-        """Return the step for a block, with or without graphs as the model and the device allow. `again`: for a call that is counted."""
+    def step(self, model: Any, plan: CallPlan, block: Block, key: Fingerprint, chooser: Chooser | None, again: bool = False) -> Step:
+        """Return the step for a block, with or without graphs as the model, the device and what chooses allow. `again`: for a call that is
+        counted."""
         forward = obstacle(self.steps, plan, block, self.valid_for)
         why = "mode is eager" if self.mode == "eager" else can_capture(block.device) or plan.survey.no_graph
-        if why is None and self._uncapturable is not None and self._uncapturable[0] == key:
-            why = self._uncapturable[1]
+        state, failed = self._uncapturable.get(_way(chooser), (None, None))
+        if why is None and state == key:
+            why = failed
         if not again:
             self.count("captured" if why is None else f"called: {why}")
             if self.steps is not None:
@@ -168,13 +170,18 @@ class DecodeRunner:
             return StepProgram(self.steps, block, plan.masks, graphs=why is None, fingerprint=key)
         return CapturedForward(model, block, plan.masks, logits_to_keep=plan.logits_to_keep, graphs=why is None, fingerprint=key)
 
-    def capture_failed(self, step: Step, error: Exception) -> None:
-        """Remember that this state of the model cannot be captured, and count the call as one of called steps."""
+    def capture_failed(self, step: Step, chooser: Chooser | None, error: Exception) -> None:
+        """Remember that this state of the model cannot be captured with this chooser, and count the call as one of called steps."""
         why = f"capture failed ({type(error).__name__}: {(str(error) or '-').splitlines()[0]})"
-        self._uncapturable = (step.fingerprint, why)
+        self._uncapturable[_way(chooser)] = step.fingerprint, why
         self.count(f"called: {why}")
         with self._lock:
             self.counts["captured"] -= 1
+
+
+def _way(chooser: Chooser | None) -> object:
+    """What a capture may fail by, apart from the model."""
+    return None if chooser is None else chooser.key
 
 
 # -- generate -----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ host's.
 """
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,24 +41,25 @@ class Now:
 
 @dataclass(frozen=True)
 class Place:
-    """Makes the tensors of one call, for (batch, vocab) scores on a device, without waiting for it."""
+    """Makes the tensors of one call for (batch, vocab) scores: on the CPU, but for what is made of tensors on the device."""
 
     vocab: int
-    device: torch.device
 
     def number(self, value: float) -> Tensor:
-        return torch.full((1,), value, dtype=torch.float32, device=self.device)
+        return torch.full((1,), value, dtype=torch.float32)
 
     def exact(self, value: float) -> Tensor:
-        return torch.full((1,), value, dtype=torch.float64, device=self.device)
+        return torch.full((1,), value, dtype=torch.float64)
 
     def count(self, value: int) -> Tensor:
-        return torch.full((1,), value, dtype=torch.long, device=self.device)
+        return torch.full((1,), value, dtype=torch.long)
 
     def tokens(self, ids: Any) -> Tensor:
         """(vocab,) bool: the tokens in `ids`; others than the vocabulary's are left out, as HF does."""
-        ids = torch.as_tensor(ids, device=self.device).reshape(-1)
-        return torch.isin(torch.arange(self.vocab, device=self.device), ids)
+        ids = torch.as_tensor(ids).reshape(-1).long()
+        found = torch.zeros(self.vocab + 1, dtype=torch.bool, device=ids.device)
+        ids = torch.where((ids >= 0) & (ids < self.vocab), ids, self.vocab)
+        return found.index_fill_(0, ids, True)[:-1]
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ def _penalize(now: Now, scores: Tensor, penalty: Tensor, ignored: Tensor) -> Ten
 
 def _ignored(length: Any, at: Place) -> Tensor:
     """(1,), or (batch, 1) as newer versions give it for padding."""
-    return length.reshape(-1, 1).to(at.device) if isinstance(length, Tensor) else at.count(length or 0)
+    return length.reshape(-1, 1) if isinstance(length, Tensor) else at.count(length or 0)
 
 
 def _no_repeat(now: Now, scores: Tensor, size: int) -> Tensor:
@@ -252,7 +254,8 @@ def _bias(now: Now, scores: Tensor, single: Tensor, prefixes: Tensor, sizes: Ten
 
 def _biases(p: Any, at: Place) -> tuple[Tensor, ...]:
     if not p.prepared_bias_variables:
-        p._prepare_bias_variables(torch.empty(1, at.vocab, device=at.device))  # and its error for tokens outside the vocabulary
+        p = copy.copy(p)  # the user's own is prepared where its scores will lie
+        p._prepare_bias_variables(torch.empty(1, at.vocab))  # and its error for tokens outside the vocabulary
     longer = [(ids, float(bias)) for ids, bias in p.sequence_bias.items() if len(ids) > 1]
     longest = max((len(ids) - 1 for ids, _ in longer), default=0)
     prefixes = torch.tensor([[-1] * (longest - len(ids) + 1) + list(ids[:-1]) for ids, _ in longer], dtype=torch.long)
@@ -260,7 +263,7 @@ def _biases(p: Any, at: Place) -> tuple[Tensor, ...]:
     least = sizes + (not hasattr(p, "multi_token_biases"))  # older versions want one token more than the prefix
     last = torch.tensor([ids[-1] for ids, _ in longer], dtype=torch.long)
     values = torch.tensor([bias for _, bias in longer], dtype=torch.float32)
-    return p.length_1_bias.float(), *(t.to(at.device) for t in (prefixes.reshape(len(longer), longest), sizes, least, last, values))
+    return p.length_1_bias.float(), prefixes.reshape(len(longer), longest), sizes, least, last, values
 
 
 # -- the table ----------------------------------------------------------------------------------------------------------
@@ -285,7 +288,7 @@ ROWS = {
     "MinPLogitsWarper": Row(_min_p, f"min_p {_KEEPS}", lambda p, at: (at.number(p.min_p),), _keeps),
     "TypicalLogitsWarper": Row(_typical, f"mass {_KEEPS}", lambda p, at: (at.number(p.mass), at.count(p.min_tokens_to_keep)), _fill),
     "EpsilonLogitsWarper": Row(_epsilon, f"epsilon {_KEEPS}", lambda p, at: (at.number(p.epsilon),), _keeps),
-    "EtaLogitsWarper": Row(_eta, f"epsilon {_KEEPS}", lambda p, at: (p.epsilon.reshape(1).to(at.device, torch.float32),), _keeps),
+    "EtaLogitsWarper": Row(_eta, f"epsilon {_KEEPS}", lambda p, at: (p.epsilon.reshape(1).float(),), _keeps),
     "InfNanRemoveLogitsProcessor": Row(_remove_invalid, ""),
     "LogitNormalization": Row(_normalize, ""),
     "SuppressTokensLogitsProcessor": Row(_suppress, "suppress_tokens", lambda p, at: (at.tokens(p.suppress_tokens),)),

@@ -122,14 +122,6 @@ class Chooser(ABC):
         """Choose from (batch, vocabulary) logits and move the state on, with nothing read by the host."""
 
 
-class _Greedy(Chooser):
-    def choose(self, control: Control, logits: Tensor) -> None:
-        choose_greedily(control, logits)
-
-
-GREEDY = _Greedy(("greedy",))
-
-
 # -- the captured forward -----------------------------------------------------------------------------------------------
 
 class Step(ABC):
@@ -185,19 +177,18 @@ class CapturedForward(Step):
         self.kwargs: dict[str, Any] = {"logits_to_keep": 1} if logits_to_keep else {}
         self.cache = block.step_cache()
 
-    def _forward(self) -> Tensor:
+    def _forward(self) -> None:
         block = self.block
         control = block.control
         outputs = self.model(
             input_ids=control.ids, position_ids=control.position, past_key_values=self.cache, use_cache=True,
             attention_mask=self.plan.build(control, block.keys[0].dtype), return_dict=True, **self.kwargs)
-        logits = outputs.logits[:, -1]
-        block.logits.copy_(logits)
-        return logits
+        block.logits.copy_(outputs.logits[:, -1])
 
     def _to_logits(self) -> None:
         self._forward()
         move_on(self.block.control, self.block.control.alive.any())
 
     def _to_token(self, chooser: Chooser) -> None:
-        chooser.choose(self.block.control, self._forward())
+        self._forward()
+        chooser.choose(self.block.control, self.block.logits)

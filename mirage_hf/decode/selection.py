@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 
 from mirage_hf.decode import processors as table
-from mirage_hf.decode.cache import MOST_EOS, Block, Control, Trail
-from mirage_hf.decode.ends import MOST_ROWS, MOST_VOCAB, Ends
+from mirage_hf.decode.cache import MOST_EOS, Block, Control, Trail, send
+from mirage_hf.decode.ends import Ends, ends_of
 from mirage_hf.decode.processors import Now, Place
 from mirage_hf.decode.program import NOTHING, Chooser
 
@@ -107,7 +106,7 @@ class Selection:
 
     def on(self, block: Block) -> Composed:
         """Return what chooses for this call on a block that holds logits: one that was there before, if it is of the same kind."""
-        place = Place(block.logits.shape[1], block.device)
+        place = Place(block.logits.shape[1])
         rows = [table.TABLE[type(p)] for p in self.processors]
         sizes = [row.sizes(p) for row, p in zip(rows, self.processors, strict=True)]
         values = [row.values(p, place) for row, p in zip(rows, self.processors, strict=True)]
@@ -119,21 +118,16 @@ class Selection:
             while len(block.choosers) >= KEEP_CHOOSERS:
                 block.drop_chooser(next(iter(block.choosers)))
             with torch.inference_mode(False), torch.no_grad():
-                own = [(row.run, s, [torch.empty_like(v) for v in each]) for row, s, each in zip(rows, sizes, values, strict=True)]
+                own = [(row.run, s, [torch.empty_like(v, device=block.device) for v in each])
+                       for row, s, each in zip(rows, sizes, values, strict=True)]
                 scores = torch.empty(block.batch, place.vocab, dtype=torch.float32, device=block.device) if self.records else None
-                block.choosers[key] = Composed(key, block.own_trail(), ends_for(block.batch, place.vocab, block.device), self, own, scores)
+                block.choosers[key] = Composed(key, block.own_trail(), ends_of(block), self, own, scores)
         chooser: Composed = block.choosers.pop(key)
         block.choosers[key] = chooser
         chooser.load(values, self.stops)
         if chooser.eos is not None:
-            chooser.eos.copy_(place.tokens(self.eos))
+            send(place.tokens(self.eos), chooser.eos)
         return chooser
-
-
-def ends_for(batch: int, vocab: int, device: torch.device) -> Ends:
-    """Ends for these logits: kernels where there are some for the platform, the device and the size, else torch."""
-    fits = batch <= MOST_ROWS and vocab <= MOST_VOCAB and find_spec("triton") is not None
-    return Ends.allocate(batch, vocab, device, by_kernels=None if fits else False)
 
 
 class Composed(Chooser):
@@ -150,22 +144,21 @@ class Composed(Chooser):
         self.stops = [_resident(c, trail.ids.device) for c in selection.stops]
 
     def load(self, values: list[tuple[Tensor, ...]], stops: tuple[StopStringCriteria, ...]) -> None:
-        """Take over the numbers of a call into the tensors that a captured graph reads."""
+        """Take over the numbers of a call into the tensors that a captured graph reads, without waiting for the device."""
         for (_, _, own), each in zip(self.rows, values, strict=True):
             for mine, v in zip(own, each, strict=True):
-                mine.copy_(v)
+                send(v, mine)
         for n, (mine, c) in enumerate(zip(self.stops, stops, strict=True)):
-            mine.target_lens.copy_(c.target_lens)
+            send(c.target_lens, mine.target_lens)
             if c.embedding_vec is not self._sources[n]:  # HF keeps it between calls, and it is large
-                mine.embedding_vec.copy_(c.embedding_vec)
+                send(c.embedding_vec, mine.embedding_vec)
                 self._sources[n] = c.embedding_vec
 
     def tensors(self) -> list[Tensor]:
-        """What the calls write, and the scratch of the end."""
+        """What the calls write."""
         rows = [v for _, _, own in self.rows for v in own]
         stops = [t for c in self.stops for t in (c.embedding_vec, c.target_lens)]
-        own = [*rows, *stops, self.scores, self.eos, *vars(self.ends).values()]
-        return [t for t in own if isinstance(t, Tensor)]
+        return [*rows, *stops, *(t for t in (self.scores, self.eos) if t is not None)]
 
     def choose(self, control: Control, logits: Tensor) -> None:
         trail = self.trail

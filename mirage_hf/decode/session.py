@@ -11,10 +11,11 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from mirage_hf.decode import loop
 from mirage_hf.decode.cache import Block, bucket, sliding_layers
+from mirage_hf.decode.ends import Greedy, ends_of
 from mirage_hf.decode.fingerprint import Survey, survey
-from mirage_hf.decode.program import GREEDY, NOTHING, Chooser, MaskPlan
+from mirage_hf.decode.program import NOTHING, Chooser, MaskPlan
 from mirage_hf.decode.routing import COVERED_MODES, MODEL_INPUTS, left_padding, refused_options
-from mirage_hf.decode.selection import Composed, Numbers, Selection, draw_seed, ends_for, uniforms
+from mirage_hf.decode.selection import Composed, Numbers, Selection, draw_seed, uniforms
 from mirage_hf.errors import SamplingError
 
 if TYPE_CHECKING:
@@ -161,7 +162,6 @@ class Session:
             del outputs
         block.control.start(length=self.slot, position=plan.position, lowest=plan.lowest, budget=plan.budget,
                             eos=plan.eos, pad=config._pad_token_tensor)
-        self.step = self.runner.step(model, plan, block, self.fingerprint)
 
     def decode(self, streamer: Any, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList, config: Any) -> Tensor:
         """Choose tokens until every row has ended; return the sequences."""
@@ -188,6 +188,7 @@ class Session:
         rows: list[list[int]] = []
         record = self.record
         chooser = self._choose_by(selection)
+        self._set_out()
         if not selection.plain:
             self.block.own_trail().start(input_ids, self.plan.budget)
         no_text = torch.zeros(1, 1, dtype=torch.long)  # on the CPU, or the answer would have to be waited for
@@ -237,8 +238,8 @@ class Session:
             return self.block.logits
 
         numbers = None if self.seed is None else Numbers(self.seed, input_ids.shape[0], input_ids.device)
-        rows, vocab = self.block.logits.shape
-        ends = ends_for(rows, vocab, input_ids.device)
+        ends = ends_of(self.block)
+        self._set_out()
 
         def choose(scores: Tensor, step: int) -> Tensor:
             if numbers is None:
@@ -259,13 +260,18 @@ class Session:
 
     def _choose_by(self, selection: Selection) -> Chooser:
         """What chooses on the block of now."""
-        self._chooser = GREEDY
-        if not selection.plain:
-            self._chooser = chooser = selection.on(self.block)
-            if self.seed is not None:
-                steps = min(self.plan.budget, chooser.trail.numbers.shape[1])
-                chooser.trail.set_numbers(uniforms(self.seed, self.block.batch, steps))
-        return self._chooser
+        if selection.plain:
+            self._chooser = Greedy(ends_of(self.block))
+            return self._chooser
+        self._chooser = chooser = selection.on(self.block)
+        if self.seed is not None:
+            steps = min(self.plan.budget, chooser.trail.numbers.shape[1])
+            chooser.trail.set_numbers(uniforms(self.seed, self.block.batch, steps))
+        return chooser
+
+    def _set_out(self, again: bool = False) -> None:
+        """Take the step that serves the block of now and its chooser."""
+        self.step = self.runner.step(self.model, self.plan, self.block, self.fingerprint, self._chooser, again)
 
     def _enqueue(self) -> None:
         if self.slot >= self.block.capacity:
@@ -282,7 +288,7 @@ class Session:
         except RuntimeError as error:
             if not self.step.graphs or isinstance(error, torch.OutOfMemoryError):
                 raise
-            self.runner.capture_failed(self.step, error)
+            self.runner.capture_failed(self.step, self._chooser, error)
             self.step.graphs = False
             return self.step.prepare(self._chooser)
 
@@ -293,11 +299,12 @@ class Session:
         self.block = self.runner.pool.lease(old.batch, reach, old.sliding, old.device)
         self.outgrown.append(old)
         self.block.continue_from(old, old.capacity)
-        self.step = self.runner.step(self.model, self.plan, self.block, self.fingerprint, again=True)
         before, selection = self._chooser, self.plan.selection
-        if isinstance(before, Composed) and isinstance(selection, Selection):
+        if isinstance(selection, Selection):
             self._choose_by(selection)
+        if isinstance(before, Composed):
             self.block.own_trail().continue_from(before.trail)
+        self._set_out(again=True)
 
     def end(self) -> None:
         """Give the memory back; what is still enqueued on it is ordered before its next use."""

@@ -18,7 +18,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from mirage_hf.decode import install, uninstall
 from mirage_hf.decode.cache import CachePool
-from mirage_hf.decode.program import GREEDY, CapturedForward, MaskPlan, choose_greedily
+from mirage_hf.decode.ends import Greedy, ends_of
+from mirage_hf.decode.program import CapturedForward, MaskPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 ASSET = Path(__file__).parents[1] / "assets" / "tiny_llama"
@@ -87,12 +88,13 @@ def test_a_step_never_waits_for_the_host(family, attention):
         out = model(prompt(2).cuda(), past_key_values=block.prefill_cache(), use_cache=True)
         block.set_logits(out.logits[:, -1])
         block.control.start(length=7, position=torch.tensor([[6]], device="cuda"), lowest=None, budget=9, eos=None, pad=None)
-        choose_greedily(block.control, block.logits)
+        greedy = Greedy(ends_of(block))
+        greedy.choose(block.control, block.logits)
         step = CapturedForward(model, block, MaskPlan.of(model.config), logits_to_keep=True, graphs=False, fingerprint=None)
-        step.prepare(GREEDY)()  # what is lazily initialised may synchronise once
+        step.prepare(greedy)()  # what is lazily initialised may synchronise once
         try:
             torch.cuda.set_sync_debug_mode("error")
-            step.prepare(GREEDY)()
+            step.prepare(greedy)()
             step.prepare(None)()
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -111,6 +111,7 @@ def test_choices_never_wait_for_the_host_and_can_be_captured(rows, vocab):
             other.choose(twin.control, twin.logits)
             torch.cuda.set_sync_debug_mode("error")
             try:
+                assert kind.on(block) is chooser  # as another call does, with its numbers
                 chooser.choose(block.control, block.logits)
             finally:
                 torch.cuda.set_sync_debug_mode("default")

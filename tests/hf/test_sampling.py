@@ -7,12 +7,14 @@ import pytest
 import torch
 import transformers.generation.logits_process as hf
 from decoding import PAD, VOCABULARY, Recorder, assert_same, both, handled, left_padded, prompt, tiny
+from features import fake_captures
 from test_generate_life import tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from mirage_hf.decode import install, processors, selection
+from mirage_hf.decode import install, processors, program, selection
 from mirage_hf.decode.cache import Block, Trail
+from mirage_hf.decode.ends import Ends
 from mirage_hf.decode.processors import Now, Place
 from mirage_hf.decode.program import NOTHING, draw
 from mirage_hf.decode.selection import Composed, Numbers, Selection, uniforms
@@ -71,8 +73,8 @@ def by_the_table(p: LogitsProcessor, ids: torch.Tensor, scores: torch.Tensor, ro
     row, trail = processors.TABLE[type(p)], Trail.allocate(len(ids), room, scores.device)
     trail.ids.copy_(torch.randint(0, 10, trail.ids.shape))
     trail.start(ids, 9)
-    place = Place(scores.shape[1], scores.device)
-    return row.run(Now(trail.ids, trail.prompt, trail.slots), scores, *row.sizes(p), *row.values(p, place))
+    values = [v.to(scores.device) for v in row.values(p, Place(scores.shape[1]))]
+    return row.run(Now(trail.ids, trail.prompt, trail.slots), scores, *row.sizes(p), *values)
 
 
 def compare(name: str, device: torch.device, rtol: float) -> None:
@@ -467,3 +469,28 @@ def test_ties_take_the_lowest_index_behind_processors():
     block.logits[0, [40, 30, 50]] = 1
     chooser.choose(block.control, block.logits)
     assert block.control.ids.tolist() == [[30], [0]]
+
+
+def test_a_choice_that_cannot_be_captured_leaves_others_captured(monkeypatch):
+    fake_captures(monkeypatch)
+    captured = program.capture
+
+    def capture(run, device, pool):
+        if isinstance(run.args[0], Composed):
+            raise RuntimeError("a read by the host")
+        return captured(run, device, pool)
+    monkeypatch.setattr(program, "capture", capture)
+    model = tiny("llama")
+    runner = install(model)
+    for extra in ({"do_sample": True}, {}, {"do_sample": True}, {}, {"do_sample": True}):
+        assert_same(*both(model, {"inputs": prompt(2), "max_new_tokens": 5, **extra}))
+    assert runner.counts == {"captured": 2, "called: capture failed (RuntimeError: a read by the host)": 3}
+
+
+def test_the_first_token_is_chosen_as_the_others(monkeypatch):
+    chosen, select = [], Ends.select
+    monkeypatch.setattr(Ends, "select", lambda ends, control, logits: chosen.append(1) or select(ends, control, logits))
+    model = tiny("llama")
+    install(model, mode="eager")
+    assert_same(*both(model, {"inputs": prompt(2), "max_new_tokens": 6}))
+    assert len(chosen) == 6
