@@ -1,17 +1,21 @@
 """Time `model.generate()` beside its rivals: one process, one set of weights, taking turns, medians and spread.
 
     python scripts/bench_generate.py --model llama-3.2-1b --prompt 128 --new 128 --batch 1 --json out.json
+    python scripts/bench_generate.py --batch 1,2,4,8,16 --prompt 128,2048,8192,32768 --seconds 900 --json m.json --resume --chart m
+    python scripts/bench_generate.py --redraw m.json --chart m
 
-Peers:
+Every model, batch size and prompt length named is a row of the JSON file, written as soon as it is measured. Peers:
   eager     HF's generate as it comes (DynamicCache)
   static    HF's generate with cache_implementation="static", which compiles by itself
   compile   only the step: torch.compile max-autotune, captured in a CUDA graph with a static cache and argmax
+  liger     HF's generate with Liger's norms and MLPs, where it is installed (its RoPE is patched for every model at once, and left out)
   ours      generate after mirage_hf.optimize()
-and the floor: bytes of weights that a step must read / 4.47 TB/s (an embedding table left out, a tied head counted once).
+and the floor: bytes that a step must read / 4.47 TB/s: weights (an embedding table left out, a tied head counted once) and the keys and
+values of the prompt and half of the new tokens.
 
 `ms_per_token` counts everything: the whole call over the new tokens, prefill and preparation included. `step_ms` is the time
 between later tokens as a streamer sees them, `first_token_ms` that until the first. Weights are random: tokens mean
-nothing, times and rounding do.
+nothing, times and rounding do. Logits are compared with float32's, and kernels profiled, where a batch's prompts have few tokens.
 """
 from __future__ import annotations
 
@@ -19,19 +23,26 @@ import argparse
 import copy
 import gc
 import json
+import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from benching import BYTES_PER_SECOND, gpu_state, say, spread, within
+from benching import BYTES_PER_SECOND, Budget, Report, explained, gpu_state, run_all, say, spread, within
+from charts import draw_generate
 from configs import MODELS, floor_bytes, random_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
-PEERS = ("eager", "static", "compile", "ours")
+PEERS = ("eager", "static", "compile", "liger", "ours")
+FEW_TOKENS = 4096
+"""Of a batch's prompts, up to which logits are compared and kernels profiled."""
 
 
 @dataclass
@@ -123,6 +134,18 @@ def compiled_step(model: PreTrainedModel, ids: torch.Tensor, new: int) -> Callab
     return call
 
 
+def with_liger(model: PreTrainedModel) -> PreTrainedModel:
+    """A twin with Liger's kernels. What Liger changes for all models is put back, and its twin keeps what it has of its own."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    module = vars(sys.modules[type(model).__module__])
+    before, patched = dict(module), twin(model)
+    try:
+        _apply_liger_kernel_to_instance(model=patched, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
+    finally:
+        module.update(before)
+    return patched
+
+
 def ours(model: PreTrainedModel, ids: torch.Tensor, new: int, batch: int, tune: str) -> tuple[Callable[..., torch.Tensor], PreTrainedModel]:
     import mirage_hf as mi
     fast = mi.optimize(twin(model), batch_sizes=(batch,), tune=tune)
@@ -212,36 +235,60 @@ def closeness(model: PreTrainedModel, fast: PreTrainedModel, ids: torch.Tensor, 
     return found
 
 
-# -- one model ----------------------------------------------------------------------------------------------------------
+# -- one row ------------------------------------------------------------------------------------------------------------
 
-def bench(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    model = random_model(name, device, layers=args.layers)
-    ids = random_ids(model, args.batch, args.prompt, seed=0)
+@lru_cache(maxsize=1)
+def weights_of(name: str, device: torch.device, layers: int | None) -> PreTrainedModel:
+    """The model that the rows of one name share; peers that change a model change a twin."""
+    return random_model(name, device, layers=layers)
+
+
+def cache_bytes(model: PreTrainedModel, batch: int, tokens: int) -> int:
+    """Bytes of keys and values of so many tokens in every row."""
+    c = model.config
+    return 2 * batch * tokens * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * model.dtype.itemsize  # type: ignore[no-any-return]
+
+
+def set_up(peer: str, model: PreTrainedModel, ids: torch.Tensor, args: argparse.Namespace) -> tuple[Callable[..., Any], Any]:
+    """What a peer's call is, and the optimized model where it is ours."""
+    if peer == "ours":
+        return ours(model, ids, args.new, ids.shape[0], args.tune)
+    if peer == "compile":
+        if ids.device.type != "cuda":
+            raise RuntimeError("needs a GPU")
+        return compiled_step(twin(model), ids, args.new), None
+    if peer == "liger":
+        return generate_with(with_liger(model), ids, args.new), None
+    options = {"cache_implementation": "static"} if peer == "static" else {}
+    return generate_with(twin(model), ids, args.new, **options), None
+
+
+def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One row: all peers at one batch size and prompt length."""
+    device = torch.device(args.device)
+    model = weights_of(name, device, args.layers)
+    ids = random_ids(model, batch, prompt, seed=0)
     weights = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    floor = floor_bytes(model)
-    results = {peer: Measured() for peer in args.peers}
+    floor, cached = floor_bytes(model), cache_bytes(model, batch, prompt + args.new // 2)
+    peers = [p for p in args.peers if p != "liger" or find_spec("liger_kernel") is not None]
+    results = {peer: Measured() for peer in peers}
     calls: dict[str, Callable[..., Any]] = {}
-    report: dict[str, Any] = {"model": name, "layers": model.config.num_hidden_layers, "batch": args.batch, "prompt": args.prompt,
-                              "new": args.new, "dtype": "bfloat16", "floor_ms": floor / BYTES_PER_SECOND * 1e3, "weight_bytes": floor}
+    row: dict[str, Any] = {"model": name, "layers": model.config.num_hidden_layers, "batch": batch, "prompt": prompt, "new": args.new,
+                           "dtype": "bfloat16", "floor_ms": (floor + cached) / BYTES_PER_SECOND * 1e3, "weight_bytes": floor,
+                           "cache_bytes": cached}
     fast = None
-    for peer in args.peers:
-        say(f"{name}: setting up {peer}")
+    for peer in peers:
+        say(f"{name}, batch {batch}, prompt {prompt}: setting up {peer}")
         started = time.perf_counter()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         try:
             with within(args.cap):
-                if peer == "ours":
-                    calls[peer], fast = ours(model, ids, args.new, args.batch, args.tune)
-                    report["optimize_s"] = time.perf_counter() - started
-                    report["optimize_mib"] = (torch.cuda.memory_allocated() - weights) / 2**20 if device.type == "cuda" else 0.0
-                elif peer == "compile":
-                    if device.type != "cuda":
-                        raise RuntimeError("needs a GPU")
-                    calls[peer] = compiled_step(twin(model), ids, args.new)
-                else:
-                    options = {"cache_implementation": "static"} if peer == "static" else {}
-                    calls[peer] = generate_with(twin(model), ids, args.new, **options)
+                calls[peer], found = set_up(peer, model, ids, args)
+                if found is not None:
+                    fast = found
+                    row["optimize_s"] = time.perf_counter() - started
+                    row["optimize_mib"] = (torch.cuda.memory_allocated() - weights) / 2**20 if device.type == "cuda" else 0.0
                 for _ in range(2):
                     calls[peer]()
                 sync(device)
@@ -249,26 +296,30 @@ def bench(name: str, args: argparse.Namespace, device: torch.device) -> dict[str
             if args.strict:
                 raise
             calls.pop(peer, None)
-            results[peer].failed = f"{type(e).__name__}: {str(e)[:300]}"
+            results[peer].failed = explained(e)
             say(f"{name}: {peer} failed, {results[peer].failed}")
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # what it had reserved is not the next one's
         results[peer].setup_s = time.perf_counter() - started
         if device.type == "cuda":
             results[peer].peak_mib_over_weights = (torch.cuda.max_memory_allocated() - weights) / 2**20
     say(f"{name}: timing {', '.join(calls)}")
     clocks = gpu_state()
     measure(calls, results, args, device)
-    report |= {"peers": {peer: asdict(r) for peer, r in results.items()}, "gpu_before": clocks, "gpu_after": gpu_state()}
+    row |= {"peers": {peer: asdict(r) for peer, r in results.items()}, "gpu_before": clocks}
     if fast is not None and "ours" in calls:
         if "eager" in calls:
             a, b = calls["eager"](), calls["ours"]()
-            same = (a == b)[:, args.prompt:].all(0)
-            report["same_tokens_as_eager"] = int(same.long().cumprod(0).sum())
-        if device.type == "cuda":
-            report["searched"] = share_in_searched_kernels(calls["ours"], tuple(args.kernel_names), args.new)
-        say(f"{name}: comparing logits with float32")
-        report["logits"] = closeness(model, fast, ids)
-        report["report"] = str(fast.mirage.report).splitlines()
-    return report
+            row["same_tokens_as_eager"] = int((a == b)[:, prompt:].all(0).long().cumprod(0).sum())
+        if batch * prompt <= FEW_TOKENS:
+            if device.type == "cuda":
+                row["searched"] = share_in_searched_kernels(calls["ours"], tuple(args.kernel_names), args.new)
+            say(f"{name}: comparing logits with float32")
+            row["logits"] = closeness(model, fast, ids)
+        row["report"] = str(fast.mirage.report).splitlines()
+    torch._dynamo.reset()
+    return row
 
 
 def table(report: dict[str, Any]) -> str:
@@ -296,36 +347,44 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(","))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.2-1b", help=f"one or more of {', '.join(MODELS)}, with commas")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--prompt", type=numbers, default=(128,), help="tokens, one length or more with commas")
     parser.add_argument("--new", type=int, default=128, help="tokens, 2 or more")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--peers", type=lambda s: tuple(s.split(",")), default=PEERS, help="default: eager,static,compile,ours")
+    parser.add_argument("--batch", type=numbers, default=(1,), help="one size or more with commas")
+    parser.add_argument("--peers", type=lambda s: tuple(s.split(",")), default=PEERS, help=f"default: {','.join(PEERS)}")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each peer")
     parser.add_argument("--cap", type=float, default=150.0, help="seconds that setting up one peer may take")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no row after this time")
     parser.add_argument("--layers", type=int, help="a model cut down to so many layers")
     parser.add_argument("--tune", default="auto", choices=("auto", "never", "full"))
     parser.add_argument("--kernel-names", nargs="*", default=("mirage",), help="how names of searched kernels begin")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="write all numbers there")
+    parser.add_argument("--json", type=Path, help="write all numbers there, row by row")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that the JSON file has")
+    parser.add_argument("--chart", type=Path, help="draw ms/token: this path with .png and .svg added")
+    parser.add_argument("--redraw", type=Path, metavar="JSON", help="only draw the chart of an earlier run")
     parser.add_argument("--strict", action="store_true", help="stop at a peer that fails")
     args = parser.parse_args()
+    if args.redraw:
+        if not args.chart:
+            parser.error("--redraw needs --chart PATH")
+        draw_generate(json.loads(args.redraw.read_text(encoding="utf-8")), args.chart)
+        return
     unknown = set(args.peers) - set(PEERS)
     if unknown or args.new < 2:
         parser.error(f"unknown peers {', '.join(unknown)}; there are {', '.join(PEERS)}" if unknown else "--new must be 2 or more")
-    from mirage_hf.zoo.machine import this_machine
-    options = {name: value for name, value in vars(args).items() if name != "json"}
-    reports = []
-    for name in args.model.split(","):
-        reports.append(bench(name, args, torch.device(args.device)))
-        print(table(reports[-1]), flush=True)
-        if args.json:
-            args.json.write_text(json.dumps({"machine": this_machine(), "options": options, "reports": reports}, indent=1) + "\n")
-        torch._dynamo.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
+    report = Report(args.json, vars(args), args.resume)
+    jobs = {f"{name}, batch {batch}, prompt {prompt}": partial(bench, name, batch, prompt, args)
+            for name in args.model.split(",") for prompt in args.prompt for batch in args.batch}
+    run_all(report, jobs, Budget(args.seconds), table)
+    if args.chart:
+        draw_generate(report.data, args.chart)
 
 
 if __name__ == "__main__":

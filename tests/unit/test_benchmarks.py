@@ -3,7 +3,7 @@ import argparse
 import json
 import math
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import bench_blocks
 import bench_chain
+import bench_choices
+import bench_generate
 import bench_sizes
 import benching
 import block_rows
@@ -233,8 +235,32 @@ def test_the_chart_is_redrawn_from_a_file(tmp_path, monkeypatch):
         charts.draw_blocks({"machine": {"gpu": "none"}, "rows": []}, tmp_path / "empty")
 
 
+def test_a_matrix_of_generate_is_measured_resumed_and_drawn(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    path, chart, ran = tmp_path / "m.json", tmp_path / "m", []
+
+    def bench(model, batch, prompt, args):
+        ran.append((batch, prompt))
+        if ran == [(1, 8), (2, 8)]:
+            raise RuntimeError("out of luck")
+        one = {"median": 1.0 * batch, "min": 1.0, "max": 2.0, "runs": 3}
+        ours = asdict(bench_generate.Measured(ms_per_token=one, first_token_ms=one, step_ms=one))
+        return {"model": model, "batch": batch, "prompt": prompt, "new": args.new, "floor_ms": 0.5, "peers": {
+            "ours": ours, "compile": asdict(bench_generate.Measured(step_ms=one)), "static": asdict(bench_generate.Measured(failed="no"))}}
+    monkeypatch.setattr(bench_generate, "bench", bench)
+    for more, measured in (([], 1), (["--resume"], 2)):
+        monkeypatch.setattr(sys, "argv", ["x", "--model", "smoke", "--batch", "1,2", "--prompt", "8", "--json", str(path), *more])
+        bench_generate.main()
+        assert len([r for r in json.loads(path.read_text())["rows"] if "peers" in r]) == measured
+    assert ran == [(1, 8), (2, 8), (2, 8)] and "(step)" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["x", "--redraw", str(path), "--chart", str(chart)])
+    bench_generate.main()
+    assert chart.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    assert all(text in chart.with_suffix(".svg").read_text() for text in ("max-autotune step", "smoke, prompt 8"))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("script", [bench_blocks, bench_chain, bench_sizes], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("script", [bench_blocks, bench_chain, bench_choices, bench_sizes], ids=lambda s: s.__name__)
 def test_without_a_gpu_a_script_says_so(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script.__name__])
     with pytest.raises(SystemExit, match="no GPU here"):
