@@ -169,6 +169,11 @@ class Composed(Chooser):
             scores = run(now, scores, *sizes, *values)
         if self.scores is not None:
             self.scores.copy_(scores)
+        if not (self.sample or self.stops or self.eos is not None):  # one launch does all that follows
+            self.ends.select(control, scores.contiguous())
+            if self._writes:
+                trail.ids.index_copy_(1, now.length, control.report[0][:, None])
+            return
         token = self.ends.draw(scores, trail.numbers.index_select(1, step)) if self.sample else scores.argmax(-1)
         if self.pads:
             token = torch.where(control.alive, token, control.pad)
