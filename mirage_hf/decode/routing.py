@@ -134,6 +134,14 @@ def _own_methods(kind: type) -> str | None:
     return _OWN[kind]
 
 
+def is_plain(mask: Tensor | None, positions: Tensor, slots: int) -> bool:
+    """Whether all rows of a prompt count from position 0 on, and none of its (batch, slots) mask is zero. One read by the host."""
+    if positions.shape[1] != slots or (mask is not None and (mask.ndim != 2 or mask.shape[1] != slots)):
+        return False
+    same = positions == torch.arange(slots, device=positions.device)
+    return bool((same if mask is None else same & (mask != 0)).all())
+
+
 def left_padding(mask: Tensor | None, slots: int) -> Tensor | str | None:
     """Return (batch, 1) counts of leading zeros of a (batch, slots) mask, None without any, or why it is not left padding."""
     if mask is None:
@@ -141,7 +149,7 @@ def left_padding(mask: Tensor | None, slots: int) -> Tensor | str | None:
     if mask.ndim != 2 or mask.shape[1] != slots:
         return f"a mask of shape {tuple(mask.shape)} for {slots} tokens"
     seen = mask != 0
-    # one or two reads by the host before the prefill; stock's own checks of the mask cost as much
+    # a read or two by the host before the prefill; stock's own checks of the mask cost as much
     if bool(seen.all()):
         return None
     if not bool((seen[:, 1:] >= seen[:, :-1]).all() & seen[:, -1].all()):

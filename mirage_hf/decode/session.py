@@ -14,7 +14,7 @@ from mirage_hf.decode.cache import Block, bucket, sliding_layers
 from mirage_hf.decode.ends import Greedy, ends_of
 from mirage_hf.decode.fingerprint import Survey, survey
 from mirage_hf.decode.program import NOTHING, Chooser, MaskPlan
-from mirage_hf.decode.routing import COVERED_MODES, MODEL_INPUTS, left_padding, refused_options
+from mirage_hf.decode.routing import COVERED_MODES, MODEL_INPUTS, is_plain, left_padding, refused_options
 from mirage_hf.decode.selection import Composed, Numbers, Selection, draw_seed, uniforms
 from mirage_hf.errors import SamplingError
 
@@ -96,7 +96,8 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
     prompt = input_ids.shape[1] if mask_length == input_ids.shape[1] else past + input_ids.shape[1]
     if prompt <= past:
         raise NotCovered("a cache as long as the prompt")
-    lowest = need(left_padding(mask, prompt))
+    plain = past == 0 and is_plain(mask, positions, prompt)
+    lowest = None if plain else need(left_padding(mask, prompt))
     longest = criteria.max_length
     if longest is None:
         raise NotCovered("no maximum length")
@@ -106,9 +107,6 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
         raise NotCovered(f"more cache slots needed than max_cache_len={max_cache_len}")
     found = survey(model)
     need(found.obstacle)
-    plain = past == 0 and lowest is None and positions.shape[1] == prompt
-    if plain:  # one read by the host for both
-        plain = bool((positions == torch.arange(prompt, device=positions.device)).all())
     lowest_position, last_position = (0, prompt - 1) if plain else torch.stack(torch.aminmax(positions[:, -1])).tolist()
     selection = Selection.of(processors, criteria, config)
     eos = [] if isinstance(selection, str) or selection.eos is not None else [
