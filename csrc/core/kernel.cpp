@@ -74,8 +74,12 @@ std::vector<KernelChoice> KernelSearch::choices(const KernelTask& task, std::siz
       std::optional<KernelChoice> best;
       for (std::int64_t part : kTileParts) {
         ++stats_.kernels;
-        auto choice = evaluate(task, nodes, task.stored, grid, loop, split, part);
+        auto choice = evaluate(task, nodes, task.stored, grid, loop, split, split == loop ? 0 : part);
         if (!choice) { ++stats_.illegal; break; }
+        if (loop < 0 && split >= 0) {  // walked where that costs nothing: a schedule may hold it whole too, and a longer axis is walked
+          auto walked = evaluate(task, nodes, task.stored, grid, split, split, part);
+          if (walked && walked->cost <= choice->cost) choice = std::move(walked);
+        }
         if (!best || choice->cost < best->cost) best = std::move(choice);
         if (split < 0 || split == loop) break;  // a loop axis is dealt out as the grid needs it
       }
@@ -164,8 +168,8 @@ std::optional<KernelChoice> KernelSearch::evaluate(const KernelTask& task, const
   const auto size_of = [&](int a) { return program_.axes[a].size; };
   if (split >= 0) {
     const std::int64_t size = size_of(split);
-    std::int64_t parts = (size + part - 1) / part;
-    if (split == loop) {
+    std::int64_t parts = part > 0 ? (size + part - 1) / part : 0;
+    if (parts == 0) {  // as the grid needs it
       parts = (size + kPart - 1) / kPart;
       parts = std::min(parts, kMaxParts);
       std::int64_t wanted = 1;

@@ -43,6 +43,7 @@ class KernelSearch {
  private:
   struct Timing { std::vector<int> stage; int loops = 0; };
   Timing timing(const std::vector<int>& nodes, const NodeSet& leaves, int loop) const;
+  // `part`: elements of the split axis in one part; 0: so many parts as the grid needs.
   std::optional<KernelChoice> evaluate(const KernelTask& task, const std::vector<int>& nodes, const NodeSet& leaves, AxisSet grid,
                                        int loop, int split, std::int64_t part) const;
   bool carries(int n, int axis) const { return axis >= 0 && has(v_.nodes[n].axes, axis); }

@@ -37,6 +37,9 @@ _MOST_ORDERS = 5040
 LOWEST = -1e30
 """What shifts of sums are where nothing counts; a maximum that is lower is no number to care about."""
 
+GATHERED_PER_THREAD = 64
+"""Partial results that a thread holds at a time while those of all blocks are added up."""
+
 MAX_ELEMENTS = 1 << 20
 """Largest tile that Triton takes."""
 
@@ -72,6 +75,8 @@ class PlacedOp(KernelOp):
     """Operands that this or another kernel of the µGraph appends to."""
     settled: frozenset[int] = frozenset()
     """Bounds and positions that may be read while the launch ahead still runs: those of steps that append (codegen/launching.py)."""
+    combined: bool = False
+    """Partial results, if it has any, are read by generated kernels only: which element is in which part is nobody's business."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class Plan:
     appends: tuple[Append, ...] = ()
     caches: frozenset[int] = frozenset()
     settled: frozenset[int] = frozenset()
+    combined: bool = False
 
     def __post_init__(self) -> None:
         self.schedule.check(self.block)
@@ -130,8 +136,7 @@ class Plan:
                                       "which none is without work")
         if not self.shared_sums:
             raise errors.CodegenError(f"schedule: the loop has no sums that {split} blocks could share; cut a grid axis into smaller tiles")
-        most = max(self.numel(self.block.carried[a.out]) for a in self.shared_sums)
-        if self.scratch >= 2 ** 31 or split * most > MAX_ELEMENTS:
+        if self.scratch >= 2 ** 31 or max(self.gathered(a) * self.numel(self.value_dims(a.out)) for a in self.shared_sums) > MAX_ELEMENTS:
             raise errors.CodegenError(f"schedule: {self.scratch} partial results are too many; give other tiles or a smaller split")
 
     @cached_property
@@ -148,6 +153,14 @@ class Plan:
     def partial_floats(self) -> int:
         """Partial results of one block."""
         return sum(self.numel(self.block.carried[a.out]) for a in self.shared_sums)
+
+    def gathered(self, acc: Accumulator) -> int:
+        """Of how many blocks the partial results of an accumulator are read at a time, a power of two; the maxima that sums are shifted by
+        are read at once."""
+        if any(a.shift == acc.out for a in self.shared_sums):
+            return self.schedule.split
+        fit = GATHERED_PER_THREAD * 32 * self.schedule.num_warps // self.numel(self.value_dims(acc.out))
+        return min(self.schedule.split, 1 << max(0, fit.bit_length() - 1))
 
     @cached_property
     def scratch(self) -> int:
@@ -193,6 +206,8 @@ class Plan:
 
     def bounds(self, axis: str) -> tuple[bool, bool]:
         """Whether some tile of an axis reaches past the end of its part, and whether some part reaches past the end of the axis."""
+        if self.dealt and axis == self.loop:
+            return self.block.axis(axis).size % self.tile(axis) != 0, False
         part = self.block.part(axis)
         return self._steps(axis) * self.tile(axis) != part, self.parts(axis) is not None and self.block.axis(axis).size % part != 0
 
@@ -203,6 +218,8 @@ class Plan:
     def reach(self, axis: str) -> int:
         """The largest index along an axis that a block forms an address of."""
         parts = self.parts(axis)
+        if self.dealt and axis == self.loop:
+            return -(-self.block.axis(axis).size // self.tile(axis)) * self.tile(axis) - 1
         before = (self.block.axis(parts).size - 1) * self.block.part(axis) if parts else 0
         return before + self._steps(axis) * self.tile(axis) - 1
 
@@ -505,6 +522,14 @@ class Plan:
         return next((i for i in bounds if all(self._is_zero(a.arg, i.name) if a.kind == "sum" else self.floor(a, i.name) is not None
                                               for a in stage.accumulators)), None)
 
+    @cached_property
+    def dealt(self) -> bool:
+        """Whether what is within bounds is dealt out in parts, instead of the whole axis: so that no block is without work where only few
+        elements are inside. All sums of a part are then of the same elements."""
+        parts = self.parts(self.loop) if self.loop and self.combined else None
+        bounds = {self.trimmed(s) for s in self.block.stages if s.loop}
+        return parts is not None and len(bounds) == 1 and None not in bounds and all(parts not in i.axes for i in self.block.inputs)
+
     def floor(self, acc: Accumulator, bounds: str) -> float | None:
         """What a maximum is taken of where bounds leave nothing, if it is so low that a maximum may begin with it."""
         if acc.kind != "max":
@@ -560,6 +585,8 @@ def placed(ugraph: UGraph) -> tuple[PlacedOp, ...]:
     caches = {effects.parts_of(op)[0].index for op in ugraph.kernels.ops if op.name == effects.APPEND}
     # where caches are appended to, whoever moves the position does so before a step begins; elsewhere nobody says who writes bounds
     integers = {t.index for t in ugraph.kernels.inputs if not t.dtype.is_floating_point and caches}
+    others = {x.index for op in ugraph.kernels.ops if op.name != CUSTOMIZED for x in op.inputs if isinstance(x, DTensor)}
+    others |= {t.index for t in ugraph.kernels.outputs}
     for op in ugraph.kernels.ops:
         inputs = tuple(now.get(x.index, x) if isinstance(x, DTensor) else x for x in op.inputs)
         if op.name == CUSTOMIZED:
@@ -572,7 +599,8 @@ def placed(ugraph: UGraph) -> tuple[PlacedOp, ...]:
                     inputs = (*inputs, position)
             of_caches, settled = (frozenset(n for n, x in enumerate(inputs) if isinstance(x, DTensor) and x.index in these)
                                   for these in (caches, integers))
-            found.append(PlacedOp(op.name, inputs, tuple(outputs), op.attrs, op.block, tuple(appends), of_caches, settled))
+            combined = others.isdisjoint(t.index for t in op.outputs)
+            found.append(PlacedOp(op.name, inputs, tuple(outputs), op.attrs, op.block, tuple(appends), of_caches, settled, combined))
         elif op.name in VIEWS and isinstance(inputs[0], DTensor):
             x = torch.empty_strided(inputs[0].dims, inputs[0].strides, dtype=inputs[0].dtype, device="meta")
             y = table.lookup(op.name).oracle(x, **dict(op.attrs))
@@ -586,4 +614,4 @@ def plan(op: KernelOp, schedule: Schedule) -> Plan:
     operands = tuple(t for t in op.inputs if isinstance(t, DTensor))
     if not isinstance(op, PlacedOp):
         return Plan(op.block, operands, op.outputs, schedule)
-    return Plan(op.block, operands, op.outputs, schedule, op.appends, op.caches, op.settled)
+    return Plan(op.block, operands, op.outputs, schedule, op.appends, op.caches, op.settled, op.combined)

@@ -223,15 +223,19 @@ class _Writer(Tiles):
             highs.append(hi)
         self.line(f"{axis}_first = {_extreme('minimum', lows)} // {tile} * {tile}")
         self.line(f"{axis}_last = {_extreme('maximum', highs)}")
-        if plan.parts(loop):
+        parts, split = plan.parts(loop), plan.schedule.split
+        if parts and not plan.dealt:
             self.line(f"{axis}_first = tl.maximum({axis}_first, {axis}_start)")
             self.line(f"{axis}_last = tl.minimum({axis}_last, {axis}_start + {self.block.part(loop)})")
         self.line(f"{axis}_first = tl.maximum({axis}_first, 0)")
         self.line(f"{axis}_last = tl.minimum({axis}_last, {self.block.axis(loop).size})")
-        if plan.schedule.split > 1:
-            share = f"tl.cdiv(tl.maximum({axis}_last - {axis}_first, 0), {plan.schedule.split * tile}) * {tile}"
-            self.line(f"{axis}_share = {share}")
-            self.line(f"{axis}_first += part * {axis}_share")
+        shares = split * (self.block.axis(parts).size if parts and plan.dealt else 1)
+        if shares > 1:
+            mine = "part" if split > 1 else ""
+            if parts and plan.dealt:
+                mine = f"({self.axis[parts]} * {split} + part)" if split > 1 else self.axis[parts]
+            self.line(f"{axis}_share = tl.cdiv(tl.maximum({axis}_last - {axis}_first, 0), {shares * tile}) * {tile}")
+            self.line(f"{axis}_first += {mine} * {axis}_share")
             self.line(f"{axis}_last = tl.minimum({axis}_last, {axis}_first + {axis}_share)")
 
     def _combine(self, stage: Stage) -> None:
@@ -240,48 +244,68 @@ class _Writer(Tiles):
         split, floats, maxima = self.plan.schedule.split, self.plan.partial_floats, self.plan.maxima(stage)
         accumulators = sorted(stage.accumulators, key=lambda a: a.out not in maxima)
         sizes = [self.plan.numel(self.block.carried[a.out]) for a in accumulators]
-        starts = list(itertools.accumulate(sizes, initial=0))
+        begins = dict(zip((a.out for a in accumulators), itertools.accumulate(sizes, initial=0), strict=False))
         self.line()
         self.line(f"# {split} blocks have a part of these sums each; the last of them to be done adds up what all of them stored")
-        for acc, start in zip(accumulators, starts, strict=False):
-            for n in self._lanes(acc.out):
-                place = self._partial(acc, f"tl.program_id(0) * {floats}", start + n * self.plan.numel(self.plan.value_dims(acc.out)))
-                self.line(f"tl.store({place}, {self.value[acc.out]})")
+        for acc in accumulators:
+            for _ in self._lanes(acc.out):
+                place, mask = self._partial(acc, f"tl.program_id(0) * {floats}", begins[acc.out])
+                self.line(f"tl.store({place}, {self.value[acc.out]}{mask})")
         self.line("tl.debug_barrier()  # all threads have stored before one of them says so")
         self.line('arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")')
         self.line(f"if arrived == {split - 1}:")
         self.indent += 1
         self.line("tl.store(counters_ptr + tile, 0)  # for the next launch")
-        self.line(f"parts = tl.arange(0, {split})")
-        for acc, start in zip(accumulators, starts, strict=False):
-            for n in self._lanes(acc.out):
-                self._gather(acc, start + n * self.plan.numel(self.plan.value_dims(acc.out)), acc.out in maxima)
+        for acc in accumulators:
+            for _ in self._lanes(acc.out):
+                self._gather(acc, begins, acc.out in maxima)
 
-    def _gather(self, acc: Accumulator, start: int, running: bool) -> None:
-        """What all blocks of the tile stored of an accumulator as one value; `running`: a maximum that sums are shifted by."""
-        name, dims = self.value[acc.out], ("", *self.plan.value_dims(acc.out))
-        base = f"(tile * {self.plan.schedule.split} + {self._spread('parts', [''], dims)}) * {self.plan.partial_floats}"
-        every = f'tl.load({self._partial(acc, base, start, front=True)}, cache_modifier=".cg")'
+    def _gather(self, acc: Accumulator, begins: Mapping[str, int], running: bool) -> None:
+        """What all blocks of the tile stored of an accumulator as one value, as many parts at a time as registers hold; `running`: a
+        maximum that sums are shifted by. `begins`: where each accumulator begins among a block's partial results."""
+        name, dims, split = self.value[acc.out], self.plan.value_dims(acc.out), self.plan.schedule.split
         if running:
-            self.line(f"{name}_each = {every}")
-            every = f"{name}_each"
-        elif acc.shift is not None:
-            shift = self.value[acc.shift]
-            scale = self._spread(f"tl.exp({shift}_each - {shift}_now)", ("", *self.plan.value_dims(acc.shift)), dims)
-            every = f"{every} * {scale}"
-        self.line(f"{name} = {self._reduce(acc.kind, every, 0)}")
-        if running:
+            self.line(f"{name}_each = {self._parts_of(acc, begins, f'tl.arange(0, {split})')}")
+            self.line(f"{name} = {self._reduce(acc.kind, f'{name}_each', 0)}")
             self.line(f'{name}_now = tl.where({name} == float("-inf"), 0.0, {name})')
+            return
+        at_once = self.plan.gathered(acc)
+        parts = f"tl.arange(0, {at_once})" if at_once == split else f"(some + tl.arange(0, {at_once}))"
+        every = self._parts_of(acc, begins, parts)
+        if acc.shift is not None:
+            shift, own = self.value[acc.shift], self.plan.value_dims(acc.shift)
+            each = f"{shift}_each"
+            if at_once < split:
+                each = self._parts_of(next(a for a in self.plan.shared_sums if a.out == acc.shift), begins, parts)
+            every = f"{every} * {self._spread(f'tl.exp({each} - {shift}_now)', ('', *own), ('', *dims))}"
+        if at_once == split:
+            self.line(f"{name} = {self._reduce(acc.kind, every, 0)}")
+            return
+        self.line(f"{name} = tl.full([{', '.join(str(self.plan.tile(a)) for a in dims)}], {NEUTRAL[acc.kind]}, tl.float32)")
+        self.line(f"for some in tl.static_range(0, {split}, {at_once}):")
+        piece = self._reduce(acc.kind, every, 0)
+        self.line("    " + (f"{name} += {piece}" if acc.kind == "sum" else f"{name} = {_maximum(name, piece)}"))
 
-    def _partial(self, acc: Accumulator, base: str, start: int, front: bool = False) -> str:
-        """Where an accumulator's partial results are: row-major from `base` + `start`; `front`: `base` has a dim of its own."""
-        dims, terms = self.plan.value_dims(acc.out), [f"scratch_ptr + {base}", *([str(start)] if start else [])]
-        step = self.plan.numel(dims)
+    def _parts_of(self, acc: Accumulator, begins: Mapping[str, int], parts: str) -> str:
+        """What some blocks of the tile stored of an accumulator, with a dim for the blocks in front."""
+        base = f"(tile * {self.plan.schedule.split} + {self._spread(parts, [''], ('', *self.plan.value_dims(acc.out)))})"
+        place, mask = self._partial(acc, f"{base} * {self.plan.partial_floats}", begins[acc.out], front=True)
+        return f'tl.load({place}{mask}{", other=0.0" if mask else ""}, cache_modifier=".cg")'
+
+    def _partial(self, acc: Accumulator, base: str, start: int, front: bool = False) -> tuple[str, str]:
+        """Where an accumulator's partial results are: row-major from `base` + `start`, in lane after lane; and the mask of those that
+        count. `front`: `base` has a dim of its own."""
+        dims = self.plan.value_dims(acc.out)
+        onto, step = ["", *dims] if front else dims, self.plan.numel(dims)
+        if self.lane is not None and self.plan.unrolled in self.block.carried[acc.out]:
+            start += self.lane * step
+        terms = [f"scratch_ptr + {base}", *([str(start)] if start else [])]
         for a in dims:
             step //= self.plan.tile(a)
-            index = self._spread(f"tl.arange(0, {self.plan.tile(a)})", [a], ["", *dims] if front else dims)
+            index = self._spread(f"tl.arange(0, {self.plan.tile(a)})", [a], onto)
             terms.append(index if step == 1 else f"{index} * {step}")
-        return " + ".join(terms)
+        mask = self._mask(dims, onto)
+        return " + ".join(terms), f", mask={' & '.join(mask)}" if mask else ""
 
     def _body(self, stage: Stage, body: Sequence[BlockOp]) -> None:
         """Ops in order, each maximum of the stage where it is first read."""

@@ -12,7 +12,7 @@ from mirage_hf.codegen import triton_math
 from mirage_hf.codegen.plan import Append, Plan
 from mirage_hf.graph.block import Axis, BlockInput, BlockOutput, Role
 
-_RESERVED = frozenset({"tl", "triton", "torch", "pid", "run", "program", "range", "float", "overlaps", "part", "parts", "tile",
+_RESERVED = frozenset({"tl", "triton", "torch", "pid", "run", "program", "range", "float", "overlaps", "part", "some", "tile",
                        "scratch_ptr", "counters_ptr", "arrived", *triton_math.HELPERS})
 
 LINE_BYTES = 128
@@ -146,7 +146,7 @@ class Tiles:
                 self.line(f"{var} = tl.arange(0, {tile})  # all {a.size}")
             self._bound(a.name)
         for a in self.block.axes:
-            if self.plan.parts(a.name):
+            if self.plan.parts(a.name) and not (self.plan.dealt and a.name == self.plan.loop):
                 self._offset_of_part(a)
 
     def _offset_of_part(self, a: Axis) -> None:
@@ -165,8 +165,9 @@ class Tiles:
     def _bound(self, axis: str, var: str = "") -> None:
         size, (cut, short) = self.block.axis(axis).size, self.plan.bounds(axis)
         var, start = var or self.axis[axis], self.axis[axis]
+        parts = self.plan.parts(axis) and not (self.plan.dealt and axis == self.plan.loop)
         # two comparisons rather than one with the smaller end: of those the compiler sees how the ends are aligned
-        ends = [f"{start}_start + {self.block.part(axis)}"] if cut and self.plan.parts(axis) else [str(size)] if cut else []
+        ends = [f"{start}_start + {self.block.part(axis)}"] if cut and parts else [str(size)] if cut else []
         ends += [str(size)] if short else []
         if ends:
             self.line(f"{var}_in = " + (f"{var} < {ends[0]}" if len(ends) == 1 else " & ".join(f"({var} < {end})" for end in ends)))

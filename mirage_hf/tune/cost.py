@@ -97,9 +97,9 @@ def _running(plan: Plan, stage: Stage) -> int:
 
 def registers(plan: Plan) -> int:
     """Registers a thread spends on tiles: accumulators, what an iteration loads, the largest value formed on the way, and the
-    partial results of several blocks."""
+    partial results of several blocks that are read at a time."""
     threads = 32 * plan.schedule.num_warps
-    most = float(plan.schedule.split * max((plan.numel(plan.block.carried[a.out]) for a in plan.shared_sums), default=0))
+    most = float(max((plan.gathered(a) * plan.numel(plan.value_dims(a.out)) for a in plan.shared_sums), default=0))
     for stage in plan.block.stages:
         walked = stage.loop if plan.walks else None
         summed = {a.arg for a in stage.accumulators if walked and plan.is_lazy(stage, a)}
