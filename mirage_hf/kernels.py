@@ -110,16 +110,23 @@ def at_size(resolved: Resolved, program: KernelGraph, device: torch.device) -> R
     every size, with schedules cut to the sizes. Errors: CodegenError, GraphError."""
     if not resolved.is_fused:
         return partial(run_kernel_graph, program)
-    ugraph = symbolic.for_program(resolved.ugraph, program)
     if device.type != "cuda":
-        return partial(run_kernel_graph, ugraph.kernels)
-    ugraph = _same_parts(resolved.ugraph, ugraph)
-    chosen = zip(resolved.ugraph.schedules or resolved.entry.schedules, ugraph.block_ops, strict=True)
-    schedules = [fitted(s, op.block) for s, op in chosen if op.block is not None]
-    for op, s in zip(placed(ugraph), schedules, strict=True):
-        if (needed := estimate(plan(op, s)).registers) > space.HOPELESS_REGISTERS:
-            raise CodegenError(f"{resolved.entry.pattern}: kernels for these sizes would need {needed} registers a thread")
+        return partial(run_kernel_graph, symbolic.for_program(resolved.ugraph, program).kernels)
+    try:
+        ugraph, schedules = cut_to(resolved.ugraph, resolved.ugraph.schedules or resolved.entry.schedules, program)
+    except CodegenError as e:
+        raise CodegenError(f"{resolved.entry.pattern}: {e}") from e
     return torch_op.launcher(triton.generate(ugraph, schedules).source)
+
+
+def cut_to(ugraph: UGraph, schedules: Sequence[Schedule], program: KernelGraph) -> tuple[UGraph, list[Schedule]]:
+    """A µGraph and its schedules for a program that differs from its own in the sizes of some dims. Errors: CodegenError, GraphError."""
+    resized = _same_parts(ugraph, symbolic.for_program(ugraph, program))
+    chosen = [fitted(s, op.block) for s, op in zip(schedules, resized.block_ops, strict=True) if op.block is not None]
+    for op, s in zip(placed(resized), chosen, strict=True):
+        if (needed := estimate(plan(op, s)).registers) > space.HOPELESS_REGISTERS:
+            raise CodegenError(f"kernels for these sizes would need {needed} registers a thread")
+    return resized, chosen
 
 
 def _same_parts(old: UGraph, new: UGraph) -> UGraph:

@@ -3,6 +3,7 @@
     python scripts/bench_blocks.py --out blocks.json --chart blocks
     python scripts/bench_blocks.py --blocks norm_linear,lora:1 --schedules 12 --no-compile
     python scripts/bench_blocks.py --out blocks.json --resume --seconds 500
+    python scripts/bench_blocks.py --blocks long --no-compile --out long.json
     python scripts/bench_blocks.py --redraw blocks.json --chart blocks        # needs no GPU
 
 Every contender is a CUDA graph over cold rotating inputs, checked against float64 before it is timed, and takes turns with the others.
@@ -24,21 +25,25 @@ from typing import Any
 import benching
 import torch
 from benching import COMPILE, Budget, Contender, Report, captured, error_of, explained, need_gpu, run_all, take_turns, within
-from block_rows import ROWS, Row
+from block_rows import LONG, ROWS, Row
 from charts import draw_blocks
 from rivals import Rival
 
 from mirage_hf.codegen import triton
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.kernels import permitted, promising
+from mirage_hf.kernels import cut_to, permitted, promising
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.tune import measure, tuner
+from mirage_hf.tune.cost import tensor_bytes
 from mirage_hf.tune.measure import Run
 from mirage_hf.verify.accept import search_and_verify
 from mirage_hf.verify.numeric import Case, make_inputs
 
 OURS, COMPILED = "ours", " compiled"
+
+AT_ONCE_BYTES = 4 << 30
+"""Inputs beyond this are checked batch by batch."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,9 @@ class Entrant:
     whole: bool = True
 
 
-def find_ours(program: KernelGraph, args: argparse.Namespace, record: dict[str, Any]) -> list[Entrant]:
+def find_ours(row: Row, args: argparse.Namespace, record: dict[str, Any]) -> list[Entrant]:
     """Search and tune; what came of it goes into `record`. Empty where nothing was found or everything was refused."""
+    program = row.program(**dict(row.tuned_at))
     started = time.perf_counter()
     searched = search_and_verify(program, SearchOptions(time_limit=args.search_seconds))
     candidates = promising(searched.candidates)[:args.ugraphs]
@@ -71,8 +77,9 @@ def find_ours(program: KernelGraph, args: argparse.Namespace, record: dict[str, 
     if best is None:
         record["refused"] = next((c.reason for c in tuned.candidates if c.reason), "no candidate")
         return []
-    record["ours"] = {"schedules": [str(s) for s in best.schedules], "ugraph": str(best.ugraph), "kernels": best.ugraph.num_kernels}
-    return [Entrant(OURS, tuner.run_of(triton.generate(best.ugraph, best.schedules)))]
+    ugraph, schedules = (best.ugraph, best.schedules) if not row.tuned_at else cut_to(best.ugraph, best.schedules, row.program())
+    record["ours"] = {"schedules": [str(s) for s in schedules], "ugraph": str(ugraph), "kernels": ugraph.num_kernels}
+    return [Entrant(OURS, tuner.run_of(triton.generate(ugraph, schedules)))]
 
 
 def entrants_of(rival: Rival, compiled: bool) -> list[Entrant]:
@@ -86,11 +93,23 @@ def entrants_of(rival: Rival, compiled: bool) -> list[Entrant]:
     return found
 
 
-def checked_error(entrant: Entrant, program: KernelGraph) -> float:
+def in_float64(row: Row, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The program's results; batch by batch where all of it would not fit."""
+    if row.rows == 1 or sum(x.nbytes for x in inputs) < AT_ONCE_BYTES:
+        return run_kernel_graph(row.program(), inputs, torch.float64)
+    one = row.program(rows=1)
+    found = []
+    for n in range(row.rows):
+        part = [x if x.shape == t.dims else x.narrow(0, n * t.dims[0], t.dims[0]) for x, t in zip(inputs, one.inputs, strict=True)]
+        found.append(run_kernel_graph(one, part, torch.float64))
+    return [torch.cat(y) for y in zip(*found, strict=True)]
+
+
+def checked_error(entrant: Entrant, row: Row) -> float:
     """Its error on random inputs against float64: of the program, or of itself where it is a part. Errors: ValueError."""
-    inputs = make_inputs(program, Case("random"), 0, benching.DEVICE)
+    inputs = make_inputs(row.program(), Case("random"), 0, benching.DEVICE)
     if entrant.whole:
-        exact = run_kernel_graph(program, inputs, torch.float64)
+        exact = in_float64(row, inputs)
     else:
         exact = entrant.run(entrant.prepare([x.double() for x in inputs]))
     return error_of(entrant.run(entrant.prepare(inputs)), exact)
@@ -100,16 +119,18 @@ def bench(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     """Everything about one row."""
     torch._dynamo.reset()
     program = row.program()
-    record: dict[str, Any] = {"block": row.block, "rows": row.rows, "floor_us": row.floor_us(program), "target_us": row.target_us}
+    moved = sum(map(tensor_bytes, (*program.inputs, *program.outputs)))
+    record: dict[str, Any] = {"block": row.block, "rows": row.rows, "bytes": moved, "floor_us": row.floor_us(program),
+                              "target_us": row.target_us}
     results: dict[str, dict[str, Any]] = {r.name: {"absent": r.absent} for r in row.rivals if r.absent}
-    entrants = find_ours(program, args, record)
+    entrants = find_ours(row, args, record)
     entrants += [e for r in row.rivals if not r.absent for e in entrants_of(r, args.compile)]
     sets = measure.cold_inputs(program, benching.DEVICE)
     contenders: dict[str, Contender] = {}
     for e in entrants:
         try:
             with within(args.cap):
-                results[e.name] = {"whole": e.whole, "error": checked_error(e, program)}
+                results[e.name] = {"whole": e.whole, "error": checked_error(e, row)}
                 contenders[e.name] = captured(e.run, [e.prepare(s) for s in sets])
         except Exception as error:  # one contender that cannot run must not lose the others' numbers
             results[e.name] = {"failed": explained(error)}
@@ -117,6 +138,7 @@ def bench(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     take_turns(contenders.values(), args.rounds)
     for name, c in contenders.items():
         results[name] |= c.result()
+        results[name]["gb_s"] = round(moved / results[name]["us"] / 1e3, 1)
     return record | {"contenders": results} | judged(results, record["floor_us"], row.target_us)
 
 
@@ -168,16 +190,17 @@ def chosen(text: str, parser: argparse.ArgumentParser) -> list[Row]:
     """The rows that names, or name:rows, with commas, stand for."""
     found = []
     for item in text.split(","):
-        rows = [r for r in ROWS.values() if item in ("all", r.block, r.name)]
+        rows = [r for r in ROWS.values() if item in ("all", r.block, r.name)] + [r for r in LONG.values() if item in ("long", r.block, r.name)]
         if not rows:
-            parser.error(f"unknown block {item!r}; there are {', '.join(ROWS)}")
+            parser.error(f"unknown block {item!r}; there are {', '.join((*ROWS, *LONG))}")
         found += rows
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", default="all", help=f"name or name:rows, with commas, or all; there are {', '.join(ROWS)}")
+    parser.add_argument("--blocks", default="all", help=f"name or name:rows, with commas, all, or long (attention over long caches, with its own "
+                                                           f"memory and time); there are {', '.join((*ROWS, *LONG))}")
     parser.add_argument("--search-seconds", type=float, default=60.0, help="seconds that the search of one block may take")
     parser.add_argument("--schedules", type=int, default=32, help="schedules of each µGraph that are timed")
     parser.add_argument("--ugraphs", type=int, default=4, help="µGraphs of each block that are tuned")

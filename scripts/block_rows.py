@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import rivals
@@ -12,6 +12,7 @@ from rivals import Rival
 
 import mirage_hf as mi
 from mirage_hf.graph.kernel import DTensor, KernelGraph
+from mirage_hf.patterns.attention import LONG_SLOTS
 from mirage_hf.tune.cost import H200, tensor_bytes
 
 HALF = torch.float16
@@ -46,11 +47,11 @@ def lora(rows: int, k: int = 4096, n: int = 4096, r: int = 16) -> KernelGraph:
     return g
 
 
-def gqa_decode(rows: int, kv_heads: int = 2, group: int = 4, keys: int = 4096, d: int = 128) -> KernelGraph:
+def gqa_decode(rows: int, kv_heads: int = 2, group: int = 4, keys: int = 4096, d: int = 128, dtype: torch.dtype = HALF) -> KernelGraph:
     """One token's attention over a cache: the query heads that share a key head are the rows of one product."""
     g = mi.new_kernel_graph()
-    q = g.new_input((rows * kv_heads, group, d), HALF, name="q")
-    k, v = (g.new_input((rows * kv_heads, keys, d), HALF, name=name) for name in "kv")
+    q = g.new_input((rows * kv_heads, group, d), dtype, name="q")
+    k, v = (g.new_input((rows * kv_heads, keys, d), dtype, name=name) for name in "kv")
     g.mark_output(g.matmul(g.softmax(g.mul(g.matmul(q, g.permute(k, (0, 2, 1))), 1 / math.sqrt(d))), v))
     return g
 
@@ -104,15 +105,17 @@ def ntrans(rows: int, n: int = 4096) -> KernelGraph:
 
 @dataclass(frozen=True)
 class Row:
-    """A block at one batch size. `flops`: of its products, where they may take longer than its bytes."""
+    """A block at one batch size. `flops`: of its products, where they may take longer than its bytes. `tuned_at`: sizes at which kernels
+    are searched and tuned, to be cut to the row's own; that is how models get kernels for caches of any length."""
 
     block: str
     rows: int
     build: Callable[..., KernelGraph]
     target_us: float
     rivals: tuple[Rival, ...]
-    sizes: tuple[tuple[str, int], ...] = ()
+    sizes: tuple[tuple[str, Any], ...] = ()
     flops: float = 0.0
+    tuned_at: tuple[tuple[str, Any], ...] = ()
 
     @property
     def name(self) -> str:
@@ -144,3 +147,19 @@ ROWS: dict[str, Row] = {row.name: row for row in (
     *_rows("mla_decode", mla_decode, rivals.MLA, {1: 15.0, 16: 40.0}),
     *_rows("ntrans", ntrans, rivals.NTRANS, {1: 2.8, 8: 2.8, 16: 2.8}),
 )}
+
+
+def _long(d: int, keys: int, rows: int, kv_heads: int = 8) -> Row:
+    sizes = {"kv_heads": kv_heads, "keys": keys, "d": d, "dtype": torch.bfloat16}
+    row = Row(f"attention_d{d}_{keys >> 10}k", rows, gqa_decode, 0.0, rivals.gqa_decode(kv_heads), tuple(sizes.items()),
+              tuned_at=(("keys", LONG_SLOTS),))
+    floor = row.floor_us(row.program())
+    return replace(row, target_us=max(floor / LONG_SHARE, floor + START_US))
+
+
+LONG_SHARE, START_US = 0.75, 5.0
+"""Of the read bandwidth, what attention over long caches is to reach; and what it takes to begin and to join partial results."""
+
+LONG: dict[str, Row] = {row.name: row for row in (_long(d, keys, rows) for d in (64, 128) for keys in (8192, 32768, 131072)
+                                                  for rows in (1, 8, 64))}
+"""One token's attention over long caches: 32 query heads, 8 of keys."""

@@ -120,6 +120,20 @@ def sdpa_rows(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
 
 
 @cache
+def _flex_attention() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex_gqa(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+    group, d = q.shape[1:]
+    k, v = (x.view(-1, kv_heads, *x.shape[1:]) for x in (k, v))
+    run = _flex_attention() if q.is_cuda else flex_attention
+    return run(q.view(-1, kv_heads * group, 1, d), k, v, enable_gqa=True).view_as(q)
+
+
+@cache
 def _paged_decode(batch: int, kv_heads: int, group: int, keys: int, d: int, dtype: torch.dtype, device: torch.device) -> Any:
     """FlashInfer's decoding over a cache of one page a sequence."""
     import flashinfer
@@ -139,6 +153,7 @@ def flashinfer_gqa(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
 
 def gqa_decode(kv_heads: int = 2) -> tuple[Rival, ...]:
     return (Rival("eager", partial(sdpa_gqa, kv_heads=kv_heads), compiled=True), Rival("sdpa rows", partial(sdpa_rows, kv_heads=kv_heads)),
+            Rival("flex_attention", partial(flex_gqa, kv_heads=kv_heads)),
             Rival("flashinfer", partial(flashinfer_gqa, kv_heads=kv_heads), needs="flashinfer"))
 
 
