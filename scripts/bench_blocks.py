@@ -31,7 +31,6 @@ from rivals import Rival
 
 from mirage_hf.codegen import triton
 from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.kernels import cut_to, permitted, promising
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.tune import measure, tuner
@@ -108,10 +107,7 @@ def in_float64(row: Row, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def checked_error(entrant: Entrant, row: Row) -> float:
     """Its error on random inputs against float64: of the program, or of itself where it is a part. Errors: ValueError."""
     inputs = make_inputs(row.program(), Case("random"), 0, benching.DEVICE)
-    if entrant.whole:
-        exact = in_float64(row, inputs)
-    else:
-        exact = entrant.run(entrant.prepare([x.double() for x in inputs]))
+    exact = in_float64(row, inputs) if entrant.whole else entrant.run(entrant.prepare([x.double() for x in inputs]))
     return error_of(entrant.run(entrant.prepare(inputs)), exact)
 
 
@@ -190,7 +186,8 @@ def chosen(text: str, parser: argparse.ArgumentParser) -> list[Row]:
     """The rows that names, or name:rows, with commas, stand for."""
     found = []
     for item in text.split(","):
-        rows = [r for r in ROWS.values() if item in ("all", r.block, r.name)] + [r for r in LONG.values() if item in ("long", r.block, r.name)]
+        sets = (("all", ROWS), ("long", LONG))
+        rows = [r for name, known in sets for r in known.values() if item in (name, r.block, r.name)]
         if not rows:
             parser.error(f"unknown block {item!r}; there are {', '.join((*ROWS, *LONG))}")
         found += rows
@@ -199,8 +196,8 @@ def chosen(text: str, parser: argparse.ArgumentParser) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", default="all", help=f"name or name:rows, with commas, all, or long (attention over long caches, with its own "
-                                                           f"memory and time); there are {', '.join((*ROWS, *LONG))}")
+    parser.add_argument("--blocks", default="all", help="name or name:rows, with commas, all, or long (attention over long caches); "
+                                                        f"there are {', '.join((*ROWS, *LONG))}")
     parser.add_argument("--search-seconds", type=float, default=60.0, help="seconds that the search of one block may take")
     parser.add_argument("--schedules", type=int, default=32, help="schedules of each µGraph that are timed")
     parser.add_argument("--ugraphs", type=int, default=4, help="µGraphs of each block that are tuned")

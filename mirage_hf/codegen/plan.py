@@ -37,7 +37,7 @@ _MOST_ORDERS = 5040
 LOWEST = -1e30
 """What shifts of sums are where nothing counts; a maximum that is lower is no number to care about."""
 
-GATHERED_PER_THREAD = 64
+GATHERED_PER_THREAD = 128
 """Partial results that a thread holds at a time while those of all blocks are added up."""
 
 MAX_ELEMENTS = 1 << 20

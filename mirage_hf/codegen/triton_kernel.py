@@ -282,7 +282,7 @@ class _Writer(Tiles):
             self.line(f"{name} = {self._reduce(acc.kind, every, 0)}")
             return
         self.line(f"{name} = tl.full([{', '.join(str(self.plan.tile(a)) for a in dims)}], {NEUTRAL[acc.kind]}, tl.float32)")
-        self.line(f"for some in tl.static_range(0, {split}, {at_once}):")
+        self.line(f"for some in range(0, {split}, {at_once}):")
         piece = self._reduce(acc.kind, every, 0)
         self.line("    " + (f"{name} += {piece}" if acc.kind == "sum" else f"{name} = {_maximum(name, piece)}"))
 
