@@ -122,7 +122,7 @@ def at_size(resolved: Resolved, program: KernelGraph, device: torch.device) -> R
 def cut_to(ugraph: UGraph, schedules: Sequence[Schedule], program: KernelGraph) -> tuple[UGraph, list[Schedule]]:
     """A µGraph and its schedules for a program that differs from its own in the sizes of some dims. Errors: CodegenError, GraphError."""
     resized = _same_parts(ugraph, symbolic.for_program(ugraph, program))
-    chosen = [fitted(s, op.block) for s, op in zip(schedules, resized.block_ops, strict=True) if op.block is not None]
+    chosen = [space.affordable(fitted(s, op.block), op) for s, op in zip(schedules, placed(resized), strict=True) if op.block]
     for op, s in zip(placed(resized), chosen, strict=True):
         if (needed := estimate(plan(op, s)).registers) > space.HOPELESS_REGISTERS:
             raise CodegenError(f"kernels for these sizes would need {needed} registers a thread")

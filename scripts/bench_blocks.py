@@ -31,6 +31,7 @@ from rivals import Rival
 
 from mirage_hf.codegen import triton
 from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.kernels import cut_to, permitted, promising
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.tune import measure, tuner
@@ -58,13 +59,31 @@ class Entrant:
 def find_ours(row: Row, args: argparse.Namespace, record: dict[str, Any]) -> list[Entrant]:
     """Search and tune; what came of it goes into `record`. Empty where nothing was found or everything was refused."""
     program = row.program(**dict(row.tuned_at))
+    if str(program) not in _tuned:
+        _tuned[str(program)] = tune(program, args)
+    best, found = _tuned[str(program)]
+    record |= found
+    if best is None:
+        return []
+    ugraph, schedules = (best.ugraph, best.schedules) if not row.tuned_at else cut_to(best.ugraph, best.schedules, row.program())
+    record["ours"] = {"schedules": [str(s) for s in schedules], "ugraph": str(ugraph), "kernels": ugraph.num_kernels}
+    return [Entrant(OURS, tuner.run_of(triton.generate(ugraph, schedules)))]
+
+
+_tuned: dict[str, tuple[tuner.Candidate | None, dict[str, Any]]] = {}
+"""Rows that are cut from one tuned size share what was tuned."""
+
+
+def tune(program: KernelGraph, args: argparse.Namespace) -> tuple[tuner.Candidate | None, dict[str, Any]]:
+    """The fastest searched candidate, if there is any, and what to record."""
+    record: dict[str, Any] = {}
     started = time.perf_counter()
     searched = search_and_verify(program, SearchOptions(time_limit=args.search_seconds))
     candidates = promising(searched.candidates)[:args.ugraphs]
     record["search"] = {"seconds": time.perf_counter() - started, "stop": searched.report.stop, "candidates": len(searched.candidates)}
     if not candidates:
         record["refused"] = searched.report.reason or "; ".join(r.reason for r in searched.report.refused) or searched.report.stop
-        return []
+        return None, record
     found = [c.ugraph for c in candidates]
     started = time.perf_counter()
     tuned = tuner.tune(found, device=benching.DEVICE, per_graph=args.schedules, replays=args.replays,
@@ -72,13 +91,9 @@ def find_ours(row: Row, args: argparse.Namespace, record: dict[str, Any]) -> lis
     record["tune"] = tuned.to_dict() | {"seconds": time.perf_counter() - started, "ugraphs": [str(u) for u in found]}
     for candidate, written in zip(tuned.candidates, record["tune"]["candidates"], strict=True):
         written["ugraph"] = next((k for k, u in enumerate(found) if u is candidate.ugraph), None)
-    best = tuned.best_searched
-    if best is None:
+    if tuned.best_searched is None:
         record["refused"] = next((c.reason for c in tuned.candidates if c.reason), "no candidate")
-        return []
-    ugraph, schedules = (best.ugraph, best.schedules) if not row.tuned_at else cut_to(best.ugraph, best.schedules, row.program())
-    record["ours"] = {"schedules": [str(s) for s in schedules], "ugraph": str(ugraph), "kernels": ugraph.num_kernels}
-    return [Entrant(OURS, tuner.run_of(triton.generate(ugraph, schedules)))]
+    return tuned.best_searched, record
 
 
 def entrants_of(rival: Rival, compiled: bool) -> list[Entrant]:

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from mirage_hf import errors
-from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.triton_math import keeps_zero
 from mirage_hf.graph import effects
 from mirage_hf.graph.block import Accumulator, BlockGraph, BlockInput, BlockOp, BlockOutput, Contraction, Role, Stage
@@ -37,7 +37,7 @@ _MOST_ORDERS = 5040
 LOWEST = -1e30
 """What shifts of sums are where nothing counts; a maximum that is lower is no number to care about."""
 
-GATHERED_PER_THREAD = 128
+GATHERED_PER_THREAD = 64
 """Partial results that a thread holds at a time while those of all blocks are added up."""
 
 MAX_ELEMENTS = 1 << 20
@@ -136,7 +136,7 @@ class Plan:
                                       "which none is without work")
         if not self.shared_sums:
             raise errors.CodegenError(f"schedule: the loop has no sums that {split} blocks could share; cut a grid axis into smaller tiles")
-        if self.scratch >= 2 ** 31 or max(self.gathered(a) * self.numel(self.value_dims(a.out)) for a in self.shared_sums) > MAX_ELEMENTS:
+        if self.scratch >= 2 ** 31:
             raise errors.CodegenError(f"schedule: {self.scratch} partial results are too many; give other tiles or a smaller split")
 
     @cached_property
@@ -154,12 +154,13 @@ class Plan:
         """Partial results of one block."""
         return sum(self.numel(self.block.carried[a.out]) for a in self.shared_sums)
 
+    def few(self, axis: str) -> int:
+        """Elements of a tile that may count, as a power of two: of the 16 rows of a tensor-core product fewer where the axis is short."""
+        return self.tile(axis) if self.trips(axis) > 1 or self.parts(axis) else min(self.tile(axis), next_power_of_two(self.block.part(axis)))
+
     def gathered(self, acc: Accumulator) -> int:
-        """Of how many blocks the partial results of an accumulator are read at a time, a power of two; the maxima that sums are shifted by
-        are read at once."""
-        if any(a.shift == acc.out for a in self.shared_sums):
-            return self.schedule.split
-        fit = GATHERED_PER_THREAD * 32 * self.schedule.num_warps // self.numel(self.value_dims(acc.out))
+        """Of how many blocks the partial results of an accumulator are read at a time, a power of two."""
+        fit = GATHERED_PER_THREAD * 32 * self.schedule.num_warps // math.prod(self.few(a) for a in self.value_dims(acc.out))
         return min(self.schedule.split, 1 << max(0, fit.bit_length() - 1))
 
     @cached_property

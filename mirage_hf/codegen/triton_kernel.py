@@ -261,50 +261,69 @@ class _Writer(Tiles):
                 self._gather(acc, begins, acc.out in maxima)
 
     def _gather(self, acc: Accumulator, begins: Mapping[str, int], running: bool) -> None:
-        """What all blocks of the tile stored of an accumulator as one value, as many parts at a time as registers hold; `running`: a
-        maximum that sums are shifted by. `begins`: where each accumulator begins among a block's partial results."""
+        """What all blocks of the tile stored of an accumulator as one value; `running`: a maximum that sums are shifted by. `begins`: where
+        each accumulator begins among a block's partial results.
+
+        Part by part, so that no thread needs what another has: as one dim more to be summed over, the parts lay in several warps, and
+        adding up 32 of them took 70 µs. Loads come in groups, so that their latencies are waited for together.
+        """
         name, dims, split = self.value[acc.out], self.plan.value_dims(acc.out), self.plan.schedule.split
+        together = split if running else self.plan.gathered(acc)
+        for first in range(0, split, together):
+            group = range(first, first + together)
+            for n in group:
+                self.line(f"{name}_each{n} = {self._part_of(acc, begins, n)}")
+            for n in group:
+                each = f"{name}_each{n}"
+                if acc.shift is not None:
+                    each += f" * {self._spread(f'{self.value[acc.shift]}_each{n}', self.plan.value_dims(acc.shift), dims)}"
+                if n == 0:
+                    self.line(f"{name}_few = {each}")
+                else:
+                    self.line(f"{name}_few = " + (f"{name}_few + {each}" if acc.kind == "sum" else _maximum(f"{name}_few", each)))
         if running:
-            self.line(f"{name}_each = {self._parts_of(acc, begins, f'tl.arange(0, {split})')}")
-            self.line(f"{name} = {self._reduce(acc.kind, f'{name}_each', 0)}")
-            self.line(f'{name}_now = tl.where({name} == float("-inf"), 0.0, {name})')
-            return
-        at_once = self.plan.gathered(acc)
-        parts = f"tl.arange(0, {at_once})" if at_once == split else f"(some + tl.arange(0, {at_once}))"
-        every = self._parts_of(acc, begins, parts)
-        if acc.shift is not None:
-            shift, own = self.value[acc.shift], self.plan.value_dims(acc.shift)
-            each = f"{shift}_each"
-            if at_once < split:
-                each = self._parts_of(next(a for a in self.plan.shared_sums if a.out == acc.shift), begins, parts)
-            every = f"{every} * {self._spread(f'tl.exp({each} - {shift}_now)', ('', *own), ('', *dims))}"
-        if at_once == split:
-            self.line(f"{name} = {self._reduce(acc.kind, every, 0)}")
-            return
-        self.line(f"{name} = tl.full([{', '.join(str(self.plan.tile(a)) for a in dims)}], {NEUTRAL[acc.kind]}, tl.float32)")
-        self.line(f"for some in range(0, {split}, {at_once}):")
-        piece = self._reduce(acc.kind, every, 0)
-        self.line("    " + (f"{name} += {piece}" if acc.kind == "sum" else f"{name} = {_maximum(name, piece)}"))
+            self.line(f'{name}_now = tl.where({name}_few == float("-inf"), 0.0, {name}_few)')
+            for n in range(split):
+                self.line(f"{name}_each{n} = tl.exp({name}_each{n} - {name}_now)")
+        self.line(f"{name} = {self._filled_up(f'{name}_few', dims)}")
 
-    def _parts_of(self, acc: Accumulator, begins: Mapping[str, int], parts: str) -> str:
-        """What some blocks of the tile stored of an accumulator, with a dim for the blocks in front."""
-        base = f"(tile * {self.plan.schedule.split} + {self._spread(parts, [''], ('', *self.plan.value_dims(acc.out)))})"
-        place, mask = self._partial(acc, f"{base} * {self.plan.partial_floats}", begins[acc.out], front=True)
-        return f'tl.load({place}{mask}{", other=0.0" if mask else ""}, cache_modifier=".cg")'
+    def _part_of(self, acc: Accumulator, begins: Mapping[str, int], part: int) -> str:
+        """A load of what block `part` of the tile stored of an accumulator, without rows that only fill up its tile."""
+        base = f"(tile * {self.plan.schedule.split} + {part}) * {self.plan.partial_floats}"
+        few = {a: self.plan.few(a) for a in self.plan.value_dims(acc.out)}
+        place, _ = self._partial(acc, base, begins[acc.out], few)
+        mask = []
+        for a, n in few.items():
+            if n == self.plan.tile(a):
+                mask += self._mask([a], tuple(few))
+            elif n > self.block.axis(a).size:
+                mask.append(self._spread(f"(tl.arange(0, {n}) < {self.block.axis(a).size})", [a], tuple(few)))
+        arguments = [place, *([f"mask={' & '.join(mask)}", "other=0.0"] if mask else []), 'cache_modifier=".cg"']
+        return f"tl.load({', '.join(arguments)})"
 
-    def _partial(self, acc: Accumulator, base: str, start: int, front: bool = False) -> tuple[str, str]:
+    def _filled_up(self, text: str, dims: Sequence[str]) -> str:
+        """A value without rows that only fill up its tile, with them: copies of the others, as nothing counts there."""
+        few = [self.plan.few(a) for a in dims]
+        times = [self.plan.tile(a) // n for a, n in zip(dims, few, strict=True)]
+        if all(t == 1 for t in times):
+            return text
+        at = ", ".join(x for t in times for x in (["None"] if t > 1 else []) + [":"])
+        shape = ", ".join(str(x) for t, n in zip(times, few, strict=True) for x in ([t] if t > 1 else []) + [n])
+        return f"tl.reshape(tl.broadcast_to({text}[{at}], [{shape}]), [{', '.join(str(self.plan.tile(a)) for a in dims)}])"
+
+    def _partial(self, acc: Accumulator, base: str, start: int, few: Mapping[str, int] | None = None) -> tuple[str, str]:
         """Where an accumulator's partial results are: row-major from `base` + `start`, in lane after lane; and the mask of those that
-        count. `front`: `base` has a dim of its own."""
+        count. `few`: how many elements along each axis, if not all."""
         dims = self.plan.value_dims(acc.out)
-        onto, step = ["", *dims] if front else dims, self.plan.numel(dims)
+        step = self.plan.numel(dims)
         if self.lane is not None and self.plan.unrolled in self.block.carried[acc.out]:
             start += self.lane * step
         terms = [f"scratch_ptr + {base}", *([str(start)] if start else [])]
         for a in dims:
             step //= self.plan.tile(a)
-            index = self._spread(f"tl.arange(0, {self.plan.tile(a)})", [a], onto)
+            index = self._spread(f"tl.arange(0, {few[a] if few else self.plan.tile(a)})", [a], dims)
             terms.append(index if step == 1 else f"{index} * {step}")
-        mask = self._mask(dims, onto)
+        mask = self._mask(dims, dims)
         return " + ".join(terms), f", mask={' & '.join(mask)}" if mask else ""
 
     def _body(self, stage: Stage, body: Sequence[BlockOp]) -> None:

@@ -130,6 +130,21 @@ def smallest(op: KernelOp) -> Schedule:
     return Schedule(tuple(tiles.items()), lazy=False)
 
 
+def affordable(schedule: Schedule, op: KernelOp, device: Device = H200) -> Schedule:
+    """The schedule with so few and short loop tiles in flight that they fit into shared memory: a loop that was held whole may need more
+    for a longer axis, which it walks. Errors: CodegenError for a schedule that is none for `op`."""
+    assert op.block is not None
+    while estimate(planned := plan(op, schedule), device).shared > device.shared_bytes:
+        loop = planned.loop
+        if schedule.num_stages > 2:
+            schedule = replace(schedule, num_stages=schedule.num_stages - 1)
+        elif loop and planned.walks and planned.tile(loop) > MMA_MIN:
+            schedule = replace(schedule, tiles=tuple((dict(schedule.tiles) | {loop: planned.tile(loop) // 2}).items()))
+        else:
+            break  # nothing of it walks
+    return schedule
+
+
 def fitted(schedule: Schedule, block: BlockGraph) -> Schedule:
     """The schedule with no tile longer than its axis and no block without a step of the loop; an axis held whole is held whole."""
     least = MMA_MIN if schedule.mma else 1
@@ -163,7 +178,8 @@ def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:
                 for warps, stages in itertools.product((4, 8), (2, 3, 4, 6)):
                     yield Schedule(named, mma=True, num_warps=warps, num_stages=stages)
                 if max(tiles) >= 64:
-                    yield Schedule(named, mma=True, weights_first=False, num_warps=4, num_stages=3)
+                    for warps, stages in ((4, 3), (4, 4), (8, 3)):
+                        yield Schedule(named, mma=True, weights_first=False, num_warps=warps, num_stages=stages)
             else:
                 walks = any(t < block.part(a.name) for a, t in zip(block.axes, tiles, strict=True) if a.role is Role.LOOP)
                 for warps, stages, lazy in itertools.product((1, 2, 4, 8), (1, 3) if walks else (1,), (True, False) if walks else (True,)):
