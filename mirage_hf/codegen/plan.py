@@ -156,7 +156,8 @@ class Plan:
 
     def few(self, axis: str) -> int:
         """Elements of a tile that may count, as a power of two: of the 16 rows of a tensor-core product fewer where the axis is short."""
-        return self.tile(axis) if self.trips(axis) > 1 or self.parts(axis) else min(self.tile(axis), next_power_of_two(self.block.part(axis)))
+        cut = self.trips(axis) > 1 or self.parts(axis)
+        return self.tile(axis) if cut else min(self.tile(axis), next_power_of_two(self.block.part(axis)))
 
     def gathered(self, acc: Accumulator) -> int:
         """Of how many blocks the partial results of an accumulator are read at a time, a power of two."""
