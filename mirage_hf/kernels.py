@@ -160,16 +160,15 @@ def for_layer(layer: Sequence[Resolved], *, device: torch.device | str,
     return found
 
 
-def make_entries(layer: Sequence[Entry | tuple[KernelGraph, str]], device: torch.device, tune: str = "auto",
-                 progress: Progress | None = None, like: KernelGraph | None = None) -> list[Entry]:
+def make_entries(layer: Sequence[Entry | tuple[KernelGraph, str, KernelGraph | None]], device: torch.device, tune: str = "auto",
+                 progress: Progress | None = None) -> list[Entry]:
     """Search, verify and tune programs on `device` without looking anything up (what building a zoo does).
 
-    layer: (program, pattern) of what is to be made and entries of what is there, in the order in which a layer runs them. Where a
-    GPU times them, the new kernels are chosen for the layer as a whole. like: as in `resolve`. Errors: ZooError where that cannot be
-    timed.
+    layer: (program, pattern, like as in `resolve`) of what is to be made and entries of what is there, in the order in which a layer runs
+    them. Where a GPU times them, the new kernels are chosen for the layer as a whole. Errors: ZooError where that cannot be timed.
     """
     on_gpu = device.type == "cuda"
-    parts = [x if isinstance(x, Entry) else _make(x[0], key_of(x[0], target_of(device)), device, on_gpu, tune, x[1], progress, like)
+    parts = [x if isinstance(x, Entry) else _make(x[0], key_of(x[0], target_of(device)), device, on_gpu, tune, x[1], progress, x[2])
              for x in layer]
     chosen = _together(parts, device)
     if isinstance(chosen, Rejected):

@@ -108,4 +108,4 @@ def for_long_caches(block: Block) -> Block:
     return block.pattern.block(**{**dict(block.sizes), "slots": LONG_SLOTS})
 
 
-ATTENTION = Pattern("attention", AXES, build)
+ATTENTION = Pattern("attention", AXES, build, searched_at=REFERENCE_SLOTS)

@@ -11,7 +11,7 @@ import torch
 from mirage_hf.errors import GraphError
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.match.pattern import Pattern
-from mirage_hf.patterns.attention import REFERENCE_SLOTS
+from mirage_hf.patterns.attention import LONG_SLOTS, REFERENCE_SLOTS
 
 AXES = {"q": "rows heads 1 nope", "q_rope…": "rows heads 1 rope", "latents": "rows 1 slots latent", "keys…": "rows 1 slots rope",
         "lo": "rows 1 1 1", "end": "rows 1 1 1", "w_k": "1 heads latent nope", "w_v": "1 heads latent value", "y": "rows heads 1 value"}
@@ -88,6 +88,15 @@ def build_append(rows: int, heads: int, latent: int, nope: int, rope: int, q_ran
     return g
 
 
-MLA = Pattern("mla", AXES, build)
+def build_query(rows: int, rank: int, row: int, n: int, eps: float, dtype: torch.dtype) -> KernelGraph:
+    """A low-rank query, normed and expanded. `row`: elements from one to the next, which lie in packed rows."""
+    g = new_kernel_graph()
+    x, norm = g.new_input((rows, rank), dtype, (row, 1), name="x"), g.new_input((1, rank), dtype, name="norm", constant=True)
+    g.mark_output(g.matmul(g.rms_norm(x, norm, eps), g.new_input((rank, n), dtype, (1, rank), name="w", constant=True)))
+    return g
+
+
+MLA = Pattern("mla", AXES, build, searched_at=LONG_SLOTS)
+"""Searched at many slots: over few of them expanding the latents is no dearer than not to, and it would be found instead."""
 MLA_APPEND = Pattern("mla_append", APPEND_AXES, build_append)
-"""What comes before it: a part of its own, because it ends the cache that attention reads."""
+MLA_QUERY = Pattern("mla_query", {"x": "rows rank", "norm": "1 rank", "w": "rank n", "y": "rows n"}, build_query)

@@ -27,7 +27,7 @@ from mirage_hf.match.eligible import generating
 from mirage_hf.match.matcher import match
 from mirage_hf.match.pattern import Block
 from mirage_hf.patterns import PATTERNS
-from mirage_hf.patterns.attention import ATTENTION, for_long_caches
+from mirage_hf.patterns.attention import for_long_caches
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import key_of
 from mirage_hf.zoo.store import Store
@@ -50,7 +50,7 @@ def blocks_of(name: str, dtype: str, device: torch.device) -> list[list[Block]]:
 
 def build(blocks: Sequence[Block], rows: int, device: torch.device, zoo: Store, args: argparse.Namespace) -> Iterator[str]:
     """Make the kernels of a layer's blocks for a number of rows, those that the zoo lacks. Yields what was done."""
-    layer: list[Entry | tuple[KernelGraph, str]] = []
+    layer: list[Entry | tuple[KernelGraph, str, KernelGraph | None]] = []
     for block in blocks:
         program = block.program(rows)
         have = zoo.get(key_of(program, target_of(device)))
@@ -58,15 +58,16 @@ def build(blocks: Sequence[Block], rows: int, device: torch.device, zoo: Store, 
             yield f"{have.folder}: is there, {describe(have)}"
             layer.append(have)
         else:
-            layer.append((program, block.pattern.name))
+            layer.append((program, block.pattern.name, block.searched(rows)))
     started = time.perf_counter()
     made = make_entries(layer, device, args.tune)
     for block in blocks:
-        if block.pattern is ATTENTION:
-            program = for_long_caches(block).program(rows)
+        if block.pattern.searched_at is not None:
+            long = for_long_caches(block)
+            program = long.program(rows)
             have = zoo.get(key_of(program, target_of(device)))
             if not isinstance(have, Entry) or args.anew:
-                made += make_entries([(program, block.pattern.name)], device, args.tune, like=block.program(rows))
+                made += make_entries([(program, block.pattern.name, long.searched(rows))], device, args.tune)
     for entry in made:
         kept = zoo.put(entry)
         where = kept.relative_to(zoo.root) if isinstance(kept, Path) else kept.reason

@@ -47,7 +47,7 @@ class StepProgram(Step):
             cos, sin = steps.rotary_tables(block.capacity)
             each = list(dict.fromkeys(windows[kind] for kind in kinds))
             width, hidden = cos.shape[1], steps.embedding.shape[1]
-            inputs = Inputs.allocate(block.batch, hidden, width, each, steps.embedding.dtype, block.device)
+            inputs = Inputs.allocate(block.batch, hidden, width, each, steps.embedding.dtype, block.device, cos.dtype)
             chain = tuple((layer, steps.kernels(layer, block.batch, block.capacity), each.index(windows[kind]))
                           for layer, kind in zip(steps.layers, kinds, strict=True))
             self._buffers = _Buffers(inputs, ends_of(block), cos, sin, chain)
@@ -64,7 +64,7 @@ class StepProgram(Step):
             ready.ends.begin(block.control, steps.embedding, ready.cos, ready.sin, inputs)
             x = inputs.x
             for n, (layer, kernels, window) in enumerate(ready.kernels):
-                at = At(inputs.cos, inputs.sin, block.keys[n], block.values[n], inputs.lows[window], inputs.slot)
+                at = At(inputs.cos, inputs.sin, block.keys[n], block.values[n], inputs.lows[window], inputs.slot, inputs.end)
                 x = layer.step(kernels, x, at)
             steps.head(block.batch, x, block.logits)
 

@@ -48,19 +48,22 @@ class Inputs:
     sin: Tensor
     slot: Tensor
     """(batch,) int32: the slot of the cache that the new key goes to, the same for every row."""
+    end: Tensor
+    """(batch,) int32: the slot after it."""
     windows: tuple[int | None, ...]
     """The most keys that a kind of layer may see, the new one included; None for all."""
     lows: tuple[Tensor, ...]
     """For each window (batch,) int32: a row sees the slots from there to `slot`, which is the new key's."""
 
     @classmethod
-    def allocate(cls, batch: int, hidden: int, width: int, windows: Sequence[int | None], dtype: torch.dtype,
-                 device: torch.device) -> Inputs:
-        """Zeros for these sizes; `width` is the number of columns of the rotary tables."""
+    def allocate(cls, batch: int, hidden: int, width: int, windows: Sequence[int | None], dtype: torch.dtype, device: torch.device,
+                 table_dtype: torch.dtype | None = None) -> Inputs:
+        """Zeros for these sizes; `width` is the number of columns of the rotary tables, `table_dtype` theirs where it is another."""
         with torch.inference_mode(False):  # a buffer made under inference_mode would raise in the next call outside it
-            x, cos, sin = (torch.zeros(batch, n, dtype=dtype, device=device) for n in (hidden, width, width))
-            slot, *lows = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in (None, *windows))
-        return cls(x, cos, sin, slot, tuple(windows), tuple(lows))
+            x = torch.zeros(batch, hidden, dtype=dtype, device=device)
+            cos, sin = (torch.zeros(batch, width, dtype=table_dtype or dtype, device=device) for _ in range(2))
+            slot, end, *lows = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in (None, None, *windows))
+        return cls(x, cos, sin, slot, end, tuple(windows), tuple(lows))
 
 
 def begin_program(batch: int, vocab: int, hidden: int, positions: int, width: int, windows: Sequence[int | None], dtype: torch.dtype,
@@ -74,7 +77,7 @@ def begin_program(batch: int, vocab: int, hidden: int, positions: int, width: in
     x, table = POINTERS[dtype], POINTERS[table_dtype]
     signature = (("ids_ptr", "*i64"), ("position_ptr", "*i64"), ("length_ptr", "*i64"), ("lowest_ptr", "*i64"), ("embedding_ptr", x),
                  ("cos_table_ptr", table), ("sin_table_ptr", table), ("x_ptr", x), ("cos_ptr", table), ("sin_ptr", table),
-                 ("slot_ptr", "*i32"), *((low, "*i32") for low in lows))
+                 ("slot_ptr", "*i32"), ("end_ptr", "*i32"), *((low, "*i32") for low in lows))
     # the last block of a row does what is small, so that its loads do not queue behind those of the embedding
     kernel = f'''
 @triton.jit
@@ -97,7 +100,8 @@ def begin({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
         w = tl.arange(0, {power_of_two(width)})
         cos = tl.load(cos_table_ptr + position * {width} + w, mask=w < {width})
         sin = tl.load(sin_table_ptr + position * {width} + w, mask=w < {width})
-        tl.store(slot_ptr + row, length.to(tl.int32)){stores}
+        tl.store(slot_ptr + row, length.to(tl.int32))
+        tl.store(end_ptr + row, length.to(tl.int32) + 1){stores}
         tl.store(cos_ptr + row * {width} + w, cos, mask=w < {width})
         tl.store(sin_ptr + row * {width} + w, sin, mask=w < {width})
 '''
@@ -318,19 +322,20 @@ class Ends:
         for name, table, row in (("cos", cos, out.cos), ("sin", sin, out.sin)):
             self._check(name, table, (positions, width), cos.dtype)
             self._check(f"out.{name}", row, (self.batch, width), cos.dtype)
-        for name, each in (("slot", out.slot), *((f"lows[{n}]", low) for n, low in enumerate(out.lows))):
+        for name, each in (("slot", out.slot), ("end", out.end), *((f"lows[{n}]", low) for n, low in enumerate(out.lows))):
             self._check(f"out.{name}", each, rows, torch.int32)
         embedding = embedding.detach()
         if self.by_kernels:
             of_state = [control.ids, control.position, control.length, control.lowest]
             launch(_begin(self.batch, vocab, hidden, positions, width, out.windows, embedding.dtype, cos.dtype),
-                    [*of_state, embedding, cos, sin, out.x, out.cos, out.sin, out.slot, *out.lows])
+                   [*of_state, embedding, cos, sin, out.x, out.cos, out.sin, out.slot, out.end, *out.lows])
             return
         position = control.position[:, 0].clamp(0, positions - 1)
         out.x.copy_(embedding[control.ids[:, 0].clamp(0, vocab - 1)])
         out.cos.copy_(cos[position])
         out.sin.copy_(sin[position])
         out.slot.copy_(control.length.expand(self.batch))
+        out.end.copy_(out.slot + 1)
         for window, low in zip(out.windows, out.lows, strict=True):
             lowest = control.lowest[:, 0]
             low.copy_(lowest if window is None else torch.maximum(lowest, control.length - window + 1))

@@ -128,7 +128,7 @@ class DecodeRunner:
                 return None
             block.dirty = max(block.dirty, bucket)  # what warming up writes
             no = obstacle(self.steps, plan, block, self.valid_for) or self._no_chain.get(shape) == key
-            steps = None if no else self.steps
+            steps = None if no or self.steps is None or not self.steps.has_prompts else self.steps
             graph = self._captured_prefill(model, block, input_ids.shape[0], bucket, steps, key)
             if graph is None:
                 return None

@@ -52,6 +52,19 @@ def stand_in(module: nn.Module, replacements: Mapping[str, Any]) -> Any:
     return other
 
 
+class Passing(nn.Module):
+    """Stands for an MLP that runs its own forward while what surrounds it is compared: a mixture of experts would be large to copy, and
+    chooses other experts where scores are close."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x + 0.25
+
+
+def runs_own_mlp(parts: Sequence[Part]) -> bool:
+    """Whether no part of a layer is of its MLP."""
+    return not {"gated", "down"} & {p.role for p in parts}
+
+
 def _same(x: Tensor) -> Tensor:
     return x
 
@@ -102,7 +115,7 @@ class LayerComposition(Composition):
     """x + attention(norm(x)), then h + mlp(norm(h)). Roles: qkv, out, gated, down; those without a kernel run stock. Attention always
     does: its kernels serve steps of decoding only (match/step.py)."""
 
-    def __init__(self, layer: nn.Module, parts: Sequence[Part], layout: LayerLayout, mlp: MlpLayout):
+    def __init__(self, layer: nn.Module, parts: Sequence[Part], layout: LayerLayout, mlp: MlpLayout | None):
         super().__init__(layer, parts)
         self.layout, self.names = layout, mlp
         self.widths = list(dict(self.parts["qkv"].block.sizes)["n"]) if "qkv" in self.parts else []
@@ -140,9 +153,9 @@ class LayerComposition(Composition):
             inner = self._run(kernels, "gated", h if self.fused_norm else mlp_norm(h))
             if "down" in kernels:
                 return self._run(kernels, "down", inner, h)
-            return h + child(mlp, self.names.down)(inner)
+            return h + child(mlp, self.names.down)(inner)  # type: ignore[union-attr]
         normed = mlp_norm(h.view(batch, length, -1))
-        if "down" not in kernels:
+        if "down" not in kernels or self.names is None:
             return h + mlp(normed).reshape(h.shape)
         inner = type(mlp).forward(stand_in(mlp, {self.names.down: _same}), normed)
         return self._run(kernels, "down", inner.reshape(h.shape[0], -1), h)
@@ -172,8 +185,8 @@ def executor(parts: Sequence[Part], rows: int, dtype: torch.dtype, slots: int | 
     from mirage_hf.graph.execute import run_kernel_graph
 
     def kernel(part: Part) -> Kernel:
-        sizes = {name: dtype for name in ("dtype", "adapter_dtype") if name in dict(part.block.sizes)}
-        caches = {"slots": slots} if part.role == "attention" and slots is not None else {}
+        sizes = {name: dtype for name in ("dtype", "adapter_dtype", "rope_dtype") if name in dict(part.block.sizes)}
+        caches = {"slots": slots} if part.block.pattern.over_cache and slots is not None else {}
         program = part.block.program(rows, **sizes, **caches)
         return lambda inputs: run_kernel_graph(program, inputs)
     return {p.role: kernel(p) for p in parts}

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,19 @@ from mirage_hf.match.compose import Composition, LayerComposition, LoraCompositi
 from mirage_hf.match.pattern import LayerLayout, MlpLayout
 from mirage_hf.match.step import CausalMatch, has_all, match_causal
 from mirage_hf.ops import table
-from mirage_hf.patterns import ATTENTION, GATED_MLP, LINEAR_RESIDUAL, LORA, RMS_NORM_LINEAR, decoder_layer, gated_mlp
+from mirage_hf.patterns import (
+    ATTENTION,
+    GATED_MLP,
+    IN_STEPS,
+    LINEAR_RESIDUAL,
+    LORA,
+    MLA,
+    MLA_APPEND,
+    MLA_QUERY,
+    RMS_NORM_LINEAR,
+    decoder_layer,
+    gated_mlp,
+)
 
 
 @dataclass(frozen=True)
@@ -73,8 +85,9 @@ def match(model: nn.Module, patterns: Sequence[str], generating: nn.Module | Non
             refusals += [Refusal(name, pattern, no.reason) for pattern, no in found.refused]
         elif found is not None:
             refusals.append(Refusal(name, label, found.reason))
-    layers = {id(m.module): (m.name, m.parts) for m in matches if m.kind == "layer"}
-    causal = match_causal(generating, layers, _eps, probes) if "attention" in patterns and layers else Rejected("no pattern asked for")
+    layers = {id(m.module): m for m in matches if m.kind == "layer"}
+    asked = layers and not IN_STEPS.isdisjoint(patterns)
+    causal = match_causal(generating, layers, _eps, probes) if asked else Rejected("no pattern asked for")
     return Matches(matches, refusals, causal)
 
 
@@ -85,7 +98,9 @@ def child_of(module: nn.Module, name: str) -> nn.Module | None:
 # -- the decoder layer --------------------------------------------------------------------------------------------------
 
 def _layer_layout(module: nn.Module) -> LayerLayout | None:
-    return next((row for row in decoder_layer.LAYOUTS if child_of(module, row.attention) and child_of(module, row.mlp)), None)
+    rows = [row for row in decoder_layer.LAYOUTS if child_of(module, row.attention) and child_of(module, row.mlp)]
+    return next((row for row in rows if all(child_of(module._modules[row.attention], n) for n in row.projections)),  # type: ignore[arg-type]
+                next(iter(rows), None))
 
 
 def _match_layer(name: str, layer: nn.Module, row: LayerLayout, patterns: Sequence[str], probes: probe.Probes) -> Match | Rejected:
@@ -93,27 +108,39 @@ def _match_layer(name: str, layer: nn.Module, row: LayerLayout, patterns: Sequen
     if no is not None:
         return no
     attention, mlp = layer._modules[row.attention], layer._modules[row.mlp]
-    mlp_row = _mlp_layout(mlp) or gated_mlp.LAYOUTS[0]
+    if row.latent is not None:
+        given = probes.complex_rope(layer, row)
+        if isinstance(given, Rejected):
+            return given
+        row = replace(row, complex_rope=given)
+    mlp_row = _mlp_layout(mlp)
+    assumed = mlp_row or gated_mlp.LAYOUTS[0]
     found: list[Part | Rejected | None] = [
         _qkv(layer, attention, row, probes) if "rms_norm_linear" in patterns else None,
-        _attention(attention, row, probes) if "attention" in patterns else None,
         _residual(attention, row.attention, row.output, "out") if "linear_residual" in patterns else None,
-        _gated(layer, mlp, mlp_row, row, probes) if "gated_mlp" in patterns else None,
-        _residual(mlp, row.mlp, mlp_row.down, "down") if "linear_residual" in patterns else None]
-    labels = ("rms_norm_linear", "attention", "linear_residual", "gated_mlp", "linear_residual")
+        _gated(layer, mlp, assumed, row, probes) if "gated_mlp" in patterns else None,
+        _residual(mlp, row.mlp, assumed.down, "down") if "linear_residual" in patterns else None]
+    labels = ("rms_norm_linear", "linear_residual", "gated_mlp", "linear_residual")
     parts = tuple(p for p in found if isinstance(p, Part))
     refused = tuple((label, p) for label, p in zip(labels, found, strict=True) if isinstance(p, Rejected))
-    if all(p.role == "attention" for p in parts):
-        return Rejected("; ".join(dict.fromkeys(r.reason for label, r in refused if label != "attention")) or "no pattern asked for")
+    if not parts:
+        return Rejected("; ".join(dict.fromkeys(r.reason for _, r in refused)) or "no pattern asked for")
     candidate = Match(name, "layer", layer, parts, refused, (row, mlp_row))
-    if has_all(tuple(p for p in parts if p.role != "attention"), but="attention"):  # without the other parts nobody asks for attention's
-        parts, refused = (tuple(p for p in parts if p.role != "attention"), tuple(r for r in refused if r[0] != "attention"))
-        candidate = Match(name, "layer", layer, parts, refused, (row, mlp_row))
-    elif "attention" in {p.role for p in parts} and (no := has_all(parts) or probes.step(candidate)):
-        parts = tuple(p for p in parts if p.role != "attention")
-        candidate = Match(name, "layer", layer, parts, (*refused, ("attention", no)), (row, mlp_row))
+    pattern = (ATTENTION if row.latent is None else MLA).name
+    if pattern in patterns and not has_all(parts, mlp_row, but="attention"):  # without the other parts nobody asks for attention's
+        kinds = _attention(attention, row, probes)
+        no: Rejected | None = kinds if isinstance(kinds, Rejected) else None
+        for kind in () if isinstance(kinds, Rejected) else kinds:
+            whole = replace(candidate, parts=(parts[0], *kind, *parts[1:]))
+            refusal = probes.step(whole)
+            if refusal is None:
+                candidate, no = whole, None
+                break
+            no = no or refusal
+        if no is not None:
+            candidate = replace(candidate, refused=(*refused, (pattern, no)))
     no = probes.layer(candidate)
-    return Rejected("; ".join([no.reason, *(f"{label}: {r.reason}" for label, r in refused)])) if no else candidate
+    return Rejected("; ".join([no.reason, *(f"{label}: {r.reason}" for label, r in candidate.refused)])) if no else candidate
 
 
 def _layer_structure(layer: nn.Module, row: LayerLayout) -> Rejected | None:
@@ -157,8 +184,10 @@ def _qkv(layer: nn.Module, attention: nn.Module, row: LayerLayout, probes: probe
     return Part("qkv", block, tuple(weights), (row.norm, row.attention, *paths))
 
 
-def _attention(attention: Any, row: LayerLayout, probes: probe.Probes) -> Part | Rejected:
-    """What lies between the projections and the output projection, for one token of each sequence."""
+def _attention(attention: Any, row: LayerLayout, probes: probe.Probes) -> list[tuple[Part, ...]] | Rejected:
+    """What lies between the projections and the output projection, for one token of each sequence: what it may be, as parts."""
+    if row.latent is not None:
+        return _latent_attention(attention, row, probes)
     inner = attention._modules
     has = [n for n in row.head_norms if inner.get(n) is not None]
     known = {*row.projections, row.output, *has}
@@ -181,7 +210,53 @@ def _attention(attention: Any, row: LayerLayout, probes: probe.Probes) -> Part |
     block = ATTENTION.block(kv_heads=kv[0], group=heads // kv[0], head_dim=d, scale=scale, norm="rms" if norms else "",
                             eps=_eps(norms[0]) if norms else 1e-6, dtype=dtype)
     paths = [f"{row.attention}.{n}" for n in has]
-    return Part("attention", block, tuple((p, "weight") for p in paths), (row.attention, *paths))
+    return [(Part("attention", block, tuple((p, "weight") for p in paths), (row.attention, *paths)),)]
+
+
+def _latent_attention(attention: Any, row: LayerLayout, probes: probe.Probes) -> list[tuple[Part, ...]] | Rejected:
+    """The same where the cache holds latents, for each way in which RoPE may turn."""
+    inner, names = attention._modules, row.latent
+    assert names is not None
+    norms = [n for n in (names.q_norm, names.norm) if n]
+    linears = [n for n in (*row.projections, names.q_expand, names.expand, row.output) if n]
+    known = {*norms, *linears}
+    if extra := [n for n, m in inner.items() if n not in known and m is not None and not isinstance(m, (nn.Dropout, nn.Identity))]:
+        return Rejected(f"attention has {', '.join(extra)} too")
+    no = plain.first_refusal(*((attention, n, plain.LINEAR) for n in linears), *((attention, n, plain.NORM) for n in norms))
+    if no := no or next((r for n in norms if (r := probes.norm(n, inner[n]))), None):
+        return no
+    query, latents, expand = inner[names.q_expand or row.projections[0]], inner[row.projections[1]], inner[names.expand]
+    if biased := [n for n in (names.q_expand, names.expand) if n and inner[n].bias is not None]:
+        return Rejected(f"{biased[0]} has a bias")
+    if no := plain.same_weights([inner[n] for n in (*norms, *linears)], expand.weight.dtype, expand.weight.device):
+        return no
+    latent, scale = inner[names.norm].weight.shape[0], getattr(attention, "scaling", None)
+    rope, given = latents.out_features - latent, inner[row.output].in_features
+    # q has heads · (nope + rope) elements, keys and values expanded heads · (nope + value), what is given heads · value
+    heads = (query.out_features + given - expand.out_features) // rope if rope > 0 else 0
+    sizes = [n // heads for n in (query.out_features, given)] if heads > 0 else [0, 0]
+    nope, value = sizes[0] - rope, sizes[1]
+    exact = heads > 0 and nope > 0 and rope % 2 == 0 and isinstance(scale, float) and expand.in_features == latent and \
+        (query.out_features, given, expand.out_features) == (heads * (nope + rope), heads * value, heads * (nope + value))
+    if not exact:
+        return Rejected(f"{', '.join(linears)} are no whole heads over latents of {latent}, or attention has no scaling ({scale})")
+    rank = inner[names.q_norm].weight.shape[0] if names.q_norm else None
+    if rank is not None and (query.in_features, inner[row.projections[0]].out_features) != (rank, rank):
+        return Rejected(f"{names.q_expand} does not read what {names.q_norm} gives")
+    shape = dict(heads=heads, latent=latent, nope=nope, rope=rope, q_rank=rank, dtype=expand.weight.dtype)
+    path = f"{row.attention}.{{}}".format
+    first: tuple[Part, ...] = ()
+    if rank is not None:
+        block = MLA_QUERY.block(rank=rank, row=rank + latent + rope, n=query.out_features, eps=_eps(inner[names.q_norm]), dtype=shape["dtype"])
+        paths = (path(names.q_norm), path(names.q_expand))
+        first = (Part("query", block, tuple((p, "weight") for p in paths), (row.attention, *paths)),)
+    return [(*first,
+             Part("append", MLA_APPEND.block(**shape, eps=_eps(inner[names.norm]), ropes=ropes,
+                                             rope_dtype=torch.float32 if row.complex_rope else shape["dtype"]),
+                  ((path(names.norm), "weight"),), (row.attention, path(names.norm))),
+             Part("attention", MLA.block(**shape, value=value, scale=scale, ropes=ropes), ((path(names.expand), "weight"),),
+                  (row.attention, path(names.expand))))
+            for ropes in (("pairs",) if row.complex_rope else ("parted pairs", "halves", "pairs"))]
 
 
 def _residual(parent: nn.Module, path: str, name: str, role: str) -> Part | Rejected:

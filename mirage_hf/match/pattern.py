@@ -13,11 +13,18 @@ class Pattern:
     """A block of a model: its name, the axes of its operands in the program's order, and the builder of that program.
 
     `build(rows=…, dtype=…, **sizes)` uses the public graph API only. Weights of an nn.Linear enter as "k n", stored (n, k).
+    `searched_at`: of what is over a cache, the slots at which it is searched, whatever number of them kernels are tuned for.
     """
 
     name: str
     axes: Mapping[str, str]
     build: Callable[..., KernelGraph]
+    searched_at: int | None = None
+
+    @property
+    def over_cache(self) -> bool:
+        """Whether a size of it is the number of slots of a cache."""
+        return any("slots" in axes.split() for axes in self.axes.values())
 
     def block(self, **sizes: Any) -> Block:
         """This pattern at given sizes, rows left open."""
@@ -35,6 +42,13 @@ class Block:
         """The tensor program for `rows` rows; `changes` replace sizes (a wider dtype for a probe)."""
         return self.pattern.build(rows=rows, **{**dict(self.sizes), **changes})
 
+    def searched(self, rows: int) -> KernelGraph | None:
+        """The program that is searched in place of that for `rows` rows, at another number of slots; None where it is that itself."""
+        if self.pattern.searched_at is None:
+            return None
+        other = self.program(rows, slots=self.pattern.searched_at)
+        return None if other == self.program(rows) else other
+
     def __hash__(self) -> int:
         return hash((self.pattern.name, self.sizes))
 
@@ -43,8 +57,22 @@ class Block:
 
 
 @dataclass(frozen=True)
+class LatentLayout:
+    """How families name what is between the projections of latent attention: the latent's norm and the weight that expands it; where q has
+    a low-rank projection, its norm and what expands it."""
+
+    norm: str
+    expand: str
+    q_norm: str = ""
+    q_expand: str = ""
+
+
+@dataclass(frozen=True)
 class LayerLayout:
-    """How families name the children of a decoder layer, and those of its attention."""
+    """How families name the children of a decoder layer, and those of its attention.
+
+    latent: of attention whose cache holds latents. complex_rope: RoPE comes as one complex tensor, not as cos and sin; found by a probe.
+    """
 
     families: str
     norm: str
@@ -54,6 +82,8 @@ class LayerLayout:
     mlp_norm: str
     mlp: str
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    latent: LatentLayout | None = None
+    complex_rope: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.match import plain
-from mirage_hf.match.compose import Kernel, executor
-from mirage_hf.match.step import At, LayerPrompt, LayerStep, Prompt, head_of, hollow
+from mirage_hf.match.compose import Kernel, Passing, executor, runs_own_mlp, stand_in
+from mirage_hf.match.pattern import LayerLayout
+from mirage_hf.match.step import At, LayerPrompt, Prompt, cos_and_sin, head_of, hollow, layer_prompt, layer_step
 from mirage_hf.ops import table
 from mirage_hf.patterns import decoder_layer
 
@@ -98,28 +99,38 @@ class ProbeCache:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer: x (b, s, k), RoPE's cos and sin, and the mask, all in one dtype."""
+    """One call of a layer: x (b, s, k), RoPE's cos and sin, and the mask, all in one dtype; `complex_rope` as layers are given it."""
 
     x: Tensor
     cos: Tensor
     sin: Tensor
     mask: Tensor | None
     positions: Tensor
+    complex_rope: bool = False
 
     def to(self, dtype: torch.dtype) -> Call:
         mask = None if self.mask is None else _bias(self.mask != 0, dtype)
-        return Call(self.x.to(dtype), self.cos.to(dtype), self.sin.to(dtype), mask, self.positions)
+        return replace(self, x=self.x.to(dtype), cos=self.cos.to(dtype), sin=self.sin.to(dtype), mask=mask)
 
     def kwargs(self, cache: Any) -> dict[str, Any]:
         """The layer's keyword arguments, as a model's forward gives them."""
+        rope: Any = (self.cos, self.sin)
+        if self.complex_rope:
+            wide = torch.promote_types(self.cos.dtype, torch.float32)
+            rope = torch.complex(*(x[..., :x.shape[-1] // 2].to(wide) for x in rope))
         return dict(attention_mask=self.mask, position_ids=self.positions, past_key_values=cache, use_cache=cache is not None,
-                    position_embeddings=(self.cos, self.sin))
+                    position_embeddings=rope)
 
 
-def calls(batch: int, width: int, head_dim: int, lengths: Sequence[int], generator: torch.Generator, device: torch.device,
-          dtype: torch.dtype, *, scale: float = 1.0, masked: bool = True) -> Iterator[Call]:
-    """Calls that extend one sequence by `lengths`: row 0 padded on the left by 2, from the third call on in a window of 4."""
-    past = 0
+def calls(batch: int, layer: Any, row: LayerLayout, lengths: Sequence[int], generator: torch.Generator, dtype: torch.dtype, *,
+          scale: float = 1.0, masked: bool = True) -> Iterator[Call]:
+    """Calls of a layer that extend one sequence by `lengths`: row 0 padded on the left by 2, from the third call on in a window of 4."""
+    past, weight, attention = 0, layer._modules[row.norm].weight, layer._modules[row.attention]
+    width, device = weight.shape[0], weight.device
+    if row.latent is None:
+        head_dim = attention.head_dim
+    else:
+        head_dim = attention._modules[row.projections[1]].out_features - attention._modules[row.latent.norm].weight.shape[0]
     for number, length in enumerate(lengths):
         x = scale * torch.randn(batch, length, width, generator=generator)
         angles = 6.0 * torch.rand(batch, length, head_dim // 2, generator=generator).repeat(1, 1, 2)
@@ -129,7 +140,7 @@ def calls(batch: int, width: int, head_dim: int, lengths: Sequence[int], generat
         mask[0] |= (key < 2) & (key < query)
         positions = torch.arange(past, past + length)[None].expand(batch, -1)
         yield Call(x.to(device, dtype), angles.cos().to(device, dtype), angles.sin().to(device, dtype),
-                   _bias(mask[:, None].to(device), dtype) if masked else None, positions.to(device))
+                   _bias(mask[:, None].to(device), dtype) if masked else None, positions.to(device), row.complex_rope)
         past += length
 
 
@@ -186,17 +197,15 @@ class Probes:
 
     def layer(self, candidate: Any) -> Rejected | None:
         """Whether a decoder layer with its parts done by their programs still computes what its own forward does."""
-        layer = candidate.module
+        layer, row = candidate.module, candidate.layouts[0]
 
         def probe() -> Rejected | None:
             g = torch.Generator().manual_seed(1)
-            other = twin(layer, randomised(1))
+            other = twin(_but_for_mlp(candidate), randomised(1))
             composed = candidate.compose(other)
-            norm = other._modules[candidate.layouts[0].norm]
-            weight, head_dim = norm.weight, other._modules[candidate.layouts[0].attention].head_dim
             for scale in (1.0, 1e-3):
                 stock, ours = ProbeCache(), ProbeCache()
-                for call in calls(2, weight.shape[0], head_dim, (6, 1, 1, 1), g, weight.device, torch.float32, scale=scale):
+                for call in calls(2, other, row, (6, 1, 1, 1), g, torch.float32, scale=scale):
                     want = other.forward(call.x, **call.kwargs(stock))
                     got = composed(executor(candidate.parts, call.x.shape[0] * call.x.shape[1], torch.float32), call.x, call.kwargs(ours))
                     if not isinstance(want, Tensor):
@@ -209,32 +218,46 @@ class Probes:
 
     def step(self, candidate: Any) -> Rejected | None:
         """Whether a decoder layer computes a token as its parts' programs do, attention and its cache included."""
-        layer = candidate.module
+        layer, row = candidate.module, candidate.layouts[0]
 
         def probe() -> Rejected | None:
             g, slots = torch.Generator().manual_seed(3), 12
-            other = twin(layer, randomised(3))
-            attention = other._modules[candidate.layouts[0].attention]
-            step, weight = LayerStep(other, candidate.parts), other._modules[candidate.layouts[0].norm].weight
+            other = twin(_but_for_mlp(candidate), randomised(3))
+            step, prompt = layer_step(other, candidate.parts, row), layer_prompt(other, candidate.parts, row)
             stock, past = ProbeCache(), 0
-            for number, call in enumerate(calls(2, weight.shape[0], attention.head_dim, (6, 1, 1, 1), g, weight.device, torch.float32)):
+            for number, call in enumerate(calls(2, other, row, (6, 1, 1, 1), g, torch.float32)):
                 keys, values = stock.keys, stock.values
                 want = other.forward(call.x, **call.kwargs(stock))
                 if not number:  # row 0 is padded, which prompts by kernels are not
-                    far = _prompt_differs(LayerPrompt(other, candidate.parts), call, want, stock, slots)
+                    far = 0.0 if prompt is None else _prompt_differs(prompt, call, want, stock, slots)
                 else:
                     assert keys is not None and values is not None
                     room = [nn.functional.pad(x, (0, 0, 0, slots - past)) for x in (keys, values)]
                     lo = torch.tensor([2, 0]).clamp_min(past - 3 if number >= 2 else 0)
-                    at = At(call.cos, call.sin, *room, *(x.to(weight.device, torch.int32) for x in (lo, torch.full((2,), past))))
+                    bounds = (x.to(call.x.device, torch.int32) for x in (lo, torch.full((2,), past), torch.full((2,), past + 1)))
+                    at = At(*step.tables(call.cos, call.sin), *room, *bounds)
                     got = step(executor(candidate.parts, 2, torch.float32, slots), call.x[:, 0], at)
                     now = [x[:, :, :past + 1] for x in room]
                     far = max(distance(got, want[:, 0], call.x[:, 0]), distance(now[0], stock.keys), distance(now[1], stock.values))
                 if not far < TOLERANCE:
-                    return Rejected(f"attention is not softmax(scale · rope(q) · rope(k)) · v: off by {far:.2g} on a probe")
+                    formula = "softmax(scale · rope(q) · rope(k)) · v" + (" over latents" if row.latent is not None else "")
+                    return Rejected(f"attention is not {formula}: off by {far:.2g} on a probe")
                 past += call.x.shape[1]
             return None
         return self._once(("step", tuple(p.block for p in candidate.parts), kind_of(layer)), probe)
+
+    def complex_rope(self, layer: nn.Module, row: LayerLayout) -> bool | Rejected:
+        """Whether a layer takes RoPE as one complex tensor: it is called with cos and sin first."""
+        def probe() -> bool:
+            other = twin(stand_in(layer, {"_modules": {**layer._modules, row.mlp: Passing()}}), randomised(5))
+            call = next(calls(3, other, row, (4,), torch.Generator().manual_seed(5), torch.float32))
+            try:
+                other.forward(call.x, **call.kwargs(None))
+            except (AttributeError, TypeError, ValueError, RuntimeError):
+                other.forward(call.x, **replace(call, complex_rope=True).kwargs(None))
+                return True
+            return False
+        return self._once(("rope", kind_of(layer)), probe)  # type: ignore[no-any-return]
 
     def causal(self, found: Any) -> Rejected | None:
         """Whether a causal LM is its embedding, its layers one after another, a norm and its head, and nothing else."""
@@ -247,7 +270,7 @@ class Probes:
             x = h.embedding[ids]
             if len(h.seen) != len(found.layers):
                 return Rejected(f"the model calls {len(h.seen)} of its {len(found.layers)} layers")
-            cos, sin = found.rotary(x, positions)
+            cos, sin = cos_and_sin(found.rotary(x, positions))
             given = x
             for number, (seen, seen_cos, seen_sin, y) in enumerate(h.seen):
                 far = max(distance(seen, given), distance(seen_cos, cos), distance(seen_sin, sin))
@@ -277,6 +300,13 @@ class Probes:
                     return Rejected(f"the module computes something else than the pattern: off by {far:.2g} on a probe")
             return None
         return self._once((candidate.kind, part.block, kind_of(module)), probe)
+
+
+def _but_for_mlp(candidate: Any) -> Any:
+    """A matched layer, with something simple for an MLP that runs its own forward."""
+    layer = candidate.module
+    aside = {candidate.layouts[0].mlp: Passing()} if runs_own_mlp(candidate.parts) else {}
+    return stand_in(layer, {"_modules": {**layer._modules, **aside}})
 
 
 def _prompt_differs(prompt: LayerPrompt, call: Call, want: Tensor, stock: ProbeCache, slots: int) -> float:

@@ -16,18 +16,19 @@ from torch.nn.utils import skip_init
 from mirage_hf.errors import Rejected
 from mirage_hf.match import plain
 from mirage_hf.match.compose import Composition, Kernel, Part, executor, stand_in
-from mirage_hf.match.pattern import Block, CausalLayout
+from mirage_hf.match.pattern import Block, CausalLayout, LayerLayout, MlpLayout
 from mirage_hf.patterns import RMS_NORM_LINEAR, causal_lm
 from mirage_hf.patterns.prompt import PROMPT_GATE, PROMPT_NORM, PROMPT_ROTATION
 
-ROLES = ("qkv", "attention", "out", "gated", "down")
-"""The parts of a layer whose kernels make up its step, in order."""
+ROLES = ("qkv", "attention", "out")
+MLP_ROLES = ("gated", "down")
+"""The parts of a layer whose kernels make up its step. An MLP that is no gated MLP, as a mixture of experts, runs its own forward."""
 
 
 @dataclass(frozen=True)
 class At:
-    """What a layer's step reads besides x: RoPE's cos and sin (b, d), a layer's keys and values (b, heads, slots, d), the first
-    slot that a row sees and the slot that its new key goes to (b,), int32."""
+    """What a layer's step reads besides x: RoPE's cos and sin (b, d) as `LayerStep.tables` makes them, a layer's keys and values (b, heads,
+    slots, d), the first slot that a row sees, the slot that its new key goes to, and the one after it (b,), int32."""
 
     cos: Tensor
     sin: Tensor
@@ -35,28 +36,79 @@ class At:
     values: Tensor
     lo: Tensor
     slot: Tensor
+    end: Tensor
 
 
 class LayerStep(Composition):
-    """A decoder layer for one token of each sequence, all of it by kernels. Errors: KeyError where a role has none."""
+    """A decoder layer for one token of each sequence by kernels, but for an MLP that has none. Errors: KeyError where a role has none."""
 
-    def __init__(self, layer: nn.Module, parts: Sequence[Part]):
+    def __init__(self, layer: nn.Module, parts: Sequence[Part], layout: LayerLayout):
         super().__init__(layer, parts)
-        sizes = dict(self.parts["attention"].block.sizes)
-        self.kv_heads, self.group, self.head_dim = (int(sizes[n]) for n in ("kv_heads", "group", "head_dim"))
+        self.layout, self.sizes = layout, dict(self.parts["attention"].block.sizes)
 
     def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, at: At) -> Tensor:  # type: ignore[override]
         """x (b, width) to the layer's output (b, width); the new keys and values are appended."""
-        batch = x.shape[0]
-        packed = self._run(kernels, "qkv", x)
-        widths = [n * self.kv_heads * self.head_dim for n in (self.group, 1, 1)]
-        q, k, v = (y.view(batch, self.kv_heads, -1, self.head_dim) for y in packed.split(widths, -1))
+        out = self._attended(kernels, self._run(kernels, "qkv", x), at)
+        h = self._run(kernels, "out", out.view(x.shape[0], -1), x)
+        if "gated" in self.parts:
+            return self._run(kernels, "down", self._run(kernels, "gated", h), h)
+        mlp, norm = self.children[self.layout.mlp], self.children[self.layout.mlp_norm]
+        return h + mlp(norm(h[:, None])).reshape(h.shape)  # type: ignore[no-any-return]
+
+    def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """RoPE's cos and sin (…, d) as the model gives them, as the kernels of attention read them."""
+        return cos, sin
+
+    def _attended(self, kernels: Mapping[str, Kernel], packed: Tensor, at: At) -> Tensor:
+        batch, (kv_heads, group, d) = packed.shape[0], (int(self.sizes[n]) for n in ("kv_heads", "group", "head_dim"))
+        q, k, v = (y.view(batch, kv_heads, -1, d) for y in packed.split([n * kv_heads * d for n in (group, 1, 1)], -1))
         every = (batch, 1, 1, -1)
         norms = [p[None] for p in self.parameters["attention"]]
-        out = kernels["attention"]([q, k, v, at.cos.view(every), at.sin.view(every), at.keys, at.values, at.lo.view(every),
-                                    at.slot.view(every), *norms])[0]
-        h = self._run(kernels, "out", out.view(batch, -1), x)
-        return self._run(kernels, "down", self._run(kernels, "gated", h), h)
+        return kernels["attention"]([q, k, v, at.cos.view(every), at.sin.view(every), at.keys, at.values, at.lo.view(every),
+                                     at.slot.view(every), *norms])[0]
+
+
+class LatentStep(LayerStep):
+    """The same for attention whose cache holds latents as keys, and keys turned by RoPE as values."""
+
+    def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if self.sizes["ropes"] == "halves":
+            return cos, sin
+        each = [x[..., :self.sizes["rope"] // 2] for x in (cos, sin)]
+        if self.sizes["ropes"] == "pairs":
+            each = [x.repeat_interleave(2, -1) for x in each]
+        return each[0].contiguous(), each[1].contiguous()
+
+    def _attended(self, kernels: Mapping[str, Kernel], packed: Tensor, at: At) -> Tensor:
+        s, batch = self.sizes, packed.shape[0]
+        heads, latent, nope, rope, value = (int(s[n]) for n in ("heads", "latent", "nope", "rope", "value"))
+        first, new, k_rope = packed.split([packed.shape[1] - latent - rope, latent, rope], -1)
+        if "query" in self.parts:
+            norm, expand = self.parameters["query"]
+            first = kernels["query"]([first, norm[None], expand.t()])[0]
+        q, q_rope = first.view(batch, heads, 1, nope + rope).split([nope, rope], -1)
+        parted = s["ropes"] == "parted pairs"
+        every = (batch, 1, 1, -1)
+
+        def pairs(x: Tensor) -> list[Tensor]:
+            return [x[..., ::2], x[..., 1::2]] if parted else [x]
+
+        keys = list(at.values.chunk(2, -1)) if parted else [at.values]
+        turned = kernels["append"]([*pairs(q_rope), *pairs(k_rope.view(every)), new.view(every), self.parameters["append"][0][None],
+                                    at.cos.view(every), at.sin.view(every), at.keys, *keys, at.slot.view(every)])[:len(keys)]
+        weight = self.parameters["attention"][0].view(1, heads, nope + value, latent).transpose(2, 3)
+        return kernels["attention"]([q, *turned, at.keys, *keys, at.lo.view(every), at.end.view(every),
+                                     weight[..., :nope], weight[..., nope:]])[0]
+
+
+def layer_step(layer: nn.Module, parts: Sequence[Part], layout: LayerLayout) -> LayerStep:
+    """The step of a layer that has all of its parts."""
+    return (LayerStep if layout.latent is None else LatentStep)(layer, parts, layout)
+
+
+def cos_and_sin(given: Any) -> tuple[Tensor, Tensor]:
+    """RoPE's cos and sin, whether a model gives them or one complex tensor."""
+    return (given.real, given.imag) if isinstance(given, Tensor) else (given[0], given[1])
 
 
 @dataclass(frozen=True)
@@ -152,20 +204,26 @@ class CausalMatch:
         return head(norm(x))  # type: ignore[no-any-return]
 
 
-def has_all(parts: Sequence[Part], but: str = "") -> Rejected | None:
-    """Why a layer with these parts has no step of its own, or None; the role `but` is not asked for."""
+def layer_prompt(layer: nn.Module, parts: Sequence[Part], layout: LayerLayout) -> LayerPrompt | None:
+    """What runs prompts through a layer by kernels, None where that is the layer's own forward."""
+    return LayerPrompt(layer, parts) if layout.latent is None and "gated" in {p.role for p in parts} else None
+
+
+def has_all(parts: Sequence[Part], mlp: MlpLayout | None, but: str = "") -> Rejected | None:
+    """Why a layer with these parts has no step of its own, or None; the role `but` is not asked for. mlp: None where it is no gated MLP."""
     roles = {p.role: p for p in parts}
-    missing = [r for r in sorted(ROLES, key=lambda r: r == "attention") if r not in roles and r != but]
+    wanted = (*ROLES, *(MLP_ROLES if mlp is not None else ()))
+    missing = [r for r in sorted(wanted, key=lambda r: r == "attention") if r not in roles and r != but]
     if missing:
         return Rejected(f"the layer's {missing[0]} is not matched")
-    if not dict(roles["gated"].block.sizes)["norm"]:
+    if mlp is not None and not dict(roles["gated"].block.sizes)["norm"]:
         return Rejected("the norm before the MLP is no RMSNorm")
     return None
 
 
-def match_causal(model: nn.Module | None, layers: Mapping[int, tuple[str, Sequence[Part]]], eps_of: Callable[[nn.Module], float],
+def match_causal(model: nn.Module | None, layers: Mapping[int, Any], eps_of: Callable[[nn.Module], float],
                  probes: Any) -> CausalMatch | Rejected:
-    """Match a causal LM around layers (by id: name and parts) that were matched."""
+    """Match a causal LM around its layers' matches (by id)."""
     row = next((r for r in causal_lm.LAYOUTS if model is not None and _has(model, r)), None)
     if model is None or row is None:
         return Rejected("it is no causal language model of a known layout")
@@ -180,16 +238,19 @@ def match_causal(model: nn.Module | None, layers: Mapping[int, tuple[str, Sequen
              for n in parent._modules if n not in known]
     if extra:
         return Rejected(f"has {', '.join(extra)} too")
-    names = []
+    names, ropes = [], set()
     for n, layer in enumerate(backbone._modules[row.layers]):
         if id(layer) not in layers:
             return Rejected(f"{row.layers}.{n} is not matched")
-        name, parts = layers[id(layer)]
-        if no := has_all(parts):
-            return Rejected(f"{name}: {no.reason}")
-        names.append(name)
+        found = layers[id(layer)]
+        if no := has_all(found.parts, found.layouts[1]):
+            return Rejected(f"{found.name}: {no.reason}")
+        names.append(found.name)
+        ropes |= {dict(p.block.sizes).get("ropes") for p in found.parts if p.role == "attention"}
     if not names:
         return Rejected("it has no layers")
+    if len(ropes) > 1:
+        return Rejected("its layers do not all read RoPE's numbers in the same way")
     norm, head, embedding = backbone._modules[row.norm], model._modules[row.head], backbone._modules[row.embedding]
     if no := plain.same_weights([norm, head, embedding], head.weight.dtype, head.weight.device):
         return no
@@ -197,8 +258,8 @@ def match_causal(model: nn.Module | None, layers: Mapping[int, tuple[str, Sequen
                                   dtype=head.weight.dtype)
     weights = [(f"{row.backbone}.{row.norm}", "weight"), (row.head, "weight"), *([(row.head, "bias")] if head.bias is not None else [])]
     part = Part("head", block, tuple(weights), (f"{row.backbone}.{row.norm}", row.head))
-    found = CausalMatch(model, row, tuple(names), part)
-    return probes.causal(found) or found
+    causal = CausalMatch(model, row, tuple(names), part)
+    return probes.causal(causal) or causal
 
 
 def _has(model: nn.Module, row: CausalLayout) -> bool:
@@ -225,9 +286,9 @@ def hollow(found: CausalMatch, vocab: int, twin: Callable[[nn.Module], Any], gen
     row, model, backbone = found.layout, found.model, found.backbone
     seen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
-    def forward(hidden_states: Tensor, *args: Any, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
+    def forward(hidden_states: Tensor, *args: Any, position_embeddings: Any, **kwargs: Any) -> Tensor:
         y = 1.25 * hidden_states + 0.5
-        seen.append((hidden_states, *position_embeddings, y))
+        seen.append((hidden_states, *cos_and_sin(position_embeddings), y))
         return y
 
     embedding, head = backbone._modules[row.embedding], model._modules[row.head]

@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from mirage_hf.errors import Rejected
+from mirage_hf.match.compose import Passing, runs_own_mlp
 from mirage_hf.match.matcher import Match
 from mirage_hf.match.probe import MASKED, ProbeCache, calls, twin
-from mirage_hf.match.step import At
+from mirage_hf.match.step import At, cos_and_sin
 from mirage_hf.ops import table
 from mirage_hf.patterns.attention import REFERENCE_SLOTS
 from mirage_hf.swap.guard import KEY, Binding
@@ -38,13 +40,29 @@ class Checked:
     allowed: float
 
 
+@contextmanager
+def _mlp_aside(match: Match) -> Iterator[None]:
+    """Put something simple in the place of an MLP that runs its own forward."""
+    children: dict[str, Any] = match.module.__dict__["_modules"]
+    name = match.layouts[0].mlp if match.kind == "layer" and runs_own_mlp(match.parts) else None
+    if name is None:
+        yield
+        return
+    own = children[name]
+    children[name] = Passing().eval()
+    try:
+        yield
+    finally:
+        children[name] = own
+
+
 def check(match: Match, binding: Binding) -> Checked | Rejected:
     """Run a swapped module through its guard, for each number of rows that it has kernels for, beside stock and a wide twin."""
     wide = torch.float64 if binding.dtype == torch.float32 else torch.float32
     binding.forget()
     outcome = Checked(0.0, 0.0, 0.0)
     try:
-        with torch.no_grad(), torch.autocast(binding.device_type, enabled=False):
+        with torch.no_grad(), torch.autocast(binding.device_type, enabled=False), _mlp_aside(match):
             reference = twin(match.module, lambda _, p: p.to(wide))
             run = _layer_outputs if match.kind == "layer" else _module_outputs
             for rows in binding.kernels:
@@ -75,13 +93,12 @@ def _stock(match: Match, binding: Binding) -> Callable[..., Any]:
 
 def _layer_outputs(match: Match, binding: Binding, reference: Any, rows: int, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     layer: Any = match.module
-    attention, weight = layer._modules[match.layouts[0].attention], layer._modules[match.layouts[0].norm].weight
-    masked = getattr(attention.config, "_attn_implementation", "eager") in MASKED
+    row = match.layouts[0]
+    masked = getattr(layer._modules[row.attention].config, "_attn_implementation", "eager") in MASKED
     stock = _stock(match, binding)
     outputs = []
     for sample in range(SAMPLES):
-        start, decode = calls(rows, binding.width, attention.head_dim, (5, 1), torch.Generator().manual_seed(rows + 1000 * sample),
-                              weight.device, binding.dtype, masked=masked)
+        start, decode = calls(rows, layer, row, (5, 1), torch.Generator().manual_seed(rows + 1000 * sample), binding.dtype, masked=masked)
         cache = ProbeCache()
         stock(start.x, **start.kwargs(cache))
         w = decode.to(wide)
@@ -99,28 +116,30 @@ def _joined(outputs: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tens
 def check_step(layer: LayerKernels, rows: int) -> Checked | Rejected:
     """Run a layer's step by kernels beside stock and a wide twin, on a cache that stock has filled. Attention is that of the slots
     that its kernels were found for."""
-    match, module = layer.match, layer.match.module
+    module, row = layer.match.module, layer.match.layouts[0]
     parts = dict(layer.step.parts["attention"].block.sizes)
     dtype, wide = parts["dtype"], torch.float64 if parts["dtype"] == torch.float32 else torch.float32
-    norm: Any = module._modules[match.layouts[0].norm]
-    device, width = norm.weight.device, norm.weight.shape[0]
+    norm: Any = module._modules[row.norm]
+    device = norm.weight.device
     stock = module.__dict__[KEY].stock.forward if KEY in module.__dict__ else type(module).forward
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), _mlp_aside(layer.match):
             reference = twin(module, lambda _, p: p.to(wide))
             lo = torch.zeros(rows, dtype=torch.int32, device=device)
             lo[0] = 2  # as the probe's mask
-            outputs = []
+            outputs, kernels = [], {role: found.run for role, found in layer.found[rows].items()}
             for sample in range(SAMPLES):
                 generator = torch.Generator().manual_seed(rows + 1000 * sample)
-                start, decode = calls(rows, width, parts["head_dim"], (5, 1), generator, device, dtype)
+                start, decode = calls(rows, module, row, (5, 1), generator, dtype)
                 cache = ProbeCache()
                 stock(module, start.x, **start.kwargs(cache))
                 assert cache.keys is not None and cache.values is not None
                 room = [torch.nn.functional.pad(x, (0, 0, 0, REFERENCE_SLOTS - 5)).contiguous() for x in (cache.keys, cache.values)]
-                at = At(decode.cos.flatten(0, 1), decode.sin.flatten(0, 1), room[0], room[1], lo, torch.full_like(lo, 5))
+                given = cos_and_sin(decode.kwargs(None)["position_embeddings"])
+                cos, sin = layer.step.tables(*(x.flatten(0, 1) for x in given))
+                at = At(cos, sin, room[0], room[1], lo, torch.full_like(lo, 5), torch.full_like(lo, 6))
                 w = decode.to(wide)
-                outputs.append((layer.step({role: found.run for role, found in layer.found[rows].items()}, decode.x[:, 0].contiguous(), at),
+                outputs.append((layer.step(kernels, decode.x[:, 0].contiguous(), at),
                                 stock(module, decode.x, **decode.kwargs(cache.to(dtype)))[:, 0],
                                 reference.forward(w.x, **w.kwargs(cache.to(wide)))[:, 0]))
             seen = _compare(*_joined(outputs), dtype, step=True)

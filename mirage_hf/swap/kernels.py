@@ -12,7 +12,7 @@ from mirage_hf.errors import CodegenError, Rejected, SearchError, VerificationEr
 from mirage_hf.graph.effects import APPEND
 from mirage_hf.match.compose import Part
 from mirage_hf.match.pattern import Block
-from mirage_hf.patterns.attention import ATTENTION, for_long_caches
+from mirage_hf.patterns.attention import for_long_caches
 
 Found = Mapping[tuple[Block, int], Any]
 """(block, rows) to what `kernels.resolve` gave, or Rejected."""
@@ -23,21 +23,24 @@ def find_kernels(layers: Sequence[tuple[Part, ...]], rows: Sequence[int], *, dev
     """Resolve each distinct block of the parts, those that run one after another together, at each number of rows. A block without
     a kernel is a "no" with its reason."""
     found: dict[tuple[Block, int], Any] = {}
+
+    def resolved(block: Block, rows: int, progress: Callable[..., Any] | None) -> Any:
+        try:
+            return kernels.resolve(block.program(rows), device=device, backend=backend, zoo=zoo, tune=tune, pattern=block.pattern.name,
+                                   progress=progress, like=block.searched(rows))
+        except (SearchError, VerificationError, CodegenError) as e:
+            return Rejected(f"no kernel: {e}")
+
     for r in rows:
         for parts_of in layers:
             layer = [(part.block, r) for part in parts_of]
             new = [wanted for wanted in dict.fromkeys(layer) if wanted not in found]
             for block, _ in new:
-                try:
-                    found[block, r] = kernels.resolve(block.program(r), device=device, backend=backend, zoo=zoo, tune=tune,
-                                                      pattern=block.pattern.name, progress=progress)
-                except (SearchError, VerificationError, CodegenError) as e:
-                    found[block, r] = Rejected(f"no kernel: {e}")
+                found[block, r] = resolved(block, r, progress)
             there = [wanted for wanted in dict.fromkeys(layer) if not isinstance(found[wanted], Rejected)]
             for block, _ in new:
-                if block.pattern is ATTENTION and device.type == "cuda" and not isinstance(found[block, r], Rejected):
-                    found[for_long_caches(block), r] = _for_long_caches(block, r, device=device, backend=backend, zoo=zoo, tune=tune,
-                                                                        progress=progress)
+                if block.pattern.searched_at is not None and device.type == "cuda" and not isinstance(found[block, r], Rejected):
+                    found[for_long_caches(block), r] = resolved(for_long_caches(block), r, progress)
             if new:  # what an earlier layer chose stays
                 parts = [found[w] if w in new else replace(found[w], made=None) for w in there]
                 found |= zip(there, kernels.for_layer(parts, device=device, zoo=zoo), strict=True)
@@ -45,11 +48,3 @@ def find_kernels(layers: Sequence[tuple[Part, ...]], rows: Sequence[int], *, dev
         if not isinstance(kernel, Rejected) and not any(op.name == APPEND for op in kernel.ugraph.program.ops):  # the op mutates nothing
             torch_op.register(kernel.digest, kernel.ugraph, kernel.run, device.type)
     return found
-
-
-def _for_long_caches(block: Block, rows: int, **options: Any) -> Any:
-    """Attention's kernel tuned at many slots; the µGraphs are those found at few."""
-    try:
-        return kernels.resolve(for_long_caches(block).program(rows), pattern=block.pattern.name, like=block.program(rows), **options)
-    except (SearchError, VerificationError, CodegenError) as e:
-        return Rejected(f"no kernel: {e}")

@@ -13,6 +13,7 @@ from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected
 from mirage_hf.match.compose import Part
 from mirage_hf.match.matcher import Match, Matches
 from mirage_hf.match.step import CausalMatch
+from mirage_hf.patterns import IN_STEPS
 from mirage_hf.swap.check import Checked, check, check_head, check_step
 from mirage_hf.swap.guard import Binding
 from mirage_hf.swap.handle import Handle
@@ -135,13 +136,13 @@ class Session:
 
 
 def _only_in_steps(row: Row) -> bool:
-    """Whether a row is of what runs in steps of generate only: attention, which appends to our caches, and the head."""
-    return row.module == _HEAD or row.pattern == "attention"
+    """Whether a row is of what runs in steps of generate only: attention, which is over our caches, and the head."""
+    return row.module == _HEAD or row.pattern in IN_STEPS
 
 
 def _kernels(m: Match, rows: Sequence[int], found: Found) -> dict[int, Mapping[str, Any]]:
     """The fused kernels of a match, by number of rows and role; where the library won, stock modules do that part."""
-    by_rows = {r: {p.role: found[p.block, r] for p in m.parts if p.role != "attention" and _fused(found[p.block, r])} for r in rows}
+    by_rows = {r: {p.role: found[p.block, r] for p in m.parts if p.pattern not in IN_STEPS and _fused(found[p.block, r])} for r in rows}
     return {r: kernels for r, kernels in by_rows.items() if kernels}
 
 

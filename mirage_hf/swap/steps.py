@@ -14,7 +14,7 @@ from mirage_hf.errors import MirageError, Rejected
 from mirage_hf.match.compose import Kernel, Part, child
 from mirage_hf.match.matcher import Match
 from mirage_hf.match.pattern import Block
-from mirage_hf.match.step import ROLES, CausalMatch, LayerPrompt, LayerStep
+from mirage_hf.match.step import CausalMatch, LayerPrompt, LayerStep, cos_and_sin, layer_prompt, layer_step
 from mirage_hf.patterns.attention import LONG_FROM, for_long_caches
 
 Found = Mapping[Any, Any]
@@ -24,11 +24,11 @@ LONG = "attention, long caches"
 
 @dataclass(frozen=True)
 class LayerKernels:
-    """A layer's step and its kernels, by number of rows and role."""
+    """A layer's step and its kernels, by number of rows and role; what its prompts run, None where that is its own forward."""
 
     match: Match
     step: LayerStep
-    prompt: LayerPrompt
+    prompt: LayerPrompt | None
     found: Mapping[int, Mapping[str, Any]]
 
 
@@ -57,10 +57,10 @@ class Steps:
 
     def kernels(self, layer: LayerKernels, rows: int, slots: int) -> dict[str, Kernel]:
         """What runs the parts of a layer, for caches of so many slots. Errors: CodegenError where attention has no kernel for them."""
-        found = layer.found[rows]
-        return {role: found[role].run for role in ROLES if role != "attention"} | {
-            "attention": self._for_slots(found[LONG if LONG in found and slots >= LONG_FROM else "attention"],
-                                         layer.step.parts["attention"], rows, slots)}
+        found, parts = layer.found[rows], layer.step.parts
+        long = {"attention": LONG} if LONG in found and slots >= LONG_FROM else {}
+        return {role: self._for_slots(found[long.get(role, role)], part, rows, slots) if part.block.pattern.over_cache else found[role].run
+                for role, part in parts.items()}
 
     def _for_slots(self, found: Any, part: Part, rows: int, slots: int) -> Kernel:
         key = found.digest, slots
@@ -71,6 +71,7 @@ class Steps:
 
     def prompt_kernels(self, layer: LayerKernels, batch: int, tokens: int, slots: int) -> dict[str, Kernel]:
         """What does a layer's part of prompts that is not the library's: looked up, or searched and made now. Errors: MirageError."""
+        assert layer.prompt is not None
         blocks = layer.prompt.blocks(batch, tokens, slots)
         with self._making:  # not the lock that calls take whose kernels are there
             for block, rows in blocks.values():
@@ -94,12 +95,18 @@ class Steps:
         """Which number is no longer what kernels were made for, "" where none is."""
         return next((f"a {name} was changed" for inner, name, value in self.constants if inner.get(name) != value), "")
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether prompts run by kernels too."""
+        return all(layer.prompt is not None for layer in self.layers)
+
     def rotary_tables(self, positions: int) -> tuple[Tensor, Tensor]:
-        """RoPE's cos and sin (positions, width) as the model's own module computes them, in the model's dtype."""
+        """RoPE's cos and sin (positions, width) as the model's own module computes them, in the dtype that it gives."""
         at = torch.arange(positions, device=self.embedding.device)[None]
         with torch.inference_mode(False), torch.no_grad():
-            cos, sin = self.rotary(self.embedding[:1, None].detach(), at)
-            return cos[0].clone().contiguous(), sin[0].clone().contiguous()
+            given = cos_and_sin(self.rotary(self.embedding[:1, None].detach(), at))
+            cos, sin = self.layers[0].step.tables(*(x[0] for x in given))  # all layers read the same
+            return cos.clone().contiguous(), sin.clone().contiguous()
 
     def head(self, rows: int, x: Tensor, logits: Tensor) -> None:
         """Write the logits (rows, vocabulary) of hidden states (rows, width)."""
@@ -122,15 +129,15 @@ def steps_of(causal: CausalMatch | Rejected, matches: Sequence[Match], rows: Seq
             kernel = found[part.block, r]
             if isinstance(kernel, Rejected):
                 return f"{part.pattern}: {kernel.reason}"
-            if part.role == "attention" and not kernel.is_fused:
-                return f"attention: {kernel.reason}"
+            if part.block.pattern.over_cache and not kernel.is_fused:
+                return f"{part.pattern}: {kernel.reason}"
         return ""
 
     good = [r for r in rows if not (why := missing(r)) or reasons.append(f"{r} rows: {why}")]  # type: ignore[func-returns-value]
     if not good:
         return Rejected("; ".join(reasons))
-    layers = tuple(LayerKernels(m, LayerStep(m.module, m.parts), LayerPrompt(m.module, m.parts), {r: _by_role(m, r, found) for r in good})
-                   for m in (by_name[name] for name in causal.layers))
+    layers = tuple(LayerKernels(m, layer_step(m.module, m.parts, m.layouts[0]), layer_prompt(m.module, m.parts, m.layouts[0]),
+                                {r: _by_role(m, r, found) for r in good}) for m in (by_name[name] for name in causal.layers))
     head = causal.head
     weights = [child(causal.model, path)._parameters[name] for path, name in head.weights]
     return Steps(tuple(good), layers, {r: found[head.block, r] for r in good}, causal.embedding, causal.rotary,
