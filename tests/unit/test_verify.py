@@ -718,3 +718,13 @@ def test_time_ends_verification_once_there_is_a_candidate():
     hurried = accept(found, seconds=0.0)
     assert len(hurried.candidates) == 1 and hurried.late == len(found) - 1
     assert accept(found).late == 0
+
+
+def test_a_kernel_is_judged_on_inputs_of_the_programs_strides():
+    """Views of packed rows have gaps, and a kernel has their strides as constants."""
+    g = mi.new_kernel_graph()
+    x = g.new_input((3, 2, 8), strides=(40, 8, 1))
+    g.mark_output(g.mul(x, 2.0))
+    seen = []
+    verdict = numeric.NumericCheck(g).judge(lambda inputs: seen.append(inputs[0].stride()) or [inputs[0] * 2])
+    assert isinstance(verdict, Accepted) and set(seen) == {(40, 8, 1)}
