@@ -91,7 +91,7 @@ def build_append(rows: int, heads: int, latent: int, nope: int, rope: int, q_ran
 def build_query(rows: int, rank: int, row: int, n: int, eps: float, dtype: torch.dtype) -> KernelGraph:
     """A low-rank query, normed and expanded. `row`: elements from one to the next, which lie in packed rows."""
     g = new_kernel_graph()
-    x, norm = g.new_input((rows, rank), dtype, (row, 1), name="x"), g.new_input((1, rank), dtype, name="norm", constant=True)
+    x, norm = g.new_input((rows, rank), dtype, (row, 1), name="x"), g.new_input((1, rank), dtype, name="q_norm", constant=True)
     g.mark_output(g.matmul(g.rms_norm(x, norm, eps), g.new_input((rank, n), dtype, (1, rank), name="w", constant=True)))
     return g
 
@@ -99,4 +99,4 @@ def build_query(rows: int, rank: int, row: int, n: int, eps: float, dtype: torch
 MLA = Pattern("mla", AXES, build, searched_at=LONG_SLOTS)
 """Searched at many slots: over few of them expanding the latents is no dearer than not to, and it would be found instead."""
 MLA_APPEND = Pattern("mla_append", APPEND_AXES, build_append)
-MLA_QUERY = Pattern("mla_query", {"x": "rows rank", "norm": "1 rank", "w": "rank n", "y": "rows n"}, build_query)
+MLA_QUERY = Pattern("mla_query", {"x": "rows rank", "q_norm": "1 rank", "w": "rank n", "y": "rows n"}, build_query)

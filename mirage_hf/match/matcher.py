@@ -128,19 +128,25 @@ def _match_layer(name: str, layer: nn.Module, row: LayerLayout, patterns: Sequen
     candidate = Match(name, "layer", layer, parts, refused, (row, mlp_row))
     pattern = (ATTENTION if row.latent is None else MLA).name
     if pattern in patterns and not has_all(parts, mlp_row, but="attention"):  # without the other parts nobody asks for attention's
-        kinds = _attention(attention, row, probes)
-        no: Rejected | None = kinds if isinstance(kinds, Rejected) else None
-        for kind in () if isinstance(kinds, Rejected) else kinds:
-            whole = replace(candidate, parts=(parts[0], *kind, *parts[1:]))
-            refusal = probes.step(whole)
-            if refusal is None:
-                candidate, no = whole, None
-                break
-            no = no or refusal
-        if no is not None:
-            candidate = replace(candidate, refused=(*refused, (pattern, no)))
-    no = probes.layer(candidate)
-    return Rejected("; ".join([no.reason, *(f"{label}: {r.reason}" for label, r in candidate.refused)])) if no else candidate
+        whole = _whole(candidate, _attention(attention, row, probes), probes)
+        candidate = replace(candidate, refused=(*refused, (pattern, whole))) if isinstance(whole, Rejected) else whole
+    differs = probes.layer(candidate)
+    return Rejected("; ".join([differs.reason, *(f"{label}: {r.reason}" for label, r in candidate.refused)])) if differs else candidate
+
+
+def _whole(candidate: Match, kinds: list[tuple[Part, ...]] | Rejected, probes: probe.Probes) -> Match | Rejected:
+    """A layer with all other parts and the first of `kinds` of attention whose step is the layer's."""
+    if isinstance(kinds, Rejected):
+        return kinds
+    first, *others = candidate.parts
+    refusals = []
+    for kind in kinds:
+        whole = replace(candidate, parts=(first, *kind, *others))
+        no = probes.step(whole)
+        if no is None:
+            return whole
+        refusals.append(no)
+    return refusals[0]
 
 
 def _layer_structure(layer: nn.Module, row: LayerLayout) -> Rejected | None:
@@ -247,7 +253,8 @@ def _latent_attention(attention: Any, row: LayerLayout, probes: probe.Probes) ->
     path = f"{row.attention}.{{}}".format
     first: tuple[Part, ...] = ()
     if rank is not None:
-        block = MLA_QUERY.block(rank=rank, row=rank + latent + rope, n=query.out_features, eps=_eps(inner[names.q_norm]), dtype=shape["dtype"])
+        block = MLA_QUERY.block(rank=rank, row=rank + latent + rope, n=query.out_features, eps=_eps(inner[names.q_norm]),
+                                dtype=expand.weight.dtype)
         paths = (path(names.q_norm), path(names.q_expand))
         first = (Part("query", block, tuple((p, "weight") for p in paths), (row.attention, *paths)),)
     return [(*first,

@@ -1,22 +1,22 @@
 """Multi-head latent attention on the GPU at the shapes of DeepSeek-V2-Lite, V2 and V3, against float64: what precedes it, and itself."""
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from mirage_hf import errors, kernels
+from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
+from mirage_hf.codegen.plan import placed
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.patterns.attention import LONG_SLOTS
 from mirage_hf.patterns.mla import MLA, MLA_APPEND
-from mirage_hf.search.engine import SearchOptions
-from mirage_hf.tune.cost import H200
-from mirage_hf.verify.accept import search_and_verify
+from mirage_hf.search.append import apart
+from mirage_hf.search.engine import SearchOptions, search
+from mirage_hf.tune import space
+from mirage_hf.verify.numeric import copied
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -43,31 +43,27 @@ def inputs_of(g: KernelGraph, slots: int) -> list[torch.Tensor]:
     return found
 
 
-def wrong(g: KernelGraph, slots: int, tolerance: float, graphs: int = 4, schedules: int = 4) -> tuple[list[str], int]:
-    """What is off in the kernels of the most promising µGraphs at some schedules that their numbers allow, and how many ran."""
-    found = kernels.promising(search_and_verify(g, SearchOptions(time_limit=60)).candidates)
+def wrong(g: KernelGraph, slots: int, tolerance: float, graphs: int = 2, schedules: int = 3) -> tuple[list[str], int]:
+    """What is off in the kernels of some µGraphs, those first that keep latents as they are, at some schedules; and how many ran."""
+    appending = apart(g)
+    found = [f.ugraph for f in search(appending.graph if appending else g, SearchOptions(max_width=1))[0]]
+    found = [appending.join(u) if appending else u for u in sorted(found, key=lambda u: u.num_kernels != 3)[:graphs]]
     inputs = inputs_of(g, slots)
-
-    def run(make: Any) -> list[torch.Tensor]:
-        """On copies: caches are written."""
-        return list(make([torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda").copy_(x) for x in inputs]))
-
-    want = run(lambda xs: run_kernel_graph(g, [x.double() if x.is_floating_point() else x for x in xs], torch.float64))
+    want = run_kernel_graph(g, [x.double() if x.is_floating_point() else x for x in copied(inputs)], torch.float64)
     off, ran = [], 0
-    for n, c in enumerate(found[:graphs]):
-        allowed = kernels.permitted([c])
-        ranked = [allowed(op, H200)[:24] for op in c.ugraph.block_ops]
+    for n, u in enumerate(found):
+        ranked = [space.schedules(op, limit=24) for op in placed(u)]
         for k in range(0, min(map(len, ranked)), max(1, min(map(len, ranked)) // schedules)):
             chosen = [r[k] for r in ranked]
             try:
-                program = triton.generate(c.ugraph, chosen)
-                got = run(compiler.load(program.source, program.digest).run)
+                program = triton.generate(u, chosen)
+                got = compiler.load(program.source, program.digest).run(copied(inputs))
             except (errors.CodegenError, OutOfResources):
                 continue
             ran += 1
             far = [float((y.double() - w).abs().max() / w.abs().max()) for y, w in zip(got, want, strict=True)]
             if not max(far) < tolerance:
-                off.append(f"µGraph {n} ({c.ugraph.num_kernels} kernels), {[*map(str, chosen)]}: outputs off by {far} of their size")
+                off.append(f"µGraph {n} ({u.num_kernels} kernels), {[*map(str, chosen)]}: outputs off by {far} of their size")
     return off, ran
 
 
@@ -76,7 +72,7 @@ def test_attention(case):
     sizes, rows, dtype, slots = case
     g = MLA.block(**sizes, value=128, scale=192 ** -0.5, dtype=dtype, slots=slots).program(rows)
     off, ran = wrong(g, slots, 3e-2 if dtype is torch.bfloat16 else 5e-3)
-    assert ran > 2 and not off, f"{case}: of {ran}: " + "\n".join(off)
+    assert ran > 1 and not off, f"{case}: of {ran}: " + "\n".join(off)
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
@@ -85,4 +81,4 @@ def test_append(case):
     g = MLA_APPEND.block(**sizes, eps=1e-6, dtype=dtype, rope_dtype=torch.float32 if sizes["ropes"] == "pairs" else dtype,
                          slots=slots).program(rows)
     off, ran = wrong(g, slots, 2e-2 if dtype is torch.bfloat16 else 3e-3)
-    assert ran > 2 and not off, f"{case}: of {ran}: " + "\n".join(off)
+    assert ran > 1 and not off, f"{case}: of {ran}: " + "\n".join(off)

@@ -1,0 +1,57 @@
+"""Steps of DeepSeek models on the GPU: captured, by kernels, attention over latents, experts by the model's own forward."""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
+from swapping import parted_at_a_tie
+
+from mirage_hf import optimize
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=16,
+    kv_lora_rank=128, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32, first_k_dense_replace=1, n_routed_experts=8,
+    num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1, moe_intermediate_size=128, pad_token_id=0, eos_token_id=2,
+    initializer_range=0.06)
+
+
+def model_of(version: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    model = getattr(tf, f"Deepseek{version}ForCausalLM")(getattr(tf, f"Deepseek{version}Config")(**SIZES, **more))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 3:  # experts, which the config's range does not reach
+                p.normal_(std=0.06)
+    model.generation_config.eos_token_id = None
+    return model.eval().to("cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize(("version", "more"), [("V2", dict(q_lora_rank=None)), ("V3", dict(q_lora_rank=96))], ids=["V2 Lite", "V3"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_tokens_are_stocks_but_for_ties(version: str, more: dict[str, Any], batch: int) -> None:
+    model = model_of(version, **more)
+    ids = torch.randint(3, 1000, (batch, 40), generator=torch.Generator().manual_seed(batch)).cuda()
+    if batch == 1:
+        at = parted_at_a_tie(model, ids, lambda m: optimize(m, tune="never"), tokens=64)
+    else:
+        mask = torch.ones_like(ids)
+        mask[0, :7] = 0
+        given = dict(attention_mask=mask, do_sample=False, max_new_tokens=12, return_dict_in_generate=True, output_logits=True)
+        want = model.generate(ids, **given)
+        optimize(model, tune="never", batch_sizes=(batch,))
+        got = model.generate(ids, **given)
+        far = float((torch.stack(got.logits)[:4] - torch.stack(want.logits)[:4]).abs().max() / want.logits[0].abs().max())
+        at, same = None, int((got.sequences == want.sequences).all(0).sum())
+        assert far < 0.1 and same > 42, f"logits of the first steps are {far:.3g} of their size off, {same} columns of tokens are stock's"
+    report = model.mirage.report
+    rows = [r for r in report.rows if r.pattern.startswith("mla")]
+    assert rows and all(r.status == "swapped" for r in rows), str(report)
+    assert report.decode.get("step: all by kernels") == 1 and report.decode.get("captured") == 1, f"parted at {at}\n{report}"
