@@ -434,7 +434,8 @@ class Plan:
     def reads_as_stored(self, dot: Dot, x: str) -> bool:
         """Whether an asynchronous product reads input `x` without a conversion, which would be code of its own."""
         turn = self.input[x].turn
-        return len(self.value_dims(x)) == 2 and self.is_asynchronous(dot) and self.dtype(self.input[x]) is dot.dtype and (turn is None or turn.swaps)
+        return (self.is_asynchronous(dot) and self.dtype(self.input[x]) is dot.dtype and len(self.value_dims(x)) == 2
+                and (turn is None or turn.swaps))
 
     @cached_property
     def read_asynchronously(self) -> frozenset[str]:

@@ -213,8 +213,8 @@ def _tiles(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: li
 
 
 def _least(block: BlockGraph, a: Axis, products: list[tuple[set[str], set[str]]]) -> int:
-    """The least tile of an axis with which all sides of products that it is part of are long enough for tensor cores, beside what other axes
-    of a side, held whole, give: of these the last is padded for all."""
+    """The least tile of an axis with which all sides of products that it is part of are long enough for tensor cores, beside what
+    other axes of a side, held whole, give: of these the last is padded for all."""
     sides = [side for x, y in products for side in (x - y, y - x) if a.name in side]
     held = [[x for x in block.named(Role.TILE) if x.name in side and x.size > 1] for side in sides]
     rows = [math.prod(next_power_of_two(x.size) for x in axes if x is not a) for axes in held if a not in axes or axes[-1] is a]

@@ -284,6 +284,21 @@ def attention_row(heads: int = 2, q: int = 4, keys: int = 100, d: int = 32, dtyp
     return ugraph(g, b)
 
 
+def grouped_attention(heads: int = 2, group: int = 3, q: int = 5, keys: int = 100, d: int = 32, dtype=torch.float16) -> UGraph:
+    """Unshifted attention of several queries of several heads that share their keys."""
+    g = new_kernel_graph()
+    shapes = (("q", (heads, group, q, d)), ("key", (heads, 1, d, keys)), ("v", (heads, 1, keys, d)))
+    Q, K, V = (g.new_input(dims, dtype, name=name) for name, dims in shapes)
+    g.mark_output(g.matmul(g.exp(g.mul(g.matmul(Q, K), 0.125)), V))
+    b = Block({"h": heads}, {"s": keys}, {"g": group, "m": q, "d": d, "e": d})
+    b.load("q", "hgmd", 0), b.load("key", "h1ds", 1), b.load("v", "h1se", 2)
+    s = b.stage(loop=True)
+    e = s.op("weights", "exp", s.op("scaled", "mul", s.op("scores", "sum", s.op("qk", "mul", "q", "key"), over="d"), 0.125))
+    s.accumulate("mixed", s.op("pv", "mul", e, "v"))
+    b.store("mixed", "hgme", dtype)
+    return ugraph(g, b)
+
+
 def online_attention(heads: int = 2, q: int = 4, keys: int = 100, d: int = 32, parts: int = 1, dtype=torch.float16, bias: bool = False,
                      scaling: float = 0.125) -> UGraph:
     """Softmax attention with a running maximum in one pass over the keys; with `parts`, dealt out in parts and combined."""
@@ -525,5 +540,10 @@ def cases() -> list[Case]:
         _cases("split softmax, one element at a time", split_softmax(2, 10, 4), dict(m=1, p=1, n=1), dict(m=1, p=1, n=1, t=4)),
         _cases("split softmax, parts are tiles", split_softmax(walk=False), dict(m=2, p=1, n=64), dict(m=2, p=1, n=64, t=4)),
         _cases("split softmax, parts of one element", split_softmax(2, 5, 5, walk=False), dict(m=1, p=1, n=1), dict(m=2, p=1, n=1, t=8)),
+        _case("grouped attention mma", grouped_attention(), mma=True, h=1, g=4, m=8, s=32, d=32, e=32, num_stages=2),
+        _case("grouped attention mma, rows first", grouped_attention(group=2, q=2), mma=True, weights_first=False, h=1, g=4, m=4, s=16,
+              d=32, e=32),
+        _case("grouped attention mma, keys held whole", grouped_attention(q=8, dtype=BF16), mma=True, h=1, g=4, m=8, s=128, d=32, e=32,
+              interpreted=False),
         _case("attention mma, rows first", attention_row(q=16), mma=True, weights_first=False, h=1, m=16, s=32, d=32, e=32, num_stages=2),
     ]
