@@ -203,7 +203,7 @@ def test_no_mutant_that_differs_is_accepted(found):
         want = mutants.reference(candidates[0].program, inputs)
         made = [m for u in candidates[:2] for m in mutants.mutants(u)]
         random.Random(0).shuffle(made)
-        for m in made[:110]:
+        for m in made[:60]:
             far = mutants.distance(m.ugraph, inputs, want)
             verdict = prove(m.ugraph, trials=1, target=1.0)
             differs = "differs" if far > 1e-9 else "equal" if far < 1e-12 else "unclear"
@@ -212,7 +212,7 @@ def test_no_mutant_that_differs_is_accepted(found):
             if differs == "differs" and isinstance(verdict, Accepted):
                 wrong.append((name, m.kind, m.where, far))
     assert not wrong
-    assert counts["differs", "Refused"] >= 1000 and counts["equal", "Accepted"] > 50
+    assert counts["differs", "Refused"] >= 600 and counts["equal", "Accepted"] > 30
     assert counts["equal", "Refused"] < 40  # equal only at these sizes: Σ 1 is the axis's size
     assert len(kinds) >= 16 and sum(n > 0 for n in kinds.values()) >= 14, kinds
 
