@@ -47,7 +47,7 @@ def _process() -> subprocess.Popen[str]:
 
 
 def quicken() -> None:
-    """Make the interpreter of Triton 3.6 three times as fast, with the same results; others stay as they are."""
+    """Make the interpreter of Triton 3.6 two to three times as fast, with the same results; others stay as they are."""
     import triton
     import triton.language as tl
     from triton.language import core
