@@ -55,7 +55,7 @@ def test_processors_are_hfs(name):
 @pytest.mark.parametrize("seed", range(4))
 def test_limits_are_those_of_a_sort(seed):
     shapes = [(rng.randint(1, 5), rng.randint(1, 3000)) for rng in [random.Random(seed)] for _ in range(12)]
-    wrong = wrong_limits([*SHAPES, *shapes, (128, 40)], seed, CUDA)
+    wrong = wrong_limits([*SHAPES, (1, 1), (2, 7), *shapes, (128, 40)], seed, CUDA)
     assert not wrong, "\n".join(wrong)
 
 

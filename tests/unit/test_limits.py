@@ -82,7 +82,7 @@ def wrong_limits(shapes: list[tuple[int, int]], seed: int, device: torch.device 
     return wrong
 
 
-SHAPES = [(1, 1), (2, 7), (3, 97), (1, 1025)]
+SHAPES = [(2, 97), (1, 1025)]
 
 
 @pytest.mark.parametrize("weighed", [False, True])
