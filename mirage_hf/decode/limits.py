@@ -70,7 +70,8 @@ def cut(scores: Tensor, order: Tensor, weights: Tensor, rest: Tensor, keep: Tens
     order: what decides, greatest first; weights: of each score. A score stays if it is among the first `keep`, or if its weight and those
     of all behind it are more than `rest`, taken together. firsts: of equal ones those with the lowest index come first, and by weight they
     stay together; else those with the highest come first, and stay one by one. scores, order, weights float32, rest (1,) float32, keep
-    (1,) int64. Where a weight is NaN all stay. Errors: InputError for tensors that do not fit.
+    (1,) int64. What has a NaN among its weights, those of equal scores or those behind stays. Errors: InputError for tensors that do not
+    fit.
     """
     state, parts, _ = _searched(order, keep, weights, rest)
     counts, sums = parts
@@ -83,6 +84,10 @@ def cut(scores: Tensor, order: Tensor, weights: Tensor, rest: Tensor, keep: Tens
 def _searched(order: Tensor, keep: Tensor, weights: Tensor | None, rest: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
     """The states at the end, what the blocks found in the last round, and the limits."""
     _check("order", order, order)
+    for name, t, dtype in (("keep", keep, torch.int64), ("rest", rest, torch.float32)):
+        if t is not None and (t.numel() != 1 or t.dtype != dtype or t.device != order.device):
+            raise errors.InputError(f"decode: {name} is {t.dtype} {errors.shape(t.shape)} on {t.device}; it must be one {dtype} on "
+                                    f"{order.device}")
     batch, vocab = order.shape
     blocks, device = batch * -(-vocab // _chunk(vocab)), order.device
     state = torch.zeros(batch, STATE, dtype=torch.int64, device=device)
@@ -241,7 +246,8 @@ def cut({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
     above = tl.load(counts_ptr + at, mask=c < {chunks}, other=0)
     equal = tl.load(counts_ptr + at + under, mask=c < {chunks}, other=0) - above
     behind = tl.sum(tl.load(sums_ptr + at + under, mask=c < {chunks}, other=0.0).to(tl.float64), axis=0)
-    enough = ~(tl.sum(tl.load(sums_ptr + at, mask=c < {chunks}, other=0.0).to(tl.float64), axis=0) <= rest)
+    through = tl.sum(tl.load(sums_ptr + at, mask=c < {chunks}, other=0.0).to(tl.float64), axis=0)
+    enough = ~(through <= rest)
     ties = tl.sum(equal, axis=0)
     more = keep - tl.sum(above, axis=0)
 
@@ -249,6 +255,7 @@ def cut({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
     one = tl.max(tl.where(tie, weight, 0.0), axis=0).to(tl.float64)  # equal scores have equal weights
     fall = tl.where(one > 0, tl.minimum((rest - behind) / one, ties.to(tl.float64)), ties.to(tl.float64)).to(tl.int64)
     fall = tl.minimum(tl.maximum(fall, 0), ties - enough.to(tl.int64))  # by rounding alone not all of them
+    fall = tl.where(through != through, 0, fall)
     stay = tl.minimum(tl.maximum({by_weight}, more), ties)
     before = tl.sum(tl.where(c < part, equal, 0), axis=0) + tl.cumsum(tie.to(tl.int32), axis=0) - 1
     stays = (order > limit) | (tie & ({stays}))

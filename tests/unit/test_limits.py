@@ -21,7 +21,8 @@ def stays_by_hand(order: list[float], weights: list[float], rest: float, keep: i
     at = sorted(range(len(order)), key=lambda n: (-place(order[n]), n if firsts else -n))
     stays = [False] * len(order)
     for rank, n in enumerate(at):
-        behind = [m for m in at if place(order[m]) <= place(order[n])] if firsts else at[rank:]
+        together = [m for m in at if place(order[m]) <= place(order[n])]
+        behind = together if firsts or any(math.isnan(weights[m]) for m in together) else at[rank:]
         stays[n] = rank < keep or not sum(weights[m] for m in behind) <= rest
     return stays
 
@@ -54,8 +55,10 @@ def wrong_limits(shapes: list[tuple[int, int]], seed: int, device: torch.device 
         orders = [random_order(rng, vocab) for _ in range(batch)]
         by_value = {str(v + 0.0): float(rng.randrange(4)) for row in orders for v in row} | {"-inf": 0.0}
         weights = [[by_value[str(v + 0.0)] for v in row] for row in orders]
-        if rng.random() < 0.2:
+        if rng.random() < 0.3:
             weights[0][rng.randrange(vocab)] = math.nan
+        if rng.random() < 0.1:  # as softmax does it
+            weights[0] = [math.nan] * vocab
         total = sum(by_value[str(v + 0.0)] for v in orders[-1])
         rest, keep = rng.choice((0.0, float(rng.randrange(int(total) + 1)), total)), rng.choice((1, 1, 2, vocab // 2 + 1, vocab + 5))
         x, w = torch.tensor(orders, device=device), torch.tensor(weights, device=device)
@@ -103,5 +106,9 @@ def test_what_does_not_fit_is_refused():
     for bad in (torch.zeros(9, 2).T, torch.zeros(2, 9).half(), torch.zeros(9), torch.zeros(129, 9)):
         with pytest.raises(errors.InputError, match="order is"):
             limits.kth(bad, k)
+    with pytest.raises(errors.InputError, match="keep is"):
+        limits.kth(x, k.int())
+    with pytest.raises(errors.InputError, match="rest is"):
+        limits.cut(x, x, x, torch.zeros(2), k, 0.0, firsts=False)
     with pytest.raises(errors.InputError, match="weights is"):
         limits.cut(x, x, torch.zeros(2, 8), torch.zeros(1), k, 0.0, firsts=False)
