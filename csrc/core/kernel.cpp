@@ -149,11 +149,12 @@ std::optional<KernelChoice> KernelSearch::evaluate(const KernelTask& task, const
   }
   if (widest > static_cast<double>(kLargestTile)) return std::nullopt;
 
-  // blocks: an axis that the largest input carries is cut fine, one that shares its tiles is not
+  // blocks: an axis that the largest input carries is cut fine, one that shares its tiles is not. Where there is a loop, of the inputs
+  // that it walks: blocks that are fine for what follows the loop would each walk all of it
   double most = 0;
   AxisSet largest = 0;
   for (int n : nodes) {
-    if (computed(n, leaves)) continue;
+    if (computed(n, leaves) || (has_loop && !carries(n, loop))) continue;
     const double e = extent(v_.nodes[n].axes);
     if (e > most) { most = e; largest = v_.nodes[n].axes; }
     else if (e == most) largest &= v_.nodes[n].axes;  // of several, what all carry: their order says nothing
@@ -162,7 +163,12 @@ std::optional<KernelChoice> KernelSearch::evaluate(const KernelTask& task, const
   for (int a = 0; a < axes; ++a) {
     if (!has(grid, a)) continue;
     const double size = static_cast<double>(program_.axes[a].size);
-    const double tile = has(largest, a) ? (size > 512 ? 4 : 1) : static_cast<double>(kNominalTile);
+    const double fine = size > 512 ? 4 : 1;
+    bool again = !has(largest, a);  // or far more would be read again than there is to read
+    for (int n : nodes)
+      if (!computed(n, leaves) && has_loop && carries(n, loop) && !has(v_.nodes[n].axes, a))
+        again = again || extent(v_.nodes[n].axes) * size / fine > kMostAgain * most;
+    const double tile = again ? static_cast<double>(kNominalTile) : fine;
     blocks *= std::max(1.0, std::ceil(size / tile));
   }
   const auto size_of = [&](int a) { return program_.axes[a].size; };
