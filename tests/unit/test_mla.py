@@ -1,13 +1,9 @@
 """Multi-head latent attention: what the search makes of the program, and generated code over views of packed rows and of one cache."""
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+import interpreted
 import pytest
 import torch
 
@@ -15,7 +11,6 @@ from mirage_hf.errors import GraphError
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.patterns.mla import MLA, MLA_APPEND, MLA_QUERY, ROPES, strides_of
-from mirage_hf.search.append import apart  # noqa: F401  what the interpreted run takes from here
 from mirage_hf.search.engine import SearchOptions, search
 
 LITE = dict(heads=16, latent=512, nope=128, rope=64, q_rank=None)
@@ -96,14 +91,14 @@ def together(ropes: str, run: Any) -> tuple[list[torch.Tensor], list[torch.Tenso
 INTERPRETED = """
 import json, test_mla as t
 from mirage_hf.codegen import compile as compiler, triton
-from mirage_hf.search.append import apart  # noqa: F401  what the interpreted run takes from here
+from mirage_hf.search.append import apart
 from mirage_hf.search.engine import SearchOptions, search
 
 def run(g, inputs):
-    apart_from_appends = t.apart(g)
-    found, _ = search(apart_from_appends.graph if apart_from_appends else g, SearchOptions(max_width=1))
+    appending = apart(g)
+    found, _ = search(appending.graph if appending else g, SearchOptions(max_width=1))
     u = max((f.ugraph for f in found if f.ugraph.num_kernels <= 3), key=lambda u: u.num_kernels)
-    p = triton.generate(apart_from_appends.join(u) if apart_from_appends else u)
+    p = triton.generate(appending.join(u) if appending else u)
     return compiler.load(p.source, p.digest).run(inputs)
 
 wrong = []
@@ -116,13 +111,8 @@ print(json.dumps(wrong))
 """
 
 
-def test_generated_code_equals_torch(tmp_path: Path) -> None:
-    here = Path(__file__).resolve().parent
-    path = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "MIRAGE_HF_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == []
+def test_generated_code_equals_torch() -> None:
+    assert interpreted.run(INTERPRETED) == []
 
 
 @pytest.mark.parametrize("ropes", ROPES)
