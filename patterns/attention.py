@@ -10,6 +10,7 @@ import torch
 from mirage_hf.errors import GraphError
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.match.pattern import Block, Pattern
+from mirage_hf.patterns.parts import rms_norm, turned
 
 AXES = {"q": "rows kv_heads group queries d", "new_keys": "rows kv_heads 1 queries d", "new_values": "rows kv_heads 1 queries d",
         "cos": "rows 1 1 queries rotary", "sin": "rows 1 1 queries rotary", "keys": "rows kv_heads 1 slots d",
@@ -37,10 +38,13 @@ ROPES = ("", "halves", "pairs")
 
 def build(rows: int, kv_heads: int, group: int, head_dim: int, scale: float, norm: str, eps: float, dtype: torch.dtype,
           slots: int = REFERENCE_SLOTS, *, queries: int = 1, bias: bool = False, rope: str = "halves", rotary: int | None = None,
-          softcap: float | None = None, sinks: bool = False, mask: bool = False, window: bool = False) -> KernelGraph:
+          softcap: float | None = None, sinks: bool = False, mask: bool = False, window: bool = False, offset: float = 0.0,
+          rope_dtype: torch.dtype | None = None) -> KernelGraph:
     """`queries`: new tokens of a sequence; bounds [new_first, new_last) say which of them each of several sees. `rotary`: how many
     elements of a head RoPE turns, the first ones (None: all). `mask`: tensors added to the scores. `window`: bounds [first, last) of each
-    query beside [lo, slot), for windows that move with the query. Errors: GraphError for another norm or RoPE."""
+    query beside [lo, slot), for windows that move with the query. `offset` is added to the weights of the RMSNorm of each head.
+    `rope_dtype`: that of cos and sin, `dtype` unless given.
+    Errors: GraphError for another norm or RoPE."""
     if norm not in NORMS or rope not in ROPES:
         raise GraphError(f"attention: norm {norm!r} and rope {rope!r} must be among {NORMS} and {ROPES}")
     g, d, several = new_kernel_graph(), head_dim, queries > 1
@@ -59,7 +63,7 @@ def build(rows: int, kv_heads: int, group: int, head_dim: int, scale: float, nor
 
     def normed(x: DTensor, name: str) -> DTensor:
         if norm == "rms":
-            return g.rms_norm(x, g.new_input((1, d), dtype, name=name, constant=True), eps)
+            return rms_norm(g, x, name, eps, offset)
         if norm == "layer":
             return g.add(weighted(g.layer_norm(x, eps=eps), name), given(f"{name}_bias", 1, kv_heads, x.dims[2], 1, d, constant=True))
         squares = g.square(x)
@@ -68,7 +72,8 @@ def build(rows: int, kv_heads: int, group: int, head_dim: int, scale: float, nor
         return weighted(g.mul(x, g.rsqrt(g.add(squares, eps))), name)
 
     q, k, v = projected("q", group), projected("new_keys", 1), projected("new_values", 1)
-    cos, sin = (given(name, rows, 1, 1, queries, rotary or d) for name in ("cos", "sin")) if rope else (None, None)
+    tables = (rows, 1, 1, queries, rotary or d)
+    cos, sin = (given(name, *tables, kind=rope_dtype or dtype) for name in ("cos", "sin")) if rope else (None, None)
     keys, values = (given(name, rows, kv_heads, 1, slots, d, lacks=2) for name in ("keys", "values"))
     lo, slot = (given(name, rows, 1, 1, 1, 1, kind=torch.int32) for name in ("lo", "slot"))
     if bias:
@@ -77,7 +82,7 @@ def build(rows: int, kv_heads: int, group: int, head_dim: int, scale: float, nor
     if norm:
         q, k = normed(q, "q_norm"), normed(k, "k_norm")
     if rope:
-        q, k = (g.rope(x, cos, sin, interleaved=rope == "pairs") for x in (q, k))
+        q, k = (turned(g, x, cos, sin, rope == "pairs") for x in (q, k))
 
     last = len(q.dims) - 1
 

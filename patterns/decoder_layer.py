@@ -1,10 +1,11 @@
-"""The pre-norm decoder layer: x + attention(norm(x)), then h + mlp(norm(h)). Its blocks are patterns of their own."""
+"""The decoder layer: h = x + m · after(attention(norm(x))), then h + m · mlp_after(mlp(mlp_norm(h))), with those norms that a family has
+and a multiplier m that is 1 for most. Its blocks are patterns of their own."""
 from __future__ import annotations
 
 from mirage_hf.match.pattern import LatentLayout, LayerLayout
 
 LAYOUTS = (
-    LayerLayout("Llama, Mistral, Qwen2, Qwen3", norm="input_layernorm", attention="self_attn",
+    LayerLayout("Llama, Mistral, Qwen2, Qwen3, Gemma, Granite", norm="input_layernorm", attention="self_attn",
                 projections=("q_proj", "k_proj", "v_proj"), output="o_proj",
                 mlp_norm="post_attention_layernorm", mlp="mlp"),
     LayerLayout("DeepSeek-V2 (Lite)", norm="input_layernorm", attention="self_attn", projections=("q_proj", "kv_a_proj_with_mqa"),
@@ -12,16 +13,34 @@ LAYOUTS = (
     LayerLayout("DeepSeek-V2, V3", norm="input_layernorm", attention="self_attn", projections=("q_a_proj", "kv_a_proj_with_mqa"),
                 output="o_proj", mlp_norm="post_attention_layernorm", mlp="mlp",
                 latent=LatentLayout("kv_a_layernorm", "kv_b_proj", "q_a_layernorm", "q_b_proj")),
+    LayerLayout("Phi3", norm="input_layernorm", attention="self_attn", projections=("qkv_proj",), output="o_proj",
+                mlp_norm="post_attention_layernorm", mlp="mlp"),
+    LayerLayout("Gemma2, Gemma3", norm="input_layernorm", attention="self_attn",
+                projections=("q_proj", "k_proj", "v_proj"), output="o_proj", after="post_attention_layernorm",
+                mlp_norm="pre_feedforward_layernorm", mlp="mlp", mlp_after="post_feedforward_layernorm"),
+    LayerLayout("GLM4", norm="input_layernorm", attention="self_attn",
+                projections=("q_proj", "k_proj", "v_proj"), output="o_proj", after="post_self_attn_layernorm",
+                mlp_norm="post_attention_layernorm", mlp="mlp", mlp_after="post_mlp_layernorm"),
+    LayerLayout("OLMo2, OLMo3, EXAONE4", norm="", attention="self_attn", projections=("q_proj", "k_proj", "v_proj"), output="o_proj",
+                after="post_attention_layernorm", mlp_norm="", mlp="mlp", mlp_after="post_feedforward_layernorm"),
 )
-"""The first row of which a layer has attention, its projections and MLP; else the first of which it has attention and MLP."""
+"""The first row that names all children of a layer; else the first of which it has attention, its projections and MLP; else the first of
+which it has attention and MLP."""
 
 EPS_NAMES = ("variance_epsilon", "eps")
 """What RMSNorm classes call their epsilon. The probe shows whether it is used as one."""
 
+OFFSETS = (0.0, 1.0)
+"""What RMSNorm classes may add to their weight (Gemma's add 1). The probe shows which one does."""
+
+MULTIPLIERS = ("residual_multiplier",)
+"""Attributes of layers by which they scale what they add to the residual. The probe shows whether they do."""
+
+SOFTCAPS = ("attn_logit_softcapping",)
+"""Attributes of attentions that may be a bound of their scores, cap · tanh(score / cap). The probe shows whether it is used: what some
+versions' SDPA does with it is nothing."""
+
 HINTS = {
-    "residual_multiplier": "the layer scales what it adds to the residual (residual_multiplier)",
-    "pre_feedforward_layernorm": "the layer has norms after attention and MLP too",
-    "post_feedforward_layernorm": "the layer normalises after attention and MLP",
     "parallel_attn": "attention and MLP read the same norm",
 }
 """Attributes or children that explain why a layer computes something else. Only wording: the probe decides."""

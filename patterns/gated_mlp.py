@@ -5,19 +5,25 @@ import torch
 
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.match.pattern import MlpLayout, Pattern
+from mirage_hf.patterns.parts import rms_norm
 
 AXES = {"x": "rows k", "gamma": "1 k", "w_gate": "k n", "b_gate": "1 n", "w_up": "k n", "b_up": "1 n", "y": "rows n"}
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 """Ops that an MLP's activation module may turn out to be: it is run on a probe, its name is not asked."""
 
-LAYOUTS = (MlpLayout("Llama, Mistral, Qwen2, Qwen3, Gemma, OLMo2, Granite", "gate_proj", "up_proj", "down_proj", "act_fn"),)
+LAYOUTS = (
+    MlpLayout("Llama, Mistral, Qwen2, Qwen3, Gemma, OLMo2, Granite", "gate_proj", "up_proj", "down_proj", "act_fn"),
+    MlpLayout("Phi3", "gate_up_proj", "gate_up_proj", "down_proj", "activation_fn"),
+)
 
 
-def build(rows: int, k: int, n: int, activation: str, norm: bool, bias: bool, eps: float, dtype: torch.dtype) -> KernelGraph:
+def build(rows: int, k: int, n: int, activation: str, norm: bool, bias: bool, eps: float, dtype: torch.dtype,
+          offset: float = 0.0) -> KernelGraph:
+    """`offset` is added to the norm's weight."""
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
-    y = g.rms_norm(x, g.new_input((1, k), dtype, name="gamma", constant=True), eps) if norm else x
+    y = rms_norm(g, x, "gamma", eps, offset) if norm else x
     halves = []
     for name in ("gate", "up"):
         half = g.matmul(y, g.new_input((k, n), dtype, strides=(1, k), name=f"w_{name}", constant=True))

@@ -1,20 +1,30 @@
-"""A linear and the residual added to it, as after attention and after an MLP: x · w (+ b) + residual."""
+"""A linear and the residual it is added to, as after attention and after an MLP: residual + scale · norm(x · w (+ b)).
+
+Most families have no norm there, and a scale of 1.
+"""
 from __future__ import annotations
 
 import torch
 
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.match.pattern import Pattern
+from mirage_hf.patterns.parts import rms_norm
 
-AXES = {"x": "rows k", "w": "k n", "b": "1 n", "residual": "rows n", "y": "rows n"}
+AXES = {"x": "rows k", "w": "k n", "b": "1 n", "gamma": "1 n", "residual": "rows n", "y": "rows n"}
 
 
-def build(rows: int, k: int, n: int, bias: bool, dtype: torch.dtype) -> KernelGraph:
+def build(rows: int, k: int, n: int, bias: bool, dtype: torch.dtype, norm: bool = False, eps: float = 1e-6, offset: float = 0.0,
+          scale: float = 1.0) -> KernelGraph:
+    """`norm`: an RMSNorm of the product, whose weight `offset` is added to."""
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
     y = g.matmul(x, g.new_input((k, n), dtype, strides=(1, k), name="w", constant=True))
     if bias:
         y = g.add(y, g.new_input((1, n), dtype, name="b", constant=True))
+    if norm:
+        y = rms_norm(g, y, "gamma", eps, offset)
+    if scale != 1:
+        y = g.mul(y, scale)
     g.mark_output(g.add(y, g.new_input((rows, n), dtype, name="residual")))
     return g
 

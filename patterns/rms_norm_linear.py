@@ -1,24 +1,35 @@
-"""RMSNorm, then the linears that read it (q, k and v) as one packed product: norm(x) · [wq | wk | wv] (+ [bq | bk | bv])."""
+"""RMSNorm, then the linears that read it (q, k and v) as one packed product: norm(x) · [wq | wk | wv] (+ [bq | bk | bv]).
+
+Families without the norm have the product alone. A head may scale its logits and keep them within a softcap.
+"""
 from __future__ import annotations
 
 import torch
 
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.match.pattern import Pattern
+from mirage_hf.patterns.parts import rms_norm
 
 AXES = {"x": "rows k", "gamma": "1 k", "w…": "k n…", "b…": "1 n…", "y": "rows n"}
 """n is the sum of n…; each weight keeps its own memory, and the packed output is split by views."""
 
 
-def build(rows: int, k: int, n: tuple[int, ...], bias: bool, eps: float, dtype: torch.dtype) -> KernelGraph:
+def build(rows: int, k: int, n: tuple[int, ...], bias: bool, eps: float, dtype: torch.dtype, norm: bool = True, offset: float = 0.0,
+          scale: float = 1.0, softcap: float | None = None) -> KernelGraph:
+    """`offset` is added to the norm's weight; the product is multiplied by `scale`, then bounded by `softcap`."""
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
-    gamma = g.new_input((1, k), dtype, name="gamma", constant=True)
+    if norm:
+        x = rms_norm(g, x, "gamma", eps, offset)
     weights = [g.new_input((k, width), dtype, strides=(1, k), name=f"w{i}", constant=True) for i, width in enumerate(n)]
     biases = [g.new_input((1, width), dtype, name=f"b{i}", constant=True) for i, width in enumerate(n)] if bias else []
-    y = g.matmul(g.rms_norm(x, gamma, eps), g.concat(weights, dim=1) if len(n) > 1 else weights[0])
+    y = g.matmul(x, g.concat(weights, dim=1) if len(n) > 1 else weights[0])
     if bias:
         y = g.add(y, g.concat(biases, dim=1) if len(n) > 1 else biases[0])
+    if scale != 1:
+        y = g.mul(y, scale)
+    if softcap is not None:
+        y = g.mul(g.tanh(g.mul(y, 1 / softcap)), softcap)
     g.mark_output(y)
     return g
 

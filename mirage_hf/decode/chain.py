@@ -46,8 +46,9 @@ class StepProgram(Step):
             kinds = [self.masks.kind_of(n) for n in range(len(steps.layers))]
             cos, sin = steps.rotary_tables(block.capacity)
             each = list(dict.fromkeys(windows[kind] for kind in kinds))
-            width, hidden = cos.shape[1], steps.embedding.shape[1]
-            inputs = Inputs.allocate(block.batch, hidden, width, each, steps.embedding.dtype, block.device, cos.dtype)
+            tables, _, width = cos.shape
+            inputs = Inputs.allocate(block.batch, steps.embedding.shape[1], width, each, steps.embedding.dtype, block.device, cos.dtype,
+                                     tables)
             chain = tuple((layer, steps.kernels(layer, block.batch, block.capacity), each.index(windows[kind]))
                           for layer, kind in zip(steps.layers, kinds, strict=True))
             self._buffers = _Buffers(inputs, ends_of(block), cos, sin, chain)
@@ -61,10 +62,11 @@ class StepProgram(Step):
         ready, block, steps = self._ready(), self.block, self.steps
         inputs = ready.inputs
         with torch.no_grad():
-            ready.ends.begin(block.control, steps.embedding, ready.cos, ready.sin, inputs)
+            ready.ends.begin(block.control, steps.embedding, ready.cos, ready.sin, inputs, steps.embedding_scale)
             x = inputs.x
             for n, (layer, kernels, window) in enumerate(ready.kernels):
-                at = At(inputs.cos, inputs.sin, block.keys[n], block.values[n], inputs.lows[window], inputs.slot, inputs.end)
+                at = At(inputs.cos[layer.rope], inputs.sin[layer.rope], block.keys[n], block.values[n], inputs.lows[window], inputs.slot,
+                        inputs.end)
                 x = layer.step(kernels, x, at)
             steps.head(block.batch, x, block.logits)
 

@@ -42,9 +42,9 @@ class Inputs:
     """What the layers of a step read besides weights and keys, at fixed addresses so that a captured graph finds it."""
 
     x: Tensor
-    """(batch, hidden): embedding rows, not scaled."""
+    """(batch, hidden): embedding rows, scaled where the model scales them."""
     cos: Tensor
-    """(batch, width): the rotary table's rows at the rows' positions; `sin` likewise."""
+    """(tables, batch, width): the rotary tables' rows at the rows' positions; `sin` likewise."""
     sin: Tensor
     slot: Tensor
     """(batch,) int32: the slot of the cache that the new key goes to, the same for every row."""
@@ -57,24 +57,32 @@ class Inputs:
 
     @classmethod
     def allocate(cls, batch: int, hidden: int, width: int, windows: Sequence[int | None], dtype: torch.dtype, device: torch.device,
-                 table_dtype: torch.dtype | None = None) -> Inputs:
+                 table_dtype: torch.dtype | None = None, tables: int = 1) -> Inputs:
         """Zeros for these sizes; `width` is the number of columns of the rotary tables, `table_dtype` theirs where it is another."""
         with torch.inference_mode(False):  # a buffer made under inference_mode would raise in the next call outside it
             x = torch.zeros(batch, hidden, dtype=dtype, device=device)
-            cos, sin = (torch.zeros(batch, width, dtype=table_dtype or dtype, device=device) for _ in range(2))
+            cos, sin = (torch.zeros(tables, batch, width, dtype=table_dtype or dtype, device=device) for _ in range(2))
             slot, end, *lows = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in (None, None, *windows))
         return cls(x, cos, sin, slot, end, tuple(windows), tuple(lows))
 
 
-def begin_program(batch: int, vocab: int, hidden: int, positions: int, width: int, windows: Sequence[int | None], dtype: torch.dtype,
-                  table_dtype: torch.dtype) -> Program:
-    """The kernel that fills `Inputs`, for an embedding (vocab, hidden) and rotary tables (positions, width)."""
+def begin_program(batch: int, vocab: int, hidden: int, tables: tuple[int, int, int], windows: Sequence[int | None], dtype: torch.dtype,
+                  table_dtype: torch.dtype, scale: float = 1.0) -> Program:
+    """The kernel that fills `Inputs`, for an embedding (vocab, hidden) and rotary tables (tables, positions, width)."""
+    count, positions, width = tables
     chunk = min(LEAST_CHUNK, power_of_two(hidden))
     chunks = -(-hidden // chunk)
     lows = [f"lo{n}_ptr" for n in range(len(windows))]
     firsts = [f"tl.maximum(lowest, length - {window - 1})" if window is not None else "lowest" for window in windows]
     stores = "".join(f"\n        tl.store({low} + row, {first}.to(tl.int32))" for low, first in zip(lows, firsts, strict=True))
     x, table = POINTERS[dtype], POINTERS[table_dtype]
+    row_of = f"tl.load(embedding_ptr + token * {hidden} + n, mask=n < {hidden})"
+    scaled = row_of if scale == 1 else f"({row_of}.to(tl.float32) * {scale!r}).to(x_ptr.dtype.element_ty)"
+    wide = power_of_two(count * width)
+    # of one table and of several: column w is that of table w // width
+    from_table = f"position * {width} + w" if count == 1 else \
+        f"w // {width} * {positions * width} + position * {width} + w % {width}"
+    to_row = f"row * {width} + w" if count == 1 else f"w // {width} * {batch * width} + row * {width} + w % {width}"
     signature = (("ids_ptr", "*i64"), ("position_ptr", "*i64"), ("length_ptr", "*i64"), ("lowest_ptr", "*i64"), ("embedding_ptr", x),
                  ("cos_table_ptr", table), ("sin_table_ptr", table), ("x_ptr", x), ("cos_ptr", table), ("sin_ptr", table),
                  ("slot_ptr", "*i32"), ("end_ptr", "*i32"), *((low, "*i32") for low in lows))
@@ -91,19 +99,19 @@ def begin({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
     if part < {chunks}:
         n = part * {chunk} + tl.arange(0, {chunk})
         token = tl.minimum(tl.maximum(tl.load(ids_ptr + row), 0), {vocab - 1})
-        tl.store(x_ptr + row * {hidden} + n, tl.load(embedding_ptr + token * {hidden} + n, mask=n < {hidden}), mask=n < {hidden})
+        tl.store(x_ptr + row * {hidden} + n, {scaled}, mask=n < {hidden})
     else:
         position = tl.load(position_ptr + row)
         length = tl.load(length_ptr)
         lowest = tl.load(lowest_ptr + row)
         position = tl.minimum(tl.maximum(position, 0), {positions - 1})
-        w = tl.arange(0, {power_of_two(width)})
-        cos = tl.load(cos_table_ptr + position * {width} + w, mask=w < {width})
-        sin = tl.load(sin_table_ptr + position * {width} + w, mask=w < {width})
+        w = tl.arange(0, {wide})
+        cos = tl.load(cos_table_ptr + {from_table}, mask=w < {count * width})
+        sin = tl.load(sin_table_ptr + {from_table}, mask=w < {count * width})
         tl.store(slot_ptr + row, length.to(tl.int32))
         tl.store(end_ptr + row, length.to(tl.int32) + 1){stores}
-        tl.store(cos_ptr + row * {width} + w, cos, mask=w < {width})
-        tl.store(sin_ptr + row * {width} + w, sin, mask=w < {width})
+        tl.store(cos_ptr + {to_row}, cos, mask=w < {count * width})
+        tl.store(sin_ptr + {to_row}, sin, mask=w < {count * width})
 '''
     return as_program(kernel, Launch("begin", signature, batch * (chunks + 1), num_warps=4, num_stages=1))
 
@@ -305,35 +313,39 @@ class Ends:
         return cls(batch, vocab, device.type == "cuda" if by_kernels is None else by_kernels, best, counter, greatest, weight, arrived,
                    token, none)
 
-    def begin(self, control: Control, embedding: Tensor, cos: Tensor, sin: Tensor, out: Inputs) -> None:
+    def begin(self, control: Control, embedding: Tensor, cos: Tensor, sin: Tensor, out: Inputs, scale: float = 1.0) -> None:
         """Fill `out` for the token in `control.ids`, in one launch.
 
-        embedding: (vocabulary, hidden); cos, sin: rotary tables (positions, width); contiguous, in `out`'s dtypes. An id or a position
-        outside its table takes the table's nearest row: rows that have ended may be fed any pad token.
+        embedding: (vocabulary, hidden), whose rows are multiplied by `scale` in float32; cos, sin: rotary tables (tables, positions,
+        width); contiguous, in `out`'s dtypes. An id or a position outside its table takes the table's nearest row: rows that have ended
+        may be fed any pad token.
         Errors: InputError for tensors that do not fit.
         """
         if embedding.dtype not in INFINITY or cos.dtype not in INFINITY or len(out.lows) != len(out.windows):
             raise errors.InputError(f"decode: an embedding of {embedding.dtype}, rotary tables of {cos.dtype}, {len(out.lows)} lows for "
                                     f"{len(out.windows)} windows; give float16, bfloat16 or float32, and one tensor for each window")
-        (vocab, hidden), (positions, width), rows = embedding.shape, cos.shape, (self.batch,)
+        if cos.dim() != 3:
+            raise errors.InputError(f"decode: rotary tables {errors.shape(cos.shape)}; give (tables, positions, width)")
+        (vocab, hidden), (count, positions, width), rows = embedding.shape, cos.shape, (self.batch,)
         self._check("control.ids", control.ids, (self.batch, 1), torch.long)
         self._check("embedding", embedding, (vocab, hidden), embedding.dtype)
         self._check("out.x", out.x, (self.batch, hidden), embedding.dtype)
         for name, table, row in (("cos", cos, out.cos), ("sin", sin, out.sin)):
-            self._check(name, table, (positions, width), cos.dtype)
-            self._check(f"out.{name}", row, (self.batch, width), cos.dtype)
+            self._check(name, table, (count, positions, width), cos.dtype)
+            self._check(f"out.{name}", row, (count, self.batch, width), cos.dtype)
         for name, each in (("slot", out.slot), ("end", out.end), *((f"lows[{n}]", low) for n, low in enumerate(out.lows))):
             self._check(f"out.{name}", each, rows, torch.int32)
         embedding = embedding.detach()
         if self.by_kernels:
             of_state = [control.ids, control.position, control.length, control.lowest]
-            launch(_begin(self.batch, vocab, hidden, positions, width, out.windows, embedding.dtype, cos.dtype),
+            launch(_begin(self.batch, vocab, hidden, (count, positions, width), out.windows, embedding.dtype, cos.dtype, scale),
                    [*of_state, embedding, cos, sin, out.x, out.cos, out.sin, out.slot, out.end, *out.lows])
             return
         position = control.position[:, 0].clamp(0, positions - 1)
-        out.x.copy_(embedding[control.ids[:, 0].clamp(0, vocab - 1)])
-        out.cos.copy_(cos[position])
-        out.sin.copy_(sin[position])
+        rows_of = embedding[control.ids[:, 0].clamp(0, vocab - 1)]
+        out.x.copy_(rows_of if scale == 1 else rows_of.float() * scale)
+        out.cos.copy_(cos[:, position])
+        out.sin.copy_(sin[:, position])
         out.slot.copy_(control.length.expand(self.batch))
         out.end.copy_(out.slot + 1)
         for window, low in zip(out.windows, out.lows, strict=True):
@@ -418,9 +430,9 @@ class Greedy(Chooser):
 # -- programs as modules ------------------------------------------------------------------------------------------------
 
 @lru_cache(maxsize=256)
-def _begin(batch: int, vocab: int, hidden: int, positions: int, width: int, windows: tuple[int | None, ...], dtype: torch.dtype,
-           table_dtype: torch.dtype) -> tuple[ModuleType, Launch]:
-    return load(begin_program(batch, vocab, hidden, positions, width, windows, dtype, table_dtype))
+def _begin(batch: int, vocab: int, hidden: int, tables: tuple[int, int, int], windows: tuple[int | None, ...], dtype: torch.dtype,
+           table_dtype: torch.dtype, scale: float) -> tuple[ModuleType, Launch]:
+    return load(begin_program(batch, vocab, hidden, tables, windows, dtype, table_dtype, scale))
 
 
 @lru_cache(maxsize=256)

@@ -128,7 +128,10 @@ class DecodeRunner:
                 return None
             block.dirty = max(block.dirty, bucket)  # what warming up writes
             no = obstacle(self.steps, plan, block, self.valid_for) or self._no_chain.get(shape) == key
-            steps = None if no or self.steps is None or not self.steps.has_prompts else self.steps
+            steps = None if no else self.steps
+            if steps is not None and steps.no_prompts:
+                self.count(f"not by kernels: {steps.no_prompts}", self.prefills)
+                steps = None
             graph = self._captured_prefill(model, block, input_ids.shape[0], bucket, steps, key)
             if graph is None:
                 return None

@@ -99,9 +99,11 @@ def _chain(steps: Steps, block: Block, ids: Tensor, last: Tensor) -> tuple[Calla
     def run() -> None:
         with torch.no_grad():
             x = torch.nn.functional.embedding(ids, steps.embedding).flatten(0, 1)
+            if steps.embedding_scale != 1:
+                x = x.mul_(steps.embedding_scale)
             for n, (layer, found) in enumerate(zip(steps.layers, kernels, strict=True)):
                 assert layer.prompt is not None
-                x = layer.prompt(found, x, Prompt(cos, sin, block.keys[n], block.values[n], slot))
+                x = layer.prompt(found, x, Prompt(cos[layer.rope], sin[layer.rope], block.keys[n], block.values[n], slot))
             steps.head(batch, x.view(batch, tokens, -1).index_select(1, last)[:, 0].contiguous(), block.logits)
     return run, (cos, sin, slot, kernels)
 

@@ -16,6 +16,9 @@ ATTENTIONS = ("sdpa", "eager")
 OVERRIDABLE = ("generate", "_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation",
                "create_masks_for_generate")
 """Methods whose meaning the loop relies on; a model class or instance with its own goes the stock way."""
+LIMITED = {"transformers.models.phi3.modeling_phi3.Phi3ForCausalLM.prepare_inputs_for_generation": "original_max_position_embeddings"}
+"""Methods of transformers that do as GenerationMixin's for texts of no more tokens than a number of the config; for longer ones Phi3's
+drops the cache."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +127,31 @@ def refused_model(model: Any) -> str | None:
     return None
 
 
-_OWN: dict[type, str | None] = {}
+def refused_length(model: Any, tokens: int) -> str | None:
+    """Return why a text of so many tokens, new ones included, needs the stock method of a model, or None."""
+    for name, method in _overrides(type(model)):
+        limit = getattr(model.config, LIMITED.get(_full_name(method), ""), None)
+        if limit is not None and tokens > limit:
+            return f"the model's own {name} takes more than {limit} tokens in its own way"
+    return None
+
+
+_OWN: dict[type, tuple[tuple[str, Any], ...]] = {}
+
+
+def _overrides(kind: type) -> tuple[tuple[str, Any], ...]:
+    if kind not in _OWN:
+        methods = ((name, getattr(kind, name, None)) for name in OVERRIDABLE)
+        _OWN[kind] = tuple((name, m) for name, m in methods if m is not getattr(GenerationMixin, name, None))
+    return _OWN[kind]
+
+
+def _full_name(method: Any) -> str:
+    return f"{getattr(method, '__module__', '')}.{getattr(method, '__qualname__', '')}"
 
 
 def _own_methods(kind: type) -> str | None:
-    if kind not in _OWN:
-        _OWN[kind] = next((name for name in OVERRIDABLE
-                           if getattr(kind, name, None) is not getattr(GenerationMixin, name, None)), None)
-    return _OWN[kind]
+    return next((name for name, method in _overrides(kind) if _full_name(method) not in LIMITED), None)
 
 
 def is_plain(mask: Tensor | None, positions: Tensor, slots: int) -> bool:

@@ -14,7 +14,7 @@ from mirage_hf.decode.cache import Block, bucket, sliding_layers
 from mirage_hf.decode.ends import Greedy, ends_of
 from mirage_hf.decode.fingerprint import Survey, survey
 from mirage_hf.decode.program import NOTHING, Chooser, MaskPlan
-from mirage_hf.decode.routing import COVERED_MODES, MODEL_INPUTS, is_plain, left_padding, refused_options
+from mirage_hf.decode.routing import COVERED_MODES, MODEL_INPUTS, is_plain, left_padding, refused_length, refused_options
 from mirage_hf.decode.selection import Composed, Numbers, Selection, draw_seed, uniforms
 from mirage_hf.errors import SamplingError
 
@@ -105,6 +105,7 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
     most_slots = prompt + budget - 1
     if max_cache_len is not None and most_slots > max_cache_len:
         raise NotCovered(f"more cache slots needed than max_cache_len={max_cache_len}")
+    need(refused_length(model, prompt + budget))
     found = survey(model)
     need(found.obstacle)
     lowest_position, last_position = (0, prompt - 1) if plain else torch.stack(torch.aminmax(positions[:, -1])).tolist()

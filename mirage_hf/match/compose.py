@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.match.pattern import Block, LayerLayout, MlpLayout
+from mirage_hf.patterns import decoder_layer
 
 Kernel = Callable[[Sequence[Tensor]], list[Tensor]]
 """Runs a part's program: operands in the program's order to outputs."""
@@ -24,17 +26,27 @@ class Part:
     """One block of a module: its role there, its sizes, and whose work it does.
 
     `weights` are (child path, parameter) in the order of the program's operands, which come after x; `bypassed` are the
-    children, by path, whose forward is not called when the part runs.
+    children, by path, whose forward is not called when the part runs. `halves`: the program has two operands for each projection,
+    which are the upper and the lower half of it.
     """
 
     role: str
     block: Block
     weights: tuple[tuple[str, str], ...]
     bypassed: tuple[str, ...]
+    halves: bool = False
 
     @property
     def pattern(self) -> str:
         return self.block.pattern.name
+
+    def operands(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The weights as the program has them: (n, k) or (n,), in its order. No copy."""
+        if not self.halves:
+            return list(parameters)
+        norms = 1 if dict(self.block.sizes)["norm"] else 0
+        upper, lower = zip(*(p.chunk(2) for p in parameters[norms:]), strict=True)
+        return [*parameters[:norms], *upper, *lower]
 
 
 def child(module: nn.Module, path: str) -> nn.Module:
@@ -104,20 +116,41 @@ class Composition(ABC):
             p.role: [child(module, path)._parameters[name] for path, name in p.weights] for p in parts}
 
     def _run(self, kernels: Mapping[str, Kernel], role: str, x: Tensor, *rest: Tensor) -> Tensor:
-        return kernels[role]([x.contiguous(), *_views(self.parameters[role]), *rest])[0]
+        return kernels[role]([x.contiguous(), *_views(self.parts[role].operands(self.parameters[role])), *rest])[0]
 
     @abstractmethod
     def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         """The module's output with the work of `kernels`' roles done by them."""
 
 
+def multiplier(layer: nn.Module) -> float:
+    """What a decoder layer says it scales by what it adds to the residual."""
+    return float(next((layer.__dict__[n] for n in decoder_layer.MULTIPLIERS if isinstance(layer.__dict__.get(n), int | float)), 1.0))
+
+
+def one_norm(layer: nn.Module, layout: LayerLayout) -> Any:
+    """One of a layer's norms, whose weight has the layer's width, dtype and device."""
+    return layer._modules[layout.norms[0]]
+
+
+def normed(children: Mapping[str, Any], norm: str, x: Tensor) -> Tensor:
+    """x by the norm of that name, x itself where a layer has none."""
+    return children[norm](x) if norm else x  # type: ignore[no-any-return]
+
+
+def added(children: Mapping[str, Any], norm: str, multiplier: float, residual: Tensor, y: Tensor) -> Tensor:
+    """The residual and what a layer makes of what its attention or MLP gave."""
+    y = normed(children, norm, y)
+    return residual + (y if multiplier == 1 else y * multiplier)
+
+
 class LayerComposition(Composition):
-    """x + attention(norm(x)), then h + mlp(norm(h)). Roles: qkv, out, gated, down; those without a kernel run stock. Attention always
+    """A decoder layer (patterns/decoder_layer.py). Roles: qkv, out, gated, down; those without a kernel run stock. Attention always
     does: its kernels serve steps of decoding only (match/step.py)."""
 
     def __init__(self, layer: nn.Module, parts: Sequence[Part], layout: LayerLayout, mlp: MlpLayout | None):
         super().__init__(layer, parts)
-        self.layout, self.names = layout, mlp
+        self.layout, self.names, self.multiplier = layout, mlp, multiplier(layer)
         self.widths = list(dict(self.parts["qkv"].block.sizes)["n"]) if "qkv" in self.parts else []
         self.fused_norm = "gated" in self.parts and dict(self.parts["gated"].block.sizes)["norm"]
 
@@ -134,30 +167,31 @@ class LayerComposition(Composition):
             packed = self._run(kernels, "qkv", flat).view(*x.shape[:-1], -1)
             for name, y in zip(names.projections, packed.split(self.widths, -1), strict=True):
                 given[name] = lambda _, y=y: y
-            normed = x  # read for its shape only
+            inner = x  # read for its shape only
         else:
-            normed = self.children[names.norm](x)
+            inner = normed(self.children, names.norm, x)
         if "out" in kernels:
             given[names.output] = _same
         attention, kwargs = self.children[names.attention], {"attention_mask": None, **kwargs}
         if given:
-            out = type(attention).forward(stand_in(attention, given), hidden_states=normed, **kwargs)[0]
+            out = type(attention).forward(stand_in(attention, given), hidden_states=inner, **kwargs)[0]
         else:
-            out = attention(hidden_states=normed, **kwargs)[0]
+            out = attention(hidden_states=inner, **kwargs)[0]
         out = out.reshape(flat.shape[0], -1)
-        return self._run(kernels, "out", out, flat) if "out" in kernels else flat + out
+        return self._run(kernels, "out", out, flat) if "out" in kernels else added(self.children, names.after, self.multiplier, flat, out)
 
     def _mlp(self, kernels: Mapping[str, Kernel], h: Tensor, batch: int, length: int) -> Tensor:
-        mlp, mlp_norm = self.children[self.layout.mlp], self.children[self.layout.mlp_norm]
+        mlp, names = self.children[self.layout.mlp], self.layout
         if "gated" in kernels:
-            inner = self._run(kernels, "gated", h if self.fused_norm else mlp_norm(h))
+            inner = self._run(kernels, "gated", h if self.fused_norm else normed(self.children, names.mlp_norm, h))
             if "down" in kernels:
                 return self._run(kernels, "down", inner, h)
-            return h + child(mlp, self.names.down)(inner)  # type: ignore[union-attr]
-        normed = mlp_norm(h.view(batch, length, -1))
+            y = child(mlp, self.names.down)(inner)  # type: ignore[union-attr]
+            return added(self.children, names.mlp_after, self.multiplier, h, y)
+        given = normed(self.children, names.mlp_norm, h.view(batch, length, -1))
         if "down" not in kernels or self.names is None:
-            return h + mlp(normed).reshape(h.shape)
-        inner = type(mlp).forward(stand_in(mlp, {self.names.down: _same}), normed)
+            return added(self.children, names.mlp_after, self.multiplier, h, mlp(given).reshape(h.shape))
+        inner = type(mlp).forward(stand_in(mlp, {self.names.down: _same}), given)
         return self._run(kernels, "down", inner.reshape(h.shape[0], -1), h)
 
 
@@ -180,13 +214,17 @@ class LoraComposition(Composition):
         return self._run(kernels, "lora", x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
+def in_dtype(block: Block, rows: int, dtype: torch.dtype, **changes: Any) -> KernelGraph:
+    """A block's program with all that has a dtype in one."""
+    return block.program(rows, **{n: dtype for n, v in block.sizes if isinstance(v, torch.dtype)}, **changes)
+
+
 def executor(parts: Sequence[Part], rows: int, dtype: torch.dtype, slots: int | None = None) -> dict[str, Kernel]:
     """The parts' programs run op by op with torch in `dtype`, caches with `slots` slots: what a probe uses in place of kernels."""
     from mirage_hf.graph.execute import run_kernel_graph
 
     def kernel(part: Part) -> Kernel:
-        sizes = {name: dtype for name in ("dtype", "adapter_dtype", "rope_dtype") if name in dict(part.block.sizes)}
         caches = {"slots": slots} if part.block.pattern.over_cache and slots is not None else {}
-        program = part.block.program(rows, **sizes, **caches)
+        program = in_dtype(part.block, rows, dtype, **caches)
         return lambda inputs: run_kernel_graph(program, inputs)
     return {p.role: kernel(p) for p in parts}

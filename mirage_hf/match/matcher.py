@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +11,9 @@ from torch import nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.match import plain, probe
-from mirage_hf.match.compose import Composition, LayerComposition, LoraComposition, MlpComposition, Part
+from mirage_hf.match.compose import Composition, LayerComposition, LoraComposition, MlpComposition, Part, multiplier
 from mirage_hf.match.pattern import LayerLayout, MlpLayout
-from mirage_hf.match.step import CausalMatch, has_all, match_causal
+from mirage_hf.match.step import NO_ROPE, CausalMatch, Rope, has_all, match_causal
 from mirage_hf.ops import table
 from mirage_hf.patterns import (
     ATTENTION,
@@ -24,6 +25,7 @@ from mirage_hf.patterns import (
     MLA_APPEND,
     MLA_QUERY,
     RMS_NORM_LINEAR,
+    causal_lm,
     decoder_layer,
     gated_mlp,
 )
@@ -31,7 +33,8 @@ from mirage_hf.patterns import (
 
 @dataclass(frozen=True)
 class Match:
-    """A module of which some parts can be kernels. `kind` is "layer", "mlp" or "lora"; `refused` are its other parts."""
+    """A module of which some parts can be kernels. `kind` is "layer", "mlp" or "lora"; `refused` are its other parts. `rope`: what
+    RoPE a layer is given."""
 
     name: str
     kind: str
@@ -39,6 +42,7 @@ class Match:
     parts: tuple[Part, ...]
     refused: tuple[tuple[str, Rejected], ...] = ()
     layouts: tuple[Any, ...] = ()
+    rope: Rope = NO_ROPE
 
     def compose(self, module: nn.Module | None = None) -> Composition:
         """The module's forward with these parts, over `module` (its own, or a twin of it)."""
@@ -73,7 +77,7 @@ def match(model: nn.Module, patterns: Sequence[str], generating: nn.Module | Non
     for name, module in model.named_modules():
         found: Match | Rejected | None = None
         if layout := _layer_layout(module):
-            found, label = _match_layer(name, module, layout, patterns, probes), "decoder_layer"
+            found, label = _match_layer(name, module, layout, patterns, probes, _rope(model, name, module, layout, probes)), "decoder_layer"
             if isinstance(found, Match):
                 within.add(id(child_of(module, layout.mlp)))
         elif "gated_mlp" in patterns and id(module) not in within and (mlp := _mlp_layout(module)):
@@ -87,7 +91,7 @@ def match(model: nn.Module, patterns: Sequence[str], generating: nn.Module | Non
             refusals.append(Refusal(name, label, found.reason))
     layers = {id(m.module): m for m in matches if m.kind == "layer"}
     asked = layers and not IN_STEPS.isdisjoint(patterns)
-    causal = match_causal(generating, layers, _eps, probes) if asked else Rejected("no pattern asked for")
+    causal = match_causal(generating, layers, partial(_normed, probes=probes), probes) if asked else Rejected("no pattern asked for")
     return Matches(matches, refusals, causal)
 
 
@@ -99,36 +103,54 @@ def child_of(module: nn.Module, name: str) -> nn.Module | None:
 
 def _layer_layout(module: nn.Module) -> LayerLayout | None:
     rows = [row for row in decoder_layer.LAYOUTS if child_of(module, row.attention) and child_of(module, row.mlp)]
-    return next((row for row in rows if all(child_of(module._modules[row.attention], n) for n in row.projections)),  # type: ignore[arg-type]
-                next(iter(rows), None))
+    projected = [r for r in rows if all(child_of(module._modules[r.attention], n) for n in r.projections)]  # type: ignore[arg-type]
+    whole = (r for r in projected if all(child_of(module, n) for n in r.norms) and not _others(module, r))
+    return next(whole, next(iter(projected or rows), None))
 
 
-def _match_layer(name: str, layer: nn.Module, row: LayerLayout, patterns: Sequence[str], probes: probe.Probes) -> Match | Rejected:
+def _others(layer: nn.Module, row: LayerLayout) -> list[str]:
+    """The children of a layer that a row does not name."""
+    known = {row.attention, row.mlp, *row.norms}
+    return [n for n, m in layer._modules.items() if n not in known and not isinstance(m, (nn.Dropout, nn.Identity))]
+
+
+def _rope(model: nn.Module, name: str, layer: nn.Module, row: LayerLayout, probes: probe.Probes) -> Rope:
+    """The RoPE that a layer is given: that of the nearest module around it that has one; else of whole heads."""
+    dtype = next((p.dtype for p in layer.parameters()), torch.float32)
+    attention: Any = layer._modules[row.attention]
+    if row.latent is not None and (child_of(attention, row.projections[1]) and child_of(attention, row.latent.norm)):
+        inner = attention._modules
+        rope = Rope(inner[row.projections[1]].out_features - inner[row.latent.norm].weight.shape[0], dtype)
+        return replace(rope, is_complex=probes.complex_rope(layer, row, rope) is True)
+    around = name.split(".")[:-1]
+    owners: list[Any] = [model.get_submodule(".".join(around[:n])) for n in range(len(around), -1, -1)]
+    found = next(((o, m) for o in owners for r in causal_lm.LAYOUTS if (m := child_of(o, r.rotary))), None)
+    given = probes.rotary(found[1], getattr(found[0], "config", None), dtype) if found else None
+    return given if isinstance(given, Rope) else Rope(getattr(attention, "head_dim", 0), dtype)
+
+
+def _match_layer(name: str, layer: nn.Module, row: LayerLayout, patterns: Sequence[str], probes: probe.Probes,
+                 rope: Rope) -> Match | Rejected:
     no = _layer_structure(layer, row)
     if no is not None:
         return no
     attention, mlp = layer._modules[row.attention], layer._modules[row.mlp]
-    if row.latent is not None:
-        given = probes.complex_rope(layer, row)
-        if isinstance(given, Rejected):
-            return given
-        row = replace(row, complex_rope=given)
     mlp_row = _mlp_layout(mlp)
     assumed = mlp_row or gated_mlp.LAYOUTS[0]
     found: list[Part | Rejected | None] = [
         _qkv(layer, attention, row, probes) if "rms_norm_linear" in patterns else None,
-        _residual(attention, row.attention, row.output, "out") if "linear_residual" in patterns else None,
+        _residual(layer, (row.attention, row.output, row.after), "out", probes) if "linear_residual" in patterns else None,
         _gated(layer, mlp, assumed, row, probes) if "gated_mlp" in patterns else None,
-        _residual(mlp, row.mlp, assumed.down, "down") if "linear_residual" in patterns else None]
+        _residual(layer, (row.mlp, assumed.down, row.mlp_after), "down", probes) if "linear_residual" in patterns else None]
     labels = ("rms_norm_linear", "linear_residual", "gated_mlp", "linear_residual")
     parts = tuple(p for p in found if isinstance(p, Part))
     refused = tuple((label, p) for label, p in zip(labels, found, strict=True) if isinstance(p, Rejected))
     if not parts:
         return Rejected("; ".join(dict.fromkeys(r.reason for _, r in refused)) or "no pattern asked for")
-    candidate = Match(name, "layer", layer, parts, refused, (row, mlp_row))
+    candidate = Match(name, "layer", layer, parts, refused, (row, mlp_row), rope)
     pattern = (ATTENTION if row.latent is None else MLA).name
-    if pattern in patterns and not has_all(parts, mlp_row, but="attention"):  # without the other parts nobody asks for attention's
-        whole = _whole(candidate, _attention(attention, row, probes), probes)
+    if pattern in patterns and not has_all(parts, row, mlp_row, but="attention"):  # without the other parts nobody asks for attention's
+        whole = _whole(candidate, _attention(attention, row, probes, rope), probes)
         candidate = replace(candidate, refused=(*refused, (pattern, whole))) if isinstance(whole, Rejected) else whole
     differs = probes.layer(candidate)
     return Rejected("; ".join([differs.reason, *(f"{label}: {r.reason}" for label, r in candidate.refused)])) if differs else candidate
@@ -151,17 +173,14 @@ def _whole(candidate: Match, kinds: list[tuple[Part, ...]] | Rejected, probes: p
 
 def _layer_structure(layer: nn.Module, row: LayerLayout) -> Rejected | None:
     containers = ((layer, n, plain.CONTAINER) for n in (row.attention, row.mlp))
-    norms = [(layer, n, ()) for n in (row.norm, row.mlp_norm)]
+    norms = [(layer, n, ()) for n in row.norms]
     no = plain.first_refusal(*containers, *norms)
     if no is not None:
         return no
     if "forward" in layer.__dict__:
         return Rejected("the layer has a forward of its own on the instance, which a class swap would not replace")
-    known = {row.norm, row.attention, row.mlp_norm, row.mlp}
-    extra = [n for n, m in layer._modules.items() if n not in known and not isinstance(m, (nn.Dropout, nn.Identity))]
-    if extra:
-        hint = next((f": {text}" for key, text in decoder_layer.HINTS.items() if key in extra), "")
-        return Rejected(f"has {', '.join(extra)} too{hint}")
+    if extra := _others(layer, row):
+        return Rejected(f"has {', '.join(extra)} too")
     return None
 
 
@@ -171,55 +190,83 @@ def _eps(norm: nn.Module) -> float:
 
 
 def _qkv(layer: nn.Module, attention: nn.Module, row: LayerLayout, probes: probe.Probes) -> Part | Rejected:
-    checks = [(attention, n, plain.LINEAR) for n in row.projections]
-    no = plain.first_refusal((layer, row.norm, plain.NORM), *checks) or probes.norm(row.norm, layer._modules[row.norm])
-    if no is not None:
+    if no := plain.first_refusal(*((attention, n, plain.LINEAR) for n in row.projections)):
         return no
-    norm, linears = layer._modules[row.norm], [attention._modules[n] for n in row.projections]
-    k, biases = norm.weight.shape[0], {m.bias is not None for m in linears}
+    normed = _norm(layer, row.norm, probes)
+    if isinstance(normed, Rejected):
+        return normed
+    norms, linears = [layer._modules[n] for n in (row.norm,) if n], [attention._modules[n] for n in row.projections]
+    k, biases = linears[0].in_features, {m.bias is not None for m in linears}
     if any(m.in_features != k for m in linears) or len(biases) > 1:
         return Rejected(f"{', '.join(row.projections)} differ in input size or bias")
     weight = linears[0].weight
-    if no := plain.same_weights([norm, *linears], weight.dtype, weight.device):
+    if no := plain.same_weights([*norms, *linears], weight.dtype, weight.device):
         return no
-    block = RMS_NORM_LINEAR.block(k=k, n=tuple(m.out_features for m in linears), bias=biases.pop(), eps=_eps(norm), dtype=weight.dtype)
-    paths = [f"{row.attention}.{n}" for n in row.projections]
-    weights = [(row.norm, "weight"), *((p, "weight") for p in paths)]
+    block = RMS_NORM_LINEAR.block(k=k, n=tuple(m.out_features for m in linears), bias=biases.pop(), **normed, dtype=weight.dtype)
+    paths, before = [f"{row.attention}.{n}" for n in row.projections], [row.norm] if row.norm else []
+    weights = [*((n, "weight") for n in before), *((p, "weight") for p in paths)]
     if dict(block.sizes)["bias"]:
         weights += [(p, "bias") for p in paths]
-    return Part("qkv", block, tuple(weights), (row.norm, row.attention, *paths))
+    return Part("qkv", block, tuple(weights), (*before, row.attention, *paths))
 
 
-def _attention(attention: Any, row: LayerLayout, probes: probe.Probes) -> list[tuple[Part, ...]] | Rejected:
+NO_NORM: dict[str, Any] = {"norm": False, "eps": 1e-6, "offset": 0.0}
+"""The sizes of a block without a norm."""
+
+
+def _norm(layer: nn.Module, name: str, probes: probe.Probes) -> dict[str, Any] | Rejected:
+    """A layer's norm as sizes of the block that it is part of; `name` is "" where there is none."""
+    if not name:
+        return dict(NO_NORM)
+    return plain.refuse(layer, name, plain.NORM) or _normed(name, layer._modules[name], probes)  # type: ignore[arg-type]
+
+
+def _normed(name: str, norm: nn.Module, probes: probe.Probes) -> dict[str, Any] | Rejected:
+    offset = probes.norm(name, norm, _eps(norm), decoder_layer.OFFSETS)
+    return offset if isinstance(offset, Rejected) else {"norm": True, "eps": _eps(norm), "offset": offset}
+
+
+def _attention(attention: Any, row: LayerLayout, probes: probe.Probes, rope: Rope) -> list[tuple[Part, ...]] | Rejected:
     """What lies between the projections and the output projection, for one token of each sequence: what it may be, as parts."""
     if row.latent is not None:
-        return _latent_attention(attention, row, probes)
+        return _latent_attention(attention, row, probes, rope)
     inner = attention._modules
     has = [n for n in row.head_norms if inner.get(n) is not None]
     known = {*row.projections, row.output, *has}
     if extra := [n for n, m in inner.items() if n not in known and m is not None and not isinstance(m, (nn.Dropout, nn.Identity))]:
         return Rejected(f"attention has {', '.join(extra)} too")
-    no = plain.first_refusal(*((attention, n, plain.LINEAR) for n in row.projections), *((attention, n, plain.NORM) for n in has))
-    if no := no or next((r for n in has if (r := probes.norm(n, inner[n]))), None):
+    if no := plain.first_refusal(*((attention, n, plain.LINEAR) for n in row.projections)):
+        return no
+    normed = [_norm(attention, n, probes) for n in has]
+    if no := next((r for r in normed if isinstance(r, Rejected)), None):
         return no
     d, scale = getattr(attention, "head_dim", None), getattr(attention, "scaling", None)
     if not isinstance(d, int) or not isinstance(scale, float) or d % 2:
         return Rejected(f"attention has no head_dim and scaling, or odd ones ({d}, {scale})")
-    heads, *kv = (inner[n].out_features // d for n in row.projections)
-    if any(inner[n].out_features % d for n in row.projections) or kv[0] != kv[1] or heads % kv[0]:
+    heads = _heads(attention, [inner[n].out_features for n in row.projections], d)
+    if heads is None:
         return Rejected(f"{', '.join(row.projections)} are no whole heads of {d}")
-    norms, dtype = [inner[n] for n in has], inner[row.projections[0]].weight.dtype
-    if len(norms) == 1 or any(n.weight.shape[0] != d for n in norms) or len({_eps(n) for n in norms}) > 1:
-        return Rejected(f"{' and '.join(has)} are no two norms of one head each")
-    if no := plain.same_weights(norms, dtype, inner[row.projections[0]].weight.device):
+    (kv_heads, group), norms, weight = heads, [inner[n] for n in has], inner[row.projections[0]].weight
+    shapes, sizes = [n.weight.shape[0] for n in norms], dict(normed[0] if normed else NO_NORM)  # type: ignore[arg-type]
+    kinds = {(): "", (d, d): "rms", (kv_heads * group * d, kv_heads * d): "rms of all heads"}
+    if tuple(shapes) not in kinds or any(n != normed[0] for n in normed):
+        return Rejected(f"{' and '.join(has)} are no two norms of one head each, or of all")
+    if no := plain.same_weights(norms, weight.dtype, weight.device):
         return no
-    block = ATTENTION.block(kv_heads=kv[0], group=heads // kv[0], head_dim=d, scale=scale, norm="rms" if norms else "",
-                            eps=_eps(norms[0]) if norms else 1e-6, dtype=dtype)
+    sizes |= {"norm": kinds[tuple(shapes)], "kv_heads": kv_heads, "group": group, "head_dim": d, "scale": scale, "dtype": weight.dtype,
+              "rotary": rope.width, "rope_dtype": rope.dtype}
+    if sizes["norm"] == "rms of all heads" and sizes["offset"]:
+        return Rejected(f"{' and '.join(has)} add {sizes['offset']:g} to weights of all heads")
+    softcap = probe.softcap_of(attention)
+    if softcap is not None and getattr(attention.config, "_attn_implementation", "eager") not in probe.MASKED:
+        return Rejected(f"whether the softcap is used with {attention.config._attn_implementation} attention is not probed")
     paths = [f"{row.attention}.{n}" for n in has]
-    return [(Part("attention", block, tuple((p, "weight") for p in paths), (row.attention, *paths)),)]
+    variants = ((rope_kind, cap) for rope_kind in ("halves", "pairs", "") for cap in dict.fromkeys((softcap, None)))
+    blocks = [ATTENTION.block(**sizes, rope=rope_kind, softcap=cap) for rope_kind, cap in variants]
+    return [(Part("attention", block, tuple((p, "weight") for p in paths), (row.attention, *paths)),) for block in blocks]
 
 
-def _latent_attention(attention: Any, row: LayerLayout, probes: probe.Probes) -> list[tuple[Part, ...]] | Rejected:
+def _latent_attention(attention: Any, row: LayerLayout, probes: probe.Probes, given_rope: Rope) -> list[tuple[Part, ...]] | Rejected:
     """The same where the cache holds latents, for each way in which RoPE may turn."""
     inner, names = attention._modules, row.latent
     assert names is not None
@@ -228,9 +275,13 @@ def _latent_attention(attention: Any, row: LayerLayout, probes: probe.Probes) ->
     known = {*norms, *linears}
     if extra := [n for n, m in inner.items() if n not in known and m is not None and not isinstance(m, (nn.Dropout, nn.Identity))]:
         return Rejected(f"attention has {', '.join(extra)} too")
-    no = plain.first_refusal(*((attention, n, plain.LINEAR) for n in linears), *((attention, n, plain.NORM) for n in norms))
-    if no := no or next((r for n in norms if (r := probes.norm(n, inner[n]))), None):
+    if no := plain.first_refusal(*((attention, n, plain.LINEAR) for n in linears)):
         return no
+    normed = {n: _norm(attention, n, probes) for n in norms}
+    if no := next((r for r in normed.values() if isinstance(r, Rejected)), None):
+        return no
+    if added := [n for n, r in normed.items() if r["offset"]]:  # type: ignore[index]
+        return Rejected(f"{added[0]} adds to its weight")
     query, latents, expand = inner[names.q_expand or row.projections[0]], inner[row.projections[1]], inner[names.expand]
     if biased := [n for n in (names.q_expand, names.expand) if n and inner[n].bias is not None]:
         return Rejected(f"{biased[0]} has a bias")
@@ -259,24 +310,42 @@ def _latent_attention(attention: Any, row: LayerLayout, probes: probe.Probes) ->
         first = (Part("query", block, tuple((p, "weight") for p in paths), (row.attention, *paths)),)
     return [(*first,
              Part("append", MLA_APPEND.block(**shape, eps=_eps(inner[names.norm]), ropes=ropes,
-                                             rope_dtype=torch.float32 if row.complex_rope else shape["dtype"]),
+                                             rope_dtype=torch.float32 if given_rope.is_complex else shape["dtype"]),
                   ((path(names.norm), "weight"),), (row.attention, path(names.norm))),
              Part("attention", MLA.block(**shape, value=value, scale=scale, ropes=ropes), ((path(names.expand), "weight"),),
                   (row.attention, path(names.expand))))
-            for ropes in (("pairs",) if row.complex_rope else ("parted pairs", "halves", "pairs"))]
+            for ropes in (("pairs",) if given_rope.is_complex else ("parted pairs", "halves", "pairs"))]
 
 
-def _residual(parent: nn.Module, path: str, name: str, role: str) -> Part | Rejected:
+def _heads(attention: Any, widths: list[int], d: int) -> tuple[int, int] | None:
+    """Heads of keys, and of queries for each of them, by the widths of the projections; None where these are no whole heads."""
+    if len(widths) == 1:  # q, k and v in one, which does not say where they end
+        group = getattr(attention, "num_key_value_groups", 1)
+        kv = widths[0] // (d * (group + 2))
+        widths = [kv * group * d, kv * d, widths[0] - kv * (group + 1) * d]
+    heads, *kvs = (w // d for w in widths)
+    whole = all(w % d == 0 for w in widths) and kvs[0] == kvs[1] > 0 and heads % kvs[0] == 0
+    return (kvs[0], heads // kvs[0]) if whole else None
+
+
+def _residual(layer: nn.Module, names: tuple[str, str, str], role: str, probes: probe.Probes) -> Part | Rejected:
+    """The linear of (module, its linear, the layer's norm after it), and what it is added to."""
+    path, name, after = names
+    parent: Any = layer._modules[path]
     no = plain.refuse(parent, name, plain.LINEAR)
     if no is not None:
         return no
-    linear = parent._modules[name]
+    normed = _norm(layer, after, probes)
+    if isinstance(normed, Rejected):
+        return normed
+    linear, norms = parent._modules[name], [layer._modules[n] for n in (after,) if n]
     weight, bias = linear.weight, linear.bias is not None
-    if no := plain.same_weights([linear], weight.dtype, weight.device):
+    if no := plain.same_weights([linear, *norms], weight.dtype, weight.device):  # type: ignore[list-item]
         return no
-    block = LINEAR_RESIDUAL.block(k=linear.in_features, n=linear.out_features, bias=bias, dtype=weight.dtype)
-    weights = ((f"{path}.{name}", "weight"), *(((f"{path}.{name}", "bias"),) if bias else ()))
-    return Part(role, block, weights, (path, f"{path}.{name}"))
+    block = LINEAR_RESIDUAL.block(k=linear.in_features, n=linear.out_features, bias=bias, dtype=weight.dtype, **normed,
+                                  scale=multiplier(layer))
+    weights = [(f"{path}.{name}", p) for p in (("weight", "bias") if bias else ("weight",))] + [(n, "weight") for n in (after,) if n]
+    return Part(role, block, tuple(weights), (path, f"{path}.{name}", *((after,) if after else ())))
 
 
 # -- the gated MLP ------------------------------------------------------------------------------------------------------
@@ -288,7 +357,8 @@ def _mlp_layout(module: nn.Module) -> MlpLayout | None:
 def _gated(layer: nn.Module | None, mlp: nn.Module, row: MlpLayout, layer_row: LayerLayout | None,
            probes: probe.Probes) -> Part | Rejected:
     """The gate/up part of an MLP: with the norm before it when `layer` is given and its norm is an RMSNorm."""
-    checks = ((mlp, row.gate, plain.LINEAR), (mlp, row.up, plain.LINEAR), (mlp, row.activation, plain.ACTIVATION))
+    linears = tuple(dict.fromkeys((row.gate, row.up)))
+    checks = (*((mlp, n, plain.LINEAR) for n in linears), (mlp, row.activation, plain.ACTIVATION))
     no = plain.first_refusal(*checks)
     if no is not None:
         return no
@@ -296,24 +366,26 @@ def _gated(layer: nn.Module | None, mlp: nn.Module, row: MlpLayout, layer_row: L
     activation = probes.activation(mlp._modules[row.activation], gated_mlp.ACTIVATIONS)
     if isinstance(activation, Rejected):
         return Rejected(f"{row.activation} {activation.reason}")
+    halves, width = row.gate == row.up, gate.out_features // (2 if row.gate == row.up else 1)
+    if halves and (gate.out_features % 2 or any(p[width:].storage_offset() * p.itemsize % plain.ALIGNMENT for p in gate.parameters())):
+        return Rejected(f"{row.gate} has no two halves, or a second one at an address that is no multiple of {plain.ALIGNMENT}")
     if gate.weight.shape != up.weight.shape or (gate.bias is None) != (up.bias is None):
         return Rejected(f"{row.gate} and {row.up} differ in size or bias")
     if no := plain.same_weights([gate, up], gate.weight.dtype, gate.weight.device):
         return no
     bias = gate.bias is not None
     prefix = f"{layer_row.mlp}." if layer_row else ""
-    weights = [(f"{prefix}{n}", p) for n in (row.gate, row.up) for p in (("weight", "bias") if bias else ("weight",))]
-    bypassed = [f"{prefix}{n}" for n in (row.gate, row.up, row.activation)]
-    sizes: dict[str, Any] = dict(k=gate.in_features, n=gate.out_features, activation=activation, bias=bias, dtype=gate.weight.dtype)
-    if layer is None or layer_row is None:
-        return Part("gated", GATED_MLP.block(**sizes, norm=False, eps=1e-6), tuple(weights), tuple(bypassed))
-    bypassed.append(layer_row.mlp)
-    name, norm = layer_row.mlp_norm, layer._modules[layer_row.mlp_norm]
-    foreign = plain.refuse(layer, name, plain.NORM) or probes.norm(name, norm)
-    if foreign or plain.same_weights([norm], gate.weight.dtype, gate.weight.device):
-        return Part("gated", GATED_MLP.block(**sizes, norm=False, eps=1e-6), tuple(weights), tuple(bypassed))
-    block = GATED_MLP.block(**sizes, norm=True, eps=_eps(norm))
-    return Part("gated", block, ((name, "weight"), *weights), (name, *bypassed))
+    weights = [(f"{prefix}{n}", p) for n in linears for p in (("weight", "bias") if bias else ("weight",))]
+    bypassed = [f"{prefix}{n}" for n in (*linears, row.activation)]
+    sizes: dict[str, Any] = dict(k=gate.in_features, n=width, activation=activation, bias=bias, dtype=gate.weight.dtype)
+    name, normed = layer_row.mlp_norm if layer_row else "", None
+    if layer is not None and layer_row is not None:
+        bypassed.append(layer_row.mlp)
+        foreign = name and plain.same_weights([layer._modules[name]], gate.weight.dtype, gate.weight.device)  # type: ignore[list-item]
+        normed = None if foreign else _norm(layer, name, probes)
+    if not name or normed is None or isinstance(normed, Rejected):
+        return Part("gated", GATED_MLP.block(**sizes, **NO_NORM), tuple(weights), tuple(bypassed), halves)
+    return Part("gated", GATED_MLP.block(**sizes, **normed), ((name, "weight"), *weights), (name, *bypassed), halves)
 
 
 def _match_mlp(name: str, mlp: nn.Module, row: MlpLayout, probes: probe.Probes) -> Match | Rejected:

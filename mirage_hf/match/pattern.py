@@ -69,9 +69,10 @@ class LatentLayout:
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """How families name the children of a decoder layer, and those of its attention.
+    """How families name the children of a decoder layer, and those of its attention. A norm that they have not is "".
 
-    latent: of attention whose cache holds latents. complex_rope: RoPE comes as one complex tensor, not as cos and sin; found by a probe.
+    `norm` and `mlp_norm` are those before attention and MLP, `after` and `mlp_after` those of what these give, before it is added.
+    One name in `projections`: q, k and v are one linear. `latent`: of attention whose cache holds latents.
     """
 
     families: str
@@ -81,9 +82,15 @@ class LayerLayout:
     output: str
     mlp_norm: str
     mlp: str
+    after: str = ""
+    mlp_after: str = ""
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     latent: LatentLayout | None = None
-    complex_rope: bool = False
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The norms that the layer has."""
+        return tuple(n for n in (self.norm, self.after, self.mlp_norm, self.mlp_after) if n)
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class CausalLayout:
 
 @dataclass(frozen=True)
 class MlpLayout:
-    """How families name the children of a gated MLP."""
+    """How families name the children of a gated MLP. Where `gate` and `up` are one name, they are the halves of one linear."""
 
     families: str
     gate: str

@@ -66,9 +66,9 @@ def _one_weight(m: nn.Module) -> str | None:
     return None
 
 
-def _exact_embedding(m: nn.Module) -> str | None:
-    if type(m) is not nn.Embedding:
-        return f"is {type(m).__module__.split('.')[0]}'s {type(m).__qualname__}, not a plain nn.Embedding"
+def _one_embedding(m: nn.Module) -> str | None:
+    if not isinstance(m, nn.Embedding) or m._modules or list(m._parameters) != ["weight"]:
+        return f"is {type(m).__module__.split('.')[0]}'s {type(m).__qualname__}, not an nn.Embedding with one weight"
     return "renormalises its rows (max_norm)" if m.max_norm is not None else None
 
 
@@ -80,7 +80,7 @@ Rule = Callable[[nn.Module], "str | None"]
 _ANY: tuple[Rule, ...] = (_own_forward, _hooked, _training)
 LINEAR: tuple[Rule, ...] = (_exact_linear, *_ANY, _plain_weights)
 NORM: tuple[Rule, ...] = (*_ANY, _one_weight, _plain_weights)
-EMBEDDING: tuple[Rule, ...] = (_exact_embedding, _own_forward, _hooked, _plain_weights)
+EMBEDDING: tuple[Rule, ...] = (_one_embedding, _own_forward, _hooked, _plain_weights)
 ACTIVATION: tuple[Rule, ...] = (*_ANY, _no_state)
 CONTAINER: tuple[Rule, ...] = _ANY
 

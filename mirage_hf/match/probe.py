@@ -17,14 +17,28 @@ from torch import Tensor, nn
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.match import plain
-from mirage_hf.match.compose import Kernel, Passing, executor, runs_own_mlp, stand_in
+from mirage_hf.match.compose import Kernel, Passing, executor, in_dtype, one_norm, runs_own_mlp, stand_in
 from mirage_hf.match.pattern import LayerLayout
-from mirage_hf.match.step import At, LayerPrompt, Prompt, cos_and_sin, head_of, hollow, layer_prompt, layer_step
+from mirage_hf.match.step import (
+    At,
+    LayerPrompt,
+    LayerStep,
+    Prompt,
+    Rope,
+    head_of,
+    hollow,
+    layer_prompt,
+    layer_step,
+    rotary_kinds,
+    rotary_rows,
+)
 from mirage_hf.ops import table
 from mirage_hf.patterns import decoder_layer
 
 TOLERANCE = 1e-3
 """Of the largest output: float32 sums of any order pass, TF32 too; another formula does not."""
+FAR = 1 << 20
+"""Between the positions of a probe's sequences."""
 MASKED = ("eager", "sdpa")
 """Attention backends that take the float mask a probe gives. Twins of models with another one are probed with sdpa."""
 
@@ -66,6 +80,11 @@ def randomised(seed: int) -> Callable[[str, Tensor], Tensor]:
             noise = 0.3 * noise + (0.2 if name.endswith("bias") else 1.3)
         return noise
     return convert
+
+
+def softcap_of(attention: nn.Module) -> float | None:
+    """What an attention says may bound its scores."""
+    return next((float(v) for n in decoder_layer.SOFTCAPS if isinstance(v := attention.__dict__.get(n), int | float)), None)
 
 
 def kind_of(module: nn.Module) -> tuple[Any, ...]:
@@ -122,25 +141,22 @@ class Call:
                     position_embeddings=rope)
 
 
-def calls(batch: int, layer: Any, row: LayerLayout, lengths: Sequence[int], generator: torch.Generator, dtype: torch.dtype, *,
+def calls(batch: int, like: Tensor, rope: Rope, lengths: Sequence[int], generator: torch.Generator, dtype: torch.dtype, *,
           scale: float = 1.0, masked: bool = True) -> Iterator[Call]:
-    """Calls of a layer that extend one sequence by `lengths`: row 0 padded on the left by 2, from the third call on in a window of 4."""
-    past, weight, attention = 0, layer._modules[row.norm].weight, layer._modules[row.attention]
-    width, device = weight.shape[0], weight.device
-    if row.latent is None:
-        head_dim = attention.head_dim
-    else:
-        head_dim = attention._modules[row.projections[1]].out_features - attention._modules[row.latent.norm].weight.shape[0]
+    """Calls of a layer whose norms have weights like `like` that extend one sequence by `lengths`: row 0 padded on the left by 2, from the
+    third call on in a window of 4."""
+    past, width, device = 0, like.shape[0], like.device
     for number, length in enumerate(lengths):
         x = scale * torch.randn(batch, length, width, generator=generator)
-        angles = 6.0 * torch.rand(batch, length, head_dim // 2, generator=generator).repeat(1, 1, 2)
+        angles = 6.0 * torch.rand(batch, length, rope.width // 2, generator=generator).repeat(1, 1, 2)
         query, key = torch.arange(past, past + length)[:, None], torch.arange(past + length)[None]
         hidden = (key > query) | ((key <= query - 4) & (number >= 2))
         mask = hidden.repeat(batch, 1, 1)
         mask[0] |= (key < 2) & (key < query)
-        positions = torch.arange(past, past + length)[None].expand(batch, -1)
-        yield Call(x.to(device, dtype), angles.cos().to(device, dtype), angles.sin().to(device, dtype),
-                   _bias(mask[:, None].to(device), dtype) if masked else None, positions.to(device), row.complex_rope)
+        # far from each other: what a layer makes of them beside RoPE is seen
+        positions = torch.arange(past, past + length)[None] + torch.arange(batch)[:, None] * FAR
+        yield Call(x.to(device, dtype), angles.cos().to(device, rope.dtype), angles.sin().to(device, rope.dtype),
+                   _bias(mask[:, None].to(device), dtype) if masked else None, positions.to(device), rope.is_complex)
         past += length
 
 
@@ -172,19 +188,33 @@ class Probes:
                 self.outcomes[key] = Rejected(f"could not be run on a probe ({type(e).__name__}: {text})")
         return self.outcomes[key]
 
-    def norm(self, name: str, norm: nn.Module) -> Rejected | None:
-        """Whether a module is RMSNorm as op `rms_norm` computes it."""
-        def probe() -> Rejected | None:
+    def norm(self, name: str, norm: nn.Module, eps: float, offsets: Sequence[float]) -> float | Rejected:
+        """Which of `offsets` a module adds to its weight that is RMSNorm as op `rms_norm` computes it."""
+        def probe() -> float | Rejected:
             g = torch.Generator().manual_seed(0)
             other = twin(norm, randomised(0))
-            eps = next((norm.__dict__[n] for n in decoder_layer.EPS_NAMES if isinstance(norm.__dict__.get(n), float)), 1e-6)
+            fars = dict.fromkeys(offsets, 0.0)
             for scale in (1.0, 1e-3):
                 x = (scale * torch.randn(3, 5, norm.weight.shape[0], generator=g)).to(norm.weight.device)
-                far = distance(other.forward(x), table.lookup("rms_norm").oracle(x, other.weight, eps=eps))
-                if not far < TOLERANCE:
-                    return Rejected(f"{name} ({type(norm).__name__}) is not x / sqrt(mean(x²) + eps) · w: off by {far:.2g} on a probe")
-            return None
-        return self._once(("norm", name, kind_of(norm)), probe)
+                y, oracle = other.forward(x), table.lookup("rms_norm").oracle
+                fars = {offset: max(far, distance(y, oracle(x, other.weight + offset, eps=eps))) for offset, far in fars.items()}
+            nearest = min(fars, key=lambda offset: fars[offset])
+            if fars[nearest] < TOLERANCE:
+                return nearest
+            text = f"x / sqrt(mean(x²) + eps) · {'w' if not nearest else f'({nearest:g} + w)'}"
+            return Rejected(f"{name} ({type(norm).__name__}) is not {text}: off by {fars[nearest]:.2g} on a probe")
+        return self._once(("norm", name, eps, kind_of(norm)), probe)  # type: ignore[no-any-return]
+
+    def rotary(self, rotary: nn.Module, config: Any, dtype: torch.dtype) -> Rope | Rejected:
+        """What RoPE a model's module gives to layers of a dtype."""
+        def probe() -> Rope | Rejected:
+            device = next((b.device for b in rotary.buffers()), torch.device("cpu"))
+            kinds = sorted(set(rotary_kinds(rotary, config, len(getattr(config, "layer_types", None) or ()) or 1)))
+            at = torch.tensor([[0, 3]], device=device)
+            tables = [rotary_rows(rotary, torch.zeros(1, 2, 8, dtype=dtype, device=device), at, kind)[0] for kind in kinds]
+            ropes = {Rope(cos.shape[-1], cos.dtype) for cos in tables}
+            return ropes.pop() if len(ropes) == 1 else Rejected("RoPE differs in more than numbers from layer to layer")
+        return self._once(("rotary", id(rotary), dtype), probe)  # type: ignore[no-any-return]
 
     def activation(self, module: nn.Module, ops: Sequence[str]) -> str | Rejected:
         """Which of `ops` an activation module computes."""
@@ -197,15 +227,16 @@ class Probes:
 
     def layer(self, candidate: Any) -> Rejected | None:
         """Whether a decoder layer with its parts done by their programs still computes what its own forward does."""
-        layer, row = candidate.module, candidate.layouts[0]
+        layer = candidate.module
 
         def probe() -> Rejected | None:
             g = torch.Generator().manual_seed(1)
             other = twin(_but_for_mlp(candidate), randomised(1))
-            composed = candidate.compose(other)
+            composed, like = candidate.compose(other), one_norm(other, candidate.layouts[0]).weight
+            wide = replace(candidate.rope, dtype=torch.float32)
             for scale in (1.0, 1e-3):
                 stock, ours = ProbeCache(), ProbeCache()
-                for call in calls(2, other, row, (6, 1, 1, 1), g, torch.float32, scale=scale):
+                for call in calls(2, like, wide, (6, 1, 1, 1), g, torch.float32, scale=scale):
                     want = other.forward(call.x, **call.kwargs(stock))
                     got = composed(executor(candidate.parts, call.x.shape[0] * call.x.shape[1], torch.float32), call.x, call.kwargs(ours))
                     if not isinstance(want, Tensor):
@@ -214,7 +245,7 @@ class Probes:
                     if not far < TOLERANCE:
                         return Rejected(_layer_differs(layer, far))
             return None
-        return self._once(("layer", tuple(p.block for p in candidate.parts), kind_of(layer)), probe)
+        return self._once(("layer", tuple(p.block for p in candidate.parts), candidate.rope, kind_of(layer)), probe)
 
     def step(self, candidate: Any) -> Rejected | None:
         """Whether a decoder layer computes a token as its parts' programs do, attention and its cache included."""
@@ -224,12 +255,12 @@ class Probes:
             g, slots = torch.Generator().manual_seed(3), 12
             other = twin(_but_for_mlp(candidate), randomised(3))
             step, prompt = layer_step(other, candidate.parts, row), layer_prompt(other, candidate.parts, row)
-            stock, past = ProbeCache(), 0
-            for number, call in enumerate(calls(2, other, row, (6, 1, 1, 1), g, torch.float32)):
+            stock, past, wide = ProbeCache(), 0, replace(candidate.rope, dtype=torch.float32)
+            for number, call in enumerate(calls(2, one_norm(other, row).weight, wide, (6, 1, 1, 1), g, torch.float32)):
                 keys, values = stock.keys, stock.values
                 want = other.forward(call.x, **call.kwargs(stock))
                 if not number:  # row 0 is padded, which prompts by kernels are not
-                    far = 0.0 if prompt is None else _prompt_differs(prompt, call, want, stock, slots)
+                    far = 0.0 if prompt is None else _prompt_differs(prompt, step, call, want, stock, slots)
                 else:
                     assert keys is not None and values is not None
                     room = [nn.functional.pad(x, (0, 0, 0, slots - past)) for x in (keys, values)]
@@ -246,11 +277,12 @@ class Probes:
             return None
         return self._once(("step", tuple(p.block for p in candidate.parts), kind_of(layer)), probe)
 
-    def complex_rope(self, layer: nn.Module, row: LayerLayout) -> bool | Rejected:
+    def complex_rope(self, layer: nn.Module, row: LayerLayout, rope: Rope) -> bool | Rejected:
         """Whether a layer takes RoPE as one complex tensor: it is called with cos and sin first."""
         def probe() -> bool:
-            other = twin(stand_in(layer, {"_modules": {**layer._modules, row.mlp: Passing()}}), randomised(5))
-            call = next(calls(3, other, row, (4,), torch.Generator().manual_seed(5), torch.float32))
+            other, wide = twin(stand_in(layer, {"_modules": {**layer._modules, row.mlp: Passing()}}), randomised(5)), torch.float32
+            like, g = one_norm(other, row).weight, torch.Generator().manual_seed(5)
+            call = next(calls(3, like, replace(rope, dtype=wide), (4,), g, wide))
             try:
                 other.forward(call.x, **call.kwargs(None))
             except (AttributeError, TypeError, ValueError, RuntimeError):
@@ -267,12 +299,14 @@ class Probes:
             ids = torch.randint(0, 48, (2, 5), generator=g).to(found.embedding.device)
             positions = torch.tensor([[0, 1, 2, 3, 4], [2, 3, 4, 5, 6]]).to(ids.device)
             logits = h.model.forward(input_ids=ids, position_ids=positions, use_cache=False).logits
-            x = h.embedding[ids]
+            x = h.embedding[ids] * found.embedding_scale(torch.float32)
             if len(h.seen) != len(found.layers):
                 return Rejected(f"the model calls {len(h.seen)} of its {len(found.layers)} layers")
-            cos, sin = cos_and_sin(found.rotary(x, positions))
             given = x
             for number, (seen, seen_cos, seen_sin, y) in enumerate(h.seen):
+                cos, sin = rotary_rows(found.rotary, x, positions, found.kinds[number])
+                if not found.latent and any(not torch.equal(*t.chunk(2, -1)) for t in (cos, sin)):
+                    return Rejected("RoPE's cos and sin are not one number for each pair of elements, twice over")
                 far = max(distance(seen, given), distance(seen_cos, cos), distance(seen_sin, sin))
                 if not far < TOLERANCE:
                     return Rejected(f"layer {number} is not given {'the embedding' if not number else 'what the layer before it gave'}, "
@@ -309,19 +343,19 @@ def _but_for_mlp(candidate: Any) -> Any:
     return stand_in(layer, {"_modules": {**layer._modules, **aside}})
 
 
-def _prompt_differs(prompt: LayerPrompt, call: Call, want: Tensor, stock: ProbeCache, slots: int) -> float:
+def _prompt_differs(prompt: LayerPrompt, step: LayerStep, call: Call, want: Tensor, stock: ProbeCache, slots: int) -> float:
     """How far the last row of a layer's first call is from what `prompt` makes of it, keys and values included."""
     assert stock.keys is not None and stock.values is not None
     tokens, x, zeros = call.x.shape[1], call.x[-1], torch.zeros(1, dtype=torch.int32, device=call.x.device)
     keys, values = (torch.zeros(1, y.shape[1], slots, y.shape[3], device=y.device) for y in (stock.keys, stock.values))
     kernels: dict[str, Kernel] = {
-        name: partial(run_kernel_graph, block.program(rows, dtype=torch.float32))
+        name: partial(run_kernel_graph, in_dtype(block, rows, torch.float32))
         for name, (block, rows) in prompt.blocks(1, tokens, slots).items()}
-    got = prompt(kernels, x.clone(), Prompt(call.cos[-1], call.sin[-1], keys, values, zeros))
+    got = prompt(kernels, x.clone(), Prompt(*step.tables(call.cos[-1], call.sin[-1]), keys, values, zeros))
     return max(distance(got, want[-1], x), distance(keys[0, :, :tokens], stock.keys[-1]), distance(values[0, :, :tokens], stock.values[-1]))
 
 
 def _layer_differs(layer: nn.Module, far: float) -> str:
     hints = [text for key, text in decoder_layer.HINTS.items() if key in layer.__dict__]
-    why = hints[0] if hints else "it is not x + attention(norm(x)), then h + mlp(norm(h))"
+    why = hints[0] if hints else "it is not x + attention(norm(x)), then h + mlp(norm(h)), norms and multipliers as its layout has them"
     return f"the layer computes something else: off by {far:.2g} on a probe; {why}"

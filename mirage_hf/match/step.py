@@ -4,6 +4,8 @@ What is proven here for one token of each sequence is what `decode/chain.py` cap
 """
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +17,10 @@ from torch.nn.utils import skip_init
 
 from mirage_hf.errors import Rejected
 from mirage_hf.match import plain
-from mirage_hf.match.compose import Composition, Kernel, Part, executor, stand_in
+from mirage_hf.match.compose import Composition, Kernel, Part, added, executor, multiplier, normed, stand_in
 from mirage_hf.match.pattern import Block, CausalLayout, LayerLayout, MlpLayout
 from mirage_hf.patterns import RMS_NORM_LINEAR, causal_lm
-from mirage_hf.patterns.prompt import PROMPT_GATE, PROMPT_NORM, PROMPT_ROTATION
+from mirage_hf.patterns.prompt import PROMPT_ADDED, PROMPT_GATE, PROMPT_NORM, PROMPT_ROTATION
 
 ROLES = ("qkv", "attention", "out")
 MLP_ROLES = ("gated", "down")
@@ -44,7 +46,7 @@ class LayerStep(Composition):
 
     def __init__(self, layer: nn.Module, parts: Sequence[Part], layout: LayerLayout):
         super().__init__(layer, parts)
-        self.layout, self.sizes = layout, dict(self.parts["attention"].block.sizes)
+        self.layout, self.multiplier, self.sizes = layout, multiplier(layer), dict(self.parts["attention"].block.sizes)
 
     def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, at: At) -> Tensor:  # type: ignore[override]
         """x (b, width) to the layer's output (b, width); the new keys and values are appended."""
@@ -52,24 +54,38 @@ class LayerStep(Composition):
         h = self._run(kernels, "out", out.view(x.shape[0], -1), x)
         if "gated" in self.parts:
             return self._run(kernels, "down", self._run(kernels, "gated", h), h)
-        mlp, norm = self.children[self.layout.mlp], self.children[self.layout.mlp_norm]
-        return h + mlp(norm(h[:, None])).reshape(h.shape)  # type: ignore[no-any-return]
+        names = self.layout
+        y = self.children[names.mlp](normed(self.children, names.mlp_norm, h[:, None])).reshape(h.shape)
+        return added(self.children, names.mlp_after, self.multiplier, h, y)
+
+    @property
+    def taking(self) -> str:
+        """How the kernels of attention read RoPE's cos and sin: layers that are given the same ones and take them alike share a table."""
+        return self.sizes["rope"] or "halves"
 
     def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """RoPE's cos and sin (…, d) as the model gives them, as the kernels of attention read them."""
+        """RoPE's cos and sin (…, d) as the model gives them, as the kernels of attention read them. Models give one number for each pair
+        of elements, twice over, in the order of halves."""
+        if self.taking == "halves":
+            return cos, sin
+        cos, sin = (x[..., :x.shape[-1] // 2].repeat_interleave(2, -1) for x in (cos, sin))
         return cos, sin
 
     def _attended(self, kernels: Mapping[str, Kernel], packed: Tensor, at: At) -> Tensor:
-        batch, (kv_heads, group, d) = packed.shape[0], (int(self.sizes[n]) for n in ("kv_heads", "group", "head_dim"))
+        s, batch, (kv_heads, group, d) = self.sizes, packed.shape[0], (int(self.sizes[n]) for n in ("kv_heads", "group", "head_dim"))
         q, k, v = (y.view(batch, kv_heads, -1, d) for y in packed.split([n * kv_heads * d for n in (group, 1, 1)], -1))
         every = (batch, 1, 1, -1)
-        norms = [p[None] for p in self.parameters["attention"]]
-        return kernels["attention"]([q, k, v, at.cos.view(every), at.sin.view(every), at.keys, at.values, at.lo.view(every),
-                                     at.slot.view(every), *norms])[0]
+        norms = [p.view(1, kv_heads, -1, d) if s["norm"] == "rms of all heads" else p[None] for p in self.parameters["attention"]]
+        tables = [at.cos.view(every), at.sin.view(every)] if s["rope"] else []
+        return kernels["attention"]([q, k, v, *tables, at.keys, at.values, at.lo.view(every), at.slot.view(every), *norms])[0]
 
 
 class LatentStep(LayerStep):
     """The same for attention whose cache holds latents as keys, and keys turned by RoPE as values."""
+
+    @property
+    def taking(self) -> str:
+        return str(self.sizes["ropes"])
 
     def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if self.sizes["ropes"] == "halves":
@@ -132,57 +148,87 @@ class LayerPrompt(Composition):
 
     def blocks(self, batch: int, tokens: int, slots: int) -> dict[str, tuple[Block, int]]:
         """What is done by kernels, by name: a block and its number of rows."""
-        qkv, attention, gated = (self.sizes[role] for role in ("qkv", "attention", "gated"))
-        taken = {name: attention[name] for name in ("kv_heads", "group", "head_dim", "eps", "dtype")} | {"norm": attention["norm"] == "rms"}
-        norm, mlp_norm = (PROMPT_NORM.block(**{name: s[name] for name in ("k", "eps", "dtype")}) for s in (qkv, gated))
-        gate = PROMPT_GATE.block(**{name: gated[name] for name in ("n", "activation", "dtype")})
+        attention, gated = self.sizes["attention"], self.sizes["gated"]
+        shared = ("kv_heads", "group", "head_dim", "eps", "dtype", "norm", "offset", "rope", "rotary", "rope_dtype")
+        taken = {name: attention[name] for name in shared}
         rows = batch * tokens
-        return {"norm": (norm, rows), "rotation": (PROMPT_ROTATION.block(**taken, tokens=tokens, slots=slots), batch),
-                "mlp_norm": (mlp_norm, rows), "gate": (gate, rows)}
+        found = {"rotation": (PROMPT_ROTATION.block(**taken, tokens=tokens, slots=slots), batch),
+                 "gate": (PROMPT_GATE.block(**{name: gated[name] for name in ("n", "activation", "dtype")}), rows)}
+        for name, role in (("norm", "qkv"), ("mlp_norm", "gated")):
+            s = self.sizes[role]
+            if s["norm"]:
+                found[name] = PROMPT_NORM.block(**{n: s[n] for n in ("k", "eps", "offset", "dtype")}), rows
+        for role in ("out", "down"):
+            s = self.sizes[role]
+            if s["norm"]:
+                found[role] = PROMPT_ADDED.block(k=s["n"], **{n: s[n] for n in ("eps", "offset", "scale", "dtype")}), rows
+        return found
 
     def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, at: Prompt) -> Tensor:  # type: ignore[override]
-        """x (b · tokens, width) to the layer's output, in the same memory; keys and values go to the first slots."""
-        a, widths = self.sizes["attention"], self.sizes["qkv"]["n"]
-        batch, (tokens, d) = at.keys.shape[0], at.cos.shape
-        gamma, *projections = self.parameters["qkv"]
-        packed = _products(kernels["norm"]([x, gamma[None]])[0], projections[:3], projections[3:] or (None,) * 3)
-        q, k, v = (y.view(batch, tokens, -1, d) for y in packed.split(list(widths), -1))
-        norms = [p[None] for p in self.parameters["attention"]]
-        q = kernels["rotation"]([q, k.transpose(1, 2), at.cos[None, None], at.sin[None, None], at.keys, at.slot.view(batch, 1, 1, 1),
-                                 *norms])[0]
+        """x (b · tokens, width), whose memory may be written over, to the layer's output; keys and values go to the first slots."""
+        a = self.sizes["attention"]
+        batch, tokens, d = at.keys.shape[0], at.cos.shape[0], a["head_dim"]
+        widths = [n * a["kv_heads"] * d for n in (a["group"], 1, 1)]
+        q, k, v = (y.view(batch, tokens, -1, d) for y in self._products(kernels.get("norm"), "qkv", x).split(widths, -1))
+        norms = [p.view(1, 1, -1, d) if a["norm"] == "rms of all heads" else p[None] for p in self.parameters["attention"]]
+        if a["norm"] == "rms of all heads":
+            norms[1] = norms[1].transpose(1, 2)
+        tables = [at.cos[None, None], at.sin[None, None]] if a["rope"] else []
+        q = kernels["rotation"]([q, k.transpose(1, 2), *tables, at.keys, at.slot.view(batch, 1, 1, 1), *norms])[0]
         at.values[:, :, :tokens].copy_(v.transpose(1, 2))
         y = F.scaled_dot_product_attention(q.transpose(1, 2), at.keys[:, :, :tokens], at.values[:, :, :tokens], is_causal=True,
                                            scale=a["scale"], enable_gqa=a["group"] > 1)
-        _add_product(x, y.transpose(1, 2).reshape(batch * tokens, -1), *self.parameters["out"])
-        n, (gamma, *rest) = self.sizes["gated"]["n"], self.parameters["gated"]
-        halves = (rest[:2], (None, None)) if len(rest) == 2 else (rest[::2], rest[1::2])
-        packed = _products(kernels["mlp_norm"]([x, gamma[None]])[0], *halves)
-        _add_product(x, kernels["gate"]([packed[:, :n], packed[:, n:]])[0], *self.parameters["down"])
-        return x
+        x = self._added(kernels.get("out"), "out", y.transpose(1, 2).reshape(batch * tokens, -1), x)
+        n, packed = self.sizes["gated"]["n"], self._products(kernels.get("mlp_norm"), "gated", x)
+        return self._added(kernels.get("down"), "down", kernels["gate"]([packed[:, :n], packed[:, n:]])[0], x)
+
+    def _products(self, norm: Kernel | None, role: str, x: Tensor) -> Tensor:
+        """x, normalised where there is a norm, times the part's weights, side by side."""
+        given: Sequence[Tensor] = self.parameters[role]
+        if norm is not None:
+            x, given = norm([x, given[0][None]])[0], given[1:]
+        weights, biases = [p for p in given if p.dim() == 2], [p for p in given if p.dim() == 1]
+        packed = x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))
+        for y, w, b in zip(packed.split([w.shape[0] for w in weights], -1), weights, biases or [None] * len(weights), strict=True):
+            torch.mm(x, w.t(), out=y) if b is None else torch.addmm(b, x, w.t(), out=y)
+        return packed
+
+    def _added(self, added: Kernel | None, role: str, y: Tensor, residual: Tensor) -> Tensor:
+        """The residual and the part's product with y: in the residual's memory, but where a norm comes between them."""
+        (weight, *rest), s = self.parameters[role], self.sizes[role]
+        if added is not None:
+            product = torch.addmm(rest[0], y, weight.t()) if s["bias"] else torch.mm(y, weight.t())
+            return added([product, rest[-1][None], residual])[0]
+        residual.addmm_(y, weight.t(), alpha=s["scale"])
+        return residual.add_(rest[0], alpha=s["scale"]) if rest else residual
 
 
-def _products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """x times several (n, k) weights, side by side."""
-    packed = x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))
-    for y, w, b in zip(packed.split([w.shape[0] for w in weights], -1), weights, biases, strict=True):
-        torch.mm(x, w.t(), out=y) if b is None else torch.addmm(b, x, w.t(), out=y)
-    return packed
+def no_prompt(parts: Sequence[Part], layout: LayerLayout) -> str:
+    """Why a layer has no prompts by kernels, "" where it has."""
+    roles = {p.role: dict(p.block.sizes) for p in parts}
+    if layout.latent is not None:
+        return "attention is over latents"
+    if "gated" not in roles:
+        return "a layer's MLP is no gated MLP"
+    return "the library's attention has no softcap" if roles["attention"]["softcap"] is not None else ""
 
 
-def _add_product(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    x.addmm_(y, weight.t())
-    if bias is not None:
-        x.add_(bias)
+def layer_prompt(layer: nn.Module, parts: Sequence[Part], layout: LayerLayout) -> LayerPrompt | None:
+    """What runs prompts through a layer by kernels, None where that is the layer's own forward."""
+    return None if no_prompt(parts, layout) else LayerPrompt(layer, parts)
 
 
 @dataclass(frozen=True)
 class CausalMatch:
-    """A causal language model whose layers all have every part: `layers` names them in order, `head` is its last norm and head."""
+    """A causal language model whose layers all have every part: `layers` names them in order, `head` is its last norm and head, `kinds`
+    are the kinds of RoPE that the layers are given, "" where there is one only; `latent`: attention is over latents."""
 
     model: nn.Module
     layout: CausalLayout
     layers: tuple[str, ...]
     head: Part
+    kinds: tuple[str, ...]
+    latent: bool
 
     @property
     def backbone(self) -> nn.Module:
@@ -196,34 +242,70 @@ class CausalMatch:
     def rotary(self) -> Any:
         return self.backbone._modules[self.layout.rotary]
 
+    @property
+    def embedding_scales(self) -> tuple[tuple[dict[str, Any], str, Any], ...]:
+        """What embeddings are multiplied by, where modules keep it: a dictionary, a name, a value."""
+        backbone, embedding = self.backbone, self.backbone._modules[self.layout.embedding]
+        places = ((embedding._buffers, causal_lm.EMBEDDING_BUFFER),  # type: ignore[union-attr]
+                  (backbone.__dict__, causal_lm.EMBEDDING_MULTIPLIER))
+        return tuple((inner, name, inner[name]) for inner, name in places if inner.get(name) is not None)
 
-    def own_head(self, x: Tensor) -> Tensor:
-        """The logits of hidden states by the model's own last norm and head."""
-        head: Any = self.model._modules[self.layout.head]
-        norm: Any = self.backbone._modules[self.layout.norm]
-        return head(norm(x))  # type: ignore[no-any-return]
+    def embedding_scale(self, dtype: torch.dtype) -> float:
+        """What embeddings of a dtype are multiplied by."""
+        return math.prod(float(v.to(dtype)) if isinstance(v, Tensor) else float(v) for *_, v in self.embedding_scales)
+
+    def own_head(self, x: Tensor, convert: Callable[[nn.Module], Any] | None = None) -> Tensor:
+        """The logits of hidden states (rows, width) by the model's own last norm and head and what it does with their result; by what
+        `convert` makes of the two modules where it is given."""
+        norm, head = self.backbone._modules[self.layout.norm], self.model._modules[self.layout.head]
+        own = {} if convert is None else {self.layout.norm: convert(norm)}  # type: ignore[arg-type]
+        outer = {} if convert is None else {self.layout.head: convert(head)}  # type: ignore[arg-type]
+        model = emptied(self, lambda *args, **kwargs: x[:, None], own, outer)
+        ids = torch.zeros(x.shape[0], 1, dtype=torch.long, device=x.device)
+        return model.forward(input_ids=ids, use_cache=False).logits[:, 0]  # type: ignore[no-any-return]
 
 
-def layer_prompt(layer: nn.Module, parts: Sequence[Part], layout: LayerLayout) -> LayerPrompt | None:
-    """What runs prompts through a layer by kernels, None where that is the layer's own forward."""
-    return LayerPrompt(layer, parts) if layout.latent is None and "gated" in {p.role for p in parts} else None
+@dataclass(frozen=True)
+class Rope:
+    """The RoPE that layers are given: how many elements of a head it turns, and the dtype of its cos and sin, which may come as one complex
+    tensor."""
+
+    width: int
+    dtype: torch.dtype
+    is_complex: bool = False
 
 
-def has_all(parts: Sequence[Part], mlp: MlpLayout | None, but: str = "") -> Rejected | None:
+NO_ROPE = Rope(0, torch.float32)
+"""What modules are given that are no layers."""
+
+
+def rotary_rows(rotary: Any, x: Tensor, positions: Tensor, kind: str = "") -> tuple[Tensor, Tensor]:
+    """RoPE's cos and sin (…, positions, width) by a model's own module, for x of a dtype (some give float32 whatever it is)."""
+    return cos_and_sin(rotary(x, positions, kind) if kind else rotary(x, positions))
+
+
+def rotary_kinds(rotary: Any, config: Any, layers: int) -> tuple[str, ...]:
+    """The kind of RoPE that each layer has, "" where a rotary module knows one only."""
+    kinds = tuple(getattr(config, "layer_types", None) or ())
+    takes_kind = "layer_type" in inspect.signature(type(rotary).forward).parameters
+    return kinds[:layers] if takes_kind and len(kinds) >= layers else ("",) * layers
+
+
+def has_all(parts: Sequence[Part], layout: LayerLayout, mlp: MlpLayout | None, but: str = "") -> Rejected | None:
     """Why a layer with these parts has no step of its own, or None; the role `but` is not asked for. mlp: None where it is no gated MLP."""
     roles = {p.role: p for p in parts}
     wanted = (*ROLES, *(MLP_ROLES if mlp is not None else ()))
     missing = [r for r in sorted(wanted, key=lambda r: r == "attention") if r not in roles and r != but]
     if missing:
         return Rejected(f"the layer's {missing[0]} is not matched")
-    if mlp is not None and not dict(roles["gated"].block.sizes)["norm"]:
+    if mlp is not None and layout.mlp_norm and not dict(roles["gated"].block.sizes)["norm"]:
         return Rejected("the norm before the MLP is no RMSNorm")
     return None
 
 
-def match_causal(model: nn.Module | None, layers: Mapping[int, Any], eps_of: Callable[[nn.Module], float],
+def match_causal(model: nn.Module | None, layers: Mapping[int, Any], norm_of: Callable[[str, nn.Module], dict[str, Any] | Rejected],
                  probes: Any) -> CausalMatch | Rejected:
-    """Match a causal LM around its layers' matches (by id)."""
+    """Match a causal LM around its layers' matches (by id). `norm_of`: sizes of a norm, or why it is none."""
     row = next((r for r in causal_lm.LAYOUTS if model is not None and _has(model, r)), None)
     if model is None or row is None:
         return Rejected("it is no causal language model of a known layout")
@@ -231,9 +313,10 @@ def match_causal(model: nn.Module | None, layers: Mapping[int, Any], eps_of: Cal
         return no
     backbone: Any = model._modules[row.backbone]
     no = plain.first_refusal((backbone, row.embedding, plain.EMBEDDING), (backbone, row.norm, plain.NORM), (model, row.head, plain.LINEAR),
-                             (backbone, row.rotary, plain.CONTAINER)) or probes.norm(row.norm, backbone._modules[row.norm])
-    if no is not None:
-        return no
+                             (backbone, row.rotary, plain.CONTAINER))
+    normed = no or norm_of(row.norm, backbone._modules[row.norm])
+    if isinstance(normed, Rejected):
+        return normed
     extra = [n for parent, known in ((model, (row.backbone, row.head)), (backbone, (row.embedding, row.layers, row.norm, row.rotary)))
              for n in parent._modules if n not in known]
     if extra:
@@ -243,7 +326,7 @@ def match_causal(model: nn.Module | None, layers: Mapping[int, Any], eps_of: Cal
         if id(layer) not in layers:
             return Rejected(f"{row.layers}.{n} is not matched")
         found = layers[id(layer)]
-        if no := has_all(found.parts, found.layouts[1]):
+        if no := has_all(found.parts, *found.layouts):
             return Rejected(f"{found.name}: {no.reason}")
         names.append(found.name)
         ropes |= {dict(p.block.sizes).get("ropes") for p in found.parts if p.role == "attention"}
@@ -254,12 +337,20 @@ def match_causal(model: nn.Module | None, layers: Mapping[int, Any], eps_of: Cal
     norm, head, embedding = backbone._modules[row.norm], model._modules[row.head], backbone._modules[row.embedding]
     if no := plain.same_weights([norm, head, embedding], head.weight.dtype, head.weight.device):
         return no
-    block = RMS_NORM_LINEAR.block(k=head.in_features, n=(head.out_features,), bias=head.bias is not None, eps=eps_of(norm),
-                                  dtype=head.weight.dtype)
+    block = RMS_NORM_LINEAR.block(k=head.in_features, n=(head.out_features,), bias=head.bias is not None, **normed,
+                                  **logits_sizes(model.config), dtype=head.weight.dtype)
     weights = [(f"{row.backbone}.{row.norm}", "weight"), (row.head, "weight"), *([(row.head, "bias")] if head.bias is not None else [])]
     part = Part("head", block, tuple(weights), (f"{row.backbone}.{row.norm}", row.head))
-    causal = CausalMatch(model, row, tuple(names), part)
+    rotary = backbone._modules[row.rotary]
+    causal = CausalMatch(model, row, tuple(names), part, rotary_kinds(rotary, getattr(backbone, "config", None), len(names)),
+                         None not in ropes)
     return probes.causal(causal) or causal
+
+
+def logits_sizes(config: Any) -> dict[str, Any]:
+    """What a config says is done with logits, as sizes of `rms_norm_linear`."""
+    divisor, softcap = (getattr(config, n, None) for n in (causal_lm.LOGITS_DIVISOR, causal_lm.LOGITS_SOFTCAP))
+    return {"scale": 1.0 if divisor is None else 1 / float(divisor), "softcap": None if softcap is None else float(softcap)}
 
 
 def _has(model: nn.Module, row: CausalLayout) -> bool:
@@ -293,17 +384,25 @@ def hollow(found: CausalMatch, vocab: int, twin: Callable[[nn.Module], Any], gen
 
     embedding, head = backbone._modules[row.embedding], model._modules[row.head]
     # without initialising: torch's global random state is the user's
-    small_embedding = skip_init(nn.Embedding, vocab, embedding.embedding_dim)  # type: ignore[union-attr]
     small_head = skip_init(nn.Linear, head.in_features, vocab, bias=head.bias is not None)  # type: ignore[union-attr]
-    for p in (*small_embedding.parameters(), *small_head.parameters()):
+    for p in small_head.parameters():
         p.requires_grad_(False).copy_(torch.randn(p.shape, generator=generator))
-    device = found.embedding.device
+    weight: Tensor = embedding.weight  # type: ignore[union-attr, assignment]
+    small = nn.Parameter(torch.randn(vocab, weight.shape[1], generator=generator).to(weight.device), requires_grad=False)
+    small_embedding = stand_in(embedding, {"_parameters": {"weight": small}, "padding_idx": None})  # type: ignore[arg-type]
     norm = twin(backbone._modules[row.norm])  # type: ignore[arg-type]
+    hollowed = emptied(found, forward, {row.embedding: small_embedding, row.norm: norm}, {row.head: small_head.to(weight.device)})
+    return Hollow(hollowed, small, [norm.weight, *small_head.parameters()], seen)
+
+
+def emptied(found: CausalMatch, forward: Callable[..., Tensor], inner: Mapping[str, Any], outer: Mapping[str, Any]) -> Any:
+    """A stand-in of a model with `forward` in place of that of its layers; `inner` and `outer` replace children of its backbone and its
+    own."""
+    row, model, backbone = found.layout, found.model, found.backbone
     layers: Any = stand_in(backbone._modules[row.layers], {})  # type: ignore[arg-type]
     layers.__dict__["_modules"] = {n: stand_in(layer, {"forward": forward}) for n, layer in layers._modules.items()}
-    inner = {**backbone._modules, row.embedding: small_embedding.to(device), row.layers: layers, row.norm: norm}
-    outer = {**model._modules, row.backbone: stand_in(backbone, {"_modules": inner}), row.head: small_head.to(device)}
-    return Hollow(stand_in(model, {"_modules": outer}), small_embedding.weight, [norm.weight, *small_head.parameters()], seen)
+    inside = stand_in(backbone, {"_modules": {**backbone._modules, row.layers: layers, **inner}})
+    return stand_in(model, {"_modules": {**model._modules, row.backbone: inside, **outer}})
 
 
 def head_of(part: Part, weights: Sequence[Tensor], x: Tensor) -> Tensor:

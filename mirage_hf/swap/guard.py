@@ -17,7 +17,7 @@ from mirage_hf.kernels import Resolved
 from mirage_hf.match import plain
 from mirage_hf.match.compose import Composition, Kernel, child
 from mirage_hf.match.matcher import Match
-from mirage_hf.patterns.decoder_layer import EPS_NAMES
+from mirage_hf.patterns.decoder_layer import EPS_NAMES, MULTIPLIERS
 from mirage_hf.swap.traced import KNOWN, share, width_of
 
 KEY = "_mirage_bound"
@@ -57,7 +57,8 @@ class Binding:
         self.watched = tuple(_watch(match.module, path) for path in paths)
         kinds: dict[Any, None] = dict.fromkeys([self.stock, *(kind for _, _, _, kind, _ in self.watched)])
         self.classes = tuple((kind, kind.forward) for kind in kinds)
-        self.constants = tuple((inner, n, inner[n]) for *_, inner in self.watched for n in EPS_NAMES if n in inner)
+        numbers = [(inner, n) for *_, inner in self.watched for n in EPS_NAMES] + [(match.module.__dict__, n) for n in MULTIPLIERS]
+        self.constants = tuple((inner, n, inner[n]) for inner, n in numbers if n in inner)
         owned = dict.fromkeys(w for part in match.parts for w in part.weights)
         self.parameters = tuple(_pin(child(match.module, path), path, name) for path, name in owned)
         self.tuner = _Tuner(match) if match.kind == "lora" else None

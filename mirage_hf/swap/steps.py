@@ -14,8 +14,11 @@ from mirage_hf.errors import MirageError, Rejected
 from mirage_hf.match.compose import Kernel, Part, child
 from mirage_hf.match.matcher import Match
 from mirage_hf.match.pattern import Block
-from mirage_hf.match.step import CausalMatch, LayerPrompt, LayerStep, cos_and_sin, layer_prompt, layer_step
+from mirage_hf.match.probe import softcap_of
+from mirage_hf.match.step import CausalMatch, LayerPrompt, LayerStep, layer_prompt, layer_step, no_prompt, rotary_rows
 from mirage_hf.patterns.attention import LONG_FROM, for_long_caches
+from mirage_hf.patterns.causal_lm import LOGITS_DIVISOR, LOGITS_SOFTCAP
+from mirage_hf.patterns.decoder_layer import MULTIPLIERS, SOFTCAPS
 
 Found = Mapping[Any, Any]
 LONG = "attention, long caches"
@@ -29,6 +32,8 @@ class LayerKernels:
     match: Match
     step: LayerStep
     prompt: LayerPrompt | None
+    rope: int
+    """Which of the tables of RoPE it is given."""
     found: Mapping[int, Mapping[str, Any]]
 
 
@@ -43,12 +48,16 @@ class Steps:
     layers: tuple[LayerKernels, ...]
     heads: Mapping[int, Any]
     embedding: Tensor
+    embedding_scale: float
     rotary: Any
+    ropes: tuple[tuple[str, LayerStep], ...]
+    """The kinds of RoPE that layers are given, and a layer that takes its numbers as it does: a table each."""
     head_weights: tuple[Tensor, ...]
     vocab: int
-    eps: float
+    no_prompts: str
+    """Why prompts are not by kernels, "" where they are."""
     constants: tuple[tuple[dict[str, Any], str, Any], ...]
-    """Numbers that kernels were made for, where modules keep them: an attribute dictionary, a name, a value."""
+    """Numbers that kernels were made for, where modules keep them: an attribute dictionary, a name, a value; of a tensor its version."""
     _attention: dict[tuple[str, int], Kernel] = field(default_factory=dict)
     _prompts: dict[tuple[Block, int], Kernel] = field(default_factory=dict)
     _obstacles: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -93,20 +102,16 @@ class Steps:
 
     def changed(self) -> str:
         """Which number is no longer what kernels were made for, "" where none is."""
-        return next((f"a {name} was changed" for inner, name, value in self.constants if inner.get(name) != value), "")
-
-    @property
-    def has_prompts(self) -> bool:
-        """Whether prompts run by kernels too."""
-        return all(layer.prompt is not None for layer in self.layers)
+        return next((f"a {name} was changed" for inner, name, value in self.constants if _value(inner.get(name)) != value), "")
 
     def rotary_tables(self, positions: int) -> tuple[Tensor, Tensor]:
-        """RoPE's cos and sin (positions, width) as the model's own module computes them, in the dtype that it gives."""
+        """RoPE's cos and sin (kinds, positions, width) as the model's own module computes them, in the dtype that it gives, and as layers
+        take them."""
         at = torch.arange(positions, device=self.embedding.device)[None]
         with torch.inference_mode(False), torch.no_grad():
-            given = cos_and_sin(self.rotary(self.embedding[:1, None].detach(), at))
-            cos, sin = self.layers[0].step.tables(*(x[0] for x in given))  # all layers read the same
-            return cos.clone().contiguous(), sin.clone().contiguous()
+            tables = [step.tables(*rotary_rows(self.rotary, self.embedding[:1, None].detach(), at, kind)) for kind, step in self.ropes]
+            cos, sin = (torch.cat(each) for each in zip(*tables, strict=True))
+            return cos, sin
 
     def head(self, rows: int, x: Tensor, logits: Tensor) -> None:
         """Write the logits (rows, vocabulary) of hidden states (rows, width)."""
@@ -136,13 +141,24 @@ def steps_of(causal: CausalMatch | Rejected, matches: Sequence[Match], rows: Seq
     good = [r for r in rows if not (why := missing(r)) or reasons.append(f"{r} rows: {why}")]  # type: ignore[func-returns-value]
     if not good:
         return Rejected("; ".join(reasons))
-    layers = tuple(LayerKernels(m, layer_step(m.module, m.parts, m.layouts[0]), layer_prompt(m.module, m.parts, m.layouts[0]),
-                                {r: _by_role(m, r, found) for r in good}) for m in (by_name[name] for name in causal.layers))
+    each = [by_name[name] for name in causal.layers]
+    steps = [layer_step(m.module, m.parts, m.layouts[0]) for m in each]
+    taking = [(kind, step.taking) for kind, step in zip(causal.kinds, steps, strict=True)]
+    ropes = dict(zip(reversed(taking), reversed(steps), strict=True))
+    layers = tuple(LayerKernels(m, step, layer_prompt(m.module, m.parts, m.layouts[0]), list(ropes).index(rope),
+                                {r: _by_role(m, r, found) for r in good}) for m, step, rope in zip(each, steps, taking, strict=True))
+    no_prompts = next((no for m in each if (no := no_prompt(m.parts, m.layouts[0]))), "")
     head = causal.head
     weights = [child(causal.model, path)._parameters[name] for path, name in head.weights]
-    return Steps(tuple(good), layers, {r: found[head.block, r] for r in good}, causal.embedding, causal.rotary,
-                 tuple(w for w in weights if w is not None), dict(head.block.sizes)["n"][0],
-                 dict(head.block.sizes)["eps"], tuple(_constants(causal, by_name)))
+    constants = tuple((inner, name, _value(value)) for inner, name, value in _constants(causal, by_name))
+    return Steps(tuple(good), layers, {r: found[head.block, r] for r in good}, causal.embedding,
+                 causal.embedding_scale(causal.embedding.dtype), causal.rotary, tuple((kind, step) for (kind, _), step in ropes.items()),
+                 tuple(w for w in weights if w is not None),
+                 dict(head.block.sizes)["n"][0], no_prompts, constants)
+
+
+def _value(x: Any) -> Any:
+    return (id(x), x._version) if isinstance(x, Tensor) else x
 
 
 def _by_role(m: Match, rows: int, found: Found) -> dict[str, Any]:
@@ -156,9 +172,20 @@ def _constants(causal: CausalMatch, matches: Mapping[str, Match]) -> Iterator[tu
     modules = [backbone[row.norm], causal.rotary]
     for name in causal.layers:
         m = matches[name]
+        attention: Any = m.module._modules[m.layouts[0].attention]
+        yield from _named(m.module.__dict__, MULTIPLIERS)
+        yield from _named(attention.__dict__, SOFTCAPS)
+        if softcap_of(attention) is not None:  # another attention may do something else with it
+            yield from _named(attention.config.__dict__, ("_attn_implementation_internal",))
         modules += [child(m.module, path) for path in dict.fromkeys(path for p in m.parts for path in p.bypassed)]
     for module in modules:
         yield from ((module.__dict__, n, v) for n, v in module.__dict__.items() if type(v) is float)  # type: ignore[union-attr]
     yield backbone[row.embedding].__dict__, "max_norm", None  # type: ignore[union-attr]
+    yield from causal.embedding_scales
+    yield from _named(causal.model.config.__dict__, (LOGITS_DIVISOR, LOGITS_SOFTCAP))
+
+
+def _named(inner: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    return ((inner, n, inner[n]) for n in names if n in inner)
 
 

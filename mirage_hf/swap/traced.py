@@ -17,8 +17,9 @@ from torch.nn.modules import module as every_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mirage_hf import torch_op
-from mirage_hf.match.compose import Kernel, LiveWeights, child, stand_in
+from mirage_hf.match.compose import Kernel, LiveWeights, child, one_norm, stand_in
 from mirage_hf.match.matcher import Match
+from mirage_hf.patterns.decoder_layer import MULTIPLIERS
 
 KNOWN = frozenset((
     "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings", "cache_position", "output_attentions",
@@ -47,7 +48,7 @@ class Traced:
         self.composition = stand_in(match.compose(), {"children": None, "parameters": None})
         self.names = {part.role: part.weights for part in match.parts}
         self.kind, self.tuner, self.stock = match.kind, tuner, (type(match.module), type(match.module).forward)
-        self.bypassed = _bypassed(match)
+        self.bypassed, self.own = _bypassed(match), _own(match)
         self.weights = [(path, name, child(match.module, path)._parameters[name].shape, child(match.module, path)._parameters[name].dtype)
                         for path, name in dict.fromkeys(w for part in match.parts for w in part.weights)]
         self.device, self.dtype, self.width = _device(match), dict(match.parts[0].block.sizes)["dtype"], width_of(match)
@@ -68,6 +69,8 @@ class Traced:
         if torch.is_grad_enabled() and (args[0].requires_grad or any(p.requires_grad for p in module.parameters())):
             return None
         if self.stock[0].forward is not self.stock[1] or not all(_is_as_was(module, *facts) for facts in self.bypassed):
+            return None
+        if not all(getattr(module, name, None) == value for name, value in self.own):
             return None
         if not all(self._holds(module, *weight) for weight in self.weights):
             return None
@@ -110,7 +113,7 @@ _lock = threading.Lock()
 def share(match: Match, digests: Digests, tuner: Any) -> str:
     """Return the name in `shared` of what a match needs; equal matches have the same."""
     facts = (type(match.module), type(match.module).forward, match.kind, match.parts, match.layouts, digests, _device(match),
-             _bypassed(match), None if tuner is None else (tuner.one, tuner.scaling))
+             _bypassed(match), _own(match), None if tuner is None else (tuner.one, tuner.scaling))
     with _lock:
         name = _names.setdefault(facts, str(len(_names)))
         if name not in shared:
@@ -121,14 +124,18 @@ def share(match: Match, digests: Digests, tuner: Any) -> str:
 def width_of(match: Match) -> int:
     """The size of the last dim of a matched module's input."""
     if match.kind == "layer":
-        norm: Any = child(match.module, match.layouts[0].norm)
-        return int(norm.weight.shape[0])
+        return int(one_norm(match.module, match.layouts[0]).weight.shape[0])
     return int(dict(match.parts[0].block.sizes)["k"])
 
 
 def _device(match: Match) -> torch.device:
     weight: Any = child(match.module, match.parts[0].weights[0][0])._parameters[match.parts[0].weights[0][1]]
     return weight.device  # type: ignore[no-any-return]
+
+
+def _own(match: Match) -> tuple[tuple[str, Any], ...]:
+    """The numbers of a layer's own that its kernels were made for."""
+    return tuple((n, v) for n in MULTIPLIERS if (v := match.module.__dict__.get(n)) is not None)
 
 
 def _bypassed(match: Match) -> tuple[Any, ...]:

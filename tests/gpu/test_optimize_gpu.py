@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
-from swapping import FOUR, decode_logits, parted_at_a_tie, prompt, same, snapshot, tiny, twin_of
+from swapping import FOUR, OTHERS, decode_logits, parted_at_a_tie, prompt, same, snapshot, tiny, twin_of
 
 from mirage_hf.api import optimize, restore
 from mirage_hf.errors import OptimizeError
@@ -44,7 +44,7 @@ def logits(model: Any, batch: int = 1) -> torch.Tensor:
     return torch.stack([*outputs, out.logits[:, -1]]).float()
 
 
-@pytest.mark.parametrize("family", FOUR)
+@pytest.mark.parametrize("family", [*FOUR, *OTHERS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_are_as_close_to_float32_as_stocks(family: str, dtype: torch.dtype) -> None:
     model = on_gpu(family, dtype)

@@ -23,23 +23,42 @@ SIZES: dict[str, Any] = dict(
     max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.15)
 WINDOW = 9
 FOUR = ("llama", "mistral", "qwen2", "qwen3")
+OTHERS = ("granite", "gemma", "gemma2", "gemma3", "olmo2", "phi3")
+"""Families that match in full besides the first four."""
+MORE = ("olmo3", "exaone4", "smollm3", "glm", "glm4", "ernie4_5")
+"""Families whose mechanisms are those of others, or a matter of RoPE: of pairs, or of some layers only."""
 
 
 def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """Return a random model of a family in eval mode; norm weights and biases random too. Sliding windows are WINDOW wide."""
     s = {**SIZES, **changes}
+    mixed = ["full_attention", "sliding_attention", "full_attention"][:s["num_hidden_layers"]]
     kinds = {
         "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**s)),
         "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**s, sliding_window=WINDOW)),
         "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**s)),
         "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**{
             "head_dim": 8, "use_sliding_window": True, "sliding_window": WINDOW,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"][:s["num_hidden_layers"]], **s})),
-        "gemma": lambda: tf.GemmaForCausalLM(tf.GemmaConfig(**s, head_dim=8)),
-        "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**s, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8)),
+            "layer_types": mixed, **s})),
+        "gemma": lambda: tf.GemmaForCausalLM(tf.GemmaConfig(**{"head_dim": 8, **s})),
+        "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**{
+            "head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8, **s})),
+        "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**{
+            "head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8,
+            "layer_types": mixed, **s})),
         "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**s)),
-        "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**s)),
-        "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**s, residual_multiplier=0.22)),
+        "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**{"partial_rotary_factor": 0.5, **s})),
+        "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**{
+            "residual_multiplier": 0.22, "embedding_multiplier": 12.0, "logits_scaling": 3.0, "attention_multiplier": 0.3, **s})),
+        "olmo3": lambda: tf.Olmo3ForCausalLM(tf.Olmo3Config(**{
+            "sliding_window": WINDOW, "layer_types": mixed, **s})),
+        "exaone4": lambda: tf.Exaone4ForCausalLM(tf.Exaone4Config(**{
+            "sliding_window": WINDOW, "layer_types": mixed, **s})),
+        "smollm3": lambda: tf.SmolLM3ForCausalLM(tf.SmolLM3Config(**{"no_rope_layers": [0, 1, 1][:s["num_hidden_layers"]], **s})),
+        "glm": lambda: tf.GlmForCausalLM(tf.GlmConfig(**{"head_dim": 8, **s})),
+        "glm4": lambda: tf.Glm4ForCausalLM(tf.Glm4Config(**{"head_dim": 8, **s})),
+        "ernie4_5": lambda: tf.Ernie4_5ForCausalLM(tf.Ernie4_5Config(**{"head_dim": 8, **s})),
+        "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**s)),
         "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**s, num_local_experts=2)),
     }
     torch.manual_seed(seed)

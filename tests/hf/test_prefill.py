@@ -86,7 +86,9 @@ def test_a_forward_that_cannot_be_captured_is_hfs(monkeypatch: pytest.MonkeyPatc
 EVERY: dict[str, Any] = dict(layer_types=["full_attention"] * 3)
 PROMPTED: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": EVERY, "llama, biases": dict(attention_bias=True, mlp_bias=True),
-    "llama, gelu": dict(hidden_act="gelu"), "qwen3, eager": dict(**EVERY, attn_implementation="eager")}
+    "llama, gelu": dict(hidden_act="gelu"), "qwen3, eager": dict(**EVERY, attn_implementation="eager"),
+    **{family: dict(num_hidden_layers=2) for family in ("granite", "gemma", "olmo2", "phi3", "smollm3", "glm4")},
+    "gemma3": dict(layer_types=["full_attention"] * 2, num_hidden_layers=2)}
 
 
 def optimized(family: str, changes: dict[str, Any], **options: Any) -> tuple[Any, Any]:
@@ -108,6 +110,15 @@ def test_prompts_by_kernels(name: str, called: list[str], resolved: list[Any]) -
     runner = ours.generate.runner
     # two prompts and more of 64 tokens, of one row and of three, and of 128 of three; none by kernels of two rows
     assert runner.prefills == {"captured, by kernels": 3 + 1 + 1, "captured": 1} and called.count("prefill") == 4
+
+
+@pytest.mark.slow
+def test_prompts_with_a_softcap_are_hfs(called: list[str], resolved: list[Any]) -> None:
+    full = dict(layer_types=["full_attention"], num_hidden_layers=1, attn_implementation="eager", attn_logit_softcapping=3.0)
+    stock, ours = optimized("gemma2", full)
+    for length in (7, 8, 9):
+        agree(stock, ours, 1, length)
+    assert ours.generate.runner.prefills == {"not by kernels: the library's attention has no softcap": 1, "captured": 2}
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from swapping import FOUR, decode_logits, parted_at_a_tie, prompt, tiny, twin_of
 from torch import nn
 
 from mirage_hf.api import optimize, restore
+from mirage_hf.swap import check
 
 ASSETS = Path(__file__).parents[1] / "assets"
 CLOSE = dict(atol=3e-5, rtol=1e-4)
@@ -22,15 +23,21 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in (*FOUR[1:], "gemma", "gemma2"))])
-def test_searched_kernels_decode_as_stock(family: str) -> None:
-    stock = tiny(family)
-    model = optimize(twin_of(stock), batch_sizes=(1, 2))
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in (*FOUR[1:], "gemma2", "olmo2"))])
+def test_searched_kernels_decode_as_stock(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "SAMPLES", 40)  # of layers this small the largest error of 8 calls is a matter of luck
+    stock = tiny(family, num_hidden_layers=2)
+    model = optimize(twin_of(stock), batch_sizes=(1, 2) if family in FOUR else (2,))
     rows = model.mirage.report.rows
-    assert {r.status for r in rows if r.kernel} == {"swapped"} and {r.kernel for r in rows if r.status == "swapped"} == {"1 kernel"}
+    assert {r.status for r in rows if r.kernel} == {"swapped"}
+    # a norm over all heads of a token is not in the kernel of one head
+    assert {r.kernel for r in rows if r.pattern != "attention" or family != "olmo2"} == {"1 kernel"}
     assert all(0 <= r.error_bound < 1e-9 for r in model.mirage.report.swapped)
     for batch in (1, 2):
         torch.testing.assert_close(decode_logits(model, batch), decode_logits(stock, batch), **CLOSE)
+    given = dict(do_sample=False, max_new_tokens=12)
+    assert torch.equal(model.generate(prompt(2), **given), stock.generate(prompt(2), **given))
+    assert model.mirage.report.decode["step: all by kernels"] == 1
 
 
 @pytest.mark.slow

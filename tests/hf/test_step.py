@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from decoding import Recorder, assert_same, assert_same_cache, left_padded, our_numbers
-from swapping import FOUR, SIZES, WINDOW, Resolved, parted_at_a_tie, prompt, same, snapshot, tiny, twin_of
+from swapping import FOUR, MORE, OTHERS, SIZES, WINDOW, Resolved, parted_at_a_tie, prompt, same, snapshot, tiny, twin_of
 from torch import nn
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
@@ -72,13 +71,6 @@ def stocks(model: Any) -> list[str]:
 
 # -- the same as stock --------------------------------------------------------------------------------------------------
 
-def granite(**changes: Any) -> Any:
-    torch.manual_seed(0)
-    model = tf.GraniteForCausalLM(tf.GraniteConfig(**{**SIZES, "attention_multiplier": 8 ** -0.5, **changes})).eval()
-    model.generation_config.eos_token_id = None
-    return model
-
-
 def rescaled() -> Any:
     model = tiny("llama")
     model.model.layers[1].self_attn.scaling *= 1.7
@@ -87,14 +79,16 @@ def rescaled() -> Any:
 
 MODELS: dict[str, Callable[[], Any]] = {
     **{family: lambda family=family: tiny(family) for family in FOUR},
+    **{family: lambda family=family: tiny(family, num_hidden_layers=2) for family in (*OTHERS, *MORE)},
+    "gemma2, eager": lambda: tiny("gemma2", attn_implementation="eager", attn_logit_softcapping=3.0, num_hidden_layers=2),
     **{f"{family}, tied": lambda family=family: tiny(family, tie_word_embeddings=True) for family in ("llama", "qwen3")},
     "biases": lambda: tiny("llama", attention_bias=True, mlp_bias=True),
     "qwen3, attention bias": lambda: tiny("qwen3", attention_bias=True),
     "wide heads": lambda: tiny("llama", head_dim=16), "a key for each query": lambda: tiny("llama", num_key_value_heads=4),
     "one key for all": lambda: tiny("qwen2", num_key_value_heads=1),
     "eager attention": lambda: tiny("mistral", attn_implementation="eager"),
-    "gelu": lambda: tiny("llama", hidden_act="gelu_pytorch_tanh"), "one layer": lambda: tiny("qwen3", num_hidden_layers=1),
-    "a scaling of its own": rescaled, "another attention multiplier": lambda: granite(attention_multiplier=0.3),
+    "one layer": lambda: tiny("qwen3", num_hidden_layers=1),
+    "a scaling of its own": rescaled,
     "llama3 RoPE": lambda: tiny("llama", rope_scaling={
         "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
         "rope_theta": 10000.0}),
@@ -333,10 +327,10 @@ def twice(m: Any) -> None:
     m.__class__ = Twice
 
 
-def norm_of_gemma(m: Any) -> None:
+def another_norm(m: Any) -> None:
     class Plus(type(m.model.norm)):  # type: ignore[misc]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * (1 + 1 / self.weight)
+            return super().forward(x) * (1 + 0.5 / self.weight)
     m.model.layers[1].input_layernorm.__class__ = Plus
 
 
@@ -376,22 +370,24 @@ def changed(change: Callable[[Any], Any], family: str = "llama") -> Callable[[],
 
 NOT_SCALED = "model.layers.1: the layer's attention is not matched"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "scaled logits": (lambda: granite(logits_scaling=3.0), "the model is not head(norm(layers(embedding))): off by"),
-    "scaled embedding": (lambda: granite(embedding_multiplier=2.0),
-                         "layer 0 is not given the embedding, or not RoPE of the positions: off by"),
+    "a scale of logits that is not used": (changed(lambda m: setattr(m.config, "logits_scaling", 3.0)),
+                                           "the model is not head(norm(layers(embedding))): off by"),
+    "a scale of the embedding that is not used": (changed(lambda m: setattr(m.model, "embedding_multiplier", 2.0)),
+                                                  "layer 0 is not given the embedding, or not RoPE of the positions: off by"),
+    "a multiplier that is not used": (changed(lambda m: setattr(m.model.layers[1], "residual_multiplier", 0.5)),
+                                      "layers.1 is not matched"),
     "a forward around the model": (changed(twice), "the model is not head(norm(layers(embedding))): off by"),
     "a backbone that scales the embedding": (changed(backbone(louder)), "layer 0 is not given the embedding"),
     "a backbone that stretches positions": (changed(backbone(stretched)), "or not RoPE of the positions"),
     "a child of the model": (changed(lambda m: m.add_module("extra", nn.Identity())), "has extra too"),
     "a child of the backbone": (changed(lambda m: m.model.add_module("final", nn.Identity())), "has final too"),
     "embedding class": (changed(lambda m: setattr(m.model.embed_tokens, "__class__", ScaledEmbedding)),
-                        "ScaledEmbedding, not a plain nn.Embedding"),
+                        "layer 0 is not given the embedding"),
     "embedding that renormalises": (changed(max_norm), "renormalises its rows (max_norm)"),
-    "another norm": (changed(norm_of_gemma), "model.layers.1: the layer's qkv is not matched"),
-    "gemma": (lambda: tiny("gemma"), "not a plain nn.Embedding"),
-    "a layer that is no decoder layer of ours": (lambda: tiny("gemma2"), ""),
+    "another norm": (changed(another_norm), "model.layers.1: the layer's qkv is not matched"),
     "a scaling that is not used": (changed(attention_is(Lying)), NOT_SCALED),
     "softcap": (changed(attention_is(Capped)), NOT_SCALED),
+    "an MLP that is not ours": (lambda: tiny("mixtral"), "the layer's gated is not matched"),
     "a part that is not matched": (lambda: tiny("llama", hidden_act="mish"), "the layer's gated is not matched"),
 }
 
@@ -404,8 +400,7 @@ def test_models_whose_steps_run_their_own_forward(case: str) -> None:
     report = ours.mirage.report
     assert ours.mirage.runner.steps is None and steps(ours) == {} and report.swapped
     assert not [r for r in report.swapped if r.pattern == "attention" or r.module == "head"]
-    if reason:
-        assert any(n.startswith("steps of generate run the model's own forward") and reason in n for n in report.notes), report.notes
+    assert any(n.startswith("steps of generate run the model's own forward") and reason in n for n in report.notes), report.notes
     if reason == NOT_SCALED:
         row = next(r for r in report.rows if r.module == "model.layers.1" and r.pattern == "attention")
         assert row.status == "stock" and row.reason.startswith("attention is not softmax(scale · rope(q) · rope(k)) · v: off by")
@@ -582,6 +577,39 @@ def _train(m: Any) -> None:
 
 def _in_place(m: Any) -> None:
     m.load_state_dict({k: v.flip(-1) for k, v in m.state_dict().items()})
+
+
+def _scale_in_place(m: Any) -> None:
+    m.model.embed_tokens.embed_scale.mul_(0.3)
+
+
+def _set(path: str, name: str, value: Any) -> Callable[[Any], None]:
+    return lambda m: setattr(m.get_submodule(path), name, value)
+
+
+OF_FAMILIES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "granite, residual": (_set("model.layers.1", "residual_multiplier", 0.7), CHANGED),
+    "granite, embedding": (_set("model", "embedding_multiplier", 2), "a embedding_multiplier was changed"),
+    "granite, logits": (lambda m: setattr(m.config, "logits_scaling", 0.5), "a logits_scaling was changed"),
+    "gemma2, logits": (lambda m: setattr(m.config, "final_logit_softcapping", 2.0), "a final_logit_softcapping was changed"),
+    "gemma2, scores": (_set("model.layers.0.self_attn", "attn_logit_softcapping", 0.5), "a attn_logit_softcapping was changed"),
+    "gemma2, attention": (_eager, "a _attn_implementation_internal was changed"),
+    "gemma3, embedding": (_scale_in_place, "a embed_scale was changed"),
+    "gemma3, epsilon": (_set("model.layers.1.post_feedforward_layernorm", "eps", 0.5), CHANGED),
+}
+
+
+@pytest.mark.parametrize("name", OF_FAMILIES)
+def test_numbers_of_a_family_that_change(name: str) -> None:
+    change, how = OF_FAMILIES[name]
+    stock, ours = pair(lambda: tiny(name.partition(",")[0], num_hidden_layers=2), batch_sizes=(3,))
+    calls = {**left_padded(), **FULL, "max_new_tokens": 5}
+    agree(stock, ours, calls)
+    for model in (stock, ours):
+        with torch.no_grad():
+            change(model)
+    agree(stock, ours, calls)
+    assert steps(ours) == {KERNELS: 1, how: 1}
 
 
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {

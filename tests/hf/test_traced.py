@@ -66,13 +66,13 @@ def hidden(rows: int = 1, seed: int = 0) -> torch.Tensor:
 
 # -- compiled graphs hold kernels -----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3"])
 def test_a_whole_model_is_one_graph_with_kernels(family: str) -> None:
     model = optimize(tiny(family, num_hidden_layers=2))
     run, seen = compiled(model)
     assert torch.equal(run(prompt(1, 1), use_cache=False).logits, model(prompt(1, 1), use_cache=False).logits)
     assert seen == [sum(r.pattern != "attention" and r.module != "head" for r in model.mirage.report.swapped)]
-    assert seen == [8 if family in ("llama", "qwen3") else {"gemma": 6, "phi3": 4}[family]]
+    assert seen == [8]
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_aot_autograd_keeps_them() -> None:
 
 @pytest.mark.slow
 def test_inductor_calls_them() -> None:
-    mlp = optimize(tiny("gemma2", num_hidden_layers=1)).model.layers[0].mlp
+    mlp = optimize(tiny("cohere", num_hidden_layers=1)).model.layers[0].mlp
     torch.testing.assert_close(torch.compile(mlp, fullgraph=True)(hidden()), mlp(hidden()), **CLOSE)
 
 
@@ -345,7 +345,7 @@ print("same")
 def test_a_saved_program_finds_its_kernels_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the resolver is the real one here: what it finds is kept in the cache, where the other process looks
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / "cache"))
-    ours = optimize(tiny("gemma2", num_hidden_layers=1)).model.layers[0].mlp
+    ours = optimize(tiny("cohere", num_hidden_layers=1)).model.layers[0].mlp
     exported = torch.export.export(ours, (hidden(),))
     assert count(exported.graph_module) == 1
     torch.export.save(exported, tmp_path / "mlp.pt2")

@@ -1,0 +1,52 @@
+"""Steps and prompts of the families beside Llama's: all by kernels, as stock's, in bfloat16 and float32."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
+import features
+from decoding import FULL, left_padded
+from swapping import WINDOW, prompt
+
+pytestmark = pytest.mark.gpu
+EVERY = dict(layer_types=["full_attention"] * 2)
+MODELS = {
+    "granite": {}, "gemma": dict(head_dim=32), "gemma2": dict(head_dim=32),
+    "gemma2, softcap": dict(head_dim=32, attn_implementation="eager", attn_logit_softcapping=3.0),
+    "gemma3": dict(head_dim=32), "gemma3, without windows": dict(head_dim=32, **EVERY), "olmo2": {}, "phi3": {}}
+BY_KERNELS = ("granite", "gemma", "gemma3, without windows", "olmo2", "phi3")
+"""Models whose prompts are by kernels too: those with a softcap are not, nor those of more tokens than a window has."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Kernels found by this module alone, kept from one model to the next; exact float32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIRAGE_HF_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_is_by_kernels_and_as_stock(name: str, dtype: torch.dtype) -> None:
+    model = features.small(name.partition(",")[0], dtype, "cuda", **features.WIDE, **MODELS[name])
+    pair = features.Pair(model, "kernels", {"tune": "never"})
+    report = pair.ours.mirage.report
+    assert report.rows and all(r.status == "swapped" for r in report.rows), str(report)
+    tokens = {"do_sample": False, "max_new_tokens": 2 * WINDOW + 3, **FULL}
+    for n in range(3):  # the first prompt runs HF's forward, later ones kernels
+        pair.agree({"inputs": prompt(1, 7 + n, seed=n), **tokens})
+    pair.agree({**left_padded((4, 11, 7)), **tokens})
+    pair.agree({**left_padded((1, 2 * WINDOW + 1, WINDOW)), **tokens})
+    pair.agree({"inputs": prompt(2, 250), **tokens})  # over the end of a block of 256 slots
+    pair.check_counts()
+    prefills = pair.runner.prefills
+    assert (prefills.get("captured, by kernels") == 2) == (name in BY_KERNELS), prefills
