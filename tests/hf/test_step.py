@@ -387,7 +387,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "another norm": (changed(another_norm), "model.layers.1: the layer's qkv is not matched"),
     "a scaling that is not used": (changed(attention_is(Lying)), NOT_SCALED),
     "softcap": (changed(attention_is(Capped)), NOT_SCALED),
-    "an MLP that is not ours": (lambda: tiny("mixtral"), "the layer's gated is not matched"),
     "a part that is not matched": (lambda: tiny("llama", hidden_act="mish"), "the layer's gated is not matched"),
 }
 
