@@ -418,7 +418,11 @@ class _Writer(Tiles):
     def _reduced(self, kind: str, value: str, axis: str) -> str:
         dims = self.plan.value_dims(value)
         text = self._inside(self._wide(value), value, axis, kind)
-        return self._reduce(kind, text, dims.index(axis)) if axis in dims else text
+        if axis not in dims:
+            return text
+        if kind == "sum" and value not in self.plan.input and self.plan.tile(axis) <= 32 * self.plan.schedule.num_warps:
+            text = f"rounded({text})"  # with a longer tile each thread has several to add up before
+        return self._reduce(kind, text, dims.index(axis))
 
     def _reduce(self, kind: str, text: str, axis: int) -> str:
         # tl.max drops NaN, torch does not

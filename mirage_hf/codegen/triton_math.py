@@ -70,6 +70,13 @@ def prefetch(pointers):
     """Ask for the cache lines at these addresses, without waiting for them."""
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1)
 ''',
+    "rounded": '''
+@triton.jit
+def rounded(x):
+    """Products as they are rounded, to be summed by threads: fused into the first addition, each thread's own one would not be, all
+    threads would have other last bits, and chance would decide whose sum is stored."""
+    return tl.where(x == 0.0, 0.0, x)
+''',
     "larger": '''
 @triton.jit
 def larger(x, y):

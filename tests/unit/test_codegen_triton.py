@@ -6,6 +6,7 @@ import re
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import blocks
@@ -15,7 +16,7 @@ from interpreted import run
 
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
-from mirage_hf.codegen import torch_text, triton
+from mirage_hf.codegen import torch_text, triton, triton_math
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.kernel import new_kernel_graph
@@ -86,6 +87,23 @@ def test_compiles_ahead_of_time(name):
     for sm in (80, 100):  # for sm_90 in test_overlap.py
         for kernel in compiler.ahead_of_time(program, sm):
             assert kernel.asm["cubin"] and f".target sm_{sm}" in kernel.ptx and kernel.shared <= 227 * 1024
+            assert not fused_with_other_threads(kernel.ptx)
+
+
+def fused_with_other_threads(ptx: str) -> list[str]:
+    """Multiply-adds whose addend comes from another thread: the two threads' sums then differ in their last bits."""
+    given = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+)", ptx))
+    return [line for line in re.findall(r"fma\.rn\.f32 .*;", ptx) if line.rstrip(";").split(", ")[-1] in given]
+
+
+@pytest.mark.parametrize("name", ["split matmul, read transposed", "ntrans"])
+def test_products_are_rounded_before_threads_add_them_up(name):
+    """The sums of some threads are the same bits because addition commutes; a multiply-add does not. ("rounded" in triton_math.py)"""
+    program = triton.generate(CASES[name].ugraph, CASES[name].schedules)
+    naive = program.source.replace(triton_math.HELPERS["rounded"].rsplit("return ", 1)[1].strip(), "x")
+    assert naive != program.source
+    fused = [fused_with_other_threads(k.ptx) for k in compiler.ahead_of_time(replace(program, source=naive), 90)]
+    assert any(fused) and not any(fused_with_other_threads(k.ptx) for k in compiler.ahead_of_time(program, 90))
 
 
 @pytest.mark.parametrize("name", ["norm linear", "gated mlp 16 rows mma", "split attention mma", "split softmax"])
