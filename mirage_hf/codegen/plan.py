@@ -77,6 +77,8 @@ class PlacedOp(KernelOp):
     """Bounds and positions that may be read while the launch ahead still runs: those of steps that append (codegen/launching.py)."""
     combined: bool = False
     """Partial results, if it has any, are read by generated kernels only: which element is in which part is nobody's business."""
+    followed: bool = False
+    """Whether the launch behind is of the same µGraph and settles nothing before its own wait, so that it may begin at any time."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Plan:
     caches: frozenset[int] = frozenset()
     settled: frozenset[int] = frozenset()
     combined: bool = False
+    followed: bool = False
 
     def __post_init__(self) -> None:
         self.schedule.check(self.block)
@@ -229,6 +232,29 @@ class Plan:
     def walks(self) -> bool:
         """Whether loops take more than one step; otherwise the loop axis is held whole."""
         return self.loop is not None and self.trips(self.loop) > 1
+
+    @property
+    def hastens(self) -> bool:
+        """Whether the launch behind may begin before this one has waited."""
+        return self.schedule.hasten and self.followed
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """The stages and their numbers in the order in which a kernel runs them: where a loop walks, what is computed once waits until
+        something reads it, so that the loads of a loop that does not are asked for before."""
+        found, waiting = [], list[tuple[int, Stage]]()
+        for number, stage in enumerate(self.block.stages):
+            if stage.loop is None and self.walks:
+                waiting.append((number, stage))
+                continue
+            read, needed = self.read_in(stage), list[tuple[int, Stage]]()
+            for earlier in reversed(waiting):
+                if any(op.out in read for op in earlier[1].body):
+                    read |= self.read_in(earlier[1])
+                    needed.insert(0, earlier)
+            waiting = [s for s in waiting if s not in needed]
+            found += [*needed, (number, stage)]
+        return tuple(found + waiting)
 
     @cached_property
     def unrolled(self) -> str | None:
@@ -608,7 +634,7 @@ def placed(ugraph: UGraph) -> tuple[PlacedOp, ...]:
             x = torch.empty_strided(inputs[0].dims, inputs[0].strides, dtype=inputs[0].dtype, device="meta")
             y = table.lookup(op.name).oracle(x, **dict(op.attrs))
             now[op.outputs[0].index] = replace(op.outputs[0], strides=tuple(y.stride()))
-    return tuple(found)
+    return tuple(replace(op, followed=behind is not None and not behind.settled) for op, behind in itertools.zip_longest(found, found[1:]))
 
 
 def plan(op: KernelOp, schedule: Schedule) -> Plan:
@@ -617,4 +643,4 @@ def plan(op: KernelOp, schedule: Schedule) -> Plan:
     operands = tuple(t for t in op.inputs if isinstance(t, DTensor))
     if not isinstance(op, PlacedOp):
         return Plan(op.block, operands, op.outputs, schedule)
-    return Plan(op.block, operands, op.outputs, schedule, op.appends, op.caches, op.settled, op.combined)
+    return Plan(op.block, operands, op.outputs, schedule, op.appends, op.caches, op.settled, op.combined, op.followed)

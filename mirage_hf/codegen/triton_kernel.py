@@ -63,7 +63,7 @@ class _Writer(Tiles):
             self._load_bounds(i)
         for i in (*early, *self._whole()):
             self._load(i)
-        for number, stage in enumerate(self.block.stages):
+        for number, stage in self.plan.stages:
             self.running = self.plan.maxima(stage)
             self._stage(number, stage)
         self.running = {}
@@ -131,12 +131,15 @@ class _Writer(Tiles):
         """Ask for the first tiles of what lies ready, then wait for the launches ahead, whose results everything else may be."""
         self.line("if overlaps:")
         self.indent += 1
+        if self.plan.hastens:
+            self.line("tl.extra.cuda.gdc_launch_dependents()  # the next kernel, which asks for constants only before it waits")
         for i in self.block.inputs:
             held = not self.plan.walks and self.plan.constant(i)
             if self.plan.schedule.preload and self.plan.loop and self.plan.loop in i.axes and self.plan.lies_ready(i) and not held:
                 self._prefetch(i, min(self.plan.schedule.preload, next_power_of_two(self.plan.share)))
         self.line("tl.extra.cuda.gdc_wait()")
-        self.line("tl.extra.cuda.gdc_launch_dependents()")
+        if not self.plan.hastens:
+            self.line("tl.extra.cuda.gdc_launch_dependents()")
         self.indent -= 1
 
     # -- stages ---------------------------------------------------------------------------------------------------------------

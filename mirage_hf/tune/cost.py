@@ -174,7 +174,8 @@ def estimate(plan: Plan, device: Device = H200) -> Cost:
     waves = plan.grid / (device.sms * per_sm)
     tail = 1.0 + 0.3 * (math.ceil(waves) / waves - 1.0) if waves > 1 else 1.0
     body = max(moved / rate, l2 / device.l2_bandwidth, instructions / (device.lane_rate * busy), flops / (device.mma_rate * busy))
-    us = device.launch_us + device.latency_us + tail * body * 1e6 * _detours(plan) + (device.meeting_us if plan.scratch else 0.0)
+    launch = 0.0 if plan.hastens else device.launch_us  # of the next one, which is then long there
+    us = launch + device.latency_us + tail * body * 1e6 * _detours(plan) + (device.meeting_us if plan.scratch else 0.0)
     return Cost(us, moved, l2, instructions, flops, regs, shared, per_sm)
 
 

@@ -153,7 +153,7 @@ def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[
         return
     rest = sum(library_us(op, model) for op in ugraph.kernels.ops if op.block is None)
     for n in range(max(map(len, ranked))):
-        chosen = tuple(r[min(n, len(r) - 1)] for r in ranked)
+        chosen = tuple(replace(r[min(n, len(r) - 1)], hasten=op.followed) for r, op in zip(ranked, ops, strict=True))
         own = sum(estimate(plan(op, s), model).us for op, s in zip(ops, chosen, strict=True))
         yield Candidate(ugraph, chosen, own + rest)
 
@@ -340,7 +340,7 @@ def _around(starts: Sequence[Candidate], tried: Sequence[Candidate], model: Devi
 
 
 def _steps(start: Candidate) -> Iterator[tuple[Schedule, ...]]:
-    for n, (s, op) in enumerate(zip(start.schedules, start.ugraph.block_ops, strict=True)):
+    for n, (s, op) in enumerate(zip(start.schedules, placed(start.ugraph), strict=True)):
         assert op.block is not None
         changes: list[dict[str, Any]] = [{"preload": p} for p in (0, s.preload // 2, max(1, s.preload * 2)) if p != s.preload]
         changes += [{"num_stages": x} for x in (s.num_stages - 1, s.num_stages + 1, s.num_stages + 2) if x >= 1]
@@ -348,6 +348,8 @@ def _steps(start: Candidate) -> Iterator[tuple[Schedule, ...]]:
         changes += [{"split": x} for x in (s.split // 2, s.split * 2) if x >= 1]
         if s.mma:
             changes.append({"weights_first": not s.weights_first})
+        if op.followed:
+            changes.append({"hasten": not s.hasten})
         for axis in op.block.axes:
             tile = s.tile(axis.name)
             if axis.role is not Role.TILE and op.block.splits(axis.name) is None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,13 +52,24 @@ def attention(kernels: int):
     """A searched step of attention that asks for its cache early, and appends to it."""
     g = test_append.attention(1, 8, 4, slots=1024, d=64, norm=True, dtype="bfloat16")
     ugraph = next(c.ugraph for c in test_append.searched(g).candidates if c.ugraph.num_kernels == kernels)
-    schedules = [next((s for s in space.schedules(op) if s.preload), space.default_schedule(op)) for op in placed(ugraph)]
+    schedules = [replace(next((s for s in space.schedules(op) if s.preload), space.default_schedule(op)), hasten=op.followed)
+                 for op in placed(ugraph)]
     assert any(s.preload for s in schedules)
     return g, triton.generate(ugraph, schedules)
 
 
 def block(ugraph, **schedule):
     return ugraph.program, program_of(ugraph, **schedule)
+
+
+def squares_first():
+    """Two kernels, of which the second may begin before the first has waited for the producer."""
+    ugraph = blocks.squares_then_linear(16, 1024, 1024, 8)
+    first, second = dict(m=4, p=1, k=128), dict(m=16, n=64, k=64, p=8)
+    program = triton.generate(ugraph, [Schedule(tuple(first.items()), num_warps=1, hasten=True),
+                                       Schedule(tuple(second.items()), mma=True, num_stages=4, split=2, preload=2)])
+    assert program.source.index("gdc_launch_dependents()") < program.source.index("gdc_wait()")
+    return ugraph.program, program
 
 
 SPLIT = dict(m=1, n=16, k=256, split=4, preload=1)
@@ -67,6 +79,7 @@ KINDS = {
     "walking": lambda: block(blocks.rms_norm_linear(1, 1024, 1024, residual=True), m=1, n=8, k=256, preload=2),
     "split": lambda: block(blocks.rms_norm_linear(1, 1024, 1024), **SPLIT),
     "mma split": lambda: block(blocks.rms_norm_linear(16, 1024, 1024, dtype=torch.bfloat16), **MMA_SPLIT),
+    "squares, then mma split": squares_first,
     "attention": lambda: attention(1),
     "attention, two kernels": lambda: attention(2),
 }

@@ -356,6 +356,29 @@ def split_matmul(rows: int = 3, k: int = 100, n: int = 37, parts: int = 3, dtype
     return chain(g, (b, (0, 1)), *([("permute", 2, {"order": (1, 0, 2)}), (c, (3,))] if view else [(c, (2,))]))
 
 
+def squares_then_linear(rows: int = 3, k: int = 512, n: int = 64, parts: int = 4, dtype=torch.float16,
+                        scaled_before: bool = False) -> UGraph:
+    """RMSNorm + Linear as two kernels: sums of squares over parts of k, then all the rest. `scaled_before`: rows are scaled inside the
+    loop, so that it reads what is computed once before it; else only what comes after it does."""
+    g = new_kernel_graph()
+    x, gamma = g.new_input((rows, k), dtype, name="x"), g.new_input((1, k), dtype, name="gamma", constant=True)
+    g.mark_output(g.matmul(g.rms_norm(x, gamma, eps=EPS), linear_weight(g, k, n, dtype, "w")))
+    b = Block({"m": rows, "p": parts}, {"k": k}, parts={"k": "p"})
+    b.load("x", "mk", 0)
+    s = b.stage(loop=True)
+    b.store(s.accumulate("partial", s.op("square", "mul", "x", "x")), "pm", torch.float32)
+    c = Block({"m": rows, "n": n}, {"k": k}, {"p": parts})
+    for name, axes, source in (("x", "mk", 0), ("gamma", "1k", 1), ("w", "kn", 2), ("partials", "pm", 3)):
+        c.load(name, axes, source)
+    s = c.stage()
+    root = scale(s, s.op("squares", "sum", "partials", over="p"), k)
+    s = c.stage(loop=True)
+    scaled = s.op("scaled", "mul", "x", "gamma")
+    sums = s.accumulate("sums", s.op("product", "mul", s.op("rows", "mul", scaled, root) if scaled_before else scaled, "w"))
+    c.store(sums if scaled_before else c.stage().op("y", "mul", sums, root), "mn", dtype)
+    return chain(g, (b, (0,)), (c, (0, 1, 2, 3)))
+
+
 def split_softmax(rows: int = 3, n: int = 100, parts: int = 3, dtype=torch.float16, walk: bool = True) -> UGraph:
     """Maximum and sum of each part of a row, then every block finishes its part; an output carries the axis that has parts."""
     g = new_kernel_graph()
@@ -445,7 +468,7 @@ def _case(name: str, u: UGraph, mma: bool = False, interpreted: bool = True, laz
 
 def _cases(name: str, u: UGraph, *schedules: dict, interpreted: bool = True) -> Case:
     """Of several kernels: tiles and other choices of each."""
-    known = ("mma", "weights_first", "lazy", "num_warps", "num_stages", "split", "preload")
+    known = ("mma", "weights_first", "lazy", "num_warps", "num_stages", "split", "preload", "hasten")
     return Case(name, u, tuple(Schedule(tuple((a, t) for a, t in s.items() if a not in known), **{a: t for a, t in s.items() if a in known})
                                for s in schedules), interpreted)
 
@@ -521,7 +544,7 @@ def cases() -> list[Case]:
         _cases("split attention", online_attention(parts=3), dict(h=1, m=4, p=1, s=16, d=32), dict(h=1, m=4, p=4, d=32)),
         _cases("split attention of one row bf16", online_attention(8, 1, 200, 64, 5, BF16), dict(h=1, m=1, p=1, s=32, d=64),
                dict(h=1, m=1, p=4, d=64)),
-        _cases("split attention, parts held whole", online_attention(parts=7, bias=True), dict(h=1, m=4, p=1, s=16, d=32),
+        _cases("split attention, parts held whole", online_attention(parts=7, bias=True), dict(h=1, m=4, p=1, s=16, d=32, hasten=True),
                dict(h=2, m=2, p=2, d=32, lazy=False)),
         _cases("split attention mma", online_attention(q=5, parts=3, bias=True), dict(mma=True, h=1, m=16, p=1, s=32, d=32, num_stages=2),
                dict(h=1, m=4, p=4, d=32)),
@@ -536,6 +559,12 @@ def cases() -> list[Case]:
                dict(m=4, n=8, p=4)),
         _cases("split matmul, read transposed", split_matmul(view=True, dtype=FP32), dict(m=2, n=8, p=1, k=16, lazy=False),
                dict(m=4, n=8, p=4)),
+        _cases("squares, then linear", squares_then_linear(), dict(m=4, p=1, k=64, hasten=True),
+               dict(m=4, n=8, k=64, p=4, num_stages=2, preload=1)),
+        _cases("squares, then linear mma, loop split", squares_then_linear(16), dict(m=4, p=1, k=128, hasten=True),
+               dict(mma=True, m=16, n=64, k=32, p=4, num_stages=3, split=2, preload=2)),
+        _cases("squares, then linear of scaled rows mma", squares_then_linear(16, scaled_before=True), dict(m=4, p=1, k=128),
+               dict(mma=True, m=16, n=32, k=32, p=4, num_stages=3)),
         _cases("split softmax", split_softmax(), dict(m=2, p=1, n=16), dict(m=2, p=1, n=8, t=4)),
         _cases("split softmax, one element at a time", split_softmax(2, 10, 4), dict(m=1, p=1, n=1), dict(m=1, p=1, n=1, t=4)),
         _cases("split softmax, parts are tiles", split_softmax(walk=False), dict(m=2, p=1, n=64), dict(m=2, p=1, n=64, t=4)),

@@ -289,6 +289,19 @@ def test_nothing_but_constants_is_read_early_and_caches_are_only_asked_for(tmp_p
             assert not s.preload or any(what.startswith("prefetch") and of & caches for what, of in seen)
 
 
+def test_a_kernel_hastens_the_next_one_only_where_that_settles_nothing_early():
+    """Bounds and positions are read early once the launch ahead has waited; without that, the one before it may still write them."""
+    first, second = placed(test_overlap.CASES["squares, then linear"].ugraph)
+    assert first.followed and not second.followed
+    for c in searched(attention(1, 8, 4, slots=1024, d=64, norm=True, dtype="bfloat16")).candidates:
+        ops = placed(c.ugraph)
+        assert [op.followed for op in ops] == [n + 1 < len(ops) and not ops[n + 1].settled for n in range(len(ops))]
+        for op in ops:
+            s = replace(space.default_schedule(op), hasten=True)
+            source = write_kernel(plan(op, s), "k").source
+            assert (source.index("gdc_launch_dependents") < source.index("gdc_wait")) == op.followed
+
+
 @pytest.mark.parametrize("sm", [80, 90])
 def test_compiles_ahead_of_time(sm, tmp_path, monkeypatch):
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
