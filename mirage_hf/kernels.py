@@ -31,7 +31,7 @@ from mirage_hf.tune.space import fitted
 from mirage_hf.tune.tuner import MOST_PARTS, together
 from mirage_hf.tune.tuner import Candidate as Tuned
 from mirage_hf.tune.tuner import tune as measure
-from mirage_hf.verify.accept import Candidate, Progress, search_and_verify
+from mirage_hf.verify.accept import Candidate, Progress, kind_of, search_and_verify
 from mirage_hf.zoo.entry import Entry, Timing
 from mirage_hf.zoo.key import Key, key_of
 from mirage_hf.zoo.store import Chain, Store, chain, packaged_store, user_store
@@ -264,7 +264,7 @@ def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tu
     return made(ugraph=ugraph)
 
 
-_QUICK, _FULL = (4, 16, 2), (8, 48, 6)
+_QUICK, _FULL = (5, 16, 2), (8, 48, 6)
 """µGraphs, schedules of each, and rounds of steps from the fastest that are measured."""
 
 
@@ -283,20 +283,24 @@ def permitted(candidates: Sequence[Candidate]) -> Callable[[KernelOp, Device], l
 
 def promising(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates that have a kernel, in the order in which to tune them: by the cost model's estimate of a permitted schedule
-    (without one a candidate comes last), but the best of two kernels third: where launches overlap a second one costs less than the
-    model says."""
+    (without one a candidate comes last), but the best of two kernels, of three kinds, third to fifth at the latest: where launches
+    overlap a second one costs less than the model says, and what is best kept in between is known when it is measured."""
     usable = [c for c in candidates if not space.obstacle(c.ugraph.block_ops)]
     schedules_of = permitted(usable)
 
     def us(c: Candidate) -> float:
-        ranked = [(op, schedules_of(op, H200)) for op in c.ugraph.block_ops]
-        return sum(estimate(plan(op, schedules[0])).us if schedules else math.inf for op, schedules in ranked)
+        ranked = zip(placed(c.ugraph), (schedules_of(op, H200) for op in c.ugraph.block_ops), strict=True)
+        return sum(estimate(plan(op, replace(schedules[0], hasten=True))).us if schedules else math.inf for op, schedules in ranked)
 
     ordered = sorted(usable, key=us)
-    pair = next((c for c in ordered[2:] if c.ugraph.num_kernels == 2), None)
-    if pair is not None and all(c.ugraph.num_kernels != 2 for c in ordered[:2]):
-        ordered.remove(pair)
-        ordered.insert(2, pair)
+    pairs: dict[object, Candidate] = {}
+    for c in ordered:
+        if c.ugraph.num_kernels == 2:
+            pairs.setdefault(kind_of(c.ugraph), c)
+    for place, pair in enumerate(list(pairs.values())[:3], 2):
+        if ordered.index(pair) > place:
+            ordered.remove(pair)
+            ordered.insert(place, pair)
     return ordered
 
 

@@ -50,14 +50,20 @@ class Acceptance:
     late: int = 0
 
 
-EACH = 2
-"""Candidates of each number of kernels that are checked although there are enough of other numbers."""
+EACH = 3
+"""Candidates of each number of kernels that are checked although there are enough of other numbers, each of a kind of its own."""
+
+
+def kind_of(ugraph: UGraph) -> tuple[object, ...]:
+    """What the kernels of a µGraph keep in device memory for each other: the axes of each tensor, whether whole or in parts."""
+    return tuple(tuple(a for a in o.axes if a is not None and op.block.splits(a) is None)
+                 for op in ugraph.block_ops[:-1] if op.block for o in op.block.outputs)
 
 
 def accept(found: Sequence[Found], *, keep: int = 6, seed: int = 0, seconds: float = math.inf,
            on_candidate: Callable[[int, Verdict], Any] | None = None) -> Acceptance:
     """Prove and check candidates, best first, until `keep` may run on multiply-adds and `keep` on tensor cores, or `seconds` are
-    over and there is one; of each number of kernels as many as `EACH` where there is time.
+    over and there is one; of each number of kernels as many as `EACH` where there is time, which keep different things in between.
 
     One that adds to neither is left out, so the forms that only multiply-adds may run do not push out a range-safe one.
     """
@@ -67,8 +73,10 @@ def accept(found: Sequence[Found], *, keep: int = 6, seed: int = 0, seconds: flo
     checks: dict[object, NumericCheck] = {}
     late = 0
     for number, f in enumerate(found):
-        alike = [c for c in kept if c.ugraph.num_kernels == f.ugraph.num_kernels]
-        room = {mma: sum(c.allows(mma) for c in kept) < keep or sum(c.allows(mma) for c in alike) < EACH for mma in (False, True)}
+        kinds = {mma: {kind_of(c.ugraph) for c in kept if c.ugraph.num_kernels == f.ugraph.num_kernels and c.allows(mma)}
+                 for mma in (False, True)}
+        room = {mma: sum(c.allows(mma) for c in kept) < keep or (len(kinds[mma]) < EACH and kind_of(f.ugraph) not in kinds[mma])
+                for mma in (False, True)}
         if not any(room.values()):
             continue
         if kept and time.perf_counter() - start > seconds:

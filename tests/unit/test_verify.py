@@ -21,10 +21,11 @@ from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, Blo
 from mirage_hf.graph.execute import run_block_graph, run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
+from mirage_hf.kernels import promising
 from mirage_hf.search.engine import Found, SearchOptions, search
 from mirage_hf.search.spec import expand
 from mirage_hf.verify import bound, fingerprint, numeric, shrink
-from mirage_hf.verify.accept import accept
+from mirage_hf.verify.accept import accept, kind_of
 from mirage_hf.verify.field import Element, FieldAlgebra, P, Q, Redraw
 from mirage_hf.verify.fingerprint import prove
 from mirage_hf.verify.verdict import Accepted, Refused
@@ -558,6 +559,8 @@ def test_a_product_that_overflows_before_the_division_is_refused_and_others_take
     two_pass = [c for c in accepted.candidates if walking([c.ugraph], 2)]
     assert any(c.allows(True) for c in two_pass)
     assert all(c.error_bound < 1e-9 for c in accepted.candidates)
+    first = [kind_of(c.ugraph) for c in promising(accepted.candidates)[:5] if c.ugraph.num_kernels == 2]
+    assert {(("m",),), (("m", "k"),)} <= {*first} and len({*first}) == len(first)  # statistics, or scaled rows, kept in between
 
 
 def test_bfloat16_has_the_range():
