@@ -259,6 +259,8 @@ class Probes:
             for number, call in enumerate(calls(2, one_norm(other, row).weight, wide, (6, 1, 1, 1), g, torch.float32)):
                 keys, values = stock.keys, stock.values
                 want = other.forward(call.x, **call.kwargs(stock))
+                if not number and row.latent is not None and (no := _expanded(candidate, stock)):
+                    return no
                 if not number:  # row 0 is padded, which prompts by kernels are not
                     far = 0.0 if prompt is None else _prompt_differs(prompt, step, call, want, stock, slots)
                 else:
@@ -341,6 +343,16 @@ def _but_for_mlp(candidate: Any) -> Any:
     layer = candidate.module
     aside = {candidate.layouts[0].mlp: Passing()} if runs_own_mlp(candidate.parts) else {}
     return stand_in(layer, {"_modules": {**layer._modules, **aside}})
+
+
+def _expanded(candidate: Any, cache: ProbeCache) -> Rejected | None:
+    """Refuse a layer that caches something else than latents and turned keys, as transformers 5.4 does."""
+    sizes = next(dict(p.block.sizes) for p in candidate.parts if p.role == "attention")
+    seen = [None if x is None else (x.shape[1], x.shape[3]) for x in (cache.keys, cache.values)]
+    if seen == [(1, sizes["latent"]), (1, sizes["rope"])]:
+        return None
+    each = " and ".join("nothing" if s is None else f"{s[0]} heads of {s[1]}" for s in seen)
+    return Rejected(f"it caches {each}, not latents of {sizes['latent']} and turned keys of {sizes['rope']}, as later transformers do")
 
 
 def _prompt_differs(prompt: LayerPrompt, step: LayerStep, call: Call, want: Tensor, stock: ProbeCache, slots: int) -> float:

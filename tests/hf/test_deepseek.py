@@ -13,7 +13,7 @@ from mirage_hf.api import optimize, restore
 from mirage_hf.match.matcher import match
 from mirage_hf.patterns import PATTERNS
 
-pytestmark = pytest.mark.slow  # on the main version of transformers only
+slow = pytest.mark.slow  # on the main version of transformers only
 
 LATENT = dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12, num_key_value_heads=4, num_hidden_layers=2,
               moe_intermediate_size=24, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1)
@@ -49,6 +49,7 @@ def steps(model: Any) -> dict[str, int]:
     return {what: n for what, n in model.mirage.report.decode.items() if what.startswith(("step", "stock"))}
 
 
+@slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_logits_and_cache_are_stocks(kind: str, resolved: list[Any]) -> None:
     stock = tiny(kind)
@@ -63,11 +64,13 @@ def test_tokens_logits_and_cache_are_stocks(kind: str, resolved: list[Any]) -> N
     assert steps(ours) == {"step: all by kernels": 2}, ours.mirage.report
 
 
+@slow
 def test_half_precision_parts_from_stock_at_ties_only(resolved: list[Any]) -> None:
     for kind in ("V2 Lite", "V3"):
         parted_at_a_tie(tiny(kind).bfloat16(), prompt(), optimize, tokens=24)
 
 
+@slow
 def test_what_is_searched_is_what_the_model_has(resolved: list[Any]) -> None:
     """The weight that expands latents is read where it is, by two views; caches are HF's, and nothing of the size of keys is made."""
     model = optimize(tiny("V3"), verify=False)
@@ -80,6 +83,7 @@ def test_what_is_searched_is_what_the_model_has(resolved: list[Any]) -> None:
     assert {t.dims[-1] for t in attention.inputs if t.dims[-2] > 100} == {16, 2}  # latents, and two halves of turned keys
 
 
+@slow
 def test_weights_that_change_are_read_and_restore_is_exact(resolved: list[Any]) -> None:
     stock = tiny("V2 Lite")
     ours = twin_of(stock)
@@ -122,6 +126,7 @@ NOT_OURS: dict[str, tuple[Any, str]] = {
 }
 
 
+@slow
 @pytest.mark.parametrize("name", NOT_OURS)
 def test_what_is_refused_says_why(name: str) -> None:
     make, reason = NOT_OURS[name]
@@ -130,6 +135,7 @@ def test_what_is_refused_says_why(name: str) -> None:
     assert not any(p.pattern == "mla" for m in found.modules for p in m.parts) and any(reason in r for r in reasons), reasons
 
 
+@slow
 def test_attention_that_computes_something_else_is_refused_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """The structure is that of DeepSeek-V3: only running it shows that its scores are capped."""
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
@@ -146,3 +152,18 @@ def test_attention_that_computes_something_else_is_refused_by_the_probe(monkeypa
     assert {p.role for m in found.modules for p in m.parts} == {"qkv", "out", "gated", "down"}
     assert all("over latents: off by" in r.reason for r in found.refusals) and found.refusals, found.refusals
     assert "attention is not matched" in found.causal.reason
+
+
+@pytest.mark.parametrize("kind", ["V2 Lite", "V3, YaRN, experts"])
+def test_every_version_of_transformers_gives_stocks_tokens(kind: str, resolved: list[Any]) -> None:
+    """Up to 5.4 or so keys and values are cached expanded: steps are the model's own forward there, and the report says why."""
+    stock = tiny(kind)
+    ours = optimize(twin_of(stock), batch_sizes=(1, 2))
+    for given in ({"inputs": prompt()}, left_padded((4, 9))):
+        want, got = (m.generate(**given, do_sample=False, max_new_tokens=8) for m in (stock, ours))
+        assert torch.equal(want, got)
+    reasons = {r.reason for r in ours.mirage.report.rows if r.pattern == "mla"}
+    if hasattr(stock.model.layers[0].self_attn, "expand_kv"):
+        assert reasons == {""} and steps(ours) == {"step: all by kernels": 2}
+    else:
+        assert reasons == {"it caches 4 heads of 12 and 4 heads of 12, not latents of 16 and turned keys of 4, as later transformers do"}
