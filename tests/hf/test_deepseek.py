@@ -156,7 +156,7 @@ def test_attention_that_computes_something_else_is_refused_by_the_probe(monkeypa
 
 @pytest.mark.parametrize("kind", ["V2 Lite", "V3, YaRN, experts"])
 def test_every_version_of_transformers_gives_stocks_tokens(kind: str, resolved: list[Any]) -> None:
-    """Up to 5.4 or so keys and values are cached expanded: steps are the model's own forward there, and the report says why."""
+    """5.4 caches keys and values expanded: steps are the model's own forward there, and the report says why."""
     stock = tiny(kind)
     ours = optimize(twin_of(stock), batch_sizes=(1, 2))
     for given in ({"inputs": prompt()}, left_padded((4, 9))):
