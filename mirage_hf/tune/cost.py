@@ -163,7 +163,9 @@ def estimate(plan: Plan, device: Device = H200) -> Cost:
     regs, shared = registers(plan), shared_bytes(plan)
     per_sm = max(1, min(32, 2048 // threads, device.registers // (threads * min(255, max(32, regs))),
                         device.shared_bytes // (shared + 1024)))
-    streamed = sum(_tile_bytes(plan, i.name) for i in block.inputs if plan.is_streamed(i) and (plan.loop is None or plan.loop in i.axes))
+    walked = [i for i in block.inputs if plan.loop is None or plan.loop in i.axes]
+    # what no other block reads; where blocks share all of it, as heads share the latents of a cache, what each of them walks
+    streamed = sum(_tile_bytes(plan, i.name) for i in walked if plan.is_streamed(i)) or max(in_loop, default=0)
     ahead = schedule.num_stages - 1.0 if plan.walks and schedule.num_stages > 1 else 1.0
     if plan.dots and plan.walks and schedule.num_stages > 1:
         ahead -= 0.5  # what tensor cores read is waited for before the next copy begins: measured 36 µs with three tiles ahead, 58 with one
