@@ -7,20 +7,24 @@ import interpreted
 import pytest
 import torch
 
+from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.errors import GraphError
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.patterns.mla import MLA, MLA_APPEND, MLA_QUERY, ROPES, strides_of
 from mirage_hf.search.engine import SearchOptions, search
+from mirage_hf.tune import space
+from mirage_hf.tune.cost import estimate
 
 LITE = dict(heads=16, latent=512, nope=128, rope=64, q_rank=None)
 SMALL = dict(heads=2, latent=32, nope=16, rope=8, q_rank=12)
 
 
-@pytest.mark.parametrize(("ropes", "rows"), [("pairs", 1), ("parted pairs", 16)])
-def test_latents_are_never_expanded(ropes: str, rows: int) -> None:
-    """The weight meets the query in one kernel and the result in another; the one over the cache reads latents and turned keys only."""
-    block = MLA.block(**LITE, value=128, scale=0.07, ropes=ropes, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("ropes", "heads", "rows", "us"), [("pairs", 16, 16, 50), ("parted pairs", 128, 1, 40)])
+def test_latents_are_never_expanded(ropes: str, heads: int, rows: int, us: float) -> None:
+    """The weight meets the query in one kernel and the result in another; the one over the cache reads latents and turned keys only.
+    The cost model expects what bytes and products take, and not that few blocks have something of their own in flight."""
+    block = MLA.block(**{**LITE, "heads": heads}, value=128, scale=0.07, ropes=ropes, dtype=torch.bfloat16)
     g = block.searched(rows)
     assert g is not None and g.inputs[-3].dims[0] == rows
     found, _ = search(g, SearchOptions(max_width=1))
@@ -28,6 +32,8 @@ def test_latents_are_never_expanded(ropes: str, rows: int) -> None:
     reads = [{t.name.partition("_even")[0].partition("_odd")[0] for t in op.inputs if t in g.inputs} for op in kernels]
     assert reads == [{"q", "w_k"}, {"latents", "q_rope", "keys", "lo", "end"}, {"w_v"}], reads
     assert all(4096 not in t.dims for op in kernels for t in op.outputs)
+    expected = [estimate(plan(op, space.schedules(op, limit=1)[0])).us for op in placed(found[0].ugraph)]
+    assert sum(expected) < us, expected
 
 
 def test_another_rope_is_an_error() -> None:
