@@ -122,7 +122,8 @@ def at_size(resolved: Resolved, program: KernelGraph, device: torch.device) -> R
 def cut_to(ugraph: UGraph, schedules: Sequence[Schedule], program: KernelGraph) -> tuple[UGraph, list[Schedule]]:
     """A µGraph and its schedules for a program that differs from its own in the sizes of some dims. Errors: CodegenError, GraphError."""
     resized = _same_parts(ugraph, symbolic.for_program(ugraph, program))
-    chosen = [space.affordable(fitted(s, op.block), op) for s, op in zip(schedules, placed(resized), strict=True) if op.block]
+    chosen = [space.lengthened(fitted(s, op.block), op, plan(old, s).walks)
+              for s, old, op in zip(schedules, placed(ugraph), placed(resized), strict=True) if op.block is not None]
     for op, s in zip(placed(resized), chosen, strict=True):
         if (needed := estimate(plan(op, s)).registers) > space.HOPELESS_REGISTERS:
             raise CodegenError(f"kernels for these sizes would need {needed} registers a thread")

@@ -130,18 +130,27 @@ def smallest(op: KernelOp) -> Schedule:
     return Schedule(tuple(tiles.items()), lazy=False)
 
 
-def affordable(schedule: Schedule, op: KernelOp, device: Device = H200) -> Schedule:
-    """The schedule with so few and short loop tiles in flight that they fit into shared memory: a loop that was held whole may need more
-    for a longer axis, which it walks. Errors: CodegenError for a schedule that is none for `op`."""
-    assert op.block is not None
-    while estimate(planned := plan(op, schedule), device).shared > device.shared_bytes:
-        loop = planned.loop
-        if schedule.num_stages > 2:
-            schedule = replace(schedule, num_stages=schedule.num_stages - 1)
-        elif loop and planned.walks and planned.tile(loop) > MMA_MIN:
-            schedule = replace(schedule, tiles=tuple((dict(schedule.tiles) | {loop: planned.tile(loop) // 2}).items()))
+PIPELINED = 3
+"""Loop iterations in flight where a loop of tensor-core products is walked that was held whole when its schedule was tuned."""
+
+
+def lengthened(schedule: Schedule, op: KernelOp, walked: bool, device: Device = H200) -> Schedule:
+    """A schedule for a longer axis than it was tuned for; `walked`: whether its loop took several steps then. What was held whole needs
+    loads ahead now, and so many tiles that shared memory holds them. Errors: CodegenError for a schedule that is none for `op`."""
+    planned = plan(op, schedule)
+    loop = planned.loop
+    if loop is None or not planned.walks:
+        return schedule
+    if not walked and planned.dots:
+        schedule = replace(schedule, num_stages=max(PIPELINED, schedule.num_stages))
+    while estimate(plan(op, schedule), device).shared > device.shared_bytes:
+        stages, tile = schedule.num_stages, schedule.tile(loop)
+        if tile > 2 * MMA_MIN and stages <= PIPELINED:
+            schedule = replace(schedule, tiles=tuple((dict(schedule.tiles) | {loop: tile // 2}).items()))
+        elif stages > 1:
+            schedule = replace(schedule, num_stages=stages - 1)
         else:
-            break  # nothing of it walks
+            break
     return schedule
 
 

@@ -24,6 +24,7 @@ from mirage_hf.patterns import attention
 from mirage_hf.search.append import apart
 from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.tune import space
+from mirage_hf.tune.cost import H200, estimate
 
 LONG = 131072
 
@@ -86,6 +87,7 @@ import json, torch
 import test_append, test_long_caches as t
 from mirage_hf.codegen import compile as compiler, plan, triton
 from mirage_hf.tune import space
+from mirage_hf.tune.cost import H200, estimate
 
 wrong = []
 plan.GATHERED_PER_THREAD = 0  # one part at a time
@@ -124,3 +126,15 @@ def test_parts_share_what_is_within_bounds_and_are_added_up_in_pieces(tmp_path):
     done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_a_loop_that_was_held_whole_is_pipelined_and_fits_into_shared_memory_where_it_is_walked():
+    tuned = symbolic.for_program(found(128, 2), program(attention.LONG_SLOTS, 128))
+    first, second = placed(tuned)
+    loop = first.block.named(Role.LOOP)[0].name
+    s = next(s for s in space.schedules(first) if s.mma)
+    whole = replace(s, tiles=tuple((dict(s.tiles) | {loop: first.block.part(loop)}).items()), num_stages=6, num_warps=8, split=1)
+    assert not plan(first, whole).walks
+    ugraph, (cut, _) = cut_to(tuned, [whole, space.default_schedule(second)], program(LONG, 128))
+    p = plan(placed(ugraph)[0], cut)
+    assert p.walks and cut.num_stages == space.PIPELINED and estimate(p).shared <= H200.shared_bytes
