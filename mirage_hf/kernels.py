@@ -27,7 +27,6 @@ from mirage_hf.torch_op import Run
 from mirage_hf.tune import space
 from mirage_hf.tune.cost import H200, Device, estimate
 from mirage_hf.tune.measure import Timing as Measured
-from mirage_hf.tune.space import fitted
 from mirage_hf.tune.tuner import MOST_PARTS, together
 from mirage_hf.tune.tuner import Candidate as Tuned
 from mirage_hf.tune.tuner import tune as measure
@@ -122,8 +121,7 @@ def at_size(resolved: Resolved, program: KernelGraph, device: torch.device) -> R
 def cut_to(ugraph: UGraph, schedules: Sequence[Schedule], program: KernelGraph) -> tuple[UGraph, list[Schedule]]:
     """A µGraph and its schedules for a program that differs from its own in the sizes of some dims. Errors: CodegenError, GraphError."""
     resized = _same_parts(ugraph, symbolic.for_program(ugraph, program))
-    chosen = [space.lengthened(fitted(s, op.block), op, plan(old, s).walks)
-              for s, old, op in zip(schedules, placed(ugraph), placed(resized), strict=True) if op.block is not None]
+    chosen = [space.recut(s, old, op) for s, old, op in zip(schedules, placed(ugraph), placed(resized), strict=True)]
     for op, s in zip(placed(resized), chosen, strict=True):
         if (needed := estimate(plan(op, s)).registers) > space.HOPELESS_REGISTERS:
             raise CodegenError(f"kernels for these sizes would need {needed} registers a thread")

@@ -40,6 +40,9 @@ LOWEST = -1e30
 GATHERED_PER_THREAD = 64
 """Partial results that a thread holds at a time while those of all blocks are added up."""
 
+MOST_STRAIGHT = 16
+"""Blocks whose partial results are added up without a loop: 64 in a row spilled registers."""
+
 MAX_ELEMENTS = 1 << 20
 """Largest tile that Triton takes."""
 
@@ -165,7 +168,7 @@ class Plan:
     def gathered(self, acc: Accumulator) -> int:
         """Of how many blocks the partial results of an accumulator are read at a time, a power of two."""
         fit = GATHERED_PER_THREAD * 32 * self.schedule.num_warps // math.prod(self.few(a) for a in self.value_dims(acc.out))
-        return min(self.schedule.split, 1 << max(0, fit.bit_length() - 1))
+        return min(self.schedule.split, MOST_STRAIGHT, 1 << max(0, fit.bit_length() - 1))
 
     @cached_property
     def scratch(self) -> int:

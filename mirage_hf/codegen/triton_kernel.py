@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mirage_hf.codegen import triton_math
-from mirage_hf.codegen.plan import Dot, Plan
+from mirage_hf.codegen.plan import MOST_STRAIGHT, Dot, Plan
 from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.codegen.triton_math import Expr
 from mirage_hf.codegen.triton_tiles import Tiles, triton_dtype
@@ -268,31 +268,45 @@ class _Writer(Tiles):
         each accumulator begins among a block's partial results.
 
         Part by part, so that no thread needs what another has: as one dim more to be summed over, the parts lay in several warps, and
-        adding up 32 of them took 70 µs. Loads come in groups, so that their latencies are waited for together.
+        adding up 32 of them took 70 µs. Loads come in groups, so that their latencies are waited for together; many parts in a loop.
         """
         name, dims, split = self.value[acc.out], self.plan.value_dims(acc.out), self.plan.schedule.split
-        together = split if running else self.plan.gathered(acc)
-        for first in range(0, split, together):
-            group = range(first, first + together)
-            for n in group:
-                self.line(f"{name}_each{n} = {self._part_of(acc, begins, n)}")
-            for n in group:
+        shift = next((a for a in self.plan.shared_sums if a.out == acc.shift), None)
+        together, looped = self.plan.gathered(acc), split > MOST_STRAIGHT
+        if looped:
+            self.line(f"{name}_few = tl.full([{', '.join(str(self.plan.few(a)) for a in dims)}], {NEUTRAL[acc.kind]}, tl.float32)")
+            self.line(f"for some in range(0, {split}, {together}):")
+            self.indent += 1
+        for first in (0,) if looped else range(0, split, together):
+            for n in range(first, first + together):
+                self.line(f"{name}_each{n} = {self._part_of(acc, begins, n, looped)}")
+            if looped and shift is not None:
+                for n in range(together):
+                    self._weigh(shift, n, self._part_of(shift, begins, n, looped))
+            for n in range(first, first + together):
                 each = f"{name}_each{n}"
-                if acc.shift is not None:
-                    each += f" * {self._spread(f'{self.value[acc.shift]}_each{n}', self.plan.value_dims(acc.shift), dims)}"
-                if n == 0:
+                if shift is not None:
+                    each += f" * {self._spread(f'{self.value[shift.out]}_each{n}', self.plan.value_dims(shift.out), dims)}"
+                if n == 0 and not looped:
                     self.line(f"{name}_few = {each}")
                 else:
                     self.line(f"{name}_few = " + (f"{name}_few + {each}" if acc.kind == "sum" else _maximum(f"{name}_few", each)))
+        self.indent -= looped
         if running:
             self.line(f'{name}_now = tl.where({name}_few == float("-inf"), 0.0, {name}_few)')
-            for n in range(split):
-                self.line(f"{name}_each{n} = tl.exp({name}_each{n} - {name}_now)")
+            for n in range(0 if looped else split):
+                self._weigh(acc, n, f"{name}_each{n}")
         self.line(f"{name} = {self._filled_up(f'{name}_few', dims)}")
 
-    def _part_of(self, acc: Accumulator, begins: Mapping[str, int], part: int) -> str:
-        """A load of what block `part` of the tile stored of an accumulator, without rows that only fill up its tile."""
-        base = f"(tile * {self.plan.schedule.split} + {part}) * {self.plan.partial_floats}"
+    def _weigh(self, shift: Accumulator, n: int, own: str) -> None:
+        """What sums of part n, whose maximum is `own`, are multiplied by."""
+        name = self.value[shift.out]
+        self.line(f"{name}_each{n} = tl.exp({own} - {name}_now)")
+
+    def _part_of(self, acc: Accumulator, begins: Mapping[str, int], part: int, looped: bool) -> str:
+        """A load of what block `part` of the tile stored of an accumulator, without rows that only fill up its tile; `looped`: of the
+        blocks from `some` on."""
+        base = f"(tile * {self.plan.schedule.split} + {'some + ' if looped else ''}{part}) * {self.plan.partial_floats}"
         few = {a: self.plan.few(a) for a in self.plan.value_dims(acc.out)}
         place, _ = self._partial(acc, base, begins[acc.out], few)
         mask = []

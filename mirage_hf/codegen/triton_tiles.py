@@ -9,10 +9,10 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 import torch
 
 from mirage_hf.codegen import triton_math
-from mirage_hf.codegen.plan import Append, Plan
+from mirage_hf.codegen.plan import MOST_STRAIGHT, Append, Plan
 from mirage_hf.graph.block import Axis, BlockInput, BlockOutput, Role
 
-_RESERVED = frozenset({"tl", "triton", "torch", "pid", "run", "program", "range", "float", "overlaps", "part", "tile",
+_RESERVED = frozenset({"tl", "triton", "torch", "pid", "run", "program", "range", "float", "overlaps", "part", "some", "tile",
                        "scratch_ptr", "counters_ptr", "arrived", *triton_math.HELPERS})
 
 LINE_BYTES = 128
@@ -52,7 +52,7 @@ class Tiles:
         self.axis = _Names(self, axes, {plan.unrolled})
         computed = [*(op.out for op in self.block.ops()), *(a.out for s in self.block.stages for a in s.accumulators)]
         suffixes = ("", "_ptr", "_f32", "_again", "_at", "_next", "_now", "_scale", "_few", "_lo", "_hi", "_slot", "_slot_ptr",
-                    *(f"_each{n}" for n in range(plan.schedule.split)))
+                    *(f"_each{n}" for n in range(MOST_STRAIGHT)))
         values = {v: self._identifier(v, [n + x for n in lanes for x in suffixes]) for v in (*self.plan.input, *computed)}
         self.value = _Names(self, values, {v for v, carried in self.block.carried.items() if plan.unrolled in carried})
         self.arguments: list[tuple[str, int]] = []

@@ -134,14 +134,27 @@ PIPELINED = 3
 """Loop iterations in flight where a loop of tensor-core products is walked that was held whole when its schedule was tuned."""
 
 
-def lengthened(schedule: Schedule, op: KernelOp, walked: bool, device: Device = H200) -> Schedule:
-    """A schedule for a longer axis than it was tuned for; `walked`: whether its loop took several steps then. What was held whole needs
-    loads ahead now, and so many tiles that shared memory holds them. Errors: CodegenError for a schedule that is none for `op`."""
-    planned = plan(op, schedule)
-    loop = planned.loop
-    if loop is None or not planned.walks:
+def recut(schedule: Schedule, old: KernelOp, op: KernelOp, device: Device = H200) -> Schedule:
+    """A schedule that was tuned for `old` for the same block graph with axes of other sizes: cut to them, with more blocks to a loop where
+    the cost model says so, as the longer one pays for joining them; the cost model's choice of the same kind where that is no schedule.
+    Errors: CodegenError when there is none."""
+    assert op.block is not None
+    try:
+        return _lengthened(fitted(schedule, op.block), op, plan(old, schedule), device)
+    except errors.CodegenError:
+        alike = [s for s in schedules(op, device) if s.mma == schedule.mma]
+        if not alike:
+            raise
+        return alike[0]
+
+
+def _lengthened(schedule: Schedule, op: KernelOp, before: Plan, device: Device) -> Schedule:
+    """What was held whole needs loads ahead where it is walked, and so many tiles that shared memory holds them."""
+    now = plan(op, schedule)
+    if not now.walks or now.share <= before.share:
         return schedule
-    if not walked and planned.dots:
+    loop = str(now.loop)
+    if not before.walks and now.dots:
         schedule = replace(schedule, num_stages=max(PIPELINED, schedule.num_stages))
     while estimate(plan(op, schedule), device).shared > device.shared_bytes:
         stages, tile = schedule.num_stages, schedule.tile(loop)
@@ -151,7 +164,15 @@ def lengthened(schedule: Schedule, op: KernelOp, walked: bool, device: Device = 
             schedule = replace(schedule, num_stages=stages - 1)
         else:
             break
-    return schedule
+    costs: dict[int, float] = {}
+    for split in (schedule.split, 2 * schedule.split, 4 * schedule.split):
+        try:
+            planned = plan(op, replace(schedule, split=split))
+        except errors.CodegenError:
+            continue
+        if split == schedule.split or planned.grid <= MOST_BLOCKS_PER_SM * device.sms:
+            costs[split] = estimate(planned, device).us
+    return replace(schedule, split=min(costs, key=costs.__getitem__)) if costs else schedule
 
 
 def fitted(schedule: Schedule, block: BlockGraph) -> Schedule:

@@ -38,8 +38,9 @@ CASES = {"128k keys, d 128": (1, 8, 4, 128, 131072, torch.bfloat16), "128k keys,
 def found(name: str) -> list[UGraph]:
     """µGraphs of one kernel and of two that combine parts, searched at a short cache, for the size at which long caches are tuned."""
     searched = search_and_verify(program(name, attention.REFERENCE_SLOTS), SearchOptions(time_limit=20))
-    first = {c.ugraph.num_kernels: c.ugraph for c in reversed(searched.candidates)}
-    return [symbolic.for_program(first[n], program(name, attention.LONG_SLOTS)) for n in (1, 2) if n in first]
+    resized = [symbolic.for_program(c.ugraph, program(name, attention.LONG_SLOTS)) for c in searched.candidates]
+    first = {u.num_kernels: u for u in reversed(resized) if not space.obstacle(u.block_ops)}
+    return [first[n] for n in (1, 2) if n in first]
 
 
 def program(name: str, slots: int | None = None):
@@ -48,15 +49,22 @@ def program(name: str, slots: int | None = None):
 
 
 def inputs_of(g, lo: int, slot: int) -> list[torch.Tensor]:
-    """Every second sequence is one key shorter where it can be."""
+    """Every second sequence is one key shorter where it can be. Cosine and sine are those of angles."""
     generator = torch.Generator("cuda").manual_seed(7)
-    inputs = []
+    inputs = {}
     for t in g.inputs:
         x = torch.empty_strided(t.dims, t.strides, dtype=t.dtype, device="cuda")
-        inputs.append(x.normal_(generator=generator) if t.dtype.is_floating_point else x.fill_(lo if t.name == "lo" else slot))
-        if t.name == "slot":
-            x[1::2] -= int(slot > lo)
-    return inputs
+        inputs[t.name] = x.normal_(generator=generator) if t.dtype.is_floating_point else x.fill_(lo if t.name == "lo" else slot)
+    inputs["slot"][1::2] -= int(slot > lo)
+    angles = inputs["cos"].float()
+    inputs["cos"].copy_(angles.cos())
+    inputs["sin"].copy_(angles.sin())
+    return list(inputs.values())
+
+
+def copied(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """With their strides, also those of views, which clone() does not keep."""
+    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x) for x in inputs]
 
 
 def schedules_of(u: UGraph):
@@ -78,8 +86,8 @@ def test_attention_is_right_at_the_edges(name):
     for lo, slot in {(0, slots - 1), (0, slots // 3), (slots // 2, slots - 1), (0, 1), (0, 0)}:
         inputs = inputs_of(g, lo, slot)
         exact = run_kernel_graph(g, [x.double() if x.is_floating_point() else x for x in inputs], torch.float64)
-        stock = run_kernel_graph(g, [x.clone() for x in inputs])
+        stock = run_kernel_graph(g, copied(inputs))
         for how, run in runs.items():
-            as_close_as(run([x.clone() for x in inputs]), stock, exact, f"{name}: bounds [{lo}, {slot}) of {slots} slots, seed 7, {how}")
+            as_close_as(run(copied(inputs)), stock, exact, f"{name}: bounds [{lo}, {slot}) of {slots} slots, seed 7, {how}")
             ran.append(how)
     assert len(ran) >= 10

@@ -85,38 +85,42 @@ def test_a_longer_cache_gets_longer_parts_and_no_more_of_them():
 INTERPRETED = """
 import json, torch
 import test_append, test_long_caches as t
-from mirage_hf.codegen import compile as compiler, plan, triton
-from mirage_hf.tune import space
-from mirage_hf.tune.cost import H200, estimate
+from mirage_hf.codegen import compile as compiler, plan, triton, triton_kernel
 
 wrong = []
-plan.GATHERED_PER_THREAD = 0  # one part at a time
-for kernels, split in ((1, 4), (2, 2)):
-    u = t.small(kernels)
-    schedules = t.walking(u, split)
-    run = compiler.load(*(lambda p: (p.source, p.digest))(triton.generate(u, schedules))).run
-    for lo, slot in ((3, 60), (0, 0)):
+for case in t.CASES:
+    plan.GATHERED_PER_THREAD, plan.MOST_STRAIGHT, triton_kernel.MOST_STRAIGHT = case["gathered"], case["straight"], case["straight"]
+    u, schedules = t.walking(**case)
+    program = triton.generate(u, schedules)
+    run = compiler.load(program.source, program.digest).run
+    for lo, slot in ((3, 60), (0, 1), (0, 0)):
         inputs = test_append.inputs_of(u.program, lo, slot)
         want = test_append.exact(u.program, [x.clone() for x in inputs])
-        for y, z in zip(run(inputs), want):
+        for n, (y, z) in enumerate(zip(run(inputs), want)):
             far = float((y.double() - z).abs().max())
             if not far < 6e-3:
-                wrong.append([kernels, split, lo, slot, far])
+                wrong.append([case, lo, slot, n, far, *map(str, schedules)])
 print(json.dumps(wrong))
 """
 
+CASES = [dict(kernels=1, split=4, mma=True, group=3, d=16, gathered=0, straight=2),
+         dict(kernels=2, split=2, mma=True, group=3, d=16, gathered=64, straight=2),
+         dict(kernels=1, split=4, mma=False, group=2, d=10, gathered=64, straight=2),
+         dict(kernels=1, split=2, mma=False, group=1, d=10, gathered=0, straight=16)]
+"""gathered: partial results that a thread holds at a time; 0: those of one block. straight: blocks that are added up without a loop."""
 
-def small(kernels: int) -> UGraph:
-    u = symbolic.for_program(found(16, kernels, rows=2, kv_heads=1, group=3), program(152, rows=2, kv_heads=1, group=3))
-    return u if kernels == 1 else symbolic.with_parts(u, u.block_ops[0].block.named(Role.LOOP)[0].parts, 3)
 
-
-def walking(u: UGraph, split: int):
-    """Schedules whose loop takes steps of 16, shared by so many blocks."""
+def walking(kernels: int, split: int, mma: bool, group: int, d: int, **_: int):
+    """Attention of two sequences to caches of 152 slots, and schedules whose loop takes short steps, shared by `split` blocks."""
+    sizes = dict(rows=2, kv_heads=1, group=group)
+    u = symbolic.for_program(found(d, kernels, **sizes), program(152, d, **sizes))
+    if kernels == 2:
+        u = symbolic.with_parts(u, str(u.block_ops[0].block.named(Role.LOOP)[0].parts), 3)
     first, *others = placed(u)
-    s = next(s for s in space.schedules(first) if s.mma)
+    s = next(s for s in space.schedules(first) if s.mma == mma)
     loop = first.block.named(Role.LOOP)[0].name
-    return [replace(s, tiles=tuple((dict(s.tiles) | {loop: 16}).items()), split=split, num_warps=1), *map(space.default_schedule, others)]
+    s = replace(s, tiles=tuple((dict(s.tiles) | {loop: 16 if mma else 8}).items()), split=split, num_warps=1, weights_first=False)
+    return u, [s, *map(space.default_schedule, others)]
 
 
 def test_parts_share_what_is_within_bounds_and_are_added_up_in_pieces(tmp_path):
@@ -138,3 +142,21 @@ def test_a_loop_that_was_held_whole_is_pipelined_and_fits_into_shared_memory_whe
     ugraph, (cut, _) = cut_to(tuned, [whole, space.default_schedule(second)], program(LONG, 128))
     p = plan(placed(ugraph)[0], cut)
     assert p.walks and cut.num_stages == space.PIPELINED and estimate(p).shared <= H200.shared_bytes
+
+
+def test_more_blocks_share_a_longer_loop_but_not_one_as_long_as_it_was():
+    tuned = symbolic.for_program(found(128, 1, kv_heads=8), program(attention.LONG_SLOTS, 128, kv_heads=8))
+    op, = placed(tuned)
+    s = next(s for s in space.schedules(op) if s.mma and not s.weights_first)
+    s = replace(s, tiles=tuple((dict(s.tiles) | {op.block.named(Role.LOOP)[0].name: 64}).items()), split=16)
+    splits = {slots: cut_to(tuned, [s], program(slots, 128, kv_heads=8))[1][0].split for slots in (64, 2048, attention.LONG_SLOTS, LONG)}
+    assert splits == {64: 1, 2048: 16, attention.LONG_SLOTS: 16, LONG: 32}
+
+
+def test_a_schedule_that_is_none_for_a_short_cache_gives_way_to_one_of_its_kind():
+    tuned = symbolic.for_program(found(128, 1), program(attention.LONG_SLOTS, 128))
+    op, = placed(tuned)
+    s = next(s for s in space.schedules(op) if s.mma and s.weights_first)
+    for slots in (2, 40):
+        ugraph, (cut,) = cut_to(tuned, [s], program(slots, 128))
+        assert cut.mma and plan(placed(ugraph)[0], cut).dots and triton.generate(ugraph, [cut])
