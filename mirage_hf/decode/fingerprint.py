@@ -56,7 +56,7 @@ def survey(model: nn.Module) -> Survey:
     odd = [type(t).__name__ for t in tensors if type(t) not in _PLAIN]
     addresses = [id(t) if type(t) not in _PLAIN else t.data_ptr() for t in chain(tensors, buffers)]
     facts = (tuple(map(id, modules)), tuple(kinds), tuple((kind, kind.forward) for kind in dict.fromkeys(kinds)), tuple(training),
-             tuple((n, foreign_hook(modules[n])) for n in hooked), tuple(special), tuple(addresses),
+             tuple((n, hook) for n in hooked if (hook := foreign_hook(modules[n]))), tuple(special), tuple(addresses),
              tuple([t.dtype for t in chain(tensors, buffers)]), tuple([t.shape for t in tensors]))
     devices = {t.device for t in tensors}
     device = next(iter(devices), torch.device("cpu"))
