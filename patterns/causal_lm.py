@@ -4,7 +4,7 @@ from __future__ import annotations
 from mirage_hf.match.pattern import CausalLayout
 
 LAYOUTS = (
-    CausalLayout("Llama, Mistral, Qwen2, Qwen3, Gemma, Granite, OLMo2, Phi3", backbone="model", embedding="embed_tokens", layers="layers",
+    CausalLayout("Llama and all whose layers are known", backbone="model", embedding="embed_tokens", layers="layers",
                  norm="norm", rotary="rotary_emb", head="lm_head"),
 )
 

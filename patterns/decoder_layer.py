@@ -5,7 +5,7 @@ from __future__ import annotations
 from mirage_hf.match.pattern import LatentLayout, LayerLayout
 
 LAYOUTS = (
-    LayerLayout("Llama, Mistral, Qwen2, Qwen3, Gemma, Granite", norm="input_layernorm", attention="self_attn",
+    LayerLayout("Llama, Mistral, Qwen2, Qwen3, Granite, Gemma, SmolLM3, GLM, ERNIE 4.5", norm="input_layernorm", attention="self_attn",
                 projections=("q_proj", "k_proj", "v_proj"), output="o_proj",
                 mlp_norm="post_attention_layernorm", mlp="mlp"),
     LayerLayout("DeepSeek-V2 (Lite)", norm="input_layernorm", attention="self_attn", projections=("q_proj", "kv_a_proj_with_mqa"),

@@ -13,8 +13,8 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 """Ops that an MLP's activation module may turn out to be: it is run on a probe, its name is not asked."""
 
 LAYOUTS = (
-    MlpLayout("Llama, Mistral, Qwen2, Qwen3, Gemma, OLMo2, Granite", "gate_proj", "up_proj", "down_proj", "act_fn"),
-    MlpLayout("Phi3", "gate_up_proj", "gate_up_proj", "down_proj", "activation_fn"),
+    MlpLayout("Llama, Mistral, Qwen, Granite, Gemma, OLMo, SmolLM3, EXAONE4, ERNIE 4.5", "gate_proj", "up_proj", "down_proj", "act_fn"),
+    MlpLayout("Phi3, GLM, GLM4", "gate_up_proj", "gate_up_proj", "down_proj", "activation_fn"),
 )
 
 

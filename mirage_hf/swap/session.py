@@ -13,7 +13,7 @@ from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected
 from mirage_hf.match.compose import Part
 from mirage_hf.match.matcher import Match, Matches
 from mirage_hf.match.step import CausalMatch
-from mirage_hf.patterns import IN_STEPS
+from mirage_hf.patterns import IN_STEPS, decoder_layer
 from mirage_hf.swap.check import Checked, check, check_head, check_step
 from mirage_hf.swap.guard import Binding
 from mirage_hf.swap.handle import Handle
@@ -70,7 +70,8 @@ class Session:
             "it has no module that looks like a decoder layer, a gated MLP or a LoRA linear"
         text = f"optimize: nothing in this {type(self.model).__name__} was replaced, it runs as before ({why[:600]})"
         if on_unsupported == "error":
-            raise OptimizeError(f"{text}; Llama, Mistral, Qwen2 and Qwen3 are supported, and PEFT LoRA linears on them")
+            families = ", ".join(row.families for row in decoder_layer.LAYOUTS)
+            raise OptimizeError(f"{text}; supported are layers of {families}, and PEFT LoRA linears on them")
         warnings.warn(text, OptimizeWarning, stacklevel=3)
 
     def swap(self, found: Found, *, verify: bool) -> tuple[Handle | None, Report]:

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decoding import Recorder, assert_same, both, handled, left_padded, prompt, tiny
-from transformers import DynamicCache, GenerationConfig, StaticCache, T5Config, T5ForConditionalGeneration
+from decoding import SIZES, Recorder, assert_same, both, handled, left_padded, prompt, tiny
+from transformers import DynamicCache, GenerationConfig, Phi3Config, Phi3ForCausalLM, StaticCache, T5Config, T5ForConditionalGeneration
 from transformers.generation.utils import GenerationMixin
 
 from mirage_hf.decode import install
@@ -189,3 +189,14 @@ def test_options_mean_the_same_in_every_call():
             generate(prompt(), max_new_tokens=3)
     del model.config.temperature
     assert_same(*both(model, {"inputs": prompt(), "max_new_tokens": 3}))
+
+
+def test_phi3_is_covered_up_to_the_length_at_which_it_drops_its_cache():
+    torch.manual_seed(0)
+    model = Phi3ForCausalLM(Phi3Config(**SIZES, original_max_position_embeddings=16)).eval()
+    model.generation_config.eos_token_id = None
+    runner = install(model)
+    for tokens in (9, 10):
+        assert_same(*both(model, {"inputs": prompt(), "max_new_tokens": tokens}))
+    assert handled(runner) == 1
+    assert runner.counts["stock: the model's own prepare_inputs_for_generation takes more than 16 tokens in its own way"] == 1
