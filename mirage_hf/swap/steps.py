@@ -158,7 +158,7 @@ def steps_of(causal: CausalMatch | Rejected, matches: Sequence[Match], rows: Seq
 
 
 def _value(x: Any) -> Any:
-    return (id(x), x._version) if isinstance(x, Tensor) else x
+    return (id(x), None if x.is_inference() else x._version) if isinstance(x, Tensor) else x
 
 
 def _by_role(m: Match, rows: int, found: Found) -> dict[str, Any]:
