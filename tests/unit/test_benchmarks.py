@@ -67,6 +67,26 @@ def test_rivals_compute_what_the_program_does(row):
         assert torch.isfinite(got).all()
 
 
+def test_long_rows_ask_for_their_part_of_the_bandwidth_and_are_checked_batch_by_batch(monkeypatch):
+    assert len(block_rows.LONG) == 18 and not block_rows.LONG.keys() & block_rows.ROWS.keys()
+    assert all(row.target_us >= row.floor_us(row.program()) / block_rows.LONG_SHARE for row in block_rows.LONG.values())
+    row = replace(block_rows.LONG["attention_d128_8k:8"], rows=3, sizes=(("kv_heads", 2), ("keys", 24), ("d", 16)))
+    inputs = make_inputs(row.program(), Case("random"))
+    at_once, = bench_blocks.in_float64(row, inputs)
+    monkeypatch.setattr(bench_blocks, "AT_ONCE_BYTES", 0)
+    torch.testing.assert_close(bench_blocks.in_float64(row, inputs)[0], at_once)
+
+
+def test_a_row_is_cut_from_the_size_that_it_is_tuned_at(on_cpu):
+    sizes = {"kv_heads": 2, "d": 16}
+    row = replace(block_rows.LONG["attention_d64_8k:1"], sizes=tuple({**sizes, "keys": 96}.items()), tuned_at=tuple({"keys": 40}.items()))
+    args = argparse.Namespace(search_seconds=20.0, ugraphs=1, schedules=2, replays=1)
+    for _ in range(2):  # what was tuned is kept
+        record: dict = {}
+        assert len(bench_blocks.find_ours(row, args, record)) == 1
+        assert "(4, 96, 16)" not in record["ours"]["ugraph"] and "(2, 96, 16)" in record["ours"]["ugraph"]
+
+
 def test_a_rival_that_is_wrong_is_not_timed():
     exact = torch.randn(8, 8)
     assert benching.error_of([exact.half()], [exact]) < 1e-3
