@@ -152,8 +152,9 @@ class LayerPrompt(Composition):
         shared = ("kv_heads", "group", "head_dim", "eps", "dtype", "norm", "offset", "rope", "rotary", "rope_dtype")
         taken = {name: attention[name] for name in shared}
         rows = batch * tokens
-        found = {"rotation": (PROMPT_ROTATION.block(**taken, tokens=tokens, slots=slots), batch),
-                 "gate": (PROMPT_GATE.block(**{name: gated[name] for name in ("n", "activation", "dtype")}), rows)}
+        found = {"gate": (PROMPT_GATE.block(**{name: gated[name] for name in ("n", "activation", "dtype")}), rows)}
+        if attention["norm"] or attention["rope"]:
+            found["rotation"] = PROMPT_ROTATION.block(**taken, tokens=tokens, slots=slots), batch
         for name, role in (("norm", "qkv"), ("mlp_norm", "gated")):
             s = self.sizes[role]
             if s["norm"]:
@@ -174,7 +175,10 @@ class LayerPrompt(Composition):
         if a["norm"] == "rms of all heads":
             norms[1] = norms[1].transpose(1, 2)
         tables = [at.cos[None, None], at.sin[None, None]] if a["rope"] else []
-        q = kernels["rotation"]([q, k.transpose(1, 2), *tables, at.keys, at.slot.view(batch, 1, 1, 1), *norms])[0]
+        if "rotation" in kernels:
+            q = kernels["rotation"]([q, k.transpose(1, 2), *tables, at.keys, at.slot.view(batch, 1, 1, 1), *norms])[0]
+        else:
+            at.keys[:, :, :tokens].copy_(k.transpose(1, 2))
         at.values[:, :, :tokens].copy_(v.transpose(1, 2))
         y = F.scaled_dot_product_attention(q.transpose(1, 2), at.keys[:, :, :tokens], at.values[:, :, :tokens], is_causal=True,
                                            scale=a["scale"], enable_gqa=a["group"] > 1)
