@@ -94,7 +94,7 @@ def chained(model: str, batch: int, rounds: int) -> dict[str, Any]:
     head = kernels.resolve(block.program(batch), device=DEVICE, tune="never", pattern=block.pattern.name)
     norm, weight = torch.ones(1, sizes.hidden, dtype=torch.bfloat16, device=DEVICE), chain.model(0, DEVICE).head
     logits = torch.zeros(batch, sizes.vocab, dtype=torch.bfloat16, device=DEVICE)
-    tables = torch.zeros(1024, sizes.head_dim, dtype=torch.bfloat16, device=DEVICE)
+    tables = torch.zeros(1, 1024, sizes.head_dim, dtype=torch.bfloat16, device=DEVICE)
     inputs = Inputs.allocate(batch, sizes.hidden, sizes.head_dim, (None,), torch.bfloat16, device)
     runner, c = Ends.allocate(batch, sizes.vocab, device), started(batch)
 

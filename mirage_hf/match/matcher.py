@@ -117,16 +117,15 @@ def _others(layer: nn.Module, row: LayerLayout) -> list[str]:
 def _rope(model: nn.Module, name: str, layer: nn.Module, row: LayerLayout, probes: probe.Probes) -> Rope:
     """The RoPE that a layer is given: that of the nearest module around it that has one; else of whole heads."""
     dtype = next((p.dtype for p in layer.parameters()), torch.float32)
-    attention: Any = layer._modules[row.attention]
-    if row.latent is not None and (child_of(attention, row.projections[1]) and child_of(attention, row.latent.norm)):
-        inner = attention._modules
-        rope = Rope(inner[row.projections[1]].out_features - inner[row.latent.norm].weight.shape[0], dtype)
-        return replace(rope, is_complex=probes.complex_rope(layer, row, rope) is True)
     around = name.split(".")[:-1]
     owners: list[Any] = [model.get_submodule(".".join(around[:n])) for n in range(len(around), -1, -1)]
     found = next(((o, m) for o in owners for r in causal_lm.LAYOUTS if (m := child_of(o, r.rotary))), None)
-    given = probes.rotary(found[1], getattr(found[0], "config", None), dtype) if found else None
-    return given if isinstance(given, Rope) else Rope(getattr(attention, "head_dim", 0), dtype)
+    given = None
+    if row.latent is not None:
+        given = probes.latent_rope(layer, row, dtype)
+    elif found is not None:
+        given = probes.rotary(found[1], getattr(found[0], "config", None), dtype)
+    return given if isinstance(given, Rope) else Rope(getattr(layer._modules[row.attention], "head_dim", 0), dtype)
 
 
 def _match_layer(name: str, layer: nn.Module, row: LayerLayout, patterns: Sequence[str], probes: probe.Probes,

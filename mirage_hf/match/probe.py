@@ -279,9 +279,13 @@ class Probes:
             return None
         return self._once(("step", tuple(p.block for p in candidate.parts), kind_of(layer)), probe)
 
-    def complex_rope(self, layer: nn.Module, row: LayerLayout, rope: Rope) -> bool | Rejected:
-        """Whether a layer takes RoPE as one complex tensor: it is called with cos and sin first."""
-        def probe() -> bool:
+    def latent_rope(self, layer: Any, row: LayerLayout, dtype: torch.dtype) -> Rope | Rejected:
+        """The RoPE of a layer whose attention is over latents. Whether it takes it as one complex tensor is tried: it is called with cos
+        and sin first."""
+        def probe() -> Rope:
+            assert row.latent is not None
+            inner = layer._modules[row.attention]._modules
+            rope = Rope(inner[row.projections[1]].out_features - inner[row.latent.norm].weight.shape[0], dtype)
             other, wide = twin(stand_in(layer, {"_modules": {**layer._modules, row.mlp: Passing()}}), randomised(5)), torch.float32
             like, g = one_norm(other, row).weight, torch.Generator().manual_seed(5)
             call = next(calls(3, like, replace(rope, dtype=wide), (4,), g, wide))
@@ -289,9 +293,9 @@ class Probes:
                 other.forward(call.x, **call.kwargs(None))
             except (AttributeError, TypeError, ValueError, RuntimeError):
                 other.forward(call.x, **replace(call, complex_rope=True).kwargs(None))
-                return True
-            return False
-        return self._once(("rope", kind_of(layer)), probe)  # type: ignore[no-any-return]
+                return replace(rope, is_complex=True)
+            return rope
+        return self._once(("rope", dtype, kind_of(layer)), probe)  # type: ignore[no-any-return]
 
     def causal(self, found: Any) -> Rejected | None:
         """Whether a causal LM is its embedding, its layers one after another, a norm and its head, and nothing else."""
