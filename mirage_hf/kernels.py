@@ -284,11 +284,11 @@ def promising(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates that have a kernel, in the order in which to tune them: by the cost model's estimate of a permitted schedule
     (without one a candidate comes last), but the best of two kernels, of three kinds, third to fifth at the latest: where launches
     overlap a second one costs less than the model says, and what is best kept in between is known when it is measured."""
-    usable = [c for c in candidates if not space.obstacle(c.ugraph.block_ops)]
+    usable = [c for c in candidates if not space.obstacle(placed(c.ugraph))]
     schedules_of = permitted(usable)
 
     def us(c: Candidate) -> float:
-        ranked = zip(placed(c.ugraph), (schedules_of(op, H200) for op in c.ugraph.block_ops), strict=True)
+        ranked = ((op, schedules_of(op, H200)) for op in placed(c.ugraph))
         return sum(estimate(plan(op, replace(schedules[0], hasten=True))).us if schedules else math.inf for op, schedules in ranked)
 
     ordered = sorted(usable, key=us)
@@ -306,9 +306,10 @@ def promising(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _unmeasured(c: Candidate, on_gpu: bool) -> UGraph:
     """The candidate at its first permitted schedule; the library path on a GPU where it has none (a CPU runs no schedule)."""
     allowed = permitted([c])
-    if on_gpu and not all(allowed(op, H200) for op in c.ugraph.block_ops):
+    ops = placed(c.ugraph)
+    if on_gpu and not all(allowed(op, H200) for op in ops):
         return library_ugraph(c.ugraph.program)
-    return replace(c.ugraph, schedules=tuple((allowed(op, H200) or space.schedules(op, limit=1))[0] for op in c.ugraph.block_ops))
+    return replace(c.ugraph, schedules=tuple((allowed(op, H200) or space.schedules(op, limit=1))[0] for op in ops))
 
 
 def _timings(name: str, c: Tuned) -> tuple[Timing, ...]:

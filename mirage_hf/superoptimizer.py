@@ -17,6 +17,7 @@ from mirage_hf import errors, html_report, instances, labels, results, torch_op
 from mirage_hf.checkpoint import Journal, Kept
 from mirage_hf.codegen import compile as compiled
 from mirage_hf.codegen import triton
+from mirage_hf.codegen.plan import placed
 from mirage_hf.graph import json_format, symbolic
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
@@ -188,7 +189,7 @@ def _finished(graph: KernelGraph, kept: Kept, allows: Allows, backend: str, rest
               progress: Progress | None) -> SearchResult:
     """Candidates with schedules: measured where a GPU is, else by the cost model; and the library path."""
     found, report, tuned = kept.ugraphs, kept.report, None
-    obstacles = {u: why for u in found if (why := space.obstacle(u.block_ops))}
+    obstacles = {u: why for u in found if (why := space.obstacle(placed(u)))}
     found = tuple(u for u in found if u not in obstacles)
     left_out = [f"a µGraph of {u.num_kernels} kernels was left out: {why}" for u, why in obstacles.items()]
     report = replace(report, notes=(*report.notes, *left_out))
@@ -214,7 +215,7 @@ def _finished(graph: KernelGraph, kept: Kept, allows: Allows, backend: str, rest
 
 def _permitted(found: Sequence[UGraph], allows: Allows) -> Schedules:
     """Schedules whose rounding was found to hold: the others would be refused once more, on the GPU."""
-    may = {op: {mma for mma in (False, True) if allows(u, mma)} for u in found for op in u.block_ops}
+    may = {op: {mma for mma in (False, True) if allows(u, mma)} for u in found for op in placed(u)}
     return lambda op, device: [s for s in space.schedules(op, device) if op not in may or s.mma in may[op]]
 
 
@@ -228,7 +229,7 @@ def _scheduled(u: UGraph, allows: Allows) -> UGraph:
     """The µGraph with the cost model's first choice among schedules whose rounding holds: nothing is compiled and checked where
     there is no GPU, so the code that is generated must not be one that the numbers refused."""
     may = {mma: allows(u, mma) for mma in (False, True)}
-    chosen = tuple(next((s for s in (*space.schedules(op), space.smallest(op)) if may[s.mma]), None) for op in u.block_ops)
+    chosen = tuple(next((s for s in (*space.schedules(op), space.smallest(op)) if may[s.mma]), None) for op in placed(u))
     return replace(u, schedules=chosen) if None not in chosen else u
 
 

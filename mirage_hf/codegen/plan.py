@@ -125,6 +125,11 @@ class Plan:
                 raise errors.CodegenError(f"{dot.contraction.out} multiplies what another product gives, with {WARPGROUP_ROWS} rows; "
                                           "pipeline the loop (num_stages of 2 or more, a tile shorter than the loop), or give fewer rows")
 
+            if dot.right_transposed and len(self.value_dims(dot.right)) > 2 and self.is_asynchronous(dot) and dot.right in self.input:
+                # Triton 3.6 lets the product read such a tile from where it was copied to, and copies the next one there meanwhile
+                raise errors.CodegenError(f"{dot.right}: columns of several axes before the summed one, with {WARPGROUP_ROWS} rows; "
+                                          "give fewer rows, or warps")
+
         if self.schedule.split > 1:
             self._check_split()
         for value in self.block.carried:

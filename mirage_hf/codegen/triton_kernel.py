@@ -133,7 +133,8 @@ class _Writer(Tiles):
         self.indent += 1
         if self.plan.hastens:
             self.line("tl.extra.cuda.gdc_launch_dependents()  # the next kernel, which asks for constants only before it waits")
-        for i in self.block.inputs:
+        unknown = self.plan.dealt and self.trimmed is None  # where this block's share begins is known with the bounds, after the wait
+        for i in self.block.inputs if not unknown else ():
             held = not self.plan.walks and self.plan.constant(i)
             if self.plan.schedule.preload and self.plan.loop and self.plan.loop in i.axes and self.plan.lies_ready(i) and not held:
                 self._prefetch(i, min(self.plan.schedule.preload, next_power_of_two(self.plan.share)))

@@ -1,9 +1,10 @@
 """One walk over a model per `generate`: what its kernels and captured steps depend on, and what keeps it from the pool."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ _SAME_IN_TRAINING = frozenset({nn.Linear, nn.Embedding, nn.Identity, nn.Sequenti
                                nn.ParameterList, nn.ParameterDict})
 """Modules that do the same in both modes: resized embeddings and new adapters arrive in training mode."""
 _PLAIN = {nn.Parameter, Tensor}
+_NUMBERS = {float, int, bool, type(None)}
+_SETTINGS = {float, int, bool, str}
+_OF_ALL = frozenset(nn.Module().__dict__)
+_WITHOUT_NUMBERS = frozenset({nn.Linear, nn.Identity, nn.ModuleList, nn.ModuleDict})
+"""Modules whose numbers are sizes."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,8 @@ class Survey:
     scalings, which swapped modules have given up, and the epsilons that their kernels were made for. Equal for models that run the
     same kernels on the same memory."""
     key: tuple[Any, ...]
-    """The same, and the switches that choose kernels at capture time."""
+    """The same, the numbers of modules and configs, the versions of buffers, and the switches that choose kernels at capture time: what is
+    a constant in a CUDA graph."""
     obstacle: str | None
     """Why the stock method must run, or None."""
     no_graph: str | None
@@ -61,10 +68,33 @@ def survey(model: nn.Module) -> Survey:
     devices = {t.device for t in tensors}
     device = next(iter(devices), torch.device("cpu"))
     config = getattr(model, "config", None)
-    key = (facts, device, getattr(config, "_attn_implementation", None), *_global_switches())
+    configs = {id(c): vars(c) for d in states if hasattr(c := d.get("config"), "__dict__")}
+    numbers = [_numbers_of(kind, d) for kind, d in zip(kinds, states, strict=True) if kind not in _WITHOUT_NUMBERS]
+    settings = [v for d in configs.values() for v in d.values() if type(v) in _SETTINGS]
+    versions = [None if t.is_inference() else t._version for t in buffers]
+    key = (facts, device, tuple(numbers), tuple(settings), tuple(versions), *_global_switches())
     obstacle = (_in_training(kinds, training) or _hooked([modules[n] for n in hooked]) or _wrapped(states)
                 or (f"weights of type {odd[0]}" if odd else None) or _on_devices(devices) or _global_obstacle(device))
     return Survey(facts, key, obstacle, _no_graph(config))
+
+
+_named: dict[tuple[type, int], Callable[[dict[str, Any]], Any] | None] = {}
+"""What reads the numbers of a module's state, by its class and how many attributes it has."""
+
+
+def _numbers_of(kind: type, state: dict[str, Any]) -> Any:
+    """The numbers among a module's own attributes, and which of them are None."""
+    known = kind, len(state)
+    try:
+        read = _named[known]
+        values = read(state) if read is not None else None
+    except KeyError:  # not seen before, or another one with as many attributes
+        names = [n for n, v in state.items() if type(v) in _NUMBERS and n not in _OF_ALL]
+        _named[known] = read = itemgetter(*names, "training") if names else None
+        values = read(state) if read is not None else None
+    if values is None or _NUMBERS.issuperset(map(type, values)):
+        return values
+    return tuple([v if type(v) in _NUMBERS else id(v) for v in values])
 
 
 def _special(state: dict[str, Any]) -> tuple[Any, ...]:

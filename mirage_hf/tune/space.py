@@ -205,6 +205,8 @@ def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:
         for tiles in itertools.product(*choices):
             named = tuple(zip(names, tiles, strict=True))
             if mma:
+                if not all(_fits_side(block, side, dict(named)) for x, y in products for side in (x - y, y - x)):
+                    continue
                 for warps, stages in itertools.product((4, 8), (2, 3, 4, 6)):
                     yield Schedule(named, mma=True, num_warps=warps, num_stages=stages)
                 if max(tiles) >= 64:
@@ -231,8 +233,9 @@ def _tiles(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: li
         return (1,)
     if products and not multiplied:  # a batch: every product has it on both sides, or on none
         return (1,)
-    if mma and (least := _least(block, a, products)) < MMA_MIN:
-        return tuple(t for t in (1, 2, 4, 8, 16, 32) if least <= t <= max(whole, least))
+    if mma and any(_others(block, a, side) for x, y in products for side in (x - y, y - x) if a.name in side):
+        least = _least(block, a, products)
+        return tuple(t for t in (1, 2, 4, 8, 16, 32, 64, 128) if least <= t <= max(whole, least))
     if a.name not in big:  # rows: each tile of the largest input is read for all of them at once
         if mma:
             return tuple(t for t in (16, 32, 64, 128) if t <= max(whole, MMA_MIN)) if a.size <= 16 or whole > 16 else (16,)
@@ -242,10 +245,30 @@ def _tiles(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: li
     return tuple(t for t in (1, 2, 4, 8, 16, 32, 64, 128) if t <= whole)
 
 
+LONGEST_SIDE = 128
+"""Elements of a side of a product on tensor cores that are several axes' together, at most."""
+
+
+def _others(block: BlockGraph, a: Axis, side: set[str]) -> list[Axis]:
+    """The other axes of a side of a product that have tiles of their own."""
+    return [x for x in block.axes if x.name in side and x is not a and x.size > 1 and x.role is not Role.LOOP
+            and block.splits(x.name) is None]
+
+
 def _least(block: BlockGraph, a: Axis, products: list[tuple[set[str], set[str]]]) -> int:
-    """The least tile of an axis with which all sides of products that it is part of are long enough for tensor cores, beside what
-    other axes of a side, held whole, give: of these the last is padded for all."""
-    sides = [side for x, y in products for side in (x - y, y - x) if a.name in side]
-    held = [[x for x in block.named(Role.TILE) if x.name in side and x.size > 1] for side in sides]
-    rows = [math.prod(next_power_of_two(x.size) for x in axes if x is not a) for axes in held if a not in axes or axes[-1] is a]
-    return max((MMA_MIN // min(MMA_MIN, n) for n in rows), default=1)
+    """The least tile of an axis with which all sides of products that it is part of can be long enough for tensor cores: where all of a
+    side is too short, one axis is padded for all of them, the last that is held whole, else the last."""
+    least = 1
+    for side in (side for x, y in products for side in (x - y, y - x) if a.name in side):
+        axes = sorted([*_others(block, a, side), a], key=lambda x: (x.role is Role.TILE, block.axes.index(x)))
+        if axes[-1] is a:
+            rest = math.prod(next_power_of_two(x.size) for x in axes[:-1])
+            least = max(least, MMA_MIN // min(MMA_MIN, rest))
+    return least
+
+
+def _fits_side(block: BlockGraph, side: set[str], tiles: dict[str, int]) -> bool:
+    """Whether the tiles of a side of several axes make it long enough for tensor cores, and no longer than they need it."""
+    axes = [x for x in block.axes if x.name in side and x.size > 1 and x.role is not Role.LOOP and block.splits(x.name) is None]
+    held = math.prod(tiles[x.name] for x in axes if x.role is Role.TILE)
+    return len(axes) < 2 or MMA_MIN <= math.prod(tiles[x.name] for x in axes) <= max(LONGEST_SIDE, held)

@@ -1,6 +1,7 @@
 """Choosing: searched µGraphs × ranked schedules, and always the library path, compiled in parallel, checked, timed."""
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections import Counter
@@ -22,7 +23,6 @@ from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.tune import measure, space
 from mirage_hf.tune.cost import H200, Cost, Device, device_named, estimate, library_us
 from mirage_hf.tune.measure import Run, Timing
-from mirage_hf.tune.space import fitted
 from mirage_hf.verify.numeric import NumericCheck
 from mirage_hf.verify.verdict import Accepted, Refused
 
@@ -148,7 +148,7 @@ def _library(program: KernelGraph, model: Device) -> Candidate:
 def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[Candidate]:
     """Schedules in ranked order; the n-th best of every block graph together. Nothing when a block graph has no schedule."""
     ops = placed(ugraph)
-    ranked = [schedules(op, model) for op in ugraph.block_ops]
+    ranked = [schedules(op, model) for op in ops]
     if not all(ranked):
         return
     rest = sum(library_us(op, model) for op in ugraph.kernels.ops if op.block is None)
@@ -288,7 +288,7 @@ MOST_PARTS = 128
 
 
 def _regrouped(start: Candidate) -> Iterator[tuple[UGraph, tuple[Schedule, ...]]]:
-    """A µGraph with an axis dealt out in half or twice as many parts, and its schedules with tiles that reach over them."""
+    """A µGraph with an axis dealt out in half or twice as many parts, and its schedules cut anew for them."""
     numbers = {a.name: a.size for op in start.ugraph.block_ops if op.block for a in op.block.axes if op.block.splits(a.name) is not None}
     for axis, size in numbers.items():
         for number in (size // 2, size * 2):
@@ -299,7 +299,9 @@ def _regrouped(start: Candidate) -> Iterator[tuple[UGraph, tuple[Schedule, ...]]
             except errors.GraphError:
                 continue
             if other.kernels != start.ugraph.kernels:
-                yield other, tuple(fitted(s, op.block) for s, op in zip(start.schedules, other.block_ops, strict=True) if op.block)
+                with contextlib.suppress(errors.CodegenError):
+                    ops = zip(start.schedules, placed(start.ugraph), placed(other), strict=True)
+                    yield other, tuple(space.recut(s, old, new) for s, old, new in ops)
 
 
 def _fits(cost: Cost, model: Device) -> bool:
@@ -326,7 +328,7 @@ def _around(starts: Sequence[Candidate], tried: Sequence[Candidate], model: Devi
     for start in starts:
         ops = placed(start.ugraph)
         rest = start.estimate_us - sum(estimate(plan(op, s), model).us for op, s in zip(ops, start.schedules, strict=True))
-        allowed = [{s.mma for s in schedules(op, model)} for op in start.ugraph.block_ops]
+        allowed = [{s.mma for s in schedules(op, model)} for op in ops]
         for chosen in _steps(start):
             try:
                 costs = [estimate(plan(op, s), model) for op, s in zip(ops, chosen, strict=True)]

@@ -14,6 +14,7 @@ from decoding import VOCABULARY, Recorder, assert_same, both, handled, left_padd
 from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM, pipeline
 
 from mirage_hf.decode import DecodeError, install, uninstall
+from mirage_hf.decode.fingerprint import survey
 
 ASSET = Path(__file__).parents[1] / "assets" / "tiny_llama"
 GREEDY = {"inputs": prompt(2), "max_new_tokens": 9}
@@ -201,8 +202,6 @@ def test_weights_changed_in_place_and_replaced():
 
 
 def test_survey_sees_what_a_graph_depends_on():
-    from mirage_hf.decode.fingerprint import survey
-
     model = tiny("llama")
     seen = [survey(model).key]
     assert survey(model).key == seen[0]
@@ -231,7 +230,6 @@ def test_survey_sees_what_a_graph_depends_on():
 def test_steps_are_called_under_a_mode_that_looks_at_ops():
     from torch.utils.flop_counter import FlopCounterMode
 
-    from mirage_hf.decode.fingerprint import survey
 
     model = tiny("llama")
     with FlopCounterMode(display=False):
@@ -251,7 +249,6 @@ def test_a_captured_step_depends_on_the_windows():
 
 
 def test_rope_that_reads_the_length_is_not_captured():
-    from mirage_hf.decode.fingerprint import survey
 
     model = tiny("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, max_position_embeddings=16)
     assert "RoPE of type dynamic" in survey(model).no_graph and survey(tiny("llama")).no_graph is None
@@ -265,7 +262,6 @@ def test_rope_that_reads_the_length_is_not_captured():
 
 def test_peft_life_cycle():
     peft = pytest.importorskip("peft")
-    from mirage_hf.decode.fingerprint import survey
 
     base = tiny("llama")
     runner = install(base)
@@ -510,3 +506,19 @@ def test_trained_model_with_everything_around_it():
     assert ours == pipe("The module", max_new_tokens=12, do_sample=False)
     if chat is not None:
         assert chat == pipe([{"role": "user", "content": "What is a module?"}], max_new_tokens=12, do_sample=False)
+
+
+def test_what_graphs_hold_as_constants_is_part_of_what_they_are_for():
+    """Numbers of modules and configs, on and off, and buffers changed in place."""
+    model = tiny("qwen3")
+    attention, rotary = model.model.layers[1].self_attn, model.model.rotary_emb
+    keys = [survey(model).key]
+    for change in (lambda: setattr(attention, "scaling", 0.9), lambda: setattr(attention, "softcap", None),
+                   lambda: setattr(attention, "softcap", 30.0), lambda: setattr(attention, "softcap", torch.zeros(3)),
+                   lambda: setattr(attention, "softcap", torch.zeros(3)), lambda: setattr(model.config, "final_logit_softcapping", 2.0),
+                   lambda: rotary.inv_freq.mul_(0.5), lambda: model.set_attn_implementation("eager")):
+        model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False, pad_token_id=0)
+        assert survey(model).key == keys[-1]  # no call changes them
+        change()
+        keys.append(survey(model).key)
+    assert all(a != b for n, a in enumerate(keys) for b in keys[:n])

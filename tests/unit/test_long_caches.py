@@ -18,12 +18,13 @@ from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.block import Role
+from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.kernels import cut_to
 from mirage_hf.patterns import attention
 from mirage_hf.search.append import apart
 from mirage_hf.search.engine import SearchOptions, search
-from mirage_hf.tune import space
+from mirage_hf.tune import space, tuner
 from mirage_hf.tune.cost import H200, estimate
 
 LONG = 131072
@@ -160,3 +161,39 @@ def test_a_schedule_that_is_none_for_a_short_cache_gives_way_to_one_of_its_kind(
     for slots in (2, 40):
         ugraph, (cut,) = cut_to(tuned, [s], program(slots, 128))
         assert cut.mma and plan(placed(ugraph)[0], cut).dots and triton.generate(ugraph, [cut])
+
+
+def test_what_lies_ready_is_not_asked_for_before_a_share_is_known():
+    """Bounds that may not be read before the wait say where a block's share of constant keys begins."""
+    g = new_kernel_graph()
+    q, k = g.new_input((2, 4, 64), "float16"), g.new_input((2, 64, 1024), "float16", (65536, 1, 64), constant=True)
+    v = g.new_input((2, 1024, 64), "float16", constant=True)
+    lo, hi = (g.new_input((2, 1, 1), "int32") for _ in range(2))
+    g.mark_output(g.matmul(g.softmax(g.mul(g.matmul(q, k), 0.125), -1, lo, hi), v))
+    for f in search(g, SearchOptions(time_limit=20, threads=1, max_width=1))[0]:
+        for n, op in enumerate(placed(f.ugraph)):
+            s = next((s for s in space.schedules(op) if s.preload and plan(op, s).walks and plan(op, s).dealt), None)
+            if s is not None:
+                schedules = [s if m == n else space.default_schedule(o) for m, o in enumerate(placed(f.ugraph))]
+                assert compiler.ahead_of_time(triton.generate(f.ugraph, schedules), 90)
+                return
+    pytest.fail("no kernel deals out what is within bounds")
+
+
+def test_the_tuner_begins_with_schedules_that_ask_for_caches_early():
+    tuned = symbolic.for_program(found(128, 1), program(attention.LONG_SLOTS, 128))
+    first = next(tuner._scheduled(tuned, H200, space.schedules))
+    assert all(s.preload for s in first.schedules), first.schedules
+
+
+def test_heads_and_queries_share_the_rows_of_a_product():
+    """Axes of the grid on one side of a product: together as many rows as tensor cores want, not each of them."""
+    g = new_kernel_graph()
+    q, k, v = (g.new_input(dims, "float16") for dims in ((8, 4, 4, 128), (8, 1, 4096, 128), (8, 1, 4096, 128)))
+    g.mark_output(g.matmul(g.softmax(g.mul(g.matmul(q, g.permute(k, (0, 1, 3, 2))), 0.125)), v))
+    best = search(g, SearchOptions(time_limit=20, threads=1, max_width=1))[0][0].ugraph
+    op = placed(best)[0]
+    side = [a.name for a in op.block.axes if a.size == 4]
+    assert len(side) == 2 and all(op.block.role(a) is Role.GRID for a in side)
+    s = next(s for s in space.schedules(op) if s.mma)
+    assert [s.tile(a) for a in side] == [4, 4] and len(plan(op, s).dots) == 2
