@@ -11,7 +11,7 @@ from torch import nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.match import plain, probe
-from mirage_hf.match.compose import Composition, LayerComposition, LoraComposition, MlpComposition, Part, multiplier
+from mirage_hf.match.compose import Composition, LayerComposition, LoraComposition, MlpComposition, Part, child, multiplier
 from mirage_hf.match.pattern import LayerLayout, MlpLayout
 from mirage_hf.match.step import NO_ROPE, CausalMatch, Rope, has_all, match_causal
 from mirage_hf.ops import table
@@ -29,6 +29,9 @@ from mirage_hf.patterns import (
     decoder_layer,
     gated_mlp,
 )
+
+IDLE = (nn.Dropout, nn.Identity)
+"""Modules that do nothing outside training: a layer may have any of them, and kernels leave them out."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,13 @@ class Match:
         """The module's forward with these parts, over `module` (its own, or a twin of it)."""
         kinds = {"layer": LayerComposition, "mlp": MlpComposition, "lora": LoraComposition}
         return kinds[self.kind](self.module if module is None else module, self.parts, *self.layouts)
+
+    @property
+    def bypassed(self) -> tuple[str, ...]:
+        """The children, by path, whose forward is not called, or not with what stock gives it: those of the parts, dropouts beside them."""
+        paths = dict.fromkeys(path for part in self.parts for path in part.bypassed)
+        beside = {f"{path}.{n}".removeprefix("."): m for path in ("", *paths) for n, m in child(self.module, path)._modules.items()}
+        return tuple(dict.fromkeys((*paths, *(path for path, m in beside.items() if isinstance(m, IDLE)))))
 
 
 @dataclass(frozen=True)
@@ -111,7 +121,7 @@ def _layer_layout(module: nn.Module) -> LayerLayout | None:
 def _others(layer: nn.Module, row: LayerLayout) -> list[str]:
     """The children of a layer that a row does not name."""
     known = {row.attention, row.mlp, *row.norms}
-    return [n for n, m in layer._modules.items() if n not in known and not isinstance(m, (nn.Dropout, nn.Identity))]
+    return [n for n, m in layer._modules.items() if n not in known and not isinstance(m, IDLE)]
 
 
 def _rope(model: nn.Module, name: str, layer: nn.Module, row: LayerLayout, probes: probe.Probes) -> Rope:
@@ -232,7 +242,7 @@ def _attention(attention: Any, row: LayerLayout, probes: probe.Probes, rope: Rop
     inner = attention._modules
     has = [n for n in row.head_norms if inner.get(n) is not None]
     known = {*row.projections, row.output, *has}
-    if extra := [n for n, m in inner.items() if n not in known and m is not None and not isinstance(m, (nn.Dropout, nn.Identity))]:
+    if extra := [n for n, m in inner.items() if n not in known and m is not None and not isinstance(m, IDLE)]:
         return Rejected(f"attention has {', '.join(extra)} too")
     if no := plain.first_refusal(*((attention, n, plain.LINEAR) for n in row.projections)):
         return no
@@ -272,7 +282,7 @@ def _latent_attention(attention: Any, row: LayerLayout, probes: probe.Probes, gi
     norms = [n for n in (names.q_norm, names.norm) if n]
     linears = [n for n in (*row.projections, names.q_expand, names.expand, row.output) if n]
     known = {*norms, *linears}
-    if extra := [n for n, m in inner.items() if n not in known and m is not None and not isinstance(m, (nn.Dropout, nn.Identity))]:
+    if extra := [n for n, m in inner.items() if n not in known and m is not None and not isinstance(m, IDLE)]:
         return Rejected(f"attention has {', '.join(extra)} too")
     if no := plain.first_refusal(*((attention, n, plain.LINEAR) for n in linears)):
         return no

@@ -40,8 +40,8 @@ class Binding:
     `calls` counts runs of the kernels, `fallbacks` those of the stock forward by reason.
     """
 
-    __slots__ = ("calls", "classes", "composition", "constants", "device", "device_type", "dims", "dtype", "fallbacks", "kernels",
-                 "parameters", "retired", "stock", "traced", "tuner", "watched", "width")
+    __slots__ = ("calls", "classes", "composition", "constants", "device", "device_type", "dims", "dropouts", "dtype", "fallbacks",
+                 "kernels", "parameters", "retired", "stock", "traced", "tuner", "watched", "width")
 
     def __init__(self, match: Match, found: Mapping[int, Mapping[str, Resolved]]):
         self.kernels = {rows: {role: kernel.run for role, kernel in roles.items()} for rows, roles in found.items()}
@@ -53,8 +53,8 @@ class Binding:
         self.device, self.device_type, self.dtype = weight.get_device(), weight.device.type, sizes["dtype"]
         self.dims = 3 if match.kind == "layer" else None
         self.width = width_of(match)
-        paths = dict.fromkeys(path for part in match.parts for path in part.bypassed)
-        self.watched = tuple(_watch(match.module, path) for path in paths)
+        self.watched = tuple(_watch(match.module, path) for path in match.bypassed)
+        self.dropouts = tuple(inner for *_, kind, inner in self.watched if issubclass(kind, nn.Dropout))
         kinds: dict[Any, None] = dict.fromkeys([self.stock, *(kind for _, _, _, kind, _ in self.watched)])
         self.classes = tuple((kind, kind.forward) for kind in kinds)
         numbers = [(inner, n) for *_, inner in self.watched for n in EPS_NAMES] + [(match.module.__dict__, n) for n in MULTIPLIERS]
@@ -72,7 +72,7 @@ class Binding:
     def retire(self, reason: str) -> str:
         """Give up for good: drop every reference to what was replaced, and keep running the stock forward."""
         self.retired, self.composition, self.traced, self.kernels = reason, None, "", {}
-        self.watched = self.parameters = self.classes = self.constants = ()
+        self.watched = self.dropouts = self.parameters = self.classes = self.constants = ()
         return reason
 
     def choose(self, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Kernel] | str:
@@ -123,6 +123,9 @@ class Binding:
         for kind, forward in self.classes:
             if kind.forward is not forward:
                 return f"the forward of class {kind.__name__} was replaced"
+        for inner in self.dropouts:
+            if inner["training"] and inner["p"]:
+                return "dropout is active"
         for inner, name, value in self.constants:
             if inner[name] != value:
                 return f"a {name} was changed"
@@ -180,7 +183,4 @@ class _Tuner:
             return "the adapter's scaling has changed"
         if self.one in d.get("lora_variant", ()) or d.get("fan_in_fan_out") or not d.get("cast_input_dtype_enabled", True):
             return "the adapter has become a variant"
-        dropout = d["_modules"]["lora_dropout"].__dict__["_modules"][self.one].__dict__
-        if dropout["training"] and dropout.get("p", 0.0):
-            return "dropout is active"
         return None

@@ -139,8 +139,7 @@ def _own(match: Match) -> tuple[tuple[str, Any], ...]:
 
 
 def _bypassed(match: Match) -> tuple[Any, ...]:
-    paths = dict.fromkeys(path for part in match.parts for path in part.bypassed)
-    return tuple((path, *_facts(child(match.module, path))) for path in paths)
+    return tuple((path, *_facts(child(match.module, path))) for path in match.bypassed)
 
 
 def _facts(module: nn.Module) -> tuple[Any, ...]:

@@ -204,6 +204,21 @@ def test_children_given_another_class_are_not_bypassed() -> None:
     assert counts(ours)["up_proj has changed its class"] == 4
 
 
+def test_dropouts_that_are_switched_on_drop() -> None:
+    stock = tiny("phi3", num_hidden_layers=2, resid_pdrop=0.5)
+    ours = optimize(twin_of(stock), verify=False)
+    seen = []
+    for model in (stock, ours):
+        layer_of(model).resid_mlp_dropout.train()  # the model itself stays in eval mode
+        torch.manual_seed(0)
+        seen.append(decode_logits(model))
+    torch.testing.assert_close(seen[1], seen[0], **CLOSE)
+    assert counts(ours) == {"prefill": 1, "dropout is active": 4}
+    layer_of(ours).resid_mlp_dropout.p = 0.0
+    decode_logits(ours)
+    assert counts(ours) == {"prefill": 2, "dropout is active": 4}
+
+
 def _norm(m: Any) -> None:
     layer_of(m).input_layernorm = copy.deepcopy(layer_of(m).input_layernorm)
     layer_of(m).input_layernorm.weight.data.mul_(3)

@@ -118,6 +118,14 @@ def test_rows_without_kernels_are_stock_and_dynamic() -> None:
     torch.testing.assert_close(run(hidden(4), **ROPE), stock(hidden(4), **ROPE), **CLOSE)
 
 
+def test_dropouts_that_are_switched_on_are_traced_as_stock() -> None:
+    _, ours = pair("phi3")
+    ours.resid_attn_dropout.p = 0.5
+    ours.resid_attn_dropout.train()
+    run, seen = compiled(ours)
+    assert run(hidden(), **ROPE).shape == (1, 1, 32) and seen == [0]
+
+
 @pytest.mark.slow
 def test_generate_with_a_compiled_static_cache_gives_the_same_tokens() -> None:
     model = tiny("llama", num_hidden_layers=2)
