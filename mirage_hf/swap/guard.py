@@ -4,6 +4,7 @@ It never goes through nn.Module's attribute look-up, and returns kernels or, as 
 """
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +35,19 @@ _grad, _autocast = torch.is_grad_enabled, torch.is_autocast_enabled
 _collector = _active_collector.get
 
 
+class Own:
+    """The instance dictionary of a swapped module, for reading. It does not keep it alive: what is in it would keep itself."""
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module):
+        self._module = weakref.ref(module)
+
+    def get(self, name: str) -> Any:
+        module = self._module()
+        return None if module is None else module.__dict__.get(name)
+
+
 class Binding:
     """What a swapped module carries: its kernels by number of rows, and all that they rely on.
 
@@ -57,8 +71,8 @@ class Binding:
         self.dropouts = tuple(inner for *_, kind, inner in self.watched if issubclass(kind, nn.Dropout))
         kinds: dict[Any, None] = dict.fromkeys([self.stock, *(kind for _, _, _, kind, _ in self.watched)])
         self.classes = tuple((kind, kind.forward) for kind in kinds)
-        numbers = [(inner, n) for *_, inner in self.watched for n in EPS_NAMES] + [(match.module.__dict__, n) for n in MULTIPLIERS]
-        self.constants = tuple((inner, n, inner[n]) for inner, n in numbers if n in inner)
+        numbers = [(inner, n) for *_, inner in self.watched for n in EPS_NAMES] + [(Own(match.module), n) for n in MULTIPLIERS]
+        self.constants = tuple((inner, n, value) for inner, n in numbers if (value := inner.get(n)) is not None)
         owned = dict.fromkeys(w for part in match.parts for w in part.weights)
         self.parameters = tuple(_pin(child(match.module, path), path, name) for path, name in owned)
         self.tuner = _Tuner(match) if match.kind == "lora" else None
@@ -123,11 +137,11 @@ class Binding:
         for kind, forward in self.classes:
             if kind.forward is not forward:
                 return f"the forward of class {kind.__name__} was replaced"
-        for inner in self.dropouts:
-            if inner["training"] and inner["p"]:
+        for dropout in self.dropouts:
+            if dropout["training"] and dropout["p"]:
                 return "dropout is active"
-        for inner, name, value in self.constants:
-            if inner[name] != value:
+        for numbers, name, value in self.constants:
+            if numbers.get(name) != value:
                 return f"a {name} was changed"
         for owner, name, p, pointer, label in self.parameters:
             if owner[name] is not p:
