@@ -100,7 +100,7 @@ def match(model: nn.Module, patterns: Sequence[str], generating: nn.Module | Non
         elif found is not None:
             refusals.append(Refusal(name, label, found.reason))
     layers = {id(m.module): m for m in matches if m.kind == "layer"}
-    asked = layers and not IN_STEPS.isdisjoint(patterns)
+    asked = not IN_STEPS.isdisjoint(patterns)
     causal = match_causal(generating, layers, partial(_normed, probes=probes), probes) if asked else Rejected("no pattern asked for")
     return Matches(matches, refusals, causal)
 

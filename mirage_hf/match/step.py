@@ -326,7 +326,7 @@ def match_causal(model: nn.Module | None, layers: Mapping[int, Any], norm_of: Ca
     if extra:
         return Rejected(f"has {', '.join(extra)} too")
     names, ropes = [], set()
-    for n, layer in enumerate(backbone._modules[row.layers]):
+    for n, layer in backbone._modules[row.layers]._modules.items():
         if id(layer) not in layers:
             return Rejected(f"{row.layers}.{n} is not matched")
         found = layers[id(layer)]

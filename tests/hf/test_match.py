@@ -222,5 +222,13 @@ def test_alike_layers_share_one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(key[0] == "layer" for key in probed) == 1
 
 
+def test_steps_without_a_matched_layer_say_so() -> None:
+    model = tiny("llama", num_hidden_layers=1)
+    model.model.layers[0].mlp.train()
+    said = match(model, ALL, model)
+    assert not said.modules and said.causal == Rejected("layers.0 is not matched")
+    assert match(model, ["gated_mlp"], model).causal == Rejected("no pattern asked for")
+
+
 def test_a_no_is_a_value() -> None:
     assert Rejected("x") == Rejected("x") and Rejected("x").reason == "x"
