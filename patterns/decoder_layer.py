@@ -40,6 +40,10 @@ SOFTCAPS = ("attn_logit_softcapping",)
 """Attributes of attentions that may be a bound of their scores, cap · tanh(score / cap). The probe shows whether it is used: what some
 versions' SDPA does with it is nothing."""
 
+CLIPS = ("clip_qkv",)
+"""Attributes of attentions, or of their configs, that bound what the projections give. No probe is sure to reach a bound, and attention
+by kernels has none."""
+
 HINTS = {
     "parallel_attn": "attention and MLP read the same norm",
 }

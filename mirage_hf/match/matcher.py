@@ -237,6 +237,9 @@ def _normed(name: str, norm: nn.Module, probes: probe.Probes) -> dict[str, Any] 
 
 def _attention(attention: Any, row: LayerLayout, probes: probe.Probes, rope: Rope) -> list[tuple[Part, ...]] | Rejected:
     """What lies between the projections and the output projection, for one token of each sequence: what it may be, as parts."""
+    owners = (attention, getattr(attention, "config", None))
+    if clips := [f"{n} {v}" for owner in owners for n in decoder_layer.CLIPS if (v := getattr(owner, n, None)) is not None]:
+        return Rejected(f"attention clips what its projections give ({clips[0]})")
     if row.latent is not None:
         return _latent_attention(attention, row, probes, rope)
     inner = attention._modules

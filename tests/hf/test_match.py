@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from swapping import FOUR, OTHERS, tiny
+from swapping import FOUR, OTHERS, SIZES, tiny
 from torch import nn
+from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from mirage_hf.errors import Rejected
 from mirage_hf.match.matcher import match
@@ -87,6 +88,17 @@ def test_a_softcap_is_what_the_installed_attention_makes_of_it() -> None:
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_attention_backends_match(implementation: str) -> None:
     assert len(found(tiny("qwen3", attn_implementation=implementation))) == 3
+
+
+@pytest.mark.parametrize("bound", [None, 100.0])
+def test_bounds_that_no_probe_reaches_are_refused(bound: float | None) -> None:
+    config = OlmoeConfig(**{**SIZES, "num_hidden_layers": 1}, num_experts=4, num_experts_per_tok=2, clip_qkv=bound)
+    model = OlmoeForCausalLM(config).eval()
+    matches = match(model, ALL, model)
+    assert [p.role for p in matches.modules[0].parts] == ["qkv", *(["attention"] if bound is None else []), "out"]
+    assert (bound is None) == isinstance(matches.causal, CausalMatch)
+    if bound is not None:
+        assert "attention clips what its projections give (clip_qkv 100.0)" in reasons(model, "model.layers.0")
 
 
 def test_patterns_can_be_chosen() -> None:
