@@ -117,7 +117,7 @@ def chained(model: str, batch: int, rounds: int) -> dict[str, Any]:
 # -- processors ---------------------------------------------------------------------------------------------------------
 
 def processor(name: str, batch: int, vocab: int, rounds: int) -> dict[str, Any]:
-    """µs of one processor over float32 scores, and of HF's own class in a graph where it can be captured."""
+    """µs of one processor over float32 scores in a graph, and of HF's own class called from the host, its copy of the scores included."""
     scores = [4 * torch.randn(batch, vocab, device=DEVICE).bfloat16().float() for _ in range(4)]
     p = WARPERS[name]()
     row, trail = processors.TABLE[type(p)], Trail.allocate(batch, 1024, torch.device(DEVICE))
