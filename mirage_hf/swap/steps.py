@@ -18,7 +18,7 @@ from mirage_hf.match.probe import softcap_of
 from mirage_hf.match.step import CausalMatch, LayerPrompt, LayerStep, layer_prompt, layer_step, no_prompt, rotary_rows
 from mirage_hf.patterns.attention import LONG_FROM, for_long_caches
 from mirage_hf.patterns.causal_lm import LOGITS_DIVISOR, LOGITS_SOFTCAP
-from mirage_hf.patterns.decoder_layer import MULTIPLIERS, SOFTCAPS
+from mirage_hf.patterns.decoder_layer import CLIPS, MULTIPLIERS, SOFTCAPS
 
 Found = Mapping[Any, Any]
 LONG = "attention, long caches"
@@ -175,6 +175,7 @@ def _constants(causal: CausalMatch, matches: Mapping[str, Match]) -> Iterator[tu
         attention: Any = m.module._modules[m.layouts[0].attention]
         yield from _named(m.module.__dict__, MULTIPLIERS)
         yield from _named(attention.__dict__, SOFTCAPS)
+        yield from ((attention.config.__dict__, name, None) for name in CLIPS if hasattr(attention, "config"))
         if softcap_of(attention) is not None:  # another attention may do something else with it
             yield from _named(attention.config.__dict__, ("_attn_implementation_internal",))
         modules += [child(m.module, path) for path in dict.fromkeys(path for p in m.parts for path in p.bypassed)]
