@@ -159,4 +159,5 @@ def test_numbers_that_change_after_a_capture(called: list[str], resolved: list[A
         model.model.norm.variance_epsilon = 0.5
     for length in (7, 8, 9):
         agree(stock, ours, 1, length)
-    assert ours.generate.runner.prefills == {"captured, by kernels": 2, "captured": 3}
+    # graphs are for these numbers: with others the first prompt of its bucket is HF's forward again
+    assert ours.generate.runner.prefills == {"captured, by kernels": 2, "captured": 2}
