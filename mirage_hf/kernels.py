@@ -79,7 +79,7 @@ def resolve(program: KernelGraph, *, device: torch.device | str, backend: str = 
 
     backend: "cpu" takes the torch executor, "triton" generated kernels, "auto" by device. tune: "auto" measures what was
     never measured, "never" takes the cost model's word, "full" measures anew and more. like: a program that differs in the sizes of
-    some dims only, at which numbers are checked, because it is smaller: a µGraph serves every size. Errors: ZooError.
+    some dims only: the larger of both is searched, numbers are checked at the smaller; a µGraph serves every size. Errors: ZooError.
     """
     start = time.perf_counter()
     device = torch.device(device)

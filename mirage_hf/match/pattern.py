@@ -13,7 +13,8 @@ class Pattern:
     """A block of a model: its name, the axes of its operands in the program's order, and the builder of that program.
 
     `build(rows=…, dtype=…, **sizes)` uses the public graph API only. Weights of an nn.Linear enter as "k n", stored (n, k).
-    `searched_at`: of what is over a cache, the slots at which it is searched, whatever number of them kernels are tuned for.
+    `searched_at`: of what is over a cache, the slots beside which it is searched, whatever number of them kernels are tuned for: the
+    larger of both is searched, the smaller is checked.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Block:
         return self.pattern.build(rows=rows, **{**dict(self.sizes), **changes})
 
     def searched(self, rows: int) -> KernelGraph | None:
-        """The program that is searched in place of that for `rows` rows, at another number of slots; None where it is that itself."""
+        """The program beside which that for `rows` rows is searched, at another number of slots; None where it is that itself."""
         if self.pattern.searched_at is None:
             return None
         other = self.program(rows, slots=self.pattern.searched_at)

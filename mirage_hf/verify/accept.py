@@ -144,7 +144,8 @@ as well, attention has 33, which take four seconds, and 47 with a norm of all he
 def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Progress | None = None, *, seed: int = 0,
                       steps: Steps | None = None, like: KernelGraph | None = None) -> Searched:
     """Search `program` and keep the candidates that are proven and whose numbers hold. Steps that `steps` has are not made again.
-    like: the program at other, smaller sizes of dims, at which numbers are checked; which kernels are worth having depends on true sizes.
+    like: the program at other sizes of dims. The larger of both is searched, as what kernels are worth having shows at size; the smaller
+    is proven and its numbers are checked, as that takes less.
 
     Programs of more than WHOLE ops, and those with ops that the search cannot lower, are searched window by window
     (verify/windows.py): options.max_kernels then bounds each window. Roles name axes of the whole program, so with them it is
@@ -153,18 +154,19 @@ def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Pr
     from mirage_hf.verify.windows import search_windows  # its windows go through `accept`
 
     start = time.perf_counter()
-    appending = apart(program)
-    searched_for = appending.graph if appending else program
+    small, large = sorted((program, like or program), key=lambda g: sum(math.prod(t.dims) for t in g.inputs))
+    appending = apart(large)
+    searched_for = appending.graph if appending else large
     lowered = lower(searched_for)
     reason = lowered.reason if isinstance(lowered, NotLowerable) else ""
     if (reason or len(searched_for.ops) > (WHOLE_APPENDING if appending else WHOLE)) and not options.roles:
-        return Searched(*search_windows(like or program, options, progress, seed=seed, reason=reason, steps=steps)).resized(program)
+        return Searched(*search_windows(small, options, progress, seed=seed, reason=reason, steps=steps)).resized(program)
     say = progress or (lambda stage, detail: None)
     found, report = search(searched_for, options, lambda counters: say("search", counters), steps)
     if appending:
         found = [replace(f, ugraph=appending.join(f.ugraph)) for f in found]
-    if like is not None:
-        found = [replace(f, ugraph=symbolic.for_program(f.ugraph, like)) for f in found]
+    if small is not large:
+        found = [replace(f, ugraph=symbolic.for_program(f.ugraph, small)) for f in found]
     searched = time.perf_counter() - start
     accepted = accept(found, seed=seed, seconds=options.time_limit - searched, on_candidate=lambda number, verdict: say("verify", verdict))
     notes = (f"time was up before {accepted.late} more candidates were verified",) if accepted.late else ()

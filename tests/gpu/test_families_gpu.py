@@ -26,14 +26,9 @@ BY_KERNELS = ("granite", "gemma", "gemma3, without windows", "olmo2", "phi3", "s
 
 @pytest.fixture(scope="module", autouse=True)
 def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Kernels found by this module alone, kept from one model to the next; exact float32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MIRAGE_HF_CACHE", str(tmp_path_factory.mktemp("cache")))
+    with features.alone(tmp_path_factory.mktemp("cache")) as patch:
         patch.setattr(features, "ROWS", (1, 3))
         yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

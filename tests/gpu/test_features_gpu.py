@@ -23,13 +23,8 @@ PAIRS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Kernels found by this module alone, kept from one model to the next; exact float32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MIRAGE_HF_CACHE", str(tmp_path_factory.mktemp("cache")))
+    with features.alone(tmp_path_factory.mktemp("cache")):
         yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.fixture(scope="module", params=PAIRS)

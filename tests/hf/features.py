@@ -11,8 +11,10 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -545,6 +547,17 @@ def taken_back(pair: Pair) -> None:
         restore(pair.ours)
         want, got = (m.generate(**pair.fresh(left_padded()), **GREEDY) for m in (pair.stock, pair.ours))
         assert torch.equal(want, got) and "generate" not in pair.ours.__dict__
+
+
+@contextmanager
+def alone(cache: Path) -> Iterator[pytest.MonkeyPatch]:
+    """Kernels found by the tests inside alone, kept from one model to the next; exact float32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIRAGE_HF_CACHE", str(cache))
+        yield patch
+    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def small(family: str, dtype: torch.dtype, device: str, **sizes: Any) -> Any:

@@ -24,6 +24,7 @@ from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.kernels import promising
 from mirage_hf.search.engine import Found, SearchOptions, search
 from mirage_hf.search.spec import expand
+from mirage_hf.verify import accept as accepting
 from mirage_hf.verify import bound, fingerprint, numeric, shrink
 from mirage_hf.verify.accept import accept, kind_of
 from mirage_hf.verify.field import Element, FieldAlgebra, P, Q, Redraw
@@ -732,3 +733,19 @@ def test_a_kernel_is_judged_on_inputs_of_the_programs_strides():
     seen = []
     verdict = numeric.NumericCheck(g).judge(lambda inputs: seen.append(inputs[0].stride()) or [inputs[0] * 2])
     assert isinstance(verdict, Accepted) and set(seen) == {(40, 8, 1)}
+
+
+def test_the_larger_of_two_sizes_is_searched_and_the_smaller_checked(monkeypatch):
+    def linear(n: int):
+        g = mi.new_kernel_graph()
+        g.mark_output(g.matmul(g.new_input((2, 64)), g.new_input((64, n))))
+        return g
+
+    seen: dict[str, object] = {}
+    found, accepted = accepting.search, accepting.accept
+    monkeypatch.setattr(accepting, "search", lambda g, *rest: seen.update(searched=g.inputs[1].dims) or found(g, *rest))
+    monkeypatch.setattr(accepting, "accept", lambda f, **rest: seen.update(checked=f[0].ugraph.program.inputs[1].dims) or accepted(f, **rest))
+    for program, like in ((linear(32), linear(256)), (linear(256), linear(32))):
+        candidates = accepting.search_and_verify(program, SearchOptions(time_limit=20, threads=1, max_width=1), like=like).candidates
+        assert candidates and all(c.ugraph.program is program for c in candidates)
+        assert seen == {"searched": (64, 256), "checked": (64, 32)}
