@@ -461,16 +461,17 @@ class _Writer(Tiles):
             free, k = (self.plan.rows(dot) if value == dot.left else self.plan.columns(dot)), self.plan.tile(over)
             front = transposed == (value == dot.left)  # the summed axis
             text = f"tl.reshape({text}, [{k}, {free}])" if front else f"tl.reshape({text}, [{free}, {k}])"
+            text = f"apart({text})" if value == dot.right else text
         return f"tl.trans({text})" if transposed else text
 
     def _dot(self, dot: Dot, start: str | None = None) -> str:
         arguments = [self._factor(dot.left, dot, dot.left_transposed), self._factor(dot.right, dot, dot.right_transposed)]
         shape = [self.plan.tile(a) for a in self.plan.value_dims(dot.contraction.out)]
         flat = len(shape) == 2
-        if start:
-            arguments.append(start if flat else f"tl.reshape({start}, [{self.plan.rows(dot)}, {self.plan.columns(dot)}])")
-        text = f"tl.dot({', '.join(arguments)})"
-        return text if flat else f"tl.reshape({text}, {shape})"
+        if flat:
+            return f"tl.dot({', '.join([*arguments, start] if start else arguments)})"
+        text = f"tl.reshape(tl.dot({', '.join(arguments)}), {shape})"
+        return f"{start} + {text}" if start else text  # reshaped to start from, a sum makes the compiler's layouts go in circles
 
     def _running_dims(self, stage: Stage, acc: Accumulator) -> tuple[str, ...]:
         """The dims of an accumulator inside its loop."""

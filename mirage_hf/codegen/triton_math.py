@@ -77,6 +77,12 @@ def rounded(x):
     threads would have other last bits, and chance would decide whose sum is stored."""
     return tl.where(x == 0.0, 0.0, x)
 ''',
+    "apart": '''
+@triton.jit
+def apart(x):
+    """A tile as it is, for a product of tensor cores: of a reshaped one the compiler makes a view of shared memory that it then refuses."""
+    return tl.where(x == 0.0, 0.0, x)
+''',
     "larger": '''
 @triton.jit
 def larger(x, y):

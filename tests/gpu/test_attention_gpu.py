@@ -51,10 +51,11 @@ def run_all(g: KernelGraph, schedules: int = 6) -> list[str]:
                     got = [y.cpu() for y in module.run(inputs)]
                 except OutOfResources:  # more shared memory than there is
                     break
-                error = test_shifts.error_of(got, want)
+                error, torchs = test_shifts.error_of(got, want), test_shifts.error_of([y.cpu() for y in run_kernel_graph(g, inputs)], want)
                 ran += 1
-                if not error < (4e-2 if g.inputs[0].dtype is torch.bfloat16 else 6e-3):
-                    wrong.append(f"{[*map(str, chosen)]} scale {scale}: {error:.3g}")
+                # large numbers rotated and rounded to 16 bits before they are multiplied lose as much in torch
+                if not error < max(4e-2 if g.inputs[0].dtype is torch.bfloat16 else 6e-3, 1.25 * torchs):
+                    wrong.append(f"{[*map(str, chosen)]} scale {scale}: {error:.3g}, torch {torchs:.3g}")
     assert ran
     return wrong
 

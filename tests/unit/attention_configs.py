@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,13 +66,14 @@ def kind(number: int, grid: dict) -> Kind:
 
 
 @functools.cache
-def searched(k: Kind, slots: int, checked_at: int) -> tuple[Any, ...]:
+def searched(k: Kind, slots: int, checked_at: int, width: int = 1) -> tuple[Any, ...]:
     """Candidates for so many slots, proven and checked at fewer."""
     apart = append.apart(k.program(slots))
     assert apart is not None, k
-    found, report = search(apart.graph, SearchOptions(time_limit=20, threads=1, max_width=1))
-    few = k.program(checked_at)
-    accepted = accept([replace(f, ugraph=symbolic.for_program(apart.join(f.ugraph), few)) for f in found[:6]], keep=2)
+    found, report = search(apart.graph, SearchOptions(time_limit=20, threads=1, max_width=width))
+    few, joined = k.program(checked_at), ((f, apart.join(f.ugraph)) for f in found)
+    usable = itertools.islice(((f, u) for f, u in joined if not space.obstacle(placed(u))), 6 if width == 1 else None)
+    accepted = accept([replace(f, ugraph=symbolic.for_program(u, few)) for f, u in usable], keep=2)
     assert accepted.candidates, f"{k}: {report} {accepted.refused}"
     return accepted.candidates
 
@@ -79,12 +81,14 @@ def searched(k: Kind, slots: int, checked_at: int) -> tuple[Any, ...]:
 def chosen(k: Kind, slots: int, draw: random.Random, reference: int, limit: int, blocks: int = 1 << 31) -> tuple[UGraph, list[Schedule]]:
     """One of the candidates at so many slots, and a schedule of at most `blocks` blocks of each of its kernels, with the loop cut among
     them or not."""
-    options = []
-    for c in searched(k, LONG_SLOTS if slots >= LONG_FROM else reference, reference):
-        u = symbolic.for_program(c.ugraph, k.program(slots))
-        if not space.obstacle(placed(u)):
-            fitting = [[s for s in space.schedules(op, limit=limit) if c.allows(s.mma) and plan(op, s).grid <= blocks] for op in placed(u)]
-            options += [(u, fitting)] if all(fitting) else []
+    options: list[tuple[UGraph, list[list[Schedule]]]] = []  # where short keys cannot be held whole, they are walked
+    short = () if slots >= LONG_FROM else ((reference, 1),)
+    for searched_at, width in (*short, (LONG_SLOTS, 1), (LONG_SLOTS, 2)):
+        for c in () if options else searched(k, searched_at, reference, width):
+            u = symbolic.for_program(c.ugraph, k.program(slots))
+            if not space.obstacle(placed(u)):
+                fits = [[s for s in space.schedules(op, limit=limit) if c.allows(s.mma) and plan(op, s).grid <= blocks] for op in placed(u)]
+                options += [(u, fits)] if all(fits) else []
     assert options, f"{k}: no candidate has schedules of {blocks} blocks"
     u, fitting = draw.choice(options)
     schedules, other = [draw.choice(f) for f in fitting], []

@@ -284,18 +284,26 @@ def attention_row(heads: int = 2, q: int = 4, keys: int = 100, d: int = 32, dtyp
     return ugraph(g, b)
 
 
-def grouped_attention(heads: int = 2, group: int = 3, q: int = 5, keys: int = 100, d: int = 32, dtype=torch.float16) -> UGraph:
-    """Unshifted attention of several queries of several heads that share their keys."""
+def grouped_attention(heads: int = 2, group: int = 3, q: int = 5, keys: int = 100, d: int = 32, dtype=torch.float16,
+                      online: bool = False) -> UGraph:
+    """Attention of several queries of several heads that share their keys: unshifted and unnormed, or with a running maximum."""
     g = new_kernel_graph()
     shapes = (("q", (heads, group, q, d)), ("key", (heads, 1, d, keys)), ("v", (heads, 1, keys, d)))
     Q, K, V = (g.new_input(dims, dtype, name=name) for name, dims in shapes)
-    g.mark_output(g.matmul(g.exp(g.mul(g.matmul(Q, K), 0.125)), V))
+    scores = g.mul(g.matmul(Q, K), 0.125)
+    g.mark_output(g.matmul(g.softmax(scores, 3) if online else g.exp(scores), V))
     b = Block({"h": heads}, {"s": keys}, {"g": group, "m": q, "d": d, "e": d})
     b.load("q", "hgmd", 0), b.load("key", "h1ds", 1), b.load("v", "h1se", 2)
     s = b.stage(loop=True)
-    e = s.op("weights", "exp", s.op("scaled", "mul", s.op("scores", "sum", s.op("qk", "mul", "q", "key"), over="d"), 0.125))
-    s.accumulate("mixed", s.op("pv", "mul", e, "v"))
-    b.store("mixed", "hgme", dtype)
+    x = s.op("scaled", "mul", s.op("scores", "sum", s.op("qk", "mul", "q", "key"), over="d"), 0.125)
+    top = s.accumulate("top", x, "max") if online else None
+    e = s.op("weights", "exp", s.op("shifted", "sub", x, top) if online else x)
+    s.accumulate("mixed", s.op("pv", "mul", e, "v"), shift=top)
+    if not online:
+        b.store("mixed", "hgme", dtype)
+        return ugraph(g, b)
+    s.accumulate("total", e, shift=top)
+    b.store(b.stage().op("y", "div", "mixed", "total"), "hgme", dtype)
     return ugraph(g, b)
 
 
@@ -574,5 +582,9 @@ def cases() -> list[Case]:
               d=32, e=32),
         _case("grouped attention mma, keys held whole", grouped_attention(q=8, dtype=BF16), mma=True, h=1, g=4, m=8, s=128, d=32, e=32,
               interpreted=False),
+        _case("grouped attention mma, few of each axis", grouped_attention(group=4, q=4), mma=True, h=1, g=4, m=4, s=64, d=32, e=32,
+              num_stages=2),
+        _case("grouped attention mma, 64 rows first", grouped_attention(group=8, q=8, online=True), mma=True, weights_first=False, h=1,
+              g=8, m=8, s=16, d=32, e=32, num_stages=2, interpreted=False),
         _case("attention mma, rows first", attention_row(q=16), mma=True, weights_first=False, h=1, m=16, s=32, d=32, e=32, num_stages=2),
     ]
