@@ -65,12 +65,12 @@ def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
     reason: errors.CodegenError | None = None
     for whole in _candidates(op.block, op):
         try:
-            for schedule in _shared(plan(op, whole), device):
-                planned = plan(op, schedule)
-                if schedule.mma and not planned.dots:
-                    continue
-                cost = estimate(planned, device)
-                if cost.registers <= REGISTER_BUDGET and cost.shared <= device.shared_bytes and _busy(planned):
+            alone = plan(op, whole)
+            if (whole.mma and not alone.dots) or not _busy(alone):
+                continue
+            for schedule in _shared(alone, device):
+                cost = estimate(plan(op, schedule) if schedule.split > 1 else alone, device)  # what is asked for early has no part in it
+                if cost.registers <= REGISTER_BUDGET and cost.shared <= device.shared_bytes:
                     costs[schedule] = cost.us
         except errors.CodegenError as e:
             reason = e

@@ -67,15 +67,13 @@ def kind(number: int, grid: dict) -> Kind:
 
 @functools.cache
 def searched(k: Kind, slots: int, checked_at: int, width: int = 1) -> tuple[Any, ...]:
-    """Candidates for so many slots, proven and checked at fewer."""
+    """Candidates that have schedules for so many slots, proven and checked at fewer."""
     apart = append.apart(k.program(slots))
     assert apart is not None, k
-    found, report = search(apart.graph, SearchOptions(time_limit=20, threads=1, max_width=width))
+    found, _ = search(apart.graph, SearchOptions(time_limit=20, threads=1, max_width=width))
     few, joined = k.program(checked_at), ((f, apart.join(f.ugraph)) for f in found)
     usable = itertools.islice(((f, u) for f, u in joined if not space.obstacle(placed(u))), 6 if width == 1 else None)
-    accepted = accept([replace(f, ugraph=symbolic.for_program(u, few)) for f, u in usable], keep=2)
-    assert accepted.candidates, f"{k}: {report} {accepted.refused}"
-    return accepted.candidates
+    return accept([replace(f, ugraph=symbolic.for_program(u, few)) for f, u in usable], keep=2).candidates
 
 
 def chosen(k: Kind, slots: int, draw: random.Random, reference: int, limit: int, blocks: int = 1 << 31) -> tuple[UGraph, list[Schedule]]:
