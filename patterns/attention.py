@@ -10,7 +10,8 @@ import torch
 from mirage_hf.errors import GraphError
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.match.pattern import Block, Pattern
-from mirage_hf.patterns.parts import rms_norm, turned
+from mirage_hf.patterns.parts import normed as normalised
+from mirage_hf.patterns.parts import turned
 
 AXES = {"q": "rows kv_heads group queries d", "new_keys": "rows kv_heads 1 queries d", "new_values": "rows kv_heads 1 queries d",
         "cos": "rows 1 1 queries rotary", "sin": "rows 1 1 queries rotary", "keys": "rows kv_heads 1 slots d",
@@ -34,19 +35,21 @@ NORMS = ("", "rms", "layer", "rms of all heads")
 """None; of each head, RMSNorm (Qwen3, Gemma3) or LayerNorm with weights of its own for each head (Chameleon); RMSNorm of all heads of a
 token together (OLMo2)."""
 ROPES = ("", "halves", "pairs")
+PACKINGS = ("parts", "heads")
+"""How a row of projections is packed: q of all heads, then k, then v; or head by head q, k and v (GPT-NeoX)."""
 
 
 def build(rows: int, kv_heads: int, group: int, head_dim: int, scale: float, norm: str, eps: float, dtype: torch.dtype,
           slots: int = REFERENCE_SLOTS, *, queries: int = 1, bias: bool = False, rope: str = "halves", rotary: int | None = None,
           softcap: float | None = None, sinks: bool = False, mask: bool = False, window: bool = False, offset: float = 0.0,
-          rope_dtype: torch.dtype | None = None) -> KernelGraph:
+          rope_dtype: torch.dtype | None = None, packing: str = "parts") -> KernelGraph:
     """`queries`: new tokens of a sequence; bounds [new_first, new_last) say which of them each of several sees. `rotary`: how many
     elements of a head RoPE turns, the first ones (None: all). `mask`: tensors added to the scores. `window`: bounds [first, last) of each
     query beside [lo, slot), for windows that move with the query. `offset` is added to the weights of the RMSNorm of each head.
-    `rope_dtype`: that of cos and sin, `dtype` unless given.
-    Errors: GraphError for another norm or RoPE."""
-    if norm not in NORMS or rope not in ROPES:
-        raise GraphError(f"attention: norm {norm!r} and rope {rope!r} must be among {NORMS} and {ROPES}")
+    `rope_dtype`: that of cos and sin, `dtype` unless given. `packing`: one of PACKINGS.
+    Errors: GraphError for another norm, RoPE or packing."""
+    if norm not in NORMS or rope not in ROPES or packing not in PACKINGS:
+        raise GraphError(f"attention: norm {norm!r}, rope {rope!r} and packing {packing!r} must be among {NORMS}, {ROPES} and {PACKINGS}")
     g, d, several = new_kernel_graph(), head_dim, queries > 1
     packed = kv_heads * (group + 2) * d
 
@@ -55,7 +58,8 @@ def build(rows: int, kv_heads: int, group: int, head_dim: int, scale: float, nor
         return g.new_input(dims if several else dims[:lacks] + dims[lacks + 1:], kind, name=name, constant=constant)
 
     def projected(name: str, width: int) -> DTensor:
-        dims, strides = (rows, kv_heads, width, queries, d), (queries * packed, width * d, d, packed, 1)
+        step = width if packing == "parts" else group + 2
+        dims, strides = (rows, kv_heads, width, queries, d), (queries * packed, step * d, d, packed, 1)
         return g.new_input(*((dims, dtype, strides) if several else ((*dims[:3], d), dtype, (*strides[:3], 1))), name=name)
 
     def weighted(x: DTensor, name: str) -> DTensor:
@@ -63,7 +67,7 @@ def build(rows: int, kv_heads: int, group: int, head_dim: int, scale: float, nor
 
     def normed(x: DTensor, name: str) -> DTensor:
         if norm == "rms":
-            return rms_norm(g, x, name, eps, offset)
+            return normalised(g, x, name, eps, offset)
         if norm == "layer":
             return g.add(weighted(g.layer_norm(x, eps=eps), name), given(f"{name}_bias", 1, kv_heads, x.dims[2], 1, d, constant=True))
         squares = g.square(x)

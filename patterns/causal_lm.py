@@ -4,8 +4,14 @@ from __future__ import annotations
 from mirage_hf.match.pattern import CausalLayout
 
 LAYOUTS = (
-    CausalLayout("Llama and all whose layers are known", backbone="model", embedding="embed_tokens", layers="layers",
+    CausalLayout("Llama and most whose layers are known", backbone="model", embedding="embed_tokens", layers="layers",
                  norm="norm", rotary="rotary_emb", head="lm_head"),
+    CausalLayout("Phi", backbone="model", embedding="embed_tokens", layers="layers", norm="final_layernorm", rotary="rotary_emb",
+                 head="lm_head"),
+    CausalLayout("GPT-NeoX", backbone="gpt_neox", embedding="embed_in", layers="layers", norm="final_layer_norm", rotary="rotary_emb",
+                 head="lm_head"),
+    CausalLayout("GPT-NeoX of transformers 5.4", backbone="gpt_neox", embedding="embed_in", layers="layers", norm="final_layer_norm",
+                 rotary="rotary_emb", head="embed_out"),
 )
 
 EMBEDDING_BUFFER = "embed_scale"
@@ -14,5 +20,7 @@ EMBEDDING_MULTIPLIER = "embedding_multiplier"
 """What backbones call the number that they multiply embeddings by (Granite)."""
 LOGITS_DIVISOR = "logits_scaling"
 """What configs call the number that logits are divided by (Granite)."""
+LOGITS_MULTIPLIER = "logit_scale"
+"""What models call the number that they multiply logits by (Cohere)."""
 LOGITS_SOFTCAP = "final_logit_softcapping"
-"""What configs call the bound of logits, cap · tanh(logit / cap) (Gemma2). Whether a model does as these four say, a probe shows."""
+"""What configs call the bound of logits, cap · tanh(logit / cap) (Gemma2). Whether a model does as these five say, a probe shows."""

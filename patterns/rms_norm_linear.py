@@ -1,4 +1,4 @@
-"""RMSNorm, then the linears that read it (q, k and v) as one packed product: norm(x) · [wq | wk | wv] (+ [bq | bk | bv]).
+"""RMSNorm or LayerNorm, then the linears that read it (q, k and v) as one packed product: norm(x) · [wq | wk | wv] (+ [bq | bk | bv]).
 
 Families without the norm have the product alone. A head may scale its logits and keep them within a softcap.
 """
@@ -8,19 +8,20 @@ import torch
 
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.match.pattern import Pattern
-from mirage_hf.patterns.parts import rms_norm
+from mirage_hf.patterns.parts import normed
 
-AXES = {"x": "rows k", "gamma": "1 k", "w…": "k n…", "b…": "1 n…", "y": "rows n"}
+AXES = {"x": "rows k", "gamma": "1 k", "gamma_bias": "1 k", "w…": "k n…", "b…": "1 n…", "y": "rows n"}
 """n is the sum of n…; each weight keeps its own memory, and the packed output is split by views."""
 
 
 def build(rows: int, k: int, n: tuple[int, ...], bias: bool, eps: float, dtype: torch.dtype, norm: bool = True, offset: float = 0.0,
-          scale: float = 1.0, softcap: float | None = None) -> KernelGraph:
-    """`offset` is added to the norm's weight; the product is multiplied by `scale`, then bounded by `softcap`."""
+          scale: float = 1.0, softcap: float | None = None, centred: bool = False, norm_bias: bool = False) -> KernelGraph:
+    """`offset`, `centred`, `norm_bias`: what the norm is, as in `parts.normed`; the product is multiplied by `scale`,
+    then bounded by `softcap`."""
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
     if norm:
-        x = rms_norm(g, x, "gamma", eps, offset)
+        x = normed(g, x, "gamma", eps, offset, centred, norm_bias)
     weights = [g.new_input((k, width), dtype, strides=(1, k), name=f"w{i}", constant=True) for i, width in enumerate(n)]
     biases = [g.new_input((1, width), dtype, name=f"b{i}", constant=True) for i, width in enumerate(n)] if bias else []
     y = g.matmul(x, g.concat(weights, dim=1) if len(n) > 1 else weights[0])

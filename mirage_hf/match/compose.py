@@ -6,7 +6,7 @@ computed, so RoPE, q/k norms, cache, window, softcap and attention backend are t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ class Part:
         """The weights as the program has them: (n, k) or (n,), in its order. No copy."""
         if not self.halves:
             return list(parameters)
-        norms = 1 if dict(self.block.sizes)["norm"] else 0
+        norms = norm_weights(dict(self.block.sizes))
         upper, lower = zip(*(p.chunk(2) for p in parameters[norms:]), strict=True)
         return [*parameters[:norms], *upper, *lower]
 
@@ -66,15 +66,34 @@ def stand_in(module: nn.Module, replacements: Mapping[str, Any]) -> Any:
 
 class Passing(nn.Module):
     """Stands for an MLP that runs its own forward while what surrounds it is compared: a mixture of experts would be large to copy, and
-    chooses other experts where scores are close."""
+    chooses other experts where scores are close. `more`: it gives something beside what it computes."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return 0.5 * x + 0.25
+    def __init__(self, more: bool = False):
+        super().__init__()
+        self.more = more
+
+    def forward(self, x: Tensor) -> Any:
+        y = 0.5 * x + 0.25
+        return (y, None) if self.more else y
+
+
+FIRST = ("gated", "up")
+"""The roles of the first half of an MLP, with a gate and without."""
+
+
+def first_half(parts: Iterable[str]) -> str:
+    """Which of some roles is the first half of an MLP, "" where none is."""
+    return next((role for role in parts if role in FIRST), "")
 
 
 def runs_own_mlp(parts: Sequence[Part]) -> bool:
     """Whether no part of a layer is of its MLP."""
-    return not {"gated", "down"} & {p.role for p in parts}
+    return not {*FIRST, "down"} & {p.role for p in parts}
+
+
+def norm_weights(sizes: Mapping[str, Any]) -> int:
+    """How many weights the norm of a block has."""
+    return (1 + sizes["norm_bias"]) if sizes["norm"] else 0
 
 
 def _same(x: Tensor) -> Tensor:
@@ -138,6 +157,12 @@ def normed(children: Mapping[str, Any], norm: str, x: Tensor) -> Tensor:
     return children[norm](x) if norm else x  # type: ignore[no-any-return]
 
 
+def own_mlp(children: Mapping[str, Any], mlp: str, x: Tensor) -> Tensor:
+    """x by the MLP of that name, which may give scores of its router beside it."""
+    y = children[mlp](x)
+    return y[0] if isinstance(y, tuple) else y
+
+
 def added(children: Mapping[str, Any], norm: str, multiplier: float, residual: Tensor, y: Tensor) -> Tensor:
     """The residual and what a layer makes of what its attention or MLP gave."""
     y = normed(children, norm, y)
@@ -145,20 +170,21 @@ def added(children: Mapping[str, Any], norm: str, multiplier: float, residual: T
 
 
 class LayerComposition(Composition):
-    """A decoder layer (patterns/decoder_layer.py). Roles: qkv, out, gated, down; those without a kernel run stock. Attention always
+    """A decoder layer (patterns/decoder_layer.py). Roles: qkv, out, gated or up, down; those without a kernel run stock. Attention always
     does: its kernels serve steps of decoding only (match/step.py)."""
 
     def __init__(self, layer: nn.Module, parts: Sequence[Part], layout: LayerLayout, mlp: MlpLayout | None):
         super().__init__(layer, parts)
         self.layout, self.names, self.multiplier = layout, mlp, multiplier(layer)
         self.widths = list(dict(self.parts["qkv"].block.sizes)["n"]) if "qkv" in self.parts else []
-        self.fused_norm = "gated" in self.parts and dict(self.parts["gated"].block.sizes)["norm"]
+        self.first = first_half(self.parts)
+        self.fused_norm = bool(self.first) and dict(self.parts[self.first].block.sizes)["norm"]
 
     def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         batch, length, width = x.shape
         flat = x.reshape(-1, width).contiguous()
         h = self._attention(kernels, x, flat, kwargs)
-        return self._mlp(kernels, h, batch, length).view(batch, length, width)
+        return self._mlp(kernels, flat if self.layout.parallel else h, h, batch, length).view(batch, length, width)
 
     def _attention(self, kernels: Mapping[str, Kernel], x: Tensor, flat: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         names: LayerLayout = self.layout
@@ -180,17 +206,18 @@ class LayerComposition(Composition):
         out = out.reshape(flat.shape[0], -1)
         return self._run(kernels, "out", out, flat) if "out" in kernels else added(self.children, names.after, self.multiplier, flat, out)
 
-    def _mlp(self, kernels: Mapping[str, Kernel], h: Tensor, batch: int, length: int) -> Tensor:
+    def _mlp(self, kernels: Mapping[str, Kernel], x: Tensor, h: Tensor, batch: int, length: int) -> Tensor:
+        """What the layer gives, of what the MLP's norm reads and what its output is added to."""
         mlp, names = self.children[self.layout.mlp], self.layout
-        if "gated" in kernels:
-            inner = self._run(kernels, "gated", h if self.fused_norm else normed(self.children, names.mlp_norm, h))
+        if self.first in kernels:
+            inner = self._run(kernels, self.first, x if self.fused_norm else normed(self.children, names.mlp_norm, x))
             if "down" in kernels:
                 return self._run(kernels, "down", inner, h)
             y = child(mlp, self.names.down)(inner)  # type: ignore[union-attr]
             return added(self.children, names.mlp_after, self.multiplier, h, y)
-        given = normed(self.children, names.mlp_norm, h.view(batch, length, -1))
+        given = normed(self.children, names.mlp_norm, x.view(batch, length, -1))
         if "down" not in kernels or self.names is None:
-            return added(self.children, names.mlp_after, self.multiplier, h, mlp(given).reshape(h.shape))
+            return added(self.children, names.mlp_after, self.multiplier, h, own_mlp(self.children, names.mlp, given).reshape(h.shape))
         inner = type(mlp).forward(stand_in(mlp, {self.names.down: _same}), given)
         return self._run(kernels, "down", inner.reshape(h.shape[0], -1), h)
 

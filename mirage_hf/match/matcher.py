@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,19 @@ from torch import nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.match import plain, probe
-from mirage_hf.match.compose import Composition, LayerComposition, LoraComposition, MlpComposition, Part, child, multiplier
+from mirage_hf.match.compose import (
+    Composition,
+    LayerComposition,
+    LoraComposition,
+    MlpComposition,
+    Part,
+    Passing,
+    child,
+    multiplier,
+    norm_weights,
+    one_norm,
+    runs_own_mlp,
+)
 from mirage_hf.match.pattern import LayerLayout, MlpLayout
 from mirage_hf.match.step import NO_ROPE, CausalMatch, Rope, has_all, match_causal
 from mirage_hf.ops import table
@@ -24,20 +37,21 @@ from mirage_hf.patterns import (
     MLA,
     MLA_APPEND,
     MLA_QUERY,
+    MLP_UP,
     RMS_NORM_LINEAR,
     causal_lm,
     decoder_layer,
     gated_mlp,
+    mlp_up,
 )
-
-IDLE = (nn.Dropout, nn.Identity)
-"""Modules that do nothing outside training: a layer may have any of them, and kernels leave them out."""
+from mirage_hf.patterns.attention import PACKINGS
+from mirage_hf.patterns.parts import ACTIVATIONS
 
 
 @dataclass(frozen=True)
 class Match:
     """A module of which some parts can be kernels. `kind` is "layer", "mlp" or "lora"; `refused` are its other parts. `rope`: what
-    RoPE a layer is given."""
+    RoPE a layer is given. `aside`: what stands for an MLP that runs its own forward where the rest of a layer is compared."""
 
     name: str
     kind: str
@@ -46,6 +60,7 @@ class Match:
     refused: tuple[tuple[str, Rejected], ...] = ()
     layouts: tuple[Any, ...] = ()
     rope: Rope = NO_ROPE
+    aside: Passing | None = None
 
     def compose(self, module: nn.Module | None = None) -> Composition:
         """The module's forward with these parts, over `module` (its own, or a twin of it)."""
@@ -57,7 +72,7 @@ class Match:
         """The children, by path, whose forward is not called, or not with what stock gives it: those of the parts, dropouts beside them."""
         paths = dict.fromkeys(path for part in self.parts for path in part.bypassed)
         beside = {f"{path}.{n}".removeprefix("."): m for path in ("", *paths) for n, m in child(self.module, path)._modules.items()}
-        return tuple(dict.fromkeys((*paths, *(path for path, m in beside.items() if isinstance(m, IDLE)))))
+        return tuple(dict.fromkeys((*paths, *(path for path, m in beside.items() if isinstance(m, plain.IDLE)))))
 
 
 @dataclass(frozen=True)
@@ -86,11 +101,12 @@ def match(model: nn.Module, patterns: Sequence[str], generating: nn.Module | Non
     within: set[int] = set()  # MLPs of matched layers, which are the layer's business
     for name, module in model.named_modules():
         found: Match | Rejected | None = None
-        if layout := _layer_layout(module):
-            found, label = _match_layer(name, module, layout, patterns, probes, _rope(model, name, module, layout, probes)), "decoder_layer"
+        if layouts := _layer_layouts(module):
+            each = (_match_layer(name, module, row, patterns, probes, _rope(model, name, module, row, probes)) for row in layouts)
+            found, label = _first(each), "decoder_layer"
             if isinstance(found, Match):
-                within.add(id(child_of(module, layout.mlp)))
-        elif "gated_mlp" in patterns and id(module) not in within and (mlp := _mlp_layout(module)):
+                within.add(id(child_of(module, found.layouts[0].mlp)))
+        elif "gated_mlp" in patterns and id(module) not in within and (mlp := _mlp_layout(module)) and mlp.gate:
             found, label = _match_mlp(name, module, mlp, probes), "gated_mlp"
         elif "lora" in patterns and _is_lora(module):
             found, label = _match_lora(name, module, probes), "lora"
@@ -105,23 +121,36 @@ def match(model: nn.Module, patterns: Sequence[str], generating: nn.Module | Non
     return Matches(matches, refusals, causal)
 
 
+def _first(outcomes: Iterator[Match | Rejected]) -> Match | Rejected:
+    """The first match, the first "no" where there is none."""
+    no = None
+    for outcome in outcomes:
+        if isinstance(outcome, Match):
+            return outcome
+        no = no or outcome
+    assert no is not None
+    return no
+
+
 def child_of(module: nn.Module, name: str) -> nn.Module | None:
     return module._modules.get(name)
 
 
 # -- the decoder layer --------------------------------------------------------------------------------------------------
 
-def _layer_layout(module: nn.Module) -> LayerLayout | None:
+def _layer_layouts(module: nn.Module) -> list[LayerLayout]:
+    """The rows that a module may be a layer of."""
     rows = [row for row in decoder_layer.LAYOUTS if child_of(module, row.attention) and child_of(module, row.mlp)]
-    projected = [r for r in rows if all(child_of(module._modules[r.attention], n) for n in r.projections)]  # type: ignore[arg-type]
-    whole = (r for r in projected if all(child_of(module, n) for n in r.norms) and not _others(module, r))
-    return next(whole, next(iter(projected or rows), None))
+    linear = [r for r in rows
+              if all(child_of(module._modules[r.attention], n) for n in (*r.projections, r.output))]  # type: ignore[arg-type]
+    whole = [r for r in linear if all(child_of(module, n) for n in r.norms) and not _others(module, r)]
+    return whole or (linear or rows)[:1]
 
 
 def _others(layer: nn.Module, row: LayerLayout) -> list[str]:
     """The children of a layer that a row does not name."""
     known = {row.attention, row.mlp, *row.norms}
-    return [n for n, m in layer._modules.items() if n not in known and not isinstance(m, IDLE)]
+    return [n for n, m in layer._modules.items() if m is not None and n not in known and not isinstance(m, plain.IDLE)]
 
 
 def _rope(model: nn.Module, name: str, layer: nn.Module, row: LayerLayout, probes: probe.Probes) -> Rope:
@@ -135,7 +164,11 @@ def _rope(model: nn.Module, name: str, layer: nn.Module, row: LayerLayout, probe
         given = probes.latent_rope(layer, row, dtype)
     elif found is not None:
         given = probes.rotary(found[1], getattr(found[0], "config", None), dtype)
-    return given if isinstance(given, Rope) else Rope(getattr(layer._modules[row.attention], "head_dim", 0), dtype)
+    return given if isinstance(given, Rope) else Rope(_head_dim(layer._modules[row.attention]) or 0, dtype)
+
+
+def _head_dim(attention: Any) -> int | None:
+    return next((d for n in decoder_layer.HEAD_DIMS if isinstance(d := getattr(attention, n, None), int)), None)
 
 
 def _match_layer(name: str, layer: nn.Module, row: LayerLayout, patterns: Sequence[str], probes: probe.Probes,
@@ -149,14 +182,17 @@ def _match_layer(name: str, layer: nn.Module, row: LayerLayout, patterns: Sequen
     found: list[Part | Rejected | None] = [
         _qkv(layer, attention, row, probes) if "rms_norm_linear" in patterns else None,
         _residual(layer, (row.attention, row.output, row.after), "out", probes) if "linear_residual" in patterns else None,
-        _gated(layer, mlp, assumed, row, probes) if "gated_mlp" in patterns else None,
+        _first_half(layer, mlp, assumed, row, probes) if pattern_of(assumed) in patterns else None,
         _residual(layer, (row.mlp, assumed.down, row.mlp_after), "down", probes) if "linear_residual" in patterns else None]
-    labels = ("rms_norm_linear", "linear_residual", "gated_mlp", "linear_residual")
+    labels = ("rms_norm_linear", "linear_residual", pattern_of(assumed), "linear_residual")
     parts = tuple(p for p in found if isinstance(p, Part))
     refused = tuple((label, p) for label, p in zip(labels, found, strict=True) if isinstance(p, Rejected))
     if not parts:
         return Rejected("; ".join(dict.fromkeys(r.reason for _, r in refused)) or "no pattern asked for")
-    candidate = Match(name, "layer", layer, parts, refused, (row, mlp_row), rope)
+    aside = probes.passing(mlp, one_norm(layer, row)) if runs_own_mlp(parts) else None
+    if isinstance(aside, Rejected):
+        return aside
+    candidate = Match(name, "layer", layer, parts, refused, (row, mlp_row), rope, aside)
     pattern = (ATTENTION if row.latent is None else MLA).name
     if pattern in patterns and not has_all(parts, row, mlp_row, but="attention"):  # without the other parts nobody asks for attention's
         whole = _whole(candidate, _attention(attention, row, probes, rope), probes)
@@ -213,14 +249,19 @@ def _qkv(layer: nn.Module, attention: nn.Module, row: LayerLayout, probes: probe
         return no
     block = RMS_NORM_LINEAR.block(k=k, n=tuple(m.out_features for m in linears), bias=biases.pop(), **normed, dtype=weight.dtype)
     paths, before = [f"{row.attention}.{n}" for n in row.projections], [row.norm] if row.norm else []
-    weights = [*((n, "weight") for n in before), *((p, "weight") for p in paths)]
+    weights = [*_of_norm(row.norm, normed), *((p, "weight") for p in paths)]
     if dict(block.sizes)["bias"]:
         weights += [(p, "bias") for p in paths]
     return Part("qkv", block, tuple(weights), (*before, row.attention, *paths))
 
 
-NO_NORM: dict[str, Any] = {"norm": False, "eps": 1e-6, "offset": 0.0}
+NO_NORM: dict[str, Any] = {"norm": False, "eps": 1e-6, "offset": 0.0, "centred": False, "norm_bias": False}
 """The sizes of a block without a norm."""
+
+
+def _of_norm(name: str, sizes: dict[str, Any]) -> list[tuple[str, str]]:
+    """The weights of a block's norm."""
+    return [(name, p) for p in ("weight", "bias")[:norm_weights(sizes)]]
 
 
 def _norm(layer: nn.Module, name: str, probes: probe.Probes) -> dict[str, Any] | Rejected:
@@ -231,8 +272,11 @@ def _norm(layer: nn.Module, name: str, probes: probe.Probes) -> dict[str, Any] |
 
 
 def _normed(name: str, norm: nn.Module, probes: probe.Probes) -> dict[str, Any] | Rejected:
-    offset = probes.norm(name, norm, _eps(norm), decoder_layer.OFFSETS)
-    return offset if isinstance(offset, Rejected) else {"norm": True, "eps": _eps(norm), "offset": offset}
+    found = probes.norm(name, norm, _eps(norm), decoder_layer.OFFSETS)
+    if isinstance(found, Rejected):
+        return found
+    centred, offset = found
+    return {"norm": True, "eps": _eps(norm), "offset": offset, "centred": centred, "norm_bias": norm._parameters.get("bias") is not None}
 
 
 def _attention(attention: Any, row: LayerLayout, probes: probe.Probes, rope: Rope) -> list[tuple[Part, ...]] | Rejected:
@@ -245,37 +289,46 @@ def _attention(attention: Any, row: LayerLayout, probes: probe.Probes, rope: Rop
     inner = attention._modules
     has = [n for n in row.head_norms if inner.get(n) is not None]
     known = {*row.projections, row.output, *has}
-    if extra := [n for n, m in inner.items() if n not in known and m is not None and not isinstance(m, IDLE)]:
+    if extra := [n for n, m in inner.items() if n not in known and m is not None and not isinstance(m, plain.IDLE)]:
         return Rejected(f"attention has {', '.join(extra)} too")
     if no := plain.first_refusal(*((attention, n, plain.LINEAR) for n in row.projections)):
         return no
     normed = [_norm(attention, n, probes) for n in has]
     if no := next((r for r in normed if isinstance(r, Rejected)), None):
         return no
-    d, scale = getattr(attention, "head_dim", None), getattr(attention, "scaling", None)
-    if not isinstance(d, int) or not isinstance(scale, float) or d % 2:
+    d, scale = _head_dim(attention), getattr(attention, "scaling", None)
+    if d is None or not isinstance(scale, float) or d % 2:
         return Rejected(f"attention has no head_dim and scaling, or odd ones ({d}, {scale})")
+    if rope.width > d:
+        return Rejected(f"RoPE turns {rope.width} elements of heads of {d}")
     heads = _heads(attention, [inner[n].out_features for n in row.projections], d)
     if heads is None:
         return Rejected(f"{', '.join(row.projections)} are no whole heads of {d}")
     (kv_heads, group), norms, weight = heads, [inner[n] for n in has], inner[row.projections[0]].weight
-    shapes, sizes = [n.weight.shape[0] for n in norms], dict(normed[0] if normed else NO_NORM)  # type: ignore[arg-type]
+    shapes, of_heads = [n.weight.shape[0] for n in norms], dict(normed[0] if normed else NO_NORM)  # type: ignore[arg-type]
     kinds = {(): "", (d, d): "rms", (kv_heads * group * d, kv_heads * d): "rms of all heads"}
     if tuple(shapes) not in kinds or any(n != normed[0] for n in normed):
         return Rejected(f"{' and '.join(has)} are no two norms of one head each, or of all")
-    if no := plain.same_weights(norms, weight.dtype, weight.device):
+    if of_heads["centred"] or of_heads["norm_bias"]:
+        return Rejected(f"{' and '.join(has)} take the mean off, or add a bias")
+    sinks = attention._parameters.get(decoder_layer.SINKS)
+    if no := plain.same_weights([*norms, attention], weight.dtype, weight.device):
         return no
-    sizes |= {"norm": kinds[tuple(shapes)], "kv_heads": kv_heads, "group": group, "head_dim": d, "scale": scale, "dtype": weight.dtype,
-              "rotary": rope.width, "rope_dtype": rope.dtype}
+    sizes = {"eps": of_heads["eps"], "offset": of_heads["offset"], "norm": kinds[tuple(shapes)], "kv_heads": kv_heads, "group": group,
+             "head_dim": d, "scale": scale, "dtype": weight.dtype, "rotary": rope.width, "rope_dtype": rope.dtype}
     if sizes["norm"] == "rms of all heads" and sizes["offset"]:
         return Rejected(f"{' and '.join(has)} add {sizes['offset']:g} to weights of all heads")
     softcap = probe.softcap_of(attention)
-    if softcap is not None and getattr(attention.config, "_attn_implementation", "eager") not in probe.MASKED:
-        return Rejected(f"whether the softcap is used with {attention.config._attn_implementation} attention is not probed")
+    for what, given in (("softcap is", softcap), ("sinks are", sinks)):
+        if given is not None and getattr(attention.config, "_attn_implementation", "eager") not in probe.MASKED:
+            return Rejected(f"whether the {what} used with {attention.config._attn_implementation} attention is not probed")
     paths = [f"{row.attention}.{n}" for n in has]
-    variants = ((rope_kind, cap) for rope_kind in ("halves", "pairs", "") for cap in dict.fromkeys((softcap, None)))
-    blocks = [ATTENTION.block(**sizes, rope=rope_kind, softcap=cap) for rope_kind, cap in variants]
-    return [(Part("attention", block, tuple((p, "weight") for p in paths), (row.attention, *paths)),) for block in blocks]
+    packings = PACKINGS if len(row.projections) == 1 and group == 1 else PACKINGS[:1]
+    variants = product(("halves", "pairs", ""), dict.fromkeys((softcap, None)), dict.fromkeys((sinks is not None, False)), packings)
+    weights = tuple((p, "weight") for p in paths)
+    return [(Part("attention", ATTENTION.block(**sizes, rope=rope_kind, softcap=cap, sinks=sunk, packing=packing),
+                  (*weights, (row.attention, decoder_layer.SINKS)) if sunk else weights, (row.attention, *paths)),)
+            for rope_kind, cap, sunk, packing in variants]
 
 
 def _latent_attention(attention: Any, row: LayerLayout, probes: probe.Probes, given_rope: Rope) -> list[tuple[Part, ...]] | Rejected:
@@ -285,15 +338,15 @@ def _latent_attention(attention: Any, row: LayerLayout, probes: probe.Probes, gi
     norms = [n for n in (names.q_norm, names.norm) if n]
     linears = [n for n in (*row.projections, names.q_expand, names.expand, row.output) if n]
     known = {*norms, *linears}
-    if extra := [n for n, m in inner.items() if n not in known and m is not None and not isinstance(m, IDLE)]:
+    if extra := [n for n, m in inner.items() if n not in known and m is not None and not isinstance(m, plain.IDLE)]:
         return Rejected(f"attention has {', '.join(extra)} too")
     if no := plain.first_refusal(*((attention, n, plain.LINEAR) for n in linears)):
         return no
     normed = {n: _norm(attention, n, probes) for n in norms}
     if no := next((r for r in normed.values() if isinstance(r, Rejected)), None):
         return no
-    if added := [n for n, r in normed.items() if r["offset"]]:  # type: ignore[index]
-        return Rejected(f"{added[0]} adds to its weight")
+    if others := [n for n, r in normed.items() if r["offset"] or r["centred"] or r["norm_bias"]]:  # type: ignore[index]
+        return Rejected(f"{others[0]} adds to its weight, takes the mean off, or adds a bias")
     query, latents, expand = inner[names.q_expand or row.projections[0]], inner[row.projections[1]], inner[names.expand]
     if biased := [n for n in (names.q_expand, names.expand) if n and inner[n].bias is not None]:
         return Rejected(f"{biased[0]} has a bias")
@@ -356,26 +409,33 @@ def _residual(layer: nn.Module, names: tuple[str, str, str], role: str, probes: 
         return no
     block = LINEAR_RESIDUAL.block(k=linear.in_features, n=linear.out_features, bias=bias, dtype=weight.dtype, **normed,
                                   scale=multiplier(layer))
-    weights = [(f"{path}.{name}", p) for p in (("weight", "bias") if bias else ("weight",))] + [(n, "weight") for n in (after,) if n]
+    weights = [(f"{path}.{name}", p) for p in (("weight", "bias") if bias else ("weight",))] + _of_norm(after, normed)
     return Part(role, block, tuple(weights), (path, f"{path}.{name}", *((after,) if after else ())))
 
 
-# -- the gated MLP ------------------------------------------------------------------------------------------------------
+# -- the MLP ------------------------------------------------------------------------------------------------------------
 
 def _mlp_layout(module: nn.Module) -> MlpLayout | None:
-    return next((r for r in gated_mlp.LAYOUTS if all(child_of(module, n) for n in (r.gate, r.up, r.down, r.activation))), None)
+    rows = (*gated_mlp.LAYOUTS, *mlp_up.LAYOUTS)
+    return next((r for r in rows if all(child_of(module, n) for n in (*r.linears, r.down, r.activation))), None)
 
 
-def _gated(layer: nn.Module | None, mlp: nn.Module, row: MlpLayout, layer_row: LayerLayout | None,
-           probes: probe.Probes) -> Part | Rejected:
-    """The gate/up part of an MLP: with the norm before it when `layer` is given and its norm is an RMSNorm."""
-    linears = tuple(dict.fromkeys((row.gate, row.up)))
+def pattern_of(row: MlpLayout) -> str:
+    """The pattern of an MLP's first half."""
+    return (GATED_MLP if row.gate else MLP_UP).name
+
+
+def _first_half(layer: nn.Module | None, mlp: nn.Module, row: MlpLayout, layer_row: LayerLayout | None,
+                probes: probe.Probes) -> Part | Rejected:
+    """The part of an MLP up to its activation, and the gate where it has one: with the norm before it when `layer` is given and its norm
+    is known."""
+    linears = row.linears
     checks = (*((mlp, n, plain.LINEAR) for n in linears), (mlp, row.activation, plain.ACTIVATION))
     no = plain.first_refusal(*checks)
     if no is not None:
         return no
-    gate, up = mlp._modules[row.gate], mlp._modules[row.up]
-    activation = probes.activation(mlp._modules[row.activation], gated_mlp.ACTIVATIONS)
+    gate, up = mlp._modules[linears[0]], mlp._modules[linears[-1]]
+    activation = probes.activation(mlp._modules[row.activation], ACTIVATIONS)
     if isinstance(activation, Rejected):
         return Rejected(f"{row.activation} {activation.reason}")
     halves, width = row.gate == row.up, gate.out_features // (2 if row.gate == row.up else 1)
@@ -389,6 +449,7 @@ def _gated(layer: nn.Module | None, mlp: nn.Module, row: MlpLayout, layer_row: L
     prefix = f"{layer_row.mlp}." if layer_row else ""
     weights = [(f"{prefix}{n}", p) for n in linears for p in (("weight", "bias") if bias else ("weight",))]
     bypassed = [f"{prefix}{n}" for n in (*linears, row.activation)]
+    pattern = GATED_MLP if row.gate else MLP_UP
     sizes: dict[str, Any] = dict(k=gate.in_features, n=width, activation=activation, bias=bias, dtype=gate.weight.dtype)
     name, normed = layer_row.mlp_norm if layer_row else "", None
     if layer is not None and layer_row is not None:
@@ -396,8 +457,8 @@ def _gated(layer: nn.Module | None, mlp: nn.Module, row: MlpLayout, layer_row: L
         foreign = name and plain.same_weights([layer._modules[name]], gate.weight.dtype, gate.weight.device)  # type: ignore[list-item]
         normed = None if foreign else _norm(layer, name, probes)
     if not name or normed is None or isinstance(normed, Rejected):
-        return Part("gated", GATED_MLP.block(**sizes, **NO_NORM), tuple(weights), tuple(bypassed), halves)
-    return Part("gated", GATED_MLP.block(**sizes, **normed), ((name, "weight"), *weights), (name, *bypassed), halves)
+        return Part(row.first, pattern.block(**sizes, **NO_NORM), tuple(weights), tuple(bypassed), halves)
+    return Part(row.first, pattern.block(**sizes, **normed), (*_of_norm(name, normed), *weights), (name, *bypassed), halves)
 
 
 def _match_mlp(name: str, mlp: nn.Module, row: MlpLayout, probes: probe.Probes) -> Match | Rejected:
@@ -405,7 +466,7 @@ def _match_mlp(name: str, mlp: nn.Module, row: MlpLayout, probes: probe.Probes) 
         return Rejected("the MLP has a forward of its own on the instance, which a class swap would not replace")
     if extra := [n for n in mlp._modules if n not in (row.gate, row.up, row.down, row.activation)]:
         return Rejected(f"has {', '.join(extra)} too")
-    part = _gated(None, mlp, row, None, probes)
+    part = _first_half(None, mlp, row, None, probes)
     if isinstance(part, Rejected):
         return part
     candidate = Match(name, "mlp", mlp, (part,), (), (row,))

@@ -73,7 +73,8 @@ class LayerLayout:
     """How families name the children of a decoder layer, and those of its attention. A norm that they have not is "".
 
     `norm` and `mlp_norm` are those before attention and MLP, `after` and `mlp_after` those of what these give, before it is added.
-    One name in `projections`: q, k and v are one linear. `latent`: of attention whose cache holds latents.
+    One name in `projections`: q, k and v are one linear. `latent`: of attention whose cache holds latents. `parallel`: the MLP and its
+    norm, which may be attention's, read what attention's norm reads, and the sum of both is added to it.
     """
 
     families: str
@@ -87,11 +88,12 @@ class LayerLayout:
     mlp_after: str = ""
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     latent: LatentLayout | None = None
+    parallel: bool = False
 
     @property
     def norms(self) -> tuple[str, ...]:
         """The norms that the layer has."""
-        return tuple(n for n in (self.norm, self.after, self.mlp_norm, self.mlp_after) if n)
+        return tuple(dict.fromkeys(n for n in (self.norm, self.after, self.mlp_norm, self.mlp_after) if n))
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,21 @@ class CausalLayout:
 
 @dataclass(frozen=True)
 class MlpLayout:
-    """How families name the children of a gated MLP. Where `gate` and `up` are one name, they are the halves of one linear."""
+    """How families name the children of an MLP. Where `gate` and `up` are one name, they are the halves of one linear; an MLP without a
+    gate has no `gate`."""
 
     families: str
     gate: str
     up: str
     down: str
     activation: str
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Those that read the MLP's input."""
+        return tuple(dict.fromkeys(n for n in (self.gate, self.up) if n))
+
+    @property
+    def first(self) -> str:
+        """The role of the part that they are."""
+        return "gated" if self.gate else "up"

@@ -11,6 +11,8 @@ from mirage_hf.errors import Rejected
 from mirage_hf.ops import table
 
 CAPTURE_MODULE = "transformers.utils.output_capturing"
+IDLE = (nn.Dropout, nn.Identity)
+"""Modules that do nothing outside training: layers and models may have any of them, and kernels leave them out."""
 ALIGNMENT = 16
 """Bytes. Kernels are compiled for addresses that are multiples of it."""
 
@@ -60,9 +62,10 @@ def _plain_weights(m: nn.Module) -> str | None:
     return None
 
 
-def _one_weight(m: nn.Module) -> str | None:
-    if m._modules or m._buffers or list(m._parameters) != ["weight"] or m._parameters["weight"].dim() != 1:
-        return f"is {type(m).__name__}, not a norm with one weight vector"
+def _norm_weights(m: nn.Module) -> str | None:
+    given = {n: p for n, p in m._parameters.items() if p is not None}
+    if m._modules or m._buffers or not {"weight"} <= given.keys() <= {"weight", "bias"} or any(p.dim() != 1 for p in given.values()):
+        return f"is {type(m).__name__}, not a norm with one weight vector, and at most a bias"
     return None
 
 
@@ -79,7 +82,7 @@ def _no_state(m: nn.Module) -> str | None:
 Rule = Callable[[nn.Module], "str | None"]
 _ANY: tuple[Rule, ...] = (_own_forward, _hooked, _training)
 LINEAR: tuple[Rule, ...] = (_exact_linear, *_ANY, _plain_weights)
-NORM: tuple[Rule, ...] = (*_ANY, _one_weight, _plain_weights)
+NORM: tuple[Rule, ...] = (*_ANY, _norm_weights, _plain_weights)
 EMBEDDING: tuple[Rule, ...] = (_one_embedding, _own_forward, _hooked, _plain_weights)
 ACTIVATION: tuple[Rule, ...] = (*_ANY, _no_state)
 CONTAINER: tuple[Rule, ...] = _ANY

@@ -6,9 +6,11 @@ Modules of one kind (classes, shapes, scalar attributes) share one probe.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,8 +18,9 @@ from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.match import plain
-from mirage_hf.match.compose import Kernel, Passing, executor, in_dtype, one_norm, runs_own_mlp, stand_in
+from mirage_hf.match.compose import Kernel, Passing, executor, in_dtype, one_norm, stand_in
 from mirage_hf.match.pattern import LayerLayout
 from mirage_hf.match.step import (
     At,
@@ -27,6 +30,7 @@ from mirage_hf.match.step import (
     Rope,
     head_of,
     hollow,
+    in_order,
     layer_prompt,
     layer_step,
     rotary_kinds,
@@ -34,6 +38,7 @@ from mirage_hf.match.step import (
 )
 from mirage_hf.ops import table
 from mirage_hf.patterns import decoder_layer
+from mirage_hf.patterns.parts import activated
 
 TOLERANCE = 1e-3
 """Of the largest output: float32 sums of any order pass, TF32 too; another formula does not."""
@@ -118,27 +123,28 @@ class ProbeCache:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer: x (b, s, k), RoPE's cos and sin, and the mask, all in one dtype; `complex_rope` as layers are given it."""
+    """One call of a layer: x (b, s, k), RoPE's cos and sin, and the mask, all in one dtype."""
 
     x: Tensor
     cos: Tensor
     sin: Tensor
     mask: Tensor | None
     positions: Tensor
-    complex_rope: bool = False
+    rope: Rope
 
     def to(self, dtype: torch.dtype) -> Call:
         mask = None if self.mask is None else _bias(self.mask != 0, dtype)
         return replace(self, x=self.x.to(dtype), cos=self.cos.to(dtype), sin=self.sin.to(dtype), mask=mask)
 
-    def kwargs(self, cache: Any) -> dict[str, Any]:
-        """The layer's keyword arguments, as a model's forward gives them."""
+    def kwargs(self, layer: nn.Module, cache: Any) -> dict[str, Any]:
+        """A layer's keyword arguments, as a model's forward gives them."""
         rope: Any = (self.cos, self.sin)
-        if self.complex_rope:
-            wide = torch.promote_types(self.cos.dtype, torch.float32)
-            rope = torch.complex(*(x[..., :x.shape[-1] // 2].to(wide) for x in rope))
-        return dict(attention_mask=self.mask, position_ids=self.positions, past_key_values=cache, use_cache=cache is not None,
-                    position_embeddings=rope)
+        if self.rope.is_complex:
+            rope = torch.complex(*(x.to(torch.promote_types(x.dtype, torch.float32)) for x in rope))
+        known = inspect.signature(type(layer).forward).parameters
+        name = next((n for n in decoder_layer.CACHES if n in known), decoder_layer.CACHES[0])
+        return dict(attention_mask=self.mask, position_ids=self.positions, use_cache=cache is not None, position_embeddings=rope,
+                    **{name: cache})
 
 
 def calls(batch: int, like: Tensor, rope: Rope, lengths: Sequence[int], generator: torch.Generator, dtype: torch.dtype, *,
@@ -148,7 +154,7 @@ def calls(batch: int, like: Tensor, rope: Rope, lengths: Sequence[int], generato
     past, width, device = 0, like.shape[0], like.device
     for number, length in enumerate(lengths):
         x = scale * torch.randn(batch, length, width, generator=generator)
-        angles = 6.0 * torch.rand(batch, length, rope.width // 2, generator=generator).repeat(1, 1, 2)
+        angles = in_order(6.0 * torch.rand(batch, length, rope.width // 2, generator=generator), rope.order)
         query, key = torch.arange(past, past + length)[:, None], torch.arange(past + length)[None]
         hidden = (key > query) | ((key <= query - 4) & (number >= 2))
         mask = hidden.repeat(batch, 1, 1)
@@ -156,7 +162,7 @@ def calls(batch: int, like: Tensor, rope: Rope, lengths: Sequence[int], generato
         # far from each other: what a layer makes of them beside RoPE is seen
         positions = torch.arange(past, past + length)[None] + torch.arange(batch)[:, None] * FAR
         yield Call(x.to(device, dtype), angles.cos().to(device, rope.dtype), angles.sin().to(device, rope.dtype),
-                   _bias(mask[:, None].to(device), dtype) if masked else None, positions.to(device), rope.is_complex)
+                   _bias(mask[:, None].to(device), dtype) if masked else None, positions.to(device), rope)
         past += length
 
 
@@ -188,20 +194,24 @@ class Probes:
                 self.outcomes[key] = Rejected(f"could not be run on a probe ({type(e).__name__}: {text})")
         return self.outcomes[key]
 
-    def norm(self, name: str, norm: nn.Module, eps: float, offsets: Sequence[float]) -> float | Rejected:
-        """Which of `offsets` a module adds to its weight that is RMSNorm as op `rms_norm` computes it."""
-        def probe() -> float | Rejected:
+    def norm(self, name: str, norm: nn.Module, eps: float, offsets: Sequence[float]) -> tuple[bool, float] | Rejected:
+        """Whether a module is LayerNorm or RMSNorm as ops `layer_norm` and `rms_norm` compute them, and which of `offsets` it adds to its
+        weight. A bias is added to either."""
+        def probe() -> tuple[bool, float] | Rejected:
             g = torch.Generator().manual_seed(0)
             other = twin(norm, randomised(0))
-            fars = dict.fromkeys(offsets, 0.0)
+            bias = 0.0 if norm._parameters.get("bias") is None else other.bias
+            fars = dict.fromkeys(product((False, True), offsets), 0.0)
             for scale in (1.0, 1e-3):
-                x = (scale * torch.randn(3, 5, norm.weight.shape[0], generator=g)).to(norm.weight.device)
-                y, oracle = other.forward(x), table.lookup("rms_norm").oracle
-                fars = {offset: max(far, distance(y, oracle(x, other.weight + offset, eps=eps))) for offset, far in fars.items()}
-            nearest = min(fars, key=lambda offset: fars[offset])
+                x = (scale * (0.5 + torch.randn(3, 5, norm.weight.shape[0], generator=g))).to(norm.weight.device)
+                y, oracles = other.forward(x), [table.lookup(op).oracle for op in ("rms_norm", "layer_norm")]
+                fars = {(centred, offset): max(far, distance(y, oracles[centred](x, other.weight + offset, eps=eps) + bias))
+                        for (centred, offset), far in fars.items()}
+            centred, offset = nearest = min(fars, key=lambda kind: fars[kind])
             if fars[nearest] < TOLERANCE:
                 return nearest
-            text = f"x / sqrt(mean(x²) + eps) · {'w' if not nearest else f'({nearest:g} + w)'}"
+            text = f"{'(x − mean(x)) / sqrt(var(x) + eps)' if centred else 'x / sqrt(mean(x²) + eps)'} · " \
+                f"{f'({offset:g} + w)' if offset else 'w'}{' + b' if norm._parameters.get('bias') is not None else ''}"
             return Rejected(f"{name} ({type(norm).__name__}) is not {text}: off by {fars[nearest]:.2g} on a probe")
         return self._once(("norm", name, eps, kind_of(norm)), probe)  # type: ignore[no-any-return]
 
@@ -212,7 +222,7 @@ class Probes:
             kinds = sorted(set(rotary_kinds(rotary, config, len(getattr(config, "layer_types", None) or ()) or 1)))
             at = torch.tensor([[0, 3]], device=device)
             tables = [rotary_rows(rotary, torch.zeros(1, 2, 8, dtype=dtype, device=device), at, kind)[0] for kind in kinds]
-            ropes = {Rope(cos.shape[-1], cos.dtype) for cos in tables}
+            ropes = {_rope_of(cos) for cos in tables}
             return ropes.pop() if len(ropes) == 1 else Rejected("RoPE differs in more than numbers from layer to layer")
         return self._once(("rotary", id(rotary), dtype), probe)  # type: ignore[no-any-return]
 
@@ -221,9 +231,16 @@ class Probes:
         def probe() -> str | Rejected:
             x = torch.linspace(-9, 9, 721, dtype=torch.float64)
             y = module.forward(x)
-            found = [op for op in ops if isinstance(y, Tensor) and distance(table.lookup(op).oracle(x), y) < 1e-6]
+            found = [op for op in ops if isinstance(y, Tensor) and distance(_activated(op, x), y) < 1e-6]
             return found[0] if found else Rejected(f"({type(module).__name__}) is none of {', '.join(ops)}")
         return self._once(("activation", kind_of(module)), probe)
+
+    def passing(self, mlp: Any, like: nn.Module) -> Passing | Rejected:
+        """What stands for an MLP that runs its own forward, and gives as it does a tensor or more; `like`: a norm before it."""
+        def probe() -> Passing:
+            y = mlp.forward(torch.zeros(1, 1, like.weight.shape[0], dtype=like.weight.dtype, device=like.weight.device))
+            return Passing(more=isinstance(y, tuple)).eval()
+        return self._once(("passing", kind_of(mlp)), probe)  # type: ignore[no-any-return]
 
     def layer(self, candidate: Any) -> Rejected | None:
         """Whether a decoder layer with its parts done by their programs still computes what its own forward does."""
@@ -237,15 +254,16 @@ class Probes:
             for scale in (1.0, 1e-3):
                 stock, ours = ProbeCache(), ProbeCache()
                 for call in calls(2, like, wide, (6, 1, 1, 1), g, torch.float32, scale=scale):
-                    want = other.forward(call.x, **call.kwargs(stock))
-                    got = composed(executor(candidate.parts, call.x.shape[0] * call.x.shape[1], torch.float32), call.x, call.kwargs(ours))
+                    want = other.forward(call.x, **call.kwargs(layer, stock))
+                    got = composed(executor(candidate.parts, call.x.shape[0] * call.x.shape[1], torch.float32), call.x,
+                                   call.kwargs(layer, ours))
                     if not isinstance(want, Tensor):
                         return Rejected(f"the layer returns a {type(want).__name__}, not a tensor")
                     far = max(distance(got, want, call.x), distance(ours.keys, stock.keys), distance(ours.values, stock.values))
                     if not far < TOLERANCE:
-                        return Rejected(_layer_differs(layer, far))
+                        return Rejected(_layer_differs(candidate.layouts[0], far))
             return None
-        return self._once(("layer", tuple(p.block for p in candidate.parts), candidate.rope, kind_of(layer)), probe)
+        return self._once(("layer", tuple(p.block for p in candidate.parts), candidate.layouts, candidate.rope, kind_of(layer)), probe)
 
     def step(self, candidate: Any) -> Rejected | None:
         """Whether a decoder layer computes a token as its parts' programs do, attention and its cache included."""
@@ -254,11 +272,11 @@ class Probes:
         def probe() -> Rejected | None:
             g, slots = torch.Generator().manual_seed(3), 12
             other = twin(_but_for_mlp(candidate), randomised(3))
-            step, prompt = layer_step(other, candidate.parts, row), layer_prompt(other, candidate.parts, row)
+            step, prompt = layer_step(other, candidate.parts, row, candidate.rope), layer_prompt(other, candidate.parts, row)
             stock, past, wide = ProbeCache(), 0, replace(candidate.rope, dtype=torch.float32)
             for number, call in enumerate(calls(2, one_norm(other, row).weight, wide, (6, 1, 1, 1), g, torch.float32)):
                 keys, values = stock.keys, stock.values
-                want = other.forward(call.x, **call.kwargs(stock))
+                want = other.forward(call.x, **call.kwargs(layer, stock))
                 if not number and row.latent is not None and (no := _expanded(candidate, stock)):
                     return no
                 if not number:  # row 0 is padded, which prompts by kernels are not
@@ -277,7 +295,7 @@ class Probes:
                     return Rejected(f"attention is not {formula}: off by {far:.2g} on a probe")
                 past += call.x.shape[1]
             return None
-        return self._once(("step", tuple(p.block for p in candidate.parts), kind_of(layer)), probe)
+        return self._once(("step", tuple(p.block for p in candidate.parts), candidate.layouts, candidate.rope, kind_of(layer)), probe)
 
     def latent_rope(self, layer: Any, row: LayerLayout, dtype: torch.dtype) -> Rope | Rejected:
         """The RoPE of a layer whose attention is over latents. Whether it takes it as one complex tensor is tried: it is called with cos
@@ -287,13 +305,14 @@ class Probes:
             inner = layer._modules[row.attention]._modules
             rope = Rope(inner[row.projections[1]].out_features - inner[row.latent.norm].weight.shape[0], dtype)
             other, wide = twin(stand_in(layer, {"_modules": {**layer._modules, row.mlp: Passing()}}), randomised(5)), torch.float32
-            like, g = one_norm(other, row).weight, torch.Generator().manual_seed(5)
-            call = next(calls(3, like, replace(rope, dtype=wide), (4,), g, wide))
+            like, as_complex = one_norm(other, row).weight, replace(rope, order="once", is_complex=True)
+            real, imaginary = (next(calls(3, like, replace(r, dtype=wide), (4,), torch.Generator().manual_seed(5), wide))
+                               for r in (rope, as_complex))
             try:
-                other.forward(call.x, **call.kwargs(None))
+                other.forward(real.x, **real.kwargs(layer, None))
             except (AttributeError, TypeError, ValueError, RuntimeError):
-                other.forward(call.x, **replace(call, complex_rope=True).kwargs(None))
-                return replace(rope, is_complex=True)
+                other.forward(imaginary.x, **imaginary.kwargs(layer, None))
+                return as_complex
             return rope
         return self._once(("rope", dtype, kind_of(layer)), probe)  # type: ignore[no-any-return]
 
@@ -311,8 +330,8 @@ class Probes:
             given = x
             for number, (seen, seen_cos, seen_sin, y) in enumerate(h.seen):
                 cos, sin = rotary_rows(found.rotary, x, positions, found.kinds[number])
-                if not found.latent and any(not torch.equal(*t.chunk(2, -1)) for t in (cos, sin)):
-                    return Rejected("RoPE's cos and sin are not one number for each pair of elements, twice over")
+                if any(not torch.equal(in_order(found.rope.of_pairs(t), found.rope.order), t) for t in (cos, sin)):
+                    return Rejected("RoPE's cos and sin are not one number for each pair of elements")
                 far = max(distance(seen, given), distance(seen_cos, cos), distance(seen_sin, sin))
                 if not far < TOLERANCE:
                     return Rejected(f"layer {number} is not given {'the embedding' if not number else 'what the layer before it gave'}, "
@@ -345,7 +364,7 @@ class Probes:
 def _but_for_mlp(candidate: Any) -> Any:
     """A matched layer, with something simple for an MLP that runs its own forward."""
     layer = candidate.module
-    aside = {candidate.layouts[0].mlp: Passing()} if runs_own_mlp(candidate.parts) else {}
+    aside = {} if candidate.aside is None else {candidate.layouts[0].mlp: candidate.aside}
     return stand_in(layer, {"_modules": {**layer._modules, **aside}})
 
 
@@ -371,7 +390,21 @@ def _prompt_differs(prompt: LayerPrompt, step: LayerStep, call: Call, want: Tens
     return max(distance(got, want[-1], x), distance(keys[0, :, :tokens], stock.keys[-1]), distance(values[0, :, :tokens], stock.values[-1]))
 
 
-def _layer_differs(layer: nn.Module, far: float) -> str:
-    hints = [text for key, text in decoder_layer.HINTS.items() if key in layer.__dict__]
-    why = hints[0] if hints else "it is not x + attention(norm(x)), then h + mlp(norm(h)), norms and multipliers as its layout has them"
-    return f"the layer computes something else: off by {far:.2g} on a probe; {why}"
+def _layer_differs(row: LayerLayout, far: float) -> str:
+    what = "x + attention(norm(x)) + mlp(norm(x))" if row.parallel else "x + attention(norm(x)), then h + mlp(norm(h))"
+    return f"the layer computes something else: off by {far:.2g} on a probe; it is not {what}, norms and multipliers as its layout has them"
+
+
+def _rope_of(cos: Tensor) -> Rope:
+    """The RoPE that gives these numbers (…, positions, width)."""
+    for order in ("halves", "pairs"):
+        rope = Rope(cos.shape[-1], cos.dtype, order)
+        if cos.shape[-1] % 2 == 0 and torch.equal(in_order(rope.of_pairs(cos), order), cos):
+            return rope
+    return Rope(2 * cos.shape[-1], cos.dtype, "once")
+
+
+def _activated(activation: str, x: Tensor) -> Tensor:
+    g = KernelGraph()
+    g.mark_output(activated(g, g.new_input(tuple(x.shape), torch.float32, name="x"), activation))
+    return run_kernel_graph(g, [x], torch.float64)[0]

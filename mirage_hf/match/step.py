@@ -17,14 +17,52 @@ from torch.nn.utils import skip_init
 
 from mirage_hf.errors import Rejected
 from mirage_hf.match import plain
-from mirage_hf.match.compose import Composition, Kernel, Part, added, executor, multiplier, normed, stand_in
+from mirage_hf.match.compose import (
+    Composition,
+    Kernel,
+    Part,
+    added,
+    executor,
+    first_half,
+    multiplier,
+    norm_weights,
+    normed,
+    own_mlp,
+    stand_in,
+)
 from mirage_hf.match.pattern import Block, CausalLayout, LayerLayout, MlpLayout
 from mirage_hf.patterns import RMS_NORM_LINEAR, causal_lm
-from mirage_hf.patterns.prompt import PROMPT_ADDED, PROMPT_GATE, PROMPT_NORM, PROMPT_ROTATION
+from mirage_hf.patterns.prompt import PROMPT_ACTIVATION, PROMPT_ADDED, PROMPT_GATE, PROMPT_NORM, PROMPT_ROTATION
 
 ROLES = ("qkv", "attention", "out")
-MLP_ROLES = ("gated", "down")
-"""The parts of a layer whose kernels make up its step. An MLP that is no gated MLP, as a mixture of experts, runs its own forward."""
+"""The parts of a layer whose kernels make up its step, beside the halves of its MLP. One of another kind, as a mixture of experts, runs
+its own forward."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The RoPE that layers are given: how many elements of a head it turns, the dtype of its cos and sin, and how these hold the number of
+    each pair of elements (`in_order`). They may come as one complex tensor."""
+
+    width: int
+    dtype: torch.dtype
+    order: str = "halves"
+    is_complex: bool = False
+
+    def of_pairs(self, x: Tensor) -> Tensor:
+        """cos or sin (…, as given) to one number for each pair (…, width / 2)."""
+        if self.order == "once":
+            return x
+        return x[..., ::2] if self.order == "pairs" else x[..., :x.shape[-1] // 2]
+
+
+NO_ROPE = Rope(0, torch.float32)
+"""What modules are given that are no layers."""
+
+
+def in_order(x: Tensor, order: str) -> Tensor:
+    """Numbers of pairs (…, n) as layers or kernels read them: once, or twice (…, 2 n), in order of halves (a b a b) or pairs (a a b b)."""
+    return x if order == "once" else torch.cat([x, x], -1) if order == "halves" else x.repeat_interleave(2, -1)
 
 
 @dataclass(frozen=True)
@@ -44,40 +82,51 @@ class At:
 class LayerStep(Composition):
     """A decoder layer for one token of each sequence by kernels, but for an MLP that has none. Errors: KeyError where a role has none."""
 
-    def __init__(self, layer: nn.Module, parts: Sequence[Part], layout: LayerLayout):
+    def __init__(self, layer: nn.Module, parts: Sequence[Part], layout: LayerLayout, rope: Rope):
         super().__init__(layer, parts)
-        self.layout, self.multiplier, self.sizes = layout, multiplier(layer), dict(self.parts["attention"].block.sizes)
+        self.layout, self.multiplier, self.rope = layout, multiplier(layer), rope
+        self.sizes, self.first = dict(self.parts["attention"].block.sizes), first_half(self.parts)
 
     def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, at: At) -> Tensor:  # type: ignore[override]
         """x (b, width) to the layer's output (b, width); the new keys and values are appended."""
         out = self._attended(kernels, self._run(kernels, "qkv", x), at)
         h = self._run(kernels, "out", out.view(x.shape[0], -1), x)
-        if "gated" in self.parts:
-            return self._run(kernels, "down", self._run(kernels, "gated", h), h)
         names = self.layout
-        y = self.children[names.mlp](normed(self.children, names.mlp_norm, h[:, None])).reshape(h.shape)
+        x = x if names.parallel else h
+        if self.first:
+            return self._run(kernels, "down", self._run(kernels, self.first, x), h)
+        y = own_mlp(self.children, names.mlp, normed(self.children, names.mlp_norm, x[:, None])).reshape(h.shape)
         return added(self.children, names.mlp_after, self.multiplier, h, y)
 
     @property
     def taking(self) -> str:
-        """How the kernels of attention read RoPE's cos and sin: layers that are given the same ones and take them alike share a table."""
+        """The order in which kernels read RoPE's cos and sin: layers that are given the same ones and take them alike share a table."""
         return self.sizes["rope"] or "halves"
 
     def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """RoPE's cos and sin (…, d) as the model gives them, as the kernels of attention read them. Models give one number for each pair
-        of elements, twice over, in the order of halves."""
-        if self.taking == "halves":
-            return cos, sin
-        cos, sin = (x[..., :x.shape[-1] // 2].repeat_interleave(2, -1) for x in (cos, sin))
+        """RoPE's cos and sin as the model gives them, as the kernels of attention read them."""
+        cos, sin = (in_order(self.rope.of_pairs(x), self.taking).contiguous() for x in (cos, sin))
         return cos, sin
 
     def _attended(self, kernels: Mapping[str, Kernel], packed: Tensor, at: At) -> Tensor:
-        s, batch, (kv_heads, group, d) = self.sizes, packed.shape[0], (int(self.sizes[n]) for n in ("kv_heads", "group", "head_dim"))
-        q, k, v = (y.view(batch, kv_heads, -1, d) for y in packed.split([n * kv_heads * d for n in (group, 1, 1)], -1))
-        every = (batch, 1, 1, -1)
-        norms = [p.view(1, kv_heads, -1, d) if s["norm"] == "rms of all heads" else p[None] for p in self.parameters["attention"]]
+        s, kv_heads, d = self.sizes, self.sizes["kv_heads"], self.sizes["head_dim"]
+        q, k, v = (y.unflatten(1, (kv_heads, -1)) for y in heads_of(packed, s))
+        every, given = (packed.shape[0], 1, 1, -1), self.parameters["attention"]
+        norms, sinks = (given[:-1], given[-1:]) if s["sinks"] else (given, [])
+        weights = [*(p.view(1, kv_heads, -1, d) if s["norm"] == "rms of all heads" else p[None] for p in norms),
+                   *(p.view(1, kv_heads, -1, 1) for p in sinks)]
         tables = [at.cos.view(every), at.sin.view(every)] if s["rope"] else []
-        return kernels["attention"]([q, k, v, *tables, at.keys, at.values, at.lo.view(every), at.slot.view(every), *norms])[0]
+        return kernels["attention"]([q, k, v, *tables, at.keys, at.values, at.lo.view(every), at.slot.view(every), *weights])[0]
+
+
+def heads_of(packed: Tensor, sizes: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """q (…, heads, d), k and v (…, kv_heads, d) in packed projections, without a copy; `sizes`: of attention."""
+    kv_heads, group, d = (int(sizes[n]) for n in ("kv_heads", "group", "head_dim"))
+    if sizes["packing"] == "heads":
+        q, k, v = packed.unflatten(-1, (kv_heads, 3, d)).unbind(-2)
+    else:
+        q, k, v = (y.unflatten(-1, (-1, d)) for y in packed.split([n * kv_heads * d for n in (group, 1, 1)], -1))
+    return q, k, v
 
 
 class LatentStep(LayerStep):
@@ -85,15 +134,7 @@ class LatentStep(LayerStep):
 
     @property
     def taking(self) -> str:
-        return str(self.sizes["ropes"])
-
-    def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        if self.sizes["ropes"] == "halves":
-            return cos, sin
-        each = [x[..., :self.sizes["rope"] // 2] for x in (cos, sin)]
-        if self.sizes["ropes"] == "pairs":
-            each = [x.repeat_interleave(2, -1) for x in each]
-        return each[0].contiguous(), each[1].contiguous()
+        return "once" if self.sizes["ropes"] == "parted pairs" else str(self.sizes["ropes"])
 
     def _attended(self, kernels: Mapping[str, Kernel], packed: Tensor, at: At) -> Tensor:
         s, batch = self.sizes, packed.shape[0]
@@ -117,9 +158,9 @@ class LatentStep(LayerStep):
                                      weight[..., :nope], weight[..., nope:]])[0]
 
 
-def layer_step(layer: nn.Module, parts: Sequence[Part], layout: LayerLayout) -> LayerStep:
+def layer_step(layer: nn.Module, parts: Sequence[Part], layout: LayerLayout, rope: Rope) -> LayerStep:
     """The step of a layer that has all of its parts."""
-    return (LayerStep if layout.latent is None else LatentStep)(layer, parts, layout)
+    return (LayerStep if layout.latent is None else LatentStep)(layer, parts, layout, rope)
 
 
 def cos_and_sin(given: Any) -> tuple[Tensor, Tensor]:
@@ -142,35 +183,37 @@ class Prompt:
 class LayerPrompt(Composition):
     """A decoder layer for whole prompts without padding: products and attention by the library, what lies between them by kernels."""
 
-    def __init__(self, layer: nn.Module, parts: Sequence[Part]):
+    def __init__(self, layer: nn.Module, parts: Sequence[Part], layout: LayerLayout):
         super().__init__(layer, parts)
         self.sizes = {role: dict(p.block.sizes) for role, p in self.parts.items()}
+        self.first, self.parallel = first_half(self.parts), layout.parallel
 
     def blocks(self, batch: int, tokens: int, slots: int) -> dict[str, tuple[Block, int]]:
         """What is done by kernels, by name: a block and its number of rows."""
-        attention, gated = self.sizes["attention"], self.sizes["gated"]
-        shared = ("kv_heads", "group", "head_dim", "eps", "dtype", "norm", "offset", "rope", "rotary", "rope_dtype")
+        attention, first = self.sizes["attention"], self.sizes[self.first]
+        shared = ("kv_heads", "group", "head_dim", "eps", "dtype", "norm", "offset", "rope", "rotary", "rope_dtype", "packing")
         taken = {name: attention[name] for name in shared}
-        rows = batch * tokens
-        found = {"gate": (PROMPT_GATE.block(**{name: gated[name] for name in ("n", "activation", "dtype")}), rows)}
+        rows, kind = batch * tokens, ("eps", "offset", "centred", "norm_bias", "dtype")
+        gate = PROMPT_GATE if self.first == "gated" else PROMPT_ACTIVATION
+        found = {"gate": (gate.block(**{name: first[name] for name in ("n", "activation", "dtype")}), rows)}
         if attention["norm"] or attention["rope"]:
             found["rotation"] = PROMPT_ROTATION.block(**taken, tokens=tokens, slots=slots), batch
-        for name, role in (("norm", "qkv"), ("mlp_norm", "gated")):
+        for name, role in (("norm", "qkv"), ("mlp_norm", self.first)):
             s = self.sizes[role]
             if s["norm"]:
-                found[name] = PROMPT_NORM.block(**{n: s[n] for n in ("k", "eps", "offset", "dtype")}), rows
+                found[name] = PROMPT_NORM.block(**{n: s[n] for n in ("k", *kind)}), rows
         for role in ("out", "down"):
             s = self.sizes[role]
             if s["norm"]:
-                found[role] = PROMPT_ADDED.block(k=s["n"], **{n: s[n] for n in ("eps", "offset", "scale", "dtype")}), rows
+                found[role] = PROMPT_ADDED.block(k=s["n"], **{n: s[n] for n in ("scale", *kind)}), rows
         return found
 
     def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, at: Prompt) -> Tensor:  # type: ignore[override]
         """x (b · tokens, width), whose memory may be written over, to the layer's output; keys and values go to the first slots."""
         a = self.sizes["attention"]
         batch, tokens, d = at.keys.shape[0], at.cos.shape[0], a["head_dim"]
-        widths = [n * a["kv_heads"] * d for n in (a["group"], 1, 1)]
-        q, k, v = (y.view(batch, tokens, -1, d) for y in self._products(kernels.get("norm"), "qkv", x).split(widths, -1))
+        q, k, v = heads_of(self._products(kernels.get("norm"), "qkv", x).view(batch, tokens, -1), a)
+        packed = self._products(kernels.get("mlp_norm"), self.first, x) if self.parallel else None
         norms = [p.view(1, 1, -1, d) if a["norm"] == "rms of all heads" else p[None] for p in self.parameters["attention"]]
         if a["norm"] == "rms of all heads":
             norms[1] = norms[1].transpose(1, 2)
@@ -183,14 +226,15 @@ class LayerPrompt(Composition):
         y = F.scaled_dot_product_attention(q.transpose(1, 2), at.keys[:, :, :tokens], at.values[:, :, :tokens], is_causal=True,
                                            scale=a["scale"], enable_gqa=a["group"] > 1)
         x = self._added(kernels.get("out"), "out", y.transpose(1, 2).reshape(batch * tokens, -1), x)
-        n, packed = self.sizes["gated"]["n"], self._products(kernels.get("mlp_norm"), "gated", x)
-        return self._added(kernels.get("down"), "down", kernels["gate"]([packed[:, :n], packed[:, n:]])[0], x)
+        packed = self._products(kernels.get("mlp_norm"), self.first, x) if packed is None else packed
+        return self._added(kernels.get("down"), "down", kernels["gate"](packed.split(self.sizes[self.first]["n"], -1))[0], x)
 
     def _products(self, norm: Kernel | None, role: str, x: Tensor) -> Tensor:
         """x, normalised where there is a norm, times the part's weights, side by side."""
         given: Sequence[Tensor] = self.parameters[role]
         if norm is not None:
-            x, given = norm([x, given[0][None]])[0], given[1:]
+            of_norm = norm_weights(self.sizes[role])
+            x, given = norm([x, *(p[None] for p in given[:of_norm])])[0], given[of_norm:]
         weights, biases = [p for p in given if p.dim() == 2], [p for p in given if p.dim() == 1]
         packed = x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))
         for y, w, b in zip(packed.split([w.shape[0] for w in weights], -1), weights, biases or [None] * len(weights), strict=True):
@@ -200,11 +244,12 @@ class LayerPrompt(Composition):
     def _added(self, added: Kernel | None, role: str, y: Tensor, residual: Tensor) -> Tensor:
         """The residual and the part's product with y: in the residual's memory, but where a norm comes between them."""
         (weight, *rest), s = self.parameters[role], self.sizes[role]
+        biases, of_norm = (rest[:1], rest[1:]) if s["bias"] else ([], rest)
         if added is not None:
-            product = torch.addmm(rest[0], y, weight.t()) if s["bias"] else torch.mm(y, weight.t())
-            return added([product, rest[-1][None], residual])[0]
+            product = torch.addmm(*biases, y, weight.t()) if biases else torch.mm(y, weight.t())
+            return added([product, *(p[None] for p in of_norm), residual])[0]
         residual.addmm_(y, weight.t(), alpha=s["scale"])
-        return residual.add_(rest[0], alpha=s["scale"]) if rest else residual
+        return residual.add_(*biases, alpha=s["scale"]) if biases else residual
 
 
 def no_prompt(parts: Sequence[Part], layout: LayerLayout) -> str:
@@ -212,27 +257,29 @@ def no_prompt(parts: Sequence[Part], layout: LayerLayout) -> str:
     roles = {p.role: dict(p.block.sizes) for p in parts}
     if layout.latent is not None:
         return "attention is over latents"
-    if "gated" not in roles:
-        return "a layer's MLP is no gated MLP"
+    if not first_half(roles):
+        return "a layer's MLP runs its own forward"
+    if roles["attention"]["sinks"]:
+        return "the library's attention has no sinks"
     return "the library's attention has no softcap" if roles["attention"]["softcap"] is not None else ""
 
 
 def layer_prompt(layer: nn.Module, parts: Sequence[Part], layout: LayerLayout) -> LayerPrompt | None:
     """What runs prompts through a layer by kernels, None where that is the layer's own forward."""
-    return None if no_prompt(parts, layout) else LayerPrompt(layer, parts)
+    return None if no_prompt(parts, layout) else LayerPrompt(layer, parts, layout)
 
 
 @dataclass(frozen=True)
 class CausalMatch:
     """A causal language model whose layers all have every part: `layers` names them in order, `head` is its last norm and head, `kinds`
-    are the kinds of RoPE that the layers are given, "" where there is one only; `latent`: attention is over latents."""
+    are the kinds of RoPE that the layers are given, "" where there is one only; `rope`: what all kinds have in common."""
 
     model: nn.Module
     layout: CausalLayout
     layers: tuple[str, ...]
     head: Part
     kinds: tuple[str, ...]
-    latent: bool
+    rope: Rope
 
     @property
     def backbone(self) -> nn.Module:
@@ -269,20 +316,6 @@ class CausalMatch:
         return model.forward(input_ids=ids, use_cache=False).logits[:, 0]  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class Rope:
-    """The RoPE that layers are given: how many elements of a head it turns, and the dtype of its cos and sin, which may come as one complex
-    tensor."""
-
-    width: int
-    dtype: torch.dtype
-    is_complex: bool = False
-
-
-NO_ROPE = Rope(0, torch.float32)
-"""What modules are given that are no layers."""
-
-
 def rotary_rows(rotary: Any, x: Tensor, positions: Tensor, kind: str = "") -> tuple[Tensor, Tensor]:
     """RoPE's cos and sin (…, positions, width) by a model's own module, for x of a dtype (some give float32 whatever it is)."""
     return cos_and_sin(rotary(x, positions, kind) if kind else rotary(x, positions))
@@ -296,14 +329,15 @@ def rotary_kinds(rotary: Any, config: Any, layers: int) -> tuple[str, ...]:
 
 
 def has_all(parts: Sequence[Part], layout: LayerLayout, mlp: MlpLayout | None, but: str = "") -> Rejected | None:
-    """Why a layer with these parts has no step of its own, or None; the role `but` is not asked for. mlp: None where it is no gated MLP."""
+    """Why a layer with these parts has no step of its own, or None; the role `but` is not asked for. mlp: None where it runs its own
+    forward."""
     roles = {p.role: p for p in parts}
-    wanted = (*ROLES, *(MLP_ROLES if mlp is not None else ()))
+    wanted = (*ROLES, *((mlp.first, "down") if mlp is not None else ()))
     missing = [r for r in sorted(wanted, key=lambda r: r == "attention") if r not in roles and r != but]
     if missing:
         return Rejected(f"the layer's {missing[0]} is not matched")
-    if mlp is not None and layout.mlp_norm and not dict(roles["gated"].block.sizes)["norm"]:
-        return Rejected("the norm before the MLP is no RMSNorm")
+    if mlp is not None and layout.mlp_norm and not dict(roles[mlp.first].block.sizes)["norm"]:
+        return Rejected("the norm before the MLP is neither RMSNorm nor LayerNorm")
     return None
 
 
@@ -322,10 +356,10 @@ def match_causal(model: nn.Module | None, layers: Mapping[int, Any], norm_of: Ca
     if isinstance(normed, Rejected):
         return normed
     extra = [n for parent, known in ((model, (row.backbone, row.head)), (backbone, (row.embedding, row.layers, row.norm, row.rotary)))
-             for n in parent._modules if n not in known]
+             for n, m in parent._modules.items() if m is not None and n not in known and not isinstance(m, plain.IDLE)]
     if extra:
         return Rejected(f"has {', '.join(extra)} too")
-    names, ropes = [], set()
+    names, ropes, given = [], set(), set()
     for n, layer in backbone._modules[row.layers]._modules.items():
         if id(layer) not in layers:
             return Rejected(f"{row.layers}.{n} is not matched")
@@ -334,27 +368,32 @@ def match_causal(model: nn.Module | None, layers: Mapping[int, Any], norm_of: Ca
             return Rejected(f"{found.name}: {no.reason}")
         names.append(found.name)
         ropes |= {dict(p.block.sizes).get("ropes") for p in found.parts if p.role == "attention"}
+        given.add(found.rope)
     if not names:
         return Rejected("it has no layers")
-    if len(ropes) > 1:
+    if len(ropes) > 1 or len(given) > 1:
         return Rejected("its layers do not all read RoPE's numbers in the same way")
     norm, head, embedding = backbone._modules[row.norm], model._modules[row.head], backbone._modules[row.embedding]
     if no := plain.same_weights([norm, head, embedding], head.weight.dtype, head.weight.device):
         return no
     block = RMS_NORM_LINEAR.block(k=head.in_features, n=(head.out_features,), bias=head.bias is not None, **normed,
-                                  **logits_sizes(model.config), dtype=head.weight.dtype)
-    weights = [(f"{row.backbone}.{row.norm}", "weight"), (row.head, "weight"), *([(row.head, "bias")] if head.bias is not None else [])]
-    part = Part("head", block, tuple(weights), (f"{row.backbone}.{row.norm}", row.head))
+                                  **logits_sizes(model), dtype=head.weight.dtype)
+    path = f"{row.backbone}.{row.norm}"
+    weights = [*((path, n) for n in ("weight", "bias")[:norm_weights(normed)]),
+               *((row.head, n) for n in ("weight", "bias")[:1 + (head.bias is not None)])]
+    part = Part("head", block, tuple(weights), (path, row.head))
     rotary = backbone._modules[row.rotary]
     causal = CausalMatch(model, row, tuple(names), part, rotary_kinds(rotary, getattr(backbone, "config", None), len(names)),
-                         None not in ropes)
+                         given.pop())
     return probes.causal(causal) or causal
 
 
-def logits_sizes(config: Any) -> dict[str, Any]:
-    """What a config says is done with logits, as sizes of `rms_norm_linear`."""
-    divisor, softcap = (getattr(config, n, None) for n in (causal_lm.LOGITS_DIVISOR, causal_lm.LOGITS_SOFTCAP))
-    return {"scale": 1.0 if divisor is None else 1 / float(divisor), "softcap": None if softcap is None else float(softcap)}
+def logits_sizes(model: Any) -> dict[str, Any]:
+    """What a model and its config say is done with logits, as sizes of `rms_norm_linear`."""
+    divisor, softcap = (getattr(model.config, n, None) for n in (causal_lm.LOGITS_DIVISOR, causal_lm.LOGITS_SOFTCAP))
+    factor = model.__dict__.get(causal_lm.LOGITS_MULTIPLIER)
+    scale = (1.0 if factor is None else float(factor)) / (1.0 if divisor is None else float(divisor))
+    return {"scale": scale, "softcap": None if softcap is None else float(softcap)}
 
 
 def _has(model: nn.Module, row: CausalLayout) -> bool:
@@ -396,7 +435,7 @@ def hollow(found: CausalMatch, vocab: int, twin: Callable[[nn.Module], Any], gen
     small_embedding = stand_in(embedding, {"_parameters": {"weight": small}, "padding_idx": None})  # type: ignore[arg-type]
     norm = twin(backbone._modules[row.norm])  # type: ignore[arg-type]
     hollowed = emptied(found, forward, {row.embedding: small_embedding, row.norm: norm}, {row.head: small_head.to(weight.device)})
-    return Hollow(hollowed, small, [norm.weight, *small_head.parameters()], seen)
+    return Hollow(hollowed, small, [*norm.parameters(), *small_head.parameters()], seen)
 
 
 def emptied(found: CausalMatch, forward: Callable[..., Tensor], inner: Mapping[str, Any], outer: Mapping[str, Any]) -> Any:
@@ -411,7 +450,7 @@ def emptied(found: CausalMatch, forward: Callable[..., Tensor], inner: Mapping[s
 
 def head_of(part: Part, weights: Sequence[Tensor], x: Tensor) -> Tensor:
     """The logits of hidden states (rows, k) by the head's program, op by op."""
-    sizes = {**dict(part.block.sizes), "n": (weights[1].shape[0],)}
+    sizes = {**dict(part.block.sizes), "n": tuple(w.shape[0] for w in weights if w.dim() == 2)}
     small = Part(part.role, part.block.pattern.block(**sizes), part.weights, part.bypassed)
     views = [w.t() if w.dim() == 2 else w[None] for w in weights]
     return executor([small], x.shape[0], x.dtype)["head"]([x, *views])[0]

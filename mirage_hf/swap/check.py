@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from mirage_hf.errors import Rejected
-from mirage_hf.match.compose import Passing, one_norm, runs_own_mlp
+from mirage_hf.match.compose import one_norm
 from mirage_hf.match.matcher import Match
 from mirage_hf.match.probe import MASKED, ProbeCache, calls, twin
-from mirage_hf.match.step import At, cos_and_sin
+from mirage_hf.match.step import At
 from mirage_hf.patterns.attention import REFERENCE_SLOTS
 from mirage_hf.swap.guard import KEY, Binding
 from mirage_hf.swap.steps import LayerKernels, Steps
@@ -43,12 +43,11 @@ class Checked:
 def _mlp_aside(match: Match) -> Iterator[None]:
     """Put something simple in the place of an MLP that runs its own forward."""
     children: dict[str, Any] = match.module.__dict__["_modules"]
-    name = match.layouts[0].mlp if match.kind == "layer" and runs_own_mlp(match.parts) else None
-    if name is None:
+    if match.aside is None:
         yield
         return
-    own = children[name]
-    children[name] = Passing().eval()
+    name = match.layouts[0].mlp
+    own, children[name] = children[name], match.aside
     try:
         yield
     finally:
@@ -100,11 +99,11 @@ def _layer_outputs(match: Match, binding: Binding, reference: Any, rows: int, wi
         start, decode = calls(rows, one_norm(layer, row).weight, match.rope, (5, 1), torch.Generator().manual_seed(rows + 1000 * sample),
                               binding.dtype, masked=masked)
         cache = ProbeCache()
-        stock(start.x, **start.kwargs(cache))
+        stock(start.x, **start.kwargs(layer, cache))
         w = decode.to(wide)
-        outputs.append((layer.forward(decode.x, **decode.kwargs(cache.to(binding.dtype))),
-                        stock(decode.x, **decode.kwargs(cache.to(binding.dtype))),
-                        reference.forward(w.x, **w.kwargs(cache.to(wide)))))
+        outputs.append((layer.forward(decode.x, **decode.kwargs(layer, cache.to(binding.dtype))),
+                        stock(decode.x, **decode.kwargs(layer, cache.to(binding.dtype))),
+                        reference.forward(w.x, **w.kwargs(layer, cache.to(wide)))))
     return _joined(outputs)
 
 
@@ -132,16 +131,15 @@ def check_step(layer: LayerKernels, rows: int) -> Checked | Rejected:
                 generator = torch.Generator().manual_seed(rows + 1000 * sample)
                 start, decode = calls(rows, like, layer.match.rope, (5, 1), generator, dtype)
                 cache = ProbeCache()
-                stock(module, start.x, **start.kwargs(cache))
+                stock(module, start.x, **start.kwargs(module, cache))
                 assert cache.keys is not None and cache.values is not None
                 room = [torch.nn.functional.pad(x, (0, 0, 0, REFERENCE_SLOTS - 5)).contiguous() for x in (cache.keys, cache.values)]
-                given = cos_and_sin(decode.kwargs(None)["position_embeddings"])
-                cos, sin = layer.step.tables(*(x.flatten(0, 1) for x in given))
+                cos, sin = layer.step.tables(*(x.flatten(0, 1) for x in (decode.cos, decode.sin)))
                 at = At(cos, sin, room[0], room[1], lo, torch.full_like(lo, 5), torch.full_like(lo, 6))
                 w = decode.to(wide)
                 outputs.append((layer.step(kernels, decode.x[:, 0].contiguous(), at),
-                                stock(module, decode.x, **decode.kwargs(cache.to(dtype)))[:, 0],
-                                reference.forward(w.x, **w.kwargs(cache.to(wide)))[:, 0]))
+                                stock(module, decode.x, **decode.kwargs(module, cache.to(dtype)))[:, 0],
+                                reference.forward(w.x, **w.kwargs(module, cache.to(wide)))[:, 0]))
             seen = _compare(*_joined(outputs), dtype, layer=True)
     except Exception as e:  # as in check
         return Rejected(f"the check could not run ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})")

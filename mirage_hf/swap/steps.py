@@ -17,7 +17,7 @@ from mirage_hf.match.pattern import Block
 from mirage_hf.match.probe import softcap_of
 from mirage_hf.match.step import CausalMatch, LayerPrompt, LayerStep, layer_prompt, layer_step, no_prompt, rotary_rows
 from mirage_hf.patterns.attention import LONG_FROM, for_long_caches
-from mirage_hf.patterns.causal_lm import LOGITS_DIVISOR, LOGITS_SOFTCAP
+from mirage_hf.patterns.causal_lm import LOGITS_DIVISOR, LOGITS_MULTIPLIER, LOGITS_SOFTCAP
 from mirage_hf.patterns.decoder_layer import CLIPS, MULTIPLIERS, SOFTCAPS
 
 Found = Mapping[Any, Any]
@@ -142,7 +142,7 @@ def steps_of(causal: CausalMatch | Rejected, matches: Sequence[Match], rows: Seq
     if not good:
         return Rejected("; ".join(reasons))
     each = [by_name[name] for name in causal.layers]
-    steps = [layer_step(m.module, m.parts, m.layouts[0]) for m in each]
+    steps = [layer_step(m.module, m.parts, m.layouts[0], m.rope) for m in each]
     taking = [(kind, step.taking) for kind, step in zip(causal.kinds, steps, strict=True)]
     ropes = dict(zip(reversed(taking), reversed(steps), strict=True))
     layers = tuple(LayerKernels(m, step, layer_prompt(m.module, m.parts, m.layouts[0]), list(ropes).index(rope),
@@ -184,6 +184,7 @@ def _constants(causal: CausalMatch, matches: Mapping[str, Match]) -> Iterator[tu
     yield backbone[row.embedding].__dict__, "max_norm", None  # type: ignore[union-attr]
     yield from causal.embedding_scales
     yield from _named(causal.model.config.__dict__, (LOGITS_DIVISOR, LOGITS_SOFTCAP))
+    yield from _named(causal.model.__dict__, (LOGITS_MULTIPLIER,))
 
 
 def _named(inner: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[dict[str, Any], str, Any]]:

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from mirage_hf import torch_op
 from mirage_hf.match.compose import Kernel, LiveWeights, child, one_norm, stand_in
 from mirage_hf.match.matcher import Match
-from mirage_hf.patterns.decoder_layer import MULTIPLIERS
+from mirage_hf.patterns.decoder_layer import CACHES, MULTIPLIERS
 
 KNOWN = frozenset((
-    "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings", "cache_position", "output_attentions",
+    "attention_mask", "position_ids", *CACHES, "use_cache", "position_embeddings", "cache_position", "output_attentions",
     "output_hidden_states", "output_router_logits", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
 """Keyword arguments of a decoder layer that change nothing about its own code: they go on to attention as they are."""
 

@@ -11,7 +11,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
 import features
 from decoding import FULL, left_padded
-from swapping import WINDOW, prompt
+from swapping import CENTRED, WINDOW, prompt
+
+from mirage_hf.swap.report import Row
 
 pytestmark = pytest.mark.gpu
 EVERY = dict(layer_types=["full_attention"] * 2)
@@ -19,9 +21,12 @@ MODELS = {
     "granite": {}, "gemma": dict(head_dim=32), "gemma2": dict(head_dim=32),
     "gemma2, softcap": dict(head_dim=32, attn_implementation="eager", attn_logit_softcapping=3.0),
     "gemma3": dict(head_dim=32), "gemma3, without windows": dict(head_dim=32, **EVERY), "olmo2": {}, "phi3": {}, "smollm3": {},
-    "glm4": dict(head_dim=32)}
-BY_KERNELS = ("granite", "gemma", "gemma3, without windows", "olmo2", "phi3", "smollm3", "glm4")
-"""Models whose prompts are by kernels too: those with a softcap are not, nor those of more tokens than a window has."""
+    "glm4": dict(head_dim=32), "starcoder2": {}, "starcoder2, without windows": dict(sliding_window=None), "stablelm": {},
+    "stablelm, side by side": dict(use_parallel_residual=True), "cohere": {}, "gpt_neox": {}, "phi": {}, "nemotron": dict(head_dim=32),
+    "gpt_oss": dict(head_dim=32)}
+BY_KERNELS = ("granite", "gemma", "gemma3, without windows", "olmo2", "phi3", "smollm3", "glm4", "starcoder2, without windows", "stablelm",
+              "stablelm, side by side", "cohere", "gpt_neox", "phi", "nemotron")
+"""Models whose prompts are by kernels too: those with a softcap or experts are not, nor those of more tokens than a window has."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,13 +36,19 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def may_stay(row: Row, name: str, dtype: torch.dtype) -> bool:
+    """Experts run their own forward. Of a row whose numbers are all the same torch's LayerNorm gives exact zeros, which no sum in float32
+    does: there the library runs the norm and what reads it."""
+    return "experts" in row.reason or (row.kernel == "library" and dtype == torch.float32 and name.partition(",")[0] in CENTRED)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", MODELS)
 def test_generate_is_by_kernels_and_as_stock(name: str, dtype: torch.dtype) -> None:
     model = features.small(name.partition(",")[0], dtype, "cuda", **features.WIDE, **MODELS[name])
     pair = features.Pair(model, "kernels", {"tune": "never"})
     report = pair.ours.mirage.report
-    assert report.rows and all(r.status == "swapped" for r in report.rows), str(report)
+    assert report.rows and all(r.status == "swapped" or may_stay(r, name, dtype) for r in report.rows), str(report)
     tokens = {"do_sample": False, "max_new_tokens": 2 * WINDOW + 3, **FULL}
     for n in range(3):  # the first prompt runs HF's forward, later ones kernels
         pair.agree({"inputs": prompt(1, 7 + n, seed=n), **tokens})

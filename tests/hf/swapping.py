@@ -11,6 +11,7 @@ import torch
 import transformers as tf
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import library_ugraph
@@ -27,6 +28,21 @@ OTHERS = ("granite", "gemma", "gemma2", "gemma3", "olmo2", "phi3")
 """Families that match in full besides the first four."""
 MORE = ("olmo3", "exaone4", "smollm3", "glm", "glm4", "ernie4_5")
 """Families whose mechanisms are those of others, or a matter of RoPE: of pairs, or of some layers only."""
+CENTRED = ("starcoder2", "stablelm", "cohere", "cohere2", "gpt_neox", "phi", "nemotron")
+"""Families with LayerNorm: with and without a gate in the MLP, with attention and MLP side by side or not."""
+
+
+class Louder(LlamaDecoderLayer):
+    """A layer that is not known as one; its MLP is."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return 1.05 * super().forward(*args, **kwargs)
+
+
+def louder(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.__class__ = Louder
+    return model
 
 
 def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -58,7 +74,18 @@ def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **chang
         "glm": lambda: tf.GlmForCausalLM(tf.GlmConfig(**{"head_dim": 8, **s})),
         "glm4": lambda: tf.Glm4ForCausalLM(tf.Glm4Config(**{"head_dim": 8, **s})),
         "ernie4_5": lambda: tf.Ernie4_5ForCausalLM(tf.Ernie4_5Config(**{"head_dim": 8, **s})),
-        "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**s)),
+        "louder": lambda: louder(tf.LlamaForCausalLM(tf.LlamaConfig(**s))),
+        "starcoder2": lambda: tf.Starcoder2ForCausalLM(tf.Starcoder2Config(**{"sliding_window": WINDOW, **s})),
+        "stablelm": lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**{"partial_rotary_factor": 0.5, **s})),
+        "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**{"logit_scale": 0.25, **s})),
+        "cohere2": lambda: tf.Cohere2ForCausalLM(tf.Cohere2Config(**{
+            "head_dim": 8, "sliding_window": WINDOW, "layer_types": mixed, **s})),
+        "gpt_neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**{"rotary_pct": 0.5, **s})),
+        "gpt_oss": lambda: tf.GptOssForCausalLM(tf.GptOssConfig(**{
+            "head_dim": 8, "sliding_window": WINDOW, "layer_types": mixed, "num_local_experts": 4, "num_experts_per_tok": 2, **s})),
+        "phi": lambda: tf.PhiForCausalLM(tf.PhiConfig(**{"partial_rotary_factor": 0.5, **s})),
+        "nemotron": lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**{"head_dim": 8, **s})),
+        "arcee": lambda: tf.ArceeForCausalLM(tf.ArceeConfig(**s)),
         "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**s, num_local_experts=2)),
     }
     torch.manual_seed(seed)

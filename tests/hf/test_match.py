@@ -35,7 +35,8 @@ def test_the_four_families_match_in_full(family: str, dtype: torch.dtype) -> Non
     sizes, attention = (dict(parts[role].block.sizes) for role in ("qkv", "attention"))
     assert sizes["n"] == (32, 16, 16) and sizes["dtype"] is dtype and sizes["bias"] is (family == "qwen2")
     assert attention == dict(kv_heads=2, group=2, head_dim=8, scale=8 ** -0.5, norm="rms" if family == "qwen3" else "", eps=1e-6,
-                             offset=0.0, rope="halves", rotary=8, rope_dtype=dtype, softcap=None, dtype=dtype)
+                             offset=0.0, rope="halves", rotary=8, rope_dtype=dtype, softcap=None, sinks=False,
+                             packing="parts", dtype=dtype)
     assert parts["attention"].weights == ((("self_attn.q_norm", "weight"), ("self_attn.k_norm", "weight")) if family == "qwen3" else ())
 
 

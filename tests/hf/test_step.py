@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from decoding import Recorder, assert_same, assert_same_cache, left_padded, our_numbers
-from swapping import FOUR, MORE, OTHERS, SIZES, WINDOW, Resolved, parted_at_a_tie, prompt, same, snapshot, tiny, twin_of
+from swapping import CENTRED, FOUR, MORE, OTHERS, SIZES, WINDOW, Resolved, parted_at_a_tie, prompt, same, snapshot, tiny, twin_of
 from torch import nn
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
@@ -79,7 +79,9 @@ def rescaled() -> Any:
 
 MODELS: dict[str, Callable[[], Any]] = {
     **{family: lambda family=family: tiny(family) for family in FOUR},
-    **{family: lambda family=family: tiny(family, num_hidden_layers=2) for family in (*OTHERS, *MORE)},
+    **{family: lambda family=family: tiny(family, num_hidden_layers=2) for family in (*OTHERS, *MORE, *CENTRED)},
+    "gpt_oss": lambda: tiny("gpt_oss", num_hidden_layers=2),
+    "stablelm, side by side": lambda: tiny("stablelm", num_hidden_layers=2, use_parallel_residual=True),
     "gemma2, eager": lambda: tiny("gemma2", attn_implementation="eager", attn_logit_softcapping=3.0, num_hidden_layers=2),
     **{f"{family}, tied": lambda family=family: tiny(family, tie_word_embeddings=True) for family in ("llama", "qwen3")},
     "biases": lambda: tiny("llama", attention_bias=True, mlp_bias=True),
@@ -103,8 +105,9 @@ def test_greedy_tokens_and_logits_are_stocks(name: str) -> None:
     for given in ({"inputs": prompt()}, left_padded((4, 11, 7)), left_padded((1, 2 * WINDOW + 1, WINDOW))):
         agree(stock, ours, {**given, **FULL, "max_new_tokens": 2 * WINDOW + 3})
     assert steps(ours) == {KERNELS: 3} and not stocks(ours), ours.mirage.report
-    assert all(r.status == "swapped" and r.calls == 0 and r.error < 1e-5 for r in ours.mirage.report.rows)
-    assert ours.mirage.report.fallbacks == {"prefill": 3 * len(ours.model.layers)}
+    rows = [r for r in ours.mirage.report.rows if "experts" not in r.reason]
+    assert rows and all(r.status == "swapped" and r.calls == 0 and r.error < 1e-5 for r in rows), ours.mirage.report
+    assert ours.mirage.report.fallbacks == {"prefill": 3 * len(ours.base_model.layers)}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -379,8 +382,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a forward around the model": (changed(twice), "the model is not head(norm(layers(embedding))): off by"),
     "a backbone that scales the embedding": (changed(backbone(louder)), "layer 0 is not given the embedding"),
     "a backbone that stretches positions": (changed(backbone(stretched)), "or not RoPE of the positions"),
-    "a child of the model": (changed(lambda m: m.add_module("extra", nn.Identity())), "has extra too"),
-    "a child of the backbone": (changed(lambda m: m.model.add_module("final", nn.Identity())), "has final too"),
+    "a child of the model": (changed(lambda m: m.add_module("extra", nn.Tanh().eval())), "has extra too"),
+    "a child of the backbone": (changed(lambda m: m.model.add_module("final", nn.Tanh().eval())), "has final too"),
     "embedding class": (changed(lambda m: setattr(m.model.embed_tokens, "__class__", ScaledEmbedding)),
                         "layer 0 is not given the embedding"),
     "embedding that renormalises": (changed(max_norm), "renormalises its rows (max_norm)"),

@@ -95,7 +95,7 @@ def test_aot_autograd_keeps_them() -> None:
 
 @pytest.mark.slow
 def test_inductor_calls_them() -> None:
-    mlp = optimize(tiny("cohere", num_hidden_layers=1)).model.layers[0].mlp
+    mlp = optimize(tiny("louder", num_hidden_layers=1)).model.layers[0].mlp
     torch.testing.assert_close(torch.compile(mlp, fullgraph=True)(hidden()), mlp(hidden()), **CLOSE)
 
 
@@ -353,7 +353,7 @@ print("same")
 def test_a_saved_program_finds_its_kernels_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the resolver is the real one here: what it finds is kept in the cache, where the other process looks
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / "cache"))
-    ours = optimize(tiny("cohere", num_hidden_layers=1)).model.layers[0].mlp
+    ours = optimize(tiny("louder", num_hidden_layers=1)).model.layers[0].mlp
     exported = torch.export.export(ours, (hidden(),))
     assert count(exported.graph_module) == 1
     torch.export.save(exported, tmp_path / "mlp.pt2")

@@ -1,0 +1,33 @@
+"""The first half of an MLP without a gate: f(n · w), where n is x, or x normalised by the norm before it."""
+from __future__ import annotations
+
+import torch
+
+from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
+from mirage_hf.match.pattern import MlpLayout, Pattern
+from mirage_hf.patterns.parts import activated, normed
+
+AXES = {"x": "rows k", "gamma": "1 k", "gamma_bias": "1 k", "w": "k n", "b": "1 n", "y": "rows n"}
+
+LAYOUTS = (
+    MlpLayout("StarCoder2", gate="", up="c_fc", down="c_proj", activation="act"),
+    MlpLayout("GPT-NeoX", gate="", up="dense_h_to_4h", down="dense_4h_to_h", activation="act"),
+    MlpLayout("Phi", gate="", up="fc1", down="fc2", activation="activation_fn"),
+    MlpLayout("Nemotron, Arcee", gate="", up="up_proj", down="down_proj", activation="act_fn"),
+)
+
+
+def build(rows: int, k: int, n: int, activation: str, norm: bool, bias: bool, eps: float, dtype: torch.dtype,
+          offset: float = 0.0, centred: bool = False, norm_bias: bool = False) -> KernelGraph:
+    """`offset`, `centred`, `norm_bias`: what the norm is, as in `parts.normed`."""
+    g = new_kernel_graph()
+    x = g.new_input((rows, k), dtype, name="x")
+    x = normed(g, x, "gamma", eps, offset, centred, norm_bias) if norm else x
+    y = g.matmul(x, g.new_input((k, n), dtype, strides=(1, k), name="w", constant=True))
+    if bias:
+        y = g.add(y, g.new_input((1, n), dtype, name="b", constant=True))
+    g.mark_output(activated(g, y, activation))
+    return g
+
+
+MLP_UP = Pattern("mlp_up", AXES, build)
