@@ -32,8 +32,8 @@ LONG_FROM = 1024
 """What is a long cache. Between the two sizes that are tuned; where the better one changes was not measured."""
 
 NORMS = ("", "rms", "layer", "rms of all heads")
-"""None; of each head, RMSNorm (Qwen3, Gemma3) or LayerNorm with weights of its own for each head (Chameleon); RMSNorm of all heads of a
-token together (OLMo2)."""
+"""None; of each head, RMSNorm (Qwen3, Gemma3) or LayerNorm with weights of its own for each head (Chameleon, Cohere); RMSNorm of all heads
+of a token together (OLMo2)."""
 ROPES = ("", "halves", "pairs")
 PACKINGS = ("parts", "heads")
 """How a row of projections is packed: q of all heads, then k, then v; or head by head q, k and v (GPT-NeoX)."""
@@ -42,11 +42,12 @@ PACKINGS = ("parts", "heads")
 def build(rows: int, kv_heads: int, group: int, head_dim: int, scale: float, norm: str, eps: float, dtype: torch.dtype,
           slots: int = REFERENCE_SLOTS, *, queries: int = 1, bias: bool = False, rope: str = "halves", rotary: int | None = None,
           softcap: float | None = None, sinks: bool = False, mask: bool = False, window: bool = False, offset: float = 0.0,
-          rope_dtype: torch.dtype | None = None, packing: str = "parts") -> KernelGraph:
+          rope_dtype: torch.dtype | None = None, packing: str = "parts", norm_bias: bool = True) -> KernelGraph:
     """`queries`: new tokens of a sequence; bounds [new_first, new_last) say which of them each of several sees. `rotary`: how many
     elements of a head RoPE turns, the first ones (None: all). `mask`: tensors added to the scores. `window`: bounds [first, last) of each
     query beside [lo, slot), for windows that move with the query. `offset` is added to the weights of the RMSNorm of each head.
-    `rope_dtype`: that of cos and sin, `dtype` unless given. `packing`: one of PACKINGS.
+    `rope_dtype`: that of cos and sin, `dtype` unless given. `packing`: one of PACKINGS. `norm_bias`: LayerNorm
+    of heads has one.
     Errors: GraphError for another norm, RoPE or packing."""
     if norm not in NORMS or rope not in ROPES or packing not in PACKINGS:
         raise GraphError(f"attention: norm {norm!r}, rope {rope!r} and packing {packing!r} must be among {NORMS}, {ROPES} and {PACKINGS}")
@@ -69,7 +70,8 @@ def build(rows: int, kv_heads: int, group: int, head_dim: int, scale: float, nor
         if norm == "rms":
             return normalised(g, x, name, eps, offset)
         if norm == "layer":
-            return g.add(weighted(g.layer_norm(x, eps=eps), name), given(f"{name}_bias", 1, kv_heads, x.dims[2], 1, d, constant=True))
+            y = weighted(g.layer_norm(x, eps=eps), name)
+            return g.add(y, given(f"{name}_bias", 1, kv_heads, x.dims[2], 1, d, constant=True)) if norm_bias else y
         squares = g.square(x)
         for dim in (-1, 2, 1):
             squares = g.reduction(squares, dim, "mean")

@@ -30,8 +30,8 @@ def build_added(rows: int, k: int, eps: float, dtype: torch.dtype, offset: float
 def build_rotation(rows: int, tokens: int, kv_heads: int, group: int, head_dim: int, norm: str, eps: float, dtype: torch.dtype,
                    slots: int, offset: float = 0.0, rope: str = "halves", rotary: int | None = None,
                    rope_dtype: torch.dtype | None = None, packing: str = "parts") -> KernelGraph:
-    """q and k are views of one row of packed projections for each token. `norm`: "", "rms" or "rms of all heads"; `rope` and `packing`: as
-    in patterns/attention.py (packed by heads each has a query of its own);
+    """q and k are views of one row of packed projections for each token. `norm`, without a bias, `rope` and `packing`: as in
+    patterns/attention.py (packed by heads each has a query of its own);
     `rotary`: how many elements of a head RoPE turns (None: all); `rope_dtype`: that of cos and sin (None: dtype)."""
     g, d, heads = new_kernel_graph(), head_dim, kv_heads * group
     packed, step = (heads + 2 * kv_heads) * d, d if packing == "parts" else 3 * d
@@ -41,16 +41,18 @@ def build_rotation(rows: int, tokens: int, kv_heads: int, group: int, head_dim: 
     keys = g.new_input((rows, kv_heads, slots, d), dtype, name="keys")
     slot = g.new_input((rows, 1, 1, 1), torch.int32, name="slot")
 
-    def of_all_heads(x: DTensor, name: str, dim: int) -> DTensor:
-        """RMSNorm over the last dim and the heads, which are in `dim`."""
+    def with_weights_of_heads(x: DTensor, name: str, dim: int) -> DTensor:
+        """LayerNorm of each head, or RMSNorm over the last dim and the heads, which are in `dim`."""
         weight = g.new_input(tuple(x.dims[n] if n in (dim, 3) else 1 for n in range(4)), dtype, name=name, constant=True)
+        if norm == "layer":
+            return g.mul(g.layer_norm(x, eps=eps), weight)
         mean = g.reduction(g.reduction(g.square(x), 3, "mean"), dim, "mean")
         return g.mul(g.mul(x, g.rsqrt(g.add(mean, eps))), weight)
 
     if norm == "rms":
         q, k = (normed(g, x, name, eps, offset) for x, name in ((q, "q_norm"), (k, "k_norm")))
     elif norm:
-        q, k = of_all_heads(q, "q_norm", 2), of_all_heads(k, "k_norm", 1)
+        q, k = with_weights_of_heads(q, "q_norm", 2), with_weights_of_heads(k, "k_norm", 1)
     if tables:
         q = turned(g, q, *(g.permute(x, (0, 2, 1, 3)) for x in tables), rope == "pairs")
         k = turned(g, k, *tables, rope == "pairs")

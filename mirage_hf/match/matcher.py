@@ -264,11 +264,11 @@ def _of_norm(name: str, sizes: dict[str, Any]) -> list[tuple[str, str]]:
     return [(name, p) for p in ("weight", "bias")[:norm_weights(sizes)]]
 
 
-def _norm(layer: nn.Module, name: str, probes: probe.Probes) -> dict[str, Any] | Rejected:
+def _norm(layer: nn.Module, name: str, probes: probe.Probes, rules: tuple[plain.Rule, ...] = plain.NORM) -> dict[str, Any] | Rejected:
     """A layer's norm as sizes of the block that it is part of; `name` is "" where there is none."""
     if not name:
         return dict(NO_NORM)
-    return plain.refuse(layer, name, plain.NORM) or _normed(name, layer._modules[name], probes)  # type: ignore[arg-type]
+    return plain.refuse(layer, name, rules) or _normed(name, layer._modules[name], probes)  # type: ignore[arg-type]
 
 
 def _normed(name: str, norm: nn.Module, probes: probe.Probes) -> dict[str, Any] | Rejected:
@@ -293,7 +293,7 @@ def _attention(attention: Any, row: LayerLayout, probes: probe.Probes, rope: Rop
         return Rejected(f"attention has {', '.join(extra)} too")
     if no := plain.first_refusal(*((attention, n, plain.LINEAR) for n in row.projections)):
         return no
-    normed = [_norm(attention, n, probes) for n in has]
+    normed = [_norm(attention, n, probes, plain.HEAD_NORM) for n in has]
     if no := next((r for r in normed if isinstance(r, Rejected)), None):
         return no
     d, scale = _head_dim(attention), getattr(attention, "scaling", None)
@@ -305,18 +305,19 @@ def _attention(attention: Any, row: LayerLayout, probes: probe.Probes, rope: Rop
     if heads is None:
         return Rejected(f"{', '.join(row.projections)} are no whole heads of {d}")
     (kv_heads, group), norms, weight = heads, [inner[n] for n in has], inner[row.projections[0]].weight
-    shapes, of_heads = [n.weight.shape[0] for n in norms], dict(normed[0] if normed else NO_NORM)  # type: ignore[arg-type]
-    kinds = {(): "", (d, d): "rms", (kv_heads * group * d, kv_heads * d): "rms of all heads"}
-    if tuple(shapes) not in kinds or any(n != normed[0] for n in normed):
+    heads_of, of_heads = kv_heads * group, dict(normed[0] if normed else NO_NORM)  # type: ignore[arg-type]
+    kinds = {(): "", ((d,), (d,)): "rms", ((heads_of * d,), (kv_heads * d,)): "rms of all heads", ((heads_of, d), (kv_heads, d)): "layer"}
+    kind = kinds.get(tuple(tuple(n.weight.shape) for n in norms))
+    if kind is None or any(n != normed[0] for n in normed):
         return Rejected(f"{' and '.join(has)} are no two norms of one head each, or of all")
-    if of_heads["centred"] or of_heads["norm_bias"]:
-        return Rejected(f"{' and '.join(has)} take the mean off, or add a bias")
+    if of_heads["norm_bias"] or of_heads["centred"] != (kind == "layer"):
+        return Rejected(f"{' and '.join(has)} are neither RMSNorm nor LayerNorm with weights of each head, or add a bias")
     sinks = attention._parameters.get(decoder_layer.SINKS)
     if no := plain.same_weights([*norms, attention], weight.dtype, weight.device):
         return no
-    sizes = {"eps": of_heads["eps"], "offset": of_heads["offset"], "norm": kinds[tuple(shapes)], "kv_heads": kv_heads, "group": group,
-             "head_dim": d, "scale": scale, "dtype": weight.dtype, "rotary": rope.width, "rope_dtype": rope.dtype}
-    if sizes["norm"] == "rms of all heads" and sizes["offset"]:
+    sizes = {"eps": of_heads["eps"], "offset": of_heads["offset"], "norm": kind, "kv_heads": kv_heads, "group": group, "head_dim": d,
+             "norm_bias": False, "scale": scale, "dtype": weight.dtype, "rotary": rope.width, "rope_dtype": rope.dtype}
+    if kind not in ("", "rms") and sizes["offset"]:
         return Rejected(f"{' and '.join(has)} add {sizes['offset']:g} to weights of all heads")
     softcap = probe.softcap_of(attention)
     for what, given in (("softcap is", softcap), ("sinks are", sinks)):

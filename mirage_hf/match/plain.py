@@ -62,11 +62,15 @@ def _plain_weights(m: nn.Module) -> str | None:
     return None
 
 
-def _norm_weights(m: nn.Module) -> str | None:
+def _norm_weights(m: nn.Module, dims: int = 1) -> str | None:
     given = {n: p for n, p in m._parameters.items() if p is not None}
-    if m._modules or m._buffers or not {"weight"} <= given.keys() <= {"weight", "bias"} or any(p.dim() != 1 for p in given.values()):
+    if m._modules or m._buffers or not {"weight"} <= given.keys() <= {"weight", "bias"} or any(p.dim() > dims for p in given.values()):
         return f"is {type(m).__name__}, not a norm with one weight vector, and at most a bias"
     return None
+
+
+def _head_norm_weights(m: nn.Module) -> str | None:
+    return _norm_weights(m, 2)
 
 
 def _one_embedding(m: nn.Module) -> str | None:
@@ -83,6 +87,7 @@ Rule = Callable[[nn.Module], "str | None"]
 _ANY: tuple[Rule, ...] = (_own_forward, _hooked, _training)
 LINEAR: tuple[Rule, ...] = (_exact_linear, *_ANY, _plain_weights)
 NORM: tuple[Rule, ...] = (*_ANY, _norm_weights, _plain_weights)
+HEAD_NORM: tuple[Rule, ...] = (*_ANY, _head_norm_weights, _plain_weights)
 EMBEDDING: tuple[Rule, ...] = (_one_embedding, _own_forward, _hooked, _plain_weights)
 ACTIVATION: tuple[Rule, ...] = (*_ANY, _no_state)
 CONTAINER: tuple[Rule, ...] = _ANY

@@ -203,9 +203,9 @@ class Probes:
             bias = 0.0 if norm._parameters.get("bias") is None else other.bias
             fars = dict.fromkeys(product((False, True), offsets), 0.0)
             for scale in (1.0, 1e-3):
-                x = (scale * (0.5 + torch.randn(3, 5, norm.weight.shape[0], generator=g))).to(norm.weight.device)
+                x = (scale * (0.5 + torch.randn(3, 5, *norm.weight.shape, generator=g))).to(norm.weight.device)
                 y, oracles = other.forward(x), [table.lookup(op).oracle for op in ("rms_norm", "layer_norm")]
-                fars = {(centred, offset): max(far, distance(y, oracles[centred](x, other.weight + offset, eps=eps) + bias))
+                fars = {(centred, offset): max(far, distance(y, oracles[centred](x, eps=eps) * (other.weight + offset) + bias))
                         for (centred, offset), far in fars.items()}
             centred, offset = nearest = min(fars, key=lambda kind: fars[kind])
             if fars[nearest] < TOLERANCE:

@@ -113,7 +113,7 @@ class LayerStep(Composition):
         q, k, v = (y.unflatten(1, (kv_heads, -1)) for y in heads_of(packed, s))
         every, given = (packed.shape[0], 1, 1, -1), self.parameters["attention"]
         norms, sinks = (given[:-1], given[-1:]) if s["sinks"] else (given, [])
-        weights = [*(p.view(1, kv_heads, -1, d) if s["norm"] == "rms of all heads" else p[None] for p in norms),
+        weights = [*(p[None] if s["norm"] == "rms" else p.view(1, kv_heads, -1, d) for p in norms),
                    *(p.view(1, kv_heads, -1, 1) for p in sinks)]
         tables = [at.cos.view(every), at.sin.view(every)] if s["rope"] else []
         return kernels["attention"]([q, k, v, *tables, at.keys, at.values, at.lo.view(every), at.slot.view(every), *weights])[0]
@@ -214,8 +214,8 @@ class LayerPrompt(Composition):
         batch, tokens, d = at.keys.shape[0], at.cos.shape[0], a["head_dim"]
         q, k, v = heads_of(self._products(kernels.get("norm"), "qkv", x).view(batch, tokens, -1), a)
         packed = self._products(kernels.get("mlp_norm"), self.first, x) if self.parallel else None
-        norms = [p.view(1, 1, -1, d) if a["norm"] == "rms of all heads" else p[None] for p in self.parameters["attention"]]
-        if a["norm"] == "rms of all heads":
+        norms = [p[None] if a["norm"] == "rms" else p.view(1, 1, -1, d) for p in self.parameters["attention"]]
+        if a["norm"] not in ("", "rms"):
             norms[1] = norms[1].transpose(1, 2)
         tables = [at.cos[None, None], at.sin[None, None]] if a["rope"] else []
         if "rotation" in kernels:

@@ -54,8 +54,8 @@ class Binding:
     `calls` counts runs of the kernels, `fallbacks` those of the stock forward by reason.
     """
 
-    __slots__ = ("calls", "classes", "composition", "constants", "device", "device_type", "dims", "dropouts", "dtype", "fallbacks",
-                 "kernels", "parameters", "retired", "stock", "traced", "tuner", "watched", "width")
+    __slots__ = ("calls", "classes", "composition", "constants", "containers", "device", "device_type", "dims", "dropouts", "dtype",
+                 "fallbacks", "kernels", "parameters", "retired", "stock", "traced", "tuner", "watched", "width")
 
     def __init__(self, match: Match, found: Mapping[int, Mapping[str, Resolved]]):
         self.kernels = {rows: {role: kernel.run for role, kernel in roles.items()} for rows, roles in found.items()}
@@ -69,6 +69,7 @@ class Binding:
         self.width = width_of(match)
         self.watched = tuple(_watch(match.module, path) for path in match.bypassed)
         self.dropouts = tuple(inner for *_, kind, inner in self.watched if issubclass(kind, nn.Dropout))
+        self.containers = tuple(inner for *_, inner in self.watched if inner["_modules"])  # some call dropout as a function
         kinds: dict[Any, None] = dict.fromkeys([self.stock, *(kind for _, _, _, kind, _ in self.watched)])
         self.classes = tuple((kind, kind.forward) for kind in kinds)
         numbers = [(inner, n) for *_, inner in self.watched for n in EPS_NAMES] + [(Own(match.module), n) for n in MULTIPLIERS]
@@ -86,7 +87,7 @@ class Binding:
     def retire(self, reason: str) -> str:
         """Give up for good: drop every reference to what was replaced, and keep running the stock forward."""
         self.retired, self.composition, self.traced, self.kernels = reason, None, "", {}
-        self.watched = self.dropouts = self.parameters = self.classes = self.constants = ()
+        self.watched = self.dropouts = self.containers = self.parameters = self.classes = self.constants = ()
         return reason
 
     def choose(self, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Kernel] | str:
@@ -140,6 +141,9 @@ class Binding:
         for dropout in self.dropouts:
             if dropout["training"] and dropout["p"]:
                 return "dropout is active"
+        for container in self.containers:
+            if container["training"]:
+                return "a part is in training mode"
         for numbers, name, value in self.constants:
             if numbers.get(name) != value:
                 return f"a {name} was changed"

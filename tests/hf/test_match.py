@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from swapping import FOUR, OTHERS, tiny
+from swapping import CENTRED, FOUR, OTHERS, tiny
 from torch import nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.match.matcher import match
 from mirage_hf.match.probe import Probes
-from mirage_hf.match.step import CausalMatch
+from mirage_hf.match.step import CausalMatch, Rope
 from mirage_hf.patterns import PATTERNS
 
 ALL = list(PATTERNS)
@@ -36,7 +36,7 @@ def test_the_four_families_match_in_full(family: str, dtype: torch.dtype) -> Non
     assert sizes["n"] == (32, 16, 16) and sizes["dtype"] is dtype and sizes["bias"] is (family == "qwen2")
     assert attention == dict(kv_heads=2, group=2, head_dim=8, scale=8 ** -0.5, norm="rms" if family == "qwen3" else "", eps=1e-6,
                              offset=0.0, rope="halves", rotary=8, rope_dtype=dtype, softcap=None, sinks=False,
-                             packing="parts", dtype=dtype)
+                             norm_bias=False, packing="parts", dtype=dtype)
     assert parts["attention"].weights == ((("self_attn.q_norm", "weight"), ("self_attn.k_norm", "weight")) if family == "qwen3" else ())
 
 
@@ -66,6 +66,74 @@ def test_other_families_match_in_full(family: str, dtype: torch.dtype) -> None:
     scale = {"granite": 12.0, **dict.fromkeys(("gemma", "gemma2", "gemma3"), float(torch.tensor(32 ** 0.5).to(dtype)))}
     assert matches.causal.embedding_scale(dtype) == scale.get(family, 1.0)
     assert set(matches.causal.kinds) == ({"full_attention", "sliding_attention"} if family == "gemma3" else {""})
+
+
+LAYER_NORM = dict(norm=True, centred=True, norm_bias=True)
+WITHOUT_BIAS = {**LAYER_NORM, "norm_bias": False}
+CENTRED_SAID: dict[str, dict[str, dict[str, Any]]] = {
+    "starcoder2": {"qkv": dict(bias=True, **LAYER_NORM), "out": dict(bias=True), "up": dict(activation="gelu_tanh", bias=True, **LAYER_NORM)},
+    "stablelm": {"attention": dict(rotary=4, rope="halves"), "gated": LAYER_NORM, "head": LAYER_NORM},
+    "cohere": {"attention": dict(rope="pairs"), "gated": WITHOUT_BIAS, "head": dict(scale=0.25, **WITHOUT_BIAS)},
+    "cohere, heads normed": {"attention": dict(rope="pairs", norm="layer", norm_bias=False)},
+    "cohere2": {"attention": dict(rope=""), "head": dict(scale=0.0625)},
+    "gpt_neox": {"qkv": dict(n=(96,)), "attention": dict(packing="heads", rotary=4), "up": dict(activation="gelu", bias=True)},
+    "gpt_neox, serial": {"attention": dict(packing="heads")},
+    "phi": {"attention": dict(rotary=4), "up": dict(activation="gelu_tanh"), "head": dict(bias=True, **LAYER_NORM)},
+    "nemotron": {"qkv": dict(offset=1.0, **LAYER_NORM), "up": dict(activation="relu squared", bias=False)},
+    "arcee": {"qkv": dict(norm=True, centred=False), "up": dict(activation="relu squared", centred=False)},
+}
+PARALLEL = ("cohere", "cohere2", "gpt_neox", "phi")
+MORE_OF = {"heads normed": dict(use_qk_norm=True), "serial": dict(use_parallel_residual=False)}
+
+
+@pytest.mark.parametrize("name", CENTRED_SAID)
+def test_families_with_layer_norm_or_without_a_gate_match_in_full(name: str) -> None:
+    family, _, more = name.partition(", ")
+    model = tiny(family, dtype=torch.bfloat16, num_hidden_layers=1, **MORE_OF.get(more, {}))
+    matches = match(model, ALL, model)
+    found, = matches.modules
+    gate = "gated" if "gated" in CENTRED_SAID[name] or family in ("cohere", "cohere2") else "up"
+    assert [p.role for p in found.parts] == ["qkv", "attention", "out", gate, "down"] and not matches.refusals
+    assert found.layouts[0].parallel == (family in PARALLEL and more != "serial")
+    assert isinstance(matches.causal, CausalMatch), matches.causal
+    assert matches.causal.rope.order == ("pairs" if family in ("cohere", "cohere2") else "halves")
+    sizes = {p.role: dict(p.block.sizes) for p in (*found.parts, matches.causal.head)}
+    for role, said in CENTRED_SAID[name].items():
+        assert said.items() <= sizes[role].items(), (role, sizes[role])
+    assert {family for family, _, _ in (n.partition(", ") for n in CENTRED_SAID)} == {*CENTRED, "arcee"}
+
+
+def test_gpt_oss_matches_but_for_its_experts() -> None:
+    model = tiny("gpt_oss", num_hidden_layers=2)
+    matches = match(model, ALL, model)
+    assert [[p.role for p in m.parts] for m in matches.modules] == [["qkv", "attention", "out"]] * 2
+    assert isinstance(matches.causal, CausalMatch) and matches.causal.rope == Rope(8, torch.float32, "once")
+    attention = matches.modules[0].parts[1]
+    assert dict(attention.block.sizes)["sinks"] is True and attention.weights == (("self_attn", "sinks"),)
+    model.config._attn_implementation = "flash_attention_2"  # of which no twin can say what it does with sinks
+    assert "whether the sinks are used with flash_attention_2 attention is not probed" in reasons(model, "model.layers.0")
+
+
+@pytest.mark.parametrize(("family", "changes", "reason"), [
+    ("stablelm", dict(qk_layernorm=True), "attention has q_layernorm, k_layernorm too"),
+    ("phi", dict(qk_layernorm=True), "attention has q_layernorm, k_layernorm too"),
+])
+def test_norms_of_heads_that_are_not_known_leave_attention_stock(family: str, changes: dict[str, Any], reason: str) -> None:
+    model = tiny(family, num_hidden_layers=1, **changes)
+    assert "attention" not in found(model)["model.layers.0"] and reason in reasons(model, "model.layers.0")
+
+
+@pytest.mark.parametrize("change", ["mean", "bias"])
+def test_the_probe_sees_another_layer_norm(change: str) -> None:
+    model = tiny("starcoder2", num_hidden_layers=1)
+    norm = model.model.layers[0].input_layernorm
+
+    class Other(type(norm)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + (0.01 * x.mean(-1, keepdim=True) if change == "mean" else -0.1 * self.bias)
+    norm.__class__ = Other
+    assert "qkv" not in found(model)["model.layers.0"]
+    assert "input_layernorm (Other) is not (x − mean(x)) / sqrt(var(x) + eps) · w + b: off by" in reasons(model, "model.layers.0")
 
 
 def test_a_softcap_is_what_the_installed_attention_makes_of_it() -> None:
@@ -138,7 +206,7 @@ def test_activations_are_known_by_what_they_compute(name: str, op: str) -> None:
 def test_an_unknown_activation_is_refused() -> None:
     model = tiny("llama", hidden_act="mish")
     assert found(model)["model.layers.0"] == ["qkv", "out", "down"]
-    assert "is none of silu, gelu, gelu_tanh, relu" in reasons(model, "model.layers.0")
+    assert "is none of silu, gelu, gelu_tanh, relu, relu squared" in reasons(model, "model.layers.0")
 
 
 def test_the_probe_sees_what_the_structure_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

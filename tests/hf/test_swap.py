@@ -219,6 +219,20 @@ def test_dropouts_that_are_switched_on_drop() -> None:
     assert counts(ours) == {"prefill": 2, "dropout is active": 4}
 
 
+def test_dropouts_that_are_functions_drop() -> None:
+    stock = tiny("starcoder2", num_hidden_layers=2, residual_dropout=0.5)
+    ours = optimize(twin_of(stock), verify=False)
+    for part in ("mlp", "self_attn"):
+        seen = []
+        for model in (stock, ours):
+            getattr(layer_of(model), part).train()
+            torch.manual_seed(0)
+            seen.append(decode_logits(model))
+            getattr(layer_of(model), part).eval()
+        torch.testing.assert_close(seen[1], seen[0], **CLOSE)
+    assert counts(ours) == {"prefill": 2, "a part is in training mode": 8}
+
+
 def _norm(m: Any) -> None:
     layer_of(m).input_layernorm = copy.deepcopy(layer_of(m).input_layernorm)
     layer_of(m).input_layernorm.weight.data.mul_(3)
