@@ -90,6 +90,8 @@ MORE_OF = {"heads normed": dict(use_qk_norm=True), "serial": dict(use_parallel_r
 def test_families_with_layer_norm_or_without_a_gate_match_in_full(name: str) -> None:
     family, _, more = name.partition(", ")
     model = tiny(family, dtype=torch.bfloat16, num_hidden_layers=1, **MORE_OF.get(more, {}))
+    if family == "nemotron" and "rotary_emb" in model.model.layers[0].self_attn._modules:
+        pytest.skip("attention of transformers 5.4 has a rotary embedding of its own and no scaling")
     matches = match(model, ALL, model)
     found, = matches.modules
     gate = "gated" if "gated" in CENTRED_SAID[name] or family in ("cohere", "cohere2") else "up"

@@ -81,7 +81,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     **{family: lambda family=family: tiny(family) for family in FOUR},
     **{family: lambda family=family: tiny(family, num_hidden_layers=2) for family in (*OTHERS, *MORE, *CENTRED)},
     "gpt_oss": lambda: tiny("gpt_oss", num_hidden_layers=2),
-    "stablelm, side by side": lambda: tiny("stablelm", num_hidden_layers=2, use_parallel_residual=True),
+    "stablelm": lambda: tiny("stablelm", num_hidden_layers=2, use_parallel_residual=True),
     "gemma2, eager": lambda: tiny("gemma2", attn_implementation="eager", attn_logit_softcapping=3.0, num_hidden_layers=2),
     **{f"{family}, tied": lambda family=family: tiny(family, tie_word_embeddings=True) for family in ("llama", "qwen3")},
     "biases": lambda: tiny("llama", attention_bias=True, mlp_bias=True),
