@@ -238,7 +238,8 @@ class Probes:
     def passing(self, mlp: Any, like: nn.Module) -> Passing | Rejected:
         """What stands for an MLP that runs its own forward, and gives as it does a tensor or more; `like`: a norm before it."""
         def probe() -> Passing:
-            y = mlp.forward(torch.zeros(1, 1, like.weight.shape[0], dtype=like.weight.dtype, device=like.weight.device))
+            of = next(mlp.parameters(), like.weight)
+            y = mlp.forward(torch.zeros(1, 1, like.weight.shape[0], dtype=of.dtype, device=of.device))
             return Passing(more=isinstance(y, tuple)).eval()
         return self._once(("passing", kind_of(mlp)), probe)  # type: ignore[no-any-return]
 
