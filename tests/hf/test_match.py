@@ -71,7 +71,7 @@ def test_other_families_match_in_full(family: str, dtype: torch.dtype) -> None:
 LAYER_NORM = dict(norm=True, centred=True, norm_bias=True)
 WITHOUT_BIAS = {**LAYER_NORM, "norm_bias": False}
 CENTRED_SAID: dict[str, dict[str, dict[str, Any]]] = {
-    "starcoder2": {"qkv": dict(bias=True, **LAYER_NORM), "out": dict(bias=True), "up": dict(activation="gelu_tanh", bias=True, **LAYER_NORM)},
+    "starcoder2": {"qkv": dict(bias=True, **LAYER_NORM), "out": dict(bias=True), "up": dict(activation="gelu_tanh", **LAYER_NORM)},
     "stablelm": {"attention": dict(rotary=4, rope="halves"), "gated": LAYER_NORM, "head": LAYER_NORM},
     "cohere": {"attention": dict(rope="pairs"), "gated": WITHOUT_BIAS, "head": dict(scale=0.25, **WITHOUT_BIAS)},
     "cohere, heads normed": {"attention": dict(rope="pairs", norm="layer", norm_bias=False)},
