@@ -179,8 +179,8 @@ def _normed(k: Kind, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     if k["norm"] == "rms":
         return table.lookup("rms_norm").oracle(x, weight, k["eps"])
     if k["norm"] == "layer":
-        assert bias is not None
-        return F.layer_norm(x, (d,), eps=k["eps"]) * weight.reshape(1, heads, 1, d) + bias.reshape(1, heads, 1, d)
+        y = F.layer_norm(x, (d,), eps=k["eps"]) * weight.reshape(1, heads, 1, d)
+        return y if bias is None else y + bias.reshape(1, heads, 1, d)
     token = x.transpose(1, 2).reshape(rows, t, heads * d)
     return table.lookup("rms_norm").oracle(token, weight.reshape(-1), k["eps"]).reshape(rows, t, heads, d).transpose(1, 2)
 

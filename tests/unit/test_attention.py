@@ -23,6 +23,7 @@ from mirage_hf.verify.verdict import Accepted, Refused
 SIZES = dict(kv_heads=2, group=3, head_dim=16, scale=0.25, norm="", eps=1e-6, dtype=torch.float16)
 FEATURES = {"biases": dict(bias=True), "norms of heads": dict(norm="layer"), "a norm of all heads": dict(norm="rms of all heads"),
             "pairs of a part": dict(rope="pairs", rotary=8), "softcap and sinks": dict(softcap=30.0, sinks=True), "a mask": dict(mask=True),
+            "packed by heads": dict(norm="layer", norm_bias=False, packing="heads"),
             "several queries": dict(queries=3), "a window": dict(queries=3, window=True),
             "most": dict(norm="rms", bias=True, rotary=8, softcap=30.0, sinks=True, mask=True)}
 
@@ -88,8 +89,8 @@ def test_capacity_reached_is_an_error_on_a_cpu():
         run_kernel_graph(u.kernels, inputs)
 
 
-def test_other_norms_and_ropes_say_what_there_is():
-    for what in (dict(norm="batch"), dict(rope="thirds")):
+def test_other_norms_ropes_and_packings_say_what_there_is():
+    for what in (dict(norm="batch"), dict(rope="thirds"), dict(packing="rows")):
         with pytest.raises(errors.GraphError, match="rms of all heads"):
             kind_of(**what).program(12)
 
