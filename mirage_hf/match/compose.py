@@ -81,9 +81,9 @@ FIRST = ("gated", "up")
 """The roles of the first half of an MLP, with a gate and without."""
 
 
-def first_half(parts: Iterable[str]) -> str:
+def first_half(roles: Iterable[str]) -> str:
     """Which of some roles is the first half of an MLP, "" where none is."""
-    return next((role for role in parts if role in FIRST), "")
+    return next((role for role in roles if role in FIRST), "")
 
 
 def runs_own_mlp(parts: Sequence[Part]) -> bool:
