@@ -9,6 +9,8 @@ LAYOUTS = (
                 norm="input_layernorm", attention="self_attn",
                 projections=("q_proj", "k_proj", "v_proj"), output="o_proj",
                 mlp_norm="post_attention_layernorm", mlp="mlp"),
+    LayerLayout("GraniteMoe", norm="input_layernorm", attention="self_attn", projections=("q_proj", "k_proj", "v_proj"), output="o_proj",
+                mlp_norm="post_attention_layernorm", mlp="block_sparse_moe"),
     LayerLayout("DeepSeek-V2 (Lite)", norm="input_layernorm", attention="self_attn", projections=("q_proj", "kv_a_proj_with_mqa"),
                 output="o_proj", mlp_norm="post_attention_layernorm", mlp="mlp", latent=LatentLayout("kv_a_layernorm", "kv_b_proj")),
     LayerLayout("DeepSeek-V2, V3", norm="input_layernorm", attention="self_attn", projections=("q_a_proj", "kv_a_proj_with_mqa"),

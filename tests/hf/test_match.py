@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from swapping import CENTRED, FOUR, OTHERS, tiny
+from swapping import CENTRED, FOUR, OTHERS, SIZES, tiny
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from mirage_hf.errors import Rejected
 from mirage_hf.match.matcher import match
@@ -114,6 +115,18 @@ def test_gpt_oss_matches_but_for_its_experts() -> None:
     assert dict(attention.block.sizes)["sinks"] is True and attention.weights == (("self_attn", "sinks"),)
     model.config._attn_implementation = "flash_attention_2"  # of which no twin can say what it does with sinks
     assert "whether the sinks are used with flash_attention_2 attention is not probed" in reasons(model, "model.layers.0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["helium", "seed_oss", "ministral", "jais2", "cwm", "qwen3_moe", "glm4_moe", "ernie4_5_moe",
+                                    "granitemoe", "flex_olmo", "solar_open", "cohere2_moe"])
+def test_families_that_rows_of_others_describe(family: str) -> None:
+    config = AutoConfig.for_model(family, **{**SIZES, "num_hidden_layers": 1, "head_dim": 8})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    matches = match(model, ALL, model)
+    assert isinstance(matches.causal, CausalMatch), matches
+    assert not matches.refusals or {r.reason.partition(" (")[0] for r in matches.refusals} == {"has no gate_proj", "has no down_proj"}
 
 
 @pytest.mark.parametrize(("family", "changes", "reason"), [
