@@ -1,10 +1,11 @@
-"""The cache pool: full-length key and value memory, leased to one `generate` call at a time."""
+"""The cache pool: key and value memory, leased to one `generate` call at a time: full-length, or of sliding layers a ring."""
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +19,18 @@ MOST_EOS = 32
 """Stop tokens a control has room for; a longer list is a table of the vocabulary (decode/selection.py)."""
 KEEP_IDLE = 4
 """Blocks kept between calls. A fifth (batch, capacity) pair pushes out the one idle longest."""
+IDLE_SHARE = 4
+"""Of the memory of a GPU one part in so many may be kept by idle blocks; what is beyond is freed, the longest idle first."""
+GRAIN = 256
+"""Capacities are multiples of it."""
 
 
 def bucket(slots: int) -> int:
-    """Round a number of cache slots up to a capacity: multiples of 256, and of 1/8 of the power of two below 2048 up.
+    """Round a number of cache slots up to a capacity: multiples of GRAIN, and of 1/8 of the power of two below 2048 up.
 
     Few distinct capacities mean few captures; at most 1/8 of a long cache is read in vain.
     """
-    grain = max(256, (1 << (max(slots, 1).bit_length() - 1)) // 8)
+    grain = max(GRAIN, (1 << (max(slots, 1).bit_length() - 1)) // 8)
     return -(-slots // grain) * grain
 
 
@@ -134,6 +139,70 @@ class Trail:
         send(numbers, self.numbers[:, :numbers.shape[1]])
 
 
+# -- rings --------------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Ring:
+    """How keys and values of a sliding layer lie in fewer slots than a text has: as many as its window, rounded up.
+
+    Token n of a row, counted without its left padding, lies in slot n mod (window − 1); the padding before it too, as long as nothing took
+    its place. So the keys that a step sees are slots [0, n), or all of them, in whatever order, and kernels need know nothing of rings: the
+    key of token n goes to the first slot behind those seen. From n = window − 1 on that is the spare slot window − 1, and the step ends by
+    moving it to where the oldest was (`turn`). A step that finds no row alive writes the spare slot only.
+    """
+
+    window: int
+    slots: int
+
+    @property
+    def spare(self) -> int:
+        return self.window - 1
+
+    def slot(self, control: Control) -> Tensor:
+        """The slot (batch, 1) that a step's key goes to; the step sees those before it and the new one."""
+        return torch.where(control.alive.any(), (control.length - control.lowest).clamp_max(self.spare), self.spare)
+
+    def turn(self, slab: Tensor, control: Control) -> None:
+        """End a step for a slab (layers, batch, heads, slots, dim), before `control` moves on."""
+        n, spare = control.length - control.lowest[:, 0], self.spare
+        to = torch.where(control.alive.any() & (n >= spare), n % spare, spare)  # the spare slot's own place where nothing moves
+        new = slab[:, :, :, spare:self.window].clone()
+        slab.scatter_(3, to.view(1, -1, 1, 1, 1).expand_as(new), new)
+
+    def held(self, length: int | Tensor, lowest: Tensor) -> Tensor:
+        """The slot of a text of `length` slots whose key lies in each of the ring's slots (batch, window − 1); below 0 where none does."""
+        last = length - 1 - lowest
+        return lowest + last - (last - torch.arange(self.spare, device=lowest.device)) % self.spare
+
+    def fill(self, memory: Tensor, states: Tensor, length: int) -> None:
+        """Put in what a text of `length` slots without padding leaves, from states (batch, heads, n, dim) of its last slots."""
+        if length <= self.spare:
+            memory[:, :, :length].copy_(states)
+            return
+        kept, first = states[:, :, -self.spare:], length % self.spare
+        memory[:, :, first:self.spare].copy_(kept[:, :, :self.spare - first])
+        memory[:, :, :first].copy_(kept[:, :, self.spare - first:])
+
+    def read(self, memory: Tensor, length: int, lowest: Tensor | None) -> Tensor:
+        """Return the keys of a text of `length` slots that a window leaves, in their order."""
+        first, spare = max(length - self.spare, 0), self.spare
+        if lowest is not None:
+            return _pick(memory, (torch.arange(first, length, device=memory.device) - lowest) % spare)
+        if not first:
+            return memory[:, :, :length]
+        return torch.cat([memory[:, :, length % spare:spare], memory[:, :, :length % spare]], 2)
+
+
+def _pick(states: Tensor, at: Tensor) -> Tensor:
+    """The slots `at` (batch, n) of states (batch, heads, slots, dim)."""
+    return states.gather(2, at[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
+
+
+def rings_of(windows: Sequence[int | None], capacity: int) -> tuple[Ring | None, ...]:
+    """The rings of layers with these windows (None: nothing is dropped) in a block, where they take less memory than its capacity."""
+    return tuple(Ring(w, bucket(w)) if w is not None and w > 1 and bucket(w) < capacity else None for w in windows)
+
+
 # -- the layers HF's forward sees ---------------------------------------------------------------------------------------
 
 class _PoolLayer(CacheLayerMixin):
@@ -167,9 +236,7 @@ class PrefillLayer(_PoolLayer):
             raise MirageError("decode: a layer of the prefill was updated twice in one forward; "
                               "call the stock method with type(model).generate(model, ...)")
         self.seen = key_states.shape[-2]
-        keys, values = self.block.claim(self.index, key_states, value_states)
-        keys[:, :, :self.seen].copy_(key_states)
-        values[:, :, :self.seen].copy_(value_states)
+        self.block.hold(self.index, key_states, value_states, self.seen)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
@@ -180,17 +247,24 @@ class PrefillLayer(_PoolLayer):
 
 
 class StepLayer(_PoolLayer):
-    """Writes one key and value at the device-side length and returns the whole capacity; the mask does the rest."""
+    """Writes one key and value at the device-side length, or where its ring has it, and returns all slots; the mask does the rest."""
+
+    def __init__(self, block: Block, index: int, is_sliding: bool, slots: Mapping[Ring, Tensor]):
+        super().__init__(block, index, is_sliding)
+        self.slots = slots
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        block = self.block
+        block, ring = self.block, self.block.rings[self.index]
         keys, values = block.keys[self.index], block.values[self.index]
-        keys.index_copy_(2, block.control.length, key_states)
-        values.index_copy_(2, block.control.length, value_states)
+        for memory, states in ((keys, key_states), (values, value_states)):
+            if ring is None:
+                memory.index_copy_(2, block.control.length, states)
+            else:
+                memory.scatter_(2, self.slots[ring][:, :, None, None].expand_as(states), states)
         return keys, values
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        return self.block.capacity, 0
+        return self.block.slots_of(self.index), 0
 
     def get_seq_length(self) -> Tensor:  # type: ignore[override]  # a device tensor, as StaticLayer's
         return self.block.control.length
@@ -200,16 +274,21 @@ class StepLayer(_PoolLayer):
 
 @dataclass(eq=False)
 class Block:
-    """Memory for one call: `capacity` slots of every layer's keys and values, the control state, and graphs over both."""
+    """Memory for one call: `capacity` slots of every layer's keys and values, or a ring, the control state, and graphs over both."""
 
     batch: int
     capacity: int
-    sliding: tuple[bool, ...]
+    windows: tuple[int | None, ...]
+    """Of each layer how many keys a query sees, its own included, where stock's cache drops the others; None where it keeps all."""
     device: torch.device
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
     slabs: list[Tensor] = field(default_factory=list)
     """Owners of the memory. Layers of one shape are rows of one slab, so that one launch clears them all."""
+    turning: list[tuple[Ring, Tensor]] = field(default_factory=list)
+    """The slabs that are rings."""
+    lowest: Tensor | None = None
+    """(batch, 1): the left padding of the call under way, None without any."""
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
     """(batch, vocabulary), in the model's dtype: of the step enqueued last."""
     graphs: dict[Any, Any] = field(default_factory=dict)
@@ -233,6 +312,8 @@ class Block:
     """Called when the device is out of memory, before the second and last try."""
 
     def __post_init__(self) -> None:
+        self.rings = rings_of(self.windows, self.capacity)
+        self._held: dict[tuple[Ring, int, int], Tensor] = {}
         with torch.inference_mode(False):
             self.control = Control.allocate(self.batch, self.capacity, self.device)
 
@@ -246,33 +327,66 @@ class Block:
 
     def prefill_cache(self) -> Cache:
         """Return a cache that takes a prompt's keys and values into this block."""
-        return Cache(layers=[PrefillLayer(self, i, s) for i, s in enumerate(self.sliding)])
+        return Cache(layers=[PrefillLayer(self, i, w is not None) for i, w in enumerate(self.windows)])
 
-    def step_cache(self) -> Cache:
-        """Return the cache that the step's forward sees."""
-        return Cache(layers=[StepLayer(self, i, s) for i, s in enumerate(self.sliding)])
+    def step_cache(self, slots: Mapping[Ring, Tensor]) -> Cache:
+        """Return the cache that the step's forward sees. `slots`: what `Ring.slot` gave for this step."""
+        return Cache(layers=[StepLayer(self, i, w is not None, slots) for i, w in enumerate(self.windows)])
+
+    def slots_of(self, index: int) -> int:
+        """Slots of layer `index`."""
+        ring = self.rings[index]
+        return self.capacity if ring is None else ring.slots
+
+    def begin(self, lowest: Tensor | None) -> None:
+        """Take the left padding (batch, 1) of a call, None without any, before its prompt comes."""
+        self.lowest = lowest
+        self._held.clear()
 
     def claim(self, index: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return layer `index`'s (batch, heads, capacity, dim) memory, made to fit these states."""
+        """Return layer `index`'s (batch, heads, slots, dim) memory, made to fit these states."""
         return self._fit(self.keys, index, key_states), self._fit(self.values, index, value_states)
 
+    def reserve(self, cache: DynamicCache) -> None:
+        """Make room for what a user's cache holds."""
+        for i, layer in enumerate(cache.layers):
+            self.claim(i, layer.keys, layer.values)
+
+    def hold(self, index: int, key_states: Tensor, value_states: Tensor, length: int) -> None:
+        """Take layer `index`'s states of the last slots of a text of `length` slots; those before them are out of its window."""
+        ring, first = self.rings[index], length - key_states.shape[-2]
+        for memory, states in zip(self.claim(index, key_states, value_states), (key_states, value_states), strict=True):
+            if ring is None:
+                memory[:, :, :first].zero_()  # as in clear_from
+                memory[:, :, first:length].copy_(states)
+            elif self.lowest is None:
+                ring.fill(memory, states, length)
+            else:
+                if (key := (ring, length, first)) not in self._held:  # the same for all layers
+                    self._held[key] = (ring.held(length, self.lowest) - first).clamp_min(0)
+                memory[:, :, :ring.spare].copy_(_pick(states, self._held[key]))
+
     def _fit(self, rows: dict[int, Tensor], index: int, states: Tensor) -> Tensor:
-        shape = (self.batch, states.shape[1], self.capacity, states.shape[3])
+        shape = (self.batch, states.shape[1], self.slots_of(index), states.shape[3])
         row = rows.get(index)
         if row is not None and row.shape == shape and row.dtype == states.dtype and row.device == states.device:
             return row
         if row is not None and index == 0:  # the model changed dtype or shape since the last call
             self.drop_memory()
         self.drop_graphs()
-        # a first layer is taken for all; a later one that differs gets memory of its own
-        count = len(self.sliding) if index == 0 and not rows else 1
+        # a first layer is taken for all of its ring, or without one; a later one that differs gets memory of its own
+        ring = self.rings[index]
+        like = [i for i, r in enumerate(self.rings) if r == ring]
+        owners = like if index == like[0] and index not in rows else [index]
         try:
-            slab = _zeros((count, *shape), states)
+            slab = _zeros((len(owners), *shape), states)
         except torch.OutOfMemoryError:
             self.make_room()
-            slab = _zeros((count, *shape), states)
+            slab = _zeros((len(owners), *shape), states)
         self.slabs.append(slab)
-        rows.update((index + i, slab[i]) for i in range(count))
+        if ring is not None:
+            self.turning.append((ring, slab))
+        rows.update(zip(owners, slab, strict=True))
         return slab[0]
 
     def set_logits(self, logits: Tensor) -> None:
@@ -284,9 +398,14 @@ class Block:
 
     def clear_from(self, length: int) -> None:
         """Zero what an earlier call left above `length`: masked keys weigh 0, but 0 · NaN is NaN."""
-        if self.dirty > length:
-            for slab in self.slabs:
-                slab[:, :, :, length:self.dirty].zero_()
+        rings = {id(slab): ring for ring, slab in self.turning}
+        for slab in self.slabs:
+            ring, first, last = rings.get(id(slab)), length, self.dirty
+            if ring is not None:
+                # left padding has filled all slots up to the spare one, which any step writes
+                first, last = min(length, ring.spare) if self.lowest is None else ring.spare, ring.window if self.dirty else 0
+            if last > first:
+                slab[:, :, :, first:last].zero_()
         self.dirty = length
 
     def graphs_for(self, fingerprint: object) -> dict[Any, Any]:
@@ -327,6 +446,7 @@ class Block:
         self.keys.clear()
         self.values.clear()
         self.slabs.clear()
+        self.turning.clear()
         self.logits = torch.empty(0)
         self.dirty = 0
 
@@ -336,22 +456,21 @@ class Block:
         """Copy a user's cache in; return its length. A sliding layer's remainder goes to the slots it stands for."""
         length = cache.get_seq_length()
         for i, layer in enumerate(cache.layers):
-            keys, values = self.claim(i, layer.keys, layer.values)
-            first = length - layer.keys.shape[-2]
-            for memory, states in ((keys, layer.keys), (values, layer.values)):
-                memory[:, :, :first].zero_()  # as in clear_from
-                memory[:, :, first:length].copy_(states)
+            self.hold(i, layer.keys, layer.values, length)
         return length
 
     def put(self, cache: DynamicCache, length: int) -> None:
         """Make `cache` what stock would have left there after `length` tokens: fresh tensors, never pool memory."""
-        for i in range(len(self.sliding)):
+        for i, ring in enumerate(self.rings):
             if i == len(cache.layers):
                 cache.layers.append(DynamicLayer())  # DynamicCache() without a config makes its layers as they come
             layer = cache.layers[i]
-            keys, values = self.keys[i][:, :, :length], self.values[i][:, :, :length]
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                keys, values = keys[:, :, 1 - layer.sliding_window:], values[:, :, 1 - layer.sliding_window:]
+            if ring is not None:
+                keys, values = (ring.read(memory[i], length, self.lowest) for memory in (self.keys, self.values))
+            else:
+                keys, values = self.keys[i][:, :, :length], self.values[i][:, :, :length]
+                if isinstance(layer, DynamicSlidingWindowLayer):
+                    keys, values = keys[:, :, 1 - layer.sliding_window:], values[:, :, 1 - layer.sliding_window:]
             if not layer.is_initialized:
                 layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys.clone(), values.clone()
@@ -360,13 +479,17 @@ class Block:
 
     def continue_from(self, other: Block, length: int) -> None:
         """Take over a smaller block's first `length` slots, logits and state, on the current stream."""
-        for i in range(len(self.sliding)):
-            keys, values = self.claim(i, other.keys[i], other.values[i])
-            keys[:, :, :length].copy_(other.keys[i][:, :, :length])
-            values[:, :, :length].copy_(other.values[i][:, :, :length])
+        self.control.continue_from(other.control)
+        self.begin(other.lowest)
+        for i, ring in enumerate(self.rings):
+            for memory, states in zip(self.claim(i, other.keys[i], other.values[i]), (other.keys[i], other.values[i]), strict=True):
+                if ring is None or other.rings[i] is not None:
+                    memory[:, :, :length].copy_(states[:, :, :length])
+                else:  # the device knows the length: steps that found no row alive have been counted
+                    at = ring.held(self.control.length, self.control.lowest).clamp_min(0)
+                    memory[:, :, :ring.spare].copy_(_pick(states, at))
         self.clear_from(length)
         self.set_logits(other.logits)
-        self.control.continue_from(other.control)
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -375,14 +498,14 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
-def sliding_layers(cache: Cache, count: int) -> tuple[bool, ...] | str:
-    """Return which of `count` layers slide, or the reason why this cache cannot be exchanged with the pool."""
+def windows_of(cache: Cache, count: int) -> tuple[int | None, ...] | str:
+    """Return the windows of `count` layers, None where nothing is dropped, or why this cache cannot be exchanged with the pool."""
     if type(cache) is not DynamicCache:
         return f"cache type {type(cache).__name__}"
     if getattr(cache, "offloading", False):
         return "offloaded cache"
     if not cache.layers:
-        return (False,) * count
+        return (None,) * count
     if len(cache.layers) != count:
         return f"a cache of {len(cache.layers)} layers for {count} decoder layers"
     for layer in cache.layers:
@@ -390,7 +513,12 @@ def sliding_layers(cache: Cache, count: int) -> tuple[bool, ...] | str:
             return f"cache layer type {type(layer).__name__}"
         if getattr(layer, "record_past", False):
             return "a cache that records its past"
-    return tuple(type(layer) is DynamicSlidingWindowLayer for layer in cache.layers)
+    return tuple(layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in cache.layers)
+
+
+def most_idle(device: torch.device) -> float:
+    """Bytes that idle blocks may keep of a device's memory."""
+    return torch.cuda.get_device_properties(device).total_memory / IDLE_SHARE if device.type == "cuda" else math.inf
 
 
 # -- the pool -----------------------------------------------------------------------------------------------------------
@@ -416,17 +544,18 @@ class CachePool:
         with self._lock:
             return [(b.batch, b.capacity) for b in (*self._leased, *self._idle)]
 
-    def lease(self, batch: int, capacity: int, sliding: tuple[bool, ...], device: torch.device) -> Block:
+    def lease(self, batch: int, capacity: int, windows: tuple[int | None, ...], device: torch.device) -> Block:
         """Return a block nobody else uses until `give_back`. Its memory appears as the prefill fills it."""
+        rings = rings_of(windows, capacity)
         with self._lock:
-            block = next((b for b in reversed(self._idle) if (b.batch, b.capacity, len(b.sliding), b.device)
-                          == (batch, capacity, len(sliding), device)), None)
+            block = next((b for b in reversed(self._idle) if (b.batch, b.capacity, b.rings, b.device)
+                          == (batch, capacity, rings, device)), None)
             if block is not None:
                 self._idle.remove(block)
-                block.sliding = sliding
+                block.windows = windows
                 self._leased.add(block)
         if block is None:
-            block = Block(batch, capacity, sliding, device)
+            block = Block(batch, capacity, windows, device)
             with self._lock:
                 self._leased.add(block)
         block.make_room = self.drop_idle
@@ -445,10 +574,21 @@ class CachePool:
             self._leased.remove(block)
             if not block.stale:
                 self._idle.append(block)
-            dropped = [block] if block.stale else self._idle[:-KEEP_IDLE]
-            del self._idle[:-KEEP_IDLE]
+            dropped = [block] if block.stale else self._surplus()
         for block in dropped:
             block.drop_memory()
+
+    def _surplus(self) -> list[Block]:
+        """Take out the idle blocks that are not kept: of those before the first that is too much, the longest idle come first."""
+        kept, room = 0, {b.device: most_idle(b.device) for b in self._idle}
+        for block in reversed(self._idle):
+            room[block.device] -= block.bytes
+            if kept == KEEP_IDLE or room[block.device] < 0:
+                break
+            kept += 1
+        at = len(self._idle) - kept
+        dropped, self._idle = self._idle[:at], self._idle[at:]
+        return dropped
 
     def drop_idle(self) -> None:
         """Free every idle block and its graphs now."""

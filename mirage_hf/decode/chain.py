@@ -45,12 +45,13 @@ class StepProgram(Step):
             steps, block, windows = self.steps, self.block, dict(self.masks.windows)
             kinds = [self.masks.kind_of(n) for n in range(len(steps.layers))]
             cos, sin = steps.rotary_tables(block.capacity)
-            each = list(dict.fromkeys(windows[kind] for kind in kinds))
+            seen = [ring or windows[kind] for ring, kind in zip(block.rings, kinds, strict=True)]
+            each = list(dict.fromkeys(seen))
             tables, _, width = cos.shape
             inputs = Inputs.allocate(block.batch, steps.embedding.shape[1], width, each, steps.embedding.dtype, block.device, cos.dtype,
                                      tables)
-            chain = tuple((layer, steps.kernels(layer, block.batch, block.capacity), each.index(windows[kind]))
-                          for layer, kind in zip(steps.layers, kinds, strict=True))
+            chain = tuple((layer, steps.kernels(layer, block.batch, block.slots_of(n)), each.index(seen[n]))
+                          for n, layer in enumerate(steps.layers))
             self._buffers = _Buffers(inputs, ends_of(block), cos, sin, chain)
         return self._buffers
 
@@ -65,10 +66,11 @@ class StepProgram(Step):
             ready.ends.begin(block.control, steps.embedding, ready.cos, ready.sin, inputs, steps.embedding_scale)
             x = inputs.x
             for n, (layer, kernels, window) in enumerate(ready.kernels):
-                at = At(inputs.cos[layer.rope], inputs.sin[layer.rope], block.keys[n], block.values[n], inputs.lows[window], inputs.slot,
-                        inputs.end)
+                at = At(inputs.cos[layer.rope], inputs.sin[layer.rope], block.keys[n], block.values[n], inputs.lows[window],
+                        inputs.slots[window], inputs.ends[window])
                 x = layer.step(kernels, x, at)
             steps.head(block.batch, x, block.logits)
+            ready.ends.turn(block.control, block.turning)
 
     def _to_logits(self) -> None:
         self._forward()
@@ -98,4 +100,4 @@ def obstacle(steps: Steps | None, plan: Any, block: Block, valid_for: object) ->
     shape = block.logits.shape
     if len(shape) != 2 or shape[1] != steps.vocab or block.logits.dtype is not steps.embedding.dtype:
         return f"logits of {tuple(shape)}, {block.logits.dtype}"
-    return steps.obstacle(block.batch, block.capacity)
+    return steps.obstacle(block.batch, tuple(block.slots_of(n) for n in range(len(steps.layers))))

@@ -1,6 +1,7 @@
 """The two ends of a decoding step that are written by hand: from token ids to the first layer's inputs, and from logits to the next token.
 
-The first is one launch, and so is the second where the greatest logit is chosen. Other choices (decode/selection.py) begin with torch ops
+The first is one launch, and so is the second where the greatest logit is chosen; where keys lie in rings, one more turns these. Other
+choices (decode/selection.py) begin with torch ops
 and end with `draw`, for samples, and `settle`. Each is a kernel whose sizes are written into its text, as those of generated kernels are,
 so that it is loaded, compiled and launched as they are. On a CPU torch does the same.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from mirage_hf import errors
 from mirage_hf.codegen.triton import POINTERS, Launch, Program
-from mirage_hf.decode.cache import MOST_EOS, Block, Control
+from mirage_hf.decode.cache import MOST_EOS, Block, Control, Ring
 from mirage_hf.decode.program import NOTHING, Chooser, choose_greedily, draw, settle
 from mirage_hf.decode.written import INFINITY, as_program, launch, load, order, power_of_two
 
@@ -47,34 +48,51 @@ class Inputs:
     """(tables, batch, width): the rotary tables' rows at the rows' positions; `sin` likewise."""
     sin: Tensor
     slot: Tensor
-    """(batch,) int32: the slot of the cache that the new key goes to, the same for every row."""
+    """(batch,) int32: the slot that the new key goes to in caches that are no rings, the same for every row."""
     end: Tensor
     """(batch,) int32: the slot after it."""
-    windows: tuple[int | None, ...]
-    """The most keys that a kind of layer may see, the new one included; None for all."""
+    windows: tuple[int | Ring | None, ...]
+    """The most keys that a kind of layer may see, the new one included, or the ring that these lie in; None for all."""
     lows: tuple[Tensor, ...]
-    """For each window (batch,) int32: a row sees the slots from there to `slot`, which is the new key's."""
+    """For each window (batch,) int32: a row sees the slots from there to the new key's. 0 for rings."""
+    slots: tuple[Tensor, ...]
+    """For each window the new key's slot: `slot`, or of a ring a tensor of its own; `ends` likewise."""
+    ends: tuple[Tensor, ...]
 
     @classmethod
-    def allocate(cls, batch: int, hidden: int, width: int, windows: Sequence[int | None], dtype: torch.dtype, device: torch.device,
+    def allocate(cls, batch: int, hidden: int, width: int, windows: Sequence[int | Ring | None], dtype: torch.dtype, device: torch.device,
                  table_dtype: torch.dtype | None = None, tables: int = 1) -> Inputs:
         """Zeros for these sizes; `width` is the number of columns of the rotary tables, `table_dtype` theirs where it is another."""
         with torch.inference_mode(False):  # a buffer made under inference_mode would raise in the next call outside it
             x = torch.zeros(batch, hidden, dtype=dtype, device=device)
             cos, sin = (torch.zeros(tables, batch, width, dtype=table_dtype or dtype, device=device) for _ in range(2))
             slot, end, *lows = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in (None, None, *windows))
-        return cls(x, cos, sin, slot, end, tuple(windows), tuple(lows))
+            slots, ends = (tuple(torch.zeros_like(each) if isinstance(w, Ring) else each for w in windows) for each in (slot, end))
+        return cls(x, cos, sin, slot, end, tuple(windows), tuple(lows), slots, ends)
+
+    def bounds(self) -> list[Tensor]:
+        """What `begin` writes for each window."""
+        return [t for w, lo, slot, end in zip(self.windows, self.lows, self.slots, self.ends, strict=True)
+                for t in ((slot, end) if isinstance(w, Ring) else (lo,))]
 
 
-def begin_program(batch: int, vocab: int, hidden: int, tables: tuple[int, int, int], windows: Sequence[int | None], dtype: torch.dtype,
-                  table_dtype: torch.dtype, scale: float = 1.0) -> Program:
+def begin_program(batch: int, vocab: int, hidden: int, tables: tuple[int, int, int], windows: Sequence[int | Ring | None],
+                  dtype: torch.dtype, table_dtype: torch.dtype, scale: float = 1.0) -> Program:
     """The kernel that fills `Inputs`, for an embedding (vocab, hidden) and rotary tables (tables, positions, width)."""
     count, positions, width = tables
     chunk = min(LEAST_CHUNK, power_of_two(hidden))
     chunks = -(-hidden // chunk)
-    lows = [f"lo{n}_ptr" for n in range(len(windows))]
-    firsts = [f"tl.maximum(lowest, length - {window - 1})" if window is not None else "lowest" for window in windows]
-    stores = "".join(f"\n        tl.store({low} + row, {first}.to(tl.int32))" for low, first in zip(lows, firsts, strict=True))
+    bounds: dict[str, str] = {}
+    for i, window in enumerate(windows):
+        if isinstance(window, Ring):
+            bounds[f"slot{i}_ptr"] = slot = f"tl.where(live, tl.minimum(length - lowest, {window.spare}), {window.spare})"
+            bounds[f"end{i}_ptr"] = f"({slot} + 1)"
+        else:
+            bounds[f"lo{i}_ptr"] = "lowest" if window is None else f"tl.maximum(lowest, length - {window - 1})"
+    turns = any(isinstance(window, Ring) for window in windows)
+    stores = "".join(f"\n        tl.store({name} + row, {value}.to(tl.int32))" for name, value in bounds.items())
+    if turns:
+        stores = f"\n{indent(LIVE.format(batch=batch, rows=power_of_two(batch)), ' ' * 8)}{stores}"
     x, table = POINTERS[dtype], POINTERS[table_dtype]
     row_of = f"tl.load(embedding_ptr + token * {hidden} + n, mask=n < {hidden})"
     scaled = row_of if scale == 1 else f"({row_of}.to(tl.float32) * {scale!r}).to(x_ptr.dtype.element_ty)"
@@ -85,7 +103,7 @@ def begin_program(batch: int, vocab: int, hidden: int, tables: tuple[int, int, i
     to_row = f"row * {width} + w" if count == 1 else f"w // {width} * {batch * width} + row * {width} + w % {width}"
     signature = (("ids_ptr", "*i64"), ("position_ptr", "*i64"), ("length_ptr", "*i64"), ("lowest_ptr", "*i64"), ("embedding_ptr", x),
                  ("cos_table_ptr", table), ("sin_table_ptr", table), ("x_ptr", x), ("cos_ptr", table), ("sin_ptr", table),
-                 ("slot_ptr", "*i32"), ("end_ptr", "*i32"), *((low, "*i32") for low in lows))
+                 ("slot_ptr", "*i32"), ("end_ptr", "*i32"), *((name, "*i32") for name in bounds), *([("alive_ptr", "*u8")] * turns))
     # the last block of a row does what is small, so that its loads do not queue behind those of the embedding
     kernel = f'''
 @triton.jit
@@ -114,6 +132,46 @@ def begin({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
         tl.store(sin_ptr + {to_row}, sin, mask=w < {count * width})
 '''
     return as_program(kernel, Launch("begin", signature, batch * (chunks + 1), num_warps=4, num_stages=1))
+
+
+LIVE = """
+m = tl.arange(0, {rows})
+live = tl.max(tl.load(alive_ptr + m, mask=m < {batch}, other=0).to(tl.int32), axis=0) != 0
+""".strip()
+
+
+def turn_program(batch: int, slabs: Sequence[tuple[Ring, tuple[int, ...], torch.dtype]]) -> Program:
+    """The kernel that does what `Ring.turn` does, for slabs (layers, batch, heads, slots, dim)."""
+    signature = (("length_ptr", "*i64"), ("lowest_ptr", "*i64"), ("alive_ptr", "*u8"),
+                 *((f"slab{i}_ptr", POINTERS[dtype]) for i, (_, _, dtype) in enumerate(slabs)))
+    blocks, parts = 0, []
+    for i, (ring, (layers, _, heads, slots, dim), _) in enumerate(slabs):
+        width = heads * dim
+        chunk = min(LEAST_CHUNK, power_of_two(width))
+        chunks = -(-width // chunk)
+        parts.append(f"""
+    if (part >= {blocks}) & (part < {blocks + layers * batch * chunks}):
+        at = (part - {blocks}) // {chunks}
+        n = (part - {blocks}) % {chunks} * {chunk} + tl.arange(0, {chunk})
+        token = length - tl.load(lowest_ptr + at % {batch})
+        if live & (token >= {ring.spare}):
+            spare = slab{i}_ptr + at.to(tl.int64) * {width * slots} + (n // {dim} * {slots} + {ring.spare}) * {dim} + n % {dim}
+            tl.store(spare + (token % {ring.spare} - {ring.spare}) * {dim}, tl.load(spare, mask=n < {width}), mask=n < {width})
+""".strip("\n"))
+        blocks += layers * batch * chunks
+    kernel = f'''
+@triton.jit
+def turn({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
+    """The newest keys and values of {batch} rows, from the spare slots of rings to those of the oldest ones."""
+    if overlaps:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    part = tl.program_id(0)
+    length = tl.load(length_ptr)
+{indent(LIVE.format(batch=batch, rows=power_of_two(batch)), " " * 4)}
+{chr(10).join(parts)}
+'''
+    return as_program(kernel, Launch("turn", signature, blocks, num_warps=4, num_stages=1))
 
 
 # -- from logits to the next token --------------------------------------------------------------------------------------
@@ -333,13 +391,15 @@ class Ends:
         for name, table, row in (("cos", cos, out.cos), ("sin", sin, out.sin)):
             self._check(name, table, (count, positions, width), cos.dtype)
             self._check(f"out.{name}", row, (count, self.batch, width), cos.dtype)
-        for name, each in (("slot", out.slot), ("end", out.end), *((f"lows[{n}]", low) for n, low in enumerate(out.lows))):
+        several = (("lows", out.lows), ("slots", out.slots), ("ends", out.ends))
+        for name, each in (("slot", out.slot), ("end", out.end), *((f"{name}[{n}]", t) for name, ts in several for n, t in enumerate(ts))):
             self._check(f"out.{name}", each, rows, torch.int32)
         embedding = embedding.detach()
         if self.by_kernels:
             of_state = [control.ids, control.position, control.length, control.lowest]
+            alive = [control.alive.view(torch.uint8)] * any(isinstance(window, Ring) for window in out.windows)
             launch(_begin(self.batch, vocab, hidden, (count, positions, width), out.windows, embedding.dtype, cos.dtype, scale),
-                   [*of_state, embedding, cos, sin, out.x, out.cos, out.sin, out.slot, out.end, *out.lows])
+                   [*of_state, embedding, cos, sin, out.x, out.cos, out.sin, out.slot, out.end, *out.bounds(), *alive])
             return
         position = control.position[:, 0].clamp(0, positions - 1)
         rows_of = embedding[control.ids[:, 0].clamp(0, vocab - 1)]
@@ -348,9 +408,29 @@ class Ends:
         out.sin.copy_(sin[:, position])
         out.slot.copy_(control.length.expand(self.batch))
         out.end.copy_(out.slot + 1)
-        for window, low in zip(out.windows, out.lows, strict=True):
+        for window, low, slot, end in zip(out.windows, out.lows, out.slots, out.ends, strict=True):
             lowest = control.lowest[:, 0]
-            low.copy_(lowest if window is None else torch.maximum(lowest, control.length - window + 1))
+            if isinstance(window, Ring):
+                slot.copy_(window.slot(control)[:, 0])
+                end.copy_(slot + 1)
+            else:
+                low.copy_(lowest if window is None else torch.maximum(lowest, control.length - window + 1))
+
+    def turn(self, control: Control, slabs: Sequence[tuple[Ring, Tensor]]) -> None:
+        """End a step of caches that lie in rings as `Ring.turn` does, in one launch for all; in none where there are none.
+
+        slabs: (layers, batch, heads, slots, dim), contiguous. Errors: InputError for tensors that do not fit.
+        """
+        if not self.by_kernels:
+            for ring, slab in slabs:
+                ring.turn(slab, control)
+        elif slabs:
+            self._check("control.ids", control.ids, (self.batch, 1), torch.long)
+            for n, (ring, slab) in enumerate(slabs):
+                layers, _, heads, _, dim = slab.shape
+                self._check(f"slabs[{n}]", slab, (layers, self.batch, heads, ring.slots, dim), slab.dtype)
+            launch(_turn(self.batch, tuple((ring, tuple(slab.shape), slab.dtype) for ring, slab in slabs)),
+                   [control.length, control.lowest, control.alive.view(torch.uint8), *(slab for _, slab in slabs)])
 
     def select(self, control: Control, logits: Tensor) -> None:
         """Choose the next token of every row and move the state on as `choose_greedily` does, in one launch.
@@ -430,9 +510,14 @@ class Greedy(Chooser):
 # -- programs as modules ------------------------------------------------------------------------------------------------
 
 @lru_cache(maxsize=256)
-def _begin(batch: int, vocab: int, hidden: int, tables: tuple[int, int, int], windows: tuple[int | None, ...], dtype: torch.dtype,
+def _begin(batch: int, vocab: int, hidden: int, tables: tuple[int, int, int], windows: tuple[int | Ring | None, ...], dtype: torch.dtype,
            table_dtype: torch.dtype, scale: float) -> tuple[ModuleType, Launch]:
     return load(begin_program(batch, vocab, hidden, tables, windows, dtype, table_dtype, scale))
+
+
+@lru_cache(maxsize=256)
+def _turn(batch: int, slabs: tuple[tuple[Ring, tuple[int, ...], torch.dtype], ...]) -> tuple[ModuleType, Launch]:
+    return load(turn_program(batch, slabs))
 
 
 @lru_cache(maxsize=256)

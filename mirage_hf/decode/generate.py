@@ -83,17 +83,14 @@ class DecodeRunner:
         """Do what stock's decoding method would, from prefill to output; raise NotCovered before any effect if it cannot."""
         plan = plan_call(model, input_ids, processors, criteria, config, kwargs, users_cache=call.users_cache,
                          max_cache_len=self.max_cache_len)
-        block = self.pool.lease(input_ids.shape[0], bucket(plan.slots), plan.sliding, input_ids.device)
-        session = Session(self, model, plan, block)
-        try:
-            if call.streamer is not None:
-                call.streamer.put(input_ids.cpu())
-            session.prefill(input_ids, config, kwargs)
-            result = session.decode(call.streamer, input_ids, processors, criteria, config)
-            if config.return_dict_in_generate or plan.cache_is_users:
-                session.block.put(plan.cache, session.cached)
-        finally:
-            session.end()
+        found = self._attempt(call, model, plan, input_ids, processors, criteria, config, kwargs)
+        if found is None:
+            self.pool.drop_idle()
+            found = self._attempt(call, model, plan, input_ids, processors, criteria, config, kwargs)
+        if found is None:
+            self.pool.drop_idle()
+            raise NotCovered("out of memory")
+        result, session = found
         if call.streamer is not None:
             call.streamer.end()
         if not config.return_dict_in_generate:
@@ -102,6 +99,28 @@ class DecodeRunner:
         return GenerateDecoderOnlyOutput(
             sequences=result, scores=None if record.scores is None else tuple(record.scores),
             logits=None if record.logits is None else tuple(record.logits), past_key_values=plan.cache)
+
+    def _attempt(self, call: Call, model: Any, plan: CallPlan, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList,
+                 config: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Session] | None:
+        """Prefill and decode; None where the device's memory did not suffice and the caller has seen nothing of it."""
+        returns_cache = bool(config.return_dict_in_generate) or plan.cache_is_users
+        session = None
+        try:
+            block = self.pool.lease(input_ids.shape[0], bucket(plan.slots), plan.windows, input_ids.device)
+            session = Session(self, model, plan, block, returns_cache)
+            session.prefill(call.streamer, input_ids, config, kwargs)
+            result = session.decode(call.streamer, input_ids, processors, criteria, config)
+            if returns_cache:
+                session.shown |= plan.cache_is_users
+                session.block.put(plan.cache, session.cached)
+            return result, session
+        except torch.OutOfMemoryError:
+            if session is not None and session.shown:
+                raise
+            return None
+        finally:
+            if session is not None:
+                session.end()
 
     def fingerprint_of(self, plan: CallPlan) -> Fingerprint:
         """What graphs captured for this call depend on. While it stays equal it is one object, so that comparing it costs nothing."""
@@ -143,19 +162,23 @@ class DecodeRunner:
     def _captured_prefill(self, model: Any, block: Block, batch: int, bucket: int, steps: Steps | None,
                           key: Fingerprint) -> PrefillGraph | None:
         """By `steps`; where that cannot be HF's forward, and None where that cannot be captured either."""
-        try:
-            return capture_prefill(model, block, batch, bucket, steps)
-        except Exception as error:  # whatever there is against this call, HF's own prefill is the way out
-            why = f"capture failed ({type(error).__name__}: {(str(error) or '-').splitlines()[0]})"
-            self.count(f"{'called' if steps is None else 'not by kernels'}: {why}", self.prefills)
-            if isinstance(error, torch.OutOfMemoryError):
-                block.drop_graphs()
-            if steps is None or isinstance(error, torch.OutOfMemoryError):
-                self._no_prefill[batch, bucket] = key
-            else:
-                self._no_chain[batch, bucket] = key
-                return self._captured_prefill(model, block, batch, bucket, None, key)
-        return None
+        for again in (True, False):
+            try:
+                return capture_prefill(model, block, batch, bucket, steps)
+            except Exception as error:  # whatever there is against this call, HF's own prefill is the way out
+                failed = error.with_traceback(None)  # which keeps the memory of what was tried
+            if not (again and isinstance(failed, torch.OutOfMemoryError)):
+                break
+            block.make_room()
+        why = f"capture failed ({type(failed).__name__}: {(str(failed) or '-').splitlines()[0]})"
+        self.count(f"{'called' if steps is None else 'not by kernels'}: {why}", self.prefills)
+        if isinstance(failed, torch.OutOfMemoryError):
+            block.drop_graphs()
+        if steps is None or isinstance(failed, torch.OutOfMemoryError):
+            self._no_prefill[batch, bucket] = key
+            return None
+        self._no_chain[batch, bucket] = key
+        return self._captured_prefill(model, block, batch, bucket, None, key)
 
     def step(self, model: Any, plan: CallPlan, block: Block, key: Fingerprint, chooser: Chooser | None, again: bool = False) -> Step:
         """Return the step for a block, with or without graphs as the model, the device and what chooses allow. `again`: for a call that is
@@ -174,9 +197,10 @@ class DecodeRunner:
         return CapturedForward(model, block, plan.masks, logits_to_keep=plan.logits_to_keep, graphs=why is None, fingerprint=key)
 
     def capture_failed(self, step: Step, chooser: Chooser | None, error: Exception) -> None:
-        """Remember that this state of the model cannot be captured with this chooser, and count the call as one of called steps."""
+        """Count the call as one of called steps, and remember that this state of the model cannot be captured with this chooser."""
         why = f"capture failed ({type(error).__name__}: {(str(error) or '-').splitlines()[0]})"
-        self._uncapturable[_way(chooser)] = step.fingerprint, why
+        if not isinstance(error, torch.OutOfMemoryError):  # another time there may be more
+            self._uncapturable[_way(chooser)] = step.fingerprint, why
         self.count(f"called: {why}")
         with self._lock:
             self.counts["captured"] -= 1
@@ -250,11 +274,13 @@ class Generate:
         if isinstance(covered, str):
             self.runner.count(f"stock: {covered}")
             return stock(model, *args, **kwargs)
-        config = dict(model.config.__dict__)
+        config, why = dict(model.config.__dict__), None
         try:
             result = stock(model, **covered)
         except NotCovered as reason:
-            self.runner.count(f"stock: {reason}")
+            why = str(reason)
+        if why is not None:  # not in the handler, which keeps the memory of what was tried
+            self.runner.count(f"stock: {why}")
             return stock(model, *args, **kwargs)
         if covered.get("generation_config") is None:  # with one stock does not look at the model's
             self._accepted = config

@@ -51,9 +51,9 @@ class PrefillGraph:
 
 
 def bucket_of(batch: int, length: int, block: Block, windows: tuple[tuple[str, int | None], ...]) -> int | None:
-    """The bucket of a prompt, or None where it has none: too many tokens, or more than a sliding window."""
+    """The bucket of a prompt, or None where it has none: too many tokens, or more than a sliding window or what a ring begins with."""
     bucket = -(-length // GRAIN) * GRAIN
-    fits = batch * bucket <= MOST_TOKENS and bucket <= block.capacity
+    fits = batch * bucket <= MOST_TOKENS and bucket <= block.capacity and all(ring is None or bucket <= ring.spare for ring in block.rings)
     return bucket if fits and all(window is None or bucket <= window for _, window in windows) else None
 
 
@@ -94,7 +94,7 @@ def _chain(steps: Steps, block: Block, ids: Tensor, last: Tensor) -> tuple[Calla
     cos, sin = steps.rotary_tables(tokens)
     with torch.inference_mode(False):
         slot = torch.zeros(batch, dtype=torch.int32, device=block.device)
-    kernels = [steps.prompt_kernels(layer, batch, tokens, block.capacity) for layer in steps.layers]
+    kernels = [steps.prompt_kernels(layer, batch, tokens, block.slots_of(n)) for n, layer in enumerate(steps.layers)]
 
     def run() -> None:
         with torch.no_grad():

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirage_hf.decode.cache import Block, Control
+from mirage_hf.decode.cache import Block, Control, Ring
 from mirage_hf.decode.graphs import capture
 
 # -- masks --------------------------------------------------------------------------------------------------------------
@@ -43,12 +43,26 @@ class MaskPlan:
         """The kind of a layer, a name in `windows`."""
         return self.layers[layer] if self.by_layer_type else ""
 
-    def build(self, control: Control, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Return additive (batch, 1, 1, capacity) masks, 0 or −inf: what a boolean one is turned into in every layer."""
+    def mismatch(self, windows: Sequence[int | None]) -> str | None:
+        """Why layers whose caches drop keys out of these windows are not this model's: each kind drops what it does not see, or nothing."""
+        ours = dict(self.windows)
+        for kind in ours:
+            found = {w for n, w in enumerate(windows) if self.kind_of(n) == kind}
+            if not any(found <= {w} for w in (ours[kind], None)):
+                return "a cache that slides over other windows than the model's layers"
+        return None
+
+    def build(self, control: Control, dtype: torch.dtype, in_rings: Mapping[str, tuple[Ring, Tensor]]) -> Tensor | dict[str, Tensor]:
+        """Return additive (batch, 1, 1, slots) masks, 0 or −inf: what a boolean one is turned into in every layer. `in_rings`: kinds whose
+        keys lie in a ring, and the slots of the new ones."""
         masks: dict[str, Tensor] = {}
         seen = (control.slots <= control.length) & (control.slots >= control.lowest)
         for kind, window in self.windows:
-            visible = seen if window is None else seen & (control.slots > control.length - window)
+            if kind in in_rings:
+                ring, slot = in_rings[kind]
+                visible = control.slots[:, :ring.slots] <= slot
+            else:
+                visible = seen if window is None else seen & (control.slots > control.length - window)
             mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
             masks[kind] = mask[:, None, None, :]
         return masks if self.by_layer_type else masks[""]
@@ -128,8 +142,8 @@ class Step(ABC):
     """One decoding step over a block: feeds `control.ids`, leaves the logits in `block.logits`, moves the lengths on. In a CUDA graph, or
     called where none can be; a graph lives with its block as long as `fingerprint` holds.
 
-    A step that finds no row alive writes nothing but the unused slot at `control.length`, so steps may run ahead of
-    the host and need no rollback.
+    A step that finds no row alive writes nothing but the unused slot at `control.length`, and of rings the spare one, so steps
+    may run ahead of the host and need no rollback.
     """
 
     def __init__(self, block: Block, graphs: bool, fingerprint: object):
@@ -169,21 +183,27 @@ class Step(ABC):
 
 
 class CapturedForward(Step):
-    """HF's own forward, swapped modules included, over full-length layers."""
+    """HF's own forward, swapped modules included, over layers of a fixed number of slots."""
 
     def __init__(self, model: Any, block: Block, plan: MaskPlan, *, logits_to_keep: bool, graphs: bool, fingerprint: object):
         super().__init__(block, graphs, fingerprint)
         self.model, self.plan = model, plan
         self.kwargs: dict[str, Any] = {"logits_to_keep": 1} if logits_to_keep else {}
-        self.cache = block.step_cache()
+        self.slots: dict[Ring, Tensor] = {}
+        self.cache = block.step_cache(self.slots)
 
     def _forward(self) -> None:
         block = self.block
         control = block.control
+        kinds = {self.plan.kind_of(n): ring for n, ring in enumerate(block.rings) if ring is not None}
+        self.slots.update((ring, ring.slot(control)) for ring in set(kinds.values()))
+        in_rings = {kind: (ring, self.slots[ring]) for kind, ring in kinds.items()}
         outputs = self.model(
             input_ids=control.ids, position_ids=control.position, past_key_values=self.cache, use_cache=True,
-            attention_mask=self.plan.build(control, block.keys[0].dtype), return_dict=True, **self.kwargs)
+            attention_mask=self.plan.build(control, block.keys[0].dtype, in_rings), return_dict=True, **self.kwargs)
         block.logits.copy_(outputs.logits[:, -1])
+        for ring, slab in block.turning:
+            ring.turn(slab, control)
 
     def _to_logits(self) -> None:
         self._forward()

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from mirage_hf.decode import loop
-from mirage_hf.decode.cache import Block, bucket, sliding_layers
+from mirage_hf.decode.cache import Block, bucket, windows_of
 from mirage_hf.decode.ends import Greedy, ends_of
 from mirage_hf.decode.fingerprint import Survey, survey
 from mirage_hf.decode.program import NOTHING, Chooser, MaskPlan
@@ -47,7 +47,8 @@ class CallPlan:
     """Cache slots needed if no stop token comes."""
     budget: int
     """Most tokens to choose."""
-    sliding: tuple[bool, ...]
+    windows: tuple[int | None, ...]
+    """Of each layer what the cache slides over, None where it keeps everything."""
     lowest: Tensor | None
     position: Tensor
     eos: Tensor | None
@@ -86,7 +87,8 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
     cache = kwargs.get("past_key_values")
     if cache is None or not kwargs.get("use_cache"):
         raise NotCovered("no cache")
-    sliding = need(sliding_layers(cache, text.num_hidden_layers))
+    windows = need(windows_of(cache, text.num_hidden_layers))
+    need(masks.mismatch(windows))
     past = int(cache.get_seq_length())
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if positions is None or positions.ndim != 2:
@@ -114,7 +116,7 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
         c.eos_token_id.reshape(-1).to(input_ids.device) for c in criteria if type(c) is EosTokenCriteria]
     return CallPlan(
         cache=cache, cache_is_users=users_cache, past=past, slots=min(most_slots, prompt + FIRST_REACH), most_slots=most_slots,
-        budget=budget, sliding=sliding, lowest=lowest, position=positions[:, -1:],
+        budget=budget, windows=windows, lowest=lowest, position=positions[:, -1:],
         eos=torch.cat(eos) if eos else None, selection=selection, masks=masks,
         logits_to_keep="logits_to_keep" in kwargs,
         odd_positions=last_position >= prompt or lowest_position < 0, plain=plain, survey=found)
@@ -129,7 +131,7 @@ def no_token(row: int, step: int) -> SamplingError:
 class Session:
     """One call: its block, which may grow, its step, and how far it has got."""
 
-    def __init__(self, runner: DecodeRunner, model: Any, plan: CallPlan, block: Block):
+    def __init__(self, runner: DecodeRunner, model: Any, plan: CallPlan, block: Block, returns_cache: bool):
         self.runner, self.model, self.plan, self.block = runner, model, plan, block
         self.outgrown: list[Block] = []
         self.record = loop.Record()
@@ -137,16 +139,22 @@ class Session:
         """The slot the next step writes, if every step so far was alive. Before the prefill's end: any may have been written."""
         self.cached = 0
         """Tokens stock's cache would hold now."""
+        self.returns_cache = returns_cache
+        self.shown = False
+        """Whether the caller has seen anything of the call, so that it cannot begin again."""
         self.seed: int | None = None
         """Of the numbers that the call's choices take, where it samples."""
         self._chooser: Chooser | None = None
         self._advance: Callable[[], None]
         self._prepared_for: Block | None = None
 
-    def prefill(self, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> None:
-        """Run HF's own prefill, into the block or, where the user's cache holds something, into that one and then here."""
+    def prefill(self, streamer: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> None:
+        """Run HF's own prefill, into the block or, where the user's cache holds something, into that one and then here; then stream the
+        prompt."""
         model, plan, block = self.model, self.plan, self.block
+        text = None if streamer is None else input_ids.cpu()  # here it waits for nothing of the call
         self.fingerprint = self.runner.fingerprint_of(plan)
+        block.begin(plan.lowest)
         if (graph := self.runner.prefill_graph(model, plan, block, input_ids, self.fingerprint)) is not None:
             block.dirty = max(block.dirty, graph.ids.shape[1])
             graph.run(input_ids)
@@ -154,6 +162,9 @@ class Session:
             block.clear_from(self.slot)
         else:
             into = plan.cache if plan.past else block.prefill_cache()
+            if plan.past:
+                block.reserve(plan.cache)
+                self.shown = True
             outputs = model._prefill(input_ids, config, {**kwargs, "past_key_values": into})
             self.slot = self.cached = block.take(into) if plan.past else into.get_seq_length()
             block.clear_from(self.slot)
@@ -161,6 +172,9 @@ class Session:
             del outputs
         block.control.start(length=self.slot, position=plan.position, lowest=plan.lowest, budget=plan.budget,
                             eos=plan.eos, pad=config._pad_token_tensor)
+        if text is not None:
+            self.shown = True
+            streamer.put(text)
 
     def decode(self, streamer: Any, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList, config: Any) -> Tensor:
         """Choose tokens until every row has ended; return the sequences."""
@@ -184,6 +198,8 @@ class Session:
         depth = self.runner.depth
         if depth is None:
             depth = DEPTH if input_ids.device.type == "cuda" else 0
+        if selection.clocks and self.returns_cache and any(self.plan.windows):
+            depth = 0  # where the host says when to stop, steps ahead are alive, and a ring drops keys that the cache would still hold
         rows: list[list[int]] = []
         record = self.record
         chooser = self._choose_by(selection)
@@ -248,6 +264,7 @@ class Session:
                 raise no_token(int(nowhere[0]), step)
             return tokens
 
+        self.shown = True
         control = self.block.control
         control.length.add_(1)
         control.position.add_(1)
@@ -285,17 +302,24 @@ class Session:
         try:
             return self.step.prepare(self._chooser)
         except RuntimeError as error:
-            if not self.step.graphs or isinstance(error, torch.OutOfMemoryError):
+            if not self.step.graphs:
                 raise
-            self.runner.capture_failed(self.step, self._chooser, error)
-            self.step.graphs = False
-            return self.step.prepare(self._chooser)
+            failed = error.with_traceback(None)  # which keeps the memory of what was tried
+        if isinstance(failed, torch.OutOfMemoryError):
+            self.block.make_room()
+            try:
+                return self.step.prepare(self._chooser)
+            except RuntimeError as error:
+                failed = error.with_traceback(None)
+        self.runner.capture_failed(self.step, self._chooser, failed)
+        self.step.graphs = False
+        return self.step.prepare(self._chooser)
 
     def _grow(self) -> None:
         """Go on in a block of about twice the room. The old one is given back at the end: its report may still be read."""
         old = self.block
         reach = bucket(min(2 * old.capacity, self.plan.most_slots))
-        self.block = self.runner.pool.lease(old.batch, reach, old.sliding, old.device)
+        self.block = self.runner.pool.lease(old.batch, reach, old.windows, old.device)
         self.outgrown.append(old)
         self.block.continue_from(old, old.capacity)
         before, selection = self._chooser, self.plan.selection

@@ -31,7 +31,7 @@ class Handle:
             return replace(self._report, rows=rows)
         prefills = {f"prefill: {what}": n for what, n in self.runner.prefills.items()}
         selections = {f"selection: {what}": n for what, n in self.runner.selections.items()}
-        return replace(self._report, rows=rows, decode=dict(self.runner.counts) | prefills | selections)
+        return replace(self._report, rows=rows, decode=dict(self.runner.counts) | prefills | selections, pool_bytes=self.runner.bytes)
 
     def _counted(self, row: Row) -> Row:
         binding = self._bindings.get(row.module)

@@ -42,6 +42,8 @@ class Report:
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
     decode: Mapping[str, int] | None = None
+    pool_bytes: int | None = None
+    """Device memory of generate's cache pool, kept between calls too; scratch of CUDA graphs is not counted."""
 
     @property
     def swapped(self) -> tuple[Row, ...]:
@@ -56,7 +58,8 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain values for JSON."""
         return {"model": self.model, "backend": self.backend, "rows": [asdict(r) for r in self.rows], "notes": list(self.notes),
-                "fallbacks": self.fallbacks, "decode": dict(self.decode) if self.decode is not None else None}
+                "fallbacks": self.fallbacks, "decode": dict(self.decode) if self.decode is not None else None,
+                "pool_bytes": self.pool_bytes}
 
     def __str__(self) -> str:
         lines = [f"mirage_hf: {self.model}, backend {self.backend}", *_table(_cells(self.rows))]
@@ -64,6 +67,8 @@ class Report:
             lines.append(f"calls of swapped modules so far: {sum(runs.values())} (replays of a captured step are not seen here)")
         lines += [f"stock forwards so far: {reason}: {n}" for reason, n in sorted(self.fallbacks.items())]
         lines += [f"generate so far: {what}: {n}" for what, n in sorted((self.decode or {}).items())]
+        if self.pool_bytes:
+            lines.append(f"generate's cache pool: {self.pool_bytes / 2 ** 20:.1f} MiB")
         return "\n".join([*lines, *self.notes])
 
 

@@ -60,7 +60,7 @@ class Steps:
     """Numbers that kernels were made for, where modules keep them: an attribute dictionary, a name, a value; of a tensor its version."""
     _attention: dict[tuple[str, int], Kernel] = field(default_factory=dict)
     _prompts: dict[tuple[Block, int], Kernel] = field(default_factory=dict)
-    _obstacles: dict[tuple[int, int], str] = field(default_factory=dict)
+    _obstacles: dict[tuple[int, tuple[int, ...]], str] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _making: threading.Lock = field(default_factory=threading.Lock)
 
@@ -89,15 +89,16 @@ class Steps:
                                                                  pattern=block.pattern.name).run
             return {name: self._prompts[key] for name, key in blocks.items()}
 
-    def obstacle(self, rows: int, slots: int) -> str:
-        """Why there are no steps for caches of so many slots, "" where there are."""
+    def obstacle(self, rows: int, slots: tuple[int, ...]) -> str:
+        """Why there are no steps for caches of so many slots in each layer, "" where there are."""
         if (rows, slots) not in self._obstacles:
-            try:
-                for layer in self.layers:
-                    self.kernels(layer, rows, slots)
-                self._obstacles[rows, slots] = ""
-            except MirageError as e:
-                self._obstacles[rows, slots] = f"no kernels for {slots} slots ({e})"
+            self._obstacles[rows, slots] = ""
+            for layer, n in zip(self.layers, slots, strict=True):
+                try:
+                    self.kernels(layer, rows, n)
+                except MirageError as e:
+                    self._obstacles[rows, slots] = f"no kernels for {n} slots ({e})"
+                    break
         return self._obstacles[rows, slots]
 
     def changed(self) -> str:

@@ -83,7 +83,7 @@ def test_a_step_never_waits_for_the_host(family, attention):
         pytest.skip("no sdpa")
     model = tiny(family, attn_implementation=attention).cuda()
     pool = CachePool()
-    block = pool.lease(2, 256, (False, False), torch.device("cuda", torch.cuda.current_device()))
+    block = pool.lease(2, 256, (None, None), torch.device("cuda", torch.cuda.current_device()))
     with torch.no_grad():
         out = model(prompt(2).cuda(), past_key_values=block.prefill_cache(), use_cache=True)
         block.set_logits(out.logits[:, -1])

@@ -4,16 +4,19 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import math
 import pickle
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from decoding import VOCABULARY, Recorder, assert_same, both, handled, left_padded, prompt, tiny, tokenizer
+from decoding import VOCABULARY, Recorder, assert_same, assert_same_cache, both, handled, left_padded, prompt, tiny, tokenizer
+from features import fake_captures
 from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM, pipeline
 
-from mirage_hf.decode import DecodeError, install, uninstall
+from mirage_hf.decode import DecodeError, cache, install, prefill, program, session, uninstall
+from mirage_hf.decode.cache import Control, most_idle
 from mirage_hf.decode.fingerprint import survey
 
 ASSET = Path(__file__).parents[1] / "assets" / "tiny_llama"
@@ -116,6 +119,134 @@ def test_release_in_mid_call():
     ours = model.generate(prompt(), max_new_tokens=9, streamer=Releasing())
     assert_same(stock(model, inputs=prompt(), max_new_tokens=9), ours)
     assert runner.bytes == 0
+
+
+# -- memory -------------------------------------------------------------------------------------------------------------
+
+def test_idle_memory_beyond_the_limit_is_freed_the_longest_idle_first(monkeypatch):
+    model = tiny("llama")
+    runner = install(model)
+    for batch in (1, 2, 3):
+        model.generate(prompt(batch), max_new_tokens=3)
+    one, two, three = (b.bytes for b in runner.pool._idle)
+    for room, kept in ((one + two + three, [1, 2, 3]), (two + three, [2, 3]), (two + three - 1, [3]), (three - 1, [])):
+        runner.release()
+        monkeypatch.setattr(cache, "most_idle", lambda device, room=room: room)
+        for batch in (1, 2, 3):
+            assert_same(*both(model, {"inputs": prompt(batch), "max_new_tokens": 3}))
+        assert runner.pool.blocks == [(batch, 256) for batch in kept]
+        assert runner.bytes <= room
+    assert cache.most_idle is not most_idle and most_idle(torch.device("cpu")) == math.inf
+
+
+class NoMemory:
+    """Lets some of what asks for memory fail: every time while `on`, or the first `times`."""
+
+    def __init__(self, patch, *places, times=0, on=False):
+        self.left, self.on, self.failed = times, on, 0
+        for owner, name in places:
+            patch.setattr(owner, name, self.failing(getattr(owner, name)))
+
+    def failing(self, asks):
+        def ask(*args, **kwargs):
+            if self.on or self.left:
+                self.left -= not self.on
+                self.failed += 1
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return asks(*args, **kwargs)
+        return ask
+
+
+SLABS, LEASES, FORWARD = (cache, "_zeros"), (Control, "allocate"), (LlamaForCausalLM, "_prefill")
+
+
+@pytest.mark.parametrize("place", [SLABS, LEASES, FORWARD])
+def test_without_memory_idle_blocks_go_first(monkeypatch, place):
+    model = tiny("llama")
+    runner = install(model)
+    model.generate(prompt(1), max_new_tokens=3)
+    with monkeypatch.context() as patch:
+        no = NoMemory(patch, place, times=1)
+        ours = model.generate(prompt(2), max_new_tokens=9)
+    assert no.failed == 1 and runner.pool.blocks == [(2, 256)]
+    assert_same(stock(model, inputs=prompt(2), max_new_tokens=9), ours)
+    assert not any(what.startswith("stock") for what in runner.counts), runner.counts
+
+
+@pytest.mark.parametrize("place", [SLABS, LEASES])
+@pytest.mark.parametrize("past", [False, True])
+def test_without_any_memory_a_call_is_stocks(monkeypatch, place, past):
+    model = tiny("mistral")
+    runner = install(model)
+    kept = [DynamicCache(config=model.config) for _ in range(2)]
+    for each in kept if past else ():
+        stock(model, inputs=prompt(2), max_new_tokens=5, past_key_values=each)
+    recorders = [Recorder(), Recorder()]
+    each = iter(zip(kept, recorders, strict=True))
+
+    def arguments():
+        theirs, recorder = next(each)
+        return {"inputs": prompt(2, 20), "max_new_tokens": 6, "past_key_values": theirs, "streamer": recorder}
+    with monkeypatch.context() as patch:
+        no = NoMemory(patch, place, on=True)
+        assert_same(*both(model, arguments))
+    assert_same_cache(*kept)
+    assert recorders[0].events == recorders[1].events and no.failed >= 2
+    assert runner.counts == {"stock: out of memory": 1} and not runner.pool.blocks
+    assert_same(*both(model, GREEDY))
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_block_that_cannot_grow(monkeypatch, seen):
+    monkeypatch.setattr(session, "FIRST_REACH", 3)
+    model = tiny("llama", max_position_embeddings=1024)
+    runner, given = install(model), {"inputs": prompt(1, 250), "max_new_tokens": 40}
+    want = stock(model, **given)
+    kept = cache._zeros
+    monkeypatch.setattr(cache, "_zeros", lambda shape, like: kept(shape, like) if 512 not in shape else out_of_memory())
+    if seen:  # what was streamed cannot be taken back
+        with pytest.raises(torch.OutOfMemoryError):
+            model.generate(**given, streamer=Recorder())
+    else:
+        assert_same(want, model.generate(**given))
+        assert runner.counts["stock: out of memory"] == 1
+    assert not runner.pool._leased
+
+
+def out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_capture_without_memory(monkeypatch, times):
+    """Idle blocks go first; then the call runs its steps without a graph, and the next one is captured again."""
+    fake_captures(monkeypatch)
+    model = tiny("llama")
+    runner = install(model)
+    model.generate(prompt(1), max_new_tokens=3)
+    with monkeypatch.context() as patch:
+        no = NoMemory(patch, (program, "capture"), times=times)
+        ours = model.generate(prompt(2), max_new_tokens=9)
+    assert no.failed == times and runner.pool.blocks == [(2, 256)]
+    assert_same(stock(model, inputs=prompt(2), max_new_tokens=9), ours)
+    assert_same(*both(model, GREEDY))
+    called = {"called: capture failed (OutOfMemoryError: CUDA out of memory)": 1}
+    assert runner.counts == {"captured": 3} if times == 1 else {"captured": 2, **called}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_capture_of_a_prompt_without_memory(monkeypatch, times):
+    fake_captures(monkeypatch)
+    model = tiny("llama")
+    runner = install(model)
+    for batch in (1, 2):
+        model.generate(prompt(batch), max_new_tokens=3)
+    with monkeypatch.context() as patch:
+        no = NoMemory(patch, (prefill, "capture"), times=times)
+        assert_same(*both(model, GREEDY))
+    assert no.failed == times and runner.pool.blocks == [(2, 256)]
+    assert runner.prefills == ({"captured": 1} if times == 1 else {"called: capture failed (OutOfMemoryError: CUDA out of memory)": 1})
+    assert_same(*both(model, GREEDY))
 
 
 # -- copies -------------------------------------------------------------------------------------------------------------

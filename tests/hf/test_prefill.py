@@ -51,7 +51,7 @@ def test_what_is_no_plain_prompt_runs_as_it_is(called: list[str]) -> None:
     assert_same(*both(model, lambda: {"inputs": prompt(2, 9), "position_ids": torch.arange(4, 13)[None], **FULL}))
     alike(model, 2, 5)
     assert runner.prefills == {"captured": 3} and called.count("prefill") == 1
-    block = runner.pool.lease(2, 4096, (False, False), torch.device("cpu"))
+    block = runner.pool.lease(2, 4096, (None, None), torch.device("cpu"))
     assert prefill.bucket_of(2, 1024, block, ()) == 1024 and prefill.bucket_of(2, 1025, block, ()) is None
 
 

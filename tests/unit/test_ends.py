@@ -12,7 +12,7 @@ import torch
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.decode import ends
-from mirage_hf.decode.cache import MOST_EOS, Control
+from mirage_hf.decode.cache import MOST_EOS, Control, Ring
 from mirage_hf.decode.ends import Ends, Inputs
 from mirage_hf.decode.graphs import capture
 from mirage_hf.decode.program import NOTHING, MaskPlan, choose_greedily
@@ -20,7 +20,7 @@ from mirage_hf.decode.program import NOTHING, MaskPlan, choose_greedily
 CPU = torch.device("cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CAPACITY = 64
-WINDOWS = [(), (None,), (1,), (None, 8), (5, None, 1000)]
+WINDOWS = [(), (None,), (1,), (None, 8), (5, None, 1000), (Ring(2, 16),), (None, Ring(7, 7)), (Ring(30, 32), 30)]
 
 
 # -- states, logits, and what should come of them -----------------------------------------------------------------------
@@ -115,20 +115,26 @@ def random_tables(batch: int, vocab: int, hidden: int, positions: int, width: in
     return [torch.randn(size).to(dtype) for size in ((vocab, hidden), (ropes, positions, width), (ropes, positions, width))]
 
 
-def begun(c: Control, tables: list[torch.Tensor], windows: tuple[int | None, ...], scale: float) -> list[torch.Tensor]:
+def begun(c: Control, tables: list[torch.Tensor], windows: tuple[int | Ring | None, ...], scale: float) -> list[torch.Tensor]:
     """What `begin` should write, row by row, with the bounds counted off the masks."""
     embedding, cos, sin = tables
     ids, position = c.ids[:, 0].clamp(0, len(embedding) - 1), c.position[:, 0].clamp(0, cos.shape[1] - 1)
-    plan = MaskPlan(tuple((str(n), w) for n, w in enumerate(windows)), by_layer_type=True)
-    masks = plan.build(c, torch.float32)
-    firsts = [(masks[str(n)][:, 0, 0] == 0).int().argmax(-1).int() for n in range(len(windows))]
+    plan = MaskPlan(tuple((str(n), None if isinstance(w, Ring) else w) for n, w in enumerate(windows)), by_layer_type=True)
+    masks = plan.build(c, torch.float32, {})
     slot = torch.full((len(ids),), int(c.length), dtype=torch.int32)
+    bounds = [slot, slot + 1]
+    for n, w in enumerate(windows):
+        if isinstance(w, Ring):
+            own = [min(int(c.length) - low, w.window - 1) if any(c.alive.tolist()) else w.window - 1 for low, in c.lowest.tolist()]
+            bounds += [torch.zeros_like(slot), torch.tensor(own, dtype=torch.int32), torch.tensor(own, dtype=torch.int32) + 1]
+        else:
+            bounds += [(masks[str(n)][:, 0, 0] == 0).int().argmax(-1).int(), slot, slot + 1]
     turned = [torch.stack([torch.stack([rows[i] for i in position]) for rows in t]) for t in (cos, sin)]
-    return [torch.stack([embedding[i] for i in ids]) * scale, *turned, slot, *firsts]
+    return [torch.stack([embedding[i] for i in ids]) * scale, *turned, *bounds]
 
 
 def outputs(out: Inputs) -> list[torch.Tensor]:
-    return [out.x, out.cos, out.sin, out.slot, *out.lows]
+    return [out.x, out.cos, out.sin, out.slot, out.end, *(t for each in zip(out.lows, out.slots, out.ends, strict=True) for t in each)]
 
 
 # -- the cases, for torch and, in a process of its own, for the interpreter ---------------------------------------------
@@ -168,6 +174,32 @@ def wrong_beginnings(by_kernels: bool, count: int, seed: int) -> list[str]:
             want[0] = out.x
         same = [torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(outputs(out), want, strict=True)]
         wrong += [] if all(same) and not differing(c, state) else [f"{batch} {hidden} {width} {windows} {dtype} {ropes} {scale}: {same}"]
+    return wrong
+
+
+def wrong_turns(by_kernels: bool, count: int, seed: int, device: torch.device = CPU, width: int = 3) -> list[str]:
+    """Slabs of several rings at once, every number of them known by where it lies."""
+    rng, wrong = random.Random(seed), []
+    for n in range(count):
+        batch = rng.choice((1, 2, 3, 5))
+        c = random_control(rng, batch, 9)
+        slabs, wants = [], []
+        for at in range(rng.randint(1, 3)):
+            ring = Ring(window := rng.randint(2, CAPACITY), window + rng.randrange(3))
+            shape = (rng.randint(1, 3), batch, rng.randint(1, width), ring.slots, rng.choice((1, 6, 8, 8 * width)))
+            slab = torch.arange(1024 * at, 1024 * at + math.prod(shape)).remainder(2048).view(shape).to(DTYPES[(n + at) % 3])
+            want = slab.clone()
+            for row, low in enumerate(c.lowest[:, 0].tolist()):
+                token = int(c.length) - low
+                if any(c.alive.tolist()) and token >= window - 1:
+                    want[:, row, :, token % (window - 1)] = slab[:, row, :, window - 1]
+            slabs.append((ring, slab.to(device)))
+            wants.append(want)
+        state, there = {f.name: getattr(c, f.name).tolist() for f in dataclasses.fields(c)}, to(c, device)
+        Ends.allocate(batch, 9, device, by_kernels).turn(there, slabs)
+        same = [torch.equal(slab.cpu(), want) for (_, slab), want in zip(slabs, wants, strict=True)]
+        wrong += [] if all(same) and not differing(there, state) else [
+            f"{batch} rows, {[(r, tuple(s.shape), s.dtype) for r, s in slabs]}, {state}: {same}"]
     return wrong
 
 
@@ -250,6 +282,10 @@ def test_torch_begins_as_by_hand():
     assert not wrong_beginnings(False, 200, seed=1)
 
 
+def test_torch_turns_as_by_hand():
+    assert not wrong_turns(False, 100, seed=10)
+
+
 def test_torch_settles_and_draws_as_by_hand():
     assert not wrong_settlings(False, 200, seed=4)
     assert not wrong_draws(False, SHAPES * 4, seed=5)
@@ -262,6 +298,7 @@ import test_limits
 many = [(70, 33001)]  # blocks of more logits than usual
 wrong = t.wrong_choices(True, t.SHAPES + many, seed=2) + t.wrong_beginnings(True, 40, seed=3)
 wrong += t.wrong_settlings(True, 60, seed=6) + t.wrong_draws(True, t.SHAPES * 2, seed=7)
+wrong += t.wrong_turns(True, 25, seed=11)
 wrong += test_limits.wrong_limits(test_limits.SHAPES, seed=8)
 print(json.dumps(wrong))
 """
@@ -277,6 +314,10 @@ def test_kernels_do_as_torch_and_by_hand():
 PROGRAMS = {
     "begin": lambda: ends.begin_program(1, 128256, 2048, (1, 4096, 64), (None,), torch.bfloat16, torch.bfloat16),
     "begin odd": lambda: ends.begin_program(5, 101, 1030, (2, 77, 6), (None, 16, 1), torch.float16, torch.float32, 0.3),
+    "begin ring": lambda: ends.begin_program(3, 101, 1030, (2, 77, 6), (None, Ring(512, 512)), torch.bfloat16, torch.bfloat16),
+    "turn": lambda: ends.turn_program(1, [(Ring(4096, 4096), (32, 1, 8, 4096, 128), torch.bfloat16)] * 2),
+    "turn odd": lambda: ends.turn_program(5, [(Ring(70, 256), (2, 5, 3, 256, 80), torch.float16),
+                                              (Ring(9, 256), (1, 5, 1, 256, 7), torch.float32)]),
     "select": lambda: ends.select_program(1, 128256, torch.bfloat16),
     "select odd": lambda: ends.select_program(5, 50257, torch.float16),
     "select many": lambda: ends.select_program(64, 262144, torch.float32),
@@ -309,7 +350,7 @@ def test_compiles_and_waits_before_it_reads(name, tmp_path, monkeypatch):
 def test_one_row_of_bfloat16_is_read_16_bytes_a_thread(tmp_path, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
-    for name in ("begin", "select"):
+    for name in ("begin", "select", "turn"):
         kernel, = compiler.ahead_of_time(PROGRAMS[name](), 90)
         assert "ld.global.v4.b32" in kernel.ptx
 
@@ -331,7 +372,8 @@ def test_what_does_not_fit_is_refused():
     out = Inputs.allocate(2, 4, 6, (None,), torch.float32, CPU)
     runner.begin(c, *good, out)
     bad = {"out.x": dict(x=torch.zeros(2, 5)), "out.cos": dict(cos=torch.zeros(1, 2, 6).half()), "out.sin": dict(sin=torch.zeros(1, 1, 6)),
-           "out.slot": dict(slot=torch.zeros(2).long()), "2 lows": dict(lows=out.lows * 2),
+           "out.slot": dict(slot=torch.zeros(2).long()), r"out.slots\[0\]": dict(slots=(torch.zeros(3).int(),)),
+           "2 lows": dict(lows=out.lows * 2),
            r"out.lows\[0\]": dict(lows=(torch.zeros(1).int(),))}
     for match, change in bad.items():
         with pytest.raises(errors.InputError, match=match):
@@ -357,6 +399,7 @@ def test_compiled_kernels_settle_and_draw_as_by_hand():
     device = torch.device("cuda", torch.cuda.current_device())
     shapes = [*SHAPES, (1, 128256), (3, 50257), (64, 32001), (128, 5000), (2, 1 << 20)]
     assert not (wrong := wrong_settlings(True, 100, seed=8, device=device)), wrong
+    assert not (wrong := wrong_turns(True, 100, seed=12, device=device, width=20)), wrong
     assert not (wrong := wrong_draws(True, shapes, seed=9, device=device)), wrong
 
 

@@ -1,0 +1,61 @@
+"""Caches of sliding layers in rings of as many slots as their window: stock's tokens, logits and caches."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import rings
+from features import Pair, fake_captures
+from swapping import WINDOW, prompt, tiny
+
+from mirage_hf.decode import install
+
+SLOTS = 16
+SLIDING: dict[str, Any] = dict(use_sliding_window=True, sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention"])
+MODELS: dict[str, tuple[tuple[bool, ...], Callable[[], Any]]] = {
+    "mistral": ((True, True), lambda: tiny("mistral", num_hidden_layers=2)),
+    "gemma2": ((True, False), lambda: tiny("gemma2", num_hidden_layers=2)),
+    "gemma3": ((False, True), lambda: tiny("gemma3", num_hidden_layers=2)),
+    "qwen2": ((False, True), lambda: tiny("qwen2", num_hidden_layers=2, **SLIDING)),
+}
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    rings.small(monkeypatch, SLOTS)
+    return fake_captures(monkeypatch)
+
+
+def of(family: str, how: str) -> rings.Rings:
+    sliding, make = MODELS[family]
+    r = rings.Rings(Pair(make(), how, {"verify": False}), WINDOW, SLOTS, sliding)
+    r.pair.runner.depth = 2  # as on a GPU
+    return r
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+@pytest.mark.parametrize("name", rings.CHECKS)
+def test_the_models_own_forward(name: str, family: str) -> None:
+    r = of(family, "forward")
+    rings.CHECKS[name](r)
+    r.agree({"inputs": prompt(1, SLOTS)}, 3)
+    r.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "qwen2"])
+def test_steps_by_kernels(family: str, resolved: list[Any]) -> None:
+    r = of(family, "kernels")
+    for name in rings.CHECKS if family == "gemma3" else ("left_padding", "caches_passed_in"):
+        rings.CHECKS[name](r)
+    r.agree({"inputs": prompt(1, SLOTS)}, 3)
+    r.check()
+
+
+def test_nothing_is_captured_anew_as_rings_turn(captured: list[str]) -> None:
+    model = tiny("gemma2", num_hidden_layers=2)
+    install(model)
+    for length in (SLOTS + 1, 2, SLOTS, WINDOW):
+        model.generate(prompt(1, length), max_new_tokens=4 * SLOTS - length, do_sample=False)
+    assert captured == ["program"]
