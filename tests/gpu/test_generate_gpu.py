@@ -16,7 +16,7 @@ from decoding import FAMILIES, FULL, VOCABULARY, WINDOW, Recorder, assert_same, 
 from swapping import rows_parted
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from mirage_hf.decode import install, uninstall
+from mirage_hf.decode import install, program, uninstall
 from mirage_hf.decode.cache import CachePool
 from mirage_hf.decode.ends import Greedy, ends_of
 from mirage_hf.decode.program import CapturedForward, MaskPlan
@@ -227,6 +227,29 @@ def test_threads_and_two_models(own_streams):
     for r in runners:
         assert handled(r) == 12
         captured_only(r)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_capture_that_runs_out_of_memory(times, monkeypatch):
+    """Idle blocks are freed and it is tried again; then the call runs its steps without a graph. Later calls are captured as ever."""
+    model = tiny("gemma2").cuda()
+    runner, captured, failed = install(model), program.capture, []
+
+    def capture(run, device, pool):
+        def too_much():
+            run()
+            if torch.cuda.is_current_stream_capturing() and len(failed) < times:
+                failed.append(1)
+                torch.empty(1 << 48, device=device)
+        return captured(too_much, device, pool)
+    assert_same(*both(model, cuda({"inputs": prompt(1), "max_new_tokens": 9})))
+    monkeypatch.setattr(program, "capture", capture)
+    for _ in range(3):
+        assert_same(*both(model, cuda({**left_padded(), "max_new_tokens": 20, **FULL})))
+    called = {what: n for what, n in runner.counts.items() if what != "captured"}
+    assert len(failed) == times and runner.pool.blocks == [(3, 256)], (failed, runner.pool.blocks)
+    assert runner.counts["captured"] == 4 - len(called) and list(called.values()) == [1] * (times - 1), runner.counts
+    assert all(what.startswith("called: capture failed (OutOfMemoryError") for what in called), runner.counts
 
 
 def test_release_frees_pool_and_graphs():

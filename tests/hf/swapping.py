@@ -51,7 +51,7 @@ def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **chang
     mixed = ["full_attention", "sliding_attention", "full_attention"][:s["num_hidden_layers"]]
     kinds = {
         "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**s)),
-        "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**s, sliding_window=WINDOW)),
+        "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**{"sliding_window": WINDOW, **s})),
         "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**s)),
         "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**{
             "head_dim": 8, "use_sliding_window": True, "sliding_window": WINDOW,
