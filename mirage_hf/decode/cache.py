@@ -566,6 +566,7 @@ class CachePool:
     def give_back(self, block: Block, used: int) -> None:
         """End a lease; the first `used` slots may have been written."""
         block.dirty = max(block.dirty, used)
+        block.begin(None)
         block.make_room = Block.make_room  # an idle block that knew the pool would keep both alive with their model gone
         if block.device.type == "cuda":
             block.done = torch.cuda.Event()
