@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from mirage_hf.decode import loop
-from mirage_hf.decode.cache import Block, bucket, windows_of
+from mirage_hf.decode.cache import Block, bucket, rings_of, windows_of
 from mirage_hf.decode.ends import Greedy, ends_of
 from mirage_hf.decode.fingerprint import Survey, survey
 from mirage_hf.decode.program import NOTHING, Chooser, MaskPlan
@@ -114,8 +114,10 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
     selection = Selection.of(processors, criteria, config)
     eos = [] if isinstance(selection, str) or selection.eos is not None else [
         c.eos_token_id.reshape(-1).to(input_ids.device) for c in criteria if type(c) is EosTokenCriteria]
+    only_rings = None not in rings_of(windows, bucket(most_slots))  # which take no more memory for a longer text
     return CallPlan(
-        cache=cache, cache_is_users=users_cache, past=past, slots=min(most_slots, prompt + FIRST_REACH), most_slots=most_slots,
+        cache=cache, cache_is_users=users_cache, past=past, slots=most_slots if only_rings else min(most_slots, prompt + FIRST_REACH),
+        most_slots=most_slots,
         budget=budget, windows=windows, lowest=lowest, position=positions[:, -1:],
         eos=torch.cat(eos) if eos else None, selection=selection, masks=masks,
         logits_to_keep="logits_to_keep" in kwargs,
