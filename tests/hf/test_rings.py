@@ -1,13 +1,16 @@
 """Caches of sliding layers in rings of as many slots as their window: stock's tokens, logits and caches."""
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import rings
+from decoding import assert_same, both
 from features import Pair, fake_captures
 from swapping import WINDOW, prompt, tiny
+from transformers import DynamicCache
 
 from mirage_hf.decode import install
 
@@ -59,3 +62,12 @@ def test_nothing_is_captured_anew_as_rings_turn(captured: list[str]) -> None:
     for length in (SLOTS + 1, 2, SLOTS, WINDOW):
         model.generate(prompt(1, length), max_new_tokens=4 * SLOTS - length, do_sample=False)
     assert captured == ["program"]
+
+
+@pytest.mark.parametrize("changes", [dict(sliding_window=5), dict(layer_types=["sliding_attention"] * 2)])
+def test_a_cache_that_slides_over_other_windows_is_stocks(changes: dict[str, Any]) -> None:
+    model = tiny("gemma2", num_hidden_layers=2)
+    runner, config = install(model), copy.deepcopy(model.config)
+    vars(config).update(changes)
+    assert_same(*both(model, lambda: {"inputs": prompt(), "max_new_tokens": 20, "past_key_values": DynamicCache(config=config)}))
+    assert runner.counts == {"stock: a cache that slides over other windows than the model's layers": 1}
