@@ -74,8 +74,9 @@ def _sets(first: list[list[torch.Tensor]], least: float) -> list[list[list[torch
                        for inputs in first] for _ in range(count - 1)]
 
 
-def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs]) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A CUDA graph of calls that rotate over `sets`, and how many calls it holds."""
+def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs],
+            marks: Sequence[torch.cuda.Event] = ()) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A CUDA graph of calls that rotate over `sets`, and how many it holds; `marks`: external events, recorded before and behind them."""
     calls = len(sets) * max(1, math.ceil(MIN_CALLS / len(sets)))
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -84,8 +85,12 @@ def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs]) -> tuple[torch
         torch.cuda.synchronize()
         graph.capture_begin()  # torch.cuda.graph() would collect garbage each time, longer than the measurement takes
         try:
+            for mark in marks[:1]:
+                mark.record()
             for n in range(calls):
                 run(sets[n % len(sets)])
+            for mark in marks[1:]:
+                mark.record()
         finally:
             graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
@@ -176,7 +181,7 @@ class Layer:
                 flowed.append(run(at)[0])
 
         flowed: list[torch.Tensor] = []  # all of them: the graph does not keep alive what it reads
-        return time_graph(*capture(layer, self._sets), replays)
+        return time_run(layer, self._sets, replays)
 
 
 def _flowed(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -202,7 +207,17 @@ def _link(size: int, x: torch.dtype, y: torch.dtype) -> Any:
     return compiler.load(program.source, program.digest).run
 
 
-def time_run(run: Run, sets: Sequence[list[torch.Tensor]], replays: int = 15) -> Timing:
-    """Time `run` over cold `sets` inside a CUDA graph."""
-    graph, calls = capture(run, sets)
-    return time_graph(graph, calls, replays)
+def time_run(run: Callable[[Inputs], Any], sets: Sequence[Inputs], replays: int = 15) -> Timing:
+    """Time `run` over cold `sets` inside a CUDA graph.
+
+    The graph records the events itself: while the tuner's threads compile, this thread may wait for milliseconds between a replay and an
+    event behind it, and a kernel of 15 µs was seen to take 900.
+    """
+    start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
+    graph, calls = capture(run, sets, (start, end))
+    samples = []
+    for _ in range(2 + replays):
+        graph.replay()
+        torch.cuda.synchronize()
+        samples.append(1e3 * start.elapsed_time(end) / calls)
+    return timing(samples[2:], calls)
