@@ -16,6 +16,7 @@ from ugraphs import gated_mlp, rms_norm_linear
 import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.triton import generate
 from mirage_hf.errors import Rejected
 from mirage_hf.zoo import store
 from mirage_hf.zoo.entry import ENTRY, KERNEL, UGRAPH, Entry, Timing, read_entry
@@ -114,6 +115,11 @@ def test_every_entry_of_the_packaged_zoo_is_usable():
     found = dict(packaged_store().verify())
     assert found and not {folder.name: e.reason for folder, e in found.items() if isinstance(e, Rejected)}
     assert all(e.timings and e.key.target.startswith("sm_") for e in found.values())
+
+
+def test_kernels_of_the_packaged_zoo_are_what_is_generated_now():
+    """Where they are not, raise schedule.VERSION and build the zoo again."""
+    assert not [str(e.folder) for e in packaged_store().entries() if generate(e.ugraph, e.schedules).source != e.kernel]
 
 
 def test_a_named_zoo_is_a_folder_or_a_clear_error(tmp_path, monkeypatch):
