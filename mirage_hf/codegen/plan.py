@@ -137,6 +137,16 @@ class Plan:
                 raise errors.CodegenError(f"{value} has {self.numel(self.block.carried[value])} elements in a tile, Triton takes "
                                           f"{MAX_ELEMENTS}; give smaller tiles, or make a tile axis the loop")
 
+    def alike(self, schedule: Schedule) -> Plan:
+        """The plan of a schedule that differs from this one's in warps, stages, shares of the loop and what is read early: what depends
+        on tiles alone is not found out again. Errors: CodegenError."""
+        assert (schedule.tiles, schedule.mma, schedule.weights_first, schedule.lazy) == (
+            self.schedule.tiles, self.schedule.mma, self.schedule.weights_first, self.schedule.lazy)
+        other = object.__new__(Plan)
+        vars(other).update({n: x for n, x in vars(self).items() if n in _OF_TILES or n in self.__dataclass_fields__}, schedule=schedule)
+        other.__post_init__()
+        return other
+
     def _check_split(self) -> None:
         split, loops = self.schedule.split, [s for s in self.block.stages if s.loop]
         if len(loops) != 1 or not self.walks:
@@ -166,8 +176,9 @@ class Plan:
         return sum(self.numel(self.block.carried[a.out]) for a in self.shared_sums)
 
     def few(self, axis: str) -> int:
-        """Elements of a tile that may count, as a power of two: of the 16 rows of a tensor-core product fewer where the axis is short."""
-        cut = self.trips(axis) > 1 or self.parts(axis)
+        """Elements of a tile that may count, as a power of two: of the 16 rows of a tensor-core product fewer where the axis is short. Not
+        where they are added up in a loop: Triton 3.6 finds no layouts for filling up what comes out of one."""
+        cut = self.trips(axis) > 1 or self.parts(axis) or self.schedule.split > MOST_STRAIGHT
         return self.tile(axis) if cut else min(self.tile(axis), next_power_of_two(self.block.part(axis)))
 
     def gathered(self, acc: Accumulator) -> int:
@@ -607,6 +618,11 @@ class Plan:
             return True
         return (op is not None and op.over is None and all(self.zero_padded(a, axis) for a in op.args if isinstance(a, str))
                 and keeps_zero(op.fn, [None if isinstance(a, str) else a for a in op.args], dict(op.attrs)))
+
+
+_OF_TILES = frozenset({"_mma", "_ops", "_tile", "dealt", "dots", "input", "loop", "narrow", "native", "order", "run_dtype", "skipped",
+                       "tiles", "unrolled", "walks"})
+"""The properties of a plan that tiles and the kind of product decide."""
 
 
 VIEWS = ("permute", "reshape", "slice")

@@ -276,8 +276,7 @@ class _Writer(Tiles):
         together, looped = self.plan.gathered(acc), split > MOST_STRAIGHT
         if looped:
             self.line(f"{name}_few = tl.full([{', '.join(str(self.plan.few(a)) for a in dims)}], {NEUTRAL[acc.kind]}, tl.float32)")
-            filled_up = any(self.plan.few(a) < self.plan.tile(a) for a in dims)  # Triton 3.6 gets no layouts for the copies after a loop
-            self.line(f"for some in {'tl.static_range' if filled_up else 'range'}(0, {split}, {together}):")
+            self.line(f"for some in range(0, {split}, {together}):")
             self.indent += 1
         for first in (0,) if looped else range(0, split, together):
             for n in range(first, first + together):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mirage_hf.codegen.plan import Plan
@@ -100,92 +101,123 @@ def _running(plan: Plan, stage: Stage) -> int:
     return sum(plan.numel(plan.block.carried[a.arg if plan.is_lazy(stage, a) else a.out]) for a in stage.accumulators)
 
 
-def registers(plan: Plan) -> int:
-    """Registers a thread spends on tiles: accumulators, what an iteration loads, the largest value formed on the way, and the
-    partial results of several blocks that are read at a time."""
-    threads = 32 * plan.schedule.num_warps
-    most = float(max((plan.gathered(a) * math.prod(plan.few(x) for x in plan.value_dims(a.out)) for a in plan.shared_sums), default=0))
-    for stage in plan.block.stages:
-        walked = stage.loop if plan.walks else None
-        summed = {a.arg for a in stage.accumulators if walked and plan.is_lazy(stage, a)}
-        formed = [plan.numel(op.axes) * (1.0 if op.over is None else 0.0) for op in stage.body
-                  if op.out not in plan.skipped and op.out not in summed]
-        loaded = (_loads(plan, stage) if walked else list(plan.input))
-        elements = sum(_tile_bytes(plan, i) / 4 for i in loaded if i not in plan.native) + max(formed, default=0.0)
-        most = max(most, elements + (_running(plan, stage) if walked else 0))
-    return math.ceil(most / threads)
+@dataclass(frozen=True)
+class Footprint:
+    """What the tiles of a plan alone decide, whatever its warps, stages and shares of the loop (`Plan.alike`)."""
+
+    moved: int
+    """Bytes between device memory and the chip."""
+    loads: tuple[Mapping[str, int], ...]
+    """Bytes that a step of each loop loads of each input."""
+    once: int
+    """Bytes that a block loads once."""
+    streamed: int
+    """Bytes of a step that no other block reads; all of a loop's where blocks share everything."""
+    step_work: int
+    once_work: int
+    """Elements computed in a step of the loops, and once."""
+    step_flops: float
+    once_flops: float
+    """Of tensor cores, likewise."""
+    held: float
+    """Registers of 32 bits that all threads together need for the tiles of the stage that needs most."""
+    factors: int
+    """Elements of all factors of tensor-core products."""
+    unstaged: int
+    """Elements of those that loops do not load."""
+    exchanged: int
+    """Elements of the largest sum or maximum in a loop whose parts warps have."""
+    rescales: bool
+    """Whether sums of tensor cores shift with a running maximum."""
+    contiguity: float
 
 
-def shared_bytes(plan: Plan) -> int:
+def footprint(plan: Plan) -> Footprint:
+    """Count what a plan's tiles load, hold and compute."""
+    block, looped = plan.block, [s for s in plan.block.stages if s.loop]
+    loads = tuple({i: _tile_bytes(plan, i) for i in _loads(plan, s)} for s in looped)
+    walked = [i for i in block.inputs if plan.loop is None or plan.loop in i.axes]
+    streamed = sum(_tile_bytes(plan, i.name) for i in walked if plan.is_streamed(i)) or max((sum(x.values()) for x in loads), default=0)
+    work, flops, held = {True: 0, False: 0}, {True: 0.0, False: 0.0}, 0.0
+    for stage in block.stages:
+        computed = sum(plan.numel(block.carried[str(op.args[0])] if op.over else op.axes) for op in stage.body
+                       if op.out not in plan.skipped and op.out not in plan.dots)
+        computed += sum(plan.numel(block.carried[a.arg]) for a in stage.accumulators if a.out not in plan.dots)
+        computed += sum(plan.numel(a.axes) for a in stage.accumulators if a.shift is not None and plan.walks)
+        work[stage.loop is not None] += computed + sum(plan.numel(block.carried[i]) for i in _loads(plan, stage) if i not in plan.native)
+        held = max(held, _held(plan, stage))
+    for out, dot in plan.dots.items():
+        flops[any(a.out == out for s in block.stages for a in s.accumulators)] += 2.0 * plan.numel(block.carried[dot.contraction.product])
+    factors = {x for d in plan.dots.values() for x in (d.left, d.right)}
+    unstaged = factors - {i for each in loads for i in each}
+    exchanged = [op.axes for s in looped for op in s.body if op.over is not None and op.out not in plan.dots]
+    exchanged += [a.axes for s in looped for a in s.accumulators if a.out not in plan.dots and not plan.is_lazy(s, a)]
+    return Footprint(
+        sum(tensor_bytes(plan.operands[n]) for n in {n for i in block.inputs for n in i.sources}) + sum(map(tensor_bytes, plan.outputs)),
+        loads, sum(_tile_bytes(plan, i.name) for i in block.inputs if not (plan.loop and plan.loop in i.axes)), streamed,
+        work[True], work[False], flops[True], flops[False], held,
+        sum(plan.numel(block.carried[x]) for x in factors), sum(plan.numel(block.carried[x]) for x in unstaged),
+        max(map(plan.numel, exchanged), default=0),
+        bool(plan.dots) and plan.walks and any(a.shift is not None for s in block.stages for a in s.accumulators), _contiguity(plan))
+
+
+def _held(plan: Plan, stage: Stage) -> float:
+    """Registers for a stage's accumulators, what an iteration loads, and the largest value formed on the way."""
+    walked = stage.loop if plan.walks else None
+    summed = {a.arg for a in stage.accumulators if walked and plan.is_lazy(stage, a)}
+    formed = [plan.numel(op.axes) * (1.0 if op.over is None else 0.0) for op in stage.body
+              if op.out not in plan.skipped and op.out not in summed]
+    loaded = (_loads(plan, stage) if walked else list(plan.input))
+    elements = sum(_tile_bytes(plan, i) / 4 for i in loaded if i not in plan.native) + max(formed, default=0.0)
+    return elements + (_running(plan, stage) if walked else 0)
+
+
+def _registers(plan: Plan, tiles: Footprint) -> int:
+    """Registers a thread spends on tiles, or on the partial results of several blocks that are read at a time."""
+    partial = max((plan.gathered(a) * math.prod(plan.few(x) for x in plan.value_dims(a.out)) for a in plan.shared_sums), default=0)
+    return math.ceil(max(tiles.held, partial) / (32 * plan.schedule.num_warps))
+
+
+def _shared_bytes(plan: Plan, tiles: Footprint) -> int:
     """Shared memory of a block: the loads of all iterations in flight (the one at work too where tensor cores read it), the other
     factors of tensor-core products, and what warps tell each other in sums and maxima."""
-    def loaded(stage: Stage) -> int:
-        return sum(_tile_bytes(plan, i) * (2 if i in plan.read_again else 1) for i in _loads(plan, stage))
-
-    per_iteration = max((loaded(s) for s in plan.block.stages if s.loop), default=0)
-    factors = {x for d in plan.dots.values() for x in (d.left, d.right)}  # a product held whole is fed through shared memory
-    if plan.walks and plan.schedule.num_stages > 1:
-        staged = {i for s in plan.block.stages if s.loop for i in _loads(plan, s)}
-        held = sum(plan.numel(plan.block.carried[x]) for x in factors - staged) * plan.run_dtype.itemsize
-        return per_iteration * (plan.schedule.num_stages if plan.dots else plan.schedule.num_stages - 1) + held + _exchanged(plan)
-    return max(per_iteration, sum(plan.numel(plan.block.carried[x]) for x in factors) * plan.run_dtype.itemsize)
+    per_iteration = max((sum(n * (2 if i in plan.read_again else 1) for i, n in loads.items()) for loads in tiles.loads), default=0)
+    stages, itemsize = plan.schedule.num_stages, plan.run_dtype.itemsize
+    if plan.walks and stages > 1:
+        exchanged = tiles.exchanged * plan.schedule.num_warps * 4
+        return per_iteration * (stages if plan.dots else stages - 1) + tiles.unstaged * itemsize + exchanged
+    return max(per_iteration, tiles.factors * itemsize)  # a product held whole is fed through shared memory
 
 
-def _exchanged(plan: Plan) -> int:
-    """Bytes through which warps join their parts of a sum or maximum, of the largest one in a loop."""
-    found = [op.axes for s in plan.block.stages if s.loop for op in s.body if op.over is not None and op.out not in plan.dots]
-    found += [a.axes for s in plan.block.stages if s.loop for a in s.accumulators if a.out not in plan.dots and not plan.is_lazy(s, a)]
-    return max((plan.numel(axes) for axes in found), default=0) * plan.schedule.num_warps * 4
-
-
-def estimate(plan: Plan, device: Device = H200) -> Cost:
-    """Estimate one launch of a planned block graph."""
-    schedule, block = plan.schedule, plan.block
+def estimate(plan: Plan, device: Device = H200, tiles: Footprint | None = None) -> Cost:
+    """Estimate one launch of a planned block graph. tiles: the footprint of the plan, if it is known."""
+    schedule, tiles = plan.schedule, tiles or footprint(plan)
     trips = plan.share if plan.loop else 1
-    moved = sum(tensor_bytes(plan.operands[s]) for s in {s for i in block.inputs for s in i.sources})
-    moved += sum(tensor_bytes(t) for t in plan.outputs)
-    in_loop = [sum(_tile_bytes(plan, i) for i in _loads(plan, s)) for s in block.stages if s.loop]
-    once = sum(_tile_bytes(plan, i.name) for i in block.inputs if not (plan.loop and plan.loop in i.axes))
-    block_bytes = (sum(in_loop) * trips if plan.walks else max(in_loop, default=0)) + once
+    in_loop = [sum(loads.values()) for loads in tiles.loads]
+    block_bytes = (sum(in_loop) * trips if plan.walks else max(in_loop, default=0)) + tiles.once
     l2 = block_bytes * plan.grid + 8 * plan.scratch
-
-    work = 0.0
-    for stage in block.stages:
-        times = trips if stage.loop else 1
-        work += times * sum(plan.numel(plan.block.carried[str(op.args[0])] if op.over else op.axes) for op in stage.body
-                            if op.out not in plan.skipped and op.out not in plan.dots)
-        work += times * sum(plan.numel(plan.block.carried[a.arg]) for a in stage.accumulators if a.out not in plan.dots)
-        work += times * sum(plan.numel(a.axes) for a in stage.accumulators if a.shift is not None and plan.walks)
-        work += times * sum(plan.numel(block.carried[i]) for i in _loads(plan, stage) if i not in plan.native)
-    instructions = work * plan.grid
-    flops = 0.0
-    for out, dot in plan.dots.items():
-        product = plan.numel(block.carried[dot.contraction.product])
-        looped = any(a.out == out for s in block.stages for a in s.accumulators)
-        flops += 2.0 * product * (trips if looped else 1) * plan.grid
+    instructions = float(trips * tiles.step_work + tiles.once_work) * plan.grid
+    flops = (trips * tiles.step_flops + tiles.once_flops) * plan.grid
 
     threads = 32 * schedule.num_warps
-    regs, shared = registers(plan), shared_bytes(plan)
+    regs, shared = _registers(plan, tiles), _shared_bytes(plan, tiles)
     per_sm = max(1, min(32, 2048 // threads, device.registers // (threads * min(255, max(32, regs))),
                         device.shared_bytes // (shared + 1024)))
-    walked = [i for i in block.inputs if plan.loop is None or plan.loop in i.axes]
-    # what no other block reads; where blocks share all of it, as heads share the latents of a cache, what each of them walks
-    streamed = sum(_tile_bytes(plan, i.name) for i in walked if plan.is_streamed(i)) or max(in_loop, default=0)
     ahead = schedule.num_stages - 1.0 if plan.walks and schedule.num_stages > 1 else 1.0
     if plan.dots and plan.walks and schedule.num_stages > 1:
         ahead -= 0.5  # what tensor cores read is waited for before the next copy begins: measured 36 µs with three tiles ahead, 58 with one
     concurrent = min(plan.grid, device.sms * per_sm)
-    fill = min(1.0, concurrent * max(streamed, 256) * min(ahead, trips) / (device.sms * device.flight_bytes))
-    rate = min(device.bandwidth * max(fill, 0.02), device.sm_bandwidth * min(plan.grid, device.sms)) * _contiguity(plan)
+    fill = min(1.0, concurrent * max(tiles.streamed, 256) * min(ahead, trips) / (device.sms * device.flight_bytes))
+    rate = min(device.bandwidth * max(fill, 0.02), device.sm_bandwidth * min(plan.grid, device.sms)) * tiles.contiguity
     busy = min(1.0, plan.grid / device.sms)
     waves = plan.grid / (device.sms * per_sm)
     tail = 1.0 + 0.3 * (math.ceil(waves) / waves - 1.0) if waves > 1 else 1.0
-    body = max(moved / rate, l2 / device.l2_bandwidth, instructions / (device.lane_rate * busy), flops / (device.mma_rate * busy))
-    if plan.dots and any(a.shift is not None for s in block.stages for a in s.accumulators) and plan.walks:
+    body = max(tiles.moved / rate, l2 / device.l2_bandwidth, instructions / (device.lane_rate * busy), flops / (device.mma_rate * busy))
+    if tiles.rescales:
         body = max(body, 1e-6 * RESCALED_US * trips * math.ceil(waves))
     launch = 0.0 if plan.hastens else device.launch_us  # of the next one, which is then long there
     us = launch + device.latency_us + tail * body * 1e6 * _detours(plan) + (device.meeting_us if plan.scratch else 0.0)
-    return Cost(us, moved, l2, instructions, flops, regs, shared, per_sm)
+    return Cost(us, tiles.moved, l2, instructions, flops, regs, shared, per_sm)
 
 
 def _contiguity(plan: Plan) -> float:

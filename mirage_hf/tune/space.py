@@ -13,7 +13,7 @@ from mirage_hf.codegen.plan import MMA_MIN, Plan, plan
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.graph.block import Axis, BlockGraph, Role
 from mirage_hf.graph.kernel import DTensor, KernelOp
-from mirage_hf.tune.cost import H200, Device, estimate
+from mirage_hf.tune.cost import H200, Device, Footprint, estimate, footprint
 
 REGISTER_BUDGET = 160
 """Registers a thread may spend on float32 tiles; beyond it tiles spill."""
@@ -63,13 +63,17 @@ def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
     assert op.block is not None
     costs: dict[Schedule, float] = {}
     reason: errors.CodegenError | None = None
+    known: dict[tuple[object, ...], tuple[Plan, Footprint]] = {}
     for whole in _candidates(op.block, op):
+        kind = whole.tiles, whole.mma, whole.weights_first, whole.lazy
         try:
-            alone = plan(op, whole)
+            alone = known[kind][0].alike(whole) if kind in known else plan(op, whole)
+            _, tiles = known.setdefault(kind, (alone, footprint(alone))) if kind not in known else known[kind]
             if (whole.mma and not alone.dots) or not _busy(alone):
                 continue
             for schedule in _shared(alone, device):
-                cost = estimate(plan(op, schedule) if schedule.split > 1 else alone, device)  # what is asked for early has no part in it
+                # what is asked for early has no part in the estimate
+                cost = estimate(alone.alike(schedule) if schedule.split > 1 else alone, device, tiles)
                 if cost.registers <= REGISTER_BUDGET and cost.shared <= device.shared_bytes:
                     costs[schedule] = cost.us
         except errors.CodegenError as e:
