@@ -160,12 +160,12 @@ class Ring:
 
     def slot(self, control: Control) -> Tensor:
         """The slot (batch, 1) that a step's key goes to; the step sees those before it and the new one."""
-        return torch.where(control.alive.any(), (control.length - control.lowest).clamp_max(self.spare), self.spare)
+        return (control.length - control.lowest).clamp_max(self.spare).masked_fill(~control.alive.any(), self.spare)
 
     def turn(self, slab: Tensor, control: Control) -> None:
         """End a step for a slab (layers, batch, heads, slots, dim), before `control` moves on."""
         n, spare = control.length - control.lowest[:, 0], self.spare
-        to = torch.where(control.alive.any() & (n >= spare), n % spare, spare)  # the spare slot's own place where nothing moves
+        to = (n % spare).masked_fill(~control.alive.any() | (n < spare), spare)  # the spare slot's own place where nothing moves
         new = slab[:, :, :, spare:self.window].clone()
         slab.scatter_(3, to.view(1, -1, 1, 1, 1).expand_as(new), new)
 
