@@ -43,6 +43,9 @@ GATHERED_PER_THREAD = 64
 MOST_STRAIGHT = 16
 """Blocks whose partial results are added up without a loop: 64 in a row spilled registers."""
 
+COPIED_BYTES = 4
+"""What a thread copies into shared memory at least, where Triton loads ahead."""
+
 MAX_ELEMENTS = 1 << 20
 """Largest tile that Triton takes."""
 
@@ -496,6 +499,18 @@ class Plan:
         others |= {a.arg for s in self.block.stages for a in s.accumulators}
         others |= {x for d in self.dots.values() for x in (d.left, d.right) if x in self.input and not self.reads_as_stored(d, x)}
         return frozenset(x for x in self.read_asynchronously if x in others)
+
+    @cached_property
+    def read_ahead(self) -> frozenset[str]:
+        """Inputs of a loop of tensor-core products of which a thread has too little for an asynchronous copy, like 128 elements of a norm's
+        weight. Triton would load them in the step that reads them, and each step would wait for memory: 32 steps took 33 µs instead of 22
+        on an H200."""
+        if not (self.dots and self.walks and self.schedule.num_stages > 1):
+            return frozenset()
+        least = COPIED_BYTES * 32 * self.schedule.num_warps
+        return frozenset(i.name for i in self.block.inputs if self.loop in i.axes and i.bounds is None and len(i.sources) == 1
+                         and i.name not in self.read_again
+                         and self.numel(self.block.input_axes(i)) * self.dtype(i).itemsize < least)
 
     @cached_property
     def skipped(self) -> frozenset[str]:

@@ -172,7 +172,8 @@ class _Writer(Tiles):
             for _ in self._lanes(acc.out):
                 self._start(stage, acc)
         again = [i for i in inputs if i.name in plan.read_again and len(i.sources) == 1]
-        self._load_ahead(again, first=True)
+        small = [i for i in inputs if i.name in plan.read_ahead]
+        self._load_ahead([*again, *small], first=True)
         split, before = plan.schedule.split, self._loop_starts()
         ends = f"0, {plan.share * tile if split > 1 else self.block.part(loop)}, {tile}"
         if self.trimmed is not None:
@@ -184,6 +185,10 @@ class _Writer(Tiles):
             self.line(f"{axis}0 = {' + '.join(before)} + {axis}_step")
         self.line(f"{axis} = {axis}0 + tl.arange(0, {tile})" if tile > 1 else f"{axis} = {axis}0")
         self._bound(loop)
+        for i in small:
+            self._first(i.name)
+            self.line(f"{self.value[i.name]} = {self.value[i.name]}_next")
+        self._load_ahead(small, first=False)
         for i in inputs:
             self._load(i)
         self.have |= {("again", i.name, None) for i in again}
@@ -196,8 +201,7 @@ class _Writer(Tiles):
             if loop in o.axes and any(op.out == o.value for op in stage.body):
                 for _ in self._lanes(o.value):
                     self._store(o, pointer, self._wide(o.value))
-        if plan.share > 1:
-            self._load_ahead(again, first=False)
+        self._load_ahead(again, first=False)
         self.indent -= 1
         for acc in stage.accumulators:
             for _ in self._lanes(acc.out) if plan.is_lazy(stage, acc) else ():
@@ -409,20 +413,25 @@ class _Writer(Tiles):
             self.line(f"{name} = {self._read_again(self.plan.input[value])}")
         return name
 
-    def _load_ahead(self, again: Sequence[BlockInput], first: bool) -> None:
-        """The other loads of factors (see `_read_again`) for the step to come. Triton copies ahead only what products read, and the
-        latency of these would be waited for in every step."""
+    def _load_ahead(self, ahead: Sequence[BlockInput], first: bool) -> None:
+        """Loads for the step to come, of factors that other code reads too (see `_read_again`) and of what is too small to be copied
+        (`Plan.read_ahead`). Triton copies ahead only what else products read, and these latencies would be waited for in every step."""
         loop = str(self.plan.loop)
         axis, tile = self.axis[loop], self.plan.tile(loop)
         start = " + ".join(self._loop_starts()) or "0"
-        if again:
-            self.line(f"{axis}_next = {f'{start} + tl.arange(0, {tile})' if first else f'{axis} + {tile}'}")
-            self._bound(loop, f"{axis}_next")
-            if not self.plan.ragged(loop):
-                self.line(f"{axis}_next_in = {axis}_next < {self.block.axis(loop).size}")
-        for i in again:
+        if not ahead or not (first or self.plan.share > 1):
+            return
+        self.line(f"{axis}_next = {f'{start} + tl.arange(0, {tile})' if first else f'{axis} + {tile}'}")
+        self._bound(loop, f"{axis}_next")
+        if not self.plan.ragged(loop):
+            self.line(f"{axis}_next_in = {axis}_next < {self.block.axis(loop).size}")
+        for i in ahead:
             load = self._read(i, self.pointers[i.name][0], 0, policy="evict_last", ahead=True)
-            self.line(f"{self.value[i.name]}_again = {load}")
+            if i.name in self.plan.read_again:
+                self.line(f"{self.value[i.name]}_again = {load}")
+            else:
+                wide = ".to(tl.float32)" if i.name not in self.plan.native and self.plan.dtype(i) is not torch.float32 else ""
+                self.line(f"{self.value[i.name]}_next = {load}{wide}")
 
     # -- reductions -------------------------------------------------------------------------------------------------------------
 

@@ -284,3 +284,15 @@ def test_a_conversion_of_what_an_asynchronous_product_reads_has_a_load_of_its_ow
         g.mark_output(*g.customized(inputs, block))
         source = triton.program_source(UGraph(g, g), [schedule])
         assert source.count("tl.dot(") == 2 and ("x_again" in source) == again
+
+
+def test_what_is_too_small_to_be_copied_is_loaded_a_step_ahead():
+    """128 elements of γ are 2 bytes for each of 128 threads, 4 for each of 64: an asynchronous copy has 4 at least."""
+    ugraph = blocks.rms_norm_linear(16, 512, 64)
+    for warps, stages, ahead in ((4, 3, True), (2, 3, False), (4, 1, False)):
+        schedule = Schedule((("m", 16), ("n", 64), ("k", 128)), mma=True, num_warps=warps, num_stages=stages)
+        program = triton.generate(ugraph, [schedule])
+        assert ("gamma_next" in program.source) == ahead
+        kernel, = compiler.ahead_of_time(program, 90)
+        copied = len(re.findall(r"cp\.async\.ca\.shared\.global", kernel.ptx))  # of γ; x and w are copied past the L1
+        assert (copied > 0) == (stages > 1 and not ahead)
