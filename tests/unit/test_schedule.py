@@ -12,6 +12,7 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.tune import cost, space, tuner
 from mirage_hf.tune.restrict import Restriction
@@ -148,6 +149,31 @@ def test_measured_winners_rank_high():
     first = space.schedules(SPACES["norm linear"].block_ops[0], limit=4)
     assert Schedule((("m", 1), ("n", 8), ("k", 1024)), num_warps=4, preload=1) in first
     assert all(s.mma for s in space.schedules(SPACES["16 rows"].block_ops[0], limit=10))
+
+
+MEASURED = {  # k, n, warps, stages, split: µs of RMSNorm + Linear 4096 to 6144 of 16 rows in one kernel, γ times the weights, on an H200
+    (256, 64, 4, 4, 1): 21.3, (128, 64, 4, 4, 1): 21.4, (64, 64, 4, 11, 1): 34.5, (128, 128, 8, 4, 2): 21.4, (64, 128, 8, 12, 2): 27.2,
+    (256, 32, 2, 3, 2): 30.0}
+
+
+def test_kernels_whose_steps_are_long_are_expected_to_be_slow():
+    """By bytes alone all of them would take 15 µs, and be tried before the two kernels that do."""
+    g = new_kernel_graph()
+    g.new_input((16, 4096), torch.float16)
+    g.new_input((1, 4096), torch.float16, constant=True)
+    g.new_input((4096, 6144), torch.float16, (1, 4096), constant=True)
+    b = blocks.Block({"m": 16, "n": 6144}, {"k": 4096})
+    for name, axes, source in (("x", "mk", 0), ("gamma", "1k", 1), ("w", "kn", 2)):
+        b.load(name, axes, source)
+    loop = b.stage(loop=True)
+    loop.accumulate("squares", loop.op("square", "mul", "x", "x"))
+    loop.accumulate("sums", loop.op("product", "mul", "x", loop.op("scaled", "mul", "gamma", "w")))
+    end = b.stage()
+    b.store(end.op("y", "mul", "sums", blocks.scale(end, "squares", 4096)), "mn", torch.float16)
+    op, = blocks.ugraph(g, b).block_ops
+    expected = {c: cost.estimate(plan(op, Schedule((("m", 16), ("n", n), ("k", k)), mma=True, num_warps=w, num_stages=s, split=p))).us
+                for c in MEASURED for k, n, w, s, p in (c,)}
+    assert all(abs(expected[c] / us - 1) < 0.25 for c, us in MEASURED.items()), [(c, expected[c], us) for c, us in MEASURED.items()]
 
 
 def test_rank_without_a_gpu_always_has_the_library_path():
