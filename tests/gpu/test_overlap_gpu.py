@@ -215,3 +215,26 @@ def test_on_a_device_that_is_not_the_current_one():
     inputs = measure.random_inputs(graph_of, "cuda:0")
     there = [x.to("cuda:1") for x in inputs]
     assert torch.equal(run(there)[0].cpu(), run(inputs)[0].cpu()) and torch.cuda.current_device() == 0
+
+
+def test_a_busy_host_does_not_change_what_is_measured():
+    """The tuner measures while its threads compile."""
+    ugraph = blocks.rms_norm_linear(1, 4096, 4096)
+    run = tuner.run_of(program_of(ugraph, m=1, n=8, k=1024))
+    sets, stop = measure.cold_inputs(ugraph.program, "cuda"), threading.Event()
+
+    def burn():
+        while not stop.is_set():
+            sum(range(1000))
+
+    quiet = measure.time_run(run, sets)
+    threads = [threading.Thread(target=burn) for _ in range(4)]
+    for t in threads:
+        t.start()
+    try:
+        busy = measure.time_run(run, sets)
+    finally:
+        stop.set()
+        for t in threads:
+            t.join()
+    assert 0.8 < busy.us / quiet.us < 1.3, (quiet, busy)
