@@ -44,6 +44,9 @@ EPS_NAMES = ("variance_epsilon", "eps")
 OFFSETS = (0.0, 1.0)
 """What norm classes may add to their weight (Gemma's and Nemotron's add 1). The probe shows which one does."""
 
+SWITCHES = ("use_parallel_residual",)
+"""Attributes of layers that choose between rows. Compared before every call."""
+
 MULTIPLIERS = ("residual_multiplier",)
 """Attributes of layers by which they scale what they add to the residual. The probe shows whether they do."""
 

@@ -584,15 +584,14 @@ class CachePool:
             block.drop_memory()
 
     def _surplus(self) -> list[Block]:
-        """Take out the idle blocks that are not kept: of those before the first that is too much, the longest idle come first."""
-        kept, room = 0, {b.device: most_idle(b.device) for b in self._idle}
+        """Take out the idle blocks that are not kept, the longest idle first. That of the last call is, whatever its size: the next call
+        is likely to be alike, and would capture its graphs anew."""
+        kept, dropped, room = list[Block](), list[Block](), {b.device: most_idle(b.device) for b in self._idle}
         for block in reversed(self._idle):
-            room[block.device] -= block.bytes
-            if kept == KEEP_IDLE or room[block.device] < 0:
-                break
-            kept += 1
-        at = len(self._idle) - kept
-        dropped, self._idle = self._idle[:at], self._idle[at:]
+            fits = not kept or (len(kept) < KEEP_IDLE and block.bytes <= room[block.device])
+            (kept if fits else dropped).append(block)
+            room[block.device] -= block.bytes if fits else 0
+        self._idle = kept[::-1]
         return dropped
 
     def drop_idle(self) -> None:

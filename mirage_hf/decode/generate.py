@@ -58,6 +58,7 @@ class DecodeRunner:
         self._no_prefill: dict[tuple[int, int | None], Fingerprint] = {}
         self._no_chain: dict[tuple[int, int | None], Fingerprint] = {}
         self._lock = threading.Lock()
+        self._attempts = threading.local()
 
     def fresh(self) -> DecodeRunner:
         """Return a runner with the same options and nothing else in common."""
@@ -72,9 +73,15 @@ class DecodeRunner:
         """Free the pool and its graphs. Calls under way keep theirs until they end; the next call starts anew."""
         self.pool.release()
 
-    def count(self, what: str, where: Counter[str] | None = None) -> None:
+    def count(self, what: str, where: Counter[str] | None = None, by: int = 1) -> None:
+        """Add to the counts; of an attempt at a call, to be taken back if it comes to nothing."""
+        counts = self.counts if where is None else where
         with self._lock:
-            (self.counts if where is None else where)[what] += 1
+            counts[what] += by
+            if not counts[what]:
+                del counts[what]
+        if (attempt := getattr(self._attempts, "counted", None)) is not None:
+            attempt.append((what, counts, by))
 
     # -- one covered call
 
@@ -83,12 +90,20 @@ class DecodeRunner:
         """Do what stock's decoding method would, from prefill to output; raise NotCovered before any effect if it cannot."""
         plan = plan_call(model, input_ids, processors, criteria, config, kwargs, users_cache=call.users_cache,
                          max_cache_len=self.max_cache_len)
-        found = self._attempt(call, model, plan, input_ids, processors, criteria, config, kwargs)
-        if found is None:
+        drawn, found = torch.get_rng_state(), None
+        for _ in range(2):
+            self._attempts.counted = []
+            try:
+                found = self._attempt(call, model, plan, input_ids, processors, criteria, config, kwargs)
+            finally:
+                counted, self._attempts.counted = self._attempts.counted, None
+            if found is not None:
+                break
+            for what, counts, by in counted:
+                self.count(what, counts, -by)
             self.pool.drop_idle()
-            found = self._attempt(call, model, plan, input_ids, processors, criteria, config, kwargs)
+            torch.set_rng_state(drawn)  # a call takes one seed of the generator, however often it is tried
         if found is None:
-            self.pool.drop_idle()
             raise NotCovered("out of memory")
         result, session = found
         if call.streamer is not None:
@@ -174,7 +189,9 @@ class DecodeRunner:
         self.count(f"{'called' if steps is None else 'not by kernels'}: {why}", self.prefills)
         if isinstance(failed, torch.OutOfMemoryError):
             block.drop_graphs()
-        if steps is None or isinstance(failed, torch.OutOfMemoryError):
+            block.prompts[bucket] = 0  # another time there may be more
+            return None
+        if steps is None:
             self._no_prefill[batch, bucket] = key
             return None
         self._no_chain[batch, bucket] = key
@@ -202,8 +219,7 @@ class DecodeRunner:
         if not isinstance(error, torch.OutOfMemoryError):  # another time there may be more
             self._uncapturable[_way(chooser)] = step.fingerprint, why
         self.count(f"called: {why}")
-        with self._lock:
-            self.counts["captured"] -= 1
+        self.count("captured", by=-1)
 
 
 def _way(chooser: Chooser | None) -> object:

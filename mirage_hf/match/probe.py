@@ -229,17 +229,26 @@ class Probes:
     def activation(self, module: nn.Module, ops: Sequence[str]) -> str | Rejected:
         """Which of `ops` an activation module computes."""
         def probe() -> str | Rejected:
-            x = torch.linspace(-9, 9, 721, dtype=torch.float64)
-            y = module.forward(x)
-            found = [op for op in ops if isinstance(y, Tensor) and distance(_activated(op, x), y) < 1e-6]
+            xs = [torch.linspace(-end, end, 721, dtype=torch.float64) for end in (9, 1000)]  # some clip what is large
+            ys = [module.forward(x) for x in xs]
+            found = [op for op in ops if all(isinstance(y, Tensor) and distance(_activated(op, x), y) < 1e-6
+                                             for x, y in zip(xs, ys, strict=True))]
             return found[0] if found else Rejected(f"({type(module).__name__}) is none of {', '.join(ops)}")
         return self._once(("activation", kind_of(module)), probe)
 
     def passing(self, mlp: Any, like: nn.Module) -> Passing | Rejected:
         """What stands for an MLP that runs its own forward, and gives as it does a tensor or more; `like`: a norm before it."""
         def probe() -> Passing:
-            of = next(mlp.parameters(), like.weight)
-            y = mlp.forward(torch.zeros(1, 1, like.weight.shape[0], dtype=of.dtype, device=of.device))
+            # routers and norms may be kept in float32, while the rest is not
+            dtypes = list(dict.fromkeys((like.weight.dtype, *(p.dtype for p in mlp.parameters()))))
+            for dtype in dtypes:
+                try:
+                    y = mlp.forward(like.weight.new_zeros(1, 1, like.weight.shape[0], dtype=dtype))
+                except RuntimeError:
+                    if dtype is dtypes[-1]:
+                        raise
+                else:
+                    break
             return Passing(more=isinstance(y, tuple)).eval()
         return self._once(("passing", kind_of(mlp)), probe)  # type: ignore[no-any-return]
 

@@ -18,7 +18,7 @@ from mirage_hf.kernels import Resolved
 from mirage_hf.match import plain
 from mirage_hf.match.compose import Composition, Kernel, child
 from mirage_hf.match.matcher import Match
-from mirage_hf.patterns.decoder_layer import EPS_NAMES, MULTIPLIERS
+from mirage_hf.patterns.decoder_layer import EPS_NAMES, MULTIPLIERS, SWITCHES
 from mirage_hf.swap.traced import KNOWN, share, width_of
 
 KEY = "_mirage_bound"
@@ -72,7 +72,8 @@ class Binding:
         self.containers = tuple(inner for *_, inner in self.watched if inner["_modules"])  # some call dropout as a function
         kinds: dict[Any, None] = dict.fromkeys([self.stock, *(kind for _, _, _, kind, _ in self.watched)])
         self.classes = tuple((kind, kind.forward) for kind in kinds)
-        numbers = [(inner, n) for *_, inner in self.watched for n in EPS_NAMES] + [(Own(match.module), n) for n in MULTIPLIERS]
+        numbers = [(inner, n) for *_, inner in self.watched for n in EPS_NAMES]
+        numbers += [(Own(match.module), n) for n in (*MULTIPLIERS, *SWITCHES)]
         self.constants = tuple((inner, n, value) for inner, n in numbers if (value := inner.get(n)) is not None)
         owned = dict.fromkeys(w for part in match.parts for w in part.weights)
         self.parameters = tuple(_pin(child(match.module, path), path, name) for path, name in owned)

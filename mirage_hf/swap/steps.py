@@ -18,7 +18,7 @@ from mirage_hf.match.probe import softcap_of
 from mirage_hf.match.step import CausalMatch, LayerPrompt, LayerStep, layer_prompt, layer_step, no_prompt, rotary_rows
 from mirage_hf.patterns.attention import LONG_FROM, for_long_caches
 from mirage_hf.patterns.causal_lm import LOGITS_DIVISOR, LOGITS_MULTIPLIER, LOGITS_SOFTCAP
-from mirage_hf.patterns.decoder_layer import CLIPS, MULTIPLIERS, SOFTCAPS
+from mirage_hf.patterns.decoder_layer import CLIPS, MULTIPLIERS, SOFTCAPS, SWITCHES
 
 Found = Mapping[Any, Any]
 LONG = "attention, long caches"
@@ -174,7 +174,7 @@ def _constants(causal: CausalMatch, matches: Mapping[str, Match]) -> Iterator[tu
     for name in causal.layers:
         m = matches[name]
         attention: Any = m.module._modules[m.layouts[0].attention]
-        yield from _named(m.module.__dict__, MULTIPLIERS)
+        yield from _named(m.module.__dict__, (*MULTIPLIERS, *SWITCHES))
         yield from _named(attention.__dict__, SOFTCAPS)
         yield from ((attention.config.__dict__, name, None) for name in CLIPS if hasattr(attention, "config"))
         if softcap_of(attention) is not None:  # another attention may do something else with it

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from mirage_hf import torch_op
 from mirage_hf.match.compose import Kernel, LiveWeights, child, one_norm, stand_in
 from mirage_hf.match.matcher import Match
-from mirage_hf.patterns.decoder_layer import CACHES, MULTIPLIERS
+from mirage_hf.patterns.decoder_layer import CACHES, MULTIPLIERS, SWITCHES
 
 KNOWN = frozenset((
     "attention_mask", "position_ids", *CACHES, "use_cache", "position_embeddings", "cache_position", "output_attentions",
@@ -135,7 +135,7 @@ def _device(match: Match) -> torch.device:
 
 def _own(match: Match) -> tuple[tuple[str, Any], ...]:
     """The numbers of a layer's own that its kernels were made for."""
-    return tuple((n, v) for n in MULTIPLIERS if (v := match.module.__dict__.get(n)) is not None)
+    return tuple((n, v) for n in (*MULTIPLIERS, *SWITCHES) if (v := match.module.__dict__.get(n)) is not None)
 
 
 def _bypassed(match: Match) -> tuple[Any, ...]:

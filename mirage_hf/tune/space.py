@@ -68,7 +68,9 @@ def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
         kind = whole.tiles, whole.mma, whole.weights_first, whole.lazy
         try:
             alone = known[kind][0].alike(whole) if kind in known else plan(op, whole)
-            _, tiles = known.setdefault(kind, (alone, footprint(alone))) if kind not in known else known[kind]
+            if kind not in known:
+                known[kind] = alone, footprint(alone)
+            tiles = known[kind][1]
             if (whole.mma and not alone.dots) or not _busy(alone):
                 continue
             for schedule in _shared(alone, device):

@@ -218,8 +218,9 @@ def test_activations_are_known_by_what_they_compute(name: str, op: str) -> None:
     assert dict(gated.block.sizes)["activation"] == op
 
 
-def test_an_unknown_activation_is_refused() -> None:
-    model = tiny("llama", hidden_act="mish")
+@pytest.mark.parametrize("name", ["mish", "gelu_10"])
+def test_an_unknown_activation_is_refused(name: str) -> None:
+    model = tiny("llama", hidden_act=name)
     assert found(model)["model.layers.0"] == ["qkv", "out", "down"]
     assert "is none of silu, gelu, gelu_tanh, relu, relu squared" in reasons(model, "model.layers.0")
 

@@ -597,6 +597,7 @@ OF_FAMILIES: dict[str, tuple[Callable[[Any], None], str]] = {
     "gemma2, scores": (_set("model.layers.0.self_attn", "attn_logit_softcapping", 0.5), "a attn_logit_softcapping was changed"),
     "gemma2, attention": (_eager, "a _attn_implementation_internal was changed"),
     "gemma3, embedding": (_scale_in_place, "a embed_scale was changed"),
+    "gpt_neox, parallel": (_set("gpt_neox.layers.1", "use_parallel_residual", False), CHANGED),
     "cohere, logits": (_set("", "logit_scale", 2.0), "a logit_scale was changed"),
     "phi, epsilon": (_set("model.layers.1.input_layernorm", "eps", 0.5), CHANGED),
     "gemma3, epsilon": (_set("model.layers.1.post_feedforward_layernorm", "eps", 0.5), CHANGED),
