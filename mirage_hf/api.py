@@ -30,10 +30,11 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
     on_unsupported: what looked like a block and cannot be one is left out ("skip"), warned of, or an error.
     decode: steps of generate are replayed CUDA graphs where they can be, or called ("eager"). dry_run: change nothing and
     return the Report of what would be done. An optimized model is restored first, then optimized anew.
-    Errors: OptimizeError for a model or option it cannot take; the model is then untouched. Warns: OptimizeWarning.
+    Errors: OptimizeError for a model or option it cannot take, ZooError for a zoo that cannot be had; the model is then untouched.
+    Warns: OptimizeWarning.
     """
-    names, rows = check_options(patterns, batch_sizes, max_cache_len, backend=backend, tune=tune, on_unsupported=on_unsupported,
-                                decode=decode, verify=verify, dry_run=dry_run)
+    names, rows = check_options(patterns, batch_sizes, max_cache_len, zoo, progress, backend=backend, tune=tune, decode=decode,
+                                on_unsupported=on_unsupported, verify=verify, dry_run=dry_run)
     check_model(model)
     device = single_device(model)
     backend = chosen_backend(backend, device)

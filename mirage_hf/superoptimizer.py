@@ -101,7 +101,8 @@ class SearchResult(Sequence[UGraph]):
                             self.report, self.tuned, [replace(f, ugraph=replace(f.ugraph, program=program)) for f in self._families])
 
     def __repr__(self) -> str:
-        return f"<SearchResult: {len(self)} µGraphs, best with {self[0].num_kernels} kernels, {self.report.stop}>"
+        best = self[0].num_kernels
+        return f"<SearchResult: {len(self)} µGraphs, best with {best} kernel{'s' * (best > 1)}, {self.report.stop}>"
 
 
 def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str = "auto",

@@ -364,7 +364,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="a model cut down to so many layers")
     parser.add_argument("--tune", default="auto", choices=("auto", "never", "full"))
     parser.add_argument("--kernel-names", nargs="*", default=("mirage",), help="how names of searched kernels begin")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, help="write all numbers there, row by row")
     parser.add_argument("--resume", action="store_true", help="keep the rows that the JSON file has")
     parser.add_argument("--chart", type=Path, help="draw ms/token: this path with .png and .svg added")
@@ -376,6 +376,8 @@ def main() -> None:
             parser.error("--redraw needs --chart PATH")
         draw_generate(json.loads(args.redraw.read_text(encoding="utf-8")), args.chart)
         return
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("bench_generate: no GPU here; run it on the GPU whose times you want, or give --device cpu")
     unknown = set(args.peers) - set(PEERS)
     if unknown or args.new < 2:
         parser.error(f"unknown peers {', '.join(unknown)}; there are {', '.join(PEERS)}" if unknown else "--new must be 2 or more")

@@ -7,6 +7,7 @@ Blocks that share a loop are run twice, so that the second launch finds the coun
 """
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from mirage_hf.tune import measure
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if not torch.cuda.is_available():
         sys.exit("sanitize_kernels: no GPU here")
     cases = blocks.cases()

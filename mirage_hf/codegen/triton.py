@@ -230,4 +230,7 @@ def check(device):
 
 
 if __name__ == "__main__":
-    check("cuda" if torch.cuda.is_available() else "cpu")  # a CPU needs TRITON_INTERPRET=1'''
+    import os
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        raise SystemExit("there is no GPU here; TRITON_INTERPRET=1 runs the kernels on the CPU, slowly")
+    check("cuda" if torch.cuda.is_available() else "cpu")'''

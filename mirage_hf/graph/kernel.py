@@ -91,6 +91,8 @@ class KernelGraph:
 
         constant: a weight, which nothing writes while kernels run; it is read early where a launch overlaps the one before.
         """
+        if isinstance(dims, int):
+            raise errors.GraphError(f"new_input: dims is the number {dims}; give a tuple, as dims=({dims},)")
         dims = tuple(dims)
         if not dims or any(not isinstance(d, int) or isinstance(d, bool) or d < 1 for d in dims) or math.prod(dims) >= 1 << 63:
             raise errors.GraphError(f"new_input: dims must be positive integers with a product below 2^63, got {errors.shape(dims)}")

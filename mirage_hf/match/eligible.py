@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ CHOICES = {
     "on_unsupported": ("skip", "warn", "error"), "decode": ("graph", "eager"), "verify": (True, False), "dry_run": (True, False)}
 
 
-def check_options(patterns: Iterable[str] | None, batch_sizes: Sequence[int], max_cache_len: int | None,
+def check_options(patterns: Iterable[str] | None, batch_sizes: Sequence[int], max_cache_len: int | None, zoo: Any, progress: Any,
                   **choices: Any) -> tuple[list[str], tuple[int, ...]]:
     """Return the patterns' names and the batch sizes. Errors: OptimizeError for an option with another value than it can have."""
     for name, value in choices.items():
@@ -45,6 +46,11 @@ def check_options(patterns: Iterable[str] | None, batch_sizes: Sequence[int], ma
         raise OptimizeError("optimize: batch_sizes is empty; name the batch sizes to make kernels for, as batch_sizes=(1,)")
     if max_cache_len is not None and (isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int) or max_cache_len < 1):
         raise OptimizeError(f"optimize: max_cache_len is {max_cache_len!r}; give a positive number of tokens, or None for no limit")
+    if progress is not None and not callable(progress):
+        raise OptimizeError(f"optimize: progress is {progress!r}; give a function that is called with what was reached, or None")
+    if zoo is not None and not isinstance(zoo, (str, Path)) and not (
+            isinstance(zoo, Sequence) and all(isinstance(z, (str, Path)) for z in zoo)):
+        raise OptimizeError(f'optimize: zoo is {zoo!r}; give a folder, a Hub repo as "user/name", or a list of them')
     return names, tuple(dict.fromkeys(sizes))
 
 
@@ -57,7 +63,8 @@ def check_model(model: Any) -> None:
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__module__}.{type(model).__qualname__}"
         raise OptimizeError(f"optimize: expected a PyTorch model (torch.nn.Module), got {kind}; {hint}")
     name = type(model).__name__
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+    if (hasattr(model, "_orig_mod") or hasattr(model.forward, "_torchdynamo_orig_callable")
+            or any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())):
         raise OptimizeError(f"optimize: this {name} is compiled by torch.compile, which would not see the swapped modules; "
                             "pass the model as it was before compiling, and compile what optimize returns")
     _check_quantized(model, name)

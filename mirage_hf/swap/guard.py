@@ -72,7 +72,7 @@ class Binding:
         self.containers = tuple(inner for *_, inner in self.watched if inner["_modules"])  # some call dropout as a function
         kinds: dict[Any, None] = dict.fromkeys([self.stock, *(kind for _, _, _, kind, _ in self.watched)])
         self.classes = tuple((kind, kind.forward) for kind in kinds)
-        numbers = [(inner, n) for *_, inner in self.watched for n in EPS_NAMES]
+        numbers: list[tuple[Any, str]] = [(inner, n) for *_, inner in self.watched for n in EPS_NAMES]
         numbers += [(Own(match.module), n) for n in (*MULTIPLIERS, *SWITCHES)]
         self.constants = tuple((inner, n, value) for inner, n in numbers if (value := inner.get(n)) is not None)
         owned = dict.fromkeys(w for part in match.parts for w in part.weights)

@@ -33,7 +33,7 @@ class Row:
     fallbacks: Mapping[str, int] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """Rows, and lines about the whole model. `str()` is a table in which equal rows of many layers are one line."""
 
@@ -60,6 +60,9 @@ class Report:
         return {"model": self.model, "backend": self.backend, "rows": [asdict(r) for r in self.rows], "notes": list(self.notes),
                 "fallbacks": self.fallbacks, "decode": dict(self.decode) if self.decode is not None else None,
                 "pool_bytes": self.pool_bytes}
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         lines = [f"mirage_hf: {self.model}, backend {self.backend}", *_table(_cells(self.rows))]

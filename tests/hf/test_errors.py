@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +63,8 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "accelerate hooks": (_accelerate, r"has accelerate hooks \(at model.layers.0\).*remove_hook_from_module"),
     "meta": (_meta, r"weights on the meta device \(model.layers.1.mlp.gate_proj.weight\); load them first"),
     "compiled in place": (lambda m: m.compile(backend="eager"), "is compiled by torch.compile"),
+    "a layer compiled in place": (lambda m: m.model.layers[1].compile(backend="eager"), "is compiled by torch.compile"),
+    "a compiled forward": (lambda m: setattr(m, "forward", torch.compile(m.forward, backend="eager")), "is compiled by torch.compile"),
 }
 
 
@@ -98,6 +101,9 @@ def test_a_compiled_model() -> None:
     (dict(decode="fast"), "decode is 'fast'"),
     (dict(verify="yes"), "verify is 'yes'"),
     (dict(max_cache_len=0), "max_cache_len is 0; give a positive number"),
+    (dict(zoo=3), "zoo is 3; give a folder, a Hub repo"),
+    (dict(zoo=[Path("."), 3]), "give a folder, a Hub repo"),
+    (dict(progress=3), "progress is 3; give a function"),
 ])
 def test_options(options: dict[str, Any], text: str) -> None:
     model = tiny("llama")
