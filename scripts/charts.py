@@ -24,7 +24,8 @@ PEERS = {"ours": ("ours", "#1b7837"), "eager": ("HF eager", "#999999"), "static"
 
 
 def draw_generate(report: dict[str, Any], path: Path) -> list[Path]:
-    """ms/token by batch size, a panel for each model and prompt length, on a log scale; writes `path` with .png and .svg added.
+    """ms/token by batch size, a panel for each model and prompt length, on a log scale where there are several batch sizes; writes `path`
+    with .png and .svg added. Models lie side by side where there is one prompt length.
 
     Of what is a step only, its time. Errors: SystemExit.
     """
@@ -33,25 +34,31 @@ def draw_generate(report: dict[str, Any], path: Path) -> list[Path]:
     if not rows:
         sys.exit("nothing to draw: no row was measured")
     models, prompts = (list(dict.fromkeys(r[what] for r in rows)) for what in ("model", "prompt"))
-    figure = figure_of(figsize=(1.4 + 3.2 * len(prompts), 0.8 + 2.6 * len(models)), layout="constrained")
-    panels = figure.subplots(len(models), len(prompts), squeeze=False, sharey="row")
+    down, across = (len(models), len(prompts)) if len(prompts) > 1 else (1, len(models))
+    figure = figure_of(figsize=(1.4 + 3.2 * across, 0.8 + 2.6 * down), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False, sharey="row" if len(prompts) > 1 else "none")
     shown = {name: label for name, label in PEERS.items() if any(_ms(r, name) is not None for r in rows)}
-    for model, line in zip(models, panels, strict=True):
+    log = len({r["batch"] for r in rows}) > 1
+    for model, line in zip(models, panels.reshape(len(models), len(prompts)), strict=True):
         for prompt, axes in zip(prompts, line, strict=True):
             here = sorted((r for r in rows if (r["model"], r["prompt"]) == (model, prompt)), key=lambda r: r["batch"])
             for n, (name, (label, colour)) in enumerate(shown.items()):
                 bars = [(x + (n - (len(shown) - 1) / 2) * 0.8 / len(shown), _ms(r, name)) for x, r in enumerate(here)]
                 measured = [(x, ms) for x, ms in bars if ms is not None]
-                axes.bar([x for x, _ in measured], [ms for _, ms in measured], 0.8 / len(shown), label=label, color=colour)
+                drawn = axes.bar([x for x, _ in measured], [ms for _, ms in measured], 0.8 / len(shown), label=label, color=colour)
+                if not log:
+                    axes.bar_label(drawn, fmt="%.3g", fontsize=8)
             axes.set_xticks(range(len(here)), [str(r["batch"]) for r in here], fontsize=8)
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(formatter())
+            if log:
+                axes.set_yscale("log")
+                axes.yaxis.set_major_formatter(formatter())
             axes.set_title(f"{model}, prompt {prompt}", fontsize=9)
             axes.set_xlabel("batch", fontsize=8)
             _plain(axes)
-        line[0].set_ylabel("ms a token of each row (log)", fontsize=8)
+    for line in panels:
+        line[0].set_ylabel("ms a token of each row" + " (log)" * log, fontsize=8)
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", fontsize=8, ncols=min(len(shown), 3 * len(prompts)), frameon=False)
+    figure.legend(handles, labels, loc="outside upper center", fontsize=8, ncols=min(len(shown), 3 * across), frameon=False)
     return _save(figure, path)
 
 

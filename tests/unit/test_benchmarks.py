@@ -269,7 +269,7 @@ def test_a_matrix_of_generate_is_measured_resumed_and_drawn(tmp_path, monkeypatc
             "ours": ours, "compile": asdict(bench_generate.Measured(step_ms=one)), "static": asdict(bench_generate.Measured(failed="no"))}}
     monkeypatch.setattr(bench_generate, "bench", bench)
     for more, measured in (([], 1), (["--resume"], 2)):
-        monkeypatch.setattr(sys, "argv", ["x", "--model", "smoke", "--batch", "1,2", "--prompt", "8", "--json", str(path), *more])
+        monkeypatch.setattr(sys, "argv", ["x", "--model", "smoke", "--batch", "1,2", "--prompt", "8", "--device", "cpu", "--json", str(path), *more])
         bench_generate.main()
         assert len([r for r in json.loads(path.read_text())["rows"] if "peers" in r]) == measured
     assert ran == [(1, 8), (2, 8), (2, 8)] and "(step)" in capsys.readouterr().out
@@ -280,7 +280,7 @@ def test_a_matrix_of_generate_is_measured_resumed_and_drawn(tmp_path, monkeypatc
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("script", [bench_blocks, bench_chain, bench_choices, bench_sizes], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("script", [bench_blocks, bench_chain, bench_choices, bench_generate, bench_sizes], ids=lambda s: s.__name__)
 def test_without_a_gpu_a_script_says_so(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script.__name__])
     with pytest.raises(SystemExit, match="no GPU here"):

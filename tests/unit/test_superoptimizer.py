@@ -1,4 +1,4 @@
-"""superoptimize(): the first code block of the README as typed, options that act, inputs that are checked, checkpoints."""
+"""superoptimize(): the code block of the README as typed, options that act, inputs that are checked, checkpoints."""
 # ruff: noqa: E501
 from __future__ import annotations
 
