@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
+import shutil
 import tempfile
 import threading
 import time
@@ -551,7 +553,10 @@ def taken_back(pair: Pair) -> None:
 
 @contextmanager
 def alone(cache: Path) -> Iterator[pytest.MonkeyPatch]:
-    """Kernels found by the tests inside alone, kept from one model to the next; exact float32."""
+    """Kernels found by the tests inside alone (and by tests/gpu/prepare.py, if MIRAGE_HF_TEST_KERNELS says where), kept from one model to
+    the next; exact float32."""
+    if prepared := os.environ.get("MIRAGE_HF_TEST_KERNELS"):
+        shutil.copytree(prepared, cache, dirs_exist_ok=True)
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     with pytest.MonkeyPatch.context() as patch:

@@ -269,7 +269,8 @@ def test_a_matrix_of_generate_is_measured_resumed_and_drawn(tmp_path, monkeypatc
             "ours": ours, "compile": asdict(bench_generate.Measured(step_ms=one)), "static": asdict(bench_generate.Measured(failed="no"))}}
     monkeypatch.setattr(bench_generate, "bench", bench)
     for more, measured in (([], 1), (["--resume"], 2)):
-        monkeypatch.setattr(sys, "argv", ["x", "--model", "smoke", "--batch", "1,2", "--prompt", "8", "--device", "cpu", "--json", str(path), *more])
+        monkeypatch.setattr(sys, "argv", ["x", "--model", "smoke", "--batch", "1,2", "--prompt", "8", "--device", "cpu",
+                                          "--json", str(path), *more])
         bench_generate.main()
         assert len([r for r in json.loads(path.read_text())["rows"] if "peers" in r]) == measured
     assert ran == [(1, 8), (2, 8), (2, 8)] and "(step)" in capsys.readouterr().out
