@@ -1,9 +1,10 @@
-"""Search what models of the GPU tests need on a machine without a GPU:  python tests/gpu/prepare.py FOLDER [sm_90]
+"""Search what models of the GPU tests need on a machine without a GPU.
 
 With MIRAGE_HF_TEST_KERNELS=FOLDER these tests begin with what is there, instead of searching on the GPU's time. Folders are resumed.
 """
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +46,11 @@ def models() -> Iterator[tuple[str, Any, tuple[int, ...]]]:
 
 
 def main() -> None:
-    zoo, target = Store(Path(sys.argv[1]) / "zoo", writable=True), (*sys.argv[2:], "sm_90")[0]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where to keep what is found")
+    parser.add_argument("--target", default="sm_90", help="the GPU that it is for")
+    args = parser.parse_args()
+    zoo = Store(args.folder / "zoo", writable=True)
     for name, model, rows in models():
         made = 0
         layers = Session(model, "cpu", rows, match(model, list(PATTERNS), generating(model))).wanted
@@ -54,7 +59,7 @@ def main() -> None:
         for block in blocks:
             for r in rows:
                 program = block.program(r)
-                key = key_of(program, target)
+                key = key_of(program, args.target)
                 if not isinstance(zoo.get(key), Entry):
                     try:
                         found = kernels._make(program, key, torch.device("cpu"), True, "never", block.pattern.name, None, block.searched(r))
