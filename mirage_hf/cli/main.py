@@ -114,6 +114,8 @@ def bench(model: Model, prompt: Prompt = "The ", tokens: Annotated[int, typer.Op
         mi.optimize(loaded.model, batch_sizes=(batch,), progress=note)
     after = rounds_of("after")
     show.plain(f"{before / after:.2f} times as fast; {loaded.device}, {loaded.model.dtype}, batch {batch}, {tokens} new tokens")
+    if loaded.device.type == "cpu":
+        show.plain("without a GPU kernels run as torch code, which is right but slower")
 
 
 @app.command()

@@ -64,6 +64,8 @@ def load(name: str, prompt: str, batch: int = 1, device: str | None = None, dtyp
     if place.type == "cuda" and not torch.cuda.is_available():
         raise errors.MirageError("--device cuda: torch sees no GPU here; leave it out, or use --device cpu")
     wanted: Any = table.as_dtype(dtype) if dtype else torch.float32 if place.type == "cpu" else "auto"
+    if wanted != "auto" and not wanted.is_floating_point:
+        raise errors.MirageError(f"--dtype {dtype}: models are run in float16, bfloat16 or float32")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted).to(place).eval()

@@ -21,8 +21,11 @@ _WRAP = 44
 
 
 def write_svg(ugraph: UGraph, path: str | Path) -> Path:
-    """Draw a µGraph as SVG: its kernels, and every block graph with its stages and maps. Returns the path."""
+    """Draw a µGraph as SVG: its kernels, and every block graph with its stages and maps. Returns the path. Errors: GraphError for a path
+    with another ending than .svg."""
     path = Path(path)
+    if path.suffix.lower() not in ("", ".svg"):
+        raise errors.GraphError(f"visualize: {path.name} ends in {path.suffix}, and what is written is SVG; name it {path.stem}.svg")
     path.write_text(svg(ugraph), encoding="utf-8")
     return path
 

@@ -204,6 +204,8 @@ def test_the_demo_needs_a_checkout_or_a_model(capture, tmp_path, monkeypatch):
     assert "make demo" in err and "--model" in err
     _, err = capture("demo", "--model", tmp_path / "none", code=1)
     assert "cannot be loaded" in err
+    _, err = capture("demo", "--model", tmp_path / "none", "--dtype", "int32", code=1)
+    assert "--dtype int32: models are run in float16, bfloat16 or float32" in err
 
 
 def test_a_model_without_blocks_is_an_error_without_a_traceback(capture, tmp_path, monkeypatch):

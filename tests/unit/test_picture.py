@@ -12,6 +12,7 @@ import random_blocks
 import ugraphs
 
 import mirage_hf as mi
+from mirage_hf import errors
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph import drawing, layered, picture
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
@@ -239,6 +240,8 @@ def test_a_picture_stands_alone_and_in_a_page(tmp_path):
     path = ugraphs.qkv().visualize(tmp_path / "u.svg")
     assert path == tmp_path / "u.svg" and ET.parse(path).getroot().tag == f"{SVG}svg"
     text = path.read_text(encoding="utf-8")
+    with pytest.raises(errors.GraphError, match=r"u.png ends in .png, and what is written is SVG; name it u.svg"):
+        ugraphs.qkv().visualize(tmp_path / "u.png")
     assert "id=" not in text and "url(" not in text and all(line.startswith("  .ugraph ") for line in drawing._CSS.splitlines())
 
 
