@@ -11,6 +11,7 @@ from mirage_hf import decode as decoding
 from mirage_hf.errors import OptimizeError
 from mirage_hf.match.eligible import check_model, check_options, chosen_backend, generating, single_device
 from mirage_hf.match.matcher import match
+from mirage_hf.progress import unless
 from mirage_hf.swap.handle import NAME, detach
 from mirage_hf.swap.kernels import find_kernels
 from mirage_hf.swap.session import Session
@@ -29,7 +30,8 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
     tune: "auto" where nothing stored fits, "never", "full". verify: check each swapped module against the one it replaces.
     on_unsupported: what looked like a block and cannot be one is left out ("skip"), warned of, or an error.
     decode: steps of generate are replayed CUDA graphs where they can be, or called ("eager"). dry_run: change nothing and
-    return the Report of what would be done. An optimized model is restored first, then optimized anew.
+    return the Report of what would be done. progress: called with what was reached, as progress("kernel", (1, 9, "attention"));
+    without it a terminal shows a bar. An optimized model is restored first, then optimized anew.
     Errors: OptimizeError for a model or option it cannot take, ZooError for a zoo that cannot be had; the model is then untouched.
     Warns: OptimizeWarning.
     """
@@ -45,7 +47,8 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
     session.complain(on_unsupported)
     if dry_run:
         return session.plan()
-    found = find_kernels(session.wanted, rows, device=device, backend=backend, zoo=zoo, tune=tune, progress=progress)
+    with unless(progress, "optimize") as note:
+        found = find_kernels(session.wanted, rows, device=device, backend=backend, zoo=zoo, tune=tune, progress=note)
     try:
         handle, report = session.swap(found, verify=verify)
         if handle is None:

@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from mirage_hf import labels
-from mirage_hf.search.report import Counters
+from mirage_hf import progress
 
 console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 errors_console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -34,24 +32,8 @@ def searching(what: str) -> Iterator[Callable[..., None]]:
     """Show a line that lives while work goes on; yields what to call with a stage and its detail (see verify/accept.py)."""
     if not console.is_terminal:
         plain(f"{what} …")
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what)
-
-        def note(stage: str, detail: Any = None) -> None:
-            bar.update(task, description=f"{what}: {stage}{_detail(detail)}")
+    with progress.line(what, console) as note:
         yield note
-
-
-def _detail(detail: Any) -> str:
-    match detail:
-        case Counters():
-            shown = [f"{number} {label}" for group, label, number in labels.rows(detail) if group in ("found", "values", "kernels")]
-            return ", " + ", ".join(shown[:4])
-        case (int() as done, int() as total, name):
-            return f" {done} of {total}: {name}"
-        case _:
-            return ""
 
 
 def search_table() -> Table:

@@ -1,6 +1,7 @@
 """A kernel for every part of every match: equal blocks are resolved once (zoo, cache, search, verify, tune)."""
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,8 +24,13 @@ def find_kernels(layers: Sequence[tuple[Part, ...]], rows: Sequence[int], *, dev
     """Resolve each distinct block of the parts, those that run one after another together, at each number of rows. A block without
     a kernel is a "no" with its reason."""
     found: dict[tuple[Block, int], Any] = {}
+    blocks = dict.fromkeys(part.block for parts in layers for part in parts)
+    long = sum(block.pattern.searched_at is not None for block in blocks) if device.type == "cuda" else 0
+    total, begun = len(rows) * (len(blocks) + long), itertools.count(1)
 
     def resolved(block: Block, rows: int, progress: Callable[..., Any] | None) -> Any:
+        if progress is not None:
+            progress("kernel", (next(begun), total, block.pattern.name))
         try:
             return kernels.resolve(block.program(rows), device=device, backend=backend, zoo=zoo, tune=tune, pattern=block.pattern.name,
                                    progress=progress, like=block.searched(rows))

@@ -1,7 +1,9 @@
 """optimize() and restore() end to end: same tokens, one report, all or nothing, no trace after."""
 from __future__ import annotations
 
+import io
 import json
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.live import Live
 from swapping import FOUR, OTHERS, Resolved, decode_logits, prompt, same, snapshot, tiny, twin_of
+from transformers.utils import logging as transformers_logging
 
 import mirage_hf.api as api
-from mirage_hf import kernels
+from mirage_hf import kernels, progress
 from mirage_hf.api import optimize, optimized, restore
 from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected, SearchError
 from mirage_hf.patterns import PATTERNS
@@ -340,3 +345,28 @@ def test_the_random_state_is_left_alone() -> None:
     state = torch.get_rng_state()
     optimize(model)
     assert torch.equal(state, torch.get_rng_state())
+
+
+# -- progress -----------------------------------------------------------------------------------------------------------
+
+def test_what_is_reached_is_told() -> None:
+    told: list[Any] = []
+    optimize(tiny("llama"), batch_sizes=(1, 2), progress=lambda stage, detail=None: told.append(detail) if stage == "kernel" else None)
+    assert [number for number, _, _ in told] == [*range(1, len(told) + 1)] and {total for _, total, _ in told} == {len(told)}
+    assert [name for *_, name in told[:2]] == ["rms_norm_linear", "attention"]
+
+
+def test_a_terminal_shows_a_bar_unless_something_else_lives_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    terminal = Console(file=shown, force_terminal=True, width=120)
+    monkeypatch.setattr(progress, "Console", lambda **_: terminal)
+    optimize(tiny("llama"))
+    assert re.search(r"optimize: kernel 2 of \d, attention: looked up", shown.getvalue())
+    with Live(console=terminal, auto_refresh=False), progress.unless(None, "optimize") as note:
+        assert note is None or callable(note)  # newer releases of rich nest what lives
+    transformers_logging.disable_progress_bar()
+    try:
+        with progress.unless(None, "optimize") as note:
+            assert note is None
+    finally:
+        transformers_logging.enable_progress_bar()

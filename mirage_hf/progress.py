@@ -1,0 +1,60 @@
+"""A line in a terminal that lives while kernels are searched and tuned."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+from rich.console import Console
+from rich.errors import LiveError
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from mirage_hf import labels
+from mirage_hf.search.report import Counters
+
+Note = Callable[..., Any]
+"""Called with a stage and its detail: see verify/accept.py, and ("kernel", (number, of how many, pattern)) of optimize()."""
+
+
+@contextmanager
+def line(what: str, console: Console) -> Iterator[Note]:
+    """Show what is being done on a console, if it is a terminal; yields what to tell it."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        kernel = ""
+
+        def note(stage: str, detail: Any = None) -> None:
+            nonlocal kernel
+            if new := stage == "kernel":
+                number, total, name = detail
+                bar.update(task, total=total, completed=number - 1)
+                kernel, stage, detail = f" kernel {number} of {total}, {name}:", "looked up", None
+            bar.update(task, description=f"{what}:{kernel} {stage}{_detail(detail)}", refresh=new)
+        yield note
+
+
+@contextmanager
+def unless(progress: Note | None, what: str) -> Iterator[Note | None]:
+    """The caller's `progress`; without one a line on stderr, where that is a terminal and transformers' progress bars are not switched
+    off."""
+    from transformers.utils import logging
+    console = Console(stderr=True, highlight=False)
+    if progress is not None or not console.is_terminal or not logging.is_progress_bar_enabled():
+        yield progress
+        return
+    with ExitStack() as stack:
+        with suppress(LiveError):  # the caller shows something alive already
+            progress = stack.enter_context(line(what, console))
+        yield progress
+
+
+def _detail(detail: Any) -> str:
+    match detail:
+        case Counters():
+            shown = [f"{number} {label}" for group, label, number in labels.rows(detail) if group in ("found", "values", "kernels")]
+            return ", " + ", ".join(shown[:4])
+        case (int() as done, int() as total, name):
+            return f" {done} of {total}: {name}"
+        case _:
+            return ""
