@@ -11,7 +11,7 @@ from mirage_hf import decode as decoding
 from mirage_hf.errors import OptimizeError
 from mirage_hf.match.eligible import check_model, check_options, chosen_backend, generating, single_device
 from mirage_hf.match.matcher import match
-from mirage_hf.progress import unless
+from mirage_hf.progress import bar_unless
 from mirage_hf.swap.handle import NAME, detach
 from mirage_hf.swap.kernels import find_kernels
 from mirage_hf.swap.session import Session
@@ -47,7 +47,7 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
     session.complain(on_unsupported)
     if dry_run:
         return session.plan()
-    with unless(progress, "optimize") as note:
+    with bar_unless(progress, "optimize") as note:
         found = find_kernels(session.wanted, rows, device=device, backend=backend, zoo=zoo, tune=tune, progress=note)
     try:
         handle, report = session.swap(found, verify=verify)

@@ -1,4 +1,4 @@
-"""A line in a terminal that lives while kernels are searched and tuned."""
+"""The progress bar of a terminal while kernels are looked up, searched and tuned."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -17,26 +17,26 @@ Note = Callable[..., Any]
 
 
 @contextmanager
-def line(what: str, console: Console) -> Iterator[Note]:
+def bar(what: str, console: Console) -> Iterator[Note]:
     """Show what is being done on a console, if it is a terminal; yields what to tell it."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task(what, total=None)
         kernel = ""
 
         def note(stage: str, detail: Any = None) -> None:
             nonlocal kernel
             if new := stage == "kernel":
                 number, total, name = detail
-                bar.update(task, total=total, completed=number - 1)
+                shown.update(task, total=total, completed=number - 1)
                 kernel, stage, detail = f" kernel {number} of {total}, {name}:", "looked up", None
-            bar.update(task, description=f"{what}:{kernel} {stage}{_detail(detail)}", refresh=new)
+            shown.update(task, description=f"{what}:{kernel} {stage}{_detail(detail)}", refresh=new)
         yield note
 
 
 @contextmanager
-def unless(progress: Note | None, what: str) -> Iterator[Note | None]:
-    """The caller's `progress`; without one a line on stderr, where that is a terminal and transformers' progress bars are not switched
+def bar_unless(progress: Note | None, what: str) -> Iterator[Note | None]:
+    """The caller's `progress`; without one a bar on stderr, where that is a terminal and transformers' progress bars are not switched
     off."""
     from transformers.utils import logging
     console = Console(stderr=True, highlight=False)
@@ -45,7 +45,7 @@ def unless(progress: Note | None, what: str) -> Iterator[Note | None]:
         return
     with ExitStack() as stack:
         with suppress(LiveError):  # the caller shows something alive already
-            progress = stack.enter_context(line(what, console))
+            progress = stack.enter_context(bar(what, console))
         yield progress
 
 

@@ -32,7 +32,7 @@ def searching(what: str) -> Iterator[Callable[..., None]]:
     """Show a line that lives while work goes on; yields what to call with a stage and its detail (see verify/accept.py)."""
     if not console.is_terminal:
         plain(f"{what} …")
-    with progress.line(what, console) as note:
+    with progress.bar(what, console) as note:
         yield note
 
 

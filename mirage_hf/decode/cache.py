@@ -20,7 +20,8 @@ MOST_EOS = 32
 KEEP_IDLE = 4
 """Blocks kept between calls. A fifth (batch, capacity) pair pushes out the one idle longest."""
 IDLE_SHARE = 4
-"""Of the memory of a GPU one part in so many may be kept by idle blocks; what is beyond is freed, the longest idle first."""
+"""Of the memory of a GPU one part in so many may be kept by idle blocks; what is beyond is freed, the longest idle first, but for the last
+call's."""
 GRAIN = 256
 """Capacities are multiples of it."""
 RINGS_ON = ("cpu",)

@@ -63,7 +63,9 @@ def check_model(model: Any) -> None:
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__module__}.{type(model).__qualname__}"
         raise OptimizeError(f"optimize: expected a PyTorch model (torch.nn.Module), got {kind}; {hint}")
     name = type(model).__name__
-    if (hasattr(model, "_orig_mod") or hasattr(model.forward, "_torchdynamo_orig_callable")
+    # what torch.compiler.disable keeps from being compiled says what it wraps as well
+    wraps = hasattr(model.forward, "_torchdynamo_orig_callable") and not hasattr(model.forward, "_torchdynamo_disable")
+    if (hasattr(model, "_orig_mod") or wraps
             or any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())):
         raise OptimizeError(f"optimize: this {name} is compiled by torch.compile, which would not see the swapped modules; "
                             "pass the model as it was before compiling, and compile what optimize returns")

@@ -98,7 +98,8 @@ def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs],
 
 
 def time_graph(graph: torch.cuda.CUDAGraph, calls: int, replays: int = 15) -> Timing:
-    """Replay a captured graph and time each replay."""
+    """Replay a captured graph and time each replay from outside: on a host that is busy the wait between replay and event counts
+    (`time_run` has events inside)."""
     for _ in range(2):
         graph.replay()
     marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]

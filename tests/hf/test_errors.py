@@ -14,6 +14,7 @@ from torch import nn
 
 from mirage_hf.api import optimize, restore
 from mirage_hf.errors import MirageError, OptimizeError, OptimizeWarning
+from mirage_hf.match.eligible import check_model
 
 pytestmark = pytest.mark.usefixtures("resolved")
 
@@ -77,6 +78,17 @@ def test_models_that_must_not_be_touched(case: str) -> None:
     with pytest.raises(OptimizeError, match=text):
         optimize(model)
     assert same(before, snapshot(model))
+
+
+def test_a_forward_that_is_kept_from_being_compiled_is_no_compiled_one() -> None:
+    model = tiny("llama")
+    stock = type(model)
+
+    class Kept(stock):  # type: ignore[misc, valid-type]
+        forward = torch.compiler.disable(stock.forward)
+    model.__class__ = Kept
+    assert hasattr(model.forward, "_torchdynamo_orig_callable")
+    check_model(model)
 
 
 def test_a_compiled_model() -> None:

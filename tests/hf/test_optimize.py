@@ -362,11 +362,11 @@ def test_a_terminal_shows_a_bar_unless_something_else_lives_there(monkeypatch: p
     monkeypatch.setattr(progress, "Console", lambda **_: terminal)
     optimize(tiny("llama"))
     assert re.search(r"optimize: kernel 2 of \d, attention: looked up", shown.getvalue())
-    with Live(console=terminal, auto_refresh=False), progress.unless(None, "optimize") as note:
+    with Live(console=terminal, auto_refresh=False), progress.bar_unless(None, "optimize") as note:
         assert note is None or callable(note)  # newer releases of rich nest what lives
     transformers_logging.disable_progress_bar()
     try:
-        with progress.unless(None, "optimize") as note:
+        with progress.bar_unless(None, "optimize") as note:
             assert note is None
     finally:
         transformers_logging.enable_progress_bar()
