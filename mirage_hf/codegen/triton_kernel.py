@@ -447,7 +447,9 @@ class _Writer(Tiles):
         text = self._inside(self._wide(value), value, axis, kind)
         if axis not in dims:
             return text
-        if kind == "sum" and value not in self.plan.input and self.plan.tile(axis) <= 32 * self.plan.schedule.num_warps:
+        op = next((op for op in self.block.ops() if op.out == value), None)
+        product = op is not None and (op.over is not None or triton_math.may_be_product(op.fn, dict(op.attrs)))
+        if kind == "sum" and product and self.plan.tile(axis) <= 32 * self.plan.schedule.num_warps:
             text = f"rounded({text})"  # with a longer tile each thread has several to add up before
         return self._reduce(kind, text, dims.index(axis))
 

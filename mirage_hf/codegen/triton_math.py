@@ -114,6 +114,13 @@ def power(x, y):
 """Functions that kernels may call, by name; a file carries those that it uses."""
 
 
+def may_be_product(fn: str, attrs: Mapping[str, float]) -> bool:
+    """Whether the last thing an elementwise op does may be a multiplication, which an addition that follows could be fused with."""
+    row = table.lookup(fn)
+    program = row.program(**(row.attrs | dict(attrs)))
+    return program.nodes[program.result][0] not in ("exp", "sqrt", "rsqrt")
+
+
 def elementwise(fn: str, args: Sequence[Expr], attrs: Mapping[str, float]) -> Expr:
     """The text of a table row's body on `args`, in float32."""
     row = table.lookup(fn)
