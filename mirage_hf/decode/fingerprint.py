@@ -34,9 +34,9 @@ class Survey:
 
     model: tuple[Any, ...]
     """All of the model that swapped forwards, and CUDA graphs captured over them, depend on: of every module its identity, class,
-    mode, foreign hooks and own forward, of every tensor its address, dtype and shape, PEFT's active and merged adapters, switches and
-    scalings, which swapped modules have given up, and the epsilons that their kernels were made for. Equal for models that run the
-    same kernels on the same memory."""
+    mode, foreign hooks and own forward, of every tensor its address, dtype, shape and strides, PEFT's active and merged adapters,
+    switches and scalings, which swapped modules have given up, and the epsilons that their kernels were made for. Equal for models that
+    run the same kernels on the same memory."""
     key: tuple[Any, ...]
     """The same, the numbers of modules and configs, the versions of buffers, and the switches that choose kernels at capture time: what is
     a constant in a CUDA graph."""
@@ -64,7 +64,8 @@ def survey(model: nn.Module) -> Survey:
     addresses = [id(t) if type(t) not in _PLAIN else t.data_ptr() for t in chain(tensors, buffers)]
     facts = (tuple(map(id, modules)), tuple(kinds), tuple((kind, kind.forward) for kind in dict.fromkeys(kinds)), tuple(training),
              tuple((n, hook) for n in hooked if (hook := foreign_hook(modules[n]))), tuple(special), tuple(addresses),
-             tuple([t.dtype for t in chain(tensors, buffers)]), tuple([t.shape for t in tensors]))
+             tuple([t.dtype for t in chain(tensors, buffers)]), tuple([t.shape for t in tensors]),
+             tuple([(n, t.stride()) for n, t in enumerate(tensors) if not t.is_contiguous()]))
     devices = {t.device for t in tensors}
     device = next(iter(devices), torch.device("cpu"))
     config = getattr(model, "config", None)

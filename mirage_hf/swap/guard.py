@@ -54,8 +54,8 @@ class Binding:
     `calls` counts runs of the kernels, `fallbacks` those of the stock forward by reason.
     """
 
-    __slots__ = ("calls", "classes", "composition", "constants", "containers", "device", "device_type", "dims", "dropouts", "dtype",
-                 "fallbacks", "kernels", "parameters", "retired", "stock", "traced", "tuner", "watched", "width")
+    __slots__ = ("absent", "calls", "classes", "composition", "constants", "containers", "device", "device_type", "dims", "dropouts",
+                 "dtype", "fallbacks", "kernels", "parameters", "retired", "stock", "traced", "tuner", "watched", "width")
 
     def __init__(self, match: Match, found: Mapping[int, Mapping[str, Resolved]]):
         self.kernels = {rows: {role: kernel.run for role, kernel in roles.items()} for rows, roles in found.items()}
@@ -75,6 +75,8 @@ class Binding:
         numbers: list[tuple[Any, str]] = [(inner, n) for *_, inner in self.watched for n in EPS_NAMES]
         numbers += [(Own(match.module), n) for n in (*MULTIPLIERS, *SWITCHES)]
         self.constants = tuple((inner, n, value) for inner, n in numbers if (value := inner.get(n)) is not None)
+        self.absent = tuple((inner["_parameters"], n, f"{path}.{n}") for path, (*_, inner) in zip(match.bypassed, self.watched, strict=True)
+                            for n, p in inner["_parameters"].items() if p is None)
         owned = dict.fromkeys(w for part in match.parts for w in part.weights)
         self.parameters = tuple(_pin(child(match.module, path), path, name) for path, name in owned)
         self.tuner = _Tuner(match) if match.kind == "lora" else None
@@ -88,7 +90,7 @@ class Binding:
     def retire(self, reason: str) -> str:
         """Give up for good: drop every reference to what was replaced, and keep running the stock forward."""
         self.retired, self.composition, self.traced, self.kernels = reason, None, "", {}
-        self.watched = self.dropouts = self.containers = self.parameters = self.classes = self.constants = ()
+        self.watched = self.dropouts = self.containers = self.parameters = self.absent = self.classes = self.constants = ()
         return reason
 
     def choose(self, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Kernel] | str:
@@ -126,7 +128,8 @@ class Binding:
             return self.retire(f"{e.args[0]} was removed")
 
     def _changed(self) -> str | None:
-        """What is no longer as it was when the kernels were made: children, their classes, hooks and code, weights' addresses."""
+        """What is no longer as it was when the kernels were made: children, their classes, hooks and code, weights' addresses and strides,
+        and biases that were not there."""
         for siblings, name, module, kind, inner in self.watched:
             if siblings[name] is not module:
                 return self.retire(f"{name} was replaced")
@@ -153,6 +156,11 @@ class Binding:
                 return self.retire(f"{label} was replaced")
             if p.data_ptr() != pointer:
                 return f"{label} has moved"
+            if not p.is_contiguous():
+                return f"{label} has other strides"
+        for owner, name, label in self.absent:
+            if owner[name] is not None:
+                return f"{label} was added"
         return None
 
 

@@ -143,12 +143,14 @@ def _bypassed(match: Match) -> tuple[Any, ...]:
 
 
 def _facts(module: nn.Module) -> tuple[Any, ...]:
-    """What a bypassed module must still be: its class, that class's forward, and its settings (sizes are those of its weights)."""
+    """What a bypassed module must still be: its class, that class's forward, its settings (sizes are those of its weights), and which
+    parameters it has not."""
     settings = {} if module._modules else {n: v for n, v in vars(module).items() if type(v) in (float, str)}
-    return type(module), type(module).forward, tuple(settings.items())
+    absent = tuple(n for n, p in module._parameters.items() if p is None)
+    return type(module), type(module).forward, tuple(settings.items()), absent
 
 
-def _is_as_was(root: nn.Module, path: str, kind: Any, forward: Any, settings: Sequence[tuple[str, Any]]) -> bool:
+def _is_as_was(root: nn.Module, path: str, kind: Any, forward: Any, settings: Sequence[tuple[str, Any]], absent: Sequence[str]) -> bool:
     module: Any = root
     for name in path.split("."):
         module = module._modules.get(name)
@@ -161,4 +163,4 @@ def _is_as_was(root: nn.Module, path: str, kind: Any, forward: Any, settings: Se
     # HF's own hooks count too: whether its collector listens cannot be asked in a graph
     if module.training or module._forward_hooks or module._forward_pre_hooks:
         return False
-    return all(getattr(module, n, None) == v for n, v in settings)
+    return all(getattr(module, n, None) == v for n, v in settings) and all(module._parameters.get(n) is None for n in absent)

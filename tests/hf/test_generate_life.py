@@ -375,6 +375,9 @@ def test_survey_sees_what_a_graph_depends_on():
     changed("class of a module")
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     changed("a weight replaced")
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.t()
+    changed("strides of a weight")
     model.model.layers[1].mlp.forward = model.model.layers[1].mlp.forward
     changed("an instance forward")
     model.config._attn_implementation = "eager"

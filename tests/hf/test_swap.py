@@ -175,7 +175,17 @@ def _there_and_back(m: Any) -> None:
     del held
 
 
+def _bias(m: Any) -> None:
+    layer_of(m).self_attn.o_proj.bias = nn.Parameter(torch.linspace(-2, 2, 32))
+
+
+def _transposed(m: Any) -> None:
+    weight = layer_of(m).self_attn.q_proj.weight
+    weight.data = weight.data.t()  # the same address, shape and dtype
+
+
 EVENTS: dict[str, Callable[[Any], None]] = {
+    "self_attn.o_proj.bias was added": _bias, "self_attn.q_proj.weight has other strides": _transposed,
     "training mode": _train, "forward hook on up_proj": _hook_child, "forward hook on self_attn": _pre_hook_child,
     "q_proj has a forward of its own": _own_forward, "gate_proj was replaced": _replace,
     "input_layernorm.weight was replaced": _assign, "mlp.down_proj.weight has moved": _set_data,

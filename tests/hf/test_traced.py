@@ -203,9 +203,14 @@ def _dtype(m: Any) -> None:
     m.bfloat16()
 
 
+def _bias(m: Any) -> None:
+    m.self_attn.o_proj.bias = nn.Parameter(torch.linspace(-2, 2, 32))
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     "a hook": _hook, "a forward on the instance": _forward, "a method on the instance": _method, "another class": _kind,
-    "another child": _child, "other shapes": _other_shape, "another epsilon": _epsilon, "another dtype": _dtype}
+    "another child": _child, "other shapes": _other_shape, "another epsilon": _epsilon, "another dtype": _dtype,
+    "a bias that was not there": _bias}
 
 
 @pytest.mark.slow
