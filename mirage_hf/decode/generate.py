@@ -346,9 +346,10 @@ def _merged(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]
     """The same with generation options in a GenerationConfig: without one stock's generate builds the model's default config, to see
     whether options were set in the model's (which `_is_accepted` knows), and that takes it longer than all else that it prepares."""
     config = GenerationConfig()
-    options = {name: value for name, value in arguments.items() if name not in names and hasattr(config, name)}
-    if any(value is None for value in options.values()) or not options.keys().isdisjoint(("max_length", "min_length")):
-        return arguments  # None takes the place of the model's own option, and those two are asked for by name
+    options = {name: value for name, value in arguments.items() if name not in names and name in vars(config)}
+    by_name = "max_length", "min_length", "watermarking_config"
+    if any(value is None for value in options.values()) or not options.keys().isdisjoint(by_name):
+        return arguments  # None takes the place of the model's own; stock asks whether the first two are given, and converts the third
     for name, value in options.items():
         setattr(config, name, value)
     return {name: value for name, value in arguments.items() if name not in options} | {"generation_config": config}

@@ -67,6 +67,7 @@ ARGUMENTS = (
     Rule("negative_prompt_attention_mask", _given, "negative_prompt_attention_mask"),
     Rule("synced_gpus", _true, "synced_gpus"),
     Rule("trust_remote_code", _true, "trust_remote_code"),
+    Rule("logits_to_keep", lambda v: isinstance(v, Tensor), "logits_to_keep as a tensor"),
 )
 """Read from generate's own arguments."""
 

@@ -100,14 +100,16 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
         raise NotCovered("a cache as long as the prompt")
     plain = past == 0 and is_plain(mask, positions, prompt)
     lowest = None if plain else need(left_padding(mask, prompt))
-    longest = criteria.max_length
-    if longest is None:
+    lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]  # a user may give several
+    if not lengths:
         raise NotCovered("no maximum length")
-    budget = longest - input_ids.shape[1]
+    budget = max(min(lengths) - input_ids.shape[1], 1)  # criteria are asked behind a token only
     most_slots = prompt + budget - 1
     if max_cache_len is not None and most_slots > max_cache_len:
         raise NotCovered(f"more cache slots needed than max_cache_len={max_cache_len}")
     need(refused_length(model, prompt + budget))
+    if config._pad_token_tensor is None and any(hasattr(c, "eos_token_id") for c in criteria):
+        raise NotCovered("stop tokens without a pad token")
     found = survey(model)
     need(found.obstacle)
     lowest_position, last_position = (0, prompt - 1) if plain else torch.stack(torch.aminmax(positions[:, -1])).tolist()

@@ -5,6 +5,7 @@ import pytest
 import torch
 from decoding import SIZES, Recorder, assert_same, both, handled, left_padded, prompt, tiny
 from transformers import DynamicCache, GenerationConfig, Phi3Config, Phi3ForCausalLM, StaticCache, T5Config, T5ForConditionalGeneration
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerationMixin
 
 from mirage_hf.decode import install
@@ -39,6 +40,8 @@ ROUTES = {
     "holes in the mask": lambda m: with_hole(),
     "custom_generate": lambda m: {"inputs": prompt(), "custom_generate": lambda model, ids, **kw: ids + 1},
     "model kwarg output_router_logits": lambda m: {"inputs": prompt(), "output_router_logits": False},
+    "logits_to_keep as a tensor": lambda m: {"inputs": prompt(), "logits_to_keep": torch.tensor([2])},
+    "stop tokens without a pad token": lambda m: {"inputs": prompt(2), "stopping_criteria": [EosTokenCriteria(5)]},
 }
 
 
@@ -52,6 +55,8 @@ def outcome(run):
 @pytest.mark.parametrize("reason", ROUTES)
 def test_stock_gets_what_it_was_given(reason):
     model = tiny("llama")
+    if "pad token" in reason:
+        model.generation_config.pad_token_id = None
     runner = install(model)
 
     def run(generate):
@@ -104,6 +109,29 @@ def test_errors_are_stocks(arguments):
     install(model)
     stock = outcome(lambda: GenerationMixin.generate(model, **arguments))
     assert isinstance(stock, tuple) and stock == outcome(lambda: model.generate(**arguments))
+
+
+@pytest.mark.parametrize("lengths", [(15, 10), (12, 12, 9), (5,), (30, 3)])
+def test_the_least_of_several_lengths_holds(lengths):
+    """Criteria of the user's, which are asked behind the first new token and not before it."""
+    model = tiny("llama", max_position_embeddings=512)
+    runner = install(model, depth=2)
+    for length in (7, 300):
+        given = {"inputs": prompt(2, length), "max_new_tokens": 20, "stopping_criteria": [MaxLengthCriteria(n) for n in lengths]}
+        assert_same(*both(model, given))
+    assert handled(runner) == 2, runner.counts
+
+
+def test_a_watermark_given_as_a_dict_holds_in_every_call():
+    model = tiny("llama")
+    runner = install(model)
+    given = {"inputs": prompt(2), "max_new_tokens": 6, "watermarking_config": {"bias": 9.0}}
+    plain, want = {"inputs": prompt(2), "max_new_tokens": 6}, outcome(lambda: GenerationMixin.generate(model, **given))
+    for _ in range(3):
+        model.generate(**plain)  # after which stock need not look at the model's config again
+        got = outcome(lambda: model.generate(**given))
+        assert got == want if isinstance(want, tuple) else torch.equal(got, want)  # transformers 5.4 raises
+    assert handled(runner) == (3 if isinstance(want, tuple) else 6), runner.counts
 
 
 def test_positional_arguments():
