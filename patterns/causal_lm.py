@@ -14,6 +14,9 @@ LAYOUTS = (
                  rotary="rotary_emb", head="embed_out"),
 )
 
+OF_LAYERS = ("num_hidden_layers", "layer_types")
+"""What configs say of the layers that a forward calls: how many, and of which kind each is. Compared before every call."""
+
 EMBEDDING_BUFFER = "embed_scale"
 """What embedding classes call the buffer that they multiply their rows by, in their weight's dtype (Gemma)."""
 EMBEDDING_MULTIPLIER = "embedding_multiplier"

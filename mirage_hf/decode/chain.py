@@ -87,12 +87,12 @@ def obstacle(steps: Steps | None, plan: Any, block: Block, valid_for: object) ->
         return "not every layer has all of its kernels"
     if block.batch not in steps.rows:
         return f"no kernels for a batch of {block.batch}; optimize(batch_sizes=…) makes them"
+    if changed := steps.changed():
+        return changed
     if plan.survey.model != valid_for:
         return "the model has changed since optimize()"
     if block.batch > MOST_ROWS or steps.vocab > MOST_VOCAB or steps.embedding.dtype not in INFINITY:
         return f"the ends of a step are for {MOST_ROWS} rows, a vocabulary of {MOST_VOCAB} and dtypes of up to 32 bits"
-    if changed := steps.changed():
-        return changed
     if plan.survey.no_graph is not None:
         return plan.survey.no_graph
     if plan.odd_positions:

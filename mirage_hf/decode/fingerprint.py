@@ -23,7 +23,8 @@ _SAME_IN_TRAINING = frozenset({nn.Linear, nn.Embedding, nn.Identity, nn.Sequenti
 _PLAIN = {nn.Parameter, Tensor}
 _NUMBERS = {float, int, bool, type(None)}
 _SETTINGS = {float, int, bool, str}
-_OF_ALL = frozenset(nn.Module().__dict__)
+_NOT_READ = frozenset(nn.Module().__dict__) | {"_output_capturing_hooks_installed"}
+"""Attributes that no module's own forward reads; the last is a mark of HF's that comes with its first capture of hidden states."""
 _WITHOUT_NUMBERS = frozenset({nn.Linear, nn.Identity, nn.ModuleList, nn.ModuleDict})
 """Modules whose numbers are sizes."""
 
@@ -35,11 +36,11 @@ class Survey:
     model: tuple[Any, ...]
     """All of the model that swapped forwards, and CUDA graphs captured over them, depend on: of every module its identity, class,
     mode, foreign hooks and own forward, of every tensor its address, dtype, shape and strides, PEFT's active and merged adapters,
-    switches and scalings, which swapped modules have given up, and the epsilons that their kernels were made for. Equal for models that
-    run the same kernels on the same memory."""
+    switches and scalings, which swapped modules have given up, and the numbers of modules. Equal for models that run the same kernels on
+    the same memory."""
     key: tuple[Any, ...]
-    """The same, the numbers of modules and configs, the versions of buffers, and the switches that choose kernels at capture time: what is
-    a constant in a CUDA graph."""
+    """The same, the numbers of configs, the versions of buffers, and the switches that choose kernels at capture time: what is a constant
+    in a CUDA graph."""
     obstacle: str | None
     """Why the stock method must run, or None."""
     no_graph: str | None
@@ -65,15 +66,15 @@ def survey(model: nn.Module) -> Survey:
     facts = (tuple(map(id, modules)), tuple(kinds), tuple((kind, kind.forward) for kind in dict.fromkeys(kinds)), tuple(training),
              tuple((n, hook) for n in hooked if (hook := foreign_hook(modules[n]))), tuple(special), tuple(addresses),
              tuple([t.dtype for t in chain(tensors, buffers)]), tuple([t.shape for t in tensors]),
-             tuple([(n, t.stride()) for n, t in enumerate(tensors) if not t.is_contiguous()]))
+             tuple([(n, t.stride()) for n, t in enumerate(tensors) if not t.is_contiguous()]),
+             tuple([_numbers_of(kind, d) for kind, d in zip(kinds, states, strict=True) if kind not in _WITHOUT_NUMBERS]))
     devices = {t.device for t in tensors}
     device = next(iter(devices), torch.device("cpu"))
     config = getattr(model, "config", None)
     configs = {id(c): vars(c) for d in states if hasattr(c := d.get("config"), "__dict__")}
-    numbers = [_numbers_of(kind, d) for kind, d in zip(kinds, states, strict=True) if kind not in _WITHOUT_NUMBERS]
     settings = [v for d in configs.values() for v in d.values() if type(v) in _SETTINGS]
     versions = [None if t.is_inference() else t._version for t in buffers]
-    key = (facts, device, tuple(numbers), tuple(settings), tuple(versions), *_global_switches())
+    key = (facts, device, tuple(settings), tuple(versions), *_global_switches())
     obstacle = (_in_training(kinds, training) or _hooked([modules[n] for n in hooked]) or _wrapped(states)
                 or (f"weights of type {odd[0]}" if odd else None) or _on_devices(devices) or _global_obstacle(device))
     return Survey(facts, key, obstacle, _no_graph(config))
@@ -91,7 +92,7 @@ def _numbers_of(kind: type, state: dict[str, Any]) -> Any:
         read = _named[known]
         values = read(state) if read is not None else None
     except KeyError:  # not seen before, or another one with as many attributes
-        names = [n for n, v in state.items() if type(v) in _NUMBERS and n not in _OF_ALL]
+        names = [n for n, v in state.items() if type(v) in _NUMBERS and n not in _NOT_READ]
         _named[known] = read = itemgetter(*names, "training") if names else None
         values = read(state) if read is not None else None
     if values is None or _NUMBERS.issuperset(map(type, values)):
@@ -103,7 +104,7 @@ def _special(state: dict[str, Any]) -> tuple[Any, ...]:
     """What few modules have. A forward is kept itself: the id of one that is gone may come back as another's."""
     tuner = "merged_adapters" in state or "_active_adapter" in state
     bound = state.get(KEY)
-    kernels = () if bound is None else (id(bound), bound.retired, *(inner.get(name) for inner, name, _ in bound.constants))
+    kernels = () if bound is None else (id(bound), bound.retired)
     return state.get("forward"), repr([state.get(name) for name in _TUNER]) if tuner else None, kernels
 
 

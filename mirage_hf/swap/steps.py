@@ -17,7 +17,7 @@ from mirage_hf.match.pattern import Block
 from mirage_hf.match.probe import softcap_of
 from mirage_hf.match.step import CausalMatch, LayerPrompt, LayerStep, layer_prompt, layer_step, no_prompt, rotary_rows
 from mirage_hf.patterns.attention import LONG_FROM, for_long_caches
-from mirage_hf.patterns.causal_lm import LOGITS_DIVISOR, LOGITS_MULTIPLIER, LOGITS_SOFTCAP
+from mirage_hf.patterns.causal_lm import LOGITS_DIVISOR, LOGITS_MULTIPLIER, LOGITS_SOFTCAP, OF_LAYERS
 from mirage_hf.patterns.decoder_layer import CLIPS, MULTIPLIERS, SOFTCAPS, SWITCHES
 
 Found = Mapping[Any, Any]
@@ -159,7 +159,9 @@ def steps_of(causal: CausalMatch | Rejected, matches: Sequence[Match], rows: Seq
 
 
 def _value(x: Any) -> Any:
-    return (id(x), None if x.is_inference() else x._version) if isinstance(x, Tensor) else x
+    if isinstance(x, Tensor):
+        return id(x), None if x.is_inference() else x._version
+    return tuple(x) if isinstance(x, list) else x
 
 
 def _by_role(m: Match, rows: int, found: Found) -> dict[str, Any]:
@@ -170,6 +172,7 @@ def _by_role(m: Match, rows: int, found: Found) -> dict[str, Any]:
 
 def _constants(causal: CausalMatch, matches: Mapping[str, Match]) -> Iterator[tuple[dict[str, Any], str, Any]]:
     backbone, row = causal.backbone._modules, causal.layout
+    config = getattr(causal.backbone, "config", None)
     modules = [backbone[row.norm], causal.rotary]
     for name in causal.layers:
         m = matches[name]
@@ -184,6 +187,7 @@ def _constants(causal: CausalMatch, matches: Mapping[str, Match]) -> Iterator[tu
         yield from ((module.__dict__, n, v) for n, v in module.__dict__.items() if type(v) is float)  # type: ignore[union-attr]
     yield backbone[row.embedding].__dict__, "max_norm", None  # type: ignore[union-attr]
     yield from causal.embedding_scales
+    yield from _named(getattr(config, "__dict__", {}), OF_LAYERS)
     yield from _named(causal.model.config.__dict__, (LOGITS_DIVISOR, LOGITS_SOFTCAP))
     yield from _named(causal.model.__dict__, (LOGITS_MULTIPLIER,))
 

@@ -590,17 +590,20 @@ def _set(path: str, name: str, value: Any) -> Callable[[Any], None]:
 
 
 OF_FAMILIES: dict[str, tuple[Callable[[Any], None], str]] = {
-    "granite, residual": (_set("model.layers.1", "residual_multiplier", 0.7), CHANGED),
+    "granite, residual": (_set("model.layers.1", "residual_multiplier", 0.7), "a residual_multiplier was changed"),
     "granite, embedding": (_set("model", "embedding_multiplier", 2), "a embedding_multiplier was changed"),
     "granite, logits": (lambda m: setattr(m.config, "logits_scaling", 0.5), "a logits_scaling was changed"),
     "gemma2, logits": (lambda m: setattr(m.config, "final_logit_softcapping", 2.0), "a final_logit_softcapping was changed"),
     "gemma2, scores": (_set("model.layers.0.self_attn", "attn_logit_softcapping", 0.5), "a attn_logit_softcapping was changed"),
     "gemma2, attention": (_eager, "a _attn_implementation_internal was changed"),
     "gemma3, embedding": (_scale_in_place, "a embed_scale was changed"),
-    "gpt_neox, parallel": (_set("gpt_neox.layers.1", "use_parallel_residual", False), CHANGED),
+    "gpt_neox, parallel": (_set("gpt_neox.layers.1", "use_parallel_residual", False), "a use_parallel_residual was changed"),
     "cohere, logits": (_set("", "logit_scale", 2.0), "a logit_scale was changed"),
-    "phi, epsilon": (_set("model.layers.1.input_layernorm", "eps", 0.5), CHANGED),
-    "gemma3, epsilon": (_set("model.layers.1.post_feedforward_layernorm", "eps", 0.5), CHANGED),
+    "phi, epsilon": (_set("model.layers.1.input_layernorm", "eps", 0.5), "a eps was changed"),
+    "gemma3, epsilon": (_set("model.layers.1.post_feedforward_layernorm", "eps", 0.5), "a eps was changed"),
+    "gemma3, kinds": (lambda m: m.config.layer_types.reverse(), "a layer_types was changed"),
+    "smollm3, RoPE": (_set("model.layers.1.self_attn", "use_rope", 0), CHANGED),
+    "llama, depth": (lambda m: setattr(m.config, "num_hidden_layers", 1), "a num_hidden_layers was changed"),
 }
 
 
@@ -622,9 +625,11 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
         "last norm replaced": _norm, "a layer's norm replaced": _layer_norm, "weights moved": _data, "embedding moved": _embedding_data,
         "head's weight replaced": _head, "weights assigned": _assign, "embedding resized": _resize, "a forward of its own": _forward,
         "last norm with a forward of its own": _norm_forward, "attention of another class": _class,
-        "embedding of another class": _embedding_class, "a layer removed": _layer_gone, "another RoPE": _rotary,
-        "a layer's epsilon": _layer_epsilon, "an adapter": _lora, "an adapter on the head": _late_head}.items()},
-    "last norm's epsilon": (_epsilon, "a variance_epsilon was changed"), "attention's scaling": (_scaling, "a scaling was changed"),
+        "embedding of another class": _embedding_class, "another RoPE": _rotary,
+        "an adapter": _lora, "an adapter on the head": _late_head}.items()},
+    "last norm's epsilon": (_epsilon, "a variance_epsilon was changed"),
+    "a layer removed": (_layer_gone, "a num_hidden_layers was changed"),
+    "a layer's epsilon": (_layer_epsilon, "a variance_epsilon was changed"), "attention's scaling": (_scaling, "a scaling was changed"),
     "a hook": (_hook, "stock: forward hook"), "a hook on the head": (_head_hook, "stock: forward hook"),
     "training": (_train, "stock: training mode"),
     "eager attention": (_eager, KERNELS), "weights changed in place": (_in_place, KERNELS)}
