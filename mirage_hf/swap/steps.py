@@ -92,14 +92,16 @@ class Steps:
     def obstacle(self, rows: int, slots: tuple[int, ...]) -> str:
         """Why there are no steps for caches of so many slots in each layer, "" where there are."""
         if (rows, slots) not in self._obstacles:
-            self._obstacles[rows, slots] = ""
-            for layer, n in zip(self.layers, slots, strict=True):
-                try:
-                    self.kernels(layer, rows, n)
-                except MirageError as e:
-                    self._obstacles[rows, slots] = f"no kernels for {n} slots ({e})"
-                    break
+            self._obstacles[rows, slots] = self._missing(rows, slots)  # not before it is known: other threads look here, too
         return self._obstacles[rows, slots]
+
+    def _missing(self, rows: int, slots: tuple[int, ...]) -> str:
+        for layer, n in zip(self.layers, slots, strict=True):
+            try:
+                self.kernels(layer, rows, n)
+            except MirageError as e:
+                return f"no kernels for {n} slots ({e})"
+        return ""
 
     def changed(self) -> str:
         """Which number is no longer what kernels were made for, "" where none is."""

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import wraps
@@ -20,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 from mirage_hf import kernels
 from mirage_hf.api import optimize, restore
 from mirage_hf.decode import session
-from mirage_hf.errors import SearchError
+from mirage_hf.errors import CodegenError, SearchError
 from mirage_hf.swap import check
 
 pytestmark = pytest.mark.slow  # on the main version of transformers only; test_optimize.py generates on every version
@@ -457,6 +459,25 @@ def test_attention_by_the_library_is_no_step(monkeypatch: pytest.MonkeyPatch) ->
     stock, ours = pair()
     agree(stock, ours, {"inputs": prompt(), **GREEDY})
     assert steps(ours) == {} and any("attention: slower" in n for n in ours.mirage.report.notes)
+
+
+def test_a_second_thread_waits_for_what_a_cache_has_no_kernels_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, ours = pair()
+    asked = threading.Event()
+
+    def at_size(*_: Any) -> Any:
+        asked.set()
+        time.sleep(0.3)
+        raise CodegenError("too large")
+    monkeypatch.setattr(kernels, "at_size", at_size)
+    seen: list[Any] = []
+    first = threading.Thread(target=lambda: seen.append(ours.generate(prompt(), **GREEDY)))
+    first.start()
+    assert asked.wait(60)
+    seen.append(ours.generate(prompt(), **GREEDY))
+    first.join()
+    assert [x.tolist() for x in seen] == 2 * [stock.generate(prompt(), **GREEDY).tolist()]
+    assert steps(ours) == {"no kernels for 256 slots (too large)": 2}
 
 
 @pytest.mark.parametrize("wrong", ["attention", "head"])
