@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from mirage_hf import decode as decoding
@@ -42,28 +43,29 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
     backend = chosen_backend(backend, device)
     if not dry_run:
         _take_back(model)
-    matches = match(model, names, generating(model))
-    session = Session(model, backend, rows, matches)
-    session.complain(on_unsupported)
-    if dry_run:
-        return session.plan()
-    with bar_unless(progress, "optimize") as note:
-        found = find_kernels(session.wanted, rows, device=device, backend=backend, zoo=zoo, tune=tune, progress=note)
-    try:
-        handle, report = session.swap(found, verify=verify)
-        if handle is None:
-            session.nothing_done(on_unsupported, report)
-            return model
-        model.__dict__[NAME] = handle
-        if (inner := generating(model)) is not None:
-            try:
-                handle.runner = decoding.install(inner, mode=decode, max_cache_len=max_cache_len, steps=session.steps)
-            except decoding.DecodeError as e:  # someone else's generate is kept; forwards are faster all the same
-                handle.add_note(f"generate is not replaced: {e}")
-    except BaseException:
-        session.undo()
-        _take_back(model)
-        raise
+    with torch.device("cpu"):  # for what is made on the way; a user may have set another default
+        matches = match(model, names, generating(model))
+        session = Session(model, backend, rows, matches)
+        session.complain(on_unsupported)
+        if dry_run:
+            return session.plan()
+        with bar_unless(progress, "optimize") as note:
+            found = find_kernels(session.wanted, rows, device=device, backend=backend, zoo=zoo, tune=tune, progress=note)
+        try:
+            handle, report = session.swap(found, verify=verify)
+            if handle is None:
+                session.nothing_done(on_unsupported, report)
+                return model
+            model.__dict__[NAME] = handle
+            if (inner := generating(model)) is not None:
+                try:
+                    handle.runner = decoding.install(inner, mode=decode, max_cache_len=max_cache_len, steps=session.steps)
+                except decoding.DecodeError as e:  # someone else's generate is kept; forwards are faster all the same
+                    handle.add_note(f"generate is not replaced: {e}")
+        except BaseException:
+            session.undo()
+            _take_back(model)
+            raise
     return model
 
 

@@ -294,7 +294,7 @@ class Block:
     """The slabs that are rings."""
     lowest: Tensor | None = None
     """(batch, 1): the left padding of the call under way, None without any."""
-    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    logits: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     """(batch, vocabulary), in the model's dtype: of the step enqueued last."""
     graphs: dict[Any, Any] = field(default_factory=dict)
     """Captured steps and prefills of this block, by what they are."""
@@ -452,7 +452,7 @@ class Block:
         self.values.clear()
         self.slabs.clear()
         self.turning.clear()
-        self.logits = torch.empty(0)
+        self.logits = torch.empty(0, device="cpu")
         self.dirty = 0
 
     # -- exchange with the caches users hold

@@ -41,7 +41,7 @@ class Reader:
             return
         if not self._slots:
             # one more than can wait at once, so that no slot is written before it was read
-            self._slots = [(torch.empty(report.shape, dtype=report.dtype, pin_memory=True), torch.cuda.Event())
+            self._slots = [(torch.empty(report.shape, dtype=report.dtype, device="cpu", pin_memory=True), torch.cuda.Event())
                            for _ in range(self.depth + 2)]
         slot, event = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)

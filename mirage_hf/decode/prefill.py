@@ -80,7 +80,7 @@ def capture_prefill(model: Any, block: Block, batch: int, bucket: int, steps: St
     try:
         if steps is not None:
             run, held = _chain(steps, block, ids, last)
-            ids.copy_(torch.randint(steps.vocab, ids.shape, generator=torch.Generator().manual_seed(bucket)))
+            ids.copy_(torch.randint(steps.vocab, ids.shape, generator=torch.Generator().manual_seed(bucket), device="cpu"))
             _compare(stock, run, block, bucket)
         graph, block.graph_pool = capture(run, block.device, block.graph_pool)
     finally:

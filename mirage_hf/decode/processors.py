@@ -56,7 +56,7 @@ class Place:
 
     def tokens(self, ids: Any) -> Tensor:
         """(vocab,) bool: the tokens in `ids`; others than the vocabulary's are left out, as HF does."""
-        ids = torch.as_tensor(ids).reshape(-1).long()
+        ids = (ids if isinstance(ids, Tensor) else torch.tensor(ids)).reshape(-1).long()
         found = torch.zeros(self.vocab + 1, dtype=torch.bool, device=ids.device)
         ids = torch.where((ids >= 0) & (ids < self.vocab), ids, self.vocab)
         return found.index_fill_(0, ids, True)[:-1]

@@ -37,7 +37,7 @@ _STOP_SIZES = ("maximum_token_len", "num_stop_strings", "max_valid_positions", "
 
 def draw_seed() -> int:
     """Draw the 64-bit seed of a call from torch's generator."""
-    return int(torch.randint(-(1 << 63), (1 << 63) - 1, ()))
+    return int(torch.randint(-(1 << 63), (1 << 63) - 1, (), device="cpu"))
 
 
 def uniforms(seed: int, rows: int, steps: int, first: int = 0) -> Tensor:
@@ -56,7 +56,7 @@ class Numbers:
 
     def __init__(self, seed: int, rows: int, device: torch.device):
         self.seed, self.rows, self.device = seed, rows, device
-        self._first, self._some = 0, torch.empty(rows, 0)
+        self._first, self._some = 0, torch.empty(rows, 0, device=device)
 
     def at(self, step: int) -> Tensor:
         """(rows, 1), on the device. Steps must be asked for in order."""
@@ -109,7 +109,8 @@ class Selection:
         place = Place(block.logits.shape[1])
         rows = [table.TABLE[type(p)] for p in self.processors]
         sizes = [row.sizes(p) for row, p in zip(rows, self.processors, strict=True)]
-        values = [row.values(p, place) for row, p in zip(rows, self.processors, strict=True)]
+        with torch.device("cpu"):  # whatever the default is that a user has set
+            values = [row.values(p, place) for row, p in zip(rows, self.processors, strict=True)]
         shapes = [tuple((tuple(v.shape), v.dtype) for v in each) for each in values]
         strings = [(tuple(getattr(c, n) for n in _STOP_SIZES), tuple(c.embedding_vec.shape), c.embedding_vec.dtype) for c in self.stops]
         key = ("composed", tuple(map(type, self.processors)), tuple(sizes), tuple(shapes), tuple(strings), self.eos is None, self.sample,

@@ -210,14 +210,14 @@ class Session:
         self._set_out()
         if not selection.plain:
             self.block.own_trail().start(input_ids, self.plan.budget)
-        no_text = torch.zeros(1, 1, dtype=torch.long)  # on the CPU, or the answer would have to be waited for
+        no_text = torch.zeros(1, 1, dtype=torch.long, device="cpu")  # on the CPU, or the answer would have to be waited for
 
         def on_tokens(tokens: list[int]) -> bool:
             if NOTHING in tokens:
                 raise no_token(tokens.index(NOTHING), len(rows))
             rows.append(tokens)
             if streamer is not None:
-                streamer.put(torch.tensor(tokens))
+                streamer.put(torch.tensor(tokens, device="cpu"))
             return any(bool(c(no_text, None)) for c in selection.clocks)
 
         def keep() -> None:

@@ -63,7 +63,7 @@ class TorchAlgebra:
         out[slices] = x
 
     def elementwise(self, fn: str, args: Sequence[Any], attrs: Mapping[str, float]) -> torch.Tensor:
-        tensors = [torch.as_tensor(a, dtype=self.compute) for a in args]
+        tensors = [a.to(self.compute) if isinstance(a, torch.Tensor) else torch.tensor(a, dtype=self.compute, device="cpu") for a in args]
         return table.lookup(fn).oracle(*tensors, **attrs)
 
     def reduce(self, kind: str, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -283,5 +283,5 @@ def _run_op(op: KernelOp, values: Mapping[int, torch.Tensor], wide: torch.dtype 
         return [args[0]]
     if row.kind == "elementwise" and not all(isinstance(a, torch.Tensor) for a in args):
         # a 0-dim float64 takes part at full precision and does not change the result's dtype, as a Python number would
-        args = [a if isinstance(a, torch.Tensor) else torch.tensor(a, dtype=torch.float64) for a in args]
+        args = [a if isinstance(a, torch.Tensor) else torch.tensor(a, dtype=torch.float64, device="cpu") for a in args]
     return [row.oracle(*args, **dict(op.attrs))]

@@ -203,7 +203,7 @@ class Probes:
             bias = 0.0 if norm._parameters.get("bias") is None else other.bias
             fars = dict.fromkeys(product((False, True), offsets), 0.0)
             for scale in (1.0, 1e-3):
-                x = (scale * (0.5 + torch.randn(3, 5, *norm.weight.shape, generator=g))).to(norm.weight.device)
+                x = (scale * (0.5 + torch.randn(3, 5, *norm.weight.shape, generator=g, dtype=torch.float32))).to(norm.weight.device)
                 y, oracles = other.forward(x), [table.lookup(op).oracle for op in ("rms_norm", "layer_norm")]
                 fars = {(centred, offset): max(far, distance(y, oracles[centred](x, eps=eps) * (other.weight + offset) + bias))
                         for (centred, offset), far in fars.items()}
@@ -363,7 +363,7 @@ class Probes:
             composed, sizes = candidate.compose(other), dict(part.block.sizes)
             device = next(other.parameters()).device
             for batch, length in ((1, 1), (2, 3)):
-                x = torch.randn(batch, length, sizes["k"], generator=g).to(device)
+                x = torch.randn(batch, length, sizes["k"], generator=g, dtype=torch.float32).to(device)
                 far = distance(composed(executor(candidate.parts, batch * length, torch.float32), x, {}), other.forward(x))
                 if not far < TOLERANCE:
                     return Rejected(f"the module computes something else than the pattern: off by {far:.2g} on a probe")
@@ -392,7 +392,7 @@ def _prompt_differs(prompt: LayerPrompt, step: LayerStep, call: Call, want: Tens
     """How far the last row of a layer's first call is from what `prompt` makes of it, keys and values included."""
     assert stock.keys is not None and stock.values is not None
     tokens, x, zeros = call.x.shape[1], call.x[-1], torch.zeros(1, dtype=torch.int32, device=call.x.device)
-    keys, values = (torch.zeros(1, y.shape[1], slots, y.shape[3], device=y.device) for y in (stock.keys, stock.values))
+    keys, values = (torch.zeros(1, y.shape[1], slots, y.shape[3], dtype=y.dtype, device=y.device) for y in (stock.keys, stock.values))
     kernels: dict[str, Kernel] = {
         name: partial(run_kernel_graph, in_dtype(block, rows, torch.float32))
         for name, (block, rows) in prompt.blocks(1, tokens, slots).items()}

@@ -427,11 +427,11 @@ def hollow(found: CausalMatch, vocab: int, twin: Callable[[nn.Module], Any], gen
 
     embedding, head = backbone._modules[row.embedding], model._modules[row.head]
     # without initialising: torch's global random state is the user's
-    small_head = skip_init(nn.Linear, head.in_features, vocab, bias=head.bias is not None)  # type: ignore[union-attr]
+    small_head = skip_init(nn.Linear, head.in_features, vocab, bias=head.bias is not None, dtype=torch.float32)  # type: ignore[union-attr]
     for p in small_head.parameters():
         p.requires_grad_(False).copy_(torch.randn(p.shape, generator=generator))
     weight: Tensor = embedding.weight  # type: ignore[union-attr, assignment]
-    small = nn.Parameter(torch.randn(vocab, weight.shape[1], generator=generator).to(weight.device), requires_grad=False)
+    small = nn.Parameter(torch.randn(vocab, weight.shape[1], generator=generator).to(weight.device, torch.float32), requires_grad=False)
     small_embedding = stand_in(embedding, {"_parameters": {"weight": small}, "padding_idx": None})  # type: ignore[arg-type]
     norm = twin(backbone._modules[row.norm])  # type: ignore[arg-type]
     hollowed = emptied(found, forward, {row.embedding: small_embedding, row.norm: norm}, {row.head: small_head.to(weight.device)})

@@ -72,10 +72,10 @@ def make_inputs(program: KernelGraph, case: Case, seed: int = 0, device: torch.d
     bounds = draw_all(program, lambda n: program.inputs[n].dims, partial(extent, program), rng, 0, case.outside)
     for position, t in enumerate(program.inputs):
         if not t.dtype.is_floating_point:
-            whole = torch.from_numpy(bounds[position]) if position in bounds else torch.zeros(t.dims)
+            whole = torch.from_numpy(bounds[position]) if position in bounds else torch.zeros(t.dims, device="cpu")
             out.append(torch.empty_strided(t.dims, t.strides, dtype=t.dtype, device=device).copy_(whole))
             continue
-        x = torch.randn(t.dims, generator=generator, dtype=torch.float32)
+        x = torch.randn(t.dims, generator=generator, dtype=torch.float32, device="cpu")
         if number == 0:
             x = x[..., :1].expand(t.dims) if case.constant_rows else x
             x = (x * case.factor + case.offset).clamp_(-torch.finfo(t.dtype).max, torch.finfo(t.dtype).max)
@@ -264,7 +264,7 @@ def run_kernels(kernels: KernelGraph, inputs: Sequence[torch.Tensor], tensor_cor
             stored = run_block_graph(op.block, [values[t.index] for t in read], algebra)
             results = [y.to(t.dtype) for y, t in zip(stored, op.outputs, strict=True)]
         else:
-            args = [values[x.index] if isinstance(x, DTensor) else torch.tensor(x, dtype=torch.float64) for x in op.inputs]
+            args = [values[x.index] if isinstance(x, DTensor) else torch.tensor(x, dtype=torch.float64, device="cpu") for x in op.inputs]
             results = [table.lookup(op.name).oracle(*args, **dict(op.attrs))]
         values |= {t.index: y for t, y in zip(op.outputs, results, strict=True)}
     return [values[t.index] for t in kernels.outputs]

@@ -5,7 +5,8 @@ import io
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +346,34 @@ def test_the_random_state_is_left_alone() -> None:
     state = torch.get_rng_state()
     optimize(model)
     assert torch.equal(state, torch.get_rng_state())
+
+
+@contextmanager
+def default(other: Any) -> Iterator[None]:
+    """A default device or dtype that a user has set. On "meta" nothing can be read: what is there by mistake raises."""
+    if isinstance(other, torch.dtype):
+        torch.set_default_dtype(other)
+    else:
+        torch.set_default_device(other)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("other", ["meta", torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("family", ["gemma3", "phi"])
+def test_a_users_default_device_and_dtype_change_nothing(family: str, other: Any) -> None:
+    model = tiny(family, num_hidden_layers=2)
+    want, ids = model.generate(prompt(), **GREEDY), prompt()
+    chosen = {"do_sample": True, "top_k": 1, "max_new_tokens": 24, "min_new_tokens": 3, "eos_token_id": list(range(200, 240))}
+    with default(other):
+        optimize(model, verify=False)
+        got = [model.generate(ids, **options) for options in (GREEDY, chosen)]
+    assert not [r for r in model.mirage.report.rows if r.status == "stock"], model.mirage.report
+    assert torch.equal(got[0], want) and torch.equal(got[1], want)
+    assert model.mirage.report.decode == {"called: no graphs on cpu": 2, "step: all by kernels": 2, "selection: on the device": 1}
 
 
 # -- progress -----------------------------------------------------------------------------------------------------------

@@ -537,3 +537,11 @@ def test_counters_without_a_label_are_shown_by_their_name():
         never: float = -1.0
     assert labels.rows(Other()) == [("values", "values kept", "1,234"), ("other", "rings drawn", "5")]
     assert labels.rows(Counters(values=7)) and {group for group, _ in labels.LABELS.values()} <= set(labels.GROUPS)
+
+
+def test_a_users_default_device_changes_nothing():
+    with torch.device("meta"):  # of which nothing can be read
+        found = mi.superoptimize(small(), backend="cpu", cache=False)
+        x = [torch.ones(t.dims, dtype=t.dtype, device="cpu") for t in small().inputs]
+        got = found[0](inputs=x)
+    assert all(torch.allclose(a, b) for a, b in zip(got, found[0](inputs=x), strict=True)) and got[0].device.type == "cpu"
