@@ -60,7 +60,8 @@ def bucket_of(batch: int, length: int, block: Block, windows: tuple[tuple[str, i
 def capture_prefill(model: Any, block: Block, batch: int, bucket: int, steps: Steps | None = None) -> PrefillGraph:
     """Capture prompts of `bucket` tokens, filled up, into a block that has held a prompt: by `steps`, or HF's forward.
 
-    Errors: MirageError where the kernels of `steps` do not give what HF's forward gives; RuntimeError where nothing can be captured.
+    Errors: MirageError where the kernels of `steps` do not give what HF's forward gives, or that sees what a prompt is filled up with;
+    RuntimeError where nothing can be captured.
     """
     with torch.inference_mode(False):
         ids = torch.zeros(batch, bucket, dtype=torch.long, device=block.device)
@@ -78,10 +79,12 @@ def capture_prefill(model: Any, block: Block, batch: int, bucket: int, steps: St
 
     run, held = stock, (positions,)
     try:
+        ids.copy_(torch.randint(block.logits.shape[-1], ids.shape, generator=torch.Generator().manual_seed(bucket), device="cpu"))
         if steps is not None:
             run, held = _chain(steps, block, ids, last)
-            ids.copy_(torch.randint(steps.vocab, ids.shape, generator=torch.Generator().manual_seed(bucket), device="cpu"))
             _compare(stock, run, block, bucket)
+        else:
+            _check_causal(stock, block, ids, last)
         graph, block.graph_pool = capture(run, block.device, block.graph_pool)
     finally:
         block.logits.copy_(kept)
@@ -109,21 +112,40 @@ def _chain(steps: Steps, block: Block, ids: Tensor, last: Tensor) -> tuple[Calla
 
 
 def _compare(stock: Callable[[], None], ours: Callable[[], None], block: Block, bucket: int) -> None:
-    seen = [block.logits, *(x[:, :, :bucket] for memory in (block.keys, block.values) for x in memory.values())]
-    stock()
+    far, allowed = _distance(stock, ours, block, bucket)
+    if not far <= allowed:
+        raise MirageError(f"prefill: logits, keys or values are {far:.2g} of their size away from those of the model's own forward; "
+                          f"{allowed:.2g} is allowed")
+
+
+def _check_causal(stock: Callable[[], None], block: Block, ids: Tensor, last: Tensor) -> None:
+    """Models may look ahead: by their config, or because somebody has set is_causal of their attentions."""
+    bucket = ids.shape[1]
+    length = bucket // 2
+    last.fill_(length - 1)
+
+    def filled_up() -> None:
+        ids[:, length:] = ids[:, :1]
+        stock()
+    far, allowed = _distance(stock, filled_up, block, length)
+    last.fill_(bucket - 1)
+    if not far <= allowed:
+        raise MirageError(f"prefill: tokens see what comes after them, logits, keys or values change by {far:.2g} of their size")
+
+
+def _distance(first: Callable[[], None], second: Callable[[], None], block: Block, tokens: int) -> tuple[float, float]:
+    """How far what two calls leave of `tokens` tokens is apart, of its size, and what rounding may explain."""
+    seen = [block.logits, *(x[:, :, :tokens] for memory in (block.keys, block.values) for x in memory.values())]
+    first()
     want = [x.clone() for x in seen]
     try:
         for x in seen:  # what is not written is not right
             x.fill_(math.nan)
-        ours()
-        got = [x.clone() for x in seen]
+        second()
+        far = torch.stack([(y.float() - x.float()).norm() / x.float().norm().clamp_min(torch.finfo(torch.float32).tiny)
+                           for y, x in zip(seen, want, strict=True)])
     finally:  # what is not a number must not stay behind: attention weighs slots that it does not see with 0
         for x, y in zip(seen, want, strict=True):
             x.copy_(y)
     # different orders of rounding, layer after layer; a wrong formula is as far off as the numbers are large
-    allowed = math.sqrt(torch.finfo(block.logits.dtype).eps)
-    for y, x in zip(got, want, strict=True):
-        far = float((y.float() - x.float()).norm() / x.float().norm().clamp_min(torch.finfo(torch.float32).tiny))
-        if not far <= allowed:
-            raise MirageError(f"prefill: logits, keys or values are {far:.2g} of their size away from those of the model's own forward; "
-                              f"{allowed:.2g} is allowed")
+    return float(far.max()), math.sqrt(torch.finfo(block.logits.dtype).eps)

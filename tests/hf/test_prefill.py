@@ -70,6 +70,22 @@ def test_a_changed_model_is_captured_anew(called: list[str]) -> None:
     assert called.count("prefill") == 3 and set(runner.prefills) == {"captured"}
 
 
+@pytest.mark.parametrize("by_config", [False, True])
+def test_prompts_that_see_what_comes_after_them_are_not_filled_up(by_config: bool, called: list[str]) -> None:
+    changes = dict(layer_types=["full_attention"] * 3, use_bidirectional_attention=True) if by_config else {}
+    model = swapping.tiny("gemma3" if by_config else "llama", **changes)
+    runner = install(model)
+    for _ in range(3):
+        alike(model, 2, 9)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    for length in (9, 9, 30, 9):
+        alike(model, 2, length)
+    (why, count), = [found for found in runner.prefills.items() if found[0] != "captured"]
+    assert why.startswith("called: capture failed (MirageError: prefill: tokens see what comes after them") and count == 1
+    assert called.count("prefill") == (not by_config)
+
+
 def test_a_forward_that_cannot_be_captured_is_hfs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> Any:
         raise TypeError("no tensors here")
