@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 MODEL_INPUTS = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
 """The model kwargs whose effect on every step is known here."""
@@ -121,6 +123,9 @@ def refused_model(model: Any) -> str | None:
     attention = config.get_text_config()._attn_implementation
     if attention not in ATTENTIONS:
         return f"attention implementation {attention}"
+    registered = [of.get(attention) for of in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
+    if not all(f is None or str(getattr(f, "__module__", "")).startswith("transformers.") for f in registered):
+        return f"attention implementation {attention}, registered anew"
     if getattr(model, "hf_quantizer", None) is not None:
         return "quantized model"
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:

@@ -7,6 +7,9 @@ from decoding import SIZES, Recorder, assert_same, both, handled, left_padded, p
 from transformers import DynamicCache, GenerationConfig, Phi3Config, Phi3ForCausalLM, StaticCache, T5Config, T5ForConditionalGeneration
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerationMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
 
 from mirage_hf.decode import install
 
@@ -72,6 +75,21 @@ def test_stock_gets_what_it_was_given(reason):
         assert_same(stock, ours)
     assert handled(runner) == 0
     assert [w for w in runner.counts if reason in w], runner.counts
+
+
+@pytest.mark.parametrize("interface, function", [(AttentionInterface, sdpa_attention_forward), (AttentionMaskInterface, sdpa_mask)])
+def test_attention_that_a_user_registers_under_a_known_name_is_stock(interface, function):
+    model = tiny("llama")
+    runner = install(model)
+    calls = []
+    interface.register("sdpa", lambda *args, **kwargs: calls.append(1) or function(*args, **kwargs))
+    try:
+        assert_same(*both(model, {"inputs": prompt(), "max_new_tokens": 4}))
+    finally:
+        interface.register("sdpa", function)
+    assert runner.counts == {"stock: attention implementation sdpa, registered anew": 1} and calls
+    assert_same(*both(model, {"inputs": prompt(), "max_new_tokens": 4}))
+    assert handled(runner) == 1
 
 
 def test_right_padding_is_stock():
