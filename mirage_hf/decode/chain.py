@@ -81,6 +81,9 @@ class StepProgram(Step):
         chooser.choose(self.block.control, self.block.logits)
 
 
+CHANGED = "the model has changed since optimize()"
+
+
 def obstacle(steps: Steps | None, plan: Any, block: Block, valid_for: object) -> str:
     """Why a call's steps run the model's own forward instead, "" where they need not. `valid_for`: what the model was for the steps."""
     if steps is None:
@@ -90,7 +93,7 @@ def obstacle(steps: Steps | None, plan: Any, block: Block, valid_for: object) ->
     if changed := steps.changed():
         return changed
     if plan.survey.model != valid_for:
-        return "the model has changed since optimize()"
+        return CHANGED
     if block.batch > MOST_ROWS or steps.vocab > MOST_VOCAB or steps.embedding.dtype not in INFINITY:
         return f"the ends of a step are for {MOST_ROWS} rows, a vocabulary of {MOST_VOCAB} and dtypes of up to 32 bits"
     if plan.survey.no_graph is not None:

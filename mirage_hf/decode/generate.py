@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mirage_hf.decode.cache import Block, CachePool, bucket
-from mirage_hf.decode.chain import StepProgram, obstacle
+from mirage_hf.decode.chain import CHANGED, StepProgram, obstacle
 from mirage_hf.decode.fingerprint import survey
 from mirage_hf.decode.graphs import can_capture
 from mirage_hf.decode.prefill import PrefillGraph, bucket_of, capture_prefill
@@ -47,13 +47,14 @@ class DecodeRunner:
 
     def __init__(self, *, mode: str = "graph", max_cache_len: int | None = None, depth: int | None = None, steps: Steps | None = None,
                  valid_for: object = None):
-        self.steps, self.valid_for = steps, valid_for
+        self.steps, self.valid_for, self.no_steps = steps, valid_for, ""
         self.mode, self.max_cache_len, self.depth = mode, max_cache_len, depth
         self.pool = CachePool()
         self.counts: Counter[str] = Counter()
         self.prefills: Counter[str] = Counter()
         self.selections: Counter[str] = Counter()
         self._fingerprint: Fingerprint = (None, None)
+        self._looked_at: object = None
         self._uncapturable: dict[object, tuple[object, str]] = {}
         self._no_prefill: dict[tuple[int, int | None], Fingerprint] = {}
         self._no_chain: dict[tuple[int, int | None], Fingerprint] = {}
@@ -90,6 +91,7 @@ class DecodeRunner:
         """Do what stock's decoding method would, from prefill to output; raise NotCovered before any effect if it cannot."""
         plan = plan_call(model, input_ids, processors, criteria, config, kwargs, users_cache=call.users_cache,
                          max_cache_len=self.max_cache_len)
+        self._let_go(model, plan)
         drawn, found = torch.get_rng_state(), None
         for _ in range(2):
             self._attempts.counted = []
@@ -137,6 +139,17 @@ class DecodeRunner:
             if session is not None:
                 session.end()
 
+    def _let_go(self, model: Any, plan: CallPlan) -> None:
+        """Keep no kernels, and with them no weights, of a model that has replaced some of these: they would be memory for nothing."""
+        steps, found = self.steps, plan.survey.model
+        if steps is None or found in (self.valid_for, self._looked_at):
+            return
+        self._looked_at = found
+        present = set(map(id, model.parameters()))
+        if not all(id(weight) in present for weight in steps.weights):
+            self.steps, self.valid_for, self.no_steps = None, None, CHANGED
+            self.pool.drop_idle()
+
     def fingerprint_of(self, plan: CallPlan) -> Fingerprint:
         """What graphs captured for this call depend on. While it stays equal it is one object, so that comparing it costs nothing."""
         found = plan.survey.key, plan.masks
@@ -153,16 +166,16 @@ class DecodeRunner:
         if bucket is None or self._no_prefill.get(shape) == key:
             return None
         graphs = block.graphs_for(key)
-        present = graphs.get(("prefill", bucket))
-        if present is not None and present.by_kernels and (self.steps is None or self.steps.changed()):
+        steps, present = self.steps, graphs.get(("prefill", bucket))
+        if present is not None and present.by_kernels and (steps is None or steps.changed()):
             del graphs["prefill", bucket]
         if ("prefill", bucket) not in graphs:
             block.prompts[bucket] += 1
             if block.prompts[bucket] < 2 or not block.keys or not block.logits.numel():
                 return None
             block.dirty = max(block.dirty, bucket)  # what warming up writes
-            no = obstacle(self.steps, plan, block, self.valid_for) or self._no_chain.get(shape) == key
-            steps = None if no else self.steps
+            if obstacle(steps, plan, block, self.valid_for) or self._no_chain.get(shape) == key:
+                steps = None
             if steps is not None and steps.no_prompts:
                 self.count(f"not by kernels: {steps.no_prompts}", self.prefills)
                 steps = None
@@ -200,17 +213,18 @@ class DecodeRunner:
     def step(self, model: Any, plan: CallPlan, block: Block, key: Fingerprint, chooser: Chooser | None, again: bool = False) -> Step:
         """Return the step for a block, with or without graphs as the model, the device and what chooses allow. `again`: for a call that is
         counted."""
-        forward = obstacle(self.steps, plan, block, self.valid_for)
+        steps = self.steps
+        forward = self.no_steps or obstacle(steps, plan, block, self.valid_for)
         why = "mode is eager" if self.mode == "eager" else can_capture(block.device) or plan.survey.no_graph
         state, failed = self._uncapturable.get(_way(chooser), (None, None))
         if why is None and state == key:
             why = failed
         if not again:
             self.count("captured" if why is None else f"called: {why}")
-            if self.steps is not None:
+            if steps is not None or self.no_steps:
                 self.count(f"step: {forward or 'all by kernels'}")
-        if self.steps is not None and not forward:
-            return StepProgram(self.steps, block, plan.masks, graphs=why is None, fingerprint=key)
+        if steps is not None and not forward:
+            return StepProgram(steps, block, plan.masks, graphs=why is None, fingerprint=key)
         return CapturedForward(model, block, plan.masks, logits_to_keep=plan.logits_to_keep, graphs=why is None, fingerprint=key)
 
     def capture_failed(self, step: Step, chooser: Chooser | None, error: Exception) -> None:

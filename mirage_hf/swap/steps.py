@@ -103,6 +103,14 @@ class Steps:
                 return f"no kernels for {n} slots ({e})"
         return ""
 
+    @property
+    def weights(self) -> Iterator[Tensor]:
+        """Those that kernels read."""
+        yield from (self.embedding, *self.head_weights)
+        for layer in self.layers:
+            for each in layer.step.parameters.values():
+                yield from each
+
     def changed(self) -> str:
         """Which number is no longer what kernels were made for, "" where none is."""
         return next((f"a {name} was changed" for inner, name, value in self.constants if _value(inner.get(name)) != value), "")

@@ -646,10 +646,9 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
         "last norm replaced": _norm, "a layer's norm replaced": _layer_norm, "weights moved": _data, "embedding moved": _embedding_data,
         "head's weight replaced": _head, "weights assigned": _assign, "embedding resized": _resize, "a forward of its own": _forward,
         "last norm with a forward of its own": _norm_forward, "attention of another class": _class,
-        "embedding of another class": _embedding_class, "another RoPE": _rotary,
+        "embedding of another class": _embedding_class, "a layer removed": _layer_gone, "another RoPE": _rotary,
         "an adapter": _lora, "an adapter on the head": _late_head}.items()},
     "last norm's epsilon": (_epsilon, "a variance_epsilon was changed"),
-    "a layer removed": (_layer_gone, "a num_hidden_layers was changed"),
     "a layer's epsilon": (_layer_epsilon, "a variance_epsilon was changed"), "attention's scaling": (_scaling, "a scaling was changed"),
     "a hook": (_hook, "stock: forward hook"), "a hook on the head": (_head_hook, "stock: forward hook"),
     "training": (_train, "stock: training mode"),
@@ -767,6 +766,20 @@ def test_a_deleted_model_frees_its_memory() -> None:
         assert [ref() for ref in alive] == [None] * len(alive)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("path", ["lm_head", "model.layers.0.self_attn.q_proj", "model.norm"])
+def test_replaced_weights_are_not_kept(path: str) -> None:
+    stock, ours = pair()
+    agree(stock, ours, {"inputs": prompt(3), **GREEDY})
+    replaced = weakref.ref(ours.get_submodule(path).weight)
+    for model in (stock, ours):
+        module = model.get_submodule(path)
+        module.weight = nn.Parameter(module.weight.detach().flip(0).contiguous())
+    for batch in (3, 1):
+        agree(stock, ours, {"inputs": prompt(batch), **GREEDY})
+    gc.collect()
+    assert replaced() is None and steps(ours) == {KERNELS: 1, CHANGED: 2}
 
 
 def test_released_memory_comes_back() -> None:
