@@ -76,7 +76,8 @@ def survey(model: nn.Module) -> Survey:
     versions = [None if t.is_inference() else t._version for t in buffers]
     key = (facts, device, tuple(settings), tuple(versions), *_global_switches())
     obstacle = (_in_training(kinds, training) or _hooked([modules[n] for n in hooked]) or _wrapped(states)
-                or (f"weights of type {odd[0]}" if odd else None) or _on_devices(devices) or _global_obstacle(device))
+                or _of_one_layer(kinds, states) or (f"weights of type {odd[0]}" if odd else None) or _on_devices(devices)
+                or _global_obstacle(device))
     return Survey(facts, key, obstacle, _no_graph(config))
 
 
@@ -130,6 +131,15 @@ def _wrapped(states: Sequence[dict[str, Any]]) -> str | None:
         if d.get("_compiled_call_impl") is not None:
             return "a compiled module"
     return None
+
+
+def _of_one_layer(kinds: Sequence[type], states: Sequence[dict[str, Any]]) -> str | None:
+    """A layer that is there twice adds two keys to one layer of stock's cache in every step; the pool has a slot for one."""
+    layers = [(kind, n) for kind, d in zip(kinds, states, strict=True) if isinstance(n := d.get("layer_idx"), int)]
+    if len(set(layers)) == len(layers):
+        return None
+    kind, number = next(layer for at, layer in enumerate(layers) if layer in layers[:at])
+    return f"more than one {kind.__name__} has the layer_idx {number}"
 
 
 def _on_devices(devices: set[torch.device]) -> str | None:

@@ -1,6 +1,8 @@
 """What the pool does not cover reaches the stock method with exactly what it was given, and is counted with a reason."""
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from decoding import SIZES, Recorder, assert_same, both, handled, left_padded, prompt, tiny
@@ -187,6 +189,15 @@ def test_state_of_the_model():
     type(model).generate(model, **arguments, output_hidden_states=True, return_dict_in_generate=True)
     assert_same(*both(model, arguments))
     assert handled(runner) == 2, runner.counts
+
+
+@pytest.mark.parametrize("twice", [lambda layer: layer, copy.deepcopy])
+def test_a_layer_that_is_there_twice(twice):
+    model = tiny("llama", num_hidden_layers=3)
+    runner = install(model)
+    model.model.layers[2] = twice(model.model.layers[1])
+    assert_same(*both(model, {"inputs": prompt(), "max_new_tokens": 8}))
+    assert runner.counts == {"stock: more than one LlamaAttention has the layer_idx 1": 1}
 
 
 def test_a_class_with_its_own_ways():
