@@ -33,7 +33,8 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
     decode: steps of generate are replayed CUDA graphs where they can be, or called ("eager"). dry_run: change nothing and
     return the Report of what would be done. progress: called with what was reached, as progress("kernel", (1, 9, "attention"));
     without it a terminal shows a bar. An optimized model is restored first, then optimized anew.
-    Errors: OptimizeError for a model or option it cannot take, ZooError for a zoo that cannot be had; the model is then untouched.
+    Errors: OptimizeError for a model or option it cannot take, ZooError for a zoo that cannot be had; the model is then untouched. One that
+    was optimized before stays so where an option is at fault, and is as restore() leaves it behind other errors.
     Warns: OptimizeWarning.
     """
     names, rows = check_options(patterns, batch_sizes, max_cache_len, zoo, progress, backend=backend, tune=tune, decode=decode,
