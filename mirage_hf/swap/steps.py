@@ -65,18 +65,26 @@ class Steps:
     _making: threading.Lock = field(default_factory=threading.Lock)
 
     def kernels(self, layer: LayerKernels, rows: int, slots: int) -> dict[str, Kernel]:
-        """What runs the parts of a layer, for caches of so many slots. Errors: CodegenError where attention has no kernel for them."""
+        """What runs the parts of a layer, for caches of so many slots. Errors: MirageError where attention has no kernel for them."""
         found, parts = layer.found[rows], layer.step.parts
-        long = {"attention": LONG} if LONG in found and slots >= LONG_FROM else {}
-        return {role: self._for_slots(found[long.get(role, role)], part, rows, slots) if part.block.pattern.over_cache else found[role].run
+        return {role: self._for_slots(found, role, part, rows, slots) if part.block.pattern.over_cache else found[role].run
                 for role, part in parts.items()}
 
-    def _for_slots(self, found: Any, part: Part, rows: int, slots: int) -> Kernel:
-        key = found.digest, slots
-        with self._lock:
-            if key not in self._attention:
-                self._attention[key] = kernels.at_size(found, part.block.program(rows, slots=slots), self.embedding.device)
-            return self._attention[key]
+    def _for_slots(self, found: Mapping[str, Any], role: str, part: Part, rows: int, slots: int) -> Kernel:
+        """Those tuned for caches of about this length where they can be cut to it, else those for the others."""
+        tuned = [found[role], found[LONG]] if role == "attention" and LONG in found else [found[role]]
+        program, failed = part.block.program(rows, slots=slots), None
+        for each in reversed(tuned) if slots >= LONG_FROM else tuned:
+            with self._lock:
+                key = each.digest, slots
+                try:
+                    if key not in self._attention:
+                        self._attention[key] = kernels.at_size(each, program, self.embedding.device)
+                    return self._attention[key]
+                except MirageError as e:
+                    failed = failed or e
+        assert failed is not None
+        raise failed
 
     def prompt_kernels(self, layer: LayerKernels, batch: int, tokens: int, slots: int) -> dict[str, Kernel]:
         """What does a layer's part of prompts that is not the library's: looked up, or searched and made now. Errors: MirageError."""

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
 from swapping import parted_at_a_tie
 
 from mirage_hf import optimize
+from mirage_hf.decode import chain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -36,7 +37,8 @@ def model_of(version: str, **more: Any) -> Any:
 
 @pytest.mark.parametrize(("version", "more"), [("V2", dict(q_lora_rank=None)), ("V3", dict(q_lora_rank=96))], ids=["V2 Lite", "V3"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_tokens_are_stocks_but_for_ties(version: str, more: dict[str, Any], batch: int) -> None:
+def test_tokens_are_stocks_but_for_ties(version: str, more: dict[str, Any], batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain, "COMPLEX_ON", ("cpu", "cuda"))
     model = model_of(version, **more)
     ids = torch.randint(3, 1000, (batch, 40), generator=torch.Generator().manual_seed(batch)).cuda()
     if batch == 1:

@@ -1,6 +1,7 @@
 """Prefills of short prompts that are replayed: the same code on a CPU, where a "graph" calls what was captured."""
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,6 +165,13 @@ def test_a_kernel_of_a_prompt_that_writes_nothing_is_found(called: list[str], re
     for length in (7, 8, 9):
         agree(stock, ours, 1, length)
     assert ours.generate.runner.prefills["captured"] == 2 and "captured, by kernels" not in ours.generate.runner.prefills
+
+
+def test_a_comparison_of_prompts_leaves_what_the_model_wrote() -> None:
+    block = SimpleNamespace(logits=torch.ones(1, 3), keys={0: torch.ones(1, 1, 8, 2)}, values={0: torch.ones(1, 1, 8, 2)})
+    far, allowed = prefill._distance(lambda: None, lambda: block.keys[0].fill_(2.0), block, 4)  # type: ignore[arg-type]
+    assert not far <= allowed
+    assert all(bool((x == 1).all()) for x in (block.logits, block.keys[0][:, :, :4], block.values[0]))
 
 
 @pytest.mark.slow

@@ -7,8 +7,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from mirage_hf.api import optimize, restore
 from mirage_hf.decode import session
 from mirage_hf.errors import CodegenError, SearchError
 from mirage_hf.swap import check
+from mirage_hf.swap.steps import LONG
 
 pytestmark = pytest.mark.slow  # on the main version of transformers only; test_optimize.py generates on every version
 
@@ -478,6 +481,28 @@ def test_a_second_thread_waits_for_what_a_cache_has_no_kernels_for(monkeypatch: 
     first.join()
     assert [x.tolist() for x in seen] == 2 * [stock.generate(prompt(), **GREEDY).tolist()]
     assert steps(ours) == {"no kernels for 256 slots (too large)": 2}
+
+
+@pytest.mark.parametrize("slots, first", [(768, "short"), (4096, "long")])
+def test_attention_takes_the_other_kernel_where_one_cannot_be_cut(monkeypatch: pytest.MonkeyPatch, slots: int, first: str) -> None:
+    _, ours = pair()
+    tried: list[str] = []
+
+    def at_size(found: Any, program: Any, device: Any) -> Any:
+        tried.append(found.digest)
+        if found.digest == first:
+            raise CodegenError("too large")
+        return found.digest
+    monkeypatch.setattr(kernels, "at_size", at_size)
+    all_steps = ours.mirage.runner.steps
+    layer = all_steps.layers[0]
+    found = {**layer.found[1], "attention": SimpleNamespace(digest="short"), LONG: SimpleNamespace(digest="long")}
+    layer = replace(layer, found={1: found})
+    other = {"short": "long", "long": "short"}[first]
+    assert all_steps.kernels(layer, 1, slots)["attention"] == other and tried == [first, other]
+    with pytest.raises(CodegenError, match="too large"):
+        monkeypatch.setattr(kernels, "at_size", lambda *_: (_ for _ in ()).throw(CodegenError("too large")))
+        all_steps.kernels(layer, 1, slots + 256)
 
 
 @pytest.mark.parametrize("wrong", ["attention", "head"])
