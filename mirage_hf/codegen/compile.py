@@ -1,9 +1,9 @@
 """Generated sources as modules, and ahead-of-time compilation for any GPU without one."""
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from mirage_hf import errors
+from mirage_hf.codegen import ahead, workers
 from mirage_hf.codegen.triton import Launch, Program
 from mirage_hf.settings import settings
 
@@ -37,7 +38,8 @@ def load(source: str, digest: str) -> ModuleType:
         if settings().interpret:
             _let_bounds_be_loaded()
         if digest not in _loaded:
-            _loaded[digest] = _import(_keep(source, digest), source, f"mirage_hf_generated_{digest[:16]}")
+            path = _keep(source, digest)
+            _loaded[digest] = ahead.import_text(source, str(path), f"mirage_hf_generated_{digest[:16]}")  # the text that was checked
         return _loaded[digest]
 
 
@@ -67,19 +69,6 @@ def _keep(source: str, digest: str) -> Path:
     return path
 
 
-def _import(path: Path, source: str, name: str) -> ModuleType:
-    """What runs is the text whose digest was checked: no bytecode cache is read. Triton reads the functions' lines in `path`."""
-    module = ModuleType(name)
-    module.__file__ = str(path)
-    sys.modules[name] = module
-    try:
-        exec(compile(source, str(path), "exec"), module.__dict__)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
 @dataclass(frozen=True)
 class Compiled:
     """A kernel for one architecture: texts by kind ("ptx", "ttgir" …), the cubin, and what ptxas says of its use."""
@@ -106,33 +95,57 @@ def ahead_of_time(program: Program, sm: int) -> list[Compiled]:
 
 
 def _compile(module: ModuleType, launch: Launch, sm: int) -> Compiled:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    fn = getattr(module, launch.kernel)
-    if not hasattr(fn, "cache_key"):
+    if not hasattr(getattr(module, launch.kernel), "cache_key"):
         raise errors.CodegenError(f"{launch.kernel}: the Triton interpreter is on, it cannot compile; unset TRITON_INTERPRET")
-    aligned = {(n,): [["tt.divisibility", 16]] for n in range(len(launch.signature))}
-    overlaps = {"overlaps": sm >= 90}
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages} | ({"launch_pdl": True} if sm >= 90 else {})
-    source = ASTSource(fn, signature={**dict(launch.signature), "overlaps": "constexpr"}, constexprs=overlaps, attrs=aligned)
     try:
-        kernel = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
-    except Exception as e:  # the compiler raises RuntimeError, CompilationError, OutOfResources, PassManager errors …
-        raise errors.CodegenError(f"{launch.kernel}: no code for sm_{sm}: {type(e).__name__}: {str(e).strip()[:2000]}") from e
+        kernel = ahead.compile_kernel(module, _task(launch), sm)
+    except Exception as e:
+        raise _refused(launch.kernel, sm, f"{type(e).__name__}: {str(e).strip()}") from e
     return Compiled(launch.kernel, sm, dict(kernel.asm), kernel.metadata.shared, launch.num_warps)
+
+
+def _task(launch: Launch) -> ahead.Task:
+    return launch.kernel, launch.signature, launch.num_warps, launch.num_stages
+
+
+def _refused(kernels: str, sm: int, why: str) -> errors.CodegenError:
+    return errors.CodegenError(f"{kernels}: no code for sm_{sm}: {why[:2000]}")
+
+
+PROCESSES_FROM, FEW = 2, 8
+"""Threads from which processes compile, and programs below which it is not worth beginning any."""
+
+MOST_PROCESSES = 12
+"""Each takes a few hundred MB."""
 
 
 def compiling(programs: Sequence[Program], sm: int, threads: int | None = None) -> Iterator[list[Compiled] | errors.CodegenError]:
     """Compile many programs in parallel and give each when it is done, in order; a program that does not compile gives its error
     instead. What nobody waits for any more is not begun."""
-    def attempt(program: Program) -> list[Compiled] | errors.CodegenError:
+    threads = threads or settings().threads
+    with contextlib.ExitStack() as stack:
+        processes: workers.Workers | None = None
+        if threads >= PROCESSES_FROM and len(programs) >= FEW and not settings().interpret:
+            processes = stack.enter_context(workers.at_work(min(threads, MOST_PROCESSES)))
+
+        def attempt(program: Program) -> list[Compiled] | errors.CodegenError:
+            try:
+                if processes is not None and program.launches:
+                    _beside(processes, program, sm)
+                return ahead_of_time(program, sm)
+            except errors.CodegenError as e:
+                return e
+        pool = ThreadPoolExecutor(threads)
         try:
-            return ahead_of_time(program, sm)
-        except errors.CodegenError as e:
-            return e
-    pool = ThreadPoolExecutor(threads or settings().threads)
-    try:
-        yield from pool.map(attempt, programs)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+            yield from pool.map(attempt, programs)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _beside(processes: workers.Workers, program: Program, sm: int) -> None:
+    """Have a process compile a program's kernels, so that this one finds them in the cache. Errors: CodegenError."""
+    module = load(program.source, program.digest)
+    with contextlib.suppress(OSError):  # no more processes, or no memory for them: threads do
+        failed = processes.compile(str(module.__file__), module.__name__, [*map(_task, program.launches)], sm)
+        if failed is not None:
+            raise _refused(", ".join(launch.kernel for launch in program.launches), sm, failed)

@@ -84,8 +84,8 @@ class StepProgram(Step):
 CHANGED = "the model has changed since optimize()"
 
 COMPLEX_ON = ("cpu",)
-"""Kinds of devices for steps of layers that take RoPE as one complex tensor (DeepSeek-V2). On an H200 those of small models gave numbers that
-are none, now and then, from a cause that was not found; those of DeepSeek-V3 never did (tests/gpu/test_deepseek_gpu.py runs both)."""
+"""Kinds of devices for steps of layers that take RoPE as one complex tensor (DeepSeek-V2). On an H200 those of small models gave NaN
+now and then, from a cause that was not found; those of DeepSeek-V3 never did (tests/gpu/test_deepseek_gpu.py runs both)."""
 
 
 def obstacle(steps: Steps | None, plan: Any, block: Block, valid_for: object) -> str:
