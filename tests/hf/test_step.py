@@ -505,8 +505,17 @@ def test_attention_takes_the_other_kernel_where_one_cannot_be_cut(monkeypatch: p
         all_steps.kernels(layer, 1, slots + 256)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_wide_reference_of_a_head_is_computed_in_slices(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    monkeypatch.setattr(check, "SLICE", 7)
+    head, x = nn.Linear(12, 30, bias=bias), torch.randn(3, 12, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(check._InSlices(head, torch.float64)(x), copy.deepcopy(head).double()(x), rtol=0, atol=1e-14)
+
+
 @pytest.mark.parametrize("wrong", ["attention", "head"])
 def test_a_wrong_kernel_of_a_step_is_found_by_the_check(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    monkeypatch.setattr(check, "SLICE", 7)
     def other(asked: Any) -> Any:
         pattern, program = asked
         head = pattern == "rms_norm_linear" and program.outputs[0].dims[-1] == SIZES["vocab_size"]
