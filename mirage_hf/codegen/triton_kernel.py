@@ -5,6 +5,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -386,7 +387,8 @@ class _Writer(Tiles):
             dims, read = self.plan.value_dims(op.out), self._value if op.out in self.plan.narrow else self._wide
             args = [Expr(self._spread(read(a), self.plan.value_dims(a), dims)) if isinstance(a, str) else triton_math.constant(a)
                     for a in op.args]
-            text = triton_math.elementwise(op.fn, args, dict(op.attrs)).text
+            write = triton_math.exact_product if op.out in self.exact else triton_math.elementwise
+            text = write(op.fn, args, dict(op.attrs)).text
         self.line(f"{self.value[op.out]} = {text}")
 
     def _value(self, value: str) -> str:
@@ -447,11 +449,32 @@ class _Writer(Tiles):
         text = self._inside(self._wide(value), value, axis, kind)
         if axis not in dims:
             return text
-        op = next((op for op in self.block.ops() if op.out == value), None)
-        product = op is not None and (op.over is not None or triton_math.may_be_product(op.fn, dict(op.attrs)))
-        if kind == "sum" and product and self.plan.tile(axis) <= 32 * self.plan.schedule.num_warps:
-            text = f"rounded({text})"  # with a longer tile each thread has several to add up before
+        if kind == "sum" and value not in self.exact and self._is_fused(value, axis):
+            text = f"rounded({text})"
         return self._reduce(kind, text, dims.index(axis))
+
+    def _is_fused(self, value: str, axis: str) -> bool:
+        """Whether the compiler might fuse a product with the first addition of a sum along `axis`, in which threads already add up each
+        other's numbers: with a longer tile each has several of its own to add up before. (See "rounded" in triton_math.py.)"""
+        op = self.ops.get(value)
+        if op is None or (op.over is None and triton_math.last(op.fn, dict(op.attrs)) in ("exp", "sqrt", "rsqrt")):
+            return False
+        return self.plan.tile(axis) <= 32 * self.plan.schedule.num_warps
+
+    @cached_property
+    def ops(self) -> Mapping[str, BlockOp]:
+        return {op.out: op for op in self.block.ops()}
+
+    @cached_property
+    def exact(self) -> frozenset[str]:
+        """Products of which that holds, which are multiply-adds of 0 from the start: one instruction, where `rounded` takes two more."""
+        plan, loop = self.plan, str(self.plan.loop)
+        sums = [(str(op.args[0]), op.over) for op in self.ops.values() if op.over is not None and op.fn == "sum"]
+        sums += [(a.arg, loop) for s in self.block.stages for a in s.accumulators
+                 if a.kind == "sum" and not (plan.walks and plan.is_lazy(s, a))]
+        of = {x: op for x, op in self.ops.items() if op.over is None and triton_math.last(op.fn, dict(op.attrs)) == "mul"}
+        return frozenset(x for x, axis in sums if x in of and x not in (*plan.skipped, *plan.narrow) and axis in plan.value_dims(x)
+                         and self._is_fused(x, axis))
 
     def _reduce(self, kind: str, text: str, axis: int) -> str:
         # tl.max drops NaN, torch does not

@@ -3,9 +3,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mirage_hf.ops import table
+from mirage_hf.ops.scalar import ScalarProgram
 
 ATOM, UNARY, PRODUCT, SUM = 3, 2, 1, 0
 
@@ -114,17 +115,29 @@ def power(x, y):
 """Functions that kernels may call, by name; a file carries those that it uses."""
 
 
-def may_be_product(fn: str, attrs: Mapping[str, float]) -> bool:
-    """Whether the last thing an elementwise op does may be a multiplication, which an addition that follows could be fused with."""
-    row = table.lookup(fn)
-    program = row.program(**(row.attrs | dict(attrs)))
-    return program.nodes[program.result][0] not in ("exp", "sqrt", "rsqrt")
+def last(fn: str, attrs: Mapping[str, float]) -> str:
+    """The last primitive of an elementwise op. An addition that follows "mul", "div" or "neg" could be fused with it; "exp", "sqrt" and
+    "rsqrt" are calls."""
+    program = _program(fn, attrs)
+    return str(program.nodes[program.result][0])
+
+
+def exact_product(fn: str, args: Sequence[Expr], attrs: Mapping[str, float]) -> Expr:
+    """An op that ends in a multiplication, as a multiply-add of 0: rounded like the product, and no addition that follows can be fused
+    with it."""
+    program = _program(fn, attrs)
+    x, y = (replace(program, result=n).evaluate(TRITON_ALGEBRA, args, constant) for n in program.nodes[program.result][1:])
+    return Expr(f"tl.fma({x.text}, {y.text}, 0.0)")
 
 
 def elementwise(fn: str, args: Sequence[Expr], attrs: Mapping[str, float]) -> Expr:
     """The text of a table row's body on `args`, in float32."""
+    return _program(fn, attrs).evaluate(TRITON_ALGEBRA, args, constant)
+
+
+def _program(fn: str, attrs: Mapping[str, float]) -> ScalarProgram:
     row = table.lookup(fn)
-    return row.program(**(row.attrs | dict(attrs))).evaluate(TRITON_ALGEBRA, args, constant)
+    return row.program(**(row.attrs | dict(attrs)))
 
 
 def keeps_zero(fn: str, args: Sequence[float | None], attrs: Mapping[str, float]) -> bool:
