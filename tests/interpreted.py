@@ -112,6 +112,7 @@ def _serve() -> None:
     sys.path[:0] = [str(HERE), *(str(HERE / folder) for folder in ("unit", "property"))]
     import torch
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is allocated without a value with NaN: no kernel may read it
     quicken()
     answers = sys.stdout
     for line in sys.stdin:
