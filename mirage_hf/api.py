@@ -15,7 +15,7 @@ from mirage_hf.match.matcher import match
 from mirage_hf.progress import bar_unless
 from mirage_hf.swap.handle import NAME, detach
 from mirage_hf.swap.kernels import find_kernels
-from mirage_hf.swap.session import Session
+from mirage_hf.swap.optimization import Optimization
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -46,25 +46,25 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
         _take_back(model)
     with torch.device("cpu"):  # for what is made on the way; a user may have set another default
         matches = match(model, names, generating(model))
-        session = Session(model, backend, rows, matches)
-        session.complain(on_unsupported)
+        optimization = Optimization(model, backend, rows, matches)
+        optimization.complain(on_unsupported)
         if dry_run:
-            return session.plan()
+            return optimization.plan()
         with bar_unless(progress, "optimize") as note:
-            found = find_kernels(session.wanted, rows, device=device, backend=backend, zoo=zoo, tune=tune, progress=note)
+            found = find_kernels(optimization.wanted, rows, device=device, backend=backend, zoo=zoo, tune=tune, progress=note)
         try:
-            handle, report = session.swap(found, verify=verify)
+            handle, report = optimization.swap(found, verify=verify)
             if handle is None:
-                session.nothing_done(on_unsupported, report)
+                optimization.nothing_done(on_unsupported, report)
                 return model
             model.__dict__[NAME] = handle
             if (inner := generating(model)) is not None:
                 try:
-                    handle.runner = decoding.install(inner, mode=decode, max_cache_len=max_cache_len, steps=session.steps)
+                    handle.runner = decoding.install(inner, mode=decode, max_cache_len=max_cache_len, steps=optimization.steps)
                 except decoding.DecodeError as e:  # someone else's generate is kept; forwards are faster all the same
                     handle.add_note(f"generate is not replaced: {e}")
         except BaseException:
-            session.undo()
+            optimization.undo()
             _take_back(model)
             raise
     return model

@@ -19,7 +19,7 @@ from torch import Tensor
 from mirage_hf.decode.cache import Block
 from mirage_hf.decode.graphs import capture
 from mirage_hf.errors import MirageError
-from mirage_hf.match.step import Prompt
+from mirage_hf.match.prompt_step import Prompt
 from mirage_hf.swap.steps import Steps
 
 GRAIN = 64

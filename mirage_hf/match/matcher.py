@@ -12,6 +12,7 @@ from torch import nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.match import plain, probe
+from mirage_hf.match.causal import CausalMatch, has_all, match_causal
 from mirage_hf.match.compose import (
     Composition,
     LayerComposition,
@@ -26,7 +27,7 @@ from mirage_hf.match.compose import (
     runs_own_mlp,
 )
 from mirage_hf.match.pattern import LayerLayout, MlpLayout
-from mirage_hf.match.step import NO_ROPE, CausalMatch, Rope, has_all, match_causal
+from mirage_hf.match.step import NO_ROPE, Rope
 from mirage_hf.ops import table
 from mirage_hf.patterns import (
     ATTENTION,

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from mirage_hf import kernels
 from mirage_hf.errors import MirageError, Rejected
+from mirage_hf.match.causal import CausalMatch, rotary_rows
 from mirage_hf.match.compose import Kernel, Part, child
 from mirage_hf.match.matcher import Match
 from mirage_hf.match.pattern import Block
 from mirage_hf.match.probe import softcap_of
-from mirage_hf.match.step import CausalMatch, LayerPrompt, LayerStep, layer_prompt, layer_step, no_prompt, rotary_rows
+from mirage_hf.match.prompt_step import LayerPrompt, layer_prompt, no_prompt
+from mirage_hf.match.step import LayerStep, layer_step
 from mirage_hf.patterns.attention import LONG_FROM, for_long_caches
 from mirage_hf.patterns.causal_lm import LOGITS_DIVISOR, LOGITS_MULTIPLIER, LOGITS_SOFTCAP, OF_LAYERS
 from mirage_hf.patterns.decoder_layer import CLIPS, MULTIPLIERS, SOFTCAPS, SWITCHES

@@ -25,7 +25,7 @@ from mirage_hf.match.eligible import generating
 from mirage_hf.match.matcher import match
 from mirage_hf.patterns import PATTERNS
 from mirage_hf.patterns.attention import for_long_caches
-from mirage_hf.swap.session import Session
+from mirage_hf.swap.optimization import Optimization
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import key_of
 from mirage_hf.zoo.store import Store
@@ -53,7 +53,7 @@ def main() -> None:
     zoo = Store(args.folder / "zoo", writable=True)
     for name, model, rows in models():
         made = 0
-        layers = Session(model, "cpu", rows, match(model, list(PATTERNS), generating(model))).wanted
+        layers = Optimization(model, "cpu", rows, match(model, list(PATTERNS), generating(model))).wanted
         blocks = dict.fromkeys(part.block for layer in layers for part in layer)
         blocks |= dict.fromkeys(for_long_caches(b) for b in list(blocks) if b.pattern.searched_at is not None)
         for block in blocks:

@@ -10,9 +10,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mirage_hf.errors import Rejected
+from mirage_hf.match.causal import CausalMatch
 from mirage_hf.match.matcher import match
 from mirage_hf.match.probe import Probes
-from mirage_hf.match.step import CausalMatch, Rope
+from mirage_hf.match.step import Rope
 from mirage_hf.patterns import PATTERNS
 
 ALL = list(PATTERNS)

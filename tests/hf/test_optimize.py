@@ -22,7 +22,7 @@ from mirage_hf import kernels, progress
 from mirage_hf.api import optimize, optimized, restore
 from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected, SearchError
 from mirage_hf.patterns import PATTERNS
-from mirage_hf.swap import check, session
+from mirage_hf.swap import check, optimization
 from mirage_hf.swap.report import Report, Row
 
 pytestmark = pytest.mark.usefixtures("resolved")
@@ -206,8 +206,8 @@ def test_a_wrong_kernel_is_swapped_back(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_one_bad_layer_is_put_back_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = session.check
-    monkeypatch.setattr(session, "check", lambda m, b: Rejected("bad") if m.name.endswith("1") else right(m, b))
+    right = optimization.check
+    monkeypatch.setattr(optimization, "check", lambda m, b: Rejected("bad") if m.name.endswith("1") else right(m, b))
     stock = tiny("llama")
     model = optimize(twin_of(stock))
     assert {r.module for r in model.mirage.report.swapped} == {"model.layers.0", "model.layers.2"}
@@ -238,7 +238,7 @@ def test_any_failure_leaves_the_model_untouched(monkeypatch: pytest.MonkeyPatch,
             raise error
         return Resolved(_[0]) if where == "resolve" else originals(*_, **__)  # type: ignore[return-value]
 
-    target = {"resolve": (kernels, "resolve"), "swap": (session.Ledger, "swap"), "check": (session, "check"),
+    target = {"resolve": (kernels, "resolve"), "swap": (optimization.Ledger, "swap"), "check": (optimization, "check"),
               "install": (api.decoding, "install")}[where]
     originals = getattr(*target)
     monkeypatch.setattr(*target, fail)

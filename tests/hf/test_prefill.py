@@ -13,7 +13,7 @@ from features import fake_captures
 from mirage_hf import kernels
 from mirage_hf.api import optimize
 from mirage_hf.decode import install, prefill, program
-from mirage_hf.match import step
+from mirage_hf.match import prompt_step
 
 FULL = {**FULL, "max_new_tokens": 6}
 LENGTHS = (7, 9, 30, 7, 64, 63, 65, 70, 128, 3, 1)
@@ -154,14 +154,14 @@ def test_a_wrong_kernel_of_a_prompt_is_found(called: list[str], resolved: list[A
 @pytest.mark.slow
 def test_a_kernel_of_a_prompt_that_writes_nothing_is_found(called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     stock, ours = optimized("llama", {})
-    right = step.LayerPrompt.__call__
+    right = prompt_step.LayerPrompt.__call__
 
     def forgetful(self: Any, found: Any, x: torch.Tensor, at: Any) -> torch.Tensor:
         kept = at.values.clone()
         y = right(self, found, x, at)
         at.values.copy_(kept)
         return y
-    monkeypatch.setattr(step.LayerPrompt, "__call__", forgetful)
+    monkeypatch.setattr(prompt_step.LayerPrompt, "__call__", forgetful)
     for length in (7, 8, 9):
         agree(stock, ours, 1, length)
     assert ours.generate.runner.prefills["captured"] == 2 and "captured, by kernels" not in ours.generate.runner.prefills

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected
+from mirage_hf.match.causal import CausalMatch
 from mirage_hf.match.compose import Part
 from mirage_hf.match.matcher import Match, Matches
-from mirage_hf.match.step import CausalMatch
 from mirage_hf.patterns import IN_STEPS, decoder_layer
 from mirage_hf.swap.check import Checked, check, check_head, check_step
 from mirage_hf.swap.guard import Binding
@@ -26,7 +26,7 @@ _HEAD, _UNDONE = "head", "swapped back after the check"
 CPU_NOTE = "backend cpu runs each kernel's block graph with torch: right, but with no promise of speed"
 
 
-class Session:
+class Optimization:
     """The matches of one model, and what has become of them. `undo` takes every swap back."""
 
     def __init__(self, model: nn.Module, backend: str, rows: Sequence[int], found: Matches):

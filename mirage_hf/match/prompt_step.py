@@ -1,0 +1,115 @@
+"""A decoder layer for whole prompts: products and attention by the library, what lies between them by kernels."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mirage_hf.match.compose import Composition, Kernel, Part, first_half, norm_weights
+from mirage_hf.match.pattern import Block, LayerLayout
+from mirage_hf.match.step import heads_of
+from mirage_hf.patterns.prompt import PROMPT_ACTIVATION, PROMPT_ADDED, PROMPT_GATE, PROMPT_NORM, PROMPT_ROTATION
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a layer reads of prompts besides x: RoPE's cos and sin (tokens, d), a layer's keys and values (b, heads, slots, d), and zeros
+    (b,), int32: the slot that keys go to from."""
+
+    cos: Tensor
+    sin: Tensor
+    keys: Tensor
+    values: Tensor
+    slot: Tensor
+
+
+class LayerPrompt(Composition):
+    """A decoder layer for whole prompts without padding: products and attention by the library, what lies between them by kernels."""
+
+    def __init__(self, layer: nn.Module, parts: Sequence[Part], layout: LayerLayout):
+        super().__init__(layer, parts)
+        self.sizes = {role: dict(p.block.sizes) for role, p in self.parts.items()}
+        self.first, self.parallel = first_half(self.parts), layout.parallel
+
+    def blocks(self, batch: int, tokens: int, slots: int) -> dict[str, tuple[Block, int]]:
+        """What is done by kernels, by name: a block and its number of rows."""
+        attention, first = self.sizes["attention"], self.sizes[self.first]
+        shared = ("kv_heads", "group", "head_dim", "eps", "dtype", "norm", "offset", "rope", "rotary", "rope_dtype", "packing")
+        taken = {name: attention[name] for name in shared}
+        rows, kind = batch * tokens, ("eps", "offset", "centred", "norm_bias", "dtype")
+        gate = PROMPT_GATE if self.first == "gated" else PROMPT_ACTIVATION
+        found = {"gate": (gate.block(**{name: first[name] for name in ("n", "activation", "dtype")}), rows)}
+        if attention["norm"] or attention["rope"]:
+            found["rotation"] = PROMPT_ROTATION.block(**taken, tokens=tokens, slots=slots), batch
+        for name, role in (("norm", "qkv"), ("mlp_norm", self.first)):
+            s = self.sizes[role]
+            if s["norm"]:
+                found[name] = PROMPT_NORM.block(**{n: s[n] for n in ("k", *kind)}), rows
+        for role in ("out", "down"):
+            s = self.sizes[role]
+            if s["norm"]:
+                found[role] = PROMPT_ADDED.block(k=s["n"], **{n: s[n] for n in ("scale", *kind)}), rows
+        return found
+
+    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, at: Prompt) -> Tensor:  # type: ignore[override]
+        """x (b · tokens, width), whose memory may be written over, to the layer's output; keys and values go to the first slots."""
+        a = self.sizes["attention"]
+        batch, tokens, d = at.keys.shape[0], at.cos.shape[0], a["head_dim"]
+        q, k, v = heads_of(self._products(kernels.get("norm"), "qkv", x).view(batch, tokens, -1), a)
+        packed = self._products(kernels.get("mlp_norm"), self.first, x) if self.parallel else None
+        norms = [p[None] if a["norm"] == "rms" else p.view(1, 1, -1, d) for p in self.parameters["attention"]]
+        if a["norm"] not in ("", "rms"):
+            norms[1] = norms[1].transpose(1, 2)
+        tables = [at.cos[None, None], at.sin[None, None]] if a["rope"] else []
+        if "rotation" in kernels:
+            q = kernels["rotation"]([q, k.transpose(1, 2), *tables, at.keys, at.slot.view(batch, 1, 1, 1), *norms])[0]
+        else:
+            at.keys[:, :, :tokens].copy_(k.transpose(1, 2))
+        at.values[:, :, :tokens].copy_(v.transpose(1, 2))
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), at.keys[:, :, :tokens], at.values[:, :, :tokens], is_causal=True,
+                                           scale=a["scale"], enable_gqa=a["group"] > 1)
+        x = self._added(kernels.get("out"), "out", y.transpose(1, 2).reshape(batch * tokens, -1), x)
+        packed = self._products(kernels.get("mlp_norm"), self.first, x) if packed is None else packed
+        return self._added(kernels.get("down"), "down", kernels["gate"](packed.split(self.sizes[self.first]["n"], -1))[0], x)
+
+    def _products(self, norm: Kernel | None, role: str, x: Tensor) -> Tensor:
+        """x, normalised where there is a norm, times the part's weights, side by side."""
+        given: Sequence[Tensor] = self.parameters[role]
+        if norm is not None:
+            of_norm = norm_weights(self.sizes[role])
+            x, given = norm([x, *(p[None] for p in given[:of_norm])])[0], given[of_norm:]
+        weights, biases = [p for p in given if p.dim() == 2], [p for p in given if p.dim() == 1]
+        packed = x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))
+        for y, w, b in zip(packed.split([w.shape[0] for w in weights], -1), weights, biases or [None] * len(weights), strict=True):
+            torch.mm(x, w.t(), out=y) if b is None else torch.addmm(b, x, w.t(), out=y)
+        return packed
+
+    def _added(self, added: Kernel | None, role: str, y: Tensor, residual: Tensor) -> Tensor:
+        """The residual and the part's product with y: in the residual's memory, but where a norm comes between them."""
+        (weight, *rest), s = self.parameters[role], self.sizes[role]
+        biases, of_norm = (rest[:1], rest[1:]) if s["bias"] else ([], rest)
+        if added is not None:
+            product = torch.addmm(*biases, y, weight.t()) if biases else torch.mm(y, weight.t())
+            return added([product, *(p[None] for p in of_norm), residual])[0]
+        residual.addmm_(y, weight.t(), alpha=s["scale"])
+        return residual.add_(*biases, alpha=s["scale"]) if biases else residual
+
+
+def no_prompt(parts: Sequence[Part], layout: LayerLayout) -> str:
+    """Why a layer has no prompts by kernels, "" where it has."""
+    roles = {p.role: dict(p.block.sizes) for p in parts}
+    if layout.latent is not None:
+        return "attention is over latents"
+    if not first_half(roles):
+        return "a layer's MLP runs its own forward"
+    if roles["attention"]["sinks"]:
+        return "the library's attention has no sinks"
+    return "the library's attention has no softcap" if roles["attention"]["softcap"] is not None else ""
+
+
+def layer_prompt(layer: nn.Module, parts: Sequence[Part], layout: LayerLayout) -> LayerPrompt | None:
+    """What runs prompts through a layer by kernels, None where that is the layer's own forward."""
+    return None if no_prompt(parts, layout) else LayerPrompt(layer, parts, layout)
