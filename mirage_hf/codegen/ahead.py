@@ -15,6 +15,9 @@ from typing import Any
 Task = tuple[str, Sequence[tuple[str, str]], int, int]
 """A kernel's name, its arguments with their Triton types but for `overlaps`, warps and stages."""
 
+READY = "ready"
+"""The first line of a process that compiles: another program than Python's, or one without Triton, does not say it."""
+
 
 def import_text(text: str, path: str, name: str) -> ModuleType:
     """A module of what `path` holds; Triton reads the functions' lines there, and what it compiles is kept under the module's name."""
@@ -51,6 +54,7 @@ def serve(asked: Iterable[str]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a compiler's own words are no answers
     sys.modules["torch"] = ModuleType("torch")  # which generated files need for their launches only
+    print(READY, file=answers, flush=True)
     for line in asked:
         path, name, tasks, sm, knobs.cache.dir = json.loads(line)
         failed = None

@@ -146,6 +146,7 @@ def _beside(processes: workers.Workers, program: Program, sm: int) -> None:
     """Have a process compile a program's kernels, so that this one finds them in the cache. Errors: CodegenError."""
     module = load(program.source, program.digest)
     with contextlib.suppress(OSError):  # no more processes, or no memory for them: threads do
-        failed = processes.compile(str(module.__file__), module.__name__, [*map(_task, program.launches)], sm)
+        path = _keep(program.source, program.digest)  # what was loaded long ago may have been deleted
+        failed = processes.compile(str(path), module.__name__, [*map(_task, program.launches)], sm)
         if failed is not None:
             raise _refused(", ".join(launch.kernel for launch in program.launches), sm, failed)

@@ -3,8 +3,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import blocks
@@ -94,3 +96,64 @@ def test_threads_compile_where_no_process_can_begin(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(workers, "_begin", no)
     result, = compiler.compiling([program(5)], 90, threads=2)
     assert isinstance(result, list) and result[0].asm["cubin"]
+
+
+@pytest.mark.parametrize("executable", [None, "", sys.executable, "/bin/false"])
+def test_threads_compile_where_python_is_part_of_another_program(monkeypatch: pytest.MonkeyPatch, executable: str | None) -> None:
+    monkeypatch.setattr(sys, "frozen", executable == sys.executable, raising=False)
+    monkeypatch.setattr(sys, "executable", executable)
+    monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
+    monkeypatch.setattr(compiler, "FEW", 1)
+    monkeypatch.setattr(workers, "_shared", {})
+    begun: list[bool] = []
+    begin = workers._begin
+
+    def counted() -> Any:
+        begun.append(True)
+        return begin()
+    monkeypatch.setattr(workers, "_begin", counted)
+    for result in compiler.compiling([program(6), program(7), program(8)], 90, threads=1):
+        assert isinstance(result, list) and result[0].asm["cubin"]
+    assert len(begun) == 1  # and not again for each program
+
+
+def test_paths_that_are_no_strings_relative_or_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
+    monkeypatch.setattr(compiler, "FEW", 1)
+    monkeypatch.setattr(workers, "_shared", {})
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("no string")])
+    monkeypatch.setenv("MIRAGE_HF_CACHE", "relative")
+    first, second = program(9), program(10)
+    hits: list[bool] = []
+    monkeypatch.setattr(compiler_of_kernels.knobs.compilation, "listener", lambda **what: hits.append(what["cache_hit"]))
+    for p, change in ((first, lambda: None), (second, lambda: monkeypatch.chdir("elsewhere")),
+                      (first, lambda: Path(str(compiler.load(first.source, first.digest).__file__)).resolve().unlink(missing_ok=True))):
+        change()
+        result, = compiler.compiling([p], 90, threads=1)
+        assert isinstance(result, list) and result[0].asm["cubin"]
+    assert hits == [True] * 3
+    workers._shared[1].close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_neither_keeps_processes_nor_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_shared", {})
+    with workers.at_work(1) as pool:
+        assert pool.compile(*asked(program(11))) is None
+        process = process_of(pool)
+        told, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(tell, bytes([len(workers._shared), workers._using]))
+            time.sleep(60)
+            os._exit(0)
+        try:
+            assert os.read(told, 2) == bytes([0, 0]) and len(workers._shared) == 1
+            begun = time.monotonic()
+            pool.close()  # with its pipes open in the child
+            assert process.poll() is not None and time.monotonic() - begun < 30
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
