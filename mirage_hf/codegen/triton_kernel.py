@@ -457,7 +457,10 @@ class _Writer(Tiles):
         """Whether the compiler might fuse a product with the first addition of a sum along `axis`, in which threads already add up each
         other's numbers: with a longer tile each has several of its own to add up before. (See "rounded" in triton_math.py.)"""
         op = self.ops.get(value)
-        if op is None or (op.over is None and triton_math.last(op.fn, dict(op.attrs)) in ("exp", "sqrt", "rsqrt")):
+        if op is None:
+            if value not in self.alone:
+                return False
+        elif op.over is None and triton_math.last(op.fn, dict(op.attrs)) in ("exp", "sqrt", "rsqrt"):
             return False
         return self.plan.tile(axis) <= 32 * self.plan.schedule.num_warps
 
@@ -466,15 +469,24 @@ class _Writer(Tiles):
         return {op.out: op for op in self.block.ops()}
 
     @cached_property
+    def alone(self) -> frozenset[str]:
+        """Accumulators of one element, which are what they would add up."""
+        return frozenset(a.out for s in self.block.stages for a in s.accumulators
+                         if not self.plan.walks and self.plan.loop not in self.plan.value_dims(a.arg))
+
+    @cached_property
     def exact(self) -> frozenset[str]:
-        """Products of which that holds, which are multiply-adds of 0 from the start: one instruction, where `rounded` takes two more."""
+        """Products of which that holds and that only sums read, to which -0 and 0 are one: multiply-adds of 0 from the start, which are one
+        instruction where `rounded` takes two more."""
         plan, loop = self.plan, str(self.plan.loop)
         sums = [(str(op.args[0]), op.over) for op in self.ops.values() if op.over is not None and op.fn == "sum"]
         sums += [(a.arg, loop) for s in self.block.stages for a in s.accumulators
                  if a.kind == "sum" and not (plan.walks and plan.is_lazy(s, a))]
-        of = {x: op for x, op in self.ops.items() if op.over is None and triton_math.last(op.fn, dict(op.attrs)) == "mul"}
-        return frozenset(x for x, axis in sums if x in of and x not in (*plan.skipped, *plan.narrow) and axis in plan.value_dims(x)
-                         and self._is_fused(x, axis))
+        others = {*plan.skipped, *plan.narrow, *(o.value for o in self.block.outputs)}
+        others |= {str(a) for op in self.ops.values() if op.over is None or op.fn != "sum" for a in op.args}
+        others |= {a.arg for s in self.block.stages for a in s.accumulators if a.kind != "sum"}
+        of = {x for x, op in self.ops.items() if op.over is None and triton_math.last(op.fn, dict(op.attrs)) == "mul"} - others
+        return frozenset(x for x, axis in sums if x in of and axis in plan.value_dims(x) and self._is_fused(x, axis))
 
     def _reduce(self, kind: str, text: str, axis: int) -> str:
         # tl.max drops NaN, torch does not

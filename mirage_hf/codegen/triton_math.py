@@ -123,8 +123,8 @@ def last(fn: str, attrs: Mapping[str, float]) -> str:
 
 
 def exact_product(fn: str, args: Sequence[Expr], attrs: Mapping[str, float]) -> Expr:
-    """An op that ends in a multiplication, as a multiply-add of 0: rounded like the product, and no addition that follows can be fused
-    with it."""
+    """An op that ends in a multiplication, as a multiply-add of 0: rounded like the product (-0 becomes 0), and no addition that follows
+    can be fused with it."""
     program = _program(fn, attrs)
     x, y = (replace(program, result=n).evaluate(TRITON_ALGEBRA, args, constant) for n in program.nodes[program.result][1:])
     return Expr(f"tl.fma({x.text}, {y.text}, 0.0)")

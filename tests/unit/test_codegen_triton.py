@@ -106,6 +106,38 @@ def test_products_are_rounded_before_threads_add_them_up(name):
     assert any(fused) and not any(fused_with_other_threads(k.ptx) for k in compiler.ahead_of_time(program, 90))
 
 
+def test_a_loop_of_one_element_leaves_a_product_to_be_rounded():
+    """An accumulator that adds up nothing is the product itself, which threads may then add up along another axis."""
+    g = new_kernel_graph()
+    x, w = (g.new_input((2, 1, 64), torch.float32, name=name) for name in "xw")
+    g.mark_output(g.reduction(g.reduction(g.mul(x, w), dim=1), dim=2))
+    b = blocks.Block({"m": 2}, {"k": 1}, {"n": 64})
+    b.load("x", "mkn", 0), b.load("w", "mkn", 1)
+    walk = b.stage(loop=True)
+    walk.accumulate("sums", walk.op("product", "mul", "x", "w"))
+    b.store(b.stage().op("total", "sum", "sums", over="n"), "m11", torch.float32)
+    program = triton.generate(blocks.ugraph(g, b), [Schedule((("m", 1), ("k", 1), ("n", 64)))])
+    kernel, = compiler.ahead_of_time(program, 90)
+    assert "shfl.sync.bfly" in kernel.ptx and not fused_with_other_threads(kernel.ptx)
+
+
+@pytest.mark.parametrize("again", ["stored", "read"])
+def test_a_product_that_not_only_sums_read_keeps_the_sign_of_its_zeros(again):
+    g = new_kernel_graph()
+    x, w = (g.new_input((2, 64), torch.float32, name=name) for name in "xw")
+    product = g.mul(x, w)
+    b = blocks.Block({"m": 2}, None, {"n": 64})
+    b.load("x", "mn", 0), b.load("w", "mn", 1)
+    s = b.stage()
+    b.store(s.op("sums", "sum", s.op("product", "mul", "x", "w"), over="n"), "m1", torch.float32)
+    b.store("product" if again == "stored" else s.op("other", "div", 1.0, "product"), "mn", torch.float32)
+    g.mark_output(g.reduction(product, dim=1), product if again == "stored" else g.div(1.0, product))
+    program = triton.generate(blocks.ugraph(g, b), [Schedule((("m", 1), ("n", 64)))])
+    assert "product = x * w\n" in program.source and "tl.sum(rounded(product)" in program.source
+    kernel, = compiler.ahead_of_time(program, 90)
+    assert not fused_with_other_threads(kernel.ptx)
+
+
 @pytest.mark.parametrize("name", ["norm linear", "gated mlp 16 rows mma", "split attention mma", "split softmax"])
 def test_compiles_for_every_architecture(name):
     program = triton.generate(CASES[name].ugraph, CASES[name].schedules)
