@@ -127,9 +127,10 @@ def _check_causal(stock: Callable[[], None], block: Block, ids: Tensor, last: Te
     def filled_up() -> None:
         ids[:, length:] = ids[:, :1]
         stock()
-    far, allowed = _distance(stock, filled_up, block, length)
+    far, _ = _distance(stock, filled_up, block, length)
     last.fill_(bucket - 1)
-    if not far <= allowed:
+    # the same kernels on the same shapes: nothing is rounded otherwise, but where experts are given other numbers of tokens
+    if not far <= torch.finfo(block.logits.dtype).eps:
         raise MirageError(f"prefill: tokens see what comes after them, logits, keys or values change by {far:.2g} of their size")
 
 

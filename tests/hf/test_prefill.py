@@ -13,6 +13,7 @@ from features import fake_captures
 from mirage_hf import kernels
 from mirage_hf.api import optimize
 from mirage_hf.decode import install, prefill, program
+from mirage_hf.errors import MirageError
 from mirage_hf.match import prompt_step
 
 FULL = {**FULL, "max_new_tokens": 6}
@@ -172,6 +173,21 @@ def test_a_comparison_of_prompts_leaves_what_the_model_wrote() -> None:
     far, allowed = prefill._distance(lambda: None, lambda: block.keys[0].fill_(2.0), block, 4)  # type: ignore[arg-type]
     assert not far <= allowed
     assert all(bool((x == 1).all()) for x in (block.logits, block.keys[0][:, :, :4], block.values[0]))
+
+
+@pytest.mark.parametrize("far", [0.0, 0.02])  # 0.02: one of 28 layers in bfloat16
+def test_one_layer_of_many_that_looks_ahead_is_seen(far: float) -> None:
+    block: Any = SimpleNamespace(logits=torch.ones(1, 3, dtype=torch.bfloat16), keys={0: torch.ones(1, 1, 8, 2)}, values={})
+    ids, last = torch.arange(8)[None].clone(), torch.tensor([7])
+
+    def stock() -> None:
+        block.logits.fill_(1.0)
+        block.keys[0].fill_(1.0 + far * float(ids[0, -1] == ids[0, 0]))
+    if far:
+        with pytest.raises(MirageError, match="see what comes after them"):
+            prefill._check_causal(stock, block, ids, last)
+    else:
+        prefill._check_causal(stock, block, ids, last)
 
 
 @pytest.mark.slow
