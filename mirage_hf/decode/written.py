@@ -40,8 +40,9 @@ order = tl.where(size > 0x{INFINITY[dtype]:X}, 0x7FFFFFFF, tl.where(bits < 0, -s
 
 
 def as_program(kernel: str, launch: Launch) -> Program:
-    """A file of one kernel."""
-    return Program("\n\n\n".join([HEAD, kernel.strip("\n"), launching.text(with_counters=False)]) + "\n", (launch,))
+    """A file of one kernel. It names the types of the arguments: what Triton compiled for one file serves all of its launches."""
+    types = f"# {launch.kernel}: {', '.join(f'{name} {kind}' for name, kind in launch.signature)}"
+    return Program("\n\n\n".join([HEAD, f"{types}\n{kernel.strip()}", launching.text(with_counters=False)]) + "\n", (launch,))
 
 
 Loaded = tuple[ModuleType, Launch]

@@ -329,6 +329,16 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.parametrize("program", [
+    lambda dtype: ends.begin_program(1, 101, 64, (1, 77, 8), (None,), dtype, torch.float32),
+    lambda dtype: ends.begin_program(1, 101, 64, (1, 77, 8), (None,), torch.float16, dtype),
+    lambda dtype: ends.turn_program(1, [(Ring(70, 256), (2, 1, 3, 256, 8), dtype)]),
+    lambda dtype: ends.select_program(1, 101, dtype)], ids=["begin", "begin, tables", "turn", "select"])
+def test_each_dtype_has_a_file_of_its_own(program):
+    """A launch takes what was compiled for the first one of its file: bfloat16 rings were turned as float32 ones."""
+    assert len({program(dtype).source for dtype in (torch.float16, torch.bfloat16, torch.float32)}) == 3
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_compiles_and_waits_before_it_reads(name, tmp_path, monkeypatch):
     pytest.importorskip("triton")
