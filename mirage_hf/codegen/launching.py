@@ -24,7 +24,7 @@ def launch(kernel, grid, tensors, num_warps, num_stages):
         return
     pointers = [x.data_ptr() for x in tensors]
     unaligned = tuple([p % 16 for p in pointers]) if any([p & 15 for p in pointers]) else ()
-    key = kernel.__name__, device, unaligned
+    key = kernel.__name__, device, tuple([x.dtype for x in tensors]), unaligned
     if key not in _compiled:
         overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
         options = {"launch_pdl": True} if overlaps else {}

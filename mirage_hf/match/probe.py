@@ -304,7 +304,7 @@ class Probes:
             inner = layer._modules[row.attention]._modules
             rope = Rope(inner[row.projections[1]].out_features - inner[row.latent.norm].weight.shape[0], dtype)
             other, wide = twin(stand_in(layer, {"_modules": {**layer._modules, row.mlp: Passing()}}), randomised(5)), torch.float32
-            like, as_complex = one_norm(other, row).weight, replace(rope, order="once", is_complex=True)
+            like, as_complex = one_norm(other, row).weight, replace(rope, order="once", is_complex=True, dtype=torch.float32)
             real, imaginary = (next(calls(3, like, replace(r, dtype=wide), (4,), torch.Generator().manual_seed(5), wide))
                                for r in (rope, as_complex))
             try:

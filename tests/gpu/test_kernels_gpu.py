@@ -196,3 +196,12 @@ def test_large_strides_need_64_bit_offsets():
     x = torch.empty(2 * far + 256, dtype=torch.float16, device="cuda").as_strided((rows, 256), (far, 1)).normal_()
     y, = run_of(UGraph(program, kernels))([x])
     assert torch.allclose(y.float(), torch.softmax(x.float(), 1), atol=1e-3)
+
+
+def test_a_launch_takes_what_was_compiled_for_the_dtypes_of_its_tensors():
+    """Float32 tables read as the bfloat16 ones of an earlier launch of the same file gave NaN."""
+    program = triton.generate(blocks.softmax(64, 300, dtype=torch.float32))
+    run = compiler.load(program.source, program.digest).run
+    x = torch.randn(64, 300, device="cuda")
+    for dtype in (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16):
+        torch.testing.assert_close(run([x.to(dtype)])[0].float(), x.to(dtype).float().softmax(-1), rtol=0, atol=2e-3)

@@ -50,6 +50,17 @@ def steps(model: Any) -> dict[str, int]:
 
 
 @slow
+@pytest.mark.parametrize("kind", ["V2 Lite", "V3"])
+def test_half_precision(kind: str, resolved: list[Any]) -> None:
+    """A complex RoPE is of float32 there, in checks as in steps: kernels take what their programs say (`Resolved` looks)."""
+    ours = optimize(tiny(kind).bfloat16(), batch_sizes=(1, 3))
+    rows = [r for r in ours.mirage.report.rows if r.pattern.startswith("mla")]
+    assert rows and all(r.status == "swapped" for r in rows), str(ours.mirage.report)
+    ours.generate(prompt(), do_sample=False, max_new_tokens=4)
+    assert steps(ours) == {"step: all by kernels": 1}
+
+
+@slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_logits_and_cache_are_stocks(kind: str, resolved: list[Any]) -> None:
     stock = tiny(kind)
