@@ -84,9 +84,9 @@ class StepProgram(Step):
 CHANGED = "the model has changed since optimize()"
 
 COMPLEX_ON = ("cpu",)
-"""Kinds of devices for steps of layers that take RoPE as one complex tensor (DeepSeek-V2). On an H200 those of small models in bfloat16 gave
-NaN: they read float32 tables by a kernel that their check had had compiled for bfloat16 ones. That is mended, and has not run there since
-(tests/gpu/test_deepseek_gpu.py)."""
+"""Kinds of devices for steps of layers that take RoPE as one complex tensor (DeepSeek-V2). On an H200 those of small models in bfloat16
+gave NaN: they read float32 tables by a kernel that their check had had compiled for bfloat16 ones. That is mended, and has not run there
+since (tests/gpu/test_deepseek_gpu.py)."""
 
 
 def obstacle(steps: Steps | None, plan: Any, block: Block, valid_for: object) -> str:
