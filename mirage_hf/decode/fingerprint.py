@@ -81,21 +81,20 @@ def survey(model: nn.Module) -> Survey:
     return Survey(facts, key, obstacle, _no_graph(config))
 
 
-_named: dict[tuple[type, int], Callable[[dict[str, Any]], Any] | None] = {}
-"""What reads the numbers of a module's state, by its class and how many attributes it has."""
+_named: dict[tuple[Any, ...], Callable[[dict[str, Any]], Any] | None] = {}
+"""What reads the numbers of a module's state, by its class and the names of its attributes."""
 
 
 def _numbers_of(kind: type, state: dict[str, Any]) -> Any:
-    """The numbers among a module's own attributes, and which of them are None. Attributes are looked for in the first module of a class and
-    of as many of them, because looking at all of each takes as long as the rest of the walk: what is neither there is not seen later."""
-    known = kind, len(state)
-    try:
-        read = _named[known]
-        values = read(state) if read is not None else None
-    except KeyError:  # not seen before, or another one with as many attributes
+    """The numbers among a module's own attributes, and which of them are None. They are looked for in the first module of a class with
+    attributes of these names, because looking at all of each takes as long as the rest of the walk: an attribute that is no number there is
+    not read in others. Each set of names has a reader of its own, so that one module is always read alike."""
+    known = kind, *state
+    if known not in _named:
         names = [n for n, v in state.items() if type(v) in _NUMBERS and n not in _NOT_READ]
-        _named[known] = read = itemgetter(*names, "training") if names else None
-        values = read(state) if read is not None else None
+        _named[known] = itemgetter(*names, "training") if names else None
+    read = _named[known]
+    values = read(state) if read is not None else None
     if values is None or _NUMBERS.issuperset(map(type, values)):
         return values
     return tuple([v if type(v) in _NUMBERS else id(v) for v in values])

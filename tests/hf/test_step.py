@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 from mirage_hf import kernels
 from mirage_hf.api import optimize, restore
 from mirage_hf.decode import session
+from mirage_hf.decode.fingerprint import survey
 from mirage_hf.errors import CodegenError, SearchError
 from mirage_hf.swap import check
 from mirage_hf.swap.steps import LONG
@@ -530,6 +531,16 @@ def test_a_wrong_kernel_of_a_step_is_found_by_the_check(monkeypatch: pytest.Monk
 
 
 # -- after changes ------------------------------------------------------------------------------------------------------
+
+def test_the_numbers_of_a_model_are_read_alike_whatever_other_models_were_read() -> None:
+    first, second = (tiny("llama") for _ in range(2))
+    first.model.layers[0].mlp.note, second.model.layers[0].mlp.number = "no number", 3  # as many attributes, of other names
+    seen = survey(second).model
+    survey(first)
+    assert survey(second).model == seen
+    second.model.layers[0].mlp.number = 4
+    assert survey(second).model != seen
+
 
 def _norm(m: Any) -> None:
     m.model.norm = copy.deepcopy(m.model.norm)
