@@ -20,7 +20,8 @@ READY = "ready"
 
 
 def import_text(text: str, path: str, name: str) -> ModuleType:
-    """A module of what `path` holds; Triton reads the functions' lines there, and what it compiles is kept under the module's name."""
+    """A module of `text`, which `path` holds: no bytecode cache is read. Triton reads the functions' lines at `path`, and keeps what it
+    compiles under the module's name."""
     module = ModuleType(name)
     module.__file__ = path
     sys.modules[name] = module

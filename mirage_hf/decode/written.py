@@ -40,7 +40,7 @@ order = tl.where(size > 0x{INFINITY[dtype]:X}, 0x7FFFFFFF, tl.where(bits < 0, -s
 
 
 def as_program(kernel: str, launch: Launch) -> Program:
-    """A file of one kernel. It names the types of the arguments: what Triton compiled for one file serves all of its launches."""
+    """A file of one kernel and one set of argument types, which it names: kernels for other dtypes are other files."""
     types = f"# {launch.kernel}: {', '.join(f'{name} {kind}' for name, kind in launch.signature)}"
     return Program("\n\n\n".join([HEAD, f"{types}\n{kernel.strip()}", launching.text(with_counters=False)]) + "\n", (launch,))
 

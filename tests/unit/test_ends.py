@@ -335,7 +335,7 @@ PROGRAMS = {
     lambda dtype: ends.turn_program(1, [(Ring(70, 256), (2, 1, 3, 256, 8), dtype)]),
     lambda dtype: ends.select_program(1, 101, dtype)], ids=["begin", "begin, tables", "turn", "select"])
 def test_each_dtype_has_a_file_of_its_own(program):
-    """A launch takes what was compiled for the first one of its file: bfloat16 rings were turned as float32 ones."""
+    """A launch took what was compiled for the first one of its file: bfloat16 rings were turned as float32 ones."""
     assert len({program(dtype).source for dtype in (torch.float16, torch.bfloat16, torch.float32)}) == 3
 
 
