@@ -96,7 +96,7 @@ def resolve(program: KernelGraph, *, device: torch.device | str, backend: str = 
 
 
 def _kept(entry: Entry, stores: Chain, on_gpu: bool, start: float) -> Resolved:
-    if entry.search["candidates"] and not entry.ugraph.is_fused:
+    if entry.failed:
         kept: Path | Rejected = Rejected("every candidate failed on this GPU, which may pass; the next call tries again")
     else:
         kept = stores.put(entry)

@@ -69,13 +69,13 @@ def build(blocks: Sequence[Block], rows: int, device: torch.device, zoo: Store, 
             if not isinstance(have, Entry) or args.anew:
                 made += make_entries([(program, block.pattern.name, long.searched(rows))], device, args.tune)
     for entry in made:
-        kept = zoo.put(entry)
+        kept = Rejected(f"{entry.folder}: not kept, every candidate failed here") if entry.failed else zoo.put(entry)
         where = kept.relative_to(zoo.root) if isinstance(kept, Path) else kept.reason
         yield f"{where}: made with its layer in {time.perf_counter() - started:.1f} s, {describe(entry)}"
 
 
 def describe(entry: Entry) -> str:
-    return ", ".join(f"{t.name} {t.median_us:.2f} µs" for t in entry.timings) or "not timed"
+    return ", ".join(f"{t.name} {t.median_us:.2f} µs" for t in entry.timings) or f"not timed: {entry.search.get('reason') or 'no GPU'}"
 
 
 def main() -> None:

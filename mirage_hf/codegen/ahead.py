@@ -9,6 +9,8 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -49,12 +51,24 @@ def compile_kernel(module: ModuleType, task: Task, sm: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
+class HollowTorch(MetaPathFinder, Loader):
+    """torch and what lies in it as empty modules: generated files import them, but need them for launches and checks only, and torch
+    takes seconds and hundreds of MB."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "torch" else None
+
+    def create_module(self, spec: ModuleSpec) -> None: ...
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
 def serve(asked: Iterable[str]) -> None:
     """Compile what each line of JSON asks for, into Triton's cache on disk, and answer with a line: what went wrong, or null."""
     from triton import knobs
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a compiler's own words are no answers
-    sys.modules["torch"] = ModuleType("torch")  # which generated files need for their launches only
+    sys.meta_path.insert(0, HollowTorch())
     print(READY, file=answers, flush=True)
     for line in asked:
         path, name, tasks, sm, knobs.cache.dir = json.loads(line)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import tempfile
 import threading
@@ -20,6 +21,8 @@ from mirage_hf.settings import settings
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 """Compute capabilities that every kernel must compile for."""
+
+_log = logging.getLogger("mirage_hf")
 
 _loaded: dict[str, ModuleType] = {}
 _lock = threading.Lock()
@@ -130,11 +133,13 @@ def compiling(programs: Sequence[Program], sm: int, threads: int | None = None) 
 
         def attempt(program: Program) -> list[Compiled] | errors.CodegenError:
             try:
-                if processes is not None and program.launches:
-                    _beside(processes, program, sm)
-                return ahead_of_time(program, sm)
+                beside = _beside(processes, program, sm) if processes is not None and program.launches else None
+                compiled = ahead_of_time(program, sm)
             except errors.CodegenError as e:
                 return e
+            if beside is not None:
+                _log.warning("a process that compiles kernels failed where this one did not: %s", beside)
+            return compiled
         pool = ThreadPoolExecutor(threads)
         try:
             yield from pool.map(attempt, programs)
@@ -142,11 +147,14 @@ def compiling(programs: Sequence[Program], sm: int, threads: int | None = None) 
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _beside(processes: workers.Workers, program: Program, sm: int) -> None:
-    """Have a process compile a program's kernels, so that this one finds them in the cache. Errors: CodegenError."""
+def _beside(processes: workers.Workers, program: Program, sm: int) -> str | None:
+    """Have a process compile a program's kernels, so that this one finds them in the cache. Returns what it raised, if anything: this one's
+    word is what counts. Errors: CodegenError where the process ended, as this one might."""
     module = load(program.source, program.digest)
-    with contextlib.suppress(OSError):  # no more processes, or no memory for them: threads do
+    try:
         path = _keep(program.source, program.digest)  # what was loaded long ago may have been deleted
-        failed = processes.compile(str(path), module.__name__, [*map(_task, program.launches)], sm)
-        if failed is not None:
-            raise _refused(", ".join(launch.kernel for launch in program.launches), sm, failed)
+        return processes.compile(str(path), module.__name__, [*map(_task, program.launches)], sm)
+    except workers.Ended as e:
+        raise _refused(", ".join(launch.kernel for launch in program.launches), sm, str(e)) from e
+    except OSError:  # no more processes, or no memory for them: threads do
+        return None

@@ -17,6 +17,10 @@ IDLE_SECONDS = 30.0
 """After which processes without work end."""
 
 
+class Ended(Exception):
+    """A process ended while it compiled."""
+
+
 class Workers:
     """Up to `count` processes, begun as they are needed. What they compile lies in Triton's cache on disk, where compiling it in this
     process finds it. Safe from several threads; `close` when done."""
@@ -28,8 +32,8 @@ class Workers:
         self._refused = False
 
     def compile(self, path: str, name: str, tasks: Sequence[ahead.Task], sm: int) -> str | None:
-        """Compile kernels of the file at `path`, which this process has imported as `name`, for compute capability `sm`. Returns what went
-        wrong, also where the process ended, as when a compiler crashes. Errors: OSError where none can be begun."""
+        """Compile kernels of the file at `path`, which this process has imported as `name`, for compute capability `sm`. Returns what it
+        raised. Errors: Ended, as when a compiler crashes; OSError where none can be begun."""
         from triton import knobs
         # the folder that relative paths are of may have changed since the process began
         asked = json.dumps([os.path.abspath(path), name, tasks, sm, os.path.abspath(knobs.cache.dir)])
@@ -37,14 +41,13 @@ class Workers:
         try:
             process = process or self._begin()
             try:
-                failed = _answer(process, asked)
+                return _answer(process, asked)
             except (OSError, ValueError):
                 ended, process = process, None
                 _end(ended)
-                failed = f"the process that compiled it ended with exit code {ended.returncode}"
+                raise Ended(f"the process that compiled it ended with exit code {ended.returncode}") from None
         finally:
             self._idle.put(process)
-        return failed
 
     def _begin(self) -> subprocess.Popen[str]:
         if self._refused:

@@ -74,6 +74,11 @@ class Entry:
         return min(self.timings, key=lambda t: t.median_us).name if self.timings else None
 
     @property
+    def failed(self) -> bool:
+        """Whether the library runs for want of anything else: candidates were found, but each failed on this GPU, which may pass."""
+        return bool(self.search.get("candidates")) and not self.ugraph.is_fused
+
+    @property
     def folder(self) -> Path:
         """Where the entry lies inside a zoo: pattern, shape and dtype (made unique by the key), target."""
         return Path(self.pattern, f"{self.key.title}-{self.key.digest[:8]}", self.key.target)

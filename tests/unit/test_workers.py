@@ -25,6 +25,12 @@ def program(n: int) -> Program:
     return triton.generate(blocks.rms_norm_linear(1, 64, 32), [Schedule((("k", 64), ("m", 1), ("n", 8)))], f"worker_{os.getpid()}_{n}")
 
 
+def imports_functions_of_torch() -> Program:
+    p = triton.generate(blocks.gated_mlp(1, 64, 32), [Schedule((("k", 64), ("m", 1), ("n", 8)))], f"worker_{os.getpid()}_f")
+    assert "import torch.nn.functional as F" in p.source
+    return p
+
+
 def broken() -> Program:
     p = program(0)
     source = p.source.replace("tl.rsqrt", "tl.no_such_function")
@@ -57,10 +63,12 @@ def test_what_a_process_compiled_is_found_here(one: workers.Workers, monkeypatch
     first = process_of(one)
     kernel, = compiler.ahead_of_time(program(1), 90)
     assert hits == [True] and kernel.asm["cubin"]
+    assert one.compile(*asked(imports_functions_of_torch())) is None
     assert "no_such_function" in str(one.compile(*asked(broken())))
     assert process_of(one) is first  # an error is an answer
     os.kill(first.pid, signal.SIGKILL)
-    assert one.compile(*asked(program(2))) == "the process that compiled it ended with exit code -9"
+    with pytest.raises(workers.Ended, match="ended with exit code -9"):
+        one.compile(*asked(program(2)))
     assert one.compile(*asked(program(2))) is None
     assert process_of(one) is not first
 
@@ -85,6 +93,26 @@ def test_many_programs_take_processes_which_end_when_idle(monkeypatch: pytest.Mo
         time.sleep(0.05)
     assert not workers._shared
     assert len(list(compiler.compiling(programs[:2], 90, threads=2))) == 2 and len(compiled) == 3  # too few
+
+
+def test_what_only_a_process_refuses_is_compiled_here(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
+    monkeypatch.setattr(compiler, "FEW", 1)
+    monkeypatch.setattr(workers.Workers, "compile", lambda *_: "ImportError: no such module")
+    result, = compiler.compiling([program(12)], 90, threads=2)
+    assert isinstance(result, list) and result[0].asm["cubin"]
+    assert "failed where this one did not: ImportError: no such module" in caplog.text
+
+
+def test_a_program_whose_process_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
+    monkeypatch.setattr(compiler, "FEW", 1)
+
+    def ended(*_: Any) -> Any:
+        raise workers.Ended("the process that compiled it ended with exit code -11")
+    monkeypatch.setattr(workers.Workers, "compile", ended)
+    result, = compiler.compiling([program(13)], 90, threads=2)
+    assert isinstance(result, CodegenError) and "exit code -11" in str(result)
 
 
 def test_threads_compile_where_no_process_can_begin(monkeypatch: pytest.MonkeyPatch) -> None:
