@@ -24,9 +24,6 @@ IDLE_SHARE = 4
 call's."""
 GRAIN = 256
 """Capacities are multiples of it."""
-RINGS_ON = ("cpu",)
-"""Kinds of devices where sliding layers get rings. On a GPU, "cuda", 51 of 54 tests passed (tests/gpu/test_rings_gpu.py); what failed the
-others is mended, and they have not run there since."""
 
 
 def bucket(slots: int) -> int:
@@ -202,10 +199,8 @@ def _pick(states: Tensor, at: Tensor) -> Tensor:
     return states.gather(2, at[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
 
 
-def rings_of(windows: Sequence[int | None], capacity: int, device: torch.device) -> tuple[Ring | None, ...]:
+def rings_of(windows: Sequence[int | None], capacity: int) -> tuple[Ring | None, ...]:
     """The rings of layers with these windows (None: nothing is dropped) in a block, where they take less memory than its capacity."""
-    if device.type not in RINGS_ON:
-        return (None,) * len(windows)
     return tuple(Ring(w, bucket(w)) if w is not None and w > 1 and bucket(w) < capacity else None for w in windows)
 
 
@@ -318,7 +313,7 @@ class Block:
     """Called when the device is out of memory, before the second and last try."""
 
     def __post_init__(self) -> None:
-        self.rings = rings_of(self.windows, self.capacity, self.device)
+        self.rings = rings_of(self.windows, self.capacity)
         self._held: dict[tuple[Ring, int, int], Tensor] = {}
         with torch.inference_mode(False):
             self.control = Control.allocate(self.batch, self.capacity, self.device)
@@ -552,7 +547,7 @@ class CachePool:
 
     def lease(self, batch: int, capacity: int, windows: tuple[int | None, ...], device: torch.device) -> Block:
         """Return a block nobody else uses until `give_back`. Its memory appears as the prefill fills it."""
-        rings = rings_of(windows, capacity, device)
+        rings = rings_of(windows, capacity)
         with self._lock:
             block = next((b for b in reversed(self._idle) if (b.batch, b.capacity, b.rings, b.device)
                           == (batch, capacity, rings, device)), None)

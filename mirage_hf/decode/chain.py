@@ -83,18 +83,11 @@ class StepProgram(Step):
 
 CHANGED = "the model has changed since optimize()"
 
-COMPLEX_ON = ("cpu",)
-"""Kinds of devices for steps of layers that take RoPE as one complex tensor (DeepSeek-V2). On an H200 those of small models in bfloat16
-gave NaN: they read float32 tables by a kernel that their check had had compiled for bfloat16 ones. That is mended, and has not run there
-since (tests/gpu/test_deepseek_gpu.py)."""
-
 
 def obstacle(steps: Steps | None, plan: Any, block: Block, valid_for: object) -> str:
     """Why a call's steps run the model's own forward instead, "" where they need not. `valid_for`: what the model was for the steps."""
     if steps is None:
         return "not every layer has all of its kernels"
-    if block.device.type not in COMPLEX_ON and any(layer.match.rope.is_complex for layer in steps.layers):
-        return f"RoPE as one complex tensor, which has not been seen right on {block.device.type} yet"
     if block.batch not in steps.rows:
         return f"no kernels for a batch of {block.batch}; optimize(batch_sizes=…) makes them"
     if changed := steps.changed():

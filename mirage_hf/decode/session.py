@@ -116,7 +116,7 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
     selection = Selection.of(processors, criteria, config)
     eos = [] if isinstance(selection, str) or selection.eos is not None else [
         c.eos_token_id.reshape(-1).to(input_ids.device) for c in criteria if type(c) is EosTokenCriteria]
-    only_rings = None not in rings_of(windows, bucket(most_slots), input_ids.device)  # which take no more memory for a longer text
+    only_rings = None not in rings_of(windows, bucket(most_slots))  # which take no more memory for a longer text
     return CallPlan(
         cache=cache, cache_is_users=users_cache, past=past, slots=most_slots if only_rings else min(most_slots, prompt + FIRST_REACH),
         most_slots=most_slots,
@@ -202,7 +202,7 @@ class Session:
         depth = self.runner.depth
         if depth is None:
             depth = DEPTH if input_ids.device.type == "cuda" else 0
-        if selection.clocks and self.returns_cache and any(rings_of(self.plan.windows, bucket(self.plan.most_slots), input_ids.device)):
+        if selection.clocks and self.returns_cache and any(rings_of(self.plan.windows, bucket(self.plan.most_slots))):
             depth = 0  # where the host says when to stop, steps ahead are alive, and a ring drops keys that the cache would still hold
         rows: list[list[int]] = []
         record = self.record

@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
 from swapping import parted_at_a_tie
 
 from mirage_hf import optimize
-from mirage_hf.decode import chain
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ragged import bounds_of
 from mirage_hf.tune.measure import random_inputs
@@ -76,8 +75,7 @@ def test_kernels_of_a_step_give_the_same_numbers_every_time(version: str, more: 
 
 @VERSIONS
 @pytest.mark.parametrize("batch", [1, 3])
-def test_tokens_are_stocks_but_for_ties(version: str, more: dict[str, Any], batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain, "COMPLEX_ON", ("cpu", "cuda"))
+def test_tokens_are_stocks_but_for_ties(version: str, more: dict[str, Any], batch: int) -> None:
     model = model_of(version, **more)
     ids = torch.randint(3, 1000, (batch, 40), generator=torch.Generator().manual_seed(batch)).cuda()
     if batch == 1:

@@ -14,7 +14,7 @@ import features
 import rings
 from swapping import prompt, tiny
 
-from mirage_hf.decode import cache, program
+from mirage_hf.decode import program
 
 pytestmark = pytest.mark.gpu
 WINDOW, SLOTS = 48, 64
@@ -32,7 +32,6 @@ PAIRS: dict[str, tuple[str, torch.dtype, str, tuple[bool, ...], dict[str, Any]]]
 def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with features.alone(tmp_path_factory.mktemp("cache")) as patch:
         patch.setattr(features, "ROWS", (1, 3))
-        patch.setattr(cache, "RINGS_ON", ("cuda",))
         yield
 
 
