@@ -6,9 +6,10 @@ its RMS error against float64 are at most 1.25 times eager's plus one ulp of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,36 +64,62 @@ def cases(dtype: torch.dtype) -> tuple[Case, ...]:
             Case("huge negative scores", scores=3e4, sign=-1, range_only=True), Case("NaN out of bounds", outside=True), *edge)
 
 
-def make_inputs(program: KernelGraph, case: Case, seed: int = 0, device: torch.device | str = "cpu") -> list[torch.Tensor]:
-    """Draw inputs of the program's shapes and strides: normal, matrices scaled so that products keep their size."""
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    out: list[torch.Tensor] = []
-    number = 0
-    rng = np.random.default_rng(seed % 2 ** 64)
-    bounds = draw_all(program, lambda n: program.inputs[n].dims, partial(extent, program), rng, 0, case.outside)
-    for position, t in enumerate(program.inputs):
-        if not t.dtype.is_floating_point:
-            whole = torch.from_numpy(bounds[position]) if position in bounds else torch.zeros(t.dims, device="cpu")
-            out.append(torch.empty_strided(t.dims, t.strides, dtype=t.dtype, device=device).copy_(whole))
-            continue
+class Draws:
+    """Inputs of a program for any case: normal numbers in its shapes and strides, matrices scaled so that products keep their size.
+    Those that are alike in every case, weights mostly, are drawn once and shared: callers copy what they let anything write."""
+
+    def __init__(self, program: KernelGraph, seed: int = 0, device: torch.device | str = "cpu"):
+        self.program, self.seed, self.device = program, seed, device
+        self._alike: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By position, with the state of the generator behind it."""
+
+    def of(self, case: Case) -> list[torch.Tensor]:
+        program, number = self.program, 0
+        generator = torch.Generator(device="cpu").manual_seed(self.seed)
+        rng = np.random.default_rng(self.seed % 2 ** 64)
+        bounds = draw_all(program, lambda n: program.inputs[n].dims, partial(extent, program), rng, 0, case.outside)
+        found = []
+        for position, t in enumerate(program.inputs):
+            if not t.dtype.is_floating_point:
+                whole = torch.from_numpy(bounds[position]) if position in bounds else torch.zeros(t.dims, device="cpu")
+                found.append(self._laid_out(t, whole))
+                continue
+            if number == 0 or number in case.grown or position in case.garbage:
+                found.append(self._laid_out(t, self._drawn(case, position, number, bounds, generator)))
+            else:
+                if position not in self._alike:
+                    x = self._laid_out(t, self._drawn(case, position, number, bounds, generator))
+                    self._alike[position] = x, generator.get_state()
+                x, behind = self._alike[position]
+                generator.set_state(behind)
+                found.append(x)
+            number += 1
+        return found
+
+    def _drawn(self, case: Case, position: int, number: int, bounds: Mapping[int, Any], generator: torch.Generator) -> torch.Tensor:
+        t = self.program.inputs[position]
+        most = torch.finfo(t.dtype).max
         x = torch.randn(t.dims, generator=generator, dtype=torch.float32, device="cpu")
         if number == 0:
             x = x[..., :1].expand(t.dims) if case.constant_rows else x
-            x = (x * case.factor + case.offset).clamp_(-torch.finfo(t.dtype).max, torch.finfo(t.dtype).max)
+            x = (x * case.factor + case.offset).clamp_(-most, most)
         elif len(t.dims) >= 2 and t.dims[-2] > 1:
             x = x / max(t.dims[-2:]) ** 0.5
         if number in case.grown:
-            x = (x.abs() * (case.sign if number == case.grown[-1] else 1) * case.by)
-            x = x.clamp_(-torch.finfo(t.dtype).max, torch.finfo(t.dtype).max)
-        number += 1
+            x = (x.abs() * (case.sign if number == case.grown[-1] else 1) * case.by).clamp_(-most, most)
         if position in case.garbage:
-            for b, d in bounded_dims(program, position):
+            for b, d in bounded_dims(self.program, position):
                 x.transpose(0, d)[:int(bounds[b.lo].min())] = math.nan
                 x.transpose(0, d)[int(bounds[b.hi].max()):] = math.nan
-        base = torch.empty_strided(t.dims, t.strides, dtype=t.dtype, device=device)
-        base.copy_(x)
-        out.append(base)
-    return out
+        return x
+
+    def _laid_out(self, t: DTensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(t.dims, t.strides, dtype=t.dtype, device=self.device).copy_(x)
+
+
+def make_inputs(program: KernelGraph, case: Case, seed: int = 0, device: torch.device | str = "cpu") -> list[torch.Tensor]:
+    """The inputs of one case."""
+    return Draws(program, seed, device).of(case)
 
 
 def copied(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -110,9 +137,10 @@ def bounded_dims(program: KernelGraph, position: int) -> list[tuple[Bounds, int]
     return found
 
 
-def with_garbage(program: KernelGraph, case: Case, seed: int, device: torch.device | str) -> Case | None:
+def with_garbage(draws: Draws, case: Case) -> Case | None:
     """The case with those inputs that may be NaN out of bounds without a trace of it in what torch eager gives; None where no input
     may, or nothing has bounds."""
+    program = draws.program
     if not bounds_of(program):
         return None
     try:
@@ -121,7 +149,7 @@ def with_garbage(program: KernelGraph, case: Case, seed: int, device: torch.devi
         return None
     harmless = []
     for n in may:
-        eager = run_kernel_graph(program, make_inputs(program, replace(case, garbage=(n,)), seed, device), as_on_gpu=True)
+        eager = run_kernel_graph(program, draws.of(replace(case, garbage=(n,))), as_on_gpu=True)
         harmless += [n] if all(bool(torch.isfinite(y).all()) for y in eager) else []
     return replace(case, garbage=tuple(harmless)) if harmless else None
 
@@ -141,15 +169,16 @@ def exponents(program: KernelGraph) -> KernelGraph | None:
     return part if found else None
 
 
-def with_scores(program: KernelGraph, case: Case, seed: int, device: torch.device | str) -> Case | None:
+def with_scores(draws: Draws, case: Case) -> Case | None:
     """The case with the factors that bring the arguments of exp to `case.scores`, or as near as torch eager stays finite; None
     where they do not grow with any input."""
+    program = draws.program
     part = exponents(program)
     if part is None:
         return None
 
     def largest(grown: tuple[int, ...], by: float, wide: torch.dtype | None) -> float:
-        found = run_kernel_graph(part, make_inputs(program, replace(case, grown=grown, by=by), seed, device), wide, as_on_gpu=True)
+        found = run_kernel_graph(part, draws.of(replace(case, grown=grown, by=by)), wide, as_on_gpu=True)
         return max(float(x.abs().max()) for x in found)
 
     def growth(grown: tuple[int, ...]) -> tuple[float, float]:
@@ -201,15 +230,15 @@ class NumericCheck:
     """References and eager errors of one program, computed once and used for all its candidates."""
 
     def __init__(self, program: KernelGraph, device: torch.device | str = "cpu", seed: int = 0):
-        self.program, self.device, self.seed = program, device, seed
+        self.program, self._draws = program, Draws(program, seed, device)
         self._scaled: dict[Case, Case | None] = {}
         self._stock: dict[tuple[Case, int], Errors] = {}
         self._cached: dict[Case, tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def _case(self, case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         if case not in self._cached:
-            inputs = make_inputs(self.program, case, self.seed, self.device)
-            reference = run_kernel_graph(self.program, copied(inputs), torch.float64)
+            inputs = self._draws.of(case)
+            reference = run_kernel_graph(self.program, inputs, torch.float64)  # which copies them
             eager = run_kernel_graph(self.program, copied(inputs), as_on_gpu=True)
             where = [torch.isfinite(e) & (r.abs() <= _IN_RANGE * torch.finfo(e.dtype).max) for e, r in zip(eager, reference, strict=True)]
             self._cached[case] = (inputs, reference, eager, where)
@@ -221,7 +250,7 @@ class NumericCheck:
             if case.scores or case.outside:
                 if case not in self._scaled:
                     make = with_scores if case.scores else with_garbage
-                    self._scaled[case] = make(self.program, case, self.seed, self.device)
+                    self._scaled[case] = make(self._draws, case)
                 if (scaled := self._scaled[case]) is None:
                     continue
                 case = scaled

@@ -656,6 +656,18 @@ def test_narrowing_keeps_the_program():
         assert small is None or isinstance(prove(small), Accepted)
 
 
+@pytest.mark.parametrize("name", ["rms_norm_linear", "attention_decode"])
+def test_cases_share_what_they_do_not_change_and_draw_what_each_would_alone(name):
+    g = programs.build(mi, name)
+    draws = numeric.Draws(g, seed=3)
+    every = [*numeric.cases(torch.float16), numeric.Case("grown", grown=(0, 1), by=3.0, sign=-1), numeric.Case("random")]
+    drawn = [draws.of(case) for case in every]
+    for case, inputs in zip(every, drawn, strict=True):
+        alone = numeric.make_inputs(g, case, seed=3)
+        assert all(torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(inputs, alone, strict=True)), case
+    assert len({inputs[-1].data_ptr() for inputs in drawn}) == 1 and len({inputs[0].data_ptr() for inputs in drawn}) == len(every)
+
+
 def test_several_kernels_hold_their_numbers_and_round_their_partial_results():
     for name, build in chains.ALL.items():
         assert all(isinstance(v, Accepted) for v in verdicts(build())), name
