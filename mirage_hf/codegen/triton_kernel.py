@@ -456,13 +456,15 @@ class _Writer(Tiles):
     def _is_fused(self, value: str, axis: str) -> bool:
         """Whether the compiler might fuse a product with the first addition of a sum along `axis`, in which threads already add up each
         other's numbers: with a longer tile each has several of its own to add up before. (See "rounded" in triton_math.py.)"""
-        op = self.ops.get(value)
+        return self._may_end_in_a_product(value) and self.plan.tile(axis) <= 32 * self.plan.schedule.num_warps
+
+    def _may_end_in_a_product(self, value: str | float) -> bool:
+        op = self.ops.get(str(value))
         if op is None:
-            if value not in self.alone:
-                return False
-        elif op.over is None and triton_math.last(op.fn, dict(op.attrs)) in ("exp", "sqrt", "rsqrt"):
-            return False
-        return self.plan.tile(axis) <= 32 * self.plan.schedule.num_warps
+            return value in self.alone
+        if op.fn == "select":  # the compiler may take the addition to either side
+            return any(self._may_end_in_a_product(a) for a in op.args[1:])
+        return op.over is not None or triton_math.last(op.fn, dict(op.attrs)) not in ("exp", "sqrt", "rsqrt")
 
     @cached_property
     def ops(self) -> Mapping[str, BlockOp]:

@@ -138,6 +138,21 @@ def test_a_product_that_not_only_sums_read_keeps_the_sign_of_its_zeros(again):
     assert not fused_with_other_threads(kernel.ptx)
 
 
+@pytest.mark.parametrize("fn", ["exp", "square"])
+def test_what_bounds_select_is_rounded_only_where_it_may_be_a_product(fn):
+    g = new_kernel_graph()
+    x, keep = (g.new_input((2, 64), torch.float32, name=name) for name in ("x", "keep"))
+    g.mark_output(g.reduction(g.mul(keep, getattr(g, fn)(x)), dim=1))  # of a mask of 0 and 1
+    b = blocks.Block({"m": 2}, None, {"n": 64})
+    b.load("x", "mn", 0), b.load("keep", "mn", 1)
+    s = b.stage()
+    b.store(s.op("sums", "sum", s.op("kept", "select", "keep", s.op("all", fn, "x"), 0.0), over="n"), "m1", torch.float32)
+    program = triton.generate(blocks.ugraph(g, b), [Schedule((("m", 1), ("n", 64)))])
+    assert ("tl.sum(rounded(kept)" in program.source) == (fn == "square"), program.source
+    kernel, = compiler.ahead_of_time(program, 90)
+    assert "shfl.sync.bfly" in kernel.ptx and not fused_with_other_threads(kernel.ptx)
+
+
 @pytest.mark.parametrize("name", ["norm linear", "gated mlp 16 rows mma", "split attention mma", "split softmax"])
 def test_compiles_for_every_architecture(name):
     program = triton.generate(CASES[name].ugraph, CASES[name].schedules)
