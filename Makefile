@@ -24,6 +24,8 @@ CMAKE   = $(or $(wildcard $(BIN)/cmake),$(shell command -v cmake),$(BIN)/python 
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 MAKEFLAGS += --no-print-directory
+# every process would compile torch and transformers anew
+export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test lint unit sanitize compat $(COMPAT:%=compat-%) setup clean
 
 demo: .venv/run.stamp

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from mirage_hf import decode as decoding
+from mirage_hf.default_device import on_the_cpu
 from mirage_hf.errors import OptimizeError
 from mirage_hf.match.eligible import check_model, check_options, chosen_backend, generating, single_device
 from mirage_hf.match.matcher import match
@@ -44,7 +44,7 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
     backend = chosen_backend(backend, device)
     if not dry_run:
         _take_back(model)
-    with torch.device("cpu"):  # for what is made on the way; a user may have set another default
+    with on_the_cpu():
         matches = match(model, names, generating(model))
         optimization = Optimization(model, backend, rows, matches)
         optimization.complain(on_unsupported)

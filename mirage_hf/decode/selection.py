@@ -22,6 +22,7 @@ from mirage_hf.decode.cache import MOST_EOS, Block, Control, Trail, send
 from mirage_hf.decode.ends import Ends, ends_of
 from mirage_hf.decode.processors import Now, Place
 from mirage_hf.decode.program import NOTHING, Chooser
+from mirage_hf.default_device import on_the_cpu
 
 BITS = 40
 """Of a uniform number: so few that no rounding of sums of probabilities puts the greatest number beyond their end."""
@@ -109,7 +110,7 @@ class Selection:
         place = Place(block.logits.shape[1])
         rows = [table.TABLE[type(p)] for p in self.processors]
         sizes = [row.sizes(p) for row, p in zip(rows, self.processors, strict=True)]
-        with torch.device("cpu"):  # whatever the default is that a user has set
+        with on_the_cpu():
             values = [row.values(p, place) for row, p in zip(rows, self.processors, strict=True)]
         shapes = [tuple((tuple(v.shape), v.dtype) for v in each) for each in values]
         strings = [(tuple(getattr(c, n) for n in _STOP_SIZES), tuple(c.embedding_vec.shape), c.embedding_vec.dtype) for c in self.stops]

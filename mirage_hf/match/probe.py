@@ -109,6 +109,10 @@ class ProbeCache:
             return ProbeCache()
         return ProbeCache(self.keys.to(dtype), self.values.to(dtype))
 
+    def part(self, rows: slice) -> ProbeCache:
+        """That of some sequences, in memory of its own."""
+        return ProbeCache(*(None if x is None else x[rows].clone() for x in (self.keys, self.values)))
+
 
 @dataclass(frozen=True)
 class Call:
@@ -125,6 +129,11 @@ class Call:
         mask = None if self.mask is None else _bias(self.mask != 0, dtype)
         return replace(self, x=self.x.to(dtype), cos=self.cos.to(dtype), sin=self.sin.to(dtype), mask=mask)
 
+    def part(self, rows: slice) -> Call:
+        """The call of some sequences, in memory of its own: kernels have variants for tensors that lie at odd addresses."""
+        mask = None if self.mask is None else self.mask[rows].clone()
+        return replace(self, mask=mask, **{name: getattr(self, name)[rows].clone() for name in ("x", "cos", "sin", "positions")})
+
     def kwargs(self, layer: nn.Module, cache: Any) -> dict[str, Any]:
         """A layer's keyword arguments, as a model's forward gives them."""
         rope: Any = (self.cos, self.sin)
@@ -137,9 +146,10 @@ class Call:
 
 
 def calls(batch: int, like: Tensor, rope: Rope, lengths: Sequence[int], generator: torch.Generator, dtype: torch.dtype, *,
-          scale: float = 1.0, masked: bool = True) -> Iterator[Call]:
-    """Calls of a layer whose norms have weights like `like` that extend one sequence by `lengths`: row 0 padded on the left by 2, from the
-    third call on in a window of 4."""
+          scale: float = 1.0, masked: bool = True, samples: int = 1) -> Iterator[Call]:
+    """Calls of a layer whose norms have weights like `like` that extend sequences by `lengths`: row 0 padded on the left by 2, from the
+    third call on in a window of 4. Several samples of such a batch come as one."""
+    rows, batch = batch, batch * samples
     past, width, device = 0, like.shape[0], like.device
     for number, length in enumerate(lengths):
         x = scale * torch.randn(batch, length, width, generator=generator)
@@ -147,9 +157,9 @@ def calls(batch: int, like: Tensor, rope: Rope, lengths: Sequence[int], generato
         query, key = torch.arange(past, past + length)[:, None], torch.arange(past + length)[None]
         hidden = (key > query) | ((key <= query - 4) & (number >= 2))
         mask = hidden.repeat(batch, 1, 1)
-        mask[0] |= (key < 2) & (key < query)
+        mask[::rows] |= (key < 2) & (key < query)
         # far from each other: what a layer makes of them beside RoPE is seen
-        positions = torch.arange(past, past + length)[None] + torch.arange(batch)[:, None] * FAR
+        positions = torch.arange(past, past + length)[None] + torch.arange(batch)[:, None] % rows * FAR
         yield Call(x.to(device, dtype), angles.cos().to(device, rope.dtype), angles.sin().to(device, rope.dtype),
                    _bias(mask[:, None].to(device), dtype) if masked else None, positions.to(device), rope)
         past += length

@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from mirage_hf.errors import Rejected
 from mirage_hf.match.compose import one_norm
 from mirage_hf.match.matcher import Match
-from mirage_hf.match.probe import MASKED, ProbeCache, calls, twin
+from mirage_hf.match.probe import MASKED, Call, ProbeCache, calls, twin
 from mirage_hf.match.step import At
 from mirage_hf.patterns.attention import REFERENCE_SLOTS
 from mirage_hf.swap.guard import KEY, Binding
@@ -93,58 +94,63 @@ def _stock(match: Match, binding: Binding) -> Callable[..., Any]:
     return lambda *args, **kwargs: binding.stock.forward(match.module, *args, **kwargs)
 
 
+@dataclass(frozen=True)
+class _Sampled:
+    """SAMPLES times `rows` sequences of five tokens and a call with one more, as one batch, of which stock and a wide twin made this."""
+
+    rows: int
+    decode: Call
+    cache: ProbeCache
+    stock: Tensor
+    exact: Tensor
+
+    def parts(self) -> Iterator[tuple[Call, ProbeCache]]:
+        """A sample's call and cache after the other."""
+        for n in range(SAMPLES):
+            at = slice(n * self.rows, (n + 1) * self.rows)
+            yield self.decode.part(at), self.cache.part(at)
+
+
+def _sampled(match: Match, stock: Callable[..., Any], reference: Any, rows: int, dtype: torch.dtype, wide: torch.dtype,
+             masked: bool) -> _Sampled:
+    layer: Any = match.module
+    like, generator = one_norm(layer, match.layouts[0]).weight, torch.Generator().manual_seed(rows)
+    start, decode = calls(rows, like, match.rope, (5, 1), generator, dtype, masked=masked, samples=SAMPLES)
+    cache, w = ProbeCache(), decode.to(wide)
+    stock(start.x, **start.kwargs(layer, cache))
+    return _Sampled(rows, decode, cache, stock(decode.x, **decode.kwargs(layer, cache.to(dtype))),
+                    reference.forward(w.x, **w.kwargs(layer, cache.to(wide))))
+
+
 def _layer_outputs(match: Match, binding: Binding, reference: Any, rows: int, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     layer: Any = match.module
-    row = match.layouts[0]
-    masked = getattr(layer._modules[row.attention].config, "_attn_implementation", "eager") in MASKED
-    stock = _stock(match, binding)
-    outputs = []
-    for sample in range(SAMPLES):
-        start, decode = calls(rows, one_norm(layer, row).weight, match.rope, (5, 1), torch.Generator().manual_seed(rows + 1000 * sample),
-                              binding.dtype, masked=masked)
-        cache = ProbeCache()
-        stock(start.x, **start.kwargs(layer, cache))
-        w = decode.to(wide)
-        outputs.append((layer.forward(decode.x, **decode.kwargs(layer, cache.to(binding.dtype))),
-                        stock(decode.x, **decode.kwargs(layer, cache.to(binding.dtype))),
-                        reference.forward(w.x, **w.kwargs(layer, cache.to(wide)))))
-    return _joined(outputs)
-
-
-def _joined(outputs: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-    ours, stock, exact = (torch.cat(x) for x in zip(*outputs, strict=True))
-    return ours, stock, exact
+    masked = getattr(layer._modules[match.layouts[0].attention].config, "_attn_implementation", "eager") in MASKED
+    sampled = _sampled(match, _stock(match, binding), reference, rows, binding.dtype, wide, masked)
+    ours = [layer.forward(call.x, **call.kwargs(layer, cache.to(binding.dtype))) for call, cache in sampled.parts()]
+    return torch.cat(ours), sampled.stock, sampled.exact
 
 
 def check_step(layer: LayerKernels, rows: int) -> Checked | Rejected:
     """Run a layer's step by kernels beside stock and a wide twin, on a cache that stock has filled. Attention is that of the slots
     that its kernels were found for."""
-    module, row = layer.match.module, layer.match.layouts[0]
+    module = layer.match.module
     parts = dict(layer.step.parts["attention"].block.sizes)
     dtype, wide = parts["dtype"], torch.float64 if parts["dtype"] == torch.float32 else torch.float32
-    like = one_norm(module, row).weight
-    device = like.device
-    stock = module.__dict__[KEY].stock.forward if KEY in module.__dict__ else type(module).forward
+    device = next(module.parameters()).device
+    stock = partial(module.__dict__[KEY].stock.forward if KEY in module.__dict__ else type(module).forward, module)
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False), _mlp_aside(layer.match):
-            reference = twin(module, lambda _, p: p.to(wide))
+            sampled = _sampled(layer.match, stock, twin(module, lambda _, p: p.to(wide)), rows, dtype, wide, masked=True)
             lo = torch.zeros(rows, dtype=torch.int32, device=device)
             lo[0] = 2  # as the probe's mask
-            outputs, kernels = [], {role: found.run for role, found in layer.found[rows].items()}
-            for sample in range(SAMPLES):
-                generator = torch.Generator().manual_seed(rows + 1000 * sample)
-                start, decode = calls(rows, like, layer.match.rope, (5, 1), generator, dtype)
-                cache = ProbeCache()
-                stock(module, start.x, **start.kwargs(module, cache))
+            ours, kernels = [], {role: found.run for role, found in layer.found[rows].items()}
+            for call, cache in sampled.parts():
                 assert cache.keys is not None and cache.values is not None
-                room = [torch.nn.functional.pad(x, (0, 0, 0, REFERENCE_SLOTS - 5)).contiguous() for x in (cache.keys, cache.values)]
-                cos, sin = layer.step.tables(*(x.flatten(0, 1) for x in (decode.cos, decode.sin)))
+                room = [F.pad(x, (0, 0, 0, REFERENCE_SLOTS - 5)).contiguous() for x in (cache.keys, cache.values)]
+                cos, sin = layer.step.tables(*(x.flatten(0, 1) for x in (call.cos, call.sin)))
                 at = At(cos, sin, room[0], room[1], lo, torch.full_like(lo, 5), torch.full_like(lo, 6))
-                w = decode.to(wide)
-                outputs.append((layer.step(kernels, decode.x[:, 0].contiguous(), at),
-                                stock(module, decode.x, **decode.kwargs(module, cache.to(dtype)))[:, 0],
-                                reference.forward(w.x, **w.kwargs(module, cache.to(wide)))[:, 0]))
-            seen = _compare(*_joined(outputs), dtype, layer=True)
+                ours.append(layer.step(kernels, call.x[:, 0].contiguous(), at))
+            seen = _compare(torch.cat(ours), sampled.stock[:, 0], sampled.exact[:, 0], dtype, layer=True)
     except Exception as e:  # as in check
         return Rejected(f"the check could not run ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})")
     if not seen.error <= seen.allowed:
@@ -158,16 +164,14 @@ def check_head(steps: Steps, causal: Any, rows: int) -> Checked | Rejected:
     wide = torch.float64 if dtype == torch.float32 else torch.float32
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            generator, outputs = torch.Generator().manual_seed(rows), []
-            for _ in range(SAMPLES):
-                x = torch.randn(rows, steps.embedding.shape[1], generator=generator).to(device, dtype)
-                ours = torch.empty(rows, steps.vocab, dtype=dtype, device=device)
-                steps.head(rows, x, ours)
-                outputs.append((x, ours, causal.own_head(x)))
-            x, ours, theirs = _joined(outputs)
+            generator = torch.Generator().manual_seed(rows)
+            x = torch.randn(SAMPLES * rows, steps.embedding.shape[1], generator=generator).to(device, dtype)
+            ours = [torch.empty(rows, steps.vocab, dtype=dtype, device=device) for _ in range(SAMPLES)]
+            for sample, out in zip(x.split(rows), ours, strict=True):
+                steps.head(rows, sample.clone(), out)
             exact = causal.own_head(x.to(wide), lambda module: _InSlices(module, wide) if type(module) is nn.Linear
                                     else twin(module, lambda _, p: p.to(wide)))
-            seen = _compare(ours, theirs, exact, dtype)
+            seen = _compare(torch.cat(ours), causal.own_head(x), exact, dtype)
     except Exception as e:  # as in check
         return Rejected(f"the check could not run ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})")
     if not seen.error <= seen.allowed:
@@ -190,8 +194,5 @@ class _InSlices(nn.Module):
 def _module_outputs(match: Match, binding: Binding, reference: Any, rows: int, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     weight = next(match.module.parameters())
     module: Any = match.module
-    generator, outputs = torch.Generator().manual_seed(rows), []
-    for _ in range(SAMPLES):
-        x = torch.randn(rows, 1, binding.width, generator=generator).to(weight.device, binding.dtype)
-        outputs.append((module.forward(x), _stock(match, binding)(x), reference.forward(x.to(wide))))
-    return _joined(outputs)
+    x = torch.randn(SAMPLES * rows, 1, binding.width, generator=torch.Generator().manual_seed(rows)).to(weight.device, binding.dtype)
+    return torch.cat([module.forward(sample.clone()) for sample in x.split(rows)]), _stock(match, binding)(x), reference.forward(x.to(wide))
