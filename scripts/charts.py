@@ -29,11 +29,11 @@ def draw_generate(report: dict[str, Any], path: Path) -> list[Path]:
 
     Of what is a step only, its time. Errors: SystemExit.
     """
-    figure_of, formatter, _ = _matplotlib()
+    figure_of, formatter, _, patch = _matplotlib()
     rows = [r for r in report["rows"] if "peers" in r]
     if not rows:
         sys.exit("nothing to draw: no row was measured")
-    models, prompts = (list(dict.fromkeys(r[what] for r in rows)) for what in ("model", "prompt"))
+    models, prompts = list(dict.fromkeys(r["model"] for r in rows)), sorted({r["prompt"] for r in rows})
     down, across = (len(models), len(prompts)) if len(prompts) > 1 else (1, len(models))
     figure = figure_of(figsize=(1.4 + 3.2 * across, 0.8 + 2.6 * down), layout="constrained")
     panels = figure.subplots(down, across, squeeze=False, sharey="row" if len(prompts) > 1 else "none")
@@ -42,12 +42,11 @@ def draw_generate(report: dict[str, Any], path: Path) -> list[Path]:
     for model, line in zip(models, panels.reshape(len(models), len(prompts)), strict=True):
         for prompt, axes in zip(prompts, line, strict=True):
             here = sorted((r for r in rows if (r["model"], r["prompt"]) == (model, prompt)), key=lambda r: r["batch"])
-            for n, (name, (label, colour)) in enumerate(shown.items()):
+            for n, (name, (_, colour)) in enumerate(shown.items()):
                 bars = [(x + (n - (len(shown) - 1) / 2) * 0.8 / len(shown), _ms(r, name)) for x, r in enumerate(here)]
                 measured = [(x, ms) for x, ms in bars if ms is not None]
-                drawn = axes.bar([x for x, _ in measured], [ms for _, ms in measured], 0.8 / len(shown), label=label, color=colour)
-                if not log:
-                    axes.bar_label(drawn, fmt="%.3g", fontsize=8)
+                drawn = axes.bar([x for x, _ in measured], [ms for _, ms in measured], 0.8 / len(shown), color=colour)
+                axes.bar_label(drawn, fmt="%.3g", fontsize=6 if log else 8)
             axes.set_xticks(range(len(here)), [str(r["batch"]) for r in here], fontsize=8)
             if log:
                 axes.set_yscale("log")
@@ -57,8 +56,8 @@ def draw_generate(report: dict[str, Any], path: Path) -> list[Path]:
             _plain(axes)
     for line in panels:
         line[0].set_ylabel("ms a token of each row" + " (log)" * log, fontsize=8)
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", fontsize=8, ncols=min(len(shown), 3 * across), frameon=False)
+    handles = [patch(color=colour, label=label) for label, colour in shown.values()]
+    figure.legend(handles=handles, loc="outside upper center", fontsize=8, ncols=min(len(shown), 3 * across), frameon=False)
     return _save(figure, path)
 
 
@@ -69,15 +68,16 @@ def _ms(row: dict[str, Any], name: str) -> float | None:
     return (found.get("ms_per_token") or found.get("step_ms") or {}).get("median")
 
 
-def _matplotlib() -> tuple[Any, Any, Any]:
-    """Figure, ScalarFormatter, rc_context. Errors: SystemExit."""
+def _matplotlib() -> tuple[Any, Any, Any, Any]:
+    """Figure, ScalarFormatter, rc_context, Patch. Errors: SystemExit."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
         from matplotlib.ticker import ScalarFormatter
     except ImportError:
         sys.exit("the chart needs matplotlib; install it, or draw the JSON file elsewhere with --redraw")
-    return Figure, ScalarFormatter, rc_context
+    return Figure, ScalarFormatter, rc_context, Patch
 
 
 def _plain(axes: Any) -> None:
@@ -98,7 +98,7 @@ def _save(figure: Any, path: Path) -> list[Path]:
 
 def draw_blocks(report: dict[str, Any], path: Path) -> list[Path]:
     """Bars of each row, grouped by block, µs on a log scale; writes `path` with .png and .svg added. Errors: SystemExit."""
-    figure_of, formatter, _ = _matplotlib()
+    figure_of, formatter, *_ = _matplotlib()
     rows = [r for r in report["rows"] if "contenders" in r]
     order = list(dict.fromkeys(r["block"] for r in rows))
     rows.sort(key=lambda r: order.index(r["block"]))  # a resumed run may have split a block

@@ -46,6 +46,9 @@ MOST_STRAIGHT = 16
 COPIED_BYTES = 4
 """What a thread copies into shared memory at least, where Triton loads ahead."""
 
+WARPS = "(warps)"
+"""The dim of what warps have shares of (Schedule.warp_split): no axis is called that."""
+
 MAX_ELEMENTS = 1 << 20
 """Largest tile that Triton takes."""
 
@@ -135,6 +138,8 @@ class Plan:
 
         if self.schedule.split > 1:
             self._check_split()
+        if self.schedule.warp_split > 1:
+            self._check_warp_split()
         for value in self.block.carried:
             if value not in self.skipped and self.numel(self.block.carried[value]) > MAX_ELEMENTS:
                 raise errors.CodegenError(f"{value} has {self.numel(self.block.carried[value])} elements in a tile, Triton takes "
@@ -143,8 +148,8 @@ class Plan:
     def alike(self, schedule: Schedule) -> Plan:
         """The plan of a schedule that differs from this one's in warps, stages, shares of the loop and what is read early: what depends
         on tiles alone is not found out again. Errors: CodegenError."""
-        assert (schedule.tiles, schedule.mma, schedule.weights_first, schedule.lazy) == (
-            self.schedule.tiles, self.schedule.mma, self.schedule.weights_first, self.schedule.lazy)
+        assert (schedule.tiles, schedule.mma, schedule.weights_first, schedule.lazy, schedule.warp_split) == (
+            self.schedule.tiles, self.schedule.mma, self.schedule.weights_first, self.schedule.lazy, self.schedule.warp_split)
         other = object.__new__(Plan)
         vars(other).update({n: x for n, x in vars(self).items() if n in _OF_TILES or n in self.__dataclass_fields__}, schedule=schedule)
         other.__post_init__()
@@ -162,6 +167,24 @@ class Plan:
             raise errors.CodegenError(f"schedule: the loop has no sums that {split} blocks could share; cut a grid axis into smaller tiles")
         if self.scratch >= 2 ** 31:
             raise errors.CodegenError(f"schedule: {self.scratch} partial results are too many; give other tiles or a smaller split")
+
+    def _check_warp_split(self) -> None:
+        shares, loops = self.schedule.warp_split, [s for s in self.block.stages if s.loop]
+        what = f"schedule: steps cannot be split among {shares} shares of the warps: "
+        if not (self.schedule.mma and self.walks and len(loops) == 1):
+            raise errors.CodegenError(f"{what}there must be one loop, of several steps, with products of tensor cores")
+        if shares > self.schedule.num_warps or self.tile(str(self.loop)) < MMA_MIN * shares:
+            raise errors.CodegenError(f"{what}{self.schedule.num_warps} warps and tiles of {self.tile(str(self.loop))} are too few; each "
+                                      f"share has a warp and {MMA_MIN} elements at least")
+        moving = [op for op in loops[0].body if op not in self.fixed(loops[0])]
+        alone = next((op.out for op in moving if self.loop not in self.block.carried[op.out]), None)
+        if alone is not None:
+            raise errors.CodegenError(f"{what}{alone} is of the whole step")
+        looped = {*(op.out for op in moving), *(a.out for a in loops[0].accumulators)}
+        for c in self.block.contractions.values():
+            sides = [*(self._free(x, c.over) for x in (c.a, c.b))]
+            if c.out in looped and (c.out not in self.dots or any(len(free) != 1 for free in sides)):
+                raise errors.CodegenError(f"{what}{c.out} is no product of two matrices on tensor cores")
 
     @cached_property
     def share(self) -> int:
@@ -297,11 +320,22 @@ class Plan:
         return self.tile(self.unrolled) if self.unrolled else 0
 
     def dims(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """The axes among `axes` that are dims of a tensor, in order."""
-        return tuple(a for a in self.order if a in axes and self.tile(a) > 1 and a != self.unrolled)
+        """The axes among `axes` that are dims of a tensor, in order; where warps have shares of the loop's, ahead of them that of warps."""
+        found = tuple(a for a in self.order if a in axes and self.tile(a) > 1 and a != self.unrolled)
+        return (WARPS, *found) if self.schedule.warp_split > 1 and self.loop in found else found
 
     def value_dims(self, value: str) -> tuple[str, ...]:
         return self.dims(self.block.carried[value])
+
+    def running_dims(self, acc: str) -> tuple[str, ...]:
+        """The dims of an accumulator inside its loop."""
+        return (WARPS, *self.value_dims(acc)) if self.schedule.warp_split > 1 else self.value_dims(acc)
+
+    def length(self, dim: str) -> int:
+        """Elements of a tensor along a dim."""
+        if dim == WARPS:
+            return self.schedule.warp_split
+        return self.tile(dim) // self.schedule.warp_split if dim == self.loop else self.tile(dim)
 
     def numel(self, axes: Sequence[str]) -> int:
         return math.prod([self._tile[a] for a in axes])
@@ -477,7 +511,7 @@ class Plan:
 
     def is_asynchronous(self, dot: Dot) -> bool:
         """Whether Hopper may still read a product's factors while the next iteration runs (64 rows or more, whole warpgroups)."""
-        return self.rows(dot) >= WARPGROUP_ROWS and self.schedule.num_warps >= 4
+        return self.rows(dot) >= WARPGROUP_ROWS and self.schedule.num_warps >= 4 and self.schedule.warp_split == 1
 
     def reads_as_stored(self, dot: Dot, x: str) -> bool:
         """Whether an asynchronous product reads input `x` without a conversion, which would be code of its own."""

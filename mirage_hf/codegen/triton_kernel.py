@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from mirage_hf.codegen import triton_math
-from mirage_hf.codegen.plan import MOST_STRAIGHT, Dot, Plan
+from mirage_hf.codegen.plan import MOST_STRAIGHT, WARPS, Dot, Plan
 from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.codegen.triton_math import Expr
 from mirage_hf.codegen.triton_tiles import Tiles, triton_dtype
@@ -184,7 +184,7 @@ class _Writer(Tiles):
         self.indent += 1
         if before:
             self.line(f"{axis}0 = {' + '.join(before)} + {axis}_step")
-        self.line(f"{axis} = {axis}0 + tl.arange(0, {tile})" if tile > 1 else f"{axis} = {axis}0")
+        self.line(f"{axis} = {self._along(f'{axis}0')}")
         self._bound(loop)
         for i in small:
             self._first(i.name)
@@ -210,8 +210,38 @@ class _Writer(Tiles):
                 self.line(f"{name} = {self._reduce(acc.kind, name, dims.index(loop))}")
         self.have = {h for h in self.have if loop not in self.block.carried[h[1]]}
         self.trimmed = None
+        if plan.schedule.warp_split > 1:
+            self._join_warps(stage)
         if split > 1:
             self._combine(stage)
+
+    def _along(self, start: str) -> str:
+        """The elements of a step of the loop, from `start` on."""
+        loop = str(self.plan.loop)
+        if self.plan.schedule.warp_split == 1:
+            return f"{start} + tl.arange(0, {self.plan.tile(loop)})" if self.plan.tile(loop) > 1 else start
+        share = self.plan.length(loop)
+        return f"{start} + tl.arange(0, {self.plan.length(WARPS)})[:, None] * {share} + tl.arange(0, {share})[None, :]"
+
+    def _join_warps(self, stage: Stage) -> None:
+        """Add up what the shares of the warps have of each accumulator: maxima first, which sums are then shifted to."""
+        self.line()
+        self.line(f"# {self.plan.schedule.warp_split} shares of the warps have a part of these sums each")
+        for acc in sorted(stage.accumulators, key=lambda a: a.kind != "max"):
+            name, dims = self.value[acc.out], self.plan.value_dims(acc.out)
+            if acc.kind == "max":
+                self.line(f"{name}_next = tl.reduce({name}, 0, larger)")
+                self.line(f'{name}_at = tl.where({name}_next == float("-inf"), 0.0, {name}_next)')
+                self.line(f"{name}_scale = tl.exp({name} - {self._spread(f'{name}_at', dims, (WARPS, *dims))})")
+                self.line(f"{name} = {name}_next")
+                continue
+            scaled = name if acc.shift is None else f"rounded({name} * {self._scale_of(acc)})"
+            self.line(f"{name} = tl.sum({scaled}, axis=0)")
+
+    def _scale_of(self, acc: Accumulator) -> str:
+        """What a running sum is multiplied by where the maximum that it is shifted by has grown."""
+        shift = str(acc.shift)
+        return self._spread(f"{self.value[shift]}_scale", self.plan.running_dims(shift), self.plan.running_dims(acc.out))
 
     def _trim(self, i: BlockInput | None) -> None:
         """Where this block's way along the loop begins and ends: of what is within the bounds of some row its part, or its share."""
@@ -385,11 +415,15 @@ class _Writer(Tiles):
             text = self._reduced(op.fn, str(op.args[0]), op.over)
         else:
             dims, read = self.plan.value_dims(op.out), self._value if op.out in self.plan.narrow else self._wide
-            args = [Expr(self._spread(read(a), self.plan.value_dims(a), dims)) if isinstance(a, str) else triton_math.constant(a)
+            args = [Expr(self._spread(read(a), self._dims_of(a), dims)) if isinstance(a, str) else triton_math.constant(a)
                     for a in op.args]
             write = triton_math.exact_product if op.out in self.exact else triton_math.elementwise
             text = write(op.fn, args, dict(op.attrs)).text
         self.line(f"{self.value[op.out]} = {text}")
+
+    def _dims_of(self, value: str) -> tuple[str, ...]:
+        """The dims of a value where the stage at hand reads it."""
+        return self.plan.running_dims(value) if value in self.running else self.plan.value_dims(value)
 
     def _value(self, value: str) -> str:
         """The name of a value, loading it first if it is an input; a maximum that the stage at hand reads is the running one."""
@@ -423,7 +457,7 @@ class _Writer(Tiles):
         start = " + ".join(self._loop_starts()) or "0"
         if not ahead or not (first or self.plan.share > 1):
             return
-        self.line(f"{axis}_next = {f'{start} + tl.arange(0, {tile})' if first else f'{axis} + {tile}'}")
+        self.line(f"{axis}_next = {self._along(start) if first else f'{axis} + {tile}'}")
         self._bound(loop, f"{axis}_next")
         if not self.plan.ragged(loop):
             self.line(f"{axis}_next_in = {axis}_next < {self.block.axis(loop).size}")
@@ -505,17 +539,26 @@ class _Writer(Tiles):
         if self.plan.ragged(over) and not self.plan.zero_padded(value, over):
             text = self._inside(text, value, over, "sum")
         text = text if stored is dtype else f"{text}.to({triton_dtype(dtype)})"
-        if len(self.plan.value_dims(value)) > 2:
+        if len([d for d in self.plan.value_dims(value) if d != WARPS]) > 2:
             free, k = (self.plan.rows(dot) if value == dot.left else self.plan.columns(dot)), self.plan.tile(over)
             front = transposed == (value == dot.left)  # the summed axis
             text = f"tl.reshape({text}, [{k}, {free}])" if front else f"tl.reshape({text}, [{free}, {k}])"
             text = f"apart({text})" if value == dot.right else text
         return f"tl.trans({text})" if transposed else text
 
+    def _share_of(self, value: str, dot: Dot, transposed: bool) -> str:
+        """A side of a product of which warps have shares: a matrix for each."""
+        text, dims = self._factor(value, dot, False), self.plan.value_dims(value)
+        if WARPS not in dims:
+            text = f"tl.broadcast_to({text}[None, :, :], [{', '.join(str(self.plan.length(d)) for d in (WARPS, *dims))}])"
+        return f"tl.permute({text}, (0, 2, 1))" if transposed else text
+
     def _dot(self, dot: Dot, start: str | None = None) -> str:
-        arguments = [self._factor(dot.left, dot, dot.left_transposed), self._factor(dot.right, dot, dot.right_transposed)]
-        shape = [self.plan.tile(a) for a in self.plan.value_dims(dot.contraction.out)]
-        flat = len(shape) == 2
+        shared = any(WARPS in self.plan.value_dims(x) for x in (dot.left, dot.right))
+        side = self._share_of if shared else self._factor
+        arguments = [side(dot.left, dot, dot.left_transposed), side(dot.right, dot, dot.right_transposed)]
+        shape = [self.plan.length(d) for d in self.plan.value_dims(dot.contraction.out)]
+        flat = shared or len(shape) == 2
         if flat:
             return f"tl.dot({', '.join([*arguments, start] if start else arguments)})"
         text = f"tl.reshape(tl.dot({', '.join(arguments)}), {shape})"
@@ -523,10 +566,10 @@ class _Writer(Tiles):
 
     def _running_dims(self, stage: Stage, acc: Accumulator) -> tuple[str, ...]:
         """The dims of an accumulator inside its loop."""
-        return self.plan.value_dims(acc.arg if self.plan.is_lazy(stage, acc) else acc.out)
+        return self.plan.value_dims(acc.arg) if self.plan.is_lazy(stage, acc) else self.plan.running_dims(acc.out)
 
     def _start(self, stage: Stage, acc: Accumulator) -> None:
-        shape = ", ".join(str(self.plan.tile(a)) for a in self._running_dims(stage, acc))
+        shape = ", ".join(str(self.plan.length(d)) for d in self._running_dims(stage, acc))
         floor = self.plan.floor(acc, self.trimmed.name) if self.trimmed is not None else None
         least = NEUTRAL["max"] if floor is None else repr(floor)
         text = f"tl.zeros([{shape}], tl.float32)" if acc.kind == "sum" else f"tl.full([{shape}], {least}, tl.float32)"
@@ -537,8 +580,7 @@ class _Writer(Tiles):
         self._first(acc.out)
         before = name
         if acc.shift is not None:
-            scale = self._spread(f"{self.value[acc.shift]}_scale", self.plan.value_dims(acc.shift), self.plan.value_dims(acc.out))
-            before = f"{name} * {scale}"
+            before = f"{name} * {self._scale_of(acc)}"
         if acc.out in self.plan.dots:
             self.line(f"{name} = {self._dot(self.plan.dots[acc.out], before)}")
             return

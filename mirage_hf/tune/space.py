@@ -168,7 +168,7 @@ def _lengthened(schedule: Schedule, op: KernelOp, before: Plan, device: Device) 
         schedule = replace(schedule, num_stages=max(PIPELINED, schedule.num_stages))
     while estimate(plan(op, schedule), device).shared > device.shared_bytes:
         stages, tile = schedule.num_stages, schedule.tile(loop)
-        if tile > 2 * MMA_MIN and stages <= PIPELINED:
+        if tile > 2 * MMA_MIN * schedule.warp_split and stages <= PIPELINED:
             schedule = replace(schedule, tiles=tuple((dict(schedule.tiles) | {loop: tile // 2}).items()))
         elif stages > 1:
             schedule = replace(schedule, num_stages=stages - 1)
@@ -186,7 +186,8 @@ def _lengthened(schedule: Schedule, op: KernelOp, before: Plan, device: Device) 
 
 
 def fitted(schedule: Schedule, block: BlockGraph) -> Schedule:
-    """The schedule with no tile longer than its axis and no block without a step of the loop; an axis held whole is held whole."""
+    """The schedule with no tile longer than its axis, and no block or warp without its share of the loop; an axis held whole is held
+    whole."""
     least = MMA_MIN if schedule.mma else 1
     tiles = {}
     for a in block.axes:
@@ -195,12 +196,13 @@ def fitted(schedule: Schedule, block: BlockGraph) -> Schedule:
         tiles[a.name] = tile if tile <= whole else max(whole, min(least, tile))
         if a.role is Role.TILE and tiles[a.name] < whole:
             tiles[a.name] = whole
-    split = schedule.split
+    split, warp_split = schedule.split, schedule.warp_split
     for loop in {s.loop for s in block.stages if s.loop}:
         steps = -(-block.part(loop) // tiles[loop])
         while split > 1 and (split - 1) * -(-steps // split) >= steps:
             split //= 2
-    return replace(schedule, tiles=tuple(tiles.items()), split=split)
+        warp_split = min(warp_split, max(1, tiles[loop] // MMA_MIN)) if steps > 1 else 1
+    return replace(schedule, tiles=tuple(tiles.items()), split=split, warp_split=warp_split)
 
 
 def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:

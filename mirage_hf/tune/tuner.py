@@ -350,6 +350,7 @@ def _steps(start: Candidate) -> Iterator[tuple[Schedule, ...]]:
         changes += [{"split": x} for x in (s.split // 2, s.split * 2) if x >= 1]
         if s.mma:
             changes.append({"weights_first": not s.weights_first})
+            changes.append({"warp_split": 1 if s.warp_split > 1 else s.num_warps})
         if op.followed:
             changes.append({"hasten": not s.hasten})
         for axis in op.block.axes:

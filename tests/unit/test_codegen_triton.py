@@ -153,7 +153,33 @@ def test_what_bounds_select_is_rounded_only_where_it_may_be_a_product(fn):
     assert "shfl.sync.bfly" in kernel.ptx and not fused_with_other_threads(kernel.ptx)
 
 
-@pytest.mark.parametrize("name", ["norm linear", "gated mlp 16 rows mma", "split attention mma", "split softmax"])
+def barriers_of_a_loop(ptx: str) -> int:
+    """How often all warps wait for each other in a step: in the longest piece of text that jumps back to its beginning."""
+    begins = {m[1]: m.end() for m in re.finditer(r"^(\$L__BB\w+):", ptx, re.M)}
+    loops = [ptx[begins[m[1]]:m.start()] for m in re.finditer(r"bra(?:\.uni)?\s+(\$L__BB\w+);", ptx) if begins[m[1]] < m.start()]
+    return max(loops, key=len).count("bar.sync")
+
+
+def test_where_steps_are_split_among_warps_they_wait_for_loads_only():
+    u = blocks.online_attention(q=16, keys=1024, d=64)
+    whole = Schedule((("h", 1), ("m", 16), ("s", 64), ("d", 64)), True, num_stages=3)
+    counts = [barriers_of_a_loop(compiler.ahead_of_time(triton.generate(u, [s]), 90)[0].ptx) for s in (whole, replace(whole, warp_split=4))]
+    assert counts[1] <= 2 < counts[0] - 2, counts
+
+
+@pytest.mark.parametrize("change, reason", [
+    (dict(mma=False), "products of tensor cores"), (dict(tiles=(("m", 16), ("n", 32), ("k", 512))), "one loop, of several steps"),
+    (dict(num_warps=2), "2 warps and tiles of 128 are too few"), (dict(tiles=(("m", 16), ("n", 32), ("k", 32))), "4 warps and tiles of 32"),
+    (dict(tiles=(("m", 16), ("n", 8), ("k", 128))), "no product of two matrices")])
+def test_what_warps_cannot_have_shares_of_is_refused(change, reason):
+    schedule = Schedule((("m", 16), ("n", 32), ("k", 128)), True, warp_split=4)
+    triton.generate(blocks.rms_norm_linear(16), [schedule])
+    with pytest.raises(errors.CodegenError, match=reason):
+        triton.generate(blocks.rms_norm_linear(16), [replace(schedule, **change)])
+
+
+@pytest.mark.parametrize("name", ["norm linear", "gated mlp 16 rows mma", "split attention mma", "split softmax",
+                                  "online attention mma, steps split among warps"])
 def test_compiles_for_every_architecture(name):
     program = triton.generate(CASES[name].ugraph, CASES[name].schedules)
     assert set(compiler.ARCHITECTURES) == {k.sm for sm in compiler.ARCHITECTURES for k in compiler.ahead_of_time(program, sm)}
