@@ -47,6 +47,7 @@ from mirage_hf.match.pattern import Block
 from mirage_hf.patterns.gated_mlp import GATED_MLP
 from mirage_hf.patterns.linear_residual import LINEAR_RESIDUAL
 from mirage_hf.patterns.rms_norm_linear import RMS_NORM_LINEAR
+from mirage_hf.tune import measure
 
 DTYPE = torch.bfloat16
 QKV, OUT, MLP, DOWN, HEAD = "qkv", "o", "gate_up", "down", "head"
@@ -194,16 +195,9 @@ def program_line(name: str, found: dict[str, Any]) -> str:
 
 def captured_chain(run: Callable[[], Tensor], steps: int, reads: Any) -> tuple[Contender, Tensor]:
     """A CUDA graph of `steps` chains one after another, and the logits of the last. `run` was called before."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(steps):
-            logits = run()
-    return Contender(graph, steps, reads), logits
+    last: dict[str, Tensor] = {}  # and no other: the graph may use their memory again
+    captured = measure.capture(lambda _: last.update(logits=run()), [reads], steps)
+    return Contender(captured), last["logits"]
 
 
 def bench(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -230,7 +224,7 @@ def bench(name: str, args: argparse.Namespace) -> dict[str, Any]:
                 results[who] = {"layer_error": error_of([layer(h, model.layers[0])], [exact_layer])}
                 logits(h, model)
                 contenders[who], last = captured_chain(partial(logits, h, model), args.steps, (h, model))
-                contenders[who].graph.replay()
+                contenders[who].captured.graph.replay()
                 results[who]["logits_error"] = relative_error(last, exact_logits)
                 if not results[who]["logits_error"] <= LOGITS_TOLERANCE:
                     raise ValueError(f"wrong logits: RMS error {results[who]['logits_error']:.3g} of the float64 result's RMS")

@@ -129,22 +129,19 @@ def error_of(got: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> floa
 
 @dataclass
 class Contender:
-    """A captured CUDA graph of so many calls, and what each turn took, µs a call. A graph does not keep alive what it reads."""
+    """Captured calls, and what each turn took, µs a call."""
 
-    graph: torch.cuda.CUDAGraph
-    calls: int
-    reads: Any
+    captured: measure.Captured
     samples: list[float] = field(default_factory=list)
 
     def result(self) -> dict[str, Any]:
-        t = measure.timing(self.samples, self.calls)
+        t = measure.timing(self.samples, self.captured.calls)
         return {"us": round(t.us, 3), "low": round(t.low, 3), "high": round(t.high, 3), "spread": round(t.spread, 4), "rounds": t.replays}
 
 
 def captured(run: Callable[..., Any], sets: Sequence[list[torch.Tensor]]) -> Contender:
     """A contender that calls `run` on inputs that rotate through `sets`."""
-    graph, calls = measure.capture(run, sets)
-    return Contender(graph, calls, sets)
+    return Contender(measure.capture(run, sets))
 
 
 def take_turns(contenders: Iterable[Contender], rounds: int, replays: int = 3) -> None:
@@ -152,7 +149,7 @@ def take_turns(contenders: Iterable[Contender], rounds: int, replays: int = 3) -
     everyone = tuple(contenders)
     for _ in range(rounds):
         for c in everyone:
-            c.samples.append(measure.time_graph(c.graph, c.calls, replays).us)
+            c.samples.append(statistics.median(c.captured.times(replays)))
 
 
 def searched_run(r: Resolved) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None:

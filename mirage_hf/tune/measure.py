@@ -74,10 +74,32 @@ def _sets(first: list[list[torch.Tensor]], least: float) -> list[list[list[torch
                        for inputs in first] for _ in range(count - 1)]
 
 
-def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs],
-            marks: Sequence[torch.cuda.Event] = ()) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A CUDA graph of calls that rotate over `sets`, and how many it holds; `marks`: external events, recorded before and behind them."""
-    calls = len(sets) * max(1, math.ceil(MIN_CALLS / len(sets)))
+@dataclass(frozen=True)
+class Captured:
+    """A CUDA graph of calls that rotate over sets of inputs, which it does not keep alive, between two events of its own."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: int
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    reads: Any
+
+    def times(self, replays: int) -> list[float]:
+        """Microseconds a call in each of some replays, after two more. The graph records the events itself: while the tuner's threads
+        compile, this thread may wait for milliseconds between a replay and an event behind it, and a kernel of 15 µs was seen to
+        take 900."""
+        samples = []
+        for _ in range(2 + replays):
+            self.graph.replay()
+            torch.cuda.synchronize()
+            samples.append(1e3 * self.start.elapsed_time(self.end) / self.calls)
+        return samples[2:]
+
+
+def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs], calls: int = 0) -> Captured:
+    """Capture so many calls of `run` on each of `sets` in turn, by default each as often as the others and MIN_CALLS at least."""
+    calls = calls or len(sets) * max(1, math.ceil(MIN_CALLS / len(sets)))
+    start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -85,30 +107,14 @@ def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs],
         torch.cuda.synchronize()
         graph.capture_begin()  # torch.cuda.graph() would collect garbage each time, longer than the measurement takes
         try:
-            for mark in marks[:1]:
-                mark.record()
+            start.record()
             for n in range(calls):
                 run(sets[n % len(sets)])
-            for mark in marks[1:]:
-                mark.record()
+            end.record()
         finally:
             graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
-    return graph, calls
-
-
-def time_graph(graph: torch.cuda.CUDAGraph, calls: int, replays: int = 15) -> Timing:
-    """Replay a captured graph and time each replay from outside: on a host that is busy the wait between replay and event counts
-    (`time_run` has events inside)."""
-    for _ in range(2):
-        graph.replay()
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
-    for start, end in marks:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return timing([1e3 * start.elapsed_time(end) / calls for start, end in marks], calls)
+    return Captured(graph, calls, start, end, sets)
 
 
 def timing(samples: Sequence[float], calls: int) -> Timing:
@@ -209,16 +215,6 @@ def _link(size: int, x: torch.dtype, y: torch.dtype) -> Any:
 
 
 def time_run(run: Callable[[Inputs], Any], sets: Sequence[Inputs], replays: int = 15) -> Timing:
-    """Time `run` over cold `sets` inside a CUDA graph.
-
-    The graph records the events itself: while the tuner's threads compile, this thread may wait for milliseconds between a replay and an
-    event behind it, and a kernel of 15 µs was seen to take 900.
-    """
-    start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
-    graph, calls = capture(run, sets, (start, end))
-    samples = []
-    for _ in range(2 + replays):
-        graph.replay()
-        torch.cuda.synchronize()
-        samples.append(1e3 * start.elapsed_time(end) / calls)
-    return timing(samples[2:], calls)
+    """Time `run` over cold `sets` inside a CUDA graph."""
+    captured = capture(run, sets)
+    return timing(captured.times(replays), captured.calls)

@@ -118,10 +118,10 @@ def on_cpu(monkeypatch):
     """Contenders run once on the CPU, and take 1 µs, 2 µs, … a call; no GPU is asked."""
     def captured(run, sets):
         run(sets[0])
-        return benching.Contender(None, 1, sets)
+        return benching.Contender(SimpleNamespace(calls=1))
 
     def captured_chain(run, steps, reads):
-        return benching.Contender(SimpleNamespace(replay=lambda: None), steps, reads), run()
+        return benching.Contender(SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), calls=steps)), run()
 
     def take_turns(contenders, rounds):
         for us, c in enumerate(contenders, 1):
