@@ -30,7 +30,7 @@ from mirage_hf.tune.measure import Timing as Measured
 from mirage_hf.tune.tuner import MOST_PARTS, together
 from mirage_hf.tune.tuner import Candidate as Tuned
 from mirage_hf.tune.tuner import tune as measure
-from mirage_hf.verify.accept import Candidate, Progress, kind_of, search_and_verify
+from mirage_hf.verify.accept import KEEP, Candidate, Progress, kind_of, search_and_verify
 from mirage_hf.zoo.entry import Entry, Timing
 from mirage_hf.zoo.key import Key, key_of
 from mirage_hf.zoo.store import Chain, Store, chain, packaged_store, user_store
@@ -235,7 +235,8 @@ class _Made:
 
 def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tune: str, pattern: str, progress: Progress | None,
           like: KernelGraph | None = None) -> _Made:
-    searched = search_and_verify(program, SearchOptions(time_limit=settings().search_seconds), progress, like=like)
+    options, keep = SearchOptions(time_limit=settings().search_seconds), KEEP if on_gpu else 1  # what nobody times is not worth a proof
+    searched = search_and_verify(program, options, progress, like=like, keep=keep)
     report = searched.report
     counters = report.counters
     stats: dict[str, Any] = {"stop": report.stop, "reason": report.reason, "seconds": counters.seconds, "width": counters.width,

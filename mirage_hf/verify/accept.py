@@ -60,10 +60,15 @@ def kind_of(ugraph: UGraph) -> tuple[object, ...]:
                  for op in ugraph.block_ops[:-1] if op.block for o in op.block.outputs)
 
 
-def accept(found: Sequence[Found], *, keep: int = 6, seed: int = 0, seconds: float = math.inf,
+KEEP = 6
+"""Candidates that are kept to be measured."""
+
+
+def accept(found: Sequence[Found], *, keep: int = KEEP, seed: int = 0, seconds: float = math.inf,
            on_candidate: Callable[[int, Verdict], Any] | None = None) -> Acceptance:
     """Prove and check candidates, best first, until `keep` may run on multiply-adds and `keep` on tensor cores, or `seconds` are
-    over and there is one; of each number of kernels as many as `EACH` where there is time, which keep different things in between.
+    over and there is one; where more than one is kept, of each number of kernels as many as `EACH`, which keep different things in
+    between, while there is time.
 
     One that adds to neither is left out, so the forms that only multiply-adds may run do not push out a range-safe one.
     """
@@ -71,11 +76,11 @@ def accept(found: Sequence[Found], *, keep: int = 6, seed: int = 0, seconds: flo
     kept: list[Candidate] = []
     refused: list[Refusal] = []
     checks: dict[object, NumericCheck] = {}
-    late = 0
+    late, each = 0, min(EACH, keep - 1)
     for number, f in enumerate(found):
         kinds = {mma: {kind_of(c.ugraph) for c in kept if c.ugraph.num_kernels == f.ugraph.num_kernels and c.allows(mma)}
                  for mma in (False, True)}
-        room = {mma: sum(c.allows(mma) for c in kept) < keep or (len(kinds[mma]) < EACH and kind_of(f.ugraph) not in kinds[mma])
+        room = {mma: sum(c.allows(mma) for c in kept) < keep or (len(kinds[mma]) < each and kind_of(f.ugraph) not in kinds[mma])
                 for mma in (False, True)}
         if not any(room.values()):
             continue
@@ -142,8 +147,9 @@ as well, attention has 33, which take four seconds, and 47 with a norm of all he
 
 
 def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Progress | None = None, *, seed: int = 0,
-                      steps: Steps | None = None, like: KernelGraph | None = None) -> Searched:
-    """Search `program` and keep the candidates that are proven and whose numbers hold. Steps that `steps` has are not made again.
+                      steps: Steps | None = None, like: KernelGraph | None = None, keep: int = KEEP) -> Searched:
+    """Search `program` and keep candidates that are proven and whose numbers hold (`keep` as in `accept`). Steps that `steps` has are not
+    made again.
     like: the program at other sizes of dims. The larger of both is searched, as what kernels are worth having shows at size; the smaller
     is proven and its numbers are checked, as that takes less.
 
@@ -168,7 +174,8 @@ def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Pr
     if small is not large:
         found = [replace(f, ugraph=symbolic.for_program(f.ugraph, small)) for f in found]
     searched = time.perf_counter() - start
-    accepted = accept(found, seed=seed, seconds=options.time_limit - searched, on_candidate=lambda number, verdict: say("verify", verdict))
+    accepted = accept(found, keep=keep, seed=seed, seconds=options.time_limit - searched,
+                      on_candidate=lambda number, verdict: say("verify", verdict))
     notes = (f"time was up before {accepted.late} more candidates were verified",) if accepted.late else ()
     first = searched + accepted.first_seconds if accepted.first_seconds >= 0 else -1.0
     return Searched(accepted.candidates, replace(report, found=len(accepted.candidates), refused=accepted.refused,
