@@ -252,8 +252,10 @@ class Tiles:
         second = f"tl.where({at} < {width}, {at} - {half}, {at})" if alone else f"{at} - {half}"
         text = f"tl.where({at} < {half}, {at} + {half}, {second})"
         # a tile starts at a multiple of itself; rows in variables of their own, and parts, start anywhere
-        together = math.gcd(half, self.plan.tile(axis)) if self.plan.dims([axis]) and self.plan.parts(axis) is None else 1
-        return f"tl.max_contiguous(tl.multiple_of({text}, {together}), {together})" if together > 1 else text
+        dims = self.plan.dims([axis])
+        together = math.gcd(half, self.plan.length(axis)) if dims and self.plan.parts(axis) is None else 1
+        each = str(together) if len(dims) == 1 else f"[1, {together}]"  # warps' shares are rows
+        return f"tl.max_contiguous(tl.multiple_of({text}, {each}), {each})" if together > 1 else text
 
     def _prefetch(self, i: BlockInput, steps: int) -> None:
         """Ask for what the first steps of the loop read of an input, a cache line at a time."""
@@ -406,7 +408,7 @@ class Tiles:
             inside = [f"({axis} >= {low})"] if k else []
             inside += [f"({axis} < {low + size})"] if k < len(i.sizes) - 1 else []
             condition = f"({' & '.join(inside)})" if len(inside) > 1 else inside[0]
-            mask = self._spread(condition, (i.joined,) if self.plan.tile(i.joined) > 1 else (), dims)  # type: ignore[arg-type]
+            mask = self._spread(condition, self.plan.dims([i.joined]), dims)  # type: ignore[list-item]
             self.line(f"{value} {'+=' if k else '='} {self._read(i, pointer, k, mask, (i.joined, f'({axis} - {low})' if low else axis))}")
             low += size
 

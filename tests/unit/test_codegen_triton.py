@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import blocks
 import pytest
@@ -18,8 +19,8 @@ from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import torch_text, triton
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
-from mirage_hf.graph.kernel import new_kernel_graph
+from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage, Turn
+from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.ops import table
 
@@ -176,6 +177,39 @@ def test_what_warps_cannot_have_shares_of_is_refused(change, reason):
     triton.generate(blocks.rms_norm_linear(16), [schedule])
     with pytest.raises(errors.CodegenError, match=reason):
         triton.generate(blocks.rms_norm_linear(16), [replace(schedule, **change)])
+
+
+def read_along_the_loop(**how: Any) -> KernelGraph:
+    """A product over an axis along which one factor lies in two tensors, or is turned."""
+    g = new_kernel_graph()
+    tensors = [g.new_input((16, k), torch.float16) for k in (*how.get("sizes", (128,)), 128)]
+    sources = tuple(range(len(tensors)))
+    axes = Axis("m", 16, Role.GRID), Axis("n", 16, Role.GRID), Axis("k", 128, Role.LOOP)
+    inputs = BlockInput("x", sources[:-1], ("m", "k"), **how), BlockInput("w", sources[-1:], ("n", "k"))
+    body, total = BlockOp("xw", "mul", ("x", "w"), ("m", "n", "k")), Accumulator("y", "xw", "sum", ("m", "n"))
+    stage, stored = Stage("k", (body,), (total,)), BlockOutput("y", ("m", "n"), "float32")
+    g.mark_output(*g.customized(tensors, BlockGraph(axes, inputs, (stage,), (stored,))))
+    return g
+
+
+IN_SHARES = {"joined": dict(joined="k", sizes=(50, 78)), "turned": dict(turn=Turn("k", "swap halves")),
+             "partly turned": dict(turn=Turn("k", "swap halves", 64)), "in pairs": dict(turn=Turn("k", "sign pairs"))}
+
+
+@pytest.mark.parametrize("name", IN_SHARES)
+def test_warps_have_shares_of_what_is_joined_or_turned(name):
+    graph = read_along_the_loop(**IN_SHARES[name])
+    schedule = Schedule((("m", 16), ("n", 16), ("k", 32)), True, num_stages=3, warp_split=2)
+    kernel, = compiler.ahead_of_time(triton.generate(UGraph(graph, graph), [schedule]), 90)
+    assert kernel.asm["cubin"]
+    code = f"""
+import json, interpret, random_blocks, test_codegen_triton as t
+g = t.read_along_the_loop(**t.IN_SHARES[{name!r}])
+inputs = random_blocks.random_inputs(g, 0)
+y, = interpret.run(t.UGraph(g, g), [t.Schedule({schedule.tiles!r}, True, num_stages=3, warp_split=2)], inputs)
+exact, = interpret.run_block_graph(g.ops[0].block, inputs, interpret.TorchAlgebra(interpret.torch.float64), 2)
+print(json.dumps(random_blocks.relative_error(y, exact)))"""
+    assert run(code) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["norm linear", "gated mlp 16 rows mma", "split attention mma", "split softmax",
