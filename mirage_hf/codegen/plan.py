@@ -510,8 +510,10 @@ class Plan:
         return found
 
     def is_asynchronous(self, dot: Dot) -> bool:
-        """Whether Hopper may still read a product's factors while the next iteration runs (64 rows or more, whole warpgroups)."""
-        return self.rows(dot) >= WARPGROUP_ROWS and self.schedule.num_warps >= 4 and self.schedule.warp_split == 1
+        """Whether Hopper may still read a product's factors while the next iteration runs (64 rows or more, whole warpgroups, which none
+        of that warps have shares of are)."""
+        shared = any(WARPS in self.value_dims(x) for x in (dot.left, dot.right))
+        return self.rows(dot) >= WARPGROUP_ROWS and self.schedule.num_warps >= 4 and not shared
 
     def reads_as_stored(self, dot: Dot, x: str) -> bool:
         """Whether an asynchronous product reads input `x` without a conversion, which would be code of its own."""

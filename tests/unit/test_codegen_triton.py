@@ -212,6 +212,16 @@ print(json.dumps(random_blocks.relative_error(y, exact)))"""
     assert run(code) < 1e-5
 
 
+@pytest.mark.parametrize("warp_split", [1, 2])
+def test_a_product_behind_the_loop_is_asynchronous_whatever_warps_have_shares_of_in_it(warp_split):
+    schedule = Schedule((("m", 64), ("n", 64), ("k", 128), ("r", 16)), True, num_stages=3, warp_split=warp_split)
+    u = blocks.lora(64, 512, 128)
+    kernel, = compiler.ahead_of_time(triton.generate(u, [schedule]), 90)
+    assert "wgmma.mma_async" in kernel.ptx
+    with pytest.raises(errors.CodegenError, match="up multiplies what another product gives, with 64 rows"):
+        triton.generate(u, [replace(schedule, num_stages=1)])
+
+
 @pytest.mark.parametrize("name", ["norm linear", "gated mlp 16 rows mma", "split attention mma", "split softmax",
                                   "online attention mma, steps split among warps"])
 def test_compiles_for_every_architecture(name):
