@@ -67,7 +67,7 @@ def test_elementwise_text_on_hard_numbers(interpreted, fn):
 
 
 @pytest.mark.parametrize("name", ["huge scores", "masked tiles", "masked rows", "infinite", "one NaN"])
-@pytest.mark.parametrize("kind", ["online", "online mma", "split", "split mma", "softmax"])
+@pytest.mark.parametrize("kind", ["online", "online mma", "online mma in shares", "split", "split mma", "softmax"])
 def test_running_maxima_on_hard_numbers(interpreted, kind, name):
     """inf and NaN only where torch has them, and as close to float64 as torch's kernels in float32."""
     result = interpreted["hard"][f"{kind}: {name}"]
