@@ -149,7 +149,7 @@ def with_garbage(draws: Draws, case: Case) -> Case | None:
         return None
     harmless = []
     for n in may:
-        eager = run_kernel_graph(program, draws.of(replace(case, garbage=(n,))), as_on_gpu=True)
+        eager = run_kernel_graph(program, copied(draws.of(replace(case, garbage=(n,)))), as_on_gpu=True)
         harmless += [n] if all(bool(torch.isfinite(y).all()) for y in eager) else []
     return replace(case, garbage=tuple(harmless)) if harmless else None
 
@@ -178,7 +178,8 @@ def with_scores(draws: Draws, case: Case) -> Case | None:
         return None
 
     def largest(grown: tuple[int, ...], by: float, wide: torch.dtype | None) -> float:
-        found = run_kernel_graph(part, draws.of(replace(case, grown=grown, by=by)), wide, as_on_gpu=True)
+        inputs = draws.of(replace(case, grown=grown, by=by))
+        found = run_kernel_graph(part, copied(inputs) if wide is None else inputs, wide, as_on_gpu=True)  # caches are written to
         return max(float(x.abs().max()) for x in found)
 
     def growth(grown: tuple[int, ...]) -> tuple[float, float]:
@@ -238,7 +239,7 @@ class NumericCheck:
     def _case(self, case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         if case not in self._cached:
             inputs = self._draws.of(case)
-            reference = run_kernel_graph(self.program, inputs, torch.float64)  # which copies them
+            reference = run_kernel_graph(self.program, inputs, torch.float64)  # which copies what it may write
             eager = run_kernel_graph(self.program, copied(inputs), as_on_gpu=True)
             where = [torch.isfinite(e) & (r.abs() <= _IN_RANGE * torch.finfo(e.dtype).max) for e, r in zip(eager, reference, strict=True)]
             self._cached[case] = (inputs, reference, eager, where)

@@ -22,6 +22,7 @@ from mirage_hf.graph.execute import run_block_graph, run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.kernels import promising
+from mirage_hf.patterns import ATTENTION
 from mirage_hf.search.engine import Found, SearchOptions, search
 from mirage_hf.search.spec import expand
 from mirage_hf.verify import accept as accepting
@@ -666,6 +667,18 @@ def test_cases_share_what_they_do_not_change_and_draw_what_each_would_alone(name
         alone = numeric.make_inputs(g, case, seed=3)
         assert all(torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(inputs, alone, strict=True)), case
     assert len({inputs[-1].data_ptr() for inputs in drawn}) == 1 and len({inputs[0].data_ptr() for inputs in drawn}) == len(every)
+
+
+def test_no_case_writes_into_what_others_share():
+    """Rows have slots of their own, and others where bounds lie elsewhere: what is left there would be read in other cases."""
+    sizes = dict(kv_heads=1, group=2, head_dim=16, scale=0.25, norm="rms", eps=1e-6, dtype=torch.float16, queries=2)
+    g = ATTENTION.block(**sizes).program(2, slots=24)
+    check = numeric.NumericCheck(g)
+    for case, inputs in [*check.each()]:
+        alone = numeric.make_inputs(g, case)
+        assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(inputs, alone, strict=True)), case
+    for _ in range(2):
+        assert isinstance(check.judge(lambda inputs: run_kernel_graph(g, inputs, as_on_gpu=True)), Accepted)
 
 
 def test_several_kernels_hold_their_numbers_and_round_their_partial_results():
