@@ -490,7 +490,7 @@ class _Writer(Tiles):
     def _is_fused(self, value: str, axis: str) -> bool:
         """Whether the compiler might fuse a product with the first addition of a sum along `axis`, in which threads already add up each
         other's numbers: with a longer tile each has several of its own to add up before. (See "rounded" in triton_math.py.)"""
-        return self._may_end_in_a_product(value) and self.plan.tile(axis) <= 32 * self.plan.schedule.num_warps
+        return self._may_end_in_a_product(value) and self.plan.length(axis) <= 32 * self.plan.schedule.num_warps
 
     def _may_end_in_a_product(self, value: str | float) -> bool:
         op = self.ops.get(str(value))

@@ -107,6 +107,22 @@ def test_products_are_rounded_before_threads_add_them_up(name):
     assert any(fused) and not any(fused_with_other_threads(k.ptx) for k in compiler.ahead_of_time(program, 90))
 
 
+@pytest.mark.parametrize("tile, warp_split", [(128, 1), (256, 2), (512, 4)])
+def test_products_of_which_warps_have_shares_are_rounded_before_threads_add_them_up(tile, warp_split):
+    """A thread has one of them where a share, not the whole step, is as long as there are threads."""
+    g = new_kernel_graph()
+    x = g.new_input((2, 4095), torch.float16, name="x")
+    g.mark_output(g.reduction(g.square(x), dim=1))
+    b = blocks.Block({"m": 2}, {"k": 4095})
+    b.load("x", "mk", 0)
+    walk = b.stage(loop=True)
+    walk.accumulate("squares", walk.op("square", "mul", "x", "x"))
+    b.store(b.stage().op("y", "mul", "squares", 1.0), "m1", torch.float32)
+    schedule = Schedule((("m", 2), ("k", tile)), True, lazy=False, warp_split=warp_split)
+    kernel, = compiler.ahead_of_time(triton.generate(blocks.ugraph(g, b), [schedule]), 90)
+    assert "shfl.sync.bfly" in kernel.ptx and not fused_with_other_threads(kernel.ptx)
+
+
 def test_a_loop_of_one_element_leaves_a_product_to_be_rounded():
     """An accumulator that adds up nothing is the product itself, which threads may then add up along another axis."""
     g = new_kernel_graph()
