@@ -5,12 +5,12 @@
 # PYTHON=python3.12        another Python (3.10 to 3.13)
 # SYSTEM=1 | 0             use, or do not use, the torch of that Python (by itself: on a GPU machine whose torch has CUDA)
 # TORCH_INDEX_URL=…        where to take torch from
-# WORKERS=2                processes that run tests
+# WORKERS=4                processes that run tests (one for each core, 2 to 8)
 # FUZZ_SECONDS=10          how long the fuzzer runs
 
 PYTHON  ?= python3
 SYSTEM  ?= auto
-WORKERS ?= 2
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -ge 2 ] || n=2; [ $$n -le 8 ] || n=8; echo $$n)
 FUZZ_SECONDS ?= 10
 COMPAT  ?= 5.4.0 5.23.0
 
