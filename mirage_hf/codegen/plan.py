@@ -182,8 +182,7 @@ class Plan:
             raise errors.CodegenError(f"{what}{alone} is of the whole step")
         looped = {*(op.out for op in moving), *(a.out for a in loops[0].accumulators)}
         for c in self.block.contractions.values():
-            sides = [*(self._free(x, c.over) for x in (c.a, c.b))]
-            if c.out in looped and (c.out not in self.dots or any(len(free) != 1 for free in sides)):
+            if c.out in looped and (c.out not in self.dots or any(len(self._free(x, c.over)) != 1 for x in (c.a, c.b))):
                 raise errors.CodegenError(f"{what}{c.out} is no product of two matrices on tensor cores")
 
     @cached_property

@@ -76,7 +76,8 @@ def _sets(first: list[list[torch.Tensor]], least: float) -> list[list[list[torch
 
 @dataclass(frozen=True)
 class Captured:
-    """A CUDA graph of calls that rotate over sets of inputs, which it does not keep alive, between two events of its own."""
+    """A CUDA graph of calls that rotate over sets of inputs, between two events of its own; `reads` holds what a graph does not keep
+    alive."""
 
     graph: torch.cuda.CUDAGraph
     calls: int

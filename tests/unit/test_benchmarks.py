@@ -19,15 +19,22 @@ import bench_generate
 import bench_sizes
 import benching
 import block_rows
+import build_zoo
 import charts
 import rivals
+import ugraphs
 from configs import Sizes
 
 from mirage_hf import kernels
+from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.search.spec import NotLowerable, lower
 from mirage_hf.tune import measure
 from mirage_hf.verify.numeric import Case, make_inputs
+from mirage_hf.zoo.entry import Entry
+from mirage_hf.zoo.key import key_of
+from mirage_hf.zoo.store import Store
 
 SMALL = {
     "norm_linear": dict(k=32, n=24), "norm_linear_6144": dict(k=32, n=40), "gated_mlp": dict(k=32, n=24), "lora": dict(k=32, n=24, r=4),
@@ -111,6 +118,20 @@ def test_the_chain_is_the_same_as_programs_and_as_torch(rows, separate):
     calls = {name: kernels.resolve(p, device="cpu", tune="never").run for name, p in chain.programs().items()}
     got = chain.layer(h.to(bench_chain.DTYPE), model.layers[0], calls)
     assert benching.error_of([got], [chain.layer(h.to(bench_chain.DTYPE).double(), model.layers[0], exact)]) < 0.05
+
+
+def test_a_zoo_is_not_given_what_failed(monkeypatch, tmp_path):
+    """Every candidate failed: the library would stand in the zoo for good."""
+    ugraph = ugraphs.rms_norm_linear()
+    fused = Entry(key_of(ugraph.program, "sm_90"), "program", ugraph, "# text\n", (Schedule((("m", 1), ("n", 16), ("k", 64))),), (), 0.0,
+                  {"candidates": 3})
+    failed = replace(fused, ugraph=library_ugraph(ugraph.program), schedules=(), search={"candidates": 3, "reason": "no code for sm_90"})
+    for made, kept in ((failed, 0), (replace(failed, search={"candidates": 0}), 1), (fused, 1)):
+        zoo = Store(tmp_path / str(kept) / made.pattern / str(len(made.schedules)), writable=True)
+        monkeypatch.setattr(build_zoo, "make_entries", lambda *_, made=made: [made])
+        said, = build_zoo.build([], 1, torch.device("cpu"), zoo, SimpleNamespace(tune="auto"))
+        assert len(list(zoo.entries())) == kept
+        assert ("not kept, every candidate failed here" in said and "no code for sm_90" in said) == (kept == 0), said
 
 
 @pytest.fixture
