@@ -346,7 +346,8 @@ def _steps(start: Candidate) -> Iterator[tuple[Schedule, ...]]:
         assert op.block is not None
         changes: list[dict[str, Any]] = [{"preload": p} for p in (0, s.preload // 2, max(1, s.preload * 2)) if p != s.preload]
         changes += [{"num_stages": x} for x in (s.num_stages - 1, s.num_stages + 1, s.num_stages + 2) if x >= 1]
-        changes += [{"num_warps": x} for x in (s.num_warps // 2, s.num_warps * 2) if 1 <= x <= 16]
+        changes += [{"num_warps": x, "warp_split": x if s.warp_split > 1 else 1}
+                    for x in (s.num_warps // 2, s.num_warps * 2) if 1 <= x <= 16]
         changes += [{"split": x} for x in (s.split // 2, s.split * 2) if x >= 1]
         if s.mma:
             changes.append({"weights_first": not s.weights_first})
