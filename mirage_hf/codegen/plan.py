@@ -25,7 +25,10 @@ WARPGROUP_ROWS = 64
 """Rows of Hopper's asynchronous tensor-core instruction."""
 
 MMA_MIN = 16
-"""Smallest side of a product that tensor cores take."""
+"""Fewest rows of a product that tensor cores take, and fewest elements that each of its sums is over."""
+
+MMA_COLUMNS = 8
+"""Fewest columns."""
 
 
 MOST_UNROLLED = 8
@@ -45,9 +48,6 @@ MOST_STRAIGHT = 16
 
 COPIED_BYTES = 4
 """What a thread copies into shared memory at least, where Triton loads ahead."""
-
-WARPS = "(warps)"
-"""The dim of what warps have shares of (Schedule.warp_split): no axis is called that."""
 
 MAX_ELEMENTS = 1 << 20
 """Largest tile that Triton takes."""
@@ -138,8 +138,6 @@ class Plan:
 
         if self.schedule.split > 1:
             self._check_split()
-        if self.schedule.warp_split > 1:
-            self._check_warp_split()
         for value in self.block.carried:
             if value not in self.skipped and self.numel(self.block.carried[value]) > MAX_ELEMENTS:
                 raise errors.CodegenError(f"{value} has {self.numel(self.block.carried[value])} elements in a tile, Triton takes "
@@ -148,8 +146,8 @@ class Plan:
     def alike(self, schedule: Schedule) -> Plan:
         """The plan of a schedule that differs from this one's in warps, stages, shares of the loop and what is read early: what depends
         on tiles alone is not found out again. Errors: CodegenError."""
-        assert (schedule.tiles, schedule.mma, schedule.weights_first, schedule.lazy, schedule.warp_split) == (
-            self.schedule.tiles, self.schedule.mma, self.schedule.weights_first, self.schedule.lazy, self.schedule.warp_split)
+        assert (schedule.tiles, schedule.mma, schedule.weights_first, schedule.lazy) == (
+            self.schedule.tiles, self.schedule.mma, self.schedule.weights_first, self.schedule.lazy)
         other = object.__new__(Plan)
         vars(other).update({n: x for n, x in vars(self).items() if n in _OF_TILES or n in self.__dataclass_fields__}, schedule=schedule)
         other.__post_init__()
@@ -168,23 +166,6 @@ class Plan:
         if self.scratch >= 2 ** 31:
             raise errors.CodegenError(f"schedule: {self.scratch} partial results are too many; give other tiles or a smaller split")
 
-    def _check_warp_split(self) -> None:
-        shares, loops = self.schedule.warp_split, [s for s in self.block.stages if s.loop]
-        what = f"schedule: steps cannot be split among {shares} shares of the warps: "
-        if not (self.schedule.mma and self.walks and len(loops) == 1):
-            raise errors.CodegenError(f"{what}there must be one loop, of several steps, with products of tensor cores")
-        if shares > self.schedule.num_warps or self.tile(str(self.loop)) < MMA_MIN * shares:
-            raise errors.CodegenError(f"{what}{self.schedule.num_warps} warps and tiles of {self.tile(str(self.loop))} are too few; each "
-                                      f"share has a warp and {MMA_MIN} elements at least")
-        moving = [op for op in loops[0].body if op not in self.fixed(loops[0])]
-        alone = next((op.out for op in moving if self.loop not in self.block.carried[op.out]), None)
-        if alone is not None:
-            raise errors.CodegenError(f"{what}{alone} is of the whole step")
-        looped = {*(op.out for op in moving), *(a.out for a in loops[0].accumulators)}
-        for c in self.block.contractions.values():
-            if c.out in looped and (c.out not in self.dots or any(len(self._free(x, c.over)) != 1 for x in (c.a, c.b))):
-                raise errors.CodegenError(f"{what}{c.out} is no product of two matrices on tensor cores")
-
     @cached_property
     def share(self) -> int:
         """Steps of the loop that a block does."""
@@ -201,8 +182,8 @@ class Plan:
         return sum(self.numel(self.block.carried[a.out]) for a in self.shared_sums)
 
     def few(self, axis: str) -> int:
-        """Elements of a tile that may count, as a power of two: of the 16 rows of a tensor-core product fewer where the axis is short. Not
-        where they are added up in a loop: Triton 3.6 finds no layouts for filling up what comes out of one."""
+        """Elements of a tile that may count, as a power of two: fewer than the least side of a tensor-core product where the axis is short.
+        Not where they are added up in a loop: Triton 3.6 finds no layouts for filling up what comes out of one."""
         cut = self.trips(axis) > 1 or self.parts(axis) or self.schedule.split > MOST_STRAIGHT
         return self.tile(axis) if cut else min(self.tile(axis), next_power_of_two(self.block.part(axis)))
 
@@ -319,22 +300,11 @@ class Plan:
         return self.tile(self.unrolled) if self.unrolled else 0
 
     def dims(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """The axes among `axes` that are dims of a tensor, in order; where warps have shares of the loop's, ahead of them that of warps."""
-        found = tuple(a for a in self.order if a in axes and self.tile(a) > 1 and a != self.unrolled)
-        return (WARPS, *found) if self.schedule.warp_split > 1 and self.loop in found else found
+        """The axes among `axes` that are dims of a tensor, in order."""
+        return tuple(a for a in self.order if a in axes and self.tile(a) > 1 and a != self.unrolled)
 
     def value_dims(self, value: str) -> tuple[str, ...]:
         return self.dims(self.block.carried[value])
-
-    def running_dims(self, acc: str) -> tuple[str, ...]:
-        """The dims of an accumulator inside its loop."""
-        return (WARPS, *self.value_dims(acc)) if self.schedule.warp_split > 1 else self.value_dims(acc)
-
-    def length(self, dim: str) -> int:
-        """Elements of a tensor along a dim."""
-        if dim == WARPS:
-            return self.schedule.warp_split
-        return self.tile(dim) // self.schedule.warp_split if dim == self.loop else self.tile(dim)
 
     def numel(self, axes: Sequence[str]) -> int:
         return math.prod([self._tile[a] for a in axes])
@@ -403,7 +373,7 @@ class Plan:
     def _fits_mma(self, c: Contraction) -> bool:
         a, b = (self._free(x, c.over) for x in (c.a, c.b))
         return (self.run_dtype is not torch.float32 and not set(a) & set(b) and self.tile(c.over) >= MMA_MIN
-                and all(self.numel(free) >= MMA_MIN for free in (a, b))
+                and self.numel(a) >= MMA_COLUMNS <= self.numel(b) and max(self.numel(a), self.numel(b)) >= MMA_MIN
                 and all(self.dtype(self.input[x]).is_floating_point for x in (c.a, c.b) if x in self.input))
 
     @cached_property
@@ -480,6 +450,8 @@ class Plan:
             over = place[c.over]
             if at[left][-1] > at[right][0] or any(p[0] < over < p[-1] for p in at.values()):
                 continue  # the rows, or the columns, are not side by side
+            if self.numel(self._free(left, c.over)) < MMA_MIN:
+                continue
             given = {self.dtype(self.input[x]) for x in (left, right) if x in self.input}
             dtype = given.pop() if len(given) == 1 else torch.float32 if given else self.run_dtype
             found[c.out] = Dot(c, left, right, at[left][0] > over, over > at[right][0], dtype)
@@ -509,10 +481,8 @@ class Plan:
         return found
 
     def is_asynchronous(self, dot: Dot) -> bool:
-        """Whether Hopper may still read a product's factors while the next iteration runs (64 rows or more, whole warpgroups, which none
-        of that warps have shares of are)."""
-        shared = any(WARPS in self.value_dims(x) for x in (dot.left, dot.right))
-        return self.rows(dot) >= WARPGROUP_ROWS and self.schedule.num_warps >= 4 and not shared
+        """Whether Hopper may still read a product's factors while the next iteration runs (64 rows or more, whole warpgroups)."""
+        return self.rows(dot) >= WARPGROUP_ROWS and self.schedule.num_warps >= 4
 
     def reads_as_stored(self, dot: Dot, x: str) -> bool:
         """Whether an asynchronous product reads input `x` without a conversion, which would be code of its own."""

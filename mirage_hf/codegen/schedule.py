@@ -22,9 +22,8 @@ class Schedule:
     lazy: loop accumulators stay spread over the loop tile and are summed once after the loop (not those of tensor cores).
     evict_first: inputs that only one block reads are marked as first to leave the L2.
     split: blocks that share the loop of a tile, a power of two; the last of them to be done adds up what all of them found.
-    warp_split: with mma, shares of each step of the loop, each of other warps, with sums of their own that are added up behind the loop:
-    so warps need not tell each other anything in a step. A power of two, at most num_warps.
-    preload: loop tiles of what lies ready (constants, caches) that a block asks for before it waits; a power of two or 0.
+    preload: loop tiles that a block asks for at once: of what lies ready (constants, caches) before it waits, of what else it alone reads
+    right behind that; a power of two or 0.
     hasten: the next kernel of the µGraph may begin before this one has waited, where it settles nothing before its own wait.
     num_warps, num_stages: warps of a block, loop iterations whose loads are in flight.
     """
@@ -37,16 +36,14 @@ class Schedule:
     num_warps: int = 4
     num_stages: int = 1
     split: int = 1
-    warp_split: int = 1
     preload: int = 0
     hasten: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiles", tuple(sorted((str(a), int(t)) for a, t in self.tiles)))
-        powers = {n: getattr(self, n) for n in ("num_warps", "split", "warp_split")} | {"preload": self.preload or 1}
-        for name, size in (*self.tiles, *powers.items()):
+        for name, size in (*self.tiles, ("num_warps", self.num_warps), ("split", self.split), ("preload", self.preload or 1)):
             if size < 1 or size & (size - 1):
-                raise errors.CodegenError(f"schedule: {name} is {size}; tiles and {', '.join(powers)} must be powers of two")
+                raise errors.CodegenError(f"schedule: {name} is {size}; tiles, num_warps, split and preload must be powers of two")
         if self.num_stages < 1:
             raise errors.CodegenError(f"schedule: num_stages is {self.num_stages}; it must be at least 1")
 
@@ -88,8 +85,7 @@ class Schedule:
         tiles = " ".join(f"{a}:{t}" for a, t in self.tiles)
         how = ("mma" + (" weights-first" if self.weights_first else "")) if self.mma else "fma"
         lazy = " lazy" if self.lazy else ""
-        counts = ("split", self.split, 1), ("warp-split", self.warp_split, 1), ("preload", self.preload, 0)
-        more = "".join(f" {name}:{n}" for name, n, least in counts if n > least)
+        more = "".join(f" {name}:{n}" for name, n, least in (("split", self.split, 1), ("preload", self.preload, 0)) if n > least)
         return f"{tiles} {how}{lazy} warps:{self.num_warps} stages:{self.num_stages}{more}{' hasten' if self.hasten else ''}"
 
 

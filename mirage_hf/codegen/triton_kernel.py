@@ -10,8 +10,7 @@ from functools import cached_property
 import torch
 
 from mirage_hf.codegen import triton_math
-from mirage_hf.codegen.plan import MOST_STRAIGHT, WARPS, Dot, Plan
-from mirage_hf.codegen.schedule import next_power_of_two
+from mirage_hf.codegen.plan import MOST_STRAIGHT, Dot, Plan
 from mirage_hf.codegen.triton_math import Expr
 from mirage_hf.codegen.triton_tiles import Tiles, triton_dtype
 from mirage_hf.graph.block import Accumulator, BlockInput, BlockOp, Role, Stage
@@ -129,19 +128,23 @@ class _Writer(Tiles):
         return found
 
     def _wait(self) -> None:
-        """Ask for the first tiles of what lies ready, then wait for the launches ahead, whose results everything else may be."""
+        """Ask for the first tiles of what lies ready, wait for the launches ahead, whose results everything else may be, and ask for those
+        of the rest that no other block reads."""
         self.line("if overlaps:")
         self.indent += 1
         if self.plan.hastens:
             self.line("tl.extra.cuda.gdc_launch_dependents()  # the next kernel, which asks for constants only before it waits")
         unknown = self.plan.dealt and self.trimmed is None  # where this block's share begins is known with the bounds, after the wait
-        for i in self.block.inputs if not unknown else ():
-            held = not self.plan.walks and self.plan.constant(i)
-            if self.plan.schedule.preload and self.plan.loop and self.plan.loop in i.axes and self.plan.lies_ready(i) and not held:
-                self._prefetch(i, min(self.plan.schedule.preload, next_power_of_two(self.plan.share)))
+        asked = [i for i in self.block.inputs if self.plan.schedule.preload and self.plan.loop and self.plan.loop in i.axes and not unknown]
+        for i in asked:
+            if self.plan.lies_ready(i) and (self.plan.walks or not self.plan.constant(i)):
+                self._prefetch(i)
         self.line("tl.extra.cuda.gdc_wait()")
         if not self.plan.hastens:
             self.line("tl.extra.cuda.gdc_launch_dependents()")
+        for i in asked:  # before what is computed once, whose operands the loop's first copies would wait for
+            if self.plan.walks and i.bounds is None and not self.plan.lies_ready(i) and self.plan.is_streamed(i):
+                self._prefetch(i)
         self.indent -= 1
 
     # -- stages ---------------------------------------------------------------------------------------------------------------
@@ -184,7 +187,7 @@ class _Writer(Tiles):
         self.indent += 1
         if before:
             self.line(f"{axis}0 = {' + '.join(before)} + {axis}_step")
-        self.line(f"{axis} = {self._along(f'{axis}0')}")
+        self.line(f"{axis} = {axis}0 + tl.arange(0, {tile})" if tile > 1 else f"{axis} = {axis}0")
         self._bound(loop)
         for i in small:
             self._first(i.name)
@@ -210,38 +213,8 @@ class _Writer(Tiles):
                 self.line(f"{name} = {self._reduce(acc.kind, name, dims.index(loop))}")
         self.have = {h for h in self.have if loop not in self.block.carried[h[1]]}
         self.trimmed = None
-        if plan.schedule.warp_split > 1:
-            self._join_warps(stage)
         if split > 1:
             self._combine(stage)
-
-    def _along(self, start: str) -> str:
-        """The elements of a step of the loop, from `start` on."""
-        loop = str(self.plan.loop)
-        if self.plan.schedule.warp_split == 1:
-            return f"{start} + tl.arange(0, {self.plan.tile(loop)})" if self.plan.tile(loop) > 1 else start
-        share = self.plan.length(loop)
-        return f"{start} + tl.arange(0, {self.plan.length(WARPS)})[:, None] * {share} + tl.arange(0, {share})[None, :]"
-
-    def _join_warps(self, stage: Stage) -> None:
-        """Add up what the shares of the warps have of each accumulator: maxima first, which sums are then shifted to."""
-        self.line()
-        self.line(f"# {self.plan.schedule.warp_split} shares of the warps have a part of these sums each")
-        for acc in sorted(stage.accumulators, key=lambda a: a.kind != "max"):
-            name, dims = self.value[acc.out], self.plan.value_dims(acc.out)
-            if acc.kind == "max":
-                self.line(f"{name}_next = tl.reduce({name}, 0, larger)")
-                self.line(f'{name}_at = tl.where({name}_next == float("-inf"), 0.0, {name}_next)')
-                self.line(f"{name}_scale = tl.exp({name} - {self._spread(f'{name}_at', dims, (WARPS, *dims))})")
-                self.line(f"{name} = {name}_next")
-                continue
-            scaled = name if acc.shift is None else f"rounded({name} * {self._scale_of(acc)})"
-            self.line(f"{name} = tl.sum({scaled}, axis=0)")
-
-    def _scale_of(self, acc: Accumulator) -> str:
-        """What a running sum is multiplied by where the maximum that it is shifted by has grown."""
-        shift = str(acc.shift)
-        return self._spread(f"{self.value[shift]}_scale", self.plan.running_dims(shift), self.plan.running_dims(acc.out))
 
     def _trim(self, i: BlockInput | None) -> None:
         """Where this block's way along the loop begins and ends: of what is within the bounds of some row its part, or its share."""
@@ -415,15 +388,11 @@ class _Writer(Tiles):
             text = self._reduced(op.fn, str(op.args[0]), op.over)
         else:
             dims, read = self.plan.value_dims(op.out), self._value if op.out in self.plan.narrow else self._wide
-            args = [Expr(self._spread(read(a), self._dims_of(a), dims)) if isinstance(a, str) else triton_math.constant(a)
+            args = [Expr(self._spread(read(a), self.plan.value_dims(a), dims)) if isinstance(a, str) else triton_math.constant(a)
                     for a in op.args]
             write = triton_math.exact_product if op.out in self.exact else triton_math.elementwise
             text = write(op.fn, args, dict(op.attrs)).text
         self.line(f"{self.value[op.out]} = {text}")
-
-    def _dims_of(self, value: str) -> tuple[str, ...]:
-        """The dims of a value where the stage at hand reads it."""
-        return self.plan.running_dims(value) if value in self.running else self.plan.value_dims(value)
 
     def _value(self, value: str) -> str:
         """The name of a value, loading it first if it is an input; a maximum that the stage at hand reads is the running one."""
@@ -457,7 +426,7 @@ class _Writer(Tiles):
         start = " + ".join(self._loop_starts()) or "0"
         if not ahead or not (first or self.plan.share > 1):
             return
-        self.line(f"{axis}_next = {self._along(start) if first else f'{axis} + {tile}'}")
+        self.line(f"{axis}_next = {f'{start} + tl.arange(0, {tile})' if first else f'{axis} + {tile}'}")
         self._bound(loop, f"{axis}_next")
         if not self.plan.ragged(loop):
             self.line(f"{axis}_next_in = {axis}_next < {self.block.axis(loop).size}")
@@ -490,7 +459,7 @@ class _Writer(Tiles):
     def _is_fused(self, value: str, axis: str) -> bool:
         """Whether the compiler might fuse a product with the first addition of a sum along `axis`, in which threads already add up each
         other's numbers: with a longer tile each has several of its own to add up before. (See "rounded" in triton_math.py.)"""
-        return self._may_end_in_a_product(value) and self.plan.length(axis) <= 32 * self.plan.schedule.num_warps
+        return self._may_end_in_a_product(value) and self.plan.tile(axis) <= 32 * self.plan.schedule.num_warps
 
     def _may_end_in_a_product(self, value: str | float) -> bool:
         op = self.ops.get(str(value))
@@ -539,26 +508,17 @@ class _Writer(Tiles):
         if self.plan.ragged(over) and not self.plan.zero_padded(value, over):
             text = self._inside(text, value, over, "sum")
         text = text if stored is dtype else f"{text}.to({triton_dtype(dtype)})"
-        if len([d for d in self.plan.value_dims(value) if d != WARPS]) > 2:
+        if len(self.plan.value_dims(value)) > 2:
             free, k = (self.plan.rows(dot) if value == dot.left else self.plan.columns(dot)), self.plan.tile(over)
             front = transposed == (value == dot.left)  # the summed axis
             text = f"tl.reshape({text}, [{k}, {free}])" if front else f"tl.reshape({text}, [{free}, {k}])"
             text = f"apart({text})" if value == dot.right else text
         return f"tl.trans({text})" if transposed else text
 
-    def _share_of(self, value: str, dot: Dot, transposed: bool) -> str:
-        """A side of a product of which warps have shares: a matrix for each."""
-        text, dims = self._factor(value, dot, False), self.plan.value_dims(value)
-        if WARPS not in dims:
-            text = f"tl.broadcast_to({text}[None, :, :], [{', '.join(str(self.plan.length(d)) for d in (WARPS, *dims))}])"
-        return f"tl.permute({text}, (0, 2, 1))" if transposed else text
-
     def _dot(self, dot: Dot, start: str | None = None) -> str:
-        shared = any(WARPS in self.plan.value_dims(x) for x in (dot.left, dot.right))
-        side = self._share_of if shared else self._factor
-        arguments = [side(dot.left, dot, dot.left_transposed), side(dot.right, dot, dot.right_transposed)]
-        shape = [self.plan.length(d) for d in self.plan.value_dims(dot.contraction.out)]
-        flat = shared or len(shape) == 2
+        arguments = [self._factor(dot.left, dot, dot.left_transposed), self._factor(dot.right, dot, dot.right_transposed)]
+        shape = [self.plan.tile(a) for a in self.plan.value_dims(dot.contraction.out)]
+        flat = len(shape) == 2
         if flat:
             return f"tl.dot({', '.join([*arguments, start] if start else arguments)})"
         text = f"tl.reshape(tl.dot({', '.join(arguments)}), {shape})"
@@ -566,10 +526,10 @@ class _Writer(Tiles):
 
     def _running_dims(self, stage: Stage, acc: Accumulator) -> tuple[str, ...]:
         """The dims of an accumulator inside its loop."""
-        return self.plan.value_dims(acc.arg) if self.plan.is_lazy(stage, acc) else self.plan.running_dims(acc.out)
+        return self.plan.value_dims(acc.arg if self.plan.is_lazy(stage, acc) else acc.out)
 
     def _start(self, stage: Stage, acc: Accumulator) -> None:
-        shape = ", ".join(str(self.plan.length(d)) for d in self._running_dims(stage, acc))
+        shape = ", ".join(str(self.plan.tile(a)) for a in self._running_dims(stage, acc))
         floor = self.plan.floor(acc, self.trimmed.name) if self.trimmed is not None else None
         least = NEUTRAL["max"] if floor is None else repr(floor)
         text = f"tl.zeros([{shape}], tl.float32)" if acc.kind == "sum" else f"tl.full([{shape}], {least}, tl.float32)"
@@ -580,7 +540,8 @@ class _Writer(Tiles):
         self._first(acc.out)
         before = name
         if acc.shift is not None:
-            before = f"{name} * {self._scale_of(acc)}"
+            scale = self._spread(f"{self.value[acc.shift]}_scale", self.plan.value_dims(acc.shift), self.plan.value_dims(acc.out))
+            before = f"{name} * {scale}"
         if acc.out in self.plan.dots:
             self.line(f"{name} = {self._dot(self.plan.dots[acc.out], before)}")
             return

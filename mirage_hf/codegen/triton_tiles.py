@@ -10,6 +10,7 @@ import torch
 
 from mirage_hf.codegen import triton_math
 from mirage_hf.codegen.plan import MOST_STRAIGHT, Append, Plan
+from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.graph.block import Axis, BlockInput, BlockOutput, Role
 
 _RESERVED = frozenset({"tl", "triton", "torch", "pid", "run", "program", "range", "float", "overlaps", "part", "some", "tile",
@@ -252,14 +253,13 @@ class Tiles:
         second = f"tl.where({at} < {width}, {at} - {half}, {at})" if alone else f"{at} - {half}"
         text = f"tl.where({at} < {half}, {at} + {half}, {second})"
         # a tile starts at a multiple of itself; rows in variables of their own, and parts, start anywhere
-        dims = self.plan.dims([axis])
-        together = math.gcd(half, self.plan.length(axis)) if dims and self.plan.parts(axis) is None else 1
-        each = str(together) if len(dims) == 1 else f"[1, {together}]"  # warps' shares are rows
-        return f"tl.max_contiguous(tl.multiple_of({text}, {each}), {each})" if together > 1 else text
+        together = math.gcd(half, self.plan.tile(axis)) if self.plan.dims([axis]) and self.plan.parts(axis) is None else 1
+        return f"tl.max_contiguous(tl.multiple_of({text}, {together}), {together})" if together > 1 else text
 
-    def _prefetch(self, i: BlockInput, steps: int) -> None:
+    def _prefetch(self, i: BlockInput) -> None:
         """Ask for what the first steps of the loop read of an input, a cache line at a time."""
         plan = self.plan
+        steps = min(plan.schedule.preload, next_power_of_two(plan.share))
         joined = i.joined if len(i.sources) > 1 else None
         if joined is not None and not (self._is_selected(i) and self.block.role(joined) is Role.GRID):
             return  # which source the tiles lie in is known only inside the loop
@@ -408,7 +408,7 @@ class Tiles:
             inside = [f"({axis} >= {low})"] if k else []
             inside += [f"({axis} < {low + size})"] if k < len(i.sizes) - 1 else []
             condition = f"({' & '.join(inside)})" if len(inside) > 1 else inside[0]
-            mask = self._spread(condition, self.plan.dims([i.joined]), dims)  # type: ignore[list-item]
+            mask = self._spread(condition, (i.joined,) if self.plan.tile(i.joined) > 1 else (), dims)  # type: ignore[arg-type]
             self.line(f"{value} {'+=' if k else '='} {self._read(i, pointer, k, mask, (i.joined, f'({axis} - {low})' if low else axis))}")
             low += size
 

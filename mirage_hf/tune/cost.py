@@ -105,14 +105,12 @@ def _tile_bytes(plan: Plan, name: str) -> int:
 
 def _running(plan: Plan, stage: Stage) -> int:
     """Elements of a stage's accumulators inside its loop."""
-    shares = plan.schedule.warp_split
-    return sum(plan.numel(plan.block.carried[a.arg]) if plan.is_lazy(stage, a) else shares * plan.numel(plan.block.carried[a.out])
-               for a in stage.accumulators)
+    return sum(plan.numel(plan.block.carried[a.arg if plan.is_lazy(stage, a) else a.out]) for a in stage.accumulators)
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the tiles of a plan alone decide, whatever its warps, stages and blocks to a loop (`Plan.alike`)."""
+    """What the tiles of a plan alone decide, whatever its warps, stages and shares of the loop (`Plan.alike`)."""
 
     moved: int
     """Bytes between device memory and the chip."""

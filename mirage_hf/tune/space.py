@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from mirage_hf import errors
-from mirage_hf.codegen.plan import MMA_MIN, Plan, plan
+from mirage_hf.codegen.plan import MMA_COLUMNS, MMA_MIN, Plan, plan
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.graph.block import Axis, BlockGraph, Role
 from mirage_hf.graph.kernel import DTensor, KernelOp
@@ -168,7 +168,7 @@ def _lengthened(schedule: Schedule, op: KernelOp, before: Plan, device: Device) 
         schedule = replace(schedule, num_stages=max(PIPELINED, schedule.num_stages))
     while estimate(plan(op, schedule), device).shared > device.shared_bytes:
         stages, tile = schedule.num_stages, schedule.tile(loop)
-        if tile > 2 * MMA_MIN * schedule.warp_split and stages <= PIPELINED:
+        if tile > 2 * MMA_MIN and stages <= PIPELINED:
             schedule = replace(schedule, tiles=tuple((dict(schedule.tiles) | {loop: tile // 2}).items()))
         elif stages > 1:
             schedule = replace(schedule, num_stages=stages - 1)
@@ -186,8 +186,7 @@ def _lengthened(schedule: Schedule, op: KernelOp, before: Plan, device: Device) 
 
 
 def fitted(schedule: Schedule, block: BlockGraph) -> Schedule:
-    """The schedule with no tile longer than its axis, and no block or warp without its share of the loop; an axis held whole is held
-    whole."""
+    """The schedule with no tile longer than its axis and no block without a step of the loop; an axis held whole is held whole."""
     least = MMA_MIN if schedule.mma else 1
     tiles = {}
     for a in block.axes:
@@ -196,13 +195,12 @@ def fitted(schedule: Schedule, block: BlockGraph) -> Schedule:
         tiles[a.name] = tile if tile <= whole else max(whole, min(least, tile))
         if a.role is Role.TILE and tiles[a.name] < whole:
             tiles[a.name] = whole
-    split, warp_split = schedule.split, schedule.warp_split
+    split = schedule.split
     for loop in {s.loop for s in block.stages if s.loop}:
         steps = -(-block.part(loop) // tiles[loop])
         while split > 1 and (split - 1) * -(-steps // split) >= steps:
             split //= 2
-        warp_split = min(warp_split, max(1, tiles[loop] // MMA_MIN)) if steps > 1 else 1
-    return replace(schedule, tiles=tuple(tiles.items()), split=split, warp_split=warp_split)
+    return replace(schedule, tiles=tuple(tiles.items()), split=split)
 
 
 def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:
@@ -217,7 +215,7 @@ def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:
         for tiles in itertools.product(*choices):
             named = tuple(zip(names, tiles, strict=True))
             if mma:
-                if not all(_fits_side(block, side, dict(named)) for x, y in products for side in (x - y, y - x)):
+                if not all(_fits_side(block, side, big.axes, dict(named)) for x, y in products for side in (x - y, y - x)):
                     continue
                 for warps, stages in itertools.product((4, 8), (2, 3, 4, 6)):
                     yield Schedule(named, mma=True, num_warps=warps, num_stages=stages)
@@ -237,7 +235,7 @@ def _tiles(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: li
     multiplied = any(a.name in x ^ y for x, y in products)
     summed = any(c.over == a.name for c in block.contractions.values())
     if a.role is Role.TILE:
-        return (max(whole, MMA_MIN if summed else _least(block, a, products)),) if mma and a.size > 1 else (whole,)
+        return (max(whole, MMA_MIN if summed else _least(block, a, big, products)),) if mma and a.size > 1 else (whole,)
     if a.role is Role.LOOP:
         tiles = (32, 64, 128, 256) if mma else (32, 64, 128, 256, 512, 1024, 2048, 4096)
         return tuple(t for t in tiles if t <= whole) or (max(whole, MMA_MIN) if mma else whole,)
@@ -246,11 +244,11 @@ def _tiles(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: li
     if products and not multiplied:  # a batch: every product has it on both sides, or on none
         return (1,)
     if mma and any(_others(block, a, side) for x, y in products for side in (x - y, y - x) if a.name in side):
-        least = _least(block, a, products)
+        least = _least(block, a, big, products)
         return tuple(t for t in (1, 2, 4, 8, 16, 32, 64, 128) if least <= t <= max(whole, least))
     if a.name not in big:  # rows: each tile of the largest input is read for all of them at once
         if mma:
-            return tuple(t for t in (16, 32, 64, 128) if t <= max(whole, MMA_MIN)) if a.size <= 16 or whole > 16 else (16,)
+            return tuple(t for t in (8, 16, 32, 64, 128) if (t >= MMA_MIN or whole < MMA_MIN) and t <= max(whole, MMA_MIN))
         return (whole,) if whole <= FMA_ROWS else ()
     if mma:
         return tuple(t for t in (16, 32, 64, 128) if t <= max(whole, MMA_MIN))
@@ -267,7 +265,7 @@ def _others(block: BlockGraph, a: Axis, side: set[str]) -> list[Axis]:
             and block.splits(x.name) is None]
 
 
-def _least(block: BlockGraph, a: Axis, products: list[tuple[set[str], set[str]]]) -> int:
+def _least(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: list[tuple[set[str], set[str]]]) -> int:
     """The least tile of an axis with which all sides of products that it is part of can be long enough for tensor cores: where all of a
     side is too short, one axis is padded for all of them, the last that is held whole, else the last."""
     least = 1
@@ -275,12 +273,18 @@ def _least(block: BlockGraph, a: Axis, products: list[tuple[set[str], set[str]]]
         axes = sorted([*_others(block, a, side), a], key=lambda x: (x.role is Role.TILE, block.axes.index(x)))
         if axes[-1] is a:
             rest = math.prod(next_power_of_two(x.size) for x in axes[:-1])
-            least = max(least, MMA_MIN // min(MMA_MIN, rest))
+            enough = _shortest(side, big)
+            least = max(least, enough // min(enough, rest))
     return least
 
 
-def _fits_side(block: BlockGraph, side: set[str], tiles: dict[str, int]) -> bool:
+def _shortest(side: set[str], big: tuple[str | None, ...]) -> int:
+    """Fewest elements of a side of a product on tensor cores: those of the largest input are its rows where the other side is short."""
+    return MMA_MIN if side & set(big) else MMA_COLUMNS
+
+
+def _fits_side(block: BlockGraph, side: set[str], big: tuple[str | None, ...], tiles: dict[str, int]) -> bool:
     """Whether the tiles of a side of several axes make it long enough for tensor cores, and no longer than they need it."""
     axes = [x for x in block.axes if x.name in side and x.size > 1 and x.role is not Role.LOOP and block.splits(x.name) is None]
     held = math.prod(tiles[x.name] for x in axes if x.role is Role.TILE)
-    return len(axes) < 2 or MMA_MIN <= math.prod(tiles[x.name] for x in axes) <= max(LONGEST_SIDE, held)
+    return len(axes) < 2 or _shortest(side, big) <= math.prod(tiles[x.name] for x in axes) <= max(LONGEST_SIDE, held)

@@ -331,11 +331,12 @@ def _around(starts: Sequence[Candidate], tried: Sequence[Candidate], model: Devi
         allowed = [{s.mma for s in schedules(op, model)} for op in ops]
         for chosen in _steps(start):
             try:
-                costs = [estimate(plan(op, s), model) for op, s in zip(ops, chosen, strict=True)]
+                plans = [plan(op, s) for op, s in zip(ops, chosen, strict=True)]
             except errors.CodegenError:
                 continue
-            permitted = all(s.mma in a for s, a in zip(chosen, allowed, strict=True)) and all(_fits(c, model) for c in costs)
-            if permitted and (id(start.ugraph), chosen) not in known:
+            costs = [estimate(p, model) for p in plans]
+            permitted = all(p.schedule.mma in a and (p.dots or not p.schedule.mma) for p, a in zip(plans, allowed, strict=True))
+            if permitted and all(_fits(c, model) for c in costs) and (id(start.ugraph), chosen) not in known:
                 known.add((id(start.ugraph), chosen))
                 found.append(Candidate(start.ugraph, chosen, sum(c.us for c in costs) + rest))
     return found
@@ -346,12 +347,10 @@ def _steps(start: Candidate) -> Iterator[tuple[Schedule, ...]]:
         assert op.block is not None
         changes: list[dict[str, Any]] = [{"preload": p} for p in (0, s.preload // 2, max(1, s.preload * 2)) if p != s.preload]
         changes += [{"num_stages": x} for x in (s.num_stages - 1, s.num_stages + 1, s.num_stages + 2) if x >= 1]
-        changes += [{"num_warps": x, "warp_split": x if s.warp_split > 1 else 1}
-                    for x in (s.num_warps // 2, s.num_warps * 2) if 1 <= x <= 16]
+        changes += [{"num_warps": x} for x in (s.num_warps // 2, s.num_warps * 2) if 1 <= x <= 16]
         changes += [{"split": x} for x in (s.split // 2, s.split * 2) if x >= 1]
         if s.mma:
             changes.append({"weights_first": not s.weights_first})
-            changes.append({"warp_split": 1 if s.warp_split > 1 else s.num_warps})
         if op.followed:
             changes.append({"hasten": not s.hasten})
         for axis in op.block.axes:

@@ -43,5 +43,5 @@ def test_growing_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[torch.Tensor] = []
     leak = {"leak": lambda pair, rng: kept.append(torch.ones(2 ** 22))}
     monkeypatch.setattr(soak_generate, "KINDS", leak)
-    with pytest.raises(AssertionError, match=r"memory grew in 8 calls by .*host"):
+    with pytest.raises(AssertionError, match=r"memory grew in 5 calls by .*host"):
         soak_generate.soak([pair("llama")], 10, seed=0)

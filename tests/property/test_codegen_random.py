@@ -22,15 +22,9 @@ def test_random_block_graphs_through_the_interpreter():
     assert result["with_dots"] >= 8 and result["with_parts"] >= 16 and result["with_shifts"] >= 16 and result["with_splits"] >= 8
 
 
-def test_random_block_graphs_of_which_warps_have_shares_through_the_interpreter():
-    result = interpreted.run(f"import random_blocks; random_blocks.main({COUNT}, {SEED}, True)")
-    assert result["ran"] == COUNT and not result["wrong"], result["wrong"]
-    assert result["with_dots"] >= 8 and result["with_parts"] >= 4 and result["with_shifts"] >= 8 and result["with_splits"] >= 8
-
-
 def test_random_block_graphs_compile_ahead_of_time(tmp_path, monkeypatch):
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
-    for _, graph, schedule in (*random_blocks.random_cases(20, SEED), *random_blocks.random_cases(4, SEED, True)):
+    for _, graph, schedule in random_blocks.random_cases(24, SEED):
         kernel, = compiler.ahead_of_time(triton.generate(UGraph(graph, graph), [schedule]), 90)
         assert kernel.asm["cubin"]
 

@@ -89,20 +89,15 @@ def chosen(k: Kind, slots: int, draw: random.Random, reference: int, limit: int,
                 options += [(u, fits)] if all(fits) else []
     assert options, f"{k}: no candidate has schedules of {blocks} blocks"
     u, fitting = draw.choice(options)
-    schedules, split, shares = [draw.choice(f) for f in fitting], draw.choice((1, 2, 4)), draw.choice((1, 2, 4))
-    for warp_split in (shares, 1):
-        other = []
-        for op, s in zip(placed(u), schedules, strict=True):
-            loop = next((a.name for a in op.block.axes if a.role == "loop"), None)
-            n = warp_split if s.mma else 1
-            other.append(s if loop is None else replace(s, tiles=tuple((dict(s.tiles) | {loop: 16 * n}).items()), split=split, warp_split=n,
-                                                        num_warps=max(n, s.num_warps)))
-        try:
-            triton.generate(u, other)
-            return u, other
-        except errors.CodegenError:  # too few steps to share, say
-            pass
-    return u, schedules
+    schedules, other = [draw.choice(f) for f in fitting], []
+    for op, s in zip(placed(u), schedules, strict=True):
+        loop = next((a.name for a in op.block.axes if a.role == "loop"), None)
+        other.append(s if loop is None else replace(s, tiles=tuple((dict(s.tiles) | {loop: 16}).items()), split=draw.choice((1, 2, 4))))
+    try:
+        triton.generate(u, other)
+        return u, other
+    except errors.CodegenError:  # too few steps to share, say
+        return u, schedules
 
 
 def inputs_of(k: Kind, g: KernelGraph, draw: random.Random, device: str = "cpu") -> list[torch.Tensor]:

@@ -468,15 +468,15 @@ class Case:
 
 
 def _case(name: str, u: UGraph, mma: bool = False, interpreted: bool = True, lazy: bool = True, weights_first: bool = True,
-          num_warps: int = 4, num_stages: int = 1, split: int = 1, warp_split: int = 1, preload: int = 0, **tiles: int) -> Case:
+          num_warps: int = 4, num_stages: int = 1, split: int = 1, preload: int = 0, **tiles: int) -> Case:
     schedule = Schedule(tuple(tiles.items()), mma, weights_first, lazy, num_warps=num_warps, num_stages=num_stages, split=split,
-                        warp_split=warp_split, preload=preload)
+                        preload=preload)
     return Case(name, u, (schedule,), interpreted)
 
 
 def _cases(name: str, u: UGraph, *schedules: dict, interpreted: bool = True) -> Case:
     """Of several kernels: tiles and other choices of each."""
-    known = ("mma", "weights_first", "lazy", "num_warps", "num_stages", "split", "warp_split", "preload", "hasten")
+    known = ("mma", "weights_first", "lazy", "num_warps", "num_stages", "split", "preload", "hasten")
     return Case(name, u, tuple(Schedule(tuple((a, t) for a, t in s.items() if a not in known), **{a: t for a, t in s.items() if a in known})
                                for s in schedules), interpreted)
 
@@ -507,10 +507,6 @@ def cases() -> list[Case]:
               n=64, k=128, num_stages=3, split=2, preload=2),
         _case("norm linear odd sizes mma, loop split unevenly", rms_norm_linear(3, 300, 37, residual=True), mma=True, m=16, n=16, k=32,
               num_stages=2, split=4, preload=8),
-        _case("norm linear 16 rows mma, steps split among warps", rms_norm_linear(16), mma=True, m=16, n=32, k=128, num_stages=3,
-              warp_split=4),
-        _case("norm linear odd sizes mma, rows first, steps and loop split", rms_norm_linear(3, 300, 37, residual=True), mma=True,
-              weights_first=False, m=16, n=16, k=32, num_stages=2, split=4, warp_split=2),
         _case("norm linear residual", rms_norm_linear(1, residual=True), m=1, n=8, k=256),
         _case("norm linear odd sizes", rms_norm_linear(3, 896, 37), m=4, n=16, k=256),
         _case("norm linear odd sizes, each step reduced", rms_norm_linear(3, 896, 37, residual=True), m=2, n=16, k=256, lazy=False),
@@ -524,8 +520,6 @@ def cases() -> list[Case]:
         _case("gated mlp, loop split, asked for early", gated_mlp(2), m=2, n=8, k=64, split=2, preload=1),
         _case("gated mlp 3 rows (K, N)", gated_mlp(3, stored="kn"), m=4, n=32, k=32),
         _case("gated mlp 16 rows mma", gated_mlp(16), mma=True, m=16, n=64, k=128, num_stages=3),
-        _case("gated mlp 16 rows mma, steps split among pairs of warps", gated_mlp(16), mma=True, m=16, n=32, k=64, num_stages=3,
-              warp_split=2),
         _case("norm gated mlp", gated_mlp(1, norm=True, dtype=BF16), m=1, n=8, k=256),
         _case("norm gated mlp gelu, odd sizes mma", gated_mlp(16, 100, 37, norm=True, act="gelu_tanh"), mma=True, m=16, n=32, k=64),
         _case("lora", lora(1), m=1, n=8, k=256, r=16),
@@ -555,11 +549,6 @@ def cases() -> list[Case]:
         _case("online attention mma, rows first", online_attention(q=5, d=64), mma=True, weights_first=False, h=1, m=16, s=32, d=64),
         _case("online attention mma bf16", online_attention(q=16, d=64, dtype=BF16), mma=True, interpreted=False, h=1, m=16, s=64, d=64,
               num_stages=2),
-        _case("online attention mma, steps split among warps", online_attention(q=16, keys=150, bias=True), mma=True, h=1, m=16, s=64, d=32,
-              num_stages=2, warp_split=4),
-        _case("online attention mma, rows first, steps and loop split", online_attention(q=5, d=64), mma=True, weights_first=False,
-              h=1, m=16, s=32, d=64, split=2, warp_split=2),
-        _case("attention mma, steps split among warps", attention_row(q=16), mma=True, h=1, m=16, s=32, d=32, e=32, warp_split=2),
         _cases("split attention", online_attention(parts=3), dict(h=1, m=4, p=1, s=16, d=32), dict(h=1, m=4, p=4, d=32)),
         _cases("split attention of one row bf16", online_attention(8, 1, 200, 64, 5, BF16), dict(h=1, m=1, p=1, s=32, d=64),
                dict(h=1, m=1, p=4, d=64)),
@@ -567,8 +556,6 @@ def cases() -> list[Case]:
                dict(h=2, m=2, p=2, d=32, lazy=False)),
         _cases("split attention mma", online_attention(q=5, parts=3, bias=True), dict(mma=True, h=1, m=16, p=1, s=32, d=32, num_stages=2),
                dict(h=1, m=4, p=4, d=32)),
-        _cases("split attention mma, steps split among warps", online_attention(q=5, parts=3, keys=200, bias=True),
-               dict(mma=True, h=1, m=16, p=1, s=32, d=32, num_stages=2, warp_split=2), dict(h=1, m=4, p=4, d=32)),
         _cases("split attention mma, rows first", online_attention(q=16, keys=200, parts=4),
                dict(mma=True, weights_first=False, h=1, m=16, p=1, s=16, d=32), dict(h=1, m=4, p=4, d=32)),
         _cases("split matmul, its loop split again", split_matmul(2, 500, 48, 3), dict(m=2, n=8, p=1, k=16, split=4, preload=2),

@@ -75,7 +75,6 @@ def hard_numbers() -> dict:
     tiles = dict(h=1, m=4, p=4, d=32)
     attention = {"online": (1, [Schedule(tuple((whole | {"m": 4}).items()))]),
                  "online mma": (1, [Schedule(tuple(whole.items()), mma=True)]),
-                 "online mma in shares": (1, [Schedule(tuple((whole | {"s": 32}).items()), mma=True, split=2, warp_split=2)]),
                  "split": (4, [Schedule(tuple((whole | {"m": 4, "p": 1, "s": 8}).items())), Schedule(tuple(tiles.items()))]),
                  "split mma": (4, [Schedule(tuple((whole | {"p": 1}).items()), mma=True), Schedule(tuple((tiles | {"p": 2}).items()))])}
     softmax = [Schedule((("m", 2), ("p", 1), ("n", 8))), Schedule((("m", 2), ("p", 1), ("n", 8), ("t", 4)))]

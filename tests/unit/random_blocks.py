@@ -4,7 +4,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import replace
 
 import torch
 
@@ -52,13 +51,6 @@ def random_schedule(block: BlockGraph, seed: int) -> Schedule:
         trips = next(-(-block.part(a.name) // tiles[a.name]) for a in block.named(Role.LOOP))
         split = r.choice([s for s in (1, 2, 4) if trips > 1 and (s - 1) * -(-trips // s) < trips] or [1])
     return Schedule(tuple(tiles.items()), mma, first, lazy, num_stages=stages, split=split, preload=r.choice((0, 1, 4)))
-
-
-def in_shares(block: BlockGraph, schedule: Schedule, seed: int) -> Schedule:
-    """The schedule with steps of the loop split among warps, whether they can be or not."""
-    shares = random.Random(f"shares {seed}").choice((2, 2, 4))
-    loops = {a.name: 16 * shares for a in block.named(Role.LOOP)}
-    return replace(schedule, tiles=tuple((dict(schedule.tiles) | loops).items()), mma=True, warp_split=shares)
 
 
 class _Builder:
@@ -284,15 +276,14 @@ class Unsuitable(Exception):
     """The random choices led to a graph that stores nothing."""
 
 
-def random_cases(count: int, seed: int = 0, shares: bool = False) -> list[tuple[int, KernelGraph, Schedule]]:
-    """`count` pairs of a graph and a schedule, with `shares` of which warps have shares of steps; the number tells how to make it again."""
+def random_cases(count: int, seed: int = 0) -> list[tuple[int, KernelGraph, Schedule]]:
+    """`count` pairs of a graph and a schedule; the number tells how to make one again."""
     found = []
     while len(found) < count:
         seed += 1
         try:
             graph = random_graph(seed)
             schedule = random_schedule(graph.ops[0].block, seed)
-            schedule = in_shares(graph.ops[0].block, schedule, seed) if shares else schedule
             planned = plan(graph.ops[0], schedule)
         except (Unsuitable, errors.CodegenError):  # stores nothing, or its tiles are larger than Triton takes
             continue
@@ -316,10 +307,10 @@ def relative_error(y: torch.Tensor, exact: torch.Tensor) -> float:
     return float(((y.double() - exact).abs() / (1 + exact.abs()))[finite].max()) if bool(finite.any()) else 0.0
 
 
-def main(count: int, seed: int, shares: bool = False) -> None:
+def main(count: int, seed: int) -> None:
     """Run random cases through the interpreter (TRITON_INTERPRET=1) and print what differs from the executor in float64."""
     wrong, with_dots, with_parts, with_shifts, with_splits = [], 0, 0, 0, 0
-    for number, graph, schedule in random_cases(count, seed, shares):
+    for number, graph, schedule in random_cases(count, seed):
         program = triton.generate(UGraph(graph, graph), [schedule])
         with_dots += "tl.dot" in program.source
         block, inputs = graph.ops[0].block, random_inputs(graph, number)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import blocks
 import pytest
@@ -19,8 +18,8 @@ from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import torch_text, triton
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage, Turn
-from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
+from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
+from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.ops import table
 
@@ -67,7 +66,7 @@ def test_elementwise_text_on_hard_numbers(interpreted, fn):
 
 
 @pytest.mark.parametrize("name", ["huge scores", "masked tiles", "masked rows", "infinite", "one NaN"])
-@pytest.mark.parametrize("kind", ["online", "online mma", "online mma in shares", "split", "split mma", "softmax"])
+@pytest.mark.parametrize("kind", ["online", "online mma", "split", "split mma", "softmax"])
 def test_running_maxima_on_hard_numbers(interpreted, kind, name):
     """inf and NaN only where torch has them, and as close to float64 as torch's kernels in float32."""
     result = interpreted["hard"][f"{kind}: {name}"]
@@ -105,22 +104,6 @@ def test_products_are_rounded_before_threads_add_them_up(name):
     assert naive != program.source
     fused = [fused_with_other_threads(k.ptx) for k in compiler.ahead_of_time(replace(program, source=naive), 90)]
     assert any(fused) and not any(fused_with_other_threads(k.ptx) for k in compiler.ahead_of_time(program, 90))
-
-
-@pytest.mark.parametrize("tile, warp_split", [(128, 1), (256, 2), (512, 4)])
-def test_products_of_which_warps_have_shares_are_rounded_before_threads_add_them_up(tile, warp_split):
-    """A thread has one of them where a share, not the whole step, is as long as there are threads."""
-    g = new_kernel_graph()
-    x = g.new_input((2, 4095), torch.float16, name="x")
-    g.mark_output(g.reduction(g.square(x), dim=1))
-    b = blocks.Block({"m": 2}, {"k": 4095})
-    b.load("x", "mk", 0)
-    walk = b.stage(loop=True)
-    walk.accumulate("squares", walk.op("square", "mul", "x", "x"))
-    b.store(b.stage().op("y", "mul", "squares", 1.0), "m1", torch.float32)
-    schedule = Schedule((("m", 2), ("k", tile)), True, lazy=False, warp_split=warp_split)
-    kernel, = compiler.ahead_of_time(triton.generate(blocks.ugraph(g, b), [schedule]), 90)
-    assert "shfl.sync.bfly" in kernel.ptx and not fused_with_other_threads(kernel.ptx)
 
 
 def test_a_loop_of_one_element_leaves_a_product_to_be_rounded():
@@ -170,76 +153,7 @@ def test_what_bounds_select_is_rounded_only_where_it_may_be_a_product(fn):
     assert "shfl.sync.bfly" in kernel.ptx and not fused_with_other_threads(kernel.ptx)
 
 
-def barriers_of_a_loop(ptx: str) -> int:
-    """How often all warps wait for each other in a step: in the longest piece of text that jumps back to its beginning."""
-    begins = {m[1]: m.end() for m in re.finditer(r"^(\$L__BB\w+):", ptx, re.M)}
-    loops = [ptx[begins[m[1]]:m.start()] for m in re.finditer(r"bra(?:\.uni)?\s+(\$L__BB\w+);", ptx) if begins[m[1]] < m.start()]
-    return max(loops, key=len).count("bar.sync")
-
-
-def test_where_steps_are_split_among_warps_they_wait_for_loads_only():
-    u = blocks.online_attention(q=16, keys=1024, d=64)
-    whole = Schedule((("h", 1), ("m", 16), ("s", 64), ("d", 64)), True, num_stages=3)
-    counts = [barriers_of_a_loop(compiler.ahead_of_time(triton.generate(u, [s]), 90)[0].ptx) for s in (whole, replace(whole, warp_split=4))]
-    assert counts[1] <= 2 < counts[0] - 2, counts
-
-
-@pytest.mark.parametrize("change, reason", [
-    (dict(mma=False), "products of tensor cores"), (dict(tiles=(("m", 16), ("n", 32), ("k", 512))), "one loop, of several steps"),
-    (dict(num_warps=2), "2 warps and tiles of 128 are too few"), (dict(tiles=(("m", 16), ("n", 32), ("k", 32))), "4 warps and tiles of 32"),
-    (dict(tiles=(("m", 16), ("n", 8), ("k", 128))), "no product of two matrices")])
-def test_what_warps_cannot_have_shares_of_is_refused(change, reason):
-    schedule = Schedule((("m", 16), ("n", 32), ("k", 128)), True, warp_split=4)
-    triton.generate(blocks.rms_norm_linear(16), [schedule])
-    with pytest.raises(errors.CodegenError, match=reason):
-        triton.generate(blocks.rms_norm_linear(16), [replace(schedule, **change)])
-
-
-def read_along_the_loop(**how: Any) -> KernelGraph:
-    """A product over an axis along which one factor lies in two tensors, or is turned."""
-    g = new_kernel_graph()
-    tensors = [g.new_input((16, k), torch.float16) for k in (*how.get("sizes", (128,)), 128)]
-    sources = tuple(range(len(tensors)))
-    axes = Axis("m", 16, Role.GRID), Axis("n", 16, Role.GRID), Axis("k", 128, Role.LOOP)
-    inputs = BlockInput("x", sources[:-1], ("m", "k"), **how), BlockInput("w", sources[-1:], ("n", "k"))
-    body, total = BlockOp("xw", "mul", ("x", "w"), ("m", "n", "k")), Accumulator("y", "xw", "sum", ("m", "n"))
-    stage, stored = Stage("k", (body,), (total,)), BlockOutput("y", ("m", "n"), "float32")
-    g.mark_output(*g.customized(tensors, BlockGraph(axes, inputs, (stage,), (stored,))))
-    return g
-
-
-IN_SHARES = {"joined": dict(joined="k", sizes=(50, 78)), "turned": dict(turn=Turn("k", "swap halves")),
-             "partly turned": dict(turn=Turn("k", "swap halves", 64)), "in pairs": dict(turn=Turn("k", "sign pairs"))}
-
-
-@pytest.mark.parametrize("name", IN_SHARES)
-def test_warps_have_shares_of_what_is_joined_or_turned(name):
-    graph = read_along_the_loop(**IN_SHARES[name])
-    schedule = Schedule((("m", 16), ("n", 16), ("k", 32)), True, num_stages=3, warp_split=2)
-    kernel, = compiler.ahead_of_time(triton.generate(UGraph(graph, graph), [schedule]), 90)
-    assert kernel.asm["cubin"]
-    code = f"""
-import json, interpret, random_blocks, test_codegen_triton as t
-g = t.read_along_the_loop(**t.IN_SHARES[{name!r}])
-inputs = random_blocks.random_inputs(g, 0)
-y, = interpret.run(t.UGraph(g, g), [t.Schedule({schedule.tiles!r}, True, num_stages=3, warp_split=2)], inputs)
-exact, = interpret.run_block_graph(g.ops[0].block, inputs, interpret.TorchAlgebra(interpret.torch.float64), 2)
-print(json.dumps(random_blocks.relative_error(y, exact)))"""
-    assert run(code) < 1e-5
-
-
-@pytest.mark.parametrize("warp_split", [1, 2])
-def test_a_product_behind_the_loop_is_asynchronous_whatever_warps_have_shares_of_in_it(warp_split):
-    schedule = Schedule((("m", 64), ("n", 64), ("k", 128), ("r", 16)), True, num_stages=3, warp_split=warp_split)
-    u = blocks.lora(64, 512, 128)
-    kernel, = compiler.ahead_of_time(triton.generate(u, [schedule]), 90)
-    assert "wgmma.mma_async" in kernel.ptx
-    with pytest.raises(errors.CodegenError, match="up multiplies what another product gives, with 64 rows"):
-        triton.generate(u, [replace(schedule, num_stages=1)])
-
-
-@pytest.mark.parametrize("name", ["norm linear", "gated mlp 16 rows mma", "split attention mma", "split softmax",
-                                  "online attention mma, steps split among warps"])
+@pytest.mark.parametrize("name", ["norm linear", "gated mlp 16 rows mma", "split attention mma", "split softmax"])
 def test_compiles_for_every_architecture(name):
     program = triton.generate(CASES[name].ugraph, CASES[name].schedules)
     assert set(compiler.ARCHITECTURES) == {k.sm for sm in compiler.ARCHITECTURES for k in compiler.ahead_of_time(program, sm)}

@@ -27,7 +27,7 @@ def test_round_trip_and_order_of_tiles():
 
 
 @pytest.mark.parametrize("bad, says", [
-    (dict(tiles=(("n", 12),)), "n is 12; tiles and num_warps, split, warp_split, preload must be powers of two"),
+    (dict(tiles=(("n", 12),)), "n is 12; tiles, num_warps, split and preload must be powers of two"),
     (dict(tiles=(("n", 8),), num_warps=3), "num_warps is 3"),
     (dict(tiles=(("n", 8),), num_stages=0), "num_stages is 0"),
 ])
@@ -217,7 +217,6 @@ def test_steps_from_a_candidate_are_new_possible_and_permitted():
         assert len(found) > 8 and len(set(schedules)) == len(schedules) and start.schedules[0] not in schedules
         assert all(s.mma == mma for s in schedules) and all(plan(op, s) for s in schedules)
         assert {s.split for s in schedules} > {start.schedules[0].split} and 0 in {s.preload for s in schedules}
-        assert {s.warp_split for s in schedules} == ({1, start.schedules[0].num_warps} if mma else {1})
 
 
 def test_kernels_are_chosen_by_the_time_of_all_together(monkeypatch):
@@ -257,20 +256,6 @@ def test_a_loop_of_other_length_is_shared_by_fewer_blocks():
             with pytest.raises(errors.CodegenError, match=r"cannot be split|walks"):
                 plan(op, replace(schedule, split=2 * schedule.split))
     assert shared == {8192: 16, 5000: 8, 1100: 2, 1024: 8, 300: 2, 129: 2, 128: 1, 40: 1}
-
-
-def test_a_loop_of_other_length_has_shares_for_fewer_warps():
-    chosen = Schedule((("m", 16), ("n", 64), ("k", 128)), True, num_warps=8, num_stages=3, warp_split=8)
-    shares = {}
-    for k in (8192, 300, 128, 100, 40):
-        u = blocks.rms_norm_linear(16, k, 256)
-        op, = u.block_ops
-        schedule = space.fitted(chosen, op.block)
-        plan(op, schedule)
-        shares[k] = schedule.warp_split
-    assert shares == {8192: 8, 300: 8, 128: 1, 100: 1, 40: 1}
-    short = space.fitted(replace(chosen, tiles=(("m", 16), ("n", 64), ("k", 32))), blocks.rms_norm_linear(16, 300, 256).block_ops[0].block)
-    assert short.warp_split == 2
 
 
 def test_outputs_may_be_written_over_what_only_their_block_reads():
