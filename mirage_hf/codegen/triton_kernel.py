@@ -128,23 +128,18 @@ class _Writer(Tiles):
         return found
 
     def _wait(self) -> None:
-        """Ask for the first tiles of what lies ready, wait for the launches ahead, whose results everything else may be, and ask for those
-        of the rest that no other block reads."""
+        """Ask for the first tiles of what lies ready, then wait for the launches ahead, whose results everything else may be."""
         self.line("if overlaps:")
         self.indent += 1
         if self.plan.hastens:
             self.line("tl.extra.cuda.gdc_launch_dependents()  # the next kernel, which asks for constants only before it waits")
         unknown = self.plan.dealt and self.trimmed is None  # where this block's share begins is known with the bounds, after the wait
-        asked = [i for i in self.block.inputs if self.plan.schedule.preload and self.plan.loop and self.plan.loop in i.axes and not unknown]
-        for i in asked:
-            if self.plan.lies_ready(i) and (self.plan.walks or not self.plan.constant(i)):
+        for i in self.block.inputs if self.plan.schedule.preload and self.plan.loop and not unknown else ():
+            if self.plan.loop in i.axes and self.plan.lies_ready(i) and (self.plan.walks or not self.plan.constant(i)):
                 self._prefetch(i)
         self.line("tl.extra.cuda.gdc_wait()")
         if not self.plan.hastens:
             self.line("tl.extra.cuda.gdc_launch_dependents()")
-        for i in asked:  # before what is computed once, whose operands the loop's first copies would wait for
-            if self.plan.walks and i.bounds is None and not self.plan.lies_ready(i) and self.plan.is_streamed(i):
-                self._prefetch(i)
         self.indent -= 1
 
     # -- stages ---------------------------------------------------------------------------------------------------------------
@@ -189,6 +184,7 @@ class _Writer(Tiles):
             self.line(f"{axis}0 = {' + '.join(before)} + {axis}_step")
         self.line(f"{axis} = {axis}0 + tl.arange(0, {tile})" if tile > 1 else f"{axis} = {axis}0")
         self._bound(loop)
+        self._prefetch_next(loop)
         for i in small:
             self._first(i.name)
             self.line(f"{self.value[i.name]} = {self.value[i.name]}_next")
@@ -215,6 +211,16 @@ class _Writer(Tiles):
         self.trimmed = None
         if split > 1:
             self._combine(stage)
+
+    def _prefetch_next(self, loop: str) -> None:
+        """Ask for the tiles whose copies begin at the end of a step: those of asynchronous products are waited for at once otherwise."""
+        asked = [i for i in self.block.inputs if i.bounds is None and loop in i.axes and self.plan.is_streamed(i)]
+        if self.plan.schedule.prefetch and asked:
+            self.line("if overlaps:")
+            self.indent += 1
+            for i in asked:
+                self._prefetch(i, max(1, self.plan.schedule.num_stages - 1))
+            self.indent -= 1
 
     def _trim(self, i: BlockInput | None) -> None:
         """Where this block's way along the loop begins and ends: of what is within the bounds of some row its part, or its share."""

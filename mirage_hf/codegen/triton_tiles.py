@@ -256,10 +256,10 @@ class Tiles:
         together = math.gcd(half, self.plan.tile(axis)) if self.plan.dims([axis]) and self.plan.parts(axis) is None else 1
         return f"tl.max_contiguous(tl.multiple_of({text}, {together}), {together})" if together > 1 else text
 
-    def _prefetch(self, i: BlockInput) -> None:
-        """Ask for what the first steps of the loop read of an input, a cache line at a time."""
+    def _prefetch(self, i: BlockInput, ahead: int = 0) -> None:
+        """Ask for what the first steps of the loop read of an input, a cache line at a time; in a step, for what the one `ahead` reads."""
         plan = self.plan
-        steps = min(plan.schedule.preload, next_power_of_two(plan.share))
+        steps = 1 if ahead else min(plan.schedule.preload, next_power_of_two(plan.share))
         joined = i.joined if len(i.sources) > 1 else None
         if joined is not None and not (self._is_selected(i) and self.block.role(joined) is Role.GRID):
             return  # which source the tiles lie in is known only inside the loop
@@ -275,13 +275,18 @@ class Tiles:
             walked = a == plan.loop and plan.walks
             count = plan.tile(a) * (steps if walked else 1)
             every = line if stride == 1 and a != joined else 1
+            last = str(self.block.axis(a).size - 1)
             if walked:
-                start, clamped = " + ".join(self._loop_starts()), steps > plan.share or plan.ragged(a) or self.trimmed is not None
+                start = f"{self.axis[a]}0 + {ahead * plan.tile(a)}" if ahead else " + ".join(self._loop_starts())
+                clamped = bool(ahead) or steps > plan.share or plan.ragged(a) or self.trimmed is not None
+                if self.trimmed is not None:
+                    last = f"tl.maximum({self.axis[a]}_last - 1, 0)"
+                elif ahead:
+                    last = self._last_of_share(last)
             elif every > 1 and count > 1:
                 start, clamped = f"{self.axis[a]}0" if plan.trips(a) > 1 else "", plan.ragged(a)
             else:
                 at = f"{self.value[i.name]}_at" if a == joined else self.axis[a]
-                last = str(self.block.axis(a).size - 1)
                 if ends is not None and a == ends.bounds:
                     lo, hi = (f"{self.value[ends.name]}_{end}" for end in ("lo", "hi"))
                     at = f"tl.minimum(tl.maximum(tl.minimum(tl.maximum({at}, {lo}), {hi} - 1), 0), {last})"
@@ -292,7 +297,6 @@ class Tiles:
             count = max(1, count // every)
             index = f"tl.arange(0, {count})" + (f" * {every}" if every > 1 else "") if count > 1 else ""
             index = " + ".join(x for x in (start, index) if x) or "0"
-            last = f"tl.maximum({self.axis[a]}_last - 1, 0)" if walked and self.trimmed is not None else str(self.block.axis(a).size - 1)
             found.append((a, f"tl.minimum({index}, {last})" if clamped and index != "0" else f"({index})", count))
         dims = [a for a in plan.order if any(a == b and n > 1 for b, _, n in found)]
         far = sum(plan.reach(a) * s for a, s in strides.items()) >= 2 ** 31
@@ -302,6 +306,16 @@ class Tiles:
             terms.append(term if strides[a] == 1 else f"{term} * {strides[a]}")
         if dims:
             self.line(f"prefetch({' + '.join(terms)})")
+
+    def _last_of_share(self, last: str) -> str:
+        """The last element of the loop that a block walks, where `last` is that of the axis."""
+        loop, plan = str(self.plan.loop), self.plan
+        starts = self._loop_starts()
+        if not starts:
+            return last
+        own = plan.share * plan.tile(loop) if plan.schedule.split > 1 else self.block.part(loop)
+        text = f"{' + '.join(starts)} + {own - 1}"
+        return f"tl.minimum({text}, {last})" if plan.ragged(loop) else text
 
     def _loop_starts(self) -> list[str]:
         """What a block's place on the loop axis begins with: the start of its part, of its share."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import blocks
+import numpy as np
 import pytest
 import torch
 from interpreted import run
@@ -188,6 +189,82 @@ def test_aligned_parts_are_streamed_by_128_bit_loads(k, aligned):
 def test_weights_first_uses_the_64_row_instruction_fed_asynchronously():
     ptx = loads(blocks.rms_norm_linear(16, 4096, 4096), m=16, n=64, k=128, mma=True, num_stages=4)
     assert "wgmma.mma_async.sync.aligned.m64n16k16" in ptx and "cp.async.cg.shared.global" in ptx
+
+
+LINE = 128
+
+
+class _Recording:
+    """Stands in for triton.language in lines of a generated kernel that form addresses; notes the cache lines of loads."""
+
+    arange, minimum, maximum = np.arange, np.minimum, np.maximum
+
+    def __init__(self, block: int):
+        self.program_id = lambda axis: block
+        self.loaded: set[tuple[int, int]] = set()
+
+    def load(self, pointers, mask=True, **_):
+        self.loaded |= self.lines(pointers, mask)
+
+    @staticmethod
+    def lines(pointers, mask=True):
+        """(tensor, line) of 16-bit elements; tensors lie 2^40 elements apart."""
+        at = np.broadcast_to(pointers, np.broadcast_shapes(np.shape(pointers), np.shape(mask)))[np.broadcast_to(mask, np.shape(pointers))]
+        return {(int(x) >> 40, (int(x) % (1 << 40)) * 2 // LINE) for x in at.flat}
+
+
+def walked_by(text: str, block: int) -> tuple[list[set[tuple[int, int]]], list[set[tuple[int, int]]]]:
+    """The cache lines that each step of a kernel's loop loads, and those that it asks for."""
+    head, _, body = text.partition(" in tl.range(")
+    counter = head.split()[-1]
+    limits, _, body = body.partition("):\n")
+    tl = _Recording(block)
+    pointers = re.findall(r"\b(\w+_ptr)\b", head[:head.index("):")])
+    names = {"tl": tl, "overlaps": True} | {p: n << 40 for n, p in enumerate(pointers)}
+    for line in head.splitlines():
+        if re.match(r"    \w+ = [^a-z]*(tl\.(program_id|arange)|\w+ \*|pid|tile)", line):
+            exec(line.strip(), names)
+    loads, asked, asking = [], [], set[tuple[int, int]]()
+    names["prefetch"] = lambda at: asking.update(tl.lines(at))
+    for step in range(*eval(f"({limits.split(', num_stages')[0]})", names)):
+        names[counter], tl.loaded = step, set()
+        asking.clear()
+        for line in body.split("tl.dot(")[0].splitlines():
+            if re.match(r"\s+(\w+ = .*(tl\.(load|arange)|_start|part)|\w+_in = |prefetch\()", line):
+                exec(line.strip(), names)
+        loads.append(tl.loaded)
+        asked.append(set(asking))
+    return loads, asked
+
+
+def online(**how):
+    return blocks.online_attention(q=16, d=64, **how)
+
+
+PREFETCHED = {"whole": (online(keys=512), dict(num_stages=3)), "ragged": (online(keys=500), dict(num_stages=3)),
+              "one step ahead": (online(keys=512), dict(num_stages=2)), "loop split": (online(keys=512), dict(num_stages=2, split=4)),
+              "ragged, loop split": (online(keys=500), dict(num_stages=3, split=2)),
+              "parts": (online(keys=512, parts=2), dict(num_stages=2)), "ragged parts": (online(keys=450, parts=2), dict(num_stages=3))}
+
+
+@pytest.mark.parametrize("name", PREFETCHED)
+def test_steps_ask_for_what_is_copied_next(name):
+    """A step asks for the lines of the step whose copies begin at its end, and for nothing outside what the block walks."""
+    u, how = PREFETCHED[name]
+    parts = "parts" in name
+    tiles = dict(h=1, m=16, s=64, d=64) | (dict(p=1) if parts else {})
+    first = Schedule(tuple(tiles.items()), True, prefetch=True, **how)
+    schedules = [first, Schedule((("h", 1), ("m", 4), ("p", 2), ("d", 64)))] if parts else [first]
+    kernel = triton.generate(u, schedules).source.split("def mirage_0")[1].split("def mirage_1")[0]
+    ahead, blocks_of_it = how["num_stages"] - 1, 2 * how.get("split", 1) * (2 if parts else 1)
+    for block in range(blocks_of_it):
+        loads, asked = walked_by(kernel, block)
+        assert len(loads) >= 2 and all(len({tensor for tensor, _ in x}) == 2 for x in loads)  # keys and values
+        for n, lines in enumerate(asked):
+            assert lines and lines <= set().union(*loads)
+            assert n + ahead >= len(loads) or lines >= loads[n + ahead], (n, block)
+    ptx = compiler.ahead_of_time(triton.generate(u, schedules), 90)[0].ptx
+    assert "prefetch.global.L2" in ptx
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------------------
