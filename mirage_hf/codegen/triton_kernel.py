@@ -129,18 +129,14 @@ class _Writer(Tiles):
 
     def _wait(self) -> None:
         """Ask for the first tiles of what lies ready, then wait for the launches ahead, whose results everything else may be."""
-        self.line("if overlaps:")
-        self.indent += 1
-        if self.plan.hastens:
-            self.line("tl.extra.cuda.gdc_launch_dependents()  # the next kernel, which asks for constants only before it waits")
-        unknown = self.plan.dealt and self.trimmed is None  # where this block's share begins is known with the bounds, after the wait
-        for i in self.block.inputs if self.plan.schedule.preload and self.plan.loop and not unknown else ():
-            if self.plan.loop in i.axes and self.plan.lies_ready(i) and (self.plan.walks or not self.plan.constant(i)):
-                self._prefetch(i)
-        self.line("tl.extra.cuda.gdc_wait()")
-        if not self.plan.hastens:
-            self.line("tl.extra.cuda.gdc_launch_dependents()")
-        self.indent -= 1
+        plan, asked, begin = self.plan, list[str](), "tl.extra.cuda.gdc_launch_dependents()"
+        unknown = plan.dealt and self.trimmed is None  # where this block's share begins is known with the bounds, after the wait
+        if plan.schedule.preload and plan.loop and not unknown:
+            ready = [i for i in self.block.inputs if plan.loop in i.axes and plan.lies_ready(i) and (plan.walks or not plan.constant(i))]
+            asked = [line for i in ready for line in self._prefetch(i)]
+        wait = [*asked, "tl.extra.cuda.gdc_wait()"]
+        early = f"{begin}  # the next kernel, which asks for constants only before it waits"
+        self.lines_if("overlaps", [early, *wait] if plan.hastens else [*wait, begin])
 
     # -- stages ---------------------------------------------------------------------------------------------------------------
 
@@ -214,13 +210,11 @@ class _Writer(Tiles):
 
     def _prefetch_next(self, loop: str) -> None:
         """Ask for the tiles whose copies begin at the end of a step: those of asynchronous products are waited for at once otherwise."""
-        asked = [i for i in self.block.inputs if i.bounds is None and loop in i.axes and self.plan.is_streamed(i)]
-        if self.plan.schedule.prefetch and asked:
-            self.line("if overlaps:")
-            self.indent += 1
-            for i in asked:
-                self._prefetch(i, max(1, self.plan.schedule.num_stages - 1))
-            self.indent -= 1
+        ahead = max(1, self.plan.schedule.num_stages - 1)
+        asked = [line for i in self.block.inputs if i.bounds is None and loop in i.axes and self.plan.is_streamed(i)
+                 for line in self._prefetch(i, ahead)]
+        if self.plan.schedule.prefetch:
+            self.lines_if("overlaps", asked)
 
     def _trim(self, i: BlockInput | None) -> None:
         """Where this block's way along the loop begins and ends: of what is within the bounds of some row its part, or its share."""

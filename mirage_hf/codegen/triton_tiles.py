@@ -85,6 +85,11 @@ class Tiles:
     def line(self, text: str = "") -> None:
         self.lines.append(("    " * self.indent + text) if text else "")
 
+    def lines_if(self, condition: str, lines: Sequence[str]) -> None:
+        """Lines under a condition; nothing where there are none."""
+        for text in (f"if {condition}:", *(f"    {line}" for line in lines)) if lines else ():
+            self.line(text)
+
     def _lanes(self, value: str) -> Iterator[int]:
         """Each lane in turn of a value (or axis) that has lanes; once for others, and inside a lane."""
         carried = self.block.carried.get(value, (value,))
@@ -256,15 +261,16 @@ class Tiles:
         together = math.gcd(half, self.plan.tile(axis)) if self.plan.dims([axis]) and self.plan.parts(axis) is None else 1
         return f"tl.max_contiguous(tl.multiple_of({text}, {together}), {together})" if together > 1 else text
 
-    def _prefetch(self, i: BlockInput, ahead: int = 0) -> None:
-        """Ask for what the first steps of the loop read of an input, a cache line at a time; in a step, for what the one `ahead` reads."""
+    def _prefetch(self, i: BlockInput, ahead: int = 0) -> list[str]:
+        """A line that asks for what the first steps of the loop read of an input, a cache line at a time; in a step, for what the one
+        `ahead` reads. No line where that is known too late."""
         plan = self.plan
         steps = 1 if ahead else min(plan.schedule.preload, next_power_of_two(plan.share))
         joined = i.joined if len(i.sources) > 1 else None
         if joined is not None and not (self._is_selected(i) and self.block.role(joined) is Role.GRID):
-            return  # which source the tiles lie in is known only inside the loop
+            return []  # which source the tiles lie in is known only inside the loop
         if (plan.unrolled and plan.unrolled in i.axes) or i.turn is not None or i.padding is not None:
-            return
+            return []
         ends = self._ends_of(i)
         if ends is not None and (plan.dims([a for a in ends.axes if a]) or not plan.settled.issuperset(ends.sources)):
             ends = None  # bounds of each row, or such as are not there yet
@@ -304,8 +310,7 @@ class Tiles:
         for a, index, count in found:
             term = (self._spread(index, [a], dims) if count > 1 else index) + (".to(tl.int64)" if far and count > 1 else "")
             terms.append(term if strides[a] == 1 else f"{term} * {strides[a]}")
-        if dims:
-            self.line(f"prefetch({' + '.join(terms)})")
+        return [f"prefetch({' + '.join(terms)})"] if dims else []
 
     def _last_of_share(self, last: str) -> str:
         """The last element of the loop that a block walks, where `last` is that of the axis."""

@@ -243,7 +243,7 @@ def _tiles(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: li
         return (1,)
     if products and not multiplied:  # a batch: every product has it on both sides, or on none
         return (1,)
-    if mma and any(_others(block, a, side) for x, y in products for side in (x - y, y - x) if a.name in side):
+    if mma and any(set(_side(block, side)) - {a} for x, y in products for side in (x - y, y - x) if a.name in side):
         least = _least(block, a, big, products)
         return tuple(t for t in (1, 2, 4, 8, 16, 32, 64, 128) if least <= t <= max(whole, least))
     if a.name not in big:  # rows: each tile of the largest input is read for all of them at once
@@ -259,10 +259,9 @@ LONGEST_SIDE = 128
 """Elements of a side of a product on tensor cores that are several axes' together, at most."""
 
 
-def _others(block: BlockGraph, a: Axis, side: set[str]) -> list[Axis]:
-    """The other axes of a side of a product that have tiles of their own."""
-    return [x for x in block.axes if x.name in side and x is not a and x.size > 1 and x.role is not Role.LOOP
-            and block.splits(x.name) is None]
+def _side(block: BlockGraph, side: set[str]) -> list[Axis]:
+    """The axes of a side of a product that have tiles of their own."""
+    return [x for x in block.axes if x.name in side and x.size > 1 and x.role is not Role.LOOP and block.splits(x.name) is None]
 
 
 def _least(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: list[tuple[set[str], set[str]]]) -> int:
@@ -270,21 +269,22 @@ def _least(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: li
     side is too short, one axis is padded for all of them, the last that is held whole, else the last."""
     least = 1
     for side in (side for x, y in products for side in (x - y, y - x) if a.name in side):
-        axes = sorted([*_others(block, a, side), a], key=lambda x: (x.role is Role.TILE, block.axes.index(x)))
+        axes = sorted({x.name: x for x in (*_side(block, side), a)}.values(), key=lambda x: (x.role is Role.TILE, block.axes.index(x)))
         if axes[-1] is a:
             rest = math.prod(next_power_of_two(x.size) for x in axes[:-1])
-            enough = _shortest(side, big)
+            enough = _shortest(block, side, big)
             least = max(least, enough // min(enough, rest))
     return least
 
 
-def _shortest(side: set[str], big: tuple[str | None, ...]) -> int:
-    """Fewest elements of a side of a product on tensor cores: those of the largest input are its rows where the other side is short."""
-    return MMA_MIN if side & set(big) else MMA_COLUMNS
+def _shortest(block: BlockGraph, side: set[str], big: tuple[str | None, ...]) -> int:
+    """Fewest elements of a side of a product on tensor cores: the largest input has its rows where the other side is short."""
+    short = math.prod(next_power_of_two(x.size) for x in _side(block, side)) <= MMA_COLUMNS
+    return MMA_COLUMNS if short and not side & set(big) else MMA_MIN
 
 
 def _fits_side(block: BlockGraph, side: set[str], big: tuple[str | None, ...], tiles: dict[str, int]) -> bool:
     """Whether the tiles of a side of several axes make it long enough for tensor cores, and no longer than they need it."""
-    axes = [x for x in block.axes if x.name in side and x.size > 1 and x.role is not Role.LOOP and block.splits(x.name) is None]
+    axes = _side(block, side)
     held = math.prod(tiles[x.name] for x in axes if x.role is Role.TILE)
-    return len(axes) < 2 or _shortest(side, big) <= math.prod(tiles[x.name] for x in axes) <= max(LONGEST_SIDE, held)
+    return len(axes) < 2 or _shortest(block, side, big) <= math.prod(tiles[x.name] for x in axes) <= max(LONGEST_SIDE, held)

@@ -350,7 +350,9 @@ def _steps(start: Candidate) -> Iterator[tuple[Schedule, ...]]:
         changes += [{"num_warps": x} for x in (s.num_warps // 2, s.num_warps * 2) if 1 <= x <= 16]
         changes += [{"split": x} for x in (s.split // 2, s.split * 2) if x >= 1]
         if s.mma:
-            changes += [{"weights_first": not s.weights_first}, {"prefetch": not s.prefetch}]
+            changes.append({"weights_first": not s.weights_first})
+        if plan(op, s).walks:
+            changes.append({"prefetch": not s.prefetch})
         if op.followed:
             changes.append({"hasten": not s.hasten})
         for axis in op.block.axes:
