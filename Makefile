@@ -1,5 +1,6 @@
 # make demo     set up, then run the main job on a small trained model
-# make test     set up, then lint and every test; the last line is pytest's summary
+# make test     set up, then lint and the tests; the last line is pytest's summary
+# make thorough the same, with all that random tests try and tests that are more of the same
 # make sanitize the C++ core's unit tests and fuzzer under AddressSanitizer and UBSan
 #
 # PYTHON=python3.12        another Python (3.10 to 3.13)
@@ -26,7 +27,7 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 MAKEFLAGS += --no-print-directory
 # every process would compile torch and transformers anew
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: demo test lint unit sanitize compat $(COMPAT:%=compat-%) setup clean
+.PHONY: demo test thorough lint unit sanitize compat $(COMPAT:%=compat-%) setup clean
 
 demo: .venv/run.stamp
 	@$(BIN)/mirage-hf demo
@@ -37,6 +38,9 @@ test: .venv/dev.stamp
 	$(MAKE) -j$(WORKERS) --output-sync=target -k $(COMPAT:%=compat-%) sanitize lint || failed=1; \
 	$(MAKE) unit || failed=1; \
 	exit $$failed
+
+thorough: export MIRAGE_HF_THOROUGH := 1
+thorough: test
 
 unit: .venv/dev.stamp
 	@$(PYTEST) -n $(WORKERS) --dist loadfile

@@ -13,7 +13,7 @@ import torch
 HERE = Path(__file__).parent
 torch.set_num_threads(1)  # tests run in several processes; threads of one would wait for those of another
 sys.path.insert(0, str(HERE))  # programs.py and ugraphs.py are imported by tests of several folders
-
+from thorough import THOROUGH  # noqa: E402
 
 # results of earlier runs, and of the user's own work, are no part of a test
 os.environ.setdefault("MIRAGE_HF_CACHE", tempfile.mkdtemp(prefix="mirage_hf_tests_"))
@@ -32,7 +32,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # pytest-xdist would begin with the files of most tests
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = [item for item in items if "thorough" in item.keywords and not THOROUGH]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if "thorough" not in item.keywords or THOROUGH]
     place = {name: n for n, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     if torch.cuda.is_available():

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from mirage_hf.graph.kernel import KernelGraph
@@ -40,8 +41,8 @@ class Block:
     sizes: tuple[tuple[str, Any], ...]
 
     def program(self, rows: int, **changes: Any) -> KernelGraph:
-        """The tensor program for `rows` rows; `changes` replace sizes (a wider dtype for a probe)."""
-        return self.pattern.build(rows=rows, **{**dict(self.sizes), **changes})
+        """The tensor program for `rows` rows, to be read only; `changes` replace sizes (a wider dtype for a probe)."""
+        return _program(self, rows, tuple(sorted(changes.items())))
 
     def searched(self, rows: int) -> KernelGraph | None:
         """The program beside which that for `rows` rows is searched, at another number of slots; None where it is that itself."""
@@ -55,6 +56,11 @@ class Block:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Block) and (self.pattern.name, self.sizes) == (other.pattern.name, other.sizes)
+
+
+@lru_cache(maxsize=512)  # probes and steps on a CPU ask for one program again and again
+def _program(block: Block, rows: int, changes: tuple[tuple[str, Any], ...]) -> KernelGraph:
+    return block.pattern.build(rows=rows, **{**dict(block.sizes), **dict(changes)})
 
 
 @dataclass(frozen=True)

@@ -633,6 +633,7 @@ def load_trained():
         ASSET, padding_side="left")
 
 
+@pytest.mark.slow
 @trained
 def test_trained_model_writes_the_same_256_tokens():
     model, tok = load_trained()
@@ -648,6 +649,7 @@ def test_trained_model_writes_the_same_256_tokens():
     assert handled(runner) == 2
 
 
+@pytest.mark.slow
 @trained
 def test_trained_model_with_everything_around_it():
     model, tok = load_trained()

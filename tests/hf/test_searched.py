@@ -23,7 +23,11 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in (*FOUR[1:], "gemma2", "olmo2"))])
+SLOW, THOROUGH = pytest.mark.slow, [pytest.mark.slow, pytest.mark.thorough]
+
+
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=SLOW) for f in ("qwen3", "gemma2")),
+                                    *(pytest.param(f, marks=THOROUGH) for f in ("mistral", "qwen2", "olmo2"))])
 def test_searched_kernels_decode_as_stock(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "SAMPLES", 40)  # of layers this small the largest error of 8 calls is a matter of luck
     stock = tiny(family, num_hidden_layers=2)
@@ -67,7 +71,7 @@ def test_an_adapter_becomes_one_kernel(dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (ASSETS / "tiny_llama").exists(), reason="the trained asset is not there")
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("adapted", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_the_trained_model_writes_the_same_256_tokens(adapted: bool) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -87,7 +91,7 @@ def test_the_trained_model_writes_the_same_256_tokens(adapted: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (ASSETS / "tiny_llama").exists(), reason="the trained asset is not there")
-@pytest.mark.parametrize("text", ["The ", "Return a list of ", "If the file "])
+@pytest.mark.parametrize("text", ["The ", *(pytest.param(t, marks=pytest.mark.thorough) for t in ("Return a list of ", "If the file "))])
 def test_the_trained_model_parts_only_at_ties_in_bfloat16(text: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -20,6 +20,7 @@ from mirage_hf.errors import ZooError
 from mirage_hf.swap.guard import KEY
 
 pytestmark = pytest.mark.usefixtures("resolved")
+THOROUGH = pytest.mark.thorough
 CLOSE = dict(atol=3e-5, rtol=1e-4)
 OP = torch.ops.mirage_hf.run.default
 ROPE = dict(position_embeddings=(torch.ones(1, 1, 8), torch.ones(1, 1, 8)))
@@ -66,7 +67,8 @@ def hidden(rows: int = 1, seed: int = 0) -> torch.Tensor:
 
 # -- compiled graphs hold kernels -----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow),
+                                    *(pytest.param(f, marks=THOROUGH) for f in ("qwen3", "phi3"))])
 def test_a_whole_model_is_one_graph_with_kernels(family: str) -> None:
     model = optimize(tiny(family, num_hidden_layers=2))
     run, seen = compiled(model)
@@ -76,7 +78,7 @@ def test_a_whole_model_is_one_graph_with_kernels(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", ["rms_norm_linear", "gated_mlp", "linear_residual"])
+@pytest.mark.parametrize("kept", ["gated_mlp", *(pytest.param(k, marks=THOROUGH) for k in ("rms_norm_linear", "linear_residual"))])
 def test_parts_that_stay_stock_are_traced_beside_kernels(kept: str) -> None:
     _, ours = pair("qwen2", patterns=[kept])
     run, seen = compiled(ours)
@@ -211,10 +213,11 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "a hook": _hook, "a forward on the instance": _forward, "a method on the instance": _method, "another class": _kind,
     "another child": _child, "other shapes": _other_shape, "another epsilon": _epsilon, "another dtype": _dtype,
     "a bias that was not there": _bias}
+OFTEN = "a hook", "another child", "another epsilon"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [pytest.param(c, marks=[THOROUGH] * (c not in OFTEN)) for c in CHANGES])
 def test_changes_send_a_graph_to_stock(change: str) -> None:
     stock, ours = pair()
     run, seen = compiled(ours)
@@ -321,7 +324,7 @@ def test_adapters_that_change_are_seen() -> None:
 # -- torch.export ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=THOROUGH)])
 def test_exported_programs_hold_kernels_and_parameters(strict: bool) -> None:
     _, ours = pair()
     exported = torch.export.export(ours, (hidden(),), ROPE, strict=strict)
@@ -335,7 +338,7 @@ def test_exported_programs_hold_kernels_and_parameters(strict: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=THOROUGH)])
 def test_an_exported_program_for_any_batch_is_stock(strict: bool) -> None:
     stock, ours = pair(batch_sizes=(4,))
     shapes = {"hidden_states": {0: torch.export.Dim.DYNAMIC}, "position_embeddings": (None, None)}

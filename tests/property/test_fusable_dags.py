@@ -8,6 +8,7 @@ import mutants
 import shrink
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
+from thorough import count
 
 import mirage_hf as mi
 from mirage_hf.graph.kernel import DTensor, KernelGraph
@@ -16,7 +17,7 @@ from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.verify.fingerprint import prove
 from mirage_hf.verify.verdict import Accepted
 
-DAGS = 200
+DAGS = count(200, 60)
 FUSED = 0.8
 SEARCH = SearchOptions(time_limit=0.6, threads=1, max_candidates=6, max_cuts=2, max_kernels=3)
 TOLERANCE = 1e-6

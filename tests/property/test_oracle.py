@@ -17,12 +17,13 @@ from collections import Counter
 import oracle
 from hypothesis import HealthCheck, Phase, assume, given, note, settings
 from hypothesis import strategies as st
+from thorough import count
 
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.search import engine
 from mirage_hf.search.spec import NotLowerable, lower
 
-PROGRAMS = 200
+PROGRAMS = count(200, 80)
 PRIMITIVES = 6
 WAYS = 300
 LEAST = 2.66   # µs: launch and latency, which every kernel pays
