@@ -481,8 +481,9 @@ class Plan:
         return found
 
     def is_asynchronous(self, dot: Dot) -> bool:
-        """Whether Hopper may still read a product's factors while the next iteration runs (64 rows or more, whole warpgroups)."""
-        return self.rows(dot) >= WARPGROUP_ROWS and self.schedule.num_warps >= 4
+        """Whether Hopper may still read a product's factors while the next iteration runs: 64 rows or more, whole warpgroups, and more
+        columns than those for which Triton 3.6 takes the older instruction."""
+        return self.rows(dot) >= WARPGROUP_ROWS and self.columns(dot) > MMA_COLUMNS and self.schedule.num_warps >= 4
 
     def reads_as_stored(self, dot: Dot, x: str) -> bool:
         """Whether an asynchronous product reads input `x` without a conversion, which would be code of its own."""

@@ -18,6 +18,7 @@ from interpreted import run
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import torch_text, triton
+from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.kernel import new_kernel_graph
@@ -265,6 +266,21 @@ def test_steps_ask_for_what_is_copied_next(name):
             assert n + ahead >= len(loads) or lines >= loads[n + ahead], (n, block)
     ptx = compiler.ahead_of_time(triton.generate(u, schedules), 90)[0].ptx
     assert "prefetch.global.L2" in ptx
+
+
+def test_eight_columns_take_the_older_instruction():
+    for columns in (8, 16):
+        u = blocks.rms_norm_linear(5, 1024, 128)
+        schedule = Schedule((("m", columns), ("n", 64), ("k", 128)), True, num_stages=3)
+        program = triton.generate(u, [schedule])
+        ptx = compiler.ahead_of_time(program, 90)[0].ptx
+        new = "wgmma.mma_async" in ptx
+        assert new != ("mma.sync.aligned.m16n8k16" in ptx) and new == (columns == 16)
+        planned = plan(placed(u)[0], schedule)
+        assert all(planned.is_asynchronous(d) == new for d in planned.dots.values()) and planned.dots
+    fewer = replace(schedule, tiles=(("m", 4), ("n", 64), ("k", 128)))
+    rows = replace(schedule, tiles=(("m", 8), ("n", 64), ("k", 128)), weights_first=False)
+    assert not plan(placed(u)[0], fewer).dots and not plan(placed(u)[0], rows).dots  # as rows there are at least 16
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------------------
