@@ -214,16 +214,16 @@ def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:
         names = [a.name for a in block.axes]
         for tiles in itertools.product(*choices):
             named = tuple(zip(names, tiles, strict=True))
+            walks = any(t < block.part(a.name) for a, t in zip(block.axes, tiles, strict=True) if a.role is Role.LOOP)
             if mma:
                 if not all(_fits_side(block, side, big.axes, dict(named)) for x, y in products for side in (x - y, y - x)):
                     continue
-                for warps, stages in itertools.product((4, 8), (2, 3, 4, 6)):
+                for warps, stages in itertools.product((4, 8), (2, 3, 4, 6) if walks else (1,)):
                     yield Schedule(named, mma=True, num_warps=warps, num_stages=stages)
                 if max(tiles) >= 64:
-                    for warps, stages in ((4, 3), (4, 4), (8, 3)):
+                    for warps, stages in ((4, 3), (4, 4), (8, 3)) if walks else ((4, 1), (8, 1)):
                         yield Schedule(named, mma=True, weights_first=False, num_warps=warps, num_stages=stages)
             else:
-                walks = any(t < block.part(a.name) for a, t in zip(block.axes, tiles, strict=True) if a.role is Role.LOOP)
                 for warps, stages, lazy in itertools.product((1, 2, 4, 8), (1, 3) if walks else (1,), (True, False) if walks else (True,)):
                     yield Schedule(named, lazy=lazy, num_warps=warps, num_stages=stages)
 

@@ -16,7 +16,7 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
-from mirage_hf.graph import symbolic
+from mirage_hf.graph import effects, symbolic
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
@@ -151,7 +151,8 @@ def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[
     ranked = [schedules(op, model) for op in ops]
     if not all(ranked):
         return
-    rest = sum(library_us(op, model) for op in ugraph.kernels.ops if op.block is None)
+    stored = set(map(id, effects.stored(ugraph.kernels).values()))  # kernels write these rows themselves
+    rest = sum(library_us(op, model) for op in ugraph.kernels.ops if op.block is None and id(op) not in stored)
     for n in range(max(map(len, ranked))):
         chosen = tuple(replace(r[min(n, len(r) - 1)], hasten=op.followed) for r, op in zip(ranked, ops, strict=True))
         own = sum(estimate(plan(op, s), model).us for op, s in zip(ops, chosen, strict=True))
