@@ -196,7 +196,7 @@ def _held(plan: Plan, stage: Stage) -> float:
     formed = [plan.numel(op.axes) * (1.0 if op.over is None else 0.0) for op in stage.body
               if op.out not in plan.skipped and op.out not in summed]
     loaded = (_loads(plan, stage) if walked else list(plan.input))
-    copied = plan.native if walked else ()  # into shared memory; what is held whole goes through registers
+    copied = plan.native if plan.walks else ()  # into shared memory; where loops are held whole they go through registers
     elements = sum(_tile_bytes(plan, i) / 4 for i in loaded if i not in copied) + max(formed, default=0.0)
     return elements + (_running(plan, stage) if walked else 0)
 

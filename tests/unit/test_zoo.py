@@ -15,9 +15,13 @@ from ugraphs import gated_mlp, rms_norm_linear
 
 import mirage_hf as mi
 from mirage_hf import errors
+from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.triton import generate
 from mirage_hf.errors import Rejected
+from mirage_hf.tune.cost import H200, estimate
+from mirage_hf.tune.space import REGISTER_BUDGET
+from mirage_hf.tune.tuner import rank
 from mirage_hf.zoo import store
 from mirage_hf.zoo.entry import ENTRY, KERNEL, UGRAPH, Entry, Timing, read_entry
 from mirage_hf.zoo.key import key_of
@@ -120,6 +124,16 @@ def test_every_entry_of_the_packaged_zoo_is_usable():
 def test_kernels_of_the_packaged_zoo_are_what_is_generated_now():
     """Where they are not, raise schedule.VERSION and build the zoo again."""
     assert not [str(e.folder) for e in packaged_store().entries() if generate(e.ugraph, e.schedules).source != e.kernel]
+
+
+def test_packaged_kernels_are_in_the_space_and_estimates_of_attention_are_near_their_times():
+    for e in packaged_store().entries():
+        estimates = [estimate(plan(op, s)) for op, s in zip(placed(e.ugraph), e.schedules, strict=True)]
+        assert all(x.registers <= REGISTER_BUDGET and x.shared <= H200.shared_bytes for x in estimates), e.folder
+        if e.pattern == "attention":  # the caches that it appends to are read once, and not written
+            us = next(t.median_us for t in e.timings if t.name == "searched kernel")
+            best = next(c for c in rank([e.ugraph], H200) if not c.is_library)
+            assert us / 2 < best.estimate_us < 2 * us and sum(x.us for x in estimates) < 2 * us, (e.folder, us, best.estimate_us)
 
 
 def test_a_named_zoo_is_a_folder_or_a_clear_error(tmp_path, monkeypatch):
