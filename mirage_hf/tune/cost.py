@@ -183,10 +183,11 @@ def footprint(plan: Plan) -> Footprint:
 
 def _element_work(plan: Plan) -> float:
     by_hand = {c.out for c in plan.block.contractions.values()} - set(plan.dots)
-    stages = [s for s in plan.block.stages if s.loop] or plan.block.stages
-    if plan.walks and any(op.out in by_hand for s in stages if s.loop for op in s.body):
+    looped = [s for s in plan.block.stages if s.loop]
+    within = {op.out for s in looped or plan.block.stages for op in s.body}
+    if not by_hand.isdisjoint(within) and looped and plan.walks:
         return REDUCED_EACH_STEP
-    return MULTIPLY_ADD if any(x.out in by_hand for s in stages for x in (*s.accumulators, *s.body)) else 1.0
+    return 1.0 if by_hand.isdisjoint(within | {a.out for s in looped for a in s.accumulators}) else MULTIPLY_ADD
 
 
 def _held(plan: Plan, stage: Stage) -> float:
