@@ -296,8 +296,8 @@ class Tiles:
                 if ends is not None and a == ends.bounds:
                     lo, hi = (f"{self.value[ends.name]}_{end}" for end in ("lo", "hi"))
                     at = f"tl.minimum(tl.maximum(tl.minimum(tl.maximum({at}, {lo}), {hi} - 1), 0), {last})"
-                elif plan.ragged(a) and a != joined:
-                    at = f"tl.minimum({at}, {last})"
+                elif plan.ragged(a):  # only the last source of a joined axis has an end inside a tile
+                    at = f"({at} - tl.maximum({self.axis[a]} - {last}, 0))" if a == joined else f"tl.minimum({at}, {last})"
                 found.append((a, at, count))
                 continue
             count = max(1, count // every)

@@ -268,6 +268,24 @@ def test_steps_ask_for_what_is_copied_next(name):
     assert "prefetch.global.L2" in ptx
 
 
+def asked_for(u, schedule, **names) -> list[set[int]]:
+    """The elements that each `prefetch` of a kernel asks for, counted from its tensor's first; `names`: where the block stands."""
+    tl = _Recording(0)
+    found = []
+    for text in re.findall(r"(?m)^ +prefetch\(\w+_ptr \+ (.+)\)$", triton.generate(u, [schedule]).source):
+        found.append({int(x) for x in np.asarray(eval(text, {"tl": tl} | names)).flat})
+    return found
+
+
+def test_what_is_asked_for_lies_in_the_last_of_several_tensors():
+    u = blocks.norm_qkv(1, 256, (32, 20), bias=False)
+    schedule = Schedule((("m", 1), ("n", 16), ("k", 64)), preload=2, prefetch=True)
+    for begin, rows in ((32, range(16)), (48, range(16, 20))):  # the last tile reaches past the end
+        n = begin + np.arange(16)
+        _, first, next_ = asked_for(u, schedule, k0=0, n=n, w_at=n - 32)
+        assert first == {256 * r + k for r in rows for k in (0, 64)} and next_ == {256 * r + 64 for r in rows}
+
+
 def test_eight_columns_take_the_older_instruction():
     for columns in (8, 16):
         u = blocks.rms_norm_linear(5, 1024, 128)
