@@ -290,7 +290,8 @@ class Tiles:
                 elif ahead:
                     last = self._last_of_share(last)
             elif every > 1 and count > 1:
-                start, clamped = f"{self.axis[a]}0" if plan.trips(a) > 1 else "", plan.ragged(a)
+                start = f"{self.axis[a]}_start" if plan.parts(a) else f"{self.axis[a]}0" if plan.trips(a) > 1 else ""
+                clamped = plan.ragged(a)
             else:
                 at = f"{self.value[i.name]}_at" if a == joined else self.axis[a]
                 if ends is not None and a == ends.bounds:

@@ -286,6 +286,21 @@ def test_what_is_asked_for_lies_in_the_last_of_several_tensors():
         assert first == {256 * r + k for r in rows for k in (0, 64)} and next_ == {256 * r + 64 for r in rows}
 
 
+def test_blocks_ask_for_their_own_part_of_contiguous_elements():
+    g = new_kernel_graph()
+    x = g.new_input((64, 1024), "float16", name="x", constant=True)
+    axes = (Axis("p", 4, Role.GRID), Axis("r", 1024, Role.TILE, "p"), Axis("k", 64, Role.LOOP))
+    looped = Stage("k", (BlockOp("e", "exp", ("x",), ("r", "k")),), (Accumulator("a", "e", "sum", ("r",)),))
+    stages = (looped, Stage(None, (BlockOp("y", "mul", ("a", 0.5), ("r",)),)))
+    g.mark_output(*g.customized([x], BlockGraph(axes, (BlockInput("x", (0,), ("k", "r")),), stages, (BlockOutput("y", ("r",), "float16"),))))
+    schedule = Schedule((("p", 1), ("r", 256), ("k", 16)), preload=1, prefetch=True)
+    for part in range(4):
+        columns = range(256 * part, 256 * part + 256, 64)
+        first, next_ = asked_for(UGraph(g, g), schedule, k0=0, r_start=256 * part)
+        assert first == {1024 * k + c for k in range(16) for c in columns}
+        assert next_ == {1024 * k + c for k in range(16, 32) for c in columns}
+
+
 def test_eight_columns_take_the_older_instruction():
     for columns in (8, 16):
         u = blocks.rms_norm_linear(5, 1024, 128)
