@@ -309,7 +309,7 @@ class Tiles:
         far = sum(plan.reach(a) * s for a, s in strides.items()) >= 2 ** 31
         terms = [f"{self.value[i.name]}_ptr"]
         for a, index, count in found:
-            term = (self._spread(index, [a], dims) if count > 1 else index) + (".to(tl.int64)" if far and count > 1 else "")
+            term = (self._spread(index, [a], dims) if count > 1 else index) + (".to(tl.int64)" if far and index != "(0)" else "")
             terms.append(term if strides[a] == 1 else f"{term} * {strides[a]}")
         return [f"prefetch({' + '.join(terms)})"] if dims else []
 

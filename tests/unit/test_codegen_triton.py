@@ -292,13 +292,21 @@ def test_blocks_ask_for_their_own_part_of_contiguous_elements():
     axes = (Axis("p", 4, Role.GRID), Axis("r", 1024, Role.TILE, "p"), Axis("k", 64, Role.LOOP))
     looped = Stage("k", (BlockOp("e", "exp", ("x",), ("r", "k")),), (Accumulator("a", "e", "sum", ("r",)),))
     stages = (looped, Stage(None, (BlockOp("y", "mul", ("a", 0.5), ("r",)),)))
-    g.mark_output(*g.customized([x], BlockGraph(axes, (BlockInput("x", (0,), ("k", "r")),), stages, (BlockOutput("y", ("r",), "float16"),))))
+    inputs, outputs = (BlockInput("x", (0,), ("k", "r")),), (BlockOutput("y", ("r",), "float16"),)
+    g.mark_output(*g.customized([x], BlockGraph(axes, inputs, stages, outputs)))
     schedule = Schedule((("p", 1), ("r", 256), ("k", 16)), preload=1, prefetch=True)
     for part in range(4):
         columns = range(256 * part, 256 * part + 256, 64)
         first, next_ = asked_for(UGraph(g, g), schedule, k0=0, r_start=256 * part)
         assert first == {1024 * k + c for k in range(16) for c in columns}
         assert next_ == {1024 * k + c for k in range(16, 32) for c in columns}
+
+
+def test_what_is_asked_for_in_long_tensors_is_counted_in_64_bits():
+    schedule = Schedule((("h", 1), ("m", 16), ("s", 64), ("d", 64)), True, num_stages=3, prefetch=True)
+    source = triton.generate(online(heads=4096, keys=1 << 14), [schedule]).source
+    asked = re.findall(r"prefetch\((?:key|v)_ptr.*", source)
+    assert len(asked) == 2 and all("_ptr + h.to(tl.int64) * 1048576" in line for line in asked)
 
 
 def test_eight_columns_take_the_older_instruction():
