@@ -309,6 +309,15 @@ def test_what_is_asked_for_in_long_tensors_is_counted_in_64_bits():
     assert len(asked) == 2 and all("_ptr + h.to(tl.int64) * 1048576" in line for line in asked)
 
 
+def test_a_product_of_another_product_behind_the_loop_is_asynchronous_only_where_the_loop_is_pipelined():
+    schedule = Schedule((("m", 64), ("n", 64), ("k", 128), ("r", 16)), True, num_stages=3)
+    u = blocks.lora(64, 512, 128)
+    kernel, = compiler.ahead_of_time(triton.generate(u, [schedule]), 90)
+    assert "wgmma.mma_async" in kernel.ptx
+    with pytest.raises(errors.CodegenError, match="up multiplies what another product gives, with 64 rows"):
+        triton.generate(u, [replace(schedule, num_stages=1)])
+
+
 def test_eight_columns_take_the_older_instruction():
     for columns in (8, 16):
         u = blocks.rms_norm_linear(5, 1024, 128)
