@@ -451,7 +451,7 @@ class Plan:
             if at[left][-1] > at[right][0] or any(p[0] < over < p[-1] for p in at.values()):
                 continue  # the rows, or the columns, are not side by side
             if self.numel(self._free(left, c.over)) < MMA_MIN:
-                continue
+                continue  # 8 of them would have to be columns
             given = {self.dtype(self.input[x]) for x in (left, right) if x in self.input}
             dtype = given.pop() if len(given) == 1 else torch.float32 if given else self.run_dtype
             found[c.out] = Dot(c, left, right, at[left][0] > over, over > at[right][0], dtype)

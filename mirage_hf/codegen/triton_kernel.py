@@ -210,11 +210,10 @@ class _Writer(Tiles):
 
     def _prefetch_next(self, loop: str) -> None:
         """Ask for the tiles whose copies begin at the end of a step: those of asynchronous products are waited for at once otherwise."""
-        ahead = max(1, self.plan.schedule.num_stages - 1)
-        asked = [line for i in self.block.inputs if i.bounds is None and loop in i.axes and self.plan.is_streamed(i)
-                 for line in self._prefetch(i, ahead)]
         if self.plan.schedule.prefetch:
-            self.lines_if("overlaps", asked)
+            ahead = max(1, self.plan.schedule.num_stages - 1)
+            asked = [i for i in self.block.inputs if i.bounds is None and loop in i.axes and self.plan.is_streamed(i)]
+            self.lines_if("overlaps", [line for i in asked for line in self._prefetch(i, ahead)])
 
     def _trim(self, i: BlockInput | None) -> None:
         """Where this block's way along the loop begins and ends: of what is within the bounds of some row its part, or its share."""
