@@ -31,7 +31,7 @@ def random_graph(seed: int) -> KernelGraph:
 def random_schedule(block: BlockGraph, seed: int) -> Schedule:
     """Any schedule: tiles smaller or larger than the axes, tensor cores where they happen to fit."""
     r = random.Random(seed)
-    mma = r.random() < 0.5
+    mma = r.random() < 0.6
     tiles = {}
     for a in block.axes:
         whole = next_power_of_two(block.part(a.name))
