@@ -1,4 +1,4 @@
-"""A thousand generate calls of mixed kinds on a GPU (scripts/soak_generate.py)."""
+"""A thousand generate calls of mixed kinds on a GPU, 500 made twice (scripts/soak_generate.py); it needs the GPU for itself."""
 from __future__ import annotations
 
 import sys
