@@ -51,7 +51,7 @@ def gqa_decode(rows: int, kv_heads: int = 2, group: int = 4, keys: int = 4096, d
     """One token's attention over a cache: the query heads that share a key head are the rows of one product."""
     g = mi.new_kernel_graph()
     q = g.new_input((rows * kv_heads, group, d), dtype, name="q")
-    k, v = (g.new_input((rows * kv_heads, keys, d), dtype, name=name) for name in "kv")
+    k, v = (g.new_input((rows * kv_heads, keys, d), dtype, name=name, constant=True) for name in "kv")
     g.mark_output(g.matmul(g.softmax(g.mul(g.matmul(q, g.permute(k, (0, 2, 1))), 1 / math.sqrt(d))), v))
     return g
 
@@ -81,7 +81,7 @@ def mla_decode(rows: int, heads: int = 16, keys: int = 4096, latent: int = 512, 
     """As stock transformers spells it: keys and values expanded from the latent. The search moves the up-projections."""
     g = mi.new_kernel_graph()
     qn, qr = g.new_input((rows, heads, 1, nope), HALF, name="q_nope"), g.new_input((rows, heads, 1, rope), HALF, name="q_rope")
-    c, kr = g.new_input((rows, 1, keys, latent), HALF, name="latent"), g.new_input((rows, 1, keys, rope), HALF, name="k_rope")
+    c, kr = (g.new_input((rows, 1, keys, n), HALF, name=name, constant=True) for name, n in (("latent", latent), ("k_rope", rope)))
     wk, wv = (g.new_input((1, heads, latent, d), HALF, strides=(heads * d * latent, d * latent, 1, latent), name=name, constant=True)
               for name, d in (("w_k", nope), ("w_v", value)))
     scores = g.matmul(qn, g.permute(g.matmul(c, wk), (0, 1, 3, 2)))

@@ -400,13 +400,20 @@ class Plan:
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """Axes in the order of tensor dims: grid, tile, loop, but rows before summed before columns of each tensor-core product."""
+        """Axes in the order of tensor dims: grid, tile, loop, but rows before summed before columns of each tensor-core product. What
+        several products read one way and the other keeps the order in which it is stored: Triton (3.6) copies it ahead then only."""
         axes = [a.name for role in (Role.GRID, Role.TILE, Role.LOOP) for a in self.block.named(role)]
         after: dict[str, set[str]] = {a: set() for a in axes}
 
         def reaches(start: str, goal: str) -> bool:
             return start == goal or any(reaches(x, goal) for x in after[start])
 
+        for i in (self.input[x] for x in dict.fromkeys(x for c in self._mma for x in (c.a, c.b)) if x in self.input):
+            if len({c.over for c in self._mma if i.name in (c.a, c.b)}) > 1:
+                stored = sorted((-s, a) for a, s in zip(i.axes, self.operands[i.sources[0]].strides, strict=True) if a and self.tile(a) > 1)
+                for (_, first), (_, second) in itertools.pairwise(stored):
+                    if not reaches(second, first):
+                        after[first].add(second)
         for c in self._mma:
             left, right = self._sides(c)
             wishes = [[*((a, c.over) for a in self._free(x, c.over)), *((c.over, a) for a in self._free(y, c.over))]

@@ -8,7 +8,7 @@ from typing import Any
 from mirage_hf import errors
 from mirage_hf.graph.block import BlockGraph, Role
 
-VERSION = 6
+VERSION = 7
 """Part of every key under which a tuned kernel is stored; raised when the same schedule generates different code."""
 
 
@@ -23,7 +23,6 @@ class Schedule:
     evict_first: inputs that only one block reads are marked as first to leave the L2.
     split: blocks that share the loop of a tile, a power of two; the last of them to be done adds up what all of them found.
     preload: loop tiles of what lies ready (constants, caches) that a block asks for before it waits; a power of two or 0.
-    prefetch: each step of the loop asks for the tiles whose copies begin at its end, of what no other block reads.
     hasten: the next kernel of the µGraph may begin before this one has waited, where it settles nothing before its own wait.
     num_warps, num_stages: warps of a block, loop iterations whose loads are in flight.
     """
@@ -37,7 +36,6 @@ class Schedule:
     num_stages: int = 1
     split: int = 1
     preload: int = 0
-    prefetch: bool = False
     hasten: bool = False
 
     def __post_init__(self) -> None:
@@ -87,8 +85,8 @@ class Schedule:
         how = ("mma" + (" weights-first" if self.weights_first else "")) if self.mma else "fma"
         lazy = " lazy" if self.lazy else ""
         more = "".join(f" {name}:{n}" for name, n, least in (("split", self.split, 1), ("preload", self.preload, 0)) if n > least)
-        more += "".join(f" {name}" for name in ("prefetch", "hasten") if getattr(self, name))
-        return f"{tiles} {how}{lazy} warps:{self.num_warps} stages:{self.num_stages}{more}"
+        hasten = " hasten" if self.hasten else ""
+        return f"{tiles} {how}{lazy} warps:{self.num_warps} stages:{self.num_stages}{more}{hasten}"
 
 
 def next_power_of_two(n: int) -> int:

@@ -180,7 +180,6 @@ class _Writer(Tiles):
             self.line(f"{axis}0 = {' + '.join(before)} + {axis}_step")
         self.line(f"{axis} = {axis}0 + tl.arange(0, {tile})" if tile > 1 else f"{axis} = {axis}0")
         self._bound(loop)
-        self._prefetch_next(loop)
         for i in small:
             self._first(i.name)
             self.line(f"{self.value[i.name]} = {self.value[i.name]}_next")
@@ -207,13 +206,6 @@ class _Writer(Tiles):
         self.trimmed = None
         if split > 1:
             self._combine(stage)
-
-    def _prefetch_next(self, loop: str) -> None:
-        """Ask for the tiles whose copies begin at the end of a step: those of asynchronous products are waited for at once otherwise."""
-        if self.plan.schedule.prefetch:
-            ahead = max(1, self.plan.schedule.num_stages - 1)
-            asked = [i for i in self.block.inputs if i.bounds is None and loop in i.axes and self.plan.is_streamed(i)]
-            self.lines_if("overlaps", [line for i in asked for line in self._prefetch(i, ahead)])
 
     def _trim(self, i: BlockInput | None) -> None:
         """Where this block's way along the loop begins and ends: of what is within the bounds of some row its part, or its share."""

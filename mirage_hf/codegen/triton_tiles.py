@@ -261,11 +261,11 @@ class Tiles:
         together = math.gcd(half, self.plan.tile(axis)) if self.plan.dims([axis]) and self.plan.parts(axis) is None else 1
         return f"tl.max_contiguous(tl.multiple_of({text}, {together}), {together})" if together > 1 else text
 
-    def _prefetch(self, i: BlockInput, ahead: int = 0) -> list[str]:
-        """A line that asks for what the first steps of the loop read of an input, a cache line at a time; in a step, for what the one
-        `ahead` reads. No line where that is known too late."""
+    def _prefetch(self, i: BlockInput) -> list[str]:
+        """A line that asks for what the first steps of the loop read of an input, a cache line at a time. No line where that is known
+        too late."""
         plan = self.plan
-        steps = 1 if ahead else min(plan.schedule.preload, next_power_of_two(plan.share))
+        steps = min(plan.schedule.preload, next_power_of_two(plan.share))
         joined = i.joined if len(i.sources) > 1 else None
         if joined is not None and not (self._is_selected(i) and self.block.role(joined) is Role.GRID):
             return []  # which source the tiles lie in is known only inside the loop
@@ -283,12 +283,10 @@ class Tiles:
             every = line if stride == 1 and a != joined else 1
             last = str(self.block.axis(a).size - 1)
             if walked:
-                start = f"{self.axis[a]}0 + {ahead * plan.tile(a)}" if ahead else " + ".join(self._loop_starts())
-                clamped = bool(ahead) or steps > plan.share or plan.ragged(a) or self.trimmed is not None
+                start = " + ".join(self._loop_starts())
+                clamped = steps > plan.share or plan.ragged(a) or self.trimmed is not None
                 if self.trimmed is not None:
                     last = f"tl.maximum({self.axis[a]}_last - 1, 0)"
-                elif ahead:
-                    last = self._last_of_share(last)
             elif every > 1 and count > 1:
                 start = f"{self.axis[a]}_start" if plan.parts(a) else f"{self.axis[a]}0" if plan.trips(a) > 1 else ""
                 clamped = plan.ragged(a)
@@ -312,16 +310,6 @@ class Tiles:
             term = (self._spread(index, [a], dims) if count > 1 else index) + (".to(tl.int64)" if far and index != "(0)" else "")
             terms.append(term if strides[a] == 1 else f"{term} * {strides[a]}")
         return [f"prefetch({' + '.join(terms)})"] if dims else []
-
-    def _last_of_share(self, last: str) -> str:
-        """The last element of the loop that a block walks, where `last` is that of the axis."""
-        loop, plan = str(self.plan.loop), self.plan
-        starts = self._loop_starts()
-        if not starts:
-            return last
-        own = plan.share * plan.tile(loop) if plan.schedule.split > 1 else self.block.part(loop)
-        text = f"{' + '.join(starts)} + {own - 1}"
-        return f"tl.minimum({text}, {last})" if plan.ragged(loop) else text
 
     def _loop_starts(self) -> list[str]:
         """What a block's place on the loop axis begins with: the start of its part, of its share."""

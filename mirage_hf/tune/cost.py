@@ -209,13 +209,15 @@ def _registers(plan: Plan, tiles: Footprint) -> int:
 
 
 def _shared_bytes(plan: Plan, tiles: Footprint) -> int:
-    """Shared memory of a block: the loads of all iterations in flight (the one at work too where tensor cores read it), the other
-    factors of tensor-core products, and what warps tell each other in sums and maxima."""
-    per_iteration = max((sum(n * (2 if i in plan.read_again else 1) for i, n in loads.items()) for loads in tiles.loads), default=0)
+    """Shared memory of a block: the loads of all iterations in flight (the one at work too where a product still reads it while the next
+    is asked for), the other factors of tensor-core products, and what warps tell each other in sums and maxima."""
+    per_iteration = max((sum(loads.values()) for loads in tiles.loads), default=0)
     stages, itemsize = plan.schedule.num_stages, plan.run_dtype.itemsize
     if plan.walks and stages > 1:
         exchanged = tiles.exchanged * plan.schedule.num_warps * 4
-        return per_iteration * (stages if plan.dots else stages - 1) + tiles.unstaged * itemsize + exchanged
+        again = sum(_tile_bytes(plan, i) for i in plan.read_again)  # from registers into the layout of the product
+        late = any(plan.is_asynchronous(d) for d in plan.dots.values())
+        return per_iteration * (stages if late else stages - 1) + again + tiles.unstaged * itemsize + exchanged
     return max(per_iteration, tiles.factors * itemsize)  # a product held whole is fed through shared memory
 
 

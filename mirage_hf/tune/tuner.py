@@ -352,8 +352,6 @@ def _steps(start: Candidate) -> Iterator[tuple[Schedule, ...]]:
         changes += [{"split": x} for x in (s.split // 2, s.split * 2) if x >= 1]
         if s.mma:
             changes.append({"weights_first": not s.weights_first})
-        if plan(op, s).walks:
-            changes.append({"prefetch": not s.prefetch})
         if op.followed:
             changes.append({"hasten": not s.hasten})
         for axis in op.block.axes:

@@ -468,15 +468,15 @@ class Case:
 
 
 def _case(name: str, u: UGraph, mma: bool = False, interpreted: bool = True, lazy: bool = True, weights_first: bool = True,
-          num_warps: int = 4, num_stages: int = 1, split: int = 1, preload: int = 0, prefetch: bool = False, **tiles: int) -> Case:
+          num_warps: int = 4, num_stages: int = 1, split: int = 1, preload: int = 0, **tiles: int) -> Case:
     schedule = Schedule(tuple(tiles.items()), mma, weights_first, lazy, num_warps=num_warps, num_stages=num_stages, split=split,
-                        preload=preload, prefetch=prefetch)
+                        preload=preload)
     return Case(name, u, (schedule,), interpreted)
 
 
 def _cases(name: str, u: UGraph, *schedules: dict, interpreted: bool = True) -> Case:
     """Of several kernels: tiles and other choices of each."""
-    known = ("mma", "weights_first", "lazy", "num_warps", "num_stages", "split", "preload", "prefetch", "hasten")
+    known = ("mma", "weights_first", "lazy", "num_warps", "num_stages", "split", "preload", "hasten")
     return Case(name, u, tuple(Schedule(tuple((a, t) for a, t in s.items() if a not in known), **{a: t for a, t in s.items() if a in known})
                                for s in schedules), interpreted)
 
@@ -550,8 +550,8 @@ def cases() -> list[Case]:
         _case("online attention mma, rows first", online_attention(q=5, d=64), mma=True, weights_first=False, h=1, m=16, s=32, d=64),
         _case("online attention mma bf16", online_attention(q=16, d=64, dtype=BF16), mma=True, interpreted=False, h=1, m=16, s=64, d=64,
               num_stages=2),
-        _case("online attention mma in 8 columns, its next tiles asked for", online_attention(q=5, keys=200, d=64), mma=True, h=1, m=8,
-              s=64, d=64, num_stages=2, split=2, prefetch=True),
+        _case("online attention mma in 8 columns", online_attention(q=5, keys=200, d=64), mma=True, h=1, m=8,
+              s=64, d=64, num_stages=2, split=2),
         _cases("split attention", online_attention(parts=3), dict(h=1, m=4, p=1, s=16, d=32), dict(h=1, m=4, p=4, d=32)),
         _cases("split attention of one row bf16", online_attention(8, 1, 200, 64, 5, BF16), dict(h=1, m=1, p=1, s=32, d=64),
                dict(h=1, m=1, p=4, d=64)),
@@ -560,7 +560,7 @@ def cases() -> list[Case]:
         _cases("split attention mma", online_attention(q=5, parts=3, bias=True), dict(mma=True, h=1, m=16, p=1, s=32, d=32, num_stages=2),
                dict(h=1, m=4, p=4, d=32)),
         _cases("split attention mma, rows first", online_attention(q=16, keys=200, parts=4),
-               dict(mma=True, weights_first=False, h=1, m=16, p=1, s=16, d=32, num_stages=2, prefetch=True), dict(h=1, m=4, p=4, d=32)),
+               dict(mma=True, weights_first=False, h=1, m=16, p=1, s=16, d=32, num_stages=2), dict(h=1, m=4, p=4, d=32)),
         _cases("split matmul, its loop split again", split_matmul(2, 500, 48, 3), dict(m=2, n=8, p=1, k=16, split=4, preload=2),
                dict(m=2, n=8, p=4)),
         _cases("split matmul", split_matmul(), dict(m=4, n=8, p=1, k=16), dict(m=4, n=8, p=4)),

@@ -51,8 +51,7 @@ def random_schedule(block: BlockGraph, seed: int) -> Schedule:
     if sum(s.loop is not None for s in block.stages) == 1:
         trips = next(-(-block.part(a.name) // tiles[a.name]) for a in block.named(Role.LOOP))
         split = r.choice([s for s in (1, 2, 4) if trips > 1 and (s - 1) * -(-trips // s) < trips] or [1])
-    return Schedule(tuple(tiles.items()), mma, first, lazy, num_stages=stages, split=split, preload=r.choice((0, 1, 4)),
-                    prefetch=r.random() < 0.3)
+    return Schedule(tuple(tiles.items()), mma, first, lazy, num_stages=stages, split=split, preload=r.choice((0, 1, 4)))
 
 
 class _Builder:

@@ -1,12 +1,15 @@
 """Multi-head latent attention: what the search makes of the program, and generated code over views of packed rows and of one cache."""
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import interpreted
 import pytest
 import torch
 
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.errors import GraphError
 from mirage_hf.graph.execute import run_kernel_graph
@@ -34,6 +37,24 @@ def test_latents_are_never_expanded(ropes: str, heads: int, rows: int, us: float
     assert all(4096 not in t.dims for op in kernels for t in op.outputs)
     expected = [estimate(plan(op, space.schedules(op, limit=1)[0])).us for op in placed(found[0].ugraph)]
     assert sum(expected) < us, expected
+
+
+def test_latents_are_copied_ahead_once_where_both_products_read_them_in_step() -> None:
+    """Rows first: a tile has as many buffers as tiles are in flight, and both products read it there, although one sums what the other
+    keeps. With the latents first, products of 64 rows still read a tile while the next is asked for: a buffer more."""
+    block = MLA.block(**LITE, value=128, scale=0.07, ropes="pairs", dtype=torch.bfloat16)
+    g = block.searched(16)
+    assert g is not None
+    found, _ = search(g, SearchOptions(max_width=1))
+    ops = placed(found[0].ugraph)
+    first, core, last = (space.default_schedule(op) for op in ops)
+    tile = 64 * (512 + 64) * 2
+    for latents_first, stages in ((False, 2), (False, 3), (True, 2)):
+        s = replace(core, tiles=tuple((dict(core.tiles) | {"t": 64}).items()), num_stages=stages, num_warps=4, weights_first=latents_first)
+        kernel = compiler.ahead_of_time(triton.generate(found[0].ugraph, [first, s, last]), 90)[1]
+        buffers = stages if latents_first else stages - 1
+        assert buffers * tile <= 0.95 * estimate(plan(ops[1], s)).shared < kernel.shared <= estimate(plan(ops[1], s)).shared
+        assert kernel.shared < (buffers + 0.5) * tile
 
 
 def test_another_rope_is_an_error() -> None:
