@@ -18,7 +18,8 @@ from mirage_hf.tune.cost import H200, tensor_bytes
 HALF = torch.float16
 
 
-# -- programs: weights are stored (N, K), as nn.Linear stores them --------------------------------------------------------
+# -- programs: weights are stored (N, K), as nn.Linear stores them. What is cached of earlier tokens lies ready when a step begins: it is
+# constant, as weights are, so that kernels may ask for it before they wait for the query -----------------------------------------------
 
 def weight(g: KernelGraph, k: int, n: int, name: str) -> DTensor:
     return g.new_input((k, n), HALF, strides=(1, k), name=name, constant=True)
@@ -69,7 +70,7 @@ def qk_norm_attention(rows: int, heads: int = 16, keys: int = 4096, d: int = 128
     """LayerNorm with a weight on the query and on every key, then one token's attention."""
     g = mi.new_kernel_graph()
     q = g.new_input((rows * heads, 1, d), HALF, name="q")
-    k, v = (g.new_input((rows * heads, keys, d), HALF, name=name) for name in "kv")
+    k, v = (g.new_input((rows * heads, keys, d), HALF, name=name, constant=True) for name in "kv")
     gq, gk = (g.new_input((1, 1, d), HALF, name=name, constant=True) for name in ("gamma_q", "gamma_k"))
     keys_t = g.permute(g.layer_norm(k, gk, eps=rivals.EPS), (0, 2, 1))
     g.mark_output(g.matmul(g.softmax(g.mul(g.matmul(g.layer_norm(q, gq, eps=rivals.EPS), keys_t), 1 / math.sqrt(d))), v))

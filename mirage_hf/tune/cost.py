@@ -183,9 +183,10 @@ def footprint(plan: Plan) -> Footprint:
 
 def _element_work(plan: Plan) -> float:
     by_hand = {c.out for c in plan.block.contractions.values()} - set(plan.dots)
+    several = any(len(plan.value_dims(c.product)) > 2 for c in plan.block.contractions.values() if c.out in by_hand)
     looped = [s for s in plan.block.stages if s.loop]
     within = {op.out for s in looped or plan.block.stages for op in s.body}
-    if not by_hand.isdisjoint(within) and looped and plan.walks:
+    if not by_hand.isdisjoint(within) and looped and plan.walks and several:
         return REDUCED_EACH_STEP
     return 1.0 if by_hand.isdisjoint(within | {a.out for s in looped for a in s.accumulators}) else MULTIPLY_ADD
 
