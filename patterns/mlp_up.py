@@ -5,9 +5,10 @@ import torch
 
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.match.pattern import MlpLayout, Pattern
+from mirage_hf.patterns.lora import Ups
 from mirage_hf.patterns.parts import activated, normed
 
-AXES = {"x": "rows k", "gamma": "1 k", "gamma_bias": "1 k", "w": "k n", "b": "1 n", "y": "rows n"}
+AXES = {"x": "rows k", "gamma": "1 k", "gamma_bias": "1 k", "w": "k n", "b": "1 n", "y": "rows n", "low0": "rows r", "b0_up": "r n"}
 
 LAYOUTS = (
     MlpLayout("StarCoder2", gate="", up="c_fc", down="c_proj", activation="act"),
@@ -18,14 +19,17 @@ LAYOUTS = (
 
 
 def build(rows: int, k: int, n: int, activation: str, norm: bool, bias: bool, eps: float, dtype: torch.dtype,
-          offset: float = 0.0, centred: bool = False, norm_bias: bool = False) -> KernelGraph:
+          offset: float = 0.0, centred: bool = False, norm_bias: bool = False, lora: Ups | None = None) -> KernelGraph:
     """`offset`, `centred`, `norm_bias`: what the norm is, as in `parts.normed`."""
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
+    lows = lora.low_inputs(g, rows, (n,)) if lora is not None else []
     x = normed(g, x, "gamma", eps, offset, centred, norm_bias) if norm else x
     y = g.matmul(x, g.new_input((k, n), dtype, strides=(1, k), name="w", constant=True))
     if bias:
         y = g.add(y, g.new_input((1, n), dtype, name="b", constant=True))
+    if lora is not None:
+        y, = lora.apart(g, [y], lows)
     g.mark_output(activated(g, y, activation))
     return g
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.match.pattern import Block, LayerLayout, MlpLayout
 from mirage_hf.patterns import decoder_layer
+from mirage_hf.patterns.lora import Ups
 
 Kernel = Callable[[Sequence[Tensor]], list[Tensor]]
 """Runs a part's program: operands in the program's order to outputs."""
@@ -27,7 +29,8 @@ class Part:
 
     `weights` are (child path, parameter) in the order of the program's operands, which come after x; `bypassed` are the
     children, by path, whose forward is not called when the part runs. `halves`: the program has two operands for each projection,
-    which are the upper and the lower half of it.
+    which are the upper and the lower half of it. `adapters`: the PEFT linears, by path, of whose one active adapter its weights are;
+    what multiplies x is a part of its own (`low_of` its role).
     """
 
     role: str
@@ -35,6 +38,7 @@ class Part:
     weights: tuple[tuple[str, str], ...]
     bypassed: tuple[str, ...]
     halves: bool = False
+    adapters: tuple[str, ...] = ()
 
     @property
     def pattern(self) -> str:
@@ -42,11 +46,35 @@ class Part:
 
     def operands(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The weights as the program has them: (n, k) or (n,), in its order. No copy."""
+        sizes = dict(self.block.sizes)
+        if (ups := sizes.get("lora")) is not None and ups.packed:
+            first = len(parameters) - sum(r > 0 for r in ups.ranks)
+            own = iter(parameters[first:])
+            zeros = _traced_zeros if torch.compiler.is_compiling() else _zeros
+            bs = [next(own) if r else zeros(n, ups.rank, parameters[-1].dtype, parameters[-1].device)
+                  for n, r in zip(sizes["n"], ups.ranks, strict=True)]
+            return [*parameters[:first], *bs]
         if not self.halves:
             return list(parameters)
-        norms = norm_weights(dict(self.block.sizes))
+        norms = norm_weights(sizes)
         upper, lower = zip(*(p.chunk(2) for p in parameters[norms:]), strict=True)
         return [*parameters[:norms], *upper, *lower]
+
+
+def low_of(role: str) -> str:
+    """The role of the part that multiplies x by what adapters of a role's linears multiply it by."""
+    return f"{role}, adapters"
+
+
+def _traced_zeros(n: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(n, rank, dtype=dtype, device=device)
+
+
+@cache
+def _zeros(n: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a packed linear without an adapter adds; all layers share it, and captured graphs read it."""
+    with torch.inference_mode(False):
+        return _traced_zeros(n, rank, dtype, device)
 
 
 def child(module: nn.Module, path: str) -> nn.Module:
@@ -133,9 +161,17 @@ class Composition(ABC):
         self.children: dict[str, Any] = module.__dict__["_modules"]  # not the module, which holds us
         self.parameters: Mapping[str, list[Any]] = {
             p.role: [child(module, path)._parameters[name] for path, name in p.weights] for p in parts}
+        sizes = {p.role: dict(p.block.sizes) for p in parts}
+        self.ups: Mapping[str, tuple[Ups, tuple[int, ...]]] = {
+            role: (s["lora"], s["n"] if isinstance(s["n"], tuple) else ()) for role, s in sizes.items() if s.get("lora") is not None}
 
     def _run(self, kernels: Mapping[str, Kernel], role: str, x: Tensor, *rest: Tensor) -> Tensor:
-        return kernels[role]([x.contiguous(), *_views(self.parts[role].operands(self.parameters[role])), *rest])[0]
+        x = x.contiguous()
+        lows: list[Tensor] = []
+        if role in self.ups:
+            ups, widths = self.ups[role]
+            lows = ups.lows(self._run(kernels, low_of(role), x), widths)
+        return kernels[role]([x, *lows, *_views(self.parts[role].operands(self.parameters[role])), *rest])[0]
 
     @abstractmethod
     def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
@@ -243,7 +279,8 @@ class LoraComposition(Composition):
 
 def in_dtype(block: Block, rows: int, dtype: torch.dtype, **changes: Any) -> KernelGraph:
     """A block's program with all that has a dtype in one."""
-    return block.program(rows, **{n: dtype for n, v in block.sizes if isinstance(v, torch.dtype)}, **changes)
+    given = {n: dtype if isinstance(v, torch.dtype) else v.in_dtype(dtype) for n, v in block.sizes if isinstance(v, torch.dtype | Ups)}
+    return block.program(rows, **given, **changes)
 
 
 def executor(parts: Sequence[Part], rows: int, dtype: torch.dtype, slots: int | None = None) -> dict[str, Kernel]:

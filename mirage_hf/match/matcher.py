@@ -1,7 +1,7 @@
 """Find the blocks of a model: structure first, then a probe of every kind of module. "No" is a value with a reason."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -21,6 +21,7 @@ from mirage_hf.match.compose import (
     Part,
     Passing,
     child,
+    low_of,
     multiplier,
     norm_weights,
     one_norm,
@@ -46,6 +47,7 @@ from mirage_hf.patterns import (
     mlp_up,
 )
 from mirage_hf.patterns.attention import PACKINGS
+from mirage_hf.patterns.lora import LORA_DOWN, Ups
 from mirage_hf.patterns.parts import ACTIVATIONS
 
 
@@ -75,6 +77,11 @@ class Match:
         beside = {f"{path}.{n}".removeprefix("."): m for path in ("", *paths) for n, m in child(self.module, path)._modules.items()}
         return tuple(dict.fromkeys((*paths, *(path for path, m in beside.items() if isinstance(m, plain.IDLE)))))
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The PEFT linears, by path, whose state the parts were made for; "" is the module itself."""
+        return tuple(dict.fromkeys(path for part in self.parts for path in part.adapters))
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -99,17 +106,17 @@ def match(model: nn.Module, patterns: Sequence[str], generating: nn.Module | Non
     matches: list[Match] = []
     refusals: list[Refusal] = []
     probes = probe.Probes()
-    within: set[int] = set()  # MLPs of matched layers, which are the layer's business
+    within: set[int] = set()  # MLPs and adapted linears of matched layers, which are the layer's business
     for name, module in model.named_modules():
         found: Match | Rejected | None = None
         if layouts := _layer_layouts(module):
             each = (_match_layer(name, module, row, patterns, probes, _rope(model, name, module, row, probes)) for row in layouts)
             found, label = _first(each), "decoder_layer"
             if isinstance(found, Match):
-                within.add(id(child_of(module, found.layouts[0].mlp)))
+                within |= {id(child_of(module, found.layouts[0].mlp)), *(id(child(module, path)) for path in found.adapters)}
         elif "gated_mlp" in patterns and id(module) not in within and (mlp := _mlp_layout(module)) and mlp.gate:
             found, label = _match_mlp(name, module, mlp, probes), "gated_mlp"
-        elif "lora" in patterns and _is_lora(module):
+        elif "lora" in patterns and id(module) not in within and _is_lora(module):
             found, label = _match_lora(name, module, probes), "lora"
         if isinstance(found, Match):
             matches.append(found)
@@ -180,13 +187,14 @@ def _match_layer(name: str, layer: nn.Module, row: LayerLayout, patterns: Sequen
     attention, mlp = layer._modules[row.attention], layer._modules[row.mlp]
     mlp_row = _mlp_layout(mlp)
     assumed = mlp_row or gated_mlp.LAYOUTS[0]
-    found: list[Part | Rejected | None] = [
-        _qkv(layer, attention, row, probes) if "rms_norm_linear" in patterns else None,
-        _residual(layer, (row.attention, row.output, row.after), "out", probes) if "linear_residual" in patterns else None,
-        _first_half(layer, mlp, assumed, row, probes) if pattern_of(assumed) in patterns else None,
-        _residual(layer, (row.mlp, assumed.down, row.mlp_after), "down", probes) if "linear_residual" in patterns else None]
+    lora = "lora" in patterns
+    found: list[tuple[Part, ...] | Rejected | None] = [
+        _qkv(layer, attention, row, probes, lora) if "rms_norm_linear" in patterns else None,
+        _residual(layer, (row.attention, row.output, row.after), "out", probes, lora) if "linear_residual" in patterns else None,
+        _first_half(layer, mlp, assumed, row, probes, lora) if pattern_of(assumed) in patterns else None,
+        _residual(layer, (row.mlp, assumed.down, row.mlp_after), "down", probes, lora) if "linear_residual" in patterns else None]
     labels = ("rms_norm_linear", "linear_residual", pattern_of(assumed), "linear_residual")
-    parts = tuple(p for p in found if isinstance(p, Part))
+    parts = tuple(part for each in found if isinstance(each, tuple) for part in each)
     refused = tuple((label, p) for label, p in zip(labels, found, strict=True) if isinstance(p, Rejected))
     if not parts:
         return Rejected("; ".join(dict.fromkeys(r.reason for _, r in refused)) or "no pattern asked for")
@@ -196,7 +204,7 @@ def _match_layer(name: str, layer: nn.Module, row: LayerLayout, patterns: Sequen
     candidate = Match(name, "layer", layer, parts, refused, (row, mlp_row), rope, aside)
     pattern = (ATTENTION if row.latent is None else MLA).name
     if pattern in patterns and not has_all(parts, row, mlp_row, but="attention"):  # without the other parts nobody asks for attention's
-        whole = _whole(candidate, _attention(attention, row, probes, rope), probes)
+        whole = _whole(candidate, _attention(attention, row, probes, rope, lora), probes)
         candidate = replace(candidate, refused=(*refused, (pattern, whole))) if isinstance(whole, Rejected) else whole
     differs = probes.layer(candidate)
     return Rejected("; ".join([differs.reason, *(f"{label}: {r.reason}" for label, r in candidate.refused)])) if differs else candidate
@@ -206,10 +214,10 @@ def _whole(candidate: Match, kinds: list[tuple[Part, ...]] | Rejected, probes: p
     """A layer with all other parts and the first of `kinds` of attention whose step is the layer's."""
     if isinstance(kinds, Rejected):
         return kinds
-    first, *others = candidate.parts
+    behind = 1 + next(n for n, part in enumerate(candidate.parts) if part.role == "qkv")
     refusals = []
     for kind in kinds:
-        whole = replace(candidate, parts=(first, *kind, *others))
+        whole = replace(candidate, parts=(*candidate.parts[:behind], *kind, *candidate.parts[behind:]))
         no = probes.step(whole)
         if no is None:
             return whole
@@ -235,25 +243,105 @@ def _eps(norm: nn.Module) -> float:
     return values[0] if values else 1e-6
 
 
-def _qkv(layer: nn.Module, attention: nn.Module, row: LayerLayout, probes: probe.Probes) -> Part | Rejected:
-    if no := plain.first_refusal(*((attention, n, plain.LINEAR) for n in row.projections)):
-        return no
-    normed = _norm(layer, row.norm, probes)
-    if isinstance(normed, Rejected):
-        return normed
-    norms, linears = [layer._modules[n] for n in (row.norm,) if n], [attention._modules[n] for n in row.projections]
+class _Adapter(NamedTuple):
+    """PEFT's one active adapter of a linear."""
+
+    name: str
+    a: nn.Linear
+    b: nn.Linear
+    scaling: float
+
+
+class _Linear(NamedTuple):
+    """A linear of a layer: the module by its path, the nn.Linear in it, and its adapter."""
+
+    path: str
+    base: nn.Linear
+    adapter: _Adapter | None
+
+    @property
+    def weights(self) -> str:
+        """The path of the nn.Linear."""
+        return self.path if self.adapter is None else f"{self.path}.base_layer"
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What is bypassed where the linear is, but for what multiplies x in its adapter."""
+        return (self.path,) if self.adapter is None else (self.path, self.weights, f"{self.path}.lora_B.{self.adapter.name}")
+
+
+def _linears(parent: nn.Module, prefix: str, names: Sequence[str], lora: bool) -> list[_Linear] | Rejected:
+    """Linears of a part of a layer, by name, `prefix` being the part's path. `lora`: they may have adapters."""
+    found = []
+    for name in names:
+        module: Any = parent._modules.get(name)
+        if not lora or not _is_lora(module):
+            if no := plain.refuse(parent, name, plain.LINEAR):
+                return no
+            found.append(_Linear(prefix + name, module, None))
+            continue
+        adapter = plain.refuse(parent, name, plain.CONTAINER) or _adapter_of(module)
+        if isinstance(adapter, Rejected):
+            return Rejected(f"{name}: {adapter.reason}")
+        found.append(_Linear(prefix + name, module.base_layer, adapter))
+    return found
+
+
+def _ups(linears: Sequence[_Linear], packed: bool) -> dict[str, Any] | Rejected:
+    """The adapters of linears that read one x as a size of their block; none where they have none."""
+    adapters = [m.adapter for m in linears if m.adapter is not None]
+    if not adapters:
+        return {}
+    ranks = tuple(0 if m.adapter is None else m.adapter.a.out_features for m in linears)
+    kinds = {(x.scaling, x.a.weight.dtype, x.a.out_features if packed else 0) for x in adapters}
+    if len(kinds) > 1:
+        return Rejected(f"adapters of {', '.join(m.path.rpartition('.')[2] for m in linears)} differ in rank, scaling or dtype")
+    return {"lora": Ups(ranks, adapters[0].scaling, adapters[0].a.weight.dtype, packed)}
+
+
+def _with_adapters(part: Part, linears: Sequence[_Linear], norm: str, sizes: Mapping[str, Any]) -> tuple[Part, ...]:
+    """A part, and before it what its linears' adapters multiply x by, where they have any. `norm`: the path of the norm before them, with
+    `sizes`."""
+    has = [(m, m.adapter) for m in linears if m.adapter is not None]
+    if not has:
+        return (part,)
+    ranks = tuple(adapter.a.out_features for _, adapter in has)
+    block = LORA_DOWN.block(k=has[0][0].base.in_features, r=ranks, **sizes, dtype=has[0][0].base.weight.dtype,
+                            adapter_dtype=has[0][1].a.weight.dtype)
+    downs = [f"{m.path}.lora_A.{adapter.name}" for m, adapter in has]
+    weights = (*_of_norm(norm, dict(sizes)), *((path, "weight") for path in downs))
+    idle = (f"{m.path}.lora_dropout.{adapter.name}" for m, adapter in has)
+    paths = tuple(m.path for m, _ in has)
+    return (Part(low_of(part.role), block, weights, (*((norm,) if norm else ()), *downs, *idle), adapters=paths),
+            replace(part, adapters=paths))
+
+
+def _qkv(layer: nn.Module, attention: nn.Module, row: LayerLayout, probes: probe.Probes, lora: bool) -> tuple[Part, ...] | Rejected:
+    found = _linears(attention, f"{row.attention}.", row.projections, lora)
+    if isinstance(found, Rejected):
+        return found
+    normed, ups = _norm(layer, row.norm, probes), _ups(found, packed=len(found) > 1)
+    if isinstance(normed, Rejected) or isinstance(ups, Rejected):
+        return normed if isinstance(normed, Rejected) else ups  # type: ignore[return-value]
+    norms, linears = [layer._modules[n] for n in (row.norm,) if n], [m.base for m in found]
     k, biases = linears[0].in_features, {m.bias is not None for m in linears}
     if any(m.in_features != k for m in linears) or len(biases) > 1:
         return Rejected(f"{', '.join(row.projections)} differ in input size or bias")
     weight = linears[0].weight
     if no := plain.same_weights([*norms, *linears], weight.dtype, weight.device):
         return no
-    block = RMS_NORM_LINEAR.block(k=k, n=tuple(m.out_features for m in linears), bias=biases.pop(), **normed, dtype=weight.dtype)
-    paths, before = [f"{row.attention}.{n}" for n in row.projections], [row.norm] if row.norm else []
-    weights = [*_of_norm(row.norm, normed), *((p, "weight") for p in paths)]
+    block = RMS_NORM_LINEAR.block(k=k, n=tuple(m.out_features for m in linears), bias=biases.pop(), **normed, **ups, dtype=weight.dtype)
+    before = [row.norm] if row.norm else []
+    weights = [*_of_norm(row.norm, normed), *((m.weights, "weight") for m in found)]
     if dict(block.sizes)["bias"]:
-        weights += [(p, "bias") for p in paths]
-    return Part("qkv", block, tuple(weights), (*before, row.attention, *paths))
+        weights += [(m.weights, "bias") for m in found]
+    part = Part("qkv", block, (*weights, *_of_ups(found)), (*before, row.attention, *(p for m in found for p in m.paths)))
+    return _with_adapters(part, found, row.norm, normed)
+
+
+def _of_ups(linears: Sequence[_Linear]) -> list[tuple[str, str]]:
+    """The weights of adapters that a block reads besides those of its linears."""
+    return [(f"{m.path}.lora_B.{m.adapter.name}", "weight") for m in linears if m.adapter is not None]
 
 
 NO_NORM: dict[str, Any] = {"norm": False, "eps": 1e-6, "offset": 0.0, "centred": False, "norm_bias": False}
@@ -280,7 +368,7 @@ def _normed(name: str, norm: nn.Module, probes: probe.Probes) -> dict[str, Any] 
     return {"norm": True, "eps": _eps(norm), "offset": offset, "centred": centred, "norm_bias": norm._parameters.get("bias") is not None}
 
 
-def _attention(attention: Any, row: LayerLayout, probes: probe.Probes, rope: Rope) -> list[tuple[Part, ...]] | Rejected:
+def _attention(attention: Any, row: LayerLayout, probes: probe.Probes, rope: Rope, lora: bool) -> list[tuple[Part, ...]] | Rejected:
     """What lies between the projections and the output projection, for one token of each sequence: what it may be, as parts."""
     owners = (attention, getattr(attention, "config", None))
     if clips := [f"{n} {v}" for owner in owners for n in decoder_layer.CLIPS if (v := getattr(owner, n, None)) is not None]:
@@ -292,8 +380,9 @@ def _attention(attention: Any, row: LayerLayout, probes: probe.Probes, rope: Rop
     known = {*row.projections, row.output, *has}
     if extra := [n for n, m in inner.items() if n not in known and m is not None and not isinstance(m, plain.IDLE)]:
         return Rejected(f"attention has {', '.join(extra)} too")
-    if no := plain.first_refusal(*((attention, n, plain.LINEAR) for n in row.projections)):
-        return no
+    linears = _linears(attention, "", row.projections, lora)
+    if isinstance(linears, Rejected):
+        return linears
     normed = [_norm(attention, n, probes, plain.HEAD_NORM) for n in has]
     if no := next((r for r in normed if isinstance(r, Rejected)), None):
         return no
@@ -302,10 +391,10 @@ def _attention(attention: Any, row: LayerLayout, probes: probe.Probes, rope: Rop
         return Rejected(f"attention has no head_dim and scaling, or odd ones ({d}, {scale})")
     if rope.width > d:
         return Rejected(f"RoPE turns {rope.width} elements of heads of {d}")
-    heads = _heads(attention, [inner[n].out_features for n in row.projections], d)
+    heads = _heads(attention, [m.base.out_features for m in linears], d)
     if heads is None:
         return Rejected(f"{', '.join(row.projections)} are no whole heads of {d}")
-    (kv_heads, group), norms, weight = heads, [inner[n] for n in has], inner[row.projections[0]].weight
+    (kv_heads, group), norms, weight = heads, [inner[n] for n in has], linears[0].base.weight
     heads_of, of_heads = kv_heads * group, dict(normed[0] if normed else NO_NORM)  # type: ignore[arg-type]
     kinds = {(): "", ((d,), (d,)): "rms", ((heads_of * d,), (kv_heads * d,)): "rms of all heads", ((heads_of, d), (kv_heads, d)): "layer"}
     kind = kinds.get(tuple(tuple(n.weight.shape) for n in norms))
@@ -395,24 +484,25 @@ def _heads(attention: Any, widths: list[int], d: int) -> tuple[int, int] | None:
     return (kvs[0], heads // kvs[0]) if whole else None
 
 
-def _residual(layer: nn.Module, names: tuple[str, str, str], role: str, probes: probe.Probes) -> Part | Rejected:
+def _residual(layer: nn.Module, names: tuple[str, str, str], role: str, probes: probe.Probes, lora: bool) -> tuple[Part, ...] | Rejected:
     """The linear of (module, its linear, the layer's norm after it), and what it is added to."""
     path, name, after = names
     parent: Any = layer._modules[path]
-    no = plain.refuse(parent, name, plain.LINEAR)
-    if no is not None:
-        return no
-    normed = _norm(layer, after, probes)
-    if isinstance(normed, Rejected):
-        return normed
-    linear, norms = parent._modules[name], [layer._modules[n] for n in (after,) if n]
+    found = _linears(parent, f"{path}.", (name,), lora)
+    if isinstance(found, Rejected):
+        return found
+    normed, ups = _norm(layer, after, probes), _ups(found, packed=False)
+    if isinstance(normed, Rejected) or isinstance(ups, Rejected):
+        return normed if isinstance(normed, Rejected) else ups  # type: ignore[return-value]
+    linear, norms = found[0].base, [layer._modules[n] for n in (after,) if n]
     weight, bias = linear.weight, linear.bias is not None
     if no := plain.same_weights([linear, *norms], weight.dtype, weight.device):  # type: ignore[list-item]
         return no
-    block = LINEAR_RESIDUAL.block(k=linear.in_features, n=linear.out_features, bias=bias, dtype=weight.dtype, **normed,
+    block = LINEAR_RESIDUAL.block(k=linear.in_features, n=linear.out_features, bias=bias, dtype=weight.dtype, **normed, **ups,
                                   scale=multiplier(layer))
-    weights = [(f"{path}.{name}", p) for p in (("weight", "bias") if bias else ("weight",))] + _of_norm(after, normed)
-    return Part(role, block, tuple(weights), (path, f"{path}.{name}", *((after,) if after else ())))
+    weights = [(found[0].weights, p) for p in (("weight", "bias") if bias else ("weight",))] + _of_ups(found) + _of_norm(after, normed)
+    part = Part(role, block, tuple(weights), (path, *found[0].paths, *((after,) if after else ())))
+    return _with_adapters(part, found, "", NO_NORM)
 
 
 # -- the MLP ------------------------------------------------------------------------------------------------------------
@@ -428,15 +518,18 @@ def pattern_of(row: MlpLayout) -> str:
 
 
 def _first_half(layer: nn.Module | None, mlp: nn.Module, row: MlpLayout, layer_row: LayerLayout | None,
-                probes: probe.Probes) -> Part | Rejected:
+                probes: probe.Probes, lora: bool) -> tuple[Part, ...] | Rejected:
     """The part of an MLP up to its activation, and the gate where it has one: with the norm before it when `layer` is given and its norm
     is known."""
-    linears = row.linears
-    checks = (*((mlp, n, plain.LINEAR) for n in linears), (mlp, row.activation, plain.ACTIVATION))
-    no = plain.first_refusal(*checks)
-    if no is not None:
-        return no
-    gate, up = mlp._modules[linears[0]], mlp._modules[linears[-1]]
+    prefix = f"{layer_row.mlp}." if layer_row else ""
+    linears = _linears(mlp, prefix, row.linears, lora and row.gate != row.up)
+    no = linears if isinstance(linears, Rejected) else plain.refuse(mlp, row.activation, plain.ACTIVATION)
+    if isinstance(linears, Rejected) or no is not None:
+        return no  # type: ignore[return-value]
+    ups = _ups(linears, packed=False)
+    if isinstance(ups, Rejected):
+        return ups
+    gate, up = linears[0].base, linears[-1].base
     activation = probes.activation(mlp._modules[row.activation], ACTIVATIONS)
     if isinstance(activation, Rejected):
         return Rejected(f"{row.activation} {activation.reason}")
@@ -448,19 +541,20 @@ def _first_half(layer: nn.Module | None, mlp: nn.Module, row: MlpLayout, layer_r
     if no := plain.same_weights([gate, up], gate.weight.dtype, gate.weight.device):
         return no
     bias = gate.bias is not None
-    prefix = f"{layer_row.mlp}." if layer_row else ""
-    weights = [(f"{prefix}{n}", p) for n in linears for p in (("weight", "bias") if bias else ("weight",))]
-    bypassed = [f"{prefix}{n}" for n in (*linears, row.activation)]
+    weights = [(m.weights, p) for m in linears for p in (("weight", "bias") if bias else ("weight",))] + _of_ups(linears)
+    bypassed = [*(p for m in linears for p in m.paths), f"{prefix}{row.activation}"]
     pattern = GATED_MLP if row.gate else MLP_UP
-    sizes: dict[str, Any] = dict(k=gate.in_features, n=width, activation=activation, bias=bias, dtype=gate.weight.dtype)
+    sizes: dict[str, Any] = dict(k=gate.in_features, n=width, activation=activation, bias=bias, dtype=gate.weight.dtype, **ups)
     name, normed = layer_row.mlp_norm if layer_row else "", None
     if layer is not None and layer_row is not None:
         bypassed.append(layer_row.mlp)
         foreign = name and plain.same_weights([layer._modules[name]], gate.weight.dtype, gate.weight.device)  # type: ignore[list-item]
         normed = None if foreign else _norm(layer, name, probes)
     if not name or normed is None or isinstance(normed, Rejected):
-        return Part(row.first, pattern.block(**sizes, **NO_NORM), tuple(weights), tuple(bypassed), halves)
-    return Part(row.first, pattern.block(**sizes, **normed), (*_of_norm(name, normed), *weights), (name, *bypassed), halves)
+        name, normed = "", NO_NORM
+    before = (name,) if name else ()
+    part = Part(row.first, pattern.block(**sizes, **normed), (*_of_norm(name, normed), *weights), (*before, *bypassed), halves)
+    return _with_adapters(part, linears, name, normed)
 
 
 def _match_mlp(name: str, mlp: nn.Module, row: MlpLayout, probes: probe.Probes) -> Match | Rejected:
@@ -468,16 +562,16 @@ def _match_mlp(name: str, mlp: nn.Module, row: MlpLayout, probes: probe.Probes) 
         return Rejected("the MLP has a forward of its own on the instance, which a class swap would not replace")
     if extra := [n for n in mlp._modules if n not in (row.gate, row.up, row.down, row.activation)]:
         return Rejected(f"has {', '.join(extra)} too")
-    part = _first_half(None, mlp, row, None, probes)
-    if isinstance(part, Rejected):
-        return part
-    candidate = Match(name, "mlp", mlp, (part,), (), (row,))
+    parts = _first_half(None, mlp, row, None, probes, lora=False)
+    if isinstance(parts, Rejected):
+        return parts
+    candidate = Match(name, "mlp", mlp, parts, (), (row,))
     return probes.module(candidate) or candidate
 
 
 # -- PEFT's lora.Linear -------------------------------------------------------------------------------------------------
 
-def _is_lora(module: nn.Module) -> bool:
+def _is_lora(module: nn.Module | None) -> bool:
     return type(module).__name__ == "Linear" and type(module).__module__ == "peft.tuners.lora.layer"
 
 
@@ -494,7 +588,8 @@ def _lora_state(m: Any, active: list[str]) -> Iterator[str | None]:
     yield "has input casting disabled" if not getattr(m, "cast_input_dtype_enabled", True) else None
 
 
-def _match_lora(name: str, module: nn.Module, probes: probe.Probes) -> Match | Rejected:
+def _adapter_of(module: nn.Module) -> _Adapter | Rejected:
+    """The one plain adapter that a PEFT linear runs with, unmerged."""
     m: Any = module
     active = [m._active_adapter] if isinstance(m._active_adapter, str) else list(m._active_adapter)
     if reason := next((r for r in _lora_state(m, active) if r), None):
@@ -511,10 +606,18 @@ def _match_lora(name: str, module: nn.Module, probes: probe.Probes) -> Match | R
         return no
     if torch.promote_types(base.weight.dtype, a.weight.dtype) not in (base.weight.dtype, a.weight.dtype):
         return Rejected(f"mixes {table.dtype_name(base.weight.dtype)} and {table.dtype_name(a.weight.dtype)}")
-    block = LORA.block(k=base.in_features, n=base.out_features, r=a.out_features, bias=base.bias is not None,
-                       scaling=float(m.scaling[adapter]), dtype=base.weight.dtype, adapter_dtype=a.weight.dtype)
-    paths = ("base_layer", f"lora_A.{adapter}", f"lora_B.{adapter}")
+    return _Adapter(adapter, a, b, float(m.scaling[adapter]))
+
+
+def _match_lora(name: str, module: nn.Module, probes: probe.Probes) -> Match | Rejected:
+    adapter, base = _adapter_of(module), module._modules["base_layer"]
+    if isinstance(adapter, Rejected):
+        return adapter
+    assert isinstance(base, nn.Linear)
+    block = LORA.block(k=base.in_features, n=base.out_features, r=adapter.a.out_features, bias=base.bias is not None,
+                       scaling=adapter.scaling, dtype=base.weight.dtype, adapter_dtype=adapter.a.weight.dtype)
+    paths = ("base_layer", f"lora_A.{adapter.name}", f"lora_B.{adapter.name}")
     weights = [("base_layer", "weight"), *([("base_layer", "bias")] if base.bias is not None else []), *((p, "weight") for p in paths[1:])]
-    part = Part("lora", block, tuple(weights), (*paths, f"lora_dropout.{adapter}"))
+    part = Part("lora", block, tuple(weights), (*paths, f"lora_dropout.{adapter.name}"), adapters=("",))
     candidate = Match(name, "lora", module, (part,))
     return probes.module(candidate) or candidate

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mirage_hf.match.compose import Composition, Kernel, Part, first_half, norm_weights
+from mirage_hf.match.compose import Composition, Kernel, Part, first_half, low_of, norm_weights
 from mirage_hf.match.pattern import Block, LayerLayout
 from mirage_hf.match.step import heads_of
 from mirage_hf.patterns.prompt import PROMPT_ACTIVATION, PROMPT_ADDED, PROMPT_GATE, PROMPT_NORM, PROMPT_ROTATION
@@ -81,18 +81,39 @@ class LayerPrompt(Composition):
         if norm is not None:
             of_norm = norm_weights(self.sizes[role])
             x, given = norm([x, *(p[None] for p in given[:of_norm])])[0], given[of_norm:]
+        own, given = self._apart(role, given)
         weights, biases = [p for p in given if p.dim() == 2], [p for p in given if p.dim() == 1]
         packed = x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))
         for y, w, b in zip(packed.split([w.shape[0] for w in weights], -1), weights, biases or [None] * len(weights), strict=True):
             torch.mm(x, w.t(), out=y) if b is None else torch.addmm(b, x, w.t(), out=y)
+        self._adapt(role, x, own, packed.split([w.shape[0] for w in weights], -1))
         return packed
+
+    def _apart(self, role: str, given: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Of weights and biases of linears, those of adapters behind them, and the others."""
+        count = sum(r > 0 for r in self.ups[role][0].ranks) if role in self.ups else 0
+        return given[len(given) - count:], given[:len(given) - count]
+
+    def _adapt(self, role: str, x: Tensor, own: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+        """Add what adapters make of x to what their linears gave of it."""
+        if not own:
+            return
+        ups, low = self.ups[role][0], self.parts[low_of(role)]
+        downs = self.parameters[low.role][norm_weights(dict(low.block.sizes)):]
+        wide = x.to(own[0].dtype)
+        for y, a, b in zip((y for y, r in zip(ys, ups.ranks, strict=True) if r), downs, own, strict=True):
+            y.add_(wide @ a.t() @ b.t(), alpha=ups.scaling)
 
     def _added(self, added: Kernel | None, role: str, y: Tensor, residual: Tensor) -> Tensor:
         """The residual and the part's product with y: in the residual's memory, but where a norm comes between them."""
-        (weight, *rest), s = self.parameters[role], self.sizes[role]
-        biases, of_norm = (rest[:1], rest[1:]) if s["bias"] else ([], rest)
-        if added is not None:
+        s, given = self.sizes[role], self.parameters[role]
+        behind = len(given) - norm_weights(s)
+        (own, (weight, *biases)), of_norm = self._apart(role, given[:behind]), given[behind:]
+        if added is not None or own:
             product = torch.addmm(*biases, y, weight.t()) if biases else torch.mm(y, weight.t())
+            self._adapt(role, y, own, [product])
+            if added is None:
+                return residual.add_(product, alpha=s["scale"])
             return added([product, *(p[None] for p in of_norm), residual])[0]
         residual.addmm_(y, weight.t(), alpha=s["scale"])
         return residual.add_(*biases, alpha=s["scale"]) if biases else residual

@@ -55,7 +55,7 @@ class Binding:
     """
 
     __slots__ = ("absent", "calls", "classes", "composition", "constants", "containers", "device", "device_type", "dims", "dropouts",
-                 "dtype", "fallbacks", "kernels", "parameters", "retired", "stock", "traced", "tuner", "watched", "width")
+                 "dtype", "fallbacks", "kernels", "parameters", "retired", "stock", "traced", "tuners", "watched", "width")
 
     def __init__(self, match: Match, found: Mapping[int, Mapping[str, Resolved]]):
         self.kernels = {rows: {role: kernel.run for role, kernel in roles.items()} for rows, roles in found.items()}
@@ -79,9 +79,10 @@ class Binding:
                             for n, p in inner["_parameters"].items() if p is None)
         owned = dict.fromkeys(w for part in match.parts for w in part.weights)
         self.parameters = tuple(_pin(child(match.module, path), path, name) for path, name in owned)
-        self.tuner = _Tuner(match) if match.kind == "lora" else None
+        tuners = tuple(Tuner(path, child(match.module, path)) for path in match.adapters)
+        self.tuners = tuple((t, child(match.module, t.path).__dict__ if t.path else None) for t in tuners)
         digests = tuple((rows, tuple((role, kernel.digest) for role, kernel in roles.items())) for rows, roles in found.items())
-        self.traced = share(match, digests, self.tuner)  # the name of what torch.compile needs, "" once retired
+        self.traced = share(match, digests, tuners)  # the name of what torch.compile needs, "" once retired
 
     def forget(self) -> None:
         """Start counting anew."""
@@ -90,7 +91,7 @@ class Binding:
     def retire(self, reason: str) -> str:
         """Give up for good: drop every reference to what was replaced, and keep running the stock forward."""
         self.retired, self.composition, self.traced, self.kernels = reason, None, "", {}
-        self.watched = self.dropouts = self.containers = self.parameters = self.absent = self.classes = self.constants = ()
+        self.watched = self.dropouts = self.containers = self.parameters = self.absent = self.classes = self.constants = self.tuners = ()
         return reason
 
     def choose(self, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Kernel] | str:
@@ -123,9 +124,16 @@ class Binding:
         if (recorded := _collector()) and not SEEN_OUTSIDE.issuperset(recorded):
             return "attentions or other inner outputs asked for"
         try:
-            return self._changed() or (self.tuner is not None and self.tuner.reason(state)) or kernels
+            return self._changed() or self._tuned(state) or kernels
         except KeyError as e:
             return self.retire(f"{e.args[0]} was removed")
+
+    def _tuned(self, state: dict[str, Any]) -> str | None:
+        """What PEFT would do other than when the kernels were made."""
+        for tuner, inner in self.tuners:
+            if reason := tuner.reason(state if inner is None else inner):
+                return reason
+        return None
 
     def _changed(self) -> str | None:
         """What is no longer as it was when the kernels were made: children, their classes, hooks and code, weights' addresses and strides,
@@ -187,14 +195,13 @@ def _kwargs_reason(kwargs: Mapping[str, Any]) -> str:
     return f"unknown argument {unknown[0]}" if unknown else "output_attentions" if kwargs.get("output_attentions") else "keyword arguments"
 
 
-class _Tuner:
-    """The state of a PEFT layer that its kernel was made for, checked at each call."""
+class Tuner:
+    """The state of a PEFT linear that a kernel was made for, checked at each call. path: where in the swapped module, "" for itself."""
 
-    __slots__ = ("many", "one", "scaling")
+    __slots__ = ("many", "one", "path", "scaling")
 
-    def __init__(self, match: Match):
-        module: Any = match.module
-        active = module._active_adapter
+    def __init__(self, path: str, module: Any):
+        self.path, active = path, module._active_adapter
         self.one = active if isinstance(active, str) else active[0]
         self.many = [self.one]
         self.scaling = module.scaling[self.one]

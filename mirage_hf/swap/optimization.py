@@ -11,7 +11,7 @@ from torch import nn
 
 from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected
 from mirage_hf.match.causal import CausalMatch
-from mirage_hf.match.compose import Part
+from mirage_hf.match.compose import Part, low_of
 from mirage_hf.match.matcher import Match, Matches
 from mirage_hf.patterns import IN_STEPS, decoder_layer
 from mirage_hf.swap.check import Checked, check, check_head, check_step
@@ -144,6 +144,9 @@ def _only_in_steps(row: Row) -> bool:
 def _kernels(m: Match, rows: Sequence[int], found: Found) -> dict[int, Mapping[str, Any]]:
     """The fused kernels of a match, by number of rows and role; where the library won, stock modules do that part."""
     by_rows = {r: {p.role: found[p.block, r] for p in m.parts if p.pattern not in IN_STEPS and _fused(found[p.block, r])} for r in rows}
+    pairs = [(p.role, low_of(p.role)) for p in m.parts if p.adapters and low_of(p.role) in {x.role for x in m.parts}]
+    alone = {r: {role for pair in pairs for role in pair if not kernels.keys() >= {*pair}} for r, kernels in by_rows.items()}
+    by_rows = {r: {role: x for role, x in kernels.items() if role not in alone[r]} for r, kernels in by_rows.items()}
     return {r: kernels for r, kernels in by_rows.items() if kernels}
 
 
@@ -152,7 +155,7 @@ def _fused(resolved: Any) -> bool:
 
 
 def _row(module: str, part: Part, rows: int, status: str) -> Row:
-    children = dict.fromkeys(path.rpartition(".")[2] for path, _ in part.weights)
+    children = dict.fromkeys(path.partition(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2] for path, _ in part.weights)
     return Row(module, part.pattern, status, part="" if part.role == "lora" else ", ".join(children), rows=rows)
 
 

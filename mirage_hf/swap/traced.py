@@ -43,11 +43,11 @@ class Traced:
     It holds no module and no tensor, and equal modules share one: dynamo's guards on it are checked once a graph, not once a layer.
     """
 
-    def __init__(self, match: Match, digests: Digests, tuner: Any):
+    def __init__(self, match: Match, digests: Digests, tuners: Sequence[Any]):
         self.kernels = [(rows, {role: partial(_call, digest) for role, digest in roles}) for rows, roles in digests]
         self.composition = stand_in(match.compose(), {"children": None, "parameters": None})
         self.names = {part.role: part.weights for part in match.parts}
-        self.kind, self.tuner, self.stock = match.kind, tuner, (type(match.module), type(match.module).forward)
+        self.kind, self.tuners, self.stock = match.kind, tuners, (type(match.module), type(match.module).forward)
         self.bypassed, self.own = _bypassed(match), _own(match)
         self.weights = [(path, name, child(match.module, path)._parameters[name].shape, child(match.module, path)._parameters[name].dtype)
                         for path, name in dict.fromkeys(w for part in match.parts for w in part.weights)]
@@ -74,7 +74,7 @@ class Traced:
             return None
         if not all(self._holds(module, *weight) for weight in self.weights):
             return None
-        if self.tuner is not None and self.tuner.reason(module.__dict__):
+        if any(tuner.reason(child(module, tuner.path).__dict__) for tuner in self.tuners):
             return None
         return self._for_rows(args[0].numel())
 
@@ -110,14 +110,14 @@ _names: dict[Any, str] = {}
 _lock = threading.Lock()
 
 
-def share(match: Match, digests: Digests, tuner: Any) -> str:
+def share(match: Match, digests: Digests, tuners: Sequence[Any]) -> str:
     """Return the name in `shared` of what a match needs; equal matches have the same."""
     facts = (type(match.module), type(match.module).forward, match.kind, match.parts, match.layouts, digests, _device(match),
-             _bypassed(match), _own(match), None if tuner is None else (tuner.one, tuner.scaling))
+             _bypassed(match), _own(match), tuple((t.path, t.one, t.scaling) for t in tuners))
     with _lock:
         name = _names.setdefault(facts, str(len(_names)))
         if name not in shared:
-            shared[name] = Traced(match, digests, tuner)
+            shared[name] = Traced(match, digests, tuners)
     return name
 
 

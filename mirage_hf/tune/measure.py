@@ -17,6 +17,7 @@ from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, BlockOu
 from mirage_hf.graph.effects import positions_of
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ragged import bounds_of, extent
+from mirage_hf.graph.strided import blank, copied, flat
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 
@@ -51,8 +52,9 @@ def random_inputs(graph: KernelGraph, device: torch.device | str, seed: int = 0)
     generator = torch.Generator(device).manual_seed(seed)
     inputs = []
     for t in graph.inputs:
-        x = torch.empty_strided(t.dims, t.strides, dtype=t.dtype, device=device)
-        inputs.append(x.normal_(generator=generator) if t.dtype.is_floating_point else x.zero_())
+        x = blank(t.dims, t.strides, t.dtype, device)
+        flat(x).normal_(generator=generator) if t.dtype.is_floating_point else x.zero_()
+        inputs.append(x)
     for b in bounds_of(graph):
         inputs[b.hi].fill_(extent(graph, b))
     for n, cache, rows in positions_of(graph):
@@ -70,8 +72,7 @@ def _sets(first: list[list[torch.Tensor]], least: float) -> list[list[list[torch
     """The inputs of some programs, and copies of them all: in sum more than `least` bytes (but at most MAX_SETS sets)."""
     size = sum(x.nbytes for inputs in first for x in inputs)
     count = min(MAX_SETS, max(2, math.ceil(least / max(1, size)) + 1))
-    return [first] + [[[torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x) for x in inputs]
-                       for inputs in first] for _ in range(count - 1)]
+    return [first] + [[[copied(x) for x in inputs] for inputs in first] for _ in range(count - 1)]
 
 
 @dataclass(frozen=True)
@@ -196,10 +197,10 @@ def _flowed(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """An input like x that is there only once y is (x itself where y is of whole numbers)."""
     if not y.is_floating_point():
         return x
-    reach = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    if y.dtype == x.dtype and y.numel() >= reach and y.is_contiguous():
+    own = flat(x)
+    if y.dtype == x.dtype and y.numel() >= own.numel() and y.is_contiguous():
         return y.as_strided(x.shape, x.stride())
-    _link(x.numel(), x.dtype, y.dtype)([x.as_strided((x.numel(),), (1,)), y.as_strided((1,), (1,))], [x.as_strided((x.numel(),), (1,))])
+    _link(own.numel(), x.dtype, y.dtype)([own, y.as_strided((1,), (1,))], [own])
     return x
 
 

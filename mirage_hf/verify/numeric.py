@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mirage_hf.graph import strided
 from mirage_hf.graph.execute import TorchAlgebra, run_block_graph, run_kernel_graph
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
 from mirage_hf.graph.ragged import Bounds, bounds_of, extent
@@ -114,7 +115,7 @@ class Draws:
         return x
 
     def _laid_out(self, t: DTensor, x: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(t.dims, t.strides, dtype=t.dtype, device=self.device).copy_(x)
+        return strided.laid_out(x, t.strides, t.dtype, self.device)
 
 
 def make_inputs(program: KernelGraph, case: Case, seed: int = 0, device: torch.device | str = "cpu") -> list[torch.Tensor]:
@@ -123,8 +124,8 @@ def make_inputs(program: KernelGraph, case: Case, seed: int = 0, device: torch.d
 
 
 def copied(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies with the same strides, which kernels have as constants: `clone` closes the gaps of views of packed rows."""
-    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x) for x in inputs]
+    """Copies with the same strides, which kernels have as constants."""
+    return [strided.copied(x) for x in inputs]
 
 
 def bounded_dims(program: KernelGraph, position: int) -> list[tuple[Bounds, int]]:

@@ -1,4 +1,4 @@
-"""PEFT: one plain unmerged adapter runs as one kernel; whatever else PEFT does is stock's, right at any moment."""
+"""PEFT: one plain unmerged adapter runs in kernels, within its layer or alone; whatever else PEFT does is stock's, right at any moment."""
 from __future__ import annotations
 
 import copy
@@ -11,6 +11,7 @@ from swapping import decode_logits, prompt, same, snapshot, tiny
 
 from mirage_hf.api import optimize, restore
 from mirage_hf.decode.fingerprint import survey
+from mirage_hf.match.compose import low_of
 from mirage_hf.match.matcher import match
 from mirage_hf.patterns import PATTERNS
 from mirage_hf.swap.guard import KEY
@@ -19,10 +20,14 @@ peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("resolved")
 CLOSE = dict(atol=3e-5, rtol=1e-4)
 QV = ("q_proj", "v_proj")
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALONE = ["lora"]
+"""The patterns with which layers stay stock, and each linear is swapped alone."""
 
 
 def config(targets: Any = QV, r: int = 4, **options: Any) -> Any:
-    return peft.LoraConfig(r=r, lora_alpha=2 * r, target_modules=list(targets), init_lora_weights=False, **options)
+    targets = targets if isinstance(targets, str) else list(targets)
+    return peft.LoraConfig(r=r, lora_alpha=2 * r, target_modules=targets, init_lora_weights=False, **options)
 
 
 def with_lora(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, cast: bool = True, **options: Any) -> Any:
@@ -31,7 +36,7 @@ def with_lora(family: str = "llama", dtype: torch.dtype = torch.float32, seed: i
     return peft.get_peft_model(model, config(**options), autocast_adapter_dtype=cast).eval()
 
 
-def both(**options: Any) -> tuple[Any, Any]:
+def both(patterns: Any = None, **options: Any) -> tuple[Any, Any]:
     """A stock PEFT model, and the same optimized. Both have a second adapter that is not active."""
     models = []
     for _ in range(2):
@@ -39,52 +44,94 @@ def both(**options: Any) -> tuple[Any, Any]:
         torch.manual_seed(7)
         model.add_adapter("other", config(r=2))
         models.append(model.eval())
-    return models[0], optimize(models[1])
+    return models[0], optimize(models[1], patterns=patterns)
 
 
 def lora_layer(model: Any) -> Any:
     return model.get_base_model().model.layers[1].self_attn.q_proj
 
 
+def binding(model: Any) -> Any:
+    """That of the second layer, of a linear of it where layers stay stock."""
+    layer = model.get_base_model().model.layers[1]
+    return (layer if KEY in layer.__dict__ else lora_layer(model)).__dict__[KEY]
+
+
 def counts(model: Any) -> dict[str, int]:
-    return dict(lora_layer(model).__dict__[KEY].fallbacks)
+    return dict(binding(model).fallbacks)
 
 
-def kinds(model: Any) -> dict[str, list[str]]:
-    return {m.name: [p.role for p in m.parts] for m in match(model, list(PATTERNS))[0]}
+def kinds(model: Any, patterns: Any = tuple(PATTERNS)) -> dict[str, list[str]]:
+    return {m.name: [p.role for p in m.parts] for m in match(model, list(patterns))[0]}
 
 
 # -- what is matched ----------------------------------------------------------------------------------------------------
 
-def test_layers_with_adapters_fall_to_parts() -> None:
-    found = kinds(with_lora())
+@pytest.mark.parametrize(("targets", "low"), [(QV, {"qkv"}), (("gate_proj", "down_proj"), {"gated", "down"}), (("o_proj",), {"out"}),
+                                              (ALL, {"qkv", "out", "gated", "down"})])
+def test_layers_with_adapters_are_whole(targets: tuple[str, ...], low: set[str]) -> None:
+    roles = ["qkv", "attention", "out", "gated", "down"]
+    found = kinds(with_lora(targets=targets))
+    assert list(found.values()) == 3 * [[each for role in roles for each in ((low_of(role), role) if role in low else (role,))]]
+
+
+def test_linears_whose_layer_cannot_be_are_swapped_alone() -> None:
+    """Of q, k and v, which are one product, adapters must be alike; other patterns may not be asked for."""
+    found = kinds(with_lora(rank_pattern={"v_proj": 8}))
     layer = "base_model.model.model.layers.0"
     assert found[layer] == ["out", "gated", "down"]
     assert found[f"{layer}.self_attn.q_proj"] == found[f"{layer}.self_attn.v_proj"] == ["lora"]
-    found = kinds(with_lora(targets=("gate_proj", "down_proj")))
-    assert found[layer] == ["qkv", "out"] and found[f"{layer}.mlp.gate_proj"] == ["lora"]
-    found = kinds(with_lora(targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")))
+    found = kinds(with_lora(targets=ALL), ["lora"])
     assert len(found) == 3 * 7 and all(parts == ["lora"] for parts in found.values())
+    found = kinds(with_lora(targets=QV), [p for p in PATTERNS if p != "lora"])
+    assert all(parts == ["out", "gated", "down"] for parts in found.values())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
-@pytest.mark.parametrize("targets", [QV, ("q_proj", "gate_proj", "down_proj"), ("o_proj", "up_proj")])
-def test_decoding_gives_the_stock_logits(family: str, targets: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "cohere", "olmo2"])
+@pytest.mark.parametrize("targets", [QV, ("q_proj", "gate_proj", "down_proj"), ("o_proj", "up_proj"), ALL])
+def test_decoding_gives_the_stock_logits(family: str, targets: Any) -> None:
+    as_stock(family, targets, low={"lora_down"})
+
+
+@pytest.mark.parametrize(("family", "low"), [("starcoder2", {"lora_down"}), ("phi3", {"lora_down", "lora"})])
+def test_every_linear_of_other_layers_too(family: str, low: set[str]) -> None:
+    """MLPs without a gate, and packed projections: gate and up in one linear have one adapter, and are swapped alone."""
+    as_stock(family, "all-linear", low)
+
+
+def as_stock(family: str, targets: Any, low: set[str]) -> None:
     stock, ours = with_lora(family, targets=targets), optimize(with_lora(family, targets=targets), batch_sizes=(1, 3))
     for batch in (1, 3):
         torch.testing.assert_close(decode_logits(ours, batch), decode_logits(stock, batch), **CLOSE)
-    rows = [r for r in ours.mirage.report.rows if r.pattern == "lora"]
-    assert len(rows) == 3 * len(targets) * 2 and all(r.status == "swapped" and r.calls == 8 for r in rows)
+    rows = [r for r in ours.mirage.report.rows if r.pattern in ("lora", "lora_down")]
+    assert {r.pattern for r in rows} == low and all(r.status == "swapped" and r.calls == 8 for r in rows)
+
+
+@pytest.mark.parametrize("targets", [QV, ALL])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_by_kernels_give_the_stock_tokens(targets: tuple[str, ...], dtype: torch.dtype) -> None:
+    stock, ours = (with_lora(dtype=dtype, targets=targets) for _ in range(2))
+    optimize(ours, batch_sizes=(2,))
+    kwargs = dict(input_ids=prompt(2), max_new_tokens=24, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    got, want = ours.generate(**kwargs), stock.generate(**kwargs)
+    assert ours.mirage.runner.steps is not None
+    report = ours.mirage.report
+    assert [what for what in report.decode if what.startswith("step: ")] == ["step: all by kernels"], report.decode
+    assert not ours.mirage.runner.steps.no_prompts  # the probe of a step has compared them, too
+    close = CLOSE if dtype is torch.float32 else dict(atol=0.15, rtol=0.05)
+    torch.testing.assert_close(got.logits[0], want.logits[0], **close)
+    if dtype is torch.float32:
+        assert torch.equal(got.sequences, want.sequences)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cast", [True, False])
 def test_adapters_in_float32_or_in_the_models_dtype(dtype: torch.dtype, cast: bool) -> None:
     stock, ours = with_lora(dtype=dtype, cast=cast), optimize(with_lora(dtype=dtype, cast=cast))
-    sizes = dict(match(stock, ["lora"])[0][0].parts[0].block.sizes)
+    sizes = dict(match(stock, list(PATTERNS))[0][0].parts[0].block.sizes)
     assert sizes["adapter_dtype"] is (torch.float32 if cast else dtype) and sizes["dtype"] is dtype
     torch.testing.assert_close(decode_logits(ours), decode_logits(stock), atol=0.1, rtol=0.05)
-    assert all(r.status == "swapped" for r in ours.mirage.report.rows if r.pattern == "lora")
+    assert {r.pattern for r in ours.mirage.report.rows} >= {"lora_down"} and all(r.status == "swapped" for r in ours.mirage.report.rows)
 
 
 @pytest.mark.parametrize(("options", "reason"), [
@@ -143,11 +190,11 @@ EVENTS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "two adapters": (lambda m: m.base_model.set_adapter(["default", "other"]), "another adapter is active"),
     "disable": (_disable, "adapters disabled"),
     "merge": (lambda m: m.merge_adapter(), "adapter merged"),
-    "safe merge": (lambda m: m.merge_adapter(safe_merge=True), "base_layer.weight has moved"),
+    "safe merge": (lambda m: m.merge_adapter(safe_merge=True), "q_proj.base_layer.weight has moved"),
     "merge and unmerge": (lambda m: (m.merge_adapter(), m.unmerge_adapter()), None),
     "delete": (_delete, "default was removed"),
     "rescale": (_rescale, "the adapter's scaling has changed"),
-    "new targets": (_new_targets, "another adapter is active"),
+    "new targets": (_new_targets, "k_proj was replaced"),
     "new values": (_reload, None),
     "bfloat16": (lambda m: m.bfloat16(), "input is torch.bfloat16 on cpu"),
     "train": (lambda m: m.train(), "training mode"),
@@ -155,46 +202,52 @@ EVENTS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
 }
 
 
+@pytest.mark.parametrize("patterns", [None, ALONE])
 @pytest.mark.parametrize("event", EVENTS)
-def test_every_state_of_peft_is_right_at_any_moment(event: str) -> None:
+def test_every_state_of_peft_is_right_at_any_moment(event: str, patterns: Any) -> None:
     change, reason = EVENTS[event]
-    stock, ours = both()
+    if reason is not None and patterns is ALONE:  # a linear knows itself only
+        reason = {"new targets": "another adapter is active"}.get(event, reason.removeprefix("q_proj."))
+    stock, ours = both(patterns)
     decode_logits(ours)
-    before, seen = survey(ours).model, lora_layer(ours).__dict__[KEY].calls
+    before, seen = survey(ours).model, binding(ours).calls
     for model in (stock, ours):
         change(model)
     torch.testing.assert_close(decode_logits(ours).float(), decode_logits(stock).float(), **CLOSE)
     if reason is None:
-        assert set(counts(ours)) == {"prefill"} and lora_layer(ours).__dict__[KEY].calls > seen
+        assert set(counts(ours)) == {"prefill"} and binding(ours).calls > seen
     else:
-        assert counts(ours)[reason] >= 4
+        assert sum(n for text, n in counts(ours).items() if text.endswith(reason)) >= 4, counts(ours)
     if event not in ("merge and unmerge", "new values"):
         assert survey(ours).model != before
 
 
-def test_adapters_that_come_back_are_fast_again() -> None:
-    _, ours = both()
+@pytest.mark.parametrize("patterns", [None, ALONE])
+def test_adapters_that_come_back_are_fast_again(patterns: Any) -> None:
+    _, ours = both(patterns)
     ours.set_adapter("other")
     decode_logits(ours)
     ours.set_adapter("default")
-    seen = lora_layer(ours).__dict__[KEY].calls
+    seen = binding(ours).calls
     decode_logits(ours)
     with ours.disable_adapter():
         decode_logits(ours)
     decode_logits(ours)
-    assert lora_layer(ours).__dict__[KEY].calls == seen + 8
+    assert binding(ours).calls == seen + 8
 
 
-def test_mixed_batches_go_the_stock_way() -> None:
-    stock, ours = both()
+@pytest.mark.parametrize("patterns", [None, ALONE])
+def test_mixed_batches_go_the_stock_way(patterns: Any) -> None:
+    stock, ours = both(patterns)
     kwargs = dict(max_new_tokens=5, do_sample=False, adapter_names=["default", "other", "__base__"])
     for model in (stock, ours):
         model.generation_config = model.get_base_model().generation_config
     assert torch.equal(ours.generate(input_ids=prompt(3), **kwargs), stock.generate(input_ids=prompt(3), **kwargs))
 
 
-def test_merge_and_unload_leaves_a_stock_model() -> None:
-    stock, ours = both()
+@pytest.mark.parametrize("patterns", [None, ALONE])
+def test_merge_and_unload_leaves_a_stock_model(patterns: Any) -> None:
+    stock, ours = both(patterns)
     a, b = stock.merge_and_unload(), ours.merge_and_unload()
     torch.testing.assert_close(decode_logits(b), decode_logits(a), **CLOSE)
     assert all(type(m).__module__.split(".")[0] != "peft" for m in b.modules())
@@ -236,8 +289,9 @@ def test_copies_and_saved_adapters_are_stock(tmp_path: Any) -> None:
     assert files and all((tmp_path / "stock" / f).read_bytes() == (tmp_path / "ours" / f).read_bytes() for f in files)
 
 
-def test_training_an_optimized_adapter_gives_the_stock_gradients() -> None:
-    stock, ours = both()
+@pytest.mark.parametrize("patterns", [None, ALONE])
+def test_training_an_optimized_adapter_gives_the_stock_gradients(patterns: Any) -> None:
+    stock, ours = both(patterns)
     for model in (stock, ours):
         model.train()
         model(input_ids=prompt(2, 4), labels=prompt(2, 4)).loss.backward()

@@ -290,7 +290,9 @@ def test_weights_are_inputs_of_the_graph() -> None:
 # -- adapters -------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.slow
-def test_adapters_that_change_are_seen() -> None:
+@pytest.mark.parametrize("alone", [True, False])
+def test_adapters_that_change_are_seen(alone: bool) -> None:
+    """Of a linear that is swapped alone, and of a layer that is swapped with its adapters."""
     peft = pytest.importorskip("peft")
     models = []
     for _ in range(2):
@@ -301,13 +303,14 @@ def test_adapters_that_change_are_seen() -> None:
         model.add_adapter("other", peft.LoraConfig(r=2, **adapter))
         models.append(model.eval())
     stock, ours = models
-    optimize(ours)
-    layer = ours.get_base_model().model.layers[0].self_attn.q_proj
+    optimize(ours, patterns=["lora"] if alone else None)
+    layers = [model.get_base_model().model.layers[0] for model in (ours, stock)]
+    layer, want = (each.self_attn.q_proj if alone else each for each in layers)
     run, seen = compiled(layer)
-    want = stock.get_base_model().model.layers[0].self_attn.q_proj
+    given: dict[str, Any] = {} if alone else ROPE
 
     def agree() -> None:
-        torch.testing.assert_close(run(hidden()), want(hidden()), **CLOSE)
+        torch.testing.assert_close(run(hidden(), **given), want(hidden(), **given), **CLOSE)
     agree()
     for model in models:
         model.set_adapter("other")
@@ -315,10 +318,10 @@ def test_adapters_that_change_are_seen() -> None:
     for model in models:
         model.set_adapter("default")
     agree()
-    for m in (layer, want):
-        m.merge()
+    for each in layers:
+        each.self_attn.q_proj.merge()
     agree()
-    assert seen == [1, 0, 0]
+    assert seen == [1 if alone else 5, 0, 0]
 
 
 # -- torch.export ---------------------------------------------------------------------------------------------------------
