@@ -2,6 +2,7 @@
 
     python scripts/bench_generate.py --model llama-3.2-1b --prompt 128 --new 128 --batch 1 --json out.json
     python scripts/bench_generate.py --batch 1,2,4,8,16 --prompt 128,2048,8192,32768 --seconds 900 --json m.json --resume --chart m
+    python scripts/bench_generate.py --model llama-3.1-8b --lora 16 --peers eager,bare,ours --json lora.json
     python scripts/bench_generate.py --redraw m.json --chart m
 
 Every model, batch size and prompt length named is a row of the JSON file, written as soon as it is measured. Peers:
@@ -10,6 +11,7 @@ Every model, batch size and prompt length named is a row of the JSON file, writt
   compile   only the step: torch.compile max-autotune, captured in a CUDA graph with a static cache and argmax
   liger     HF's generate with Liger's norms and MLPs, where it is installed (its RoPE is patched for every model at once, and left out)
   ours      generate after mirage_hf.optimize()
+  bare      with --lora: ours, of the same model without adapters
 and the floor: bytes that a step must read / 4.47 TB/s: weights (an embedding table left out, a tied head counted once) and the keys and
 values of the prompt and half of the new tokens.
 
@@ -41,6 +43,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 PEERS = ("eager", "static", "compile", "liger", "ours")
+BARE = "bare"
 FEW_TOKENS = 4096
 """Of a batch's prompts, up to which logits are compared and kernels profiled."""
 
@@ -243,14 +246,29 @@ def weights_of(name: str, device: torch.device, layers: int | None) -> PreTraine
     return random_model(name, device, layers=layers)
 
 
+def with_adapters(model: PreTrainedModel, rank: int) -> PreTrainedModel:
+    """A twin with a random PEFT adapter on every linear, unmerged and in float32, as PEFT keeps them."""
+    import peft
+    config = peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False)
+    torch.manual_seed(0)
+    return peft.get_peft_model(twin(model), config).eval().get_base_model()  # type: ignore[no-any-return]
+
+
+def titled(name: str, args: argparse.Namespace) -> str:
+    return f"{name} + LoRA {args.lora}" if args.lora else name
+
+
 def cache_bytes(model: PreTrainedModel, batch: int, tokens: int) -> int:
     """Bytes of keys and values of so many tokens in every row."""
     c = model.config
     return 2 * batch * tokens * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * model.dtype.itemsize  # type: ignore[no-any-return]
 
 
-def set_up(peer: str, model: PreTrainedModel, ids: torch.Tensor, args: argparse.Namespace) -> tuple[Callable[..., Any], Any]:
+def set_up(peer: str, model: PreTrainedModel, bare: PreTrainedModel, ids: torch.Tensor,
+           args: argparse.Namespace) -> tuple[Callable[..., Any], Any]:
     """What a peer's call is, and the optimized model where it is ours."""
+    if peer == BARE:
+        return ours(bare, ids, args.new, ids.shape[0], args.tune)[0], None
     if peer == "ours":
         return ours(model, ids, args.new, ids.shape[0], args.tune)
     if peer == "compile":
@@ -266,15 +284,16 @@ def set_up(peer: str, model: PreTrainedModel, ids: torch.Tensor, args: argparse.
 def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[str, Any]:
     """One row: all peers at one batch size and prompt length."""
     device = torch.device(args.device)
-    model = weights_of(name, device, args.layers)
+    bare = weights_of(name, device, args.layers)
+    model = with_adapters(bare, args.lora) if args.lora else bare
     ids = random_ids(model, batch, prompt, seed=0)
     weights = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     floor, cached = floor_bytes(model), cache_bytes(model, batch, prompt + args.new // 2)
     peers = [p for p in args.peers if p != "liger" or find_spec("liger_kernel") is not None]
     results = {peer: Measured() for peer in peers}
     calls: dict[str, Callable[..., Any]] = {}
-    row: dict[str, Any] = {"model": name, "layers": model.config.num_hidden_layers, "batch": batch, "prompt": prompt, "new": args.new,
-                           "dtype": "bfloat16", "floor_ms": (floor + cached) / BYTES_PER_SECOND * 1e3, "weight_bytes": floor,
+    row: dict[str, Any] = {"model": titled(name, args), "layers": model.config.num_hidden_layers, "batch": batch, "prompt": prompt,
+                           "new": args.new, "dtype": "bfloat16", "floor_ms": (floor + cached) / BYTES_PER_SECOND * 1e3, "weight_bytes": floor,
                            "cache_bytes": cached}
     fast = None
     for peer in peers:
@@ -284,7 +303,7 @@ def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[
             torch.cuda.reset_peak_memory_stats()
         try:
             with within(args.cap):
-                calls[peer], found = set_up(peer, model, ids, args)
+                calls[peer], found = set_up(peer, model, bare, ids, args)
                 if found is not None:
                     fast = found
                     row["optimize_s"] = time.perf_counter() - started
@@ -361,6 +380,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each peer")
     parser.add_argument("--cap", type=float, default=150.0, help="seconds that setting up one peer may take")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no row after this time")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="adapters of this rank on every linear (PEFT, unmerged)")
     parser.add_argument("--layers", type=int, help="a model cut down to so many layers")
     parser.add_argument("--tune", default="auto", choices=("auto", "never", "full"))
     parser.add_argument("--kernel-names", nargs="*", default=("mirage",), help="how names of searched kernels begin")
@@ -378,11 +398,11 @@ def main() -> None:
         return
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("bench_generate: no GPU here; run it on the GPU whose times you want, or give --device cpu")
-    unknown = set(args.peers) - set(PEERS)
+    unknown = set(args.peers) - {*PEERS, *([BARE] if args.lora else [])}
     if unknown or args.new < 2:
         parser.error(f"unknown peers {', '.join(unknown)}; there are {', '.join(PEERS)}" if unknown else "--new must be 2 or more")
     report = Report(args.json, vars(args), args.resume)
-    jobs = {f"{name}, batch {batch}, prompt {prompt}": partial(bench, name, batch, prompt, args)
+    jobs = {f"{titled(name, args)}, batch {batch}, prompt {prompt}": partial(bench, name, batch, prompt, args)
             for name in args.model.split(",") for prompt in args.prompt for batch in args.batch}
     run_all(report, jobs, Budget(args.seconds), table)
     if args.chart:

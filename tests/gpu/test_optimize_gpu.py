@@ -150,25 +150,27 @@ def test_changes_after_capture_are_seen() -> None:
         assert alike()
 
 
-def test_adapters_may_change_between_calls() -> None:
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj", "up_proj"], "all-linear"])
+def test_adapters_may_change_between_calls(targets: Any) -> None:
     peft = pytest.importorskip("peft")
 
     def make() -> Any:
         m = on_gpu("llama", torch.float32)
         for seed, name in enumerate(("default", "other")):
             torch.manual_seed(seed)
-            c = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+            c = peft.LoraConfig(r=8, target_modules=targets, init_lora_weights=False)
             m = peft.get_peft_model(m, c) if name == "default" else (m.add_adapter(name, c), m)[1]
         return m.cuda().eval()
 
     stock, model = make(), optimize(make(), tune="never")
-    assert any(r.pattern == "lora" and r.status == "swapped" for r in model.mirage.report.rows)
+    assert {r.status for r in model.mirage.report.rows if r.pattern == "lora_down"} == {"swapped"}
     ids = prompt().cuda()
     for change in (lambda m: None, lambda m: m.set_adapter("other"), lambda m: m.set_adapter("default"),
                    lambda m: m.merge_adapter(), lambda m: m.unmerge_adapter(), lambda m: m.base_model.disable_adapter_layers()):
         for m in (stock, model):
             change(m)
         assert torch.equal(model.generate(input_ids=ids, **GREEDY), stock.generate(input_ids=ids, **GREEDY))
+    assert model.mirage.report.decode["step: all by kernels"] >= 2 and model.mirage.runner.prefills["captured, by kernels"] >= 1
 
 
 def test_an_optimized_model_holds_no_memory_after_it_moved() -> None:
