@@ -292,9 +292,9 @@ def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[
     peers = [p for p in args.peers if p != "liger" or find_spec("liger_kernel") is not None]
     results = {peer: Measured() for peer in peers}
     calls: dict[str, Callable[..., Any]] = {}
-    row: dict[str, Any] = {"model": titled(name, args), "layers": model.config.num_hidden_layers, "batch": batch, "prompt": prompt,
-                           "new": args.new, "dtype": "bfloat16", "floor_ms": (floor + cached) / BYTES_PER_SECOND * 1e3, "weight_bytes": floor,
-                           "cache_bytes": cached}
+    row: dict[str, Any] = {
+        "model": titled(name, args), "layers": model.config.num_hidden_layers, "batch": batch, "prompt": prompt, "new": args.new,
+        "dtype": "bfloat16", "floor_ms": (floor + cached) / BYTES_PER_SECOND * 1e3, "weight_bytes": floor, "cache_bytes": cached}
     fast = None
     for peer in peers:
         say(f"{name}, batch {batch}, prompt {prompt}: setting up {peer}")
