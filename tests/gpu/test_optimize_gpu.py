@@ -165,7 +165,7 @@ def test_adapters_may_change_between_calls(targets: Any) -> None:
     stock, model = make(), optimize(make(), tune="never")
     assert {r.status for r in model.mirage.report.rows if r.pattern == "lora_down"} == {"swapped"}
     ids = prompt().cuda()
-    for change in (lambda m: None, lambda m: m.set_adapter("other"), lambda m: m.set_adapter("default"),
+    for change in (lambda m: None, lambda m: None, lambda m: m.set_adapter("other"), lambda m: m.set_adapter("default"),
                    lambda m: m.merge_adapter(), lambda m: m.unmerge_adapter(), lambda m: m.base_model.disable_adapter_layers()):
         for m in (stock, model):
             change(m)
