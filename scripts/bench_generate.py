@@ -388,13 +388,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all numbers there, row by row")
     parser.add_argument("--resume", action="store_true", help="keep the rows that the JSON file has")
     parser.add_argument("--chart", type=Path, help="draw ms/token: this path with .png and .svg added")
-    parser.add_argument("--redraw", type=Path, metavar="JSON", nargs="+", help="only draw the chart of earlier runs")
+    parser.add_argument("--redraw", type=Path, metavar="JSON", nargs="+",
+                        help="only draw the chart of earlier runs; of a row in several the last")
     parser.add_argument("--strict", action="store_true", help="stop at a peer that fails")
     args = parser.parse_args()
     if args.redraw:
         if not args.chart:
             parser.error("--redraw needs --chart PATH")
-        draw_generate({"rows": [row for path in args.redraw for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]}, args.chart)
+        rows = [row for path in args.redraw for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+        draw_generate({"rows": list({(r["model"], r["batch"], r["prompt"]): r for r in rows}.values())}, args.chart)
         return
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("bench_generate: no GPU here; run it on the GPU whose times you want, or give --device cpu")
