@@ -91,8 +91,8 @@ loaded only a step ahead. Fitted to 415 kernels of linears of 16 and 32 rows beh
 
 MULTIPLY_ADD, REDUCED_EACH_STEP = 3.0, 12.0
 """Instructions, or the time of so many, that an element takes in a kernel whose products are multiply-adds: of each product and sum, and
-where sums are shared among threads in each step of a loop, as scores of attention are. Fitted to 560 kernels measured on an H200:
-they took 2.8 to 8 times, and 13 to 26 times, what one instruction for each would."""
+where sums are shared among threads in each step of a loop, as scores of attention of several rows are. Fitted to 560 kernels measured on
+an H200: they took 2.8 to 8 times, and 13 to 26 times, what one instruction for each would."""
 
 
 def tensor_bytes(t: DTensor) -> int:
@@ -183,7 +183,9 @@ def footprint(plan: Plan) -> Footprint:
 
 def _element_work(plan: Plan) -> float:
     by_hand = {c.out for c in plan.block.contractions.values()} - set(plan.dots)
-    several = any(len(plan.value_dims(c.product)) > 2 for c in plan.block.contractions.values() if c.out in by_hand)
+    # of one row scores are sums of products of two axes, which a thread mostly has to itself
+    several = any(sum(plan.tile(a) > 1 for a in plan.block.carried[c.product]) > 2
+                  for c in plan.block.contractions.values() if c.out in by_hand)
     looped = [s for s in plan.block.stages if s.loop]
     within = {op.out for s in looped or plan.block.stages for op in s.body}
     if not by_hand.isdisjoint(within) and looped and plan.walks and several:
