@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mirage_hf.match.plain import foreign_hook
+from mirage_hf.match.scaling import scaling_of
 from mirage_hf.swap.guard import KEY
 
 _TUNER = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant", "use_dora", "fan_in_fan_out",
@@ -105,7 +106,14 @@ def _special(state: dict[str, Any]) -> tuple[Any, ...]:
     tuner = "merged_adapters" in state or "_active_adapter" in state
     bound = state.get(KEY)
     kernels = () if bound is None else (id(bound), bound.retired)
-    return state.get("forward"), repr([state.get(name) for name in _TUNER]) if tuner else None, kernels
+    return state.get("forward"), repr([_setting(state.get(name)) for name in _TUNER]) if tuner else None, kernels
+
+
+def _setting(value: Any) -> Any:
+    """An attribute of a tuner layer, the tensors in it as numbers: their text has four digits, and asking a GPU for it takes long."""
+    if type(value) is dict and any(isinstance(x, Tensor) for x in value.values()):
+        return {name: scaling_of(x) if isinstance(x, Tensor) else x for name, x in value.items()}
+    return value
 
 
 def _in_training(kinds: Sequence[type], training: Sequence[bool]) -> str | None:

@@ -28,6 +28,7 @@ from mirage_hf.match.compose import (
     runs_own_mlp,
 )
 from mirage_hf.match.pattern import LayerLayout, MlpLayout
+from mirage_hf.match.scaling import scaling_of
 from mirage_hf.match.step import NO_ROPE, Rope
 from mirage_hf.ops import table
 from mirage_hf.patterns import (
@@ -606,7 +607,7 @@ def _adapter_of(module: nn.Module) -> _Adapter | Rejected:
         return no
     if torch.promote_types(base.weight.dtype, a.weight.dtype) not in (base.weight.dtype, a.weight.dtype):
         return Rejected(f"mixes {table.dtype_name(base.weight.dtype)} and {table.dtype_name(a.weight.dtype)}")
-    return _Adapter(adapter, a, b, float(m.scaling[adapter]))
+    return _Adapter(adapter, a, b, scaling_of(m.scaling[adapter]))
 
 
 def _match_lora(name: str, module: nn.Module, probes: probe.Probes) -> Match | Rejected:

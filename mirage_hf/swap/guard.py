@@ -18,6 +18,7 @@ from mirage_hf.kernels import Resolved
 from mirage_hf.match import plain
 from mirage_hf.match.compose import Composition, Kernel, child
 from mirage_hf.match.matcher import Match
+from mirage_hf.match.scaling import scaling_of
 from mirage_hf.patterns.decoder_layer import EPS_NAMES, MULTIPLIERS, SWITCHES
 from mirage_hf.swap.traced import KNOWN, share, width_of
 
@@ -204,7 +205,7 @@ class Tuner:
         self.path, active = path, module._active_adapter
         self.one = active if isinstance(active, str) else active[0]
         self.many = [self.one]
-        self.scaling = module.scaling[self.one]
+        self.scaling = scaling_of(module.scaling[self.one])
 
     def reason(self, d: Mapping[str, Any]) -> str | None:
         if d["_disable_adapters"]:
@@ -213,8 +214,13 @@ class Tuner:
             return "adapter merged"
         if d["_active_adapter"] != self.one and d["_active_adapter"] != self.many:
             return "another adapter is active"
-        if d["scaling"].get(self.one) != self.scaling:
+        scaling = d["scaling"].get(self.one)
+        if scaling != self.scaling if type(scaling) is float else self._rescaled(scaling):
             return "the adapter's scaling has changed"
         if self.one in d.get("lora_variant", ()) or d.get("fan_in_fan_out") or not d.get("cast_input_dtype_enabled", True):
             return "the adapter has become a variant"
         return None
+
+    def _rescaled(self, scaling: Any) -> bool:
+        # a graph cannot ask what a tensor holds; there the adapter runs as stock's
+        return scaling is None or torch.compiler.is_compiling() or scaling_of(scaling) != self.scaling

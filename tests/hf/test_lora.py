@@ -27,7 +27,7 @@ ALONE = ["lora"]
 
 def config(targets: Any = QV, r: int = 4, **options: Any) -> Any:
     targets = targets if isinstance(targets, str) else list(targets)
-    return peft.LoraConfig(r=r, lora_alpha=2 * r, target_modules=targets, init_lora_weights=False, **options)
+    return peft.LoraConfig(r=r, target_modules=targets, init_lora_weights=False, **{"lora_alpha": 2 * r, **options})
 
 
 def with_lora(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, cast: bool = True, **options: Any) -> Any:
@@ -156,6 +156,40 @@ def test_other_states_of_peft_say_why_not(change: Callable[[Any], Any], reason: 
     model.add_adapter("other", config(r=2))
     change(model)
     assert any(reason in r.reason for r in match(model, ["lora"])[1])
+
+
+@pytest.mark.parametrize("prepared", ["before", "after"])
+@pytest.mark.parametrize("patterns", [None, ALONE])
+def test_scalings_that_are_tensors_and_written_in_place(prepared: str, patterns: Any) -> None:
+    """PEFT's preparation for hot-swapping makes tensors of them; swapping, and `scale_layer`, write into those."""
+    from peft.utils.hotswap import hotswap_adapter_from_state_dict, prepare_model_for_compiled_hotswap
+    stock, ours = (with_lora(targets=ALL) for _ in range(2))
+    if prepared == "before":
+        prepare_model_for_compiled_hotswap(stock)
+        prepare_model_for_compiled_hotswap(ours)
+    optimize(ours, patterns=patterns)
+    if prepared == "after":
+        prepare_model_for_compiled_hotswap(stock)
+        prepare_model_for_compiled_hotswap(ours)
+
+    def compare() -> int:
+        seen = binding(ours).calls
+        torch.testing.assert_close(decode_logits(ours), decode_logits(stock), **CLOSE)
+        options = dict(input_ids=prompt(), max_new_tokens=12, do_sample=False)
+        assert torch.equal(ours.generate(**options), stock.generate(**options))
+        return binding(ours).calls - seen
+
+    assert compare()
+    before = survey(ours).model
+    for alpha, fast in ((8.001, False), (3, False), (8, True)):
+        for model in (stock, ours):
+            state = {k.replace(".weight", ".default.weight"): 0.7 * v for k, v in peft.get_peft_model_state_dict(model).items()}
+            hotswap_adapter_from_state_dict(model, state, "default", config(targets=ALL, lora_alpha=alpha))
+        assert bool(compare()) == fast and (survey(ours).model == before) == fast
+    for model in (stock, ours):
+        for layer in model.get_base_model().model.layers:
+            layer.self_attn.q_proj.scale_layer(0.5)
+    assert not compare()
 
 
 # -- the life cycle after optimize() ------------------------------------------------------------------------------------
