@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -24,6 +24,7 @@ from mirage_hf.match.causal import head_of, hollow, rotary_kinds, rotary_rows
 from mirage_hf.match.compose import Kernel, Passing, executor, in_dtype, one_norm, stand_in
 from mirage_hf.match.pattern import LayerLayout
 from mirage_hf.match.prompt_step import LayerPrompt, Prompt, layer_prompt
+from mirage_hf.match.scaling import scaling_of
 from mirage_hf.match.step import At, LayerStep, Rope, in_order, layer_step
 from mirage_hf.ops import table
 from mirage_hf.patterns import decoder_layer
@@ -61,15 +62,23 @@ def _probing_config(config: Any) -> Any:
     return config
 
 
-def randomised(seed: int) -> Callable[[str, Tensor], Tensor]:
-    """Weights of unit gain, norm weights near 1.3, biases near 0.2: far enough from 0 and 1 to be seen."""
+def scalings(module: nn.Module) -> dict[str, float]:
+    """What PEFT scales adapters by, by the names of their second weights."""
+    given = ((name, m.__dict__["scaling"]) for name, m in module.named_modules() if "lora_B" in m._modules)
+    return {f"{name}.lora_B.{adapter}.weight".removeprefix("."): scaling_of(x) for name, each in given for adapter, x in each.items()}
+
+
+def randomised(seed: int, scaled: Mapping[str, float] | None = None) -> Callable[[str, Tensor], Tensor]:
+    """Weights of unit gain, norm weights near 1.3, biases near 0.2: far enough from 0 and 1 to be seen. `scaled`: what some weights'
+    products are multiplied by, by name; it is part of their gain, because programs take exponentials of scores as they are."""
+    factors = {name: 1 / abs(x) for name, x in (scaled or {}).items() if x}
     generators: dict[torch.device, torch.Generator] = {}
 
     def convert(name: str, p: Tensor) -> Tensor:
         generator = generators.setdefault(p.device, torch.Generator(p.device).manual_seed(seed))
         noise = torch.randn(p.shape, generator=generator, dtype=torch.float32, device=p.device)
         if p.dim() >= 2:
-            noise *= p.shape[-1] ** -0.5
+            noise *= p.shape[-1] ** -0.5 * factors.get(name, 1.0)
         else:
             noise = 0.3 * noise + (0.2 if name.endswith("bias") else 1.3)
         return noise
@@ -257,7 +266,7 @@ class Probes:
 
         def probe() -> Rejected | None:
             g = torch.Generator().manual_seed(1)
-            other = twin(_but_for_mlp(candidate), randomised(1))
+            other = twin(_but_for_mlp(candidate), randomised(1, scalings(layer)))
             composed, like = candidate.compose(other), one_norm(other, candidate.layouts[0]).weight
             wide = replace(candidate.rope, dtype=torch.float32)
             for scale in (1.0, 1e-3):
@@ -280,7 +289,7 @@ class Probes:
 
         def probe() -> Rejected | None:
             g, slots = torch.Generator().manual_seed(3), 12
-            other = twin(_but_for_mlp(candidate), randomised(3))
+            other = twin(_but_for_mlp(candidate), randomised(3, scalings(layer)))
             step, prompt = layer_step(other, candidate.parts, row, candidate.rope), layer_prompt(other, candidate.parts, row)
             stock, past, wide = ProbeCache(), 0, replace(candidate.rope, dtype=torch.float32)
             for number, call in enumerate(calls(2, one_norm(other, row).weight, wide, (6, 1, 1, 1), g, torch.float32)):
@@ -358,7 +367,7 @@ class Probes:
 
         def probe() -> Rejected | None:
             g = torch.Generator().manual_seed(2)
-            other = twin(module, randomised(2))
+            other = twin(module, randomised(2, scalings(module)))
             composed, sizes = candidate.compose(other), dict(part.block.sizes)
             device = next(other.parameters()).device
             for batch, length in ((1, 1), (2, 3)):

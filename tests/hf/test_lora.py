@@ -124,6 +124,14 @@ def test_steps_by_kernels_give_the_stock_tokens(targets: tuple[str, ...], dtype:
         assert torch.equal(got.sequences, want.sequences)
 
 
+@pytest.mark.parametrize("options", [dict(r=16, lora_alpha=64), dict(r=8, lora_alpha=64), dict(r=2, lora_alpha=-40), dict(lora_alpha=0),
+                                     dict(r=3, use_rslora=True)])
+def test_layers_are_whole_whatever_adapters_are_scaled_by(options: dict[str, Any]) -> None:
+    """Random adapters times much would make scores of which float32 has no exponential."""
+    found = match(with_lora(targets=ALL, **options), list(PATTERNS))
+    assert not found.refusals and all("attention" in {p.role for p in m.parts} for m in found.modules)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cast", [True, False])
 def test_adapters_in_float32_or_in_the_models_dtype(dtype: torch.dtype, cast: bool) -> None:
