@@ -81,7 +81,8 @@ class Binding:
         owned = dict.fromkeys(w for part in match.parts for w in part.weights)
         self.parameters = tuple(_pin(child(match.module, path), path, name) for path, name in owned)
         tuners = tuple(Tuner(path, child(match.module, path)) for path in match.adapters)
-        self.tuners = tuple((t, child(match.module, t.path).__dict__ if t.path else None) for t in tuners)
+        self.tuners = tuple((t, child(match.module, t.path).__dict__ if t.path else None, _holders(child(match.module, t.path)))
+                            for t in tuners)
         digests = tuple((rows, tuple((role, kernel.digest) for role, kernel in roles.items())) for rows, roles in found.items())
         self.traced = share(match, digests, tuners)  # the name of what torch.compile needs, "" once retired
 
@@ -131,8 +132,13 @@ class Binding:
 
     def _tuned(self, state: dict[str, Any]) -> str | None:
         """What PEFT would do other than when the kernels were made."""
-        for tuner, inner in self.tuners:
-            if reason := tuner.reason(state if inner is None else inner):
+        for tuner, inner, holders in self.tuners:
+            own = state if inner is None else inner
+            children = own["_modules"]
+            for name, holder in holders:
+                if children[name] is not holder:
+                    return self.retire(f"{name} was replaced")
+            if reason := tuner.reason(own):
                 return reason
         return None
 
@@ -177,6 +183,11 @@ def _watch(root: nn.Module, path: str) -> tuple[Any, str, nn.Module, Any, dict[s
     parent, _, name = path.rpartition(".")
     module = child(root, path)
     return child(root, parent)._modules, name, module, type(module), module.__dict__
+
+
+def _holders(tuner: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """What holds the modules of a PEFT linear's adapters by name: what is watched is what was in it."""
+    return tuple((name, tuner._modules[name]) for name in ("lora_A", "lora_B", "lora_dropout"))
 
 
 def _pin(owner: nn.Module, path: str, name: str) -> tuple[Any, str, Tensor, int, str]:

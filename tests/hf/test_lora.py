@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from swapping import decode_logits, prompt, same, snapshot, tiny
+from torch import nn
 
 from mirage_hf.api import optimize, restore
 from mirage_hf.decode.fingerprint import survey
@@ -227,6 +228,16 @@ def _reload(m: Any) -> None:
     peft.set_peft_model_state_dict(m, state)
 
 
+def _new_holders(name: str, make: Callable[[nn.Module], nn.Module]) -> Callable[[Any], None]:
+    """Put a new dictionary of modules in the place of one of PEFT's."""
+    def change(m: Any) -> None:
+        torch.manual_seed(9)
+        for layer in m.get_base_model().model.layers:
+            q = layer.self_attn.q_proj
+            setattr(q, name, nn.ModuleDict({adapter: make(each) for adapter, each in getattr(q, name).items()}).eval())
+    return change
+
+
 EVENTS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "set_adapter": (lambda m: m.set_adapter("other"), "another adapter is active"),
     "two adapters": (lambda m: m.base_model.set_adapter(["default", "other"]), "another adapter is active"),
@@ -240,6 +251,8 @@ EVENTS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "new values": (_reload, None),
     "bfloat16": (lambda m: m.bfloat16(), "input is torch.bfloat16 on cpu"),
     "train": (lambda m: m.train(), "training mode"),
+    "new lora_A": (_new_holders("lora_A", lambda m: nn.Linear(m.in_features, m.out_features, bias=False)), "lora_A was replaced"),
+    "new lora_dropout": (_new_holders("lora_dropout", lambda _: nn.Threshold(0.1, 0.0)), "lora_dropout was replaced"),
     "dropout": (lambda m: lora_layer(m).lora_dropout.train(), None),
 }
 
