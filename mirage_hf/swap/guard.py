@@ -226,12 +226,12 @@ class Tuner:
         if d["_active_adapter"] != self.one and d["_active_adapter"] != self.many:
             return "another adapter is active"
         scaling = d["scaling"].get(self.one)
-        if scaling != self.scaling if type(scaling) is float else self._rescaled(scaling):
+        if self._rewritten(scaling) if isinstance(scaling, Tensor) else scaling != self.scaling:
             return "the adapter's scaling has changed"
         if self.one in d.get("lora_variant", ()) or d.get("fan_in_fan_out") or not d.get("cast_input_dtype_enabled", True):
             return "the adapter has become a variant"
         return None
 
-    def _rescaled(self, scaling: Any) -> bool:
+    def _rewritten(self, scaling: Tensor) -> bool:
         # a graph cannot ask what a tensor holds; there the adapter runs as stock's
-        return scaling is None or torch.compiler.is_compiling() or scaling_of(scaling) != self.scaling
+        return torch.compiler.is_compiling() or scaling_of(scaling) != self.scaling

@@ -324,6 +324,27 @@ def test_adapters_that_change_are_seen(alone: bool) -> None:
     assert seen == [1 if alone else 5, 0, 0]
 
 
+@pytest.mark.slow
+def test_scalings_that_are_tensors_are_read_by_the_graph() -> None:
+    """What they hold may change without a trace: such adapters run as stock's there."""
+    peft = pytest.importorskip("peft")
+    from peft.utils.hotswap import prepare_model_for_compiled_hotswap
+    models = []
+    for _ in range(2):
+        model = tiny("llama", num_hidden_layers=1)
+        torch.manual_seed(3)
+        models.append(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)).eval())
+        prepare_model_for_compiled_hotswap(models[-1])
+    optimize(models[1])
+    want, layer = (model.get_base_model().model.layers[0] for model in models)
+    run, seen = compiled(layer)
+    for _ in range(2):
+        torch.testing.assert_close(run(hidden(), **ROPE), want(hidden(), **ROPE), **CLOSE)
+        for each in (want, layer):
+            each.self_attn.q_proj.scale_layer(0.5)
+    assert seen == [0]
+
+
 # -- torch.export ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.slow
