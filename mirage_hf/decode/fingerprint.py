@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirage_hf.match.adapters import scaling_of
 from mirage_hf.match.plain import foreign_hook
-from mirage_hf.match.scaling import scaling_of
 from mirage_hf.swap.guard import KEY
 
 _TUNER = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant", "use_dora", "fan_in_fan_out",

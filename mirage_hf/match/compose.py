@@ -124,6 +124,11 @@ def norm_weights(sizes: Mapping[str, Any]) -> int:
     return (1 + sizes["norm_bias"]) if sizes["norm"] else 0
 
 
+def of_norm(name: str, sizes: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The weights of a block's norm."""
+    return [(name, p) for p in ("weight", "bias")[:norm_weights(sizes)]]
+
+
 def _same(x: Tensor) -> Tensor:
     return x
 

@@ -1,7 +1,7 @@
 """Find the blocks of a model: structure first, then a probe of every kind of module. "No" is a value with a reason."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -12,6 +12,7 @@ from torch import nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.match import plain, probe
+from mirage_hf.match.adapters import adapter_of, is_lora, linears_of, of_ups, ups_of, with_adapters
 from mirage_hf.match.causal import CausalMatch, has_all, match_causal
 from mirage_hf.match.compose import (
     Composition,
@@ -21,16 +22,13 @@ from mirage_hf.match.compose import (
     Part,
     Passing,
     child,
-    low_of,
     multiplier,
-    norm_weights,
+    of_norm,
     one_norm,
     runs_own_mlp,
 )
 from mirage_hf.match.pattern import LayerLayout, MlpLayout
-from mirage_hf.match.scaling import scaling_of
 from mirage_hf.match.step import NO_ROPE, Rope
-from mirage_hf.ops import table
 from mirage_hf.patterns import (
     ATTENTION,
     GATED_MLP,
@@ -48,7 +46,6 @@ from mirage_hf.patterns import (
     mlp_up,
 )
 from mirage_hf.patterns.attention import PACKINGS
-from mirage_hf.patterns.lora import LORA_DOWN, Ups
 from mirage_hf.patterns.parts import ACTIVATIONS
 
 
@@ -117,7 +114,7 @@ def match(model: nn.Module, patterns: Sequence[str], generating: nn.Module | Non
                 within |= {id(child_of(module, found.layouts[0].mlp)), *(id(child(module, path)) for path in found.adapters)}
         elif "gated_mlp" in patterns and id(module) not in within and (mlp := _mlp_layout(module)) and mlp.gate:
             found, label = _match_mlp(name, module, mlp, probes), "gated_mlp"
-        elif "lora" in patterns and id(module) not in within and _is_lora(module):
+        elif "lora" in patterns and id(module) not in within and is_lora(module):
             found, label = _match_lora(name, module, probes), "lora"
         if isinstance(found, Match):
             matches.append(found)
@@ -244,86 +241,16 @@ def _eps(norm: nn.Module) -> float:
     return values[0] if values else 1e-6
 
 
-class _Adapter(NamedTuple):
-    """PEFT's one active adapter of a linear."""
-
-    name: str
-    a: nn.Linear
-    b: nn.Linear
-    scaling: float
-
-
-class _Linear(NamedTuple):
-    """A linear of a layer: the module by its path, the nn.Linear in it, and its adapter."""
-
-    path: str
-    base: nn.Linear
-    adapter: _Adapter | None
-
-    @property
-    def weights(self) -> str:
-        """The path of the nn.Linear."""
-        return self.path if self.adapter is None else f"{self.path}.base_layer"
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """What is bypassed where the linear is, but for what multiplies x in its adapter."""
-        return (self.path,) if self.adapter is None else (self.path, self.weights, f"{self.path}.lora_B.{self.adapter.name}")
-
-
-def _linears(parent: nn.Module, prefix: str, names: Sequence[str], lora: bool) -> list[_Linear] | Rejected:
-    """Linears of a part of a layer, by name, `prefix` being the part's path. `lora`: they may have adapters."""
-    found = []
-    for name in names:
-        module: Any = parent._modules.get(name)
-        if not lora or not _is_lora(module):
-            if no := plain.refuse(parent, name, plain.LINEAR):
-                return no
-            found.append(_Linear(prefix + name, module, None))
-            continue
-        adapter = plain.refuse(parent, name, plain.CONTAINER) or _adapter_of(module)
-        if isinstance(adapter, Rejected):
-            return Rejected(f"{name}: {adapter.reason}")
-        found.append(_Linear(prefix + name, module.base_layer, adapter))
-    return found
-
-
-def _ups(linears: Sequence[_Linear], packed: bool) -> dict[str, Any] | Rejected:
-    """The adapters of linears that read one x as a size of their block; none where they have none."""
-    adapters = [m.adapter for m in linears if m.adapter is not None]
-    if not adapters:
-        return {}
-    ranks = tuple(0 if m.adapter is None else m.adapter.a.out_features for m in linears)
-    kinds = {(x.scaling, x.a.weight.dtype, x.a.out_features if packed else 0) for x in adapters}
-    if len(kinds) > 1:
-        return Rejected(f"adapters of {', '.join(m.path.rpartition('.')[2] for m in linears)} differ in rank, scaling or dtype")
-    return {"lora": Ups(ranks, adapters[0].scaling, adapters[0].a.weight.dtype, packed)}
-
-
-def _with_adapters(part: Part, linears: Sequence[_Linear], norm: str, sizes: Mapping[str, Any]) -> tuple[Part, ...]:
-    """A part, and before it what its linears' adapters multiply x by, where they have any. `norm`: the path of the norm before them, with
-    `sizes`."""
-    has = [(m, m.adapter) for m in linears if m.adapter is not None]
-    if not has:
-        return (part,)
-    ranks = tuple(adapter.a.out_features for _, adapter in has)
-    block = LORA_DOWN.block(k=has[0][0].base.in_features, r=ranks, **sizes, dtype=has[0][0].base.weight.dtype,
-                            adapter_dtype=has[0][1].a.weight.dtype)
-    downs = [f"{m.path}.lora_A.{adapter.name}" for m, adapter in has]
-    weights = (*_of_norm(norm, dict(sizes)), *((path, "weight") for path in downs))
-    idle = (f"{m.path}.lora_dropout.{adapter.name}" for m, adapter in has)
-    paths = tuple(m.path for m, _ in has)
-    return (Part(low_of(part.role), block, weights, (*((norm,) if norm else ()), *downs, *idle), adapters=paths),
-            replace(part, adapters=paths))
-
-
 def _qkv(layer: nn.Module, attention: nn.Module, row: LayerLayout, probes: probe.Probes, lora: bool) -> tuple[Part, ...] | Rejected:
-    found = _linears(attention, f"{row.attention}.", row.projections, lora)
+    found = linears_of(attention, f"{row.attention}.", row.projections, lora)
     if isinstance(found, Rejected):
         return found
-    normed, ups = _norm(layer, row.norm, probes), _ups(found, packed=len(found) > 1)
-    if isinstance(normed, Rejected) or isinstance(ups, Rejected):
-        return normed if isinstance(normed, Rejected) else ups  # type: ignore[return-value]
+    normed = _norm(layer, row.norm, probes)
+    if isinstance(normed, Rejected):
+        return normed
+    ups = ups_of(found, packed=len(found) > 1)
+    if isinstance(ups, Rejected):
+        return ups
     norms, linears = [layer._modules[n] for n in (row.norm,) if n], [m.base for m in found]
     k, biases = linears[0].in_features, {m.bias is not None for m in linears}
     if any(m.in_features != k for m in linears) or len(biases) > 1:
@@ -333,25 +260,15 @@ def _qkv(layer: nn.Module, attention: nn.Module, row: LayerLayout, probes: probe
         return no
     block = RMS_NORM_LINEAR.block(k=k, n=tuple(m.out_features for m in linears), bias=biases.pop(), **normed, **ups, dtype=weight.dtype)
     before = [row.norm] if row.norm else []
-    weights = [*_of_norm(row.norm, normed), *((m.weights, "weight") for m in found)]
+    weights = [*of_norm(row.norm, normed), *((m.weights, "weight") for m in found)]
     if dict(block.sizes)["bias"]:
         weights += [(m.weights, "bias") for m in found]
-    part = Part("qkv", block, (*weights, *_of_ups(found)), (*before, row.attention, *(p for m in found for p in m.paths)))
-    return _with_adapters(part, found, row.norm, normed)
-
-
-def _of_ups(linears: Sequence[_Linear]) -> list[tuple[str, str]]:
-    """The weights of adapters that a block reads besides those of its linears."""
-    return [(f"{m.path}.lora_B.{m.adapter.name}", "weight") for m in linears if m.adapter is not None]
+    part = Part("qkv", block, (*weights, *of_ups(found)), (*before, row.attention, *(p for m in found for p in m.paths)))
+    return with_adapters(part, found, row.norm, normed)
 
 
 NO_NORM: dict[str, Any] = {"norm": False, "eps": 1e-6, "offset": 0.0, "centred": False, "norm_bias": False}
 """The sizes of a block without a norm."""
-
-
-def _of_norm(name: str, sizes: dict[str, Any]) -> list[tuple[str, str]]:
-    """The weights of a block's norm."""
-    return [(name, p) for p in ("weight", "bias")[:norm_weights(sizes)]]
 
 
 def _norm(layer: nn.Module, name: str, probes: probe.Probes, rules: tuple[plain.Rule, ...] = plain.NORM) -> dict[str, Any] | Rejected:
@@ -381,7 +298,7 @@ def _attention(attention: Any, row: LayerLayout, probes: probe.Probes, rope: Rop
     known = {*row.projections, row.output, *has}
     if extra := [n for n, m in inner.items() if n not in known and m is not None and not isinstance(m, plain.IDLE)]:
         return Rejected(f"attention has {', '.join(extra)} too")
-    linears = _linears(attention, "", row.projections, lora)
+    linears = linears_of(attention, "", row.projections, lora)
     if isinstance(linears, Rejected):
         return linears
     normed = [_norm(attention, n, probes, plain.HEAD_NORM) for n in has]
@@ -489,21 +406,24 @@ def _residual(layer: nn.Module, names: tuple[str, str, str], role: str, probes: 
     """The linear of (module, its linear, the layer's norm after it), and what it is added to."""
     path, name, after = names
     parent: Any = layer._modules[path]
-    found = _linears(parent, f"{path}.", (name,), lora)
+    found = linears_of(parent, f"{path}.", (name,), lora)
     if isinstance(found, Rejected):
         return found
-    normed, ups = _norm(layer, after, probes), _ups(found, packed=False)
-    if isinstance(normed, Rejected) or isinstance(ups, Rejected):
-        return normed if isinstance(normed, Rejected) else ups  # type: ignore[return-value]
+    normed = _norm(layer, after, probes)
+    if isinstance(normed, Rejected):
+        return normed
+    ups = ups_of(found, packed=False)
+    if isinstance(ups, Rejected):
+        return ups
     linear, norms = found[0].base, [layer._modules[n] for n in (after,) if n]
     weight, bias = linear.weight, linear.bias is not None
     if no := plain.same_weights([linear, *norms], weight.dtype, weight.device):  # type: ignore[list-item]
         return no
     block = LINEAR_RESIDUAL.block(k=linear.in_features, n=linear.out_features, bias=bias, dtype=weight.dtype, **normed, **ups,
                                   scale=multiplier(layer))
-    weights = [(found[0].weights, p) for p in (("weight", "bias") if bias else ("weight",))] + _of_ups(found) + _of_norm(after, normed)
+    weights = [(found[0].weights, p) for p in (("weight", "bias") if bias else ("weight",))] + of_ups(found) + of_norm(after, normed)
     part = Part(role, block, tuple(weights), (path, *found[0].paths, *((after,) if after else ())))
-    return _with_adapters(part, found, "", NO_NORM)
+    return with_adapters(part, found, "", NO_NORM)
 
 
 # -- the MLP ------------------------------------------------------------------------------------------------------------
@@ -523,11 +443,12 @@ def _first_half(layer: nn.Module | None, mlp: nn.Module, row: MlpLayout, layer_r
     """The part of an MLP up to its activation, and the gate where it has one: with the norm before it when `layer` is given and its norm
     is known."""
     prefix = f"{layer_row.mlp}." if layer_row else ""
-    linears = _linears(mlp, prefix, row.linears, lora and row.gate != row.up)
-    no = linears if isinstance(linears, Rejected) else plain.refuse(mlp, row.activation, plain.ACTIVATION)
-    if isinstance(linears, Rejected) or no is not None:
-        return no  # type: ignore[return-value]
-    ups = _ups(linears, packed=False)
+    linears = linears_of(mlp, prefix, row.linears, lora and row.gate != row.up)
+    if isinstance(linears, Rejected):
+        return linears
+    if no := plain.refuse(mlp, row.activation, plain.ACTIVATION):
+        return no
+    ups = ups_of(linears, packed=False)
     if isinstance(ups, Rejected):
         return ups
     gate, up = linears[0].base, linears[-1].base
@@ -542,7 +463,7 @@ def _first_half(layer: nn.Module | None, mlp: nn.Module, row: MlpLayout, layer_r
     if no := plain.same_weights([gate, up], gate.weight.dtype, gate.weight.device):
         return no
     bias = gate.bias is not None
-    weights = [(m.weights, p) for m in linears for p in (("weight", "bias") if bias else ("weight",))] + _of_ups(linears)
+    weights = [(m.weights, p) for m in linears for p in (("weight", "bias") if bias else ("weight",))] + of_ups(linears)
     bypassed = [*(p for m in linears for p in m.paths), f"{prefix}{row.activation}"]
     pattern = GATED_MLP if row.gate else MLP_UP
     sizes: dict[str, Any] = dict(k=gate.in_features, n=width, activation=activation, bias=bias, dtype=gate.weight.dtype, **ups)
@@ -554,8 +475,8 @@ def _first_half(layer: nn.Module | None, mlp: nn.Module, row: MlpLayout, layer_r
     if not name or normed is None or isinstance(normed, Rejected):
         name, normed = "", NO_NORM
     before = (name,) if name else ()
-    part = Part(row.first, pattern.block(**sizes, **normed), (*_of_norm(name, normed), *weights), (*before, *bypassed), halves)
-    return _with_adapters(part, linears, name, normed)
+    part = Part(row.first, pattern.block(**sizes, **normed), (*of_norm(name, normed), *weights), (*before, *bypassed), halves)
+    return with_adapters(part, linears, name, normed)
 
 
 def _match_mlp(name: str, mlp: nn.Module, row: MlpLayout, probes: probe.Probes) -> Match | Rejected:
@@ -572,46 +493,8 @@ def _match_mlp(name: str, mlp: nn.Module, row: MlpLayout, probes: probe.Probes) 
 
 # -- PEFT's lora.Linear -------------------------------------------------------------------------------------------------
 
-def _is_lora(module: nn.Module | None) -> bool:
-    return type(module).__name__ == "Linear" and type(module).__module__ == "peft.tuners.lora.layer"
-
-
-def _lora_state(m: Any, active: list[str]) -> Iterator[str | None]:
-    """What PEFT's forward would do other than base + one adapter; the first text is the reason."""
-    yield "has a forward of its own on the instance" if "forward" in m.__dict__ else None
-    yield "has its adapters disabled" if m._disable_adapters else None
-    yield f"has adapters merged into its weight ({', '.join(m.merged_adapters)})" if m.merged_adapters else None
-    yield f"has {len(active)} active adapters ({', '.join(active)}); kernels take one" if len(active) != 1 else None
-    yield f"has no weights for the active adapter {active[0]}" if active and active[0] not in m.lora_A else None
-    variants = {**getattr(m, "lora_variant", {}), **{k: "DoRA" for k, on in getattr(m, "use_dora", {}).items() if on}}
-    yield "uses a LoRA variant (DoRA, aLoRA or another)" if active and active[0] in variants else None
-    yield "stores its weight as (in, out)" if getattr(m, "fan_in_fan_out", False) else None
-    yield "has input casting disabled" if not getattr(m, "cast_input_dtype_enabled", True) else None
-
-
-def _adapter_of(module: nn.Module) -> _Adapter | Rejected:
-    """The one plain adapter that a PEFT linear runs with, unmerged."""
-    m: Any = module
-    active = [m._active_adapter] if isinstance(m._active_adapter, str) else list(m._active_adapter)
-    if reason := next((r for r in _lora_state(m, active) if r), None):
-        return Rejected(f"the layer {reason}")
-    adapter = active[0]
-    no = plain.first_refusal((m, "base_layer", plain.LINEAR), (m.lora_A, adapter, plain.LINEAR), (m.lora_B, adapter, plain.LINEAR))
-    if no is not None:
-        return no
-    base, a, b = m.base_layer, m.lora_A[adapter], m.lora_B[adapter]
-    if a.bias is not None or b.bias is not None:
-        return Rejected(f"adapter {adapter} has a bias (lora_bias)")
-    device = base.weight.device
-    if no := plain.same_weights([a, b], a.weight.dtype, device) or plain.same_weights([base], base.weight.dtype, device):
-        return no
-    if torch.promote_types(base.weight.dtype, a.weight.dtype) not in (base.weight.dtype, a.weight.dtype):
-        return Rejected(f"mixes {table.dtype_name(base.weight.dtype)} and {table.dtype_name(a.weight.dtype)}")
-    return _Adapter(adapter, a, b, scaling_of(m.scaling[adapter]))
-
-
 def _match_lora(name: str, module: nn.Module, probes: probe.Probes) -> Match | Rejected:
-    adapter, base = _adapter_of(module), module._modules["base_layer"]
+    adapter, base = adapter_of(module), module._modules["base_layer"]
     if isinstance(adapter, Rejected):
         return adapter
     assert isinstance(base, nn.Linear)

@@ -20,11 +20,11 @@ from mirage_hf.errors import Rejected
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.match import plain
+from mirage_hf.match.adapters import scaling_of
 from mirage_hf.match.causal import head_of, hollow, rotary_kinds, rotary_rows
 from mirage_hf.match.compose import Kernel, Passing, executor, in_dtype, one_norm, stand_in
 from mirage_hf.match.pattern import LayerLayout
 from mirage_hf.match.prompt_step import LayerPrompt, Prompt, layer_prompt
-from mirage_hf.match.scaling import scaling_of
 from mirage_hf.match.step import At, LayerStep, Rope, in_order, layer_step
 from mirage_hf.ops import table
 from mirage_hf.patterns import decoder_layer

@@ -16,9 +16,9 @@ from transformers.utils.output_capturing import _active_collector
 
 from mirage_hf.kernels import Resolved
 from mirage_hf.match import plain
+from mirage_hf.match.adapters import scaling_of
 from mirage_hf.match.compose import Composition, Kernel, child
 from mirage_hf.match.matcher import Match
-from mirage_hf.match.scaling import scaling_of
 from mirage_hf.patterns.decoder_layer import EPS_NAMES, MULTIPLIERS, SWITCHES
 from mirage_hf.swap.traced import KNOWN, share, width_of
 
