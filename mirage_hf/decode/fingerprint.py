@@ -26,8 +26,10 @@ _NUMBERS = {float, int, bool, type(None)}
 _SETTINGS = {float, int, bool, str}
 _NOT_READ = frozenset(nn.Module().__dict__) | {"_output_capturing_hooks_installed"}
 """Attributes that no module's own forward reads; the last is a mark of HF's that comes with its first capture of hidden states."""
-_WITHOUT_NUMBERS = frozenset({nn.Linear, nn.Identity, nn.ModuleList, nn.ModuleDict})
+_WITHOUT_NUMBERS = frozenset({nn.Linear, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.ParameterDict})
 """Modules whose numbers are sizes."""
+_HOLDERS = frozenset({nn.Identity, nn.ModuleDict, nn.ParameterDict})
+"""Modules of which PEFT has several in each linear, with nothing in most."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,14 @@ def survey(model: nn.Module) -> Survey:
     modules = [model]
     for module in modules:  # the list grows while it is walked
         if children := module.__dict__["_modules"]:
-            modules += [m for m in children.values() if m is not None]
+            modules += [m for m in children.values() if m is not None and not (type(m) in _HOLDERS and _is_idle(m.__dict__))]
     states = [m.__dict__ for m in modules]
     kinds: list[Any] = list(map(type, modules))
     training = [d["training"] for d in states]
     hooked = [n for n, d in enumerate(states) if d["_forward_hooks"] or d["_forward_pre_hooks"]]
     special = [(n, _special(d)) for n, d in enumerate(states)
                if "forward" in d or "merged_adapters" in d or "_active_adapter" in d or KEY in d]
+    own = [(kind, d) for kind, d in zip(kinds, states, strict=True) if kind not in _WITHOUT_NUMBERS]
     tensors = [t for d in states if d["_parameters"] for t in d["_parameters"].values() if t is not None]
     buffers = [t for d in states if d["_buffers"] for t in d["_buffers"].values() if t is not None]
     odd = [type(t).__name__ for t in tensors if type(t) not in _PLAIN]
@@ -68,18 +71,24 @@ def survey(model: nn.Module) -> Survey:
              tuple((n, hook) for n in hooked if (hook := foreign_hook(modules[n]))), tuple(special), tuple(addresses),
              tuple([t.dtype for t in chain(tensors, buffers)]), tuple([t.shape for t in tensors]),
              tuple([(n, t.stride()) for n, t in enumerate(tensors) if not t.is_contiguous()]),
-             tuple([_numbers_of(kind, d) for kind, d in zip(kinds, states, strict=True) if kind not in _WITHOUT_NUMBERS]))
+             tuple([_numbers_of(kind, d) for kind, d in own]))
     devices = {t.device for t in tensors}
     device = next(iter(devices), torch.device("cpu"))
     config = getattr(model, "config", None)
-    configs = {id(c): vars(c) for d in states if hasattr(c := d.get("config"), "__dict__")}
+    configs = {id(c): vars(c) for _, d in own if hasattr(c := d.get("config"), "__dict__")}
     settings = [v for d in configs.values() for v in d.values() if type(v) in _SETTINGS]
     versions = [None if t.is_inference() else t._version for t in buffers]
     key = (facts, device, tuple(settings), tuple(versions), *_global_switches())
     obstacle = (_in_training(kinds, training) or _hooked([modules[n] for n in hooked]) or _wrapped(states)
-                or _of_one_layer(kinds, states) or (f"weights of type {odd[0]}" if odd else None) or _on_devices(devices)
+                or _of_one_layer(own) or (f"weights of type {odd[0]}" if odd else None) or _on_devices(devices)
                 or _global_obstacle(device))
     return Survey(facts, key, obstacle, _no_graph(config))
+
+
+def _is_idle(state: dict[str, Any]) -> bool:
+    """Whether a holder holds nothing and no one watches it: it is no part of what the model computes until it does."""
+    return not (state["_modules"] or state["_parameters"] or state["_buffers"] or state["_forward_hooks"] or state["_forward_pre_hooks"]
+                or "forward" in state)
 
 
 _named: dict[tuple[Any, ...], Callable[[dict[str, Any]], Any] | None] = {}
@@ -106,14 +115,17 @@ def _special(state: dict[str, Any]) -> tuple[Any, ...]:
     tuner = "merged_adapters" in state or "_active_adapter" in state
     bound = state.get(KEY)
     kernels = () if bound is None else (id(bound), bound.retired)
-    return state.get("forward"), repr([_setting(state.get(name)) for name in _TUNER]) if tuner else None, kernels
+    return state.get("forward"), tuple([_setting(state[name]) for name in _TUNER if name in state]) if tuner else None, kernels
 
 
 def _setting(value: Any) -> Any:
-    """An attribute of a tuner layer, the tensors in it as numbers: their text has four digits, and asking a GPU for it takes long."""
-    if type(value) is dict and any(isinstance(x, Tensor) for x in value.values()):
-        return {name: scaling_of(x) if isinstance(x, Tensor) else x for name, x in value.items()}
-    return value
+    """An attribute of a tuner layer, as what compares quickly; the tensors in it as numbers."""
+    if type(value) in _SETTINGS:
+        return value
+    if type(value) is dict:
+        return tuple([(name, scaling_of(x) if isinstance(x, Tensor) else x if type(x) in _SETTINGS else repr(x))
+                      for name, x in value.items()]) if value else ()
+    return tuple(value) if type(value) is list and _SETTINGS.issuperset(map(type, value)) else repr(value)
 
 
 def _in_training(kinds: Sequence[type], training: Sequence[bool]) -> str | None:
@@ -140,9 +152,9 @@ def _wrapped(states: Sequence[dict[str, Any]]) -> str | None:
     return None
 
 
-def _of_one_layer(kinds: Sequence[type], states: Sequence[dict[str, Any]]) -> str | None:
+def _of_one_layer(modules: Sequence[tuple[type, dict[str, Any]]]) -> str | None:
     """A layer that is there twice adds two keys to one layer of stock's cache in every step; the pool has a slot for one."""
-    layers = [(kind, n) for kind, d in zip(kinds, states, strict=True) if isinstance(n := d.get("layer_idx"), int)]
+    layers = [(kind, n) for kind, d in modules if isinstance(n := d.get("layer_idx"), int)]
     if len(set(layers)) == len(layers):
         return None
     kind, number = next(layer for at, layer in enumerate(layers) if layer in layers[:at])
