@@ -293,6 +293,19 @@ def test_adapters_that_come_back_are_fast_again(patterns: Any) -> None:
     assert binding(ours).calls == seen + 8
 
 
+def test_what_holds_nothing_is_seen_once_it_does() -> None:
+    """PEFT has a dozen modules in each linear, with nothing in most, which the look at a model passes over."""
+    model = with_lora()
+    linear, before = lora_layer(model), survey(model).model
+    assert type(linear.lora_dropout["default"]) is torch.nn.Identity
+    handle = linear.lora_dropout["default"].register_forward_hook(lambda *_: None)
+    assert survey(model).model != before
+    handle.remove()
+    assert survey(model).model == before
+    linear.lora_embedding_A["default"] = torch.nn.Parameter(torch.zeros(2))
+    assert survey(model).model != before
+
+
 @pytest.mark.parametrize("patterns", [None, ALONE])
 def test_mixed_batches_go_the_stock_way(patterns: Any) -> None:
     stock, ours = both(patterns)
