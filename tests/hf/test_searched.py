@@ -54,7 +54,8 @@ def test_the_second_time_nothing_is_searched() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_run_in_the_kernels_of_their_layers(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("patterns", "pattern", "count"), [(None, "lora_down", 6), (["lora"], "lora", 9)])
+def test_adapters_run_in_the_kernels_of_their_layers_or_in_one_each(dtype: torch.dtype, patterns: Any, pattern: str, count: int) -> None:
     peft = pytest.importorskip("peft")
 
     def make() -> nn.Module:
@@ -62,10 +63,11 @@ def test_adapters_run_in_the_kernels_of_their_layers(dtype: torch.dtype) -> None
         torch.manual_seed(1)
         options = dict(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
         return peft.get_peft_model(model, peft.LoraConfig(**options)).eval()
-    stock, model = make(), optimize(make())
+    stock, model = make(), optimize(make(), patterns=patterns)
     report = model.mirage.report
-    rows = [r for r in report.rows if r.pattern == "lora_down"]
-    assert len(rows) == 6 and all(r.status == "swapped" and r.kernel == "1 kernel" for r in report.rows), str(report)
+    rows = [r for r in report.rows if r.pattern == pattern]
+    swapped = report.rows if patterns is None else rows
+    assert len(rows) == count and all(r.status == "swapped" and r.kernel == "1 kernel" for r in swapped), str(report)
     close = CLOSE if dtype == torch.float32 else dict(atol=0.15, rtol=0.05)
     torch.testing.assert_close(decode_logits(model), decode_logits(stock), **close)
 
