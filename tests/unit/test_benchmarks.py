@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
@@ -324,3 +325,17 @@ def test_attention_of_one_row_behind_norms_is_tried_with_keys_read_once():
     ranked = rank([c.ugraph for c in bench_blocks.promising(found.candidates)[:4]], H200, per_graph=12)
     first = next(c for c in ranked if not c.is_library)
     assert {"k", "v"} <= {t.name for op in first.ugraph.block_ops[:1] for t in op.inputs} and 60 < first.estimate_us < 100
+
+
+def test_adapters_of_bench_generate_are_peft_s_and_leave_the_bare_model_as_it_is():
+    pytest.importorskip("peft")
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    bare = LlamaForCausalLM(LlamaConfig(**sizes)).eval().bfloat16()
+    model = bench_generate.with_adapters(bare, 4)
+    adapted = [m for m in model.modules() if hasattr(m, "lora_A")]
+    assert len(adapted) == 2 * 7 and not any(hasattr(m, "lora_A") for m in bare.modules())
+    assert {p.dtype for m in adapted for p in m.lora_B.parameters()} == {torch.float32}
+    assert model.lm_head.weight is bare.lm_head.weight and adapted[0].base_layer.weight is bare.model.layers[0].self_attn.q_proj.weight
+    ids = torch.arange(5)[None]
+    assert not torch.allclose(model(ids).logits, bare(ids).logits)
+    assert bench_generate.titled("m", argparse.Namespace(lora=4)) == "m + LoRA 4"
