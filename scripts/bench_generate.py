@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from benching import BYTES_PER_SECOND, Budget, Report, explained, gpu_state, run_all, say, spread, within
 from charts import draw_generate
-from configs import MODELS, floor_bytes, random_model
+from configs import MODELS, floor_bytes, random_model, with_adapters
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
@@ -246,14 +246,6 @@ def weights_of(name: str, device: torch.device, layers: int | None) -> PreTraine
     return random_model(name, device, layers=layers)
 
 
-def with_adapters(model: PreTrainedModel, rank: int) -> PreTrainedModel:
-    """A twin with a random PEFT adapter on every linear, unmerged and in float32, as PEFT keeps them."""
-    import peft
-    config = peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False)
-    torch.manual_seed(0)
-    return peft.get_peft_model(twin(model), config).eval().get_base_model()  # type: ignore[no-any-return]
-
-
 def titled(name: str, args: argparse.Namespace) -> str:
     return f"{name} + LoRA {args.lora}" if args.lora else name
 
@@ -285,7 +277,7 @@ def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[
     """One row: all peers at one batch size and prompt length."""
     device = torch.device(args.device)
     bare = weights_of(name, device, args.layers)
-    model = with_adapters(bare, args.lora) if args.lora else bare
+    model = with_adapters(twin(bare), args.lora) if args.lora else bare
     ids = random_ids(model, batch, prompt, seed=0)
     weights = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     floor, cached = floor_bytes(model), cache_bytes(model, batch, prompt + args.new // 2)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from configs import MODELS, random_model
+from configs import MODELS, random_model, with_adapters
 
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.kernel import KernelGraph
@@ -36,9 +36,12 @@ ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def blocks_of(name: str, dtype: str, device: torch.device) -> list[list[Block]]:
-    """The distinct blocks of a model in the order in which they occur: those of a layer, and the head."""
+def blocks_of(name: str, dtype: str, device: torch.device, lora: int) -> list[list[Block]]:
+    """The distinct blocks of a model in the order in which they occur: those of a layer, and the head. `lora`: the rank of adapters on
+    every linear, 0 for none."""
     model = random_model(name, device, DTYPES[dtype], layers=1)
+    if lora:
+        model = with_adapters(model, lora)
     found = match(model, list(PATTERNS), generating(model))
     for no in found.refusals:
         print(f"{name}: {no.name} is no {no.pattern}: {no.reason}", flush=True)
@@ -83,6 +86,7 @@ def main() -> None:
     parser.add_argument("--configs", default="llama-3.2-1b,llama-3.1-8b,qwen3-0.6b", help=f"all, or of {', '.join(MODELS)}, with commas")
     parser.add_argument("--batch-sizes", default="1", help="with commas")
     parser.add_argument("--dtypes", default="bfloat16", help=f"of {', '.join(DTYPES)}, with commas")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="adapters of this rank on every linear (PEFT, unmerged)")
     parser.add_argument("--out", type=Path, default=ROOT / "kernel_zoo", help="the zoo to fill")
     parser.add_argument("--tune", default="full", choices=("auto", "never", "full"))
     parser.add_argument("--untimed", action="store_true", help="go on without a GPU: kernels are then ranked by the cost model alone")
@@ -104,7 +108,7 @@ def main() -> None:
     jobs: list[tuple[list[Block], int]] = []
     seen: set[Block] = set()
     for name, dtype in itertools.product(names, args.dtypes.split(",")):
-        for layer in blocks_of(name, dtype, device):
+        for layer in blocks_of(name, dtype, device, args.lora):
             blocks = [b for b in layer if b not in seen]
             seen.update(blocks)
             jobs += [(blocks, int(rows)) for rows in args.batch_sizes.split(",")]

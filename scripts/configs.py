@@ -78,6 +78,14 @@ def random_model(name: str, device: torch.device | str, dtype: torch.dtype = tor
     return model
 
 
+def with_adapters(model: PreTrainedModel, rank: int) -> PreTrainedModel:
+    """The model with a random PEFT adapter on every linear but the head, unmerged and in float32, as PEFT keeps them."""
+    import peft
+    config = peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False)
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, config).eval().get_base_model()  # type: ignore[no-any-return]
+
+
 def floor_bytes(model: PreTrainedModel) -> int:
     """Bytes that a decoding step must read: every weight once, but no table that is only looked up in (a tied one is the head)."""
     table = model.get_input_embeddings().weight

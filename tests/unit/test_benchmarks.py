@@ -331,7 +331,7 @@ def test_adapters_of_bench_generate_are_peft_s_and_leave_the_bare_model_as_it_is
     pytest.importorskip("peft")
     sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     bare = LlamaForCausalLM(LlamaConfig(**sizes)).eval().bfloat16()
-    model = bench_generate.with_adapters(bare, 4)
+    model = bench_generate.with_adapters(bench_generate.twin(bare), 4)
     adapted = [m for m in model.modules() if hasattr(m, "lora_A")]
     assert len(adapted) == 2 * 7 and not any(hasattr(m, "lora_A") for m in bare.modules())
     assert {p.dtype for m in adapted for p in m.lora_B.parameters()} == {torch.float32}
