@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -36,7 +36,7 @@ _HOLDERS = frozenset({nn.Identity, nn.ModuleDict, nn.ParameterDict})
 class Survey:
     """What one walk found."""
 
-    model: tuple[Any, ...]
+    model: tuple[Any, ...] = field(compare=False)  # part of the key
     """All of the model that swapped forwards, and CUDA graphs captured over them, depend on: of every module its identity, class,
     mode, foreign hooks and own forward, of every tensor its address, dtype, shape and strides, PEFT's active and merged adapters,
     switches and scalings, which swapped modules have given up, and the numbers of modules. Equal for models that run the same kernels on
@@ -83,6 +83,13 @@ def survey(model: nn.Module) -> Survey:
                 or _of_one_layer(own) or (f"weights of type {odd[0]}" if odd else None) or _on_devices(devices)
                 or _global_obstacle(device))
     return Survey(facts, key, obstacle, _no_graph(config))
+
+
+def still_expected(model: nn.Module, last: Survey) -> bool:
+    """Whether what one sees without looking at any module is still as it was: no obstacle, and graphs are allowed."""
+    device = next((t.device for t in model.parameters()), torch.device("cpu"))
+    no_graph = _no_graph(getattr(model, "config", None))
+    return last.obstacle is None and last.no_graph is None and no_graph is None and _global_obstacle(device) is None
 
 
 def _is_idle(state: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ import inspect
 import threading
 import weakref
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +17,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mirage_hf.decode.cache import Block, CachePool, bucket
 from mirage_hf.decode.chain import CHANGED, StepProgram, obstacle
-from mirage_hf.decode.fingerprint import survey
+from mirage_hf.decode.fingerprint import Survey, still_expected, survey
 from mirage_hf.decode.graphs import can_capture
 from mirage_hf.decode.prefill import PrefillGraph, bucket_of, capture_prefill
 from mirage_hf.decode.program import CapturedForward, Chooser, Step
 from mirage_hf.decode.routing import effective, refused_arguments, refused_model, refused_options
-from mirage_hf.decode.session import CallPlan, NotCovered, Session, plan_call
+from mirage_hf.decode.session import CallPlan, NotCovered, Outdated, Session, plan_call
 from mirage_hf.errors import MirageError
 from mirage_hf.swap.steps import Steps
 
@@ -54,6 +54,7 @@ class DecodeRunner:
         self.prefills: Counter[str] = Counter()
         self.selections: Counter[str] = Counter()
         self._fingerprint: Fingerprint = (None, None)
+        self._last: Survey | None = None
         self._looked_at: object = None
         self._uncapturable: dict[object, tuple[object, str]] = {}
         self._no_prefill: dict[tuple[int, int | None], Fingerprint] = {}
@@ -90,23 +91,31 @@ class DecodeRunner:
             kwargs: dict[str, Any]) -> Any:
         """Do what stock's decoding method would, from prefill to output; raise NotCovered before any effect if it cannot."""
         plan = plan_call(model, input_ids, processors, criteria, config, kwargs, users_cache=call.users_cache,
-                         max_cache_len=self.max_cache_len)
+                         max_cache_len=self.max_cache_len, expected=self._expected(model))
         self._let_go(model, plan)
-        drawn, found = torch.get_rng_state(), None
-        for _ in range(2):
+        drawn, tries = torch.get_rng_state(), 2
+        while True:
             self._attempts.counted = []
             try:
                 found = self._attempt(call, model, plan, input_ids, processors, criteria, config, kwargs)
             finally:
                 counted, self._attempts.counted = self._attempts.counted, None
-            if found is not None:
+            if isinstance(found, tuple):
                 break
             for what, counts, by in counted:
                 self.count(what, counts, -by)
+            if found is not None:
+                plan = replace(plan, survey=found, expected=False)
+                if found.obstacle is not None:
+                    raise NotCovered(found.obstacle)
+                self._let_go(model, plan)
+                continue
             self.pool.drop_idle()
             torch.set_rng_state(drawn)  # a call takes one seed of the generator, however often it is tried
-        if found is None:
-            raise NotCovered("out of memory")
+            tries -= 1
+            if not tries:
+                raise NotCovered("out of memory")
+        self._last = plan.survey
         result, session = found
         if call.streamer is not None:
             call.streamer.end()
@@ -117,9 +126,16 @@ class DecodeRunner:
             sequences=result, scores=None if record.scores is None else tuple(record.scores),
             logits=None if record.logits is None else tuple(record.logits), past_key_values=plan.cache)
 
+    def _expected(self, model: Any) -> Survey | None:
+        """What the last call found, where a captured prompt may run while the host looks at the model: that takes milliseconds."""
+        last = self._last
+        able = self.steps is not None and self.mode != "eager" and can_capture(model.device) is None
+        return last if able and last is not None and still_expected(model, last) else None
+
     def _attempt(self, call: Call, model: Any, plan: CallPlan, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList,
-                 config: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Session] | None:
-        """Prefill and decode; None where the device's memory did not suffice and the caller has seen nothing of it."""
+                 config: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Session] | Survey | None:
+        """Prefill and decode; what a look at the model found where the plan expects another, and None where the device's memory did not
+        suffice, if the caller has seen nothing of it."""
         returns_cache = bool(config.return_dict_in_generate) or plan.cache_is_users
         session = None
         try:
@@ -131,6 +147,8 @@ class DecodeRunner:
                 session.shown |= plan.cache_is_users
                 session.block.put(plan.cache, session.cached)
             return result, session
+        except Outdated as e:
+            return e.found
         except torch.OutOfMemoryError:
             if session is not None and session.shown:
                 raise
@@ -157,8 +175,10 @@ class DecodeRunner:
             self._fingerprint = found
         return self._fingerprint
 
-    def prefill_graph(self, model: Any, plan: CallPlan, block: Block, input_ids: Tensor, key: Fingerprint) -> PrefillGraph | None:
-        """Return the captured prefill that serves a prompt, captured now if it is the second of its bucket; None where HF's runs."""
+    def prefill_graph(self, model: Any, plan: CallPlan, block: Block, input_ids: Tensor, key: Fingerprint,
+                      at_once: bool = False) -> PrefillGraph | None:
+        """Return the captured prefill that serves a prompt, captured now if it is the second of its bucket; None where HF's runs.
+        `at_once`: only one that may be replayed before anybody has looked at the model."""
         if self.mode == "eager" or can_capture(block.device) or plan.survey.no_graph or not plan.plain or not plan.logits_to_keep:
             return None
         bucket = bucket_of(input_ids.shape[0], input_ids.shape[1], block, plan.masks.windows)
@@ -169,6 +189,8 @@ class DecodeRunner:
         steps, present = self.steps, graphs.get(("prefill", bucket))
         if present is not None and present.by_kernels and (steps is None or steps.changed()):
             del graphs["prefill", bucket]
+        if at_once and (present is None or not present.reads_what_is_there(steps)):
+            return None
         if ("prefill", bucket) not in graphs:
             block.prompts[bucket] += 1
             if block.prompts[bucket] < 2 or not block.keys or not block.logits.numel():

@@ -39,9 +39,19 @@ class PrefillGraph:
     graph: Any
     ids: Tensor
     last: Tensor
-    by_kernels: bool
+    addresses: tuple[int, ...] | None
+    """Of the weights that it reads by kernels; None of a capture of HF's forward."""
     held: Any
     """What the graph reads besides."""
+
+    @property
+    def by_kernels(self) -> bool:
+        return self.addresses is not None
+
+    def reads_what_is_there(self, steps: Steps | None) -> bool:
+        """Whether all that the graph reads is known to lie where it lay, so that it may be replayed whatever was done to the model, if
+        nobody sees what comes of it. `steps`: those by which it is."""
+        return self.by_kernels and steps is not None and _addresses(steps) == self.addresses
 
     def run(self, input_ids: Tensor) -> None:
         """Prefill a prompt (batch, length) into the block that the graph was captured for, logits included."""
@@ -91,7 +101,11 @@ def capture_prefill(model: Any, block: Block, batch: int, bucket: int, steps: St
         graph, block.graph_pool = capture(run, block.device, block.graph_pool)
     finally:
         block.logits.copy_(kept)
-    return PrefillGraph(graph, ids, last, steps is not None, held)
+    return PrefillGraph(graph, ids, last, None if steps is None else _addresses(steps), held)
+
+
+def _addresses(steps: Steps) -> tuple[int, ...]:
+    return tuple([w.data_ptr() for w in steps.weights])
 
 
 def _chain(steps: Steps, block: Block, ids: Tensor, last: Tensor) -> tuple[Callable[[], None], Any]:

@@ -32,6 +32,14 @@ class NotCovered(Exception):
     """Raised before the call has had any effect: it is stock's, for the reason given."""
 
 
+class Outdated(Exception):
+    """Raised before the caller has seen anything of the call: the model is no longer what its plan expects."""
+
+    def __init__(self, found: Survey):
+        super().__init__()
+        self.found = found
+
+
 @dataclass(frozen=True)
 class CallPlan:
     """What is known of a covered call before its prefill."""
@@ -61,11 +69,14 @@ class CallPlan:
     plain: bool
     """Whether every row is a prompt from position 0 on, without padding or a cache of the user's."""
     survey: Survey
+    expected: bool
+    """Whether the survey is that of the call before, and the model is looked at while the GPU is at work on the prompt."""
 
 
 def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList, config: Any, kwargs: dict[str, Any], *,
-              users_cache: bool, max_cache_len: int | None) -> CallPlan:
-    """Decide whether the call is covered, from the objects stock's decoding method would get.
+              users_cache: bool, max_cache_len: int | None, expected: Survey | None = None) -> CallPlan:
+    """Decide whether the call is covered, from the objects stock's decoding method would get. `expected`: what a look at the model would
+    find, as far as one can tell without it.
 
     Errors: NotCovered, with the reason.
     """
@@ -110,7 +121,7 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
     need(refused_length(model, prompt + budget))
     if config._pad_token_tensor is None and any(hasattr(c, "eos_token_id") for c in criteria):
         raise NotCovered("stop tokens without a pad token")
-    found = survey(model)
+    found = expected or survey(model)
     need(found.obstacle)
     lowest_position, last_position = (0, prompt - 1) if plain else torch.stack(torch.aminmax(positions[:, -1])).tolist()
     selection = Selection.of(processors, criteria, config)
@@ -123,7 +134,7 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
         budget=budget, windows=windows, lowest=lowest, position=positions[:, -1:],
         eos=torch.cat(eos) if eos else None, selection=selection, masks=masks,
         logits_to_keep="logits_to_keep" in kwargs,
-        odd_positions=last_position >= prompt or lowest_position < 0, plain=plain, survey=found)
+        odd_positions=last_position >= prompt or lowest_position < 0, plain=plain, survey=found, expected=expected is not None)
 
 
 def no_token(row: int, step: int) -> SamplingError:
@@ -151,15 +162,26 @@ class Session:
         self._chooser: Chooser | None = None
         self._advance: Callable[[], None]
         self._prepared_for: Block | None = None
+        self._confirmed = not plan.expected
+
+    def confirm(self) -> None:
+        """See that the model is what the plan expects. Errors: Outdated."""
+        if not self._confirmed and (found := survey(self.model)) != self.plan.survey:
+            raise Outdated(found)
+        self._confirmed = True
 
     def prefill(self, streamer: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> None:
         """Run HF's own prefill, into the block or, where the user's cache holds something, into that one and then here; then stream the
-        prompt."""
+        prompt. A captured one may begin before the host has looked at the model. Errors: Outdated."""
         model, plan, block = self.model, self.plan, self.block
         text = None if streamer is None else input_ids.cpu()  # here it waits for nothing of the call
         self.fingerprint = self.runner.fingerprint_of(plan)
         block.begin(plan.lowest)
-        if (graph := self.runner.prefill_graph(model, plan, block, input_ids, self.fingerprint)) is not None:
+        graph = self.runner.prefill_graph(model, plan, block, input_ids, self.fingerprint, at_once=not self._confirmed)
+        if graph is None and not self._confirmed:
+            self.confirm()
+            graph = self.runner.prefill_graph(model, plan, block, input_ids, self.fingerprint)
+        if graph is not None:
             block.dirty = max(block.dirty, graph.ids.shape[1])
             graph.run(input_ids)
             self.slot = self.cached = input_ids.shape[1]
@@ -176,6 +198,7 @@ class Session:
             del outputs
         block.control.start(length=self.slot, position=plan.position, lowest=plan.lowest, budget=plan.budget,
                             eos=plan.eos, pad=config._pad_token_tensor)
+        self.confirm()
         if text is not None:
             self.shown = True
             streamer.put(text)

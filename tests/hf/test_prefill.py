@@ -12,7 +12,7 @@ from features import fake_captures
 
 from mirage_hf import kernels
 from mirage_hf.api import optimize
-from mirage_hf.decode import install, prefill, program
+from mirage_hf.decode import generate, install, prefill, program, session
 from mirage_hf.errors import MirageError
 from mirage_hf.match import prompt_step
 
@@ -201,3 +201,74 @@ def test_numbers_that_change_after_a_capture(called: list[str], resolved: list[A
         agree(stock, ours, 1, length)
     # graphs are for these numbers: with others the first prompt of its bucket is HF's forward again
     assert ours.generate.runner.prefills == {"captured, by kernels": 2, "captured": 2}
+
+
+# -- prompts that run while the host looks at the model ------------------------------------------------------------------
+
+CHANGES: dict[str, tuple[bool, Any]] = {
+    "nothing": (True, lambda model: None),
+    "a weight in place": (True, lambda model: model.model.norm.weight.data.mul_(1.5)),
+    "a norm's number": (True, lambda model: setattr(model.model.layers[1].post_attention_layernorm, "variance_epsilon", 0.5)),
+    "an own forward": (True, lambda model: setattr(model.model.norm, "forward", lambda x: 2 * x)),
+    "a hook": (True, lambda model: model.model.layers[0].mlp.register_forward_hook(lambda m, args, y: 2 * y)),
+    "a weight replaced": (True, lambda model: setattr(model.model.norm, "weight", torch.nn.Parameter(3 * model.model.norm.weight.data))),
+    "a weight elsewhere": (False, lambda model: setattr(model.model.norm.weight, "data", 3 * model.model.norm.weight.data)),
+}
+"""By name: whether what a captured prompt reads is still there, and the change."""
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_is_looked_at_while_the_prompt_runs(change: str, streams: bool, called: list[str], resolved: list[Any],
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, ours = optimized("llama", {})
+    for length in (7, 8, 9):
+        agree(stock, ours, 1, length)
+    (early, alter), runner = CHANGES[change], ours.generate.runner
+    for model in (stock, ours):
+        alter(model)
+    events, before = [], dict(runner.prefills)
+    look, replay, choose = session.survey, prefill.PrefillGraph.run, session.Session.decode
+    monkeypatch.setattr(session, "survey", lambda model: events.append("look") or look(model))
+    monkeypatch.setattr(prefill.PrefillGraph, "run", lambda self, ids: events.append("prompt") or replay(self, ids))
+    monkeypatch.setattr(session.Session, "decode", lambda self, *a: events.append("decode") or choose(self, *a))
+
+    class Seen(list[Any]):
+        def put(self, tokens: torch.Tensor) -> None:
+            events.append("token")
+            self.extend(tokens.flatten().tolist())
+
+        def end(self) -> None:
+            events.append("end")
+
+    given: dict[str, Any] = {"inputs": prompt(1, 10, seed=1), **FULL}
+    seen = Seen()
+    got = ours.generate(**given, **({"streamer": seen} if streams else {}))
+    told = list(events)
+    assert_same(stock.generate(**given), got)
+    assert not streams or (seen == got.sequences[0].tolist() and told.count("end") == 1)
+    same = change in ("nothing", "a weight in place")
+    assert told[:2] == (["prompt", "look"] if early else ["look"] + told[1:2]) and told.count("look") == 1
+    assert told.index("look") < min((told.index(e) for e in ("token", "decode") if e in told), default=99)
+    if same:  # one prompt, and it counts
+        assert told.count("prompt") == 1 and runner.prefills["captured, by kernels"] == before["captured, by kernels"] + 1
+    else:  # what ran too early counts for nothing, and the next call finds the model as it is
+        assert runner.prefills["captured, by kernels"] == before["captured, by kernels"]
+    agree(stock, ours, 1, 11)
+
+
+def test_the_first_prompts_of_a_model_are_not_early(called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor those of a model without kernels for steps, nor where there is an obstacle before one looks."""
+    stock, ours = optimized("llama", {})
+    seen = []
+    plan_call = generate.plan_call
+    monkeypatch.setattr(generate, "plan_call", lambda *a, **k: seen.append(k["expected"] is not None) or plan_call(*a, **k))
+    for length in (7, 8, 9):
+        agree(stock, ours, 1, length)
+    with torch.autocast("cpu"):
+        ours.generate(prompt(1, 9), max_new_tokens=3)
+    agree(stock, ours, 1, 9)
+    install(plain := tiny("llama"))
+    for _ in range(3):
+        plain.generate(prompt(1, 9), max_new_tokens=3)
+    assert seen == [False, True, True, False, True] + [False] * 3
