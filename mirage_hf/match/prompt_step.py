@@ -83,40 +83,43 @@ class LayerPrompt(Composition):
             x, given = norm([x, *(p[None] for p in given[:of_norm])])[0], given[of_norm:]
         own, given = self._apart(role, given)
         weights, biases = [p for p in given if p.dim() == 2], [p for p in given if p.dim() == 1]
-        packed = x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))
-        for y, w, b in zip(packed.split([w.shape[0] for w in weights], -1), weights, biases or [None] * len(weights), strict=True):
+        widths = [w.shape[0] for w in weights]
+        packed = x.new_empty(x.shape[0], sum(widths))
+        for y, w, b in zip(packed.split(widths, -1), weights, biases or [None] * len(weights), strict=True):
             torch.mm(x, w.t(), out=y) if b is None else torch.addmm(b, x, w.t(), out=y)
-        self._adapt(role, x, own, packed.split([w.shape[0] for w in weights], -1))
-        return packed
+        return self._adapted(role, x, own, packed, widths)
 
     def _apart(self, role: str, given: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Of weights and biases of linears, those of adapters behind them, and the others."""
         count = sum(r > 0 for r in self.ups[role][0].ranks) if role in self.ups else 0
         return given[len(given) - count:], given[:len(given) - count]
 
-    def _adapt(self, role: str, x: Tensor, own: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-        """Add what adapters make of x to what their linears gave of it."""
+    def _adapted(self, role: str, x: Tensor, own: Sequence[Tensor], y: Tensor, widths: Sequence[int], scale: float = 1.0) -> Tensor:
+        """y, side by side what linears gave of x, to which what their adapters make of x, times `scale`, is added: in few launches, as each
+        takes as long as its work."""
         if not own:
-            return
+            return y
         ups, low = self.ups[role][0], self.parts[low_of(role)]
         downs = self.parameters[low.role][norm_weights(dict(low.block.sizes)):]
-        wide = x.to(own[0].dtype)
-        for y, a, b in zip((y for y, r in zip(ys, ups.ranks, strict=True) if r), downs, own, strict=True):
-            y.add_(wide @ a.t() @ b.t(), alpha=ups.scaling)
+        made = x.to(own[0].dtype) @ (torch.cat(list(downs)) if len(downs) > 1 else downs[0]).t()
+        deltas = made.new_empty(y.shape) if all(ups.ranks) else made.new_zeros(y.shape)
+        each = (d for d, r in zip(deltas.split(list(widths), -1), ups.ranks, strict=True) if r)
+        for delta, low_rank, b in zip(each, made.split([a.shape[0] for a in downs], -1), own, strict=True):
+            torch.mm(low_rank, b.t(), out=delta)
+        return y.add_(deltas, alpha=ups.scaling * scale)
 
     def _added(self, added: Kernel | None, role: str, y: Tensor, residual: Tensor) -> Tensor:
         """The residual and the part's product with y: in the residual's memory, but where a norm comes between them."""
         s, given = self.sizes[role], self.parameters[role]
         behind = len(given) - norm_weights(s)
         (own, (weight, *biases)), of_norm = self._apart(role, given[:behind]), given[behind:]
-        if added is not None or own:
+        if added is not None:
             product = torch.addmm(*biases, y, weight.t()) if biases else torch.mm(y, weight.t())
-            self._adapt(role, y, own, [product])
-            if added is None:
-                return residual.add_(product, alpha=s["scale"])
-            return added([product, *(p[None] for p in of_norm), residual])[0]
+            return added([self._adapted(role, y, own, product, weight.shape[:1]), *(p[None] for p in of_norm), residual])[0]
         residual.addmm_(y, weight.t(), alpha=s["scale"])
-        return residual.add_(*biases, alpha=s["scale"]) if biases else residual
+        if biases:
+            residual.add_(*biases, alpha=s["scale"])
+        return self._adapted(role, y, own, residual, weight.shape[:1], s["scale"])
 
 
 def no_prompt(parts: Sequence[Part], layout: LayerLayout) -> str:

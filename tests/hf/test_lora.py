@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from features import fake_captures
 from swapping import decode_logits, prompt, same, snapshot, tiny
 from torch import nn
 
@@ -128,6 +129,21 @@ def test_steps_by_kernels_give_the_stock_tokens(targets: tuple[str, ...], dtype:
     torch.testing.assert_close(got.logits[0], want.logits[0], **close)
     if dtype is torch.float32:
         assert torch.equal(got.sequences, want.sequences)
+
+
+@pytest.mark.parametrize("targets", [QV, ("k_proj", "o_proj", "up_proj"), ALL])
+@pytest.mark.parametrize("family", ["llama", "granite", "olmo2", "qwen2"])
+def test_prompts_by_kernels_give_the_stock_logits(family: str, targets: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With residual multipliers, norms behind the adapters and biases."""
+    fake_captures(monkeypatch)
+    stock, ours = (with_lora(family, targets=targets) for _ in range(2))
+    optimize(ours, batch_sizes=(2,))
+    for length in (5, 9, 7):
+        kwargs = dict(input_ids=prompt(2, length), max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True)
+        got, want = ours.generate(**kwargs), stock.generate(**kwargs)
+        torch.testing.assert_close(got.logits, want.logits, **CLOSE)
+        assert torch.equal(got.sequences, want.sequences)
+    assert ours.mirage.runner.prefills == {"captured, by kernels": 2}
 
 
 @pytest.mark.parametrize("options", [dict(r=16, lora_alpha=64), dict(r=8, lora_alpha=64), dict(r=2, lora_alpha=-40), dict(lora_alpha=0),
