@@ -42,8 +42,9 @@ def build(rows: int, k: int, n: int, r: int, bias: bool, scaling: float, dtype: 
 
 def build_down(rows: int, k: int, r: tuple[int, ...], eps: float, dtype: torch.dtype, adapter_dtype: torch.dtype, norm: bool = True,
                offset: float = 0.0, centred: bool = False, norm_bias: bool = False) -> KernelGraph:
-    """`r`: the ranks of the linears that have adapters; `offset`, `centred`, `norm_bias`: what the norm is, as in `parts.normed`."""
-    g = new_kernel_graph()
+    """`r`: the ranks of the linears that have adapters; `offset`, `centred`, `norm_bias`: what the norm is, as in `parts.normed`.
+    What is launched next is the block of those linears."""
+    g = new_kernel_graph(leads=True)
     x = g.new_input((rows, k), dtype, name="x")
     if norm:
         x = normed(g, x, "gamma", eps, offset, centred, norm_bias)

@@ -87,7 +87,8 @@ class PlacedOp(KernelOp):
     combined: bool = False
     """Partial results, if it has any, are read by generated kernels only: which element is in which part is nobody's business."""
     followed: bool = False
-    """Whether the launch behind is of the same µGraph and settles nothing before its own wait, so that it may begin at any time."""
+    """Whether the launch behind settles nothing before its own wait, so that it may begin at any time: where it is of the same µGraph,
+    or the program says so (`KernelGraph.leads`)."""
 
 
 @dataclass(frozen=True)
@@ -686,7 +687,9 @@ def placed(ugraph: UGraph) -> tuple[PlacedOp, ...]:
             x = torch.empty_strided(inputs[0].dims, inputs[0].strides, dtype=inputs[0].dtype, device="meta")
             y = table.lookup(op.name).oracle(x, **dict(op.attrs))
             now[op.outputs[0].index] = replace(op.outputs[0], strides=tuple(y.stride()))
-    return tuple(replace(op, followed=behind is not None and not behind.settled) for op, behind in itertools.zip_longest(found, found[1:]))
+    leads = ugraph.program.leads and ugraph.kernels.ops[-1].name == CUSTOMIZED
+    return tuple(replace(op, followed=leads if behind is None else not behind.settled)
+                 for op, behind in itertools.zip_longest(found, found[1:]))
 
 
 def plan(op: KernelOp, schedule: Schedule) -> Plan:

@@ -23,7 +23,7 @@ class Schedule:
     evict_first: inputs that only one block reads are marked as first to leave the L2.
     split: blocks that share the loop of a tile, a power of two; the last of them to be done adds up what all of them found.
     preload: loop tiles of what lies ready (constants, caches) that a block asks for before it waits; a power of two or 0.
-    hasten: the next kernel of the µGraph may begin before this one has waited, where it settles nothing before its own wait.
+    hasten: the next kernel may begin before this one has waited, where it is known to settle nothing before its own wait.
     num_warps, num_stages: warps of a block, loop iterations whose loads are in flight.
     """
 

@@ -35,6 +35,8 @@ class _Buffers:
 class StepProgram(Step):
     """Every layer's kernels in a chain. For blocks of as many rows as there are kernels for (`Steps.rows`)."""
 
+    by_kernels = True
+
     def __init__(self, steps: Steps, block: Block, masks: MaskPlan, *, graphs: bool, fingerprint: object):
         super().__init__(block, graphs, fingerprint)
         self.steps, self.masks = steps, masks

@@ -104,6 +104,7 @@ class DecodeRunner:
                 break
             for what, counts, by in counted:
                 self.count(what, counts, -by)
+            torch.set_rng_state(drawn)  # a call takes one seed of the generator, however often it is tried
             if found is not None:
                 plan = replace(plan, survey=found, expected=False)
                 if found.obstacle is not None:
@@ -111,7 +112,6 @@ class DecodeRunner:
                 self._let_go(model, plan)
                 continue
             self.pool.drop_idle()
-            torch.set_rng_state(drawn)  # a call takes one seed of the generator, however often it is tried
             tries -= 1
             if not tries:
                 raise NotCovered("out of memory")

@@ -60,20 +60,24 @@ class Reader:
 
 
 def run_ahead(advance: Callable[[], Tensor], report: Tensor, steps: int, depth: int,
-              on_tokens: Callable[[list[int]], bool]) -> None:
+              on_tokens: Callable[[list[int]], bool], meanwhile: Callable[[], None]) -> None:
     """Choose on the device, up to `depth` steps ahead of the host.
 
     `report` holds the choice made from the prompt; `advance` enqueues a step that chooses and returns its report;
     at most `steps` follow. `on_tokens` gets each step's tokens, one per row, in order, and says whether to stop after them; steps behind
-    that one, and those found dead, are dropped.
+    that one, and those found dead, are dropped. `meanwhile` is called once, when the first steps are enqueued and none was read.
     """
     reader = Reader(depth)
     waiting = reader.waiting
     reader.post(report)
+    begun = False
     while True:
         while steps and len(waiting) <= depth:
             reader.post(advance())
             steps -= 1
+        if not begun:
+            meanwhile()
+            begun = True
         if not waiting:
             return
         tokens, goes_on = reader.take()

@@ -146,6 +146,9 @@ class Step(ABC):
     may run ahead of the host and need no rollback.
     """
 
+    by_kernels = False
+    """Whether it runs kernels of ours on weights that it holds, and no module."""
+
     def __init__(self, block: Block, graphs: bool, fingerprint: object):
         self.block, self.graphs, self.fingerprint = block, graphs, fingerprint
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -163,16 +164,26 @@ class Session:
         self._advance: Callable[[], None]
         self._prepared_for: Block | None = None
         self._confirmed = not plan.expected
+        self._announce: Callable[[], None] | None = None
 
     def confirm(self) -> None:
-        """See that the model is what the plan expects. Errors: Outdated."""
+        """See that the model is what the plan expects. Before, nothing has been done but to replay graphs of kernels, for nobody to see.
+        Errors: Outdated."""
         if not self._confirmed and (found := survey(self.model)) != self.plan.survey:
             raise Outdated(found)
         self._confirmed = True
 
+    def _begin(self) -> None:
+        """Confirm, and let the streamer have the prompt, if it has not had it."""
+        self.confirm()
+        announce, self._announce = self._announce, None
+        if announce is not None:
+            self.shown = True
+            announce()
+
     def prefill(self, streamer: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> None:
-        """Run HF's own prefill, into the block or, where the user's cache holds something, into that one and then here; then stream the
-        prompt. A captured one may begin before the host has looked at the model. Errors: Outdated."""
+        """Run HF's own prefill, into the block or, where the user's cache holds something, into that one and then here; the streamer gets
+        the prompt behind it. A captured one may begin before the host has looked at the model. Errors: Outdated."""
         model, plan, block = self.model, self.plan, self.block
         text = None if streamer is None else input_ids.cpu()  # here it waits for nothing of the call
         self.fingerprint = self.runner.fingerprint_of(plan)
@@ -198,10 +209,10 @@ class Session:
             del outputs
         block.control.start(length=self.slot, position=plan.position, lowest=plan.lowest, budget=plan.budget,
                             eos=plan.eos, pad=config._pad_token_tensor)
-        self.confirm()
         if text is not None:
-            self.shown = True
-            streamer.put(text)
+            self._announce = partial(streamer.put, text)
+        if self._confirmed:
+            self._begin()
 
     def decode(self, streamer: Any, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList, config: Any) -> Tensor:
         """Choose tokens until every row has ended; return the sequences."""
@@ -215,6 +226,7 @@ class Session:
             if config.do_sample:
                 self.seed = draw_seed()
             if isinstance(selection, str):
+                self._begin()
                 self.runner.count(f"by the host: {selection}", self.runner.selections)
                 return self._with_host(streamer, input_ids, processors, criteria, config)
             if not selection.plain:
@@ -259,7 +271,7 @@ class Session:
 
         chooser.choose(self.block.control, self.block.logits)
         keep()
-        loop.run_ahead(advance, self.block.control.report, self.plan.budget - 1, depth, on_tokens)
+        loop.run_ahead(advance, self.block.control.report, self.plan.budget - 1, depth, on_tokens, self._begin)
         self.cached += len(rows) - 1
         for kept in (record.scores, record.logits):
             if kept is not None:
@@ -315,6 +327,8 @@ class Session:
     def _set_out(self, again: bool = False) -> None:
         """Take the step that serves the block of now and its chooser."""
         self.step = self.runner.step(self.model, self.plan, self.block, self.fingerprint, self._chooser, again)
+        if not self.step.by_kernels:
+            self.confirm()
 
     def _enqueue(self) -> None:
         if self.slot >= self.block.capacity:

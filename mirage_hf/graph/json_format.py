@@ -46,7 +46,7 @@ def block_to_dict(block: BlockGraph) -> Json:
 def _graph_body(graph: KernelGraph) -> Json:
     made = {t.index: _input(t) for t in graph.inputs}
     made |= {op.outputs[0].index: _node(op) for op in graph.ops}
-    return {"nodes": [made[i] for i in sorted(made)], "outputs": [t.name for t in graph.outputs]}
+    return {"nodes": [made[i] for i in sorted(made)], "outputs": [t.name for t in graph.outputs]} | ({"leads": True} if graph.leads else {})
 
 
 def _input(t: DTensor) -> Json:
@@ -255,7 +255,7 @@ def _header(data: Any, kind: str, source: str) -> _Place:
 
 
 def _read_graph(place: _Place) -> KernelGraph:
-    graph = KernelGraph()
+    graph = KernelGraph("leads" in place.value and place.get("leads", "flag"))
     tensors: dict[str, DTensor] = {}
     for node in place.key("nodes", "list").each("object"):
         for t in _read_node(graph, tensors, node):

@@ -73,10 +73,13 @@ def row_major(dims: Sequence[int]) -> tuple[int, ...]:
 class KernelGraph:
     """A tensor program under construction. Every method that adds an op returns the tensor it makes.
 
+    leads: the launch right behind this program's is one of our kernels, reads its result, and before its own wait nothing but constants
+    (no bounds or positions, see `cache_append`). So it may begin before this program's last kernel has waited.
     Errors: GraphError for shapes that do not fit (with both shapes and the way out), UnknownOpError, DTypeError.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leads: bool = False) -> None:
+        self.leads = leads
         self._uid = next(_uids)
         self._tensors: list[DTensor] = []
         self._inputs: list[DTensor] = []
@@ -289,7 +292,7 @@ class KernelGraph:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, KernelGraph):
             return NotImplemented
-        return (self._inputs, self._ops, self.outputs) == (other._inputs, other._ops, other.outputs)
+        return (self._inputs, self._ops, self.outputs, self.leads) == (other._inputs, other._ops, other.outputs, other.leads)
 
     __hash__ = object.__hash__
 
@@ -326,9 +329,9 @@ def number(x: Any, where: str) -> float:
     return number
 
 
-def new_kernel_graph() -> KernelGraph:
-    """Return an empty tensor program."""
-    return KernelGraph()
+def new_kernel_graph(leads: bool = False) -> KernelGraph:
+    """Return an empty tensor program. `leads`: as in `KernelGraph`."""
+    return KernelGraph(leads)
 
 
 def inline(graph: KernelGraph, part: KernelGraph, tensors: Sequence[DTensor]) -> list[DTensor]:

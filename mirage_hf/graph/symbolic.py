@@ -90,7 +90,7 @@ def at(graph: KernelGraph, sizes: Mapping[str, int]) -> KernelGraph:
     def size(d: Any) -> Any:
         return sizes[d.name] if isinstance(d, Dim) else tuple(map(size, d)) if isinstance(d, tuple) else d
 
-    out = KernelGraph()
+    out = KernelGraph(graph.leads)
     new: dict[int, DTensor] = {}
     for t in graph.inputs:
         dims = size(t.dims)

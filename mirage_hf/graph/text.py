@@ -28,7 +28,8 @@ def format_graph(graph: KernelGraph) -> str:
     """Return the graph as text, one tensor per line in the order they were made. `parse_graph` reads it."""
     made = {t.index: _input(t) for t in graph.inputs} | {op.outputs[0].index: _op(op) for op in graph.ops}
     lines = [made[i] for i in sorted(made)]
-    return "\n".join([*lines, "return " + ", ".join(map(str, graph.outputs))]).rstrip()
+    outputs = "return " + ", ".join(map(str, graph.outputs)) + (" leads" if graph.leads else "")
+    return "\n".join([*lines, outputs]).rstrip()
 
 
 def _input(t: DTensor) -> str:
@@ -194,8 +195,9 @@ class _Parser:
         while not self.takes("return"):
             for t in self.statement(graph, tensors):
                 tensors[t.name] = t
-        if self.tokens[self.at].kind != "end":
+        if self.tokens[self.at].kind == "name":
             graph.mark_output(*self.many(lambda: self.tensor(tensors)))
+        graph.leads = self.takes("leads")
         self.take("end")
         return graph
 

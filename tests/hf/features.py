@@ -352,12 +352,13 @@ def interrupted_calls(pair: Pair) -> None:
                 super().put(value)
                 if len(self.events) > at:
                     raise KeyboardInterrupt
+        before = pair.runner.counts.total()
         try:
             pair.ours.generate(**pair.fresh({"inputs": prompt(2, seed=at), **GREEDY, **extra}), streamer=Interrupting())
             raise AssertionError("the interrupt was lost")
         except KeyboardInterrupt:
             assert not pair.runner.pool._leased
-        if at:  # the put of the prompt comes before a step is chosen
+        if at or pair.runner.counts.total() > before:  # the put of the prompt comes before a step is chosen, but where that was early
             pair.expect(2)
         pair.agree({"inputs": prompt(2), **GREEDY, **FULL})
 
