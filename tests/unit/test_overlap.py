@@ -3,12 +3,19 @@ import re
 
 import blocks
 import pytest
+import torch
 
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.triton_kernel import write_kernel
+from mirage_hf.patterns import GATED_MLP, LINEAR_RESIDUAL, RMS_NORM_LINEAR
+from mirage_hf.patterns.lora import LORA_DOWN, Ups
+from mirage_hf.search.engine import SearchOptions
+from mirage_hf.tune.cost import H200
+from mirage_hf.tune.tuner import rank
+from mirage_hf.verify.accept import search_and_verify
 
 pytest.importorskip("triton")
 CASES = {c.name: c for c in blocks.cases()}
@@ -96,6 +103,35 @@ def test_weights_are_asked_for_before_the_wait(tiles, early):
     seen = touched(kernel.ptx)
     before = seen[:[op for op, _ in seen].index(WAIT)]
     assert {min(of) for op, of in before if op.startswith(early)} >= {2}  # the weights
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_a_program_that_leads_lets_the_next_launch_begin_early(leads):
+    """Each kernel of it may, the last one too; without the promise the last one lets it begin behind its own wait."""
+    adapters = LORA_DOWN.build(rows=1, k=512, r=(4, 8), eps=1e-5, dtype=torch.bfloat16, adapter_dtype=torch.float32)
+    assert adapters.leads
+    adapters.leads = leads
+    ugraphs = [c.ugraph for c in search_and_verify(adapters, SearchOptions(time_limit=20)).candidates]
+    for u in (next(u for u in ugraphs if u.num_kernels == n) for n in (1, 2)):
+        ops = placed(u)
+        assert [op.followed for op in ops] == [True] * (len(ops) - 1) + [leads]
+        first = next(c for c in rank([u], H200, 1) if not c.is_library)
+        assert [s.hasten for s in first.schedules] == [op.followed for op in ops]
+        for op, kernel in zip(ops, compiler.ahead_of_time(triton.generate(u, first.schedules), 90), strict=True):
+            seen = [what for what, _ in touched(kernel.ptx)]
+            assert (seen.index(TRIGGER) < seen.index(WAIT)) == op.followed
+            assert seen.count(WAIT) == 1 and not any(x.startswith("st") for x in seen[:seen.index(WAIT)])
+
+
+def test_what_is_launched_behind_adapters_reads_no_bounds_early():
+    half, ups = torch.bfloat16, Ups((4,), 2.0, torch.float32)
+    sizes = dict(eps=1e-5, dtype=half, bias=False)
+    behind = [RMS_NORM_LINEAR.block(k=64, n=(32, 16, 16), **sizes, lora=Ups((4, 4, 4), 2.0, torch.float32, True)),
+              GATED_MLP.block(k=64, n=32, activation="silu", norm=True, **sizes, lora=Ups((4, 4), 2.0, torch.float32)),
+              LINEAR_RESIDUAL.block(k=64, n=32, bias=False, dtype=half, lora=ups)]
+    for block in behind:
+        for c in search_and_verify(block.program(1), SearchOptions(time_limit=20)).candidates:
+            assert not any(op.settled for op in placed(c.ugraph))
 
 
 def test_the_check_sees_a_load_that_is_too_early():
