@@ -677,6 +677,8 @@ OF_FAMILIES: dict[str, tuple[Callable[[Any], None], str]] = {
 def test_numbers_of_a_family_that_change(name: str) -> None:
     change, how = OF_FAMILIES[name]
     stock, ours = pair(lambda: tiny(name.partition(",")[0], num_hidden_layers=2), batch_sizes=(3,))
+    if change is _eager and stock.config._attn_implementation == "eager":
+        pytest.skip("it has no other attention in this version of transformers")
     calls = {**left_padded(), **FULL, "max_new_tokens": 5}
     agree(stock, ours, calls)
     for model in (stock, ours):
