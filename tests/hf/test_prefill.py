@@ -227,7 +227,7 @@ def test_a_model_is_looked_at_while_the_prompt_runs(change: str, streams: bool, 
     (early, alter), runner = CHANGES[change], ours.generate.runner
     for model in (stock, ours):
         alter(model)
-    events, before = [], dict(runner.prefills)
+    events, before, captured = [], dict(runner.prefills), called.count("prefill")
     look, replay = session.survey, prefill.PrefillGraph.run
     monkeypatch.setattr(session, "survey", lambda model: events.append("look") or look(model))
     monkeypatch.setattr(prefill.PrefillGraph, "run", lambda self, ids: events.append("prompt") or replay(self, ids))
@@ -247,6 +247,7 @@ def test_a_model_is_looked_at_while_the_prompt_runs(change: str, streams: bool, 
     assert_same(stock.generate(**given), got)
     assert not streams or (seen == got.sequences[0].tolist() and told.count("end") == 1)
     same = change in ("nothing", "a weight in place")
+    assert not early or called.count("prefill") == captured  # nothing is captured from a model that nobody has looked at
     assert told[:2] == (["prompt", "look"] if early else ["look"] + told[1:2]) and told.count("look") == 1
     assert not streams or told.index("look") < told.index("token")
     if same:  # one prompt, and it counts
