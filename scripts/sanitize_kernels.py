@@ -2,6 +2,7 @@
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python scripts/sanitize_kernels.py
     compute-sanitizer --tool racecheck --error-exitcode 9 python scripts/sanitize_kernels.py
+    for n in 1 2 3 4; do compute-sanitizer --tool racecheck python scripts/sanitize_kernels.py --part $n/4 & done; wait
 
 Blocks that share a loop are run twice, so that the second launch finds the counters that the first one left.
 """
@@ -21,11 +22,20 @@ from mirage_hf.codegen import triton
 from mirage_hf.tune import measure
 
 
+def part(text: str) -> tuple[int, int]:
+    number, _, parts = text.partition("/")
+    if not 1 <= int(number) <= int(parts):
+        raise ValueError(text)
+    return int(number), int(parts)
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", type=part, default=(1, 1), metavar="K/N", help="every N-th case from the K-th on")
+    number, parts = parser.parse_args().part
     if not torch.cuda.is_available():
         sys.exit("sanitize_kernels: no GPU here")
-    cases = blocks.cases()
+    cases = blocks.cases()[number - 1::parts]
     for case in cases:
         program = triton.generate(case.ugraph, case.schedules)
         inputs = measure.random_inputs(case.ugraph.program, "cuda")
