@@ -47,7 +47,7 @@ def compile_kernel(module: ModuleType, task: Task, sm: int) -> Any:
     aligned = {(n,): [["tt.divisibility", 16]] for n in range(len(signature))}
     source = ASTSource(getattr(module, kernel), signature={**dict(signature), "overlaps": "constexpr"}, constexprs={"overlaps": sm >= 90},
                        attrs=aligned)
-    options = {"num_warps": num_warps, "num_stages": num_stages} | ({"launch_pdl": True} if sm >= 90 else {})
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True} | ({"launch_pdl": True} if sm >= 90 else {})
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 

@@ -27,8 +27,9 @@ def launch(kernel, grid, tensors, num_warps, num_stages):
     key = kernel.__name__, device, tuple([x.dtype for x in tensors]), unaligned
     if key not in _compiled:
         overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
-        options = {"launch_pdl": True} if overlaps else {}
-        ready = kernel.warmup(*tensors, overlaps=overlaps, num_warps=num_warps, num_stages=num_stages, grid=(grid,), **options)
+        options = {"launch_pdl": True} if overlaps else {}  # multiply-adds are one instruction by default up to Triton 3.9 only
+        ready = kernel.warmup(*tensors, overlaps=overlaps, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True, grid=(grid,),
+                              **options)
         dependent = ready.run
         serial = copy.copy(dependent)
         serial.launch_pdl = False
