@@ -147,7 +147,7 @@ class Step(ABC):
     """
 
     by_kernels = False
-    """Whether it runs kernels of ours on weights that it holds, and no module."""
+    """Whether its graphs are of kernels of ours on weights that it holds. Capturing them, and calling it, may run modules (RoPE's)."""
 
     def __init__(self, block: Block, graphs: bool, fingerprint: object):
         self.block, self.graphs, self.fingerprint = block, graphs, fingerprint
@@ -164,13 +164,21 @@ class Step(ABC):
     def _to_token(self, chooser: Chooser) -> None:
         """The same, and choose the next tokens."""
 
+    def is_captured(self, chooser: Chooser | None) -> bool:
+        """Whether `prepare` would return the replay of a graph that is there already."""
+        return self.graphs and self._what(chooser) in self.block.graphs_for(self.fingerprint)
+
+    def _what(self, chooser: Chooser | None) -> tuple[Any, ...]:
+        """The key of its graph among the block's."""
+        return type(self).__name__, None if chooser is None else chooser.key
+
     def prepare(self, chooser: Chooser | None) -> Callable[[], None]:
         """Return the replay of the graph that ends at the token, without a chooser at the logits, captured now if it is not yet."""
         run = self._to_logits if chooser is None else partial(self._to_token, chooser)
         block = self.block
         if not self.graphs:
             return run
-        graphs, what = block.graphs_for(self.fingerprint), (type(self).__name__, None if chooser is None else chooser.key)
+        graphs, what = block.graphs_for(self.fingerprint), self._what(chooser)
         if what not in graphs:
             # with no row alive the warm-ups leave no other trace
             touched = (block.control.alive, block.control.report, block.logits)

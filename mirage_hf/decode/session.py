@@ -327,8 +327,6 @@ class Session:
     def _set_out(self, again: bool = False) -> None:
         """Take the step that serves the block of now and its chooser."""
         self.step = self.runner.step(self.model, self.plan, self.block, self.fingerprint, self._chooser, again)
-        if not self.step.by_kernels:
-            self.confirm()
 
     def _enqueue(self) -> None:
         if self.slot >= self.block.capacity:
@@ -340,6 +338,8 @@ class Session:
 
     def _prepare(self) -> Callable[[], None]:
         self._prepared_for = self.block
+        if not (self.step.by_kernels and self.step.is_captured(self._chooser)):
+            self.confirm()  # modules are about to run, and what is captured is kept for the model that the plan expects
         try:
             return self.step.prepare(self._chooser)
         except RuntimeError as error:

@@ -287,3 +287,48 @@ def test_what_is_tried_for_nothing_draws_nothing(change: str, called: list[str],
         tokens = ours.generate(prompt(1, 10), do_sample=True, max_new_tokens=12)
         seen.append((tokens.tolist(), torch.get_rng_state().tolist()))
     assert seen[0] == seen[1] == seen[2]
+
+
+OTHER: dict[str, Any] = {**FULL, "repetition_penalty": 1.3}
+"""With a way to choose for which no step was captured yet."""
+
+
+def ahead_of_the_look(depth: int = 2) -> tuple[Any, Any]:
+    """A model and its optimized twin, whose next prompt begins before the host looks at it, as do as many steps as on a GPU."""
+    stock, ours = optimized("llama", {})
+    ours.generate.runner.depth = depth
+    for length in (7, 8, 9):
+        agree(stock, ours, 1, length)
+    return stock, ours
+
+
+def test_no_module_is_run_before_a_look(called: list[str], resolved: list[Any]) -> None:
+    """A step that is captured asks the model's own RoPE for its tables: a hook there is called as often as by stock."""
+    models, seen = ahead_of_the_look(), ([], [])
+    for model, calls in zip(models, seen, strict=True):
+        model.model.rotary_emb.register_forward_hook(lambda m, args, y, calls=calls: calls.append(1))
+    given = {"inputs": prompt(1, 10), **OTHER}
+    assert_same(*(model.generate(**given) for model in models))
+    assert seen[0] == seen[1]
+
+
+def test_no_step_is_captured_for_a_model_that_is_not_there(called: list[str], resolved: list[Any]) -> None:
+    """It would be kept for when that model is there again, with what was read of the other."""
+    stock, ours = ahead_of_the_look()
+    rotary, given = ours.model.rotary_emb, {"inputs": prompt(1, 10), **OTHER}
+    frequencies = rotary.inv_freq
+    rotary.inv_freq = 3 * frequencies
+    hook = ours.model.norm.register_forward_hook(lambda m, args, y: None)  # stock's, so that the block's graphs stay as they are
+    ours.generate(**given)
+    rotary.inv_freq = frequencies
+    hook.remove()
+    assert_same(stock.generate(**given), ours.generate(**given))
+
+
+def test_what_fails_before_a_look_fails_for_the_model_that_is_there(called: list[str], resolved: list[Any]) -> None:
+    models = ahead_of_the_look()
+    for model in models:
+        weight = model.model.layers[0].self_attn.o_proj.weight
+        weight.data = weight.data.t()  # where it was, and for kernels that read it otherwise
+    given = {"inputs": prompt(1, 10), **OTHER}
+    assert_same(*(model.generate(**given) for model in models))
