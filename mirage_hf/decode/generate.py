@@ -128,8 +128,8 @@ class DecodeRunner:
 
     def _expected(self, model: Any) -> Survey | None:
         """What the last call found, where a captured prompt may run while the host looks at the model: that takes milliseconds."""
-        last = self._last
-        able = self.steps is not None and self.mode != "eager" and can_capture(model.device) is None
+        steps, last = self.steps, self._last
+        able = steps is not None and self.mode != "eager" and can_capture(model.device) is None and _looks_up_in(model, steps.embedding)
         return last if able and last is not None and still_expected(model, last) else None
 
     def _attempt(self, call: Call, model: Any, plan: CallPlan, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList,
@@ -256,6 +256,12 @@ class DecodeRunner:
             self._uncapturable[_way(chooser)] = step.fingerprint, why
         self.count(f"called: {why}")
         self.count("captured", by=-1)
+
+
+def _looks_up_in(model: Any, embedding: Tensor) -> bool:
+    """Whether the model's tokens are rows of that table: of a larger one there may be tokens that are none, and that no GPU survives."""
+    state = getattr(model.get_input_embeddings(), "__dict__", {})
+    return state.get("_parameters", {}).get("weight") is embedding and not state["_forward_pre_hooks"] and "forward" not in state
 
 
 def _way(chooser: Chooser | None) -> object:

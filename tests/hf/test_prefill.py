@@ -332,3 +332,19 @@ def test_what_fails_before_a_look_fails_for_the_model_that_is_there(called: list
         weight.data = weight.data.t()  # where it was, and for kernels that read it otherwise
     given = {"inputs": prompt(1, 10), **OTHER}
     assert_same(*(model.generate(**given) for model in models))
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_tokens_that_the_kernels_have_no_row_for(hooked: bool, called: list[str], resolved: list[Any]) -> None:
+    """A table with more rows took the place of the one that captured prompts read, or a hook says which row a token is."""
+    models = ahead_of_the_look()
+    table = models[0].model.embed_tokens
+    larger = torch.nn.Embedding.from_pretrained(torch.cat([table.weight.data, 2 * table.weight.data[:8]]))
+    for model in models:
+        if hooked:
+            model.model.embed_tokens.register_forward_pre_hook(lambda m, args: (args[0] % m.num_embeddings,))
+        else:
+            model.model.embed_tokens = larger
+    given = {"inputs": prompt(1, 10), **FULL}
+    given["inputs"][0, 3] = table.num_embeddings + 2
+    assert_same(*(model.generate(**given) for model in models))
