@@ -106,6 +106,7 @@ class DecodeRunner:
                 self.count(what, counts, -by)
             torch.set_rng_state(drawn)  # a call takes one seed of the generator, however often it is tried
             if found is not None:
+                self._last = None
                 plan = replace(plan, survey=found, expected=False)
                 if found.obstacle is not None:
                     raise NotCovered(found.obstacle)
@@ -170,10 +171,11 @@ class DecodeRunner:
 
     def fingerprint_of(self, plan: CallPlan) -> Fingerprint:
         """What graphs captured for this call depend on. While it stays equal it is one object, so that comparing it costs nothing."""
-        found = plan.survey.key, plan.masks
-        if found != self._fingerprint:
-            self._fingerprint = found
-        return self._fingerprint
+        found, last = (plan.survey.key, plan.masks), self._fingerprint
+        if found == last:
+            return last
+        self._fingerprint = found
+        return found  # whatever another thread has made of it meanwhile, which may expect another model
 
     def prefill_graph(self, model: Any, plan: CallPlan, block: Block, input_ids: Tensor, key: Fingerprint,
                       at_once: bool = False) -> PrefillGraph | None:

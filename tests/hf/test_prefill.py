@@ -348,3 +348,25 @@ def test_tokens_that_the_kernels_have_no_row_for(hooked: bool, called: list[str]
     given = {"inputs": prompt(1, 10), **FULL}
     given["inputs"][0, 3] = table.num_embeddings + 2
     assert_same(*(model.generate(**given) for model in models))
+
+
+def test_calls_that_are_stock_s_begin_early_once(called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, ours = ahead_of_the_look()
+    begun, replay = [], prefill.PrefillGraph.run
+    monkeypatch.setattr(prefill.PrefillGraph, "run", lambda self, ids: begun.append(1) or replay(self, ids))
+    hook = ours.model.norm.register_forward_hook(lambda m, args, y: None)
+    for _ in range(3):
+        agree(stock, ours, 1, 10)
+    assert len(begun) == 1
+    hook.remove()
+    for _ in range(3):
+        agree(stock, ours, 1, 10)
+    assert len(begun) == 1 + 3 and sum(n for what, n in ours.generate.runner.counts.items() if what.startswith("stock")) == 3
+
+
+def test_a_call_s_fingerprint_is_its_own() -> None:
+    """Of two calls in two threads one may expect the model that was there while the other knows the one that is."""
+    class Raced(generate.DecodeRunner):
+        _fingerprint = property(lambda self: ("another thread's", None), lambda self, found: None)  # type: ignore[assignment]
+    plan: Any = SimpleNamespace(survey=SimpleNamespace(key="expected"), masks=None)
+    assert Raced().fingerprint_of(plan) == ("expected", None)
