@@ -189,10 +189,11 @@ class DecodeRunner:
             return None
         graphs = block.graphs_for(key)
         steps, present = self.steps, graphs.get(("prefill", bucket))
+        if present is not None and present.by_kernels and (steps is None or steps.changed()):
+            del graphs["prefill", bucket]
+            present = None
         if at_once and (present is None or not present.reads_what_is_there(steps)):
             return None
-        if present is not None and present.by_kernels and not at_once and (steps is None or steps.changed()):
-            del graphs["prefill", bucket]
         if ("prefill", bucket) not in graphs:
             block.prompts[bucket] += 1
             if block.prompts[bucket] < 2 or not block.keys or not block.logits.numel():
