@@ -262,9 +262,11 @@ class DecodeRunner:
 
 
 def _looks_up_in(model: Any, embedding: Tensor) -> bool:
-    """Whether the model's tokens are rows of that table: of a larger one there may be tokens that are none, and that no GPU survives."""
-    state = getattr(model.get_input_embeddings(), "__dict__", {})
-    return state.get("_parameters", {}).get("weight") is embedding and not state["_forward_pre_hooks"] and "forward" not in state
+    """Whether the model's tokens are rows of that table, and nobody says which on their way to it: of a larger one there may be tokens that
+    are none, and that no GPU survives."""
+    table = model.get_input_embeddings()
+    return (getattr(table, "_parameters", {}).get("weight") is embedding
+            and not any(m._forward_pre_hooks or "forward" in m.__dict__ for m in (model, model.base_model, table)))
 
 
 def _way(chooser: Chooser | None) -> object:

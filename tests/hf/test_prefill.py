@@ -337,15 +337,18 @@ def test_what_fails_before_a_look_fails_for_the_model_that_is_there(called: list
     assert_same(*(model.generate(**given) for model in models))
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_tokens_that_the_kernels_have_no_row_for(hooked: bool, called: list[str], resolved: list[Any]) -> None:
+@pytest.mark.parametrize("how", ["", "a hook", "a hook of the backbone"])
+def test_tokens_that_the_kernels_have_no_row_for(how: str, called: list[str], resolved: list[Any]) -> None:
     """A table with more rows took the place of the one that captured prompts read, or a hook says which row a token is."""
     models = ahead_of_the_look()
     table = models[0].model.embed_tokens
     larger = torch.nn.Embedding.from_pretrained(torch.cat([table.weight.data, 2 * table.weight.data[:8]]))
     for model in models:
-        if hooked:
+        if how == "a hook":
             model.model.embed_tokens.register_forward_pre_hook(lambda m, args: (args[0] % m.num_embeddings,))
+        elif how:
+            model.model.register_forward_pre_hook(
+                lambda m, args, kwargs: (args, {**kwargs, "input_ids": kwargs["input_ids"] % m.vocab_size}), with_kwargs=True)
         else:
             model.model.embed_tokens = larger
     given = {"inputs": prompt(1, 10), **FULL}
