@@ -108,12 +108,29 @@ def quicken() -> None:
     interpreter.ReduceOps.generic_reduce = row_by_row
 
 
+def mend() -> None:
+    """Comparisons of single numbers give numbers to the interpreter of Triton 3.9, which then takes them for no masks."""
+    import numpy
+    import triton
+    import triton.language as tl
+    from triton.runtime import interpreter
+    if not triton.__version__.startswith("3.9."):
+        return
+    binary_op = interpreter.InterpreterBuilder.binary_op
+
+    def mended(self, lhs, rhs, op):
+        found = binary_op(self, lhs, rhs, op)
+        return interpreter.TensorHandle(found.data, tl.int1) if found.data.dtype == numpy.bool_ else found
+    interpreter.InterpreterBuilder.binary_op = mended
+
+
 def _serve() -> None:
     sys.path[:0] = [str(HERE), *(str(HERE / folder) for folder in ("unit", "property"))]
     import torch
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is allocated without a value with NaN: no kernel may read it
     quicken()
+    mend()
     answers = sys.stdout
     for line in sys.stdin:
         printed = io.StringIO()

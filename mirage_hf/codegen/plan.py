@@ -4,11 +4,13 @@ A tensor in the kernel has one dim per carried axis whose tile is larger than 1,
 """
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import metadata
 
 import torch
 
@@ -30,6 +32,18 @@ MMA_MIN = 16
 MMA_COLUMNS = 8
 """Fewest columns."""
 
+
+def _triton() -> tuple[int, int]:
+    """The version of Triton that is installed; (0, 0) without one."""
+    for name in ("triton", "pytorch-triton"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            major, minor = metadata.version(name).split(".")[:2]
+            return int(major), int(minor)
+    return 0, 0
+
+
+FEW_ARE_ASYNCHRONOUS = _triton() >= (3, 7)
+"""Whether Triton takes Hopper's asynchronous instruction for so few columns, too: 3.6 does not, 3.8 and 3.9 do (read off their PTX)."""
 
 MOST_UNROLLED = 8
 """Elements of an axis that are variables of their own at most."""
@@ -490,8 +504,9 @@ class Plan:
 
     def is_asynchronous(self, dot: Dot) -> bool:
         """Whether Hopper may still read a product's factors while the next iteration runs: 64 rows or more, whole warpgroups, and more
-        columns than those for which Triton 3.6 takes the older instruction."""
-        return self.rows(dot) >= WARPGROUP_ROWS and self.columns(dot) > MMA_COLUMNS and self.schedule.num_warps >= 4
+        columns than those for which Triton may take the older instruction."""
+        enough = FEW_ARE_ASYNCHRONOUS or self.columns(dot) > MMA_COLUMNS
+        return self.rows(dot) >= WARPGROUP_ROWS and enough and self.schedule.num_warps >= 4
 
     def reads_as_stored(self, dot: Dot, x: str) -> bool:
         """Whether an asynchronous product reads input `x` without a conversion, which would be code of its own."""

@@ -441,7 +441,7 @@ class Tiles:
         slot = self._spread(self._slot_pointer(pointer).removesuffix("_ptr"), self.plan.dims([axis] if axis else []), dims)
         row = o.axes[-2]
         at = slot if row is None or self._is_fixed(row, 1) else f"({slot} + {self._spread(self.axis[row], self.plan.dims([row]), dims)})"
-        return slot, [f"(({at} >= 0) & ({at} < {append.slots})).to(tl.int1)"]  # as such Triton 3.9's interpreter takes one for all rows
+        return slot, [f"({at} >= 0)", f"({at} < {append.slots})"]
 
     def _load_slot(self, o: BlockOutput, pointer: str, append: Append) -> str | None:
         """Read the position of an append, if that was not done; return the axis of rows that have one each."""

@@ -19,7 +19,7 @@ from interpreted import run
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import torch_text, triton
-from mirage_hf.codegen.plan import placed, plan
+from mirage_hf.codegen.plan import FEW_ARE_ASYNCHRONOUS, placed, plan
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.kernel import new_kernel_graph
@@ -246,14 +246,15 @@ def test_a_product_of_another_product_behind_the_loop_is_asynchronous_only_where
         triton.generate(u, [replace(schedule, num_stages=1)])
 
 
-def test_eight_columns_take_the_older_instruction():
+def test_eight_columns_take_the_instruction_that_is_planned_for():
+    """Of Triton 3.6 the older one, whose factors are no longer read when the next iteration begins."""
     for columns in (8, 16):
         u = blocks.rms_norm_linear(5, 1024, 128)
         schedule = Schedule((("m", columns), ("n", 64), ("k", 128)), True, num_stages=3)
         program = triton.generate(u, [schedule])
         ptx = compiler.ahead_of_time(program, 90)[0].ptx
         new = "wgmma.mma_async" in ptx
-        assert new != ("mma.sync.aligned.m16n8k16" in ptx) and new == (columns == 16)
+        assert new != ("mma.sync.aligned.m16n8k16" in ptx) and new == (columns == 16 or FEW_ARE_ASYNCHRONOUS)
         planned = plan(placed(u)[0], schedule)
         assert all(planned.is_asynchronous(d) == new for d in planned.dots.values()) and planned.dots
     fewer = replace(schedule, tiles=(("m", 4), ("n", 64), ("k", 128)))

@@ -14,6 +14,7 @@ import torch
 
 import mirage_hf as mi
 from mirage_hf import kernels
+from mirage_hf.codegen import plan
 from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.tune import space
 from mirage_hf.tune.measure import timing
@@ -21,7 +22,7 @@ from mirage_hf.tune.tuner import MEASURED
 from mirage_hf.tune.tuner import Candidate as Tuned
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import key_of
-from mirage_hf.zoo.store import user_store
+from mirage_hf.zoo.store import packaged_store, user_store
 
 HERE = Path(__file__).parent
 
@@ -143,6 +144,21 @@ def test_rounding_decides_which_schedule_is_taken():
     block = r.ugraph.block_ops[0].block
     x, gamma, _ = (i.name for i in block.inputs)
     assert r.is_fused and not (schedule.mma and any({x, gamma} == set(op.args) for op in block.ops()))
+
+
+def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch):
+    """Newer ones read factors of 8 columns while the next are copied, so a packaged kernel that relies on the older instruction is made
+    anew, and no other."""
+    entries = [e for e in packaged_store().entries() if isinstance(e, Entry)]
+    for newer in (False, True):
+        for module in (kernels, plan):
+            monkeypatch.setattr(module, "FEW_ARE_ASYNCHRONOUS", newer)
+        unsafe = [e for e in entries if not kernels._serves(e, "auto")]
+        few = {t for e in unsafe for s in e.schedules for t in s.tiles if s.mma}
+        assert len(entries) > 50 and bool(unsafe) == newer
+        assert not newer or (len(unsafe) < 8 and any(tile == 8 for _, tile in few))
+    untimed = replace(entries[0], timings=())
+    assert not kernels._serves(untimed, "auto") and kernels._serves(untimed, "never")
 
 
 # -- kernels chosen for a layer --------------------------------------------------------------------------------------------------
