@@ -131,6 +131,7 @@ def test_steps_by_kernels_give_the_stock_tokens(targets: tuple[str, ...], dtype:
         assert torch.equal(got.sequences, want.sequences)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [QV, ("k_proj", "o_proj", "up_proj"), ALL])
 @pytest.mark.parametrize("family", ["llama", "granite", "olmo2", "qwen2"])
 def test_prompts_by_kernels_give_the_stock_logits(family: str, targets: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,8 +218,9 @@ CHANGES: dict[str, tuple[bool, Any]] = {
 """By name: whether what a captured prompt reads is still there, and the change."""
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize(("depth", "streams"), [(0, False), (2, True), *(pytest.param(*both, marks=pytest.mark.thorough)
+                                                                        for both in ((0, True), (2, False)))])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_is_looked_at_while_the_prompt_runs(change: str, streams: bool, depth: int, called: list[str], resolved: list[Any],
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +278,7 @@ def test_the_first_prompts_of_a_model_are_not_early(called: list[str], resolved:
     assert seen == [False, True, True, False, True] + [False] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [c for c in CHANGES if c != "a hook"])  # with which calls are stock's
 def test_what_is_tried_for_nothing_draws_nothing(change: str, called: list[str], resolved: list[Any]) -> None:
     """Calls that sample take one seed of the generator each, and choose the same tokens by it."""
