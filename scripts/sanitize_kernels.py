@@ -23,6 +23,7 @@ from mirage_hf.tune import measure
 
 
 def part(text: str) -> tuple[int, int]:
+    """K and N of "K/N". Errors: ValueError where K is not one of 1 to N."""
     number, _, parts = text.partition("/")
     if not 1 <= int(number) <= int(parts):
         raise ValueError(text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,16 +34,15 @@ MMA_COLUMNS = 8
 """Fewest columns."""
 
 
-def _triton() -> tuple[int, int]:
-    """The version of Triton that is installed; (0, 0) without one."""
-    for name in ("triton", "pytorch-triton"):
+def _triton_version() -> tuple[int, ...]:
+    """The major and minor version of the Triton that is installed; empty without one."""
+    for name in ("triton", "pytorch-triton"):  # the second are nightly builds
         with contextlib.suppress(metadata.PackageNotFoundError):
-            major, minor = metadata.version(name).split(".")[:2]
-            return int(major), int(minor)
-    return 0, 0
+            return tuple(map(int, re.findall(r"\d+", metadata.version(name))[:2]))
+    return ()
 
 
-FEW_ARE_ASYNCHRONOUS = _triton() >= (3, 7)
+FEW_ARE_ASYNCHRONOUS = _triton_version() >= (3, 7)
 """Whether Triton takes Hopper's asynchronous instruction for so few columns, too: 3.6 does not, 3.8 and 3.9 do (read off their PTX)."""
 
 MOST_UNROLLED = 8

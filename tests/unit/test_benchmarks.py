@@ -327,6 +327,16 @@ def test_attention_of_one_row_behind_norms_is_tried_with_keys_read_once():
     assert {"k", "v"} <= {t.name for op in first.ugraph.block_ops[:1] for t in op.inputs} and 60 < first.estimate_us < 100
 
 
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_zoo_has_the_blocks_of_adapters_too(rank):
+    pytest.importorskip("peft")
+    layer, head = build_zoo.blocks_of("smoke", "bfloat16", torch.device("cpu"), rank)
+    sizes = [dict(block.sizes) for block in layer]
+    assert [block.pattern.name for block in head] == ["rms_norm_linear"] and "lora" not in dict(head[0].sizes)
+    assert sum(block.pattern.name == "lora_down" for block in layer) == (4 if rank else 0)
+    assert sum(s.get("lora") is not None for s in sizes) == (4 if rank else 0)
+
+
 def test_adapters_of_bench_generate_are_peft_s_and_leave_the_bare_model_as_it_is():
     pytest.importorskip("peft")
     sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
