@@ -1,8 +1,9 @@
-"""A PEFT linear with one plain adapter, unmerged: x · w (+ bias) + scaling · (x · a) · b.
+"""A PEFT linear with one plain adapter, unmerged: x · w (+ bias) + (scaling · x · a) · b.
 
 PEFT keeps adapters of half-precision models in float32 unless told otherwise, and adds in the wider dtype; so does this. A linear on its
 own is one program (`LORA`). In a layer, where one x goes to several linears, x · [a…] is a program of its own (`LORA_DOWN`), a thousandth
-of the work, and the blocks of the layer take what it gives and the b (`Ups`).
+of the work, and the blocks of the layer take what it gives and the b (`Ups`). Scalings are operands, one for each column of a, so that
+kernels serve adapters of any; PEFT scales behind b, which is the same but for rounding.
 """
 from __future__ import annotations
 
@@ -15,20 +16,24 @@ from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.match.pattern import Pattern
 from mirage_hf.patterns.parts import normed
 
-AXES = {"x": "rows k", "w": "k n", "bias": "1 n", "a": "k r", "b": "r n", "y": "rows n"}
-DOWN_AXES = {"x": "rows k", "gamma": "1 k", "gamma_bias": "1 k", "a…": "k r…", "y": "rows r"}
+AXES = {"x": "rows k", "w": "k n", "bias": "1 n", "a": "k r", "b": "r n", "scales": "1 r", "y": "rows n"}
+DOWN_AXES = {"x": "rows k", "gamma": "1 k", "gamma_bias": "1 k", "a…": "k r…", "scales": "1 r", "y": "rows r"}
 
 
-def added(g: KernelGraph, y: DTensor, delta: DTensor, scaling: float) -> DTensor:
-    """y + scaling · delta in the wider of their dtypes, then in that of y."""
+def added(g: KernelGraph, y: DTensor, delta: DTensor) -> DTensor:
+    """y + delta in the wider of their dtypes, then in that of y."""
     wider = torch.promote_types(y.dtype, delta.dtype)
-    delta = g.mul(delta, scaling)
     total = g.add(y if y.dtype == wider else g.cast(y, wider), delta if delta.dtype == wider else g.cast(delta, wider))
     return total if y.dtype == wider else g.cast(total, y.dtype)
 
 
-def build(rows: int, k: int, n: int, r: int, bias: bool, scaling: float, dtype: torch.dtype,
-          adapter_dtype: torch.dtype) -> KernelGraph:
+def scaled(g: KernelGraph, low: DTensor) -> DTensor:
+    """low (rows, r) by `scales` (1, r), new inputs in float32: a scaling is not rounded to the adapter's dtype."""
+    scales = g.new_input((1, low.dims[1]), torch.float32, name="scales", constant=True)
+    return g.mul(low, scales) if low.dtype == scales.dtype else g.cast(g.mul(g.cast(low, scales.dtype), scales), low.dtype)
+
+
+def build(rows: int, k: int, n: int, r: int, bias: bool, dtype: torch.dtype, adapter_dtype: torch.dtype) -> KernelGraph:
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
     y = g.matmul(x, g.new_input((k, n), dtype, strides=(1, k), name="w", constant=True))
@@ -36,7 +41,8 @@ def build(rows: int, k: int, n: int, r: int, bias: bool, scaling: float, dtype: 
         y = g.add(y, g.new_input((1, n), dtype, name="bias", constant=True))
     a = g.new_input((k, r), adapter_dtype, strides=(1, k), name="a", constant=True)
     b = g.new_input((r, n), adapter_dtype, strides=(1, r), name="b", constant=True)
-    g.mark_output(added(g, y, g.matmul(g.matmul(x if dtype == adapter_dtype else g.cast(x, adapter_dtype), a), b), scaling))
+    low = scaled(g, g.matmul(x if dtype == adapter_dtype else g.cast(x, adapter_dtype), a))
+    g.mark_output(added(g, y, g.matmul(low, b)))
     return g
 
 
@@ -50,7 +56,7 @@ def build_down(rows: int, k: int, r: tuple[int, ...], eps: float, dtype: torch.d
         x = normed(g, x, "gamma", eps, offset, centred, norm_bias)
     each = [g.new_input((k, rank), adapter_dtype, strides=(1, k), name=f"a{i}", constant=True) for i, rank in enumerate(r)]
     x = x if dtype == adapter_dtype else g.cast(x, adapter_dtype)
-    g.mark_output(g.matmul(x, g.concat(each, dim=1) if len(each) > 1 else each[0]))
+    g.mark_output(scaled(g, g.matmul(x, g.concat(each, dim=1) if len(each) > 1 else each[0])))
     return g
 
 
@@ -61,7 +67,6 @@ class Ups:
     biases of the linears, for each of `reading`, its b (r, n), zeros where it has none."""
 
     ranks: tuple[int, ...]
-    scaling: float
     dtype: torch.dtype
     packed: bool = False
 
@@ -96,14 +101,14 @@ class Ups:
         """What linears give (rows, n), with what their adapters add."""
         found = list(ys)
         for i, low in zip(self.reading, lows, strict=True):
-            found[i] = added(g, ys[i], g.matmul(low, self._b(g, i, ys[i].dims[1])), self.scaling)
+            found[i] = added(g, ys[i], g.matmul(low, self._b(g, i, ys[i].dims[1])))
         return found
 
     def side_by_side(self, g: KernelGraph, y: DTensor, widths: Sequence[int], lows: Sequence[DTensor]) -> DTensor:
         """The same for packed linears: one sum over the rank for all of y."""
         bs = [self._b(g, i, n) for i, n in enumerate(widths)]
         delta = g.reduction(g.mul(g.concat(lows, dim=2), g.concat(bs, dim=1)), 1)
-        return added(g, y, g.reshape(delta, y.dims), self.scaling)
+        return added(g, y, g.reshape(delta, y.dims))
 
     def _b(self, g: KernelGraph, i: int, n: int) -> DTensor:
         rank = self.ranks[i] or self.rank

@@ -47,6 +47,11 @@ def kind(call: Call) -> Call:
     return call
 
 
+def steps_of(pair: Pair) -> dict[str, int]:
+    """How the steps of the calls so far ran, and of how many calls."""
+    return {what.removeprefix("step: "): n for what, n in pair.runner.counts.items() if what.startswith("step: ")}
+
+
 # -- kinds of calls -----------------------------------------------------------------------------------------------------
 
 def some(rng: random.Random, batch: int | None = None) -> dict[str, Any]:
@@ -112,12 +117,13 @@ def interrupted(pair: Pair, rng: random.Random) -> None:
             super().put(value)
             if len(self.events) > at:
                 raise KeyboardInterrupt
+    before = steps_of(pair)
     try:
         pair.ours.generate(**pair.fresh(given), streamer=Interrupting(), **rng.choice(({}, {"repetition_penalty": 1.2})))
         raise AssertionError("the interrupt was lost")
     except KeyboardInterrupt:
         pass
-    if at:
+    if at or steps_of(pair) != before:  # the first steps may be under way when the streamer gets the prompt
         pair.expect(len(given["input_ids"]))
     pair.agree(given)
 
@@ -249,7 +255,7 @@ def soak(pairs: list[Pair], calls: int, seed: int) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for pair in pairs:
         counts += pair.runner.counts
-        steps = {what.removeprefix("step: "): n for what, n in pair.runner.counts.items() if what.startswith("step: ")}
+        steps = steps_of(pair)
         assert steps == dict(pair.wanted) and steps[KERNELS], f"steps {steps}, wanted {dict(pair.wanted)}"
     grown = {what: after[what] - before[what] for what in after}
     text = f"memory grew in {calls - half} calls by {shown(grown)}"

@@ -81,10 +81,10 @@ def ups_of(linears: Sequence[Linear], packed: bool) -> dict[str, Any] | Rejected
     if not adapters:
         return {}
     ranks = tuple(0 if m.adapter is None else m.adapter.a.out_features for m in linears)
-    kinds = {(x.scaling, x.a.weight.dtype, x.a.out_features if packed else 0) for x in adapters}
+    kinds = {(x.a.weight.dtype, x.a.out_features if packed else 0) for x in adapters}
     if len(kinds) > 1:
-        return Rejected(f"adapters of {', '.join(m.path.rpartition('.')[2] for m in linears)} differ in rank, scaling or dtype")
-    return {"lora": Ups(ranks, adapters[0].scaling, adapters[0].a.weight.dtype, packed)}
+        return Rejected(f"adapters of {', '.join(m.path.rpartition('.')[2] for m in linears)} differ in rank or dtype")
+    return {"lora": Ups(ranks, adapters[0].a.weight.dtype, packed)}
 
 
 def with_adapters(part: Part, linears: Sequence[Linear], norm: str, sizes: Mapping[str, Any]) -> tuple[Part, ...]:
@@ -100,7 +100,8 @@ def with_adapters(part: Part, linears: Sequence[Linear], norm: str, sizes: Mappi
     weights = (*of_norm(norm, dict(sizes)), *((path, "weight") for path in downs))
     idle = (f"{m.path}.lora_dropout.{adapter.name}" for m, adapter in has)
     paths = tuple(m.path for m, _ in has)
-    return (Part(low_of(part.role), block, weights, (*((norm,) if norm else ()), *downs, *idle), adapters=paths),
+    return (Part(low_of(part.role), block, weights, (*((norm,) if norm else ()), *downs, *idle), adapters=paths,
+                 scalings=tuple(adapter.scaling for _, adapter in has)),
             replace(part, adapters=paths))
 
 

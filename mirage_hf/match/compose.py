@@ -30,7 +30,7 @@ class Part:
     `weights` are (child path, parameter) in the order of the program's operands, which come after x; `bypassed` are the
     children, by path, whose forward is not called when the part runs. `halves`: the program has two operands for each projection,
     which are the upper and the lower half of it. `adapters`: the PEFT linears, by path, of whose one active adapter its weights are;
-    what multiplies x is a part of its own (`low_of` its role).
+    what multiplies x is a part of its own (`low_of` its role), which scales by `scalings`, one for each adapter.
     """
 
     role: str
@@ -39,6 +39,7 @@ class Part:
     bypassed: tuple[str, ...]
     halves: bool = False
     adapters: tuple[str, ...] = ()
+    scalings: tuple[float, ...] = ()
 
     @property
     def pattern(self) -> str:
@@ -47,11 +48,13 @@ class Part:
     def operands(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The weights as the program has them: (n, k) or (n,), in its order. No copy."""
         sizes = dict(self.block.sizes)
+        if self.scalings:
+            ranks = sizes["r"] if isinstance(sizes["r"], tuple) else (sizes["r"],)
+            return [*parameters, _made(_scales, ranks, self.scalings, parameters[-1].device)]
         if (ups := sizes.get("lora")) is not None and ups.packed:
             first = len(parameters) - sum(r > 0 for r in ups.ranks)
             own = iter(parameters[first:])
-            zeros = _traced_zeros if torch.compiler.is_compiling() else _zeros
-            bs = [next(own) if r else zeros(n, ups.rank, parameters[-1].dtype, parameters[-1].device)
+            bs = [next(own) if r else _made(_zeros, n, ups.rank, parameters[-1].dtype, parameters[-1].device)
                   for n, r in zip(sizes["n"], ups.ranks, strict=True)]
             return [*parameters[:first], *bs]
         if not self.halves:
@@ -66,15 +69,25 @@ def low_of(role: str) -> str:
     return f"{role}, adapters"
 
 
-def _traced_zeros(n: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(n, rank, dtype=dtype, device=device)
+def _made(how: Callable[..., Tensor], *of: Any) -> Tensor:
+    """An operand that is no parameter: all layers share it, and captured graphs read it. Traced code makes its own."""
+    return how(*of) if torch.compiler.is_compiling() else _kept(how, *of)
 
 
 @cache
-def _zeros(n: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What a packed linear without an adapter adds; all layers share it, and captured graphs read it."""
+def _kept(how: Callable[..., Tensor], *of: Any) -> Tensor:
     with torch.inference_mode(False):
-        return _traced_zeros(n, rank, dtype, device)
+        return how(*of)
+
+
+def _zeros(n: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a packed linear without an adapter adds."""
+    return torch.zeros(n, rank, dtype=dtype, device=device)
+
+
+def _scales(ranks: Sequence[int], scalings: Sequence[float], device: torch.device) -> Tensor:
+    """The scaling of each adapter for each of its columns. No copy from the host, which traced code would make in each call."""
+    return torch.cat([torch.full((r,), s, dtype=torch.float32, device=device) for r, s in zip(ranks, scalings, strict=True)])
 
 
 def child(module: nn.Module, path: str) -> nn.Module:

@@ -499,9 +499,9 @@ def _match_lora(name: str, module: nn.Module, probes: probe.Probes) -> Match | R
         return adapter
     assert isinstance(base, nn.Linear)
     block = LORA.block(k=base.in_features, n=base.out_features, r=adapter.a.out_features, bias=base.bias is not None,
-                       scaling=adapter.scaling, dtype=base.weight.dtype, adapter_dtype=adapter.a.weight.dtype)
+                       dtype=base.weight.dtype, adapter_dtype=adapter.a.weight.dtype)
     paths = ("base_layer", f"lora_A.{adapter.name}", f"lora_B.{adapter.name}")
     weights = [("base_layer", "weight"), *([("base_layer", "bias")] if base.bias is not None else []), *((p, "weight") for p in paths[1:])]
-    part = Part("lora", block, tuple(weights), (*paths, f"lora_dropout.{adapter.name}"), adapters=("",))
+    part = Part("lora", block, tuple(weights), (*paths, f"lora_dropout.{adapter.name}"), adapters=("",), scalings=(adapter.scaling,))
     candidate = Match(name, "lora", module, (part,))
     return probes.module(candidate) or candidate

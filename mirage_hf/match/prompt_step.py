@@ -102,11 +102,14 @@ class LayerPrompt(Composition):
         ups, low = self.ups[role][0], self.parts[low_of(role)]
         downs = self.parameters[low.role][norm_weights(dict(low.block.sizes)):]
         made = x.to(own[0].dtype) @ (torch.cat(list(downs)) if len(downs) > 1 else downs[0]).t()
+        scaling = low.scalings[0]
+        if any(s != scaling for s in low.scalings):
+            made, scaling = (made * low.operands(downs)[-1]).to(made.dtype), 1.0
         deltas = made.new_empty(y.shape) if all(ups.ranks) else made.new_zeros(y.shape)
         each = (d for d, r in zip(deltas.split(list(widths), -1), ups.ranks, strict=True) if r)
         for delta, low_rank, b in zip(each, made.split([a.shape[0] for a in downs], -1), own, strict=True):
             torch.mm(low_rank, b.t(), out=delta)
-        return y.add_(deltas, alpha=ups.scaling * scale)
+        return y.add_(deltas, alpha=scaling * scale)
 
     def _added(self, added: Kernel | None, role: str, y: Tensor, residual: Tensor) -> Tensor:
         """The residual and the part's product with y: in the residual's memory, but where a norm comes between them."""

@@ -89,6 +89,14 @@ def test_linears_whose_layer_cannot_be_are_swapped_alone() -> None:
     assert all(parts == ["out", "gated", "down"] for parts in found.values())
 
 
+def test_kernels_serve_adapters_of_any_scaling() -> None:
+    """Scalings are operands: blocks, which say what kernels are for, are the same, and linears of one block may differ in them."""
+    def blocks(**options: Any) -> list[Any]:
+        return [p.block for m in match(with_lora(targets=ALL, **options), list(PATTERNS))[0] for p in m.parts]
+    usual = blocks()
+    assert usual == blocks(lora_alpha=37) == blocks(use_rslora=True) == blocks(alpha_pattern={"k_proj": 3, "up_proj": 19})
+
+
 @pytest.mark.parametrize("patterns", [None, ALONE])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
 @pytest.mark.parametrize("targets", [QV, ("q_proj", "gate_proj", "down_proj"), ("o_proj", "up_proj")])
@@ -114,10 +122,14 @@ def as_stock(family: str, targets: Any, low: set[str], patterns: Any = None) -> 
     return rows
 
 
-@pytest.mark.parametrize("targets", [QV, ALL])
+OTHERS: dict[str, Any] = dict(targets=ALL, alpha_pattern={"k_proj": 3, "up_proj": -19, "o_proj": 0.3})
+"""Linears of one block have other scalings, those of others have them, too."""
+
+
+@pytest.mark.parametrize("options", [dict(targets=QV), dict(targets=ALL), OTHERS, {**OTHERS, "cast": False}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_by_kernels_give_the_stock_tokens(targets: tuple[str, ...], dtype: torch.dtype) -> None:
-    stock, ours = (with_lora(dtype=dtype, targets=targets) for _ in range(2))
+def test_steps_by_kernels_give_the_stock_tokens(options: dict[str, Any], dtype: torch.dtype) -> None:
+    stock, ours = (with_lora(dtype=dtype, **options) for _ in range(2))
     optimize(ours, batch_sizes=(2,))
     kwargs = dict(input_ids=prompt(2), max_new_tokens=24, do_sample=False, output_logits=True, return_dict_in_generate=True)
     got, want = ours.generate(**kwargs), stock.generate(**kwargs)

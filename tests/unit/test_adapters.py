@@ -22,11 +22,11 @@ from mirage_hf.tune.tuner import rank
 from mirage_hf.verify.accept import search_and_verify
 from mirage_hf.verify.numeric import Case, copied, make_inputs
 half, single = torch.float16, torch.float32
-packed = RMS_NORM_LINEAR.block(k=96, n=(40, 24, 24), bias=True, eps=1e-5, dtype=half, lora=Ups((3, 0, 3), 2.0, single, True))
+packed = RMS_NORM_LINEAR.block(k=96, n=(40, 24, 24), bias=True, eps=1e-5, dtype=half, lora=Ups((3, 0, 3), single, True))
 blocks = {"down": LORA_DOWN.block(k=96, r=(3, 5), eps=1e-5, dtype=half, adapter_dtype=single), "packed": packed,
           "apart": GATED_MLP.block(k=64, n=40, activation="silu", norm=True, bias=False, eps=1e-5, dtype=half,
-                                   lora=Ups((4, 7), -0.5, half)),
-          "one": LINEAR_RESIDUAL.block(k=64, n=40, bias=False, dtype=half, lora=Ups((4,), 3.0, single))}
+                                   lora=Ups((4, 7), half)),
+          "one": LINEAR_RESIDUAL.block(k=64, n=40, bias=False, dtype=half, lora=Ups((4,), single))}
 far = {}
 for name, block in blocks.items():
     for rows in (1, 3, 17):

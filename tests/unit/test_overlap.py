@@ -124,10 +124,10 @@ def test_a_program_that_leads_lets_the_next_launch_begin_early(leads):
 
 
 def test_what_is_launched_behind_adapters_reads_no_bounds_early():
-    half, ups = torch.bfloat16, Ups((4,), 2.0, torch.float32)
+    half, ups = torch.bfloat16, Ups((4,), torch.float32)
     sizes = dict(eps=1e-5, dtype=half, bias=False)
-    behind = [RMS_NORM_LINEAR.block(k=64, n=(32, 16, 16), **sizes, lora=Ups((4, 4, 4), 2.0, torch.float32, True)),
-              GATED_MLP.block(k=64, n=32, activation="silu", norm=True, **sizes, lora=Ups((4, 4), 2.0, torch.float32)),
+    behind = [RMS_NORM_LINEAR.block(k=64, n=(32, 16, 16), **sizes, lora=Ups((4, 4, 4), torch.float32, True)),
+              GATED_MLP.block(k=64, n=32, activation="silu", norm=True, **sizes, lora=Ups((4, 4), torch.float32)),
               LINEAR_RESIDUAL.block(k=64, n=32, bias=False, dtype=half, lora=ups)]
     for block in behind:
         for c in search_and_verify(block.program(1), SearchOptions(time_limit=20)).candidates:
