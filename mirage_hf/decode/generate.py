@@ -6,7 +6,10 @@ import inspect
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ from mirage_hf.decode.cache import Block, CachePool, bucket
 from mirage_hf.decode.chain import CHANGED, StepProgram, obstacle
 from mirage_hf.decode.fingerprint import Survey, still_expected, survey
 from mirage_hf.decode.graphs import can_capture
-from mirage_hf.decode.prefill import PrefillGraph, bucket_of, capture_prefill
+from mirage_hf.decode.prefill import PrefillGraph, Prompts, bucket_of
 from mirage_hf.decode.program import CapturedForward, Chooser, Step
 from mirage_hf.decode.routing import effective, refused_arguments, refused_model, refused_options
 from mirage_hf.decode.session import CallPlan, NotCovered, Outdated, Session, plan_call
@@ -32,6 +35,39 @@ Fingerprint = tuple[Any, Any]
 
 class DecodeError(MirageError, ValueError):
     """A model that `install` cannot take, or a `generate` that outlived its model."""
+
+
+class Counting:
+    """Adds to counters from several threads. What an attempt at a call has counted can be taken back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of_thread = threading.local()
+
+    def count(self, counter: Counter[str], what: str, by: int = 1) -> None:
+        self._add(counter, what, by)
+        if (attempt := getattr(self._of_thread, "attempt", None)) is not None:
+            attempt.append((counter, what, by))
+
+    @contextmanager
+    def attempt(self) -> Iterator[Callable[[], None]]:
+        """Note what this thread counts in the block, but for attempts within it; gives what takes it back, to be called behind it."""
+        outer, counted = getattr(self._of_thread, "attempt", None), list[tuple[Counter[str], str, int]]()
+
+        def take_back() -> None:
+            for counter, what, by in counted:
+                self._add(counter, what, -by)
+        self._of_thread.attempt = counted
+        try:
+            yield take_back
+        finally:
+            self._of_thread.attempt = outer
+
+    def _add(self, counter: Counter[str], what: str, by: int) -> None:
+        with self._lock:
+            counter[what] += by
+            if not counter[what]:
+                del counter[what]
 
 
 # -- the runner ---------------------------------------------------------------------------------------------------------
@@ -53,14 +89,12 @@ class DecodeRunner:
         self.counts: Counter[str] = Counter()
         self.prefills: Counter[str] = Counter()
         self.selections: Counter[str] = Counter()
+        self.counting = Counting()
+        self.prompts = Prompts(partial(self.counting.count, self.prefills))
         self._fingerprint: Fingerprint = (None, None)
         self._last: Survey | None = None
         self._looked_at: object = None
         self._uncapturable: dict[object, tuple[object, str]] = {}
-        self._no_prefill: dict[tuple[int, int | None], Fingerprint] = {}
-        self._no_chain: dict[tuple[int, int | None], Fingerprint] = {}
-        self._lock = threading.Lock()
-        self._attempts = threading.local()
 
     def fresh(self) -> DecodeRunner:
         """Return a runner with the same options and nothing else in common."""
@@ -76,14 +110,8 @@ class DecodeRunner:
         self.pool.release()
 
     def count(self, what: str, where: Counter[str] | None = None, by: int = 1) -> None:
-        """Add to the counts; of an attempt at a call, to be taken back if it comes to nothing."""
-        counts = self.counts if where is None else where
-        with self._lock:
-            counts[what] += by
-            if not counts[what]:
-                del counts[what]
-        if (attempt := getattr(self._attempts, "counted", None)) is not None:
-            attempt.append((what, counts, by))
+        """Add to the counts, or to others of this object."""
+        self.counting.count(self.counts if where is None else where, what, by)
 
     # -- one covered call
 
@@ -95,15 +123,11 @@ class DecodeRunner:
         self._let_go(model, plan)
         drawn, tries = torch.get_rng_state(), 2
         while True:
-            self._attempts.counted = []
-            try:
+            with self.counting.attempt() as take_back:
                 found = self._attempt(call, model, plan, input_ids, processors, criteria, config, kwargs)
-            finally:
-                counted, self._attempts.counted = self._attempts.counted, None
             if isinstance(found, tuple):
                 break
-            for what, counts, by in counted:
-                self.count(what, counts, -by)
+            take_back()
             torch.set_rng_state(drawn)  # a call takes one seed of the generator, however often it is tried
             if found is not None:
                 self._last = None
@@ -183,57 +207,14 @@ class DecodeRunner:
         `at_once`: only one that may be replayed before anybody has looked at the model."""
         if self.mode == "eager" or can_capture(block.device) or plan.survey.no_graph or not plan.plain or not plan.logits_to_keep:
             return None
-        bucket = bucket_of(input_ids.shape[0], input_ids.shape[1], block, plan.masks.windows)
-        shape = input_ids.shape[0], bucket
-        if bucket is None or self._no_prefill.get(shape) == key:
+        batch, length = input_ids.shape
+        bucket = bucket_of(batch, length, block, plan.masks.windows)
+        if bucket is None:
             return None
-        graphs = block.graphs_for(key)
-        steps, present = self.steps, graphs.get(("prefill", bucket))
-        if present is not None and present.by_kernels and (steps is None or steps.changed()):
-            del graphs["prefill", bucket]
-            present = None
-        if at_once and (present is None or not present.reads_what_is_there(steps)):
-            return None
-        if ("prefill", bucket) not in graphs:
-            block.prompts[bucket] += 1
-            if block.prompts[bucket] < 2 or not block.keys or not block.logits.numel():
-                return None
-            block.dirty = max(block.dirty, bucket)  # what warming up writes
-            if obstacle(steps, plan, block, self.valid_for) or self._no_chain.get(shape) == key:
-                steps = None
-            if steps is not None and steps.no_prompts:
-                self.count(f"not by kernels: {steps.no_prompts}", self.prefills)
-                steps = None
-            graph = self._captured_prefill(model, block, input_ids.shape[0], bucket, steps, key)
-            if graph is None:
-                return None
-            graphs["prefill", bucket] = graph
-        found: PrefillGraph = graphs["prefill", bucket]
-        self.count("captured, by kernels" if found.by_kernels else "captured", self.prefills)
-        return found
 
-    def _captured_prefill(self, model: Any, block: Block, batch: int, bucket: int, steps: Steps | None,
-                          key: Fingerprint) -> PrefillGraph | None:
-        """By `steps`; where that cannot be HF's forward, and None where that cannot be captured either."""
-        for again in (True, False):
-            try:
-                return capture_prefill(model, block, batch, bucket, steps)
-            except Exception as error:  # whatever there is against this call, HF's own prefill is the way out
-                failed = error.with_traceback(None)  # which keeps the memory of what was tried
-            if not (again and isinstance(failed, torch.OutOfMemoryError)):
-                break
-            block.make_room()
-        why = f"capture failed ({type(failed).__name__}: {(str(failed) or '-').splitlines()[0]})"
-        self.count(f"{'called' if steps is None else 'not by kernels'}: {why}", self.prefills)
-        if isinstance(failed, torch.OutOfMemoryError):
-            block.drop_graphs()
-            block.prompts[bucket] = 0  # another time there may be more
-            return None
-        if steps is None:
-            self._no_prefill[batch, bucket] = key
-            return None
-        self._no_chain[batch, bucket] = key
-        return self._captured_prefill(model, block, batch, bucket, None, key)
+        def able() -> Steps | None:
+            return None if obstacle(self.steps, plan, block, self.valid_for) else self.steps
+        return self.prompts.graph(model, block, (batch, bucket), self.steps, able, key, at_once)
 
     def step(self, model: Any, plan: CallPlan, block: Block, key: Fingerprint, chooser: Chooser | None, again: bool = False) -> Step:
         """Return the step for a block, with or without graphs as the model, the device and what chooses allow. `again`: for a call that is

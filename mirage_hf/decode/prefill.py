@@ -70,6 +70,75 @@ def bucket_of(batch: int, length: int, block: Block, windows: tuple[tuple[str, i
     return bucket if fits and all(window is None or bucket <= window for _, window in windows) else None
 
 
+class Prompts:
+    """The captured prompts of one model: which there are, and which cannot be. `count` is told what happens to each."""
+
+    def __init__(self, count: Callable[[str], None]):
+        self.count = count
+        self._refused: dict[tuple[int, int], object] = {}
+        self._refused_by_kernels: dict[tuple[int, int], object] = {}
+        """By batch and bucket, the state of the model that was refused."""
+
+    def graph(self, model: Any, block: Block, shape: tuple[int, int], present: Steps | None, able: Callable[[], Steps | None], key: object,
+              at_once: bool) -> PrefillGraph | None:
+        """Return the one that serves prompts of `shape` (batch, bucket), captured now if it is the second of them; None where HF's prefill
+        runs. `present`: the model's kernels; `able` gives them where they serve this call. `key`: the state of the model. `at_once`: only
+        one that may be replayed before anybody has looked at the model."""
+        bucket = shape[1]
+        if self._refused.get(shape) == key:
+            return None
+        graphs = block.graphs_for(key)
+        found: PrefillGraph | None = graphs.get(("prefill", bucket))
+        if found is not None and found.by_kernels and (present is None or present.changed()):
+            del graphs["prefill", bucket]
+            found = None
+        if at_once and (found is None or not found.reads_what_is_there(present)):
+            return None
+        if found is None:
+            found = self._second(model, block, shape, able, key)
+            if found is None:
+                return None
+            graphs["prefill", bucket] = found
+        self.count("captured, by kernels" if found.by_kernels else "captured")
+        return found
+
+    def _second(self, model: Any, block: Block, shape: tuple[int, int], able: Callable[[], Steps | None],
+                key: object) -> PrefillGraph | None:
+        """A capture, if a prompt of the bucket has run before."""
+        bucket = shape[1]
+        block.prompts[bucket] += 1
+        if block.prompts[bucket] < 2 or not block.keys or not block.logits.numel():
+            return None
+        block.dirty = max(block.dirty, bucket)  # what warming up writes
+        steps = None if self._refused_by_kernels.get(shape) == key else able()
+        if steps is not None and steps.no_prompts:
+            self.count(f"not by kernels: {steps.no_prompts}")
+            steps = None
+        return self._captured(model, block, shape, steps, key)
+
+    def _captured(self, model: Any, block: Block, shape: tuple[int, int], steps: Steps | None, key: object) -> PrefillGraph | None:
+        """By `steps`; where that cannot be HF's forward, and None where that cannot be captured either."""
+        for again in (True, False):
+            try:
+                return capture_prefill(model, block, *shape, steps)
+            except Exception as error:  # whatever there is against this call, HF's own prefill is the way out
+                failed = error.with_traceback(None)  # which keeps the memory of what was tried
+            if not (again and isinstance(failed, torch.OutOfMemoryError)):
+                break
+            block.make_room()
+        why = f"capture failed ({type(failed).__name__}: {(str(failed) or '-').splitlines()[0]})"
+        self.count(f"{'called' if steps is None else 'not by kernels'}: {why}")
+        if isinstance(failed, torch.OutOfMemoryError):
+            block.drop_graphs()
+            block.prompts[shape[1]] = 0  # another time there may be more
+            return None
+        if steps is None:
+            self._refused[shape] = key
+            return None
+        self._refused_by_kernels[shape] = key
+        return self._captured(model, block, shape, None, key)
+
+
 def capture_prefill(model: Any, block: Block, batch: int, bucket: int, steps: Steps | None = None) -> PrefillGraph:
     """Capture prompts of `bucket` tokens, filled up, into a block that has held a prompt: by `steps`, or HF's forward.
 
