@@ -281,7 +281,7 @@ class Probes:
                     if not far < TOLERANCE:
                         return Rejected(_layer_differs(candidate.layouts[0], far))
             return None
-        return self._once(("layer", tuple(p.block for p in candidate.parts), candidate.layouts, candidate.rope, kind_of(layer)), probe)
+        return self._once(("layer", _done_by(candidate), candidate.layouts, candidate.rope, kind_of(layer)), probe)
 
     def step(self, candidate: Any) -> Rejected | None:
         """Whether a decoder layer computes a token as its parts' programs do, attention and its cache included."""
@@ -313,7 +313,7 @@ class Probes:
                     return Rejected(f"attention is not {formula}: off by {far:.2g} on a probe")
                 past += call.x.shape[1]
             return None
-        return self._once(("step", tuple(p.block for p in candidate.parts), candidate.layouts, candidate.rope, kind_of(layer)), probe)
+        return self._once(("step", _done_by(candidate), candidate.layouts, candidate.rope, kind_of(layer)), probe)
 
     def latent_rope(self, layer: Any, row: LayerLayout, dtype: torch.dtype) -> Rope | Rejected:
         """The RoPE of a layer whose attention is over latents. Whether it takes it as one complex tensor is tried: it is called with cos
@@ -376,7 +376,12 @@ class Probes:
                 if not far < TOLERANCE:
                     return Rejected(f"the module computes something else than the pattern: off by {far:.2g} on a probe")
             return None
-        return self._once((candidate.kind, part.block, kind_of(module)), probe)
+        return self._once((candidate.kind, _done_by(candidate), kind_of(module)), probe)
+
+
+def _done_by(candidate: Any) -> tuple[Any, ...]:
+    """What does the parts of a candidate: an adapter that is scaled by 0 says nothing about one that is not."""
+    return tuple((p.block, p.scalings) for p in candidate.parts)
 
 
 def _but_for_mlp(candidate: Any) -> Any:

@@ -98,6 +98,22 @@ def test_kernels_serve_adapters_of_any_scaling() -> None:
 
 
 @pytest.mark.parametrize("patterns", [None, ALONE])
+@pytest.mark.parametrize("scaling", [0.0, float("nan")])
+def test_layers_that_differ_in_scalings_are_probed_each(scaling: float, patterns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that scales its adapters by 0 says nothing about others, nor does one with a scaling that is no number."""
+    model = with_lora()
+    for name in QV:
+        getattr(model.get_base_model().model.layers[0].self_attn, name).scaling["default"] = scaling
+    linear = type(lora_layer(model))
+    own = linear.forward
+    if scaling == 0:  # this one's adapters are twice as much
+        monkeypatch.setattr(linear, "forward", lambda self, x: 2 * own(self, x) - self.base_layer(x))
+    found = {name: "qkv" in parts or "lora" in parts for name, parts in kinds(model, patterns or tuple(PATTERNS)).items()}
+    right = {name for name, is_done in found.items() if is_done}
+    assert right and all(("layers.0" in name) == (scaling == 0) for name in right), found
+
+
+@pytest.mark.parametrize("patterns", [None, ALONE])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
 @pytest.mark.parametrize("targets", [QV, ("q_proj", "gate_proj", "down_proj"), ("o_proj", "up_proj")])
 def test_decoding_gives_the_stock_logits(family: str, targets: Any, patterns: Any) -> None:
