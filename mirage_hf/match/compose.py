@@ -70,8 +70,14 @@ def low_of(role: str) -> str:
 
 
 def _made(how: Callable[..., Tensor], *of: Any) -> Tensor:
-    """An operand that is no parameter: all layers share it, and captured graphs read it. Traced code makes its own."""
-    return how(*of) if torch.compiler.is_compiling() else _kept(how, *of)
+    """An operand that is no parameter: all layers share it, and captured graphs read it. It is a constant of what is traced: kernels in a
+    CUDA graph may read it before what runs ahead of them has written."""
+    return _constant(how, *of) if torch.compiler.is_compiling() else _kept(how, *of)
+
+
+@torch.compiler.assume_constant_result
+def _constant(how: Callable[..., Tensor], *of: Any) -> Tensor:
+    return _kept(how, *of)
 
 
 @cache
@@ -86,8 +92,11 @@ def _zeros(n: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def _scales(ranks: Sequence[int], scalings: Sequence[float], device: torch.device) -> Tensor:
-    """The scaling of each adapter for each of its columns. No copy from the host, which traced code would make in each call."""
-    return torch.cat([torch.full((r,), s, dtype=torch.float32, device=device) for r, s in zip(ranks, scalings, strict=True)])
+    """The scaling of each adapter for each of its columns."""
+    scales = torch.empty(sum(ranks), dtype=torch.float32, device=device)
+    for columns, scaling in zip(scales.split(list(ranks)), scalings, strict=True):
+        columns.fill_(scaling)
+    return scales
 
 
 def child(module: nn.Module, path: str) -> nn.Module:

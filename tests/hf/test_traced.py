@@ -324,6 +324,24 @@ def test_adapters_that_change_are_seen(alone: bool) -> None:
     assert seen == [1 if alone else 5, 0, 0]
 
 
+@pytest.mark.parametrize("strict", [None, True, False])
+def test_what_adapters_are_scaled_by_is_a_constant_of_the_graph(strict: bool | None, tmp_path: Path) -> None:
+    """A kernel in a CUDA graph may read it before what is launched ahead of it is done, so nothing in the graph may write it."""
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False, alpha_pattern={"v_proj": 3})
+    model = peft.get_peft_model(tiny("llama", num_hidden_layers=1), adapters).eval()
+    layer, graphs = optimize(model).get_base_model().model.layers[0], []
+    want = layer(hidden(), **ROPE)
+    if strict is None:
+        run = torch.compile(layer, backend=lambda gm, _: graphs.append(gm) or gm, fullgraph=True)
+    else:
+        torch.export.save(torch.export.export(layer, (hidden(),), ROPE, strict=strict), tmp_path / "layer.pt2")
+        graphs.append(run := torch.export.load(tmp_path / "layer.pt2").module())
+    assert torch.equal(run(hidden(), **ROPE), want) and count(graphs[0]) == 6
+    names = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert not [name for name in names if any(what in name for what in ("full", "zeros", "clone", "lift"))], names
+
+
 @pytest.mark.slow
 def test_scalings_that_are_tensors_are_read_by_the_graph() -> None:
     """What they hold may change without a trace: such adapters run as stock's there."""
