@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -69,6 +68,9 @@ def low_of(role: str) -> str:
     return f"{role}, adapters"
 
 
+_there: dict[tuple[Any, ...], Tensor] = {}
+
+
 def _made(how: Callable[..., Tensor], *of: Any) -> Tensor:
     """An operand that is no parameter: all layers share it, and captured graphs read it. It is a constant of what is traced: kernels in a
     CUDA graph may read it before what runs ahead of them has written."""
@@ -80,10 +82,11 @@ def _constant(how: Callable[..., Tensor], *of: Any) -> Tensor:
     return _kept(how, *of)
 
 
-@cache
 def _kept(how: Callable[..., Tensor], *of: Any) -> Tensor:
-    with torch.inference_mode(False):
-        return how(*of)
+    if (found := _there.get((how, *of))) is None:
+        with torch.inference_mode(False):
+            found = _there.setdefault((how, *of), how(*of))  # what another thread has made meanwhile may be read already
+    return found
 
 
 def _zeros(n: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -188,6 +191,8 @@ class Composition(ABC):
         self.children: dict[str, Any] = module.__dict__["_modules"]  # not the module, which holds us
         self.parameters: Mapping[str, list[Any]] = {
             p.role: [child(module, path)._parameters[name] for path, name in p.weights] for p in parts}
+        for p in parts:  # what `_made` gives lies there before any call: made in a capture, it would be nothing before the first replay
+            p.operands(self.parameters[p.role])
         sizes = {p.role: dict(p.block.sizes) for p in parts}
         self.ups: Mapping[str, tuple[Ups, tuple[int, ...]]] = {
             role: (s["lora"], s["n"] if isinstance(s["n"], tuple) else ()) for role, s in sizes.items() if s.get("lora") is not None}

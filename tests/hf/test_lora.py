@@ -13,6 +13,7 @@ from torch import nn
 
 from mirage_hf.api import optimize, restore
 from mirage_hf.decode.fingerprint import survey
+from mirage_hf.match import compose
 from mirage_hf.match.compose import low_of
 from mirage_hf.match.matcher import match
 from mirage_hf.patterns import PATTERNS
@@ -111,6 +112,31 @@ def test_layers_that_differ_in_scalings_are_probed_each(scaling: float, patterns
     found = {name: "qkv" in parts or "lora" in parts for name, parts in kinds(model, patterns or tuple(PATTERNS)).items()}
     right = {name for name, is_done in found.items() if is_done}
     assert right and all(("layers.0" in name) == (scaling == 0) for name in right), found
+
+
+def test_operands_that_are_no_parameters_are_there_before_any_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made in a capture they would be nothing before the first replay."""
+    model = with_lora(targets=("q_proj", "v_proj", "o_proj"), alpha_pattern={"v_proj": 3})
+    monkeypatch.setattr(compose, "_there", {})
+    with torch.inference_mode():
+        optimize(model, verify=False)
+    made = dict(compose._there)
+    assert len(made) == 3 and not any(x.is_inference() for x in made.values())  # of q and v, of o, and zeros for k
+    decode_logits(model)
+    model.generate(input_ids=prompt(), max_new_tokens=3)
+    assert binding(model).calls and list(map(id, compose._there.values())) == list(map(id, made.values()))
+
+
+def test_an_operand_that_two_threads_make_is_what_the_first_made() -> None:
+    """A graph may be captured over it meanwhile, and would read memory that was given back."""
+    others: list[torch.Tensor] = []
+
+    def make(n: int) -> torch.Tensor:
+        if not others:
+            others.append(torch.empty(0))
+            others[0] = compose._made(make, n)  # the other thread
+        return torch.zeros(n)
+    assert compose._made(make, 2) is others[0] and compose._made(make, 2) is others[0]
 
 
 @pytest.mark.parametrize("patterns", [None, ALONE])
