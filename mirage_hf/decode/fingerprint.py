@@ -24,8 +24,9 @@ _SAME_IN_TRAINING = frozenset({nn.Linear, nn.Embedding, nn.Identity, nn.Sequenti
 _PLAIN = {nn.Parameter, Tensor}
 _NUMBERS = {float, int, bool, type(None)}
 _SETTINGS = {float, int, bool, str}
-_NOT_READ = frozenset(nn.Module().__dict__) | {"_output_capturing_hooks_installed"}
-"""Attributes that no module's own forward reads; the last is a mark of HF's that comes with its first capture of hidden states."""
+_NOT_READ = frozenset(nn.Module().__dict__) | {"_output_capturing_hooks_installed", "_previous_max_cache_length"}
+"""Attributes that no module's own forward reads; the last two are marks of HF's that come with its first capture of hidden states, and with
+a generate over a static cache."""
 _WITHOUT_NUMBERS = frozenset({nn.Linear, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.ParameterDict})
 """Modules whose numbers are sizes."""
 _HOLDERS = frozenset({nn.Identity, nn.ModuleDict, nn.ParameterDict})

@@ -749,6 +749,15 @@ def test_looking_at_hidden_states_changes_nothing() -> None:
     assert steps(ours) == {KERNELS: 1}
 
 
+def test_a_call_with_a_static_cache_changes_nothing() -> None:
+    stock, ours = pair()
+    cached = {"cache_implementation": "static"}
+    for lengths in ({}, {"max_new_tokens": 20}):  # transformers remembers on the model how long its static cache is
+        agree(stock, ours, {"inputs": prompt(), **GREEDY, **cached, **lengths})
+        agree(stock, ours, {"inputs": prompt(), **GREEDY})
+    assert steps(ours) == {KERNELS: 2}
+
+
 def test_optimizing_again_takes_the_model_as_it_is() -> None:
     stock, ours = pair()
     for model in (stock, ours):
