@@ -50,6 +50,10 @@ class ZooError(MirageError):
     """A kernel zoo that cannot be read or written. Single bad entries are skipped with a reason instead."""
 
 
+class SettingsError(MirageError, ValueError):
+    """An environment variable with a value that it cannot have."""
+
+
 class OptimizeError(MirageError, ValueError):
     """A model that `optimize()` must not touch."""
 

@@ -1,11 +1,14 @@
 """Every environment variable the package reads, typed. Nothing else reads `os.environ`."""
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
+
+from mirage_hf.errors import SettingsError
 
 
 @dataclass(frozen=True)
@@ -27,21 +30,32 @@ def _number(name: str, default: str, kind: type) -> float:
     try:
         value = kind(text)
     except ValueError:
-        raise ValueError(f"environment variable {name} must be a number, it is {text!r}; unset it for {default}") from None
-    if value <= 0:
-        raise ValueError(f"environment variable {name} must be positive, it is {text!r}; unset it for {default}")
+        what = "an integer" if kind is int else "a number"
+        raise SettingsError(f"environment variable {name} must be {what}, it is {text!r}; unset it for {default}") from None
+    if not 0 < value < math.inf:
+        raise SettingsError(f"environment variable {name} must be positive and finite, it is {text!r}; unset it for {default}")
     return value
+
+
+def _cache_dir() -> Path:
+    given = os.environ.get("MIRAGE_HF_CACHE")
+    if not given:
+        return Path(platformdirs.user_cache_dir("mirage_hf"))
+    try:
+        return Path(given).expanduser()
+    except RuntimeError:  # a user that is not known
+        raise SettingsError(f"environment variable MIRAGE_HF_CACHE is {given!r}, a home folder that is not known; give the folder in full, "
+                            "or unset it for the default") from None
 
 
 def settings() -> Settings:
     """Return the settings in force.
 
-    Errors: ValueError when a variable does not parse.
+    Errors: SettingsError, a ValueError, when a variable does not parse.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    cache = os.environ.get("MIRAGE_HF_CACHE")
     return Settings(
-        cache_dir=Path(cache).expanduser() if cache else Path(platformdirs.user_cache_dir("mirage_hf")),
+        cache_dir=_cache_dir(),
         threads=int(_number("MIRAGE_HF_THREADS", str(cores), int)),
         search_seconds=_number("MIRAGE_HF_SEARCH_SECONDS", "60", float),
         interpret=os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes"))

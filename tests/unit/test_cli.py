@@ -66,6 +66,17 @@ def test_env_shows_versions_and_the_settings_in_force(capture, tmp_path):
     assert "torch" in out and str(tmp_path / "cache") in out and mi.__version__ in out
 
 
+@pytest.mark.parametrize("name, value, says", [
+    ("MIRAGE_HF_THREADS", "many", "must be an integer, it is 'many'; unset it for"), ("MIRAGE_HF_THREADS", "0", "must be positive"),
+    ("MIRAGE_HF_THREADS", "1.5", "must be an integer"), ("MIRAGE_HF_SEARCH_SECONDS", "soon", "must be a number"),
+    ("MIRAGE_HF_SEARCH_SECONDS", "nan", "must be positive and finite"), ("MIRAGE_HF_SEARCH_SECONDS", "inf", "unset it for 60"),
+    ("MIRAGE_HF_CACHE", "~no_such_user/kernels", "a home folder that is not known")])
+def test_a_wrong_environment_variable_is_an_error_without_a_traceback(capture, monkeypatch, name, value, says):
+    monkeypatch.setenv(name, value)
+    _, err = capture("env", code=1)
+    assert err.startswith(f"error: environment variable {name} ") and says in err and err.count("\n") == 1
+
+
 def test_search_writes_results_that_can_be_loaded(capture, program, tmp_path):
     found, kernel = tmp_path / "found.json", tmp_path / "kernel.py"
     out, _ = capture("search", program, "--time-limit", 20, "--threads", 1, "--json", found, "--triton", kernel)
