@@ -23,6 +23,7 @@ from mirage_hf.swap.steps import Steps, steps_of
 from mirage_hf.swap.swap import Ledger
 
 _HEAD, _UNDONE = "head", "swapped back after the check"
+_OWN_STEPS = "steps of generate run the model's own forward, in a CUDA graph where there is one: "
 CPU_NOTE = "backend cpu runs each kernel's block graph with torch: right, but with no promise of speed"
 
 
@@ -49,9 +50,16 @@ class Optimization:
     def plan(self) -> Report:
         """The report of a dry run."""
         rows = [_row(m.name, p, r, PLANNED) for m in self.matches for p in m.parts for r in self.rows]
+        note = ""
         if isinstance(self.causal, CausalMatch):
             rows += [_row(_HEAD, self.causal.head, r, PLANNED) for r in self.rows]
-        return self._report(rows)
+        elif rows:
+            note = _OWN_STEPS + self.causal.reason
+            rows = [replace(r, status=STOCK, reason=note) if _only_in_steps(r) else r for r in rows]
+        if any(r.status == PLANNED for r in rows):
+            return self._report(rows, (note,) if note else ())
+        report = self._report(rows)
+        return replace(report, notes=(f"nothing in this {report.model} would be replaced ({_why_nothing(report)})",))
 
     def complain(self, on_unsupported: str) -> None:
         """Warn of refused blocks, or fail, as the user wishes. Errors: OptimizeError."""
@@ -66,9 +74,7 @@ class Optimization:
 
     def nothing_done(self, on_unsupported: str, report: Report) -> None:
         """Say loudly that the model is as it was. Errors: OptimizeError when the user wants one."""
-        why = "; ".join(dict.fromkeys(f"{r.pattern}: {r.reason}" for r in report.rows if r.reason)) or \
-            "it has no module that looks like a decoder layer, a gated MLP or a LoRA linear"
-        text = f"optimize: nothing in this {type(self.model).__name__} was replaced, it runs as before ({why[:600]})"
+        text = f"optimize: nothing in this {type(self.model).__name__} was replaced, it runs as before ({_why_nothing(report)})"
         if on_unsupported == "error":
             families = ", ".join(row.families for row in decoder_layer.LAYOUTS)
             raise OptimizeError(f"{text}; supported are layers of {families}, and PEFT LoRA linears on them")
@@ -97,7 +103,7 @@ class Optimization:
                 self.steps = steps
                 rows = [_checked_row(r, outcomes.get((r.module, r.rows))) if _only_in_steps(r) else r for r in rows]
             if isinstance(steps, Rejected):
-                note = f"steps of generate run the model's own forward, in a CUDA graph where there is one: {steps.reason}"
+                note = _OWN_STEPS + steps.reason
             ready = self.steps.rows if self.steps is not None else ()
             idle = note or "another part has no kernel for so many rows"
             rows = [replace(r, status=STOCK, reason=r.reason or idle)
@@ -134,6 +140,11 @@ class Optimization:
 
     def undo(self) -> None:
         self.ledger.undo()
+
+
+def _why_nothing(report: Report) -> str:
+    why = "; ".join(dict.fromkeys(f"{r.pattern}: {r.reason}" for r in report.rows if r.reason))
+    return why[:600] or "it has no module that looks like a decoder layer, a gated MLP or a LoRA linear"
 
 
 def _only_in_steps(row: Row) -> bool:

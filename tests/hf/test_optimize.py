@@ -308,6 +308,20 @@ def test_a_dry_run_changes_nothing_and_says_what_would_be_done(resolved: list[An
     assert {r.status for r in report.rows} == {"planned", "stock"}
 
 
+def test_a_dry_run_says_what_is_left_out_as_optimize_does() -> None:
+    model = tiny("llama")
+    model.lm_head = torch.nn.Sequential(model.lm_head).eval()
+    plan = optimize(model, dry_run=True)
+    done = optimize(model).mirage.report
+    assert {(r.module, r.pattern): (r.status == "stock", r.reason) for r in plan.rows} == \
+        {(r.module, r.pattern): (r.status == "stock", r.reason) for r in done.rows}
+    assert any("lm_head is torch's Sequential" in n for n in plan.notes) and {*plan.notes} <= {*done.notes}
+    report = str(optimize(model, [], dry_run=True))
+    assert "nothing in this LlamaForCausalLM would be replaced (decoder_layer: no pattern asked for)" in report
+    report = str(optimize(torch.nn.Linear(3, 3).eval(), dry_run=True))
+    assert "nothing in this Linear would be replaced (it has no module that looks like a decoder layer" in report
+
+
 def test_a_users_own_generate_is_kept() -> None:
     model = tiny("llama")
     mine = model.generate = lambda *args, **kwargs: "mine"
