@@ -1,6 +1,7 @@
 """Models as the command line loads them: a folder or a Hub id, on a device, ready to generate."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,26 +52,46 @@ def demo_model() -> str:
     return str(DEMO_MODEL)
 
 
+def _place(device: str | None) -> torch.device:
+    """Errors: MirageError for what is no device of this machine that kernels run on."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = device.partition(":")
+    if kind not in ("cuda", "cpu") or (index and not index.isdecimal()):
+        raise errors.MirageError(f"--device {device}: kernels run on NVIDIA GPUs and on the CPU; use cuda, cuda:1 or cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise errors.MirageError(f"--device {device}: torch sees no GPU here; leave it out, or use --device cpu")
+    if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
+        raise errors.MirageError(f"--device {device}: torch sees {torch.cuda.device_count()} GPUs here, which are numbered from 0")
+    return torch.device(device)
+
+
+def _of_transformers(name: str, what: str, way_out: str, load: Callable[[], Any]) -> Any:
+    """Errors: MirageError with the reason of transformers in one line."""
+    try:
+        return load()
+    except (OSError, ValueError, KeyError, ImportError) as e:
+        reason = " ".join(str(e).split())[:300] or type(e).__name__
+        raise errors.MirageError(f"{name}: {what} ({reason}); {way_out}") from e
+
+
 def load(name: str, prompt: str, batch: int = 1, device: str | None = None, dtype: str | None = None) -> Loaded:
     """Load a model in eval mode. `dtype` None: float32 on a CPU, the checkpoint's own on a GPU.
 
     Errors: MirageError when it cannot be loaded.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise errors.MirageError("--device cuda: torch sees no GPU here; leave it out, or use --device cpu")
-    wanted: Any = table.as_dtype(dtype) if dtype else torch.float32 if place.type == "cpu" else "auto"
-    if wanted != "auto" and not wanted.is_floating_point:
+    place = _place(device)
+    wanted: Any = table.DTYPES.get(dtype.removeprefix("torch.")) if dtype else torch.float32 if place.type == "cpu" else "auto"
+    if wanted is None or (wanted != "auto" and not wanted.is_floating_point):
         raise errors.MirageError(f"--dtype {dtype}: models are run in float16, bfloat16 or float32")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted).to(place).eval()
-    except (OSError, ValueError, KeyError) as e:
-        reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
-        raise errors.MirageError(f"{name}: cannot be loaded as a causal language model ({reason}); give a folder or a Hub id") from e
+    no_model = "cannot be loaded as a causal language model", "give a folder or a Hub id"
+    _of_transformers(name, *no_model, lambda: AutoConfig.from_pretrained(name))
+    tokenizer = _of_transformers(name, "has no tokenizer that can be loaded", "put one beside the model: tokenizer.save_pretrained(FOLDER)",
+                                 lambda: AutoTokenizer.from_pretrained(name))
+    model = _of_transformers(name, *no_model, lambda: AutoModelForCausalLM.from_pretrained(name, dtype=wanted)).to(place).eval()
     inputs = dict(tokenizer([prompt] * batch, return_tensors="pt", return_token_type_ids=False).to(place))
     return Loaded(model, tokenizer, inputs, prompt)

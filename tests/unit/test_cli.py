@@ -219,6 +219,28 @@ def test_the_demo_needs_a_checkout_or_a_model(capture, tmp_path, monkeypatch):
     assert "--dtype int32: models are run in float16, bfloat16 or float32" in err
 
 
+@pytest.mark.parametrize("options, says", [
+    (["--device", "tpu"], "--device tpu: kernels run on NVIDIA GPUs and on the CPU; use"),
+    (["--device", "cuda:x"], "use cuda, cuda:1 or cpu"), (["--device", "mps"], "use cuda, cuda:1 or cpu"),
+    (["--device", "cuda:99"], "--device cuda:99: torch sees"),
+    (["--dtype", "int8"], "--dtype int8: models are run in float16, bfloat16 or float32")], ids=str)
+def test_a_wrong_device_or_dtype_is_an_error_without_a_traceback(capture, options, says):
+    for command in ("optimize", "bench"):
+        _, err = capture(command, models.DEMO_MODEL, *options, code=1)
+        assert err.startswith("error: ") and says in err and err.count("\n") == 1
+
+
+def test_a_model_without_a_tokenizer_is_said_to_have_none(capture, tmp_path):
+    import transformers as tf
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    _, err = capture("optimize", tmp_path, code=1)
+    assert err.startswith(f"error: {tmp_path}: has no tokenizer that can be loaded (") and "save_pretrained(FOLDER)" in err
+    (tmp_path / "config.json").unlink()
+    _, err = capture("optimize", tmp_path, code=1)
+    assert "cannot be loaded as a causal language model" in err
+
+
 def test_a_model_without_blocks_is_an_error_without_a_traceback(capture, tmp_path, monkeypatch):
     import transformers as tf
     model = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)).eval()
