@@ -4,7 +4,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -83,6 +83,7 @@ def optimize(model: Model, batch_size: Annotated[list[int] | None, typer.Option(
     """Search and tune kernels for a model, keep them in the user's cache, and print the report."""
     import mirage_hf as mi
     from mirage_hf.cli import models
+    _check_files({"--report-json": report_json})
     loaded = models.load(model, "The ", device=device, dtype=dtype)
     with show.searching("optimize") as note:
         done = mi.optimize(loaded.model, batch_sizes=tuple(batch_size or (1,)), backend=backend, tune=tune, zoo=zoo, dry_run=dry_run,
@@ -141,10 +142,7 @@ def search(program: Annotated[Path, typer.Argument(help="A kernel graph written 
     from mirage_hf.graph import json_format
     from mirage_hf.settings import settings
     from mirage_hf.superoptimizer import options_of
-    for name, path in (("--checkpoint", checkpoint), ("--json", json_out), ("--html", html), ("--triton", triton)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            what = "is a folder, give a file" if path.is_dir() else f"has no folder {path.parent}, make it first"
-            raise typer.BadParameter(f"{name} {path}: {what}")
+    _check_files({"--checkpoint": checkpoint, "--json": json_out, "--html": html, "--triton": triton})
     options: dict[str, Any] = {
         "config": config, "backend": backend, "griddims": _dims("--griddims", griddims), "blockdims": _dims("--blockdims", blockdims),
         "franges": franges or None, "max_kernels": max_kernels, "max_block_ops": max_block_ops, "time_limit": time_limit}
@@ -173,6 +171,14 @@ def search(program: Annotated[Path, typer.Argument(help="A kernel graph written 
     written += [found[0].generate_triton_program(triton)] if triton else []
     for path in written:
         show.plain(f"\nwritten: {path}")
+
+
+def _check_files(paths: Mapping[str, Path | None]) -> None:
+    """Before anything is loaded or searched. Errors: misuse where an option's file cannot be one."""
+    for name, path in paths.items():
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            what = "is a folder, give a file" if path.is_dir() else f"has no folder {path.parent}, make it first"
+            raise typer.BadParameter(f"{name} {path}: {what}")
 
 
 def _dims(name: str, given: list[str] | None) -> list[tuple[int, ...]] | None:

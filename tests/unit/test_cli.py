@@ -139,6 +139,13 @@ def test_misuse_is_one_line_and_2(capture, program, options, says, monkeypatch):
     assert "search --help)" in err
 
 
+def test_where_a_report_cannot_be_written_nothing_is_loaded(capture, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "load", None)
+    for path, says in ((tmp_path, "is a folder"), (tmp_path / "none" / "r.json", "has no folder")):
+        _, err = capture("optimize", "a/model", "--report-json", path, code=2)
+        assert err.startswith("error: --report-json ") and says in err and "optimize --help)" in err
+
+
 def test_other_misuse(capture):
     for arguments in (["serach"], ["search"], ["--nope"], ["zoo", "lst"]):
         _, err = capture(*arguments, code=2)
