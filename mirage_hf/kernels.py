@@ -115,7 +115,7 @@ def _kept(entry: Entry, stores: Chain, on_gpu: bool, start: float) -> Resolved:
         kept: Path | Rejected = Rejected("every candidate failed on this GPU, which may pass; the next call tries again")
     else:
         kept = stores.put(entry)
-    note = f"; not kept: {kept.reason}" if isinstance(kept, Rejected) else ""
+    note = f"not kept: {kept.reason}" if isinstance(kept, Rejected) else ""
     return _resolved(entry, SEARCHED, on_gpu, time.perf_counter() - start, note)
 
 
@@ -352,5 +352,5 @@ def _resolved(entry: Entry, source: str, on_gpu: bool, seconds: float, note: str
         run = torch_op.launcher(entry.kernel)
     else:
         run = partial(run_kernel_graph, entry.ugraph.kernels if fused else entry.ugraph.program)
-    return Resolved(run, source, entry.ugraph, fused, reason + note, seconds, times.get(OURS), times.get(LIBRARY), entry.error_bound,
-                    entry.key.digest, int(entry.search.get("candidates", 0)), entry)
+    return Resolved(run, source, entry.ugraph, fused, "; ".join(filter(None, (reason, note))), seconds, times.get(OURS),
+                    times.get(LIBRARY), entry.error_bound, entry.key.digest, int(entry.search.get("candidates", 0)), entry)
