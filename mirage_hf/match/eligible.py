@@ -27,7 +27,10 @@ def check_options(patterns: Iterable[str] | None, batch_sizes: Sequence[int], ma
             raise OptimizeError(f"optimize: {name} is {value!r}{close}; choose {' or '.join(map(repr, CHOICES[name]))}")
     if isinstance(patterns, str):
         raise OptimizeError(f"optimize: patterns is the text {patterns!r}; give a list of names, as patterns=[{patterns!r}]")
-    names = list(PATTERNS if patterns is None else patterns)
+    try:
+        names = list(PATTERNS if patterns is None else patterns)
+    except TypeError:
+        raise OptimizeError(f"optimize: patterns is {patterns!r}; give a list of names of {', '.join(PATTERNS)}, or None for all") from None
     for name in names:
         if name not in PATTERNS:
             close = errors.suggest(str(name), PATTERNS)

@@ -99,6 +99,7 @@ def test_a_compiled_model() -> None:
 @pytest.mark.parametrize(("options", "text"), [
     (dict(patterns=["gated_mpl"]), "unknown pattern 'gated_mpl'; did you mean gated_mlp.*known patterns: rms_norm_linear"),
     (dict(patterns="gated_mlp"), r"patterns is the text 'gated_mlp'; give a list of names, as patterns=\['gated_mlp'\]"),
+    (dict(patterns=3), "patterns is 3; give a list of names of rms_norm_linear, .*, or None for all"),
     (dict(batch_sizes=()), "batch_sizes is empty"),
     (dict(batch_sizes=(0,)), "batch_sizes has 0; batch sizes are positive integers"),
     (dict(batch_sizes=(1, "2")), "batch_sizes has '2'"),
