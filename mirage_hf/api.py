@@ -28,7 +28,8 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
 
     patterns: names of the blocks to look for (None: all). batch_sizes: batches to make decoding kernels for.
     backend: "triton" on a GPU, "cpu" elsewhere; "auto" chooses. zoo: a kernel zoo beside the packaged one.
-    tune: "auto" where nothing stored fits, "never", "full". verify: check each swapped module against the one it replaces.
+    tune: what nothing stored fits is searched, and on a GPU "auto" measures it, "never" takes the cost model's word, "full" measures all
+    anew and more. verify: check each swapped module against the one it replaces.
     on_unsupported: what looked like a block and cannot be one is left out ("skip"), warned of, or an error.
     decode: steps of generate are replayed CUDA graphs where they can be, or called ("eager"). dry_run: change nothing and
     return the Report of what would be done. progress: called with what was reached, as progress("kernel", (1, 9, "attention"));

@@ -75,7 +75,8 @@ def demo(model: Annotated[str | None, typer.Option(help="A folder or a Hub id; t
 
 @app.command()
 def optimize(model: Model, batch_size: Annotated[list[int] | None, typer.Option(help="Rows to make kernels for; may be repeated.")] = None,
-             backend: str = "auto", tune: Annotated[str, typer.Option(help="auto, never or full")] = "auto",
+             backend: str = "auto", tune: Annotated[str, typer.Option(
+                 help="On a GPU: auto measures what was never measured, never takes the cost model's word, full measures anew.")] = "auto",
              zoo: Annotated[str | None, typer.Option(help="A further kernel zoo: a folder or a Hub repo.")] = None,
              dry_run: Annotated[bool, typer.Option(help="Only say what would be done.")] = False,
              report_json: Annotated[Path | None, typer.Option(help="Write the report there as JSON.")] = None,
