@@ -132,6 +132,8 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
     symbolic.check(graph)
     options, restriction = options_of(config, backend, griddims, blockdims, franges, {"imaps": imaps, "omaps": omaps, "fmaps": fmaps},
                                       max_kernels, max_block_ops, time_limit)
+    if checkpoint is not None and not (parent := Path(checkpoint).absolute().parent).is_dir():
+        raise errors.SearchError(f"superoptimize: checkpoint {checkpoint} cannot be kept, there is no folder {parent}; make it first")
     identity = checkpoints.identity(graph, options, restriction, seed)
     use_cache = cache and checkpoint is None
     progress = progress or (_printer() if verbose else None)

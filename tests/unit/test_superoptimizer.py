@@ -234,6 +234,12 @@ def test_a_checkpoint_is_loaded_without_searching(tmp_path, no_search):
     assert torch.equal(again(inputs)[0], first(inputs)[0])
 
 
+def test_a_checkpoint_without_a_folder_is_refused_before_the_search(tmp_path, no_search):
+    no_search()
+    with pytest.raises(errors.SearchError, match=r"cannot be kept, there is no folder .*none; make it first"):
+        mi.superoptimize(small(), checkpoint=tmp_path / "none" / "c.json")
+
+
 def test_a_foreign_or_damaged_checkpoint_is_refused(tmp_path):
     path, g = tmp_path / "c.json", small()
     mi.superoptimize(g, checkpoint=path)
