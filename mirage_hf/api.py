@@ -53,6 +53,7 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
             return optimization.plan()
         with bar_unless(progress, "optimize") as note:
             found = find_kernels(optimization.wanted, rows, device=device, backend=backend, zoo=zoo, tune=tune, progress=note)
+        optimization.complain_of_unkept(found)
         try:
             handle, report = optimization.swap(found, verify=verify)
             if handle is None:

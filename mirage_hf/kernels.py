@@ -62,6 +62,8 @@ class Resolved:
     entry: Entry
     made: _Made | None = None
     """What was found, where it was not looked up."""
+    unkept: str = ""
+    """Why what was made could not be kept, so that it is made again next time."""
 
 
 def target_of(device: torch.device) -> str:
@@ -115,8 +117,7 @@ def _kept(entry: Entry, stores: Chain, on_gpu: bool, start: float) -> Resolved:
         kept: Path | Rejected = Rejected("every candidate failed on this GPU, which may pass; the next call tries again")
     else:
         kept = stores.put(entry)
-    note = f"not kept: {kept.reason}" if isinstance(kept, Rejected) else ""
-    return _resolved(entry, SEARCHED, on_gpu, time.perf_counter() - start, note)
+    return _resolved(entry, SEARCHED, on_gpu, time.perf_counter() - start, kept.reason if isinstance(kept, Rejected) else "")
 
 
 def at_size(resolved: Resolved, program: KernelGraph, device: torch.device) -> Run:
@@ -340,7 +341,7 @@ def _library_wins(entry: Entry) -> str:
     return f"the library path was measured faster ({library:.1f} µs, searched {ours:.1f} µs)" if ours > library else ""
 
 
-def _resolved(entry: Entry, source: str, on_gpu: bool, seconds: float, note: str = "") -> Resolved:
+def _resolved(entry: Entry, source: str, on_gpu: bool, seconds: float, unkept: str = "") -> Resolved:
     times = {t.name: t.median_us for t in entry.timings}
     fused, reason = entry.ugraph.is_fused, ""
     if not fused:
@@ -352,5 +353,6 @@ def _resolved(entry: Entry, source: str, on_gpu: bool, seconds: float, note: str
         run = torch_op.launcher(entry.kernel)
     else:
         run = partial(run_kernel_graph, entry.ugraph.kernels if fused else entry.ugraph.program)
-    return Resolved(run, source, entry.ugraph, fused, "; ".join(filter(None, (reason, note))), seconds, times.get(OURS),
-                    times.get(LIBRARY), entry.error_bound, entry.key.digest, int(entry.search.get("candidates", 0)), entry)
+    return Resolved(run, source, entry.ugraph, fused, "; ".join(filter(None, (reason, unkept and f"not kept: {unkept}"))), seconds,
+                    times.get(OURS), times.get(LIBRARY), entry.error_bound, entry.key.digest, int(entry.search.get("candidates", 0)), entry,
+                    unkept=unkept)

@@ -207,10 +207,12 @@ def zoo_list(root: Root = None) -> None:
         table = Table(box=None, pad_edge=False)
         for column in ("pattern", "program", "target", "kernels", "times", "GPU", "created"):
             table.add_column(column)
-        for e in store.entries():
+        found = [entry for _, entry in store.verify()]
+        for e in (x for x in found if not isinstance(x, errors.Rejected)):
             times = ", ".join(f"{t.name} {t.median_us:.2f} µs" for t in e.timings) or "not timed"
             table.add_row(e.pattern, e.key.title, e.key.target, str(e.ugraph.num_kernels), times, e.machine.get("gpu", "-"), e.created)
-        show.plain(f"{store.root}: {table.row_count} entries")
+        damaged = len(found) - table.row_count
+        show.plain(f"{store.root}: {table.row_count} entries" + (f", and {damaged} that `mirage-hf zoo verify` refuses" if damaged else ""))
         if table.row_count:
             show.console.print(table)
 

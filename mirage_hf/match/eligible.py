@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from mirage_hf.patterns import PATTERNS
 CHOICES = {
     "backend": ("auto", "triton", "cpu"), "tune": ("auto", "never", "full"),
     "on_unsupported": ("skip", "warn", "error"), "decode": ("graph", "eager"), "verify": (True, False), "dry_run": (True, False)}
+
+MOST_ROWS = 1024
+"""Sequences of a batch: one new token each makes products of so many rows, for which libraries are at home. Checking more of them would
+take more memory than models do."""
 
 
 def check_options(patterns: Iterable[str] | None, batch_sizes: Sequence[int], max_cache_len: int | None, zoo: Any, progress: Any,
@@ -43,8 +48,11 @@ def check_options(patterns: Iterable[str] | None, batch_sizes: Sequence[int], ma
         way_out = "give a sequence of positive integers, as batch_sizes=(1, 4)"
         raise OptimizeError(f"optimize: batch_sizes is {batch_sizes!r}; {way_out}") from None
     for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
             raise OptimizeError(f"optimize: batch_sizes has {size!r}; batch sizes are positive integers, as batch_sizes=(1, 4)")
+        if size > MOST_ROWS:
+            raise OptimizeError(f"optimize: batch_sizes has {size}; kernels are for {MOST_ROWS} sequences at most, larger batches run "
+                                "the model's own forward")
     if not sizes:
         raise OptimizeError("optimize: batch_sizes is empty; name the batch sizes to make kernels for, as batch_sizes=(1,)")
     if max_cache_len is not None and (isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int) or max_cache_len < 1):
@@ -54,7 +62,7 @@ def check_options(patterns: Iterable[str] | None, batch_sizes: Sequence[int], ma
     if zoo is not None and not isinstance(zoo, (str, Path)) and not (
             isinstance(zoo, Sequence) and all(isinstance(z, (str, Path)) for z in zoo)):
         raise OptimizeError(f'optimize: zoo is {zoo!r}; give a folder, a Hub repo as "user/name", or a list of them')
-    return names, tuple(dict.fromkeys(sizes))
+    return names, tuple(dict.fromkeys(map(int, sizes)))
 
 
 def check_model(model: Any) -> None:

@@ -195,7 +195,9 @@ def _match_layer(name: str, layer: nn.Module, row: LayerLayout, patterns: Sequen
     parts = tuple(part for each in found if isinstance(each, tuple) for part in each)
     refused = tuple((label, p) for label, p in zip(labels, found, strict=True) if isinstance(p, Rejected))
     if not parts:
-        return Rejected("; ".join(dict.fromkeys(r.reason for _, r in refused)) or "no pattern asked for")
+        unasked = "attention's kernels run in steps of generate that are all by kernels; ask for the other patterns, too" \
+            if {ATTENTION.name, MLA.name} & set(patterns) else "no pattern asked for"
+        return Rejected("; ".join(dict.fromkeys(r.reason for _, r in refused)) or unasked)
     aside = probes.passing(mlp, one_norm(layer, row)) if runs_own_mlp(parts) else None
     if isinstance(aside, Rejected):
         return aside

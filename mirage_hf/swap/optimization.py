@@ -72,6 +72,13 @@ class Optimization:
             raise OptimizeError(f"{text}; use on_unsupported='skip' to leave them as they are")
         warnings.warn(text, OptimizeWarning, stacklevel=3)
 
+    def complain_of_unkept(self, found: Found) -> None:
+        """Warn where kernels that were made could not be kept: the next optimize() takes as long."""
+        unkept = [k.unkept for k in found.values() if not isinstance(k, Rejected) and k.unkept]
+        if unkept:
+            text = f"optimize: {len(unkept)} kernels were made and not kept, so the next optimize() makes them anew ({unkept[0]})"
+            warnings.warn(text, OptimizeWarning, stacklevel=3)
+
     def nothing_done(self, on_unsupported: str, report: Report) -> None:
         """Say loudly that the model is as it was. Errors: OptimizeError when the user wants one."""
         text = f"optimize: nothing in this {type(self.model).__name__} was replaced, it runs as before ({_why_nothing(report)})"

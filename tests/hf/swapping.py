@@ -118,6 +118,7 @@ class Resolved:
     error_bound: float = 1e-30
     candidates: int = 1
     made: None = None
+    unkept: str = ""
 
     @property
     def digest(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -104,6 +105,7 @@ def test_a_compiled_model() -> None:
     (dict(batch_sizes=(0,)), "batch_sizes has 0; batch sizes are positive integers"),
     (dict(batch_sizes=(1, "2")), "batch_sizes has '2'"),
     (dict(batch_sizes=(True,)), "batch_sizes has True"),
+    (dict(batch_sizes=(1, 1025)), "batch_sizes has 1025; kernels are for 1024 sequences at most"),
     (dict(batch_sizes=4), r"batch_sizes is the number 4; give a sequence, as batch_sizes=\(4,\)"),
     (dict(batch_sizes=None), "batch_sizes is None; give a sequence"),
     (dict(backend="tritn"), "backend is 'tritn'; did you mean triton"),
@@ -151,6 +153,11 @@ def test_nothing_to_replace_is_a_loud_warning_or_an_error(make: Callable[[], nn.
     with pytest.raises(OptimizeError, match=r"nothing in this .* was replaced.*supported are layers of Llama, Mistral"):
         optimize(model, on_unsupported="error")
     assert same(before, snapshot(model))
+
+
+def test_batch_sizes_of_other_integers() -> None:
+    model = optimize(tiny("llama", num_hidden_layers=1), batch_sizes=np.array([2, 1, 2]), dry_run=True)
+    assert {type(r.rows) for r in model.rows if r.rows} == {int} and {r.rows for r in model.rows if r.rows} == {1, 2}
 
 
 def test_errors_are_the_packages_own() -> None:

@@ -318,6 +318,8 @@ def test_a_dry_run_says_what_is_left_out_as_optimize_does() -> None:
     assert any("lm_head is torch's Sequential" in n for n in plan.notes) and {*plan.notes} <= {*done.notes}
     report = str(optimize(model, [], dry_run=True))
     assert "nothing in this LlamaForCausalLM would be replaced (decoder_layer: no pattern asked for)" in report
+    report = str(optimize(model, ["attention"], dry_run=True))
+    assert "would be replaced (decoder_layer: attention's kernels run in steps of generate that are all by kernels; ask for" in report
     report = str(optimize(torch.nn.Linear(3, 3).eval(), dry_run=True))
     assert "nothing in this Linear would be replaced (it has no module that looks like a decoder layer" in report
 

@@ -10,6 +10,7 @@ from swapping import FOUR, decode_logits, parted_at_a_tie, prompt, tiny, twin_of
 from torch import nn
 
 from mirage_hf.api import optimize, restore
+from mirage_hf.errors import OptimizeWarning
 from mirage_hf.swap import check
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -50,6 +51,14 @@ def test_the_second_time_nothing_is_searched() -> None:
     first, second = (optimize(tiny("llama", **sizes)).mirage.report for _ in range(2))
     assert {r.source for r in first.swapped} == {"searched"} and {r.source for r in second.swapped} == {"cache"}
     assert [r.digest for r in first.swapped] == [r.digest for r in second.swapped]
+
+
+def test_kernels_that_cannot_be_kept_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (blocker := tmp_path / "a_file").write_text("")
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(blocker / "cache"))
+    with pytest.warns(OptimizeWarning, match=r"2 kernels were made and not kept, .* makes them anew \(.*set MIRAGE_HF_CACHE"):
+        model = optimize(tiny("llama", num_hidden_layers=1), ["linear_residual"])
+    assert {r.status for r in model.mirage.report.rows} == {"swapped"}
 
 
 @pytest.mark.slow

@@ -271,6 +271,8 @@ def test_zoo_lists_and_verifies(capture, tmp_path):
     (folder / "kernel.py").write_text("import os")
     out, _ = capture("zoo", "verify", zoo.root, code=1)
     assert "kernel.py: is not the file" in out
+    out, _ = capture("zoo", "list", zoo.root)
+    assert "0 entries, and 1 that `mirage-hf zoo verify` refuses" in " ".join(out.split())
     _, err = capture("zoo", "list", tmp_path / "nowhere", code=1)
     assert "neither a folder nor a Hub repo" in err
 
