@@ -140,7 +140,7 @@ def test_an_operand_that_two_threads_make_is_what_the_first_made() -> None:
 
 
 @pytest.mark.parametrize("patterns", [None, ALONE])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2", "qwen3", "gemma2"))])
 @pytest.mark.parametrize("targets", [QV, ("q_proj", "gate_proj", "down_proj"), ("o_proj", "up_proj")])
 def test_decoding_gives_the_stock_logits(family: str, targets: Any, patterns: Any) -> None:
     rows = as_stock(family, targets, {"lora_down"} if patterns is None else {"lora"}, patterns)
@@ -336,7 +336,7 @@ EVENTS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
 }
 
 
-@pytest.mark.parametrize("patterns", [None, ALONE])
+@pytest.mark.parametrize("patterns", [None, pytest.param(ALONE, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("event", EVENTS)
 def test_every_state_of_peft_is_right_at_any_moment(event: str, patterns: Any) -> None:
     change, reason = EVENTS[event]

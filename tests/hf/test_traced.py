@@ -324,7 +324,7 @@ def test_adapters_that_change_are_seen(alone: bool) -> None:
     assert seen == [1 if alone else 5, 0, 0]
 
 
-@pytest.mark.parametrize("strict", [None, True, False])
+@pytest.mark.parametrize("strict", [None, *(pytest.param(x, marks=pytest.mark.slow) for x in (True, False))])
 def test_what_adapters_are_scaled_by_is_a_constant_of_the_graph(strict: bool | None, tmp_path: Path) -> None:
     """A kernel in a CUDA graph may read it before what is launched ahead of it is done, so nothing in the graph may write it."""
     peft = pytest.importorskip("peft")
