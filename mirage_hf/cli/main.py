@@ -84,11 +84,16 @@ def optimize(model: Model, batch_size: Annotated[list[int] | None, typer.Option(
     """Search and tune kernels for a model, keep them in the user's cache, and print the report."""
     import mirage_hf as mi
     from mirage_hf.cli import models
+    from mirage_hf.match.eligible import check_options
     _check_files({"--report-json": report_json})
+    rows = tuple(batch_size or (1,))
+    try:
+        check_options(None, rows, None, zoo, None, backend=backend, tune=tune)
+    except errors.OptimizeError as e:
+        raise typer.BadParameter(str(e).removeprefix("optimize: ")) from None
     loaded = models.load(model, "The ", device=device, dtype=dtype)
     with show.searching("optimize") as note:
-        done = mi.optimize(loaded.model, batch_sizes=tuple(batch_size or (1,)), backend=backend, tune=tune, zoo=zoo, dry_run=dry_run,
-                           progress=note)
+        done = mi.optimize(loaded.model, batch_sizes=rows, backend=backend, tune=tune, zoo=zoo, dry_run=dry_run, progress=note)
     report = done if dry_run else loaded.report
     show.plain(report)
     if report_json:

@@ -146,6 +146,14 @@ def test_where_a_report_cannot_be_written_nothing_is_loaded(capture, tmp_path, m
         assert err.startswith("error: --report-json ") and says in err and "optimize --help)" in err
 
 
+def test_wrong_options_of_optimize_are_said_before_anything_is_loaded(capture, monkeypatch):
+    monkeypatch.setattr(models, "load", None)
+    for option, value, says in (("--batch-size", 0, "batch sizes are positive integers"), ("--backend", "tritn", "did you mean triton"),
+                                ("--tune", "ful", "did you mean full")):
+        _, err = capture("optimize", "a/model", option, value, code=2)
+        assert err.startswith("error: ") and says in err, err
+
+
 def test_other_misuse(capture):
     for arguments in (["serach"], ["search"], ["--nope"], ["zoo", "lst"]):
         _, err = capture(*arguments, code=2)
