@@ -26,7 +26,7 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
     """Make a model's forward and generate use searched kernels, in place, and return it. `model.mirage.report` says what was done
     (where nothing could be, the warning does, and the model stays as it was).
 
-    patterns: names of the blocks to look for (None: all). batch_sizes: batches to make decoding kernels for.
+    patterns: names of the blocks to look for (None: all). batch_sizes: batches to make decoding kernels for, up to 1,024.
     backend: "triton" on a GPU, "cpu" elsewhere; "auto" chooses. zoo: a kernel zoo beside the packaged one.
     tune: what nothing stored fits is searched, and on a GPU "auto" measures it, "never" takes the cost model's word, "full" measures all
     anew and more. verify: check each swapped module against the one it replaces.

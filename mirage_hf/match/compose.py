@@ -69,6 +69,7 @@ def low_of(role: str) -> str:
 
 
 _there: dict[tuple[Any, ...], Tensor] = {}
+"""What `_kept` has made, by how and of what."""
 
 
 def _made(how: Callable[..., Tensor], *of: Any) -> Tensor:

@@ -19,8 +19,8 @@ CHOICES = {
     "on_unsupported": ("skip", "warn", "error"), "decode": ("graph", "eager"), "verify": (True, False), "dry_run": (True, False)}
 
 MOST_ROWS = 1024
-"""Sequences of a batch: one new token each makes products of so many rows, for which libraries are at home. Checking more of them would
-take more memory than models do."""
+"""Sequences of a batch: one new token each makes products of so many rows, for which libraries are at home, and the memory that
+checking a layer takes grows with them."""
 
 
 def check_options(patterns: Iterable[str] | None, batch_sizes: Sequence[int], max_cache_len: int | None, zoo: Any, progress: Any,
