@@ -100,6 +100,9 @@ def obstacle(steps: Steps | None, plan: Any, block: Block, valid_for: object) ->
         return f"the ends of a step are for {MOST_ROWS} rows, a vocabulary of {MOST_VOCAB} and dtypes of up to 32 bits"
     if plan.survey.no_graph is not None:
         return plan.survey.no_graph
+    rope = plan.survey.rope
+    if rope is not None and plan.most_slots > rope.reach:
+        return rope.reason
     if plan.odd_positions:
         return "positions outside the slots of the cache"
     shape = block.logits.shape

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mirage_hf.match.adapters import scaling_of
+from mirage_hf.match.causal import LengthRope, length_rope
 from mirage_hf.match.plain import foreign_hook
 from mirage_hf.swap.guard import KEY
 
@@ -49,6 +50,8 @@ class Survey:
     """Why the stock method must run, or None."""
     no_graph: str | None
     """Why the step must be called rather than replayed, or None."""
+    rope: LengthRope | None
+    """RoPE for which the model's own forward must be called, if there is any."""
 
 
 def survey(model: nn.Module) -> Survey:
@@ -65,7 +68,7 @@ def survey(model: nn.Module) -> Survey:
                if "forward" in d or "merged_adapters" in d or "_active_adapter" in d or KEY in d]
     own = [(kind, d) for kind, d in zip(kinds, states, strict=True) if kind not in _WITHOUT_NUMBERS]
     tensors = [t for d in states if d["_parameters"] for t in d["_parameters"].values() if t is not None]
-    buffers = [t for d in states if d["_buffers"] for t in d["_buffers"].values() if t is not None]
+    buffers = [t for d in states if d["_buffers"] for n, t in d["_buffers"].items() if t is not None and not _is_passing(n, d)]
     odd = [type(t).__name__ for t in tensors if type(t) not in _PLAIN]
     addresses = [id(t) if type(t) not in _PLAIN else t.data_ptr() for t in chain(tensors, buffers)]
     facts = (tuple(map(id, modules)), tuple(kinds), tuple((kind, kind.forward) for kind in dict.fromkeys(kinds)), tuple(training),
@@ -83,14 +86,14 @@ def survey(model: nn.Module) -> Survey:
     obstacle = (_in_training(kinds, training) or _hooked([modules[n] for n in hooked]) or _wrapped(states)
                 or _of_one_layer(own) or (f"weights of type {odd[0]}" if odd else None) or _on_devices(devices)
                 or _global_obstacle(device))
-    return Survey(facts, key, obstacle, _no_graph(config))
+    return Survey(facts, key, obstacle, _no_graph(), length_rope(config))
 
 
 def still_expected(model: nn.Module, last: Survey) -> bool:
     """Whether what one sees without looking at any module is still as it was: no obstacle, and graphs are allowed."""
     device = next((t.device for t in model.parameters()), torch.device("cpu"))
-    no_graph = _no_graph(getattr(model, "config", None))
-    return last.obstacle is None and last.no_graph is None and no_graph is None and _global_obstacle(device) is None
+    graphs = last.no_graph is None and last.rope is None and _no_graph() is None and length_rope(getattr(model, "config", None)) is None
+    return last.obstacle is None and graphs and _global_obstacle(device) is None
 
 
 def _is_idle(state: dict[str, Any]) -> bool:
@@ -202,14 +205,15 @@ def _global_switches() -> tuple[Any, ...]:
             cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), torch.are_deterministic_algorithms_enabled())
 
 
-def _no_graph(config: Any) -> str | None:
-    """A mode sees no ops of a replay; RoPE that follows the sequence length reads it on the host in every forward."""
-    if torch._C._len_torch_dispatch_stack():
-        return "a torch dispatch mode is active"
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    for part in (rope, *(v for v in rope.values() if isinstance(v, dict))):
-        kind = part.get("rope_type", part.get("type", "default"))
-        if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
-            return f"RoPE of type {kind} reads the length on the host"
-    return None
+def _no_graph() -> str | None:
+    """A mode sees no ops of a replay."""
+    return "a torch dispatch mode is active" if torch._C._len_torch_dispatch_stack() else None
+
+
+def _is_passing(name: str, state: dict[str, Any]) -> bool:
+    """Whether a buffer holds what the last forward has put there and the next one puts there anew: frequencies of longrope, those for short
+    texts or for long ones."""
+    if not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
+        return False
+    kinds = state.get("rope_type")
+    return (kinds.get(name.removesuffix("inv_freq").rstrip("_")) if isinstance(kinds, dict) else kinds) == "longrope"

@@ -208,13 +208,13 @@ class DecodeRunner:
         if self.mode == "eager" or can_capture(block.device) or plan.survey.no_graph or not plan.plain or not plan.logits_to_keep:
             return None
         batch, length = input_ids.shape
-        bucket = bucket_of(batch, length, block, plan.masks.windows)
-        if bucket is None:
+        bucket, rope = bucket_of(batch, length, block, plan.masks.windows), plan.survey.rope
+        if bucket is None or (rope is not None and bucket > rope.reach):
             return None
 
         def able() -> Steps | None:
             return None if obstacle(self.steps, plan, block, self.valid_for) else self.steps
-        return self.prompts.graph(model, block, (batch, bucket), self.steps, able, key, at_once)
+        return self.prompts.graph(model, block, (batch, bucket), self.steps, able, key, at_once, own=rope is None)
 
     def step(self, model: Any, plan: CallPlan, block: Block, key: Fingerprint, chooser: Chooser | None, again: bool = False) -> Step:
         """Return the step for a block, with or without graphs as the model, the device and what chooses allow. `again`: for a call that is
@@ -222,6 +222,8 @@ class DecodeRunner:
         steps = self.steps
         forward = self.no_steps or obstacle(steps, plan, block, self.valid_for)
         why = "mode is eager" if self.mode == "eager" else can_capture(block.device) or plan.survey.no_graph
+        if why is None and forward and plan.survey.rope is not None:
+            why = plan.survey.rope.reason
         state, failed = self._uncapturable.get(_way(chooser), (None, None))
         if why is None and state == key:
             why = failed

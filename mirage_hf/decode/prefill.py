@@ -80,10 +80,10 @@ class Prompts:
         """By batch and bucket, the state of the model that was refused."""
 
     def graph(self, model: Any, block: Block, shape: tuple[int, int], present: Steps | None, able: Callable[[], Steps | None], key: object,
-              at_once: bool) -> PrefillGraph | None:
+              at_once: bool, own: bool = True) -> PrefillGraph | None:
         """Return the one that serves prompts of `shape` (batch, bucket), captured now if it is the second of them; None where HF's prefill
         runs. `present`: the model's kernels; `able` gives them where they serve this call. `key`: the state of the model. `at_once`: only
-        one that may be replayed before anybody has looked at the model."""
+        one that may be replayed before anybody has looked at the model. `own`: whether HF's forward may be captured."""
         bucket = shape[1]
         if self._refused.get(shape) == key:
             return None
@@ -95,15 +95,15 @@ class Prompts:
         if at_once and (found is None or not found.reads_what_is_there(present)):
             return None
         if found is None:
-            found = self._second(model, block, shape, able, key)
+            found = self._second(model, block, shape, able, key, own)
             if found is None:
                 return None
             graphs["prefill", bucket] = found
         self.count("captured, by kernels" if found.by_kernels else "captured")
         return found
 
-    def _second(self, model: Any, block: Block, shape: tuple[int, int], able: Callable[[], Steps | None],
-                key: object) -> PrefillGraph | None:
+    def _second(self, model: Any, block: Block, shape: tuple[int, int], able: Callable[[], Steps | None], key: object,
+                own: bool) -> PrefillGraph | None:
         """A capture, if a prompt of the bucket has run before."""
         bucket = shape[1]
         block.prompts[bucket] += 1
@@ -114,10 +114,13 @@ class Prompts:
         if steps is not None and steps.no_prompts:
             self.count(f"not by kernels: {steps.no_prompts}")
             steps = None
-        return self._captured(model, block, shape, steps, key)
+        return self._captured(model, block, shape, steps, key, own)
 
-    def _captured(self, model: Any, block: Block, shape: tuple[int, int], steps: Steps | None, key: object) -> PrefillGraph | None:
+    def _captured(self, model: Any, block: Block, shape: tuple[int, int], steps: Steps | None, key: object,
+                  own: bool) -> PrefillGraph | None:
         """By `steps`; where that cannot be HF's forward, and None where that cannot be captured either."""
+        if steps is None and not own:
+            return None
         for again in (True, False):
             try:
                 return capture_prefill(model, block, *shape, steps)
@@ -136,7 +139,7 @@ class Prompts:
             self._refused[shape] = key
             return None
         self._refused_by_kernels[shape] = key
-        return self._captured(model, block, shape, None, key)
+        return self._captured(model, block, shape, None, key, own)
 
 
 def capture_prefill(model: Any, block: Block, batch: int, bucket: int, steps: Steps | None = None) -> PrefillGraph:

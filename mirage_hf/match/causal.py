@@ -74,6 +74,34 @@ def rotary_rows(rotary: Any, x: Tensor, positions: Tensor, kind: str = "") -> tu
     return cos_and_sin(rotary(x, positions, kind) if kind else rotary(x, positions))
 
 
+@dataclass(frozen=True)
+class LengthRope:
+    """RoPE that depends on the length of the whole text, which its module reads on the host in every forward."""
+
+    kind: str
+    reach: int
+    """Tokens of a text up to which its numbers are those of every shorter one; 0 where there is no such length."""
+
+    @property
+    def reason(self) -> str:
+        """Why a forward with it cannot be captured."""
+        return f"RoPE of type {self.kind} reads the length on the host"
+
+
+def length_rope(config: Any) -> LengthRope | None:
+    """The RoPE of a model's config if it depends on the length of the text, None where positions alone decide."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    found = None
+    for part in (rope, *(v for v in rope.values() if isinstance(v, dict))):
+        kind = part.get("rope_type", part.get("type", "default"))
+        if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+            # what dynamic RoPE gives to a short text depends on the longest one before, too
+            reach = part.get("original_max_position_embeddings") if kind == "longrope" else None
+            found = LengthRope(kind, min(reach or 0, found.reach if found else reach or 0))
+    return found
+
+
 def rotary_kinds(rotary: Any, config: Any, layers: int) -> tuple[str, ...]:
     """The kind of RoPE that each layer has, "" where a rotary module knows one only."""
     kinds = tuple(getattr(config, "layer_types", None) or ())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mirage_hf import kernels
 from mirage_hf.errors import MirageError, Rejected
-from mirage_hf.match.causal import CausalMatch, rotary_rows
+from mirage_hf.match.causal import CausalMatch, LengthRope, length_rope, rotary_rows
 from mirage_hf.match.compose import Kernel, Part, child
 from mirage_hf.match.matcher import Match
 from mirage_hf.match.pattern import Block
@@ -52,6 +52,8 @@ class Steps:
     embedding: Tensor
     embedding_scale: float
     rotary: Any
+    rope: LengthRope | None
+    """What kind of RoPE it is where that depends on the length of the text: these kernels are for texts within its reach."""
     ropes: tuple[tuple[str, LayerStep], ...]
     """The kinds of RoPE that layers are given, and a layer that takes its numbers as it does: a table each."""
     head_weights: tuple[Tensor, ...]
@@ -127,11 +129,12 @@ class Steps:
 
     def rotary_tables(self, positions: int) -> tuple[Tensor, Tensor]:
         """RoPE's cos and sin (kinds, positions, width) as the model's own module computes them, in the dtype that it gives, and as layers
-        take them."""
-        at = torch.arange(positions, device=self.embedding.device)[None]
+        take them. Positions out of RoPE's reach get no numbers."""
+        reach = positions if self.rope is None else min(positions, self.rope.reach)
+        at = torch.arange(reach, device=self.embedding.device)[None]
         with torch.inference_mode(False), torch.no_grad():
             tables = [step.tables(*rotary_rows(self.rotary, self.embedding[:1, None].detach(), at, kind)) for kind, step in self.ropes]
-            cos, sin = (torch.cat(each) for each in zip(*tables, strict=True))
+            cos, sin = (torch.nn.functional.pad(torch.cat(each), (0, 0, 0, positions - reach)) for each in zip(*tables, strict=True))
             return cos, sin
 
     def head(self, rows: int, x: Tensor, logits: Tensor) -> None:
@@ -173,7 +176,8 @@ def steps_of(causal: CausalMatch | Rejected, matches: Sequence[Match], rows: Seq
     weights = [child(causal.model, path)._parameters[name] for path, name in head.weights]
     constants = tuple((inner, name, _value(value)) for inner, name, value in _constants(causal, by_name))
     return Steps(tuple(good), layers, {r: found[head.block, r] for r in good}, causal.embedding,
-                 causal.embedding_scale(causal.embedding.dtype), causal.rotary, tuple((kind, step) for (kind, _), step in ropes.items()),
+                 causal.embedding_scale(causal.embedding.dtype), causal.rotary, length_rope(getattr(causal.backbone, "config", None)),
+                 tuple((kind, step) for (kind, _), step in ropes.items()),
                  tuple(w for w in weights if w is not None),
                  dict(head.block.sizes)["n"][0], no_prompts, constants)
 

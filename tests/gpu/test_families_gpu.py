@@ -16,16 +16,19 @@ from swapping import CENTRED, WINDOW, prompt
 from mirage_hf.swap.report import Row
 
 pytestmark = pytest.mark.gpu
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0 + 0.1 * n for n in range(8)], "long_factor": [2.0 + 0.5 * n for n in range(8)],
+            "original_max_position_embeddings": 512, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 EVERY = dict(layer_types=["full_attention"] * 2)
 MODELS = {
     "granite": {}, "gemma": dict(head_dim=32), "gemma2": dict(head_dim=32),
     "gemma2, softcap": dict(head_dim=32, attn_implementation="eager", attn_logit_softcapping=3.0),
     "gemma3": dict(head_dim=32), "gemma3, without windows": dict(head_dim=32, **EVERY), "olmo2": {}, "phi3": {}, "smollm3": {},
+    "phi3, longrope": dict(rope_scaling=LONGROPE, original_max_position_embeddings=512),
     "glm4": dict(head_dim=32), "gpt_oss": dict(head_dim=32), "starcoder2": {}, "starcoder2, without windows": dict(sliding_window=None),
     "stablelm": dict(use_parallel_residual=True), "cohere": dict(use_qk_norm=True), "gpt_neox": {}, "phi": {},
     "nemotron": dict(head_dim=32)}
-BY_KERNELS = ("granite", "gemma", "gemma3, without windows", "olmo2", "phi3", "smollm3", "glm4", "starcoder2, without windows", "stablelm",
-              "cohere", "gpt_neox", "phi", "nemotron")
+BY_KERNELS = ("granite", "gemma", "gemma3, without windows", "olmo2", "phi3", "phi3, longrope", "smollm3", "glm4",
+              "starcoder2, without windows", "stablelm", "cohere", "gpt_neox", "phi", "nemotron")
 """Models whose prompts are by kernels too: those with a softcap or experts are not, nor those of more tokens than a window has."""
 
 

@@ -32,6 +32,16 @@ CENTRED = ("starcoder2", "stablelm", "cohere", "cohere2", "gpt_neox", "phi", "ne
 """Families with LayerNorm: with and without a gate in the MLP, with attention and MLP side by side or not."""
 
 
+def longrope(family: str, reach: int, seed: int = 0) -> Any:
+    """A model whose RoPE has other frequencies for texts of more than `reach` tokens."""
+    part = {"partial_rotary_factor": 0.5} if family == "phi3" else {}
+    pairs = SIZES["hidden_size"] // SIZES["num_attention_heads"] // (4 if part else 2)
+    rope = {"rope_type": "longrope", "short_factor": [1.0 + 0.1 * n for n in range(pairs)], "rope_theta": 10000.0, **part,
+            "long_factor": [2.0 + 0.5 * n for n in range(pairs)], "original_max_position_embeddings": reach}
+    more = {"original_max_position_embeddings": reach} if family == "phi3" else {}
+    return tiny(family, seed, rope_scaling=rope, max_position_embeddings=8 * reach, num_hidden_layers=2, **more)
+
+
 class Louder(LlamaDecoderLayer):
     """A layer that is not known as one; its MLP is."""
 

@@ -414,7 +414,7 @@ def test_a_captured_step_depends_on_the_windows():
 def test_rope_that_reads_the_length_is_not_captured():
 
     model = tiny("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, max_position_embeddings=16)
-    assert "RoPE of type dynamic" in survey(model).no_graph and survey(tiny("llama")).no_graph is None
+    assert "RoPE of type dynamic" in survey(model).rope.reason and survey(tiny("llama")).rope is None
     twin = copy.deepcopy(model)  # stock's own second call differs from its first in transformers 5.4
     install(twin)
     arguments = {"inputs": prompt(1, 7), "max_new_tokens": 30}

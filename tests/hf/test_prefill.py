@@ -131,6 +131,17 @@ def test_prompts_by_kernels(name: str, called: list[str], resolved: list[Any]) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_prompts_with_longrope_are_by_kernels_or_called(family: str, called: list[str], resolved: list[Any]) -> None:
+    """HF's forward reads the length on the host, and is not captured."""
+    stock = swapping.longrope(family, 100)
+    ours = optimize(swapping.twin_of(stock), batch_sizes=(1,), verify=False)
+    for batch, length in ((1, 7), (1, 9), (1, 64), (1, 70), (1, 80), (2, 4), (2, 5), (2, 6), (1, 8)):
+        agree(stock, ours, batch, length)
+    assert ours.generate.runner.prefills == {"captured, by kernels": 3} and called.count("prefill") == 1
+
+
+@pytest.mark.slow
 def test_prompts_with_a_softcap_are_hfs(called: list[str], resolved: list[Any]) -> None:
     full = dict(layer_types=["full_attention"], num_hidden_layers=1, attn_implementation="eager", attn_logit_softcapping=3.0)
     stock, ours = optimized("gemma2", full)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from decoding import Recorder, assert_same, assert_same_cache, left_padded, our_numbers
-from swapping import CENTRED, FOUR, MORE, OTHERS, SIZES, WINDOW, Resolved, parted_at_a_tie, prompt, same, snapshot, tiny, twin_of
+from swapping import CENTRED, FOUR, MORE, OTHERS, SIZES, WINDOW, Resolved, longrope, parted_at_a_tie, prompt, same, snapshot, tiny, twin_of
 from torch import nn
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
@@ -102,6 +102,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         "rope_theta": 10000.0}),
     "YaRN, which scales cos and sin": lambda: tiny("llama", rope_scaling={
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}),
+    **{f"{family}, longrope": lambda family=family: longrope(family, 48) for family in ("llama", "phi3")},
 }
 
 
@@ -419,6 +420,26 @@ def test_rope_that_follows_the_length() -> None:
     stock, ours = pair(dynamic_rope)
     agree(stock, ours, {"inputs": prompt(), **GREEDY})
     assert steps(ours) == {"RoPE of type dynamic reads the length on the host": 1}
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_longrope_is_by_kernels_for_texts_within_its_reach(family: str) -> None:
+    """Whatever frequencies the text before has left in the module."""
+    stock, ours = pair(lambda: longrope(family, 32))
+    lengths = [(7, 12), (20, 12), (7, 40), (7, 12), (40, 9), (24, 8), (7, 3)]
+    for tokens, new in lengths:
+        agree(stock, ours, {"inputs": prompt(1, tokens), **FULL, "max_new_tokens": new})
+    assert steps(ours)[KERNELS] == 5
+    beyond = {"RoPE of type longrope reads the length on the host"} if family == "llama" else set()
+    assert set(steps(ours)) == {KERNELS, *beyond} and len(stocks(ours)) == (family == "phi3")
+    before = survey(ours)
+    ours(prompt(1, 40))
+    assert ours.model.rotary_emb.inv_freq.data_ptr() != ours.model.rotary_emb.original_inv_freq.data_ptr()
+    assert survey(ours) == before
+    ours.model.rotary_emb.original_inv_freq.mul_(2)  # graphs captured before hold the frequencies that were
+    assert survey(ours).model == before.model and survey(ours).key != before.key
+    stock.model.rotary_emb.original_inv_freq.mul_(2)
+    agree(stock, ours, {"inputs": prompt(1, 9), **FULL, "max_new_tokens": 5})
 
 
 @pytest.mark.parametrize("patterns", [["attention"], ["attention", "rms_norm_linear"], ["rms_norm_linear", "linear_residual", "gated_mlp"]])
