@@ -28,7 +28,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -273,20 +273,40 @@ def set_up(peer: str, model: PreTrainedModel, bare: PreTrainedModel, ids: torch.
     return generate_with(twin(model), ids, args.new, **options), None
 
 
+def free() -> None:
+    """What nobody refers to any more is given back."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[str, Any]:
     """One row: all peers at one batch size and prompt length."""
     device = torch.device(args.device)
     bare = weights_of(name, device, args.layers)
     model = with_adapters(twin(bare), args.lora) if args.lora else bare
     ids = random_ids(model, batch, prompt, seed=0)
-    weights = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     floor, cached = floor_bytes(model), cache_bytes(model, batch, prompt + args.new // 2)
     peers = [p for p in args.peers if p != "liger" or find_spec("liger_kernel") is not None]
-    results = {peer: Measured() for peer in peers}
-    calls: dict[str, Callable[..., Any]] = {}
     row: dict[str, Any] = {
         "model": titled(name, args), "layers": model.config.num_hidden_layers, "batch": batch, "prompt": prompt, "new": args.new,
-        "dtype": "bfloat16", "floor_ms": (floor + cached) / BYTES_PER_SECOND * 1e3, "weight_bytes": floor, "cache_bytes": cached}
+        "dtype": "bfloat16", "floor_ms": (floor + cached) / BYTES_PER_SECOND * 1e3, "weight_bytes": floor,
+        "cache_bytes": cached, "peers": {}} | ({"apart": True} if args.apart else {})
+    for group in [[peer] for peer in peers] if args.apart else [peers]:
+        measured = bench_peers(group, name, model, bare, ids, args, row)
+        row["peers"] |= {peer: asdict(r) for peer, r in measured.items()}
+        free()
+    return row
+
+
+def bench_peers(peers: Sequence[str], name: str, model: PreTrainedModel, bare: PreTrainedModel, ids: torch.Tensor,
+                args: argparse.Namespace, row: dict[str, Any]) -> dict[str, Measured]:
+    """Measure some peers in turns; what is known of ours besides its times goes into the row."""
+    device, (batch, prompt) = ids.device, ids.shape
+    weights = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    results = {peer: Measured() for peer in peers}
+    calls: dict[str, Callable[..., Any]] = {}
     fast = None
     for peer in peers:
         say(f"{name}, batch {batch}, prompt {prompt}: setting up {peer}")
@@ -316,9 +336,8 @@ def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[
         if device.type == "cuda":
             results[peer].peak_mib_over_weights = (torch.cuda.max_memory_allocated() - weights) / 2**20
     say(f"{name}: timing {', '.join(calls)}")
-    clocks = gpu_state()
+    row["gpu_before"] = gpu_state()
     measure(calls, results, args, device)
-    row |= {"peers": {peer: asdict(r) for peer, r in results.items()}, "gpu_before": clocks}
     if fast is not None and "ours" in calls:
         if "eager" in calls:
             a, b = calls["eager"](), calls["ours"]()
@@ -329,8 +348,7 @@ def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[
             say(f"{name}: comparing logits with float32")
             row["logits"] = closeness(model, fast, ids)
         row["report"] = str(fast.mirage.report).splitlines()
-    torch._dynamo.reset()
-    return row
+    return results
 
 
 def table(report: dict[str, Any]) -> str:
@@ -382,6 +400,7 @@ def main() -> None:
     parser.add_argument("--chart", type=Path, help="draw ms/token: this path with .png and .svg added")
     parser.add_argument("--redraw", type=Path, metavar="JSON", nargs="+",
                         help="only draw the chart of earlier runs; of a row in several the last")
+    parser.add_argument("--apart", action="store_true", help="peers one after another, their memory freed in between: where not all fit")
     parser.add_argument("--strict", action="store_true", help="stop at a peer that fails")
     args = parser.parse_args()
     if args.redraw:

@@ -3,6 +3,7 @@ import argparse
 import json
 import math
 import sys
+import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -335,6 +336,22 @@ def test_a_zoo_has_the_blocks_of_adapters_too(rank):
     assert [block.pattern.name for block in head] == ["rms_norm_linear"] and "lora" not in dict(head[0].sizes)
     assert sum(block.pattern.name == "lora_down" for block in layer) == (4 if rank else 0)
     assert sum(s.get("lora") is not None for s in sizes) == (4 if rank else 0)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_peers_of_bench_generate_that_are_measured_apart_leave_nothing_behind(apart, monkeypatch):
+    set_up, there, rounds = bench_generate.set_up, [], []
+
+    def watched(peer, model, *more):
+        rounds.append([ref() is not None for ref in there])
+        call, found = set_up(peer, model, *more)
+        there.append(weakref.ref(call))
+        return call, found
+    monkeypatch.setattr(bench_generate, "set_up", watched)
+    args = argparse.Namespace(device="cpu", layers=1, lora=0, new=3, peers=("eager", "static"), apart=apart, cap=60, rounds=1, strict=True)
+    row = bench_generate.bench("smoke", 1, 4, args)
+    assert rounds == [[], [not apart]] and row.get("apart", False) == apart
+    assert all(row["peers"][peer]["ms_per_token"]["runs"] == 1 for peer in args.peers)
 
 
 def test_adapters_of_bench_generate_are_peft_s_and_leave_the_bare_model_as_it_is():
