@@ -1,9 +1,11 @@
 """optimize() and restore(): match, find kernels, swap, check, decode. A failure anywhere leaves the model as it was."""
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -18,6 +20,18 @@ from mirage_hf.swap.kernels import find_kernels
 from mirage_hf.swap.optimization import Optimization
 
 Model = TypeVar("Model", bound=nn.Module)
+
+_one_at_a_time = threading.Lock()
+_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+@contextmanager
+def _locked(model: nn.Module) -> Iterator[None]:
+    """Threads that optimize or restore one model take turns: a module swapped twice is never quite put back."""
+    with _one_at_a_time:
+        lock = _locks.setdefault(model, threading.RLock())
+    with lock:
+        yield
 
 
 def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: Sequence[int] = (1,), backend: str = "auto",
@@ -43,9 +57,9 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
     check_model(model)
     device = single_device(model)
     backend = chosen_backend(backend, device)
-    if not dry_run:
-        _take_back(model)
-    with on_the_cpu():
+    with _locked(model), on_the_cpu():
+        if not dry_run:
+            _take_back(model)
         matches = match(model, names, generating(model))
         optimization = Optimization(model, backend, rows, matches)
         optimization.complain(on_unsupported)
@@ -76,7 +90,8 @@ def restore(model: Model) -> Model:
     """Make a model exactly what it was before optimize(), and return it. One that is not optimized stays as it is."""
     if not isinstance(model, nn.Module):
         raise OptimizeError(f"restore: expected the model given to optimize(), got a {type(model).__name__}")
-    _take_back(model)
+    with _locked(model):
+        _take_back(model)
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -342,6 +343,30 @@ def test_the_handle_is_no_part_of_the_model() -> None:
     assert "<mirage_hf: 3 modules swapped" in repr(model.mirage)  # three layers, by module and not by row
     optimize(model, patterns=["gated_mlp", "linear_residual"])
     assert "<mirage_hf: 3 modules swapped" in repr(model.mirage)
+
+
+def test_threads_that_optimize_one_model_take_turns() -> None:
+    model, failed = tiny("llama"), []
+    before = snapshot(model)
+
+    def another() -> None:
+        try:
+            optimize(model)
+        except BaseException as e:
+            failed.append(e)
+
+    thread = threading.Thread(target=another)
+
+    def begin(*_: Any) -> None:
+        if thread.ident is None:
+            thread.start()
+            thread.join(1)  # if it need not wait, it is done by then
+
+    optimize(model, progress=begin)
+    thread.join()
+    assert failed == [] and all(row.status == "swapped" for row in model.mirage.report.rows)
+    restore(model)
+    assert same(before, snapshot(model))
 
 
 # -- what cannot be replaced --------------------------------------------------------------------------------------------
