@@ -16,7 +16,7 @@ FUZZ_SECONDS ?= 10
 COMPAT  ?= 5.4.0 5.23.0
 
 BIN     := .venv/bin
-SETUP   := $(PYTHON) scripts/setup_env.py --system $(SYSTEM)
+SETUP   := $(or $(PYTHON),python3) scripts/setup_env.py --system $(SYSTEM)
 SOURCES := pyproject.toml scripts/setup_env.py $(shell find csrc -type f -not -path 'csrc/tests/*')
 CXX     ?= g++
 SANITIZED := build/sanitize
