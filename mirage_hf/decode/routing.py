@@ -1,8 +1,10 @@
 """What `generate` calls the pool and the step cover, as rows of data; everything else is stock's, with a reason."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from mirage_hf.decode.program import MaskPlan
 
 MODEL_INPUTS = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
 """The model kwargs whose effect on every step is known here."""
@@ -140,6 +144,34 @@ def refused_length(model: Any, tokens: int) -> str | None:
         if limit is not None and tokens > limit:
             return f"the model's own {name} takes more than {limit} tokens in its own way"
     return None
+
+
+def refused_masks(model: Any, masks: MaskPlan, windows: Sequence[int | None]) -> str | None:
+    """Return why a model's forward makes other masks than its config asks for, or None: configs keep entries that a class does not read.
+    `windows`: of each layer what the cache slides over; where it does, only its keys are there, whatever the mask is."""
+    slides = not masks.by_layer_type and masks.windows[0][1] is not None and None in windows
+    if not (masks.by_layer_type or slides):
+        return None
+    names = frozenset[str]().union(*(_names_in_forward(type(m)) for m in (model, model.base_model, model.get_decoder())))
+    if masks.by_layer_type and "dict" not in names:
+        return "layer_types in the config of a model that takes one mask for all layers"
+    if slides and names.isdisjoint(("create_sliding_window_causal_mask", "create_masks_for_generate")):
+        return "a sliding_window in the config of a model that makes no mask for one"
+    return None
+
+
+_NAMES: dict[Any, frozenset[str]] = {}
+
+
+def _names_in_forward(kind: type) -> frozenset[str]:
+    """The names that a class's forward uses, and those of the classes it is made from, under decorators."""
+    forward = getattr(kind, "forward", None)
+    if forward not in _NAMES:
+        codes = [getattr(inspect.unwrap(f), "__code__", None) for c in kind.__mro__ if (f := c.__dict__.get("forward")) is not None]
+        for code in codes:  # the list grows while it is walked
+            codes += [] if code is None else [c for c in code.co_consts if isinstance(c, CodeType)]
+        _NAMES[forward] = frozenset(name for code in codes if code is not None for name in code.co_names)
+    return _NAMES[forward]
 
 
 _OWN: dict[type, tuple[tuple[str, Any], ...]] = {}

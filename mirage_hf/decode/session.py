@@ -15,7 +15,7 @@ from mirage_hf.decode.cache import Block, bucket, rings_of, windows_of
 from mirage_hf.decode.ends import Greedy, ends_of
 from mirage_hf.decode.fingerprint import Survey, survey
 from mirage_hf.decode.program import NOTHING, Chooser, MaskPlan
-from mirage_hf.decode.routing import COVERED_MODES, MODEL_INPUTS, is_plain, left_padding, refused_length, refused_options
+from mirage_hf.decode.routing import COVERED_MODES, MODEL_INPUTS, is_plain, left_padding, refused_length, refused_masks, refused_options
 from mirage_hf.decode.selection import Composed, Numbers, Selection, draw_seed, uniforms
 from mirage_hf.errors import SamplingError
 
@@ -101,6 +101,7 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
         raise NotCovered("no cache")
     windows = need(windows_of(cache, text.num_hidden_layers))
     need(masks.mismatch(windows))
+    need(refused_masks(model, masks, windows))
     past = int(cache.get_seq_length())
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if positions is None or positions.ndim != 2:

@@ -209,6 +209,27 @@ def test_a_class_with_its_own_ways():
     assert runner.counts == {"stock: the model has its own prepare_inputs_for_generation": 1}
 
 
+ONE_MASK = "layer_types in the config of a model that takes one mask for all layers"
+NO_SLIDING_MASK = "a sliding_window in the config of a model that makes no mask for one"
+
+
+@pytest.mark.parametrize("entries, configured, reason", [
+    ({"layer_types": ["full_attention", "full_attention"]}, True, ONE_MASK),
+    ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}, False, ONE_MASK),
+    ({"sliding_window": 5}, True, None),
+    ({"sliding_window": 5}, False, NO_SLIDING_MASK),
+])
+def test_entries_of_the_config_that_the_models_class_does_not_read(entries, configured, reason):
+    """A cache made from the config follows them all the same."""
+    model = tiny("llama", **entries)
+    runner = install(model)
+    for length in (3, 12):
+        assert_same(*both(model, lambda n=length: {
+            "inputs": prompt(2, n), "max_new_tokens": 9,
+            "past_key_values": DynamicCache(config=model.config) if configured else DynamicCache()}))
+    assert runner.counts == ({"called: no graphs on cpu": 2} if reason is None else {f"stock: {reason}": 2})
+
+
 def test_encoder_decoder():
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(T5Config(
