@@ -351,7 +351,8 @@ class Block:
     def reserve(self, cache: DynamicCache) -> None:
         """Make room for what a user's cache holds."""
         for i, layer in enumerate(cache.layers):
-            self.claim(i, layer.keys, layer.values)
+            if layer.is_initialized:
+                self.claim(i, layer.keys, layer.values)
 
     def hold(self, index: int, key_states: Tensor, value_states: Tensor, length: int) -> None:
         """Take layer `index`'s states of the last slots of a text of `length` slots; those before them are out of its window."""
@@ -457,12 +458,16 @@ class Block:
         """Copy a user's cache in; return its length. A sliding layer's remainder goes to the slots it stands for."""
         length = cache.get_seq_length()
         for i, layer in enumerate(cache.layers):
-            self.hold(i, layer.keys, layer.values, length)
+            if layer.is_initialized:  # the model may have lost layers that its config still has
+                self.hold(i, layer.keys, layer.values, length)
         return length
 
     def put(self, cache: DynamicCache, length: int) -> None:
         """Make `cache` what stock would have left there after `length` tokens: fresh tensors, never pool memory."""
+        filled = [layer.is_initialized for layer in cache.layers]
         for i, ring in enumerate(self.rings):
+            if i not in self.keys or (any(filled) and not filled[i]):  # of a layer that the model has lost
+                continue
             if i == len(cache.layers):
                 cache.layers.append(DynamicLayer())  # DynamicCache() without a config makes its layers as they come
             layer = cache.layers[i]
@@ -483,6 +488,8 @@ class Block:
         self.control.continue_from(other.control)
         self.begin(other.lowest)
         for i, ring in enumerate(self.rings):
+            if i not in other.keys:
+                continue
             for memory, states in zip(self.claim(i, other.keys[i], other.values[i]), (other.keys[i], other.values[i]), strict=True):
                 if ring is None or other.rings[i] is not None:
                     memory[:, :, :length].copy_(states[:, :, :length])

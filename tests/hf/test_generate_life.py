@@ -522,6 +522,27 @@ def test_a_failed_prefill_leaves_nothing_behind():
     assert runner.pool.blocks == [(2, 256)] and not runner.pool._leased
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("past", [0, 3])
+def test_layers_that_the_config_still_has(family, past, monkeypatch):
+    """A model may lose layers while its config keeps their number; a cache made from that has layers that nothing fills."""
+    monkeypatch.setattr(session, "FIRST_REACH", 64)
+    model = tiny(family, max_position_embeddings=1024)
+    model.model.layers = model.model.layers[:1]
+    runner = install(model)
+
+    def arguments():
+        cache, ids = DynamicCache(config=model.config), prompt(2, 9)
+        if past:
+            model(ids[:, :past], past_key_values=cache, use_cache=True)
+        return {"inputs": ids, "past_key_values": cache, "max_new_tokens": 300, "return_dict_in_generate": True}
+
+    stock, ours = both(model, arguments)
+    assert stock.sequences.tolist() == ours.sequences.tolist() and handled(runner) == 1, runner.counts
+    torch.testing.assert_close(ours.past_key_values.layers[0].keys, stock.past_key_values.layers[0].keys, rtol=1e-4, atol=2e-5)
+    assert not past or not ours.past_key_values.layers[1].is_initialized
+
+
 def test_what_lies_below_a_users_window_is_cleared():
     model = tiny("mistral")
     runner = install(model)
