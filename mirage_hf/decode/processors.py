@@ -18,6 +18,7 @@ import transformers.generation.logits_process as hf
 from torch import Tensor
 
 from mirage_hf.decode import limits
+from mirage_hf.default_device import on_the_cpu
 
 INFINITY = float("inf")
 
@@ -207,7 +208,20 @@ def _force_at(now: Now, scores: Tensor, tokens: Tensor, length: Tensor) -> Tenso
 
 def _decay(now: Now, scores: Tensor, tokens: Tensor, start: Tensor, factor: Tensor) -> Tensor:
     growth = (factor ** (now.length - start).double() - 1).float()
-    return torch.where(tokens & (now.length > start), scores + scores.abs() * growth, scores)
+    grows = tokens & (now.length > start)
+    if DECAY_LEAVES_INFINITY:
+        grows = grows & scores.isfinite()
+    return torch.where(grows, scores + scores.abs() * growth, scores)
+
+
+def _decay_leaves_infinity() -> bool:
+    """Whether this version of transformers leaves a suppressed stop token where it is; others make NaN of it."""
+    with on_the_cpu():
+        decay = hf.ExponentialDecayLengthPenalty((0, 2.0), [0], 0)
+        return not bool(decay(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), -INFINITY)).isnan())
+
+
+DECAY_LEAVES_INFINITY = _decay_leaves_infinity()
 
 
 # -- the text so far ----------------------------------------------------------------------------------------------------

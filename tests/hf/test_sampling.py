@@ -56,6 +56,7 @@ EACH = {
     "forced bos": lambda d: hf.ForcedBOSTokenLogitsProcessor(7),
     "forced eos": lambda d: hf.ForcedEOSTokenLogitsProcessor(6, [2, 8], device=d),
     "decay": lambda d: hf.ExponentialDecayLengthPenalty((1, 1.3), [2, 8], 3),
+    "decay of what is suppressed": lambda d: hf.ExponentialDecayLengthPenalty((1, 1.3), [3, 6, 7], 3),
     "repetition": lambda d: hf.RepetitionPenaltyLogitsProcessor(1.3),
     "repetition of what is new": lambda d: hf.RepetitionPenaltyLogitsProcessor(0.8, prompt_ignore_length=4),
     "no bigram twice": lambda d: hf.NoRepeatNGramLogitsProcessor(2),
