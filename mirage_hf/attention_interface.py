@@ -113,10 +113,11 @@ class Attention:
         AttentionMaskInterface.register(name, self.mask)
 
     def report(self) -> AttentionReport:
+        known = dict(self._kernels)  # other threads may be finding more
         rows = tuple(KernelRow(self._titles[key], k.found.source, k.found.time_us, k.found.library_us, self._calls[key])
-                     for key, k in self._kernels.items() if isinstance(k, _Kernel))
+                     for key, k in known.items() if isinstance(k, _Kernel))
         return AttentionReport(rows, dict(self._by_torch),
-                               {self._titles[key]: k.reason for key, k in self._kernels.items() if isinstance(k, Rejected)})
+                               {self._titles[key]: k.reason for key, k in known.items() if isinstance(k, Rejected)})
 
     # -- masks ----------------------------------------------------------------------------------------------------------
 

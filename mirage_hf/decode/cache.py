@@ -320,9 +320,9 @@ class Block:
 
     @property
     def bytes(self) -> int:
-        """Bytes of device memory this block holds, not counting its graphs' scratch."""
+        """Bytes of device memory this block holds, not counting its graphs' scratch. Other threads may ask while a call is under way."""
         tensors = [*self.slabs, *vars(self.control).values(), self.logits, *(vars(self.trail).values() if self.trail is not None else ()),
-                   *(t for chooser in self.choosers.values() for t in chooser.tensors()),
+                   *(t for chooser in list(self.choosers.values()) for t in chooser.tensors()),
                    *(vars(self.ends).values() if self.ends is not None else ())]
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 

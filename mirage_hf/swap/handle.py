@@ -29,8 +29,9 @@ class Handle:
         rows = tuple(self._counted(r) for r in self._report.rows)
         if self.runner is None:
             return replace(self._report, rows=rows)
-        prefills = {f"prefill: {what}": n for what, n in self.runner.prefills.items()}
-        selections = {f"selection: {what}": n for what, n in self.runner.selections.items()}
+        # copies first: other threads may be counting
+        prefills = {f"prefill: {what}": n for what, n in dict(self.runner.prefills).items()}
+        selections = {f"selection: {what}": n for what, n in dict(self.runner.selections).items()}
         return replace(self._report, rows=rows, decode=dict(self.runner.counts) | prefills | selections, pool_bytes=self.runner.bytes)
 
     def _counted(self, row: Row) -> Row:

@@ -8,6 +8,7 @@ import math
 import pickle
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,6 +123,17 @@ def test_release_in_mid_call():
 
 
 # -- memory -------------------------------------------------------------------------------------------------------------
+
+def test_memory_is_counted_while_a_call_takes_another_way_to_choose():
+    block = cache.Block(1, 256, (None,), torch.device("cpu"))
+
+    def tensors():
+        block.choosers.pop("first", None)  # as another thread does at any moment
+        return [torch.zeros(4)]
+    for name in ("first", "second"):
+        block.choosers[name] = SimpleNamespace(tensors=tensors)
+    assert block.bytes >= 32
+
 
 def test_idle_memory_beyond_the_limit_is_freed_the_longest_idle_first(monkeypatch):
     model = tiny("llama")
