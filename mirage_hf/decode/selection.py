@@ -95,6 +95,9 @@ class Selection:
             if not strings and type(c) not in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria):
                 return f"criterion {getattr(type(c), '__name__', type(c))}"
         eos = [c.eos_token_id.reshape(-1) for c in criteria if type(c) is EosTokenCriteria]
+        # a user's own criterion has its tokens on the CPU before stock's loop asks it
+        device = next((t.device for t in eos if t.device.type != "cpu"), None)
+        eos = [t.to(device) for t in eos] if device is not None else eos
         return cls(processors=tuple(processors or ()), stops=tuple(c for c in criteria if type(c) is StopStringCriteria),
                    eos=torch.cat(eos) if sum(map(len, eos)) > MOST_EOS else None, sample=bool(config.do_sample), pads=bool(eos),
                    records=bool(processors and config.return_dict_in_generate and config.output_scores),

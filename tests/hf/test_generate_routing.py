@@ -101,6 +101,16 @@ def test_right_padding_is_stock():
     assert runner.counts == {"stock: holes in the mask": 1}
 
 
+def test_a_mask_on_another_device_is_stocks():
+    """Stock brings it to the device of the rest, where it can."""
+    model = tiny("llama")
+    runner = install(model)
+    given = {"inputs": prompt(), "attention_mask": torch.ones(1, 7, device="meta"), "position_ids": torch.arange(7)[None]}
+    stock = outcome(lambda: GenerationMixin.generate(model, **given))
+    assert stock == outcome(lambda: model.generate(**given))
+    assert runner.counts == {"stock: a mask or position_ids on meta, input_ids on cpu": 1}
+
+
 def test_a_late_decision_feeds_the_streamer_once():
     model = tiny("llama")
     runner = install(model)

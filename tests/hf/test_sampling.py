@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from decoding import PAD, VOCABULARY, Recorder, assert_same, both, handled, left
 from features import fake_captures
 from test_generate_life import tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, StopStringCriteria
 
 from mirage_hf.decode import install, processors, program, selection
 from mirage_hf.decode.cache import Block, Trail
@@ -401,6 +402,14 @@ def test_stop_strings_of_a_text_shorter_than_they_are():
                 break
         else:
             raise AssertionError(f"{strings} did not stop {ids.tolist()}")
+
+
+def test_many_stop_tokens_of_two_devices():
+    """Those of generate's options are on the GPU, a user's on the CPU; there is none here, but another device is."""
+    criteria = [EosTokenCriteria(torch.arange(40)), EosTokenCriteria(torch.arange(9))]
+    criteria[1].eos_token_id = criteria[1].eos_token_id.to("meta")
+    selection = Selection.of(None, criteria, SimpleNamespace(do_sample=False, return_dict_in_generate=False))
+    assert selection.eos.shape == (49,) and selection.eos.device.type == "meta"
 
 
 @pytest.mark.parametrize("sample", [False, True])
