@@ -235,11 +235,14 @@ class DecodeRunner:
             return StepProgram(steps, block, plan.masks, graphs=why is None, fingerprint=key)
         return CapturedForward(model, block, plan.masks, logits_to_keep=plan.logits_to_keep, graphs=why is None, fingerprint=key)
 
-    def capture_failed(self, step: Step, chooser: Chooser | None, error: Exception) -> None:
-        """Count the call as one of called steps, and remember that this state of the model cannot be captured with this chooser."""
+    def capture_failed(self, step: Step, chooser: Chooser | None, error: Exception, again: bool = False) -> None:
+        """Count the call as one of called steps, and remember that this state of the model cannot be captured with this chooser. `again`:
+        for a call that has been counted so."""
         why = f"capture failed ({type(error).__name__}: {(str(error) or '-').splitlines()[0]})"
         if not isinstance(error, torch.OutOfMemoryError):  # another time there may be more
             self._uncapturable[_way(chooser)] = step.fingerprint, why
+        if again:
+            return
         self.count(f"called: {why}")
         self.count("captured", by=-1)
 

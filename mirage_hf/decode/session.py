@@ -166,6 +166,8 @@ class Session:
         self._chooser: Chooser | None = None
         self._advance: Callable[[], None]
         self._prepared_for: Block | None = None
+        self._failed = False
+        """Whether a capture has failed."""
         self._confirmed = not plan.expected
         self._announce: Callable[[], None] | None = None
 
@@ -355,8 +357,8 @@ class Session:
                 return self.step.prepare(self._chooser)
             except RuntimeError as error:
                 failed = error.with_traceback(None)
-        self.runner.capture_failed(self.step, self._chooser, failed)
-        self.step.graphs = False
+        self.runner.capture_failed(self.step, self._chooser, failed, again=self._failed)
+        self._failed, self.step.graphs = True, False
         return self.step.prepare(self._chooser)
 
     def _grow(self) -> None:

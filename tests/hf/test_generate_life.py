@@ -225,6 +225,18 @@ def test_a_block_that_cannot_grow(monkeypatch, seen):
     assert not runner.pool._leased
 
 
+def test_a_call_whose_blocks_cannot_be_captured_is_counted_once(monkeypatch):
+    fake_captures(monkeypatch)
+    monkeypatch.setattr(session, "FIRST_REACH", 3)
+    model = tiny("llama", max_position_embeddings=1024)
+    runner = install(model)
+    monkeypatch.setattr(program, "capture", lambda *a: out_of_memory())
+    for calls in (1, 2):
+        given = {"inputs": prompt(1, 250, seed=calls), "max_new_tokens": 40}
+        assert_same(stock(model, **given), model.generate(**given))
+        assert runner.counts == {"called: capture failed (OutOfMemoryError: CUDA out of memory)": calls}
+
+
 def out_of_memory():
     raise torch.OutOfMemoryError("CUDA out of memory")
 
