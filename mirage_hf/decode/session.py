@@ -1,6 +1,7 @@
 """One covered call: what is decided before its prefill, and the session that runs it."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -115,7 +116,7 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
         raise NotCovered("a cache as long as the prompt")
     plain = past == 0 and is_plain(mask, positions, prompt)
     lowest = None if plain else need(left_padding(mask, prompt))
-    lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]  # a user may give several
+    lengths = [math.ceil(c.max_length) for c in criteria if type(c) is MaxLengthCriteria]  # a user may give several, and floats
     if not lengths:
         raise NotCovered("no maximum length")
     budget = max(min(lengths) - input_ids.shape[1], 1)  # criteria are asked behind a token only

@@ -141,13 +141,13 @@ def test_errors_are_stocks(arguments):
     assert isinstance(stock, tuple) and stock == outcome(lambda: model.generate(**arguments))
 
 
-@pytest.mark.parametrize("lengths", [(15, 10), (12, 12, 9), (5,), (30, 3)])
+@pytest.mark.parametrize("lengths", [(15, 10), (12, 12, 9), (5,), (30, 3), (9.0, 12), (9.5,)])
 def test_the_least_of_several_lengths_holds(lengths):
     """Criteria of the user's, which are asked behind the first new token and not before it."""
     model = tiny("llama", max_position_embeddings=512)
     runner = install(model, depth=2)
     for length in (7, 300):
-        given = {"inputs": prompt(2, length), "max_new_tokens": 20, "stopping_criteria": [MaxLengthCriteria(n) for n in lengths]}
+        given = {"inputs": prompt(2, length), "max_new_tokens": 20.0, "stopping_criteria": [MaxLengthCriteria(n) for n in lengths]}
         assert_same(*both(model, given))
     assert handled(runner) == 2, runner.counts
 
