@@ -225,6 +225,10 @@ class _PoolLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5.10 or so
 
 
+class UpdatedTwice(MirageError):
+    """A forward that runs a layer again, for which stock's cache adds keys again; the pool has a slot for one."""
+
+
 class PrefillLayer(_PoolLayer):
     """Writes a whole prompt into the block's first slots; attention sees the prompt's own keys, as with a fresh DynamicLayer."""
 
@@ -234,8 +238,8 @@ class PrefillLayer(_PoolLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.seen:
-            raise MirageError("decode: a layer of the prefill was updated twice in one forward; "
-                              "call the stock method with type(model).generate(model, ...)")
+            raise UpdatedTwice("decode: a layer of the prefill was updated twice in one forward; "
+                               "call the stock method with type(model).generate(model, ...)")
         self.seen = key_states.shape[-2]
         self.block.hold(self.index, key_states, value_states, self.seen)
         return key_states, value_states

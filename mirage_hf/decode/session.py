@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from mirage_hf.decode import loop
-from mirage_hf.decode.cache import Block, bucket, rings_of, windows_of
+from mirage_hf.decode.cache import Block, UpdatedTwice, bucket, rings_of, windows_of
 from mirage_hf.decode.ends import Greedy, ends_of
 from mirage_hf.decode.fingerprint import Survey, survey
 from mirage_hf.decode.program import NOTHING, Chooser, MaskPlan
@@ -208,7 +208,10 @@ class Session:
             if plan.past:
                 block.reserve(plan.cache)
                 self.shown = True
-            outputs = model._prefill(input_ids, config, {**kwargs, "past_key_values": into})
+            try:
+                outputs = model._prefill(input_ids, config, {**kwargs, "past_key_values": into})
+            except UpdatedTwice:  # by layers of ours, so that nothing is in a cache of the user's yet
+                raise NotCovered("a forward that runs a layer twice") from None
             self.slot = self.cached = block.take(into) if plan.past else into.get_seq_length()
             block.clear_from(self.slot)
             block.set_logits(outputs.logits[:, -1])

@@ -210,6 +210,24 @@ def test_a_layer_that_is_there_twice(twice):
     assert runner.counts == {"stock: more than one LlamaAttention has the layer_idx 1": 1}
 
 
+def test_a_layer_that_runs_twice():
+    model = tiny("llama")
+    runner = install(model)
+    layer = model.model.layers[1]
+    once = layer.forward
+    layer.forward = lambda x, **given: once(once(x, **given), **given)
+    recorders = []
+
+    def arguments():
+        recorders.append(recorder := Recorder())
+        return {"inputs": prompt(), "max_new_tokens": 8, "streamer": recorder}
+
+    for _ in range(2):
+        assert_same(*both(model, arguments))
+    assert recorders[0].events == recorders[1].events and not runner.pool._leased
+    assert runner.counts == {"stock: a forward that runs a layer twice": 2}
+
+
 def test_a_class_with_its_own_ways():
     model = tiny("llama")
     model.__class__ = type("Own", (type(model),), {"prepare_inputs_for_generation": lambda self, *a, **k: {}})
