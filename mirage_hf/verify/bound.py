@@ -81,6 +81,8 @@ class Degrees:
             return self._opaque(degrees)
         if fn == "cast":
             return degrees[0]
+        if fn == "select" and degrees[0].n.any():  # by data: where that is a mask as well, one of the two
+            return self.add(self._opaque(degrees), self.add(*degrees[1:]))
         algebra: dict[str, Callable[..., Degree]] = {
             "add": self.add, "sub": self.add, "mul": self._mul, "div": self._div, "exp": self._exp, "neg": lambda x: x,
             "select": self._select}

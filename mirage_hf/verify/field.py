@@ -5,7 +5,8 @@ An element is its value in Z_p and, as long as it may still become an exponent, 
 into Z_p that satisfies e^(a+b) = e^a e^b exactly; with as many copies as there are independent exponents, exponentials of
 independent exponents are independent (see docs/architecture.md, Proofs). Opaque functions are keyed random functions, a
 maximum over an axis is a random function of the multiset of its arguments (so it may be taken in pieces, and a maximum of
-maxima is a maximum), constants that are not small rationals are random, and every trial draws new keys.
+maxima is a maximum), constants that are not small rationals are random, and every trial draws new keys. `select` by a condition
+that is neither 0 nor 1, so by data and not by bounds, is a random function too: no random element would ever take its other side.
 """
 from __future__ import annotations
 
@@ -147,6 +148,9 @@ class FieldAlgebra:
             return self._hash(fn, tuple(sorted(attrs.items())), elements)
         if fn == "cast":
             return elements[0]
+        if fn == "select":
+            chosen, known = self.select(*elements), elements[0].p >> 1 == 0
+            return chosen if known.all() else self.select(Element(known, None), chosen, self._hash(fn, (), elements))
         algebra: dict[str, Callable[..., Element]] = {
             "add": self.add, "sub": self.sub, "mul": self.mul, "div": self.div, "exp": self.exp,
             "neg": lambda x: self.sub(self.constant(0.0), x), "select": self.select}

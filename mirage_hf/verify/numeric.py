@@ -40,7 +40,7 @@ class Case:
     factor). They are made positive, the last of them of `sign`, so that products of them are far from 0 in every row.
     `range_only`: only infinities and NaN count. So near the largest number most results overflow, and the errors of the few
     cancellations that do not are luck. `outside`: no row's bounds reach the ends of their axis, and the inputs `garbage` are NaN
-    where no row's bounds are.
+    where no row's bounds are. `zero`: the input that is 0 throughout.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Case:
     by: float = 1.0
     garbage: tuple[int, ...] = ()
     outside: bool = False
+    zero: int | None = None
 
 
 def cases(dtype: torch.dtype) -> tuple[Case, ...]:
@@ -85,7 +86,7 @@ class Draws:
                 whole = torch.from_numpy(bounds[position]) if position in bounds else torch.zeros(t.dims, device="cpu")
                 found.append(self._laid_out(t, whole))
                 continue
-            if number == 0 or number in case.grown or position in case.garbage:
+            if number == 0 or number in case.grown or position in case.garbage or position == case.zero:
                 found.append(self._laid_out(t, self._drawn(case, position, number, bounds, generator)))
             else:
                 if position not in self._alike:
@@ -112,7 +113,7 @@ class Draws:
             for b, d in bounded_dims(self.program, position):
                 x.transpose(0, d)[:int(bounds[b.lo].min())] = math.nan
                 x.transpose(0, d)[int(bounds[b.hi].max()):] = math.nan
-        return x
+        return x if position != case.zero else torch.zeros_like(x)
 
     def _laid_out(self, t: DTensor, x: torch.Tensor) -> torch.Tensor:
         return strided.laid_out(x, t.strides, t.dtype, self.device)
@@ -257,6 +258,10 @@ class NumericCheck:
                     continue
                 case = scaled
             yield case, self._case(case)[0]
+        if any(op.name == "ratio" for op in self.program.ops):  # 0 where the divisor is, which no draw of the proof has
+            for k, t in enumerate(self.program.inputs):
+                if t.dtype.is_floating_point:
+                    yield (case := Case(f"zero {t.name}", zero=k)), self._case(case)[0]
 
     def judge(self, run: Run) -> Verdict:
         """Run a candidate on every case. Returns Refused with the case, the output and both errors where it is worse."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -298,6 +299,41 @@ def rewired(ugraph: UGraph, outputs=None, **changes) -> UGraph:
     made = {n: replace(ugraph.kernels.ops[n], inputs=tuple(ugraph.kernels.ops[n].inputs[k] for k in order)) for n, order in ops.items()}
     outs = None if outputs is None else [ugraph.kernels.outputs[k] for k in outputs]
     return UGraph(ugraph.program, mutants._with_ops(ugraph.kernels, made, outs))
+
+
+def _by_hand(of, tensors=3):
+    """A kernel graph of one block graph, each of whose blocks has a row of every input."""
+    g = mi.new_kernel_graph()
+    xs = [g.new_input((8, 8), "float32") for _ in range(tensors)]
+    b = mi.new_block_graph((8,))
+    b.new_output(of(b, *(b.new_input(x, imap={"x": 0}) for x in xs)), omap={"x": 0})
+    g.customized(xs, b)
+    return g
+
+
+def _program(of, tensors=3):
+    g = mi.new_kernel_graph()
+    of(g, *(g.new_input((8, 8), "float32") for _ in range(tensors)))
+    return g
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda b, m, x, y: b.select(m, x, b.neg(y)), lambda b, m, x, y: b.select(m, y, x), lambda b, m, x, y: b.select(b.square(y), x, y),
+    lambda b, m, x, y: b.add(x, b.mul(b.add(m, y), 0.0))], ids=["other side", "swapped", "other condition", "always the first"])
+def test_what_data_selects_is_no_side_of_it(wrong):
+    selects = _program(lambda g, m, x, y: g.select(m, x, y))
+    assert isinstance(mi.verify(selects, _by_hand(lambda b, m, x, y: b.select(m, x, y))), Accepted)
+    assert isinstance(prove(UGraph(selects, _by_hand(wrong))), Refused)
+    always = _program(lambda g, m, x, y: g.add(x, g.mul(g.add(m, y), 0.0)))
+    assert isinstance(prove(UGraph(always, _by_hand(lambda b, m, x, y: b.select(m, x, y)))), Refused)
+
+
+def test_a_quotient_is_no_ratio_where_the_divisor_is_zero():
+    for divisor in (lambda g, y: y, lambda g, y: g.reduction(y, 1)):
+        ratio = _program(lambda g, x, y: g.ratio(x, divisor(g, y)), 2)
+        assert isinstance(mi.verify(ratio, _by_hand(lambda b, x, y: b.ratio(x, divisor(b, y)), 2)), Accepted)
+        verdict = mi.verify(ratio, _by_hand(lambda b, x, y: b.div(x, divisor(b, y)), 2))
+        assert isinstance(verdict, Refused) and re.search("inf or NaN in output 0 on zero t[01] inputs", verdict.reason)
 
 
 def test_outputs_in_another_order_dropped_or_doubled_are_refused():
