@@ -16,7 +16,7 @@ from typing import Any
 from mirage_hf import errors
 from mirage_hf.graph.block import Axis, BlockGraph, Role
 from mirage_hf.graph.emission import Emission
-from mirage_hf.graph.kernel import DTensor, number
+from mirage_hf.graph.kernel import DTensor, number, several
 from mirage_hf.graph.tiles import GRID_DIMS, Node, Output, Span, STensor
 from mirage_hf.ops import table
 
@@ -180,7 +180,8 @@ class BlockGraphBuilder:
 
     def permute(self, x: STensor, order: Sequence[int]) -> STensor:
         """Dims in another order; nothing moves."""
-        order = tuple(o % len(self._own(x, "permute").axes) for o in order)
+        rank = len(self._own(x, "permute").axes)
+        order = tuple(table.axis(o, rank, "permute") for o in several(order, "permute", "order"))
         table.lookup("permute").infer(x.dims, order=order)
         return replace(x, axes=tuple(x.axes[o] for o in order), dims=tuple(x.dims[o] for o in order))
 
@@ -196,12 +197,12 @@ class BlockGraphBuilder:
 
     def rms_norm(self, x: STensor, weight: STensor | None = None, eps: float = 1e-6) -> STensor:
         """x / sqrt(mean(x²) + eps) over the last dim, which a block must hold whole, times `weight`."""
-        return table.lookup("rms_norm").expand(self, x, *(() if weight is None else (weight,)), eps=eps)  # type: ignore[misc, no-any-return]
+        return table.lookup("rms_norm").expand(self, self._own(x, "rms_norm"), *(() if weight is None else (weight,)), eps=eps)  # type: ignore[misc, no-any-return]
 
     def layer_norm(self, x: STensor, weight: STensor | None = None, bias: STensor | None = None, eps: float = 1e-6) -> STensor:
         """(x − mean) / sqrt(var + eps) over the last dim, which a block must hold whole, times `weight`, plus `bias`."""
         given = (p for p in (weight, bias) if p is not None)
-        return table.lookup("layer_norm").expand(self, x, *given, eps=eps)  # type: ignore[misc, no-any-return]
+        return table.lookup("layer_norm").expand(self, self._own(x, "layer_norm"), *given, eps=eps)  # type: ignore[misc, no-any-return]
 
     def softmax(self, x: STensor, dim: int = -1) -> STensor:
         """Softmax over a dim that a block holds whole, kept in range by its maximum."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,10 +97,10 @@ class KernelGraph:
         """
         if isinstance(dims, int):
             raise errors.GraphError(f"new_input: dims is the number {dims}; give a tuple, as dims=({dims},)")
-        dims = tuple(dims)
+        dims = several(dims, "new_input", "dims")
         if not dims or any(not isinstance(d, int) or isinstance(d, bool) or d < 1 for d in dims) or math.prod(dims) >= 1 << 63:
             raise errors.GraphError(f"new_input: dims must be positive integers with a product below 2^63, got {errors.shape(dims)}")
-        strides = row_major(dims) if strides is None else tuple(strides)
+        strides = row_major(dims) if strides is None else several(strides, "new_input", "strides")
         if len(strides) != len(dims) or any(not isinstance(s, int) or isinstance(s, bool) or not 0 <= s < 1 << 63 for s in strides):
             raise errors.GraphError(
                 f"new_input: strides {errors.shape(strides)} must be one non-negative integer per dim of {errors.shape(dims)}")
@@ -109,13 +110,13 @@ class KernelGraph:
 
     def input_like(self, t: DTensor) -> DTensor:
         """Add an input like an input of another graph."""
+        if not isinstance(t, DTensor):
+            raise errors.GraphError(f"input_like: expected a tensor of a graph, got {type(t).__name__}")
         return self.new_input(t.dims, t.dtype, t.strides, t.name, constant=t.constant)
 
     def mark_output(self, *tensors: DTensor) -> None:
         """Make tensors outputs, in this order. Without it, the tensors that nothing reads are the outputs."""
-        for t in tensors:
-            self._own(t, "mark_output")
-            self._marked.append(t)
+        self._marked += [self._own(t, "mark_output") for t in tensors]
 
     def customized(self, inputs: Sequence[DTensor], block_graph: BlockGraph | BlockGraphBuilder,
                    names: Sequence[str | None] = ()) -> list[DTensor]:
@@ -124,7 +125,7 @@ class KernelGraph:
 
         Errors: GraphError when the operands do not fit.
         """
-        inputs = tuple(self._own(t, CUSTOMIZED) for t in inputs)
+        inputs = tuple(self._own(t, CUSTOMIZED) for t in several(inputs, CUSTOMIZED, "inputs"))
         if not isinstance(block_graph, BlockGraph):
             if not hasattr(block_graph, "build"):
                 raise errors.GraphError(f"customized: expected a block graph, got {type(block_graph).__name__}; "
@@ -167,17 +168,18 @@ class KernelGraph:
         if (lo is None) != (hi is None):
             raise errors.GraphError("softmax: a bound lo needs a bound hi; give both or none")
         bounds = () if lo is None or hi is None else (lo, hi)
-        return self._apply("softmax", x, *bounds, dim=table.axis(dim, len(x.dims), "softmax"))
+        return self._apply("softmax", x, *bounds, dim=table.axis(dim, len(self._own(x, "softmax").dims), "softmax"))
 
     def within(self, x: DTensor, lo: DTensor, hi: DTensor, dim: int = -1) -> DTensor:
         """x where lo ≤ index along `dim` < hi, 0 elsewhere; lo and hi are int32, broadcast to x, and have size 1 at `dim`."""
-        return self._apply("within", x, lo, hi, dim=table.axis(dim, len(x.dims), "within"))
+        return self._apply("within", x, lo, hi, dim=table.axis(dim, len(self._own(x, "within").dims), "within"))
 
     def concat(self, tensors: Sequence[DTensor], dim: int) -> DTensor:
         """Join tensors along `dim`."""
+        tensors = several(tensors, "concat", "tensors")
         if not tensors:
             raise errors.GraphError("concat: needs at least one tensor")
-        return self._apply("concat", *tensors, dim=table.axis(dim, len(tensors[0].dims), "concat"))
+        return self._apply("concat", *tensors, dim=table.axis(dim, len(self._own(tensors[0], "concat").dims), "concat"))
 
     def slice(self, x: DTensor, dim: int, start: int, stop: int) -> DTensor:
         """Elements [start, stop) of `dim`."""
@@ -185,11 +187,12 @@ class KernelGraph:
 
     def reshape(self, x: DTensor, dims: Sequence[int]) -> DTensor:
         """The same elements in row-major order under other dims."""
-        return self._apply("reshape", x, dims=tuple(dims))
+        return self._apply("reshape", x, dims=several(dims, "reshape", "dims"))
 
     def permute(self, x: DTensor, order: Sequence[int]) -> DTensor:
         """Dims in another order; no data moves."""
-        return self._apply("permute", x, order=tuple(o % len(x.dims) for o in order))
+        rank = len(self._own(x, "permute").dims)
+        return self._apply("permute", x, order=tuple(table.axis(o, rank, "permute") for o in several(order, "permute", "order")))
 
     def rope(self, x: DTensor, cos: DTensor, sin: DTensor, interleaved: bool = False) -> DTensor:
         """Rotary position embedding on the first cos.dims[-1] elements of the last dim, half-split or interleaved."""
@@ -237,7 +240,19 @@ class KernelGraph:
         for t in ragged(name, operands):
             if t.dtype != torch.int32:
                 raise errors.DTypeError(f"{name}: bound {t.name} is {table.dtype_name(t.dtype)}; bounds are int32")
-        dtypes = {t.dtype for t in tensors if t.dtype in table.COMPUTE_DTYPES} or {tensors[0].dtype}
+        floats = {t.dtype for t in tensors if t.dtype in table.COMPUTE_DTYPES}
+        if row.kind == "effect":
+            if tensors[2].dtype in table.COMPUTE_DTYPES:
+                raise errors.DTypeError(f"{name}: position {tensors[2].name} is {table.dtype_name(tensors[2].dtype)}; positions are int32")
+            dtypes = {t.dtype for t in tensors[:2]}
+        elif name == "cast" or (row.kind == "layout" and name != "rope"):
+            dtypes = floats or {t.dtype for t in tensors}
+        else:
+            whole = next((t for t in tensors if t.dtype not in floats and t not in ragged(name, operands)), None)
+            if whole is not None and not (floats and row.kind == "elementwise"):
+                raise errors.DTypeError(f"{name}: {whole.name} is {table.dtype_name(whole.dtype)}, and ops compute with floating-point "
+                                        "numbers; convert it with graph.cast")
+            dtypes = floats
         if len(dtypes) > 1:
             found = ", ".join(sorted(map(table.dtype_name, dtypes)))
             raise errors.DTypeError(f"{name}: operands have dtypes {found}; bring them to one with graph.cast")
@@ -259,8 +274,9 @@ class KernelGraph:
         taken = {t.name for t in self._tensors}
         if name is None:
             name = next(n for n in (f"t{index}" + "_" * i for i in itertools.count()) if n not in taken)
-        elif name in taken or not name.isidentifier():
-            raise errors.GraphError(f"tensor name {name!r} is taken or not an identifier; choose another")
+        elif not isinstance(name, str) or name in taken or not name.isidentifier() or unicodedata.normalize("NFKC", name) != name:
+            # Python reads identifiers in that form, so in generated files two names could be one
+            raise errors.GraphError(f"tensor name {name!r} is taken or not an identifier (of NFKC form); choose another")
         t = DTensor(index, dims, dtype, name, row_major(dims) if strides is None else strides, self._uid, constant)
         self._tensors.append(t)
         return t
@@ -315,6 +331,14 @@ def ragged(name: str, operands: Sequence[Operand]) -> tuple[DTensor, ...]:
     """The bounds among the operands of an op of the table: lo and hi, or none."""
     has = table.lookup(name).kind == "bounds" or name == "softmax"
     return tuple(x for x in operands[1:3] if isinstance(x, DTensor)) if has else ()
+
+
+def several(x: Any, where: str, what: str) -> tuple[Any, ...]:
+    """`x` as a tuple. Errors: GraphError where it is none and no list."""
+    try:
+        return tuple(x)
+    except TypeError:
+        raise errors.GraphError(f"{where}: {what} must be a tuple or list, it is {x}") from None
 
 
 def number(x: Any, where: str) -> float:

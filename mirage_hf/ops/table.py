@@ -140,7 +140,7 @@ def broadcast(*dims: Dims, op: str = "elementwise") -> Dims:
 
 def axis(dim: int, rank: int, op: str) -> int:
     """Return `dim` counted from the left. Errors: GraphError when out of range."""
-    if not isinstance(dim, int) or not -rank <= dim < rank:
+    if not _is_int(dim) or not -rank <= dim < rank:
         raise errors.GraphError(f"{op}: dim {dim!r} is out of range for a tensor of {rank} dims; use {-rank} to {rank - 1}")
     return dim % rank
 
@@ -212,7 +212,7 @@ def _reshape_dims(x: Dims, dims: Sequence[int]) -> Dims:
 
 
 def _permute_dims(x: Dims, order: Sequence[int]) -> Dims:
-    if sorted(o % len(x) for o in order) != list(range(len(x))):
+    if sorted(axis(o, len(x), "permute") for o in order) != list(range(len(x))):
         raise errors.GraphError(f"permute: {tuple(order)} is not an order of {len(x)} dims")
     return tuple(x[o] for o in order)
 

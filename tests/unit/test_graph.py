@@ -198,3 +198,42 @@ def test_the_library_path_never_copies_joined_weights():
     inputs = [torch.empty_strided(t.dims, t.strides, dtype=torch.float64).normal_() for t in g.inputs]
     joined, apart = (run_kernel_graph(graph, inputs, torch.float64)[0] for graph in (g, library.kernels))
     assert float((joined - apart).abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda g, x: g.permute(x, (0, 5)), lambda g, x: g.permute(x, (0, 3)), lambda g, x: g.permute(x, (0, "a")), lambda g, x: g.permute(x, 1),
+    lambda g, x: g.permute(3, (0, 1)), lambda g, x: g.permute(x, (False, True)), lambda g, x: g.reshape(x, 24), lambda g, x: g.concat(x, 0),
+    lambda g, x: g.concat([1, 2], 0), lambda g, x: g.softmax(5), lambda g, x: g.within(None, x, x), lambda g, x: g.new_input(None),
+    lambda g, x: g.new_input((2, 3), strides=3), lambda g, x: g.new_input((2, 3), name=3), lambda g, x: g.new_input((2, 3), name="\ufb01"),
+    lambda g, x: g.input_like(3), lambda g, x: g.customized(x, mi.new_block_graph()), lambda g, x: g.customized(None, None)])
+def test_wrong_arguments_are_errors_of_the_graph_and_change_nothing(wrong):
+    g = mi.new_kernel_graph()
+    x = g.new_input((4, 6))
+    before = str(g)
+    with pytest.raises(errors.GraphError):
+        wrong(g, x)
+    assert str(g) == before
+
+
+def test_outputs_are_marked_all_or_none():
+    g = mi.new_kernel_graph()
+    x = g.new_input((4, 6))
+    y = g.exp(x)
+    with pytest.raises(errors.GraphError):
+        g.mark_output(x, None)
+    assert g.outputs == (y,)
+
+
+@pytest.mark.parametrize("of", [
+    lambda g, n, x: g.mul(n, 3), lambda g, n, x: g.exp(n), lambda g, n, x: g.add(n, n), lambda g, n, x: g.reduction(n, 1),
+    lambda g, n, x: g.softmax(n), lambda g, n, x: g.within(n, g.slice(n, 1, 0, 1), g.slice(n, 1, 0, 1)), lambda g, n, x: g.rms_norm(n),
+    lambda g, n, x: g.matmul(x, n), lambda g, n, x: g.rope(n, n, n), lambda g, n, x: g.cache_append(x, x, g.new_input((1,), "float32")),
+    lambda g, n, x: g.concat([n, g.new_input((4, 4), "int64")], 1)])
+def test_whole_numbers_are_not_computed_with(of):
+    """torch would give another dtype than the graph says, or refuse when it runs."""
+    g = mi.new_kernel_graph()
+    n, x = g.new_input((4, 4), "int32"), g.new_input((4, 4), "float32")
+    with pytest.raises(errors.DTypeError):
+        of(g, n, x)
+    g.mul(g.cast(n, "float32"), 3)
+    g.permute(g.concat([n, n], 1), (1, 0))
