@@ -13,6 +13,7 @@ from mirage_hf import errors
 from mirage_hf.graph.block import Axis, BlockGraph
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, row_major
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.ops import table
 
 
 class Dim(int):
@@ -50,12 +51,27 @@ def dims_of(graph: KernelGraph) -> dict[str, Dim]:
 
 
 def check(graph: KernelGraph) -> None:
-    """Errors: GraphError where a symbolic dim must equal a fixed one, or one of another name."""
+    """Errors: GraphError where a symbolic dim cannot have every size: it must equal a fixed one, or one of another name, or be longer than
+    something."""
     for name, d in dims_of(graph).items():
-        try:
-            at(graph, {name: d - 1})
-        except errors.GraphError as e:
-            raise errors.GraphError(f"dim {name} cannot have every size up to {int(d)}: {e}") from e
+        for size in sorted({1, d - 1}):
+            try:
+                small = at(graph, {name: size})
+            except errors.GraphError as e:
+                raise errors.GraphError(f"dim {name} cannot have every size up to {int(d)}: {e}") from e
+            for op, now in zip(graph.ops, small.ops, strict=True):
+                if op.name != CUSTOMIZED and table.lookup(op.name).kind in ("elementwise", "contract"):
+                    _check_broadcast(op, now, d)
+
+
+def _check_broadcast(op: KernelOp, now: KernelOp, d: Dim) -> None:
+    """Errors: GraphError where dims that were equal and no 1 differ now that `d` is 1, which broadcasts and so hides it."""
+    rows = 2 if op.name == "matmul" else 0  # whose last two dims do not broadcast
+    shapes = [[x.dims[::-1][rows:] for x in o.inputs if isinstance(x, DTensor)] for o in (op, now)]
+    for k in range(max(map(len, shapes[0]))):
+        pairs = [(was[k], n[k]) for was, n in zip(*shapes, strict=True) if k < len(was) and was[k] > 1]
+        if len({n for _, n in pairs}) > 1:
+            raise errors.GraphError(f"dim {d.name} cannot have every size up to {int(d)}: {op.name}: it must equal another dim of {int(d)}")
 
 
 def check_sizes(graph: KernelGraph, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -234,9 +234,10 @@ class _Parser:
         return self.take("word"), tuple(self.many(self.dim, "(", ")"))
 
     def dim(self) -> int:
-        if self.tokens[self.at].kind != "word":
+        token = self.tokens[self.at]
+        if token.kind != "word" and not (token.text == "inf" and self.tokens[self.at + 1].text == "<="):  # a dim's name, not a number
             return self.integer()
-        name = self.take("word")
+        name = self.take(token.kind)
         self.expect("<=")
         return self.build(Dim, name, self.integer())  # type: ignore[no-any-return]
 

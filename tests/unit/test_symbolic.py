@@ -138,3 +138,21 @@ def test_parts_follow_the_size():
         block = symbolic.ugraph_at(split, {"keys": keys}).block_ops[0].block
         axis = next(a for a in block.axes if a.parts)
         assert axis.size == keys and (block.axis(axis.parts).size - 1) * block.part(axis.name) < keys
+
+
+@pytest.mark.parametrize("of", [
+    lambda g, t: g.add(g.new_input((t, 8)), g.new_input((2, 8))), lambda g, t: g.add(g.new_input((t, 8)), g.new_input((mi.Dim("u", 2), 8))),
+    lambda g, t: g.matmul(g.new_input((t, 4, 8)), g.new_input((2, 8, 4))), lambda g, t: g.exp(g.slice(g.new_input((t, 8)), 0, 0, 2)),
+    lambda g, t: g.cache_append(g.new_input((t, 8)), g.new_input((2, 8)), g.new_input((1,), "int32"))])
+def test_a_dim_that_cannot_be_one_is_refused_before_the_search(of):
+    """A size of 1 broadcasts, so a dim of at most 2 meets another 2 without an error of an op."""
+    g = mi.new_kernel_graph()
+    of(g, mi.Dim("t", 2))
+    with pytest.raises(errors.GraphError, match="dim t cannot have every size up to 2"):
+        g.superoptimize(backend="cpu")
+
+
+def test_a_dim_may_be_called_inf():
+    g = mi.new_kernel_graph()
+    g.exp(g.new_input((mi.Dim("inf", 4), 8)))
+    assert text.parse_graph(str(g)) == g
