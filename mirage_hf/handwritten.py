@@ -26,6 +26,8 @@ def ugraph(program: KernelGraph, kernels: KernelGraph, tiles: Sequence[Mapping[s
         if not isinstance(graph, KernelGraph):
             raise errors.GraphError(f"ugraph: {what} must be a graph made by mi.new_kernel_graph(), it is {type(graph).__name__}")
     found = UGraph(program, kernels)
+    if tiles is not None and not isinstance(tiles, (list, tuple)):
+        raise errors.CodegenError(f"ugraph: tiles is {tiles!r}; give a list of one mapping for each customized op")
     if tiles is not None and len(tiles) != len(found.block_ops):
         raise errors.CodegenError(f"ugraph: {len(tiles)} tiles for {len(found.block_ops)} customized ops; give one mapping each, in order")
     candidate = examine(found)

@@ -134,6 +134,12 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
                                       max_kernels, max_block_ops, time_limit)
     if checkpoint is not None and not (parent := Path(checkpoint).absolute().parent).is_dir():
         raise errors.SearchError(f"superoptimize: checkpoint {checkpoint} cannot be kept, there is no folder {parent}; make it first")
+    folder = Path("mirage_codes" if save_codes is True else save_codes) if save_codes else None
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise errors.SearchError(f"superoptimize: save_codes: the folder {folder} cannot be made ({e.strerror}); name another") from e
     identity = checkpoints.identity(graph, options, restriction, seed)
     use_cache = cache and checkpoint is None
     progress = progress or (_printer() if verbose else None)
@@ -148,9 +154,7 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
             _memory.put(here, result)
     if verbose:
         print(result.report, file=sys.stderr)
-    if save_codes:
-        folder = Path("mirage_codes" if save_codes is True else save_codes)
-        folder.mkdir(parents=True, exist_ok=True)
+    if folder is not None:
         for n, u in enumerate(result):
             u.generate_triton_program(folder / f"ugraph_{n}.py")
     return result
@@ -239,7 +243,7 @@ def _scheduled(u: UGraph, allows: Allows) -> UGraph:
 def options_of(config: str | None, backend: str, griddims: Any, blockdims: Any, franges: Any, maps: dict[str, Any],
                max_kernels: int | None, max_block_ops: int | None, time_limit: float | None) -> tuple[SearchOptions, Restriction | None]:
     """Return what `superoptimize`'s options ask of the search and of schedules. Errors: SearchError for impossible ones."""
-    if config is not None and config not in PRESETS:
+    if config is not None and (not isinstance(config, str) or config not in PRESETS):
         raise errors.SearchError(f"superoptimize: unknown config {config!r}{errors.suggest(str(config), PRESETS)}; "
                                  f"configs are {', '.join(PRESETS)}, or None")
     if backend not in BACKENDS:
@@ -295,8 +299,8 @@ _lock = threading.Lock()
 
 
 @lru_cache(maxsize=512)
-def _runner(ugraph: UGraph) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
-    program = triton.generate(ugraph)
+def _runner(ugraph: UGraph, schedules: tuple[Any, ...] | None) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
+    program = triton.generate(ugraph, schedules)  # they are part of the key: µGraphs that differ in them alone are equal
     return compiled.load(program.source, program.digest).run  # type: ignore[no-any-return]
 
 
@@ -329,5 +333,5 @@ def _run_unchecked(ugraph: UGraph, inputs: Sequence[torch.Tensor]) -> list[torch
     if inputs[0].device.type != "cuda":
         raise errors.InputError(f"inputs are on {inputs[0].device}; kernels run on CUDA devices and on the CPU")
     with _lock:
-        run = _runner(ugraph)
+        run = _runner(ugraph, ugraph.schedules)
     return run(inputs)

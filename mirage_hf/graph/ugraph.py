@@ -144,8 +144,9 @@ def library_ugraph(program: KernelGraph) -> UGraph:
 
 def check_tensors(graph: KernelGraph, inputs: Sequence[torch.Tensor]) -> None:
     """Errors: InputError unless `inputs` is a list of tensors, as many as `graph.inputs`."""
-    if isinstance(inputs, torch.Tensor) or len(inputs) != len(graph.inputs):
-        got = "one tensor" if isinstance(inputs, torch.Tensor) else f"{len(inputs)} inputs"
+    if not isinstance(inputs, (list, tuple)) or len(inputs) != len(graph.inputs):
+        got = "one tensor" if isinstance(inputs, torch.Tensor) else (
+            f"{len(inputs)} inputs" if isinstance(inputs, (list, tuple)) else type(inputs).__name__)
         raise errors.InputError(f"expected a list of {len(graph.inputs)} tensors in the order of graph.inputs, got {got}")
     for i, (t, x) in enumerate(zip(graph.inputs, inputs, strict=True)):
         if not isinstance(x, torch.Tensor):

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import programs
 import pytest
@@ -551,3 +552,39 @@ def test_a_users_default_device_changes_nothing():
         x = [torch.ones(t.dims, dtype=t.dtype, device="cpu") for t in small().inputs]
         got = found[0](inputs=x)
     assert all(torch.allclose(a, b) for a, b in zip(got, found[0](inputs=x), strict=True)) and got[0].device.type == "cpu"
+
+
+@pytest.mark.parametrize("inputs", [None, 3, {1, 2}, (x for x in ())], ids=["None", "a number", "a set", "a generator"])
+def test_what_is_no_list_of_inputs_says_so(inputs):
+    g = mi.new_kernel_graph()
+    g.exp(g.new_input((4, 6)))
+    with pytest.raises(errors.InputError, match=r"expected a list of 1 tensors in the order of graph\.inputs, got"):
+        g.superoptimize(backend="cpu")(inputs)
+    with pytest.raises(errors.SearchError, match="unknown config"):
+        g.superoptimize(["mlp"])
+    with pytest.raises(errors.CodegenError, match="tiles is 3"):
+        mi.ugraph(g, g, tiles=3)
+
+
+def test_a_folder_for_codes_that_cannot_be_is_refused_before_the_search(tmp_path):
+    g, stages = mi.new_kernel_graph(), []
+    g.exp(g.new_input((4, 6)))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(errors.SearchError, match=r"save_codes: the folder .*file cannot be made"):
+        g.superoptimize(backend="cpu", cache=False, save_codes=tmp_path / "file", progress=lambda stage, detail: stages.append(stage))
+    assert not stages
+
+
+def test_equal_ugraphs_with_other_schedules_run_their_own(monkeypatch):
+    asked = []
+    monkeypatch.setattr(superoptimizer.triton, "generate",
+                        lambda u, schedules: asked.append(schedules) or SimpleNamespace(source="", digest=""))
+    monkeypatch.setattr(superoptimizer.compiled, "load", lambda source, digest: SimpleNamespace(run=lambda inputs: []))
+    g = mi.new_kernel_graph()
+    g.exp(g.new_input((4, 64)))
+    u = g.superoptimize(backend="cpu")[0]
+    ops = superoptimizer.placed(u)
+    first, second = (tuple(s[n] for s in map(superoptimizer.space.schedules, ops)) for n in (0, 1))
+    for schedules in (first, second, first):
+        superoptimizer._runner(replace(u, schedules=schedules), schedules)
+    assert asked == [first, second]
