@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import inspect
 import keyword
+import math
+import re
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +16,16 @@ from mirage_hf.ops import table
 
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**"}
 
-_TAKEN = ("torch", "triton", "tl", "F", "copy", "threading", "inputs", "out", "device", "launch", "counters")
+_CHOOSING = ("ratio", "select")
+"""Ops whose torch form wants tensors."""
+
+_WHOLE = {"max": "torch.maximum", "min": "torch.minimum", "pow": "torch.pow"}
+"""Ops that torch computes of tensors what it refuses of numbers."""
+
+_TAKEN = ("torch", "triton", "tl", "F", "copy", "threading", "inputs", "out", "device", "launch", "counters", "float")
+
+_KERNEL = re.compile(r"mirage_\d+")
+"""What kernels are called, see `triton.generate`."""
 
 _FORMS = {
     "matmul": "torch.matmul({0}, {1})",
@@ -35,8 +46,16 @@ def expression(op: KernelOp, names: Sequence[str]) -> str:
     """The torch expression of one op on operands called `names` (numbers already as text). Errors: CodegenError."""
     row = table.lookup(op.name)
     attrs = dict(op.attrs)
+    numbers = [not isinstance(x, DTensor) for x in op.inputs]
+    if any(numbers) and (op.name in _CHOOSING or (op.name in _WHOLE and not _fits(op))):
+        # as the interpreter has them: numbers of float64 without dims, which decide nothing about the result's dtype
+        like = names[numbers.index(False)]
+        names = [f"torch.full((), {n}, dtype=torch.float64, device={like}.device)" if a else n for n, a in zip(names, numbers, strict=True)]
+        function = _WHOLE.get(op.name, op.name)
+        return f"{function}({', '.join(names)})" + (f".to({like}.dtype)" if op.name == "select" and numbers == [False, True, True] else "")
     if op.name in _INFIX:
-        return f" {_INFIX[op.name]} ".join(names)
+        first = f"({names[0]})" if names[0].startswith("-") else names[0]  # -2.0 ** x is -(2.0 ** x)
+        return f" {_INFIX[op.name]} ".join([first, *names[1:]])
     if op.name in ("max", "min") and any(not isinstance(x, DTensor) for x in op.inputs):
         (_, tensor), (_, number) = sorted(zip(op.inputs, names, strict=True), key=lambda p: not isinstance(p[0], DTensor))
         bound = "min" if op.name == "max" else "max"
@@ -58,6 +77,12 @@ def expression(op: KernelOp, names: Sequence[str]) -> str:
     return f"{row.oracle.__name__.lstrip('_')}({', '.join(names)}{extra})"
 
 
+def _fits(op: KernelOp) -> bool:
+    """Whether torch takes the op's numbers as such: not those that are finite, but infinite in the dtype of the result."""
+    most = torch.finfo(op.outputs[0].dtype).max if op.outputs[0].dtype.is_floating_point else math.inf
+    return all(isinstance(x, DTensor) or math.isinf(x) or abs(x) <= most for x in op.inputs)
+
+
 def _has_form(op: KernelOp) -> bool:
     return op.name in _FORMS and not (op.name == "softmax" and len(op.inputs) > 1)  # with bounds it is a function of ours
 
@@ -77,7 +102,8 @@ def functions(graph: KernelGraph) -> list[str]:
 
 def local(t: DTensor) -> str:
     """A tensor's name as a local variable that hides nothing a generated file needs."""
-    hides = t.name in _TAKEN or t.name in table.OPS or keyword.iskeyword(t.name)
+    name = t.name.rstrip("_")  # tl_ is not what tl becomes
+    hides = name in _TAKEN or name in table.OPS or keyword.iskeyword(name) or _KERNEL.fullmatch(name)
     return t.name + "_" if hides else t.name
 
 

@@ -110,13 +110,15 @@ def generate(ugraph: UGraph, schedules: Sequence[Schedule] | None = None, name: 
 def _in_place(ugraph: UGraph, plans: Sequence[Plan]) -> tuple[tuple[int, int], ...]:
     ops, inputs = ugraph.kernels.ops, [t.index for t in ugraph.kernels.inputs]
     read_last = {x.index: n for n, op in enumerate(ops) for x in op.inputs if isinstance(x, DTensor)}
-    views = {x.index for op in ops if op.name in VIEWS for x in op.inputs if isinstance(x, DTensor)}
+    kept = {t.index for t in ugraph.kernels.outputs}  # an input that is an output too, and what views are of
+    kept |= {x.index for op in ops if op.name in VIEWS for x in op.inputs if isinstance(x, DTensor)}
     planned, found = iter(plans), []
     for n, op in enumerate(ops):
         if op.name != CUSTOMIZED:
             continue
         p, operands = next(planned), [x.index for x in op.inputs if isinstance(x, DTensor)]
-        free = [x for x in dict.fromkeys(operands) if x in inputs and x not in views and read_last[x] == n and operands.count(x) == 1]
+        free = [x for x in dict.fromkeys(operands)
+                if x in inputs and x not in kept and read_last[x] == n and operands.count(x) == 1]
         for t, o in zip(op.outputs, p.block.outputs, strict=True):
             found += [(k, inputs.index(x)) for k, y in enumerate(ugraph.kernels.outputs) if y.index == t.index
                       for x in free if p.in_place(o, operands.index(x))]

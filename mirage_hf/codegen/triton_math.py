@@ -104,6 +104,7 @@ def tanh(x):
 @triton.jit
 def power(x, y):
     """x ** y in float32, for negative x too where y is whole."""
+    x, y = tl.broadcast(x, y)  # Triton's interpreter cannot join conditions of numbers and of tiles
     whole = tl.floor(y) == y
     odd = whole & (tl.floor(y * 0.5) * 2.0 != y)
     size = tl.where(tl.abs(x) == 1.0, 1.0, tl.exp2(y * tl.log2(tl.abs(x))))

@@ -281,7 +281,16 @@ def _run_op(op: KernelOp, values: Mapping[int, torch.Tensor], wide: torch.dtype 
         return [row.oracle(*(a.float() for a in args)).to(args[0].dtype)]
     if op.name == "cast" and wide is not None:
         return [args[0]]
-    if row.kind == "elementwise" and not all(isinstance(a, torch.Tensor) for a in args):
-        # a 0-dim float64 takes part at full precision and does not change the result's dtype, as a Python number would
-        args = [a if isinstance(a, torch.Tensor) else torch.tensor(a, dtype=torch.float64, device="cpu") for a in args]
-    return [row.oracle(*args, **dict(op.attrs))]
+    return [run_library(op, args, wide)]
+
+
+def run_library(op: KernelOp, args: Sequence[torch.Tensor | float], wide: torch.dtype | None = None) -> torch.Tensor:
+    """One op of the table by its oracle, on tensors and numbers; the result has the dtype of the op's output, or `wide`."""
+    oracle, attrs = table.lookup(op.name).oracle, dict(op.attrs)
+    if all(isinstance(a, torch.Tensor) for a in args):
+        return oracle(*args, **attrs)
+    if op.name == "mul" and not isinstance(args[0], torch.Tensor):
+        args = args[::-1]  # torch rounds the first factor to the second one's dtype
+    # a 0-dim float64 takes part at full precision and does not change the result's dtype, as a Python number would
+    tensors = [a if isinstance(a, torch.Tensor) else torch.tensor(a, dtype=torch.float64, device="cpu") for a in args]
+    return oracle(*tensors, **attrs).to(wide or op.outputs[0].dtype)  # select has numbers alone to choose from

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 
 from mirage_hf.graph import strided
-from mirage_hf.graph.execute import TorchAlgebra, run_block_graph, run_kernel_graph
+from mirage_hf.graph.execute import TorchAlgebra, run_block_graph, run_kernel_graph, run_library
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
 from mirage_hf.graph.ragged import Bounds, bounds_of, extent
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.ops import table
 from mirage_hf.verify.narrow import narrowed
 from mirage_hf.verify.ragged import draw_all
 from mirage_hf.verify.shrink import Classes, Misfit
@@ -300,8 +299,7 @@ def run_kernels(kernels: KernelGraph, inputs: Sequence[torch.Tensor], tensor_cor
             stored = run_block_graph(op.block, [values[t.index] for t in read], algebra)
             results = [y.to(t.dtype) for y, t in zip(stored, op.outputs, strict=True)]
         else:
-            args = [values[x.index] if isinstance(x, DTensor) else torch.tensor(x, dtype=torch.float64, device="cpu") for x in op.inputs]
-            results = [table.lookup(op.name).oracle(*args, **dict(op.attrs))]
+            results = [run_library(op, [values[x.index] if isinstance(x, DTensor) else x for x in op.inputs])]
         values |= {t.index: y for t, y in zip(op.outputs, results, strict=True)}
     return [values[t.index] for t in kernels.outputs]
 

@@ -15,6 +15,7 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.execute import TorchAlgebra, run_block_graph, run_kernel_graph
+from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 from mirage_hf.tune import space
@@ -102,6 +103,19 @@ def _judge(ugraph: UGraph, schedules: Sequence[Schedule], inputs: list[torch.Ten
     return {"same_finite": torch.equal(ours.isfinite(), there), "error": error, "allowed": 2 * stock + 4 * scale}
 
 
+def powers() -> dict:
+    """The largest relative error of x ** n and n ** x with numbers."""
+    found = {}
+    for what, of in {"x ** 1.5": lambda g, x: g.pow(x, 1.5), "2 ** x": lambda g, x: g.pow(2.0, x), "x ** 0": lambda g, x: g.pow(x, 0),
+                     "sum ** -2.5": lambda g, x: g.pow(g.reduction(x, 1), -2.5)}.items():
+        g, x = KernelGraph(), torch.rand(3, 20) + 0.1
+        of(g, g.new_input((3, 20), "float32"))
+        exact, = run_kernel_graph(g, [x], torch.float64)
+        ugraph = next(u for u in g.superoptimize(backend="cpu") if u.is_fused)
+        found[what] = ((run(ugraph, ugraph.schedules, [x])[0] - exact) / exact).abs().max().item()
+    return found
+
+
 def nan_of_maxima() -> dict:
     """Which rows of softmax are NaN where one row has a NaN: with the row held whole, walked, walked with a lazy maximum."""
     x = torch.randn(3, 100, dtype=torch.float16)
@@ -120,4 +134,4 @@ def main() -> None:
         for n, schedule in enumerate(space.schedules(ugraph.block_ops[0], limit=6)):
             results[f"space: {name} {n}"] = compare(ugraph, [schedule]) | {"schedule": str(schedule)}
     ops = {fn: elementwise(fn) for fn, row in table.OPS.items() if row.kind == "elementwise"}
-    print(json.dumps({"cases": results, "ops": ops, "hard": hard_numbers(), "nan": nan_of_maxima()}))
+    print(json.dumps({"cases": results, "ops": ops, "hard": hard_numbers(), "nan": nan_of_maxima(), "powers": powers()}))

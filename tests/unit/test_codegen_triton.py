@@ -1,6 +1,8 @@
 import hashlib
 import importlib.util
+import itertools
 import marshal
+import math
 import os
 import re
 import struct
@@ -16,13 +18,14 @@ import pytest
 import torch
 from interpreted import run
 
+import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import torch_text, triton
 from mirage_hf.codegen.plan import FEW_ARE_ASYNCHRONOUS, placed, plan
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
-from mirage_hf.graph.kernel import new_kernel_graph
+from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.ops import table
 
@@ -382,6 +385,57 @@ def test_every_row_has_a_torch_expression(name):
     from mirage_hf.graph.kernel import KernelOp
     text = torch_text.expression(KernelOp(name, (), (), tuple(attrs.items())), ["a", "b", "c"][:max(1, row.arity[0])])
     compile(text, name, "eval")
+
+
+def _text_of_library(program):
+    text = triton.generate(library_ugraph(program))
+    module = {}
+    exec(compile(text.source, "<generated>", "exec"), module)
+    return module["run"]
+
+
+def test_powers_of_and_by_numbers_run_in_the_interpreter(interpreted):
+    assert len(interpreted["powers"]) == 4 and all(e < 1e-5 for e in interpreted["powers"].values()), interpreted["powers"]
+
+
+@pytest.mark.parametrize("name", [n for n, row in table.OPS.items() if row.kind == "elementwise" and row.arity[0] > 1])
+def test_library_ops_take_numbers_as_the_cpu_backend_does(name):
+    """Any operand, also one that the dtype cannot hold; the result has the dtype of the program's."""
+    for dtype, numbers in itertools.product(("float32", "float16"), itertools.product((None, 2.0, -1.5, 0.0, math.inf, 70000.0),
+                                                                                      repeat=table.OPS[name].arity[0])):
+        if None not in numbers or all(n is None for n in numbers):
+            continue
+        g = KernelGraph()
+        t = getattr(g, name)(*(g.new_input((3, 5), dtype) if n is None else n for n in numbers))
+        xs = [torch.randn(x.dims, generator=torch.Generator().manual_seed(n)).to(x.dtype) for n, x in enumerate(g.inputs)]
+        want, = library_ugraph(g)(xs)
+        got, = _text_of_library(g)(xs)
+        assert got.dtype == want.dtype == t.dtype, numbers
+        finite = want.isfinite() & got.isfinite()  # a number over a tensor is its reciprocal, times the number, to torch
+        torch.testing.assert_close(got[finite], want[finite], rtol=4 * torch.finfo(t.dtype).eps, atol=0, msg=f"{name} {numbers}")
+        assert torch.equal(got.isnan(), want.isnan()) or name in ("div", "ratio"), numbers
+
+
+@pytest.mark.parametrize("names", [("tl", "tl_"), ("torch_", "torch"), ("mirage_0", "mirage_0_"), ("float", "float_")])
+def test_names_of_tensors_hide_nothing_and_stay_apart(names):
+    g = KernelGraph()
+    x, y = (g.new_input((3, 5), "float32", name=n) for n in names)
+    g.min(g.sub(g.exp(x), y), math.inf)
+    xs = [torch.randn(3, 5), torch.randn(3, 5)]
+    torch.testing.assert_close(_text_of_library(g)(xs), library_ugraph(g)(xs))
+    assert len({torch_text.local(t) for t in g.inputs} | {"mirage_0", "float", "torch", "tl"}) == 6
+
+
+def test_an_input_that_is_an_output_too_is_not_written_over():
+    def written_over(returned):
+        g = KernelGraph()
+        x = g.new_input((8, 16), "float32")
+        b = mi.new_block_graph((8,))
+        b.new_output(b.exp(b.new_input(x, imap={"x": 0})), omap={"x": 0})
+        g.mark_output(*g.customized([x], b), *([x] if returned else []))
+        return triton.generate(UGraph(g, g)).in_place
+
+    assert written_over(False) == ((0, 0),) and written_over(True) == ()
 
 
 def test_a_conversion_of_what_an_asynchronous_product_reads_has_a_load_of_its_own():
