@@ -93,8 +93,11 @@ def folder() -> Path:
 def load(key: str, graph: KernelGraph, seed: int) -> Kept | Rejected | None:
     """Return what is kept on disk for `key` and proven again, why it cannot be used, or None where there is nothing."""
     path = folder() / f"{key}.json"
-    if not path.exists():
-        return None
+    try:
+        if not path.exists():
+            return None
+    except OSError as e:  # a folder on the way that may not be entered
+        return Rejected(f"{path.parent} cannot be read ({e.strerror})")
     found = checkpoint.read(path, graph, key)
     if isinstance(found, Journal):
         found = Rejected("holds a search that did not end")

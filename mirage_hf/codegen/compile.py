@@ -1,15 +1,18 @@
 """Generated sources as modules, and ahead-of-time compilation for any GPU without one."""
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import logging
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,6 +65,23 @@ def _let_bounds_be_loaded() -> None:
 
 def _keep(source: str, digest: str) -> Path:
     folder = settings().cache_dir / "kernels"
+    try:
+        return _kept_in(folder, source, digest)
+    except OSError as e:
+        _log.warning("%s cannot be written (%s): kernels are kept for this process only; set MIRAGE_HF_CACHE to a folder that can",
+                     folder, e.strerror)
+        return _kept_in(_own_folder(), source, digest)
+
+
+@cache
+def _own_folder() -> Path:
+    """A folder of this process, removed when it ends."""
+    folder = tempfile.mkdtemp(prefix="mirage_hf_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def _kept_in(folder: Path, source: str, digest: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{digest}.py"
     if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:

@@ -34,7 +34,11 @@ class Store:
     def find(self, digest: str, target: str = "*") -> Entry | Rejected:
         """Return the entry whose key has `digest`, or why there is none. `target`, where it is known, narrows the look-up."""
         reasons = []
-        for folder in sorted(self.root.glob(f"*/*-{digest[:8]}/{target}")):
+        try:
+            folders = sorted(self.root.glob(f"*/*-{digest[:8]}/{target}"))
+        except OSError as e:  # a folder on the way that may not be entered
+            return Rejected(f"{self.root} cannot be read ({e.strerror})")
+        for folder in folders:
             found = read_entry(folder)
             if isinstance(found, Rejected) and folder.exists():
                 found = read_entry(folder)  # another process may have replaced it while it was read
@@ -78,7 +82,12 @@ class Store:
 
     def verify(self) -> Iterator[tuple[Path, Entry | Rejected]]:
         """Every folder that holds or should hold an entry, with the entry or what is wrong with it."""
-        for folder in sorted(self.root.glob("[!.]*/*/*")):
+        try:
+            folders = sorted(self.root.glob("[!.]*/*/*"))
+        except OSError as e:
+            yield self.root, Rejected(f"{self.root} cannot be read ({e.strerror})")
+            return
+        for folder in folders:
             if folder.is_dir() and folder.name != "__pycache__":
                 yield folder, read_entry(folder)
 

@@ -2,6 +2,7 @@
 # ruff: noqa: E501
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass, replace
@@ -452,6 +453,16 @@ def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path, monkeypatch):
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(blocked))
     found = mi.superoptimize(small())
     assert found[0].is_fused and "MIRAGE_HF_CACHE" in str(found.report)
+
+
+def test_a_cache_that_cannot_be_read_is_no_failure(tmp_path, monkeypatch, caplog):
+    """A name that is too long, as a folder that may not be entered is for those who are not root, is an OSError of every look-up."""
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / ("x" * 300)))
+    found = mi.superoptimize(small())
+    assert found[0].is_fused and "cannot be read" in str(found.report) and "MIRAGE_HF_CACHE" in str(found.report)
+    source = "def run(inputs): return inputs\n# of a test\n"
+    assert superoptimizer.compiled.load(source, hashlib.sha256(source.encode()).hexdigest()).run([1]) == [1]
+    assert "for this process only" in caplog.text
 
 
 def test_a_locked_cache_is_no_failure(monkeypatch):

@@ -19,6 +19,7 @@ from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.triton import generate
 from mirage_hf.errors import Rejected
+from mirage_hf.graph import json_format
 from mirage_hf.tune.cost import H200, estimate
 from mirage_hf.tune.space import REGISTER_BUDGET
 from mirage_hf.tune.tuner import rank
@@ -299,3 +300,21 @@ def test_a_locked_zoo_gives_up_with_a_reason(zoo, monkeypatch):
     with FileLock(zoo.root / ".lock"):
         said = zoo.put(entry())
     assert isinstance(said, Rejected) and "locked by another process" in said.reason
+
+
+def test_a_root_that_cannot_be_read_is_a_reason_not_a_crash(tmp_path):
+    """A name that is too long, as a folder that may not be entered is for those who are not root, is an OSError of every look-up."""
+    blocked = Store(tmp_path / ("x" * 300), writable=True)
+    found = blocked.get(entry().key)
+    assert isinstance(found, Rejected) and "cannot be read" in found.reason
+    (_, said), = blocked.verify()
+    assert isinstance(said, Rejected) and isinstance(blocked.put(entry()), Rejected)
+
+
+@pytest.mark.parametrize(("field", "value"), [("search", None), ("created", None), ("schedules", [])])
+def test_an_edited_entry_with_a_digest_of_its_own_is_rejected(zoo, field, value):
+    folder = zoo.put(entry())
+    data = {k: v for k, v in json.loads((folder / "entry.json").read_text()).items() if k != "digest"} | {field: value}
+    (folder / "entry.json").write_text(json_format.save_json(data | {"digest": json_format.digest(data)}))
+    found = zoo.get(entry().key)
+    assert isinstance(found, Rejected) and "was edited" in found.reason
