@@ -18,6 +18,7 @@ from mirage_hf.progress import bar_unless
 from mirage_hf.swap.handle import NAME, detach
 from mirage_hf.swap.kernels import find_kernels
 from mirage_hf.swap.optimization import Optimization
+from mirage_hf.zoo.store import chain
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -49,7 +50,7 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
     return the Report of what would be done. progress: called with what was reached, as progress("kernel", (1, 9, "attention"));
     without it a terminal shows a bar. An optimized model is restored first, then optimized anew.
     Errors: OptimizeError for a model or option it cannot take, ZooError for a zoo that cannot be had; the model is then untouched. One that
-    was optimized before stays so where an option is at fault, and is as restore() leaves it behind other errors.
+    was optimized before stays so where an option or the zoo is at fault, and is as restore() leaves it behind other errors.
     Warns: OptimizeWarning.
     """
     names, rows = check_options(patterns, batch_sizes, max_cache_len, zoo, progress, backend=backend, tune=tune, decode=decode,
@@ -57,6 +58,7 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
     check_model(model)
     device = single_device(model)
     backend = chosen_backend(backend, device)
+    chain(zoo)  # one that cannot be had is said before anything is taken back or searched
     with _locked(model), on_the_cpu():
         if not dry_run:
             _take_back(model)

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -149,10 +150,15 @@ def named_store(zoo: str | Path) -> Store:
     repo, _, revision = str(zoo).removeprefix("hf://").partition("@")
     if repo.count("/") != 1 or repo.startswith((".", "/", "~")):
         raise errors.ZooError(f"zoo {str(zoo)!r} is neither a folder nor a Hub repo; give a folder that exists, or \"user/name\"")
-    from huggingface_hub import snapshot_download
     try:
-        fetched = snapshot_download(repo, revision=revision or None, allow_patterns=["*/*/*/*.json", "*/*/*/kernel.py"])
+        return Store(_fetched(repo, revision))
     except Exception as e:  # the Hub's client raises its own, the HTTP library's and OSError
         raise errors.ZooError(f"zoo {str(zoo)!r} could not be fetched from the Hub ({type(e).__name__}: {str(e).splitlines()[0][:200]}); "
                               "check the name and the network, or give a local copy's folder") from e
-    return Store(Path(fetched))
+
+
+@cache
+def _fetched(repo: str, revision: str) -> Path:
+    """A repo's zoo in the Hub's cache: the Hub is asked once in a process, not for every kernel."""
+    from huggingface_hub import snapshot_download
+    return Path(snapshot_download(repo, revision=revision or None, allow_patterns=["*/*/*/*.json", "*/*/*/kernel.py"]))

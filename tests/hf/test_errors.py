@@ -14,7 +14,7 @@ from swapping import SIZES, same, snapshot, tiny
 from torch import nn
 
 from mirage_hf.api import optimize, restore
-from mirage_hf.errors import MirageError, OptimizeError, OptimizeWarning
+from mirage_hf.errors import MirageError, OptimizeError, OptimizeWarning, ZooError
 from mirage_hf.match.eligible import check_model
 
 pytestmark = pytest.mark.usefixtures("resolved")
@@ -128,11 +128,14 @@ def test_options(options: dict[str, Any], text: str) -> None:
     assert same(before, snapshot(model))
 
 
-def test_wrong_options_leave_an_optimized_model_optimized() -> None:
+def test_wrong_options_leave_an_optimized_model_optimized(tmp_path: Path) -> None:
     model = optimize(tiny("llama"))
     handle = model.mirage
     with pytest.raises(OptimizeError):
         optimize(model, tune="x")
+    for dry_run in (False, True):
+        with pytest.raises(ZooError, match="nowhere"):
+            optimize(model, zoo=[tmp_path, tmp_path / "nowhere"], dry_run=dry_run)
     model.train()
     with pytest.raises(OptimizeError):
         optimize(model)

@@ -150,16 +150,16 @@ def test_equal_blocks_are_resolved_once(resolved: list[Any]) -> None:
     assert len(resolved) == (5 + 1) * 2  # the parts of a layer, and the head
 
 
-def test_options_reach_the_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_reach_the_resolver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
 
     def resolve(program: Any, **options: Any) -> Resolved:
         seen.append(options)
         return Resolved(program, time_us=2.0, library_us=3.0)
     monkeypatch.setattr(kernels, "resolve", resolve)
-    model = optimize(tiny("llama"), zoo="there", tune="never", progress=print)
+    model = optimize(tiny("llama"), zoo=tmp_path, tune="never", progress=print)
     layer = ["rms_norm_linear", "attention", "linear_residual", "gated_mlp", "linear_residual"]
-    given = dict(device=torch.device("cpu"), backend="cpu", zoo="there", tune="never", progress=print)
+    given = dict(device=torch.device("cpu"), backend="cpu", zoo=tmp_path, tune="never", progress=print)
     assert seen == [{**given, "pattern": pattern, "like": None} for pattern in [*layer, "rms_norm_linear"]]
     assert "2.0 (3.0)" in str(model.mirage.report)
 

@@ -146,6 +146,9 @@ def test_a_named_zoo_is_a_folder_or_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: (_ for _ in ()).throw(OSError("no network")))
     with pytest.raises(errors.ZooError, match=r"could not be fetched.*no network.*local copy"):
         store.named_store("someone/zoo")
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: asked.append(a) or str(tmp_path))
+    assert [store.named_store("hf://someone/zoo@v1").root for _ in range(3)] == [tmp_path] * 3 and len(asked) == 1
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------
