@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -209,19 +210,17 @@ def _force_at(now: Now, scores: Tensor, tokens: Tensor, length: Tensor) -> Tenso
 def _decay(now: Now, scores: Tensor, tokens: Tensor, start: Tensor, factor: Tensor) -> Tensor:
     growth = (factor ** (now.length - start).double() - 1).float()
     grows = tokens & (now.length > start)
-    if DECAY_LEAVES_INFINITY:
+    if _decay_leaves_infinity():
         grows = grows & scores.isfinite()
     return torch.where(grows, scores + scores.abs() * growth, scores)
 
 
+@cache
 def _decay_leaves_infinity() -> bool:
     """Whether this version of transformers leaves a suppressed stop token where it is; others make NaN of it."""
     with on_the_cpu():
         decay = hf.ExponentialDecayLengthPenalty((0, 2.0), [0], 0)
         return not bool(decay(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), -INFINITY)).isnan())
-
-
-DECAY_LEAVES_INFINITY = _decay_leaves_infinity()
 
 
 # -- the text so far ----------------------------------------------------------------------------------------------------

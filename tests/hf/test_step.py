@@ -432,9 +432,12 @@ def test_longrope_is_by_kernels_for_texts_within_its_reach(family: str) -> None:
     assert steps(ours)[KERNELS] == 5
     beyond = {"RoPE of type longrope reads the length on the host"} if family == "llama" else set()
     assert set(steps(ours)) == {KERNELS, *beyond} and len(stocks(ours)) == (family == "phi3")
-    before = survey(ours)
+    before, tables = survey(ours), ours.mirage.runner.steps.rotary_tables(40)
     ours(prompt(1, 40))
-    assert ours.model.rotary_emb.inv_freq.data_ptr() != ours.model.rotary_emb.original_inv_freq.data_ptr()
+    left = ours.model.rotary_emb.inv_freq
+    assert left is not ours.model.rotary_emb.original_inv_freq
+    assert all(map(torch.equal, tables, ours.mirage.runner.steps.rotary_tables(40))) and ours.model.rotary_emb.inv_freq is left
+    assert bool((tables[0][:, 31] != 0).all()) and not tables[0][:, 32:].any()
     assert survey(ours) == before
     ours.model.rotary_emb.original_inv_freq.mul_(2)  # graphs captured before hold the frequencies that were
     assert survey(ours).model == before.model and survey(ours).key != before.key
