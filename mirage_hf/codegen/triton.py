@@ -117,8 +117,10 @@ def _in_place(ugraph: UGraph, plans: Sequence[Plan]) -> tuple[tuple[int, int], .
         if op.name != CUSTOMIZED:
             continue
         p, operands = next(planned), [x.index for x in op.inputs if isinstance(x, DTensor)]
+        # an input that is stored as it is, is read where it is stored: another output may then be written over it already
+        copied = {operands[s] for o in p.block.outputs if o.value in p.input for s in p.input[o.value].sources}
         free = [x for x in dict.fromkeys(operands)
-                if x in inputs and x not in kept and read_last[x] == n and operands.count(x) == 1]
+                if x in inputs and x not in kept and x not in copied and read_last[x] == n and operands.count(x) == 1]
         for t, o in zip(op.outputs, p.block.outputs, strict=True):
             found += [(k, inputs.index(x)) for k, y in enumerate(ugraph.kernels.outputs) if y.index == t.index
                       for x in free if p.in_place(o, operands.index(x))]

@@ -438,6 +438,16 @@ def test_an_input_that_is_an_output_too_is_not_written_over():
     assert written_over(False) == ((0, 0),) and written_over(True) == ()
 
 
+def test_an_input_that_is_stored_as_it_is_is_not_written_over():
+    """It is read where it is stored, which may be after another output has been."""
+    block = BlockGraph((Axis("n", 64, Role.GRID),), (BlockInput("x", (0,), ("n",)), BlockInput("z", (1,), ("n",))),
+                       (Stage(None, (BlockOp("y", "mul", ("z", 2.0), ("n",)),)),),
+                       (BlockOutput("y", ("n",), "float32"), BlockOutput("x", ("n",), "float32")))
+    g = KernelGraph()
+    g.mark_output(*g.customized([g.new_input((64,), "float32"), g.new_input((64,), "float32")], block))
+    assert triton.generate(UGraph(g, g), [Schedule((("n", 16),))]).in_place == ((0, 1), (1, 1))
+
+
 def test_a_conversion_of_what_an_asynchronous_product_reads_has_a_load_of_its_own():
     """x is a factor as it is stored of one product and converted for another: the second must not share the first's buffer."""
     def axes(*names):
