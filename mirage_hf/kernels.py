@@ -327,14 +327,14 @@ def _unmeasured(c: Candidate, on_gpu: bool) -> UGraph:
 
 
 def _timings(name: str, c: Tuned) -> tuple[Timing, ...]:
-    assert c.timing is not None
+    """Those that there are: the library path may have failed, as for want of memory."""
     return tuple(Timing(name + how, t.us, t.low, t.high, t.replays) for how, t in (("", c.timing), (CHAINED, c.chain)) if t is not None)
 
 
 def _library_wins(entry: Entry) -> str:
     """Why the library runs instead of an entry's kernel; empty where the kernel does."""
     times = {t.name: t.median_us for t in entry.timings}
-    if not times:
+    if LIBRARY not in times:
         return ""
     how = CHAINED if all(name + CHAINED in times for name in (OURS, LIBRARY)) else ""
     ours, library = times[OURS + how], times[LIBRARY + how]

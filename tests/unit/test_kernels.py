@@ -18,7 +18,7 @@ from mirage_hf.codegen import plan
 from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.tune import space
 from mirage_hf.tune.measure import timing
-from mirage_hf.tune.tuner import MEASURED
+from mirage_hf.tune.tuner import MEASURED, REFUSED
 from mirage_hf.tune.tuner import Candidate as Tuned
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import key_of
@@ -204,6 +204,18 @@ def test_what_is_slower_than_the_library_is_not_offered(offered):
     chosen = kernels.for_layer(layer, device="cpu")
     assert [len(c) for c in offered[0]] == [2, 2]  # the second program runs the library
     assert not chosen[1].is_fused and chosen[1].entry == layer[1].entry and "library path was measured faster" in chosen[1].reason
+
+
+def test_a_library_path_that_failed_is_no_rival(cache):
+    """As for want of memory, which kernels that form no intermediate results need less of."""
+    timed = made(512, 1.0, 2.0).made
+    failed = replace(timed, library=replace(timed.library, status=REFUSED, reason="OutOfMemoryError", timing=None))
+    assert failed.contenders() == failed.tuned
+    entry = failed.entry()
+    assert [t.name for t in entry.timings] == [kernels.OURS] and kernels._serves(entry, "auto")
+    resolved = kernels._resolved(entry, kernels.SEARCHED, True, 0.0)
+    assert resolved.is_fused and resolved.time_us == 1.0 and resolved.library_us is None
+    assert kernels._as_it_is(entry)
 
 
 def test_what_was_looked_up_stays_and_counts(offered):
