@@ -148,7 +148,7 @@ class Chain:
         y = run(self._sets[0])[0]
         if not y.is_floating_point():
             return None
-        x = self._sets[0][self._at].as_strided((self._sets[0][self._at].numel(),), (1,))
+        x = flat(self._sets[0][self._at])  # elements of an input may share a place
         if y.dtype not in self._links:
             link = _link(len(x), x.dtype, y.dtype)
             one = y.as_strided((1,), (1,))

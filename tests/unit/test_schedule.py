@@ -233,6 +233,22 @@ def test_steps_from_a_candidate_are_new_possible_and_permitted():
         assert {s.split for s in schedules} > {start.schedules[0].split} and 0 in {s.preload for s in schedules}
 
 
+def test_a_chain_links_through_inputs_whose_elements_share_a_place(monkeypatch):
+    """The link between kernels writes the memory of such an input once, and no more than there is."""
+    g = new_kernel_graph()
+    g.mark_output(g.exp(g.new_input((4, 8), "float32", strides=(0, 1))))
+    linked = []
+    monkeypatch.setattr(tuner.measure, "_link", lambda size, x, y: lambda inputs, out: linked.append((size, [t.shape for t in inputs])))
+
+    def time_run(run, sets, replays):
+        run(sets[0])
+        return tuner.measure.timing([1.0], 1)
+    monkeypatch.setattr(tuner.measure, "time_run", time_run)
+    chain = tuner.measure.Chain(g, [tuner.measure.random_inputs(g, "cpu")])
+    assert chain.time(lambda inputs: [inputs[0].exp()]) is not None
+    assert linked == [(8, [(8,), (1,)])] * 2
+
+
 def test_kernels_are_chosen_by_the_time_of_all_together(monkeypatch):
     """The fastest of each alone are not the fastest together."""
     ugraph = SPACES["norm linear"]
