@@ -16,7 +16,9 @@ from torch import Tensor
 
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiled
+from mirage_hf.codegen.plan import FEW_ARE_ASYNCHRONOUS
 from mirage_hf.codegen.triton import Program as Generated
+from mirage_hf.codegen.triton import generate
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import UGraph, check_inputs
 from mirage_hf.zoo.entry import Entry
@@ -76,10 +78,21 @@ def _find(digest: str) -> _Program:
                 "run where the graph was made, with the same zoo, or copy that zoo or cache here (MIRAGE_HF_CACHE says where it is). A "
                 "µGraph that was called on its own must be compiled anew")
         on_gpu = entry.key.target != "cpu"
-        run = launcher(entry.kernel) if on_gpu and entry.ugraph.is_fused else partial(run_kernel_graph, entry.ugraph.kernels)
+        run = _kernels_of(entry) if on_gpu and entry.ugraph.is_fused else partial(run_kernel_graph, entry.ugraph.kernels)
         register(digest, entry.ugraph, run, "cuda" if on_gpu else "cpu")
         known = _known[digest]
     return known
+
+
+def _kernels_of(entry: Entry) -> Run:
+    """Return what runs an entry's searched kernels, as they are safe with the Triton that is installed (see `_serves` in kernels.py): a
+    graph that names them cannot have others, so those that are not are generated here, or the program runs in torch."""
+    if not FEW_ARE_ASYNCHRONOUS:
+        return launcher(entry.kernel)
+    try:
+        return launcher(generate(entry.ugraph, entry.schedules).source)
+    except errors.CodegenError:
+        return lambda inputs: _apart(inputs, run_kernel_graph(entry.ugraph.program, inputs))
 
 
 def _run(inputs: Sequence[Tensor], program: str) -> list[Tensor]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mirage_hf as mi
-from mirage_hf import kernels
+from mirage_hf import kernels, torch_op
 from mirage_hf.codegen import plan
 from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.tune import space
@@ -157,6 +157,14 @@ def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch):
         few = {t for e in unsafe for s in e.schedules for t in s.tiles if s.mma}
         assert len(entries) > 50 and bool(unsafe) == newer
         assert not newer or (len(unsafe) < 8 and any(tile == 8 for _, tile in few))
+        monkeypatch.setattr(torch_op, "FEW_ARE_ASYNCHRONOUS", newer)
+        loaded: list[str] = []
+        monkeypatch.setattr(torch_op, "launcher", loaded.append)
+        for e in unsafe:  # graphs that were saved name them by digest
+            torch_op._kernels_of(e)
+        assert not {e.kernel for e in unsafe} & set(loaded)
+        torch_op._kernels_of(entries[0])
+        assert loaded[-1] == entries[0].kernel
     untimed = replace(entries[0], timings=())
     assert not kernels._serves(untimed, "auto") and kernels._serves(untimed, "never")
 
