@@ -3,10 +3,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import hashlib
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -47,6 +49,21 @@ def load(source: str, digest: str) -> ModuleType:
             path = _keep(source, digest)
             _loaded[digest] = ahead.import_text(source, str(path), f"mirage_hf_generated_{digest[:16]}")  # the text that was checked
         return _loaded[digest]
+
+
+@contextlib.contextmanager
+def passing() -> Iterator[None]:
+    """Sources that are first loaded in this block are forgotten behind it, but by those who still hold their functions: each whose kernels
+    share loops holds a megabyte of a GPU's memory for its counters (launching.py), and a tuner loads hundreds."""
+    with _lock:
+        known = set(_loaded)
+    try:
+        yield
+    finally:
+        with _lock:
+            for digest in _loaded.keys() - known:
+                sys.modules.pop(_loaded.pop(digest).__name__, None)
+        gc.collect()  # a module and its functions refer to each other
 
 
 def _let_bounds_be_loaded() -> None:

@@ -174,7 +174,7 @@ def tune(ugraphs: Sequence[UGraph], *, device: torch.device | str = "cuda", prog
         candidates = rank(ugraphs, per_graph=per_graph, schedules=schedules)
         return _result("cost model (no GPU)", candidates)
     say = progress or (lambda done, total, what: None)
-    with torch.cuda.device(device), torch.no_grad():
+    with torch.cuda.device(device), torch.no_grad(), compiler.passing():
         properties = torch.cuda.get_device_properties(device)
         sm = 10 * properties.major + properties.minor
         model = device_named(properties.name, sm)
@@ -212,7 +212,7 @@ def together(choices: Sequence[Sequence[Candidate]], *, device: torch.device | s
     `choices` holds measured candidates, best first, of each program in the order in which they run. Starting from the first of
     each, those of two neighbours are changed at a time, as long as that helps: how they overlap matters as much as either's time.
     """
-    with torch.cuda.device(device), torch.no_grad():
+    with torch.cuda.device(device), torch.no_grad(), compiler.passing():
         layer = measure.Layer([c[0].ugraph.program for c in choices], device)
         tried = [_diverse(found) for found in choices]
         runs = [[run_of(triton.generate(c.ugraph, c.schedules)) for c in found] for found in tried]

@@ -8,6 +8,7 @@ import re
 import struct
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -436,6 +437,22 @@ def test_an_input_that_is_an_output_too_is_not_written_over():
         return triton.generate(UGraph(g, g)).in_place
 
     assert written_over(False) == ((0, 0),) and written_over(True) == ()
+
+
+def test_sources_that_were_loaded_in_passing_are_forgotten_but_by_who_holds_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    before, tried, held = (triton.generate(blocks.rms_norm_linear(1, 512, 64), [Schedule((("m", 1), ("n", n), ("k", 128)), split=4)])
+                           for n in (1, 2, 4))
+    known = compiler.load(before.source, before.digest)
+    with compiler.passing():
+        passed = weakref.ref(compiler.load(tried.source, tried.digest))
+        compiler.ahead_of_time(tried, 90)
+        run = compiler.load(held.source, held.digest).run
+        counters = run.__globals__["_zeros"]
+    assert passed() is None and f"mirage_hf_generated_{tried.digest[:16]}" not in sys.modules
+    assert compiler.load(before.source, before.digest) is known and sys.modules[known.__name__] is known
+    assert run.__globals__["_zeros"] is counters and run.__globals__["mirage_0"].fn.__name__ == "mirage_0"
+    assert compiler.load(held.source, held.digest).run is not run
 
 
 def test_an_input_that_is_stored_as_it_is_is_not_written_over():
