@@ -42,27 +42,44 @@ def launch(kernel, grid, tensors, num_warps, num_stages):
 def counters(count, device):
     """Zeros, which kernels leave as zeros, for launches that follow each other: those of a stream share them.
 
-    Every launch that is captured gets its own, as its graph may run beside others, from a stock that lasts for many graphs.
+    Every launch that is captured gets its own, as its graph may run beside others, from a stock that lasts for many graphs. What was
+    handed out stays: graphs, and kernels under way, are at work on it.
     """
     if device.type == "cpu":
         return torch.zeros(count, dtype=torch.int32)
-    if torch.cuda.is_current_stream_capturing():
-        with _lock:
-            stock, begin = _zeros.get(device.index, ((), 0))
+    with _lock:
+        stock, begin = _zeros.get(device.index, ((), 0))
+        if torch.cuda.is_current_stream_capturing():
             if begin + count > len(stock):
                 return torch.zeros(count, dtype=torch.int32, device=device)
             _zeros[device.index] = stock, begin + count
             return stock[begin:begin + count]
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    if key not in _zeros or len(_zeros[key]) < count:
-        _zeros[key] = torch.zeros(max(count, 1024), dtype=torch.int32, device=device)
-        if device.index not in _zeros or _zeros[device.index][1] > 1 << 17:
-            _zeros[device.index] = torch.zeros(1 << 18, dtype=torch.int32, device=device), 0
-            torch.cuda.current_stream(device).synchronize()  # other streams will use them
-    return _zeros[key]
+        key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+        shared = _zeros.get(key, ())
+        if len(shared) < count:
+            used = _zeros.setdefault("used", [])
+            used.append(shared)
+            _zeros[key] = shared = lasting(max(count, 1024), device)
+            if not len(stock) or begin > 1 << 17:
+                used.append(stock)
+                _zeros[device.index] = lasting(1 << 18, device), 0
+        return shared
+
+
+def lasting(count, device):
+    """Zeros that are there for any stream. A thread allocates them, as what this one does may be meant for a graph's memory
+    (torch.compile's warm-ups), which nothing may stay in."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def zeros():
+        x = torch.zeros(count, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()
+        return x
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(zeros).result()
 
 
 def text(with_counters: bool) -> str:
     """The functions as text."""
-    sources = [inspect.getsource(launch)] + ([inspect.getsource(counters)] if with_counters else [])
+    sources = [inspect.getsource(f) for f in (launch, *((counters, lasting) if with_counters else ()))]
     return "\n\n\n".join(["_compiled, _zeros, _lock = {}, {}, threading.Lock()", *map(str.rstrip, sources)])

@@ -22,7 +22,7 @@ _CHOOSING = ("ratio", "select")
 _WHOLE = {"max": "torch.maximum", "min": "torch.minimum", "pow": "torch.pow"}
 """Ops that torch computes of tensors what it refuses of numbers."""
 
-_TAKEN = ("torch", "triton", "tl", "F", "copy", "threading", "inputs", "out", "device", "launch", "counters", "float")
+_TAKEN = ("torch", "triton", "tl", "F", "copy", "threading", "inputs", "out", "device", "launch", "counters", "lasting", "float")
 
 _KERNEL = re.compile(r"mirage_\d+")
 """What kernels are called, see `triton.generate`."""

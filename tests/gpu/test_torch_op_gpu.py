@@ -1,6 +1,7 @@
 """`mirage_hf::run` with Triton kernels inside graphs of inductor, also replayed as CUDA graphs."""
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 import mirage_hf as mi
 from mirage_hf import errors, torch_op
+from mirage_hf.codegen.plan import placed
+from mirage_hf.tune import space
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -20,11 +23,19 @@ def found() -> Any:
     return mi.superoptimize(g, time_limit=20)
 
 
+def sharing(fused: Any) -> Any:
+    """The same with loops that two blocks share, and count who is done."""
+    return replace(fused, schedules=tuple(next(s for s in space.schedules(op) if s.split == 2) for op in placed(fused)))
+
+
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @torch.no_grad()
-def test_inductor_runs_the_kernel(found: Any, mode: str) -> None:
+def test_inductor_runs_the_kernel(found: Any, mode: str, split: bool) -> None:
+    """A graph of inductor's allows nothing to stay in its memory."""
     torch.compiler.reset()
-    fused = next(u for u in found if u.is_fused)
+    fused = next(u for u in found if u.num_kernels == 1 and u.is_fused)
+    fused = sharing(fused) if split else fused
     run = torch.compile(lambda x, gamma, w: fused([x * 2, gamma, w.t()])[0] + 1, mode=mode, fullgraph=True)
     x, gamma, w = (torch.randn(*dims, device="cuda", dtype=torch.float16) for dims in ((4, 256), (1, 256), (512, 256)))
     for _ in range(4):

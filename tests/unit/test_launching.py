@@ -1,0 +1,79 @@
+"""Counters of blocks that share a loop: who gets which, where streams and captures are played."""
+from __future__ import annotations
+
+import threading
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mirage_hf.codegen import launching
+
+GPU = SimpleNamespace(type="cuda", index=0)
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """What the code sees of a GPU: the stream, whether it is captured, and the threads that have allocated."""
+    now = SimpleNamespace(stream=1, capturing=False, threads=[])
+
+    def zeros(count, dtype, device):
+        now.threads.append(threading.get_ident())
+        return torch.zeros(count, dtype=dtype)
+    monkeypatch.setattr(launching, "_zeros", {})
+    monkeypatch.setattr(launching, "torch", SimpleNamespace(
+        zeros=zeros, int32=torch.int32, _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda index: now.stream),
+        cuda=SimpleNamespace(is_current_stream_capturing=lambda: now.capturing,
+                             current_stream=lambda device: SimpleNamespace(synchronize=lambda: None))))
+    return now
+
+
+def captured(now, count):
+    now.capturing = True
+    found = launching.counters(count, GPU)
+    now.capturing = False
+    return found
+
+
+def test_launches_of_a_stream_share_counters_and_captured_ones_do_not(now):
+    first = launching.counters(64, GPU)
+    assert len(first) == 1024 and launching.counters(1000, GPU) is first
+    now.stream = 2
+    assert launching.counters(64, GPU) is not first
+    places = [captured(now, 64).data_ptr() for _ in range(3)]
+    assert places[1] - places[0] == places[2] - places[1] == 4 * 64
+
+
+def test_what_was_handed_out_stays_when_more_is_needed(now):
+    """Graphs read it, and kernels may be under way."""
+    shared = weakref.ref(launching.counters(64, GPU).untyped_storage())
+    stock = weakref.ref(captured(now, 1 << 17).untyped_storage())
+    captured(now, 64)
+    now.stream = 2
+    launching.counters(4096, GPU)  # a stock that is used up by half is replaced
+    now.stream = 1
+    launching.counters(4096, GPU)
+    assert stock() is not None and shared() is not None
+    assert captured(now, 1 << 17).untyped_storage()._cdata != stock()._cdata
+
+
+def test_memory_that_stays_is_allocated_by_another_thread(now):
+    """This one's may be a graph's, which nothing may stay in."""
+    launching.counters(64, GPU)
+    assert len(now.threads) == 2 and threading.get_ident() not in now.threads
+    captured(now, 1 << 19)  # more than any stock: memory of the graph that is captured, and gone with the launch
+    assert now.threads[2:] == [threading.get_ident()]
+
+
+def test_threads_on_one_stream_get_as_many_as_they_ask_for(now):
+    counts, short = [64, 5000, 100, 9000, 2000, 70000], []
+
+    def ask(count):
+        short.extend(count for _ in range(20) if len(launching.counters(count, GPU)) < count)
+    threads = [threading.Thread(target=ask, args=(n,)) for n in counts]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not short
