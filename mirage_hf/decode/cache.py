@@ -525,6 +525,8 @@ def windows_of(cache: Cache, count: int) -> tuple[int | None, ...] | str:
             return f"cache layer type {type(layer).__name__}"
         if getattr(layer, "record_past", False):
             return "a cache that records its past"
+        if type(layer) is DynamicSlidingWindowLayer and layer.sliding_window == 1:
+            return "a sliding window of 1, for which stock's cache keeps every key"
     return tuple(layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in cache.layers)
 
 

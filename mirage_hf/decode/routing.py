@@ -26,6 +26,10 @@ LIMITED = {"transformers.models.phi3.modeling_phi3.Phi3ForCausalLM.prepare_input
 """Methods of transformers that do as GenerationMixin's for texts of no more tokens than a number of the config; for longer ones Phi3's
 drops the cache."""
 
+OWN_CACHES = {"GlmMoeDsaConfig": "chooses keys by an indexer of its own", "MllamaTextConfig": "reads the cache's layers itself"}
+"""Configs of models that do with caches what the pool cannot follow: an indexer's keys are beside the cache's, in transformers 5.4 in its
+module, and Mllama looks which layers have keys of an image."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -124,7 +128,10 @@ def refused_model(model: Any) -> str | None:
         return f"{type(model).__name__} does not declare support for static caches"
     if getattr(model, "_is_stateful", False):
         return f"{type(model).__name__} keeps state outside the cache"
-    attention = config.get_text_config()._attn_implementation
+    text = config.get_text_config()
+    if own_cache := next((OWN_CACHES[c.__name__] for c in type(text).__mro__ if c.__name__ in OWN_CACHES), None):
+        return f"{type(model).__name__} {own_cache}"
+    attention = text._attn_implementation
     if attention not in ATTENTIONS:
         return f"attention implementation {attention}"
     registered = [of.get(attention) for of in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]

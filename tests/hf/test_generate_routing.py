@@ -6,12 +6,26 @@ import copy
 import pytest
 import torch
 from decoding import SIZES, Recorder, assert_same, both, handled, left_padded, prompt, tiny
-from transformers import DynamicCache, GenerationConfig, Phi3Config, Phi3ForCausalLM, StaticCache, T5Config, T5ForConditionalGeneration
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MllamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerationMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from mirage_hf.decode import install
 
@@ -257,6 +271,34 @@ def test_entries_of_the_config_that_the_models_class_does_not_read(entries, conf
             "inputs": prompt(2, n), "max_new_tokens": 9,
             "past_key_values": DynamicCache(config=model.config) if configured else DynamicCache()}))
     assert runner.counts == ({"called: no graphs on cpu": 2} if reason is None else {f"stock: {reason}": 2})
+
+
+def test_a_window_of_one_is_stocks():
+    model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=1)).eval()
+    install(model)
+    arguments = {"inputs": prompt(), "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    assert_same(*both(model, arguments))
+    assert model.generate.runner.counts == {"stock: a sliding window of 1, for which stock's cache keeps every key": 1}
+
+
+@pytest.mark.parametrize("cross", [[], [0], [1]])
+def test_mllama_looks_into_its_cache_itself(cross):
+    model = MllamaForCausalLM(MllamaTextConfig(**{**SIZES, "num_hidden_layers": 3}, cross_attention_layers=cross)).eval()
+    install(model)
+    assert_same(*both(model, {"inputs": prompt(), "max_new_tokens": 4, "do_sample": False}))
+    assert model.generate.runner.counts == {"stock: MllamaForCausalLM reads the cache's layers itself": 1}
+
+
+def test_an_indexer_that_keeps_its_own_keys_is_stocks():
+    sizes = {**SIZES, "num_key_value_heads": 4}
+    config = GlmMoeDsaConfig(
+        **sizes, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, moe_intermediate_size=24,
+        n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1, index_n_heads=2, index_head_dim=16,
+        index_topk=4)
+    model = GlmMoeDsaForCausalLM(config).eval()
+    install(model)
+    assert_same(*both(model, {"inputs": prompt(), "max_new_tokens": 4, "do_sample": False}))
+    assert model.generate.runner.counts == {"stock: GlmMoeDsaForCausalLM chooses keys by an indexer of its own": 1}
 
 
 def test_encoder_decoder():
