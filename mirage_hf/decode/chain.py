@@ -94,15 +94,15 @@ def obstacle(steps: Steps | None, plan: Any, block: Block, valid_for: object) ->
         return f"no kernels for a batch of {block.batch}; optimize(batch_sizes=…) makes them"
     if changed := steps.changed():
         return changed
+    rope = plan.survey.rope  # before the next: beyond its reach the forward itself sets new frequencies
+    if rope is not None and plan.most_slots > rope.reach:
+        return rope.reason
     if plan.survey.model != valid_for:
         return CHANGED
     if block.batch > MOST_ROWS or steps.vocab > MOST_VOCAB or steps.embedding.dtype not in INFINITY:
         return f"the ends of a step are for {MOST_ROWS} rows, a vocabulary of {MOST_VOCAB} and dtypes of up to 32 bits"
     if plan.survey.no_graph is not None:
         return plan.survey.no_graph
-    rope = plan.survey.rope
-    if rope is not None and plan.most_slots > rope.reach:
-        return rope.reason
     if plan.odd_positions:
         return "positions outside the slots of the cache"
     shape = block.logits.shape

@@ -366,8 +366,8 @@ def stretched(self: Any, forward: Any, kwargs: dict[str, Any]) -> Any:
     return forward(**kwargs, position_ids=3 * positions)
 
 
-def dynamic_rope() -> Any:
-    return tiny("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, max_position_embeddings=256)
+def dynamic_rope(reach: int = 256) -> Any:
+    return tiny("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, max_position_embeddings=reach)
 
 
 def changed(change: Callable[[Any], Any], family: str = "llama") -> Callable[[], Any]:
@@ -417,9 +417,11 @@ def test_models_whose_steps_run_their_own_forward(case: str) -> None:
 
 
 def test_rope_that_follows_the_length() -> None:
-    stock, ours = pair(dynamic_rope)
-    agree(stock, ours, {"inputs": prompt(), **GREEDY})
-    assert steps(ours) == {"RoPE of type dynamic reads the length on the host": 1}
+    """Also when it has set new frequencies: it is no change of the model's."""
+    stock, ours = pair(lambda: dynamic_rope(reach=16))
+    for length in (7, 19, 3):
+        agree(stock, ours, {"inputs": prompt(1, length), **GREEDY})
+    assert steps(ours) == {"RoPE of type dynamic reads the length on the host": 3}
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
