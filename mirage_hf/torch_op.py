@@ -6,6 +6,7 @@ loads it, else in the user's cache and the packaged zoo.
 """
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +25,8 @@ from mirage_hf.graph.ugraph import UGraph, check_inputs
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import KERNEL_FORMAT
 from mirage_hf.zoo.store import chain
+
+_log = logging.getLogger("mirage_hf")
 
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
@@ -86,12 +89,14 @@ def _find(digest: str) -> _Program:
 
 def _kernels_of(entry: Entry) -> Run:
     """Return what runs an entry's searched kernels, as they are safe with the Triton that is installed (see `_serves` in kernels.py): a
-    graph that names them cannot have others, so those that are not are generated here, or the program runs in torch."""
+    graph that names them cannot have others, so those that are not are generated here, or the program runs in torch, with a warning."""
     if not FEW_ARE_ASYNCHRONOUS:
         return launcher(entry.kernel)
     try:
         return launcher(generate(entry.ugraph, entry.schedules).source)
-    except errors.CodegenError:
+    except errors.CodegenError as e:
+        _log.warning("mirage_hf::run: program %s… runs in torch: its kernel was made for another Triton (%s); optimize and export the "
+                     "model again here", entry.key.digest[:12], e)
         return lambda inputs: _apart(inputs, run_kernel_graph(entry.ugraph.program, inputs))
 
 

@@ -146,7 +146,7 @@ def test_rounding_decides_which_schedule_is_taken():
     assert r.is_fused and not (schedule.mma and any({x, gamma} == set(op.args) for op in block.ops()))
 
 
-def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch):
+def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch, caplog):
     """Newer ones read factors of 8 columns while the next are copied, so a packaged kernel that relies on the older instruction is made
     anew, and no other."""
     entries = [e for e in packaged_store().entries() if isinstance(e, Entry)]
@@ -161,7 +161,9 @@ def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch):
         loaded: list[str] = []
         monkeypatch.setattr(torch_op, "launcher", loaded.append)
         for e in unsafe:  # graphs that were saved name them by digest
+            before = len(loaded)
             torch_op._kernels_of(e)
+            assert len(loaded) > before or f"program {e.key.digest[:12]}… runs in torch" in caplog.text
         assert not {e.kernel for e in unsafe} & set(loaded)
         torch_op._kernels_of(entries[0])
         assert loaded[-1] == entries[0].kernel
@@ -176,14 +178,15 @@ def searched(program):
     return kernels._make(program, key_of(program, "sm_90"), torch.device("cpu"), False, "auto", "rms_norm_linear", None)
 
 
-def made(k: int, *us: float, library: float = 9.0) -> kernels.Resolved:
-    """A program whose kernel was just tuned: a candidate for each of the times, best first."""
+def made(k: int, *us: float, library: float | None = 9.0) -> kernels.Resolved:
+    """A program whose kernel was just tuned: a candidate for each of the times, best first. `library`: None where that path failed."""
     program = programs.rms_norm_linear(mi, rows=1, k=k, n=256)
     found = searched(program)
     op, = found.ugraph.block_ops
     schedules = space.schedules(op, limit=len(us))
     tuned = tuple(Tuned(found.ugraph, (s,), 1.0, MEASURED, timing=timing([t], 1)) for s, t in zip(schedules, us, strict=True))
-    theirs = Tuned(library_ugraph(program), (), 1.0, MEASURED, timing=timing([library], 1))
+    theirs = Tuned(library_ugraph(program), (), 1.0, REFUSED, "OutOfMemoryError") if library is None else \
+        Tuned(library_ugraph(program), (), 1.0, MEASURED, timing=timing([library], 1))
     found = replace(found, tuned=tuned, library=theirs)
     return replace(kernels._resolved(found.entry(), kernels.SEARCHED, True, 3.0), made=found)
 
@@ -216,13 +219,11 @@ def test_what_is_slower_than_the_library_is_not_offered(offered):
 
 def test_a_library_path_that_failed_is_no_rival(cache):
     """As for want of memory, which kernels that form no intermediate results need less of."""
-    timed = made(512, 1.0, 2.0).made
-    failed = replace(timed, library=replace(timed.library, status=REFUSED, reason="OutOfMemoryError", timing=None))
-    assert failed.contenders() == failed.tuned
-    entry = failed.entry()
+    resolved = made(512, 1.0, 2.0, library=None)
+    found, entry = resolved.made, resolved.entry
+    assert found.contenders() == found.tuned
     assert [t.name for t in entry.timings] == [kernels.OURS] and kernels._serves(entry, "auto")
-    resolved = kernels._resolved(entry, kernels.SEARCHED, True, 0.0)
-    assert resolved.is_fused and resolved.time_us == 1.0 and resolved.library_us is None
+    assert resolved.is_fused and (resolved.time_us, resolved.reason) == (1.0, "")
     assert kernels._as_it_is(entry)
 
 
