@@ -45,6 +45,8 @@ def load(source: str, digest: str) -> ModuleType:
     with _lock:
         if settings().interpret:
             _let_bounds_be_loaded()
+        elif PARSER_RACES:
+            _parse_in_turns()
         if digest not in _loaded:
             path = _keep(source, digest)
             _loaded[digest] = ahead.import_text(source, str(path), f"mirage_hf_generated_{digest[:16]}")  # the text that was checked
@@ -78,6 +80,25 @@ def _let_bounds_be_loaded() -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
     interpreter._patch_lang_tensor = patched
+
+
+PARSER_RACES = (3, 11) <= sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2)
+"""Threads of these that parse at the same time lose count of each other's depth, and one ends with a SystemError (Python's gh-106905)."""
+
+_parsing = threading.Lock()
+
+
+def _parse_in_turns() -> None:
+    """Let threads in which Triton parses kernels wait for each other."""
+    from triton.runtime.jit import JITFunction
+    parse = JITFunction.parse
+    if getattr(parse, "__module__", "") == __name__:
+        return
+
+    def parsed(self: Any) -> Any:
+        with _parsing:
+            return parse(self)
+    JITFunction.parse = parsed
 
 
 def _keep(source: str, digest: str) -> Path:

@@ -1,9 +1,11 @@
 """Kernels that processes of their own compile: found in the cache by this one, errors and deaths among the answers."""
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,3 +187,43 @@ def test_a_forked_process_neither_keeps_processes_nor_uses_them(monkeypatch: pyt
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+
+
+def test_threads_of_this_process_may_parse_at_the_same_time() -> None:
+    """While the collector runs finalizers that let other threads on: in Python 3.11.7 several of these failed each time."""
+    p = program(7)
+    kernel = getattr(compiler.load(p.source, p.digest), p.launches[0].kernel)
+    failed, over = list[BaseException](), threading.Event()
+
+    class Litter:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            time.sleep(1e-4)
+
+    def litter() -> None:
+        while not over.is_set():
+            Litter()
+            time.sleep(1e-4)
+
+    def parse(depth: int) -> None:
+        if depth:
+            return parse(depth - 1)
+        try:
+            for _ in range(60):
+                kernel.parse()
+        except SystemError as e:
+            failed.append(e)
+    threads = [threading.Thread(target=parse, args=(5 * n,)) for n in range(4)]
+    before = gc.get_threshold()
+    gc.set_threshold(200)
+    try:
+        for t in [threading.Thread(target=litter), *threads]:
+            t.start()
+        for t in threads:
+            t.join()
+    finally:
+        over.set()
+        gc.set_threshold(*before)
+    assert not failed
