@@ -52,7 +52,7 @@ def counters(count, device):
         if torch.cuda.is_current_stream_capturing():
             if begin + count > len(stock):
                 return torch.zeros(count, dtype=torch.int32, device=device)
-            _zeros[device.index] = stock, begin + count
+            _zeros[device.index] = stock, begin + -(-count // 4) * 4  # a kernel is compiled anew for pointers that are not aligned
             return stock[begin:begin + count]
         key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
         shared = _zeros.get(key, ())

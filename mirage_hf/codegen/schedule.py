@@ -8,7 +8,7 @@ from typing import Any
 from mirage_hf import errors
 from mirage_hf.graph.block import BlockGraph, Role
 
-VERSION = 9
+VERSION = 10
 """Part of every key under which a tuned kernel is stored; raised when the same schedule generates different code."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -45,6 +46,13 @@ def test_launches_of_a_stream_share_counters_and_captured_ones_do_not(now):
     assert launching.counters(64, GPU) is not first
     places = [captured(now, 64).data_ptr() for _ in range(3)]
     assert places[1] - places[0] == places[2] - places[1] == 4 * 64
+
+
+def test_captured_launches_get_aligned_counters_whatever_those_before_took(now):
+    """Elsewhere Triton takes the kernel as another one: eleven of a head's hundred candidates were compiled twice."""
+    launching.counters(64, GPU)
+    places = [captured(now, count).data_ptr() for count in (3, 75, 1, 16, 5)]
+    assert [(b - a) // 4 for a, b in pairwise(places)] == [4, 76, 4, 16]
 
 
 def test_what_was_handed_out_stays_when_more_is_needed(now):
