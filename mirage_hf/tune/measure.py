@@ -75,6 +75,10 @@ def _sets(first: list[list[torch.Tensor]], least: float) -> list[list[list[torch
     return [first] + [[[copied(x) for x in inputs] for inputs in first] for _ in range(count - 1)]
 
 
+GLANCE = 3
+"""Replays that tell whether more are worth their time."""
+
+
 @dataclass(frozen=True)
 class Captured:
     """A CUDA graph of calls that rotate over sets of inputs, between two events of its own; `reads` holds what a graph does not keep
@@ -86,15 +90,17 @@ class Captured:
     end: torch.cuda.Event
     reads: Any
 
-    def times(self, replays: int) -> list[float]:
-        """Microseconds a call in each of some replays, after two more. The graph records the events itself: while the tuner's threads
-        compile, this thread may wait for milliseconds between a replay and an event behind it, and a kernel of 15 µs was seen to
-        take 900."""
-        samples = []
-        for _ in range(2 + replays):
+    def times(self, replays: int, worth: float = math.inf) -> list[float]:
+        """Microseconds a call in each of some replays, after two more; of GLANCE replays where none takes less than `worth`. The graph
+        records the events itself: while the tuner's threads compile, this thread may wait for milliseconds between a replay and an
+        event behind it, and a kernel of 15 µs was seen to take 900."""
+        samples: list[float] = []
+        for n in range(2 + replays):
             self.graph.replay()
             torch.cuda.synchronize()
             samples.append(1e3 * self.start.elapsed_time(self.end) / self.calls)
+            if n + 1 == 2 + GLANCE and min(samples) >= worth:
+                break
         return samples[2:]
 
 
@@ -182,15 +188,15 @@ class Layer:
             for n, k in hot:
                 inputs[n][k] = first[n][k]
 
-    def time(self, runs: Sequence[Run], replays: int = 15) -> Timing:
-        """Microseconds of all programs together."""
+    def time(self, runs: Sequence[Run], replays: int = 15, worth: float = math.inf) -> Timing:
+        """Microseconds of all programs together; `worth` as in `time_run`."""
         def layer(inputs: Sequence[list[torch.Tensor]]) -> None:
             for run, x, n in zip(runs, inputs, self._at, strict=True):
                 at = x if n is None or not flowed else [*x[:n], _flowed(flowed[-1], x[n]), *x[n + 1:]]
                 flowed.append(run(at)[0])
 
         flowed: list[torch.Tensor] = []  # all of them: the graph does not keep alive what it reads
-        return time_run(layer, self._sets, replays)
+        return time_run(layer, self._sets, replays, worth)
 
 
 def _flowed(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -216,7 +222,7 @@ def _link(size: int, x: torch.dtype, y: torch.dtype) -> Any:
     return compiler.load(program.source, program.digest).run
 
 
-def time_run(run: Callable[[Inputs], Any], sets: Sequence[Inputs], replays: int = 15) -> Timing:
-    """Time `run` over cold `sets` inside a CUDA graph."""
+def time_run(run: Callable[[Inputs], Any], sets: Sequence[Inputs], replays: int = 15, worth: float = math.inf) -> Timing:
+    """Time `run` over cold `sets` inside a CUDA graph; GLANCE replays are enough where it takes `worth` µs or more."""
     captured = capture(run, sets)
-    return timing(captured.times(replays), captured.calls)
+    return timing(captured.times(replays, worth), captured.calls)

@@ -44,6 +44,9 @@ LEAST_GAIN = 0.005
 LEAST_OF_LAYER = 0.002
 """What counts as better for a whole layer."""
 
+SLOW, SLOW_LAYER = 1.3, 1.02
+"""What is seen to take this many times the fastest's time, on its own or as a layer, is not measured to the end."""
+
 CLIMBERS = 3
 """Of the fastest, how many are improved step by step."""
 
@@ -184,9 +187,9 @@ def tune(ugraphs: Sequence[UGraph], *, device: torch.device | str = "cuda", prog
         bench = _Bench(sm, NumericCheck(program, device), sets, measure.Chain(program, sets), replays, say)
         tried = bench.measure(candidates, PATIENCE)
         for _ in range(rounds):
-            found = bench.measure(_around(_fastest(tried, CLIMBERS), tried, model, schedules or space.schedules, regroup), 0)
-            known, tried = _fastest(tried, 1), tried + found
-            if not known or _fastest(tried, 1)[0].us > known[0].us * (1 - LEAST_GAIN):
+            known = min((c.us for c in _fastest(tried, 1)), default=math.inf)
+            tried += bench.measure(_around(_fastest(tried, CLIMBERS), tried, model, schedules or space.schedules, regroup), 0, known)
+            if known == math.inf or _fastest(tried, 1)[0].us > known * (1 - LEAST_GAIN):
                 break
         return _result(properties.name, bench.chained(tried))
 
@@ -217,8 +220,8 @@ def together(choices: Sequence[Sequence[Candidate]], *, device: torch.device | s
         tried = [_diverse(found) for found in choices]
         runs = [[run_of(triton.generate(c.ugraph, c.schedules)) for c in found] for found in tried]
 
-        def time(at: Sequence[int]) -> Timing:
-            return layer.time([run[k] for run, k in zip(runs, at, strict=True)], replays)
+        def time(at: Sequence[int], worth: float = math.inf) -> Timing:
+            return layer.time([run[k] for run, k in zip(runs, at, strict=True)], replays, worth)
 
         chosen = (0,) * len(choices)
         best = time(chosen)
@@ -228,7 +231,7 @@ def together(choices: Sequence[Sequence[Candidate]], *, device: torch.device | s
                 pair = n, (n + 1) % len(chosen)
                 for both in itertools.product(*(range(len(runs[p])) for p in pair)):
                     other = tuple(dict(zip(pair, both, strict=True)).get(p, k) for p, k in enumerate(chosen))
-                    if other == chosen or time(other).us > best.us * (1 - LEAST_OF_LAYER):
+                    if other == chosen or time(other, best.us * SLOW_LAYER).us > best.us * (1 - LEAST_OF_LAYER):
                         continue
                     again, t = time(chosen), time(other)  # one lucky reading among many decides nothing
                     best = again
@@ -250,17 +253,19 @@ class _Bench:
     replays: int
     say: Progress
 
-    def measure(self, candidates: Sequence[Candidate], patience: int) -> list[Candidate]:
-        """Check and time candidates in order while later ones compile; stop after `patience` in a row that were no better."""
+    def measure(self, candidates: Sequence[Candidate], patience: int, known: float = math.inf) -> list[Candidate]:
+        """Check and time candidates in order while later ones compile; stop after `patience` in a row that were no better. known: what the
+        fastest of others took, µs."""
         programs = [triton.generate(c.ugraph, c.schedules) for c in candidates]
-        tried, best, since = list[Candidate](), math.inf, 0
+        tried, best, since, worth = list[Candidate](), math.inf, 0, known
         for n, outcome in enumerate(compiler.compiling(programs, self.sm)):
             self.say(n, len(candidates), "measuring")
-            tried.append(_try(candidates[n], programs[n], outcome, self.check, self.sets, self.replays))
+            tried.append(_try(candidates[n], programs[n], outcome, self.check, self.sets, self.replays, worth * SLOW))
             if tried[-1].is_library:
                 continue
             improved = tried[-1].status == MEASURED and tried[-1].us < best * (1 - LEAST_GAIN)
             best, since = (tried[-1].us, 0) if improved else (best, since + 1)
+            worth = min(worth, best)
             if patience and since >= patience and best < math.inf and any(c.is_library for c in tried):
                 break
         self.say(len(candidates), len(candidates), "done")
@@ -368,7 +373,7 @@ def _steps(start: Candidate) -> Iterator[tuple[Schedule, ...]]:
 
 
 def _try(candidate: Candidate, program: triton.Program, outcome: Any, check: NumericCheck, sets: Sequence[list[torch.Tensor]],
-         replays: int) -> Candidate:
+         replays: int, worth: float) -> Candidate:
     if isinstance(outcome, errors.CodegenError):
         return replace(candidate, status=REFUSED, reason=str(outcome).splitlines()[0])
     run = compiler.load(program.source, program.digest).run
@@ -376,7 +381,7 @@ def _try(candidate: Candidate, program: triton.Program, outcome: Any, check: Num
         verdict = Accepted() if candidate.is_library else check.judge(run)
         if isinstance(verdict, Refused):
             return replace(candidate, status=REFUSED, reason=verdict.reason)
-        timing = measure.time_run(run, sets, replays)
+        timing = measure.time_run(run, sets, replays, math.inf if candidate.is_library else worth)
         if not candidate.is_library and not _repeats(run, sets):
             return replace(candidate, status=REFUSED, reason="not the same result for the same inputs each time: a race")
         return replace(candidate, status=MEASURED, timing=timing)

@@ -1,5 +1,6 @@
 import contextlib
 import itertools
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -212,12 +213,22 @@ def test_a_kernel_whose_results_differ_from_call_to_call_is_refused(monkeypatch)
         calls[0] += 1
         return [torch.full((2, 3), float(calls[0] == 7), dtype=torch.float16)]
 
-    monkeypatch.setattr(tuner.measure, "time_run", lambda run, sets, replays: tuner.measure.timing([1.0], 1))
+    monkeypatch.setattr(tuner.measure, "time_run", lambda run, sets, replays, worth: tuner.measure.timing([1.0], 1))
     check = SimpleNamespace(judge=lambda run: Accepted())
     for run, status in ((steady, tuner.MEASURED), (racy, tuner.REFUSED)):
         monkeypatch.setattr(tuner.compiler, "load", lambda source, digest, run=run: SimpleNamespace(run=run))
-        tried = tuner._try(candidate, SimpleNamespace(source="", digest=""), [], check, [[], []], 1)
+        tried = tuner._try(candidate, SimpleNamespace(source="", digest=""), [], check, [[], []], 1, math.inf)
         assert tried.status == status and ("race" in tried.reason) == (status == tuner.REFUSED)
+
+
+@pytest.mark.parametrize("worth, replays", [(math.inf, 15), (5.0, 15), (4.0, 3), (3.0, 3)])
+def test_what_is_slow_is_not_replayed_to_the_end(worth, replays, monkeypatch):
+    """Of the two replays that warm up one was fast enough to be worth more."""
+    samples = iter([4.5, 4.0, *[9.0] * 15])
+    monkeypatch.setattr(tuner.measure.torch.cuda, "synchronize", lambda: None)
+    event = SimpleNamespace(elapsed_time=lambda end: next(samples) * 1e-3)
+    captured = tuner.measure.Captured(SimpleNamespace(replay=lambda: None), 1, event, None, None)
+    assert captured.times(15, worth) == pytest.approx([9.0] * replays)
 
 
 def test_steps_from_a_candidate_are_new_possible_and_permitted():
@@ -258,7 +269,7 @@ def test_kernels_are_chosen_by_the_time_of_all_together(monkeypatch):
     monkeypatch.setattr(tuner.torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(tuner, "run_of", lambda program: numbers[program.digest])
     monkeypatch.setattr(tuner.measure, "Layer", lambda programs, device: SimpleNamespace(
-        time=lambda runs, replays: tuner.measure.timing([us.get(tuple(runs), 11.0)], 1)))
+        time=lambda runs, replays, worth: tuner.measure.timing([us.get(tuple(runs), 11.0)], 1)))
     chosen, layer = tuner.together([found, found], device="cuda")
     assert chosen == [found[1], found[1]] and layer.us == 8.0  # (1, 2) gains less than what counts
 
