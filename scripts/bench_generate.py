@@ -2,6 +2,7 @@
 
     python scripts/bench_generate.py --model llama-3.2-1b --prompt 128 --new 128 --batch 1 --json out.json
     python scripts/bench_generate.py --batch 1,2,4,8,16 --prompt 128,2048,8192,32768 --seconds 900 --json m.json --resume --chart m
+    python scripts/bench_generate.py --batch 4 --prompt 128,2048,8192 --side-by-side --json m4.json
     python scripts/bench_generate.py --model llama-3.1-8b --lora 16 --peers eager,bare,ours --json lora.json
     python scripts/bench_generate.py --redraw m.json --chart m
 
@@ -36,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benching import BYTES_PER_SECOND, Budget, Report, explained, gpu_state, run_all, say, spread, within
+from benching import BYTES_PER_SECOND, Budget, Report, alone, explained, gpu_state, run_all, run_side_by_side, say, spread, within
 from charts import draw_generate
 from configs import MODELS, floor_bytes, random_model, with_adapters
 from transformers import DynamicCache, PreTrainedModel, StaticCache
@@ -61,9 +62,10 @@ class Measured:
 
 
 class Clock(BaseStreamer):
-    """Notes when each token reaches the host. The first put is the prompt."""
+    """Notes when it was made and when each token reaches the host. The first put is the prompt."""
 
     def __init__(self) -> None:
+        self.started = time.perf_counter()
         self.at: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
@@ -166,21 +168,23 @@ def timed_call(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def measure(calls: dict[str, Callable[..., Any]], results: dict[str, Measured], args: argparse.Namespace, device: torch.device) -> None:
-    """Let the peers take turns, `args.rounds` times."""
+    """Let the peers take turns, `args.rounds` times. Unless calls are long, the whole call is timed without a streamer."""
     totals: dict[str, list[float]] = {name: [] for name in calls}
     firsts: dict[str, list[float]] = {name: [] for name in calls}
     steps: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(args.rounds):
         for name, call in calls.items():
-            totals[name].append(timed_call(call, device))
+            if name == "compile" or not args.long_calls:
+                totals[name].append(timed_call(call, device))
             if name == "compile":
                 continue
-            clock = Clock()
             sync(device)
-            started = time.perf_counter()
-            call(streamer=clock)
+            clock = Clock()
+            total = timed_call(partial(call, streamer=clock), device)
+            if args.long_calls:
+                totals[name].append(total)
             tokens = clock.at[1:] if len(clock.at) > args.new else clock.at
-            firsts[name].append((tokens[0] - started) * 1e3)
+            firsts[name].append((tokens[0] - clock.started) * 1e3)
             if len(tokens) > 1:
                 steps[name].append((tokens[-1] - tokens[0]) * 1e3 / (len(tokens) - 1))
     for name in calls:
@@ -292,7 +296,7 @@ def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[
     row: dict[str, Any] = {
         "model": titled(name, args), "layers": model.config.num_hidden_layers, "batch": batch, "prompt": prompt, "new": args.new,
         "dtype": "bfloat16", "floor_ms": (floor + cached) / BYTES_PER_SECOND * 1e3, "weight_bytes": floor,
-        "cache_bytes": cached, "peers": {}} | ({"apart": True} if args.apart else {})
+        "cache_bytes": cached, "peers": {}} | {how: True for how in ("apart", "side_by_side", "long_calls") if getattr(args, how)}
     for group in [[peer] for peer in peers] if args.apart else [peers]:
         measured = bench_peers(group, name, model, bare, ids, args, row)
         row["peers"] |= {peer: asdict(r) for peer, r in measured.items()}
@@ -320,7 +324,7 @@ def bench_peers(peers: Sequence[str], name: str, model: PreTrainedModel, bare: P
                     fast = found
                     row["optimize_s"] = time.perf_counter() - started
                     row["optimize_mib"] = (torch.cuda.memory_allocated() - weights) / 2**20 if device.type == "cuda" else 0.0
-                for _ in range(2):
+                for _ in range(1 if args.long_calls else 2):
                     calls[peer]()
                 sync(device)
         except Exception as e:  # a rival that fails is a line in the table, not the end of the run
@@ -335,20 +339,28 @@ def bench_peers(peers: Sequence[str], name: str, model: PreTrainedModel, bare: P
         results[peer].setup_s = time.perf_counter() - started
         if device.type == "cuda":
             results[peer].peak_mib_over_weights = (torch.cuda.max_memory_allocated() - weights) / 2**20
-    say(f"{name}: timing {', '.join(calls)}")
-    row["gpu_before"] = gpu_state()
-    measure(calls, results, args, device)
-    if fast is not None and "ours" in calls:
-        if "eager" in calls:
-            a, b = calls["eager"](), calls["ours"]()
-            row["same_tokens_as_eager"] = int((a == b)[:, prompt:].all(0).long().cumprod(0).sum())
-        if batch * prompt <= FEW_TOKENS:
-            if device.type == "cuda":
-                row["searched"] = share_in_searched_kernels(calls["ours"], tuple(args.kernel_names), args.new)
-            say(f"{name}: comparing logits with float32")
-            row["logits"] = closeness(model, fast, ids)
-        row["report"] = str(fast.mirage.report).splitlines()
+    with alone():
+        say(f"{name}, batch {batch}, prompt {prompt}: timing {', '.join(calls)}")
+        row["gpu_before"] = gpu_state()
+        measure(calls, results, args, device)
+        if "ours" in calls and fast is not None:
+            row |= beyond_times(calls, model, fast, ids, args)
     return results
+
+
+def beyond_times(calls: dict[str, Callable[..., Any]], model: PreTrainedModel, fast: PreTrainedModel, ids: torch.Tensor,
+                 args: argparse.Namespace) -> dict[str, Any]:
+    """What is told of ours besides its times."""
+    row: dict[str, Any] = {"report": str(fast.mirage.report).splitlines()}
+    if "eager" in calls and not args.long_calls:
+        a, b = calls["eager"](), calls["ours"]()
+        row["same_tokens_as_eager"] = int((a == b)[:, ids.shape[1]:].all(0).long().cumprod(0).sum())
+    if ids.numel() <= FEW_TOKENS:
+        if ids.device.type == "cuda":
+            row["searched"] = share_in_searched_kernels(calls["ours"], tuple(args.kernel_names), args.new)
+        say("comparing logits with float32")
+        row["logits"] = closeness(model, fast, ids)
+    return row
 
 
 def table(report: dict[str, Any]) -> str:
@@ -401,6 +413,9 @@ def main() -> None:
     parser.add_argument("--redraw", type=Path, metavar="JSON", nargs="+",
                         help="only draw the chart of earlier runs; of a row in several the last")
     parser.add_argument("--apart", action="store_true", help="peers one after another, their memory freed in between: where not all fit")
+    parser.add_argument("--side-by-side", action="store_true", help="set up all rows at the same time, each in a process and with "
+                        "weights of its own, then time one after another: where the GPU has memory for all")
+    parser.add_argument("--long-calls", action="store_true", help="one call to warm up; a round's times are all of one call, which streams")
     parser.add_argument("--strict", action="store_true", help="stop at a peer that fails")
     args = parser.parse_args()
     if args.redraw:
@@ -412,12 +427,17 @@ def main() -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("bench_generate: no GPU here; run it on the GPU whose times you want, or give --device cpu")
     unknown = set(args.peers) - {*PEERS, *([BARE] if args.lora else [])}
+    if args.side_by_side and (args.apart or args.seconds < math.inf):
+        parser.error("--side-by-side needs memory for all at once and ends when it ends: without --apart and --seconds")
     if unknown or args.new < 2:
         parser.error(f"unknown peers {', '.join(unknown)}; there are {', '.join(PEERS)}" if unknown else "--new must be 2 or more")
     report = Report(args.json, vars(args), args.resume)
     jobs = {f"{titled(name, args)}, batch {batch}, prompt {prompt}": partial(bench, name, batch, prompt, args)
             for name in args.model.split(",") for prompt in args.prompt for batch in args.batch}
-    run_all(report, jobs, Budget(args.seconds), table)
+    if args.side_by_side:
+        run_side_by_side(report, jobs, args.cap * len(args.peers), table)
+    else:
+        run_all(report, jobs, Budget(args.seconds), table)
     if args.chart:
         draw_generate(report.data, args.chart)
 

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import signal
 import statistics
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -226,6 +228,20 @@ class Budget:
         return time.perf_counter() - self.started >= self.seconds
 
 
+def _row(name: str, job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a job gave, or why it failed: one row that fails must not lose those after it."""
+    started = time.perf_counter()
+    try:
+        row = job()
+    except Exception as e:
+        row = {"failed": explained(e)}
+    return {"name": name, **row, "seconds": round(time.perf_counter() - started, 1), "gpu": gpu_state()}
+
+
+def _shown(row: dict[str, Any], show: Callable[[dict[str, Any]], str]) -> str:
+    return f"{row['name']}: failed, {row['failed']}" if "failed" in row else show(row)
+
+
 def run_all(report: Report, jobs: Mapping[str, Callable[[], dict[str, Any]]], budget: Budget,
             show: Callable[[dict[str, Any]], str]) -> list[str]:
     """Run the jobs that the report lacks, in order; each makes a row. Returns the names of those left out when time was up."""
@@ -237,17 +253,70 @@ def run_all(report: Report, jobs: Mapping[str, Callable[[], dict[str, Any]]], bu
         if budget.is_spent:
             left.append(name)
             continue
-        started = time.perf_counter()
-        try:
-            row = job()
-        except Exception as e:  # one row that fails must not lose those after it
-            row = {"failed": explained(e)}
-        row = {"name": name, **row, "seconds": round(time.perf_counter() - started, 1), "gpu": gpu_state()}
+        row = _row(name, job)
         report.add(row)
-        print(f"{name}: failed, {row['failed']}" if "failed" in row else show(row), flush=True)
+        print(_shown(row, show), flush=True)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if left:
         print(f"out of time, left out: {', '.join(left)}; run again with --resume", flush=True)
     return left
+
+
+# -- rows that are set up at the same time -------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class _Beside:
+    """How a process waits until all are set up, and then for its turn."""
+
+    set_up: Sequence[Any]
+    """An event of each row: it is set up, or ended."""
+    turn: Any
+    seconds: float
+
+
+_beside: _Beside | None = None
+_own: int | None = None
+
+
+def _join(beside: _Beside) -> None:
+    global _beside
+    _beside = beside
+
+
+def _row_beside(number: int, name: str, job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    global _own
+    assert _beside is not None
+    _own = number
+    try:
+        return _row(name, job)
+    finally:
+        _beside.set_up[number].set()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A part of a job in which no other row's job runs: those that were set up side by side take turns. Errors: TimeoutError."""
+    if _beside is None or _own is None:
+        yield
+        return
+    _beside.set_up[_own].set()
+    if not all(event.wait(_beside.seconds) for event in _beside.set_up):
+        raise TimeoutError(f"other rows were not set up within {_beside.seconds:.0f} s")
+    with _beside.turn:
+        yield
+
+
+def run_side_by_side(report: Report, jobs: Mapping[str, Callable[[], dict[str, Any]]], seconds: float,
+                     show: Callable[[dict[str, Any]], str]) -> None:
+    """Run the jobs that the report lacks at the same time, each in a process of its own; their parts in `alone()` one after another, once
+    every job has come so far or `seconds` are over."""
+    missing = [name for name in jobs if report.get(name) is None]
+    context = multiprocessing.get_context("spawn")  # a process that uses a GPU cannot be forked
+    beside = _Beside([context.Event() for _ in missing], context.Lock(), seconds)
+    with ProcessPoolExecutor(len(missing) or 1, context, _join, (beside,)) as pool:
+        running = [pool.submit(_row_beside, n, name, jobs[name]) for n, name in enumerate(missing)]
+        for done in as_completed(running):
+            report.add(done.result())
+            print(_shown(report.rows[-1], show), flush=True)

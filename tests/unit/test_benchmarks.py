@@ -1,10 +1,12 @@
 """The benchmark scripts, as far as a machine without a GPU can run them: programs, rivals, chains, resuming, budgets, charts."""
 import argparse
+import importlib
 import json
 import math
 import sys
 import weakref
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -228,6 +230,37 @@ def test_results_are_written_as_they_come_and_resumed(tmp_path, capsys):
     assert "left out: a, b, c" in capsys.readouterr().out
 
 
+JOBS = """
+import time
+from benching import alone
+
+def job(seconds, fails=False):
+    begun = time.time()
+    time.sleep(seconds)
+    if fails:
+        raise ValueError("no such weights")
+    with alone():
+        at = time.time()
+        time.sleep(0.2)
+        return {"begun": begun, "at": at, "end": time.time()}
+"""
+
+
+def test_rows_are_set_up_side_by_side_and_measured_alone(tmp_path, monkeypatch, capsys):
+    """Also where one fails before its turn, which the others would wait for."""
+    (tmp_path / "jobs_beside.py").write_text(JOBS, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    job = importlib.import_module("jobs_beside").job
+    report = benching.Report(tmp_path / "rows.json", {})
+    report.rows.append({"name": "there"})
+    jobs = {"there": None, "quick": partial(job, 0.0), "slow": partial(job, 1.0), "wrong": partial(job, 0.5, True)}
+    benching.run_side_by_side(report, jobs, 60.0, lambda row: f"{row['name']} shown")
+    assert {r["name"] for r in json.loads((tmp_path / "rows.json").read_text())["rows"]} == set(jobs)
+    assert "no such weights" in report.get("wrong")["failed"] and "slow shown" in capsys.readouterr().out
+    first, second = sorted((report.get(name) for name in ("quick", "slow")), key=lambda r: r["at"])
+    assert report.get("slow")["begun"] + 0.9 < first["at"] < first["end"] <= second["at"]
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"rows": [{}]}'])
 def test_a_file_that_is_no_report_is_not_resumed(tmp_path, text):
     path = tmp_path / "r.json"
@@ -338,20 +371,26 @@ def test_a_zoo_has_the_blocks_of_adapters_too(rank):
     assert sum(s.get("lora") is not None for s in sizes) == (4 if rank else 0)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_peers_of_bench_generate_that_are_measured_apart_leave_nothing_behind(apart, monkeypatch):
-    set_up, there, rounds = bench_generate.set_up, [], []
+@pytest.mark.parametrize("apart, long_calls", [(False, False), (True, False), (False, True)])
+def test_peers_of_bench_generate_that_are_measured_apart_leave_nothing_behind(apart, long_calls, monkeypatch):
+    set_up, there, rounds, calls = bench_generate.set_up, [], [], []
 
     def watched(peer, model, *more):
         rounds.append([ref() is not None for ref in there])
         call, found = set_up(peer, model, *more)
+
+        def counted(**options):
+            calls.append((peer, *options))
+            return call(**options)
         there.append(weakref.ref(call))
-        return call, found
+        return counted, found
     monkeypatch.setattr(bench_generate, "set_up", watched)
-    args = argparse.Namespace(device="cpu", layers=1, lora=0, new=3, peers=("eager", "static"), apart=apart, cap=60, rounds=1, strict=True)
+    args = argparse.Namespace(device="cpu", layers=1, lora=0, new=3, peers=("eager", "static"), apart=apart, cap=60, rounds=1, strict=True,
+                              side_by_side=False, long_calls=long_calls)
     row = bench_generate.bench("smoke", 1, 4, args)
-    assert rounds == [[], [not apart]] and row.get("apart", False) == apart
+    assert rounds == [[], [not apart]] and row.get("apart", False) == apart and row.get("long_calls", False) == long_calls
     assert all(row["peers"][peer]["ms_per_token"]["runs"] == 1 for peer in args.peers)
+    assert [call for call in calls if call[0] == "eager"] == [("eager",)] * (1 if long_calls else 3) + [("eager", "streamer")]
 
 
 def test_adapters_of_bench_generate_are_peft_s_and_leave_the_bare_model_as_it_is():
