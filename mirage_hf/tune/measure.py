@@ -78,6 +78,9 @@ def _sets(first: list[list[torch.Tensor]], least: float) -> list[list[list[torch
 GLANCE = 3
 """Replays that tell whether more are worth their time."""
 
+FEW, ENOUGH_US = 5, 10_000.0
+"""Replays at least, and microseconds of GPU time after which there are no more: long calls need no more of them than short ones."""
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -91,15 +94,16 @@ class Captured:
     reads: Any
 
     def times(self, replays: int, worth: float = math.inf) -> list[float]:
-        """Microseconds a call in each of some replays, after two more; of GLANCE replays where none takes less than `worth`. The graph
-        records the events itself: while the tuner's threads compile, this thread may wait for milliseconds between a replay and an
-        event behind it, and a kernel of 15 µs was seen to take 900."""
+        """Microseconds a call in each of up to `replays` replays (FEW where they are long, GLANCE where none takes less than `worth`),
+        after two more. The graph records the events itself: while the tuner's threads compile, this thread may wait for milliseconds
+        between a replay and an event behind it, and a kernel of 15 µs was seen to take 900."""
         samples: list[float] = []
         for n in range(2 + replays):
             self.graph.replay()
             torch.cuda.synchronize()
             samples.append(1e3 * self.start.elapsed_time(self.end) / self.calls)
-            if n + 1 == 2 + GLANCE and min(samples) >= worth:
+            slow = n + 1 == 2 + GLANCE and min(samples) >= worth
+            if slow or (n + 1 >= 2 + FEW and sum(samples) * self.calls > ENOUGH_US):
                 break
         return samples[2:]
 

@@ -66,7 +66,8 @@ def cases(dtype: torch.dtype) -> tuple[Case, ...]:
 
 
 class Draws:
-    """Inputs of a program for any case: normal numbers in its shapes and strides, matrices scaled so that products keep their size.
+    """Inputs of a program for any case: normal numbers in its shapes and strides, matrices scaled so that products keep their size. Drawn
+    on their device: a CPU takes seconds for the caches of a batch.
     Those that are alike in every case, weights mostly, are drawn once and shared: callers copy what they let anything write."""
 
     def __init__(self, program: KernelGraph, seed: int = 0, device: torch.device | str = "cpu"):
@@ -76,7 +77,7 @@ class Draws:
 
     def of(self, case: Case) -> list[torch.Tensor]:
         program, number = self.program, 0
-        generator = torch.Generator(device="cpu").manual_seed(self.seed)
+        generator = torch.Generator(self.device).manual_seed(self.seed)
         rng = np.random.default_rng(self.seed % 2 ** 64)
         bounds = draw_all(program, lambda n: program.inputs[n].dims, partial(extent, program), rng, 0, case.outside)
         found = []
@@ -100,7 +101,7 @@ class Draws:
     def _drawn(self, case: Case, position: int, number: int, bounds: Mapping[int, Any], generator: torch.Generator) -> torch.Tensor:
         t = self.program.inputs[position]
         most = torch.finfo(t.dtype).max
-        x = torch.randn(t.dims, generator=generator, dtype=torch.float32, device="cpu")
+        x = torch.randn(t.dims, generator=generator, dtype=torch.float32, device=self.device)
         if number == 0:
             x = x[..., :1].expand(t.dims) if case.constant_rows else x
             x = (x * case.factor + case.offset).clamp_(-most, most)

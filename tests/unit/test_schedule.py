@@ -231,6 +231,14 @@ def test_what_is_slow_is_not_replayed_to_the_end(worth, replays, monkeypatch):
     assert captured.times(15, worth) == pytest.approx([9.0] * replays)
 
 
+@pytest.mark.parametrize("us, replays", [(10.0, 15), (100.0, 9), (300.0, 5), (5000.0, 5)])
+def test_long_calls_are_replayed_less_often(us, replays, monkeypatch):
+    monkeypatch.setattr(tuner.measure.torch.cuda, "synchronize", lambda: None)
+    event = SimpleNamespace(elapsed_time=lambda end: 10 * us * 1e-3)
+    captured = tuner.measure.Captured(SimpleNamespace(replay=lambda: None), 10, event, None, None)
+    assert len(captured.times(15)) == replays
+
+
 def test_steps_from_a_candidate_are_new_possible_and_permitted():
     for name, mma in (("16 rows", True), ("norm linear", False)):
         ugraph = SPACES[name]
