@@ -22,7 +22,7 @@ from mirage_hf.decode.cache import Block, CachePool, bucket
 from mirage_hf.decode.chain import CHANGED, StepProgram, obstacle
 from mirage_hf.decode.fingerprint import Survey, still_expected, survey
 from mirage_hf.decode.graphs import can_capture
-from mirage_hf.decode.prefill import PrefillGraph, Prompts, bucket_of
+from mirage_hf.decode.prefill import MOST_TOKENS, PrefillGraph, Prompts, bucket_of, can_call
 from mirage_hf.decode.program import CapturedForward, Chooser, Step
 from mirage_hf.decode.routing import effective, refused_arguments, refused_model, refused_options
 from mirage_hf.decode.session import CallPlan, NotCovered, Outdated, Session, plan_call
@@ -77,8 +77,9 @@ class DecodeRunner:
 
     `counts` holds "captured" (replayed steps), "called: <why>" (the same loop without a graph) and "stock: <why>"; where there are
     kernels for whole steps also "step: all by kernels" or "step: <why the model's own forward runs>". `prefills` counts those that were
-    replayed ("captured", "captured, by kernels") and what was refused; the others ran HF's forward. `selections` counts where calls chose
-    that wanted more than the greatest logit: "on the device" or "by the host: <why>".
+    replayed ("captured", "captured, by kernels") or run by kernels without a graph ("called, by kernels") and what was refused; the others
+    ran HF's forward. `selections` counts where calls chose that wanted more than the greatest logit: "on the device" or "by the host:
+    <why>".
     """
 
     def __init__(self, *, mode: str = "graph", max_cache_len: int | None = None, depth: int | None = None, steps: Steps | None = None,
@@ -207,14 +208,31 @@ class DecodeRunner:
         `at_once`: only one that may be replayed before anybody has looked at the model."""
         if self.mode == "eager" or can_capture(block.device) or plan.survey.no_graph or not plan.plain or not plan.logits_to_keep:
             return None
-        batch, length = input_ids.shape
-        bucket, rope = bucket_of(batch, length, block, plan.masks.windows), plan.survey.rope
-        if bucket is None or (rope is not None and bucket > rope.reach):
+        bucket = self._bucket(plan, block, input_ids)
+        batch = input_ids.shape[0]
+        if bucket is None or batch * bucket > MOST_TOKENS:
             return None
+        return self.prompts.graph(model, block, (batch, bucket), self.steps, partial(self._able, plan, block), key, at_once,
+                                  own=plan.survey.rope is None)
 
-        def able() -> Steps | None:
-            return None if obstacle(self.steps, plan, block, self.valid_for) else self.steps
-        return self.prompts.graph(model, block, (batch, bucket), self.steps, able, key, at_once, own=rope is None)
+    def prefill_by_kernels(self, model: Any, plan: CallPlan, block: Block, input_ids: Tensor, key: Fingerprint) -> bool:
+        """Prefill by kernels without a graph; False where HF's forward is to run."""
+        steps = self.steps
+        if steps is None or steps.no_prompts or not can_call(block.device) or not plan.plain or not plan.logits_to_keep:
+            return False
+        bucket = self._bucket(plan, block, input_ids)
+        if bucket is None or block.batch not in steps.rows:
+            return False
+        return self.prompts.by_kernels(model, block, input_ids, bucket, plan.masks.windows, steps, partial(self._able, plan, block), key)
+
+    def _bucket(self, plan: CallPlan, block: Block, input_ids: Tensor) -> int | None:
+        """What a prompt is filled up to, None where it cannot be."""
+        bucket, rope = bucket_of(input_ids.shape[1], block, plan.masks.windows), plan.survey.rope
+        return None if bucket is None or (rope is not None and bucket > rope.reach) else bucket
+
+    def _able(self, plan: CallPlan, block: Block) -> Steps | None:
+        """The model's kernels where they serve a call."""
+        return None if obstacle(self.steps, plan, block, self.valid_for) else self.steps
 
     def step(self, model: Any, plan: CallPlan, block: Block, key: Fingerprint, chooser: Chooser | None, again: bool = False) -> Step:
         """Return the step for a block, with or without graphs as the model, the device and what chooses allow. `again`: for a call that is

@@ -1,10 +1,11 @@
-"""Short prompts in a CUDA graph over a bucket of tokens, so that the host's work is done once for many prompts.
+"""Prompts by kernels, and short ones in a CUDA graph over a bucket of tokens, so that the host's work is done once for many prompts.
 
 Where a model's steps are all by kernels so are its prompts, but for products and attention, which are the library's; elsewhere HF's own
-forward is captured. A chain of ours is only kept if it gave what HF's forward gives.
+forward runs, or is captured. A chain of ours is only kept if it gave what HF's forward gives.
 
 A prompt is filled up on the right: what is causal does not see later tokens, and the logits are those of its own last token. Keys of
-the filling are cleared. The first prompt of a bucket runs HF's forward as it is, which costs less than a capture.
+the filling are cleared. The first prompt of a model runs HF's forward as it is; later ones the chain, and the second of a bucket is
+captured, where it is short: what the GPU does for a long one takes longer than the host's launches.
 """
 from __future__ import annotations
 
@@ -28,8 +29,10 @@ FEW_LAYERS = 16
 """Up to which the roots of the dtypes' precisions bound what rounding explains. Of 32 layers with random adapters (Llama-3.1-8B, H200) 9.2%
 of the size were seen, in bfloat16, of which the root is 8.8%."""
 MOST_TOKENS = 2048
-"""Tokens of a batch beyond which HF's forward runs as it is. Measured at 128 only (Llama-3.2-1B, H200: the prefill's kernels take about
+"""Tokens of a batch beyond which nothing is captured. Measured at 128 only (Llama-3.2-1B, H200: the prefill's kernels take about
 2 ms, the first token 9.6 ms without a graph and 5.6 with one); where the GPU takes as long as the host is an estimate."""
+CHECKED = 3 * GRAIN, GRAIN
+"""Tokens of the prompt on which a chain is compared with HF's forward before it is called: the first that fits has rows in two pieces."""
 
 
 @dataclass(frozen=True)
@@ -55,29 +58,78 @@ class PrefillGraph:
 
     def run(self, input_ids: Tensor) -> None:
         """Prefill a prompt (batch, length) into the block that the graph was captured for, logits included."""
-        length = input_ids.shape[1]
-        self.ids[:, :length].copy_(input_ids)
-        # 0 · NaN would reach the prompt from a key behind it: nothing that other calls have left, and no token that this one has not
-        self.ids[:, length:].copy_(input_ids[:, :1].expand(-1, self.ids.shape[1] - length))
-        self.last.fill_(length - 1)
+        fill(self.ids, self.last, input_ids)
         self.graph.replay()
 
 
-def bucket_of(batch: int, length: int, block: Block, windows: tuple[tuple[str, int | None], ...]) -> int | None:
-    """The bucket of a prompt, or None where it has none: too many tokens, or more than a sliding window or what a ring begins with."""
+Windows = tuple[tuple[str, int | None], ...]
+"""Of each kind of layers how many keys a query sees, None where it sees all."""
+
+
+def can_call(device: torch.device) -> bool:
+    """Whether the kernels of prompts are worth calling one by one."""
+    return device.type == "cuda"
+
+
+def bucket_of(length: int, block: Block, windows: Windows) -> int | None:
+    """The bucket of a prompt, or None where it has none: more tokens than a block, a sliding window or what a ring begins with."""
     bucket = -(-length // GRAIN) * GRAIN
-    fits = batch * bucket <= MOST_TOKENS and bucket <= block.capacity and all(ring is None or bucket <= ring.spare for ring in block.rings)
+    fits = bucket <= block.capacity and all(ring is None or bucket <= ring.spare for ring in block.rings)
     return bucket if fits and all(window is None or bucket <= window for _, window in windows) else None
 
 
 class Prompts:
-    """The captured prompts of one model: which there are, and which cannot be. `count` is told what happens to each."""
+    """The prompts of one model by kernels or captured: which there are, and which cannot be. `count` is told what happens to each."""
 
     def __init__(self, count: Callable[[str], None]):
         self.count = count
         self._refused: dict[tuple[int, int], object] = {}
         self._refused_by_kernels: dict[tuple[int, int], object] = {}
         """By batch and bucket, the state of the model that was refused."""
+        self._first: dict[int, object] = {}
+        self._checked: dict[int, tuple[object, bool]] = {}
+        """By batch, a state of the model: that in which a prompt has run, and one whose prompts may be called, or may not."""
+
+    def by_kernels(self, model: Any, block: Block, input_ids: Tensor, bucket: int, windows: Windows, steps: Steps,
+                   able: Callable[[], Steps | None], key: object) -> bool:
+        """Prefill a prompt (batch, length), filled up to `bucket`, by kernels without a graph, logits included. False where HF's forward is
+        to run: for the first prompt of a state `key` of the model too, as for that nothing need be made ready. Errors: OutOfMemoryError."""
+        batch = input_ids.shape[0]
+        if self._first.get(batch) != key:
+            self._first[batch] = key
+            return False
+        known, good = self._checked.get(batch, (None, False))
+        if known == key and not good:
+            return False
+        try:
+            _make_room(block, steps)
+            if able() is not steps:
+                return False
+            if known != key:
+                self._check(model, block, windows, steps)
+            ids, last = _filled(block, bucket, bucket - 1)
+            fill(ids, last, input_ids)
+            run, _ = _chain(steps, block, ids, last)
+        except torch.OutOfMemoryError:
+            self.count("not by kernels: out of memory")  # another time there may be more
+            return False
+        except Exception as error:  # whatever there is against it, HF's own prefill is the way out
+            self.count(f"not by kernels: {type(error).__name__}: {(str(error) or '-').splitlines()[0]}")
+            self._checked[batch] = key, False
+            return False
+        self._checked[batch] = key, True
+        block.dirty = max(block.dirty, bucket)
+        run()
+        self.count("called, by kernels")
+        return True
+
+    def _check(self, model: Any, block: Block, windows: Windows, steps: Steps) -> None:
+        """Errors: MirageError where the chain does not give what HF's forward gives."""
+        tokens = next(n for n in CHECKED if bucket_of(n, block, windows))
+        ids, last = _filled(block, tokens, tokens - 1)
+        _random(ids, steps.vocab)
+        block.dirty = max(block.dirty, tokens)
+        _compare(_stock(model, block, ids, last)[0], _chain(steps, block, ids, last)[0], block, tokens)
 
     def graph(self, model: Any, block: Block, shape: tuple[int, int], present: Steps | None, able: Callable[[], Steps | None], key: object,
               at_once: bool, own: bool = True) -> PrefillGraph | None:
@@ -142,29 +194,64 @@ class Prompts:
         return self._captured(model, block, shape, None, key, own)
 
 
-def capture_prefill(model: Any, block: Block, batch: int, bucket: int, steps: Steps | None = None) -> PrefillGraph:
-    """Capture prompts of `bucket` tokens, filled up, into a block that has held a prompt: by `steps`, or HF's forward.
+def fill(ids: Tensor, last: Tensor, input_ids: Tensor) -> None:
+    """Put a prompt (batch, length) into ids (batch, bucket), and where its last token is."""
+    length = input_ids.shape[1]
+    ids[:, :length].copy_(input_ids)
+    # 0 · NaN would reach the prompt from a key behind it: nothing that other calls have left, and no token that this one has not
+    ids[:, length:].copy_(input_ids[:, :1].expand(-1, ids.shape[1] - length))
+    last.fill_(length - 1)
 
-    Errors: MirageError where the kernels of `steps` do not give what HF's forward gives, or that sees what a prompt is filled up with;
-    RuntimeError where nothing can be captured.
-    """
+
+def _filled(block: Block, tokens: int, last: int) -> tuple[Tensor, Tensor]:
+    """Room for ids (batch, tokens), and the index of a last token."""
     with torch.inference_mode(False):
-        ids = torch.zeros(batch, bucket, dtype=torch.long, device=block.device)
-        last = torch.full((1,), bucket - 1, dtype=torch.long, device=block.device)
-        positions = torch.arange(bucket, device=block.device)[None].expand(batch, -1).contiguous()
-    kept = block.logits.clone()
+        ids = torch.zeros(block.batch, tokens, dtype=torch.long, device=block.device)
+        return ids, torch.full((1,), last, dtype=torch.long, device=block.device)
 
-    def stock() -> None:
+
+def _random(ids: Tensor, vocab: int) -> None:
+    ids.copy_(torch.randint(vocab, ids.shape, generator=torch.Generator().manual_seed(ids.shape[1]), device="cpu"))
+
+
+def _make_room(block: Block, steps: Steps) -> None:
+    """As a prompt's forward would where it is the first of its block."""
+    if not block.keys:
+        for n, layer in enumerate(steps.layers):
+            assert layer.prompt is not None
+            sizes = layer.prompt.sizes["attention"]
+            like = steps.embedding.new_empty((block.batch, sizes["kv_heads"], 0, sizes["head_dim"]), dtype=sizes["dtype"])
+            block.claim(n, like, like)
+    if not block.logits.numel():
+        block.set_logits(steps.embedding.new_zeros((block.batch, steps.vocab)))
+
+
+def _stock(model: Any, block: Block, ids: Tensor, last: Tensor) -> tuple[Callable[[], None], Any]:
+    """HF's forward of a prompt into a block that has room for it, and what it reads besides."""
+    with torch.inference_mode(False):
+        positions = torch.arange(ids.shape[1], device=block.device)[None].expand(ids.shape[0], -1).contiguous()
+
+    def run() -> None:
         outputs = model(input_ids=ids, position_ids=positions, past_key_values=block.prefill_cache(), use_cache=True, attention_mask=None,
                         return_dict=True, logits_to_keep=last)
         logits = outputs.logits[:, -1]
         if (logits.shape, logits.dtype) != (block.logits.shape, block.logits.dtype):
             raise RuntimeError(f"logits of {tuple(logits.shape)}, {logits.dtype}, for a block that held {tuple(block.logits.shape)}")
         block.logits.copy_(logits)
+    return run, positions
 
-    run, held = stock, (positions,)
+
+def capture_prefill(model: Any, block: Block, batch: int, bucket: int, steps: Steps | None = None) -> PrefillGraph:
+    """Capture prompts of `bucket` tokens, filled up, into a block that has held a prompt: by `steps`, or HF's forward.
+
+    Errors: MirageError where the kernels of `steps` do not give what HF's forward gives, or that sees what a prompt is filled up with;
+    RuntimeError where nothing can be captured.
+    """
+    ids, last = _filled(block, bucket, bucket - 1)
+    kept, (stock, held) = block.logits.clone(), _stock(model, block, ids, last)
+    run = stock
     try:
-        ids.copy_(torch.randint(block.logits.shape[-1], ids.shape, generator=torch.Generator().manual_seed(bucket), device="cpu"))
+        _random(ids, block.logits.shape[-1])
         if steps is not None:
             run, held = _chain(steps, block, ids, last)
             _compare(stock, run, block, bucket)
@@ -181,12 +268,10 @@ def _addresses(steps: Steps) -> tuple[int, ...]:
 
 
 def _chain(steps: Steps, block: Block, ids: Tensor, last: Tensor) -> tuple[Callable[[], None], Any]:
-    """What runs a prompt by kernels and the library, and what it reads."""
+    """What runs a prompt by kernels and the library, and what it reads. Errors: MirageError where there are no kernels."""
     batch, tokens = ids.shape
-    cos, sin = steps.rotary_tables(tokens)
-    with torch.inference_mode(False):
-        slot = torch.zeros(batch, dtype=torch.int32, device=block.device)
-    kernels = [steps.prompt_kernels(layer, batch, tokens, block.slots_of(n)) for n, layer in enumerate(steps.layers)]
+    cos, sin = (table.repeat(1, batch, 1)[:, :, None] for table in steps.rotary_tables(tokens))
+    kernels = [steps.prompt_kernels(layer, batch * tokens) for layer in steps.layers]
 
     def run() -> None:
         with torch.no_grad():
@@ -195,9 +280,9 @@ def _chain(steps: Steps, block: Block, ids: Tensor, last: Tensor) -> tuple[Calla
                 x = x.mul_(steps.embedding_scale)
             for n, (layer, found) in enumerate(zip(steps.layers, kernels, strict=True)):
                 assert layer.prompt is not None
-                x = layer.prompt(found, x, Prompt(cos[layer.rope], sin[layer.rope], block.keys[n], block.values[n], slot))
+                x = layer.prompt(found, x, Prompt(cos[layer.rope], sin[layer.rope], block.keys[n], block.values[n]))
             steps.head(batch, x.view(batch, tokens, -1).index_select(1, last)[:, 0].contiguous(), block.logits)
-    return run, (cos, sin, slot, kernels)
+    return run, (cos, sin, kernels)
 
 
 def _compare(stock: Callable[[], None], ours: Callable[[], None], block: Block, bucket: int) -> None:

@@ -188,8 +188,9 @@ class Session:
             announce()
 
     def prefill(self, streamer: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> None:
-        """Run HF's own prefill, into the block or, where the user's cache holds something, into that one and then here; the streamer gets
-        the prompt behind it. A captured one may begin before the host has looked at the model. Errors: Outdated."""
+        """Run a prefill by kernels or a captured one, or HF's own, into the block or, where the user's cache holds something, into that one
+        and then here; the streamer gets the prompt behind it. A captured one may begin before the host has looked at the model.
+        Errors: Outdated."""
         model, plan, block = self.model, self.plan, self.block
         text = None if streamer is None else input_ids.cpu()  # here it waits for nothing of the call
         self.fingerprint = self.runner.fingerprint_of(plan)
@@ -201,6 +202,7 @@ class Session:
         if graph is not None:
             block.dirty = max(block.dirty, graph.ids.shape[1])
             graph.run(input_ids)
+        if graph is not None or self.runner.prefill_by_kernels(model, plan, block, input_ids, self.fingerprint):
             self.slot = self.cached = input_ids.shape[1]
             block.clear_from(self.slot)
         else:

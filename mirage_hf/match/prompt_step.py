@@ -16,14 +16,12 @@ from mirage_hf.patterns.prompt import PROMPT_ACTIVATION, PROMPT_ADDED, PROMPT_GA
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a layer reads of prompts besides x: RoPE's cos and sin (tokens, d), a layer's keys and values (b, heads, slots, d), and zeros
-    (b,), int32: the slot that keys go to from."""
+    """What a layer reads of prompts besides x: RoPE's cos and sin (b · tokens, 1, d), a layer's keys and values (b, heads, slots, d)."""
 
     cos: Tensor
     sin: Tensor
     keys: Tensor
     values: Tensor
-    slot: Tensor
 
 
 class LayerPrompt(Composition):
@@ -34,40 +32,38 @@ class LayerPrompt(Composition):
         self.sizes = {role: dict(p.block.sizes) for role, p in self.parts.items()}
         self.first, self.parallel = first_half(self.parts), layout.parallel
 
-    def blocks(self, batch: int, tokens: int, slots: int) -> dict[str, tuple[Block, int]]:
-        """What is done by kernels, by name: a block and its number of rows."""
+    def blocks(self) -> dict[str, Block]:
+        """What is done by kernels, by name, for any number of rows."""
         attention, first = self.sizes["attention"], self.sizes[self.first]
         shared = ("kv_heads", "group", "head_dim", "eps", "dtype", "norm", "offset", "rope", "rotary", "rope_dtype", "packing")
         taken = {name: attention[name] for name in shared}
-        rows, kind = batch * tokens, ("eps", "offset", "centred", "norm_bias", "dtype")
+        kind = "eps", "offset", "centred", "norm_bias", "dtype"
         gate = PROMPT_GATE if self.first == "gated" else PROMPT_ACTIVATION
-        found = {"gate": (gate.block(**{name: first[name] for name in ("n", "activation", "dtype")}), rows)}
+        found = {"gate": gate.block(**{name: first[name] for name in ("n", "activation", "dtype")})}
         if attention["norm"] or attention["rope"]:
-            found["rotation"] = PROMPT_ROTATION.block(**taken, tokens=tokens, slots=slots), batch
+            found["rotation"] = PROMPT_ROTATION.block(**taken)
         for name, role in (("norm", "qkv"), ("mlp_norm", self.first)):
             s = self.sizes[role]
             if s["norm"]:
-                found[name] = PROMPT_NORM.block(**{n: s[n] for n in ("k", *kind)}), rows
+                found[name] = PROMPT_NORM.block(**{n: s[n] for n in ("k", *kind)})
         for role in ("out", "down"):
             s = self.sizes[role]
             if s["norm"]:
-                found[role] = PROMPT_ADDED.block(k=s["n"], **{n: s[n] for n in ("scale", *kind)}), rows
+                found[role] = PROMPT_ADDED.block(k=s["n"], **{n: s[n] for n in ("scale", *kind)})
         return found
 
     def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, at: Prompt) -> Tensor:  # type: ignore[override]
         """x (b · tokens, width), whose memory may be written over, to the layer's output; keys and values go to the first slots."""
         a = self.sizes["attention"]
-        batch, tokens, d = at.keys.shape[0], at.cos.shape[0], a["head_dim"]
+        batch, d = at.keys.shape[0], a["head_dim"]
+        tokens = x.shape[0] // batch
         q, k, v = heads_of(self._products(kernels.get("norm"), "qkv", x).view(batch, tokens, -1), a)
         packed = self._products(kernels.get("mlp_norm"), self.first, x) if self.parallel else None
-        norms = [p[None] if a["norm"] == "rms" else p.view(1, 1, -1, d) for p in self.parameters["attention"]]
-        if a["norm"] not in ("", "rms"):
-            norms[1] = norms[1].transpose(1, 2)
-        tables = [at.cos[None, None], at.sin[None, None]] if a["rope"] else []
         if "rotation" in kernels:
-            q = kernels["rotation"]([q, k.transpose(1, 2), *tables, at.keys, at.slot.view(batch, 1, 1, 1), *norms])[0]
-        else:
-            at.keys[:, :, :tokens].copy_(k.transpose(1, 2))
+            norms = [p[None] if a["norm"] == "rms" else p.view(1, -1, d) for p in self.parameters["attention"]]
+            turned = kernels["rotation"]([q.flatten(0, 1), k.flatten(0, 1), *([at.cos, at.sin] if a["rope"] else []), *norms])
+            q, k = (y.unflatten(0, (batch, tokens)) for y in turned)
+        at.keys[:, :, :tokens].copy_(k.transpose(1, 2))
         at.values[:, :, :tokens].copy_(v.transpose(1, 2))
         y = F.scaled_dot_product_attention(q.transpose(1, 2), at.keys[:, :, :tokens], at.values[:, :, :tokens], is_causal=True,
                                            scale=a["scale"], enable_gqa=a["group"] > 1)

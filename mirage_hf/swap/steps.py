@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mirage_hf import kernels
 from mirage_hf.errors import MirageError, Rejected
+from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.match.causal import CausalMatch, LengthRope, length_rope, rotary_rows
 from mirage_hf.match.compose import Kernel, Part, child
 from mirage_hf.match.matcher import Match
@@ -22,6 +23,7 @@ from mirage_hf.match.step import LayerStep, layer_step
 from mirage_hf.patterns.attention import LONG_FROM, for_long_caches
 from mirage_hf.patterns.causal_lm import LOGITS_DIVISOR, LOGITS_MULTIPLIER, LOGITS_SOFTCAP, OF_LAYERS
 from mirage_hf.patterns.decoder_layer import CLIPS, MULTIPLIERS, SOFTCAPS, SWITCHES
+from mirage_hf.swap.pieces import InPieces
 
 Found = Mapping[Any, Any]
 LONG = "attention, long caches"
@@ -64,7 +66,7 @@ class Steps:
     constants: tuple[tuple[dict[str, Any], str, Any], ...]
     """Numbers that kernels were made for, where modules keep them: an attribute dictionary, a name, a value; of a tensor its version."""
     _attention: dict[tuple[str, int], Kernel] = field(default_factory=dict)
-    _prompts: dict[tuple[Block, int], Kernel] = field(default_factory=dict)
+    _prompts: dict[Block, InPieces] = field(default_factory=dict)
     _obstacles: dict[tuple[int, tuple[int, ...]], str] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _making: threading.Lock = field(default_factory=threading.Lock)
@@ -91,16 +93,19 @@ class Steps:
         assert failed is not None
         raise failed
 
-    def prompt_kernels(self, layer: LayerKernels, batch: int, tokens: int, slots: int) -> dict[str, Kernel]:
-        """What does a layer's part of prompts that is not the library's: looked up, or searched and made now. Errors: MirageError."""
+    def prompt_kernels(self, layer: LayerKernels, rows: int) -> dict[str, Kernel]:
+        """What does a layer's part of prompts of so many tokens in all that is not the library's: looked up, or searched and made now.
+        Errors: MirageError."""
         assert layer.prompt is not None
-        blocks = layer.prompt.blocks(batch, tokens, slots)
         with self._making:  # not the lock that calls take whose kernels are there
-            for block, rows in blocks.values():
-                if (block, rows) not in self._prompts:
-                    self._prompts[block, rows] = kernels.resolve(block.program(rows), device=self.embedding.device, tune="never",
-                                                                 pattern=block.pattern.name).run
-            return {name: self._prompts[key] for name, key in blocks.items()}
+            return {name: self._in_pieces(block).ready(rows) for name, block in layer.prompt.blocks().items()}
+
+    def _in_pieces(self, block: Block) -> InPieces:
+        device = self.embedding.device
+
+        def resolve(program: KernelGraph) -> kernels.Resolved:
+            return kernels.resolve(program, device=device, tune="never", pattern=block.pattern.name)
+        return self._prompts.setdefault(block, InPieces(block, device, resolve))
 
     def obstacle(self, rows: int, slots: tuple[int, ...]) -> str:
         """Why there are no steps for caches of so many slots in each layer, "" where there are."""

@@ -13,7 +13,7 @@ from features import fake_captures
 from mirage_hf import kernels
 from mirage_hf.api import optimize
 from mirage_hf.decode import generate, install, prefill, program, session
-from mirage_hf.errors import MirageError
+from mirage_hf.errors import CodegenError, MirageError
 from mirage_hf.match import prompt_step
 
 FULL = {**FULL, "max_new_tokens": 6}
@@ -53,8 +53,9 @@ def test_what_is_no_plain_prompt_runs_as_it_is(called: list[str]) -> None:
     assert_same(*both(model, lambda: {"inputs": prompt(2, 9), "position_ids": torch.arange(4, 13)[None], **FULL}))
     alike(model, 2, 5)
     assert runner.prefills == {"captured": 3} and called.count("prefill") == 1
-    block = runner.pool.lease(2, 4096, (None, None), torch.device("cpu"))
-    assert prefill.bucket_of(2, 1024, block, ()) == 1024 and prefill.bucket_of(2, 1025, block, ()) is None
+    block = runner.pool.lease(2, 1024, (None, None), torch.device("cpu"))
+    assert prefill.bucket_of(960, block, ()) == 960 and prefill.bucket_of(961, block, ()) == 1024
+    assert prefill.bucket_of(1025, block, ()) is None and prefill.bucket_of(961, block, (("sliding", 1000),)) is None
 
 
 def test_a_changed_model_is_captured_anew(called: list[str]) -> None:
@@ -212,6 +213,90 @@ def test_numbers_that_change_after_a_capture(called: list[str], resolved: list[A
         agree(stock, ours, 1, length)
     # graphs are for these numbers: with others the first prompt of its bucket is HF's forward again
     assert ours.generate.runner.prefills == {"captured, by kernels": 2, "captured": 2}
+
+
+# -- prompts whose kernels are called ------------------------------------------------------------------------------------
+
+@pytest.fixture
+def calling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(generate, "can_call", lambda device: True)
+
+
+@pytest.fixture
+def only_called(calling: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU where prompts are long."""
+    monkeypatch.setattr(generate, "MOST_TOKENS", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROMPTED)
+def test_prompts_whose_kernels_are_called(name: str, only_called: None, resolved: list[Any]) -> None:
+    """Of any length, in blocks that held a prompt or none, with what longer ones have left."""
+    stock, ours = optimized(name, PROMPTED[name])
+    for batch, length in ((1, 7), (1, 300), (1, 9), (3, 5), (3, 65), (3, 6), (1, 200), (2, 4), (1, 1), (1, 9)):
+        agree(stock, ours, batch, length)
+    assert ours.generate.runner.prefills == {"called, by kernels": 5 + 2}  # not the first of a batch, and none of two rows
+    assert {p.inputs[0].dims[0] for p in resolved} >= {64, 128, 256, 512}
+
+
+@pytest.mark.slow
+def test_prompts_are_called_until_they_are_captured(calling: None, called: list[str], resolved: list[Any]) -> None:
+    stock, ours = optimized("llama", {})
+    seen = []
+    for length in (7, 70, 8, 9, 71):
+        agree(stock, ours, 1, length)
+        seen.append(dict(ours.generate.runner.prefills))
+    assert seen == [{}, {"called, by kernels": 1}, *({"called, by kernels": 1, "captured, by kernels": n} for n in (1, 2, 3))]
+    for model in (stock, ours):
+        model.model.norm.weight = torch.nn.Parameter(2 * model.model.norm.weight.detach())
+    for length in (7, 300):  # weights that the kernels were not made for
+        agree(stock, ours, 1, length)
+    assert ours.generate.runner.prefills == seen[-1]
+
+
+@pytest.mark.slow
+def test_prompts_are_not_called_where_they_cannot_be(only_called: None, resolved: list[Any]) -> None:
+    """Beyond a window, of models with other attention, with padding, positions of one's own or a cache."""
+    stock, ours = optimized("qwen3", dict(layer_types=["full_attention", "sliding_attention", "full_attention"], sliding_window=66,
+                                          use_sliding_window=True))
+    for length in (7, 8, 64, 65, 100):
+        agree(stock, ours, 1, length)
+    assert ours.generate.runner.prefills == {"called, by kernels": 2}
+    full = dict(layer_types=["full_attention"], num_hidden_layers=1, attn_implementation="eager", attn_logit_softcapping=3.0)
+    stock, ours = optimized("gemma2", full)
+    for length in (7, 8):
+        agree(stock, ours, 1, length)
+    assert not ours.generate.runner.prefills
+    stock, ours = optimized("llama", {}, batch_sizes=(1, 2))
+    for given in ({"inputs": prompt(2, 9)}, left_padded(), {"inputs": prompt(2, 9), "position_ids": torch.arange(4, 13)[None]}):
+        assert_same(stock.generate(**given, **FULL), ours.generate(**given, **FULL))
+    assert not ours.generate.runner.prefills
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["wrong", "missing", "no memory"])
+def test_prompts_that_kernels_do_not_give_are_hfs(what: str, only_called: None, resolved: list[Any],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, ours = optimized("llama", {})
+    right = kernels.resolve
+
+    def resolve(program: Any, **how: Any) -> Any:
+        if how["pattern"] != "prompt_gate":
+            return right(program, **how)
+        if what == "missing":
+            raise CodegenError("prompt_gate: no kernel")
+        if what == "no memory":
+            raise torch.OutOfMemoryError("none left")
+        return swapping.Resolved(program, scale=1.01)
+    monkeypatch.setattr(kernels, "resolve", resolve)
+    for length in (7, 8, 9, 70):
+        agree(stock, ours, 1, length)
+    (why, count), = ours.generate.runner.prefills.items()
+    assert count == (3 if what == "no memory" else 1)  # another time there may be some
+    assert why.startswith({"wrong": "not by kernels: MirageError: prefill: logits, keys or values are",
+                           "missing": "not by kernels: CodegenError: prompt_gate: no kernel",
+                           "no memory": "not by kernels: out of memory"}[what])
 
 
 # -- prompts that run while the host looks at the model ------------------------------------------------------------------

@@ -1,0 +1,80 @@
+"""Prompts by kernels on the device: of any length, called or captured, as close to float32 as stock's."""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
+from swapping import prompt, tiny, twin_of
+
+from mirage_hf import kernels
+from mirage_hf.api import optimize
+from mirage_hf.decode import generate
+from mirage_hf.patterns.prompt import PROMPT_GATE, PROMPT_NORM
+from mirage_hf.swap import pieces
+from mirage_hf.tune.measure import random_inputs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+EVERY: dict[str, Any] = dict(layer_types=["full_attention"] * 2)
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {}, "qwen2": {}, "qwen3": {**EVERY, "head_dim": 64}, "granite": {}, "gemma": dict(head_dim=32),
+    "gemma3": {**EVERY, "head_dim": 32}, "olmo2": {}, "phi3": {}, "gpt_neox": {}, "cohere": dict(use_qk_norm=True)}
+SIZES: dict[str, Any] = dict(hidden_size=256, intermediate_size=640, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=2,
+                             initializer_range=0.05, max_position_embeddings=8192)
+SHAPES = [(1, 6), (1, 300), (1, 90), (1, 5000), (1, 64), (3, 6), (3, 1700), (3, 77)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIRAGE_HF_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def first_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What the first new token is chosen by, and the second: which reads the keys and values that the prompt has left."""
+    out = model.generate(ids, do_sample=False, max_new_tokens=2, min_new_tokens=2, return_dict_in_generate=True, output_logits=True)
+    return torch.stack([x.float() for x in out.logits])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_of_any_length(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "MOST_TOKENS", 0)
+    sizes = {k: v for k, v in SIZES.items() if not (name == "gpt_neox" and k == "num_key_value_heads")}
+    stock = tiny(name, dtype=dtype, **sizes, **MODELS[name]).cuda()
+    exact = twin_of(stock).double()
+    ours = optimize(twin_of(stock), tune="never", batch_sizes=(1, 3))
+    for batch, length in SHAPES:
+        ids = prompt(batch, length, seed=length).cuda()
+        want, seen, mine = (first_logits(m, ids) for m in (exact, stock, ours))
+        same = seen[0].argmax(-1) == mine[0].argmax(-1)  # where the first tokens part, at a tie, the second are of other texts
+        for k, rows in ((0, slice(None)), (1, same & (want[0].argmax(-1) == mine[0].argmax(-1)))):
+            far, near = ((x[k, rows] - want[k, rows]).abs().max() if x[k, rows].numel() else torch.zeros(()) for x in (mine, seen))
+            assert far <= 1.5 * near + 0.01 * want.abs().max(), (batch, length, k)
+    found = ours.generate.runner.prefills
+    assert found == {"called, by kernels": 6}, found  # not the first prompt of a batch
+
+
+def test_first_prompts_of_a_bucket_are_called_and_later_ones_captured() -> None:
+    model = optimize(tiny("llama", dtype=torch.bfloat16, **SIZES).cuda(), tune="never")
+    for length in (6, 70, 130, 75, 131, 9):
+        model.generate(prompt(1, length, seed=length).cuda(), do_sample=False, max_new_tokens=3)
+    assert model.generate.runner.prefills == {"called, by kernels": 2, "captured, by kernels": 3}
+
+
+@pytest.mark.parametrize("block", [PROMPT_NORM.block(k=1024, eps=1e-6, dtype=torch.bfloat16, offset=0.0, centred=False, norm_bias=False),
+                                   PROMPT_GATE.block(n=3072, activation="silu", dtype=torch.bfloat16)], ids=["norm", "gate"])
+def test_pieces_are_bits_of_the_whole(block: Any) -> None:
+    device = torch.device("cuda")
+    kernel = pieces.InPieces(block, device, lambda program: kernels.resolve(program, device=device, tune="never"))
+    rows = 4096 + 1024 + 64
+    inputs = random_inputs(block.program(rows), device)
+    whole = kernel.ready(rows)(inputs)[0]
+    for first, size in ((0, 4096), (4096, 1024), (5120, 64)):
+        part = [x[first:first + size] if x.shape[0] == rows else x for x in inputs]
+        assert torch.equal(kernel(part)[0], whole[first:first + size])
