@@ -231,7 +231,7 @@ class _Kernel:
                 self.value[leaf.value] = x
             return
         term = spec.terms[leaf.node]
-        if term.op == "constant":
+        if term.op != "input":  # a constant, or a maximum that cancels out of every output: the core reads 0 for it, its term's value
             self.value[leaf.value] = _Scaled(term.value)
             return
         i = spec.inputs[term.source]

@@ -383,11 +383,13 @@ def _repeated(g): g.add(g.exp(g.new_input((4, 1))), g.mul(g.new_input((1, 6)), 0
 def _input_itself(g): g.mul(g.new_input((4, 6)), 1.0)
 def _by_zero(g): g.div(g.new_input((4, 6)), 0.0)
 def _of_a_number(g): x = g.new_input((4, 6)); g.mul(x, g.rsqrt(g.add(g.sub(x, x), 4.0)))
+def _cancelled_max(g): m = g.reduction(g.new_input((2, 1)), 0, "max"); g.mul(g.sub(m, m), g.new_input((1, 3)))
 
 
 @pytest.mark.parametrize("build, says", [(_split, "reshape that splits"), (_computed, "concat of computed"), (_append, "cache_append ends"),
                                          (_slice, "slice ends"), (_whole_numbers, "int64"), (_rounding, "whole numbers"), (_repeated, "same along"),
-                                         (_input_itself, "is an input"), (_by_zero, "constants overflow"), (_of_a_number, "not computed")],
+                                         (_input_itself, "is an input"), (_by_zero, "constants overflow"), (_of_a_number, "not computed"),
+                                         (_cancelled_max, "not computed")],
                          ids=lambda x: x.__name__.strip("_") if callable(x) else "")
 def test_no_single_kernel_is_an_answer_with_a_reason(build, says):
     g = mi.new_kernel_graph()
