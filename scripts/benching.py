@@ -12,11 +12,13 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from importlib import metadata
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -266,57 +268,78 @@ def run_all(report: Report, jobs: Mapping[str, Callable[[], dict[str, Any]]], bu
 
 # -- rows that are set up at the same time -------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class _Beside:
-    """How a process waits until all are set up, and then for its turn."""
-
-    set_up: Sequence[Any]
-    """An event of each row: it is set up, or ended."""
-    turn: Any
-    seconds: float
+_turn: Connection | None = None
+"""In a process that runs one row of several: a line to the one that gives turns."""
 
 
-_beside: _Beside | None = None
-_own: int | None = None
-
-
-def _join(beside: _Beside) -> None:
-    global _beside
-    _beside = beside
-
-
-def _row_beside(number: int, name: str, job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    global _own
-    assert _beside is not None
-    _own = number
-    try:
-        return _row(name, job)
-    finally:
-        _beside.set_up[number].set()
+def _row_beside(turn: Connection, name: str, job: Callable[[], dict[str, Any]]) -> None:
+    global _turn
+    _turn = turn
+    row = _row(name, job)
+    turn.send(row)
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """A part of a job in which no other row's job runs: those that were set up side by side take turns. Errors: TimeoutError."""
-    if _beside is None or _own is None:
-        yield
-        return
-    _beside.set_up[_own].set()
-    if not all(event.wait(_beside.seconds) for event in _beside.set_up):
-        raise TimeoutError(f"other rows were not set up within {_beside.seconds:.0f} s")
-    with _beside.turn:
-        yield
+    """A part of a job in which no other row's job runs: those that were set up side by side take turns, each to its end. Errors: EOFError
+    where the process that gives turns has ended."""
+    global _turn
+    turn, _turn = _turn, None  # it lasts
+    if turn is not None:
+        turn.send(None)
+        turn.recv()
+    yield
 
 
 def run_side_by_side(report: Report, jobs: Mapping[str, Callable[[], dict[str, Any]]], seconds: float,
                      show: Callable[[dict[str, Any]], str]) -> None:
-    """Run the jobs that the report lacks at the same time, each in a process of its own; their parts in `alone()` one after another, once
-    every job has come so far or `seconds` are over."""
-    missing = [name for name in jobs if report.get(name) is None]
+    """Run the jobs that the report lacks at the same time, each in a process of its own; from where they are `alone()` one after another,
+    once every job has come so far. One that has not within `seconds` is ended and fails, as does one whose process ends."""
     context = multiprocessing.get_context("spawn")  # a process that uses a GPU cannot be forked
-    beside = _Beside([context.Event() for _ in missing], context.Lock(), seconds)
-    with ProcessPoolExecutor(len(missing) or 1, context, _join, (beside,)) as pool:
-        running = [pool.submit(_row_beside, n, name, jobs[name]) for n, name in enumerate(missing)]
-        for done in as_completed(running):
-            report.add(done.result())
-            print(_shown(report.rows[-1], show), flush=True)
+    processes: dict[Connection, tuple[str, BaseProcess]] = {}
+
+    def answer(of: Connection) -> dict[str, Any] | None:
+        """A row, or None from a job that waits for its turn."""
+        name, process = processes[of]
+        try:
+            return of.recv()  # type: ignore[no-any-return]
+        except (EOFError, OSError):
+            process.join()
+            return {"name": name, "failed": f"its process ended with exit code {process.exitcode}"}
+
+    def add(row: dict[str, Any]) -> None:
+        report.add(row)
+        print(_shown(row, show), flush=True)
+
+    try:
+        for name in [name for name in jobs if report.get(name) is None]:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_row_beside, args=(theirs, name, jobs[name]))
+            process.start()
+            theirs.close()  # so that its end is seen here
+            processes[ours] = name, process
+        waiting, set_up, until = set(processes), list[Connection](), time.monotonic() + min(seconds, threading.TIMEOUT_MAX)
+        while waiting and (told := wait(list(waiting), max(0.0, until - time.monotonic()))):
+            for of in told:
+                assert isinstance(of, Connection)
+                waiting.discard(of)
+                if (row := answer(of)) is None:
+                    set_up.append(of)
+                else:
+                    add(row)
+        for late in waiting:
+            name, process = processes[late]
+            process.kill()
+            process.join()
+            add({"name": name, "failed": f"was not set up within {seconds:.0f} s"})
+        for of in set_up:
+            with contextlib.suppress(OSError):  # it has ended, which is the answer
+                of.send(None)
+            row = answer(of)
+            assert row is not None
+            add(row)
+    finally:
+        for of, (_, process) in processes.items():
+            of.close()
+            process.join(5.0)
+            process.kill()

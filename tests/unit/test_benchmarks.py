@@ -231,6 +231,8 @@ def test_results_are_written_as_they_come_and_resumed(tmp_path, capsys):
 
 
 JOBS = """
+import os
+import sys
 import time
 from benching import alone
 
@@ -243,6 +245,16 @@ def job(seconds, fails=False):
         at = time.time()
         time.sleep(0.2)
         return {"begun": begun, "at": at, "end": time.time()}
+
+def ends(how):
+    if how == "exits":
+        sys.exit("no weights here")
+    if how == "is killed":
+        os._exit(9)
+    if how == "hangs":
+        time.sleep(600)
+    with alone():
+        os._exit(7)
 """
 
 
@@ -259,6 +271,27 @@ def test_rows_are_set_up_side_by_side_and_measured_alone(tmp_path, monkeypatch, 
     assert "no such weights" in report.get("wrong")["failed"] and "slow shown" in capsys.readouterr().out
     first, second = sorted((report.get(name) for name in ("quick", "slow")), key=lambda r: r["at"])
     assert report.get("slow")["begun"] + 0.9 < first["at"] < first["end"] <= second["at"]
+
+
+def test_a_row_whose_process_ends_takes_no_other_row_with_it(tmp_path, monkeypatch):
+    """As for want of the host's memory, before its turn and in it."""
+    (tmp_path / "jobs_that_end.py").write_text(JOBS, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("jobs_that_end")
+    report = benching.Report(tmp_path / "rows.json", {})
+    jobs = {how: partial(module.ends, how) for how in ("exits", "is killed", "in its turn")} | {"good": partial(module.job, 0.5)}
+    benching.run_side_by_side(report, jobs, 120.0, lambda row: "")
+    assert report.get("good")["at"] and {how: report.get(how)["failed"][-11:] for how in jobs if how != "good"} == {
+        "exits": "exit code 1", "is killed": "exit code 9", "in its turn": "exit code 7"}
+
+
+def test_a_row_that_is_not_set_up_in_time_fails_alone(tmp_path, monkeypatch):
+    (tmp_path / "jobs_too_late.py").write_text(JOBS, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("jobs_too_late")
+    report = benching.Report(None, {})
+    benching.run_side_by_side(report, {"late": partial(module.ends, "hangs"), "good": partial(module.job, 0.0)}, 40.0, lambda row: "")
+    assert report.get("late")["failed"] == "was not set up within 40 s" and report.get("good")["at"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"rows": [{}]}'])
