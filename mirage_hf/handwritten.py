@@ -25,7 +25,7 @@ def ugraph(program: KernelGraph, kernels: KernelGraph, tiles: Sequence[Mapping[s
     for what, graph in (("program", program), ("kernels", kernels)):
         if not isinstance(graph, KernelGraph):
             raise errors.GraphError(f"ugraph: {what} must be a graph made by mi.new_kernel_graph(), it is {type(graph).__name__}")
-    found = UGraph(program, kernels)
+    found = UGraph(program.copy(), kernels.copy())  # what is proven stays as it is, whatever is added to theirs
     if tiles is not None and not isinstance(tiles, (list, tuple)):
         raise errors.CodegenError(f"ugraph: tiles is {tiles!r}; give a list of one mapping for each customized op")
     if tiles is not None and len(tiles) != len(found.block_ops):

@@ -140,6 +140,7 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise errors.SearchError(f"superoptimize: save_codes: the folder {folder} cannot be made ({e.strerror}); name another") from e
+    graph = graph.copy()  # the caller may go on with theirs
     identity = checkpoints.identity(graph, options, restriction, seed)
     use_cache = cache and checkpoint is None
     progress = progress or (_printer() if verbose else None)

@@ -290,6 +290,13 @@ class KernelGraph:
 
     # -- reading --------------------------------------------------------------------------------------------------------
 
+    def copy(self) -> KernelGraph:
+        """An equal graph of the same tensors: ops that are added to one are not in the other."""
+        graph = KernelGraph(self.leads)
+        graph._uid, graph._tensors, graph._inputs, graph._ops, graph._marked = (
+            self._uid, [*self._tensors], [*self._inputs], [*self._ops], [*self._marked])
+        return graph
+
     @property
     def inputs(self) -> tuple[DTensor, ...]:
         return tuple(self._inputs)

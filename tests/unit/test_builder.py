@@ -441,6 +441,19 @@ def test_partial_results_that_are_not_just_summed_are_not_lowered():
 
 # -- documentation ------------------------------------------------------------------------------------------------------------------
 
+def test_what_is_proven_does_not_change_with_the_graphs_it_was_made_from():
+    program, kernels = mi.new_kernel_graph(), mi.new_kernel_graph()
+    program.square(program.new_input((8, 16), mi.float32))
+    X = kernels.new_input((8, 16), mi.float32)
+    bg = mi.new_block_graph(grid_dim=(4,))
+    bg.new_output(bg.square(bg.new_input(X, imap={"x": 0})), omap={"x": 0})
+    y, = kernels.customized([X], bg)
+    ugraph, x = mi.ugraph(program, kernels), torch.randn(8, 16)
+    program.exp(program.outputs[0])
+    kernels.exp(y)
+    assert torch.equal(ugraph([x])[0], x * x) and len(ugraph.program.ops) == 1
+
+
 def test_the_documented_example_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[2] / "docs" / "block_graphs.md").read_text(encoding="utf-8")

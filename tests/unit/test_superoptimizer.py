@@ -338,9 +338,10 @@ def test_results_belong_to_the_graph_they_are_asked_for():
     h = small()
     g.exp(g.outputs[0])
     again = mi.superoptimize(h)
-    assert again.program is h and all(u.program is h for u in again)
+    assert again.program == h and all(u.program is again.program for u in again) and again.program is not first.program
     assert [len(u.kernels.outputs[0].dims) for u in again] == [2] * len(again) and again[-1].num_kernels == 2
     assert len(mi.superoptimize(g)[-1].kernels.ops) == 3 and len(first) == len(again)
+    assert first.program == h and all(torch.equal(u(tensors(h))[0], v(tensors(h))[0]) for u, v in zip(first, again, strict=True))
 
 
 DEFAULTS = dict(time_limit=20, seed=0)
