@@ -219,14 +219,18 @@ class Errors:
 def measure(got: torch.Tensor, reference: torch.Tensor, where: torch.Tensor) -> Errors:
     if not bool(where.any()):
         return Errors(0.0, 0.0, 0.0, 0.0)
-    d, r = (got.double() - reference)[where], reference[where]
+    d, r = (got.double() - reference)[where], reference.double()[where]
     return Errors(float(d.abs().max()), float(d.square().mean().sqrt()), float(r.abs().max()), float(r.square().mean().sqrt()))
 
 
 def within(candidate: Errors, eager: Errors, dtype: torch.dtype) -> bool:
-    ulp = torch.finfo(dtype).eps
+    ulp, tiny = (torch.finfo(dtype).eps, torch.finfo(dtype).tiny) if dtype.is_floating_point else (0.0, 0.0)
     return (candidate.max <= SLACK * eager.max + ulp * eager.scale
-            and candidate.rms <= SLACK * eager.rms + ulp * max(eager.rms_scale, torch.finfo(dtype).tiny))
+            and candidate.rms <= SLACK * eager.rms + ulp * max(eager.rms_scale, tiny))
+
+
+def _info(dtype: torch.dtype) -> torch.finfo | torch.iinfo:
+    return torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
 
 
 class NumericCheck:
@@ -243,12 +247,12 @@ class NumericCheck:
             inputs = self._draws.of(case)
             reference = run_kernel_graph(self.program, inputs, torch.float64)  # which copies what it may write
             eager = run_kernel_graph(self.program, copied(inputs), as_on_gpu=True)
-            where = [torch.isfinite(e) & (r.abs() <= _IN_RANGE * torch.finfo(e.dtype).max) for e, r in zip(eager, reference, strict=True)]
+            where = [torch.isfinite(e) & (r.abs() <= _IN_RANGE * _info(e.dtype).max) for e, r in zip(eager, reference, strict=True)]
             self._cached[case] = (inputs, reference, eager, where)
         return self._cached[case]
 
     def each(self) -> Iterator[tuple[Case, list[torch.Tensor]]]:
-        dtype = next(t.dtype for t in self.program.outputs)
+        dtype = next((t.dtype for t in self.program.outputs if t.dtype.is_floating_point), torch.float32)
         for case in cases(dtype):
             if case.scores or case.outside:
                 if case not in self._scaled:

@@ -810,3 +810,30 @@ def test_the_larger_of_two_sizes_is_searched_and_the_smaller_checked(monkeypatch
         candidates = accepting.search_and_verify(program, SearchOptions(time_limit=20, threads=1, max_width=1), like=like).candidates
         assert candidates and all(c.ugraph.program is program for c in candidates)
         assert seen == {"searched": (64, 256), "checked": (64, 32)}
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_numbers_of_programs_with_whole_numbers_among_their_outputs(dtype):
+    """Computed ones, and an input that is an output, first: the tuner refused every candidate of such programs with a TypeError."""
+    g = mi.new_kernel_graph()
+    x, whole = g.new_input((8, 16)), g.new_input((4,), dtype)
+    y = g.cast(g.square(x), dtype)
+    g.mark_output(whole, y, g.rms_norm(x))
+    check = numeric.NumericCheck(g)
+    assert isinstance(check.judge(lambda inputs: run_kernel_graph(g, inputs)), Accepted)
+    for wrong in range(3):
+        verdict = check.judge(lambda inputs, k=wrong: [z + 2 * (n == k) for n, z in enumerate(run_kernel_graph(g, inputs))])
+        assert isinstance(verdict, Refused) and f"output {wrong} on" in verdict.reason
+
+
+def test_kernels_beside_whole_numbers_are_verified():
+    graphs = []
+    for written in (False, True):
+        g = mi.new_kernel_graph()
+        x, whole = g.new_input((8, 16)), g.new_input((4,), "int32")
+        if written:
+            bg = mi.new_block_graph(grid_dim=(4,))
+            bg.new_output(bg.square(bg.new_input(x, imap={"x": 0})), omap={"x": 0})
+        g.mark_output(whole, *g.customized([x], bg)) if written else g.mark_output(whole, g.square(x))
+        graphs.append(g)
+    assert isinstance(mi.verify(*graphs), Accepted)
