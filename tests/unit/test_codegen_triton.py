@@ -12,6 +12,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import blocks
 import numpy as np
@@ -275,6 +276,27 @@ def test_file_stands_alone_and_checks_itself(tmp_path):
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-I", str(path)], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0 and "allowed" in done.stdout, done.stderr[-2000:]
+
+
+def _root(g, x): g.mark_output(g.sqrt(x))
+def _pole(g, x): g.mark_output(g.div(1.0, g.relu(x)))
+def _huge(g, x): g.mark_output(g.exp(g.mul(x, 1e4)))
+def _nothing_finite(g, x): g.mark_output(g.add(x, float("inf")), x)
+def _whole(g, x): g.mark_output(g.new_input((3,), "int64"), g.cast(x, "int32"))
+def _narrow(g, x): g.mark_output(g.cast(g.mul(x, 1e5), mi.float16))
+
+
+@pytest.mark.parametrize("build", [_root, _pole, _huge, _nothing_finite, _whole, _narrow], ids=lambda f: f.__name__.strip("_"))
+def test_files_check_programs_with_infinities_nan_and_whole_numbers(build):
+    g = mi.new_kernel_graph()
+    build(g, g.new_input((8, 16), mi.float32))
+    written: dict[str, Any] = {"__name__": "written"}
+    exec(triton.program_source(library_ugraph(g)), written)
+    written["check"]("cpu")
+    run = written["run"]
+    written["run"] = lambda inputs: [2 * y + 3 for y in run(inputs)]
+    with pytest.raises(AssertionError, match="further from float64"):
+        written["check"]("cpu")
 
 
 def test_a_program_that_is_itself_a_block_graph_has_no_check():
