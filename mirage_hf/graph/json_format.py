@@ -54,8 +54,11 @@ def _input(t: DTensor) -> Json:
 
 
 def _tensor(t: DTensor) -> Json:
-    dims = [{"dim": d.name, "max": int(d)} if isinstance(d, Dim) else d for d in t.dims]
-    return {"name": t.name, "dtype": table.dtype_name(t.dtype), "dims": dims}
+    return {"name": t.name, "dtype": table.dtype_name(t.dtype), "dims": [*map(_size, t.dims)]}
+
+
+def _size(d: int) -> Any:
+    return {"dim": d.name, "max": int(d)} if isinstance(d, Dim) else d
 
 
 def _node(op: KernelOp) -> Json:
@@ -69,7 +72,7 @@ def _node(op: KernelOp) -> Json:
 
 def _block_body(b: BlockGraph) -> Json:
     return {
-        "axes": [{"name": a.name, "size": a.size, "role": a.role.value} | ({"parts": a.parts} if a.parts else {}) for a in b.axes],
+        "axes": [{"name": a.name, "size": _size(a.size), "role": a.role.value} | ({"parts": a.parts} if a.parts else {}) for a in b.axes],
         "inputs": [{"name": i.name, "sources": list(i.sources), "axes": list(i.axes), "joined": i.joined, "sizes": list(i.sizes)}
                    | ({"bounds": i.bounds} if i.bounds else {}) | ({"turn": [i.turn.axis, i.turn.how]} if i.turn else {})
                    | ({"turned": i.turn.width} if i.turn and i.turn.width else {})
@@ -176,6 +179,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "text": ("a string", lambda v: isinstance(v, str)),
     "text?": ("a string or null", lambda v: v is None or isinstance(v, str)),
     "int": ("an integer below 2^63", lambda v: isinstance(v, int) and not isinstance(v, bool) and abs(v) < 1 << 63),
+    "size": ("an integer below 2^63 or a dim", lambda v: isinstance(v, dict) or _KINDS["int"][1](v)),
     "flag": ("true or false", lambda v: isinstance(v, bool)),
     "number": ("a number", lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)),
     "scalar": ("a number, a string or a flag", lambda v: isinstance(v, (int, float, str)) and v == v),
@@ -342,7 +346,7 @@ def _read_block(place: _Place) -> BlockGraph:
         if a.get("role", "text") not in roles:
             raise a.error(f"role {a.value['role'][:60]!r} is none of {', '.join(roles)}")
         parts = a.get("parts", "text") if "parts" in a.value else None
-        axes.append(Axis(a.get("name", "text"), a.get("size", "int"), roles[a.value["role"]], parts))
+        axes.append(Axis(a.get("name", "text"), _dim(a.key("size", "size")), roles[a.value["role"]], parts))
     inputs = [i.build(BlockInput, i.get("name", "text"), i.all("sources", "int"), i.all("axes", "text?"), i.get("joined", "text?"),
                       i.all("sizes", "int"), i.get("bounds", "text") if "bounds" in i.value else None, _read_turn(i), _read_padding(i))
               for i in place.key("inputs", "list").each("object")]

@@ -65,6 +65,22 @@ def test_text_and_json_keep_dims():
         text.parse_graph("%x = input float16 (n<=1, 4)\nreturn %x")
 
 
+def test_results_of_programs_with_dims_are_kept_and_loaded(tmp_path, monkeypatch):
+    """In a checkpoint and in the user's cache: axes of block graphs are written with their dims."""
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    for kept in (dict(checkpoint=tmp_path / "checkpoint.json"), {}):
+        superoptimizer._memory.clear()
+        first = mi.superoptimize(norm_linear(), backend="cpu", **kept)
+        superoptimizer._memory.clear()
+        again = mi.superoptimize(norm_linear(), backend="cpu", **kept)
+        assert again.report.stop == "loaded" and list(again) == list(first)
+        assert [str(u) for u in again.at(tokens=3)] == [str(u) for u in first.at(tokens=3)]
+    superoptimizer._memory.clear()
+    loaded = json_format.ugraph_from_dict(json_format.ugraph_to_dict(first[0]))
+    assert all(isinstance(op.block.axes[k].size, type(a.size)) for op, other in zip(loaded.block_ops, first[0].block_ops, strict=True)
+               for k, a in enumerate(other.block.axes))
+
+
 @pytest.mark.parametrize("build, sizes", [(norm_linear, [{"tokens": n} for n in (1, 2, 3, 16)]),
                                           (attention, [{"keys": n} for n in (1, 2, 77, 1000, 4096)])])
 def test_whatever_is_found_holds_at_every_size(build, sizes):
