@@ -308,6 +308,8 @@ class Block:
     valid_for: object = None
     """The fingerprint of the model that `graphs` were captured from; see `graphs_for`."""
     graph_pool: Any = None
+    written: set[int] = field(default_factory=set)
+    """The layers that the model has, as its last prompt wrote them: it may have lost some that its config still has."""
     dirty: int = 0
     """Slots below this one may hold keys of an earlier call."""
     stale: bool = False
@@ -319,6 +321,7 @@ class Block:
     def __post_init__(self) -> None:
         self.rings = rings_of(self.windows, self.capacity)
         self._held: dict[tuple[Ring, int, int], Tensor] = {}
+        self._claimed = False
         with torch.inference_mode(False):
             self.control = Control.allocate(self.batch, self.capacity, self.device)
 
@@ -332,6 +335,7 @@ class Block:
 
     def prefill_cache(self) -> Cache:
         """Return a cache that takes a prompt's keys and values into this block."""
+        self.written.clear()
         return Cache(layers=[PrefillLayer(self, i, w is not None) for i, w in enumerate(self.windows)])
 
     def step_cache(self, slots: Mapping[Ring, Tensor]) -> Cache:
@@ -347,9 +351,14 @@ class Block:
         """Take the left padding (batch, 1) of a call, None without any, before its prompt comes."""
         self.lowest = lowest
         self._held.clear()
+        self._claimed = False
 
     def claim(self, index: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return layer `index`'s (batch, heads, slots, dim) memory, made to fit these states."""
+        fits = self._fits(self.keys, index, key_states) and self._fits(self.values, index, value_states)
+        if index in self.keys and not (fits or self._claimed):  # the model changed dtype or shape since the last call
+            self.drop_memory()
+        self._claimed = True  # whichever layer comes first: those behind it must not take its memory away
         return self._fit(self.keys, index, key_states), self._fit(self.values, index, value_states)
 
     def reserve(self, cache: DynamicCache) -> None:
@@ -361,6 +370,7 @@ class Block:
     def hold(self, index: int, key_states: Tensor, value_states: Tensor, length: int) -> None:
         """Take layer `index`'s states of the last slots of a text of `length` slots; those before them are out of its window."""
         ring, first = self.rings[index], length - key_states.shape[-2]
+        self.written.add(index)
         for memory, states in zip(self.claim(index, key_states, value_states), (key_states, value_states), strict=True):
             if ring is None:
                 memory[:, :, :first].zero_()  # as in clear_from
@@ -372,18 +382,21 @@ class Block:
                     self._held[key] = (ring.held(length, self.lowest) - first).clamp_min(0)
                 memory[:, :, :ring.spare].copy_(_pick(states, self._held[key]))
 
-    def _fit(self, rows: dict[int, Tensor], index: int, states: Tensor) -> Tensor:
-        shape = (self.batch, states.shape[1], self.slots_of(index), states.shape[3])
+    def _shape(self, index: int, states: Tensor) -> tuple[int, ...]:
+        return self.batch, states.shape[1], self.slots_of(index), states.shape[3]
+
+    def _fits(self, rows: dict[int, Tensor], index: int, states: Tensor) -> bool:
         row = rows.get(index)
-        if row is not None and row.shape == shape and row.dtype == states.dtype and row.device == states.device:
-            return row
-        if row is not None and index == 0:  # the model changed dtype or shape since the last call
-            self.drop_memory()
+        return row is not None and (row.shape, row.dtype, row.device) == (self._shape(index, states), states.dtype, states.device)
+
+    def _fit(self, rows: dict[int, Tensor], index: int, states: Tensor) -> Tensor:
+        if self._fits(rows, index, states):
+            return rows[index]
         self.drop_graphs()
-        # a first layer is taken for all of its ring, or without one; a later one that differs gets memory of its own
-        ring = self.rings[index]
+        # the layer that comes first is taken for all of its ring, or without one; a later one that differs gets memory of its own
+        ring, shape = self.rings[index], self._shape(index, states)
         like = [i for i, r in enumerate(self.rings) if r == ring]
-        owners = like if index == like[0] and index not in rows else [index]
+        owners = [index] if any(i in rows for i in like) else like
         try:
             slab = _zeros((len(owners), *shape), states)
         except torch.OutOfMemoryError:
@@ -393,7 +406,7 @@ class Block:
         if ring is not None:
             self.turning.append((ring, slab))
         rows.update(zip(owners, slab, strict=True))
-        return slab[0]
+        return rows[index]
 
     def set_logits(self, logits: Tensor) -> None:
         """Put (batch, vocabulary) logits into the static buffer, made to fit."""
@@ -461,18 +474,18 @@ class Block:
     def take(self, cache: DynamicCache) -> int:
         """Copy a user's cache in; return its length. A sliding layer's remainder goes to the slots it stands for."""
         length = cache.get_seq_length()
+        self.written.clear()
         for i, layer in enumerate(cache.layers):
-            if layer.is_initialized:  # the model may have lost layers that its config still has
+            if layer.is_initialized:
                 self.hold(i, layer.keys, layer.values, length)
         return length
 
     def put(self, cache: DynamicCache, length: int) -> None:
         """Make `cache` what stock would have left there after `length` tokens: fresh tensors, never pool memory."""
-        filled = [layer.is_initialized for layer in cache.layers]
         for i, ring in enumerate(self.rings):
-            if i not in self.keys or (any(filled) and not filled[i]):  # of a layer that the model has lost
+            if i not in self.written:
                 continue
-            if i == len(cache.layers):
+            while i >= len(cache.layers):
                 cache.layers.append(DynamicLayer())  # DynamicCache() without a config makes its layers as they come
             layer = cache.layers[i]
             if ring is not None:
@@ -491,6 +504,7 @@ class Block:
         """Take over a smaller block's first `length` slots, logits and state, on the current stream."""
         self.control.continue_from(other.control)
         self.begin(other.lowest)
+        self.written = set(other.written)
         for i, ring in enumerate(self.rings):
             if i not in other.keys:
                 continue

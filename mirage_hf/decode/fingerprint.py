@@ -84,7 +84,7 @@ def survey(model: nn.Module) -> Survey:
     versions = [None if t.is_inference() else t._version for t in buffers]
     key = (facts, device, tuple(settings), tuple(versions), *_global_switches())
     obstacle = (_in_training(kinds, training) or _hooked([modules[n] for n in hooked]) or _wrapped(states)
-                or _of_one_layer(own) or (f"weights of type {odd[0]}" if odd else None) or _on_devices(devices)
+                or _out_of_place(own) or (f"weights of type {odd[0]}" if odd else None) or _on_devices(devices)
                 or _global_obstacle(device))
     return Survey(facts, key, obstacle, _no_graph(), length_rope(config))
 
@@ -163,13 +163,22 @@ def _wrapped(states: Sequence[dict[str, Any]]) -> str | None:
     return None
 
 
-def _of_one_layer(modules: Sequence[tuple[type, dict[str, Any]]]) -> str | None:
-    """A layer that is there twice adds two keys to one layer of stock's cache in every step; the pool has a slot for one."""
-    layers = [(kind, n) for kind, d in modules if isinstance(n := d.get("layer_idx"), int)]
-    if len(set(layers)) == len(layers):
-        return None
-    kind, number = next(layer for at, layer in enumerate(layers) if layer in layers[:at])
-    return f"more than one {kind.__name__} has the layer_idx {number}"
+def _out_of_place(modules: Sequence[tuple[type, dict[str, Any]]]) -> str | None:
+    """A layer that is there twice adds two keys to one layer of stock's cache in every step; the pool has a slot for one. Of layers
+    that were moved, or whose numbers have gaps, masks are made by their place and caches by their number; without the first one stock takes
+    every cache to be empty."""
+    numbers: dict[type, list[int]] = {}
+    for kind, d in modules:
+        if isinstance(n := d.get("layer_idx"), int):
+            numbers.setdefault(kind, []).append(n)
+    for kind, each in numbers.items():
+        if len(set(each)) < len(each):
+            return f"more than one {kind.__name__} has the layer_idx {next(n for at, n in enumerate(each) if n in each[:at])}"
+        if each != sorted(each):
+            return f"{kind.__name__}s that are not in the order of their layer_idx"
+    present = {n for each in numbers.values() for n in each}
+    absent = next((n for n in range(max(present, default=0)) if n not in present), None)
+    return None if absent is None else f"no layer with the layer_idx {absent}"
 
 
 def _on_devices(devices: set[torch.device]) -> str | None:

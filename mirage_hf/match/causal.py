@@ -152,6 +152,8 @@ def match_causal(model: nn.Module | None, layers: Mapping[int, Any], norm_of: Ca
         given.add(found.rope)
     if not names:
         return Rejected("it has no layers")
+    if no := _out_of_place(backbone, list(backbone._modules[row.layers]._modules.values())):
+        return no
     if len(ropes) > 1 or len(given) > 1:
         return Rejected("its layers do not all read RoPE's numbers in the same way")
     norm, head, embedding = backbone._modules[row.norm], model._modules[row.head], backbone._modules[row.embedding]
@@ -167,6 +169,18 @@ def match_causal(model: nn.Module | None, layers: Mapping[int, Any], norm_of: Ca
     causal = CausalMatch(model, row, tuple(names), part, rotary_kinds(rotary, getattr(backbone, "config", None), len(names)),
                          given.pop())
     return probes.causal(causal) or causal
+
+
+def _out_of_place(backbone: nn.Module, layers: Sequence[nn.Module]) -> Rejected | None:
+    """Why a layer's place among the layers is not its place in the cache, or None: some may have been taken out or moved."""
+    count = getattr(getattr(backbone, "config", None), "num_hidden_layers", len(layers))
+    if count != len(layers):
+        return Rejected(f"it has {len(layers)} layers, its config {count}")
+    for n, layer in enumerate(layers):
+        for module in layer.modules():
+            if (index := module.__dict__.get("layer_idx", n)) != n:
+                return Rejected(f"its layer {n} has the layer_idx {index}")
+    return None
 
 
 def logits_sizes(model: Any) -> dict[str, Any]:

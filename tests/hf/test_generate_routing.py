@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from decoding import SIZES, Recorder, assert_same, both, handled, left_padded, prompt, tiny
+from decoding import FULL, SIZES, Recorder, assert_same, both, handled, left_padded, prompt, tiny
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -223,6 +223,28 @@ def test_a_layer_that_is_there_twice(twice):
     model.model.layers[2] = twice(model.model.layers[1])
     assert_same(*both(model, {"inputs": prompt(), "max_new_tokens": 8}))
     assert runner.counts == {"stock: more than one LlamaAttention has the layer_idx 1": 1}
+
+
+@pytest.mark.parametrize(("order", "why"), [
+    ((1, 0, 2), "stock: Gemma2Attentions that are not in the order of their layer_idx"),
+    ((0, 2), "stock: no layer with the layer_idx 1"), ((1, 2), "stock: no layer with the layer_idx 0"),
+    ((0, 1), "called: no graphs on cpu")])
+def test_layers_that_are_not_where_their_number_says(order, why):
+    model = tiny("gemma2", num_hidden_layers=3)
+    model.model.layers = torch.nn.ModuleList(model.model.layers[n] for n in order)
+    runner = install(model)
+    assert_same(*both(model, {"inputs": prompt(length=4), "max_new_tokens": 4, **FULL}))
+    assert runner.counts == {why: 1}
+
+
+def test_layers_that_run_in_another_order():
+    model = tiny("llama", num_hidden_layers=3)
+    first, second = model.model.layers[0].forward, model.model.layers[1].forward
+    model.model.layers[0].forward, model.model.layers[1].forward = second, first
+    runner = install(model)
+    for _ in range(2):
+        assert_same(*both(model, {"inputs": prompt(), "max_new_tokens": 8, **FULL}))
+    assert handled(runner) == 2, runner.counts
 
 
 def test_a_layer_that_runs_twice():

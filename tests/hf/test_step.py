@@ -469,6 +469,17 @@ def rows_of(program: Any) -> int:
     return int(program.inputs[0].dims[0])
 
 
+@pytest.mark.parametrize(("order", "count", "why"), [
+    ((1, 0, 2), 3, "its layer 0 has the layer_idx 1"), ((0, 1), 3, "it has 2 layers, its config 3"), ((0, 1), 2, "")])
+def test_a_model_whose_layers_were_moved_or_taken_out(order: tuple[int, ...], count: int, why: str) -> None:
+    model = tiny("llama")
+    model.model.layers = nn.ModuleList(model.model.layers[n] for n in order)
+    model.config.num_hidden_layers = count
+    stock, ours = pair(lambda: model)
+    assert bool(why) == (ours.mirage.runner.steps is None) and why in str(ours.mirage.report)
+    agree(stock, ours, {"inputs": prompt(), **GREEDY, **FULL})
+
+
 def test_a_batch_size_without_a_kernel_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     def other(asked: Any) -> Any:
         if asked[0] == "attention" and rows_of(asked[1]) == 1:
