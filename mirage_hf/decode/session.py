@@ -107,6 +107,8 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if positions is None or positions.ndim != 2:
         raise NotCovered("no position_ids" if positions is None else f"position_ids of {positions.ndim} dimensions")
+    if positions.is_floating_point():
+        raise NotCovered(f"position_ids of {positions.dtype}")
     if away := next((x.device for x in (mask, positions) if x is not None and x.device != input_ids.device), None):
         raise NotCovered(f"a mask or position_ids on {away}, input_ids on {input_ids.device}")
     mask_length = mask.shape[1] if mask is not None else getattr(config, "_mask_length", input_ids.shape[1])

@@ -60,6 +60,7 @@ ROUTES = {
     "custom_generate": lambda m: {"inputs": prompt(), "custom_generate": lambda model, ids, **kw: ids + 1},
     "model kwarg output_router_logits": lambda m: {"inputs": prompt(), "output_router_logits": False},
     "logits_to_keep as a tensor": lambda m: {"inputs": prompt(), "logits_to_keep": torch.tensor([2])},
+    "position_ids of torch.float32": lambda m: {"inputs": prompt(), "position_ids": torch.arange(7.0)[None] + 0.5, **FULL},
     "stop tokens without a pad token": lambda m: {"inputs": prompt(2), "stopping_criteria": [EosTokenCriteria(5)]},
 }
 
