@@ -91,7 +91,8 @@ class Selection:
         if (why := table.obstacle(processors)) is not None:
             return why
         for c in criteria:
-            strings = type(c) is StopStringCriteria and vars(c).keys() <= _STOP_STRINGS
+            # of a string without characters HF looks at the whole text
+            strings = type(c) is StopStringCriteria and vars(c).keys() <= _STOP_STRINGS and c.maximum_token_len > 0
             if not strings and type(c) not in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria):
                 return f"criterion {getattr(type(c), '__name__', type(c))}"
         eos = [c.eos_token_id.reshape(-1) for c in criteria if type(c) is EosTokenCriteria]

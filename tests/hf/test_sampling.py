@@ -378,6 +378,13 @@ def test_stop_strings_stop_on_the_device(extra, depth):
     assert len(ended) > 1 and runner.selections == {ON_DEVICE: 4}
 
 
+def test_an_empty_stop_string_is_the_hosts():
+    model = tiny("llama")
+    runner = install(model)
+    assert_same(*both(model, {"inputs": prompt(2), "max_new_tokens": 6, "stop_strings": [""], "tokenizer": tokenizer(), **FULL}))
+    assert runner.selections == {"by the host: criterion StopStringCriteria": 1}
+
+
 def test_stop_strings_of_a_text_shorter_than_they_are():
     tok = tokenizer()
     words = [tok.decode([n]) for n in range(10, 14)]
