@@ -327,12 +327,24 @@ TABLE = {getattr(hf, name): row for name, row in ROWS.items() if hasattr(hf, nam
 """By exact class. Names that this version of transformers does not have are left out."""
 
 
-def obstacle(processors: Any) -> str | None:
-    """Return which of HF's list of processors the host must run, or None."""
+def obstacle(processors: Any, vocab: int | None = None) -> str | None:
+    """Return which of HF's list of processors the host must run, or None. vocab: tokens of the model, where they are known."""
     if processors and type(processors) is not hf.LogitsProcessorList:
         return f"processors in a {type(processors).__name__}"
     for p in processors or ():
         row = TABLE.get(type(p))
         if row is None or not vars(p).keys() <= set(row.attributes.split()):
             return f"processor {getattr(type(p), '__name__', type(p))}"
+        if row.run is _force_at and vocab is not None and not _are_tokens(_forced(p), vocab):
+            return f"processor {type(p).__name__} of other tokens than the model's"
     return None
+
+
+def _forced(p: Any) -> Any:
+    return p.bos_token_id if hasattr(p, "bos_token_id") else p.eos_token_id
+
+
+def _are_tokens(ids: Any, vocab: int) -> bool:
+    """Whether all ids are: HF counts negative ones from the end, and raises for others, where there would be no token to force."""
+    ids = torch.as_tensor(ids)
+    return bool(((ids >= 0) & (ids < vocab)).all())

@@ -86,9 +86,9 @@ class Selection:
     """Asked by the host at every token it reads."""
 
     @classmethod
-    def of(cls, processors: Any, criteria: Sequence[Any], config: Any) -> Selection | str:
-        """Read what stock's decoding method would get; return why the host must choose where it must."""
-        if (why := table.obstacle(processors)) is not None:
+    def of(cls, processors: Any, criteria: Sequence[Any], config: Any, vocab: int | None = None) -> Selection | str:
+        """Read what stock's decoding method would get; return why the host must choose where it must. vocab: tokens of the model."""
+        if (why := table.obstacle(processors, vocab)) is not None:
             return why
         for c in criteria:
             # of a string without characters HF looks at the whole text

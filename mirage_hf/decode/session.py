@@ -131,7 +131,7 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
     found = expected or survey(model)
     need(found.obstacle)
     lowest_position, last_position = (0, prompt - 1) if plain else torch.stack(torch.aminmax(positions[:, -1])).tolist()
-    selection = Selection.of(processors, criteria, config)
+    selection = Selection.of(processors, criteria, config, getattr(text, "vocab_size", None))
     eos = [] if isinstance(selection, str) or selection.eos is not None else [
         c.eos_token_id.reshape(-1).to(input_ids.device) for c in criteria if type(c) is EosTokenCriteria]
     only_rings = None not in rings_of(windows, bucket(most_slots))  # which take no more memory for a longer text

@@ -136,6 +136,23 @@ def test_tokens_outside_of_the_vocabulary_are_refused_as_by_stock():
         assert raised[0] == raised[1]
 
 
+@pytest.mark.parametrize("forced", [{"forced_eos_token_id": VOCABULARY}, {"forced_eos_token_id": [7, 700]},
+                                    {"forced_bos_token_id": VOCABULARY}, {"forced_bos_token_id": -1}])
+def test_forced_tokens_that_the_model_has_not(forced):
+    """Negative ones HF counts from the end, where it takes them at all; others are its error."""
+    model = tiny("llama")
+    runner = install(model)
+
+    def run(generate):
+        try:
+            return generate(prompt(length=1), max_new_tokens=5, **forced).tolist()
+        except (IndexError, ValueError) as e:
+            return type(e), str(e)
+
+    assert run(lambda *args, **kw: type(model).generate(model, *args, **kw)) == run(model.generate)
+    assert all(what.startswith("by the host: processor Forced") for what in runner.selections)
+
+
 class Mine(hf.TemperatureLogitsWarper):
     pass
 
