@@ -41,8 +41,8 @@ class Survey:
     model: tuple[Any, ...] = field(compare=False)  # part of the key
     """All of the model that swapped forwards, and CUDA graphs captured over them, depend on: of every module its identity, class,
     mode, foreign hooks and own forward, of every tensor its address, dtype, shape and strides, PEFT's active and merged adapters,
-    switches and scalings, which swapped modules have given up, and the numbers of modules. Equal for models that run the same kernels on
-    the same memory."""
+    switches and scalings, which swapped modules have given up, the numbers of modules, and which configs they have. Equal for models that
+    run the same kernels on the same memory."""
     key: tuple[Any, ...]
     """The same, the numbers of configs, the versions of buffers, and the switches that choose kernels at capture time: what is a constant
     in a CUDA graph."""
@@ -71,15 +71,16 @@ def survey(model: nn.Module) -> Survey:
     buffers = [t for d in states if d["_buffers"] for n, t in d["_buffers"].items() if t is not None and not _is_passing(n, d)]
     odd = [type(t).__name__ for t in tensors if type(t) not in _PLAIN]
     addresses = [id(t) if type(t) not in _PLAIN else t.data_ptr() for t in chain(tensors, buffers)]
+    # by their dictionaries, which are kept where kernels' numbers were read from them: the id of a config that is gone may come back
+    configs = {id(vars(c)): vars(c) for _, d in own if hasattr(c := d.get("config"), "__dict__")}
     facts = (tuple(map(id, modules)), tuple(kinds), tuple((kind, kind.forward) for kind in dict.fromkeys(kinds)), tuple(training),
              tuple((n, hook) for n in hooked if (hook := foreign_hook(modules[n]))), tuple(special), tuple(addresses),
              tuple([t.dtype for t in chain(tensors, buffers)]), tuple([t.shape for t in tensors]),
              tuple([(n, t.stride()) for n, t in enumerate(tensors) if not t.is_contiguous()]),
-             tuple([_numbers_of(kind, d) for kind, d in own]))
+             tuple([_numbers_of(kind, d) for kind, d in own]), tuple(configs))
     devices = {t.device for t in tensors}
     device = next(iter(devices), torch.device("cpu"))
     config = getattr(model, "config", None)
-    configs = {id(c): vars(c) for _, d in own if hasattr(c := d.get("config"), "__dict__")}
     settings = [v for d in configs.values() for v in d.values() if type(v) in _SETTINGS]
     versions = [None if t.is_inference() else t._version for t in buffers]
     key = (facts, device, tuple(settings), tuple(versions), *_global_switches())

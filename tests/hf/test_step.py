@@ -692,6 +692,16 @@ def _set(path: str, name: str, value: Any) -> Callable[[Any], None]:
     return lambda m: setattr(m.get_submodule(path), name, value)
 
 
+def _config(m: Any) -> None:
+    m.config = copy.deepcopy(m.config)
+    m.config.final_logit_softcapping = 0.5
+
+
+def _backbones_config(m: Any) -> None:
+    m.model.config = copy.deepcopy(m.config)
+    m.model.config.num_hidden_layers = 1
+
+
 OF_FAMILIES: dict[str, tuple[Callable[[Any], None], str]] = {
     "granite, residual": (_set("model.layers.1", "residual_multiplier", 0.7), "a residual_multiplier was changed"),
     "granite, embedding": (_set("model", "embedding_multiplier", 2), "a embedding_multiplier was changed"),
@@ -704,6 +714,7 @@ OF_FAMILIES: dict[str, tuple[Callable[[Any], None], str]] = {
     "cohere, logits": (_set("", "logit_scale", 2.0), "a logit_scale was changed"),
     "phi, epsilon": (_set("model.layers.1.input_layernorm", "eps", 0.5), "a eps was changed"),
     "gemma3, epsilon": (_set("model.layers.1.post_feedforward_layernorm", "eps", 0.5), "a eps was changed"),
+    "gemma2, config": (_config, CHANGED), "llama, backbone's config": (_backbones_config, CHANGED),
     "gemma3, kinds": (lambda m: m.config.layer_types.reverse(), "a layer_types was changed"),
     "smollm3, RoPE": (_set("model.layers.1.self_attn", "use_rope", 0), CHANGED),
     "llama, depth": (lambda m: setattr(m.config, "num_hidden_layers", 1), "a num_hidden_layers was changed"),
