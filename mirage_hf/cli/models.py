@@ -29,7 +29,10 @@ class Loaded:
         return self.model.device
 
     def generate(self, tokens: int, **options: Any) -> torch.Tensor:
-        """Return `tokens` new greedy tokens of every row."""
+        """Return `tokens` new greedy tokens of every row. Errors: MirageError for a prompt without tokens."""
+        if not self.inputs["input_ids"].numel():
+            raise errors.MirageError(f"the tokenizer makes no tokens of the prompt {self.prompt!r}; give another with --prompt, or look at "
+                                     "the tokenizer beside the model")
         ids = self.model.generate(**self.inputs, max_new_tokens=tokens, do_sample=False, **options)
         return ids[:, self.inputs["input_ids"].shape[1]:]
 

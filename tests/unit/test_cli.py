@@ -256,6 +256,20 @@ def test_a_model_without_a_tokenizer_is_said_to_have_none(capture, tmp_path):
     assert "cannot be loaded as a causal language model" in err
 
 
+@pytest.mark.parametrize("command", [("bench", models.DEMO_MODEL), ("demo",)])
+def test_a_prompt_without_tokens_is_an_error_without_a_traceback(capture, monkeypatch, command):
+    load = models.load
+
+    def without_tokens(*args, **kwargs):
+        loaded = load(*args, **kwargs)
+        loaded.inputs.update(input_ids=loaded.inputs["input_ids"][:, :0])
+        return loaded
+
+    monkeypatch.setattr(models, "load", without_tokens)  # whatever this tokenizer makes of an empty text
+    _, err = capture(*command, "--prompt", "", code=1)
+    assert err.startswith("error: the tokenizer makes no tokens of the prompt ''") and err.count("\n") == 1
+
+
 def test_a_model_without_blocks_is_an_error_without_a_traceback(capture, tmp_path, monkeypatch):
     import transformers as tf
     model = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)).eval()
