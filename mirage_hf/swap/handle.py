@@ -7,10 +7,11 @@ from typing import Any
 from torch import nn
 
 from mirage_hf.swap.guard import Binding
-from mirage_hf.swap.report import Report, Row, with_counts
+from mirage_hf.swap.report import STOCK, SWAPPED, Report, Row, with_counts
 from mirage_hf.swap.swap import Ledger, put_back, strays
 
 NAME = "mirage"
+PUT_BACK = "put back by restore() or optimize() of a part of the model"
 
 
 class Handle:
@@ -36,6 +37,8 @@ class Handle:
 
     def _counted(self, row: Row) -> Row:
         binding = self._bindings.get(row.module)
+        if binding is not None and row.status == SWAPPED and not self._ledger.holds(binding):
+            row = replace(row, status=STOCK, reason=PUT_BACK)
         return row if binding is None else with_counts(row, binding.calls, binding.fallbacks)
 
     def add_note(self, text: str) -> None:

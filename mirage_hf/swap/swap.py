@@ -27,6 +27,10 @@ class Ledger:
         module.__class__ = swapped_class(stock)  # type: ignore[arg-type]
         return binding
 
+    def holds(self, binding: Binding) -> bool:
+        """Whether a module still has this binding: another restore() or optimize() may have put it back."""
+        return any(module.__dict__.get(KEY) is binding for module, _ in self.entries)
+
     def undo(self, module: nn.Module | None = None) -> None:
         """Put back one module, or all, last first. A class that someone else has set since is left alone."""
         for entry in reversed(list(self.entries)):

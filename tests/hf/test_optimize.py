@@ -288,6 +288,14 @@ def test_optimizing_an_inner_module_can_be_undone_from_outside() -> None:
     assert restore(model).mirage == "the user's own"
 
 
+def test_the_report_says_what_was_put_back_from_inside() -> None:
+    model = optimize(tiny("llama"))
+    restore(model.model.layers[1])
+    rows = {(r.module, r.status, r.reason) for r in model.mirage.report.rows if r.module.startswith("model.layers.1")}
+    assert rows == {("model.layers.1", "stock", "put back by restore() or optimize() of a part of the model")}
+    assert {r.status for r in model.mirage.report.rows if r.module.startswith("model.layers.0")} == {"swapped"}
+
+
 def test_with_optimized_restores_after_errors_too() -> None:
     model = tiny("llama")
     before = snapshot(model)
