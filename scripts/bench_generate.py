@@ -324,7 +324,7 @@ def bench_peers(peers: Sequence[str], name: str, model: PreTrainedModel, bare: P
                     fast = found
                     row["optimize_s"] = time.perf_counter() - started
                     row["optimize_mib"] = (torch.cuda.memory_allocated() - weights) / 2**20 if device.type == "cuda" else 0.0
-                for _ in range(1 if args.long_calls else 2):
+                for _ in range(2):  # of ours the first prompt runs HF's forward
                     calls[peer]()
                 sync(device)
         except Exception as e:  # a rival that fails is a line in the table, not the end of the run
@@ -415,7 +415,7 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="peers one after another, their memory freed in between: where not all fit")
     parser.add_argument("--side-by-side", action="store_true", help="set up all rows at the same time, each in a process and with "
                         "weights of its own, then time one after another: where the GPU has memory for all")
-    parser.add_argument("--long-calls", action="store_true", help="one call to warm up; a round's times are all of one call, which streams")
+    parser.add_argument("--long-calls", action="store_true", help="a round's times are all of one call, which streams")
     parser.add_argument("--strict", action="store_true", help="stop at a peer that fails")
     args = parser.parse_args()
     if args.redraw:

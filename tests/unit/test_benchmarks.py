@@ -423,7 +423,7 @@ def test_peers_of_bench_generate_that_are_measured_apart_leave_nothing_behind(ap
     row = bench_generate.bench("smoke", 1, 4, args)
     assert rounds == [[], [not apart]] and row.get("apart", False) == apart and row.get("long_calls", False) == long_calls
     assert all(row["peers"][peer]["ms_per_token"]["runs"] == 1 for peer in args.peers)
-    assert [call for call in calls if call[0] == "eager"] == [("eager",)] * (1 if long_calls else 3) + [("eager", "streamer")]
+    assert [call for call in calls if call[0] == "eager"] == [("eager",)] * (2 if long_calls else 3) + [("eager", "streamer")]
 
 
 def test_adapters_of_bench_generate_are_peft_s_and_leave_the_bare_model_as_it_is():
