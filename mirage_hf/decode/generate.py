@@ -223,7 +223,7 @@ class DecodeRunner:
         bucket = self._bucket(plan, block, input_ids)
         if bucket is None or block.batch not in steps.rows:
             return False
-        return self.prompts.by_kernels(model, block, input_ids, bucket, plan.masks.windows, steps, partial(self._able, plan, block), key)
+        return self.prompts.by_kernels(model, block, input_ids, bucket, steps, partial(self._able, plan, block), key)
 
     def _bucket(self, plan: CallPlan, block: Block, input_ids: Tensor) -> int | None:
         """What a prompt is filled up to, None where it cannot be."""

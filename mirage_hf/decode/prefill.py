@@ -31,8 +31,9 @@ of the size were seen, in bfloat16, of which the root is 8.8%."""
 MOST_TOKENS = 2048
 """Tokens of a batch beyond which nothing is captured. Measured at 128 only (Llama-3.2-1B, H200: the prefill's kernels take about
 2 ms, the first token 9.6 ms without a graph and 5.6 with one); where the GPU takes as long as the host is an estimate."""
-CHECKED = 3 * GRAIN, GRAIN
-"""Tokens of the prompt on which a chain is compared with HF's forward before it is called: the first that fits has rows in two pieces."""
+CHECKED = 3 * GRAIN
+"""Tokens of the prompt on which a chain is compared with HF's forward before it is called, where the prompt of the call has more than
+MOST_TOKENS."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +63,12 @@ class PrefillGraph:
         self.graph.replay()
 
 
-Windows = tuple[tuple[str, int | None], ...]
-"""Of each kind of layers how many keys a query sees, None where it sees all."""
-
-
 def can_call(device: torch.device) -> bool:
     """Whether the kernels of prompts are worth calling one by one."""
     return device.type == "cuda"
 
 
-def bucket_of(length: int, block: Block, windows: Windows) -> int | None:
+def bucket_of(length: int, block: Block, windows: tuple[tuple[str, int | None], ...]) -> int | None:
     """The bucket of a prompt, or None where it has none: more tokens than a block, a sliding window or what a ring begins with."""
     bucket = -(-length // GRAIN) * GRAIN
     fits = bucket <= block.capacity and all(ring is None or bucket <= ring.spare for ring in block.rings)
@@ -90,8 +87,8 @@ class Prompts:
         self._checked: dict[int, tuple[object, bool]] = {}
         """By batch, a state of the model: that in which a prompt has run, and one whose prompts may be called, or may not."""
 
-    def by_kernels(self, model: Any, block: Block, input_ids: Tensor, bucket: int, windows: Windows, steps: Steps,
-                   able: Callable[[], Steps | None], key: object) -> bool:
+    def by_kernels(self, model: Any, block: Block, input_ids: Tensor, bucket: int, steps: Steps, able: Callable[[], Steps | None],
+                   key: object) -> bool:
         """Prefill a prompt (batch, length), filled up to `bucket`, by kernels without a graph, logits included. False where HF's forward is
         to run: for the first prompt of a state `key` of the model too, as for that nothing need be made ready. Errors: OutOfMemoryError."""
         batch = input_ids.shape[0]
@@ -106,7 +103,7 @@ class Prompts:
             if able() is not steps:
                 return False
             if known != key:
-                self._check(model, block, windows, steps)
+                _check(model, block, bucket if batch * bucket <= MOST_TOKENS else min(bucket, CHECKED), steps)
             ids, last = _filled(block, bucket, bucket - 1)
             fill(ids, last, input_ids)
             run, _ = _chain(steps, block, ids, last)
@@ -122,14 +119,6 @@ class Prompts:
         run()
         self.count("called, by kernels")
         return True
-
-    def _check(self, model: Any, block: Block, windows: Windows, steps: Steps) -> None:
-        """Errors: MirageError where the chain does not give what HF's forward gives."""
-        tokens = next(n for n in CHECKED if bucket_of(n, block, windows))
-        ids, last = _filled(block, tokens, tokens - 1)
-        _random(ids, steps.vocab)
-        block.dirty = max(block.dirty, tokens)
-        _compare(_stock(model, block, ids, last)[0], _chain(steps, block, ids, last)[0], block, tokens)
 
     def graph(self, model: Any, block: Block, shape: tuple[int, int], present: Steps | None, able: Callable[[], Steps | None], key: object,
               at_once: bool, own: bool = True) -> PrefillGraph | None:
@@ -263,6 +252,14 @@ def capture_prefill(model: Any, block: Block, batch: int, bucket: int, steps: St
     return PrefillGraph(graph, ids, last, None if steps is None else _addresses(steps), held)
 
 
+def _check(model: Any, block: Block, tokens: int, steps: Steps) -> None:
+    """Errors: MirageError where the kernels of `steps` do not give what HF's forward gives of a prompt of so many tokens."""
+    ids, last = _filled(block, tokens, tokens - 1)
+    _random(ids, steps.vocab)
+    block.dirty = max(block.dirty, tokens)
+    _compare(_stock(model, block, ids, last)[0], _chain(steps, block, ids, last)[0], block, tokens)
+
+
 def _addresses(steps: Steps) -> tuple[int, ...]:
     return tuple([w.data_ptr() for w in steps.weights])
 
@@ -271,7 +268,7 @@ def _chain(steps: Steps, block: Block, ids: Tensor, last: Tensor) -> tuple[Calla
     """What runs a prompt by kernels and the library, and what it reads. Errors: MirageError where there are no kernels."""
     batch, tokens = ids.shape
     cos, sin = (table.repeat(1, batch, 1)[:, :, None] for table in steps.rotary_tables(tokens))
-    kernels = [steps.prompt_kernels(layer, batch * tokens) for layer in steps.layers]
+    kernels = steps.prompt_kernels(batch * tokens)
 
     def run() -> None:
         with torch.no_grad():

@@ -407,7 +407,7 @@ def _prompt_differs(prompt: LayerPrompt, step: LayerStep, call: Call, want: Tens
     tokens, x = call.x.shape[1], call.x[-1]
     keys, values = (torch.zeros(1, y.shape[1], slots, y.shape[3], dtype=y.dtype, device=y.device) for y in (stock.keys, stock.values))
     kernels: dict[str, Kernel] = {
-        name: partial(run_kernel_graph, in_dtype(block, tokens, torch.float32)) for name, block in prompt.blocks().items()}
+        name: partial(run_kernel_graph, in_dtype(block, tokens, torch.float32)) for name, block in prompt.blocks.items()}
     cos, sin = (t[:, None] for t in step.tables(call.cos[-1], call.sin[-1]))
     got = prompt(kernels, x.clone(), Prompt(cos, sin, keys, values))
     return max(distance(got, want[-1], x), distance(keys[0, :, :tokens], stock.keys[-1]), distance(values[0, :, :tokens], stock.values[-1]))

@@ -31,9 +31,10 @@ class LayerPrompt(Composition):
         super().__init__(layer, parts)
         self.sizes = {role: dict(p.block.sizes) for role, p in self.parts.items()}
         self.first, self.parallel = first_half(self.parts), layout.parallel
-
-    def blocks(self) -> dict[str, Block]:
+        self.blocks = self._blocks()
         """What is done by kernels, by name, for any number of rows."""
+
+    def _blocks(self) -> dict[str, Block]:
         attention, first = self.sizes["attention"], self.sizes[self.first]
         shared = ("kv_heads", "group", "head_dim", "eps", "dtype", "norm", "offset", "rope", "rotary", "rope_dtype", "packing")
         taken = {name: attention[name] for name in shared}

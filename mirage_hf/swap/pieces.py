@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from mirage_hf.codegen import triton
+from mirage_hf.codegen.compile import compiling
 from mirage_hf.errors import MirageError
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
@@ -47,34 +49,46 @@ class _Piece:
 
 @dataclass(eq=False)
 class InPieces:
-    """A block's program for those multiples of LEAST rows that it was made ready for. `resolve` gives the kernel of a program."""
+    """A block's program for those multiples of LEAST rows that it was made ready for (`make_ready`). `resolve` gives the kernel of a
+    program."""
 
     block: Block
     device: torch.device
     resolve: Callable[[KernelGraph], Resolved]
-    _made: dict[int, _Piece] = field(default_factory=dict)
-
-    def ready(self, rows: int) -> InPieces:
-        """Make the kernels that so many rows take, where they are not there. Errors: MirageError."""
-        for size in set(pieces(rows)) - self._made.keys():
-            graph = self.block.program(size)
-            kernel = self.resolve(graph)
-            if kernel.is_fused and self.device.type == "cuda":
-                _check(kernel, graph, self.device)
-            self._made[size] = _Piece(kernel, graph, tuple(t.dims[0] == size for t in graph.inputs))
-        return self
+    made: dict[int, _Piece] = field(default_factory=dict)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         rows = inputs[0].shape[0]
         first, sizes = 0, pieces(rows)
         if len(sizes) == 1:
-            return self._made[rows](inputs, 0, rows, None)
-        like = self._made[sizes[0]].graph.outputs
+            return self.made[rows](inputs, 0, rows, None)
+        like = self.made[sizes[0]].graph.outputs
         outputs = [inputs[0].new_empty((rows, *t.dims[1:]), dtype=t.dtype) for t in like]
         for size in sizes:
-            self._made[size](inputs, first, size, outputs)
+            self.made[size](inputs, first, size, outputs)
             first += size
         return outputs
+
+
+def make_ready(each: Iterable[InPieces], rows: int) -> None:
+    """Make the kernels that so many rows take, where they are not there; on a GPU they are compiled side by side, and checked.
+
+    Errors: MirageError.
+    """
+    sizes = pieces(rows)
+    missing = [(kernel, size) for kernel in each for size in dict.fromkeys(sizes) if size not in kernel.made]
+    graphs = [kernel.block.program(size) for kernel, size in missing]
+    found = [kernel.resolve(graph) for (kernel, _), graph in zip(missing, graphs, strict=True)]
+    on_gpu = [n for n, (kernel, _) in enumerate(missing) if kernel.device.type == "cuda" and found[n].is_fused]
+    if on_gpu:
+        programs = [triton.generate(found[n].entry.ugraph, found[n].entry.schedules) for n in on_gpu]
+        major, minor = torch.cuda.get_device_capability(missing[0][0].device)
+        for _ in compiling(programs, 10 * major + minor):  # one that cannot be says so when it is run
+            pass
+    for n, ((kernel, size), graph) in enumerate(zip(missing, graphs, strict=True)):
+        if n in on_gpu:
+            _check(found[n], graph, kernel.device)
+        kernel.made[size] = _Piece(found[n], graph, tuple(t.dims[0] == size for t in graph.inputs))
 
 
 def _check(kernel: Resolved, graph: KernelGraph, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from mirage_hf.match.step import LayerStep, layer_step
 from mirage_hf.patterns.attention import LONG_FROM, for_long_caches
 from mirage_hf.patterns.causal_lm import LOGITS_DIVISOR, LOGITS_MULTIPLIER, LOGITS_SOFTCAP, OF_LAYERS
 from mirage_hf.patterns.decoder_layer import CLIPS, MULTIPLIERS, SOFTCAPS, SWITCHES
-from mirage_hf.swap.pieces import InPieces
+from mirage_hf.swap.pieces import InPieces, make_ready
 
 Found = Mapping[Any, Any]
 LONG = "attention, long caches"
@@ -93,19 +93,24 @@ class Steps:
         assert failed is not None
         raise failed
 
-    def prompt_kernels(self, layer: LayerKernels, rows: int) -> dict[str, Kernel]:
-        """What does a layer's part of prompts of so many tokens in all that is not the library's: looked up, or searched and made now.
+    def prompt_kernels(self, rows: int) -> list[Mapping[str, Kernel]]:
+        """What does each layer's part of prompts of so many tokens in all that is not the library's: looked up, or searched and made now.
         Errors: MirageError."""
-        assert layer.prompt is not None
         with self._making:  # not the lock that calls take whose kernels are there
-            return {name: self._in_pieces(block).ready(rows) for name, block in layer.prompt.blocks().items()}
+            each: list[Mapping[str, InPieces]] = []
+            for layer in self.layers:
+                assert layer.prompt is not None
+                each.append({name: self._prompts.get(block) or self._in_pieces(block) for name, block in layer.prompt.blocks.items()})
+            make_ready(self._prompts.values(), rows)
+            return list(each)
 
     def _in_pieces(self, block: Block) -> InPieces:
         device = self.embedding.device
 
         def resolve(program: KernelGraph) -> kernels.Resolved:
             return kernels.resolve(program, device=device, tune="never", pattern=block.pattern.name)
-        return self._prompts.setdefault(block, InPieces(block, device, resolve))
+        found = self._prompts[block] = InPieces(block, device, resolve)
+        return found
 
     def obstacle(self, rows: int, slots: tuple[int, ...]) -> str:
         """Why there are no steps for caches of so many slots in each layer, "" where there are."""

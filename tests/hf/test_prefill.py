@@ -226,7 +226,8 @@ def calling(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def only_called(calling: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU where prompts are long."""
-    monkeypatch.setattr(generate, "MOST_TOKENS", 0)
+    for module in (generate, prefill):
+        monkeypatch.setattr(module, "MOST_TOKENS", 0)
 
 
 @pytest.mark.slow
@@ -237,7 +238,7 @@ def test_prompts_whose_kernels_are_called(name: str, only_called: None, resolved
     for batch, length in ((1, 7), (1, 300), (1, 9), (3, 5), (3, 65), (3, 6), (1, 200), (2, 4), (1, 1), (1, 9)):
         agree(stock, ours, batch, length)
     assert ours.generate.runner.prefills == {"called, by kernels": 5 + 2}  # not the first of a batch, and none of two rows
-    assert {p.inputs[0].dims[0] for p in resolved} >= {64, 128, 256, 512}
+    assert {p.inputs[0].dims[0] for p in resolved} >= {64, 128, 256}
 
 
 @pytest.mark.slow
