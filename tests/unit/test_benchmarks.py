@@ -3,7 +3,10 @@ import argparse
 import importlib
 import json
 import math
+import multiprocessing
+import os
 import sys
+import time
 import weakref
 from dataclasses import asdict, replace
 from functools import partial
@@ -230,42 +233,40 @@ def test_results_are_written_as_they_come_and_resumed(tmp_path, capsys):
     assert "left out: a, b, c" in capsys.readouterr().out
 
 
-JOBS = """
-import os
-import sys
-import time
-from benching import alone
-
-def job(seconds, fails=False):
+def row_beside(seconds, fails=False):
     begun = time.time()
     time.sleep(seconds)
     if fails:
         raise ValueError("no such weights")
-    with alone():
+    with benching.alone():
         at = time.time()
         time.sleep(0.2)
         return {"begun": begun, "at": at, "end": time.time()}
 
-def ends(how):
+
+def row_that_ends(how):
     if how == "exits":
         sys.exit("no weights here")
     if how == "is killed":
         os._exit(9)
     if how == "hangs":
         time.sleep(600)
-    with alone():
+    with benching.alone():
         os._exit(7)
-"""
 
 
-def test_rows_are_set_up_side_by_side_and_measured_alone(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def forked(monkeypatch):
+    """Processes that are there at once: new ones import torch, which takes seconds."""
+    monkeypatch.setattr(benching.multiprocessing, "get_context", lambda how, get=multiprocessing.get_context: get("fork"))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_rows_are_set_up_side_by_side_and_measured_alone(forked, tmp_path, capsys):
     """Also where one fails before its turn, which the others would wait for."""
-    (tmp_path / "jobs_beside.py").write_text(JOBS, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    job = importlib.import_module("jobs_beside").job
     report = benching.Report(tmp_path / "rows.json", {})
     report.rows.append({"name": "there"})
-    jobs = {"there": None, "quick": partial(job, 0.0), "slow": partial(job, 1.0), "wrong": partial(job, 0.5, True)}
+    jobs = {"there": None, "quick": partial(row_beside, 0.0), "slow": partial(row_beside, 1.0), "wrong": partial(row_beside, 0.5, True)}
     benching.run_side_by_side(report, jobs, 60.0, lambda row: f"{row['name']} shown")
     assert {r["name"] for r in json.loads((tmp_path / "rows.json").read_text())["rows"]} == set(jobs)
     assert "no such weights" in report.get("wrong")["failed"] and "slow shown" in capsys.readouterr().out
@@ -273,25 +274,32 @@ def test_rows_are_set_up_side_by_side_and_measured_alone(tmp_path, monkeypatch, 
     assert report.get("slow")["begun"] + 0.9 < first["at"] < first["end"] <= second["at"]
 
 
-def test_a_row_whose_process_ends_takes_no_other_row_with_it(tmp_path, monkeypatch):
-    """As for want of the host's memory, before its turn and in it."""
-    (tmp_path / "jobs_that_end.py").write_text(JOBS, encoding="utf-8")
+def test_a_row_beside_others_is_one_of_a_new_process(tmp_path, monkeypatch):
+    """What a GPU has begun cannot be forked."""
+    text = "import os\nfrom benching import alone\n\ndef job():\n    with alone():\n        return dict(parent=os.getppid(), own=os.getpid())\n"
+    (tmp_path / "jobs_beside.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module("jobs_that_end")
-    report = benching.Report(tmp_path / "rows.json", {})
-    jobs = {how: partial(module.ends, how) for how in ("exits", "is killed", "in its turn")} | {"good": partial(module.job, 0.5)}
+    report = benching.Report(None, {})
+    benching.run_side_by_side(report, {"row": importlib.import_module("jobs_beside").job}, 120.0, lambda row: "")
+    assert report.get("row")["parent"] == os.getpid() != report.get("row")["own"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_row_whose_process_ends_takes_no_other_row_with_it(forked):
+    """As for want of the host's memory, before its turn and in it."""
+    report = benching.Report(None, {})
+    jobs = {how: partial(row_that_ends, how) for how in ("exits", "is killed", "in its turn")} | {"good": partial(row_beside, 0.5)}
     benching.run_side_by_side(report, jobs, 120.0, lambda row: "")
     assert report.get("good")["at"] and {how: report.get(how)["failed"][-11:] for how in jobs if how != "good"} == {
         "exits": "exit code 1", "is killed": "exit code 9", "in its turn": "exit code 7"}
 
 
-def test_a_row_that_is_not_set_up_in_time_fails_alone(tmp_path, monkeypatch):
-    (tmp_path / "jobs_too_late.py").write_text(JOBS, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module("jobs_too_late")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_row_that_is_not_set_up_in_time_fails_alone(forked):
     report = benching.Report(None, {})
-    benching.run_side_by_side(report, {"late": partial(module.ends, "hangs"), "good": partial(module.job, 0.0)}, 40.0, lambda row: "")
-    assert report.get("late")["failed"] == "was not set up within 40 s" and report.get("good")["at"]
+    jobs = {"late": partial(row_that_ends, "hangs"), "good": partial(row_beside, 0.0)}
+    benching.run_side_by_side(report, jobs, 3.0, lambda row: "")
+    assert report.get("late")["failed"] == "was not set up within 3 s" and report.get("good")["at"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"rows": [{}]}'])

@@ -9,11 +9,17 @@ import interpreted
 import pytest
 import torch
 
+from mirage_hf import kernels
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen.plan import placed
 from mirage_hf.errors import MirageError
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.patterns.prompt import PROMPT_ADDED, PROMPT_GATE, PROMPT_NORM, PROMPT_ROTATION
+from mirage_hf.search.engine import SearchOptions
 from mirage_hf.swap import pieces
+from mirage_hf.tune import space
 from mirage_hf.tune.measure import random_inputs
+from mirage_hf.verify.accept import search_and_verify
 
 DTYPE = torch.float32
 OF_NORM: dict[str, Any] = dict(k=16, eps=1e-6, dtype=DTYPE, offset=0.0, centred=False, norm_bias=False)
@@ -62,6 +68,27 @@ def test_a_kernel_that_gives_other_numbers_is_refused() -> None:
     pieces._check(SimpleNamespace(run=lambda inputs: run_kernel_graph(graph, inputs)), graph, torch.device("cpu"))  # type: ignore[arg-type]
     with pytest.raises(MirageError, match="x, gamma for 64 rows gives other numbers than torch: off by 0"):
         pieces._check(SimpleNamespace(run=run), graph, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_kernels_are_compiled_together_before_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    def found(program: Any) -> Any:
+        ugraph = kernels.promising(search_and_verify(program, SearchOptions(time_limit=20), keep=1).candidates)[0].ugraph
+        entry = SimpleNamespace(ugraph=ugraph, schedules=[space.schedules(op, limit=1)[0] for op in placed(ugraph)])
+        return SimpleNamespace(is_fused=True, run=None, entry=entry)
+
+    def compiling(programs: Sequence[Any], sm: int) -> Any:
+        for p in programs:
+            done.append((sm, len(compiler.ahead_of_time(p, sm))))
+            yield done[-1]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(pieces, "compiling", compiling)
+    monkeypatch.setattr(pieces, "_check", lambda kernel, graph, device: done.append(graph.inputs[0].dims[0]))
+    made = [pieces.InPieces(BLOCKS[name], torch.device("cuda"), found) for name in ("norm", "gate")]
+    pieces.make_ready(made, 64 + 128)
+    pieces.make_ready(made, 128)
+    assert done == [(90, 1)] * 4 + [128, 64] * 2 and all(sorted(kernel.made) == [64, 128] for kernel in made)
 
 
 CODE = """
