@@ -276,7 +276,14 @@ def test_rows_are_set_up_side_by_side_and_measured_alone(forked, tmp_path, capsy
 
 def test_a_row_beside_others_is_one_of_a_new_process(tmp_path, monkeypatch):
     """What a GPU has begun cannot be forked."""
-    text = "import os\nfrom benching import alone\n\ndef job():\n    with alone():\n        return dict(parent=os.getppid(), own=os.getpid())\n"
+    text = """
+import os
+from benching import alone
+
+def job():
+    with alone():
+        return dict(parent=os.getppid(), own=os.getpid())
+"""
     (tmp_path / "jobs_beside.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     report = benching.Report(None, {})
