@@ -157,8 +157,13 @@ def check(device):
     inputs = [random_input(*shape, device) for shape in shapes]
     wide = [x.double() if x.is_floating_point() else x for x in inputs]
     for ours, eager, exact in zip(run(inputs), program(inputs), program(wide)):
+        finite = exact.isfinite() & eager.isfinite()  # elsewhere any result is right
+        if not finite.any():
+            continue
+        ours, eager, exact = (y[finite] for y in (ours, eager, exact))
         error, stock = ((y.double() - exact).abs().max().item() for y in (ours, eager))
-        bound = 1.25 * stock + torch.finfo(ours.dtype).eps * exact.abs().max().item()
+        ulp = torch.finfo(ours.dtype).eps if ours.is_floating_point() else 0
+        bound = 1.25 * stock + ulp * exact.abs().max().item()
         print(f"error {error:.3g}, torch {stock:.3g}, allowed {bound:.3g}")
         assert error <= bound, "the result is further from float64 than torch's"
 
