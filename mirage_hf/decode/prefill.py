@@ -47,8 +47,6 @@ class PrefillGraph:
     """Of the weights that it reads by kernels; None of a capture of HF's forward."""
     held: Any
     """What the graph reads besides."""
-    written: frozenset[int]
-    """The layers whose keys and values it writes."""
 
     @property
     def by_kernels(self) -> bool:
@@ -251,7 +249,7 @@ def capture_prefill(model: Any, block: Block, batch: int, bucket: int, steps: St
         graph, block.graph_pool = capture(run, block.device, block.graph_pool)
     finally:
         block.logits.copy_(kept)
-    return PrefillGraph(graph, ids, last, None if steps is None else _addresses(steps), held, frozenset(block.written))
+    return PrefillGraph(graph, ids, last, None if steps is None else _addresses(steps), held)
 
 
 def _check(model: Any, block: Block, tokens: int, steps: Steps) -> None:

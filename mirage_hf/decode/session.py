@@ -202,7 +202,7 @@ class Session:
             self.confirm()
             graph = self.runner.prefill_graph(model, plan, block, input_ids, self.fingerprint)
         if graph is not None:
-            block.dirty, block.written = max(block.dirty, graph.ids.shape[1]), set(graph.written)
+            block.dirty = max(block.dirty, graph.ids.shape[1])
             graph.run(input_ids)
         if graph is not None or self.runner.prefill_by_kernels(model, plan, block, input_ids, self.fingerprint):
             self.slot = self.cached = input_ids.shape[1]
