@@ -115,7 +115,7 @@ class Prompts:
             self._checked[batch] = key, False
             return False
         self._checked[batch] = key, True
-        block.dirty, block.written = max(block.dirty, bucket), set(range(len(steps.layers)))
+        block.dirty = max(block.dirty, bucket)
         run()
         self.count("called, by kernels")
         return True
