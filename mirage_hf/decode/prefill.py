@@ -47,6 +47,8 @@ class PrefillGraph:
     """Of the weights that it reads by kernels; None of a capture of HF's forward."""
     held: Any
     """What the graph reads besides."""
+    layers: frozenset[int]
+    """Those whose keys and values it writes."""
 
     @property
     def by_kernels(self) -> bool:
@@ -57,9 +59,10 @@ class PrefillGraph:
         nobody sees what comes of it. `steps`: those by which it is."""
         return self.by_kernels and steps is not None and _addresses(steps) == self.addresses
 
-    def run(self, input_ids: Tensor) -> None:
+    def run(self, input_ids: Tensor, block: Block) -> None:
         """Prefill a prompt (batch, length) into the block that the graph was captured for, logits included."""
         fill(self.ids, self.last, input_ids)
+        block.written = set(self.layers)  # no forward says so, and one that failed may have left less there
         self.graph.replay()
 
 
@@ -115,7 +118,7 @@ class Prompts:
             self._checked[batch] = key, False
             return False
         self._checked[batch] = key, True
-        block.dirty = max(block.dirty, bucket)
+        block.dirty, block.written = max(block.dirty, bucket), set(range(len(steps.layers)))
         run()
         self.count("called, by kernels")
         return True
@@ -249,7 +252,8 @@ def capture_prefill(model: Any, block: Block, batch: int, bucket: int, steps: St
         graph, block.graph_pool = capture(run, block.device, block.graph_pool)
     finally:
         block.logits.copy_(kept)
-    return PrefillGraph(graph, ids, last, None if steps is None else _addresses(steps), held)
+    layers = block.written if steps is None else range(len(steps.layers))
+    return PrefillGraph(graph, ids, last, None if steps is None else _addresses(steps), held, frozenset(layers))
 
 
 def _check(model: Any, block: Block, tokens: int, steps: Steps) -> None:

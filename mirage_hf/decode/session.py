@@ -203,7 +203,7 @@ class Session:
             graph = self.runner.prefill_graph(model, plan, block, input_ids, self.fingerprint)
         if graph is not None:
             block.dirty = max(block.dirty, graph.ids.shape[1])
-            graph.run(input_ids)
+            graph.run(input_ids, block)
         if graph is not None or self.runner.prefill_by_kernels(model, plan, block, input_ids, self.fingerprint):
             self.slot = self.cached = input_ids.shape[1]
             block.clear_from(self.slot)

@@ -12,7 +12,7 @@ from features import fake_captures
 
 from mirage_hf import kernels
 from mirage_hf.api import optimize
-from mirage_hf.decode import generate, install, prefill, program, session
+from mirage_hf.decode import cache, generate, install, prefill, program, session
 from mirage_hf.errors import CodegenError, MirageError
 from mirage_hf.match import prompt_step
 
@@ -242,6 +242,40 @@ def test_prompts_whose_kernels_are_called(name: str, only_called: None, resolved
 
 
 @pytest.mark.slow
+def test_caches_of_called_prompts_are_returned(only_called: None, resolved: list[Any]) -> None:
+    """Of blocks in which the model's own forward never ran, those that a call grew out of too."""
+    stock, ours = optimized("llama", {})
+    for length in (7, 9, 300, 500):
+        given = {"inputs": prompt(1, length, seed=length), **FULL}
+        first = [model.generate(**given) for model in (stock, ours)]
+        assert_same(*first)
+        more = [model.generate(torch.cat([seen.sequences, prompt(1, 4)], -1), past_key_values=seen.past_key_values, **FULL)
+                for model, seen in zip((stock, ours), first, strict=True)]
+        assert_same(*more)
+    assert ours.generate.runner.prefills == {"called, by kernels": 3}
+
+
+@pytest.mark.slow
+def test_a_replayed_prompt_returns_all_layers_behind_a_forward_that_failed(called: list[str], resolved: list[Any],
+                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, ours = optimized("llama", {})
+    for length in (7, 8):
+        agree(stock, ours, 1, length)
+    update = cache.PrefillLayer.update
+
+    def interrupted(self: Any, *states: Any, **kwargs: Any) -> Any:
+        if self.index == 1:
+            raise KeyboardInterrupt
+        return update(self, *states, **kwargs)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.PrefillLayer, "update", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ours.generate(prompt(1, 70), **FULL)
+    agree(stock, ours, 1, 9)
+    assert called.count("prefill") == 1
+
+
+@pytest.mark.slow
 def test_prompts_are_called_until_they_are_captured(calling: None, called: list[str], resolved: list[Any]) -> None:
     stock, ours = optimized("llama", {})
     seen = []
@@ -332,7 +366,7 @@ def test_a_model_is_looked_at_while_the_prompt_runs(change: str, streams: bool, 
     look, replay, enqueue = session.survey, prefill.PrefillGraph.run, session.Session._enqueue
     monkeypatch.setattr(session, "survey", lambda model: events.append("look") or look(model))
     monkeypatch.setattr(session.Session, "_enqueue", lambda self: events.append("step") or enqueue(self))
-    monkeypatch.setattr(prefill.PrefillGraph, "run", lambda self, ids: events.append("prompt") or replay(self, ids))
+    monkeypatch.setattr(prefill.PrefillGraph, "run", lambda self, *of: events.append("prompt") or replay(self, *of))
 
     class Seen(list[Any]):
         def put(self, tokens: torch.Tensor) -> None:
@@ -458,7 +492,7 @@ def test_tokens_that_the_kernels_have_no_row_for(how: str, called: list[str], re
 def test_calls_that_are_stock_s_begin_early_once(called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     stock, ours = ahead_of_the_look()
     begun, replay = [], prefill.PrefillGraph.run
-    monkeypatch.setattr(prefill.PrefillGraph, "run", lambda self, ids: begun.append(1) or replay(self, ids))
+    monkeypatch.setattr(prefill.PrefillGraph, "run", lambda self, *of: begun.append(1) or replay(self, *of))
     hook = ours.model.norm.register_forward_hook(lambda m, args, y: None)
     for _ in range(3):
         agree(stock, ours, 1, 10)
