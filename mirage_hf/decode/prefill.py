@@ -207,8 +207,8 @@ def _random(ids: Tensor, vocab: int) -> None:
 
 
 def _make_room(block: Block, steps: Steps) -> None:
-    """As a prompt's forward would where it is the first of its block."""
-    if not block.keys:
+    """As a prompt's forward would where it is the first of its block, or those before it ended in its midst."""
+    if len(block.values) < len(steps.layers):
         for n, layer in enumerate(steps.layers):
             assert layer.prompt is not None
             sizes = layer.prompt.sizes["attention"]

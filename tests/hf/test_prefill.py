@@ -1,6 +1,8 @@
 """Prefills of short prompts that are replayed: the same code on a CPU, where a "graph" calls what was captured."""
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -255,24 +257,47 @@ def test_caches_of_called_prompts_are_returned(only_called: None, resolved: list
     assert ours.generate.runner.prefills == {"called, by kernels": 3}
 
 
+@contextmanager
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ctrl-C in the second layer of a prompt's forward."""
+    update = cache.PrefillLayer.update
+
+    def to_the_second(self: Any, *states: Any, **kwargs: Any) -> Any:
+        if self.index == 1:
+            raise KeyboardInterrupt
+        return update(self, *states, **kwargs)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.PrefillLayer, "update", to_the_second)
+        yield
+
+
 @pytest.mark.slow
 def test_a_replayed_prompt_returns_all_layers_behind_a_forward_that_failed(called: list[str], resolved: list[Any],
                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     stock, ours = optimized("llama", {})
     for length in (7, 8):
         agree(stock, ours, 1, length)
-    update = cache.PrefillLayer.update
-
-    def interrupted(self: Any, *states: Any, **kwargs: Any) -> Any:
-        if self.index == 1:
-            raise KeyboardInterrupt
-        return update(self, *states, **kwargs)
-    with monkeypatch.context() as patch:
-        patch.setattr(cache.PrefillLayer, "update", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            ours.generate(prompt(1, 70), **FULL)
+    with interrupted(monkeypatch), pytest.raises(KeyboardInterrupt):
+        ours.generate(prompt(1, 70), **FULL)
     agree(stock, ours, 1, 9)
     assert called.count("prefill") == 1
+
+
+@pytest.mark.slow
+def test_a_prompt_is_called_in_a_block_with_some_of_its_memory(only_called: None, resolved: list[Any],
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with a ring take theirs behind those without."""
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    stock, ours = optimized("gemma3", dict(layer_types=kinds, sliding_window=400), batch_sizes=(1,))
+    for length in (7, 9):
+        agree(stock, ours, 1, length)
+    given = dict(max_new_tokens=500, do_sample=False)
+    mask = torch.ones(1, 300, dtype=torch.long)
+    mask[:, :3] = 0
+    with interrupted(monkeypatch), pytest.raises(KeyboardInterrupt):
+        ours.generate(prompt(1, 300), attention_mask=mask, **given)
+    assert stock.generate(prompt(1, 300), **given).tolist() == ours.generate(prompt(1, 300), **given).tolist()
+    assert ours.generate.runner.prefills == {"called, by kernels": 2}
 
 
 @pytest.mark.slow
