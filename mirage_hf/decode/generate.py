@@ -223,6 +223,8 @@ class DecodeRunner:
         bucket = self._bucket(plan, block, input_ids)
         if bucket is None or block.batch not in steps.rows:
             return False
+        if not block.keys and plan.survey.model != self.valid_for:  # no room as its kernels want it for a model that may want another
+            return False
         return self.prompts.by_kernels(model, block, input_ids, bucket, steps, partial(self._able, plan, block), key)
 
     def _bucket(self, plan: CallPlan, block: Block, input_ids: Tensor) -> int | None:

@@ -316,6 +316,20 @@ def test_prompts_are_called_until_they_are_captured(calling: None, called: list[
 
 
 @pytest.mark.slow
+def test_a_changed_model_has_no_room_that_it_does_not_use(only_called: None, resolved: list[Any]) -> None:
+    """In another dtype its layers would take memory of their own beside it."""
+    stock, ours = optimized("llama", {}, batch_sizes=(1,))
+    for length in (7, 9):
+        agree(stock, ours, 1, length)
+    for model in (stock, ours):
+        model.double()
+    for length in (7, 300, 300):
+        agree(stock, ours, 1, length)
+    for block in ours.generate.runner.pool._idle:
+        assert [slab.dtype for slab in block.slabs] == [torch.float64] * 2
+
+
+@pytest.mark.slow
 def test_prompts_are_not_called_where_they_cannot_be(only_called: None, resolved: list[Any]) -> None:
     """Beyond a window, of models with other attention, with padding, positions of one's own or a cache."""
     stock, ours = optimized("qwen3", dict(layer_types=["full_attention", "sliding_attention", "full_attention"], sliding_window=66,
