@@ -183,6 +183,8 @@ class Prompts:
             self._refused[shape] = key
             return None
         self._refused_by_kernels[shape] = key
+        if isinstance(failed, MirageError):  # what is wrong here is not called either
+            self._checked[shape[0]] = key, False
         return self._captured(model, block, shape, None, key, own)
 
 

@@ -330,6 +330,20 @@ def test_a_changed_model_has_no_room_that_it_does_not_use(only_called: None, res
 
 
 @pytest.mark.slow
+def test_kernels_that_a_capture_found_wrong_are_not_called(calling: None, called: list[str], resolved: list[Any],
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here only those of 128 rows are, of a model whose own forward cannot be captured either."""
+    stock, ours = optimized("llama", {}, batch_sizes=(1,))
+    right = kernels.resolve
+    monkeypatch.setattr(kernels, "resolve", lambda program, **how: swapping.Resolved(program, scale=1.5)
+                        if how["pattern"] == "prompt_gate" and program.inputs[0].dims[0] == 128 else right(program, **how))
+    monkeypatch.setattr(prefill, "_check_causal", lambda *of: torch.zeros(1).fill_(torch.zeros((), device="meta").item()))
+    for length in (70, 200, 71, 72):
+        agree(stock, ours, 1, length)
+    assert ours.generate.runner.prefills["called, by kernels"] == 1
+
+
+@pytest.mark.slow
 def test_prompts_are_not_called_where_they_cannot_be(only_called: None, resolved: list[Any]) -> None:
     """Beyond a window, of models with other attention, with padding, positions of one's own or a cache."""
     stock, ours = optimized("qwen3", dict(layer_types=["full_attention", "sliding_attention", "full_attention"], sliding_window=66,
