@@ -95,11 +95,11 @@ class Prompts:
         """Prefill a prompt (batch, length), filled up to `bucket`, by kernels without a graph, logits included. False where HF's forward is
         to run: for the first prompt of a state `key` of the model too, as for that nothing need be made ready. Errors: OutOfMemoryError."""
         batch = input_ids.shape[0]
-        if self._first.get(batch) != key:
-            self._first[batch] = key
-            return False
         known, good = self._checked.get(batch, (None, False))
         if known == key and not good:
+            return False
+        if known != key and self._first.get(batch) != key:
+            self._first[batch] = key
             return False
         try:
             _make_room(block, steps)

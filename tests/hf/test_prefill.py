@@ -344,6 +344,19 @@ def test_kernels_that_a_capture_found_wrong_are_not_called(calling: None, called
 
 
 @pytest.mark.slow
+def test_a_model_that_is_as_it_was_before_has_its_prompts_called(only_called: None, resolved: list[Any]) -> None:
+    """As one whose adapters are switched off and on again."""
+    stock, ours = optimized("llama", {}, batch_sizes=(1,))
+    weights = [model.model.norm.weight for model in (stock, ours)]
+    own, other = [weight.data for weight in weights], torch.full((32,), 0.5)
+    for length, changed in ((7, False), (8, False), (9, True), (10, False), (11, True), (12, True), (13, False)):
+        for weight, data in zip(weights, own, strict=True):
+            weight.data = other if changed else data
+        agree(stock, ours, 1, length)
+    assert ours.generate.runner.prefills == {"called, by kernels": 3}
+
+
+@pytest.mark.slow
 def test_prompts_are_not_called_where_they_cannot_be(only_called: None, resolved: list[Any]) -> None:
     """Beyond a window, of models with other attention, with padding, positions of one's own or a cache."""
     stock, ours = optimized("qwen3", dict(layer_types=["full_attention", "sliding_attention", "full_attention"], sliding_window=66,
