@@ -110,6 +110,8 @@ class Prompts:
             ids, last = _filled(block, bucket, bucket - 1)
             fill(ids, last, input_ids)
             run, _ = _chain(steps, block, ids, last)
+            block.dirty, block.written = max(block.dirty, bucket), set(range(len(steps.layers)))
+            run()
         except torch.OutOfMemoryError:
             self.count("not by kernels: out of memory")  # another time there may be more
             return False
@@ -118,8 +120,6 @@ class Prompts:
             self._checked[batch] = key, False
             return False
         self._checked[batch] = key, True
-        block.dirty, block.written = max(block.dirty, bucket), set(range(len(steps.layers)))
-        run()
         self.count("called, by kernels")
         return True
 

@@ -400,6 +400,30 @@ def test_prompts_that_kernels_do_not_give_are_hfs(what: str, only_called: None, 
                            "no memory": "not by kernels: out of memory"}[what])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_what_fails_in_a_called_prompt_is_hfs(error: type[Exception], only_called: None, resolved: list[Any],
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind a prompt that agreed, as where a product has no room for its workspace."""
+    stock, ours = optimized("llama", {}, batch_sizes=(1,))
+    for length in (7, 8):
+        agree(stock, ours, 1, length)
+    right = prompt_step.LayerPrompt.__call__
+
+    def failing(self: Any, found: Any, x: torch.Tensor, at: Any) -> torch.Tensor:
+        y = right(self, found, x, at)
+        if self is ours.generate.runner.steps.layers[1].prompt:
+            raise error("no room")
+        return y
+    with monkeypatch.context() as patch:
+        patch.setattr(prompt_step.LayerPrompt, "__call__", failing)
+        agree(stock, ours, 1, 70)
+    agree(stock, ours, 1, 9)
+    assert ours.generate.runner.prefills == (
+        {"called, by kernels": 1, "not by kernels: RuntimeError: no room": 1} if error is RuntimeError else
+        {"called, by kernels": 2, "not by kernels: out of memory": 1})
+
+
 # -- prompts that run while the host looks at the model ------------------------------------------------------------------
 
 CHANGES: dict[str, tuple[bool, Any]] = {
