@@ -57,6 +57,8 @@ def test_what_is_no_plain_prompt_runs_as_it_is(called: list[str]) -> None:
     assert runner.prefills == {"captured": 3} and called.count("prefill") == 1
     block = runner.pool.lease(2, 1024, (None, None), torch.device("cpu"))
     assert prefill.bucket_of(960, block, ()) == 960 and prefill.bucket_of(961, block, ()) == 1024
+    large = runner.pool.lease(2, 4096, (None, None), torch.device("cpu"))
+    assert [prefill.bucket_of(n, large, ()) for n in (2047, 2048, 2049, 4096)] == [2048, 2048, 2304, 4096]
     assert prefill.bucket_of(1025, block, ()) is None and prefill.bucket_of(961, block, (("sliding", 1000),)) is None
 
 
