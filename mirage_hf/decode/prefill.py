@@ -94,7 +94,7 @@ class Prompts:
     def by_kernels(self, model: Any, block: Block, input_ids: Tensor, bucket: int, steps: Steps, able: Callable[[], Steps | None],
                    key: object) -> bool:
         """Prefill a prompt (batch, length), filled up to `bucket`, by kernels without a graph, logits included. False where HF's forward is
-        to run: for the first prompt of a state `key` of the model too, as for that nothing need be made ready. Errors: OutOfMemoryError."""
+        to run, whatever failed, and for the first prompt of a state `key` of the model, as for that nothing need be made ready."""
         batch = input_ids.shape[0]
         known, good = self._checked.get(batch, (None, False))
         if known == key and not good:
