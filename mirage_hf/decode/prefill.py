@@ -21,10 +21,11 @@ from mirage_hf.decode.cache import Block
 from mirage_hf.decode.graphs import capture
 from mirage_hf.errors import MirageError
 from mirage_hf.match.prompt_step import Prompt
+from mirage_hf.swap.pieces import LEAST
 from mirage_hf.swap.steps import Steps
 
-GRAIN, LONG_GRAIN = 64, 256
-"""Buckets are multiples of the first, those of eight times the second and more of that: their rows are in fewer pieces then."""
+GRAIN, LONG_GRAIN = LEAST, 256
+"""Buckets are multiples of the first; beyond eight times the second, of that: their rows are in fewer pieces then."""
 FEW_LAYERS = 16
 """Up to which the roots of the dtypes' precisions bound what rounding explains. Of 32 layers with random adapters (Llama-3.1-8B, H200) 9.2%
 of the size were seen, in bfloat16, of which the root is 8.8%."""
