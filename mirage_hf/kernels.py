@@ -345,7 +345,7 @@ def _resolved(entry: Entry, source: str, on_gpu: bool, seconds: float, unkept: s
     times = {t.name: t.median_us for t in entry.timings}
     fused, reason = entry.ugraph.is_fused, ""
     if not fused:
-        why = entry.search.get("reason") or "; ".join(entry.search.get("refused", ())) or entry.search.get("stop")
+        why = entry.search.get("reason") or "; ".join(dict.fromkeys(entry.search.get("refused", ()))) or entry.search.get("stop")
         reason = f"no single kernel was found: {why}"
     elif reason := _library_wins(entry):
         fused = False

@@ -14,6 +14,11 @@ from mirage_hf.match.step import heads_of
 from mirage_hf.patterns.prompt import PROMPT_ACTIVATION, PROMPT_ADDED, PROMPT_GATE, PROMPT_NORM, PROMPT_ROTATION
 
 
+MOST_ROWS = 1 << 16
+"""That the half behind attention takes at once: what it holds meanwhile is several times as wide as x, and of more rows products are no
+faster. A multiple of the rows of every kernel's piece, so that what is left over needs no kernels of its own."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """What a layer reads of prompts besides x: RoPE's cos and sin (b · tokens, 1, d), a layer's keys and values (b, heads, slots, d)."""
@@ -69,6 +74,18 @@ class LayerPrompt(Composition):
         y = F.scaled_dot_product_attention(q.transpose(1, 2), at.keys[:, :, :tokens], at.values[:, :, :tokens], is_causal=True,
                                            scale=a["scale"], enable_gqa=a["group"] > 1)
         x = self._added(kernels.get("out"), "out", y.transpose(1, 2).reshape(batch * tokens, -1), x)
+        if packed is not None:
+            return self._mlp(kernels, x, packed)
+        if x.shape[0] <= MOST_ROWS:
+            return self._mlp(kernels, x)
+        for rows in x.split(MOST_ROWS):
+            made = self._mlp(kernels, rows)
+            if made is not rows:
+                rows.copy_(made)
+        return x
+
+    def _mlp(self, kernels: Mapping[str, Kernel], x: Tensor, packed: Tensor | None = None) -> Tensor:
+        """The half behind attention; `packed`: its first products, where they are of something else than x."""
         packed = self._products(kernels.get("mlp_norm"), self.first, x) if packed is None else packed
         return self._added(kernels.get("down"), "down", kernels["gate"](packed.split(self.sizes[self.first]["n"], -1))[0], x)
 

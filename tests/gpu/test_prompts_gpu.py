@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 EVERY: dict[str, Any] = dict(layer_types=["full_attention"] * 2)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": {**EVERY, "head_dim": 64}, "granite": {}, "gemma": dict(head_dim=32),
-    "gemma3": {**EVERY, "head_dim": 32}, "olmo2": {}, "phi3": {}, "gpt_neox": {}, "cohere": dict(use_qk_norm=True)}
+    "gemma3": {**EVERY, "head_dim": 32}, "olmo2": {}, "phi3": dict(original_max_position_embeddings=8192), "gpt_neox": {},
+    "cohere": dict(use_qk_norm=True)}
 SIZES: dict[str, Any] = dict(hidden_size=256, intermediate_size=640, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=2,
                              initializer_range=0.05, max_position_embeddings=8192)
 SHAPES = [(1, 6), (1, 300), (1, 90), (1, 5000), (1, 64), (3, 6), (3, 1700), (3, 77)]

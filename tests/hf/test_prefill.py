@@ -136,6 +136,23 @@ def test_prompts_by_kernels(name: str, called: list[str], resolved: list[Any]) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama, biases", "gemma", "olmo2"])
+def test_rows_of_large_batches_take_turns(name: str, called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    half = prompt_step.LayerPrompt._mlp
+
+    def counted(self: Any, kernels: Any, x: torch.Tensor, packed: Any = None) -> torch.Tensor:
+        seen.append(x.shape[0])
+        return half(self, kernels, x, packed)
+    monkeypatch.setattr(prompt_step, "MOST_ROWS", 128)
+    monkeypatch.setattr(prompt_step.LayerPrompt, "_mlp", counted)
+    stock, ours = optimized(name, PROMPTED[name])
+    for length in (7, 66, 9, 67):
+        agree(stock, ours, 3, length)
+    assert ours.generate.runner.prefills == {"captured, by kernels": 2} and {64, 128} <= set(seen) and max(seen) == 128
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_prompts_with_longrope_are_by_kernels_or_called(family: str, called: list[str], resolved: list[Any]) -> None:
     """HF's forward reads the length on the host, and is not captured."""
