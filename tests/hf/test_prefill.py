@@ -11,6 +11,7 @@ import swapping
 import torch
 from decoding import FAMILIES, FULL, assert_same, both, left_padded, prompt, tiny
 from features import fake_captures
+from transformers import GenerationMixin
 
 from mirage_hf import kernels
 from mirage_hf.api import optimize
@@ -260,6 +261,21 @@ def test_prompts_whose_kernels_are_called(name: str, only_called: None, resolved
         agree(stock, ours, batch, length)
     assert ours.generate.runner.prefills == {"called, by kernels": 5 + 2}  # not the first of a batch, and none of two rows
     assert {p.inputs[0].dims[0] for p in resolved} >= {64, 128, 256}
+
+
+@pytest.mark.slow
+def test_a_prompt_that_hfs_forward_lacks_the_memory_for_is_by_kernels(only_called: None, resolved: list[Any],
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one, too, which is HF's elsewhere."""
+    stock, ours = optimized("llama", {}, batch_sizes=(3,))
+    given = {"inputs": prompt(3, 240), **FULL}
+    want = stock.generate(**given)
+
+    def no_memory(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(GenerationMixin, "_prefill", no_memory)
+    assert_same(want, ours.generate(**given))
+    assert ours.generate.runner.prefills == {"called, by kernels": 1}
 
 
 @pytest.mark.slow
