@@ -303,8 +303,8 @@ class Block:
     """What chose on this block so far and may have graphs here, by its key; the one used last is last."""
     ends: Any = None
     """The ends of steps with these logits (decode/ends.py)."""
-    prompts: Counter[int] = field(default_factory=Counter)
-    """Prompts so far that a captured prefill could serve, by bucket."""
+    prompts: Counter[tuple[Any, ...]] = field(default_factory=Counter)
+    """Prompts so far that a captured prefill could serve, by what tells such graphs apart."""
     valid_for: object = None
     """The fingerprint of the model that `graphs` were captured from; see `graphs_for`."""
     graph_pool: Any = None
@@ -415,14 +415,14 @@ class Block:
             self.logits = _zeros(tuple(logits.shape), logits)
         self.logits.copy_(logits)
 
-    def clear_from(self, length: int) -> None:
-        """Zero what an earlier call left above `length`: masked keys weigh 0, but 0 · NaN is NaN."""
+    def clear_from(self, length: int, around: bool = False) -> None:
+        """Zero what an earlier call left above `length`: masked keys weigh 0, but 0 · NaN is NaN. `around`: all of a ring has been written
+        but its spare slot, which any step writes."""
         rings = {id(slab): ring for ring, slab in self.turning}
         for slab in self.slabs:
             ring, first, last = rings.get(id(slab)), length, self.dirty
             if ring is not None:
-                # left padding has filled all slots up to the spare one, which any step writes
-                first, last = min(length, ring.spare) if self.lowest is None else ring.spare, ring.window if self.dirty else 0
+                first, last = ring.spare if around else min(length, ring.spare), ring.window if self.dirty else 0
             if last > first:
                 slab[:, :, :, first:last].zero_()
         self.dirty = length
@@ -509,12 +509,14 @@ class Block:
             if i not in other.keys:
                 continue
             for memory, states in zip(self.claim(i, other.keys[i], other.values[i]), (other.keys[i], other.values[i]), strict=True):
-                if ring is None or other.rings[i] is not None:
+                if other.rings[i] is not None:
+                    memory.copy_(states)
+                elif ring is None:
                     memory[:, :, :length].copy_(states[:, :, :length])
                 else:  # the device knows the length: steps that found no row alive have been counted
                     at = ring.held(self.control.length, self.control.lowest).clamp_min(0)
                     memory[:, :, :ring.spare].copy_(_pick(states, at))
-        self.clear_from(length)
+        self.clear_from(length, around=other.lowest is not None)
         self.set_logits(other.logits)
 
 

@@ -4,8 +4,10 @@ Where a model's steps are all by kernels so are its prompts, but for products an
 forward runs, or is captured. A chain of ours is only kept if it gave what HF's forward gives.
 
 A prompt is filled up on the right: what is causal does not see later tokens, and the logits are those of its own last token. Keys of
-the filling are cleared. The first prompt of a model runs HF's forward as it is; later ones the chain, and the second of a bucket is
-captured, where it is short: what the GPU does for a long one takes longer than the host's launches.
+the filling are cleared. For the chain padding on the left is moved there, too, so that no row needs a mask; the keys go where they belong.
+
+The first prompt of a model runs HF's forward as it is; later ones the chain, and the second of a bucket is captured, where it is short:
+what the GPU does for a long one takes longer than the host's launches.
 """
 from __future__ import annotations
 
@@ -38,12 +40,47 @@ MOST_TOKENS."""
 
 
 @dataclass(frozen=True)
+class Filled:
+    """A batch's prompts, filled up on the right: what a chain reads, or HF's forward where no row has padding."""
+
+    ids: Tensor
+    """(batch, bucket), every row from its own first token on."""
+    last: Tensor
+    """(batch,): the index of each row's last token."""
+    sources: Tensor | None
+    """(batch, bucket): of each slot the token whose key goes there, where rows have left padding; None where token n goes to slot n."""
+
+    @classmethod
+    def allocate(cls, block: Block, tokens: int, padded: bool) -> Filled:
+        """Room for prompts of so many tokens, filling included."""
+        with torch.inference_mode(False):
+            def ints(*dims: int) -> Tensor:
+                return torch.zeros(dims, dtype=torch.long, device=block.device)
+            return cls(ints(block.batch, tokens), torch.full((block.batch,), tokens - 1, dtype=torch.long, device=block.device),
+                       ints(block.batch, tokens) if padded else None)
+
+    def take(self, input_ids: Tensor, padding: Tensor | None) -> None:
+        """Put prompts (batch, length) there. `padding`: of each row (batch, 1), where there is any."""
+        length, tokens = input_ids.shape[1], self.ids.shape[1]
+        # 0 · NaN would reach the prompt from a key behind it: nothing that other calls have left, and no token that this one has not
+        if padding is None:
+            self.ids[:, :length].copy_(input_ids)
+            self.ids[:, length:].copy_(input_ids[:, -1:].expand(-1, tokens - length))
+            self.last.fill_(length - 1)
+            return
+        assert self.sources is not None
+        slots = torch.arange(tokens, device=self.ids.device)
+        self.ids.copy_(input_ids.gather(1, (slots + padding).clamp_max_(length - 1)))
+        self.last.copy_(length - 1 - padding[:, 0])
+        self.sources.copy_((slots - padding).clamp_min_(0))
+
+
+@dataclass(frozen=True)
 class PrefillGraph:
-    """A captured prefill and what it reads: ids (batch, bucket) and the index of the last token of the prompt."""
+    """A captured prefill and what it reads."""
 
     graph: Any
-    ids: Tensor
-    last: Tensor
+    prompt: Filled
     addresses: tuple[int, ...] | None
     """Of the weights that it reads by kernels; None of a capture of HF's forward."""
     held: Any
@@ -62,7 +99,7 @@ class PrefillGraph:
 
     def run(self, input_ids: Tensor, block: Block) -> None:
         """Prefill a prompt (batch, length) into the block that the graph was captured for, logits included."""
-        fill(self.ids, self.last, input_ids)
+        self.prompt.take(input_ids, block.lowest)
         block.written = set(self.layers)  # no forward says so, and one that failed may have left less there
         self.graph.replay()
 
@@ -86,18 +123,20 @@ class Prompts:
     def __init__(self, count: Callable[[str], None]):
         self.count = count
         self._refused: dict[tuple[int, int], object] = {}
-        self._refused_by_kernels: dict[tuple[int, int], object] = {}
-        """By batch and bucket, the state of the model that was refused."""
+        self._refused_by_kernels: dict[tuple[int, int, bool], object] = {}
+        """By batch and bucket, and by whether rows have padding, the state of the model that was refused."""
         self._first: dict[int, object] = {}
-        self._checked: dict[int, tuple[object, bool]] = {}
-        """By batch, a state of the model: that in which a prompt has run, and one whose prompts may be called, or may not."""
+        self._checked: dict[tuple[int, bool], tuple[object, bool]] = {}
+        """A state of the model: by batch that in which a prompt has run; by that and whether rows have padding, one whose prompts may be
+        called, or may not."""
 
     def by_kernels(self, model: Any, block: Block, input_ids: Tensor, bucket: int, steps: Steps, able: Callable[[], Steps | None],
                    key: object) -> bool:
         """Prefill a prompt (batch, length), filled up to `bucket`, by kernels without a graph, logits included. False where HF's forward is
         to run, whatever failed, and for the first prompt of a state `key` of the model, as for that nothing need be made ready."""
         batch = input_ids.shape[0]
-        known, good = self._checked.get(batch, (None, False))
+        kind = batch, block.lowest is not None
+        known, good = self._checked.get(kind, (None, False))
         if known == key and not good:
             return False
         if known != key and self._first.get(batch) != key:
@@ -109,9 +148,9 @@ class Prompts:
                 return False
             if known != key:
                 _check(model, block, bucket if batch * bucket <= MOST_TOKENS else min(bucket, CHECKED), steps)
-            ids, last = _filled(block, bucket, bucket - 1)
-            fill(ids, last, input_ids)
-            run, _ = _chain(steps, block, ids, last)
+            prompt = Filled.allocate(block, bucket, block.lowest is not None)
+            prompt.take(input_ids, block.lowest)
+            run, _ = _chain(steps, block, prompt)
             block.dirty, block.written = max(block.dirty, bucket), set(range(len(steps.layers)))
             run()
         except torch.OutOfMemoryError:
@@ -119,9 +158,9 @@ class Prompts:
             return False
         except Exception as error:  # whatever there is against it, HF's own prefill is the way out
             self.count(f"not by kernels: {type(error).__name__}: {(str(error) or '-').splitlines()[0]}")
-            self._checked[batch] = key, False
+            self._checked[kind] = key, False
             return False
-        self._checked[batch] = key, True
+        self._checked[kind] = key, True
         self.count("called, by kernels")
         return True
 
@@ -130,33 +169,34 @@ class Prompts:
         """Return the one that serves prompts of `shape` (batch, bucket), captured now if it is the second of them; None where HF's prefill
         runs. `present`: the model's kernels; `able` gives them where they serve this call. `key`: the state of the model. `at_once`: only
         one that may be replayed before anybody has looked at the model. `own`: whether HF's forward may be captured."""
-        bucket = shape[1]
-        if self._refused.get(shape) == key:
+        padded = block.lowest is not None
+        what = "prefill", shape[1], padded
+        if not padded and self._refused.get(shape) == key:
             return None
         graphs = block.graphs_for(key)
-        found: PrefillGraph | None = graphs.get(("prefill", bucket))
+        found: PrefillGraph | None = graphs.get(what)
         if found is not None and found.by_kernels and (present is None or present.changed()):
-            del graphs["prefill", bucket]
+            del graphs[what]
             found = None
         if at_once and (found is None or not found.reads_what_is_there(present)):
             return None
         if found is None:
-            found = self._second(model, block, shape, able, key, own)
+            found = self._second(model, block, shape, able, key, own and not padded)
             if found is None:
                 return None
-            graphs["prefill", bucket] = found
+            graphs[what] = found
         self.count("captured, by kernels" if found.by_kernels else "captured")
         return found
 
     def _second(self, model: Any, block: Block, shape: tuple[int, int], able: Callable[[], Steps | None], key: object,
                 own: bool) -> PrefillGraph | None:
         """A capture, if a prompt of the bucket has run before."""
-        bucket = shape[1]
-        block.prompts[bucket] += 1
-        if block.prompts[bucket] < 2 or not block.keys or not block.logits.numel():
+        kind = *shape, block.lowest is not None
+        block.prompts[kind] += 1
+        if block.prompts[kind] < 2 or not block.keys or not block.logits.numel():
             return None
-        block.dirty = max(block.dirty, bucket)  # what warming up writes
-        steps = None if self._refused_by_kernels.get(shape) == key else able()
+        block.dirty = max(block.dirty, shape[1])  # what warming up writes
+        steps = None if self._refused_by_kernels.get(kind) == key else able()
         if steps is not None and steps.no_prompts:
             self.count(f"not by kernels: {steps.no_prompts}")
             steps = None
@@ -167,6 +207,7 @@ class Prompts:
         """By `steps`; where that cannot be HF's forward, and None where that cannot be captured either."""
         if steps is None and not own:
             return None
+        kind = *shape, block.lowest is not None
         for again in (True, False):
             try:
                 return capture_prefill(model, block, *shape, steps)
@@ -179,35 +220,21 @@ class Prompts:
         self.count(f"{'called' if steps is None else 'not by kernels'}: {why}")
         if isinstance(failed, torch.OutOfMemoryError):
             block.drop_graphs()
-            block.prompts[shape[1]] = 0  # another time there may be more
+            block.prompts[kind] = 0  # another time there may be more
             return None
         if steps is None:
             self._refused[shape] = key
             return None
-        self._refused_by_kernels[shape] = key
+        self._refused_by_kernels[kind] = key
         if isinstance(failed, MirageError):  # what is wrong here is not called either
-            self._checked[shape[0]] = key, False
+            self._checked[kind[0], kind[2]] = key, False
         return self._captured(model, block, shape, None, key, own)
 
 
-def fill(ids: Tensor, last: Tensor, input_ids: Tensor) -> None:
-    """Put a prompt (batch, length) into ids (batch, bucket), and where its last token is."""
-    length = input_ids.shape[1]
-    ids[:, :length].copy_(input_ids)
-    # 0 · NaN would reach the prompt from a key behind it: nothing that other calls have left, and no token that this one has not
-    ids[:, length:].copy_(input_ids[:, :1].expand(-1, ids.shape[1] - length))
-    last.fill_(length - 1)
-
-
-def _filled(block: Block, tokens: int, last: int) -> tuple[Tensor, Tensor]:
-    """Room for ids (batch, tokens), and the index of a last token."""
-    with torch.inference_mode(False):
-        ids = torch.zeros(block.batch, tokens, dtype=torch.long, device=block.device)
-        return ids, torch.full((1,), last, dtype=torch.long, device=block.device)
-
-
-def _random(ids: Tensor, vocab: int) -> None:
-    ids.copy_(torch.randint(vocab, ids.shape, generator=torch.Generator().manual_seed(ids.shape[1]), device="cpu"))
+def _random(block: Block, tokens: int) -> Tensor:
+    """Prompts (batch, tokens) for a block that has room for logits."""
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randint(block.logits.shape[1], (block.batch, tokens), generator=generator, device="cpu").to(block.device)
 
 
 def _make_room(block: Block, steps: Steps) -> None:
@@ -222,13 +249,17 @@ def _make_room(block: Block, steps: Steps) -> None:
         block.set_logits(steps.embedding.new_zeros((block.batch, steps.vocab)))
 
 
-def _stock(model: Any, block: Block, ids: Tensor, last: Tensor) -> tuple[Callable[[], None], Any]:
-    """HF's forward of a prompt into a block that has room for it, and what it reads besides."""
+def _stock(model: Any, block: Block, ids: Tensor, last: Tensor, padding: Tensor | None = None) -> tuple[Callable[[], None], Any]:
+    """HF's forward of prompts (batch, tokens) into a block that has room for them, and what it reads besides. `last`: (1,), which token's
+    logits count; `padding`: of each row (batch, 1), on the left."""
     with torch.inference_mode(False):
-        positions = torch.arange(ids.shape[1], device=block.device)[None].expand(ids.shape[0], -1).contiguous()
+        positions, mask = torch.arange(ids.shape[1], device=block.device)[None].expand(ids.shape[0], -1).contiguous(), None
+        if padding is not None:
+            mask = (positions >= padding).long()
+            positions.sub_(padding).clamp_min_(0)
 
     def run() -> None:
-        outputs = model(input_ids=ids, position_ids=positions, past_key_values=block.prefill_cache(), use_cache=True, attention_mask=None,
+        outputs = model(input_ids=ids, position_ids=positions, past_key_values=block.prefill_cache(), use_cache=True, attention_mask=mask,
                         return_dict=True, logits_to_keep=last)
         logits = outputs.logits[:, -1]
         if (logits.shape, logits.dtype) != (block.logits.shape, block.logits.dtype):
@@ -243,55 +274,66 @@ def capture_prefill(model: Any, block: Block, batch: int, bucket: int, steps: St
     Errors: MirageError where the kernels of `steps` do not give what HF's forward gives, or that sees what a prompt is filled up with;
     RuntimeError where nothing can be captured.
     """
-    ids, last = _filled(block, bucket, bucket - 1)
-    kept, (stock, held) = block.logits.clone(), _stock(model, block, ids, last)
-    run = stock
+    prompt, kept = Filled.allocate(block, bucket, block.lowest is not None), block.logits.clone()
     try:
-        _random(ids, block.logits.shape[-1])
         if steps is not None:
-            run, held = _chain(steps, block, ids, last)
-            _compare(stock, run, block, bucket)
+            run, held = _chain(steps, block, prompt)
+            _compare(model, block, prompt, run)
         else:
-            _check_causal(stock, block, ids, last)
+            run, held = _stock(model, block, prompt.ids, prompt.last[:1])
+            prompt.ids.copy_(_random(block, bucket))
+            _check_causal(run, block, prompt.ids, prompt.last)
         graph, block.graph_pool = capture(run, block.device, block.graph_pool)
     finally:
         block.logits.copy_(kept)
     layers = block.written if steps is None else range(len(steps.layers))
-    return PrefillGraph(graph, ids, last, None if steps is None else _addresses(steps), held, frozenset(layers))
+    return PrefillGraph(graph, prompt, None if steps is None else _addresses(steps), held, frozenset(layers))
 
 
 def _check(model: Any, block: Block, tokens: int, steps: Steps) -> None:
-    """Errors: MirageError where the kernels of `steps` do not give what HF's forward gives of a prompt of so many tokens."""
-    ids, last = _filled(block, tokens, tokens - 1)
-    _random(ids, steps.vocab)
+    """Errors: MirageError where the kernels of `steps` do not give what HF's forward gives of prompts of so many tokens."""
+    prompt = Filled.allocate(block, tokens, block.lowest is not None)
     block.dirty = max(block.dirty, tokens)
-    _compare(_stock(model, block, ids, last)[0], _chain(steps, block, ids, last)[0], block, tokens)
+    _compare(model, block, prompt, _chain(steps, block, prompt)[0])
 
 
 def _addresses(steps: Steps) -> tuple[int, ...]:
     return tuple([w.data_ptr() for w in steps.weights])
 
 
-def _chain(steps: Steps, block: Block, ids: Tensor, last: Tensor) -> tuple[Callable[[], None], Any]:
-    """What runs a prompt by kernels and the library, and what it reads. Errors: MirageError where there are no kernels."""
-    batch, tokens = ids.shape
+def _chain(steps: Steps, block: Block, prompt: Filled) -> tuple[Callable[[], None], Any]:
+    """What runs prompts by kernels and the library, and what it reads besides. Errors: MirageError where there are no kernels."""
+    batch, tokens = prompt.ids.shape
     cos, sin = (table.repeat(1, batch, 1)[:, :, None] for table in steps.rotary_tables(tokens))
     kernels = steps.prompt_kernels(batch * tokens)
 
     def run() -> None:
         with torch.no_grad():
-            x = torch.nn.functional.embedding(ids, steps.embedding).flatten(0, 1)
+            x = torch.nn.functional.embedding(prompt.ids, steps.embedding).flatten(0, 1)
             if steps.embedding_scale != 1:
                 x = x.mul_(steps.embedding_scale)
             for n, (layer, found) in enumerate(zip(steps.layers, kernels, strict=True)):
                 assert layer.prompt is not None
-                x = layer.prompt(found, x, Prompt(cos[layer.rope], sin[layer.rope], block.keys[n], block.values[n]))
-            steps.head(batch, x.view(batch, tokens, -1).index_select(1, last)[:, 0].contiguous(), block.logits)
+                sources = prompt.sources if block.rings[n] is None else None  # a ring's slots count from a row's own first token on
+                x = layer.prompt(found, x, Prompt(cos[layer.rope], sin[layer.rope], block.keys[n], block.values[n], sources))
+            x = x.view(batch, tokens, -1).gather(1, prompt.last[:, None, None].expand(-1, 1, x.shape[-1]))
+            steps.head(batch, x[:, 0], block.logits)
     return run, (cos, sin, kernels)
 
 
-def _compare(stock: Callable[[], None], ours: Callable[[], None], block: Block, bucket: int) -> None:
-    far, allowed = _distance(stock, ours, block, bucket)
+def _compare(model: Any, block: Block, prompt: Filled, ours: Callable[[], None]) -> None:
+    """See that a chain that reads `prompt` gives what HF's forward gives, with padding where it is for that. Errors: MirageError."""
+    tokens, padding, kept = prompt.ids.shape[1], None, block.lowest
+    if prompt.sources is not None:
+        padding = (1 + 7 * torch.arange(block.batch, device=block.device)[:, None]) % (tokens // 2)
+    ids = _random(block, tokens)
+    stock, _ = _stock(model, block, ids, torch.full((1,), tokens - 1, device=block.device), padding)
+    block.begin(padding)
+    try:
+        prompt.take(ids, padding)
+        far, allowed = _distance(stock, ours, block, tokens)
+    finally:
+        block.begin(kept)
     if not far <= allowed:
         raise MirageError(f"prefill: logits, keys or values are {far:.2g} of their size away from those of the model's own forward; "
                           f"{allowed:.2g} is allowed")
@@ -314,18 +356,28 @@ def _check_causal(stock: Callable[[], None], block: Block, ids: Tensor, last: Te
 
 
 def _distance(first: Callable[[], None], second: Callable[[], None], block: Block, tokens: int) -> tuple[float, float]:
-    """How far what two calls leave of `tokens` tokens is apart, of its size, and what rounding may explain."""
+    """How far what two calls leave of `tokens` tokens, padding left out, is apart, of its size, and what rounding may explain."""
     seen = [block.logits, *(x[:, :, :tokens] for memory in (block.keys, block.values) for x in memory.values())]
+    hidden: list[Tensor | None] = [None] * len(seen)
+    if block.lowest is not None:
+        slots = torch.arange(tokens, device=block.device)
+        hidden[1:] = [(slots < block.lowest if block.rings[n] is None else slots >= tokens - block.lowest)[:, None, :, None]
+                      for memory in (block.keys, block.values) for n in memory]
     first()
     want = [x.clone() for x in seen]
     try:
         for x in seen:  # what is not written is not right
             x.fill_(math.nan)
         second()
-        far = torch.stack([(y.float() - x.float()).norm() / x.float().norm().clamp_min(torch.finfo(torch.float32).tiny)
-                           for y, x in zip(seen, want, strict=True)])
+        far = torch.stack([_apart(y, x, unseen) for y, x, unseen in zip(seen, want, hidden, strict=True)])
     finally:  # what is not a number must not stay behind: attention weighs slots that it does not see with 0
         for x, y in zip(seen, want, strict=True):
             x.copy_(y)
     # other orders of rounding add up like steps of a random walk, layer after layer; a wrong formula is as far off as the numbers are large
     return float(far.max()), math.sqrt(torch.finfo(block.logits.dtype).eps * max(1.0, len(block.keys) / FEW_LAYERS))
+
+
+def _apart(found: Tensor, wanted: Tensor, unseen: Tensor | None) -> Tensor:
+    """How far one is from the other, as a share of that one's size, but for what nobody sees."""
+    x, y = (t.float() if unseen is None else t.float().masked_fill(unseen, 0) for t in (wanted, found))
+    return (y - x).norm() / x.norm().clamp_min(torch.finfo(torch.float32).tiny)

@@ -207,6 +207,14 @@ def is_plain(mask: Tensor | None, positions: Tensor, slots: int) -> bool:
     return bool((same if mask is None else same & (mask != 0)).all())
 
 
+def counts_from(positions: Tensor, lowest: Tensor, slots: int) -> bool:
+    """Whether positions (batch, slots) of each row count from 0 on behind its left padding (batch, 1). One read by the host."""
+    if positions.shape[1] != slots:
+        return False
+    own = torch.arange(slots, device=positions.device) - lowest
+    return bool(((positions == own) | (own < 0)).all())
+
+
 def left_padding(mask: Tensor | None, slots: int) -> Tensor | str | None:
     """Return (batch, 1) counts of leading zeros of a (batch, slots) mask, None without any, or why it is not left padding."""
     if mask is None:

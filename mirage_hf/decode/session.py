@@ -16,7 +16,16 @@ from mirage_hf.decode.cache import Block, UpdatedTwice, bucket, rings_of, window
 from mirage_hf.decode.ends import Greedy, ends_of
 from mirage_hf.decode.fingerprint import Survey, survey
 from mirage_hf.decode.program import NOTHING, Chooser, MaskPlan
-from mirage_hf.decode.routing import COVERED_MODES, MODEL_INPUTS, is_plain, left_padding, refused_length, refused_masks, refused_options
+from mirage_hf.decode.routing import (
+    COVERED_MODES,
+    MODEL_INPUTS,
+    counts_from,
+    is_plain,
+    left_padding,
+    refused_length,
+    refused_masks,
+    refused_options,
+)
 from mirage_hf.decode.selection import Composed, Numbers, Selection, draw_seed, uniforms
 from mirage_hf.errors import SamplingError
 
@@ -68,8 +77,8 @@ class CallPlan:
     logits_to_keep: bool
     odd_positions: bool
     """Whether some row's position is beyond its slot or below 0, as only positions that a user gives are."""
-    plain: bool
-    """Whether every row is a prompt from position 0 on, without padding or a cache of the user's."""
+    from_zero: bool
+    """Whether every row is a prompt whose own tokens, behind left padding or none, count from position 0 on; no cache of the user's."""
     survey: Survey
     expected: bool
     """Whether the survey is that of the call before, and the model is looked at while the GPU is at work on the prompt."""
@@ -118,6 +127,7 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
         raise NotCovered("a cache as long as the prompt")
     plain = past == 0 and is_plain(mask, positions, prompt)
     lowest = None if plain else need(left_padding(mask, prompt))
+    from_zero = plain or (past == 0 and lowest is not None and counts_from(positions, lowest, prompt))
     lengths = [math.ceil(c.max_length) for c in criteria if type(c) is MaxLengthCriteria]  # a user may give several, and floats
     if not lengths:
         raise NotCovered("no maximum length")
@@ -141,7 +151,7 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
         budget=budget, windows=windows, lowest=lowest, position=positions[:, -1:],
         eos=torch.cat(eos) if eos else None, selection=selection, masks=masks,
         logits_to_keep="logits_to_keep" in kwargs,
-        odd_positions=last_position >= prompt or lowest_position < 0, plain=plain, survey=found, expected=expected is not None)
+        odd_positions=last_position >= prompt or lowest_position < 0, from_zero=from_zero, survey=found, expected=expected is not None)
 
 
 def no_token(row: int, step: int) -> SamplingError:
@@ -202,7 +212,7 @@ class Session:
             self.confirm()
             graph = self.runner.prefill_graph(model, plan, block, input_ids, self.fingerprint)
         if graph is not None:
-            block.dirty = max(block.dirty, graph.ids.shape[1])
+            block.dirty = max(block.dirty, graph.prompt.ids.shape[1])
             graph.run(input_ids, block)
         if graph is not None or self.runner.prefill_by_kernels(model, plan, block, input_ids, self.fingerprint):
             self.slot = self.cached = input_ids.shape[1]
@@ -217,7 +227,7 @@ class Session:
             except UpdatedTwice:  # by layers of ours, so that nothing is in a cache of the user's yet
                 raise NotCovered("a forward that runs a layer twice") from None
             self.slot = self.cached = block.take(into) if plan.past else into.get_seq_length()
-            block.clear_from(self.slot)
+            block.clear_from(self.slot, around=plan.lowest is not None)
             block.set_logits(outputs.logits[:, -1])
             del outputs
         block.control.start(length=self.slot, position=plan.position, lowest=plan.lowest, budget=plan.budget,

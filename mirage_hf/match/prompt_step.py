@@ -26,6 +26,8 @@ class Prompt:
     sin: Tensor
     keys: Tensor
     values: Tensor
+    sources: Tensor | None = None
+    """(b, tokens): of each slot the token whose key goes there; None: token n's goes to slot n."""
 
 
 class LayerPrompt(Composition):
@@ -68,10 +70,12 @@ class LayerPrompt(Composition):
             norms = [p[None] if a["norm"] == "rms" else p.view(1, -1, d) for p in self.parameters["attention"]]
             turned = kernels["rotation"]([q.flatten(0, 1), k.flatten(0, 1), *([at.cos, at.sin] if a["rope"] else []), *norms])
             q, k = (y.unflatten(0, (batch, tokens)) for y in turned)
-        at.keys[:, :, :tokens].copy_(k.transpose(1, 2))
-        at.values[:, :, :tokens].copy_(v.transpose(1, 2))
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), at.keys[:, :, :tokens], at.values[:, :, :tokens], is_causal=True,
-                                           scale=a["scale"], enable_gqa=a["group"] > 1)
+        slots = [memory[:, :, :tokens] for memory in (at.keys, at.values)]
+        for memory, new in zip(slots, (k, v), strict=True):
+            to = new if at.sources is None else new.gather(1, at.sources[:, :, None, None].expand_as(new))
+            memory.copy_(to.transpose(1, 2))
+        k, v = slots if at.sources is None else (k.transpose(1, 2), v.transpose(1, 2))
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, scale=a["scale"], enable_gqa=a["group"] > 1)
         x = self._added(kernels.get("out"), "out", y.transpose(1, 2).reshape(batch * tokens, -1), x)
         if packed is not None:
             return self._mlp(kernels, x, packed)

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
+from decoding import left_padded
 from swapping import prompt, tiny, twin_of
 
 from mirage_hf import kernels
 from mirage_hf.api import optimize
-from mirage_hf.decode import generate
+from mirage_hf.decode import generate, prefill
 from mirage_hf.patterns.prompt import PROMPT_GATE, PROMPT_NORM
 from mirage_hf.swap import pieces
 from mirage_hf.tune.measure import random_inputs
@@ -36,10 +37,20 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield
 
 
-def first_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def first_logits(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """What the first new token is chosen by, and the second: which reads the keys and values that the prompt has left."""
-    out = model.generate(ids, do_sample=False, max_new_tokens=2, min_new_tokens=2, return_dict_in_generate=True, output_logits=True)
+    out = model.generate(ids, do_sample=False, max_new_tokens=2, min_new_tokens=2, return_dict_in_generate=True, output_logits=True,
+                         **({} if mask is None else {"attention_mask": mask}))
     return torch.stack([x.float() for x in out.logits])
+
+
+def assert_as_close(ids: torch.Tensor, exact: Any, stock: Any, ours: Any, mask: torch.Tensor | None = None) -> None:
+    """The logits of ours are as close to float64's as stock's."""
+    want, seen, mine = (first_logits(m, ids, mask) for m in (exact, stock, ours))
+    same = seen[0].argmax(-1) == mine[0].argmax(-1)  # where the first tokens part, at a tie, the second are of other texts
+    for k, rows in ((0, slice(None)), (1, same & (want[0].argmax(-1) == mine[0].argmax(-1)))):
+        far, near = ((x[k, rows] - want[k, rows]).abs().max() if x[k, rows].numel() else torch.zeros(()) for x in (mine, seen))
+        assert far <= 1.5 * near + 0.01 * want.abs().max(), (tuple(ids.shape), k)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -51,14 +62,26 @@ def test_prompts_of_any_length(name: str, dtype: torch.dtype, monkeypatch: pytes
     exact = twin_of(stock).double()
     ours = optimize(twin_of(stock), tune="never", batch_sizes=(1, 3))
     for batch, length in SHAPES:
-        ids = prompt(batch, length, seed=length).cuda()
-        want, seen, mine = (first_logits(m, ids) for m in (exact, stock, ours))
-        same = seen[0].argmax(-1) == mine[0].argmax(-1)  # where the first tokens part, at a tie, the second are of other texts
-        for k, rows in ((0, slice(None)), (1, same & (want[0].argmax(-1) == mine[0].argmax(-1)))):
-            far, near = ((x[k, rows] - want[k, rows]).abs().max() if x[k, rows].numel() else torch.zeros(()) for x in (mine, seen))
-            assert far <= 1.5 * near + 0.01 * want.abs().max(), (batch, length, k)
+        assert_as_close(prompt(batch, length, seed=length).cuda(), exact, stock, ours)
     found = ours.generate.runner.prefills
     assert found == {"called, by kernels": 6}, found  # not the first prompt of a batch
+
+
+@pytest.mark.parametrize("tokens", [0, generate.MOST_TOKENS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
+def test_padded_prompts(name: str, dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Called, and captured where they are short."""
+    for module in (generate, prefill):
+        monkeypatch.setattr(module, "MOST_TOKENS", tokens)
+    stock = tiny(name, dtype=dtype, **SIZES, **MODELS[name]).cuda()
+    exact, ours = twin_of(stock).double(), optimize(twin_of(stock), tune="never", batch_sizes=(3,))
+    first_logits(ours, prompt(3, 5).cuda())  # the first prompt of a batch is HF's forward
+    for lengths in ((4, 11, 7), (64, 1, 33), (200, 2, 3), (150, 140, 199), (1700, 30, 900)):
+        given = left_padded(lengths, seed=lengths[0])
+        assert_as_close(given["input_ids"].cuda(), exact, stock, ours, given["attention_mask"].cuda())
+    captured = {"captured, by kernels": 2} if tokens else {}
+    assert ours.generate.runner.prefills == {"called, by kernels": 5 - len(captured) * 2, **captured}
 
 
 def test_first_prompts_of_a_bucket_are_called_and_later_ones_captured() -> None:

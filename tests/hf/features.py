@@ -376,13 +376,13 @@ def caches_passed_in(pair: Pair) -> None:
         text = pair.agree(first)
         if pair.half:
             continue  # where texts part so do the caches
-        assert_same_cache(*used)
+        assert_same_cache(*used, mask=given.get("attention_mask"))
         again, mask = iter(used), given.get("attention_mask", torch.ones_like(given["input_ids"]))
         longer = torch.cat([text, prompt(len(text), 3, seed=9).to(text)], -1)
         mask = torch.cat([mask, mask.new_ones(len(text), 15)], -1)
         pair.agree(lambda again=again, longer=longer, mask=mask: {
             "input_ids": longer, "attention_mask": mask, "past_key_values": next(again), **GREEDY, **FULL})
-        assert_same_cache(*used)
+        assert_same_cache(*used, mask=given.get("attention_mask"))
 
 
 @feature

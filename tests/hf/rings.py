@@ -99,12 +99,12 @@ def caches_passed_in(r: Rings) -> None:
             continue  # where texts part so do the caches
         mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))
         for more in (1, r.window + 3):  # the text so far and some tokens more
-            assert_same_cache(*used)
+            assert_same_cache(*used, mask=mask)
             again, text = iter(used), torch.cat([text, prompt(len(text), more, seed=more).to(text)], -1)
             mask = torch.cat([mask, mask.new_ones(len(mask), text.shape[1] - mask.shape[1])], -1)
             text = r.agree(lambda again=again, text=text, mask=mask: {
                 "input_ids": text, "attention_mask": mask, "past_key_values": next(again)}, r.window).sequences
-        assert_same_cache(*used)
+        assert_same_cache(*used, mask=mask)
 
 
 @check

@@ -136,6 +136,65 @@ def test_prompts_by_kernels(name: str, called: list[str], resolved: list[Any]) -
     assert runner.prefills == {"captured, by kernels": 3 + 1 + 1, "captured": 1} and called.count("prefill") == 4
 
 
+def agree_padded(stock: Any, ours: Any, *lengths: int, **more: Any) -> None:
+    given = {**left_padded(lengths, seed=lengths[-1]), **FULL, **more}
+    assert_same(stock.generate(**given), ours.generate(**given))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROMPTED)
+def test_padded_prompts_by_kernels(name: str, called: list[str], resolved: list[Any]) -> None:
+    """Captured apart from those without padding, and replayed for any other padding."""
+    stock, ours = optimized(name, PROMPTED[name])
+    agree(stock, ours, 3, 5)
+    for lengths in ((4, 11, 7), (9, 1, 60), (64, 2, 3), (5, 5, 6)):
+        agree_padded(stock, ours, *lengths)
+    agree(stock, ours, 3, 6)
+    agree_padded(stock, ours, 66, 65, 1)
+    agree_padded(stock, ours, 64, 70, 128)
+    assert ours.generate.runner.prefills == {"captured, by kernels": 3 + 1 + 1} and called.count("prefill") == 3
+
+
+@pytest.mark.slow
+def test_positions_behind_padding_that_count_otherwise_are_hfs(called: list[str], resolved: list[Any]) -> None:
+    stock, ours = optimized("llama", {})
+    for _ in range(3):
+        given = left_padded((4, 11, 7))
+        agree_padded(stock, ours, 4, 11, 7, position_ids=given["attention_mask"].cumsum(-1).sub(1).clamp_min(0) + 2)
+        agree_padded(stock, ours, 4, 11, 7, position_ids=torch.arange(11)[None].expand(3, -1))
+    assert ours.generate.runner.prefills == {}
+
+
+@pytest.mark.slow
+def test_keys_of_padded_rows_that_go_to_wrong_slots_are_found(called: list[str], resolved: list[Any],
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, ours = optimized("llama", {})
+    take = prefill.Filled.take
+
+    def one_off(self: Any, ids: torch.Tensor, padding: torch.Tensor | None) -> None:
+        take(self, ids, padding)
+        if padding is not None:
+            self.sources.sub_(1).clamp_min_(0)
+    monkeypatch.setattr(prefill.Filled, "take", one_off)
+    for lengths in ((4, 11, 7), (9, 1, 60), (64, 2, 3)):
+        agree_padded(stock, ours, *lengths)
+    (why, count), = ours.generate.runner.prefills.items()
+    assert why.startswith("not by kernels: capture failed (MirageError: prefill: logits, keys or values are") and count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [200, 400])
+def test_padded_prompts_where_layers_have_rings(window: int, called: list[str], resolved: list[Any]) -> None:
+    """Behind longer texts without padding that went round, and ones that go round the ring themselves."""
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    stock, ours = optimized("gemma3", dict(layer_types=kinds, sliding_window=window), batch_sizes=(3,))
+    for lengths in ((9, 1, 60), (4, 11, 7), (60, 3, 31), (3, 64, 5)):
+        agree_padded(stock, ours, *lengths, max_new_tokens=600)
+        agree(stock, ours, 3, window + 3)
+    assert ours.generate.runner.prefills == {"captured, by kernels": 3}
+    assert any(ring is not None for block in ours.generate.runner.pool._idle for ring in block.rings)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama, biases", "gemma", "olmo2"])
 def test_rows_of_large_batches_take_turns(name: str, called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +262,7 @@ def test_a_kernel_of_a_prompt_that_writes_nothing_is_found(called: list[str], re
 
 
 def test_a_comparison_of_prompts_leaves_what_the_model_wrote() -> None:
-    block = SimpleNamespace(logits=torch.ones(1, 3), keys={0: torch.ones(1, 1, 8, 2)}, values={0: torch.ones(1, 1, 8, 2)})
+    block = SimpleNamespace(lowest=None, logits=torch.ones(1, 3), keys={0: torch.ones(1, 1, 8, 2)}, values={0: torch.ones(1, 1, 8, 2)})
     far, allowed = prefill._distance(lambda: None, lambda: block.keys[0].fill_(2.0), block, 4)  # type: ignore[arg-type]
     assert not far <= allowed
     assert all(bool((x == 1).all()) for x in (block.logits, block.keys[0][:, :, :4], block.values[0]))
@@ -211,7 +270,7 @@ def test_a_comparison_of_prompts_leaves_what_the_model_wrote() -> None:
 
 @pytest.mark.parametrize("far", [0.0, 0.02])  # 0.02: one of 28 layers in bfloat16
 def test_one_layer_of_many_that_looks_ahead_is_seen(far: float) -> None:
-    block: Any = SimpleNamespace(logits=torch.ones(1, 3, dtype=torch.bfloat16), keys={0: torch.ones(1, 1, 8, 2)}, values={})
+    block: Any = SimpleNamespace(lowest=None, logits=torch.ones(1, 3, dtype=torch.bfloat16), keys={0: torch.ones(1, 1, 8, 2)}, values={})
     ids, last = torch.arange(8)[None].clone(), torch.tensor([7])
 
     def stock() -> None:
@@ -261,6 +320,24 @@ def test_prompts_whose_kernels_are_called(name: str, only_called: None, resolved
         agree(stock, ours, batch, length)
     assert ours.generate.runner.prefills == {"called, by kernels": 5 + 2}  # not the first of a batch, and none of two rows
     assert {p.inputs[0].dims[0] for p in resolved} >= {64, 128, 256}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
+def test_padded_prompts_whose_kernels_are_called(name: str, only_called: None, resolved: list[Any]) -> None:
+    """Their caches, too, are returned and go on."""
+    stock, ours = optimized(name, PROMPTED[name], batch_sizes=(3,))
+    agree(stock, ours, 3, 5)
+    for lengths in ((4, 11, 7), (70, 1, 130), (200, 2, 3)):
+        agree_padded(stock, ours, *lengths)
+    given = {**left_padded((9, 30, 2)), **FULL}
+    first = [model.generate(**given) for model in (stock, ours)]
+    assert_same(*first)
+    mask = torch.cat([given["attention_mask"], torch.ones(3, FULL["max_new_tokens"] + 4, dtype=torch.long)], -1)
+    more = [model.generate(torch.cat([seen.sequences, prompt(3, 4)], -1), past_key_values=seen.past_key_values, attention_mask=mask, **FULL)
+            for model, seen in zip((stock, ours), first, strict=True)]
+    assert_same(*more)
+    assert ours.generate.runner.prefills == {"called, by kernels": 4}
 
 
 @pytest.mark.slow
