@@ -185,7 +185,7 @@ def assert_same_cache(stock: DynamicCache, ours: DynamicCache, mask: torch.Tenso
         assert getattr(a, "cumulative_length", None) == getattr(b, "cumulative_length", None)
         for theirs, mine in ((a.keys, b.keys), (a.values, b.values)):
             if mask is not None:
-                length = stock.get_seq_length()
+                length = a.get_seq_length()
                 seen = torch.nn.functional.pad(mask, (0, length), value=1)[:, None, length - theirs.shape[2]:length, None] != 0
                 assert bool(mine.isfinite().all())  # what is seen with weight 0
                 theirs, mine = theirs * seen, mine * seen
