@@ -4,6 +4,7 @@
     python scripts/bench_generate.py --batch 1,2,4,8,16 --prompt 128,2048,8192,32768 --seconds 900 --json m.json --resume --chart m
     python scripts/bench_generate.py --batch 4 --prompt 128,2048,8192 --side-by-side --json m4.json
     python scripts/bench_generate.py --model llama-3.1-8b --lora 16 --peers eager,bare,ours --json lora.json
+    python scripts/bench_generate.py --batch 4 --prompt 512,2048 --padded --peers eager,static,ours --json padded.json
     python scripts/bench_generate.py --redraw m.json --chart m
 
 Every model, batch size and prompt length named is a row of the JSON file, written as soon as it is measured. Peers:
@@ -45,6 +46,8 @@ from transformers.generation.streamers import BaseStreamer
 
 PEERS = ("eager", "static", "compile", "liger", "ours")
 BARE = "bare"
+PADDING = 0
+"""The token that no prompt holds but in front of its first one."""
 FEW_TOKENS = 4096
 """Of a batch's prompts, up to which logits are compared and kernels profiled."""
 
@@ -75,9 +78,18 @@ class Clock(BaseStreamer):
         pass
 
 
-def random_ids(model: PreTrainedModel, batch: int, length: int, seed: int) -> torch.Tensor:
+def random_ids(model: PreTrainedModel, batch: int, length: int, seed: int, padded: bool = False) -> torch.Tensor:
+    """Prompts (batch, length). `padded`: from the whole length down to half of it, with padding on the left."""
     generator = torch.Generator(model.device).manual_seed(seed)
-    return torch.randint(model.config.vocab_size, (batch, length), device=model.device, generator=generator)
+    ids = torch.randint(PADDING + 1, model.config.vocab_size, (batch, length), device=model.device, generator=generator)
+    if padded:
+        for row in range(batch):
+            ids[row, :row * length // (2 * batch)] = PADDING
+    return ids
+
+
+def mask_of(ids: torch.Tensor) -> torch.Tensor:
+    return (ids != PADDING).long()
 
 
 def sync(device: torch.device) -> None:
@@ -93,7 +105,7 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
 # -- the peers: each is set up once and then called; a call makes `new` tokens ------------------------------------------
 
 def generate_with(model: PreTrainedModel, ids: torch.Tensor, new: int, **options: Any) -> Callable[..., torch.Tensor]:
-    mask = torch.ones_like(ids)
+    mask = mask_of(ids)
 
     def call(streamer: BaseStreamer | None = None) -> torch.Tensor:
         return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False, streamer=streamer, **options)
@@ -102,6 +114,8 @@ def generate_with(model: PreTrainedModel, ids: torch.Tensor, new: int, **options
 
 def compiled_step(model: PreTrainedModel, ids: torch.Tensor, new: int) -> Callable[[], None]:
     """Replays of one captured step at growing lengths. The prompt is already in the cache; every call starts after it again."""
+    if not mask_of(ids).all():
+        raise RuntimeError("the step alone is not timed behind padding")
     prompt = ids.shape[1]
     cache = StaticCache(config=model.config, max_cache_len=prompt + new)
     forward = torch.compile(model.forward, mode="max-autotune-no-cudagraphs", dynamic=False)
@@ -220,13 +234,20 @@ def closeness(model: PreTrainedModel, fast: PreTrainedModel, ids: torch.Tensor, 
     Ours are those that `generate` chose its tokens by; stock and float32 are fed with the same tokens through a cache.
     """
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-    out = fast.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_logits=True, **options)
+    mask = mask_of(ids)
+    out = fast.generate(ids, attention_mask=mask, return_dict_in_generate=True, output_logits=True, **options)
     mine = torch.stack([x.float() for x in out.logits], 1)
 
     def logits(m: PreTrainedModel) -> torch.Tensor:
         cache = DynamicCache(config=m.config)
-        fed = [ids, *out.sequences[:, ids.shape[1]:-1].split(1, 1)]
-        return torch.cat([m(input_ids=x, past_key_values=cache, use_cache=True).logits[:, -1:].float() for x in fed], 1)
+        fed, found = [ids, *out.sequences[:, ids.shape[1]:-1].split(1, 1)], []
+        seen = mask.new_empty(ids.shape[0], 0)
+        for x in fed:
+            seen = torch.cat([seen, mask if x is ids else torch.ones_like(x)], 1)
+            positions = (seen.cumsum(-1) - 1).clamp_min(0)[:, -x.shape[1]:]
+            given = {} if seen.all() else {"attention_mask": seen, "position_ids": positions}
+            found.append(m(input_ids=x, past_key_values=cache, use_cache=True, **given).logits[:, -1:].float())
+        return torch.cat(found, 1)
 
     stock = logits(model)
     wide = copy.deepcopy(model).float()
@@ -251,13 +272,13 @@ def weights_of(name: str, device: torch.device, layers: int | None) -> PreTraine
 
 
 def titled(name: str, args: argparse.Namespace) -> str:
-    return f"{name} + LoRA {args.lora}" if args.lora else name
+    return name + (f" + LoRA {args.lora}" if args.lora else "") + (", padded" if args.padded else "")
 
 
-def cache_bytes(model: PreTrainedModel, batch: int, tokens: int) -> int:
-    """Bytes of keys and values of so many tokens in every row."""
+def cache_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """Bytes of keys and values of so many tokens."""
     c = model.config
-    return 2 * batch * tokens * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * model.dtype.itemsize  # type: ignore[no-any-return]
+    return 2 * tokens * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * model.dtype.itemsize  # type: ignore[no-any-return]
 
 
 def set_up(peer: str, model: PreTrainedModel, bare: PreTrainedModel, ids: torch.Tensor,
@@ -290,8 +311,8 @@ def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[
     device = torch.device(args.device)
     bare = weights_of(name, device, args.layers)
     model = with_adapters(twin(bare), args.lora) if args.lora else bare
-    ids = random_ids(model, batch, prompt, seed=0)
-    floor, cached = floor_bytes(model), cache_bytes(model, batch, prompt + args.new // 2)
+    ids = random_ids(model, batch, prompt, seed=0, padded=args.padded)
+    floor, cached = floor_bytes(model), cache_bytes(model, int(mask_of(ids).sum()) + batch * args.new // 2)
     peers = [p for p in args.peers if p != "liger" or find_spec("liger_kernel") is not None]
     row: dict[str, Any] = {
         "model": titled(name, args), "layers": model.config.num_hidden_layers, "batch": batch, "prompt": prompt, "new": args.new,
@@ -403,6 +424,7 @@ def main() -> None:
     parser.add_argument("--cap", type=float, default=150.0, help="seconds that setting up one peer may take")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no row after this time")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="adapters of this rank on every linear (PEFT, unmerged)")
+    parser.add_argument("--padded", action="store_true", help="prompts from the whole length down to half of it, with padding on the left")
     parser.add_argument("--layers", type=int, help="a model cut down to so many layers")
     parser.add_argument("--tune", default="auto", choices=("auto", "never", "full"))
     parser.add_argument("--kernel-names", nargs="*", default=("mirage",), help="how names of searched kernels begin")

@@ -434,11 +434,27 @@ def test_peers_of_bench_generate_that_are_measured_apart_leave_nothing_behind(ap
         return counted, found
     monkeypatch.setattr(bench_generate, "set_up", watched)
     args = argparse.Namespace(device="cpu", layers=1, lora=0, new=3, peers=("eager", "static"), apart=apart, cap=60, rounds=1, strict=True,
-                              side_by_side=False, long_calls=long_calls)
+                              side_by_side=False, long_calls=long_calls, padded=False)
     row = bench_generate.bench("smoke", 1, 4, args)
     assert rounds == [[], [not apart]] and row.get("apart", False) == apart and row.get("long_calls", False) == long_calls
     assert all(row["peers"][peer]["ms_per_token"]["runs"] == 1 for peer in args.peers)
-    assert [call for call in calls if call[0] == "eager"] == [("eager",)] * (2 if long_calls else 3) + [("eager", "streamer")]
+    assert [call for call in calls if call[0] == "eager"] == [("eager",)] * (1 if long_calls else 2) + [("eager", "streamer")]
+
+
+def test_padded_prompts_of_bench_generate():
+    args = argparse.Namespace(device="cpu", layers=1, lora=0, new=3, peers=("eager", "static", "compile"), apart=False, cap=60, rounds=1,
+                              strict=False, side_by_side=False, long_calls=False, padded=True)
+    row = bench_generate.bench("smoke", 3, 12, args)
+    assert row["model"] == "smoke, padded" and row["peers"]["compile"]["failed"] and not row["peers"]["static"]["failed"]
+    model = bench_generate.weights_of("smoke", torch.device("cpu"), 1)
+    mask = bench_generate.mask_of(bench_generate.random_ids(model, 3, 12, seed=0, padded=True))
+    assert mask.sum(-1).tolist() == [12, 10, 8] and bool((mask == mask.cummax(-1).values).all())
+    assert row["cache_bytes"] == bench_generate.cache_bytes(model, 12 + 10 + 8 + 3 * 3 // 2)
+    # a model in float32 in place of ours is as far from float32 as its steps behind padding are from a forward
+    wide = bench_generate.twin(model).float()
+    ids = bench_generate.random_ids(wide, 3, 12, seed=0, padded=True)
+    far = bench_generate.closeness(model, wide, ids, 4)
+    assert far["steps_ours_max"] < 1e-4 and far["first_ours_max"] < 1e-4
 
 
 def test_adapters_of_bench_generate_are_peft_s_and_leave_the_bare_model_as_it_is():
@@ -452,4 +468,4 @@ def test_adapters_of_bench_generate_are_peft_s_and_leave_the_bare_model_as_it_is
     assert model.lm_head.weight is bare.lm_head.weight and adapted[0].base_layer.weight is bare.model.layers[0].self_attn.q_proj.weight
     ids = torch.arange(5)[None]
     assert not torch.allclose(model(ids).logits, bare(ids).logits)
-    assert bench_generate.titled("m", argparse.Namespace(lora=4)) == "m + LoRA 4"
+    assert bench_generate.titled("m", argparse.Namespace(lora=4, padded=True)) == "m + LoRA 4, padded"
