@@ -1,5 +1,6 @@
 """The benchmark scripts, as far as a machine without a GPU can run them: programs, rivals, chains, resuming, budgets, charts."""
 import argparse
+import copy
 import importlib
 import json
 import math
@@ -451,7 +452,7 @@ def test_padded_prompts_of_bench_generate():
     assert mask.sum(-1).tolist() == [12, 10, 8] and bool((mask == mask.cummax(-1).values).all())
     assert row["cache_bytes"] == bench_generate.cache_bytes(model, 12 + 10 + 8 + 3 * 3 // 2)
     # a model in float32 in place of ours is as far from float32 as its steps behind padding are from a forward
-    wide = bench_generate.twin(model).float()
+    wide = copy.deepcopy(model).float()
     ids = bench_generate.random_ids(wide, 3, 12, seed=0, padded=True)
     far = bench_generate.closeness(model, wide, ids, 4)
     assert far["steps_ours_max"] < 1e-4 and far["first_ours_max"] < 1e-4
