@@ -183,15 +183,17 @@ def test_keys_of_padded_rows_that_go_to_wrong_slots_are_found(called: list[str],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [200, 400])
-def test_padded_prompts_where_layers_have_rings(window: int, called: list[str], resolved: list[Any]) -> None:
-    """Behind longer texts without padding that went round, and ones that go round the ring themselves."""
-    kinds = ["full_attention", "sliding_attention", "full_attention"]
-    stock, ours = optimized("gemma3", dict(layer_types=kinds, sliding_window=window), batch_sizes=(3,))
-    for lengths in ((9, 1, 60), (4, 11, 7), (60, 3, 31), (3, 64, 5)):
-        agree_padded(stock, ours, *lengths, max_new_tokens=600)
-        agree(stock, ours, 3, window + 3)
-    assert ours.generate.runner.prefills == {"captured, by kernels": 3}
+def test_padded_prompts_where_layers_have_rings(called: list[str], resolved: list[Any]) -> None:
+    """Behind texts that went round and left what is no number, and ones that go round the ring themselves."""
+    kinds = ["full_attention", "sliding_attention"]
+    stock, ours = optimized("gemma3", dict(layer_types=kinds, num_hidden_layers=2, sliding_window=100), batch_sizes=(3,))
+    for lengths in ((9, 1, 60), (64, 3, 31), (3, 64, 5)):
+        agree_padded(stock, ours, *lengths, max_new_tokens=200)
+        agree(stock, ours, 3, 103)
+        for block in ours.generate.runner.pool._idle:
+            for ring, slab in block.turning:
+                slab[:, :, :, :ring.window] = torch.nan
+    assert ours.generate.runner.prefills == {"captured, by kernels": 2}
     assert any(ring is not None for block in ours.generate.runner.pool._idle for ring in block.rings)
 
 
