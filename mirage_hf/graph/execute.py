@@ -5,7 +5,7 @@ One interpreter walks a block graph exactly as a kernel does: block by block, st
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -254,19 +254,19 @@ def _run_body(graph: BlockGraph, number: int, values: dict[str, Any], totals: di
 
 
 def run_kernel_graph(graph: KernelGraph, inputs: Sequence[torch.Tensor], wide: torch.dtype | None = None,
-                     as_on_gpu: bool = False) -> list[torch.Tensor]:
+                     as_on_gpu: bool = False, err: Callable[[KernelOp, torch.Tensor], torch.Tensor] | None = None) -> list[torch.Tensor]:
     """Run a kernel graph with torch: each op by its oracle in its own dtype, block graphs in float32 like their kernels.
 
     `wide` (float64) converts the inputs and computes everything in that dtype instead: the reference for numeric checks.
     `as_on_gpu`: a 16-bit matmul on a CPU is computed in float32 and rounded once, as tensor cores do; torch's own takes 25 times
-    as long there.
+    as long there. `err`: what is taken in place of an op's result.
     """
     values: dict[int, torch.Tensor] = {}
     for t, x in zip(graph.inputs, inputs, strict=True):
         values[t.index] = x.to(wide) if wide is not None and x.is_floating_point() else x
     for op in graph.ops:
         for t, y in zip(op.outputs, _run_op(op, values, wide, as_on_gpu), strict=True):
-            values[t.index] = y
+            values[t.index] = y if err is None else err(op, y)
     return [values[t.index] for t in graph.outputs]
 
 

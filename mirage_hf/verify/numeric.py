@@ -1,7 +1,9 @@
 """Numbers: a candidate in its run dtype beside a float64 reference, on ordinary and on hard inputs.
 
 The rule: where torch eager (the program op by op in the run dtype) is finite the candidate is finite, and its largest and
-its RMS error against float64 are at most 1.25 times eager's plus one ulp of the output's scale.
+its RMS error against float64 are at most 1.25 times eager's plus one ulp of the output's scale. On constant rows and where the
+mean is far above the spread, x − mean(x) is what rounding left of the mean, and which order of a sum has luck there says nothing:
+what float32 sums that are off by as much as they may be make of the results counts as eager's error where that is less.
 """
 from __future__ import annotations
 
@@ -16,9 +18,10 @@ import torch
 
 from mirage_hf.graph import strided
 from mirage_hf.graph.execute import TorchAlgebra, run_block_graph, run_kernel_graph, run_library
-from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
+from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.ragged import Bounds, bounds_of, extent
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.search.spec import expand
 from mirage_hf.verify.narrow import narrowed
 from mirage_hf.verify.ragged import draw_all
 from mirage_hf.verify.shrink import Classes, Misfit
@@ -54,6 +57,11 @@ class Case:
     garbage: tuple[int, ...] = ()
     outside: bool = False
     zero: int | None = None
+
+    @property
+    def cancels(self) -> bool:
+        """Whether a mean is so near to what it is subtracted from that its rounding is seen in the results."""
+        return self.constant_rows or self.offset != 0
 
 
 def cases(dtype: torch.dtype) -> tuple[Case, ...]:
@@ -229,6 +237,10 @@ def within(candidate: Errors, eager: Errors, dtype: torch.dtype) -> bool:
             and candidate.rms <= SLACK * eager.rms + ulp * max(eager.rms_scale, tiny))
 
 
+def larger(a: Errors, b: Errors) -> Errors:
+    return replace(a, max=max(a.max, b.max), rms=max(a.rms, b.rms))
+
+
 def _info(dtype: torch.dtype) -> torch.finfo | torch.iinfo:
     return torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
 
@@ -240,6 +252,7 @@ class NumericCheck:
         self.program, self._draws = program, Draws(program, seed, device)
         self._scaled: dict[Case, Case | None] = {}
         self._stock: dict[tuple[Case, int], Errors] = {}
+        self._rounded: dict[Case, list[Errors]] = {}
         self._cached: dict[Case, tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def _case(self, case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
@@ -250,6 +263,23 @@ class NumericCheck:
             where = [torch.isfinite(e) & (r.abs() <= _IN_RANGE * _info(e.dtype).max) for e, r in zip(eager, reference, strict=True)]
             self._cached[case] = (inputs, reference, eager, where)
         return self._cached[case]
+
+    def _sums(self, case: Case) -> list[Errors]:
+        """What becomes of the results where every sum over a dim of n is off by log2(n) / 2 ulps of float32, the most that adding up
+        in pairs loses: torch's own norms are off by less in most rows, by nothing in some, in an order of their own."""
+        if case not in self._rounded:
+            inputs, reference, _, where = self._case(case)
+            generator = torch.Generator(inputs[0].device).manual_seed(self._draws.seed)
+
+            def off(op: KernelOp, y: torch.Tensor) -> torch.Tensor:
+                x, attrs = op.inputs[0], dict(op.attrs)
+                if op.name != "reduction" or attrs["kind"] == "max" or not isinstance(x, DTensor):
+                    return y
+                sign = torch.randint(2, y.shape, generator=generator, device=y.device) * 2 - 1
+                return y * (1 + sign * math.log2(x.dims[attrs["dim"]]) / 2 * torch.finfo(torch.float32).eps)
+            found = run_kernel_graph(expand(self.program), inputs, torch.float64, err=off)
+            self._rounded[case] = [measure(y, r, w) for y, r, w in zip(found, reference, where, strict=True)]
+        return self._rounded[case]
 
     def each(self) -> Iterator[tuple[Case, list[torch.Tensor]]]:
         dtype = next((t.dtype for t in self.program.outputs if t.dtype.is_floating_point), torch.float32)
@@ -283,7 +313,7 @@ class NumericCheck:
                     self._stock[case, k] = measure(eager[k], reference[k], where[k])
                 stock = self._stock[case, k]
                 mine = stock if torch.equal(got[k], eager[k]) else measure(got[k], reference[k], where[k])
-                if not within(mine, stock, t.dtype):
+                if not within(mine, stock, t.dtype) and not (case.cancels and within(mine, larger(stock, self._sums(case)[k]), t.dtype)):
                     return Refused(f"numbers: output {k} on {case.name} inputs: max error {mine.max:.3g} (eager {stock.max:.3g}), "
                                    f"RMS {mine.rms:.3g} (eager {stock.rms:.3g}), scale {stock.scale:.3g}")
                 worst = max(worst, mine.max / stock.max if stock.max else 0.0)

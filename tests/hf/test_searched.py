@@ -46,6 +46,17 @@ def test_searched_kernels_decode_as_stock(family: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
+def test_layer_norms_of_wide_rows_in_float32_are_in_kernels() -> None:
+    """Rows of 256 equal numbers whose mean rounds: at 32 it is exact."""
+    stock = tiny("cohere", num_hidden_layers=1, hidden_size=256, initializer_range=0.05, use_qk_norm=True)
+    model = optimize(twin_of(stock), batch_sizes=(1, 3))
+    assert {(r.status, r.kernel) for r in model.mirage.report.rows if r.kernel} == {("swapped", "1 kernel")}, str(model.mirage.report)
+    given = dict(do_sample=False, max_new_tokens=12)
+    assert torch.equal(model.generate(prompt(3), **given), stock.generate(prompt(3), **given))
+    assert model.mirage.report.decode["step: all by kernels"] == 1
+
+
+@pytest.mark.slow
 def test_the_second_time_nothing_is_searched() -> None:
     sizes = dict(hidden_size=64, intermediate_size=112)
     first, second = (optimize(tiny("llama", **sizes)).mirage.report for _ in range(2))
