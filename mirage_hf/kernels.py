@@ -21,6 +21,7 @@ from mirage_hf.graph.block import Role
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
+from mirage_hf.results import search_version
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.settings import settings
 from mirage_hf.torch_op import Run
@@ -91,16 +92,18 @@ def resolve(program: KernelGraph, *, device: torch.device | str, backend: str = 
     if tune != "full":
         for store in stores.stores:
             entry = store.get(key)
-            if isinstance(entry, Entry) and (not on_gpu or _serves(entry, tune)):
+            if isinstance(entry, Entry) and _serves(entry, on_gpu, tune):
                 return _resolved(entry, _source(store), on_gpu, time.perf_counter() - start)
     made = _make(program, key, device, on_gpu, tune, pattern, progress, like)
     return replace(_kept(made.entry(), stores, on_gpu, start), made=made)
 
 
-def _serves(entry: Entry, tune: str) -> bool:
+def _serves(entry: Entry, on_gpu: bool, tune: str) -> bool:
     """Whether an entry's kernel was timed, where it must have been, and is one that is safe with the Triton that is installed: its text is
-    what is generated here."""
+    what is generated here. That there is none is for this version of the search to say."""
     if not entry.ugraph.is_fused:
+        return entry.search.get("version") == search_version()
+    if not on_gpu:
         return True
     if tune != "never" and not entry.timings:
         return False
@@ -257,7 +260,7 @@ def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tu
     counters = report.counters
     stats: dict[str, Any] = {"stop": report.stop, "reason": report.reason, "seconds": counters.seconds, "width": counters.width,
                              "examined": counters.examined, "values": counters.values, "kernels": counters.kernels,
-                             "candidates": report.found, "refused": [r.reason for r in report.refused]}
+                             "candidates": report.found, "refused": [r.reason for r in report.refused], "version": search_version()}
     made = partial(_Made, key, pattern, error_bound=report.error_bound or 0.0, search=stats)
     ranked = promising(searched.candidates)
     if not ranked:
