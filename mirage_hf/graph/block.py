@@ -9,7 +9,7 @@ fmap and omap follow from the roles (see graph/maps.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -181,23 +181,6 @@ class Contraction:
     product: str
 
 
-def _check_fn(op: BlockOp, fail: Callable[[str], errors.GraphError]) -> None:
-    """Errors: GraphError unless `fn` is an elementwise row given its operands and attributes, or a reduction of one value."""
-    numbers = [a for a in op.args if not isinstance(a, str)]
-    if any(isinstance(a, bool) or not isinstance(a, (int, float)) or a != a for a in numbers):
-        raise fail(f"{op.out}: {numbers[0]!r} is neither a value's name nor a number")
-    if op.over is not None:
-        if op.fn not in ("sum", "max") or len(op.args) != 1 or numbers or op.attrs:
-            raise fail(f"{op.out}: a reduction over {op.over} is the sum or max of one value, not {op.fn} of {op.args}")
-        return
-    row = table.lookup(op.fn)
-    if row.kind != "elementwise":
-        raise fail(f"{op.out}: {op.fn} is not elementwise; in a block graph it is spelled out")
-    if len(op.args) != row.arity[0] or len(numbers) == len(op.args):
-        raise fail(f"{op.out}: {op.fn} takes {row.arity[0]} operands, one a value at least; got {op.args}")
-    table.check_attrs(op.fn, dict(op.attrs))
-
-
 @dataclass(frozen=True)
 class BlockGraph:
     """One kernel. Construction checks names, axes and the order of definition. Errors: GraphError."""
@@ -208,122 +191,7 @@ class BlockGraph:
     outputs: tuple[BlockOutput, ...]
 
     def __post_init__(self) -> None:
-        sizes = {a.name: a.size for a in self.axes}
-        order = {a.name: i for i, a in enumerate(self.axes)}
-        loops = [a.name for a in self.axes if a.role is Role.LOOP]
-        carried: dict[str, tuple[str, ...]] = {}
-
-        def fail(text: str) -> errors.GraphError:
-            return errors.GraphError(f"block graph: {text}")
-
-        def define(name: str, axes: tuple[str, ...]) -> None:
-            if not name.isidentifier():
-                raise fail(f"value name {name!r} is not an identifier")
-            if name in carried:
-                raise fail(f"{name} is defined twice")
-            if any(a not in sizes for a in axes):
-                raise fail(f"{name} carries an unknown axis among {axes}")
-            if tuple(sorted(axes, key=order.__getitem__)) != axes:
-                raise fail(f"{name}: axes {axes} are not in the graph's order")
-            carried[name] = axes
-
-        if len(sizes) != len(self.axes) or len(loops) > 1:
-            raise fail("axis names must be unique and at most one axis loops")
-        for a in self.axes:
-            if not a.name.isidentifier() or a.size < 1:
-                raise fail(f"axis {a.name!r} of size {a.size} must be an identifier and have a positive size")
-            if a.parts is not None:
-                parts = self._axes.get(a.parts)
-                if a.role is Role.GRID or parts is None or parts.role is not Role.GRID or parts.parts is not None:
-                    raise fail(f"axis {a.name}: only a loop or tile axis has parts, and a grid axis of its own numbers them")
-                if [b.parts for b in self.axes].count(a.parts) > 1 or any(a.parts in i.carried for i in self.inputs):
-                    raise fail(f"axis {a.parts} numbers the parts of {a.name}; no other axis and no input may name it")
-                if (parts.size - 1) * -(-a.size // parts.size) >= a.size:
-                    raise fail(f"axis {a.name} of size {a.size} cannot be dealt out in {parts.size} parts of which none is empty")
-        if not self.outputs:
-            raise fail("there is no output; a kernel stores at least one value")
-        for i in self.inputs:
-            if len(set(i.carried)) != len(i.carried) or any(a not in sizes for a in i.carried):
-                raise fail(f"input {i.name}: axes {i.axes} repeat or are unknown")
-            if i.sizes and (min(i.sizes) < 1 or sum(i.sizes) != sizes[i.joined]):  # type: ignore[index]
-                raise fail(f"input {i.name}: sizes {i.sizes} along {i.joined} must be positive and sum to {sizes[i.joined]}")  # type: ignore[index]
-            if i.padding is not None and not 0 < i.padding.size < sizes[i.padding.axis]:
-                raise fail(f"input {i.name}: {i.padding.size} elements are no part of axis {i.padding.axis} of {sizes[i.padding.axis]}")
-            if i.turn is not None:
-                there, width = self.extent(i, i.turn.axis), self.turned(i)
-                if width % 2 or not 0 < width <= there:
-                    raise fail(f"input {i.name}: {width} of the {there} elements along axis {i.turn.axis} cannot be partners; their number "
-                               "must be even")
-            define(i.name, self.input_axes(i))
-        visible = set(carried)
-        for stage in self.stages:
-            if stage.loop is not None and stage.loop not in loops:
-                raise fail(f"a stage loops over {stage.loop}, which is not the loop axis")
-            local = set(visible)
-            running = {acc.out: acc for acc in stage.accumulators if acc.kind == "max" and acc.shift is None}
-            shifted: dict[str, str] = {}  # values of this stage that depend on a running maximum, and on which
-            for op in stage.body:
-                used = [a for a in op.args if isinstance(a, str)]
-                _check_fn(op, fail)
-                for name in used:
-                    if name in running and name not in local and running[name].arg in local:
-                        define(name, self._accumulated(carried[running[name].arg], stage.loop))
-                        local.add(name)
-                        shifted[name] = name
-                shifts = {shifted[a] for a in used if a in shifted}
-                if len(shifts) > 1:
-                    raise fail(f"{op.out} depends on two running maxima, {' and '.join(sorted(shifts))}")
-                if shifts:
-                    shifted[op.out] = shifts.pop()
-                missing = [a for a in used if a not in local]
-                if missing:
-                    raise fail(f"{op.out} reads {missing[0]}, which is not available there")
-                union = {x for a in used for x in carried[a]}
-                if op.over is not None and op.over in union:
-                    union = self.reduced(union, op.over)
-                if union != set(op.axes):
-                    raise fail(f"{op.out} carries {op.axes}, its arguments give {tuple(union)}")
-                if stage.loop is None and any(x in loops for x in op.axes):
-                    raise fail(f"{op.out} carries the loop axis outside a loop")
-                if op.over is not None and (op.over not in carried[used[0]] or self.role(op.over) is not Role.TILE):
-                    raise fail(f"{op.out} reduces over {op.over}, which must be a tile axis that {used[0]} carries")
-                define(op.out, op.axes)
-                local.add(op.out)
-            kept = {op.out for op in stage.body if stage.loop not in op.axes and op.out not in shifted}
-            for acc in stage.accumulators:
-                if acc.arg not in local or stage.loop not in carried[acc.arg] or acc.kind not in ("sum", "max"):
-                    raise fail(f"accumulator {acc.out} must sum or max a value of this stage that carries its loop axis")
-                if acc.shift is not None and (acc.kind != "sum" or acc.shift not in running):
-                    raise fail(f"accumulator {acc.out}: only a sum has a shift, and it is a maximum of the same stage")
-                if shifted.get(acc.arg) != acc.shift:
-                    raise fail(f"accumulator {acc.out} has shift {acc.shift}, its argument depends on the running maximum "
-                               f"{shifted.get(acc.arg)}")
-                axes = self._accumulated(carried[acc.arg], stage.loop)
-                if acc.out not in shifted:
-                    define(acc.out, axes)
-                if acc.axes != carried[acc.out]:
-                    raise fail(f"accumulator {acc.out} carries {carried[acc.out]}, not {acc.axes}")
-                if acc.shift is not None and not set(carried[running[acc.shift].arg]) - {stage.loop} <= set(acc.axes):
-                    raise fail(f"accumulator {acc.out} does not carry the axes of its shift {acc.shift}")
-                kept.add(acc.out)
-            visible |= kept
-            unstored = [o.value for o in self.outputs if o.value in shifted and o.value not in running]
-            if unstored:
-                raise fail(f"output {unstored[0]} depends on a running maximum; only what is summed with that shift may")
-        computed = {op.out for op in self.ops()} | {a.out for stage in self.stages for a in stage.accumulators}
-        for o in self.outputs:
-            named = [a for a in o.axes if a is not None]
-            if not o.axes:
-                raise fail(f"output {o.value} has no dims; give it one of size 1 (None)")
-            if o.value not in carried or sorted(carried[o.value]) != sorted(named):
-                raise fail(f"output {o.value} does not carry the axes {o.axes}")
-            if any(a.parts is not None and a.name in named and a.parts in named for a in self.axes):
-                raise fail(f"output {o.value} carries an axis and the number of its parts; reduce over the axis first")
-            if o.value not in visible and (o.value not in computed or not any(a in loops for a in named)):
-                raise fail(f"output {o.value} is not available after its stage")
-            if o.value not in computed and any(a in loops for a in named):
-                raise fail(f"output {o.value} is an input along the loop axis; copy it in a stage of the loop (cast)")
-            table.as_dtype(o.dtype)
+        _Check(self).all()
 
     # -- looking things up ----------------------------------------------------------------------------------------------
 
@@ -344,10 +212,6 @@ class BlockGraph:
         """What is carried after reducing over an axis: the number of its parts in its place, if it has any."""
         parts = self.axis(over).parts
         return set(axes) - {over} | ({parts} if parts is not None else set())
-
-    def _accumulated(self, axes: Iterable[str], loop: str | None) -> tuple[str, ...]:
-        left = self.reduced(axes, loop) if loop is not None else set(axes)
-        return tuple(a.name for a in self.axes if a.name in left)
 
     def part(self, name: str) -> int:
         """Elements of an axis that a block sees as a loop or tile axis: its part, or all."""
@@ -417,3 +281,183 @@ class BlockGraph:
             if a != b and over in self.carried[a] and over in self.carried[b]:  # type: ignore[index]
                 found[out] = Contraction(out, str(a), str(b), over, product.out)
         return found
+
+
+# -- what construction checks -----------------------------------------------------------------------------------------------
+
+def _fail(text: str) -> errors.GraphError:
+    return errors.GraphError(f"block graph: {text}")
+
+
+class _Check:
+    """The checks of one block graph, in the order of definition: each value is defined before anything reads it."""
+
+    def __init__(self, graph: BlockGraph) -> None:
+        self.graph = graph
+        self.sizes = {a.name: a.size for a in graph.axes}
+        self.loops = [a.name for a in graph.named(Role.LOOP)]
+        self.carried: dict[str, tuple[str, ...]] = {}  # of every value defined so far
+        self.visible: set[str] = set()  # the values that the next stage may read
+
+    def all(self) -> None:
+        self._axes()
+        if not self.graph.outputs:
+            raise _fail("there is no output; a kernel stores at least one value")
+        for i in self.graph.inputs:
+            self._input(i)
+        self.visible = set(self.carried)
+        for stage in self.graph.stages:
+            _StageCheck(self, stage).all()
+        computed = {op.out for op in self.graph.ops()} | {a.out for stage in self.graph.stages for a in stage.accumulators}
+        for o in self.graph.outputs:
+            self._output(o, o.value in computed)
+
+    def define(self, name: str, axes: tuple[str, ...]) -> None:
+        if not name.isidentifier():
+            raise _fail(f"value name {name!r} is not an identifier")
+        if name in self.carried:
+            raise _fail(f"{name} is defined twice")
+        if any(a not in self.sizes for a in axes):
+            raise _fail(f"{name} carries an unknown axis among {axes}")
+        if tuple(a.name for a in self.graph.axes if a.name in axes) != axes:
+            raise _fail(f"{name}: axes {axes} are not in the graph's order")
+        self.carried[name] = axes
+
+    def _axes(self) -> None:
+        graph = self.graph
+        if len(self.sizes) != len(graph.axes) or len(self.loops) > 1:
+            raise _fail("axis names must be unique and at most one axis loops")
+        for a in graph.axes:
+            if not a.name.isidentifier() or a.size < 1:
+                raise _fail(f"axis {a.name!r} of size {a.size} must be an identifier and have a positive size")
+            if a.parts is None:
+                continue
+            parts = graph._axes.get(a.parts)
+            if a.role is Role.GRID or parts is None or parts.role is not Role.GRID or parts.parts is not None:
+                raise _fail(f"axis {a.name}: only a loop or tile axis has parts, and a grid axis of its own numbers them")
+            if [b.parts for b in graph.axes].count(a.parts) > 1 or any(a.parts in i.carried for i in graph.inputs):
+                raise _fail(f"axis {a.parts} numbers the parts of {a.name}; no other axis and no input may name it")
+            if (parts.size - 1) * -(-a.size // parts.size) >= a.size:
+                raise _fail(f"axis {a.name} of size {a.size} cannot be dealt out in {parts.size} parts of which none is empty")
+
+    def _input(self, i: BlockInput) -> None:
+        sizes = self.sizes
+        if len(set(i.carried)) != len(i.carried) or any(a not in sizes for a in i.carried):
+            raise _fail(f"input {i.name}: axes {i.axes} repeat or are unknown")
+        if i.sizes and (min(i.sizes) < 1 or sum(i.sizes) != sizes[str(i.joined)]):
+            raise _fail(f"input {i.name}: sizes {i.sizes} along {i.joined} must be positive and sum to {sizes[str(i.joined)]}")
+        if i.padding is not None and not 0 < i.padding.size < sizes[i.padding.axis]:
+            raise _fail(f"input {i.name}: {i.padding.size} elements are no part of axis {i.padding.axis} of {sizes[i.padding.axis]}")
+        if i.turn is not None:
+            there, width = self.graph.extent(i, i.turn.axis), self.graph.turned(i)
+            if width % 2 or not 0 < width <= there:
+                raise _fail(f"input {i.name}: {width} of the {there} elements along axis {i.turn.axis} cannot be partners; their number "
+                            "must be even")
+        self.define(i.name, self.graph.input_axes(i))
+
+    def _output(self, o: BlockOutput, computed: bool) -> None:
+        """`computed`: in a stage, so the output is no input."""
+        named = [a for a in o.axes if a is not None]
+        in_loop = any(a in self.loops for a in named)
+        if not o.axes:
+            raise _fail(f"output {o.value} has no dims; give it one of size 1 (None)")
+        if o.value not in self.carried or sorted(self.carried[o.value]) != sorted(named):
+            raise _fail(f"output {o.value} does not carry the axes {o.axes}")
+        if any(a.parts is not None and a.name in named and a.parts in named for a in self.graph.axes):
+            raise _fail(f"output {o.value} carries an axis and the number of its parts; reduce over the axis first")
+        if o.value not in self.visible and not (computed and in_loop):
+            raise _fail(f"output {o.value} is not available after its stage")
+        if in_loop and not computed:
+            raise _fail(f"output {o.value} is an input along the loop axis; copy it in a stage of the loop (cast)")
+        table.as_dtype(o.dtype)
+
+
+class _StageCheck:
+    """The checks of one stage."""
+
+    def __init__(self, check: _Check, stage: Stage) -> None:
+        self.check, self.graph, self.stage, self.carried = check, check.graph, stage, check.carried
+        self.local = set(check.visible)  # the values that can be read at this place
+        self.maxima = {acc.out: acc for acc in stage.accumulators if acc.kind == "max" and acc.shift is None}
+        self.shifted: dict[str, str] = {}  # values that depend on a running maximum, and on which
+
+    def all(self) -> None:
+        stage, check = self.stage, self.check
+        if stage.loop is not None and stage.loop not in check.loops:
+            raise _fail(f"a stage loops over {stage.loop}, which is not the loop axis")
+        for op in stage.body:
+            self._op(op)
+        for acc in stage.accumulators:
+            self._accumulator(acc)
+        check.visible |= {op.out for op in stage.body if stage.loop not in op.axes and op.out not in self.shifted}
+        check.visible |= {acc.out for acc in stage.accumulators}
+        unstored = [o.value for o in self.graph.outputs if o.value in self.shifted and o.value not in self.maxima]
+        if unstored:
+            raise _fail(f"output {unstored[0]} depends on a running maximum; only what is summed with that shift may")
+
+    def _op(self, op: BlockOp) -> None:
+        used = [a for a in op.args if isinstance(a, str)]
+        _check_fn(op)
+        for name in used:
+            if name in self.maxima and name not in self.local and self.maxima[name].arg in self.local:  # read while it grows
+                self.check.define(name, self._accumulated(self.maxima[name]))
+                self.local.add(name)
+                self.shifted[name] = name
+        shifts = {self.shifted[a] for a in used if a in self.shifted}
+        if len(shifts) > 1:
+            raise _fail(f"{op.out} depends on two running maxima, {' and '.join(sorted(shifts))}")
+        if shifts:
+            self.shifted[op.out] = shifts.pop()
+        missing = [a for a in used if a not in self.local]
+        if missing:
+            raise _fail(f"{op.out} reads {missing[0]}, which is not available there")
+        union = {x for a in used for x in self.carried[a]}
+        if op.over is not None and op.over in union:
+            union = self.graph.reduced(union, op.over)
+        if union != set(op.axes):
+            raise _fail(f"{op.out} carries {op.axes}, its arguments give {tuple(union)}")
+        if self.stage.loop is None and any(x in self.check.loops for x in op.axes):
+            raise _fail(f"{op.out} carries the loop axis outside a loop")
+        if op.over is not None and (op.over not in self.carried[used[0]] or self.graph.role(op.over) is not Role.TILE):
+            raise _fail(f"{op.out} reduces over {op.over}, which must be a tile axis that {used[0]} carries")
+        self.check.define(op.out, op.axes)
+        self.local.add(op.out)
+
+    def _accumulator(self, acc: Accumulator) -> None:
+        loop = self.stage.loop
+        if acc.arg not in self.local or loop not in self.carried[acc.arg] or acc.kind not in ("sum", "max"):
+            raise _fail(f"accumulator {acc.out} must sum or max a value of this stage that carries its loop axis")
+        if acc.shift is not None and (acc.kind != "sum" or acc.shift not in self.maxima):
+            raise _fail(f"accumulator {acc.out}: only a sum has a shift, and it is a maximum of the same stage")
+        if self.shifted.get(acc.arg) != acc.shift:
+            raise _fail(f"accumulator {acc.out} has shift {acc.shift}, its argument depends on the running maximum "
+                        f"{self.shifted.get(acc.arg)}")
+        if acc.out not in self.shifted:  # a maximum that the body reads is defined already
+            self.check.define(acc.out, self._accumulated(acc))
+        if acc.axes != self.carried[acc.out]:
+            raise _fail(f"accumulator {acc.out} carries {self.carried[acc.out]}, not {acc.axes}")
+        if acc.shift is not None and not set(self.carried[self.maxima[acc.shift].arg]) - {loop} <= set(acc.axes):
+            raise _fail(f"accumulator {acc.out} does not carry the axes of its shift {acc.shift}")
+
+    def _accumulated(self, acc: Accumulator) -> tuple[str, ...]:
+        """The axes that an accumulator must carry."""
+        axes, loop = self.carried[acc.arg], self.stage.loop
+        left = axes if loop is None else self.graph.reduced(axes, loop)
+        return tuple(a.name for a in self.graph.axes if a.name in left)
+
+
+def _check_fn(op: BlockOp) -> None:
+    """Errors: GraphError unless `fn` is an elementwise row given its operands and attributes, or a reduction of one value."""
+    numbers = [a for a in op.args if not isinstance(a, str)]
+    if any(isinstance(a, bool) or not isinstance(a, (int, float)) or a != a for a in numbers):
+        raise _fail(f"{op.out}: {numbers[0]!r} is neither a value's name nor a number")
+    if op.over is not None:
+        if op.fn not in ("sum", "max") or len(op.args) != 1 or numbers or op.attrs:
+            raise _fail(f"{op.out}: a reduction over {op.over} is the sum or max of one value, not {op.fn} of {op.args}")
+        return
+    row = table.lookup(op.fn)
+    if row.kind != "elementwise":
+        raise _fail(f"{op.out}: {op.fn} is not elementwise; in a block graph it is spelled out")
+    if len(op.args) != row.arity[0] or len(numbers) == len(op.args):
+        raise _fail(f"{op.out}: {op.fn} takes {row.arity[0]} operands, one a value at least; got {op.args}")
+    table.check_attrs(op.fn, dict(op.attrs))

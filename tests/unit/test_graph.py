@@ -126,6 +126,7 @@ def _mutations():
         ("unknown value", stage(1, body=(op("o", "exp", ("nope",), ("m",)),)), "o reads nope, which is not available"),
         ("value of a loop", stage(1, body=(op("o", "exp", ("xg",), ("m", "k")),)), "o reads xg, which is not available"),
         ("wrong axes", stage(1, body=(op("o", "exp", ("s",), ("m", "n")),)), "o carries"),
+        ("an axis twice", stage(1, body=(op("e", "exp", ("s",), ("m", "m")), op("o", "exp", ("y",), ("m", "n")))), "e: axes ('m', 'm')"),
         ("loop axis outside", stage(1, body=(op("o", "exp", ("x",), ("m", "k")),)), "carries the loop axis outside a loop"),
         ("unknown fn", stage(1, body=(op("o", "expp", ("s",), ("m",)),)), "unknown op 'expp'; did you mean exp"),
         ("not elementwise", stage(1, body=(op("o", "softmax", ("s",), ("m",)),)), "softmax is not elementwise"),
