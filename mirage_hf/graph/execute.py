@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mirage_hf.graph.block import Accumulator, BlockGraph, BlockOutput, Contraction, Role, Turn
+from mirage_hf.graph.block import Accumulator, BlockGraph, BlockInput, Role, Stage, Turn
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
 
@@ -120,137 +120,151 @@ def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra
                     pieces: Mapping[str, int] | int = 1) -> list[Any]:
     """Execute a block graph. `pieces`: into how many pieces grid and loop axes are cut (int: all alike); parts of an axis are
     always taken one by one. Returns raw arrays in the outputs' dims."""
-    index = {a.name: i for i, a in enumerate(graph.axes)}
-    rank = len(graph.axes)
-    whole = {a.name: slice(0, a.size) for a in graph.axes}
+    return _BlockRun(graph, algebra, pieces).outputs(operands)
 
-    # with numbers all parts are computed at once, as an axis of their own, where they are equally long and no output carries the
-    # axis that they are of: the same sums in the same order, without a Python loop over parts
-    together = {a.name: a.parts for a in graph.axes if a.parts is not None and pieces == 1 and isinstance(algebra, TorchAlgebra)
-                and a.size == graph.part(a.name) * graph.axis(a.parts).size and not any(a.name in o.axes for o in graph.outputs)}
 
-    def cuts(name: str, within: slice) -> list[slice]:
-        if name in together.values():
-            return [whole[name]]
-        if graph.splits(name) is not None:
-            return _cuts(0, graph.axis(name).size, graph.axis(name).size)
-        return _cuts(within.start, within.stop, pieces if isinstance(pieces, int) else pieces.get(name, 1))
+class _BlockRun:
+    """One execution of a block graph: inputs are loaded whole, then every block runs its stages on its slices of them."""
 
-    def block_shape(axes: Sequence[str], extent: Mapping[str, int]) -> list[int]:
-        return [extent.get(a.name, a.size) if a.name in axes else 1 for a in graph.axes]
+    def __init__(self, graph: BlockGraph, algebra: Algebra, pieces: Mapping[str, int] | int) -> None:
+        self.graph, self.algebra, self.pieces = graph, algebra, pieces
+        self.index = {a.name: n for n, a in enumerate(graph.axes)}
+        self.products = {c.product: c for c in graph.contractions.values()}
+        # with numbers all parts are computed at once, as an axis of their own, where they are equally long and no output carries the
+        # axis that they are of: the same sums in the same order, without a Python loop over parts
+        self.together = {a.name: a.parts for a in graph.axes if a.parts is not None and pieces == 1 and isinstance(algebra, TorchAlgebra)
+                         and a.size == graph.part(a.name) * graph.axis(a.parts).size and not any(a.name in o.axes for o in graph.outputs)}
 
-    loaded = {}
-    for i in graph.inputs:
+    def outputs(self, operands: Sequence[Any]) -> list[Any]:
+        graph, algebra = self.graph, self.algebra
+        loaded = {i.name: self._load(i, operands) for i in graph.inputs}
+        raw = [algebra.empty(self._shape([a for a in o.axes if a is not None])) for o in graph.outputs]
+        grid = graph.named(Role.GRID)
+        for slices in itertools.product(*(self._cuts(a.name, slice(0, a.size)) for a in grid)):
+            self._block({a.name: s for a, s in zip(grid, slices, strict=True)}, loaded, raw)
+        results = []
+        for o, array in zip(graph.outputs, raw, strict=True):
+            carried = [self.index[a] for a in o.axes if a is not None]
+            order = carried + [d for d in range(len(graph.axes)) if d not in carried]
+            results.append(algebra.arrange(array, order, graph.output_dims(o)))
+        return results
+
+    def _shape(self, axes: Sequence[str], extent: Mapping[str, int] | None = None) -> list[int]:
+        """The shape of an array that carries `axes`; `extent`: those along which it is shorter."""
+        return [(extent or {}).get(a.name, a.size) if a.name in axes else 1 for a in self.graph.axes]
+
+    def _window(self, axes: Sequence[str | None], at: Mapping[str, slice]) -> tuple[slice, ...]:
+        return tuple(at.get(a, slice(None)) if a in axes else slice(None) for a in self.index)
+
+    def _cuts(self, name: str, within: slice) -> list[slice]:
+        """The slices in which blocks, or the trips of a loop, take an axis."""
+        size = self.graph.axis(name).size
+        if name in self.together.values():
+            return [slice(0, size)]
+        if self.graph.splits(name) is not None:
+            return _cuts(0, size, size)
+        return _cuts(within.start, within.stop, self.pieces if isinstance(self.pieces, int) else self.pieces.get(name, 1))
+
+    def _load(self, i: BlockInput, operands: Sequence[Any]) -> Any:
+        """An input along all of its axes."""
+        graph, algebra, index = self.graph, self.algebra, self.index
         present = [(index[a], d) for d, a in enumerate(i.axes) if a is not None]
         order = [d for _, d in sorted(present)] + [d for d, a in enumerate(i.axes) if a is None]
-        parts = []
         if i.bounds is not None:
             lo, hi = (operands[s] for s in i.sources)
-            shape = block_shape([a for a in i.axes if a is not None], {})
-            parts = [algebra.bounds(lo, hi, order, shape, index[i.bounds], graph.axis(i.bounds).size)]
-        for k, source in enumerate(i.sources if i.bounds is None else ()):
-            extent = {i.joined: i.sizes[k]} if i.joined and i.sizes else {i.padding.axis: i.padding.size} if i.padding else {}
-            shape = block_shape(graph.input_axes(i), extent)
-            parts.append(algebra.arrange(operands[source], order, shape))
-            if i.turn is not None:
-                parts[-1] = turned(algebra, parts[-1], shape, index[i.turn.axis], i.turn)
-            if i.padding is not None:
-                shape[index[i.padding.axis]] = graph.axis(i.padding.axis).size - i.padding.size
-                parts[-1] = algebra.join([parts[-1], algebra.full(shape, i.padding.value)], index[i.padding.axis])
-        loaded[i.name] = parts[0] if len(parts) == 1 else algebra.join(parts, index[str(i.joined)])
-        for name, number in together.items():
+            shape = self._shape([a for a in i.axes if a is not None])
+            whole = algebra.bounds(lo, hi, order, shape, index[i.bounds], graph.axis(i.bounds).size)
+        else:
+            sources = [self._source(i, k, operands[source], order) for k, source in enumerate(i.sources)]
+            whole = sources[0] if len(sources) == 1 else algebra.join(sources, index[str(i.joined)])
+        for name, number in self.together.items():
             if name in i.carried:
-                dealt = loaded[i.name].unflatten(index[name], (graph.axis(number).size, -1)).movedim(index[name], -1)
-                loaded[i.name] = dealt.squeeze(index[number]).movedim(-1, index[number])
+                dealt = whole.unflatten(index[name], (graph.axis(number).size, -1)).movedim(index[name], -1)
+                whole = dealt.squeeze(index[number]).movedim(-1, index[number])
+        return whole
 
-    raw = [algebra.empty([graph.axis(a).size if a in o.axes else 1 for a in index]) for o in graph.outputs]
-    written_at = {o.value: next((s for s, st in enumerate(graph.stages) if any(op.out == o.value for op in st.body)
-                                 or any(a.out == o.value for a in st.accumulators)), None) for o in graph.outputs}
-    grid = graph.named(Role.GRID)
-    for combo in itertools.product(*(cuts(a.name, whole[a.name]) for a in grid)):
-        at = {a.name: s for a, s in zip(grid, combo, strict=True)}
-        mine = {a.name: slice(0, graph.part(a.name)) if a.name in together else
-                slice(at[a.parts].start * graph.part(a.name), min(at[a.parts].stop * graph.part(a.name), a.size))
-                for a in graph.axes if a.parts is not None}
-        at |= {name: s for name, s in mine.items() if graph.role(name) is Role.TILE}
+    def _source(self, i: BlockInput, k: int, operand: Any, order: Sequence[int]) -> Any:
+        """The k-th source of an input, turned and padded as it says."""
+        graph, algebra, index = self.graph, self.algebra, self.index
+        extent = {i.joined: i.sizes[k]} if i.joined and i.sizes else {i.padding.axis: i.padding.size} if i.padding else {}
+        shape = self._shape(graph.input_axes(i), extent)
+        x = algebra.arrange(operand, order, shape)
+        if i.turn is not None:
+            x = turned(algebra, x, shape, index[i.turn.axis], i.turn)
+        if i.padding is not None:
+            shape[index[i.padding.axis]] = graph.axis(i.padding.axis).size - i.padding.size
+            x = algebra.join([x, algebra.full(shape, i.padding.value)], index[i.padding.axis])
+        return x
+
+    def _block(self, at: dict[str, slice], loaded: Mapping[str, Any], raw: Sequence[Any]) -> None:
+        """Run one block, which has the slices `at` of the grid axes, and store what it gives into `raw`."""
+        graph = self.graph
+        parts = {a.name: slice(0, graph.part(a.name)) if a.name in self.together else
+                 slice(at[a.parts].start * graph.part(a.name), min(at[a.parts].stop * graph.part(a.name), a.size))
+                 for a in graph.axes if a.parts is not None}
+        at |= {name: s for name, s in parts.items() if graph.role(name) is Role.TILE}
         values: dict[str, Any] = {}
-
-        def window(axes: Sequence[str], at: Mapping[str, slice] = at) -> tuple[slice, ...]:
-            return tuple(at.get(a, slice(None)) if a in axes else slice(None) for a in index)
-
-        def store(k: int, o: BlockOutput, at: Mapping[str, slice] = at, values: Mapping[str, Any] = values) -> None:
-            algebra.put(raw[k], window(tuple(a for a in o.axes if a), at), values[o.value])
-
-        for s, stage in enumerate(graph.stages):
-            totals: dict[str, Any] = {}
-            for part in cuts(stage.loop, mine.get(stage.loop, whole[stage.loop])) if stage.loop else [None]:
-                if stage.loop is not None and part is not None:
-                    at[stage.loop] = part
+        for stage in graph.stages:
+            loop, totals = stage.loop, dict[str, Any]()
+            trips: list[slice | None] = [None]
+            if loop is not None:
+                trips = [*self._cuts(loop, parts.get(loop, slice(0, graph.axis(loop).size)))]
+            for trip in trips:
+                if loop is not None and trip is not None:
+                    at[loop] = trip
                 for i in graph.inputs:
-                    if stage.loop or i.name not in values:
-                        values[i.name] = algebra.cut(loaded[i.name], window(graph.carried[i.name]))
-                _run_body(graph, s, values, totals, algebra, index)
-                for k, o in enumerate(graph.outputs):
-                    if written_at[o.value] == s and stage.loop in o.axes and stage.loop is not None:
-                        store(k, o)
-            if stage.loop:
-                at.pop(stage.loop, None)
+                    if loop is not None or i.name not in values:
+                        values[i.name] = self.algebra.cut(loaded[i.name], self._window(graph.carried[i.name], at))
+                self._body(stage, values, totals)
+                for o, array in zip(graph.outputs, raw, strict=True):
+                    if loop is not None and loop in o.axes and any(o.value == op.out for op in stage.body):
+                        self.algebra.put(array, self._window(o.axes, at), values[o.value])
+            if loop is not None:
+                at.pop(loop, None)
                 for i in graph.inputs:  # a later stage loads its own tile
-                    if stage.loop in i.carried:
+                    if loop in i.carried:
                         values.pop(i.name, None)
             values |= totals
-        for k, o in enumerate(graph.outputs):
+        for o, array in zip(graph.outputs, raw, strict=True):
             if not any(a is not None and graph.role(a) is Role.LOOP for a in o.axes):
-                store(k, o)
-    results = []
-    for o, array in zip(graph.outputs, raw, strict=True):
-        carried = [index[a] for a in o.axes if a is not None]
-        order = carried + [d for d in range(rank) if d not in carried]
-        results.append(algebra.arrange(array, order, graph.output_dims(o)))
-    return results
+                self.algebra.put(array, self._window(o.axes, at), values[o.value])
 
+    def _body(self, stage: Stage, values: dict[str, Any], totals: dict[str, Any]) -> None:
+        """One trip of a stage: `values` get what the body computes, `totals` what the accumulators hold behind it."""
+        algebra, index = self.algebra, self.index
+        contracted: dict[str, Any] = {}  # sums of products whose products were not formed, by the product's name
+        maxima = {acc.out: acc for acc in stage.accumulators if acc.kind == "max"}
+        before = dict(totals)
 
-def _run_body(graph: BlockGraph, number: int, values: dict[str, Any], totals: dict[str, Any], algebra: Algebra,
-              index: Mapping[str, int]) -> None:
-    stage = graph.stages[number]
-    fused: dict[str, Contraction] = {c.product: c for c in graph.contractions.values()}
+        def grow(acc: Accumulator) -> None:
+            part = algebra.reduce("max", values[acc.arg], index[str(stage.loop)])
+            totals[acc.out] = algebra.accumulate("max", before.get(acc.out), part)
+            values[acc.out] = algebra.shift(totals[acc.out])  # for this tile
 
-    def contracted(name: str) -> Any:
-        c = fused.get(name)
-        return None if c is None else algebra.contract(values[c.a], values[c.b], index[c.over])
-
-    pending: dict[str, Any] = {}
-    maxima = {acc.out: acc for acc in stage.accumulators if acc.kind == "max"}
-    before = dict(totals)
-
-    def update(acc: Accumulator) -> None:
-        totals[acc.out] = algebra.accumulate("max", before.get(acc.out), algebra.reduce("max", values[acc.arg], index[stage.loop]))  # type: ignore[index]
-        values[acc.out] = algebra.shift(totals[acc.out])  # for this tile
-
-    for op in stage.body:
-        for a in op.args:
-            if a in maxima and a not in values:
-                update(maxima.pop(a))  # type: ignore[index, arg-type]
-        if op.out in fused and (shortcut := contracted(op.out)) is not None:
-            pending[op.out] = shortcut
-        elif op.over is not None:
-            values[op.out] = pending.pop(op.args[0], None) if op.args[0] in pending else None  # type: ignore[arg-type]
-            if values[op.out] is None:
-                values[op.out] = algebra.reduce(op.fn, values[op.args[0]], index[op.over])  # type: ignore[index]
-        else:
-            args = [values[a] if isinstance(a, str) else a for a in op.args]
-            values[op.out] = algebra.elementwise(op.fn, args, dict(op.attrs))
-    for acc in maxima.values():
-        update(acc)
-    for acc in stage.accumulators:
-        if acc.kind == "max":
-            values.pop(acc.out, None)  # the next tile has its own
-            continue
-        part = pending[acc.arg] if acc.arg in pending else algebra.reduce(acc.kind, values[acc.arg], index[stage.loop])  # type: ignore[index]
-        total = totals.get(acc.out)
-        if acc.shift is not None and total is not None:
-            total = algebra.rescale(total, before[acc.shift], totals[acc.shift])
-        totals[acc.out] = algebra.accumulate(acc.kind, total, part)
+        for op in stage.body:
+            for a in op.args:
+                if isinstance(a, str) and a in maxima and a not in values:
+                    grow(maxima.pop(a))
+            c = self.products.get(op.out)
+            if c is not None and (shortcut := algebra.contract(values[c.a], values[c.b], index[c.over])) is not None:
+                contracted[op.out] = shortcut
+            elif op.over is None:
+                values[op.out] = algebra.elementwise(op.fn, [values[a] if isinstance(a, str) else a for a in op.args], dict(op.attrs))
+            elif op.args[0] in contracted:
+                values[op.out] = contracted[str(op.args[0])]
+            else:
+                values[op.out] = algebra.reduce(op.fn, values[str(op.args[0])], index[op.over])
+        for acc in maxima.values():
+            grow(acc)
+        for acc in stage.accumulators:
+            if acc.kind == "max":
+                values.pop(acc.out, None)  # the next tile has its own
+                continue
+            part = contracted[acc.arg] if acc.arg in contracted else algebra.reduce(acc.kind, values[acc.arg], index[str(stage.loop)])
+            total = totals.get(acc.out)
+            if acc.shift is not None and total is not None:
+                total = algebra.rescale(total, before[acc.shift], totals[acc.shift])
+            totals[acc.out] = algebra.accumulate(acc.kind, total, part)
 
 
 def run_kernel_graph(graph: KernelGraph, inputs: Sequence[torch.Tensor], wide: torch.dtype | None = None,
