@@ -1,27 +1,26 @@
 """The two ends of a decoding step that are written by hand: from token ids to the first layer's inputs, and from logits to the next token.
 
-The first is one launch, and so is the second where the greatest logit is chosen; where keys lie in rings, one more turns these. Other
-choices (decode/selection.py) begin with torch ops
-and end with `draw`, for samples, and `settle`. Each is a kernel whose sizes are written into its text, as those of generated kernels are,
-so that it is loaded, compiled and launched as they are. On a CPU torch does the same.
+The first is one launch (`begin`), and so is the second where the greatest logit is chosen (`select`); where keys lie in rings, one more
+turns these (`turn`). Other choices (decode/selection.py) are torch ops that end with `draw`, for samples, and `settle`, which moves the
+state on. The sizes are written into the text of each kernel, as in generated ones, so that it is loaded, compiled and launched as those
+are. On a CPU torch does the same.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib.util import find_spec
 from textwrap import indent
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from mirage_hf import errors
+from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.codegen.triton import POINTERS, Launch, Program
 from mirage_hf.decode.cache import MOST_EOS, Block, Control, Ring
 from mirage_hf.decode.program import NOTHING, Chooser, choose_greedily, draw, settle
-from mirage_hf.decode.written import INFINITY, as_program, launch, load, order, power_of_two
+from mirage_hf.decode.written import INFINITY, as_program, launch, loading, order
 
 MOST_ROWS = 128
 """Rows of a batch: the last block of `select` holds the state of all of them at once."""
@@ -80,7 +79,7 @@ def begin_program(batch: int, vocab: int, hidden: int, tables: tuple[int, int, i
                   dtype: torch.dtype, table_dtype: torch.dtype, scale: float = 1.0) -> Program:
     """The kernel that fills `Inputs`, for an embedding (vocab, hidden) and rotary tables (tables, positions, width)."""
     count, positions, width = tables
-    chunk = min(LEAST_CHUNK, power_of_two(hidden))
+    chunk = min(LEAST_CHUNK, next_power_of_two(hidden))
     chunks = -(-hidden // chunk)
     bounds: dict[str, str] = {}
     for i, window in enumerate(windows):
@@ -92,11 +91,11 @@ def begin_program(batch: int, vocab: int, hidden: int, tables: tuple[int, int, i
     turns = any(isinstance(window, Ring) for window in windows)
     stores = "".join(f"\n        tl.store({name} + row, {value}.to(tl.int32))" for name, value in bounds.items())
     if turns:
-        stores = f"\n{indent(LIVE.format(batch=batch, rows=power_of_two(batch)), ' ' * 8)}{stores}"
+        stores = f"\n{indent(LIVE.format(batch=batch, rows=next_power_of_two(batch)), ' ' * 8)}{stores}"
     x, table = POINTERS[dtype], POINTERS[table_dtype]
     row_of = f"tl.load(embedding_ptr + token * {hidden} + n, mask=n < {hidden})"
     scaled = row_of if scale == 1 else f"({row_of}.to(tl.float32) * {scale!r}).to(x_ptr.dtype.element_ty)"
-    wide = power_of_two(count * width)
+    wide = next_power_of_two(count * width)
     # of one table and of several: column w is that of table w // width
     from_table = f"position * {width} + w" if count == 1 else \
         f"w // {width} * {positions * width} + position * {width} + w % {width}"
@@ -147,7 +146,7 @@ def turn_program(batch: int, slabs: Sequence[tuple[Ring, tuple[int, ...], torch.
     blocks, parts = 0, []
     for i, (ring, (layers, _, heads, slots, dim), _) in enumerate(slabs):
         width = heads * dim
-        chunk = min(LEAST_CHUNK, power_of_two(width))
+        chunk = min(LEAST_CHUNK, next_power_of_two(width))
         chunks = -(-width // chunk)
         parts.append(f"""
     if (part >= {blocks}) & (part < {blocks + layers * batch * chunks}):
@@ -168,7 +167,7 @@ def turn({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(0)
     length = tl.load(length_ptr)
-{indent(LIVE.format(batch=batch, rows=power_of_two(batch)), " " * 4)}
+{indent(LIVE.format(batch=batch, rows=next_power_of_two(batch)), " " * 4)}
 {chr(10).join(parts)}
 '''
     return as_program(kernel, Launch("turn", signature, blocks, num_warps=4, num_stages=1))
@@ -179,7 +178,7 @@ def turn({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
 def _chunk(batch: int, vocab: int) -> int:
     """Logits of a row that a block compares: as few as the number of blocks allows."""
     chunk = 2 * LEAST_CHUNK
-    while power_of_two(batch) * power_of_two(-(-vocab // chunk)) > (MANY_PARTS if chunk < LONG_CHUNK else MOST_PARTS):
+    while next_power_of_two(batch) * next_power_of_two(-(-vocab // chunk)) > (MANY_PARTS if chunk < LONG_CHUNK else MOST_PARTS):
         chunk *= 2
     return chunk
 
@@ -215,7 +214,7 @@ def select_program(batch: int, vocab: int, dtype: torch.dtype) -> Program:
     """The kernel that does what `choose_greedily` does; its blocks leave the counter at 0, as they want to find it."""
     chunk = _chunk(batch, vocab)
     chunks = -(-vocab // chunk)
-    rows, parts = power_of_two(batch), power_of_two(chunks)
+    rows, parts = next_power_of_two(batch), next_power_of_two(chunks)
     signature = (("logits_ptr", POINTERS[dtype]), ("ids_ptr", "*i64"), ("position_ptr", "*i64"), ("length_ptr", "*i64"),
                  ("budget_ptr", "*i64"), ("alive_ptr", "*u8"), ("eos_ptr", "*i64"), ("pad_ptr", "*i64"), ("report_ptr", "*i64"),
                  ("best_ptr", "*i64"), ("counter_ptr", "*i32"))
@@ -257,7 +256,7 @@ def draw_program(batch: int, vocab: int) -> Program:
     Sums are taken in float64 and in a fixed order, so the same scores and numbers give the same tokens.
     """
     chunks = -(-vocab // LEAST_CHUNK)
-    parts = power_of_two(chunks)
+    parts = next_power_of_two(chunks)
     signature = (("scores_ptr", "*fp32"), ("numbers_ptr", "*fp64"), ("greatest_ptr", "*fp32"), ("weight_ptr", "*fp64"),
                  ("token_ptr", "*i64"), ("arrived_ptr", "*i32"))
     kernel = f'''
@@ -315,7 +314,7 @@ def settle({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
     if overlaps:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-{indent(STATE.format(batch=batch, rows=power_of_two(batch)), " " * 4)}
+{indent(STATE.format(batch=batch, rows=next_power_of_two(batch)), " " * 4)}
     token = tl.load(token_ptr + m, mask=m < {batch}, other=0)
     ended = tl.load(ended_ptr + m, mask=m < {batch}, other=0)
     tl.debug_barrier()  # all of the state is read before any of it is written
@@ -509,27 +508,8 @@ class Greedy(Chooser):
 
 # -- programs as modules ------------------------------------------------------------------------------------------------
 
-@lru_cache(maxsize=256)
-def _begin(batch: int, vocab: int, hidden: int, tables: tuple[int, int, int], windows: tuple[int | Ring | None, ...], dtype: torch.dtype,
-           table_dtype: torch.dtype, scale: float) -> tuple[ModuleType, Launch]:
-    return load(begin_program(batch, vocab, hidden, tables, windows, dtype, table_dtype, scale))
-
-
-@lru_cache(maxsize=256)
-def _turn(batch: int, slabs: tuple[tuple[Ring, tuple[int, ...], torch.dtype], ...]) -> tuple[ModuleType, Launch]:
-    return load(turn_program(batch, slabs))
-
-
-@lru_cache(maxsize=256)
-def _select(batch: int, vocab: int, dtype: torch.dtype) -> tuple[ModuleType, Launch]:
-    return load(select_program(batch, vocab, dtype))
-
-
-@lru_cache(maxsize=256)
-def _draw(batch: int, vocab: int) -> tuple[ModuleType, Launch]:
-    return load(draw_program(batch, vocab))
-
-
-@lru_cache(maxsize=256)
-def _settle(batch: int) -> tuple[ModuleType, Launch]:
-    return load(settle_program(batch))
+_begin = loading(begin_program)
+_turn = loading(turn_program)
+_select = loading(select_program)
+_draw = loading(draw_program)
+_settle = loading(settle_program)

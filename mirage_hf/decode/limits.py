@@ -7,7 +7,6 @@ taken in a fixed order.
 """
 from __future__ import annotations
 
-from functools import lru_cache
 from importlib.util import find_spec
 from textwrap import indent
 
@@ -15,9 +14,10 @@ import torch
 from torch import Tensor
 
 from mirage_hf import errors
+from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.codegen.triton import Launch, Program
 from mirage_hf.decode.ends import MOST_ROWS, MOST_VOCAB
-from mirage_hf.decode.written import INFINITY, Loaded, as_program, launch, load, order, power_of_two
+from mirage_hf.decode.written import INFINITY, as_program, launch, loading, order
 
 BITS = 5
 """Of the limit that a launch finds."""
@@ -114,7 +114,7 @@ def _check(name: str, t: Tensor, like: Tensor) -> None:
 
 def _chunk(vocab: int) -> int:
     """Scores of a row that a block takes."""
-    return max(LEAST_CHUNK, power_of_two(-(-vocab // MOST_PARTS)))
+    return max(LEAST_CHUNK, next_power_of_two(-(-vocab // MOST_PARTS)))
 
 
 def narrow_program(batch: int, vocab: int, weighed: bool) -> Program:
@@ -161,7 +161,7 @@ def narrow({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
     tl.debug_barrier()  # stored before one thread says so
     arrived = tl.atomic_add(state_ptr + row * {STATE} + {ARRIVED}, 1, sem="acq_rel", scope="gpu")
     if arrived == {chunks - 1}:
-        c = tl.arange(0, {power_of_two(chunks)})
+        c = tl.arange(0, {next_power_of_two(chunks)})
         found = (row * {chunks} + c)[:, None] * {NUMBERS} + j[None, :]
         inside = (c < {chunks})[:, None] & (j >= 0)[None, :]
         counted = tl.sum(tl.load(counts_ptr + found, mask=inside, other=0, cache_modifier=".cg"), axis=0){added}
@@ -200,7 +200,7 @@ def totals({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
     tl.debug_barrier()  # stored before one thread says so
     arrived = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel", scope="gpu")
     if arrived == {chunks - 1}:
-        c = tl.arange(0, {power_of_two(chunks)})
+        c = tl.arange(0, {next_power_of_two(chunks)})
         tops = tl.load(tops_ptr + row * {chunks} + c, mask=c < {chunks}, other=-float("inf"), cache_modifier=".cg")
         sums = tl.load(sums_ptr + row * {chunks} + c, mask=c < {chunks}, other=0.0, cache_modifier=".cg").to(tl.float64)
         greatest = tl.max(tops, axis=0)
@@ -240,7 +240,7 @@ def cut({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
 {indent(order(torch.float32), " " * 4)}
 
     # what the last round found at the limit and at the number below it, in every block of the row
-    c = tl.arange(0, {power_of_two(chunks)})
+    c = tl.arange(0, {next_power_of_two(chunks)})
     at = (row * {chunks} + c) * {NUMBERS} + chosen
     under = tl.maximum(chosen, 1) - chosen - 1 + 0 * c
     above = tl.load(counts_ptr + at, mask=c < {chunks}, other=0)
@@ -268,16 +268,6 @@ def _literal(value: float) -> str:
     return f'float("{value}")' if value in (float("inf"), -float("inf")) else repr(float(value))
 
 
-@lru_cache(maxsize=256)
-def _narrow(batch: int, vocab: int, weighed: bool) -> Loaded:
-    return load(narrow_program(batch, vocab, weighed))
-
-
-@lru_cache(maxsize=256)
-def _totals(batch: int, vocab: int) -> Loaded:
-    return load(totals_program(batch, vocab))
-
-
-@lru_cache(maxsize=256)
-def _cut(batch: int, vocab: int, fill: float, firsts: bool) -> Loaded:
-    return load(cut_program(batch, vocab, fill, firsts))
+_narrow = loading(narrow_program)
+_totals = loading(totals_program)
+_cut = loading(cut_program)

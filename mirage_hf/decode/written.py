@@ -1,6 +1,8 @@
 """What kernels written by hand share: text that stands alone like that of generated ones, loaded, compiled and launched as they are."""
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from types import ModuleType
 
 import torch
@@ -24,11 +26,6 @@ import triton.language as tl
 '''.strip()
 
 
-def power_of_two(n: int) -> int:
-    """The least that is not below `n`."""
-    return 1 << (n - 1).bit_length()
-
-
 def order(dtype: torch.dtype) -> str:
     """Text that makes int32 `order` of `x`: in the order of the numbers, -0.0 is 0.0, and every NaN the same one above everything."""
     width = 8 * dtype.itemsize
@@ -50,6 +47,11 @@ Loaded = tuple[ModuleType, Launch]
 
 def load(program: Program) -> Loaded:
     return compiler.load(program.source, program.digest), program.launches[0]
+
+
+def loading(write: Callable[..., Program]) -> Callable[..., Loaded]:
+    """What `write` writes, loaded: once for the same sizes."""
+    return lru_cache(maxsize=256)(lambda *sizes: load(write(*sizes)))
 
 
 def launch(loaded: Loaded, tensors: list[Tensor]) -> None:
