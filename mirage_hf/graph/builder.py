@@ -8,7 +8,7 @@ results carry the number of their part, as a new dim of the output. Counts becom
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -113,16 +113,12 @@ class BlockGraphBuilder:
     # -- ops ----------------------------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Callable[..., STensor]:
-        """The elementwise ops (add, mul, exp, silu …), by their name in the table."""
+        """The elementwise ops (add, mul, exp, silu …) are methods by their names in the table: see `table.add_methods`."""
         if name.startswith("_"):
             raise AttributeError(name)
-        row = table.lookup(name)
-        if row.kind != "elementwise":
+        if table.lookup(name).kind != "elementwise":
             raise errors.UnknownOpError(f"a block graph has no {name}; apply it in the kernel graph, before or after the block")
-        return partial(self._elementwise, name)
-
-    def __dir__(self) -> Iterable[str]:
-        return sorted({*super().__dir__(), *(n for n, row in table.OPS.items() if row.kind == "elementwise")})
+        return partial(self._elementwise, name)  # a row of later
 
     def cast(self, x: STensor, dtype: Any) -> STensor:
         """Convert; kernels compute in float32, so this rounds only what is stored."""
@@ -422,6 +418,9 @@ class BlockGraphBuilder:
     def _grid_of(self, block: BlockGraph, axis: Axis) -> str | None:
         names = Emission(self, self._positions(None)).names()
         return next((d.grid for d, name in names.items() if name == axis.name), None)
+
+
+table.add_methods(BlockGraphBuilder, "_elementwise")
 
 
 def _same(a: DTensor, b: DTensor) -> bool:

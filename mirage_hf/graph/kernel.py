@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
@@ -149,6 +149,10 @@ class KernelGraph:
         self._ops.append(KernelOp(CUSTOMIZED, inputs, outputs, (), block_graph))
         return list(outputs)
 
+    def matmul(self, a: DTensor, b: DTensor) -> DTensor:
+        """The product of (… m k) and (… k n), which is (… m n); leading dims broadcast."""
+        return self._apply("matmul", a, b)
+
     def reduction(self, x: DTensor, dim: int, kind: str = "sum") -> DTensor:
         """Reduce `dim` to size 1 by "sum", "mean" or "max"."""
         return self._apply("reduction", x, dim=dim, kind=kind)
@@ -212,13 +216,10 @@ class KernelGraph:
         return self._apply("cache_append", cache, new, position)
 
     def __getattr__(self, name: str) -> Callable[..., DTensor]:
-        """The other ops (add, mul, exp, silu …), by their name in the table."""
+        """The elementwise ops (add, mul, exp, silu …) are methods by their names in the table: see `table.add_methods`."""
         if name.startswith("_"):
             raise AttributeError(name)
-        return partial(self._apply, table.lookup(name).name)
-
-    def __dir__(self) -> Iterable[str]:
-        return sorted({*super().__dir__(), *table.OPS})
+        return partial(self._apply, table.lookup(name).name)  # a row of later
 
     def _apply(self, name: str, *operands: Operand, **attrs: Any) -> DTensor:
         return self.apply(name, operands, attrs)
@@ -236,7 +237,7 @@ class KernelGraph:
         tensors = [x for x in operands if isinstance(x, DTensor)]
         if not tensors or (len(tensors) < len(operands) and row.kind != "elementwise"):
             raise errors.GraphError(f"{name}: needs tensors of this graph, got {operands!r}; "
-                                    "only elementwise ops take numbers, one at most")
+                                    "elementwise ops take numbers too, beside a tensor")
         for t in ragged(name, operands):
             if t.dtype != torch.int32:
                 raise errors.DTypeError(f"{name}: bound {t.name} is {table.dtype_name(t.dtype)}; bounds are int32")
@@ -332,6 +333,9 @@ class KernelGraph:
         """Search for faster kernels: see `mirage_hf.superoptimize`."""
         from mirage_hf.superoptimizer import superoptimize
         return superoptimize(self, config=config, **options)
+
+
+table.add_methods(KernelGraph, "_apply")
 
 
 def ragged(name: str, operands: Sequence[Operand]) -> tuple[DTensor, ...]:

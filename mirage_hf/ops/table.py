@@ -5,6 +5,7 @@ graph's method of that name) reads it from here, so adding one touches this tabl
 """
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +46,8 @@ class Op:
     kind: "elementwise" (has `body`), "contract", "reduce", "layout", "bounds" (operands 1 and 2 are int32: [lo, hi) along a
     dim), "composite" (has `expand`, into other rows), or "effect" (writes into its first input). `opaque` elementwise ops
     are keyed random functions to the search and the field; the others are read through their body. `infer(dims…, **attrs)`
-    gives the output dims. `oracle` computes the op with torch in the dtype of its inputs, as an eager model would.
+    gives the output dims. `oracle` computes the op with torch in the dtype of its inputs, as an eager model would. `formula`
+    is for people: what an elementwise op gives for its operands, by their names in `body`.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Op:
     opaque: bool = False
     expand: Callable[..., Any] | None = None
     out_dtype: Callable[..., torch.dtype] | None = None
+    formula: str = ""
 
     def program(self, **attrs: float) -> ScalarProgram:
         """The traced body for the given attribute values."""
@@ -72,6 +75,28 @@ def _traced(name: str, body: Callable[..., Any], arity: int, attrs: tuple[tuple[
 
 
 OPS: dict[str, Op] = {}
+
+
+def add_methods(graph: type, apply: str) -> None:
+    """Give a class a method for each elementwise op that it does not spell out: `self.<apply>(name, *operands, **attrs)`, with the
+    operands' names and the formula for `help`."""
+    for row in OPS.values():
+        if row.kind == "elementwise" and not hasattr(graph, row.name):
+            setattr(graph, row.name, _method(row, apply))
+
+
+def _method(row: Op, apply: str) -> Callable[..., Any]:
+    def method(self: Any, *operands: Any, **attrs: Any) -> Any:
+        return getattr(self, apply)(row.name, *operands, **attrs)
+
+    assert row.body is not None
+    operands = ["self", *list(inspect.signature(row.body).parameters)[:row.arity[0]]]
+    method.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in operands]
+        + [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=value) for n, value in row.attrs.items()])
+    method.__name__ = row.name
+    method.__doc__ = f"{row.formula}. Elementwise, with broadcasting; operands are tensors, and numbers beside a tensor."
+    return method
 
 
 def register(op: Op) -> Op:
@@ -324,38 +349,41 @@ def _expand_softmax(g: Any, x: Any, lo: Any = None, hi: Any = None, dim: int = -
 
 # -- rows ---------------------------------------------------------------------------------------------------------------
 
-def _elementwise(name: str, body: Callable[..., Any], oracle: Callable[..., torch.Tensor], *, arity: int = 1,
+def _elementwise(name: str, formula: str, body: Callable[..., Any], oracle: Callable[..., torch.Tensor], *, arity: int = 1,
                  opaque: bool = True, attrs: dict[str, Any] | None = None) -> Op:
     def infer(*dims: Dims, **_: Any) -> Dims:
         return broadcast(*dims, op=name)
     signature = ", ".join(["..."] * arity) + " -> ..."
-    return register(Op(name, "elementwise", signature, infer, oracle, attrs or {}, (arity, arity), body, opaque))
+    return register(Op(name, "elementwise", signature, infer, oracle, attrs or {}, (arity, arity), body, opaque, formula=formula))
 
 
-_elementwise("add", lambda x, y: x + y, torch.add, arity=2, opaque=False)
-_elementwise("sub", lambda x, y: x - y, torch.sub, arity=2, opaque=False)
-_elementwise("mul", lambda x, y: x * y, torch.mul, arity=2, opaque=False)
-_elementwise("div", lambda x, y: x / y, torch.div, arity=2, opaque=False)
-_elementwise("pow", scalar.power, torch.pow, arity=2)
-_elementwise("max", scalar.maximum, torch.maximum, arity=2)
-_elementwise("min", scalar.minimum, torch.minimum, arity=2)
-_elementwise("exp", scalar.exp, torch.exp, opaque=False)
-_elementwise("sqrt", scalar.sqrt, torch.sqrt)
-_elementwise("rsqrt", scalar.rsqrt, torch.rsqrt)
-_elementwise("square", lambda x: x * x, torch.square, opaque=False)
-_elementwise("neg", lambda x: -x, torch.neg, opaque=False)
-_elementwise("sigmoid", lambda x: 1.0 / (1.0 + scalar.exp(-x)), torch.sigmoid)
-_elementwise("silu", lambda x: x / (1.0 + scalar.exp(-x)), F.silu)
-_elementwise("gelu", lambda x: 0.5 * x * (1.0 + scalar.erf(x * math.sqrt(0.5))), F.gelu)
-_elementwise("gelu_tanh", lambda x: 0.5 * x * (1.0 + scalar.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x)))),
+_elementwise("add", "x + y", lambda x, y: x + y, torch.add, arity=2, opaque=False)
+_elementwise("sub", "x − y", lambda x, y: x - y, torch.sub, arity=2, opaque=False)
+_elementwise("mul", "x · y", lambda x, y: x * y, torch.mul, arity=2, opaque=False)
+_elementwise("div", "x / y", lambda x, y: x / y, torch.div, arity=2, opaque=False)
+_elementwise("pow", "x to the power of y", scalar.power, torch.pow, arity=2)
+_elementwise("max", "The larger of x and y (over a dim: `reduction`)", scalar.maximum, torch.maximum, arity=2)
+_elementwise("min", "The smaller of x and y", scalar.minimum, torch.minimum, arity=2)
+_elementwise("exp", "e to the power of x", scalar.exp, torch.exp, opaque=False)
+_elementwise("sqrt", "√x", scalar.sqrt, torch.sqrt)
+_elementwise("rsqrt", "1 / √x", scalar.rsqrt, torch.rsqrt)
+_elementwise("square", "x · x", lambda x: x * x, torch.square, opaque=False)
+_elementwise("neg", "−x", lambda x: -x, torch.neg, opaque=False)
+_elementwise("sigmoid", "1 / (1 + e^−x)", lambda x: 1.0 / (1.0 + scalar.exp(-x)), torch.sigmoid)
+_elementwise("silu", "x · sigmoid(x)", lambda x: x / (1.0 + scalar.exp(-x)), F.silu)
+_elementwise("gelu", "x · Φ(x), by erf", lambda x: 0.5 * x * (1.0 + scalar.erf(x * math.sqrt(0.5))), F.gelu)
+_elementwise("gelu_tanh", "gelu(x), by tanh",
+             lambda x: 0.5 * x * (1.0 + scalar.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x)))),
              lambda x: F.gelu(x, approximate="tanh"))
-_elementwise("relu", lambda x: scalar.maximum(x, 0.0), F.relu)
-_elementwise("tanh", scalar.tanh, torch.tanh)
-_elementwise("clamp", lambda x, min, max: scalar.minimum(scalar.maximum(x, min), max),
+_elementwise("relu", "The larger of x and 0", lambda x: scalar.maximum(x, 0.0), F.relu)
+_elementwise("tanh", "tanh(x)", scalar.tanh, torch.tanh)
+_elementwise("clamp", "x, or `min` where it is below, `max` where it is above",
+             lambda x, min, max: scalar.minimum(scalar.maximum(x, min), max),
              lambda x, min, max: torch.clamp(x, min, max), attrs={"min": -math.inf, "max": math.inf})
 
-_elementwise("ratio", lambda x, y: scalar.select(y, x / scalar.select(y, y, 1.0), 0.0), _ratio, arity=2, opaque=False)
-_elementwise("select", scalar.select, _select, arity=3, opaque=False)
+_elementwise("ratio", "x / y, and 0 where y is 0",
+             lambda x, y: scalar.select(y, x / scalar.select(y, y, 1.0), 0.0), _ratio, arity=2, opaque=False)
+_elementwise("select", "x where m is not 0, else y", scalar.select, _select, arity=3, opaque=False)
 
 register(Op("cast", "elementwise", "... -> ...", lambda x, dtype: x, lambda x, dtype: x.to(as_dtype(dtype)),
             {"dtype": None}, body=lambda x, dtype: x, out_dtype=lambda x, dtype: as_dtype(dtype)))

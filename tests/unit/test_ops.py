@@ -1,5 +1,7 @@
 """The op table: traced bodies against their oracles, shape rules, and the wording of errors."""
 import math
+import pydoc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,7 +88,7 @@ WRONG = [
     (lambda g, x, w: g.concat([], 0), "concat: needs at least one tensor"),
     (lambda g, x, w: g.clamp(x, lo=1), "clamp: unknown argument 'lo'; it takes min, max"),
     (lambda g, x, w: g.add(x), "add: takes 2 operands (..., ... -> ...), got 1"),
-    (lambda g, x, w: g.add(1, 2), "add: needs tensors of this graph, got (1.0, 2.0); only elementwise ops take numbers, one at most"),
+    (lambda g, x, w: g.add(1, 2), "add: needs tensors of this graph, got (1.0, 2.0); elementwise ops take numbers too, beside a tensor"),
     (lambda g, x, w: g.add(x, math.nan), "add: the number is NaN"),
     (lambda g, x, w: g.add(x, 10 ** 400), "add: the number does not fit in a float64"),
     (lambda g, x, w: g.rope(x, w, w), "rope: shapes (16) and (406) do not broadcast; sizes must be equal or 1, aligned at the right"),
@@ -103,6 +105,21 @@ def test_errors_say_what_where_and_the_way_out(call, message):
     with pytest.raises(errors.GraphError) as e:
         call(g, x, w)
     assert str(e.value).startswith(message)
+
+
+@pytest.mark.parametrize("graph", [mi.KernelGraph, mi.BlockGraphBuilder])
+def test_help_shows_every_op_with_its_operands(graph):
+    shown = pydoc.plain(pydoc.render_doc(graph))
+    assert "clamp(self, x, /, *, min=-inf, max=inf)\n |      x, or `min` where it is below" in shown and " matmul(self, a:" in shown
+    missing = [n for n in ELEMENTWISE if f" {n}(self, " not in shown]
+    assert not missing and all(table.lookup(n).formula for n in ELEMENTWISE if n != "cast")
+
+
+def test_an_op_that_is_registered_later_is_a_method_too(monkeypatch):
+    monkeypatch.setattr(table, "OPS", {**table.OPS, "cube": replace(table.lookup("square"), name="cube")})
+    g = mi.new_kernel_graph()
+    g.cube(g.new_input((2, 3)))
+    assert g.ops[0].name == "cube"
 
 
 def test_registering_a_taken_name_is_refused():
