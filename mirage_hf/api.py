@@ -46,9 +46,10 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
     tune: what nothing stored fits is searched, and on a GPU "auto" measures it, "never" takes the cost model's word, "full" measures all
     anew and more. verify: check each swapped module against the one it replaces.
     on_unsupported: what looked like a block and cannot be one is left out ("skip"), warned of, or an error.
-    decode: steps of generate are replayed CUDA graphs where they can be, or called ("eager"). dry_run: change nothing and
-    return the Report of what would be done. progress: called with what was reached, as progress("kernel", (1, 9, "attention"));
-    without it a terminal shows a bar. An optimized model is restored first, then optimized anew.
+    decode: steps of generate are replayed CUDA graphs where they can be, or called ("eager"). max_cache_len: the most cache slots (prompt
+    and new tokens together) that a call of generate may use; longer ones run stock, None sets no limit. dry_run: change nothing and
+    return the Report of what would be done. progress: called with what was reached, as progress("kernel", (1, 9, "attention")), and while
+    one is searched as `superoptimize` does; without it a terminal shows a bar. An optimized model is restored first, then optimized anew.
     Errors: OptimizeError for a model or option it cannot take, ZooError for a zoo that cannot be had; the model is then untouched. One that
     was optimized before stays so where an option or the zoo is at fault, and is as restore() leaves it behind other errors.
     Warns: OptimizeWarning.

@@ -113,14 +113,22 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
                   save_codes: bool | str | Path = False, progress: Progress | None = None, cache: bool = True) -> SearchResult:
     """Search for faster kernels that are proven equivalent to `graph`.
 
-    config: a preset of restrictions ("attention", "lora", "mlp"). backend: "triton", "cuda", "cpu" or "auto" (triton where a
-    GPU is). griddims, blockdims, franges: allowed numbers of blocks per grid dim, threads per dim, and loop trips, which every
-    kernel of a result keeps to. imaps, omaps, fmaps: allowed maps of every tensor that a kernel reads, stores, or walks: tensor
-    dims by grid dim, as dicts like {"x": 0, "y": None} or tuples like (0, -1, -1), and tensor dims; see search/restrict.py.
-    max_kernels: most kernels of a result; max_block_ops: ops in one kernel; time_limit: seconds; checkpoint: a file to load
-    the result from, or to keep it in. save_codes: also write every result's Triton program into a folder. cache: use, and keep,
-    results of earlier calls in this process and of earlier processes (the latter report stop "loaded"); False searches anew, and a
-    checkpoint takes the cache's place.
+    config: a preset of restrictions ("attention", "lora", "mlp").
+    backend: where a GPU is, "auto" and "triton" measure on it; "cpu", and all of them without a GPU, take the cost model's word. Results
+    run where their inputs are, whichever it is.
+    griddims, blockdims, franges: allowed numbers of blocks per grid dim, of threads per dim, and of loop trips; every kernel of a result
+    keeps to them.
+    imaps, omaps, fmaps: allowed maps of every tensor that a kernel reads, stores, or walks: the first two as tensor dims by grid dim, in
+    dicts like {"x": 0, "y": None} or tuples like (0, -1, -1), the last as tensor dims; see search/restrict.py.
+    max_kernels, max_block_ops, time_limit: the most kernels of a result, ops in one kernel, and seconds of the search.
+    checkpoint: a file to load the result from, or to keep it in.
+    seed: of the proofs' random inputs.
+    verbose: tell stderr what is reached, and the report.
+    save_codes: also write every result's Triton program into a folder; True: into mirage_codes.
+    progress: called as progress("search", Counters), ("verify", Accepted or Refused) and ("tune", (done, of how many, what)); the search
+    ends where it returns something true for Counters.
+    cache: use, and keep, results of earlier calls in this process and of earlier processes (the latter report stop "loaded"); False
+    searches anew, and a checkpoint takes the cache's place.
     Returns a `SearchResult`, never empty.
     Errors: SearchError for impossible options, GraphError for a graph without ops, FormatError for a foreign checkpoint.
     """

@@ -74,8 +74,9 @@ def row_major(dims: Sequence[int]) -> tuple[int, ...]:
 class KernelGraph:
     """A tensor program under construction. Every method that adds an op returns the tensor it makes.
 
-    leads: the launch right behind this program's is one of our kernels, reads its result, and before its own wait nothing but constants
-    (no bounds or positions, see `cache_append`). So it may begin before this program's last kernel has waited.
+    leads: a promise about what is launched right behind this program: a generated kernel that reads this program's result, and that reads
+    constants only (no bounds or positions, see `cache_append`) before it waits for the launches ahead. Such a kernel may be launched before
+    this program's last one has waited (programmatic dependent launch).
     Errors: GraphError for shapes that do not fit (with both shapes and the way out), UnknownOpError, DTypeError.
     """
 
@@ -93,6 +94,7 @@ class KernelGraph:
                   strides: Sequence[int] | None = None, name: str | None = None, *, constant: bool = False) -> DTensor:
         """Add an input of shape `dims`; `strides` in elements, row-major unless given ((1, k) reads an nn.Linear weight).
 
+        dtype: torch's, or its name. name: an identifier of no other tensor of the graph; without it t0, t1 …
         constant: a weight, which nothing writes while kernels run; it is read early where a launch overlaps the one before.
         """
         if isinstance(dims, int):
@@ -199,7 +201,11 @@ class KernelGraph:
         return self._apply("permute", x, order=tuple(table.axis(o, rank, "permute") for o in several(order, "permute", "order")))
 
     def rope(self, x: DTensor, cos: DTensor, sin: DTensor, interleaved: bool = False) -> DTensor:
-        """Rotary position embedding on the first cos.dims[-1] elements of the last dim, half-split or interleaved."""
+        """Rotary position embedding: x · cos + partner(x) · sin on the first r elements of the last dim; those behind stay.
+
+        cos, sin: (… r), of one shape that broadcasts to x, r even. The partner of element i is −x[i + r/2] in the first half and
+        x[i − r/2] in the second; with `interleaved`, −x[i + 1] for even and x[i − 1] for odd i.
+        """
         return self._apply("rope", x, cos, sin, interleaved=interleaved)
 
     def cast(self, x: DTensor, dtype: torch.dtype | str) -> DTensor:
@@ -300,14 +306,17 @@ class KernelGraph:
 
     @property
     def inputs(self) -> tuple[DTensor, ...]:
+        """The inputs, in the order in which they were added; calls take their tensors in it."""
         return tuple(self._inputs)
 
     @property
     def ops(self) -> tuple[KernelOp, ...]:
+        """The ops, in the order in which they were added."""
         return tuple(self._ops)
 
     @property
     def outputs(self) -> tuple[DTensor, ...]:
+        """What was marked as output, in that order; where nothing was, the tensors that no op reads."""
         if self._marked:
             return tuple(self._marked)
         read = {x.index for op in self._ops for x in op.inputs if isinstance(x, DTensor)}
@@ -323,6 +332,9 @@ class KernelGraph:
     def __str__(self) -> str:
         from mirage_hf.graph import text
         return text.format_graph(self)
+
+    def __repr__(self) -> str:
+        return f"<KernelGraph: {len(self._inputs)} inputs, {len(self._ops)} ops, {len(self.outputs)} outputs>"
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the graph as JSON, and write it to `path` if given."""

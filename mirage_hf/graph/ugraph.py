@@ -63,6 +63,10 @@ class UGraph:
     def __str__(self) -> str:
         return str(self.kernels)
 
+    def __repr__(self) -> str:
+        count = self.num_kernels
+        return f"<UGraph: {count} kernel{'s' * (count != 1)}, {len(self.block_ops)} of them block graphs>"
+
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run on `inputs` (order of `program.inputs`): generated kernels on a GPU, the cpu backend on a CPU.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 from dataclasses import dataclass, replace
@@ -600,3 +601,16 @@ def test_equal_ugraphs_with_other_schedules_run_their_own(monkeypatch):
     for schedules in (first, second, first):
         superoptimizer._runner(replace(u, schedules=schedules), schedules)
     assert asked == [first, second]
+
+
+@pytest.mark.parametrize("entry", [mi.superoptimize, mi.optimize, mi.ugraph, mi.new_block_graph], ids=lambda f: f.__name__)
+def test_help_says_what_every_option_is(entry):
+    missing = [name for name in inspect.signature(entry).parameters if not re.search(rf"\b{name}\b", inspect.getdoc(entry))]
+    assert missing in ([], ["model"])
+
+
+def test_results_show_what_they_are():
+    result = mi.superoptimize(small())
+    assert repr(result[0]) == "<UGraph: 1 kernel, 1 of them block graphs>"
+    assert repr(result[-1]) == f"<UGraph: {result[-1].num_kernels} kernels, 0 of them block graphs>"
+    assert repr(result.program) == f"<KernelGraph: {len(result.program.inputs)} inputs, {len(result.program.ops)} ops, 1 outputs>"
