@@ -275,6 +275,12 @@ class KernelGraph:
         self._ops.append(KernelOp(name, operands, (out,), tuple(sorted(attrs.items()))))
         return out
 
+    def op_like(self, op: KernelOp, operands: Sequence[Operand], names: Sequence[str | None] = ()) -> list[DTensor]:
+        """Add an op like one of another graph on `operands`; returns its outputs, called `names` if given."""
+        if op.block is not None:
+            return self.customized(operands, op.block, names)  # type: ignore[arg-type]
+        return [self.apply(op.name, operands, dict(op.attrs), *names)]
+
     def _tensor(self, dims: tuple[int, ...], dtype: torch.dtype, name: str | None, strides: tuple[int, ...] | None = None,
                 constant: bool = False) -> DTensor:
         index = len(self._tensors)
@@ -391,8 +397,8 @@ def inline(graph: KernelGraph, part: KernelGraph, tensors: Sequence[DTensor]) ->
         given, wanted = (", ".join(f"{table.dtype_name(t.dtype)} {errors.shape(t.dims)}" for t in ts) for ts in (tensors, part.inputs))
         raise errors.GraphError(f"inline: the graph reads {wanted or 'nothing'}, it was given {given or 'nothing'}; "
                                 "give a tensor like each of its inputs, in their order")
-    new = {t.index: x for t, x in zip(part.inputs, tensors, strict=True)}
-    for op in part.ops:
+
+    def named(op: KernelOp, operands: Sequence[Operand]) -> list[DTensor]:
         taken = {t.name for t in graph._tensors}
         names: list[str | None] = []
         for t in op.outputs:
@@ -401,10 +407,15 @@ def inline(graph: KernelGraph, part: KernelGraph, tensors: Sequence[DTensor]) ->
                 name += "_"
             names.append(name)
             taken |= {name} if name is not None else set()
-        args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
-        if op.block is not None:
-            outputs = graph.customized(args, op.block, names)  # type: ignore[arg-type]
-        else:
-            outputs = [graph.apply(op.name, args, dict(op.attrs), names[0])]
-        new |= {t.index: y for t, y in zip(op.outputs, outputs, strict=True)}
-    return [new[t.index] for t in part.outputs]
+        return graph.op_like(op, operands, names)
+    return rebuilt(part, tensors, named)
+
+
+def rebuilt(graph: KernelGraph, inputs: Sequence[DTensor], again: Callable[[KernelOp, list[Operand]], Sequence[DTensor]]) -> list[DTensor]:
+    """What stands for the outputs of `graph` when every op is made again, in order: by `again`, which is given the op and, for its
+    operands, what stands for them; for the inputs of `graph` that are `inputs`."""
+    new = {t.index: x for t, x in zip(graph.inputs, inputs, strict=True)}
+    for op in graph.ops:
+        made = again(op, [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs])
+        new |= {t.index: x for t, x in zip(op.outputs, made, strict=True)}
+    return [new[t.index] for t in graph.outputs]

@@ -11,7 +11,7 @@ from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.graph.block import Axis, BlockGraph
-from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, row_major
+from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, Operand, rebuilt, row_major
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 
@@ -102,29 +102,26 @@ def sizes_of(graph: KernelGraph, shapes: Sequence[Sequence[int]]) -> dict[str, i
 def at(graph: KernelGraph, sizes: Mapping[str, int]) -> KernelGraph:
     """The graph with its symbolic dims given sizes. Errors: GraphError where an op does not fit them."""
     sizes = check_sizes(graph, sizes)
-
-    def size(d: Any) -> Any:
-        return sizes[d.name] if isinstance(d, Dim) else tuple(map(size, d)) if isinstance(d, tuple) else d
-
-    out = KernelGraph(graph.leads)
-    new: dict[int, DTensor] = {}
-    for t in graph.inputs:
-        dims = size(t.dims)
-        new[t.index] = out.new_input(dims, t.dtype, None if t.strides == row_major(t.dims) else t.strides, t.name, constant=t.constant)
-    for op in graph.ops:
-        made = _again(out, op, new, size)
-        new |= {t.index: r for t, r in zip(op.outputs, made, strict=True)}
-    out.mark_output(*(new[t.index] for t in graph.outputs))
+    out, size = KernelGraph(graph.leads), _giving(sizes)
+    inputs = [out.new_input(size(t.dims), t.dtype, None if t.strides == row_major(t.dims) else t.strides, t.name, constant=t.constant)
+              for t in graph.inputs]
+    out.mark_output(*rebuilt(graph, inputs, lambda op, operands: _again(out, op, operands, size)))
     return out
 
 
-def _again(out: KernelGraph, op: KernelOp, new: Mapping[int, DTensor], size: Callable[[Any], Any]) -> list[DTensor]:
+def _giving(sizes: Mapping[str, int]) -> Callable[[Any], Any]:
+    """A function that gives sizes to dims, and to those in tuples, by their names; whatever else it is given stays."""
+    def size(d: Any) -> Any:
+        return sizes.get(d.name, d) if isinstance(d, Dim) else tuple(map(size, d)) if isinstance(d, tuple) else d
+    return size
+
+
+def _again(out: KernelGraph, op: KernelOp, operands: Sequence[Operand], size: Callable[[Any], Any]) -> list[DTensor]:
     """The op in another graph, on tensors that may have other dims."""
-    if op.name == CUSTOMIZED:
-        operands = [new[x.index] for x in op.inputs if isinstance(x, DTensor)]
-        return out.customized(operands, resized(op, operands), [t.name for t in op.outputs])
-    args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
-    return [out.apply(op.name, args, {k: size(v) for k, v in op.attrs}, op.outputs[0].name)]
+    if op.block is not None:
+        op = replace(op, block=resized(op, operands))  # type: ignore[arg-type]
+    op = replace(op, attrs=tuple((k, size(v)) for k, v in op.attrs))
+    return out.op_like(op, operands, [t.name for t in op.outputs])
 
 
 def resized(op: KernelOp, operands: Sequence[DTensor]) -> BlockGraph:
@@ -153,16 +150,15 @@ def resized(op: KernelOp, operands: Sequence[DTensor]) -> BlockGraph:
 def with_parts(ugraph: UGraph, axis: str, number: int) -> UGraph:
     """The same µGraph with the axes called `axis`, which number parts, `number` long where an axis can be dealt out in so many: into how
     many parts a sum is taken apart is no part of its proof. Errors: GraphError."""
-    def again(block: BlockGraph) -> BlockGraph:
-        return replace(block, axes=tuple(replace(a, size=parts_of(block.axis(whole).size, number))
-                                         if a.name == axis and (whole := block.splits(a.name)) is not None else a for a in block.axes))
+    def again(op: KernelOp, operands: Sequence[Operand]) -> list[DTensor]:
+        if (block := op.block) is not None:
+            axes = tuple(replace(a, size=parts_of(block.axis(whole).size, number))
+                         if a.name == axis and (whole := block.splits(a.name)) is not None else a for a in block.axes)
+            op = replace(op, block=replace(block, axes=axes))
+        return _again(kernels, op, operands, lambda d: d)
 
     kernels = KernelGraph()
-    new = {t.index: kernels.input_like(t) for t in ugraph.kernels.inputs}
-    for op in ugraph.kernels.ops:
-        op = op if op.block is None else replace(op, block=again(op.block))
-        new |= {t.index: r for t, r in zip(op.outputs, _again(kernels, op, new, lambda d: d), strict=True)}
-    kernels.mark_output(*(new[t.index] for t in ugraph.kernels.outputs))
+    kernels.mark_output(*rebuilt(ugraph.kernels, [kernels.input_like(t) for t in ugraph.kernels.inputs], again))
     return UGraph(ugraph.program, kernels)
 
 
@@ -181,18 +177,11 @@ def ugraph_at(ugraph: UGraph, sizes: Mapping[str, int]) -> UGraph:
 
 def for_program(ugraph: UGraph, program: KernelGraph, sizes: Mapping[str, int] | None = None) -> UGraph:
     """The kernels of a µGraph for another program that differs from its own in the sizes of dims only. Errors: GraphError."""
-    sizes = sizes or {}
     if ugraph.kernels is ugraph.program:
         return UGraph(program, program)
     # the kernels' inputs are the program's, whose dims know their names
-    kernels = KernelGraph()
+    kernels, size = KernelGraph(), _giving(sizes or {})
     theirs = zip(ugraph.kernels.inputs, program.inputs, strict=True)
-    new = {t.index: kernels.new_input(u.dims, u.dtype, u.strides, t.name, constant=u.constant) for t, u in theirs}
-
-    def size(d: Any) -> Any:
-        return sizes.get(d.name, d) if isinstance(d, Dim) else tuple(map(size, d)) if isinstance(d, tuple) else d
-
-    for op in ugraph.kernels.ops:
-        new |= {t.index: r for t, r in zip(op.outputs, _again(kernels, op, new, size), strict=True)}
-    kernels.mark_output(*(new[t.index] for t in ugraph.kernels.outputs))
+    inputs = [kernels.new_input(u.dims, u.dtype, u.strides, t.name, constant=u.constant) for t, u in theirs]
+    kernels.mark_output(*rebuilt(ugraph.kernels, inputs, lambda op, operands: _again(kernels, op, operands, size)))
     return UGraph(program, kernels)

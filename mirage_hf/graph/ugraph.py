@@ -4,7 +4,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from mirage_hf import errors
 from mirage_hf.graph import effects
 from mirage_hf.graph.block import BlockGraph
-from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
+from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, Operand, rebuilt
 from mirage_hf.ops import table
 
 _NO_LAUNCH = ("permute", "reshape", "slice")
@@ -88,15 +88,12 @@ class UGraph:
     def with_blocks(self, blocks: Sequence[BlockGraph]) -> UGraph:
         """The same µGraph with other block graphs for its customized ops, in order, which take and give the same tensors."""
         kernels, changed = KernelGraph(), iter(blocks)
-        new: dict[int, DTensor] = {t.index: kernels.input_like(t) for t in self.kernels.inputs}
-        for op in self.kernels.ops:
-            args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
-            if op.name == CUSTOMIZED:
-                made = kernels.customized(args, next(changed), [t.name for t in op.outputs])  # type: ignore[arg-type]
-            else:
-                made = [kernels.apply(op.name, args, dict(op.attrs), op.outputs[0].name)]
-            new |= {t.index: y for t, y in zip(op.outputs, made, strict=True)}
-        kernels.mark_output(*(new[t.index] for t in self.kernels.outputs))
+
+        def again(op: KernelOp, operands: Sequence[Operand]) -> list[DTensor]:
+            op = op if op.block is None else replace(op, block=next(changed))
+            return kernels.op_like(op, operands, [t.name for t in op.outputs])
+
+        kernels.mark_output(*rebuilt(self.kernels, [kernels.input_like(t) for t in self.kernels.inputs], again))
         return UGraph(self.program, kernels)
 
     def visualize(self, path: str | Path) -> Path:
@@ -137,10 +134,8 @@ def library_ugraph(program: KernelGraph) -> UGraph:
         args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs if not parts(op)]
         if weights := parts(op):
             out = [kernels.concat([kernels.matmul(new[op.inputs[0].index], new[w.index]) for w in weights], -1)]  # type: ignore[union-attr]
-        elif op.name == CUSTOMIZED:
-            out = kernels.customized(args, op.block)  # type: ignore[arg-type]
         else:
-            out = [kernels.apply(op.name, args, dict(op.attrs))]
+            out = kernels.op_like(op, args)
         new |= {t.index: r for t, r in zip(op.outputs, out, strict=True)}
     kernels.mark_output(*(new[t.index] for t in program.outputs))
     return UGraph(program, kernels)
