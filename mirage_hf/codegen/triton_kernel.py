@@ -141,17 +141,20 @@ class _Writer(Tiles):
     # -- stages ---------------------------------------------------------------------------------------------------------------
 
     def _stage(self, number: int, stage: Stage) -> None:
-        plan, loop = self.plan, stage.loop
         self.line()
         sums = ", ".join(f"{a.out} = {a.kind} of {a.arg}" for a in stage.accumulators)
-        self.line(f"# stage {number}" + (f": over {loop}" + (f", {sums}" if sums else "") if loop else ""))
-        if not (loop and plan.walks):
-            self._body(stage, stage.body)
-            for acc in stage.accumulators:
-                for _ in self._lanes(acc.out):
-                    self._whole_accumulator(acc)
+        self.line(f"# stage {number}" + (f": over {stage.loop}" + (f", {sums}" if sums else "") if stage.loop else ""))
+        if stage.loop and self.plan.walks:
+            self._walk(stage, stage.loop)
             return
-        fixed = plan.fixed(stage)
+        self._body(stage, stage.body)
+        for acc in stage.accumulators:
+            for _ in self._lanes(acc.out):
+                self._whole_accumulator(acc)
+
+    def _walk(self, stage: Stage, loop: str) -> None:
+        """A stage that walks its loop: what is the same in every step, the loop, and what becomes of its sums."""
+        plan, fixed = self.plan, self.plan.fixed(stage)
         for op in fixed:
             self._op(op)
         read = plan.read_in(stage)
@@ -161,7 +164,6 @@ class _Writer(Tiles):
                 self._load(i)
             elif i.bounds is not None:
                 self._load_bounds(i)
-        axis, tile, stages = self.axis[loop], plan.tile(loop), plan.schedule.num_stages
         self._trim(plan.trimmed(stage))
         for acc in stage.accumulators:
             for _ in self._lanes(acc.out):
@@ -169,13 +171,32 @@ class _Writer(Tiles):
         again = [i for i in inputs if i.name in plan.read_again and len(i.sources) == 1]
         small = [i for i in inputs if i.name in plan.read_ahead]
         self._load_ahead([*again, *small], first=True)
-        split, before = plan.schedule.split, self._loop_starts()
-        ends = f"0, {plan.share * tile if split > 1 else self.block.part(loop)}, {tile}"
+        self._for(loop)
+        self.indent += 1
+        self._step(stage, loop, inputs, again, small, [op for op in stage.body if op not in fixed])
+        self.indent -= 1
+        for acc in stage.accumulators:
+            for _ in self._lanes(acc.out) if plan.is_lazy(stage, acc) else ():
+                name, dims = self.value[acc.out], self._running_dims(stage, acc)
+                self.line(f"{name} = {self._reduce(acc.kind, name, dims.index(loop))}")
+        self.have = {h for h in self.have if loop not in self.block.carried[h[1]]}
+        self.trimmed = None
+        if plan.schedule.split > 1:
+            self._combine(stage)
+
+    def _for(self, loop: str) -> None:
+        """The line that a loop begins with: over what is within its bounds, this block's share, or its part."""
+        axis, tile, stages = self.axis[loop], self.plan.tile(loop), self.plan.schedule.num_stages
+        ends = f"0, {self.plan.share * tile if self.plan.schedule.split > 1 else self.block.part(loop)}, {tile}"
         if self.trimmed is not None:
             ends = f"0, {axis}_last - {axis}_first, {tile}"
         walk = f"tl.range({ends}, num_stages={stages})" if stages > 1 else f"range({ends})"
-        self.line(f"for {axis}{'_step' if before else '0'} in {walk}:")
-        self.indent += 1
+        self.line(f"for {axis}{'_step' if self._loop_starts() else '0'} in {walk}:")
+
+    def _step(self, stage: Stage, loop: str, inputs: Sequence[BlockInput], again: Sequence[BlockInput], small: Sequence[BlockInput],
+              body: Sequence[BlockOp]) -> None:
+        """One step of a loop. `again`, `small`: the inputs whose next tiles are loaded a step ahead (see `_load_ahead`)."""
+        plan, axis, tile, before = self.plan, self.axis[loop], self.plan.tile(loop), self._loop_starts()
         if before:
             self.line(f"{axis}0 = {' + '.join(before)} + {axis}_step")
         self.line(f"{axis} = {axis}0 + tl.arange(0, {tile})" if tile > 1 else f"{axis} = {axis}0")
@@ -187,7 +208,7 @@ class _Writer(Tiles):
         for i in inputs:
             self._load(i)
         self.have |= {("again", i.name, None) for i in again}
-        self._body(stage, [op for op in stage.body if op not in fixed])
+        self._body(stage, body)
         for acc in stage.accumulators:
             if acc.out not in plan.maxima(stage):
                 for _ in self._lanes(acc.out):
@@ -197,15 +218,6 @@ class _Writer(Tiles):
                 for _ in self._lanes(o.value):
                     self._store(o, pointer, self._wide(o.value))
         self._load_ahead(again, first=False)
-        self.indent -= 1
-        for acc in stage.accumulators:
-            for _ in self._lanes(acc.out) if plan.is_lazy(stage, acc) else ():
-                name, dims = self.value[acc.out], self._running_dims(stage, acc)
-                self.line(f"{name} = {self._reduce(acc.kind, name, dims.index(loop))}")
-        self.have = {h for h in self.have if loop not in self.block.carried[h[1]]}
-        self.trimmed = None
-        if split > 1:
-            self._combine(stage)
 
     def _trim(self, i: BlockInput | None) -> None:
         """Where this block's way along the loop begins and ends: of what is within the bounds of some row its part, or its share."""

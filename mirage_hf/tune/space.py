@@ -4,7 +4,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -60,6 +60,12 @@ def default_schedule(op: KernelOp, device: Device = H200) -> Schedule:
 
 @lru_cache(maxsize=256)
 def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
+    costs, reason = _costs(op, device)
+    return _order(costs) if costs else (_last_resort(op, device, reason),)
+
+
+def _costs(op: KernelOp, device: Device) -> tuple[dict[Schedule, float], errors.CodegenError | None]:
+    """Estimated µs of every schedule that fits the device, and why one that has no plan has none."""
     assert op.block is not None
     costs: dict[Schedule, float] = {}
     reason: errors.CodegenError | None = None
@@ -80,16 +86,24 @@ def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
                     costs[schedule] = cost.us
         except errors.CodegenError as e:
             reason = e
-    if not costs:
-        fallback = smallest(op)
-        try:
-            needed = estimate(plan(op, fallback), device).registers
-        except errors.CodegenError as e:
-            raise reason or e from None
-        if needed > HOPELESS_REGISTERS:
-            raise errors.CodegenError(f"the tiles of {' '.join(f'{a}:{t}' for a, t in fallback.tiles)} need {needed} registers a thread, "
-                                      f"and no schedule needs fewer; more than {HOPELESS_REGISTERS} are not compiled")
-        return (fallback,)
+    return costs, reason
+
+
+def _last_resort(op: KernelOp, device: Device, reason: errors.CodegenError | None) -> Schedule:
+    """The schedule where no other fits. Errors: CodegenError where it has no kernel (`reason`, if given) or a hopeless one."""
+    fallback = smallest(op)
+    try:
+        needed = estimate(plan(op, fallback), device).registers
+    except errors.CodegenError as e:
+        raise reason or e from None
+    if needed > HOPELESS_REGISTERS:
+        raise errors.CodegenError(f"the tiles of {' '.join(f'{a}:{t}' for a, t in fallback.tiles)} need {needed} registers a thread, "
+                                  f"and no schedule needs fewer; more than {HOPELESS_REGISTERS} are not compiled")
+    return fallback
+
+
+def _order(costs: Mapping[Schedule, float]) -> tuple[Schedule, ...]:
+    """Schedules in the order in which to try them."""
     # the best of each set of tiles before the second best of any: what the model cannot see differs most between tiles
     effective: dict[Schedule, float] = {}
     seen: Counter[tuple[bool, tuple[tuple[str, int], ...]]] = Counter()
