@@ -107,17 +107,10 @@ class PlacedOp(KernelOp):
 
 @dataclass(frozen=True)
 class Plan:
-    """A block graph, its operands and a schedule. Errors: CodegenError when no kernel can be made of them."""
+    """A block graph with its operands, as it runs, and a schedule. Errors: CodegenError when no kernel can be made of them."""
 
-    block: BlockGraph
-    operands: tuple[DTensor, ...]
-    outputs: tuple[DTensor, ...]
+    op: PlacedOp
     schedule: Schedule
-    appends: tuple[Append, ...] = ()
-    caches: frozenset[int] = frozenset()
-    settled: frozenset[int] = frozenset()
-    combined: bool = False
-    followed: bool = False
 
     def __post_init__(self) -> None:
         self.schedule.check(self.block)
@@ -182,6 +175,19 @@ class Plan:
             raise errors.CodegenError(f"schedule: {self.scratch} partial results are too many; give other tiles or a smaller split")
 
     @cached_property
+    def block(self) -> BlockGraph:
+        assert self.op.block is not None
+        return self.op.block
+
+    @cached_property
+    def operands(self) -> tuple[DTensor, ...]:
+        return tuple(t for t in self.op.inputs if isinstance(t, DTensor))
+
+    @property
+    def outputs(self) -> tuple[DTensor, ...]:
+        return self.op.outputs
+
+    @cached_property
     def share(self) -> int:
         """Steps of the loop that a block does."""
         return -(-self.trips(str(self.loop)) // self.schedule.split)
@@ -216,14 +222,14 @@ class Plan:
     def loop(self) -> str | None:
         return next((a.name for a in self.block.named(Role.LOOP)), None)
 
-    def shares(self, o: BlockOutput) -> tuple[str, ...]:
+    def replicated_along(self, o: BlockOutput) -> tuple[str, ...]:
         """The grid axes along which all blocks have the same of an output, a copy of an input: the first of them stores it."""
         return tuple(a.name for a in self.block.named(Role.GRID) if not self.cuts(a.name, o.axes) and self.trips(a.name) > 1)
 
     def append(self, o: BlockOutput) -> Append | None:
         """Where an output is stored into a cache, how."""
         number = self.block.outputs.index(o)
-        return next((a for a in self.appends if a.output == number), None)
+        return next((a for a in self.op.appends if a.output == number), None)
 
     @cached_property
     def _tile(self) -> dict[str, int]:
@@ -276,7 +282,7 @@ class Plan:
     @property
     def hastens(self) -> bool:
         """Whether the launch behind may begin before this one has waited."""
-        return self.schedule.hasten and self.followed
+        return self.schedule.hasten and self.op.followed
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
@@ -359,7 +365,7 @@ class Plan:
     def lies_ready(self, i: BlockInput) -> bool:
         """Whether what is read of an input was written long before the launches ahead: constants, and the old rows of a cache. It may be
         asked for early (into the L2, where later writes would be seen); only constants may be read early."""
-        return self.constant(i) or (i.bounds is None and self.caches.issuperset(i.sources))
+        return self.constant(i) or (i.bounds is None and self.op.caches.issuperset(i.sources))
 
     @cached_property
     def input(self) -> dict[str, BlockInput]:
@@ -618,7 +624,7 @@ class Plan:
     def dealt(self) -> bool:
         """Whether what is within bounds is dealt out in parts, instead of the whole axis: so that no block is without work where only few
         elements are inside. All sums of a part are then of the same elements."""
-        parts = self.parts(self.loop) if self.loop and self.combined else None
+        parts = self.parts(self.loop) if self.loop and self.op.combined else None
         bounds = {self.trimmed(s) for s in self.block.stages if s.loop}
         return parts is not None and len(bounds) == 1 and None not in bounds and all(parts not in i.axes for i in self.block.inputs)
 
@@ -664,8 +670,8 @@ class Plan:
                 and keeps_zero(op.fn, [None if isinstance(a, str) else a for a in op.args], dict(op.attrs)))
 
 
-_OF_TILES = frozenset({"_mma", "_ops", "_tile", "dealt", "dots", "input", "loop", "narrow", "native", "order", "run_dtype", "skipped",
-                       "tiles", "unrolled", "walks"})
+_OF_TILES = frozenset({"_mma", "_ops", "_tile", "block", "dealt", "dots", "input", "loop", "narrow", "native", "operands", "order",
+                       "run_dtype", "skipped", "tiles", "unrolled", "walks"})
 """The properties of a plan that tiles and the kind of product decide."""
 
 
@@ -709,8 +715,4 @@ def placed(ugraph: UGraph) -> tuple[PlacedOp, ...]:
 
 def plan(op: KernelOp, schedule: Schedule) -> Plan:
     """The plan of a `customized` op. Errors: CodegenError."""
-    assert op.block is not None
-    operands = tuple(t for t in op.inputs if isinstance(t, DTensor))
-    if not isinstance(op, PlacedOp):
-        return Plan(op.block, operands, op.outputs, schedule)
-    return Plan(op.block, operands, op.outputs, schedule, op.appends, op.caches, op.settled, op.combined, op.followed)
+    return Plan(op if isinstance(op, PlacedOp) else PlacedOp(op.name, op.inputs, op.outputs, op.attrs, op.block), schedule)

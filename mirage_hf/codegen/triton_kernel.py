@@ -98,15 +98,15 @@ class _Writer(Tiles):
     def _settled(self) -> None:
         """Read bounds and positions that may be read before the wait, so that what lies in between them can be asked for."""
         for i in self.block.inputs:
-            if i.bounds is not None and self.plan.settled.issuperset(i.sources):
+            if i.bounds is not None and self.plan.op.settled.issuperset(i.sources):
                 self._load_bounds(i)
         for o, pointer in zip(self.block.outputs, self.out_pointers, strict=True):
             append = self.plan.append(o)
-            if append is None or append.position not in self.plan.settled or self.plan.unrolled in self.block.carried[o.value]:
+            if append is None or append.position not in self.plan.op.settled or self.plan.unrolled in self.block.carried[o.value]:
                 continue
             if self.plan.loop is None or o.axes[0] != self.plan.loop:
                 self._load_slot(o, pointer, append)
-        first = next((i for i in self._bounds_of_loops() if self.plan.settled.issuperset(i.sources)), None)
+        first = next((i for i in self._bounds_of_loops() if self.plan.op.settled.issuperset(i.sources)), None)
         if first is not None:
             self._trim(first)
 

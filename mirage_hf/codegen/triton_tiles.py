@@ -272,7 +272,7 @@ class Tiles:
         if (plan.unrolled and plan.unrolled in i.axes) or i.turn is not None or i.padding is not None:
             return []
         ends = self._ends_of(i)
-        if ends is not None and (plan.dims([a for a in ends.axes if a]) or not plan.settled.issuperset(ends.sources)):
+        if ends is not None and (plan.dims([a for a in ends.axes if a]) or not plan.op.settled.issuperset(ends.sources)):
             ends = None  # bounds of each row, or such as are not there yet
         strides = {a: s for a, s in zip(i.axes, plan.operands[i.sources[0]].strides, strict=True) if a and not self._is_fixed(a, s)}
         line = LINE_BYTES // plan.dtype(i).itemsize
@@ -353,7 +353,7 @@ class Tiles:
 
     def _from_l2(self, operand: int) -> list[str]:
         """How what may be read before the wait is read: an L1 may hold what was there before."""
-        return ['cache_modifier=".cg"'] if operand in self.plan.settled else []
+        return ['cache_modifier=".cg"'] if operand in self.plan.op.settled else []
 
     def _mask_of(self, i: BlockInput) -> str:
         """1.0 inside the bounds, 0.0 outside."""
@@ -428,7 +428,7 @@ class Tiles:
         if (append := self.plan.append(o)) is not None:
             slot, inside = self._slot(o, pointer, append, dims)
             address, mask = f"{address} + {slot} * {tensor.strides[-2]}", [*mask, *inside]
-        for a in self.plan.shares(o):
+        for a in self.plan.replicated_along(o):
             mask.append(f"({self.axis[a]}{'0' if self.plan.tile(a) > 1 else ''} == 0)")
         arguments = [address, f"{text}.to({triton_dtype(tensor.dtype)})"]
         if mask:

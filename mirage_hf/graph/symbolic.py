@@ -142,7 +142,7 @@ def resized(op: KernelOp, operands: Sequence[DTensor]) -> BlockGraph:
     for axis in block.axes:
         size = found.get(axis.name, axis.size)
         if (whole := block.splits(axis.name)) is not None:
-            size = parts_of(found.get(whole, block.axis(whole).size), axis.size)
+            size = number_of_parts(found.get(whole, block.axis(whole).size), axis.size)
         axes.append(Axis(axis.name, size, axis.role, axis.parts))
     return BlockGraph(tuple(axes), tuple(inputs), block.stages, block.outputs)
 
@@ -152,7 +152,7 @@ def with_parts(ugraph: UGraph, axis: str, number: int) -> UGraph:
     many parts a sum is taken apart is no part of its proof. Errors: GraphError."""
     def again(op: KernelOp, operands: Sequence[Operand]) -> list[DTensor]:
         if (block := op.block) is not None:
-            axes = tuple(replace(a, size=parts_of(block.axis(whole).size, number))
+            axes = tuple(replace(a, size=number_of_parts(block.axis(whole).size, number))
                          if a.name == axis and (whole := block.splits(a.name)) is not None else a for a in block.axes)
             op = replace(op, block=replace(block, axes=axes))
         return _again(kernels, op, operands, lambda d: d)
@@ -162,7 +162,7 @@ def with_parts(ugraph: UGraph, axis: str, number: int) -> UGraph:
     return UGraph(ugraph.program, kernels)
 
 
-def parts_of(size: int, most: int) -> int:
+def number_of_parts(size: int, most: int) -> int:
     """Into how many parts, at most `most`, an axis can be dealt out so that none is empty."""
     parts = min(size, most)
     while (parts - 1) * -(-size // parts) >= size:

@@ -72,7 +72,7 @@ def test_every_kernel_waits_once_before_it_reads_what_is_not_constant(name):
         seen = [op for op, _ in touched(kernel.ptx)]
         assert seen.count(WAIT) == seen.count(TRIGGER) == 1
         if plans[number].schedule.hasten:  # and the next kernel reads nothing but constants before it waits
-            assert seen.index(TRIGGER) < seen.index(WAIT) and not plans[number + 1].settled
+            assert seen.index(TRIGGER) < seen.index(WAIT) and not plans[number + 1].op.settled
         else:
             assert seen.index(TRIGGER) == seen.index(WAIT) + 1
         assert not too_early(kernel.ptx, constants)

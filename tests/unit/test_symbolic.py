@@ -148,7 +148,7 @@ def test_dims_that_must_be_something_else_are_refused():
 
 
 def test_parts_follow_the_size():
-    assert [symbolic.parts_of(size, 8) for size in (1, 2, 7, 9, 64, 100)] == [1, 2, 7, 5, 8, 8]
+    assert [symbolic.number_of_parts(size, 8) for size in (1, 2, 7, 9, 64, 100)] == [1, 2, 7, 5, 8, 8]
     split = next(f.ugraph for f in search(attention())[0] if any(a.parts for op in f.ugraph.block_ops for a in op.block.axes))
     for keys in (1, 3, 100, 4096):
         block = symbolic.ugraph_at(split, {"keys": keys}).block_ops[0].block
