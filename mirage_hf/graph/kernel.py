@@ -244,25 +244,7 @@ class KernelGraph:
         if not tensors or (len(tensors) < len(operands) and row.kind != "elementwise"):
             raise errors.GraphError(f"{name}: needs tensors of this graph, got {operands!r}; "
                                     "elementwise ops take numbers too, beside a tensor")
-        for t in ragged(name, operands):
-            if t.dtype != torch.int32:
-                raise errors.DTypeError(f"{name}: bound {t.name} is {table.dtype_name(t.dtype)}; bounds are int32")
-        floats = {t.dtype for t in tensors if t.dtype in table.COMPUTE_DTYPES}
-        if row.kind == "effect":
-            if tensors[2].dtype in table.COMPUTE_DTYPES:
-                raise errors.DTypeError(f"{name}: position {tensors[2].name} is {table.dtype_name(tensors[2].dtype)}; positions are int32")
-            dtypes = {t.dtype for t in tensors[:2]}
-        elif name == "cast" or (row.kind == "layout" and name != "rope"):
-            dtypes = floats or {t.dtype for t in tensors}
-        else:
-            whole = next((t for t in tensors if t.dtype not in floats and t not in ragged(name, operands)), None)
-            if whole is not None and not (floats and row.kind == "elementwise"):
-                raise errors.DTypeError(f"{name}: {whole.name} is {table.dtype_name(whole.dtype)}, and ops compute with floating-point "
-                                        "numbers; convert it with graph.cast")
-            dtypes = floats
-        if len(dtypes) > 1:
-            found = ", ".join(sorted(map(table.dtype_name, dtypes)))
-            raise errors.DTypeError(f"{name}: operands have dtypes {found}; bring them to one with graph.cast")
+        given = _dtype_of(row, operands)
         shapes = [x.dims if isinstance(x, DTensor) else () for x in operands]
         try:
             dims = row.infer(*shapes, **attrs)
@@ -270,7 +252,7 @@ class KernelGraph:
             if name == "matmul" and len(shapes[0]) > 1 and len(shapes[1]) > 1 and shapes[0][-1] != shapes[1][-2]:
                 raise errors.inner_sizes_differ(tensors[0].name, shapes[0], tensors[1].name, shapes[1]) from None
             raise e
-        dtype = row.out_dtype(dtypes.pop(), **attrs) if row.out_dtype else dtypes.pop()
+        dtype = row.out_dtype(given, **attrs) if row.out_dtype else given
         out = self._tensor(dims, dtype, out_name)
         self._ops.append(KernelOp(name, operands, (out,), tuple(sorted(attrs.items()))))
         return out
@@ -360,6 +342,31 @@ def ragged(name: str, operands: Sequence[Operand]) -> tuple[DTensor, ...]:
     """The bounds among the operands of an op of the table: lo and hi, or none."""
     has = table.lookup(name).kind == "bounds" or name == "softmax"
     return tuple(x for x in operands[1:3] if isinstance(x, DTensor)) if has else ()
+
+
+def _dtype_of(row: table.Op, operands: Sequence[Operand]) -> torch.dtype:
+    """The one dtype that an op of the table computes in, or moves. Errors: DTypeError where there are several, or one it cannot have."""
+    tensors, bounds = [x for x in operands if isinstance(x, DTensor)], ragged(row.name, operands)
+    for t in bounds:
+        if t.dtype != torch.int32:
+            raise errors.DTypeError(f"{row.name}: bound {t.name} is {table.dtype_name(t.dtype)}; bounds are int32")
+    floats = {t.dtype for t in tensors if t.dtype in table.COMPUTE_DTYPES}
+    if row.kind == "effect":
+        if tensors[2].dtype in table.COMPUTE_DTYPES:
+            raise errors.DTypeError(f"{row.name}: position {tensors[2].name} is {table.dtype_name(tensors[2].dtype)}; positions are int32")
+        dtypes = {t.dtype for t in tensors[:2]}
+    elif row.name == "cast" or (row.kind == "layout" and row.name != "rope"):
+        dtypes = floats or {t.dtype for t in tensors}
+    else:
+        whole = next((t for t in tensors if t.dtype not in floats and t not in bounds), None)
+        if whole is not None and not (floats and row.kind == "elementwise"):
+            raise errors.DTypeError(f"{row.name}: {whole.name} is {table.dtype_name(whole.dtype)}, and ops compute with floating-point "
+                                    "numbers; convert it with graph.cast")
+        dtypes = floats
+    if len(dtypes) > 1:
+        found = ", ".join(sorted(map(table.dtype_name, dtypes)))
+        raise errors.DTypeError(f"{row.name}: operands have dtypes {found}; bring them to one with graph.cast")
+    return dtypes.pop()
 
 
 def several(x: Any, where: str, what: str) -> tuple[Any, ...]:
