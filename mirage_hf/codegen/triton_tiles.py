@@ -275,41 +275,47 @@ class Tiles:
         if ends is not None and (plan.dims([a for a in ends.axes if a]) or not plan.op.settled.issuperset(ends.sources)):
             ends = None  # bounds of each row, or such as are not there yet
         strides = {a: s for a, s in zip(i.axes, plan.operands[i.sources[0]].strides, strict=True) if a and not self._is_fixed(a, s)}
-        line = LINE_BYTES // plan.dtype(i).itemsize
-        found: list[tuple[str, str, int]] = []  # axis, index, its elements
+        asked = {}
         for a, stride in strides.items():
-            walked = a == plan.loop and plan.walks
-            count = plan.tile(a) * (steps if walked else 1)
-            every = line if stride == 1 and a != joined else 1
-            last = str(self.block.axis(a).size - 1)
-            if walked:
-                start = " + ".join(self._loop_starts())
-                clamped = steps > plan.share or plan.ragged(a) or self.trimmed is not None
-                if self.trimmed is not None:
-                    last = f"tl.maximum({self.axis[a]}_last - 1, 0)"
-            elif every > 1 and count > 1:
+            every = LINE_BYTES // plan.dtype(i).itemsize if stride == 1 and a != joined else 1
+            if a == plan.loop and plan.walks:
+                asked[a] = self._first_steps(a, steps, every)
+            elif every > 1 and plan.tile(a) > 1:
                 start = f"{self.axis[a]}_start" if plan.parts(a) else f"{self.axis[a]}0" if plan.trips(a) > 1 else ""
-                clamped = plan.ragged(a)
+                asked[a] = self._lines(start, plan.tile(a), every, str(self.block.axis(a).size - 1) if plan.ragged(a) else None)
             else:
-                at = f"{self.value[i.name]}_at" if a == joined else self.axis[a]
-                if ends is not None and a == ends.bounds:
-                    lo, hi = (f"{self.value[ends.name]}_{end}" for end in ("lo", "hi"))
-                    at = f"tl.minimum(tl.maximum(tl.minimum(tl.maximum({at}, {lo}), {hi} - 1), 0), {last})"
-                elif plan.ragged(a):  # only the last source of a joined axis has an end inside a tile
-                    at = f"({at} - tl.maximum({self.axis[a]} - {last}, 0))" if a == joined else f"tl.minimum({at}, {last})"
-                found.append((a, at, count))
-                continue
-            count = max(1, count // every)
-            index = f"tl.arange(0, {count})" + (f" * {every}" if every > 1 else "") if count > 1 else ""
-            index = " + ".join(x for x in (start, index) if x) or "0"
-            found.append((a, f"tl.minimum({index}, {last})" if clamped and index != "0" else f"({index})", count))
-        dims = [a for a in plan.order if any(a == b and n > 1 for b, _, n in found)]
+                asked[a] = self._clamped(i, a, ends, a == joined), plan.tile(a)
+        dims = [a for a in plan.order if a in asked and asked[a][1] > 1]
         far = sum(plan.reach(a) * s for a, s in strides.items()) >= 2 ** 31
         terms = [f"{self.value[i.name]}_ptr"]
-        for a, index, count in found:
+        for a, (index, count) in asked.items():
             term = (self._spread(index, [a], dims) if count > 1 else index) + (".to(tl.int64)" if far and index != "(0)" else "")
             terms.append(term if strides[a] == 1 else f"{term} * {strides[a]}")
         return [f"prefetch({' + '.join(terms)})"] if dims else []
+
+    def _first_steps(self, axis: str, steps: int, every: int) -> tuple[str, int]:
+        """The same as `_lines` of the first steps of the loop."""
+        last = str(self.block.axis(axis).size - 1) if self.trimmed is None else f"tl.maximum({self.axis[axis]}_last - 1, 0)"
+        beyond = steps > self.plan.share or self.plan.ragged(axis) or self.trimmed is not None
+        return self._lines(" + ".join(self._loop_starts()), self.plan.tile(axis) * steps, every, last if beyond else None)
+
+    def _lines(self, start: str, count: int, every: int, last: str | None) -> tuple[str, int]:
+        """Every so many of `count` indices from `start`, and how many these are; with `last` none is beyond it."""
+        count = max(1, count // every)
+        index = f"tl.arange(0, {count})" + (f" * {every}" if every > 1 else "") if count > 1 else ""
+        index = " + ".join(x for x in (start, index) if x) or "0"
+        return f"tl.minimum({index}, {last})" if last is not None and index != "0" else f"({index})", count
+
+    def _clamped(self, i: BlockInput, axis: str, ends: BlockInput | None, joined: bool) -> str:
+        """Where a tile lies along an axis, nothing of it beyond the axis or, if `ends` bounds the axis, beyond these."""
+        at, last = f"{self.value[i.name]}_at" if joined else self.axis[axis], str(self.block.axis(axis).size - 1)
+        if ends is not None and axis == ends.bounds:
+            lo, hi = (f"{self.value[ends.name]}_{end}" for end in ("lo", "hi"))
+            return f"tl.minimum(tl.maximum(tl.minimum(tl.maximum({at}, {lo}), {hi} - 1), 0), {last})"
+        if not self.plan.ragged(axis):
+            return at
+        # only the last source of a joined axis has an end inside a tile
+        return f"({at} - tl.maximum({self.axis[axis]} - {last}, 0))" if joined else f"tl.minimum({at}, {last})"
 
     def _loop_starts(self) -> list[str]:
         """What a block's place on the loop axis begins with: the start of its part, of its share."""
