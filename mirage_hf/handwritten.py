@@ -37,10 +37,10 @@ def ugraph(program: KernelGraph, kernels: KernelGraph, tiles: Sequence[Mapping[s
         chosen = [_with_tiles(op, dict(t), candidate) for op, t in zip(placed(found), tiles, strict=True)]
         return replace(found, schedules=tuple(chosen))
     try:
-        ranked = [next((s for s in (*space.schedules(op), space.smallest(op)) if candidate.allows(s.mma)), None) for op in placed(found)]
+        schedules = [space.chosen(op, [mma for mma in (False, True) if candidate.allows(mma)]) for op in placed(found)]
     except errors.CodegenError:
         return found  # it runs on a CPU all the same; generating code says why it cannot
-    return found if None in ranked else replace(found, schedules=tuple(ranked))
+    return found if None in schedules else replace(found, schedules=tuple(schedules))
 
 
 def _with_tiles(op: KernelOp, tiles: dict[str, int], candidate: Candidate) -> Schedule:

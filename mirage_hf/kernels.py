@@ -286,15 +286,7 @@ _QUICK, _FULL = (5, 16, 2), (8, 48, 6)
 
 def permitted(candidates: Sequence[Candidate]) -> Callable[[KernelOp, Device], list[Schedule]]:
     """Schedules whose rounding is known to hold: on tensor cores only where the numbers allow it."""
-    def key(op: KernelOp) -> object:  # without the sizes of axes: those of parts are the tuner's choice
-        assert op.block is not None
-        return op.block.inputs, op.block.stages, op.block.outputs
-
-    owners: dict[object, list[Candidate]] = {}
-    for c in candidates:
-        for op in c.ugraph.block_ops:
-            owners.setdefault(key(op), []).append(c)
-    return lambda op, device: [s for s in space.schedules(op, device) if any(c.allows(s.mma) for c in owners[key(op)])]
+    return space.permitted((c.ugraph, {mma for mma in (False, True) if c.allows(mma)}) for c in candidates)
 
 
 def promising(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -29,7 +29,7 @@ from mirage_hf.search.restrict import MapRestriction
 from mirage_hf.settings import settings
 from mirage_hf.tune import space
 from mirage_hf.tune.restrict import Restriction
-from mirage_hf.tune.tuner import Schedules, TuneResult, tune
+from mirage_hf.tune.tuner import TuneResult, tune
 from mirage_hf.verify.accept import Progress, search_and_verify
 from mirage_hf.verify.numeric import NumericCheck, judge_on_cpu
 from mirage_hf.verify.verdict import Accepted
@@ -215,7 +215,8 @@ def _finished(graph: KernelGraph, kept: Kept, allows: Allows, backend: str, rest
     if found and backend != "cpu" and torch.cuda.is_available():
         tuned = tune(found, device=torch.device("cuda", torch.cuda.current_device()),
                      progress=(lambda *detail: progress("tune", detail)) if progress else None,
-                     schedules=restriction.schedules if restriction else _permitted(found, allows), regroup=restriction is None)
+                     schedules=restriction.schedules if restriction else space.permitted((u, _kinds(u, allows)) for u in found),
+                     regroup=restriction is None)
         ugraphs = tuned.ugraphs()
     elif restriction is None:
         ugraphs = (*(_scheduled(u, allows) for u in found), library_ugraph(graph))
@@ -229,10 +230,8 @@ def _finished(graph: KernelGraph, kept: Kept, allows: Allows, backend: str, rest
     return SearchResult(graph, ugraphs, report, tuned, families)
 
 
-def _permitted(found: Sequence[UGraph], allows: Allows) -> Schedules:
-    """Schedules whose rounding was found to hold: the others would be refused once more, on the GPU."""
-    may = {op: {mma for mma in (False, True) if allows(u, mma)} for u in found for op in placed(u)}
-    return lambda op, device: [s for s in space.schedules(op, device) if op not in may or s.mma in may[op]]
+def _kinds(u: UGraph, allows: Allows) -> set[bool]:
+    return {mma for mma in (False, True) if allows(u, mma)}
 
 
 def _judged() -> Allows:
@@ -244,9 +243,9 @@ def _judged() -> Allows:
 def _scheduled(u: UGraph, allows: Allows) -> UGraph:
     """The µGraph with the cost model's first choice among schedules whose rounding holds: nothing is compiled and checked where
     there is no GPU, so the code that is generated must not be one that the numbers refused."""
-    may = {mma: allows(u, mma) for mma in (False, True)}
-    chosen = tuple(next((s for s in (*space.schedules(op), space.smallest(op)) if may[s.mma]), None) for op in placed(u))
-    return replace(u, schedules=chosen) if None not in chosen else u
+    may = _kinds(u, allows)
+    schedules = tuple(space.chosen(op, may) for op in placed(u))
+    return replace(u, schedules=schedules) if None not in schedules else u
 
 
 def options_of(config: str | None, backend: str, griddims: Any, blockdims: Any, franges: Any, maps: dict[str, Any],

@@ -4,7 +4,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -13,6 +13,7 @@ from mirage_hf.codegen.plan import MMA_COLUMNS, MMA_MIN, Plan, plan
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.graph.block import Axis, BlockGraph, Role
 from mirage_hf.graph.kernel import DTensor, KernelOp
+from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune.cost import H200, Device, Footprint, estimate, footprint
 
 REGISTER_BUDGET = 160
@@ -56,6 +57,31 @@ def obstacle(ops: Iterable[KernelOp], device: Device = H200) -> str:
 def default_schedule(op: KernelOp, device: Device = H200) -> Schedule:
     """The cost model's first choice."""
     return schedules(op, device, 1)[0]
+
+
+def permitted(kinds: Iterable[tuple[UGraph, Collection[bool]]]) -> Callable[[KernelOp, Device], list[Schedule]]:
+    """The schedules of the µGraphs' `customized` ops whose rounding holds, best estimate first, as a function of op and device.
+
+    kinds: each µGraph with the kinds of product whose rounding was found to hold in it (`Schedule.mma`). An op may have a kind that any
+    µGraph with such a block graph has, whatever the sizes of axes: those of parts are the tuner's choice.
+    """
+    known: dict[object, set[bool]] = {}
+    for ugraph, may in kinds:
+        for op in ugraph.block_ops:
+            known.setdefault(_form(op), set()).update(may)
+    return lambda op, device: [s for s in schedules(op, device) if s.mma in known[_form(op)]]
+
+
+def _form(op: KernelOp) -> object:
+    """A block graph without the sizes of its axes."""
+    assert op.block is not None
+    return op.block.inputs, op.block.stages, op.block.outputs
+
+
+def chosen(op: KernelOp, may: Collection[bool]) -> Schedule | None:
+    """The cost model's first choice, the schedule of last resort at the end, among those of the kinds of product `may` (`Schedule.mma`).
+    Errors: CodegenError when the block graph has no kernel at all."""
+    return next((s for s in (*schedules(op), smallest(op)) if s.mma in may), None)
 
 
 @lru_cache(maxsize=256)

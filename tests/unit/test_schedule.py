@@ -13,6 +13,7 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph import symbolic
 from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.tune import cost, space, tuner
@@ -321,3 +322,15 @@ def test_given_outputs_are_written():
     assert "if out is None else out[0]" in source and "copy_" not in source
     library = library_ugraph(blocks.rms_norm_linear(1, 512, 64).program)
     assert "return [out[0].copy_(" in triton.generate(library).source
+
+
+def test_kinds_that_hold_in_a_ugraph_hold_in_those_with_such_block_graphs_in_any_number_of_parts():
+    split = blocks.split_matmul(8, 1024, 256, 4)
+    axis = next(a for a in split.block_ops[0].block.axes if split.block_ops[0].block.splits(a.name))
+    other = symbolic.with_parts(split, axis.name, axis.size // 2)
+    assert other.block_ops[0].block != split.block_ops[0].block
+    assert {s.mma for s in space.schedules(placed(other)[0])} == {False, True}
+    for kinds, want in (([{False}], {False}), ([{False}, {True}], {False, True}), ([set()], set())):
+        allowed = space.permitted((split, may) for may in kinds)
+        assert [{s.mma for s in allowed(placed(u)[0], cost.H200)} for u in (split, other)] == [want, want]
+    assert [s and s.mma for s in (space.chosen(placed(split)[0], may) for may in ({True}, {False}, ()))] == [True, False, None]
