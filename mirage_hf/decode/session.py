@@ -120,6 +120,11 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
         raise NotCovered(f"position_ids of {positions.dtype}")
     if away := next((x.device for x in (mask, positions) if x is not None and x.device != input_ids.device), None):
         raise NotCovered(f"a mask or position_ids on {away}, input_ids on {input_ids.device}")
+    rows = input_ids.shape[0]
+    if mask is not None and mask.shape[0] != rows:
+        raise NotCovered(f"a mask for {mask.shape[0]} rows of {rows}")
+    if positions.shape[0] not in (1, rows):
+        raise NotCovered(f"position_ids for {positions.shape[0]} rows of {rows}")
     mask_length = mask.shape[1] if mask is not None else getattr(config, "_mask_length", input_ids.shape[1])
     # as in HF's _prefill: input_ids hold the whole sequence, or only what the cache does not have
     prompt = input_ids.shape[1] if mask_length == input_ids.shape[1] else past + input_ids.shape[1]

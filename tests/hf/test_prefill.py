@@ -166,6 +166,17 @@ def test_positions_behind_padding_that_count_otherwise_are_hfs(called: list[str]
 
 
 @pytest.mark.slow
+def test_a_mask_of_one_row_for_several_is_stocks(called: list[str], resolved: list[Any]) -> None:
+    """Which raises; kernels would read the first row's tokens for all."""
+    stock, ours = optimized("llama", {})
+    for lengths in ((4, 11, 7), (9, 1, 60), (64, 2, 3)):
+        agree_padded(stock, ours, *lengths)
+        for model in (stock, ours):
+            with pytest.raises(IndexError):
+                model.generate(prompt(3, 11), attention_mask=torch.tensor([[0] * 4 + [1] * 7]), **FULL)
+
+
+@pytest.mark.slow
 def test_keys_of_padded_rows_that_go_to_wrong_slots_are_found(called: list[str], resolved: list[Any],
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     stock, ours = optimized("llama", {})
