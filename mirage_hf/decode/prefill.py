@@ -231,10 +231,11 @@ class Prompts:
         return self._captured(model, block, shape, None, key, own)
 
 
-def _random(block: Block, tokens: int) -> Tensor:
-    """Prompts (batch, tokens) for a block that has room for logits."""
+def _random(model: Any, block: Block, tokens: int) -> Tensor:
+    """Prompts (batch, tokens) of tokens that the model has a row for: of others, as a wider head gives, no GPU survives the look-up."""
     generator = torch.Generator().manual_seed(tokens)
-    return torch.randint(block.logits.shape[1], (block.batch, tokens), generator=generator, device="cpu").to(block.device)
+    rows = model.get_input_embeddings().weight.shape[0]
+    return torch.randint(rows, (block.batch, tokens), generator=generator, device="cpu").to(block.device)
 
 
 def _make_room(block: Block, steps: Steps) -> None:
@@ -281,7 +282,7 @@ def capture_prefill(model: Any, block: Block, batch: int, bucket: int, steps: St
             _compare(model, block, prompt, run)
         else:
             run, held = _stock(model, block, prompt.ids, prompt.last[:1])
-            prompt.ids.copy_(_random(block, bucket))
+            prompt.ids.copy_(_random(model, block, bucket))
             _check_causal(run, block, prompt.ids, prompt.last)
         graph, block.graph_pool = capture(run, block.device, block.graph_pool)
     finally:
@@ -326,7 +327,7 @@ def _compare(model: Any, block: Block, prompt: Filled, ours: Callable[[], None])
     tokens, padding, kept = prompt.ids.shape[1], None, block.lowest
     if prompt.sources is not None:
         padding = (1 + 7 * torch.arange(block.batch, device=block.device)[:, None]) % (tokens // 2)
-    ids = _random(block, tokens)
+    ids = _random(model, block, tokens)
     stock, _ = _stock(model, block, ids, torch.full((1,), tokens - 1, device=block.device), padding)
     block.begin(padding)
     try:

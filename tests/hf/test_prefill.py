@@ -94,6 +94,20 @@ def test_prompts_that_see_what_comes_after_them_are_not_filled_up(by_config: boo
     assert called.count("prefill") == (not by_config)
 
 
+def test_prompts_are_compared_over_tokens_that_there_are(called: list[str]) -> None:
+    """The head has more rows than the table of tokens, as where it was filled up to a round number."""
+    model = tiny("llama")
+    head = torch.nn.Linear(32, 999)
+    with torch.no_grad():
+        head.bias.fill_(-1e3)
+        head.bias[:99] = 0
+    model.lm_head = head
+    runner = install(model)
+    for _ in range(3):
+        alike(model, 2, 9)
+    assert runner.prefills == {"captured": 2}
+
+
 def test_a_forward_that_cannot_be_captured_is_hfs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> Any:
         raise TypeError("no tensors here")
