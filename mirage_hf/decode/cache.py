@@ -415,14 +415,14 @@ class Block:
             self.logits = _zeros(tuple(logits.shape), logits)
         self.logits.copy_(logits)
 
-    def clear_from(self, length: int, around: bool = False) -> None:
-        """Zero what an earlier call left above `length`: masked keys weigh 0, but 0 · NaN is NaN. `around`: all of a ring has been written
-        but its spare slot, which any step writes."""
+    def clear_from(self, length: int, rings_full: bool = False) -> None:
+        """Zero what an earlier call left above `length`: masked keys weigh 0, but 0 · NaN is NaN. `rings_full`: this call has written all
+        slots of its rings but the spare one, which any step writes."""
         rings = {id(slab): ring for ring, slab in self.turning}
         for slab in self.slabs:
             ring, first, last = rings.get(id(slab)), length, self.dirty
             if ring is not None:
-                first, last = ring.spare if around else min(length, ring.spare), ring.window if self.dirty else 0
+                first, last = ring.spare if rings_full else min(length, ring.spare), ring.window if self.dirty else 0
             if last > first:
                 slab[:, :, :, first:last].zero_()
         self.dirty = length
@@ -516,7 +516,7 @@ class Block:
                 else:  # the device knows the length: steps that found no row alive have been counted
                     at = ring.held(self.control.length, self.control.lowest).clamp_min(0)
                     memory[:, :, :ring.spare].copy_(_pick(states, at))
-        self.clear_from(length, around=other.lowest is not None)
+        self.clear_from(length, rings_full=other.lowest is not None)
         self.set_logits(other.logits)
 
 

@@ -126,16 +126,16 @@ class Prompts:
         self._refused_by_kernels: dict[tuple[int, int, bool], object] = {}
         """By batch and bucket, and by whether rows have padding, the state of the model that was refused."""
         self._first: dict[int, object] = {}
+        """By batch the last state of the model whose first prompt has been left to HF's forward."""
         self._checked: dict[tuple[int, bool], tuple[object, bool]] = {}
-        """A state of the model: by batch that in which a prompt has run; by that and whether rows have padding, one whose prompts may be
-        called, or may not."""
+        """By batch and by whether rows have padding a state of the model, and whether its prompts may be called."""
 
     def by_kernels(self, model: Any, block: Block, input_ids: Tensor, bucket: int, steps: Steps, able: Callable[[], Steps | None],
                    key: object) -> bool:
         """Prefill a prompt (batch, length), filled up to `bucket`, by kernels without a graph, logits included. False where HF's forward is
         to run, whatever failed, and for the first prompt of a state `key` of the model, as for that nothing need be made ready."""
-        batch = input_ids.shape[0]
-        kind = batch, block.lowest is not None
+        batch, padded = input_ids.shape[0], block.lowest is not None
+        kind = batch, padded
         known, good = self._checked.get(kind, (None, False))
         if known == key and not good:
             return False
@@ -148,7 +148,7 @@ class Prompts:
                 return False
             if known != key:
                 _check(model, block, bucket if batch * bucket <= MOST_TOKENS else min(bucket, CHECKED), steps)
-            prompt = Filled.allocate(block, bucket, block.lowest is not None)
+            prompt = Filled.allocate(block, bucket, padded)
             prompt.take(input_ids, block.lowest)
             run, _ = _chain(steps, block, prompt)
             block.dirty, block.written = max(block.dirty, bucket), set(range(len(steps.layers)))
@@ -168,7 +168,8 @@ class Prompts:
               at_once: bool, own: bool = True) -> PrefillGraph | None:
         """Return the one that serves prompts of `shape` (batch, bucket), captured now if it is the second of them; None where HF's prefill
         runs. `present`: the model's kernels; `able` gives them where they serve this call. `key`: the state of the model. `at_once`: only
-        one that may be replayed before anybody has looked at the model. `own`: whether HF's forward may be captured."""
+        one that may be replayed before anybody has looked at the model. `own`: whether HF's forward may be captured; of
+        padded rows it never is."""
         padded = block.lowest is not None
         what = "prefill", shape[1], padded
         if not padded and self._refused.get(shape) == key:
@@ -227,7 +228,7 @@ class Prompts:
             return None
         self._refused_by_kernels[kind] = key
         if isinstance(failed, MirageError):  # what is wrong here is not called either
-            self._checked[kind[0], kind[2]] = key, False
+            self._checked[block.batch, block.lowest is not None] = key, False
         return self._captured(model, block, shape, None, key, own)
 
 

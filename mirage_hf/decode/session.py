@@ -232,7 +232,7 @@ class Session:
             except UpdatedTwice:  # by layers of ours, so that nothing is in a cache of the user's yet
                 raise NotCovered("a forward that runs a layer twice") from None
             self.slot = self.cached = block.take(into) if plan.past else into.get_seq_length()
-            block.clear_from(self.slot, around=plan.lowest is not None)
+            block.clear_from(self.slot, rings_full=plan.lowest is not None)  # as `hold` leaves padded rows
             block.set_logits(outputs.logits[:, -1])
             del outputs
         block.control.start(length=self.slot, position=plan.position, lowest=plan.lowest, budget=plan.budget,

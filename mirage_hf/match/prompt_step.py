@@ -31,7 +31,8 @@ class Prompt:
 
 
 class LayerPrompt(Composition):
-    """A decoder layer for whole prompts without padding: products and attention by the library, what lies between them by kernels."""
+    """A decoder layer for whole prompts, each row from its own first token on: products and attention by the library, what lies between
+    them by kernels."""
 
     def __init__(self, layer: nn.Module, parts: Sequence[Part], layout: LayerLayout):
         super().__init__(layer, parts)
