@@ -223,6 +223,22 @@ def test_padded_prompts_where_layers_have_rings(called: list[str], resolved: lis
 
 
 @pytest.mark.slow
+def test_padded_prompts_see_nothing_that_was_left(called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rings and behind what else was written: 0 · NaN is NaN."""
+    monkeypatch.setattr(cache, "GRAIN", 64)
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    stock, ours = optimized("gemma3", dict(layer_types=kinds, sliding_window=100), batch_sizes=(3,))
+    for lengths in ((9, 1, 60), (4, 11, 60), (60, 3, 31)):
+        agree_padded(stock, ours, *lengths, max_new_tokens=90)
+        block, = ours.generate.runner.pool._idle
+        written = {id(slab): ring.window for ring, slab in block.turning}
+        for slab in block.slabs:
+            slab[:, :, :, :written.get(id(slab), block.dirty)] = torch.nan
+        assert written
+    assert ours.generate.runner.prefills == {"captured, by kernels": 2}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama, biases", "gemma", "olmo2"])
 def test_rows_of_large_batches_take_turns(name: str, called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
