@@ -62,7 +62,7 @@ ROUTES = {
     "logits_to_keep as a tensor": lambda m: {"inputs": prompt(), "logits_to_keep": torch.tensor([2])},
     "position_ids of torch.float32": lambda m: {"inputs": prompt(), "position_ids": torch.arange(7.0)[None] + 0.5, **FULL},
     "a mask for 1 rows of 2": lambda m: {"inputs": prompt(2), "attention_mask": torch.tensor([[0] + [1] * 6])},
-    "a mask for 2 rows of 1": lambda m: {"inputs": prompt(), "attention_mask": torch.ones(2, 7, dtype=torch.long)},
+    "a mask for 2 rows of 1": lambda m: {"inputs": prompt(), "attention_mask": torch.tensor([[0] + [1] * 6] * 2)},
     "position_ids for 2 rows of 1": lambda m: {"inputs": prompt(), "position_ids": torch.arange(7).expand(2, -1)},
     "stop tokens without a pad token": lambda m: {"inputs": prompt(2), "stopping_criteria": [EosTokenCriteria(5)]},
 }
