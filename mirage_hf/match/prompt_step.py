@@ -14,8 +14,8 @@ from mirage_hf.match.step import heads_of
 from mirage_hf.patterns.prompt import PROMPT_ACTIVATION, PROMPT_ADDED, PROMPT_GATE, PROMPT_NORM, PROMPT_ROTATION
 
 MOST_ROWS = 1 << 16
-"""That the half behind attention takes at once: what it holds meanwhile is several times as wide as x. That products of more rows are no faster
-is an estimate. A multiple of the rows of every kernel's piece, so that what is left over needs no kernels of its own."""
+"""That the half behind attention takes at once: what it holds meanwhile is several times as wide as x. That products of more rows
+are no faster is an estimate. A multiple of the rows of every kernel's piece, so that what is left over needs no kernels of its own."""
 
 
 @dataclass(frozen=True)
