@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mirage_hf.decode.cache import Block
 from mirage_hf.decode.ends import MOST_ROWS, MOST_VOCAB, Ends, Inputs, ends_of
+from mirage_hf.decode.plan import CallPlan
 from mirage_hf.decode.program import Chooser, MaskPlan, Step, move_on
 from mirage_hf.decode.written import INFINITY
 from mirage_hf.match.compose import Kernel
@@ -86,7 +87,7 @@ class StepProgram(Step):
 CHANGED = "the model has changed since optimize()"
 
 
-def obstacle(steps: Steps | None, plan: Any, block: Block, valid_for: object) -> str:
+def obstacle(steps: Steps | None, plan: CallPlan, block: Block, valid_for: object) -> str:
     """Why a call's steps run the model's own forward instead, "" where they need not. `valid_for`: what the model was for the steps."""
     if steps is None:
         return "not every layer has all of its kernels"
@@ -103,7 +104,7 @@ def obstacle(steps: Steps | None, plan: Any, block: Block, valid_for: object) ->
         return f"the ends of a step are for {MOST_ROWS} rows, a vocabulary of {MOST_VOCAB} and dtypes of up to 32 bits"
     if plan.survey.no_graph is not None:
         return plan.survey.no_graph
-    if plan.odd_positions:
+    if plan.prompt.odd_positions:
         return "positions outside the slots of the cache"
     shape = block.logits.shape
     if len(shape) != 2 or shape[1] != steps.vocab or block.logits.dtype is not steps.embedding.dtype:

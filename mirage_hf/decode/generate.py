@@ -22,10 +22,11 @@ from mirage_hf.decode.cache import Block, CachePool, bucket
 from mirage_hf.decode.chain import CHANGED, StepProgram, obstacle
 from mirage_hf.decode.fingerprint import Survey, still_expected, survey
 from mirage_hf.decode.graphs import can_capture
+from mirage_hf.decode.plan import CallPlan, NotCovered, plan_call
 from mirage_hf.decode.prefill import MOST_TOKENS, PrefillGraph, Prompts, bucket_of, can_call
 from mirage_hf.decode.program import CapturedForward, Chooser, Step
 from mirage_hf.decode.routing import effective, refused_arguments, refused_model, refused_options
-from mirage_hf.decode.session import CallPlan, NotCovered, Outdated, Session, plan_call
+from mirage_hf.decode.session import Outdated, Session
 from mirage_hf.errors import MirageError
 from mirage_hf.swap.steps import Steps
 
@@ -206,7 +207,7 @@ class DecodeRunner:
                       at_once: bool = False) -> PrefillGraph | None:
         """Return the captured prefill that serves a prompt, captured now if it is the second of its bucket; None where HF's runs.
         `at_once`: only one that may be replayed before anybody has looked at the model."""
-        if self.mode == "eager" or can_capture(block.device) or plan.survey.no_graph or not plan.from_zero or not plan.logits_to_keep:
+        if self.mode == "eager" or can_capture(block.device) or plan.survey.no_graph or not plan.prompt_alone:
             return None
         bucket = self._bucket(plan, block, input_ids)
         batch = input_ids.shape[0]
@@ -218,7 +219,7 @@ class DecodeRunner:
     def prefill_by_kernels(self, model: Any, plan: CallPlan, block: Block, input_ids: Tensor, key: Fingerprint) -> bool:
         """Prefill by kernels without a graph; False where HF's forward is to run."""
         steps = self.steps
-        if steps is None or steps.no_prompts or not can_call(block.device) or not plan.from_zero or not plan.logits_to_keep:
+        if steps is None or steps.no_prompts or not can_call(block.device) or not plan.prompt_alone:
             return False
         bucket = self._bucket(plan, block, input_ids)
         if bucket is None or block.batch not in steps.rows:

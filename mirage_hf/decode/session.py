@@ -1,31 +1,20 @@
-"""One covered call: what is decided before its prefill, and the session that runs it."""
+"""The session that runs one covered call."""
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
 from mirage_hf.decode import loop
-from mirage_hf.decode.cache import Block, UpdatedTwice, bucket, rings_of, windows_of
+from mirage_hf.decode.cache import Block, UpdatedTwice, bucket, rings_of
 from mirage_hf.decode.ends import Greedy, ends_of
 from mirage_hf.decode.fingerprint import Survey, survey
-from mirage_hf.decode.program import NOTHING, Chooser, MaskPlan
-from mirage_hf.decode.routing import (
-    COVERED_MODES,
-    MODEL_INPUTS,
-    counts_from,
-    is_plain,
-    left_padding,
-    refused_length,
-    refused_masks,
-    refused_options,
-)
+from mirage_hf.decode.plan import CallPlan, NotCovered
+from mirage_hf.decode.program import NOTHING, Chooser
 from mirage_hf.decode.selection import Composed, Numbers, Selection, draw_seed, uniforms
 from mirage_hf.errors import SamplingError
 
@@ -35,12 +24,6 @@ if TYPE_CHECKING:
 DEPTH = 2
 """Steps a GPU may be ahead of the host. One hides the host wherever it needs less than a step's time; the second is for
 streamers. A call that ends at a stop token pays for as many dead forwards, so no more than that."""
-FIRST_REACH = 1024
-"""New tokens a call reserves memory for at first; more is added by doubling when it gets there."""
-
-
-class NotCovered(Exception):
-    """Raised before the call has had any effect: it is stock's, for the reason given."""
 
 
 class Outdated(Exception):
@@ -49,114 +32,6 @@ class Outdated(Exception):
     def __init__(self, found: Survey):
         super().__init__()
         self.found = found
-
-
-@dataclass(frozen=True)
-class CallPlan:
-    """What is known of a covered call before its prefill."""
-
-    cache: Any
-    """The DynamicCache stock would fill: generate's own, or the user's."""
-    cache_is_users: bool
-    past: int
-    """Tokens already in it."""
-    slots: int
-    """Cache slots to lease at first."""
-    most_slots: int
-    """Cache slots needed if no stop token comes."""
-    budget: int
-    """Most tokens to choose."""
-    windows: tuple[int | None, ...]
-    """Of each layer what the cache slides over, None where it keeps everything."""
-    lowest: Tensor | None
-    position: Tensor
-    eos: Tensor | None
-    selection: Selection | str
-    """How the step chooses and stops by itself, or why the host must."""
-    masks: MaskPlan
-    logits_to_keep: bool
-    odd_positions: bool
-    """Whether some row's position is beyond its slot or below 0, as only positions that a user gives are."""
-    from_zero: bool
-    """Whether every row is a prompt whose own tokens, behind left padding or none, count from position 0 on; no cache of the user's."""
-    survey: Survey
-    expected: bool
-    """Whether the survey is that of the call before, and the model is looked at while the GPU is at work on the prompt."""
-
-
-def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList, config: Any, kwargs: dict[str, Any], *,
-              users_cache: bool, max_cache_len: int | None, expected: Survey | None = None) -> CallPlan:
-    """Decide whether the call is covered, from the objects stock's decoding method would get. `expected`: what a look at the model would
-    find, as far as one can tell without it.
-
-    Errors: NotCovered, with the reason.
-    """
-    def need(answer: Any) -> Any:
-        if isinstance(answer, str):
-            raise NotCovered(answer)
-        return answer
-
-    if config.get_generation_mode() not in COVERED_MODES:
-        raise NotCovered(f"generation mode {config.get_generation_mode().value}")
-    need(refused_options(lambda name: getattr(config, name, None)))
-    need(next((f"model kwarg {k}" for k, v in kwargs.items() if k not in MODEL_INPUTS and v is not None), None))
-    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
-        raise NotCovered("an empty prompt")
-    if input_ids.device != model.device:
-        raise NotCovered(f"input_ids on {input_ids.device}, the model on {model.device}")
-    text = model.config.get_text_config(decoder=True)
-    masks = need(MaskPlan.of(text))
-    cache = kwargs.get("past_key_values")
-    if cache is None or not kwargs.get("use_cache"):
-        raise NotCovered("no cache")
-    windows = need(windows_of(cache, text.num_hidden_layers))
-    need(masks.mismatch(windows))
-    need(refused_masks(model, masks, windows))
-    past = int(cache.get_seq_length())
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    if positions is None or positions.ndim != 2:
-        raise NotCovered("no position_ids" if positions is None else f"position_ids of {positions.ndim} dimensions")
-    if positions.is_floating_point():
-        raise NotCovered(f"position_ids of {positions.dtype}")
-    if away := next((x.device for x in (mask, positions) if x is not None and x.device != input_ids.device), None):
-        raise NotCovered(f"a mask or position_ids on {away}, input_ids on {input_ids.device}")
-    rows = input_ids.shape[0]
-    if mask is not None and mask.shape[0] != rows:
-        raise NotCovered(f"a mask for {mask.shape[0]} rows of {rows}")
-    if positions.shape[0] not in (1, rows):
-        raise NotCovered(f"position_ids for {positions.shape[0]} rows of {rows}")
-    mask_length = mask.shape[1] if mask is not None else getattr(config, "_mask_length", input_ids.shape[1])
-    # as in HF's _prefill: input_ids hold the whole sequence, or only what the cache does not have
-    prompt = input_ids.shape[1] if mask_length == input_ids.shape[1] else past + input_ids.shape[1]
-    if prompt <= past:
-        raise NotCovered("a cache as long as the prompt")
-    plain = past == 0 and is_plain(mask, positions, prompt)
-    lowest = None if plain else need(left_padding(mask, prompt))
-    from_zero = plain or (past == 0 and lowest is not None and counts_from(positions, lowest, prompt))
-    lengths = [math.ceil(c.max_length) for c in criteria if type(c) is MaxLengthCriteria]  # a user may give several, and floats
-    if not lengths:
-        raise NotCovered("no maximum length")
-    budget = max(min(lengths) - input_ids.shape[1], 1)  # criteria are asked behind a token only
-    most_slots = prompt + budget - 1
-    if max_cache_len is not None and most_slots > max_cache_len:
-        raise NotCovered(f"more cache slots needed than max_cache_len={max_cache_len}")
-    need(refused_length(model, prompt + budget))
-    if config._pad_token_tensor is None and any(hasattr(c, "eos_token_id") for c in criteria):
-        raise NotCovered("stop tokens without a pad token")
-    found = expected or survey(model)
-    need(found.obstacle)
-    lowest_position, last_position = (0, prompt - 1) if plain else torch.stack(torch.aminmax(positions[:, -1])).tolist()
-    selection = Selection.of(processors, criteria, config, getattr(text, "vocab_size", None))
-    eos = [] if isinstance(selection, str) or selection.eos is not None else [
-        c.eos_token_id.reshape(-1).to(input_ids.device) for c in criteria if type(c) is EosTokenCriteria]
-    only_rings = None not in rings_of(windows, bucket(most_slots))  # which take no more memory for a longer text
-    return CallPlan(
-        cache=cache, cache_is_users=users_cache, past=past, slots=most_slots if only_rings else min(most_slots, prompt + FIRST_REACH),
-        most_slots=most_slots,
-        budget=budget, windows=windows, lowest=lowest, position=positions[:, -1:],
-        eos=torch.cat(eos) if eos else None, selection=selection, masks=masks,
-        logits_to_keep="logits_to_keep" in kwargs,
-        odd_positions=last_position >= prompt or lowest_position < 0, from_zero=from_zero, survey=found, expected=expected is not None)
 
 
 def no_token(row: int, step: int) -> SamplingError:
@@ -211,7 +86,7 @@ class Session:
         model, plan, block = self.model, self.plan, self.block
         text = None if streamer is None else input_ids.cpu()  # here it waits for nothing of the call
         self.fingerprint = self.runner.fingerprint_of(plan)
-        block.begin(plan.lowest)
+        block.begin(plan.prompt.lowest)
         graph = self.runner.prefill_graph(model, plan, block, input_ids, self.fingerprint, at_once=not self._confirmed)
         if graph is None and not self._confirmed:
             self.confirm()
@@ -223,19 +98,19 @@ class Session:
             self.slot = self.cached = input_ids.shape[1]
             block.clear_from(self.slot)
         else:
-            into = plan.cache if plan.past else block.prefill_cache()
-            if plan.past:
+            into = plan.cache if plan.prompt.past else block.prefill_cache()
+            if plan.prompt.past:
                 block.reserve(plan.cache)
                 self.shown = True
             try:
                 outputs = model._prefill(input_ids, config, {**kwargs, "past_key_values": into})
             except UpdatedTwice:  # by layers of ours, so that nothing is in a cache of the user's yet
                 raise NotCovered("a forward that runs a layer twice") from None
-            self.slot = self.cached = block.take(into) if plan.past else into.get_seq_length()
-            block.clear_from(self.slot, rings_full=plan.lowest is not None)  # as `hold` leaves padded rows
+            self.slot = self.cached = block.take(into) if plan.prompt.past else into.get_seq_length()
+            block.clear_from(self.slot, rings_full=plan.prompt.lowest is not None)  # as `hold` leaves padded rows
             block.set_logits(outputs.logits[:, -1])
             del outputs
-        block.control.start(length=self.slot, position=plan.position, lowest=plan.lowest, budget=plan.budget,
+        block.control.start(length=self.slot, position=plan.prompt.position, lowest=plan.prompt.lowest, budget=plan.budget,
                             eos=plan.eos, pad=config._pad_token_tensor)
         if text is not None:
             self._announce = partial(streamer.put, text)

@@ -6,6 +6,7 @@ not hold stay library calls, in the program's order.
 """
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from mirage_hf.graph.block import BlockGraph, BlockOutput, Role
@@ -135,6 +136,7 @@ def _owned(op: KernelOp, t: DTensor) -> BlockOutput | None:
 
 _Open = frozenset[tuple[int, int]]
 """(cache, dim): a tensor depends on the slots of a cache along that dim, those that are written among them."""
+_Marks = tuple[_Open, _Open]
 
 
 @dataclass
@@ -160,77 +162,84 @@ class _Reads:
                 if self.opened[parts_of(op)[1].index]:
                     return False
                 self.opened[op.outputs[0].index] = self.shut[op.outputs[0].index] = frozenset()
-            elif not self._op(op):
-                return False
+            else:
+                marks = self._marks(op)
+                if marks is None:
+                    return False
+                self.opened[op.outputs[0].index], self.shut[op.outputs[0].index] = marks
         return not any(self.opened[t.index] for t in self.program.outputs)
 
-    def _op(self, op: KernelOp) -> bool:
-        tensors, out = [x for x in op.inputs if isinstance(x, DTensor)], op.outputs[0]
-        rank, attrs, kind = len(out.dims), dict(op.attrs), table.OPS[op.name].kind
+    def _marks(self, op: KernelOp) -> _Marks | None:
+        """Along what the output is open, and along what it is shut; None where a slot that is written may be seen in all of it."""
+        tensors, rank = [x for x in op.inputs if isinstance(x, DTensor)], len(op.outputs[0].dims)
+        rule = _RULES.get(op.name) or _RULES.get(table.OPS[op.name].kind)
+        if rule is not None:
+            return rule(self, op, tensors, rank)
+        return None if any(self.opened[t.index] for t in tensors) else (frozenset(), frozenset())
 
-        def moved(marks: _Open, to: dict[int, int]) -> _Open:
-            return frozenset((c, to[d]) for c, d in marks if d in to)
+    def _renamed(self, t: DTensor, to: dict[int, int]) -> _Marks | None:
+        """What a tensor is open and shut along, its dims renamed; None where it is open along a dim that ends here."""
+        opened, shut = self.opened[t.index], self.shut[t.index]
+        if any(d not in to and (self.ends[c], d) not in shut for c, d in opened):
+            return None
+        return _moved(opened, to), _moved(shut, to)
 
-        def both(t: DTensor, to: dict[int, int]) -> tuple[_Open, _Open] | None:
-            """What a tensor is open and shut along, its dims renamed; None where it is open along a dim that ends here."""
-            opened, shut = self.opened[t.index], self.shut[t.index]
-            ends = {(c, d) for c, d in opened if d not in to}
-            if any((self.ends[c], d) not in shut for c, d in ends):
-                return None
-            return moved(opened, to), moved(shut, to)
+    def _matmul(self, op: KernelOp, tensors: Sequence[DTensor], rank: int) -> _Marks | None:
+        a, b = tensors
+        summed = ((a, len(a.dims) - 1), (b, len(b.dims) - 2))
+        ended = {self.ends[c] for t, d in summed for c, at in self.opened[t.index] if at == d}
+        if not ended <= {p for t, d in summed for p, at in self.shut[t.index] if at == d}:
+            return None
+        maps = [(t, {d: rank - len(t.dims) + d for d in range(len(t.dims)) if d != s}) for t, s in summed]
+        opened, shut = (frozenset[tuple[int, int]]().union(*(_moved(marks[t.index], to) for t, to in maps))
+                        for marks in (self.opened, self.shut))
+        return opened, shut
 
-        def right(t: DTensor) -> dict[int, int]:
-            return {d: rank - len(t.dims) + d for d in range(len(t.dims))}
+    def _permute(self, op: KernelOp, tensors: Sequence[DTensor], rank: int) -> _Marks | None:
+        order = [o % rank for o in dict(op.attrs)["order"]]
+        if order[0] and self.opened[tensors[0].index]:  # a position counts along dim 0 of its cache
+            return None
+        return self._renamed(tensors[0], {o: d for d, o in enumerate(order)})
 
-        if op.name == "matmul":
-            a, b = tensors
-            last, inner = len(a.dims) - 1, len(b.dims) - 2
-            ended = {self.ends[c] for t, d in ((a, last), (b, inner)) for c, at in self.opened[t.index] if at == d}
-            ends = {p for t, d in ((a, last), (b, inner)) for p, at in self.shut[t.index] if at == d}
-            if not ended <= ends:
-                return False
-            to_a = {d: rank - len(a.dims) + d for d in range(len(a.dims)) if d != last}
-            to_b = {d: rank - len(b.dims) + d for d in range(len(b.dims)) if d != inner}
-            opened = moved(self.opened[a.index], to_a) | moved(self.opened[b.index], to_b)
-            shut = moved(self.shut[a.index], to_a) | moved(self.shut[b.index], to_b)
-        elif op.name == "permute":
-            order = [o % rank for o in attrs["order"]]
-            if order[0] and self.opened[tensors[0].index]:  # a position counts along dim 0 of its cache
-                return False
-            opened, shut = both(tensors[0], {o: d for d, o in enumerate(order)}) or (frozenset(), frozenset())
-        elif op.name in ("within", "softmax"):
-            x, dim = tensors[0], attrs["dim"] % rank
-            # a softmax of zeros is not zero, so what was shut along other dims is not any more
-            opened, shut = self.opened[x.index], self.shut[x.index] if op.name == "within" else frozenset()
-            if len(tensors) == 3:
-                hi = tensors[2].index
-                opened = frozenset((c, d) for c, d in opened if (d, self.ends[c]) != (dim, hi))
-                shut |= {(hi, dim)}
-            elif any(d == dim for _, d in opened):
-                return False
-        elif kind == "reduce":
-            dim = attrs["dim"] % rank
-            found = both(tensors[0], {d: d for d in range(rank) if d != dim})
-            if found is None:
-                return False
-            opened, shut = found
-        elif kind == "elementwise":
-            marks = [(moved(self.opened[t.index], right(t)), moved(self.shut[t.index], right(t))) for t in tensors]
-            opened = frozenset().union(*(o for o, _ in marks))
-            whole = len(tensors) == len(op.inputs)
-            if op.name == "mul":
-                shut = frozenset().union(*(s for _, s in marks))
-            elif op.name in ("cast", "neg") or (op.name == "div" and isinstance(op.inputs[0], DTensor)):
-                shut = marks[0][1]
-            else:
-                shut = frozenset.intersection(*(s for _, s in marks)) if op.name in ("add", "sub") and whole else frozenset()
-        elif op.name in ("rms_norm", "layer_norm", "rope"):
-            opened, shut = self.opened[tensors[0].index], frozenset()
-            if any(d == rank - 1 for _, d in opened) or any(self.opened[t.index] for t in tensors[1:]):
-                return False
-        elif any(self.opened[t.index] for t in tensors):
-            return False
-        else:
-            opened = shut = frozenset()
-        self.opened[out.index], self.shut[out.index] = opened, shut
-        return True
+    def _bounded(self, op: KernelOp, tensors: Sequence[DTensor], rank: int) -> _Marks | None:
+        """within, softmax"""
+        x, dim = tensors[0], dict(op.attrs)["dim"] % rank
+        # a softmax of zeros is not zero, so what was shut along other dims is not any more
+        opened, shut = self.opened[x.index], self.shut[x.index] if op.name == "within" else frozenset()
+        if len(tensors) == 3:
+            hi = tensors[2].index
+            return frozenset((c, d) for c, d in opened if (d, self.ends[c]) != (dim, hi)), shut | {(hi, dim)}
+        return None if any(d == dim for _, d in opened) else (opened, shut)
+
+    def _reduce(self, op: KernelOp, tensors: Sequence[DTensor], rank: int) -> _Marks | None:
+        dim = dict(op.attrs)["dim"] % rank
+        return self._renamed(tensors[0], {d: d for d in range(rank) if d != dim})
+
+    def _elementwise(self, op: KernelOp, tensors: Sequence[DTensor], rank: int) -> _Marks | None:
+        maps = [(t, {d: rank - len(t.dims) + d for d in range(len(t.dims))}) for t in tensors]
+        opened = frozenset[tuple[int, int]]().union(*(_moved(self.opened[t.index], to) for t, to in maps))
+        zeros = [_moved(self.shut[t.index], to) for t, to in maps]
+        if op.name == "mul":
+            return opened, frozenset[tuple[int, int]]().union(*zeros)
+        if op.name in ("cast", "neg") or (op.name == "div" and isinstance(op.inputs[0], DTensor)):
+            return opened, zeros[0]
+        both = op.name in ("add", "sub") and len(tensors) == len(op.inputs)
+        return opened, frozenset.intersection(*zeros) if both else frozenset()
+
+    def _along_last(self, op: KernelOp, tensors: Sequence[DTensor], rank: int) -> _Marks | None:
+        """Norms, rope"""
+        opened = self.opened[tensors[0].index]
+        if any(d == rank - 1 for _, d in opened) or any(self.opened[t.index] for t in tensors[1:]):
+            return None
+        return opened, frozenset()
+
+
+_RULES: dict[str, Callable[[_Reads, KernelOp, Sequence[DTensor], int], _Marks | None]] = {
+    "matmul": _Reads._matmul, "permute": _Reads._permute, "within": _Reads._bounded, "softmax": _Reads._bounded,
+    "rms_norm": _Reads._along_last, "layer_norm": _Reads._along_last, "rope": _Reads._along_last,
+    "reduce": _Reads._reduce, "elementwise": _Reads._elementwise}
+"""By op, else by kind of op."""
+
+
+def _moved(marks: _Open, to: dict[int, int]) -> _Open:
+    return frozenset((c, to[d]) for c, d in marks if d in to)

@@ -229,9 +229,8 @@ def test_stop_strings(extra):
 
 
 def test_growth(monkeypatch):
-    from mirage_hf.decode import session
 
-    monkeypatch.setattr(session, "FIRST_REACH", 3)
+    monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
     model = tiny("llama", max_position_embeddings=1024).cuda()
     runner = install(model)
     for _ in range(2):

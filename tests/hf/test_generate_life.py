@@ -16,7 +16,7 @@ from decoding import VOCABULARY, Recorder, assert_same, assert_same_cache, both,
 from features import fake_captures
 from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM, pipeline
 
-from mirage_hf.decode import DecodeError, cache, install, prefill, program, session, uninstall
+from mirage_hf.decode import DecodeError, cache, install, prefill, program, uninstall
 from mirage_hf.decode.cache import Control, most_idle
 from mirage_hf.decode.fingerprint import survey
 
@@ -210,7 +210,7 @@ def test_without_any_memory_a_call_is_stocks(monkeypatch, place, past):
 
 @pytest.mark.parametrize("seen", [False, True])
 def test_a_block_that_cannot_grow(monkeypatch, seen):
-    monkeypatch.setattr(session, "FIRST_REACH", 3)
+    monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
     model = tiny("llama", max_position_embeddings=1024)
     runner, given = install(model), {"inputs": prompt(1, 250), "max_new_tokens": 40}
     want = stock(model, **given)
@@ -227,7 +227,7 @@ def test_a_block_that_cannot_grow(monkeypatch, seen):
 
 def test_a_call_whose_blocks_cannot_be_captured_is_counted_once(monkeypatch):
     fake_captures(monkeypatch)
-    monkeypatch.setattr(session, "FIRST_REACH", 3)
+    monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
     model = tiny("llama", max_position_embeddings=1024)
     runner = install(model)
     monkeypatch.setattr(program, "capture", lambda *a: out_of_memory())
@@ -281,7 +281,7 @@ def test_a_call_that_begins_again_draws_and_counts_once(monkeypatch):
     runner, given = install(model), {"inputs": prompt(1, 250), "max_new_tokens": 40, "do_sample": True}
 
     def drawn(times):
-        monkeypatch.setattr(session, "FIRST_REACH", 3)
+        monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
         runner.release()
         runner.counts.clear()
         torch.manual_seed(0)
@@ -550,7 +550,7 @@ def test_a_failed_prefill_leaves_nothing_behind():
 @pytest.mark.parametrize("past", [0, 3])
 def test_layers_that_the_config_still_has(family, past, monkeypatch):
     """A model may lose layers while its config keeps their number; a cache made from that has layers that nothing fills."""
-    monkeypatch.setattr(session, "FIRST_REACH", 64)
+    monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 64)
     model = tiny(family, max_position_embeddings=1024)
     model.model.layers = model.model.layers[:1]
     runner = install(model)

@@ -15,7 +15,7 @@ from transformers import GenerationMixin
 
 from mirage_hf import kernels
 from mirage_hf.api import optimize
-from mirage_hf.decode import cache, generate, install, prefill, program, session
+from mirage_hf.decode import cache, generate, install, plan, prefill, program, session
 from mirage_hf.errors import CodegenError, MirageError
 from mirage_hf.match import prompt_step
 
@@ -609,7 +609,8 @@ def test_a_model_is_looked_at_while_the_prompt_runs(change: str, streams: bool, 
         alter(model)
     events, before = [], dict(runner.prefills)
     look, replay, enqueue = session.survey, prefill.PrefillGraph.run, session.Session._enqueue
-    monkeypatch.setattr(session, "survey", lambda model: events.append("look") or look(model))
+    for module in (plan, session):
+        monkeypatch.setattr(module, "survey", lambda model: events.append("look") or look(model))
     monkeypatch.setattr(session.Session, "_enqueue", lambda self: events.append("step") or enqueue(self))
     monkeypatch.setattr(prefill.PrefillGraph, "run", lambda self, *of: events.append("prompt") or replay(self, *of))
 
@@ -752,8 +753,8 @@ def test_a_call_s_fingerprint_is_its_own() -> None:
     """Of two calls in two threads one may expect the model that was there while the other knows the one that is."""
     class Raced(generate.DecodeRunner):
         _fingerprint = property(lambda self: ("another thread's", None), lambda self, found: None)  # type: ignore[assignment]
-    plan: Any = SimpleNamespace(survey=SimpleNamespace(key="expected"), masks=None)
-    assert Raced().fingerprint_of(plan) == ("expected", None)
+    given: Any = SimpleNamespace(survey=SimpleNamespace(key="expected"), masks=None)
+    assert Raced().fingerprint_of(given) == ("expected", None)
 
 
 def test_no_prompt_is_captured_before_a_look(called: list[str], resolved: list[Any]) -> None:

@@ -344,9 +344,8 @@ def test_other_rows_do_not_matter():
 
 
 def test_a_text_that_outgrows_its_block(monkeypatch):
-    from mirage_hf.decode import session
 
-    monkeypatch.setattr(session, "FIRST_REACH", 3)
+    monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
     model, tok = tiny("llama", max_position_embeddings=1024), tokenizer()
     runner = install(model, depth=2)
     for extra in ({"do_sample": True}, {"no_repeat_ngram_size": 2}, {"stop_strings": ["neverwhere"], "tokenizer": tok},

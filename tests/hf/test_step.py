@@ -23,7 +23,6 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 from mirage_hf import kernels
 from mirage_hf.api import optimize, restore
-from mirage_hf.decode import session
 from mirage_hf.decode.fingerprint import survey
 from mirage_hf.errors import CodegenError, SearchError
 from mirage_hf.swap import check
@@ -140,7 +139,7 @@ def test_prompts_in_a_row() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_block_that_grows_in_mid_call(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    monkeypatch.setattr(session, "FIRST_REACH", 3)
+    monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
     stock, ours = pair(lambda: tiny(family, max_position_embeddings=1024))
     runner = ours.mirage.runner
     agree(stock, ours, {**left_padded((250, 240, 3)), **FULL, "max_new_tokens": 40})
@@ -902,7 +901,7 @@ def test_released_memory_comes_back() -> None:
 def test_searched_kernels_step_as_stock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(check, "SAMPLES", 64)
-    monkeypatch.setattr(session, "FIRST_REACH", 3)
+    monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     stock, ours = pair(lambda: tiny("qwen3", max_position_embeddings=1024), batch_sizes=(1, 2), verify=True)
     rows = ours.mirage.report.rows
