@@ -303,8 +303,8 @@ class Block:
     """What chose on this block so far and may have graphs here, by its key; the one used last is last."""
     ends: Any = None
     """The ends of steps with these logits (decode/ends.py)."""
-    prompts: Counter[tuple[Any, ...]] = field(default_factory=Counter)
-    """Prompts so far that a captured prefill could serve, by what tells such graphs apart."""
+    prompts: Counter[Any] = field(default_factory=Counter)
+    """Prompts so far that a captured prefill could serve, by shape."""
     valid_for: object = None
     """The fingerprint of the model that `graphs` were captured from; see `graphs_for`."""
     graph_pool: Any = None

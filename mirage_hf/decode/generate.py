@@ -23,7 +23,7 @@ from mirage_hf.decode.chain import CHANGED, StepProgram, obstacle
 from mirage_hf.decode.fingerprint import Survey, still_expected, survey
 from mirage_hf.decode.graphs import can_capture
 from mirage_hf.decode.plan import CallPlan, NotCovered, plan_call
-from mirage_hf.decode.prefill import MOST_TOKENS, PrefillGraph, Prompts, bucket_of, can_call
+from mirage_hf.decode.prefill import PrefillGraph, Prompts, Shape, can_call
 from mirage_hf.decode.program import CapturedForward, Chooser, Step
 from mirage_hf.decode.routing import effective, refused_arguments, refused_model, refused_options
 from mirage_hf.decode.session import Outdated, Session
@@ -209,11 +209,10 @@ class DecodeRunner:
         `at_once`: only one that may be replayed before anybody has looked at the model."""
         if self.mode == "eager" or can_capture(block.device) or plan.survey.no_graph or not plan.prompt_alone:
             return None
-        bucket = self._bucket(plan, block, input_ids)
-        batch = input_ids.shape[0]
-        if bucket is None or batch * bucket > MOST_TOKENS:
+        shape = self._shape(plan, block, input_ids)
+        if shape is None or not shape.few:
             return None
-        return self.prompts.graph(model, block, (batch, bucket), self.steps, partial(self._able, plan, block), key, at_once,
+        return self.prompts.graph(model, block, shape, self.steps, partial(self._able, plan, block), key, at_once,
                                   own=plan.survey.rope is None)
 
     def prefill_by_kernels(self, model: Any, plan: CallPlan, block: Block, input_ids: Tensor, key: Fingerprint) -> bool:
@@ -221,17 +220,17 @@ class DecodeRunner:
         steps = self.steps
         if steps is None or steps.no_prompts or not can_call(block.device) or not plan.prompt_alone:
             return False
-        bucket = self._bucket(plan, block, input_ids)
-        if bucket is None or block.batch not in steps.rows:
+        shape = self._shape(plan, block, input_ids)
+        if shape is None or block.batch not in steps.rows:
             return False
         if not block.keys and plan.survey.model != self.valid_for:  # no room as its kernels want it for a model that may want another
             return False
-        return self.prompts.by_kernels(model, block, input_ids, bucket, steps, partial(self._able, plan, block), key)
+        return self.prompts.by_kernels(model, block, input_ids, shape, steps, partial(self._able, plan, block), key)
 
-    def _bucket(self, plan: CallPlan, block: Block, input_ids: Tensor) -> int | None:
+    def _shape(self, plan: CallPlan, block: Block, input_ids: Tensor) -> Shape | None:
         """What a prompt is filled up to, None where it cannot be."""
-        bucket, rope = bucket_of(input_ids.shape[1], block, plan.masks.windows), plan.survey.rope
-        return None if bucket is None or (rope is not None and bucket > rope.reach) else bucket
+        shape, rope = Shape.of(input_ids.shape[1], block, plan.masks), plan.survey.rope
+        return None if shape is None or (rope is not None and shape.tokens > rope.reach) else shape
 
     def _able(self, plan: CallPlan, block: Block) -> Steps | None:
         """The model's kernels where they serve a call."""

@@ -5,6 +5,7 @@ forward runs, or is captured. A chain of ours is only kept if it gave what HF's 
 
 A prompt is filled up on the right: what is causal does not see later tokens, and the logits are those of its own last token. Keys of
 the filling are cleared. For the chain padding on the left is moved there, too, so that no row needs a mask; the keys go where they belong.
+Prompts that a sliding window cuts are for the chain as well: filled up, HF's forward would leave the filling's keys in rings.
 
 The first prompt of a model runs HF's forward as it is; later ones the chain, and the second of a bucket is captured, where it is short:
 what the GPU does for a long one takes longer than the host's launches.
@@ -12,17 +13,18 @@ what the GPU does for a long one takes longer than the host's launches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mirage_hf.decode.cache import Block
+from mirage_hf.decode.cache import Block, Ring
 from mirage_hf.decode.graphs import capture
+from mirage_hf.decode.program import MaskPlan
 from mirage_hf.errors import MirageError
-from mirage_hf.match.prompt_step import Prompt
+from mirage_hf.match.prompt_step import Band, Prompt
 from mirage_hf.swap.pieces import LEAST
 from mirage_hf.swap.steps import Steps
 
@@ -36,7 +38,57 @@ MOST_TOKENS = 2048
 2 ms, the first token 9.6 ms without a graph and 5.6 with one); where the GPU takes as long as the host is an estimate."""
 CHECKED = 3 * GRAIN
 """Tokens of the prompt on which a chain is compared with HF's forward before it is called, where the prompt of the call has more than
-MOST_TOKENS."""
+MOST_TOKENS and goes beyond no window."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What tells programs of prompts apart."""
+
+    batch: int
+    tokens: int
+    """Filled up: a multiple of GRAIN."""
+    padded: bool
+    """Whether rows have padding on the left."""
+    cuts: tuple[int | None, ...]
+    """Of each layer the window that hides some of the tokens from others, None where none does."""
+    beyond: int
+    """The least number of tokens that goes beyond every window and ring that these go beyond; 0 where there is none."""
+
+    @classmethod
+    def of(cls, length: int, block: Block, masks: MaskPlan) -> Shape | None:
+        """The shape of a block's prompts of so many tokens; None where they do not fit in, filled up."""
+        tokens = _filled_up(length)
+        if tokens > block.capacity:
+            return None
+        cuts = masks.cutting(tokens, len(block.windows))
+        around = [ring.window for ring in block.rings if ring is not None and tokens > ring.spare]
+        return cls(block.batch, tokens, block.lowest is not None, cuts, max([*(w + 1 for w in cuts if w is not None), *around], default=0))
+
+    @property
+    def few(self) -> bool:
+        """Whether the host takes longer than the GPU, so that capturing them pays."""
+        return self.batch * self.tokens <= MOST_TOKENS
+
+    @property
+    def plain(self) -> bool:
+        """Whether HF's forward of prompts that are filled up leaves what it leaves of those that are not."""
+        return not self.padded and not self.beyond
+
+    @property
+    def kind(self) -> Shape:
+        """What is equal of shapes that one check is enough for."""
+        return replace(self, tokens=0)
+
+    @property
+    def checked(self) -> int:
+        """Tokens of the prompt on which a chain is compared with HF's forward before it is called."""
+        return self.tokens if self.few else min(self.tokens, _filled_up(max(CHECKED, self.beyond)))
+
+
+def _filled_up(length: int) -> int:
+    grain = GRAIN if length <= 8 * LONG_GRAIN else LONG_GRAIN
+    return -(-length // grain) * grain
 
 
 @dataclass(frozen=True)
@@ -49,6 +101,8 @@ class Filled:
     """(batch,): the index of each row's last token."""
     sources: Tensor | None
     """(batch, bucket): of each slot the token whose key goes there, where rows have left padding; None where token n goes to slot n."""
+    around: Mapping[Ring, Tensor]
+    """The same (batch, slots but the spare one) of rings with fewer slots than the prompt has tokens."""
 
     @classmethod
     def allocate(cls, block: Block, tokens: int, padded: bool) -> Filled:
@@ -56,8 +110,9 @@ class Filled:
         with torch.inference_mode(False):
             def ints(*dims: int) -> Tensor:
                 return torch.zeros(dims, dtype=torch.long, device=block.device)
+            around = {ring: ints(block.batch, ring.spare) for ring in block.rings if ring is not None and tokens > ring.spare}
             return cls(ints(block.batch, tokens), torch.full((block.batch,), tokens - 1, dtype=torch.long, device=block.device),
-                       ints(block.batch, tokens) if padded else None)
+                       ints(block.batch, tokens) if padded else None, around)
 
     def take(self, input_ids: Tensor, padding: Tensor | None) -> None:
         """Put prompts (batch, length) there. `padding`: of each row (batch, 1), where there is any."""
@@ -67,12 +122,19 @@ class Filled:
             self.ids[:, :length].copy_(input_ids)
             self.ids[:, length:].copy_(input_ids[:, -1:].expand(-1, tokens - length))
             self.last.fill_(length - 1)
-            return
-        assert self.sources is not None
-        slots = torch.arange(tokens, device=self.ids.device)
-        self.ids.copy_(input_ids.gather(1, (slots + padding).clamp_max_(length - 1)))
-        self.last.copy_(length - 1 - padding[:, 0])
-        self.sources.copy_((slots - padding).clamp_min_(0))
+        else:
+            assert self.sources is not None
+            slots = torch.arange(tokens, device=self.ids.device)
+            self.ids.copy_(input_ids.gather(1, (slots + padding).clamp_max_(length - 1)))
+            self.last.copy_(length - 1 - padding[:, 0])
+            self.sources.copy_((slots - padding).clamp_min_(0))
+        for ring, sources in self.around.items():
+            own = self.last[:, None] + 1  # a ring counts from a row's own first token on
+            sources.copy_(ring.held(own, torch.zeros_like(own)).clamp_min_(0))
+
+    def sources_of(self, ring: Ring | None) -> Tensor | None:
+        """Of the first slots of a layer the tokens (batch, slots) whose keys go there, None where token n goes to slot n."""
+        return self.sources if ring is None else self.around.get(ring)
 
 
 @dataclass(frozen=True)
@@ -109,33 +171,24 @@ def can_call(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def bucket_of(length: int, block: Block, windows: tuple[tuple[str, int | None], ...]) -> int | None:
-    """The bucket of a prompt, or None where it has none: more tokens than a block, a sliding window or what a ring begins with."""
-    grain = GRAIN if length <= 8 * LONG_GRAIN else LONG_GRAIN
-    bucket = -(-length // grain) * grain
-    fits = bucket <= block.capacity and all(ring is None or bucket <= ring.spare for ring in block.rings)
-    return bucket if fits and all(window is None or bucket <= window for _, window in windows) else None
-
-
 class Prompts:
     """The prompts of one model by kernels or captured: which there are, and which cannot be. `count` is told what happens to each."""
 
     def __init__(self, count: Callable[[str], None]):
         self.count = count
-        self._refused: dict[tuple[int, int], object] = {}
-        self._refused_by_kernels: dict[tuple[int, int, bool], object] = {}
-        """By batch and bucket, and by whether rows have padding, the state of the model that was refused."""
+        self._refused: dict[Shape, object] = {}
+        self._refused_by_kernels: dict[Shape, object] = {}
+        """The state of the model that was refused."""
         self._first: dict[int, object] = {}
         """By batch the last state of the model whose first prompt has been left to HF's forward."""
-        self._checked: dict[tuple[int, bool], tuple[object, bool]] = {}
-        """By batch and by whether rows have padding a state of the model, and whether its prompts may be called."""
+        self._checked: dict[Shape, tuple[object, bool]] = {}
+        """By kind of shape a state of the model, and whether its prompts may be called."""
 
-    def by_kernels(self, model: Any, block: Block, input_ids: Tensor, bucket: int, steps: Steps, able: Callable[[], Steps | None],
+    def by_kernels(self, model: Any, block: Block, input_ids: Tensor, shape: Shape, steps: Steps, able: Callable[[], Steps | None],
                    key: object) -> bool:
-        """Prefill a prompt (batch, length), filled up to `bucket`, by kernels without a graph, logits included. False where HF's forward is
+        """Prefill a prompt (batch, length), filled up to `shape`, by kernels without a graph, logits included. False where HF's forward is
         to run, whatever failed, and for the first prompt of a state `key` of the model, as for that nothing need be made ready."""
-        batch, padded = input_ids.shape[0], block.lowest is not None
-        kind = batch, padded
+        batch, kind = shape.batch, shape.kind
         known, good = self._checked.get(kind, (None, False))
         if known == key and not good:
             return False
@@ -147,11 +200,11 @@ class Prompts:
             if able() is not steps:
                 return False
             if known != key:
-                _check(model, block, bucket if batch * bucket <= MOST_TOKENS else min(bucket, CHECKED), steps)
-            prompt = Filled.allocate(block, bucket, padded)
+                _check(model, block, replace(shape, tokens=shape.checked), steps)
+            prompt = Filled.allocate(block, shape.tokens, shape.padded)
             prompt.take(input_ids, block.lowest)
-            run, _ = _chain(steps, block, prompt)
-            block.dirty, block.written = max(block.dirty, bucket), set(range(len(steps.layers)))
+            run, _ = _chain(steps, block, prompt, shape.cuts)
+            block.dirty, block.written = max(block.dirty, shape.tokens), set(range(len(steps.layers)))
             run()
         except torch.OutOfMemoryError:
             self.count("not by kernels: out of memory")  # another time there may be more
@@ -164,15 +217,13 @@ class Prompts:
         self.count("called, by kernels")
         return True
 
-    def graph(self, model: Any, block: Block, shape: tuple[int, int], present: Steps | None, able: Callable[[], Steps | None], key: object,
+    def graph(self, model: Any, block: Block, shape: Shape, present: Steps | None, able: Callable[[], Steps | None], key: object,
               at_once: bool, own: bool = True) -> PrefillGraph | None:
-        """Return the one that serves prompts of `shape` (batch, bucket), captured now if it is the second of them; None where HF's prefill
-        runs. `present`: the model's kernels; `able` gives them where they serve this call. `key`: the state of the model. `at_once`: only
-        one that may be replayed before anybody has looked at the model. `own`: whether HF's forward may be captured; of
-        padded rows it never is."""
-        padded = block.lowest is not None
-        what = "prefill", shape[1], padded
-        if not padded and self._refused.get(shape) == key:
+        """Return the one that serves prompts of `shape`, captured now if it is the second of them; None where HF's prefill runs. `present`:
+        the model's kernels; `able` gives them where they serve this call. `key`: the state of the model. `at_once`: only one that may be
+        replayed before anybody has looked at the model. `own`: whether HF's forward may be captured where the shape is a plain one."""
+        what = "prefill", shape
+        if self._refused.get(shape) == key:
             return None
         graphs = block.graphs_for(key)
         found: PrefillGraph | None = graphs.get(what)
@@ -182,36 +233,34 @@ class Prompts:
         if at_once and (found is None or not found.reads_what_is_there(present)):
             return None
         if found is None:
-            found = self._second(model, block, shape, able, key, own and not padded)
+            found = self._second(model, block, shape, able, key, own and shape.plain)
             if found is None:
                 return None
             graphs[what] = found
         self.count("captured, by kernels" if found.by_kernels else "captured")
         return found
 
-    def _second(self, model: Any, block: Block, shape: tuple[int, int], able: Callable[[], Steps | None], key: object,
+    def _second(self, model: Any, block: Block, shape: Shape, able: Callable[[], Steps | None], key: object,
                 own: bool) -> PrefillGraph | None:
         """A capture, if a prompt of the bucket has run before."""
-        kind = *shape, block.lowest is not None
-        block.prompts[kind] += 1
-        if block.prompts[kind] < 2 or not block.keys or not block.logits.numel():
+        block.prompts[shape] += 1
+        if block.prompts[shape] < 2 or not block.keys or not block.logits.numel():
             return None
-        block.dirty = max(block.dirty, shape[1])  # what warming up writes
-        steps = None if self._refused_by_kernels.get(kind) == key else able()
+        block.dirty = max(block.dirty, shape.tokens)  # what warming up writes
+        steps = None if self._refused_by_kernels.get(shape) == key else able()
         if steps is not None and steps.no_prompts:
             self.count(f"not by kernels: {steps.no_prompts}")
             steps = None
         return self._captured(model, block, shape, steps, key, own)
 
-    def _captured(self, model: Any, block: Block, shape: tuple[int, int], steps: Steps | None, key: object,
+    def _captured(self, model: Any, block: Block, shape: Shape, steps: Steps | None, key: object,
                   own: bool) -> PrefillGraph | None:
         """By `steps`; where that cannot be HF's forward, and None where that cannot be captured either."""
         if steps is None and not own:
             return None
-        kind = *shape, block.lowest is not None
         for again in (True, False):
             try:
-                return capture_prefill(model, block, *shape, steps)
+                return capture_prefill(model, block, shape, steps)
             except Exception as error:  # whatever there is against this call, HF's own prefill is the way out
                 failed = error.with_traceback(None)  # which keeps the memory of what was tried
             if not (again and isinstance(failed, torch.OutOfMemoryError)):
@@ -221,14 +270,14 @@ class Prompts:
         self.count(f"{'called' if steps is None else 'not by kernels'}: {why}")
         if isinstance(failed, torch.OutOfMemoryError):
             block.drop_graphs()
-            block.prompts[kind] = 0  # another time there may be more
+            block.prompts[shape] = 0  # another time there may be more
             return None
         if steps is None:
             self._refused[shape] = key
             return None
-        self._refused_by_kernels[kind] = key
+        self._refused_by_kernels[shape] = key
         if isinstance(failed, MirageError):  # what is wrong here is not called either
-            self._checked[block.batch, block.lowest is not None] = key, False
+            self._checked[shape.kind] = key, False
         return self._captured(model, block, shape, None, key, own)
 
 
@@ -270,20 +319,20 @@ def _stock(model: Any, block: Block, ids: Tensor, last: Tensor, padding: Tensor 
     return run, positions
 
 
-def capture_prefill(model: Any, block: Block, batch: int, bucket: int, steps: Steps | None = None) -> PrefillGraph:
-    """Capture prompts of `bucket` tokens, filled up, into a block that has held a prompt: by `steps`, or HF's forward.
+def capture_prefill(model: Any, block: Block, shape: Shape, steps: Steps | None = None) -> PrefillGraph:
+    """Capture prompts of `shape` into a block that has held a prompt: by `steps`, or HF's forward.
 
     Errors: MirageError where the kernels of `steps` do not give what HF's forward gives, or that sees what a prompt is filled up with;
     RuntimeError where nothing can be captured.
     """
-    prompt, kept = Filled.allocate(block, bucket, block.lowest is not None), block.logits.clone()
+    prompt, kept = Filled.allocate(block, shape.tokens, shape.padded), block.logits.clone()
     try:
         if steps is not None:
-            run, held = _chain(steps, block, prompt)
+            run, held = _chain(steps, block, prompt, shape.cuts)
             _compare(model, block, prompt, run)
         else:
             run, held = _stock(model, block, prompt.ids, prompt.last[:1])
-            prompt.ids.copy_(_random(model, block, bucket))
+            prompt.ids.copy_(_random(model, block, shape.tokens))
             _check_causal(run, block, prompt.ids, prompt.last)
         graph, block.graph_pool = capture(run, block.device, block.graph_pool)
     finally:
@@ -292,20 +341,22 @@ def capture_prefill(model: Any, block: Block, batch: int, bucket: int, steps: St
     return PrefillGraph(graph, prompt, None if steps is None else _addresses(steps), held, frozenset(layers))
 
 
-def _check(model: Any, block: Block, tokens: int, steps: Steps) -> None:
-    """Errors: MirageError where the kernels of `steps` do not give what HF's forward gives of prompts of so many tokens."""
-    prompt = Filled.allocate(block, tokens, block.lowest is not None)
-    block.dirty = max(block.dirty, tokens)
-    _compare(model, block, prompt, _chain(steps, block, prompt)[0])
+def _check(model: Any, block: Block, shape: Shape, steps: Steps) -> None:
+    """Errors: MirageError where the kernels of `steps` do not give what HF's forward gives of prompts of that shape."""
+    prompt = Filled.allocate(block, shape.tokens, shape.padded)
+    block.dirty = max(block.dirty, shape.tokens)
+    _compare(model, block, prompt, _chain(steps, block, prompt, shape.cuts)[0])
 
 
 def _addresses(steps: Steps) -> tuple[int, ...]:
     return tuple([w.data_ptr() for w in steps.weights])
 
 
-def _chain(steps: Steps, block: Block, prompt: Filled) -> tuple[Callable[[], None], Any]:
-    """What runs prompts by kernels and the library, and what it reads besides. Errors: MirageError where there are no kernels."""
+def _chain(steps: Steps, block: Block, prompt: Filled, cuts: Sequence[int | None]) -> tuple[Callable[[], None], Any]:
+    """What runs prompts by kernels and the library, and what it reads besides. `cuts`: each layer's window, where it hides tokens of these
+    prompts. Errors: MirageError where there are no kernels."""
     batch, tokens = prompt.ids.shape
+    bands = {w: Band.of(w, tokens, steps.embedding) for w in cuts if w is not None}
     cos, sin = (table.repeat(1, batch, 1)[:, :, None] for table in steps.rotary_tables(tokens))
     kernels = steps.prompt_kernels(batch * tokens)
 
@@ -316,11 +367,11 @@ def _chain(steps: Steps, block: Block, prompt: Filled) -> tuple[Callable[[], Non
                 x = x.mul_(steps.embedding_scale)
             for n, (layer, found) in enumerate(zip(steps.layers, kernels, strict=True)):
                 assert layer.prompt is not None
-                sources = prompt.sources if block.rings[n] is None else None  # a ring's slots count from a row's own first token on
-                x = layer.prompt(found, x, Prompt(cos[layer.rope], sin[layer.rope], block.keys[n], block.values[n], sources))
+                x = layer.prompt(found, x, Prompt(cos[layer.rope], sin[layer.rope], block.keys[n], block.values[n],
+                                                  prompt.sources_of(block.rings[n]), None if (cut := cuts[n]) is None else bands[cut]))
             x = x.view(batch, tokens, -1).gather(1, prompt.last[:, None, None].expand(-1, 1, x.shape[-1]))
             steps.head(batch, x[:, 0], block.logits)
-    return run, (cos, sin, kernels)
+    return run, (cos, sin, kernels, bands)
 
 
 def _compare(model: Any, block: Block, prompt: Filled, ours: Callable[[], None]) -> None:
@@ -359,12 +410,13 @@ def _check_causal(stock: Callable[[], None], block: Block, ids: Tensor, last: Te
 
 def _distance(first: Callable[[], None], second: Callable[[], None], block: Block, tokens: int) -> tuple[float, float]:
     """How far what two calls leave of `tokens` tokens, padding left out, is apart, of its size, and what rounding may explain."""
-    seen = [block.logits, *(x[:, :, :tokens] for memory in (block.keys, block.values) for x in memory.values())]
+    layers = [(memory[n], block.rings[n]) for memory in (block.keys, block.values) for n in memory]
+    seen = [block.logits, *(x[:, :, :tokens if ring is None else min(tokens, ring.spare)] for x, ring in layers)]
     hidden: list[Tensor | None] = [None] * len(seen)
     if block.lowest is not None:
         slots = torch.arange(tokens, device=block.device)
-        hidden[1:] = [(slots < block.lowest if block.rings[n] is None else slots >= tokens - block.lowest)[:, None, :, None]
-                      for memory in (block.keys, block.values) for n in memory]
+        hidden[1:] = [(slots < block.lowest if ring is None else slots[:x.shape[2]] >= tokens - block.lowest)[:, None, :, None]
+                      for x, (_, ring) in zip(seen[1:], layers, strict=True)]
     first()
     want = [x.clone() for x in seen]
     try:

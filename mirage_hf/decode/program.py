@@ -43,6 +43,12 @@ class MaskPlan:
         """The kind of a layer, a name in `windows`."""
         return self.layers[layer] if self.by_layer_type else ""
 
+    def cutting(self, tokens: int, layers: int) -> tuple[int | None, ...]:
+        """Of each layer the window that hides some of so many tokens from later ones, None where none does."""
+        windows = dict(self.windows)
+        found = (windows[self.kind_of(n)] for n in range(layers))
+        return tuple([w if w is not None and w < tokens else None for w in found])
+
     def mismatch(self, windows: Sequence[int | None]) -> str | None:
         """Why layers whose caches drop keys out of these windows are not this model's: each kind drops what it does not see, or nothing."""
         ours = dict(self.windows)

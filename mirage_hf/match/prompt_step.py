@@ -1,6 +1,7 @@
 """A decoder layer for whole prompts: products and attention by the library, what lies between them by kernels."""
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,41 @@ from mirage_hf.patterns.prompt import PROMPT_ACTIVATION, PROMPT_ADDED, PROMPT_GA
 MOST_ROWS = 1 << 16
 """That the half behind attention takes at once: what it holds meanwhile is several times as wide as x. That products of more rows
 are no faster is an estimate. A multiple of the rows of every kernel's piece, so that what is left over needs no kernels of its own."""
+ROUND = 64
+"""What a run of tokens sees before it is a multiple of so many: fused attention wants masks whose rows begin at multiples of 16 bytes."""
+LEAST_RUN = 512
+"""Tokens that attention through a window takes at once, or as many as the window has: fewer are more launches, more are more scores that
+nobody sees."""
+
+
+class Band:
+    """Causal attention of a prompt through a sliding window, by runs of tokens: its cost grows with the length, not with its square."""
+
+    def __init__(self, mask: Tensor):
+        self.mask = mask
+        """(run, back + run) numbers that are added to scores: token n of a run may see `back` tokens before the run, and the run's."""
+
+    @classmethod
+    def of(cls, window: int, tokens: int, like: Tensor) -> Band:
+        """For a window and a number of tokens; `like`: whose dtype and device queries have."""
+        back = -(-window // ROUND) * ROUND
+        run = min(max(back, LEAST_RUN), tokens)
+        with torch.inference_mode(False):
+            token, seen = torch.arange(run, device=like.device)[:, None], torch.arange(-back, run, device=like.device)
+            mask = torch.zeros(run, back + run, dtype=like.dtype, device=like.device)
+            return cls(mask.masked_fill_((seen > token) | (seen <= token - window), -math.inf))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """q (b, heads, tokens, d), k and v (b, kv_heads, tokens, d), each head's of which its group of q's sees: (b, tokens, heads, d)."""
+        run, group = self.mask.shape[0], q.shape[1] // k.shape[1]
+        back, made = self.mask.shape[1] - run, []
+        for first in range(0, q.shape[2], run):
+            here, before = q[:, :, first:first + run], min(back, first)
+            # fused attention takes a mask only where there are as many heads of keys as of queries
+            keys, values = (x[:, :, first - before:first + run].repeat_interleave(group, 1) for x in (k, v))
+            mask = self.mask[:here.shape[2], back - before:][:, :keys.shape[2]]
+            made.append(F.scaled_dot_product_attention(here, keys, values, attn_mask=mask, scale=scale).transpose(1, 2))
+        return torch.cat(made, 1)
 
 
 @dataclass(frozen=True)
@@ -27,7 +63,9 @@ class Prompt:
     keys: Tensor
     values: Tensor
     sources: Tensor | None = None
-    """(b, tokens): of each slot the token whose key goes there; None: token n's goes to slot n."""
+    """(b, n): of each of the first n slots the token whose key goes there; None: token n's goes to slot n."""
+    band: Band | None = None
+    """What attention sees through a window; None: all tokens before a token, and itself."""
 
 
 class LayerPrompt(Composition):
@@ -71,13 +109,17 @@ class LayerPrompt(Composition):
             norms = [p[None] if a["norm"] == "rms" else p.view(1, -1, d) for p in self.parameters["attention"]]
             turned = kernels["rotation"]([q.flatten(0, 1), k.flatten(0, 1), *([at.cos, at.sin] if a["rope"] else []), *norms])
             q, k = (y.unflatten(0, (batch, tokens)) for y in turned)
-        slots = [memory[:, :, :tokens] for memory in (at.keys, at.values)]
+        slots = [memory[:, :, :tokens if at.sources is None else at.sources.shape[1]] for memory in (at.keys, at.values)]
         for memory, new in zip(slots, (k, v), strict=True):
-            to = new if at.sources is None else new.gather(1, at.sources[:, :, None, None].expand_as(new))
+            to = new if at.sources is None else new.gather(1, at.sources[:, :, None, None].expand(-1, -1, *new.shape[2:]))
             memory.copy_(to.transpose(1, 2))
+        q = q.transpose(1, 2)
         k, v = slots if at.sources is None else (k.transpose(1, 2), v.transpose(1, 2))
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, scale=a["scale"], enable_gqa=a["group"] > 1)
-        x = self._added(kernels.get("out"), "out", y.transpose(1, 2).reshape(batch * tokens, -1), x)
+        if at.band is not None:
+            y = at.band.attend(q, k, v, a["scale"])
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=a["scale"], enable_gqa=a["group"] > 1).transpose(1, 2)
+        x = self._added(kernels.get("out"), "out", y.reshape(batch * tokens, -1), x)
         if packed is not None:
             return self._mlp(kernels, x, packed)
         if x.shape[0] <= MOST_ROWS:

@@ -14,7 +14,7 @@ from swapping import prompt, tiny, twin_of
 
 from mirage_hf import kernels
 from mirage_hf.api import optimize
-from mirage_hf.decode import generate, prefill
+from mirage_hf.decode import prefill
 from mirage_hf.patterns.prompt import PROMPT_GATE, PROMPT_NORM
 from mirage_hf.swap import pieces
 from mirage_hf.tune.measure import random_inputs
@@ -56,7 +56,7 @@ def assert_as_close(ids: torch.Tensor, exact: Any, stock: Any, ours: Any, mask: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", MODELS)
 def test_prompts_of_any_length(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "MOST_TOKENS", 0)
+    monkeypatch.setattr(prefill, "MOST_TOKENS", 0)
     sizes = {k: v for k, v in SIZES.items() if not (name == "gpt_neox" and k == "num_key_value_heads")}
     stock = tiny(name, dtype=dtype, **sizes, **MODELS[name]).cuda()
     exact = twin_of(stock).double()
@@ -67,13 +67,12 @@ def test_prompts_of_any_length(name: str, dtype: torch.dtype, monkeypatch: pytes
     assert found == {"called, by kernels": 6}, found  # not the first prompt of a batch
 
 
-@pytest.mark.parametrize("tokens", [0, generate.MOST_TOKENS])
+@pytest.mark.parametrize("tokens", [0, prefill.MOST_TOKENS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
 def test_padded_prompts(name: str, dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Called, and captured where they are short."""
-    for module in (generate, prefill):
-        monkeypatch.setattr(module, "MOST_TOKENS", tokens)
+    monkeypatch.setattr(prefill, "MOST_TOKENS", tokens)
     stock = tiny(name, dtype=dtype, **SIZES, **MODELS[name]).cuda()
     exact, ours = twin_of(stock).double(), optimize(twin_of(stock), tune="never", batch_sizes=(3,))
     first_logits(ours, prompt(3, 5).cuda())  # the first prompt of a batch is HF's forward
@@ -82,6 +81,24 @@ def test_padded_prompts(name: str, dtype: torch.dtype, tokens: int, monkeypatch:
         assert_as_close(given["input_ids"].cuda(), exact, stock, ours, given["attention_mask"].cuda())
     captured = {"captured, by kernels": 2} if tokens else {}
     assert ours.generate.runner.prefills == {"called, by kernels": 5 - len(captured) * 2, **captured}
+
+
+@pytest.mark.parametrize("tokens", [0, prefill.MOST_TOKENS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_prompts_beyond_a_window(name: str, dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Called, and captured where they are short; with padding and without."""
+    monkeypatch.setattr(prefill, "MOST_TOKENS", tokens)
+    windowed = dict(sliding_window=200) if name == "mistral" else dict(
+        layer_types=["full_attention", "sliding_attention"], sliding_window=200, head_dim=32)
+    stock = tiny(name, dtype=dtype, **SIZES, **windowed).cuda()
+    exact, ours = twin_of(stock).double(), optimize(twin_of(stock), tune="never", batch_sizes=(1, 3))
+    for length in (5, 300, 310, 200, 201, 1900, 1910, 3000):
+        assert_as_close(prompt(1, length, seed=length).cuda(), exact, stock, ours)
+    for lengths in ((250, 1, 5), (260, 199, 201), (270, 7, 260)):
+        given = left_padded(lengths, seed=lengths[0])
+        assert_as_close(given["input_ids"].cuda(), exact, stock, ours, given["attention_mask"].cuda())
+    assert ours.generate.runner.prefills == ({"called, by kernels": 5, "captured, by kernels": 4} if tokens else {"called, by kernels": 9})
 
 
 def test_first_prompts_of_a_bucket_are_called_and_later_ones_captured() -> None:

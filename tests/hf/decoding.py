@@ -186,7 +186,8 @@ def assert_same_cache(stock: DynamicCache, ours: DynamicCache, mask: torch.Tenso
         for theirs, mine in ((a.keys, b.keys), (a.values, b.values)):
             if mask is not None:
                 length = a.get_seq_length()
-                seen = torch.nn.functional.pad(mask.to(mine.device), (0, length), value=1)[:, None, length - theirs.shape[2]:length, None] != 0
+                seen = torch.nn.functional.pad(mask != 0, (0, length), value=True).to(mine.device)
+                seen = seen[:, None, length - theirs.shape[2]:length, None]
                 assert bool(mine.isfinite().all())  # what is seen with weight 0
                 theirs, mine = theirs * seen, mine * seen
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-5)

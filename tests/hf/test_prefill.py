@@ -11,7 +11,7 @@ import swapping
 import torch
 from decoding import FAMILIES, FULL, assert_same, both, left_padded, prompt, tiny
 from features import fake_captures
-from transformers import GenerationMixin
+from transformers import DynamicCache, GenerationMixin
 
 from mirage_hf import kernels
 from mirage_hf.api import optimize
@@ -57,10 +57,13 @@ def test_what_is_no_plain_prompt_runs_as_it_is(called: list[str]) -> None:
     alike(model, 2, 5)
     assert runner.prefills == {"captured": 3} and called.count("prefill") == 1
     block = runner.pool.lease(2, 1024, (None, None), torch.device("cpu"))
-    assert prefill.bucket_of(960, block, ()) == 960 and prefill.bucket_of(961, block, ()) == 1024
     large = runner.pool.lease(2, 4096, (None, None), torch.device("cpu"))
-    assert [prefill.bucket_of(n, large, ()) for n in (2047, 2048, 2049, 4096)] == [2048, 2048, 2304, 4096]
-    assert prefill.bucket_of(1025, block, ()) is None and prefill.bucket_of(961, block, (("sliding", 1000),)) is None
+    every, some = (program.MaskPlan((("", window),), False) for window in (None, 1000))
+    for where, tokens in ((block, {960: 960, 961: 1024, 1025: None}), (large, {2047: 2048, 2048: 2048, 2049: 2304, 4096: 4096})):
+        shapes = {n: prefill.Shape.of(n, where, every) for n in tokens}
+        assert {n: s and s.tokens for n, s in shapes.items()} == tokens and all(s is None or s.plain for s in shapes.values())
+    cut = [prefill.Shape.of(n, block, some) for n in (960, 961)]
+    assert [(s.cuts, s.beyond, s.plain) for s in cut if s] == [((None, None), 0, True), ((1000, 1000), 1001, False)]
 
 
 def test_a_changed_model_is_captured_anew(called: list[str]) -> None:
@@ -218,7 +221,7 @@ def test_padded_prompts_where_layers_have_rings(called: list[str], resolved: lis
         for block in ours.generate.runner.pool._idle:
             for ring, slab in block.turning:
                 slab[:, :, :, :ring.window] = torch.nan
-    assert ours.generate.runner.prefills == {"captured, by kernels": 2}
+    assert ours.generate.runner.prefills == {"captured, by kernels": 4}
     assert any(ring is not None for block in ours.generate.runner.pool._idle for ring in block.rings)
 
 
@@ -236,6 +239,46 @@ def test_padded_prompts_see_nothing_that_was_left(called: list[str], resolved: l
             slab[:, :, :, :written.get(id(slab), block.dirty)] = torch.nan
         assert written
     assert ours.generate.runner.prefills == {"captured, by kernels": 2}
+
+
+WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3", dict(layer_types=["full_attention", "sliding_attention", "sliding_attention"], sliding_window=70)),
+    "qwen3": ("qwen3", dict(layer_types=["full_attention", "sliding_attention", "full_attention"], sliding_window=66,
+                            use_sliding_window=True)),
+    "mistral": ("mistral", dict(sliding_window=64)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rings", [True, False])
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_prompts_beyond_a_window(name: str, captured: bool, rings: bool, called: list[str], resolved: list[Any], calling: None,
+                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """By runs of tokens, into rings and into caches that keep everything, with padding and without; behind what is no number."""
+    monkeypatch.setattr(cache, "GRAIN", 64)
+    monkeypatch.setattr(prompt_step, "LEAST_RUN", 64)
+    if not captured:
+        monkeypatch.setattr(prefill, "MOST_TOKENS", 0)
+    stock, ours = optimized(*WINDOWED[name], batch_sizes=(1, 3))
+    runner = ours.generate.runner
+
+    def given(ids: dict[str, Any]) -> dict[str, Any]:
+        return {**ids, **FULL, "max_new_tokens": 9, "min_new_tokens": 9, **({} if rings else {"past_key_values": DynamicCache()})}
+
+    for length in (200, 201, 65, 66, 129, 199, 401):
+        ids = {"inputs": prompt(1, length, seed=length)}
+        assert_same(stock.generate(**given(ids)), ours.generate(**given(ids)))
+        for block in runner.pool._idle:
+            turning = {id(slab): ring.window for ring, slab in block.turning}
+            assert bool(turning) == any(block.rings) and bool(turning) <= rings
+            for slab in block.slabs:
+                slab[:, :, :, :turning.get(id(slab), block.dirty)] = torch.nan
+    assert any(any(block.rings) for block in runner.pool._idle) == rings
+    for lengths in ((200, 3, 150), (193, 66, 1), (130, 129, 65), (196, 7, 102)):
+        ids = left_padded(lengths, seed=lengths[1])
+        assert_same(stock.generate(**given(ids)), ours.generate(**given(ids)))
+    assert runner.prefills == ({"called, by kernels": 4, "captured, by kernels": 5} if captured else {"called, by kernels": 9})
 
 
 @pytest.mark.slow
@@ -305,7 +348,8 @@ def test_a_kernel_of_a_prompt_that_writes_nothing_is_found(called: list[str], re
 
 
 def test_a_comparison_of_prompts_leaves_what_the_model_wrote() -> None:
-    block = SimpleNamespace(lowest=None, logits=torch.ones(1, 3), keys={0: torch.ones(1, 1, 8, 2)}, values={0: torch.ones(1, 1, 8, 2)})
+    block = SimpleNamespace(lowest=None, rings=(None,), logits=torch.ones(1, 3), keys={0: torch.ones(1, 1, 8, 2)},
+                            values={0: torch.ones(1, 1, 8, 2)})
     far, allowed = prefill._distance(lambda: None, lambda: block.keys[0].fill_(2.0), block, 4)  # type: ignore[arg-type]
     assert not far <= allowed
     assert all(bool((x == 1).all()) for x in (block.logits, block.keys[0][:, :, :4], block.values[0]))
@@ -313,7 +357,8 @@ def test_a_comparison_of_prompts_leaves_what_the_model_wrote() -> None:
 
 @pytest.mark.parametrize("far", [0.0, 0.02])  # 0.02: one of 28 layers in bfloat16
 def test_one_layer_of_many_that_looks_ahead_is_seen(far: float) -> None:
-    block: Any = SimpleNamespace(lowest=None, logits=torch.ones(1, 3, dtype=torch.bfloat16), keys={0: torch.ones(1, 1, 8, 2)}, values={})
+    block: Any = SimpleNamespace(lowest=None, rings=(None,), logits=torch.ones(1, 3, dtype=torch.bfloat16),
+                                 keys={0: torch.ones(1, 1, 8, 2)}, values={})
     ids, last = torch.arange(8)[None].clone(), torch.tensor([7])
 
     def stock() -> None:
@@ -350,8 +395,7 @@ def calling(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def only_called(calling: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU where prompts are long."""
-    for module in (generate, prefill):
-        monkeypatch.setattr(module, "MOST_TOKENS", 0)
+    monkeypatch.setattr(prefill, "MOST_TOKENS", 0)
 
 
 @pytest.mark.slow
@@ -513,12 +557,7 @@ def test_a_model_that_is_as_it_was_before_has_its_prompts_called(only_called: No
 
 @pytest.mark.slow
 def test_prompts_are_not_called_where_they_cannot_be(only_called: None, resolved: list[Any]) -> None:
-    """Beyond a window, of models with other attention, with padding, positions of one's own or a cache."""
-    stock, ours = optimized("qwen3", dict(layer_types=["full_attention", "sliding_attention", "full_attention"], sliding_window=66,
-                                          use_sliding_window=True))
-    for length in (7, 8, 64, 65, 100):
-        agree(stock, ours, 1, length)
-    assert ours.generate.runner.prefills == {"called, by kernels": 2}
+    """Of models with other attention, with padding, positions of one's own or a cache."""
     full = dict(layer_types=["full_attention"], num_hidden_layers=1, attn_implementation="eager", attn_logit_softcapping=3.0)
     stock, ours = optimized("gemma2", full)
     for length in (7, 8):
