@@ -250,8 +250,8 @@ WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rings", [True, False])
-@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize(("captured", "rings"), [(True, True), (False, False), *(pytest.param(*both, marks=pytest.mark.thorough)
+                                                                                 for both in ((True, False), (False, True)))])
 @pytest.mark.parametrize("name", WINDOWED)
 def test_prompts_beyond_a_window(name: str, captured: bool, rings: bool, called: list[str], resolved: list[Any], calling: None,
                                  monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.verify.fingerprint import prove
 from mirage_hf.verify.verdict import Accepted
 
-DAGS = count(200, 60)
+DAGS = count(200, 40)
 FUSED = 0.8
 SEARCH = SearchOptions(time_limit=0.6, threads=1, max_candidates=6, max_cuts=2, max_kernels=3)
 TOLERANCE = 1e-6
