@@ -27,12 +27,11 @@ from mirage_hf.settings import settings
 from mirage_hf.torch_op import Run
 from mirage_hf.tune import space
 from mirage_hf.tune.cost import H200, Device, estimate
-from mirage_hf.tune.measure import Timing as Measured
-from mirage_hf.tune.tuner import MOST_PARTS, together
-from mirage_hf.tune.tuner import Candidate as Tuned
+from mirage_hf.tune.measure import Timing
+from mirage_hf.tune.tuner import MOST_PARTS, Trial, together
 from mirage_hf.tune.tuner import tune as measure
 from mirage_hf.verify.accept import KEEP, Candidate, Progress, kind_of, search_and_verify
-from mirage_hf.zoo.entry import Entry, Timing
+from mirage_hf.zoo.entry import Entry, Measurement
 from mirage_hf.zoo.key import Key, key_of
 from mirage_hf.zoo.store import Chain, Store, chain, packaged_store, user_store
 
@@ -208,9 +207,9 @@ def _together(parts: Sequence[_Made | Entry], device: torch.device | str) -> dic
     return {n: p.entry(c, whole.us) for n, c in zip(choices, found, strict=True) if isinstance(p := parts[n], _Made)}
 
 
-def _as_it_is(entry: Entry) -> tuple[Tuned, ...]:
+def _as_it_is(entry: Entry) -> tuple[Trial, ...]:
     """The kernel of an entry as the only choice; none where the library runs."""
-    return (Tuned(entry.ugraph, entry.schedules, 0.0),) if entry.ugraph.is_fused and entry.timings and not _library_wins(entry) else ()
+    return (Trial(entry.ugraph, entry.schedules, 0.0),) if entry.ugraph.is_fused and entry.timings and not _library_wins(entry) else ()
 
 
 def _source(store: Store) -> str:
@@ -227,22 +226,22 @@ class _Made:
     ugraph: UGraph
     error_bound: float
     search: dict[str, Any]
-    tuned: tuple[Tuned, ...] = ()
-    library: Tuned | None = None
+    tuned: tuple[Trial, ...] = ()
+    library: Trial | None = None
 
-    def contenders(self) -> tuple[Tuned, ...]:
+    def contenders(self) -> tuple[Trial, ...]:
         """The candidates that are faster than the library, best first, by each kind of time that both have."""
         library = self.library
         if library is None:
             return self.tuned
 
-        def slower(mine: Measured | None, theirs: Measured | None) -> bool:
+        def slower(mine: Timing | None, theirs: Timing | None) -> bool:
             return mine is not None and theirs is not None and mine.us > theirs.us
         chained = [c for c in self.tuned if c.chain and library.chain and not slower(c.chain, library.chain)]
         others = [c for c in self.tuned if not (c.chain and library.chain) and not slower(c.timing, library.timing)]
         return (*chained, *others)
 
-    def entry(self, chosen: Tuned | None = None, layer_us: float | None = None) -> Entry:
+    def entry(self, chosen: Trial | None = None, layer_us: float | None = None) -> Entry:
         """With the best or the chosen candidate; `layer_us`: the time of the layer that it was chosen for."""
         best = chosen or next(iter(self.tuned), None)
         ugraph = replace(best.ugraph, schedules=best.schedules) if best else self.ugraph
@@ -321,9 +320,10 @@ def _unmeasured(c: Candidate, on_gpu: bool) -> UGraph:
     return replace(c.ugraph, schedules=tuple((allowed(op, H200) or space.schedules(op, limit=1))[0] for op in ops))
 
 
-def _timings(name: str, c: Tuned) -> tuple[Timing, ...]:
+def _timings(name: str, c: Trial) -> tuple[Measurement, ...]:
     """Those that there are: the library path may have failed, as for want of memory."""
-    return tuple(Timing(name + how, t.us, t.low, t.high, t.replays) for how, t in (("", c.timing), (CHAINED, c.chain)) if t is not None)
+    return tuple(Measurement(name + how, t.us, t.low, t.high, t.replays)
+                 for how, t in (("", c.timing), (CHAINED, c.chain)) if t is not None)
 
 
 def _library_wins(entry: Entry) -> str:

@@ -61,7 +61,7 @@ RANKED, MEASURED, REFUSED = "ranked", "measured", "refused"
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Trial:
     """A µGraph with a schedule for each of its block graphs, and what became of it.
 
     status: "ranked" (by the cost model only), "measured", or "refused" with a `reason` (does not compile, wrong numbers). timing:
@@ -96,18 +96,18 @@ class TuneResult:
     """What was tried for one program on one device, best first. Times in µs; estimates where nothing was measured."""
 
     device: str
-    best: Candidate
-    best_searched: Candidate | None
+    best: Trial
+    best_searched: Trial | None
     """The best with a generated kernel, kept where the library wins too; None when every one was refused."""
-    library: Candidate
-    candidates: tuple[Candidate, ...]
+    library: Trial
+    candidates: tuple[Trial, ...]
 
     @property
     def measured(self) -> bool:
         return self.best.timing is not None
 
     @property
-    def searched(self) -> tuple[Candidate, ...]:
+    def searched(self) -> tuple[Trial, ...]:
         """Measured candidates with generated kernels."""
         return tuple(c for c in self.candidates if c.status == MEASURED and not c.is_library)
 
@@ -129,7 +129,7 @@ class TuneResult:
 
 
 def rank(ugraphs: Sequence[UGraph], device: Device | None = None, per_graph: int = 32,
-         schedules: Schedules | None = None) -> list[Candidate]:
+         schedules: Schedules | None = None) -> list[Trial]:
     """Candidates by the cost model alone, best estimate first, the library path among them; needs no GPU.
 
     Errors: CodegenError when a block graph has no kernel at all.
@@ -143,12 +143,12 @@ def rank(ugraphs: Sequence[UGraph], device: Device | None = None, per_graph: int
     return sorted((c for c in found if c.is_library or c.estimate_us <= HOPELESS * best), key=lambda c: c.estimate_us)
 
 
-def _library(program: KernelGraph, model: Device) -> Candidate:
+def _library(program: KernelGraph, model: Device) -> Trial:
     library = library_ugraph(program)
-    return Candidate(library, (), sum(library_us(op, model) for op in library.kernels.ops))
+    return Trial(library, (), sum(library_us(op, model) for op in library.kernels.ops))
 
 
-def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[Candidate]:
+def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[Trial]:
     """Schedules in ranked order; the n-th best of every block graph together. Nothing when a block graph has no schedule."""
     ops = placed(ugraph)
     ranked = [schedules(op, model) for op in ops]
@@ -159,7 +159,7 @@ def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[
     for n in range(max(map(len, ranked))):
         chosen = tuple(replace(r[min(n, len(r) - 1)], hasten=op.followed) for r, op in zip(ranked, ops, strict=True))
         own = sum(estimate(plan(op, s), model).us for op, s in zip(ops, chosen, strict=True))
-        yield Candidate(ugraph, chosen, own + rest)
+        yield Trial(ugraph, chosen, own + rest)
 
 
 def tune(ugraphs: Sequence[UGraph], *, device: torch.device | str = "cuda", progress: Progress | None = None, per_graph: int = 24,
@@ -198,7 +198,7 @@ TOGETHER, SWEEPS = 8, 2
 """Candidates of each program, and rounds over all programs at most, that are tried when choosing for several."""
 
 
-def _diverse(found: Sequence[Candidate]) -> list[Candidate]:
+def _diverse(found: Sequence[Trial]) -> list[Trial]:
     """The first of every µGraph and set of tiles, then the others; neighbours mind the tiles most."""
     seen: Counter[Any] = Counter()
     rank: list[int] = []
@@ -209,7 +209,7 @@ def _diverse(found: Sequence[Candidate]) -> list[Candidate]:
     return [c for _, c in sorted(zip(rank, found, strict=True), key=lambda x: x[0])][:TOGETHER]
 
 
-def together(choices: Sequence[Sequence[Candidate]], *, device: torch.device | str, replays: int = 7) -> tuple[list[Candidate], Timing]:
+def together(choices: Sequence[Sequence[Trial]], *, device: torch.device | str, replays: int = 7) -> tuple[list[Trial], Timing]:
     """One candidate of each program, chosen by the time of all programs one after another, as a layer runs them; and that time.
 
     `choices` holds measured candidates, best first, of each program in the order in which they run. Starting from the first of
@@ -253,11 +253,11 @@ class _Bench:
     replays: int
     say: Progress
 
-    def measure(self, candidates: Sequence[Candidate], patience: int, known: float = math.inf) -> list[Candidate]:
+    def measure(self, candidates: Sequence[Trial], patience: int, known: float = math.inf) -> list[Trial]:
         """Check and time candidates in order while later ones compile; stop after `patience` in a row that were no better. known: what the
         fastest of others took, µs."""
         programs = [triton.generate(c.ugraph, c.schedules) for c in candidates]
-        tried, best, since, worth = list[Candidate](), math.inf, 0, known
+        tried, best, since, worth = list[Trial](), math.inf, 0, known
         for n, outcome in enumerate(compiler.compiling(programs, self.sm)):
             self.say(n, len(candidates), "measuring")
             tried.append(_try(candidates[n], programs[n], outcome, self.check, self.sets, self.replays, worth * SLOW))
@@ -271,7 +271,7 @@ class _Bench:
         self.say(len(candidates), len(candidates), "done")
         return tried
 
-    def chained(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+    def chained(self, candidates: Sequence[Trial]) -> list[Trial]:
         """The fastest few and the library path measured again in a chain of dependent kernels."""
         fast = _fastest(candidates, CHAINED)
         fast = [c for c in fast if c.us <= NEARLY * fast[0].us]
@@ -284,7 +284,7 @@ class _Bench:
         return found
 
 
-def _fastest(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+def _fastest(candidates: Sequence[Trial], count: int) -> list[Trial]:
     """The fastest searched ones that were measured."""
     return sorted((c for c in candidates if c.status == MEASURED and not c.is_library), key=lambda c: c.us)[:count]
 
@@ -293,7 +293,7 @@ MOST_PARTS = 128
 """Parts that an axis is dealt out in at most."""
 
 
-def _regrouped(start: Candidate) -> Iterator[tuple[UGraph, tuple[Schedule, ...]]]:
+def _regrouped(start: Trial) -> Iterator[tuple[UGraph, tuple[Schedule, ...]]]:
     """A µGraph with an axis dealt out in half or twice as many parts, and its schedules cut anew for them."""
     numbers = {a.name: a.size for op in start.ugraph.block_ops if op.block for a in op.block.axes if op.block.splits(a.name) is not None}
     for axis, size in numbers.items():
@@ -315,8 +315,8 @@ def _fits(cost: Cost, model: Device) -> bool:
     return cost.shared <= model.shared_bytes and cost.registers <= space.REGISTER_BUDGET
 
 
-def _around(starts: Sequence[Candidate], tried: Sequence[Candidate], model: Device, schedules: Schedules,
-            regroup: bool = True) -> list[Candidate]:
+def _around(starts: Sequence[Trial], tried: Sequence[Trial], model: Device, schedules: Schedules,
+            regroup: bool = True) -> list[Trial]:
     """Candidates one step away from `starts` that were not tried: what the space samples coarsely or leaves to a rule of thumb."""
     known = {(id(c.ugraph), c.schedules) for c in tried}
     found = []
@@ -330,7 +330,7 @@ def _around(starts: Sequence[Candidate], tried: Sequence[Candidate], model: Devi
                 except errors.CodegenError:
                     continue
                 if all(_fits(c, model) for c in costs):
-                    found.append(Candidate(other, chosen, sum(c.us for c in costs)))
+                    found.append(Trial(other, chosen, sum(c.us for c in costs)))
     for start in starts:
         ops = placed(start.ugraph)
         rest = start.estimate_us - sum(estimate(plan(op, s), model).us for op, s in zip(ops, start.schedules, strict=True))
@@ -344,11 +344,11 @@ def _around(starts: Sequence[Candidate], tried: Sequence[Candidate], model: Devi
             permitted = all(p.schedule.mma in a and (p.dots or not p.schedule.mma) for p, a in zip(plans, allowed, strict=True))
             if permitted and all(_fits(c, model) for c in costs) and (id(start.ugraph), chosen) not in known:
                 known.add((id(start.ugraph), chosen))
-                found.append(Candidate(start.ugraph, chosen, sum(c.us for c in costs) + rest))
+                found.append(Trial(start.ugraph, chosen, sum(c.us for c in costs) + rest))
     return found
 
 
-def _steps(start: Candidate) -> Iterator[tuple[Schedule, ...]]:
+def _steps(start: Trial) -> Iterator[tuple[Schedule, ...]]:
     for n, (s, op) in enumerate(zip(start.schedules, placed(start.ugraph), strict=True)):
         assert op.block is not None
         changes: list[dict[str, Any]] = [{"preload": p} for p in (0, s.preload // 2, max(1, s.preload * 2)) if p != s.preload]
@@ -372,8 +372,8 @@ def _steps(start: Candidate) -> Iterator[tuple[Schedule, ...]]:
             yield tuple(replace(x, **change) if k == n else x for k, x in enumerate(start.schedules))
 
 
-def _try(candidate: Candidate, program: triton.Program, outcome: Any, check: NumericCheck, sets: Sequence[list[torch.Tensor]],
-         replays: int, worth: float) -> Candidate:
+def _try(candidate: Trial, program: triton.Program, outcome: Any, check: NumericCheck, sets: Sequence[list[torch.Tensor]],
+         replays: int, worth: float) -> Trial:
     if isinstance(outcome, errors.CodegenError):
         return replace(candidate, status=REFUSED, reason=str(outcome).splitlines()[0])
     run = compiler.load(program.source, program.digest).run
@@ -400,7 +400,7 @@ def _repeats(run: Run, sets: Sequence[list[torch.Tensor]]) -> bool:
     return all(torch.equal(a, b) for n in range(max(_REPEATS, len(sets))) for a, b in zip(first, bits(sets[n % len(sets)]), strict=True))
 
 
-def _result(device: str, candidates: Sequence[Candidate]) -> TuneResult:
+def _result(device: str, candidates: Sequence[Trial]) -> TuneResult:
     order = {MEASURED: 0, RANKED: 1, REFUSED: 2}
     ranked = tuple(sorted(candidates, key=lambda c: (order[c.status], c.chain is None, c.us)))
     usable = [c for c in ranked if c.status != REFUSED]

@@ -29,7 +29,7 @@ _FOLDER_NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
 
 
 @dataclass(frozen=True)
-class Timing:
+class Measurement:
     """Microseconds of one way to compute the program: the median of `runs`, and the spread (10th and 90th percentile)."""
 
     name: str
@@ -53,7 +53,7 @@ class Entry:
     ugraph: UGraph
     kernel: str
     schedules: tuple[Schedule, ...]
-    timings: tuple[Timing, ...]
+    timings: tuple[Measurement, ...]
     error_bound: float
     search: Mapping[str, Any]
     machine: Mapping[str, str] = field(default_factory=this_machine)
@@ -130,7 +130,8 @@ def _checked(folder: Path, texts: Mapping[str, str]) -> Entry | Rejected:
     if len(data["schedules"]) != len(ugraph.block_ops):
         return Rejected(f"{folder / ENTRY}: has {len(data['schedules'])} schedules for {len(ugraph.block_ops)} block graphs; it was edited")
     return Entry(key, data["pattern"], ugraph, texts[KERNEL], tuple(Schedule.from_dict(s) for s in data["schedules"]),
-                 tuple(Timing(**t) for t in data["timings"]), float(data["error_bound"]), data["search"], data["machine"], data["created"])
+                 tuple(Measurement(**t) for t in data["timings"]), float(data["error_bound"]), data["search"], data["machine"],
+                 data["created"])
 
 
 def _sha256(text: str) -> str:

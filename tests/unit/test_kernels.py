@@ -18,8 +18,7 @@ from mirage_hf.codegen import plan
 from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.tune import space
 from mirage_hf.tune.measure import timing
-from mirage_hf.tune.tuner import MEASURED, REFUSED
-from mirage_hf.tune.tuner import Candidate as Tuned
+from mirage_hf.tune.tuner import MEASURED, REFUSED, Trial
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import key_of
 from mirage_hf.zoo.store import packaged_store, user_store
@@ -187,9 +186,9 @@ def made(k: int, *us: float, library: float | None = 9.0) -> kernels.Resolved:
     found = searched(program)
     op, = found.ugraph.block_ops
     schedules = space.schedules(op, limit=len(us))
-    tuned = tuple(Tuned(found.ugraph, (s,), 1.0, MEASURED, timing=timing([t], 1)) for s, t in zip(schedules, us, strict=True))
-    theirs = Tuned(library_ugraph(program), (), 1.0, REFUSED, "OutOfMemoryError") if library is None else \
-        Tuned(library_ugraph(program), (), 1.0, MEASURED, timing=timing([library], 1))
+    tuned = tuple(Trial(found.ugraph, (s,), 1.0, MEASURED, timing=timing([t], 1)) for s, t in zip(schedules, us, strict=True))
+    theirs = Trial(library_ugraph(program), (), 1.0, REFUSED, "OutOfMemoryError") if library is None else \
+        Trial(library_ugraph(program), (), 1.0, MEASURED, timing=timing([library], 1))
     found = replace(found, tuned=tuned, library=theirs)
     return replace(kernels._resolved(found.entry(), kernels.SEARCHED, True, 3.0), made=found)
 

@@ -24,7 +24,7 @@ from mirage_hf.tune.cost import H200, estimate
 from mirage_hf.tune.space import REGISTER_BUDGET
 from mirage_hf.tune.tuner import rank
 from mirage_hf.zoo import store
-from mirage_hf.zoo.entry import ENTRY, KERNEL, UGRAPH, Entry, Timing, read_entry
+from mirage_hf.zoo.entry import ENTRY, KERNEL, UGRAPH, Entry, Measurement, read_entry
 from mirage_hf.zoo.key import key_of
 from mirage_hf.zoo.store import Chain, Store, packaged_store
 
@@ -34,7 +34,7 @@ SCHEDULE = Schedule(tiles=(("m", 1), ("n", 16), ("k", 64)))
 def entry(rows: int = 3, kernel: str = "# a kernel\nprint('µ')\n", target: str = "sm_90") -> Entry:
     ugraph = rms_norm_linear(rows=rows)
     return Entry(key_of(ugraph.program, target), "rms_norm_linear", ugraph, kernel, (SCHEDULE,),
-                 (Timing("searched", 9.5, 9.1, 10.2, 100), Timing("library", 20.25, 19.0, 22.5, 100)), 2.0 ** -60,
+                 (Measurement("searched", 9.5, 9.1, 10.2, 100), Measurement("library", 20.25, 19.0, 22.5, 100)), 2.0 ** -60,
                  {"candidates": 812, "seconds": 0.31, "stop": "exhausted"})
 
 
