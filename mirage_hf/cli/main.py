@@ -85,7 +85,7 @@ def optimize(model: Model, batch_size: Annotated[list[int] | None, typer.Option(
     import mirage_hf as mi
     from mirage_hf.cli import models
     from mirage_hf.match.eligible import check_options
-    _check_files({"--report-json": report_json})
+    _check_files({f"the model's {f.name}": f for kind in models.FILES for f in Path(model).glob(kind)}, {"--report-json": report_json})
     rows = tuple(batch_size or (1,))
     try:
         check_options(None, rows, None, zoo, None, backend=backend, tune=tune)
@@ -148,7 +148,7 @@ def search(program: Annotated[Path, typer.Argument(help="A kernel graph written 
     from mirage_hf.graph import json_format
     from mirage_hf.settings import settings
     from mirage_hf.superoptimizer import options_of
-    _check_files({"--checkpoint": checkpoint, "--json": json_out, "--html": html, "--triton": triton})
+    _check_files({"PROGRAM": program}, {"--checkpoint": checkpoint, "--json": json_out, "--html": html, "--triton": triton})
     options: dict[str, Any] = {
         "config": config, "backend": backend, "griddims": _dims("--griddims", griddims), "blockdims": _dims("--blockdims", blockdims),
         "franges": franges or None, "max_kernels": max_kernels, "max_block_ops": max_block_ops, "time_limit": time_limit}
@@ -179,12 +179,18 @@ def search(program: Annotated[Path, typer.Argument(help="A kernel graph written 
         show.plain(f"\nwritten: {path}")
 
 
-def _check_files(paths: Mapping[str, Path | None]) -> None:
-    """Before anything is loaded or searched. Errors: misuse where an option's file cannot be one."""
-    for name, path in paths.items():
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+def _check_files(read: Mapping[str, Path], written: Mapping[str, Path | None]) -> None:
+    """Before anything is loaded or searched. Errors: misuse where an option's file cannot be one, or is one that is read, or another
+    option's."""
+    taken = {path.resolve(): name for name, path in read.items()}
+    for name, path in written.items():
+        if path is None:
+            continue
+        if path.is_dir() or not path.absolute().parent.is_dir():
             what = "is a folder, give a file" if path.is_dir() else f"has no folder {path.parent}, make it first"
             raise typer.BadParameter(f"{name} {path}: {what}")
+        if (other := taken.setdefault(path.resolve(), name)) != name:
+            raise typer.BadParameter(f"{name} {path}: is {other}, which would be overwritten; give another file")
 
 
 def _dims(name: str, given: list[str] | None) -> list[tuple[int, ...]] | None:

@@ -14,6 +14,9 @@ from mirage_hf.ops import table
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "tests" / "assets" / "tiny_llama"
 """Part of a checkout, not of the installed package."""
 
+FILES = ("*config.json", "*.safetensors*", "*.bin*", "*token*", "*vocab*", "merges.txt", "*template*", "*.model", "*.py")
+"""What models are loaded from, in their folder."""
+
 
 @dataclass(frozen=True)
 class Loaded:

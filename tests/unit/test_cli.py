@@ -146,6 +146,29 @@ def test_where_a_report_cannot_be_written_nothing_is_loaded(capture, tmp_path, m
         assert err.startswith("error: --report-json ") and says in err and "optimize --help)" in err
 
 
+@pytest.mark.parametrize("option", ["--json", "--html", "--triton", "--checkpoint"])
+def test_a_program_is_not_overwritten_with_its_results(option, tmp_path, capture):
+    program, link = tmp_path / "g.json", tmp_path / "link.json"
+    written = programs.rms_norm_linear(mi, 2, 32, 16).to_json(program)
+    link.symlink_to(program)
+    for path in (program, link, tmp_path / "." / "g.json"):
+        _, err = capture("search", program, option, path, "--no-cache", code=2)
+        assert f"{option} {path}: is PROGRAM, which would be overwritten; give another file" in err
+    assert program.read_text() == written
+
+
+def test_two_options_do_not_write_one_file(tmp_path, capture):
+    programs.rms_norm_linear(mi, 2, 32, 16).to_json(tmp_path / "g.json")
+    _, err = capture("search", tmp_path / "g.json", "--json", tmp_path / "out", "--html", tmp_path / "out", code=2)
+    assert f"--html {tmp_path / 'out'}: is --json, which would be overwritten" in err and not (tmp_path / "out").exists()
+
+
+def test_a_model_is_not_overwritten_with_its_report(tmp_path, capture):
+    (tmp_path / "config.json").write_text("{}")
+    _, err = capture("optimize", tmp_path, "--report-json", tmp_path / "config.json", code=2)
+    assert "is the model's config.json, which would be overwritten" in err and (tmp_path / "config.json").read_text() == "{}"
+
+
 def test_wrong_options_of_optimize_are_said_before_anything_is_loaded(capture, monkeypatch):
     monkeypatch.setattr(models, "load", None)
     for option, value, says in (("--batch-size", 0, "batch sizes are positive integers"), ("--backend", "tritn", "did you mean triton"),
