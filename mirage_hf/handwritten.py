@@ -26,8 +26,9 @@ def ugraph(program: KernelGraph, kernels: KernelGraph, tiles: Sequence[Mapping[s
         if not isinstance(graph, KernelGraph):
             raise errors.GraphError(f"ugraph: {what} must be a graph made by mi.new_kernel_graph(), it is {type(graph).__name__}")
     found = UGraph(program.copy(), kernels.copy())  # what is proven stays as it is, whatever is added to theirs
-    if tiles is not None and not isinstance(tiles, (list, tuple)):
-        raise errors.CodegenError(f"ugraph: tiles is {tiles!r}; give a list of one mapping for each customized op")
+    if tiles is not None and not (isinstance(tiles, (list, tuple)) and all(map(_is_tiles, tiles))):
+        raise errors.CodegenError(f"ugraph: tiles is {tiles!r}; give a list of one mapping for each customized op, from axes to integers, "
+                                  "as BlockGraphBuilder.schedule returns it")
     if tiles is not None and len(tiles) != len(found.block_ops):
         raise errors.CodegenError(f"ugraph: {len(tiles)} tiles for {len(found.block_ops)} customized ops; give one mapping each, in order")
     candidate = examine(found)
@@ -41,6 +42,10 @@ def ugraph(program: KernelGraph, kernels: KernelGraph, tiles: Sequence[Mapping[s
     except errors.CodegenError:
         return found  # it runs on a CPU all the same; generating code says why it cannot
     return found if None in schedules else replace(found, schedules=tuple(schedules))
+
+
+def _is_tiles(given: object) -> bool:
+    return isinstance(given, Mapping) and all(isinstance(t, int) and not isinstance(t, bool) for t in given.values())
 
 
 def _with_tiles(op: KernelOp, tiles: dict[str, int], candidate: Candidate) -> Schedule:

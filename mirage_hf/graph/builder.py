@@ -23,7 +23,7 @@ from mirage_hf.ops import table
 Map = Mapping[str, "int | None"] | Sequence["int | None"]
 
 
-@dataclass
+@dataclass(repr=False)
 class BlockGraphBuilder:
     """A block graph under construction; `mirage_hf.new_block_graph` makes one. Methods that add an op return its tile.
 
@@ -38,6 +38,10 @@ class BlockGraphBuilder:
     _cut: dict[str, Span] = field(default_factory=dict)
     _walked: Span | None = None
     _count: int = 0
+
+    def __repr__(self) -> str:
+        return (f"<BlockGraphBuilder: grid_dim {self.grid_dim}, forloop_range {self.forloop_range}, {len(self.inputs)} inputs, "
+                f"{len(self.outputs)} outputs>")
 
     # -- tensors in and out -----------------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class Node:
     shift: STensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class STensor:
     """A tile. `dims` is its shape in one block and trip; `axes` the dim class behind each dim (None: size 1); `parts` the split
     dims whose part it belongs to without carrying them. `time`: "any", "loop" (changes from trip to trip) or "after" the loop.
@@ -62,6 +62,9 @@ class STensor:
 
     def __str__(self) -> str:
         return f"%{self.name} {errors.shape(self.dims)}"
+
+    def __repr__(self) -> str:  # fields lead to all that it is made of, and to its builder
+        return f"<STensor: {self}>"
 
     @property
     def is_maximum(self) -> bool:

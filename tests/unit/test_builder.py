@@ -123,6 +123,18 @@ def test_the_counts_become_tiles_where_asked(tmp_path):
         mi.ugraph(g, kernels, [bg.schedule()] * 2)
     with pytest.raises(errors.CodegenError, match=r"no kernel has the tiles .*leave tiles to the cost model"):
         mi.ugraph(g, kernels, [{"n": 16, "m": 2, "k": 32}])
+    for wrong in ([3], [{"n": "a"}], [{"n": 16.0}], 3):
+        with pytest.raises(errors.CodegenError, match=r"tiles is .*; give a list of one mapping"):
+            mi.ugraph(g, kernels, wrong)
+
+
+def test_tiles_are_shown_in_a_line():
+    bg = mi.new_block_graph(grid_dim=(2,), forloop_range=4)
+    x = bg.new_input(mi.new_kernel_graph().new_input((8, 16), name="x"), imap={"x": 0}, fmap=1)
+    assert repr(x) == "<STensor: %x (4, 4)>" and repr(bg.accum(bg.exp(x))).endswith(" (4, 4)>")
+    assert repr(bg) == "<BlockGraphBuilder: grid_dim (2,), forloop_range 4, 1 inputs, 0 outputs>"
+    with pytest.raises(errors.GraphError, match=r"softmax: dim <STensor: %x \(4, 4\)> is out of range"):
+        bg.softmax(x, x)
 
 
 def test_what_differs_is_refused_with_the_reason():
