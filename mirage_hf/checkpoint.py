@@ -69,9 +69,10 @@ def read(path: str | Path, graph: KernelGraph, owner: str) -> Kept | Journal | R
     """Return what is kept for `owner` in a file, as µGraphs of `graph`; its steps if the search did not end; or what is wrong."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        kind, version, whose = data["format"], data["version"], data["identity"]
+        kind, version = data["format"], data["version"]
         if (kind, version) != (CHECKPOINT, VERSION):
             return Rejected(f"is {kind!r} version {version!r}, this version reads {CHECKPOINT!r} version {VERSION}")
+        whose = data["identity"]
         if data["digest"] != json_format.digest([data["ugraphs"], data["report"], data["steps"]]):
             return Rejected("is damaged, its content does not have the digest that it names")
         if whose != owner:
@@ -99,7 +100,7 @@ def load(path: str | Path, graph: KernelGraph, owner: str) -> Kept | Journal:
         return Journal(path, owner, {})
     found = read(path, graph, owner)
     if isinstance(found, Rejected):
-        raise errors.FormatError(f"checkpoint {path}: {found.reason}; delete it, or name another file")
+        raise errors.FormatError(f"checkpoint {path}: {found.reason}; name another file, or delete this one if nobody needs it")
     return found
 
 

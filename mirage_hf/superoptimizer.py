@@ -142,6 +142,8 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
                                       max_kernels, max_block_ops, time_limit)
     if checkpoint is not None and not (parent := Path(checkpoint).absolute().parent).is_dir():
         raise errors.SearchError(f"superoptimize: checkpoint {checkpoint} cannot be kept, there is no folder {parent}; make it first")
+    if checkpoint is not None and Path(checkpoint).is_dir():
+        raise errors.SearchError(f"superoptimize: checkpoint {checkpoint} is a folder; name a file")
     folder = Path("mirage_codes" if save_codes is True else save_codes) if save_codes else None
     if folder is not None:
         try:

@@ -241,6 +241,15 @@ def test_a_checkpoint_without_a_folder_is_refused_before_the_search(tmp_path, no
     no_search()
     with pytest.raises(errors.SearchError, match=r"cannot be kept, there is no folder .*none; make it first"):
         mi.superoptimize(small(), checkpoint=tmp_path / "none" / "c.json")
+    with pytest.raises(errors.SearchError, match=r"checkpoint .* is a folder; name a file"):
+        mi.superoptimize(small(), checkpoint=tmp_path)
+
+
+def test_a_program_given_as_a_checkpoint_is_said_and_kept(tmp_path):
+    written = small().to_json(tmp_path / "g.json")
+    with pytest.raises(errors.FormatError, match=r"is 'mirage_hf.graph' version .*; name another file"):
+        mi.superoptimize(small(), checkpoint=tmp_path / "g.json")
+    assert (tmp_path / "g.json").read_text(encoding="utf-8") == written
 
 
 def test_a_foreign_or_damaged_checkpoint_is_refused(tmp_path):
