@@ -89,9 +89,17 @@ def inner_sizes_differ(a_name: str, a: Sequence[int], b_name: str, b: Sequence[i
         f"{a_name} has {a[-1]} columns, {b_name} has {b[-2] if len(b) > 1 else b[0]} rows{hint}")
 
 
+_ELSEWHERE = {
+    "sum": 'reduction(x, dim, "sum")', "mean": 'reduction(x, dim, "mean")', "amax": 'reduction(x, dim, "max")', "transpose": "permute",
+    "t": "permute", "mm": "matmul", "bmm": "matmul", "linear": "matmul", "swish": "silu", "where": "select",
+    "cat": "concat", "view": "reshape", "to": "cast", "maximum": "max", "minimum": "min", "narrow": "slice"}
+"""Ops by the names that they have in torch."""
+
+
 def unknown_op(name: str, known: Iterable[str]) -> UnknownOpError:
     known = sorted(known)
-    return UnknownOpError(f"unknown op {name!r}{suggest(name, known) or '.'} Known ops: {', '.join(known)}")
+    hint = f"; here it is {_ELSEWHERE[name]}." if name in _ELSEWHERE else suggest(name, known) or "."
+    return UnknownOpError(f"unknown op {name!r}{hint} Known ops: {', '.join(known)}")
 
 
 def unknown_dtype(dtype: object, known: Iterable[str]) -> DTypeError:

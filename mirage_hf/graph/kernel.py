@@ -236,7 +236,8 @@ class KernelGraph:
         low, high = row.arity
         if not low <= len(operands) <= high:
             count = low if low == high else f"{low} to {high}"
-            raise errors.GraphError(f"{name}: takes {count} operands ({row.signature}), got {len(operands)}")
+            named = f"; give {', '.join(row.attrs)} by name, as {next(iter(row.attrs))}=…" if row.attrs and len(operands) > high else ""
+            raise errors.GraphError(f"{name}: takes {count} operand{'s' * (high != 1)} ({row.signature}), got {len(operands)}{named}")
         table.check_attrs(name, attrs)
         attrs = row.attrs | attrs
         operands = tuple(self._own(x, name) if isinstance(x, DTensor) else number(x, name) for x in operands)

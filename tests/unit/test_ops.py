@@ -88,12 +88,15 @@ WRONG = [
     (lambda g, x, w: g.concat([], 0), "concat: needs at least one tensor"),
     (lambda g, x, w: g.clamp(x, lo=1), "clamp: unknown argument 'lo'; it takes min, max"),
     (lambda g, x, w: g.add(x), "add: takes 2 operands (..., ... -> ...), got 1"),
+    (lambda g, x, w: g.clamp(x, 0, 1), "clamp: takes 1 operand (... -> ...), got 3; give min, max by name, as min=…"),
     (lambda g, x, w: g.add(1, 2), "add: needs tensors of this graph, got (1.0, 2.0); elementwise ops take numbers too, beside a tensor"),
     (lambda g, x, w: g.add(x, math.nan), "add: the number is NaN"),
     (lambda g, x, w: g.add(x, 10 ** 400), "add: the number does not fit in a float64"),
     (lambda g, x, w: g.rope(x, w, w), "rope: shapes (16) and (406) do not broadcast; sizes must be equal or 1, aligned at the right"),
     (lambda g, x, w: g.cast(x, "float8"), "unsupported dtype 'float8'; supported: float16, bfloat16, float32, int32, int64"),
     (lambda g, x, w: g.silo(x), "unknown op 'silo'; did you mean silu?"),
+    (lambda g, x, w: g.sum(x), "unknown op 'sum'; here it is reduction(x, dim, \"sum\"). Known ops: "),
+    (lambda g, x, w: g.transpose(x, 0, 1), "unknown op 'transpose'; here it is permute. Known ops: "),
     (lambda g, x, w: g.xyzzy(x), "unknown op 'xyzzy'. Known ops: "),
 ]
 
