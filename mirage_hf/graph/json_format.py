@@ -3,6 +3,7 @@ file is trusted: what they refuse becomes a FormatError that names the file, the
 """
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -104,11 +105,16 @@ def digest(data: Json | list[Any]) -> str:
 
 
 def save_json(data: Json, path: str | Path | None = None) -> str:
-    """Return `data` as readable JSON and, if `path` is given, write it there: at once or not at all."""
+    """Return `data` as readable JSON and, if `path` is given, write it there: at once or not at all. Errors: OSError."""
     text = _pretty(data) + "\n"
     if path is not None:
         path = Path(path)
-        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder, name a file", str(path))
+        try:
+            handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
+        except OSError as e:  # which names a file that nobody knows
+            raise type(e)(e.errno, e.strerror, str(path)) from None
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as f:
                 f.write(text)

@@ -221,3 +221,12 @@ def test_wrong_text_is_refused_with_its_line(source, message):
 def test_text_may_leave_types_out_and_name_tensors():
     g = text.parse_graph("%x = input float16 (2, 3)  # a comment\n%h = exp(%x)\nreturn %h")
     assert g.outputs[0].name == "h" and g.outputs[0].dims == (2, 3)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    g = programs.rms_norm_linear(mi, 2, 32, 16)
+    with pytest.raises(FileNotFoundError, match=r"none/g\.json'$"):
+        g.to_json(tmp_path / "none" / "g.json")
+    with pytest.raises(IsADirectoryError, match="it is a folder, name a file"):
+        g.to_json(tmp_path)
+    assert not list(tmp_path.iterdir())
