@@ -1,20 +1,24 @@
 """Matching: families in full, others in the parts that a probe proves, and a reason for every "no"."""
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from swapping import CENTRED, FOUR, OTHERS, SIZES, tiny
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
 
+import mirage_hf as mi
 from mirage_hf.errors import Rejected
 from mirage_hf.match.causal import CausalMatch
 from mirage_hf.match.matcher import match
 from mirage_hf.match.probe import Probes
 from mirage_hf.match.step import Rope
-from mirage_hf.patterns import PATTERNS
+from mirage_hf.patterns import PATTERNS, decoder_layer
 
 ALL = list(PATTERNS)
 WHOLE = ["qkv", "attention", "out", "gated", "down"]
@@ -330,3 +334,26 @@ def test_steps_without_a_matched_layer_say_so() -> None:
 
 def test_a_no_is_a_value() -> None:
     assert Rejected("x") == Rejected("x") and Rejected("x").reason == "x"
+
+
+def test_the_documented_row_for_a_new_architecture_works(monkeypatch):
+    class Layer(nn.Module):
+        def __init__(self, config, index):
+            super().__init__()
+            self.ln1, self.attn = modeling_llama.LlamaRMSNorm(config.hidden_size), modeling_llama.LlamaAttention(config, index)
+            self.ln2, self.ffn = modeling_llama.LlamaRMSNorm(config.hidden_size), modeling_llama.LlamaMLP(config)
+
+        def forward(self, hidden_states, **kwargs):
+            h = hidden_states + self.attn(self.ln1(hidden_states), **kwargs)[0]
+            return h + self.ffn(self.ln2(h))
+
+    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+                         vocab_size=50)
+    model = LlamaForCausalLM(config)
+    model.model.layers = nn.ModuleList([Layer(config, 0)])
+    model.eval()
+    monkeypatch.setattr(decoder_layer, "LAYOUTS", decoder_layer.LAYOUTS)
+    assert {r.pattern for r in mi.optimize(model, dry_run=True).rows} == {"gated_mlp"}
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    exec(re.search(r"```python\n(.*?)```", text, re.S)[1], {"mi": mi, "model": model})
+    assert {"rms_norm_linear", "attention", "linear_residual"} < {r.pattern for r in mi.optimize(model, dry_run=True).rows}
