@@ -38,18 +38,18 @@ def _locked(model: nn.Module) -> Iterator[None]:
 def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: Sequence[int] = (1,), backend: str = "auto",
              zoo: Any = None, tune: str = "auto", verify: bool = True, on_unsupported: str = "skip", decode: str = "graph",
              max_cache_len: int | None = None, dry_run: bool = False, progress: Callable[..., Any] | None = None) -> Any:
-    """Make a model's forward and generate use searched kernels, in place, and return it. `model.mirage.report` says what was done
-    (where nothing could be, the warning does, and the model stays as it was).
+    """Make a model's forward and generate use searched kernels, in place, and return it. `model.mirage.report` says what was done.
+    Where nothing could be done a warning says why, the model stays as it was, and there is no `model.mirage`.
 
     patterns: names of the blocks to look for (None: all). batch_sizes: batches to make decoding kernels for, up to 1,024.
     backend: "triton" on a GPU, "cpu" elsewhere; "auto" chooses. zoo: a kernel zoo beside the packaged one.
-    tune: what nothing stored fits is searched, and on a GPU "auto" measures it, "never" takes the cost model's word, "full" measures all
-    anew and more. verify: check each swapped module against the one it replaces.
-    on_unsupported: what looked like a block and cannot be one is left out ("skip"), warned of, or an error.
+    tune: a block without a stored kernel is searched for. On a GPU, "auto" measures what was found, "never" trusts the cost model instead,
+    and "full" measures all blocks anew, and more candidates of each. verify: check each swapped module against the one it replaces.
+    on_unsupported: what is done about a module that looks like a block and cannot be replaced: nothing ("skip"), a warning, or an error.
     decode: steps of generate are replayed CUDA graphs where they can be, or called ("eager"). max_cache_len: the most cache slots (prompt
     and new tokens together) that a call of generate may use; longer ones run stock, None sets no limit. dry_run: change nothing and
-    return the Report of what would be done. progress: called with what was reached, as progress("kernel", (1, 9, "attention")), and while
-    one is searched as `superoptimize` does; without it a terminal shows a bar. An optimized model is restored first, then optimized anew.
+    return the Report of what would be done. progress: called with what was reached, as progress("kernel", (1, 9, "attention")), and during
+    a search as `superoptimize` calls it; without it a terminal shows a bar. An optimized model is restored first, then optimized anew.
     Errors: OptimizeError for a model or option it cannot take, ZooError for a zoo that cannot be had; the model is then untouched. One that
     was optimized before stays so where an option or the zoo is at fault, and is as restore() leaves it behind other errors.
     Warns: OptimizeWarning.
