@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +35,7 @@ from mirage_hf.verify.accept import Progress, search_and_verify
 from mirage_hf.verify.numeric import NumericCheck, judge_on_cpu
 from mirage_hf.verify.verdict import Accepted
 
-BACKENDS = ("auto", "triton", "cuda", "cpu")
+BACKENDS = ("auto", "triton", "cpu")
 
 PRESETS: dict[str, dict[str, Any]] = {
     # width 1: multiplying sums out found nothing for attention, and skipping it takes qk_norm_attention from 0.82 s to 0.25 s and
@@ -140,10 +141,8 @@ def superoptimize(graph: KernelGraph, config: str | None = None, *, backend: str
     symbolic.check(graph)
     options, restriction = options_of(config, backend, griddims, blockdims, franges, {"imaps": imaps, "omaps": omaps, "fmaps": fmaps},
                                       max_kernels, max_block_ops, time_limit)
-    if checkpoint is not None and not (parent := Path(checkpoint).absolute().parent).is_dir():
-        raise errors.SearchError(f"superoptimize: checkpoint {checkpoint} cannot be kept, there is no folder {parent}; make it first")
-    if checkpoint is not None and Path(checkpoint).is_dir():
-        raise errors.SearchError(f"superoptimize: checkpoint {checkpoint} is a folder; name a file")
+    if checkpoint is not None:
+        _check_checkpoint(Path(checkpoint))
     folder = Path("mirage_codes" if save_codes is True else save_codes) if save_codes else None
     if folder is not None:
         try:
@@ -256,11 +255,11 @@ def options_of(config: str | None, backend: str, griddims: Any, blockdims: Any, 
     if config is not None and (not isinstance(config, str) or config not in PRESETS):
         raise errors.SearchError(f"superoptimize: unknown config {config!r}{errors.suggest(str(config), PRESETS)}; "
                                  f"configs are {', '.join(PRESETS)}, or None")
-    if backend not in BACKENDS:
-        raise errors.SearchError(f"superoptimize: unknown backend {backend!r}; backends are {', '.join(BACKENDS)}")
     if backend == "cuda":
         raise errors.SearchError("superoptimize: CUDA C++ is generated but not launched in this version; search with backend='triton', "
                                  "then call generate_cuda_program on a result")
+    if backend not in BACKENDS:
+        raise errors.SearchError(f"superoptimize: unknown backend {backend!r}; backends are {', '.join(BACKENDS)}")
     for name, value in (("max_kernels", max_kernels), ("max_block_ops", max_block_ops), ("time_limit", time_limit)):
         kinds = (int, float) if name == "time_limit" else (int,)
         if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e9):
@@ -280,6 +279,17 @@ _TYPES: dict[str, tuple[str, Any]] = {
     "seed": ("an integer", int), "verbose": ("True or False", bool), "cache": ("True or False", bool),
     "checkpoint": ("a path", (str, Path, type(None))), "save_codes": ("True, False or a folder", (bool, str, Path)),
     "progress": ("a function of stage and detail", (Callable, type(None)))}
+
+
+def _check_checkpoint(path: Path) -> None:
+    """Errors: SearchError for one that could not be written: said now, not after minutes of search."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise errors.SearchError(f"superoptimize: checkpoint {path} cannot be kept, there is no folder {folder}; make it first")
+    if path.is_dir():
+        raise errors.SearchError(f"superoptimize: checkpoint {path} is a folder; name a file")
+    if not path.exists() and not os.access(folder, os.W_OK):
+        raise errors.SearchError(f"superoptimize: checkpoint {path} cannot be kept, {folder} cannot be written to; name another folder")
 
 
 def _check_types(**given: Any) -> None:

@@ -95,6 +95,8 @@ def load(name: str, prompt: str, batch: int = 1, device: str | None = None, dtyp
     if wanted is None or (wanted != "auto" and not wanted.is_floating_point):
         raise errors.MirageError(f"--dtype {dtype}: models are run in float16, bfloat16 or float32")
     no_model = "cannot be loaded as a causal language model", "give a folder or a Hub id"
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():  # no Hub id: its server is not asked
+        raise errors.MirageError(f"{name}: there is no such folder; give a model's folder or a Hub id (owner/name)")
     _of_transformers(name, *no_model, lambda: AutoConfig.from_pretrained(name))
     tokenizer = _of_transformers(name, "has no tokenizer that can be loaded", "put one beside the model: tokenizer.save_pretrained(FOLDER)",
                                  lambda: AutoTokenizer.from_pretrained(name))

@@ -251,9 +251,7 @@ def test_the_demo_needs_a_checkout_or_a_model(capture, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "DEMO_MODEL", tmp_path / "none")
     _, err = capture("demo", code=1)
     assert "make demo" in err and "--model" in err
-    _, err = capture("demo", "--model", tmp_path / "none", code=1)
-    assert "cannot be loaded" in err
-    _, err = capture("demo", "--model", tmp_path / "none", "--dtype", "int32", code=1)
+    _, err = capture("demo", "--model", models.DEMO_MODEL, "--dtype", "int32", code=1)
     assert "--dtype int32: models are run in float16, bfloat16 or float32" in err
 
 
@@ -266,6 +264,16 @@ def test_a_wrong_device_or_dtype_is_an_error_without_a_traceback(capture, option
     for command in ("optimize", "bench"):
         _, err = capture(command, models.DEMO_MODEL, *options, code=1)
         assert err.startswith("error: ") and says in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("folder", ["./none", "/none", "~/none", "a/b/none"])
+def test_what_can_only_be_a_folder_is_not_looked_for_on_the_hub(capture, monkeypatch, tmp_path, folder):
+    import transformers as tf
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tf.AutoConfig, "from_pretrained", None)
+    for command in (("optimize", folder), ("bench", folder), ("demo", "--model", folder)):
+        _, err = capture(*command, code=1)
+        assert err == f"error: {folder}: there is no such folder; give a model's folder or a Hub id (owner/name)\n"
 
 
 def test_a_model_without_a_tokenizer_is_said_to_have_none(capture, tmp_path):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
 import re
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
+from pathlib import Path
 from types import SimpleNamespace
 
 import programs
@@ -237,12 +239,15 @@ def test_a_checkpoint_is_loaded_without_searching(tmp_path, no_search):
     assert torch.equal(again(inputs)[0], first(inputs)[0])
 
 
-def test_a_checkpoint_without_a_folder_is_refused_before_the_search(tmp_path, no_search):
+def test_a_checkpoint_that_cannot_be_kept_is_refused_before_the_search(tmp_path, no_search, monkeypatch):
     no_search()
     with pytest.raises(errors.SearchError, match=r"cannot be kept, there is no folder .*none; make it first"):
         mi.superoptimize(small(), checkpoint=tmp_path / "none" / "c.json")
     with pytest.raises(errors.SearchError, match=r"checkpoint .* is a folder; name a file"):
         mi.superoptimize(small(), checkpoint=tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # the tests' user may be root
+    with pytest.raises(errors.SearchError, match=r"checkpoint .* cannot be kept, .* cannot be written to"):
+        mi.superoptimize(small(), checkpoint=tmp_path / "c.json")
 
 
 def test_a_program_given_as_a_checkpoint_is_said_and_kept(tmp_path):
