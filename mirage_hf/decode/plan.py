@@ -161,5 +161,7 @@ def _check_options(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str,
     _need(next((f"model kwarg {k}" for k, v in kwargs.items() if k not in MODEL_INPUTS and v is not None), None))
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise NotCovered("an empty prompt")
+    if input_ids.dtype not in (torch.long, torch.int):  # no embedding takes others; a captured prompt would round them
+        raise NotCovered(f"input_ids of {input_ids.dtype}")
     if input_ids.device != model.device:
         raise NotCovered(f"input_ids on {input_ids.device}, the model on {model.device}")

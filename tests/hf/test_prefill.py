@@ -111,6 +111,18 @@ def test_prompts_are_compared_over_tokens_that_there_are(called: list[str]) -> N
     assert runner.prefills == {"captured": 2}
 
 
+def test_tokens_of_other_dtypes_are_not_rounded(called: list[str]) -> None:
+    """By a captured prompt, which would take what no embedding takes."""
+    model = tiny("llama")
+    runner = install(model)
+    for _ in range(3):
+        alike(model, 1, 9)
+    assert_same(*both(model, lambda: {"inputs": prompt(1, 9).int(), **FULL}))
+    with pytest.raises(RuntimeError, match="FloatTensor"):
+        model.generate(prompt(1, 9) + 0.7, **FULL)
+    assert runner.prefills == {"captured": 3} and runner.counts == {"captured": 4, "stock: input_ids of torch.float32": 1}
+
+
 def test_a_forward_that_cannot_be_captured_is_hfs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> Any:
         raise TypeError("no tensors here")
