@@ -543,7 +543,22 @@ def windows_of(cache: Cache, count: int) -> tuple[int | None, ...] | str:
             return "a cache that records its past"
         if type(layer) is DynamicSlidingWindowLayer and layer.sliding_window == 1:
             return "a sliding window of 1, for which stock's cache keeps every key"
+    if (why := _uneven([layer for layer in cache.layers if layer.is_initialized])) is not None:
+        return why
     return tuple(layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in cache.layers)
+
+
+def _uneven(layers: Sequence[CacheLayerMixin]) -> str | None:
+    """Why layers do not hold one text, or None: a reset leaves zeros in place of keys, and sliding layers forget how many there were."""
+    lengths = {int(layer.get_seq_length()) for layer in layers}
+    if len(lengths) > 1:
+        return f"a cache whose layers hold {min(lengths)} to {max(lengths)} tokens"
+    for layer in layers:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            held, length = layer.keys.shape[-2] if layer.keys.numel() else 0, layer.get_seq_length()
+            if held != min(length, layer.sliding_window - 1):
+                return f"a cache that has {held} keys of {length} tokens in a window of {layer.sliding_window}"
+    return None
 
 
 def most_idle(device: torch.device) -> float:

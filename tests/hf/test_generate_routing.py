@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from decoding import FULL, SIZES, Recorder, assert_same, both, handled, left_padded, prompt, tiny
+from decoding import FULL, SIZES, Recorder, assert_same, assert_same_cache, both, handled, left_padded, prompt, tiny
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -305,6 +305,28 @@ def test_a_window_of_one_is_stocks():
     arguments = {"inputs": prompt(), "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
     assert_same(*both(model, arguments))
     assert model.generate.runner.counts == {"stock: a sliding window of 1, for which stock's cache keeps every key": 1}
+
+
+@pytest.mark.parametrize("family, reason", [("llama", None), ("mistral", "a cache that has 8 keys of 0 tokens in a window of 9"),
+                                            ("qwen3", "a cache whose layers hold 0 to 27 tokens")])
+def test_a_cache_that_was_reset(family, reason):
+    """It keeps zeros for keys, which full layers take for a text; sliding ones forget its length, so that stock cannot add to it."""
+    model = tiny(family)
+    runner, caches = install(model), []
+    for _ in range(2):
+        caches.append(DynamicCache(config=model.config))
+        type(model).generate(model, prompt(1, 22), past_key_values=caches[-1], max_new_tokens=6)
+        caches[-1].reset()
+    used = iter(caches)
+    arguments = lambda: {"inputs": prompt(1, 30), "past_key_values": next(used), "max_new_tokens": 4}  # noqa: E731
+    if family == "mistral":
+        for generate in (type(model).generate.__get__(model), model.generate):
+            with pytest.raises(RuntimeError, match="must match the size"):
+                generate(**arguments())
+    else:
+        assert_same(*both(model, arguments))
+        assert_same_cache(*caches)
+    assert runner.counts == ({"called: no graphs on cpu": 1} if reason is None else {f"stock: {reason}": 1})
 
 
 @pytest.mark.parametrize("cross", [[], [0], [1]])
