@@ -310,16 +310,19 @@ def test_a_window_of_one_is_stocks():
 @pytest.mark.parametrize("family, reason", [("llama", None), ("mistral", "a cache that has 8 keys of 0 tokens in a window of 9"),
                                             ("qwen3", "a cache whose layers hold 0 to 27 tokens")])
 def test_a_cache_that_was_reset(family, reason):
-    """It keeps zeros for keys, which full layers take for a text; sliding ones forget its length, so that stock cannot add to it."""
+    """Before transformers 5.23 it keeps zeros for keys, which full layers take for a text; sliding ones forget its length, so that stock
+    cannot add to it."""
     model = tiny(family)
     runner, caches = install(model), []
     for _ in range(2):
         caches.append(DynamicCache(config=model.config))
         type(model).generate(model, prompt(1, 22), past_key_values=caches[-1], max_new_tokens=6)
         caches[-1].reset()
+    if not caches[0].layers[0].is_initialized:  # it is as new
+        reason = None
     used = iter(caches)
     arguments = lambda: {"inputs": prompt(1, 30), "past_key_values": next(used), "max_new_tokens": 4}  # noqa: E731
-    if family == "mistral":
+    if family == "mistral" and reason is not None:
         for generate in (type(model).generate.__get__(model), model.generate):
             with pytest.raises(RuntimeError, match="must match the size"):
                 generate(**arguments())
