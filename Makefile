@@ -35,7 +35,7 @@ demo: .venv/run.stamp
 # everything runs even if an early part fails; parts of one process each side by side, the whole suite last
 test: .venv/dev.stamp
 	@failed=0; \
-	$(MAKE) -j$(WORKERS) --output-sync=target -k $(COMPAT:%=compat-%) sanitize lint || failed=1; \
+	$(MAKE) -j4 --output-sync=target -k $(COMPAT:%=compat-%) sanitize lint || failed=1; \
 	$(MAKE) unit || failed=1; \
 	exit $$failed
 

@@ -51,7 +51,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_same_as_stock(family, attention):
     if attention == "sdpa" and not getattr(tiny(family), "_supports_sdpa", True):
         pytest.skip(f"this version of transformers gives {family} no sdpa")

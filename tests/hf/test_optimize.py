@@ -61,6 +61,7 @@ def test_generate_gives_the_same_tokens(family: str, decode: str, monkeypatch: p
     assert all(torch.equal(model.generate(**case, **GREEDY), want) for case, want in zip(cases, wanted, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ASSET.exists(), reason="the trained asset is not there")
 def test_the_trained_model_writes_the_same_256_tokens() -> None:
     from transformers import AutoModelForCausalLM
@@ -353,6 +354,7 @@ def test_the_handle_is_no_part_of_the_model() -> None:
     assert "<mirage_hf: 3 modules swapped" in repr(model.mirage)
 
 
+@pytest.mark.slow
 def test_threads_that_optimize_one_model_take_turns() -> None:
     model, failed = tiny("llama"), []
     before = snapshot(model)

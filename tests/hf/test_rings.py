@@ -37,7 +37,7 @@ def of(family: str, how: str) -> rings.Rings:
     return r
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+@pytest.mark.parametrize("family", ["mistral", pytest.param("gemma2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", rings.CHECKS)
 def test_the_models_own_forward(name: str, family: str) -> None:
     r = of(family, "forward")

@@ -225,11 +225,13 @@ def draws(name: str, device: torch.device, vocab: int = VOCAB, rows: int = 40, s
         assert dependence < bound(1), f"one {what}'s token tells the next one's: chi-square {dependence:.1f}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WARPERS)
 def test_twenty_thousand_draws_have_stocks_probabilities(name):
     draws(name, CPU)
 
 
+@pytest.mark.slow
 def test_draws_from_a_large_vocabulary():
     draws("temperature, top p", CPU, vocab=1100)
 
@@ -244,6 +246,7 @@ def philox(key: tuple[int, int], counter: int) -> list[int]:
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 123456789, -1, -(1 << 63)])
 def test_numbers_are_philox_by_seed_row_and_step(seed):
     rows, steps = 3, 10
@@ -370,6 +373,7 @@ def test_only_the_new_tokens_beside_a_cache():
 
 # -- stopping -----------------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("extra", [{}, {"eos_token_id": [3, 4]}, {"do_sample": True}, {"max_time": 100.0}])
 def test_stop_strings_stop_on_the_device(extra, depth):

@@ -108,13 +108,13 @@ MODELS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_and_logits_are_stocks(name: str) -> None:
     stock, ours = pair(MODELS[name], verify=True)
-    for given in ({"inputs": prompt()}, left_padded((4, 11, 7)), left_padded((1, 2 * WINDOW + 1, WINDOW))):
+    for given in ({"inputs": prompt()}, left_padded((1, 2 * WINDOW + 1, WINDOW))):
         agree(stock, ours, {**given, **FULL, "max_new_tokens": 2 * WINDOW + 3})
-    assert steps(ours) == {KERNELS: 3} and not stocks(ours), ours.mirage.report
+    assert steps(ours) == {KERNELS: 2} and not stocks(ours), ours.mirage.report
     rows = [r for r in ours.mirage.report.rows if "experts" not in r.reason]
     assert rows and all(r.status == "swapped" and r.calls == 0 for r in rows), ours.mirage.report
     assert all(r.error < max(1e-5, 2 * (r.stock_error or 0)) for r in rows), ours.mirage.report
-    assert ours.mirage.report.fallbacks == {"prefill": 3 * len(ours.base_model.layers)}
+    assert ours.mirage.report.fallbacks == {"prefill": 2 * len(ours.base_model.layers)}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

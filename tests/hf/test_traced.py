@@ -111,6 +111,7 @@ def test_layers_compiled_one_by_one_share_a_graph() -> None:
     assert torch.equal(model(prompt(1, 1), use_cache=False).logits, want) and seen == [4]
 
 
+@pytest.mark.slow
 def test_rows_without_kernels_are_stock_and_dynamic() -> None:
     stock, ours = pair(batch_sizes=(1, 4))
     run, seen = compiled(ours)

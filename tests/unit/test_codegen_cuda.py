@@ -116,7 +116,7 @@ COMPILED = {"rms_norm_linear": ugraphs.rms_norm_linear, "attention": ugraphs.att
 
 @needs_nvcc
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.thorough), "sm_90"])
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles(name, arch, tmp_path):
     path = cuda.write_program(COMPILED[name](), tmp_path / "kernel.cu")
