@@ -20,7 +20,7 @@ from mirage_hf.patterns import PATTERNS
 from mirage_hf.swap.guard import KEY
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.usefixtures("resolved")
+pytestmark = [pytest.mark.usefixtures("resolved"), pytest.mark.slow]
 CLOSE = dict(atol=3e-5, rtol=1e-4)
 QV = ("q_proj", "v_proj")
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -139,8 +139,7 @@ def test_an_operand_that_two_threads_make_is_what_the_first_made() -> None:
     assert compose._made(make, 2) is others[0] and compose._made(make, 2) is others[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("patterns", [None, ALONE])
+@pytest.mark.parametrize("patterns", [None, pytest.param(ALONE, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
 @pytest.mark.parametrize("targets", [QV, ("q_proj", "gate_proj", "down_proj"), ("o_proj", "up_proj")])
 def test_decoding_gives_the_stock_logits(family: str, targets: Any, patterns: Any) -> None:
@@ -148,7 +147,6 @@ def test_decoding_gives_the_stock_logits(family: str, targets: Any, patterns: An
     assert patterns is None or len(rows) == 3 * len(targets) * 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "low"), [
     *((f, {"lora_down"}) for f in ("llama", "qwen3", "gemma2", "cohere", "olmo2", "starcoder2")), ("phi3", {"lora_down", "lora"})])
 def test_every_linear_of_other_layers_too(family: str, low: set[str]) -> None:
@@ -187,7 +185,6 @@ def test_steps_by_kernels_give_the_stock_tokens(options: dict[str, Any], dtype: 
         assert torch.equal(got.sequences, want.sequences)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("targets", [QV, ("k_proj", "o_proj", "up_proj"), ALL])
 @pytest.mark.parametrize("family", ["llama", "granite", "olmo2", "qwen2"])
 def test_prompts_by_kernels_give_the_stock_logits(family: str, targets: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +208,6 @@ def test_layers_are_whole_whatever_adapters_are_scaled_by(options: dict[str, Any
     assert not found.refusals and all("attention" in {p.role for p in m.parts} for m in found.modules)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cast", [True, False])
 @pytest.mark.parametrize("patterns", [None, ALONE])
@@ -249,7 +245,6 @@ def test_other_states_of_peft_say_why_not(change: Callable[[Any], Any], reason: 
     assert any(reason in r.reason for r in match(model, ["lora"])[1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("prepared", ["before", "after"])
 @pytest.mark.parametrize("patterns", [None, ALONE])
 def test_scalings_that_are_tensors_and_written_in_place(prepared: str, patterns: Any) -> None:
@@ -340,7 +335,7 @@ EVENTS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
 }
 
 
-@pytest.mark.parametrize("patterns", [None, pytest.param(ALONE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("patterns", [None, ALONE])
 @pytest.mark.parametrize("event", EVENTS)
 def test_every_state_of_peft_is_right_at_any_moment(event: str, patterns: Any) -> None:
     change, reason = EVENTS[event]

@@ -144,6 +144,11 @@ PROMPTED: dict[str, dict[str, Any]] = {
     "gemma3": dict(layer_types=["full_attention"] * 2, num_hidden_layers=2)}
 
 
+ALIKE = ("granite", "gemma", "phi3", "smollm3", "glm4")
+FEW = [pytest.param(name, marks=pytest.mark.thorough) if name in ALIKE else name for name in PROMPTED]
+"""Where one family's layers are as another's."""
+
+
 def optimized(family: str, changes: dict[str, Any], **options: Any) -> tuple[Any, Any]:
     model = swapping.tiny(family.partition(",")[0], **changes)
     return model, optimize(swapping.twin_of(model), **{"batch_sizes": (1, 3), "verify": False, **options})
@@ -171,7 +176,7 @@ def agree_padded(stock: Any, ours: Any, *lengths: int, **more: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PROMPTED)
+@pytest.mark.parametrize("name", FEW)
 def test_padded_prompts_by_kernels(name: str, called: list[str], resolved: list[Any]) -> None:
     """Captured apart from those without padding, and replayed for any other padding."""
     stock, ours = optimized(name, PROMPTED[name])
@@ -411,7 +416,7 @@ def only_called(calling: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PROMPTED)
+@pytest.mark.parametrize("name", FEW)
 def test_prompts_whose_kernels_are_called(name: str, only_called: None, resolved: list[Any]) -> None:
     """Of any length, in blocks that held a prompt or none, with what longer ones have left."""
     stock, ours = optimized(name, PROMPTED[name])

@@ -11,6 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import soak_generate
 from features import KERNELS, Pair, small
+from thorough import count
 
 pytestmark = [pytest.mark.usefixtures("resolved"), pytest.mark.slow]  # on the main version of transformers only
 
@@ -19,9 +20,9 @@ def pair(family: str) -> Pair:
     return Pair(small(family, torch.float32, "cpu"), "kernels", {"verify": False})
 
 
-def test_forty_calls() -> None:
-    counts = soak_generate.soak([pair("llama"), pair("mistral")], 40, seed=3)
-    assert counts[f"step: {KERNELS}"] > 40
+def test_calls_of_all_kinds() -> None:
+    counts = soak_generate.soak([pair("llama"), pair("mistral")], count(100, 24), seed=3)
+    assert counts[f"step: {KERNELS}"] > 24
 
 
 def test_a_stale_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from mirage_hf.patterns import PATTERNS
 from mirage_hf.swap.guard import KEY
 from mirage_hf.swap.module import swapped_class
 
-pytestmark = pytest.mark.usefixtures("resolved")
+pytestmark = [pytest.mark.usefixtures("resolved"), pytest.mark.slow]
 CLOSE = dict(atol=2e-5, rtol=1e-4)
 
 
