@@ -71,7 +71,14 @@ class CausalMatch:
 
 def rotary_rows(rotary: Any, x: Tensor, positions: Tensor, kind: str = "") -> tuple[Tensor, Tensor]:
     """RoPE's cos and sin (…, positions, width) by a model's own module, for x of a dtype (some give float32 whatever it is)."""
+    rotary = _apart(rotary)
     return cos_and_sin(rotary(x, positions, kind) if kind else rotary(x, positions))
+
+
+def _apart(rotary: nn.Module) -> Any:
+    """A RoPE module whose state is its own: some (dynamic, longrope) change theirs by the positions that they see, and the model's is to
+    stay as it was."""
+    return stand_in(rotary, {"_buffers": dict(rotary._buffers)})
 
 
 @dataclass(frozen=True)
@@ -239,7 +246,8 @@ def emptied(found: CausalMatch, forward: Callable[..., Tensor], inner: Mapping[s
     row, model, backbone = found.layout, found.model, found.backbone
     layers: Any = stand_in(backbone._modules[row.layers], {})  # type: ignore[arg-type]
     layers.__dict__["_modules"] = {n: stand_in(layer, {"forward": forward}) for n, layer in layers._modules.items()}
-    inside = stand_in(backbone, {"_modules": {**backbone._modules, row.layers: layers, **inner}})
+    rotary = _apart(backbone._modules[row.rotary])  # type: ignore[arg-type]
+    inside = stand_in(backbone, {"_modules": {**backbone._modules, row.layers: layers, row.rotary: rotary, **inner}})
     return stand_in(model, {"_modules": {**model._modules, row.backbone: inside, **outer}})
 
 

@@ -1,7 +1,6 @@
 """What a model's steps of decoding are made of: the kernels of every part of every layer and of the head, by batch size."""
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -143,9 +142,8 @@ class Steps:
         take them. Positions out of RoPE's reach get no numbers."""
         reach = positions if self.rope is None else min(positions, self.rope.reach)
         at = torch.arange(reach, device=self.embedding.device)[None]
-        rotary = self.rotary if self.rope is None else copy.deepcopy(self.rotary)  # other threads' forwards change it
         with torch.inference_mode(False), torch.no_grad():
-            tables = [step.tables(*rotary_rows(rotary, self.embedding[:1, None].detach(), at, kind)) for kind, step in self.ropes]
+            tables = [step.tables(*rotary_rows(self.rotary, self.embedding[:1, None].detach(), at, kind)) for kind, step in self.ropes]
             cos, sin = (torch.nn.functional.pad(torch.cat(each), (0, 0, 0, positions - reach)) for each in zip(*tables, strict=True))
             return cos, sin
 

@@ -355,6 +355,17 @@ def test_the_handle_is_no_part_of_the_model() -> None:
     assert "<mirage_hf: 3 modules swapped" in repr(model.mirage)
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_rope_that_knows_the_longest_text_goes_on_knowing_it(dry_run: bool) -> None:
+    """Its module keeps frequencies for the longest text so far, and forgets them when it sees a short one: probes are no texts."""
+    model = tiny("llama", max_position_embeddings=16, rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    model.generate(prompt(1, 30), **GREEDY)
+    rotary = model.model.rotary_emb
+    kept, length = rotary.inv_freq.clone(), rotary.max_seq_len_cached
+    optimize(model, dry_run=dry_run)
+    assert torch.equal(rotary.inv_freq, kept) and rotary.max_seq_len_cached == length and not torch.equal(kept, rotary.original_inv_freq)
+
+
 @pytest.mark.slow
 def test_threads_that_optimize_one_model_take_turns() -> None:
     model, failed = tiny("llama"), []
