@@ -40,7 +40,7 @@ def _need(found: _Found | str) -> _Found:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptPlan:
     """Where the tokens of a call lie in its cache, and where their positions count from."""
 
     past: int
@@ -57,7 +57,7 @@ class Prompt:
     """Whether every row is a prompt whose own tokens, behind left padding or none, count from position 0 on; no cache of the user's."""
 
     @classmethod
-    def of(cls, input_ids: Tensor, past: int, mask_length: int, kwargs: dict[str, Any]) -> Prompt:
+    def of(cls, input_ids: Tensor, past: int, mask_length: int, kwargs: dict[str, Any]) -> PromptPlan:
         """`mask_length`: of the text as generate counts it, where no mask is given. Errors: NotCovered."""
         mask, positions, rows = kwargs.get("attention_mask"), kwargs.get("position_ids"), input_ids.shape[0]
         if positions is None or positions.ndim != 2:
@@ -89,7 +89,7 @@ class CallPlan:
     cache: Any
     """The DynamicCache stock would fill: generate's own, or the user's."""
     cache_is_users: bool
-    prompt: Prompt
+    prompt: PromptPlan
     slots: int
     """Cache slots to lease at first."""
     most_slots: int
@@ -129,7 +129,7 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
     windows = _need(windows_of(cache, text.num_hidden_layers))
     _need(masks.mismatch(windows))
     _need(refused_masks(model, masks, windows))
-    prompt = Prompt.of(input_ids, int(cache.get_seq_length()), getattr(config, "_mask_length", input_ids.shape[1]), kwargs)
+    prompt = PromptPlan.of(input_ids, int(cache.get_seq_length()), getattr(config, "_mask_length", input_ids.shape[1]), kwargs)
     lengths = [math.ceil(c.max_length) for c in criteria if type(c) is MaxLengthCriteria]  # a user may give several, and floats
     if not lengths:
         raise NotCovered("no maximum length")

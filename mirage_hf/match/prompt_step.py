@@ -24,12 +24,12 @@ LEAST_RUN = 512
 nobody sees."""
 
 
+@dataclass(frozen=True, eq=False)
 class Band:
     """Causal attention of a prompt through a sliding window, by runs of tokens: its cost grows with the length, not with its square."""
 
-    def __init__(self, mask: Tensor):
-        self.mask = mask
-        """(run, back + run) numbers that are added to scores: token n of a run may see `back` tokens before the run, and the run's."""
+    mask: Tensor
+    """(run, back + run) numbers that are added to scores: token n of a run may see `back` tokens before the run, and the run's."""
 
     @classmethod
     def of(cls, window: int, tokens: int, like: Tensor) -> Band:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from decoding import Recorder, assert_same, assert_same_cache, left_padded, our_numbers
 from swapping import CENTRED, FOUR, MORE, OTHERS, SIZES, WINDOW, Resolved, longrope, parted_at_a_tie, prompt, same, snapshot, tiny, twin_of
+from thorough import THOROUGH
 from torch import nn
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
@@ -108,13 +109,14 @@ MODELS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_and_logits_are_stocks(name: str) -> None:
     stock, ours = pair(MODELS[name], verify=True)
-    for given in ({"inputs": prompt()}, left_padded((1, 2 * WINDOW + 1, WINDOW))):
+    calls = [{"inputs": prompt()}, left_padded((1, 2 * WINDOW + 1, WINDOW)), *([left_padded((4, 11, 7))] if THOROUGH else [])]
+    for given in calls:
         agree(stock, ours, {**given, **FULL, "max_new_tokens": 2 * WINDOW + 3})
-    assert steps(ours) == {KERNELS: 2} and not stocks(ours), ours.mirage.report
+    assert steps(ours) == {KERNELS: len(calls)} and not stocks(ours), ours.mirage.report
     rows = [r for r in ours.mirage.report.rows if "experts" not in r.reason]
     assert rows and all(r.status == "swapped" and r.calls == 0 for r in rows), ours.mirage.report
     assert all(r.error < max(1e-5, 2 * (r.stock_error or 0)) for r in rows), ours.mirage.report
-    assert ours.mirage.report.fallbacks == {"prefill": 2 * len(ours.base_model.layers)}
+    assert ours.mirage.report.fallbacks == {"prefill": len(calls) * len(ours.base_model.layers)}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

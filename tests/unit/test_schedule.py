@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import blocks
 import pytest
 import torch
+from thorough import THOROUGH
 
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
@@ -19,6 +20,8 @@ from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.tune import cost, space, tuner
 from mirage_hf.tune.restrict import Restriction
 from mirage_hf.verify.verdict import Accepted
+
+DEVICES = (cost.H200, cost.A100, cost.RTX_4090) if THOROUGH else (cost.H200, cost.RTX_4090)
 
 
 def test_round_trip_and_order_of_tiles():
@@ -77,7 +80,7 @@ SPACES = {"norm linear": blocks.rms_norm_linear(1, 4096, 4096), "3 rows": blocks
 
 @pytest.mark.parametrize("name", SPACES)
 def test_the_space_keeps_to_its_budgets(name):
-    for op, device in itertools.product(placed(SPACES[name]), (cost.H200, cost.RTX_4090)):
+    for op, device in itertools.product(placed(SPACES[name]), DEVICES):
         found = space.schedules(op, device, limit=10 ** 6)
         assert found and len(set(found)) == len(found)
         for s in found:
@@ -90,7 +93,7 @@ def test_the_space_keeps_to_its_budgets(name):
 def test_the_estimate_of_shared_memory_is_not_exceeded(name, tmp_path, monkeypatch):
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     op = placed(SPACES[name])[0]
-    for device in (cost.H200, cost.RTX_4090):
+    for device in DEVICES:
         ranked = [s for s in space.schedules(op, device) if s.mma]
         greedy = max(ranked, key=lambda s: cost.estimate(plan(op, s), device).shared)
         rest = [space.default_schedule(o, device) for o in placed(SPACES[name])[1:]]
