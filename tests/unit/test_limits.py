@@ -1,6 +1,7 @@
 """Limits of scores found by search, and sums of exponentials: kernels in Triton's interpreter (run by test_ends), beside plain Python."""
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -18,12 +19,14 @@ def place(x: float) -> float:
 
 
 def stays_by_hand(order: list[float], weights: list[float], rest: float, keep: int, firsts: bool) -> list[bool]:
-    at = sorted(range(len(order)), key=lambda n: (-place(order[n]), n if firsts else -n))
-    stays = [False] * len(order)
+    places = [place(x) for x in order]
+    at = sorted(range(len(order)), key=lambda n: (-places[n], n if firsts else -n))
+    behind = list(itertools.accumulate((weights[n] for n in reversed(at))))[::-1]  # exact, as weights are whole numbers
+    stays, first = [False] * len(order), 0
     for rank, n in enumerate(at):
-        together = [m for m in at if place(order[m]) <= place(order[n])]
-        behind = together if firsts or any(math.isnan(weights[m]) for m in together) else at[rank:]
-        stays[n] = rank < keep or not sum(weights[m] for m in behind) <= rest
+        first = first if places[at[first]] == places[n] else rank  # of those that are as high
+        whole = firsts or math.isnan(behind[first])
+        stays[n] = rank < keep or not behind[first if whole else rank] <= rest
     return stays
 
 
