@@ -21,7 +21,7 @@ def place(x: float) -> float:
 def stays_by_hand(order: list[float], weights: list[float], rest: float, keep: int, firsts: bool) -> list[bool]:
     places = [place(x) for x in order]
     at = sorted(range(len(order)), key=lambda n: (-places[n], n if firsts else -n))
-    behind = list(itertools.accumulate((weights[n] for n in reversed(at))))[::-1]  # exact, as weights are whole numbers
+    behind = list(itertools.accumulate(weights[n] for n in reversed(at)))[::-1]  # exact, as weights are whole numbers
     stays, first = [False] * len(order), 0
     for rank, n in enumerate(at):
         first = first if places[at[first]] == places[n] else rank  # of those that are as high
