@@ -275,10 +275,12 @@ def titled(name: str, args: argparse.Namespace) -> str:
     return name + (f" + LoRA {args.lora}" if args.lora else "") + (", padded" if args.padded else "")
 
 
-def cache_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """Bytes of keys and values of so many tokens."""
+def cache_bytes(model: PreTrainedModel, tokens: Sequence[int]) -> int:
+    """Bytes of keys and values that a step reads of texts of so many tokens: sliding layers read no more than their window."""
     c = model.config
-    return 2 * tokens * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * model.dtype.itemsize  # type: ignore[no-any-return]
+    kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
+    seen = sum(min(n, c.sliding_window) if kind == "sliding_attention" else n for kind in kinds for n in tokens)
+    return 2 * seen * c.num_key_value_heads * c.head_dim * model.dtype.itemsize  # type: ignore[no-any-return]
 
 
 def set_up(peer: str, model: PreTrainedModel, bare: PreTrainedModel, ids: torch.Tensor,
@@ -312,7 +314,7 @@ def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[
     bare = weights_of(name, device, args.layers)
     model = with_adapters(twin(bare), args.lora) if args.lora else bare
     ids = random_ids(model, batch, prompt, seed=0, padded=args.padded)
-    floor, cached = floor_bytes(model), cache_bytes(model, int(mask_of(ids).sum()) + batch * args.new // 2)
+    floor, cached = floor_bytes(model), cache_bytes(model, [n + args.new // 2 for n in mask_of(ids).sum(-1).tolist()])
     peers = [p for p in args.peers if p != "liger" or find_spec("liger_kernel") is not None]
     row: dict[str, Any] = {
         "model": titled(name, args), "layers": model.config.num_hidden_layers, "batch": batch, "prompt": prompt, "new": args.new,

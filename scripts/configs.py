@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a config says that matters for speed. `rope_factor`: Llama 3's stretching of 8192 trained positions."""
+    """What a config says that matters for speed. `rope_factor`: Llama 3's stretching of 8192 trained positions. `window`: that of
+    sliding layers, which are those that the model type's own config says."""
 
     model_type: str
     hidden: int
@@ -25,6 +26,7 @@ class Sizes:
     eps: float
     positions: int
     rope_factor: float | None = None
+    window: int | None = None
 
 
 MODELS = {
@@ -40,6 +42,7 @@ MODELS = {
     "qwen3-1.7b":   Sizes("qwen3",    2048,  6144, 28, 16, 8, 128, 151936,   1e6, True,  1e-6,  40960),
     "qwen3-4b":     Sizes("qwen3",    2560,  9728, 36, 32, 8, 128, 151936,   1e6, True,  1e-6,  40960),
     "qwen3-8b":     Sizes("qwen3",    4096, 12288, 36, 32, 8, 128, 151936,   1e6, False, 1e-6,  40960),
+    "gemma-3-1b":   Sizes("gemma3_text", 1152, 6912, 26, 4, 1, 256, 262144,  1e6, True,  1e-6,  32768, window=512),
     "smoke":        Sizes("llama",     128,   256,  2,  4, 2,  32,    512,   1e4, True,  1e-5,   2048),
 }
 """`smoke` is no model: it tries a script out on a CPU."""
@@ -54,7 +57,9 @@ def config_of(name: str, layers: int | None = None) -> PretrainedConfig:
     if s.rope_factor is not None:
         rope |= {"rope_type": "llama3", "factor": s.rope_factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                  "original_max_position_embeddings": 8192}
-    sliding = {"sliding_window": None} if s.model_type == "mistral" else {}
+    if s.window is not None:  # layers of two kinds, with a RoPE each
+        rope = {"full_attention": rope, "sliding_attention": rope | {"rope_theta": 1e4}}
+    sliding = {"sliding_window": s.window} if s.window is not None or s.model_type == "mistral" else {}
     return AutoConfig.for_model(
         s.model_type, hidden_size=s.hidden, intermediate_size=s.intermediate, num_hidden_layers=layers or s.layers,
         num_attention_heads=s.heads, num_key_value_heads=s.kv_heads, head_dim=s.head_dim, vocab_size=s.vocab, rms_norm_eps=s.eps,
@@ -70,7 +75,7 @@ def random_model(name: str, device: torch.device | str, dtype: torch.dtype = tor
         model = AutoModelForCausalLM.from_config(config_of(name, layers), dtype=dtype).eval()
         for key, parameter in model.named_parameters():
             if "norm" in key and key.endswith("weight"):
-                parameter.normal_(1.0, 0.1)  # all ones would hide a forgotten weight
+                parameter.normal_(0.0 if "gemma" in name else 1.0, 0.1)  # all ones, of which Gemma adds one, would hide a forgotten weight
             elif key.endswith("bias"):
                 parameter.normal_(0.0, 0.02)
     model.generation_config.eos_token_id = None

@@ -29,9 +29,9 @@ import benching
 import block_rows
 import build_zoo
 import charts
+import configs
 import rivals
 import ugraphs
-from configs import Sizes
 
 from mirage_hf import kernels
 from mirage_hf.codegen.schedule import Schedule
@@ -52,7 +52,7 @@ SMALL = {
     "qk_norm_attention": dict(keys=24, d=16), "mla_decode": dict(heads=2, keys=24, latent=16, nope=8, rope=4, value=8),
     "ntrans": dict(n=40)}
 
-TINY = Sizes("llama", 32, 64, 2, 4, 2, 8, 48, 1e4, True, 1e-5, 64)
+TINY = configs.Sizes("llama", 32, 64, 2, 4, 2, 8, 48, 1e4, True, 1e-5, 64)
 
 
 @pytest.mark.parametrize("row", block_rows.ROWS.values(), ids=lambda r: r.name)
@@ -442,6 +442,14 @@ def test_peers_of_bench_generate_that_are_measured_apart_leave_nothing_behind(ap
     assert [call for call in calls if call[0] == "eager"] == [("eager",)] * (1 if long_calls else 2) + [("eager", "streamer")]
 
 
+def test_a_step_reads_no_more_of_a_sliding_layer_than_its_window():
+    config = configs.config_of("gemma-3-1b", layers=6)
+    assert config.layer_types == ["sliding_attention"] * 5 + ["full_attention"] and config.num_attention_heads == 4
+    bases = [config.rope_parameters[kind]["rope_theta"] for kind in config.layer_types[-2:]]
+    read = bench_generate.cache_bytes(SimpleNamespace(config=config, dtype=torch.bfloat16), [100, 2000])
+    assert bases == [1e4, 1e6] and read == 2 * (5 * (100 + 512) + 2100) * 256 * 2
+
+
 def test_padded_prompts_of_bench_generate():
     args = argparse.Namespace(device="cpu", layers=1, lora=0, new=3, peers=("eager", "static", "compile"), apart=False, cap=60, rounds=1,
                               strict=False, side_by_side=False, long_calls=False, padded=True)
@@ -450,7 +458,7 @@ def test_padded_prompts_of_bench_generate():
     model = bench_generate.weights_of("smoke", torch.device("cpu"), 1)
     mask = bench_generate.mask_of(bench_generate.random_ids(model, 3, 12, seed=0, padded=True))
     assert mask.sum(-1).tolist() == [12, 10, 8] and bool((mask == mask.cummax(-1).values).all())
-    assert row["cache_bytes"] == bench_generate.cache_bytes(model, 12 + 10 + 8 + 3 * 3 // 2)
+    assert row["cache_bytes"] == 2 * (12 + 10 + 8 + 3 * (3 // 2)) * model.config.num_key_value_heads * model.config.head_dim * 2
     # a model in float32 in place of ours is as far from float32 as its steps behind padding are from a forward
     wide = copy.deepcopy(model).float()
     ids = bench_generate.random_ids(wide, 3, 12, seed=0, padded=True)
