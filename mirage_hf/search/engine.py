@@ -48,7 +48,7 @@ class Found:
     width: int
 
 
-Progress = Callable[[Counters], bool | None]
+SearchProgress = Callable[[Counters], bool | None]
 
 
 class Steps(Protocol):
@@ -58,7 +58,7 @@ class Steps(Protocol):
     def save(self, key: str, step: Any) -> None: ...
 
 
-def search(graph: KernelGraph, options: SearchOptions | None = None, progress: Progress | None = None,
+def search(graph: KernelGraph, options: SearchOptions | None = None, progress: SearchProgress | None = None,
            steps: Steps | None = None) -> tuple[list[Found], SearchReport]:
     """Search for µGraphs equivalent to `graph`, best first. An empty list is an answer: the report says why.
 
@@ -143,7 +143,7 @@ def _read_step(data: Any, graph: KernelGraph) -> _Step | None:
         Found(UGraph(graph, json_format.graph_from_dict(f["kernels"], "checkpoint")), f["cost_us"], f["width"]) for f in data["found"]))
 
 
-def _told(progress: Progress | None, before: Counters, now: _core.Statistics) -> bool:
+def _told(progress: SearchProgress | None, before: Counters, now: _core.Statistics) -> bool:
     """Tell of the counters so far; whether to stop."""
     return bool(progress(before + _counters(now, 0))) if progress else False
 

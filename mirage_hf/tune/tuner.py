@@ -26,7 +26,7 @@ from mirage_hf.tune.measure import Run, Timing
 from mirage_hf.verify.numeric import NumericCheck
 from mirage_hf.verify.verdict import Accepted, Refused
 
-Progress = Callable[[int, int, str], Any]
+TuneProgress = Callable[[int, int, str], Any]
 """Called as progress(done, total, what)."""
 
 Schedules = Callable[[KernelOp, Device], Sequence[Schedule]]
@@ -162,7 +162,7 @@ def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[
         yield Trial(ugraph, chosen, own + rest)
 
 
-def tune(ugraphs: Sequence[UGraph], *, device: torch.device | str = "cuda", progress: Progress | None = None, per_graph: int = 24,
+def tune(ugraphs: Sequence[UGraph], *, device: torch.device | str = "cuda", progress: TuneProgress | None = None, per_graph: int = 24,
          replays: int = 15, schedules: Schedules | None = None, rounds: int = 3, regroup: bool = True) -> TuneResult:
     """Measure candidates for one program on a GPU; `ugraphs` all compute the same program. `schedules` gives the ranked
     schedules of a block graph's op, by default the whole space. After those, `rounds` times at most, what is one step from the
@@ -251,7 +251,7 @@ class _Bench:
     sets: Sequence[list[torch.Tensor]]
     chain: measure.Chain
     replays: int
-    say: Progress
+    say: TuneProgress
 
     def measure(self, candidates: Sequence[Trial], patience: int, known: float = math.inf) -> list[Trial]:
         """Check and time candidates in order while later ones compile; stop after `patience` in a row that were no better. known: what the

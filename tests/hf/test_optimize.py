@@ -182,6 +182,7 @@ def test_the_library_path_leaves_its_part_to_stock(monkeypatch: pytest.MonkeyPat
     assert model.mirage.report.decode["step: all by kernels"] == 1  # in a step that part is the library's too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["rms_norm_linear", "gated_mlp", "linear_residual"])
 @pytest.mark.parametrize("family", ["qwen2", "granite", "gemma2", "olmo2", "phi3"])
 def test_any_subset_of_parts_is_right(kept: str, family: str) -> None:
@@ -426,6 +427,7 @@ def default(other: Any) -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["meta", torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("family", ["gemma3", "phi"])
 def test_a_users_default_device_and_dtype_change_nothing(family: str, other: Any) -> None:

@@ -107,6 +107,7 @@ def test_processors_are_hfs(name):
     compare(name, CPU, rtol=3e-7)
 
 
+@pytest.mark.slow
 def test_rows_that_read_the_text_say_so():
     """The text is only written where one of them does."""
     torch.manual_seed(0)
@@ -301,6 +302,7 @@ def test_generate_chooses_as_stock(name, sample):
     assert handled(runner) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [{}, {"eos_token_id": list(range(3, 12))}, {"top_p": 0.8, "repetition_penalty": 1.2}])
 def test_a_seed_gives_the_same_tokens_however_they_are_chosen(extra):
     model = tiny("llama")
@@ -346,6 +348,7 @@ def test_other_rows_do_not_matter():
     assert tokens[0][0].tolist() == tokens[1][0].tolist() and len({str(row) for row in tokens[1].tolist()}) == 3
 
 
+@pytest.mark.slow
 def test_a_text_that_outgrows_its_block(monkeypatch):
 
     monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
@@ -479,6 +482,7 @@ def test_no_token_to_draw(more):
     assert_same(*both(model, {"inputs": prompt(2), "max_new_tokens": 5, "remove_invalid_values": True, "do_sample": True}))
 
 
+@pytest.mark.slow
 def test_numbers_change_without_another_graph_and_few_ways_are_kept():
     model = tiny("llama")
     runner = install(model)

@@ -121,6 +121,7 @@ def test_rows_without_kernels_are_stock_and_dynamic() -> None:
     torch.testing.assert_close(run(hidden(4), **ROPE), stock(hidden(4), **ROPE), **CLOSE)
 
 
+@pytest.mark.slow
 def test_dropouts_that_are_switched_on_are_traced_as_stock() -> None:
     _, ours = pair("phi3")
     ours.resid_attn_dropout.p = 0.5
