@@ -1,6 +1,7 @@
 """Layered drawings of graphs: who stands where when every edge points down (Sugiyama, Tagawa and Toda, 1981)."""
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -135,7 +136,10 @@ def _spread(rows: Sequence[Sequence[str]], width: Mapping[str, float], near: Map
 
     def mean(k: str, among: Collection[str]) -> float:
         pulls = [(pull(k, n), x[n]) for n in near[k] if n in among]
-        return sum(w * at for w, at in pulls) / sum(w for w, _ in pulls) if pulls else x.get(k, 0.0)
+        if not pulls:
+            return x.get(k, 0.0)
+        # `sum` of floats rounds otherwise since Python 3.12
+        return math.fsum(w * at for w, at in pulls) / math.fsum(w for w, _ in pulls)
 
     for way in (rows, rows[::-1], rows):  # a first guess, far down at once: where the row before, on the way, is
         before: Sequence[str] = ()

@@ -82,10 +82,10 @@ def add_methods(graph: type, apply: str) -> None:
     operands' names and the formula for `help`."""
     for row in OPS.values():
         if row.kind == "elementwise" and not hasattr(graph, row.name):
-            setattr(graph, row.name, _method(row, apply))
+            setattr(graph, row.name, _method(row, graph, apply))
 
 
-def _method(row: Op, apply: str) -> Callable[..., Any]:
+def _method(row: Op, graph: type, apply: str) -> Callable[..., Any]:
     def method(self: Any, *operands: Any, **attrs: Any) -> Any:
         return getattr(self, apply)(row.name, *operands, **attrs)
 
@@ -94,7 +94,7 @@ def _method(row: Op, apply: str) -> Callable[..., Any]:
     method.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in operands]
         + [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=value) for n, value in row.attrs.items()])
-    method.__name__ = row.name
+    method.__name__, method.__qualname__, method.__module__ = row.name, f"{graph.__name__}.{row.name}", graph.__module__
     method.__doc__ = f"{row.formula}. Elementwise, with broadcasting; operands are tensors, and numbers beside a tensor."
     return method
 

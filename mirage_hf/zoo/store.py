@@ -1,6 +1,7 @@
 """Kernel zoos on disk, and the order in which they are asked. Writes are atomic and safe among processes."""
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -36,7 +37,7 @@ class Store:
         """Return the entry whose key has `digest`, or why there is none. `target`, where it is known, narrows the look-up."""
         reasons = []
         try:
-            folders = sorted(self.root.glob(f"*/*-{digest[:8]}/{target}"))
+            folders = self._folders(f"*/*-{digest[:8]}/{target}")
         except OSError as e:  # a folder on the way that may not be entered
             return Rejected(f"{self.root} cannot be read ({e.strerror})")
         for folder in folders:
@@ -47,6 +48,13 @@ class Store:
                 return found
             reasons.append(found.reason if isinstance(found, Rejected) else f"{folder}: is for another program")
         return Rejected("; ".join(reasons) or f"not in {self.root}")
+
+    def _folders(self, pattern: str) -> list[Path]:
+        """Those that fit, none where there is no root. Errors: OSError where the root may not be read, over which `glob` passes since
+        Python 3.13."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.root):
+            pass
+        return sorted(self.root.glob(pattern))
 
     def put(self, entry: Entry) -> Path | Rejected:
         """Write `entry` in place of an earlier one with its key. Returns its folder, or why it could not be written."""
@@ -84,7 +92,7 @@ class Store:
     def verify(self) -> Iterator[tuple[Path, Entry | Rejected]]:
         """Every folder that holds or should hold an entry, with the entry or what is wrong with it."""
         try:
-            folders = sorted(self.root.glob("[!.]*/*/*"))
+            folders = self._folders("[!.]*/*/*")
         except OSError as e:
             yield self.root, Rejected(f"{self.root} cannot be read ({e.strerror})")
             return
