@@ -146,6 +146,8 @@ class Session:
         record = self.record
         chooser = self._choose_by(selection)
         self._set_out()
+        if self.plan.survey.rope is not None and not self.step.by_kernels:
+            depth = 0  # its module remembers the longest text, which a step that finds no row alive would make longer
         if not selection.plain:
             self.block.own_trail().start(input_ids, self.plan.budget)
         no_text = torch.zeros(1, 1, dtype=torch.long, device="cpu")  # on the CPU, or the answer would have to be waited for

@@ -445,6 +445,18 @@ def test_rope_that_reads_the_length_is_not_captured():
     assert_same(stock(model, **arguments), twin.generate(**arguments))
 
 
+def test_rope_that_remembers_the_longest_text_sees_no_steps_ahead_of_the_host():
+    """On a GPU steps run ahead: one that finds no row alive is no text, and the next call would have other frequencies for it."""
+    model = tiny("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, max_position_embeddings=16)
+    eos = stock(copy.deepcopy(model), inputs=prompt(1, 20), max_new_tokens=3)[0, -1].item()
+    twin = copy.deepcopy(model)
+    install(twin, depth=2)
+    for arguments in ({"inputs": prompt(1, 20), "max_new_tokens": 9, "eos_token_id": eos, "pad_token_id": 0},
+                      {"inputs": prompt(1, 18), "max_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}):
+        assert_same(stock(model, **arguments), twin.generate(**arguments))
+        assert twin.model.rotary_emb.max_seq_len_cached == model.model.rotary_emb.max_seq_len_cached
+
+
 # -- PEFT ---------------------------------------------------------------------------------------------------------------
 
 def test_peft_life_cycle():
