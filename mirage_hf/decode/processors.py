@@ -203,7 +203,7 @@ def _suppress_at(now: Now, scores: Tensor, tokens: Tensor, length: Tensor) -> Te
 
 
 def _force_at(now: Now, scores: Tensor, tokens: Tensor, length: Tensor) -> Tensor:
-    forced = torch.where(tokens, 0.0, -INFINITY)
+    forced = torch.where(tokens, 0.0, -INFINITY).to(scores.dtype)  # which is that of numbers by default
     return torch.where(now.length == length, forced, scores)
 
 

@@ -107,6 +107,22 @@ def test_processors_are_hfs(name):
     compare(name, CPU, rtol=3e-7)
 
 
+@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16], ids=str)
+def test_a_users_default_dtype_changes_no_scores(other):
+    torch.manual_seed(0)
+    scores, ids = torch.randn(2, VOCAB), torch.randint(0, 10, (2, 5))
+    try:
+        for name, make in EACH.items():
+            if isinstance(make(CPU), hf.SequenceBiasLogitsProcessor):
+                continue  # it raises itself
+            torch.set_default_dtype(torch.float32)
+            want, p = make(CPU)(ids, scores.clone()), make(CPU)
+            torch.set_default_dtype(other)
+            torch.testing.assert_close(by_the_table(p, ids, scores), want, rtol=3e-7, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.slow
 def test_rows_that_read_the_text_say_so():
     """The text is only written where one of them does."""
