@@ -129,6 +129,9 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
     windows = _need(windows_of(cache, text.num_hidden_layers))
     _need(masks.mismatch(windows))
     _need(refused_masks(model, masks, windows))
+    rows = {len(layer.keys) for layer in cache.layers if layer.is_initialized and layer.keys.dim() > 1}  # also of one cropped to nothing
+    if not rows <= {len(input_ids)}:
+        raise NotCovered(f"a cache of {max(rows)} rows for {len(input_ids)}")
     prompt = PromptPlan.of(input_ids, int(cache.get_seq_length()), getattr(config, "_mask_length", input_ids.shape[1]), kwargs)
     lengths = [math.ceil(c.max_length) for c in criteria if type(c) is MaxLengthCriteria]  # a user may give several, and floats
     if not lengths:
@@ -159,6 +162,8 @@ def _check_options(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str,
         raise NotCovered(f"generation mode {config.get_generation_mode().value}")
     _need(refused_options(lambda name: getattr(config, name, None)))
     _need(next((f"model kwarg {k}" for k, v in kwargs.items() if k not in MODEL_INPUTS and v is not None), None))
+    if kwargs.get("logits_to_keep", 0) is None:  # what slices by it raises
+        raise NotCovered("logits_to_keep=None")
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise NotCovered("an empty prompt")
     if input_ids.dtype not in (torch.long, torch.int):  # no embedding takes others; a captured prompt would round them

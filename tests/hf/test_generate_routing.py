@@ -42,6 +42,15 @@ def right_padded():
     return {"input_ids": prompt(2), "attention_mask": mask}
 
 
+def emptied(model, rows):
+    """A cache of so many rows of which nothing is left."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt(rows), past_key_values=cache, use_cache=True)
+    cache.crop(-prompt().shape[1])
+    return cache
+
+
 ROUTES = {
     "beam search (num_beams=3)": lambda m: {"inputs": prompt(), "num_beams": 3},
     "prompt lookup": lambda m: {"inputs": prompt(), "prompt_lookup_num_tokens": 2},
@@ -60,10 +69,12 @@ ROUTES = {
     "custom_generate": lambda m: {"inputs": prompt(), "custom_generate": lambda model, ids, **kw: ids + 1},
     "model kwarg output_router_logits": lambda m: {"inputs": prompt(), "output_router_logits": False},
     "logits_to_keep as a tensor": lambda m: {"inputs": prompt(), "logits_to_keep": torch.tensor([2])},
+    "logits_to_keep=None": lambda m: {"inputs": prompt(), "logits_to_keep": None},
     "position_ids of torch.float32": lambda m: {"inputs": prompt(), "position_ids": torch.arange(7.0)[None] + 0.5, **FULL},
     "a mask for 1 rows of 2": lambda m: {"inputs": prompt(2), "attention_mask": torch.tensor([[0] + [1] * 6])},
     "a mask for 2 rows of 1": lambda m: {"inputs": prompt(), "attention_mask": torch.tensor([[0] + [1] * 6] * 2)},
     "position_ids for 2 rows of 1": lambda m: {"inputs": prompt(), "position_ids": torch.arange(7).expand(2, -1)},
+    "a cache of 2 rows for 1": lambda m: {"inputs": prompt(), "past_key_values": emptied(m, 2)},
     "stop tokens without a pad token": lambda m: {"inputs": prompt(2), "stopping_criteria": [EosTokenCriteria(5)]},
 }
 
