@@ -212,8 +212,10 @@ class DecodeRunner:
         shape = self._shape(plan, block, input_ids)
         if shape is None or not shape.few:
             return None
-        return self.prompts.graph(model, block, shape, self.steps, partial(self._able, plan, block), key, at_once,
-                                  own=plan.survey.rope is None)
+        # HF's forward may have a table of positions, and no GPU survives the look-up of one that is not there for a filling's token
+        reach = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        own = plan.survey.rope is None and (reach is None or shape.tokens <= reach)
+        return self.prompts.graph(model, block, shape, self.steps, partial(self._able, plan, block), key, at_once, own)
 
     def prefill_by_kernels(self, model: Any, plan: CallPlan, block: Block, input_ids: Tensor, key: Fingerprint) -> bool:
         """Prefill by kernels without a graph; False where HF's forward is to run."""

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import swapping
 import torch
-from decoding import FAMILIES, FULL, assert_same, both, left_padded, prompt, tiny
+from decoding import FAMILIES, FULL, PAD, assert_same, both, left_padded, prompt, tiny
 from features import fake_captures
-from transformers import DynamicCache, GenerationMixin
+from transformers import DynamicCache, GenerationMixin, GPT2Config, GPT2LMHeadModel
 
 from mirage_hf import kernels
 from mirage_hf.api import optimize
@@ -121,6 +121,17 @@ def test_tokens_of_other_dtypes_are_not_rounded(called: list[str]) -> None:
     with pytest.raises(RuntimeError, match="FloatTensor"):
         model.generate(prompt(1, 9) + 0.7, **FULL)
     assert runner.prefills == {"captured": 3} and runner.counts == {"captured": 4, "stock: input_ids of torch.float32": 1}
+
+
+def test_prompts_are_not_filled_up_beyond_a_table_of_positions(called: list[str]) -> None:
+    """On a GPU the look-up would end the process."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=100, initializer_range=0.15)).eval()
+    model.generation_config.pad_token_id = PAD
+    runner = install(model)
+    for length in (70, 71, 9, 10, 90):
+        alike(model, 2, length)
+    assert runner.prefills == {"captured": 1} and called.count("prefill") == 1
 
 
 def test_a_forward_that_cannot_be_captured_is_hfs(monkeypatch: pytest.MonkeyPatch) -> None:
