@@ -320,6 +320,7 @@ class Block:
 
     def __post_init__(self) -> None:
         self.rings = rings_of(self.windows, self.capacity)
+        # of the call at hand, begun anew by `begin`
         self._held: dict[tuple[Ring, int, int], Tensor] = {}
         self._claimed = False
         with torch.inference_mode(False):

@@ -8,7 +8,17 @@ the filling are cleared. For the chain padding on the left is moved there, too, 
 Prompts that a sliding window cuts are for the chain as well: filled up, HF's forward would leave the filling's keys in rings.
 
 The first prompt of a model runs HF's forward as it is; later ones the chain, and the second of a bucket is captured, where it is short:
-what the GPU does for a long one takes longer than the host's launches.
+what the GPU does for a long one takes longer than the host's launches. So there are four ways, of which `Session.prefill` takes the first
+that can be:
+
+1. The chain captured, replayed before the host has looked at the model (`Prompts.graph`, `at_once`): where its weights lie where they lay.
+2. Captured, the chain or HF's forward: from the second prompt of a bucket on (`Block.prompts` counts them). What cannot be captured is
+   not tried again in that state of the model: `_refused` says it of both, `_refused_by_kernels` of the chain.
+3. The chain, called (`Prompts.by_kernels`): not the first prompt of a batch size in a state of the model (`_first`), and not once it was
+   found to differ (`_checked`, by kind of shape).
+4. HF's forward, called.
+
+Only wanting memory is no refusal: it is tried again.
 """
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ class Session:
 
     def prefill(self, streamer: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> None:
         """Run a prefill by kernels or a captured one, or HF's own, into the block or, where the user's cache holds something, into that one
-        and then here; the streamer gets the prompt behind it. A captured one may begin before the host has looked at the model.
-        Errors: Outdated."""
+        and then here; the streamer gets the prompt behind it. A captured one may begin before the host has looked at the model. In which
+        order ways are tried is said in prefill.py. Errors: Outdated."""
         model, plan, block = self.model, self.plan, self.block
         text = None if streamer is None else input_ids.cpu()  # here it waits for nothing of the call
         self.fingerprint = self.runner.fingerprint_of(plan)

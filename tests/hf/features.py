@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from decoding import FULL, Arguments, Recorder, assert_same, assert_same_cache, left_padded, tokenizer
 from swapping import prompt, rows_parted, tiny, twin_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, pipeline
 from transformers.generation.streamers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextStreamer
 
@@ -155,16 +156,48 @@ def feature(check: Check) -> Check:
     return check
 
 
+class Recording(TorchDispatchMode):
+    """The ops that run meanwhile, to be run again on the same memory: as in a CUDA graph, whatever Python has computed stays as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[tuple[Any, Any, Any, dict[int, torch.Tensor]]] = []
+        """With what each is given, and what it makes that is no view, by its place among the results."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = op(*args, **kwargs)
+        there = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
+        new = {} if writes else {n: x for n, x in enumerate(_tensors(made)) if x.numel() and x.untyped_storage().data_ptr() not in there}
+        if writes or new:
+            self.ops.append((op, args, kwargs, new))
+        return made
+
+    def replay(self) -> None:
+        with torch.inference_mode():  # which may write to tensors of either kind
+            for op, args, kwargs, new in self.ops:
+                made = _tensors(op(*args, **kwargs))
+                for n, x in new.items():
+                    x.copy_(made[n])
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
 def fake_captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let "graphs" on a CPU call what they captured; returns a list that gets the module's name at each capture."""
+    """Let "graphs" on a CPU run the ops again that they captured; returns a list that gets the module's name at each capture."""
     made: list[str] = []
 
     def capture_for(name: str) -> Callable[..., Any]:
         def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Any:
             for _ in range(3):  # as warming up does
                 run()
+            with Recording() as graph:
+                run()
             made.append(name)
-            return SimpleNamespace(replay=run), pool
+            return graph, pool
         return capture
     monkeypatch.setattr(generate, "can_capture", lambda device: None)
     for module in (prefill, program):

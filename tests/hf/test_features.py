@@ -37,3 +37,17 @@ def pair(request: pytest.FixtureRequest) -> Iterator[features.Pair]:
 def test_feature(name: str, pair: features.Pair) -> None:
     features.FEATURES[name](pair)
     pair.check_counts()
+
+
+def test_recordings_keep_what_python_computed() -> None:
+    """As CUDA graphs do: what captured code reads on the host is not read again."""
+    x, steps, total = torch.zeros(3), [1], torch.zeros(())
+
+    def run() -> None:
+        x.add_(steps[0])
+        total.copy_((x.view(-1)[1:] * 2).sum())
+    with features.Recording() as graph:
+        run()
+    steps[0] = 50
+    graph.replay()
+    assert x.tolist() == [2.0] * 3 and total == 8
