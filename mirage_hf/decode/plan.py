@@ -130,8 +130,8 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
     _need(masks.mismatch(windows))
     _need(refused_masks(model, masks, windows))
     rows = {len(layer.keys) for layer in cache.layers if layer.is_initialized and layer.keys.dim() > 1}  # also of one cropped to nothing
-    if not rows <= {len(input_ids)}:
-        raise NotCovered(f"a cache of {max(rows)} rows for {len(input_ids)}")
+    if others := rows - {len(input_ids)}:
+        raise NotCovered(f"a cache of {max(others)} rows for {len(input_ids)}")
     prompt = PromptPlan.of(input_ids, int(cache.get_seq_length()), getattr(config, "_mask_length", input_ids.shape[1]), kwargs)
     lengths = [math.ceil(c.max_length) for c in criteria if type(c) is MaxLengthCriteria]  # a user may give several, and floats
     if not lengths:

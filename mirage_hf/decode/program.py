@@ -20,8 +20,8 @@ class MaskPlan:
     """Which masks a model's forward wants: one, or one per layer type. A window of None sees everything before it.
 
     Windows mean four things. Here: which tokens attention hides from later ones. `Block.windows`: which keys stock's cache drops, and so
-    ours where it is handed out; None where stock's keeps all. `Block.rings`: which layers have no more slots than that, where it saves
-    memory. `prefill.Shape.cuts`: which windows are shorter than the prompt at hand, so that its attention needs a band.
+    ours where it is handed out; None where stock's keeps all. `Block.rings`: which layers have slots for little more than that, where it
+    saves memory. `prefill.Shape.cuts`: which windows are shorter than the prompt at hand, so that its attention needs a band.
     """
 
     windows: tuple[tuple[str, int | None], ...]
