@@ -435,7 +435,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="keep the rows that the JSON file has")
     parser.add_argument("--chart", type=Path, help="draw ms/token: this path with .png and .svg added")
     parser.add_argument("--redraw", type=Path, metavar="JSON", nargs="+",
-                        help="only draw the chart of earlier runs; of a row in several the last")
+                        help="only draw the chart of earlier runs; of a peer in several the last")
     parser.add_argument("--apart", action="store_true", help="peers one after another, their memory freed in between: where not all fit")
     parser.add_argument("--side-by-side", action="store_true", help="set up all rows at the same time, each in a process and with "
                         "weights of its own, then time one after another: where the GPU has memory for all")
@@ -445,8 +445,12 @@ def main() -> None:
     if args.redraw:
         if not args.chart:
             parser.error("--redraw needs --chart PATH")
-        rows = [row for path in args.redraw for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
-        draw_generate({"rows": list({(r["model"], r["batch"], r["prompt"]): r for r in rows}.values())}, args.chart)
+        rows: dict[Any, dict[str, Any]] = {}
+        for path in args.redraw:
+            for row in [r for r in json.loads(path.read_text(encoding="utf-8"))["rows"] if "peers" in r]:
+                before = rows.setdefault((row["model"], row["batch"], row["prompt"]), row)
+                before["peers"] |= row["peers"]
+        draw_generate({"rows": list(rows.values())}, args.chart)
         return
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("bench_generate: no GPU here; run it on the GPU whose times you want, or give --device cpu")

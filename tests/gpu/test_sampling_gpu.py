@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import math
-import random
 import sys
 from pathlib import Path
 
@@ -52,10 +51,9 @@ def test_processors_are_hfs(name):
     compare(name, CUDA, rtol=1e-5)  # log-probabilities near 0 are differences: 3.6e-6 was seen
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_limits_are_those_of_a_sort(seed):
-    shapes = [(rng.randint(1, 5), rng.randint(1, 3000)) for rng in [random.Random(seed)] for _ in range(12)]
-    wrong = wrong_limits([*SHAPES, (1, 1), (2, 7), *shapes, (128, 40)], seed, CUDA)
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 1), (2, 7), (5, 2999), (128, 40)], ids=str)
+def test_limits_are_those_of_a_sort(shape):
+    wrong = wrong_limits([shape] * 24, sum(shape), CUDA)  # each shape is compiled for: few of them, often
     assert not wrong, "\n".join(wrong)
 
 

@@ -381,10 +381,15 @@ def test_a_matrix_of_generate_is_measured_resumed_and_drawn(tmp_path, monkeypatc
         bench_generate.main()
         assert len([r for r in json.loads(path.read_text())["rows"] if "peers" in r]) == measured
     assert ran == [(1, 8), (2, 8), (2, 8)] and "(step)" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["x", "--redraw", str(path), "--chart", str(chart)])
+    later = json.loads(path.read_text())
+    for row in later["rows"]:
+        row["peers"] = {"eager": row["peers"]["ours"]}
+    other = tmp_path / "later.json"
+    other.write_text(json.dumps({"rows": [*later["rows"], {"name": "one more", "failed": "out of luck"}]}))
+    monkeypatch.setattr(sys, "argv", ["x", "--redraw", str(path), str(other), "--chart", str(chart)])
     bench_generate.main()
     assert chart.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
-    assert all(text in chart.with_suffix(".svg").read_text() for text in ("max-autotune step", "smoke, prompt 8"))
+    assert all(text in chart.with_suffix(".svg").read_text() for text in ("max-autotune step", "smoke, prompt 8", "HF eager", "<!-- ours -->"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
