@@ -389,7 +389,8 @@ def test_a_matrix_of_generate_is_measured_resumed_and_drawn(tmp_path, monkeypatc
     monkeypatch.setattr(sys, "argv", ["x", "--redraw", str(path), str(other), "--chart", str(chart)])
     bench_generate.main()
     assert chart.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
-    assert all(text in chart.with_suffix(".svg").read_text() for text in ("max-autotune step", "smoke, prompt 8", "HF eager", "<!-- ours -->"))
+    drawn = chart.with_suffix(".svg").read_text()
+    assert all(text in drawn for text in ("max-autotune step", "smoke, prompt 8", "HF eager", "<!-- ours -->"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
