@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,18 +48,20 @@ _functorch = torch._C._functorch.peek_interpreter_stack
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A kernel of attention: what it is for, where it came from, µs per call where they were measured, and calls of it so far."""
+    """A kernel of attention: what it is for, where it came from, µs per call where they were measured, and calls of it so far: by models as
+    they are, and by compiled graphs, whose replays from CUDA graphs are not counted."""
 
     title: str
     source: str
     time_us: float | None
     library_us: float | None
     calls: int
+    calls_compiled: int
 
 
 @dataclass(frozen=True)
 class AttentionReport:
-    """What ran attention in this process, where models asked for it by name. Calls in compiled graphs and replays are not counted."""
+    """What ran attention in this process, where models asked for it by name. What torch runs in compiled graphs is not counted."""
 
     kernels: tuple[KernelRow, ...]
     by_torch: Mapping[str, int]
@@ -68,11 +70,12 @@ class AttentionReport:
     """Sizes that have no kernel, with the reason."""
 
     def __str__(self) -> str:
-        lines = [f'mirage_hf: attention "{NAME}", {sum(k.calls for k in self.kernels)} calls by kernels, '
+        lines = [f'mirage_hf: attention "{NAME}", {sum(k.calls + k.calls_compiled for k in self.kernels)} calls by kernels, '
                  f"{sum(self.by_torch.values())} by torch"]
         for k in self.kernels:
             time = "" if k.time_us is None else f", {k.time_us:.1f} µs" + ("" if k.library_us is None else f" ({k.library_us:.1f})")
-            lines.append(f"kernel for {k.title}: {k.calls} ({k.source}{time})")
+            compiled = f" and {k.calls_compiled} by compiled graphs, not counting replays" if k.calls_compiled else ""
+            lines.append(f"kernel for {k.title}: {k.calls}{compiled} ({k.source}{time})")
         lines += [f"by torch: {reason}: {n}" for reason, n in sorted(self.by_torch.items())]
         return "\n".join([*lines, *(f"no kernel for {title}: {reason}" for title, reason in self.without.items())])
 
@@ -104,6 +107,7 @@ class Attention:
         self._titles: dict[Any, str] = {}
         self._traceable: list[tuple[Any, str]] = []
         self._calls: Counter[Any] = Counter()
+        self._calls_compiled: Counter[str] = Counter()
         self._by_torch: Counter[str] = Counter()
         self._lock = threading.RLock()
 
@@ -114,7 +118,8 @@ class Attention:
 
     def report(self) -> AttentionReport:
         known = dict(self._kernels)  # other threads may be finding more
-        rows = tuple(KernelRow(self._titles[key], k.found.source, k.found.time_us, k.found.library_us, self._calls[key])
+        rows = tuple(KernelRow(self._titles[key], k.found.source, k.found.time_us, k.found.library_us, self._calls[key],
+                               self._calls_compiled[k.digest])
                      for key, k in known.items() if isinstance(k, _Kernel))
         return AttentionReport(rows, dict(self._by_torch),
                                {self._titles[key]: k.reason for key, k in known.items() if isinstance(k, Rejected)})
@@ -259,7 +264,11 @@ class Attention:
         except (MirageError, torch.OutOfMemoryError) as e:
             return Rejected(f"no kernel: {e}")
         digest = key_of(program, kernels.target_of(device)).digest
-        torch_op.register(digest, symbolic.for_program(found.ugraph, program), run, device.type)
+
+        def compiled(inputs: Sequence[Tensor]) -> list[Tensor]:
+            self._calls_compiled[digest] += 1
+            return run(inputs)
+        torch_op.register(digest, symbolic.for_program(found.ugraph, program), compiled, device.type)
         return _Kernel(run, digest, found)
 
 

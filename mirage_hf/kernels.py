@@ -263,6 +263,7 @@ def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tu
     made = partial(_Made, key, pattern, error_bound=report.error_bound or 0.0, search=stats)
     ranked = promising(searched.candidates)
     if not ranked:
+        stats["reason"] = next((space.obstacle(placed(c.ugraph)) for c in searched.candidates), report.reason)
         return made(ugraph=library_ugraph(program))
     ugraph = _unmeasured(ranked[0], on_gpu)
     if not ugraph.is_fused:

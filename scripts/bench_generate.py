@@ -11,6 +11,7 @@ Every model, batch size and prompt length named is a row of the JSON file, writt
   eager     HF's generate as it comes (DynamicCache)
   static    HF's generate with cache_implementation="static", which compiles by itself
   compile   only the step: torch.compile max-autotune, captured in a CUDA graph with a static cache and argmax
+  attention HF's generate with cache_implementation="static" and attn_implementation="mirage": of ours only the attention
   liger     HF's generate with Liger's norms and MLPs, where it is installed (its RoPE is patched for every model at once, and left out)
   ours      generate after mirage_hf.optimize()
   bare      with --lora: ours, of the same model without adapters
@@ -45,7 +46,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 PEERS = ("eager", "static", "compile", "liger", "ours")
-BARE = "bare"
+BARE, ATTENTION = "bare", "attention"
 PADDING = 0
 """The token that no prompt holds but in front of its first one."""
 FEW_TOKENS = 4096
@@ -296,8 +297,12 @@ def set_up(peer: str, model: PreTrainedModel, bare: PreTrainedModel, ids: torch.
         return compiled_step(twin(model), ids, args.new), None
     if peer == "liger":
         return generate_with(with_liger(model), ids, args.new), None
-    options = {"cache_implementation": "static"} if peer == "static" else {}
-    return generate_with(twin(model), ids, args.new, **options), None
+    stock = twin(model)
+    if peer == ATTENTION:
+        import mirage_hf  # noqa: F401  # registers the name
+        stock.set_attn_implementation("mirage")
+    options = {"cache_implementation": "static"} if peer in ("static", ATTENTION) else {}
+    return generate_with(stock, ids, args.new, **options), None
 
 
 def free() -> None:
@@ -366,6 +371,9 @@ def bench_peers(peers: Sequence[str], name: str, model: PreTrainedModel, bare: P
         say(f"{name}, batch {batch}, prompt {prompt}: timing {', '.join(calls)}")
         row["gpu_before"] = gpu_state()
         measure(calls, results, args, device)
+        if ATTENTION in calls:
+            import mirage_hf as mi
+            row["attention_report"] = str(mi.attention_report()).splitlines()
         if "ours" in calls and fast is not None:
             row |= beyond_times(calls, model, fast, ids, args)
     return results
@@ -454,11 +462,12 @@ def main() -> None:
         return
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("bench_generate: no GPU here; run it on the GPU whose times you want, or give --device cpu")
-    unknown = set(args.peers) - {*PEERS, *([BARE] if args.lora else [])}
+    known = (*PEERS, ATTENTION, *([BARE] if args.lora else []))
+    unknown = set(args.peers) - set(known)
     if args.side_by_side and (args.apart or args.seconds < math.inf):
         parser.error("--side-by-side needs memory for all at once and ends when it ends: without --apart and --seconds")
     if unknown or args.new < 2:
-        parser.error(f"unknown peers {', '.join(unknown)}; there are {', '.join(PEERS)}" if unknown else "--new must be 2 or more")
+        parser.error(f"unknown peers {', '.join(unknown)}; there are {', '.join(known)}" if unknown else "--new must be 2 or more")
     report = Report(args.json, vars(args), args.resume)
     jobs = {f"{titled(name, args)}, batch {batch}, prompt {prompt}": partial(bench, name, batch, prompt, args)
             for name in args.model.split(",") for prompt in args.prompt for batch in args.batch}

@@ -18,7 +18,8 @@ LEAST_US = 0.5
 
 
 PEERS = {"ours": ("ours", "#1b7837"), "eager": ("HF eager", "#999999"), "static": ("HF static, compiled", "#5a7fb5"),
-         "liger": ("HF with Liger", "#a35ea3"), "compile": ("max-autotune step in a CUDA graph", "#8fb8de"),
+         "attention": ("HF static with our attention", "#5aae61"), "liger": ("HF with Liger", "#a35ea3"),
+         "compile": ("max-autotune step in a CUDA graph", "#8fb8de"),
          "bare": ("ours, without adapters", "#7fbf7b"), "floor": ("floor: memory", "#d9a441")}
 """Of bench_generate: what the legend says, colour."""
 

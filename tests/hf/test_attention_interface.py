@@ -157,8 +157,11 @@ def test_compiled_steps_keep_the_kernels(ours):
         mask = torch.cat((given["attention_mask"], torch.ones(2, 1, dtype=torch.long)), 1)
         return step(prompt(2, 1, seed=3), attention_mask=mask, past_key_values=cache).logits
     torch._dynamo.reset()
+    compiled = sum(k.calls_compiled for k in ours.report().kernels)
     with torch.no_grad():
         assert torch.equal(run(torch.compile(model, backend=backend, fullgraph=True)), run(model))
+    assert sum(k.calls_compiled for k in ours.report().kernels) == compiled + 3
+    assert " and 3 by compiled graphs, not counting replays (" in str(ours.report())
     assert [str(n.target) for g in graphs for n in g.graph.nodes].count("mirage_hf.run.default") == 3
 
 

@@ -72,6 +72,12 @@ def test_searched_once_then_read_by_a_fresh_process(searches):
     assert done.stdout.split() == ["cache", "True", first.digest, "1"], done.stderr
 
 
+def test_what_was_found_and_does_not_fit_is_told(monkeypatch):
+    monkeypatch.setattr(space, "obstacle", lambda ops: "needs 9764 registers")
+    r = kernels.resolve(programs.build(mi, "rms_norm_linear"), device="cpu")
+    assert not r.is_fused and r.reason.startswith("no single kernel was found: needs 9764 registers"), r.reason
+
+
 def test_what_runs_is_right():
     for name in ("rms_norm_linear", "lora_paper", "gated_mlp", "attention_decode"):
         g = programs.build(mi, name)
