@@ -91,7 +91,7 @@ def optimize(model: Model, batch_size: Annotated[list[int] | None, typer.Option(
         check_options(None, rows, None, zoo, None, backend=backend, tune=tune)
     except errors.OptimizeError as e:
         raise typer.BadParameter(str(e).removeprefix("optimize: ")) from None
-    loaded = models.load(model, "The ", device=device, dtype=dtype)
+    loaded = models.load(model, None, device=device, dtype=dtype)
     with show.searching("optimize") as note:
         done = mi.optimize(loaded.model, batch_sizes=rows, backend=backend, tune=tune, zoo=zoo, dry_run=dry_run, progress=note)
     report = done if dry_run else loaded.report
@@ -126,7 +126,7 @@ def bench(model: Model, prompt: Prompt = "The ", tokens: Annotated[int, typer.Op
 
 
 @app.command()
-def search(program: Annotated[Path, typer.Argument(help="A kernel graph written by graph.to_json().")],
+def search(program: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A kernel graph, written by graph.to_json(PATH).")],
            config: Annotated[str | None, typer.Option(help="A preset of restrictions: attention, lora or mlp.")] = None,
            backend: Annotated[str, typer.Option(help="auto, triton or cpu")] = "auto",
            time_limit: Annotated[float | None, typer.Option(help="Seconds.")] = None,

@@ -1,6 +1,7 @@
 """Models as the command line loads them: a folder or a Hub id, on a device, ready to generate."""
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ FILES = ("*config.json", "*.safetensors*", "*.bin*", "*token*", "*vocab*", "merg
 
 @dataclass(frozen=True)
 class Loaded:
-    """A causal language model with its tokenizer, and a prompt as tensors."""
+    """A causal language model, and where there is a prompt, its tokenizer and the prompt as tensors."""
 
     model: Any
     tokenizer: Any
@@ -77,12 +78,12 @@ def _of_transformers(name: str, what: str, way_out: str, load: Callable[[], Any]
     try:
         return load()
     except (OSError, ValueError, KeyError, ImportError) as e:
-        reason = " ".join(str(e).split())[:300] or type(e).__name__
+        reason = textwrap.shorten(str(e), 300, placeholder=" …") or type(e).__name__
         raise errors.MirageError(f"{name}: {what} ({reason}); {way_out}") from e
 
 
-def load(name: str, prompt: str, batch: int = 1, device: str | None = None, dtype: str | None = None) -> Loaded:
-    """Load a model in eval mode. `dtype` None: float32 on a CPU, the checkpoint's own on a GPU.
+def load(name: str, prompt: str | None, batch: int = 1, device: str | None = None, dtype: str | None = None) -> Loaded:
+    """Load a model in eval mode, without a prompt without its tokenizer. `dtype` None: float32 on a CPU, the checkpoint's own on a GPU.
 
     Errors: MirageError when it cannot be loaded.
     """
@@ -98,8 +99,9 @@ def load(name: str, prompt: str, batch: int = 1, device: str | None = None, dtyp
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():  # no Hub id: its server is not asked
         raise errors.MirageError(f"{name}: there is no such folder; give a model's folder or a Hub id (owner/name)")
     _of_transformers(name, *no_model, lambda: AutoConfig.from_pretrained(name))
-    tokenizer = _of_transformers(name, "has no tokenizer that can be loaded", "put one beside the model: tokenizer.save_pretrained(FOLDER)",
-                                 lambda: AutoTokenizer.from_pretrained(name))
+    tokenizer = None if prompt is None else _of_transformers(
+        name, "has no tokenizer that can be loaded", "put one beside the model: tokenizer.save_pretrained(FOLDER)",
+        lambda: AutoTokenizer.from_pretrained(name))
     model = _of_transformers(name, *no_model, lambda: AutoModelForCausalLM.from_pretrained(name, dtype=wanted)).to(place).eval()
-    inputs = dict(tokenizer([prompt] * batch, return_tensors="pt", return_token_type_ids=False).to(place))
-    return Loaded(model, tokenizer, inputs, prompt)
+    inputs = dict(tokenizer([prompt] * batch, return_tensors="pt", return_token_type_ids=False).to(place)) if tokenizer else {}
+    return Loaded(model, tokenizer, inputs, prompt or "")

@@ -243,8 +243,9 @@ def test_a_file_that_is_no_program_is_an_error_without_a_traceback(capture, tmp_
     bad.write_text("{")
     _, err = capture("search", bad, code=1)
     assert err.startswith("error: ") and "bad.json" in err and "Traceback" not in err
-    _, err = capture("search", tmp_path / "missing.json", code=1)
-    assert "missing.json" in err
+    for no_file, says in ((tmp_path / "missing.json", "does not exist"), (tmp_path, "is a directory")):
+        _, err = capture("search", no_file, code=2)
+        assert err.startswith("error: Invalid value for 'program': ") and str(no_file) in err and says in err and "search --help" in err
 
 
 def test_the_demo_needs_a_checkout_or_a_model(capture, tmp_path, monkeypatch):
@@ -276,12 +277,15 @@ def test_what_can_only_be_a_folder_is_not_looked_for_on_the_hub(capture, monkeyp
         assert err == f"error: {folder}: there is no such folder; give a model's folder or a Hub id (owner/name)\n"
 
 
-def test_a_model_without_a_tokenizer_is_said_to_have_none(capture, tmp_path):
+def test_a_model_without_a_tokenizer_is_optimized_and_has_no_text(capture, tmp_path):
     import transformers as tf
     sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
     tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)).save_pretrained(tmp_path)
-    _, err = capture("optimize", tmp_path, code=1)
-    assert err.startswith(f"error: {tmp_path}: has no tokenizer that can be loaded (") and "save_pretrained(FOLDER)" in err
+    out, _ = capture("optimize", tmp_path, "--dry-run")
+    assert "planned" in out
+    _, err = capture("bench", tmp_path, code=1)
+    assert err.startswith(f"error: {tmp_path}: has no tokenizer that can be loaded (") and " …); put one" in err
+    assert "save_pretrained(FOLDER)" in err
     (tmp_path / "config.json").unlink()
     _, err = capture("optimize", tmp_path, code=1)
     assert "cannot be loaded as a causal language model" in err
