@@ -420,7 +420,10 @@ def table(report: dict[str, Any]) -> str:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(","))
+    given = tuple(int(n) if n.strip().isdecimal() else 0 for n in text.split(","))
+    if min(given) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give numbers of 1 and more, as 1 or 1,8")
+    return given
 
 
 def main() -> None:
@@ -455,6 +458,8 @@ def main() -> None:
             parser.error("--redraw needs --chart PATH")
         rows: dict[Any, dict[str, Any]] = {}
         for path in args.redraw:
+            if not path.is_file():
+                parser.error(f"--redraw {path}: no such file; give the JSON of an earlier run")
             for row in [r for r in json.loads(path.read_text(encoding="utf-8"))["rows"] if "peers" in r]:
                 before = rows.setdefault((row["model"], row["batch"], row["prompt"]), row)
                 before["peers"] |= row["peers"]

@@ -136,6 +136,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    known = (*programs.PROGRAMS, *ugraphs.ALL, *chains.ALL)
+    if unknown := [name for name in args.programs.split(",") if name not in known]:
+        parser.error(f"unknown program {unknown[0]!r}; there are {', '.join(known)}")
     tally = mutate(list(originals(args.programs.split(","), args.per_program)), args.count, args.seed)
     print(tally.table())
     for title, labels in (("DIFFERS AND WAS PROVEN", tally.accepted_wrongly), ("OUT OF RANGE AND PASSED", tally.range_accepted),

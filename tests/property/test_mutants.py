@@ -38,6 +38,14 @@ def test_no_mutant_gets_through_and_no_original_is_refused(script):
     assert len(tally.unclear) <= 3, tally.unclear
 
 
+def test_a_program_that_is_unknown_is_named_beside_those_that_are(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["mutation_test", "--programs", "split_k,none"])
+    with pytest.raises(SystemExit) as stopped:
+        script.main()
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and "unknown program 'none'; there are " in err and "split_k" in err
+
+
 def test_every_kind_of_mutant_of_several_kernels_is_made_and_judged():
     kinds: dict[str, set[str]] = {}
     for name in ("split_attention", "norm_in_two", "library_between", "flash", "split_maximum", "split_k"):

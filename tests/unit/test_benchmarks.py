@@ -401,6 +401,17 @@ def test_without_a_gpu_a_script_says_so(script, monkeypatch):
         script.main()
 
 
+@pytest.mark.parametrize("options, says", [
+    (["--batch", "0"], "argument --batch: '0': give numbers of 1 and more, as 1 or 1,8"), (["--prompt", "8,x"], "argument --prompt: '8,x'"),
+    (["--redraw", "none.json", "--chart", "c"], "--redraw none.json: no such file; give the JSON of an earlier run")], ids=str)
+def test_bench_generate_says_what_is_wrong_with_its_options(options, says, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bench_generate", "--device", "cpu", *options])
+    with pytest.raises(SystemExit) as stopped:
+        bench_generate.main()
+    assert stopped.value.code == 2 and says in capsys.readouterr().err
+
+
 def test_rivals_that_are_not_installed_say_so():
     assert rivals.Rival("x", torch.neg, needs="no_such_package").absent == "no_such_package is not installed"
     assert rivals.Rival("x", torch.neg).absent == ""
