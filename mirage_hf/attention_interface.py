@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from mirage_hf import kernels, torch_op
@@ -36,6 +37,9 @@ MANY = "more than one query token"
 GROWING = "keys that grow at every step (DynamicCache), or a mask of your own"
 HARMLESS = KNOWN | {"is_causal", "sliding_window"}
 """Keyword arguments that say nothing which the mask does not say."""
+
+SELECTED = ("indices", "block_indices")
+"""Keyword arguments that name the keys to attend to (DeepSeek-V3.2 and its like); to `eager` and `sdpa` alone the mask tells them."""
 
 MOST_TRACED = 4
 """Lengths of the cache, of a model's heads and batch size, whose kernels compiled graphs may hold. Each makes a graph of its own, and
@@ -57,6 +61,8 @@ class KernelRow:
     library_us: float | None
     calls: int
     calls_compiled: int
+    traceable: bool
+    """Whether compiled graphs may hold it (see MOST_TRACED)."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,8 @@ class AttentionReport:
         for k in self.kernels:
             time = "" if k.time_us is None else f", {k.time_us:.1f} µs" + ("" if k.library_us is None else f" ({k.library_us:.1f})")
             compiled = f" and {k.calls_compiled} by compiled graphs, not counting replays" if k.calls_compiled else ""
-            lines.append(f"kernel for {k.title}: {k.calls}{compiled} ({k.source}{time})")
+            rest = "" if k.traceable else f", not in compiled graphs, which hold those of {MOST_TRACED} other lengths"
+            lines.append(f"kernel for {k.title}: {k.calls}{compiled} ({k.source}{time}){rest}")
         lines += [f"by torch: {reason}: {n}" for reason, n in sorted(self.by_torch.items())]
         return "\n".join([*lines, *(f"no kernel for {title}: {reason}" for title, reason in self.without.items())])
 
@@ -84,6 +91,7 @@ class AttentionReport:
 class _Kernel:
     run: Run
     digest: str
+    device: torch.device
     found: Any
 
 
@@ -107,7 +115,7 @@ class Attention:
         self._titles: dict[Any, str] = {}
         self._traceable: list[tuple[Any, str]] = []
         self._calls: Counter[Any] = Counter()
-        self._calls_compiled: Counter[str] = Counter()
+        self._calls_compiled: Counter[tuple[str, torch.device]] = Counter()
         self._by_torch: Counter[str] = Counter()
         self._lock = threading.RLock()
 
@@ -118,8 +126,9 @@ class Attention:
 
     def report(self) -> AttentionReport:
         known = dict(self._kernels)  # other threads may be finding more
+        traceable = [sizes for sizes, _ in self._traceable]
         rows = tuple(KernelRow(self._titles[key], k.found.source, k.found.time_us, k.found.library_us, self._calls[key],
-                               self._calls_compiled[k.digest])
+                               self._calls_compiled[k.digest, k.device], key in traceable)
                      for key, k in known.items() if isinstance(k, _Kernel))
         return AttentionReport(rows, dict(self._by_torch),
                                {self._titles[key]: k.reason for key, k in known.items() if isinstance(k, Rejected)})
@@ -127,7 +136,10 @@ class Attention:
     # -- masks ----------------------------------------------------------------------------------------------------------
 
     def mask(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """SDPA's boolean mask (batch, 1, queries, keys), or None. It remembers whether the keys are of a fixed number."""
+        """SDPA's boolean mask (batch, 1, queries, keys), or None. It remembers whether the keys are of a fixed number. For a model
+        that knows no attention by name, whose own code may add the mask to scores, that of `eager`."""
+        if not _takes_names(type(kwargs.get("config"))):
+            return eager_mask(*args, **kwargs)
         made = sdpa_mask(*args, **kwargs)
         if made is None or torch.compiler.is_compiling():
             return made
@@ -146,7 +158,10 @@ class Attention:
                dropout: float = 0.0, scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
                **kwargs: Any) -> tuple[Tensor, None]:
         """Return attention (batch, queries, heads, d), and no weights. query (batch, heads, queries, d), key and value (batch, kv heads,
-        keys, d); softcap and s_aux (a sink per head) are served whatever runs it."""
+        keys, d); softcap and s_aux (a sink per head) are served whatever runs it. Errors: InputError for keys selected by index."""
+        if any(kwargs.get(name) is not None for name in SELECTED):
+            raise InputError(f'attention "{NAME}": {type(module).__name__} selects keys by index, which is not supported; use '
+                             'attn_implementation="sdpa" or "eager"')
         reason = self._obstacle(query, key, value, dropout, scaling, s_aux, kwargs)
         tracing = torch.compiler.is_compiling()
         if not reason and query.shape[2] == 1:
@@ -266,10 +281,10 @@ class Attention:
         digest = key_of(program, kernels.target_of(device)).digest
 
         def compiled(inputs: Sequence[Tensor]) -> list[Tensor]:
-            self._calls_compiled[digest] += 1
+            self._calls_compiled[digest, inputs[0].device] += 1  # one digest serves all devices of a type
             return run(inputs)
         torch_op.register(digest, symbolic.for_program(found.ugraph, program), compiled, device.type)
-        return _Kernel(run, digest, found)
+        return _Kernel(run, digest, device, found)
 
 
 def spelled_out(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float,
@@ -306,14 +321,14 @@ def bounds_of(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
 def _sizes(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None) -> Any:
     """What a kernel is made for: what depends on the length of the cache is in places 1 to 4."""
     rows, heads, _, d = query.shape
-    return ((rows, heads, d), tuple(key.shape), tuple(value.shape), key.stride(), value.stride(), query.dtype, query.device, scaling,
-            softcap, sinks is not None)
+    return ((rows, heads, d), tuple(key.shape), tuple(value.shape), key.stride(), value.stride(), query.dtype, query.device,
+            d ** -0.5 if scaling is None else float(scaling), softcap, sinks is not None)
 
 
 def _block(sizes: Any) -> Any:
     (_, heads, d), (_, kv_heads, _, _), (*_, d_values), _, _, dtype, _, scaling, softcap, sinks = sizes
     return MASKED_ATTENTION.block(kv_heads=kv_heads, group=heads // kv_heads, head_dim=d, value_dim=d_values, dtype=dtype, sinks=sinks,
-                                  scale=d ** -0.5 if scaling is None else float(scaling), softcap=softcap)
+                                  scale=scaling, softcap=softcap)
 
 
 def _title(block: Any, rows: int, slots: int) -> str:
@@ -340,6 +355,24 @@ def _fixed_prompt(module: torch.nn.Module, query: Tensor, key: Tensor, mask: Ten
         return False
     known = getattr(mask, "_mirage", None)
     return bool(getattr(module, "is_causal", True)) if mask is None else known is not None and known.fixed
+
+
+@torch.compiler.assume_constant_result
+def _takes_names(config: type) -> bool:
+    """Whether the models of a class of configs run attention that is asked for by name, as far as transformers knows them."""
+    return _takes_names_once(config)
+
+
+@cache
+def _takes_names_once(config: type) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING  # 0.2 s, which not everybody needs
+    models = MODEL_MAPPING.get(config, ())
+    for model in models if isinstance(models, tuple) else (models,):
+        if not (getattr(model, "_supports_sdpa", True) or getattr(model, "_supports_attention_backend", True)):
+            _log.warning('attention "%s": %s may run attention of its own whatever the name; it gets masks as "eager" does and no kernels',
+                         NAME, model.__name__)
+            return False
+    return True
 
 
 def _version(mask: Tensor) -> int | None:

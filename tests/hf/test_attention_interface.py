@@ -1,6 +1,7 @@
 """attn_implementation="mirage": what eager attention gives; decoding steps over static caches by kernels, all else by torch, counted."""
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 import mirage_hf as mi
-from mirage_hf import attention_interface, kernels
+from mirage_hf import attention_interface, kernels, torch_op
 from mirage_hf.attention_interface import GROWING, MANY, Attention, bounds_of, spelled_out
 from mirage_hf.errors import InputError, SearchError
 
@@ -191,7 +192,7 @@ OBSTACLES: dict[str, tuple[str, Any]] = {
     "dtypes": ("dtypes or devices that differ, or torch.float64",
                lambda c, m: c.update({n: c[n].double() for n in ("query", "key", "value")})),
     "an argument that sdpa takes": ("the argument position_bias", lambda c, m: c.update(position_bias=torch.randn(1, HEADS, 1, SLOTS))),
-    "an unknown argument": ("the argument indices", lambda c, m: c.update(indices=3)),
+    "an unknown argument": ("the argument hint", lambda c, m: c.update(hint=3)),
     "a float mask": (GROWING, lambda c, m: c.update(attention_mask=torch.where(m, 0.0, -1e9))),
     "no mask": (GROWING, lambda c, m: c.update(attention_mask=None)),
     "a mask of the user's own": (GROWING, lambda c, m: c.update(attention_mask=m.clone())),
@@ -237,12 +238,47 @@ def test_many_slots_and_rows_without_keys(monkeypatch):
     assert asked == [(4096, 256), (256,)] and attention.report().by_torch == {}
 
 
+def test_a_call_of_a_compiled_graph_is_counted_once(resolved):
+    """Models that give the usual scale and such as leave it out share a kernel."""
+    attention, given = Attention("cpu"), call()
+    mask = step_mask(attention)
+    attention.attend(**given, attention_mask=mask)
+    attention.attend(**given | {"scaling": None}, attention_mask=mask)
+    (kernel,) = attention._kernels.values()
+    lo, hi, bias = bounds_of(mask, torch.float32)
+    torch_op.run(attention_interface._inputs(given["query"], given["key"], given["value"], lo, hi, bias, None), kernel.digest)
+    assert [(k.calls, k.calls_compiled) for k in attention.report().kernels] == [(2, 1)]
+
+
+def test_keys_selected_by_index_are_refused(ours):
+    """As DeepSeek-V3.2 names them where attention is neither sdpa nor eager, to which the mask tells them: SDPA would attend to all."""
+    with pytest.raises(InputError, match=r"SimpleNamespace selects keys by index.*use attn_implementation="):
+        ours.attend(**call(), attention_mask=step_mask(ours), indices=torch.zeros(2, 1, 4, dtype=torch.long))
+    assert ours.attend(**call(), attention_mask=step_mask(ours), indices=None)[0].isfinite().all()
+
+
+def test_models_that_know_no_attention_by_name_stay_eager(caplog):
+    """Bloom adds the mask to its scores whatever the name, and `from_config` does not refuse the name."""
+    config = tf.BloomConfig(vocab_size=SIZES["vocab_size"], hidden_size=32, n_layer=1, n_head=4)
+    torch.manual_seed(0)
+    eager = tf.BloomForCausalLM._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    model = tf.BloomForCausalLM._from_config(config, attn_implementation="mirage").eval()
+    model.load_state_dict(eager.state_dict())
+    attention_interface._takes_names_once.cache_clear()
+    given = left_padded((5, 8))
+    with torch.no_grad():
+        assert all(torch.equal(model(**given).logits, eager(**given).logits) for _ in range(2))
+    assert [m for m in caplog.messages if "BloomModel may run attention of its own" in m] == caplog.messages
+
+
 @pytest.mark.slow
 def test_compiled_graphs_are_for_a_few_lengths_only(resolved):
     attention = Attention("cpu")
     for slots in range(20, 30):
         attention.attend(**call(slots=slots), attention_mask=step_mask(attention, slots))
     assert len(attention.report().kernels) == 10 and len(attention._traceable) == attention_interface.MOST_TRACED
+    assert [k.traceable for k in attention.report().kernels] == [True] * 4 + [False] * 6
+    assert str(attention.report()).count("not in compiled graphs, which hold those of 4 other lengths") == 6
     attention.attend(**call(rows=3), attention_mask=step_mask(attention, rows=3))
     assert len(attention._traceable) == attention_interface.MOST_TRACED + 1
 
