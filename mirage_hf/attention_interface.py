@@ -81,7 +81,7 @@ class AttentionReport:
         for k in self.kernels:
             time = "" if k.time_us is None else f", {k.time_us:.1f} µs" + ("" if k.library_us is None else f" ({k.library_us:.1f})")
             compiled = f" and {k.calls_compiled} by compiled graphs, not counting replays" if k.calls_compiled else ""
-            rest = "" if k.traceable else f", not in compiled graphs, which hold those of {MOST_TRACED} other lengths"
+            rest = "" if k.traceable else f", not in compiled graphs, which hold {MOST_TRACED} others like it"
             lines.append(f"kernel for {k.title}: {k.calls}{compiled} ({k.source}{time}){rest}")
         lines += [f"by torch: {reason}: {n}" for reason, n in sorted(self.by_torch.items())]
         return "\n".join([*lines, *(f"no kernel for {title}: {reason}" for title, reason in self.without.items())])

@@ -31,8 +31,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +45,8 @@ from charts import draw_generate
 from configs import MODELS, floor_bytes, random_model, with_adapters
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
+
+from mirage_hf.attention_interface import AttentionReport, attention_report
 
 PEERS = ("eager", "static", "compile", "liger", "ours")
 BARE, ATTENTION = "bare", "attention"
@@ -299,10 +302,18 @@ def set_up(peer: str, model: PreTrainedModel, bare: PreTrainedModel, ids: torch.
         return generate_with(with_liger(model), ids, args.new), None
     stock = twin(model)
     if peer == ATTENTION:
-        import mirage_hf  # noqa: F401  # registers the name
         stock.set_attn_implementation("mirage")
     options = {"cache_implementation": "static"} if peer in ("static", ATTENTION) else {}
     return generate_with(stock, ids, args.new, **options), None
+
+
+def attention_since(before: AttentionReport) -> AttentionReport:
+    """What ran attention by name since an earlier report."""
+    now = attention_report()
+    kernels = [replace(k, calls=k.calls - old.calls, calls_compiled=k.calls_compiled - old.calls_compiled)
+               for k, old in zip(now.kernels, before.kernels, strict=False)] + list(now.kernels[len(before.kernels):])
+    return AttentionReport(tuple(k for k in kernels if k.calls or k.calls_compiled), Counter(now.by_torch) - Counter(before.by_torch),
+                           {title: why for title, why in now.without.items() if title not in before.without})
 
 
 def free() -> None:
@@ -339,7 +350,7 @@ def bench_peers(peers: Sequence[str], name: str, model: PreTrainedModel, bare: P
     weights = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     results = {peer: Measured() for peer in peers}
     calls: dict[str, Callable[..., Any]] = {}
-    fast = None
+    fast, attended = None, attention_report()
     for peer in peers:
         say(f"{name}, batch {batch}, prompt {prompt}: setting up {peer}")
         started = time.perf_counter()
@@ -355,6 +366,8 @@ def bench_peers(peers: Sequence[str], name: str, model: PreTrainedModel, bare: P
                 for _ in range(1 if peer == "eager" else 2):  # of ours the first prompt runs HF's forward; static compiles
                     calls[peer]()
                 sync(device)
+                if peer == ATTENTION and not (told := attention_since(attended)).kernels:
+                    raise RuntimeError(f"no kernel of ours ran: {told}")
         except Exception as e:  # a rival that fails is a line in the table, not the end of the run
             if args.strict:
                 raise
@@ -372,8 +385,7 @@ def bench_peers(peers: Sequence[str], name: str, model: PreTrainedModel, bare: P
         row["gpu_before"] = gpu_state()
         measure(calls, results, args, device)
         if ATTENTION in calls:
-            import mirage_hf as mi
-            row["attention_report"] = str(mi.attention_report()).splitlines()
+            row["attention_report"] = str(attention_since(attended)).splitlines()
         if "ours" in calls and fast is not None:
             row |= beyond_times(calls, model, fast, ids, args)
     return results
@@ -419,6 +431,20 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def joined(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """The rows of several files, those of one model, batch size and prompt as one; of a peer that several measured the last. Errors:
+    SystemExit for those that made other numbers of tokens, or with other numbers of layers."""
+    rows: dict[Any, dict[str, Any]] = {}
+    for path in paths:
+        for row in [r for r in json.loads(path.read_text(encoding="utf-8"))["rows"] if "peers" in r]:
+            before = rows.setdefault((row["model"], row["batch"], row["prompt"]), row)
+            for what in ("new", "layers"):
+                if before.get(what) != row.get(what):
+                    sys.exit(f"{path}: {row['name']} has {what} {row.get(what)}, in a file before it {before.get(what)}; draw them apart")
+            before["peers"] |= {peer: r for peer, r in row["peers"].items() if not r["failed"] or peer not in before["peers"]}
+    return list(rows.values())
+
+
 def numbers(text: str) -> tuple[int, ...]:
     given = tuple(int(n) if n.strip().isdecimal() else 0 for n in text.split(","))
     if min(given) < 1:
@@ -446,7 +472,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="keep the rows that the JSON file has")
     parser.add_argument("--chart", type=Path, help="draw ms/token: this path with .png and .svg added")
     parser.add_argument("--redraw", type=Path, metavar="JSON", nargs="+",
-                        help="only draw the chart of earlier runs; of a peer in several the last")
+                        help="only draw the chart of earlier runs; of a peer that several measured the last")
     parser.add_argument("--apart", action="store_true", help="peers one after another, their memory freed in between: where not all fit")
     parser.add_argument("--side-by-side", action="store_true", help="set up all rows at the same time, each in a process and with "
                         "weights of its own, then time one after another: where the GPU has memory for all")
@@ -456,14 +482,9 @@ def main() -> None:
     if args.redraw:
         if not args.chart:
             parser.error("--redraw needs --chart PATH")
-        rows: dict[Any, dict[str, Any]] = {}
-        for path in args.redraw:
-            if not path.is_file():
-                parser.error(f"--redraw {path}: no such file; give the JSON of an earlier run")
-            for row in [r for r in json.loads(path.read_text(encoding="utf-8"))["rows"] if "peers" in r]:
-                before = rows.setdefault((row["model"], row["batch"], row["prompt"]), row)
-                before["peers"] |= row["peers"]
-        draw_generate({"rows": list(rows.values())}, args.chart)
+        if absent := next((path for path in args.redraw if not path.is_file()), None):
+            parser.error(f"--redraw {absent}: no such file; give the JSON of an earlier run")
+        draw_generate({"rows": joined(args.redraw)}, args.chart)
         return
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("bench_generate: no GPU here; run it on the GPU whose times you want, or give --device cpu")
@@ -474,6 +495,8 @@ def main() -> None:
     if unknown or args.new < 2:
         parser.error(f"unknown peers {', '.join(unknown)}; there are {', '.join(known)}" if unknown else "--new must be 2 or more")
     report = Report(args.json, vars(args), args.resume)
+    if others := [r["name"] for r in report.rows if r["new"] != args.new or args.layers not in (None, r.get("layers"))]:
+        sys.exit(f"{args.json}: of other --new or --layers: {'; '.join(others)}; give another file, or leave --resume out")
     jobs = {f"{titled(name, args)}, batch {batch}, prompt {prompt}": partial(bench, name, batch, prompt, args)
             for name in args.model.split(",") for prompt in args.prompt for batch in args.batch}
     if args.side_by_side:

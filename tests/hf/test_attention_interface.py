@@ -278,7 +278,7 @@ def test_compiled_graphs_are_for_a_few_lengths_only(resolved):
         attention.attend(**call(slots=slots), attention_mask=step_mask(attention, slots))
     assert len(attention.report().kernels) == 10 and len(attention._traceable) == attention_interface.MOST_TRACED
     assert [k.traceable for k in attention.report().kernels] == [True] * 4 + [False] * 6
-    assert str(attention.report()).count("not in compiled graphs, which hold those of 4 other lengths") == 6
+    assert str(attention.report()).count("not in compiled graphs, which hold 4 others like it") == 6
     attention.attend(**call(rows=3), attention_mask=step_mask(attention, rows=3))
     assert len(attention._traceable) == attention_interface.MOST_TRACED + 1
 

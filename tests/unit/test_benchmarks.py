@@ -393,6 +393,49 @@ def test_a_matrix_of_generate_is_measured_resumed_and_drawn(tmp_path, monkeypatc
     assert all(text in drawn for text in ("max-autotune step", "smoke, prompt 8", "HF eager", "<!-- ours -->"))
 
 
+def test_rows_of_several_files_are_joined_by_what_was_measured(tmp_path):
+    def written(name, new=128, **peers):
+        found = {peer: asdict(bench_generate.Measured(failed="" if ms else "out of memory", ms_per_token={"median": ms} if ms else {}))
+                 for peer, ms in peers.items()}
+        path = tmp_path / name
+        path.write_text(json.dumps({"rows": [{"name": "m:16", "model": "m", "batch": 16, "prompt": 8, "new": new, "peers": found}]}))
+        return path
+    files = [written("a", eager=2.0, ours=1.0), written("b", ours=0.9, static=None), written("c", eager=None)]
+    row, = bench_generate.joined(files)
+    assert {peer: charts._ms(row, peer) for peer in row["peers"]} == {"eager": 2.0, "ours": 0.9, "static": None}
+    with pytest.raises(SystemExit, match="d: m:16 has new 8, in a file before it 128"):
+        bench_generate.joined([*files, written("d", new=8, eager=9.0)])
+
+
+def test_rows_of_other_numbers_of_tokens_are_not_resumed(tmp_path, monkeypatch):
+    path = tmp_path / "r.json"
+    row = {"name": "smoke, batch 1, prompt 8", "new": 128, "layers": 2}
+    path.write_text(json.dumps({"machine": benching.machine(), "rows": [row]}))
+    for more in (["--new", "8"], ["--layers", "1"]):
+        monkeypatch.setattr(sys, "argv", ["x", "--model", "smoke", "--device", "cpu", "--json", str(path), "--resume", *more])
+        with pytest.raises(SystemExit, match="of other --new or --layers: smoke, batch 1"):
+            bench_generate.main()
+
+
+def test_attention_by_name_that_torch_runs_is_no_peer():
+    """Else, on a CPU or beyond the lengths that compiled graphs hold, HF's static cache is timed under our name."""
+    args = argparse.Namespace(device="cpu", layers=1, lora=0, new=3, peers=("attention",), apart=False, cap=60, rounds=1, strict=False,
+                              side_by_side=False, long_calls=False, padded=False)
+    row = bench_generate.bench("smoke", 1, 4, args)
+    assert "no kernel of ours ran" in row["peers"]["attention"]["failed"] and "attention_report" not in row
+
+
+def test_attention_by_name_is_told_row_by_row(monkeypatch):
+    from mirage_hf.attention_interface import AttentionReport, KernelRow
+    first = KernelRow("a", "cache", 1.0, 2.0, 3, 4, True)
+    before = AttentionReport((first,), {"many": 5}, {"x": "none"})
+    now = AttentionReport((first, replace(first, title="b", calls=7)), {"many": 6, "dropout": 1}, {"x": "none", "y": "none"})
+    monkeypatch.setattr(bench_generate, "attention_report", lambda: now)
+    told = bench_generate.attention_since(before)
+    assert [(k.title, k.calls, k.calls_compiled) for k in told.kernels] == [("b", 7, 4)]
+    assert told.by_torch == {"many": 1, "dropout": 1} and list(told.without) == ["y"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("script", [bench_blocks, bench_chain, bench_choices, bench_generate, bench_sizes], ids=lambda s: s.__name__)
 def test_without_a_gpu_a_script_says_so(script, monkeypatch):
