@@ -125,13 +125,21 @@ def _checked(folder: Path, texts: Mapping[str, str]) -> Entry | Rejected:
     key = replace(key_of(ugraph.program, data["target"]), schedule_version=data["schedule_version"], kernel_format=data["kernel_format"])
     if key.digest != data["key"]:
         return Rejected(f"{folder}: its key is not that of its program; it is damaged, or was written by another version")
-    if not isinstance(data["search"], dict) or not isinstance(data["created"], str):
-        return Rejected(f"{folder / ENTRY}: search must be an object and created a string; it was edited")
+    search = data["search"]
+    if not isinstance(search, dict) or not isinstance(search.get("candidates", 0), int) or not isinstance(data["created"], str):
+        return Rejected(f"{folder / ENTRY}: search must be an object with a number of candidates, and created a string; it was edited")
     if len(data["schedules"]) != len(ugraph.block_ops):
         return Rejected(f"{folder / ENTRY}: has {len(data['schedules'])} schedules for {len(ugraph.block_ops)} block graphs; it was edited")
     return Entry(key, data["pattern"], ugraph, texts[KERNEL], tuple(Schedule.from_dict(s) for s in data["schedules"]),
-                 tuple(Measurement(**t) for t in data["timings"]), float(data["error_bound"]), data["search"], data["machine"],
+                 tuple(_measurement(**t) for t in data["timings"]), float(data["error_bound"]), data["search"], data["machine"],
                  data["created"])
+
+
+def _measurement(name: str, **numbers: float) -> Measurement:
+    """Errors: TypeError for what cannot be compared."""
+    if not isinstance(name, str) or not all(isinstance(x, (int, float)) for x in numbers.values()):
+        raise TypeError(f"the timing {name!r} has {numbers}")
+    return Measurement(name, **numbers)  # type: ignore[arg-type]
 
 
 def _sha256(text: str) -> str:
