@@ -99,9 +99,11 @@ def restore(model: Model) -> Model:
 
 
 def _take_back(model: nn.Module) -> None:
-    detach(model)
-    for module in model.modules():
-        decoding.uninstall(module)
+    try:
+        detach(model)
+    finally:  # Ctrl-C in between left a generate of ours without the modules that it ran
+        for module in model.modules():
+            decoding.uninstall(module)
 
 
 @contextmanager

@@ -252,6 +252,21 @@ def test_any_failure_leaves_the_model_untouched(monkeypatch: pytest.MonkeyPatch,
     assert same(before, snapshot(model))
 
 
+def test_ctrl_c_while_a_model_is_taken_back_leaves_no_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    before = snapshot(model)
+    optimize(model)
+
+    def interrupted(module: Any) -> None:
+        detach(module)
+        raise KeyboardInterrupt
+    detach = api.detach
+    monkeypatch.setattr(api, "detach", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimize(model)
+    assert same(before, snapshot(model))
+
+
 # -- life cycle ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("family", FOUR)
