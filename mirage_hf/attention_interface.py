@@ -52,13 +52,14 @@ _functorch = torch._C._functorch.peek_interpreter_stack
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A kernel of attention: what it is for, where it came from, µs per call where they were measured, and calls of it so far: by models as
-    they are, and by compiled graphs, whose replays from CUDA graphs are not counted."""
+    """A kernel of attention: what it is for, where it came from, µs per call where they were measured, over as many keys as it was tuned
+    for, and calls of it so far: by models as they are, and by compiled graphs, whose replays from CUDA graphs are not counted."""
 
     title: str
     source: str
     time_us: float | None
     library_us: float | None
+    timed_at: int
     calls: int
     calls_compiled: int
     traceable: bool
@@ -79,7 +80,8 @@ class AttentionReport:
         lines = [f'mirage_hf: attention "{NAME}", {sum(k.calls + k.calls_compiled for k in self.kernels)} calls by kernels, '
                  f"{sum(self.by_torch.values())} by torch"]
         for k in self.kernels:
-            time = "" if k.time_us is None else f", {k.time_us:.1f} µs" + ("" if k.library_us is None else f" ({k.library_us:.1f})")
+            library = "" if k.library_us is None else f" ({k.library_us:.1f})"
+            time = "" if k.time_us is None else f", {k.time_us:.1f} µs{library} over {k.timed_at} keys"
             compiled = f" and {k.calls_compiled} by compiled graphs, not counting replays" if k.calls_compiled else ""
             rest = "" if k.traceable else f", not in compiled graphs, which hold {MOST_TRACED} others like it"
             lines.append(f"kernel for {k.title}: {k.calls}{compiled} ({k.source}{time}){rest}")
@@ -93,6 +95,7 @@ class _Kernel:
     digest: str
     device: torch.device
     found: Any
+    timed_at: int
 
 
 @dataclass
@@ -127,7 +130,7 @@ class Attention:
     def report(self) -> AttentionReport:
         known = dict(self._kernels)  # other threads may be finding more
         traceable = [sizes for sizes, _ in self._traceable]
-        rows = tuple(KernelRow(self._titles[key], k.found.source, k.found.time_us, k.found.library_us, self._calls[key],
+        rows = tuple(KernelRow(self._titles[key], k.found.source, k.found.time_us, k.found.library_us, k.timed_at, self._calls[key],
                                self._calls_compiled[k.digest, k.device], key in traceable)
                      for key, k in known.items() if isinstance(k, _Kernel))
         return AttentionReport(rows, dict(self._by_torch),
@@ -284,7 +287,7 @@ class Attention:
             self._calls_compiled[digest, inputs[0].device] += 1  # one digest serves all devices of a type
             return run(inputs)
         torch_op.register(digest, symbolic.for_program(found.ugraph, program), compiled, device.type)
-        return _Kernel(run, digest, device, found)
+        return _Kernel(run, digest, device, found, reference)
 
 
 def spelled_out(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float,

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers.masking_utils import causal_mask_function
 
 import mirage_hf as mi
 from mirage_hf import attention_interface, kernels, torch_op
-from mirage_hf.attention_interface import GROWING, MANY, Attention, bounds_of, spelled_out
+from mirage_hf.attention_interface import GROWING, MANY, Attention, AttentionReport, bounds_of, spelled_out
 from mirage_hf.errors import InputError, SearchError
 
 CPU = "mirage_on_the_cpu"
@@ -236,6 +237,9 @@ def test_many_slots_and_rows_without_keys(monkeypatch):
     assert not got[0].any() and got[1].any()
     attention.attend(**call(), attention_mask=step_mask(attention))
     assert asked == [(4096, 256), (256,)] and attention.report().by_torch == {}
+    assert [k.timed_at for k in attention.report().kernels] == [4096, 256]
+    timed = replace(attention.report().kernels[0], time_us=6.2, library_us=36.1)
+    assert "1200 keys, float32: 2 (cache, 6.2 µs (36.1) over 4096 keys)" in str(AttentionReport((timed,), {}, {}))
 
 
 def test_a_call_of_a_compiled_graph_is_counted_once(resolved):

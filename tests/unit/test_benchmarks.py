@@ -427,7 +427,7 @@ def test_attention_by_name_that_torch_runs_is_no_peer():
 
 def test_attention_by_name_is_told_row_by_row(monkeypatch):
     from mirage_hf.attention_interface import AttentionReport, KernelRow
-    first = KernelRow("a", "cache", 1.0, 2.0, 3, 4, True)
+    first = KernelRow("a", "cache", 1.0, 2.0, 256, 3, 4, True)
     before = AttentionReport((first,), {"many": 5}, {"x": "none"})
     now = AttentionReport((first, replace(first, title="b", calls=7)), {"many": 6, "dropout": 1}, {"x": "none", "y": "none"})
     monkeypatch.setattr(bench_generate, "attention_report", lambda: now)
