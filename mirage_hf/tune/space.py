@@ -183,13 +183,16 @@ PIPELINED = 3
 def recut(schedule: Schedule, old: KernelOp, op: KernelOp, device: Device = H200) -> Schedule:
     """A schedule that was tuned for `old` for the same block graph with axes of other sizes: cut to them, with more blocks to a loop where
     the cost model says so, as the longer one pays for joining them; the cost model's choice of the same kind where that is no schedule, or
-    takes far too many registers.
+    takes far too many registers or, on tensor cores, more shared memory than there is.
     Errors: CodegenError when there is none."""
     assert op.block is not None
     try:
         cut = _lengthened(fitted(schedule, op.block), op, plan(old, schedule), device)
-        if (needed := estimate(plan(op, cut), device).registers) > HOPELESS_REGISTERS:
-            raise errors.CodegenError(f"a kernel for these sizes would need {needed} registers a thread")
+        planned = plan(op, cut)
+        needed = estimate(planned, device)
+        if needed.registers > HOPELESS_REGISTERS or (planned.dots and needed.shared > device.shared_bytes):
+            raise errors.CodegenError(f"a kernel for these sizes would need {needed.registers} registers a thread and {needed.shared} "
+                                      "bytes of shared memory")
         return cut
     except errors.CodegenError:
         alike = [s for s in schedules(op, device) if s.mma == schedule.mma]

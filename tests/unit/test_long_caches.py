@@ -14,12 +14,14 @@ import torch
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import placed, plan
+from mirage_hf.errors import CodegenError
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.kernels import cut_to
 from mirage_hf.patterns import attention
+from mirage_hf.patterns.masked_attention import MASKED_ATTENTION
 from mirage_hf.search.append import apart
 from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.tune import space, tuner
@@ -192,3 +194,15 @@ def test_heads_and_queries_share_the_rows_of_a_product():
     assert len(side) == 2 and all(op.block.role(a) is Role.GRID for a in side)
     s = next(s for s in space.schedules(op) if s.mma)
     assert [s.tile(a) for a in side] == [4, 4] and len(plan(op, s).dots) == 2
+
+
+def test_keys_held_whole_are_not_cut_to_more_than_shared_memory_holds():
+    """Masked attention tuned at 256 slots serves up to 1,023: the cost model's first kernel holds all keys in a tile, 290 KiB there."""
+    block = MASKED_ATTENTION.block(kv_heads=2, group=3, head_dim=64, value_dim=128, dtype=torch.bfloat16, sinks=False, scale=0.125,
+                                   softcap=None)
+    whole = search(block.program(3, slots=256), SearchOptions(time_limit=20, threads=1, max_width=1))[0][0].ugraph
+    schedules = [next(s for s in space.schedules(op) if s.mma) for op in placed(whole)]
+    with pytest.raises(CodegenError, match="bytes of shared memory"):
+        cut_to(whole, schedules, block.program(3, slots=1023))
+    ugraph, cut = cut_to(whole, schedules, block.program(3, slots=400))
+    assert all(estimate(plan(op, s)).shared <= H200.shared_bytes for op, s in zip(placed(ugraph), cut, strict=True))
