@@ -252,6 +252,8 @@ def _read(path: str | Path) -> Any:
 
 def _header(data: Any, kind: str, source: str) -> _Place:
     place = _Place(source, "", data)
+    if "format" not in place.expect("object"):
+        raise errors.FormatError(f"{source}: is no {kind}, it names no format; give a file written by to_json()")
     found, version = place.get("format", "text"), place.get("version", "int")
     if found in _LOADERS and found != kind:
         raise errors.FormatError(f"{source}: holds {found}, not {kind}; read it with {_LOADERS[found]}")

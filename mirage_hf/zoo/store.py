@@ -66,8 +66,8 @@ class Store:
                 return self._replace(entry)
         except Timeout:
             return Rejected(f"{self.root} has been locked by another process for {LOCK_SECONDS:.0f} s; end it, or set MIRAGE_HF_CACHE")
-        except OSError as e:
-            return Rejected(f"{self.root} cannot be written ({e.strerror}); set MIRAGE_HF_CACHE to a folder that can")
+        except (OSError, NotImplementedError) as e:  # the second from a file system without locks
+            return Rejected(f"{self.root} cannot be written ({getattr(e, 'strerror', e)}); set MIRAGE_HF_CACHE to a folder that can")
 
     def _replace(self, entry: Entry) -> Path:
         """Write aside, then rename: readers see the old entry, none, or the new one. Called with the lock held."""

@@ -449,7 +449,7 @@ def test_without_a_gpu_a_script_says_so(script, monkeypatch):
     (["--redraw", "none.json", "--chart", "c"], "--redraw none.json: no such file; give the JSON of an earlier run")], ids=str)
 def test_bench_generate_says_what_is_wrong_with_its_options(options, says, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["bench_generate", "--device", "cpu", *options])
+    monkeypatch.setattr(sys, "argv", ["bench_generate", "--model", "smoke", "--device", "cpu", *options])
     with pytest.raises(SystemExit) as stopped:
         bench_generate.main()
     assert stopped.value.code == 2 and says in capsys.readouterr().err

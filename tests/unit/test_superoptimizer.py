@@ -489,6 +489,14 @@ def test_a_locked_cache_is_no_failure(monkeypatch):
     assert found[0].is_fused and "locked by another process" in str(found.report)
 
 
+def test_a_cache_where_nothing_can_be_locked_is_no_failure(monkeypatch):
+    def no_lock(*_, **__):
+        raise NotImplementedError("FileSystem does not appear to support flock")
+    monkeypatch.setattr(results, "FileLock", no_lock)
+    found = mi.superoptimize(small())
+    assert found[0].is_fused and "cannot be written (FileSystem does not appear to support flock)" in str(found.report)
+
+
 def test_an_interrupted_search_and_one_that_found_nothing_are_not_kept(monkeypatch, searches):
     def interrupted(program, *args, **kwargs):
         searched = search_and_verify(program, *args, **kwargs)

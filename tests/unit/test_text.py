@@ -119,7 +119,7 @@ WRONG_FILES = [
     (lambda d: d | {"version": 0}, "version 0 does not exist"),
     (lambda d: d | {"format": "mirage_hf.graph"}, "holds mirage_hf.graph, not mirage_hf.ugraph; read it with load_graph"),
     (lambda d: d | {"format": "onnx"}, "format is 'onnx', not mirage_hf.ugraph; give a file written by to_json()"),
-    (lambda d: {}, "'format' is missing"),
+    (lambda d: {}, "is no mirage_hf.ugraph, it names no format"),
     (lambda d: [], "expected an object, found []"),
     (lambda d: d | {"kernels": d["program"] | {"outputs": ["t5"]}}, "program and kernels differ in their outputs"),
     (lambda d: d | {"program": {"nodes": [{"op": "input"}], "outputs": []}}, "at program.nodes[0]: 'dims' is missing"),

@@ -305,6 +305,14 @@ def test_a_locked_zoo_gives_up_with_a_reason(zoo, monkeypatch):
     assert isinstance(said, Rejected) and "locked by another process" in said.reason
 
 
+def test_a_file_system_without_locks_is_a_reason_not_a_crash(zoo, monkeypatch):
+    def no_lock(*_, **__):
+        raise NotImplementedError("FileSystem does not appear to support flock")
+    monkeypatch.setattr(store, "FileLock", no_lock)
+    said = zoo.put(entry())
+    assert isinstance(said, Rejected) and "cannot be written (FileSystem does not appear to support flock)" in said.reason
+
+
 def test_a_root_that_cannot_be_read_is_a_reason_not_a_crash(tmp_path):
     """A name that is too long, as a folder that may not be entered is for those who are not root, is an OSError of every look-up."""
     blocked = Store(tmp_path / ("x" * 300), writable=True)
