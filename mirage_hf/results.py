@@ -134,7 +134,8 @@ def store(key: str, kept: Kept) -> Rejected | None:
     except Timeout:
         return Rejected(f"{root} has been locked by another process for {LOCK_SECONDS:.0f} s; the result was not kept")
     except (OSError, NotImplementedError) as e:  # the second from a file system without locks
-        return Rejected(f"{root} cannot be written ({getattr(e, 'strerror', e)}); the result was not kept, set MIRAGE_HF_CACHE to a folder that can")
+        return Rejected(f"{root} cannot be written ({getattr(e, 'strerror', e)}); the result was not kept, set MIRAGE_HF_CACHE to a folder "
+                        "that can")
     except (ValueError, TypeError) as e:
         return Rejected(f"the result cannot be written as JSON ({e}) and was not kept")
     return None
