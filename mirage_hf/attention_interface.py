@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -251,10 +251,10 @@ class Attention:
             return Rejected("no kernel was found before the CUDA graph was captured")
         with self._lock:
             if sizes not in self._kernels:
-                block, rows, slots = _block(sizes), key.shape[0], key.shape[2]
+                block, rows, slots = _block(_Sizes(*sizes)), key.shape[0], key.shape[2]
                 self._titles[sizes] = _title(block, rows, slots)
                 made = self._make(block, rows, slots, (key.stride(), value.stride()), key.device, self._titles[sizes])
-                alike = [known for known, _ in self._traceable if (known[0], known[5:]) == (sizes[0], sizes[5:])]
+                alike = [known for known, _ in self._traceable if _Sizes(*known).but_length == _Sizes(*sizes).but_length]
                 if isinstance(made, _Kernel) and len(alike) < MOST_TRACED:
                     self._traceable = [*self._traceable, (sizes, made.digest)]
                 self._kernels[sizes] = made
@@ -321,17 +321,40 @@ def bounds_of(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
     return lo, hi, torch.full(mask.shape, shut(dtype), dtype=dtype, device=mask.device).masked_fill_(mask, 0.0)
 
 
-def _sizes(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None) -> Any:
-    """What a kernel is made for: what depends on the length of the cache is in places 1 to 4."""
+class _Sizes(NamedTuple):
+    """What a kernel is made for."""
+
+    query: tuple[int, int, int]
+    """Rows, heads, their dim."""
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    key_strides: tuple[int, ...]
+    value_strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    scaling: float
+    softcap: float | None
+    sinks: bool
+
+    @property
+    def but_length(self) -> tuple[Any, ...]:
+        """What does not depend on the length of the cache."""
+        return self.query, self.dtype, self.device, self.scaling, self.softcap, self.sinks
+
+
+def _sizes(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None,
+           sinks: Tensor | None) -> tuple[Any, ...]:
+    """The fields of `_Sizes`, as a plain tuple: dynamo traces it."""
     rows, heads, _, d = query.shape
     return ((rows, heads, d), tuple(key.shape), tuple(value.shape), key.stride(), value.stride(), query.dtype, query.device,
             d ** -0.5 if scaling is None else float(scaling), softcap, sinks is not None)
 
 
-def _block(sizes: Any) -> Any:
-    (_, heads, d), (_, kv_heads, _, _), (*_, d_values), _, _, dtype, _, scaling, softcap, sinks = sizes
-    return MASKED_ATTENTION.block(kv_heads=kv_heads, group=heads // kv_heads, head_dim=d, value_dim=d_values, dtype=dtype, sinks=sinks,
-                                  scale=scaling, softcap=softcap)
+def _block(sizes: _Sizes) -> Any:
+    _, heads, d = sizes.query
+    kv_heads = sizes.key[1]
+    return MASKED_ATTENTION.block(kv_heads=kv_heads, group=heads // kv_heads, head_dim=d, value_dim=sizes.value[-1], dtype=sizes.dtype,
+                                  sinks=sizes.sinks, scale=sizes.scaling, softcap=sizes.softcap)
 
 
 def _title(block: Any, rows: int, slots: int) -> str:

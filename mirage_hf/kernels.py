@@ -28,7 +28,7 @@ from mirage_hf.torch_op import Run
 from mirage_hf.tune import space
 from mirage_hf.tune.cost import H200, Device, estimate
 from mirage_hf.tune.measure import Timing
-from mirage_hf.tune.tuner import MOST_PARTS, Trial, together
+from mirage_hf.tune.tuner import MOST_PARTS, Trial, TuneResult, together
 from mirage_hf.tune.tuner import tune as measure
 from mirage_hf.verify.accept import KEEP, Candidate, Progress, kind_of, search_and_verify
 from mirage_hf.zoo.entry import Entry, Measurement
@@ -255,29 +255,31 @@ def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tu
           like: KernelGraph | None = None) -> _Made:
     options, keep = SearchOptions(time_limit=settings().search_seconds), KEEP if on_gpu else 1  # what nobody times is not worth a proof
     searched = search_and_verify(program, options, progress, like=like, keep=keep)
-    report = searched.report
-    counters = report.counters
-    stats: dict[str, Any] = {"stop": report.stop, "reason": report.reason, "seconds": counters.seconds, "width": counters.width,
-                             "examined": counters.examined, "values": counters.values, "kernels": counters.kernels,
-                             "candidates": report.found, "refused": [r.reason for r in report.refused], "version": search_version()}
-    made = partial(_Made, key, pattern, error_bound=report.error_bound or 0.0, search=stats)
+    report, counters = searched.report, searched.report.counters
     ranked = promising(searched.candidates)
+
+    def made(ugraph: UGraph, reason: str = report.reason, tuned: TuneResult | None = None) -> _Made:
+        """`reason`: why the library runs, where it does."""
+        tried = {} if tuned is None else {"tried": len(tuned.candidates)}
+        stats = {"stop": report.stop, "reason": reason, "seconds": counters.seconds, "width": counters.width,
+                 "examined": counters.examined, "values": counters.values, "kernels": counters.kernels, "candidates": report.found,
+                 "refused": [r.reason for r in report.refused], "version": search_version(), **tried}
+        best, library = (tuned.searched, tuned.library) if tuned is not None and tuned.searched else ((), None)
+        return _Made(key, pattern, ugraph, report.error_bound or 0.0, stats, best, library)
+
     if not ranked:
-        stats["reason"] = next((space.obstacle(placed(c.ugraph)) for c in searched.candidates), report.reason)
-        return made(ugraph=library_ugraph(program))
+        return made(library_ugraph(program), next((space.obstacle(placed(c.ugraph)) for c in searched.candidates), report.reason))
     ugraph = _unmeasured(ranked[0], on_gpu)
     if not ugraph.is_fused:
-        stats["reason"] = "the numbers of every candidate were refused for all of its schedules"
-    elif on_gpu and tune != "never":
+        return made(ugraph, "the numbers of every candidate were refused for all of its schedules")
+    if on_gpu and tune != "never":
         graphs, schedules, rounds = (_FULL if tune == "full" else _QUICK)
         result = measure([c.ugraph for c in ranked[:graphs]], device=device, per_graph=schedules, rounds=rounds,
                          schedules=permitted(ranked), progress=(lambda *detail: progress("tune", detail)) if progress else None)
-        stats["tried"] = len(result.candidates)
-        if result.searched:
-            return made(ugraph=ugraph, tuned=result.searched, library=result.library)
-        ugraph = library_ugraph(program)
-        stats["reason"] = next((c.reason for c in result.candidates if c.reason), "")
-    return made(ugraph=ugraph)
+        if not result.searched:
+            return made(library_ugraph(program), next((c.reason for c in result.candidates if c.reason), ""), result)
+        return made(ugraph, tuned=result)
+    return made(ugraph)
 
 
 _QUICK, _FULL = (5, 16, 2), (8, 48, 6)
