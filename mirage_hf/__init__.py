@@ -1,4 +1,5 @@
 """Searched and proven fused GPU kernels: a tensor superoptimizer, and `optimize(model)` for Hugging Face models."""
+
 from __future__ import annotations
 
 from torch import bfloat16, float16, float32
@@ -10,8 +11,8 @@ from mirage_hf.graph.json_format import load_graph, load_ugraph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.graph.symbolic import Dim
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.handwritten import ugraph
-from mirage_hf.superoptimizer import SearchResult, superoptimize
+from mirage_hf.pipeline.handwritten import ugraph
+from mirage_hf.pipeline.superoptimizer import SearchResult, superoptimize
 from mirage_hf.verify.accept import verify
 from mirage_hf.verify.verdict import Accepted, Refused, Verdict
 
@@ -19,6 +20,28 @@ new_graph = new_kernel_graph
 
 __version__ = "0.1.0"
 
-__all__ = ["Accepted", "BlockGraphBuilder", "Dim", "KernelGraph", "Refused", "SearchResult", "UGraph", "Verdict", "attention_report",
-           "bfloat16", "float16", "float32", "load_graph", "load_ugraph", "new_block_graph", "new_graph", "new_kernel_graph", "optimize",
-           "optimized", "restore", "superoptimize", "ugraph", "verify"]
+__all__ = [
+    "Accepted",
+    "BlockGraphBuilder",
+    "Dim",
+    "KernelGraph",
+    "Refused",
+    "SearchResult",
+    "UGraph",
+    "Verdict",
+    "attention_report",
+    "bfloat16",
+    "float16",
+    "float32",
+    "load_graph",
+    "load_ugraph",
+    "new_block_graph",
+    "new_graph",
+    "new_kernel_graph",
+    "optimize",
+    "optimized",
+    "restore",
+    "superoptimize",
+    "ugraph",
+    "verify",
+]

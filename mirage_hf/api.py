@@ -1,4 +1,5 @@
 """optimize() and restore(): match, find kernels, swap, check, decode. A failure anywhere leaves the model as it was."""
+
 from __future__ import annotations
 
 import threading
@@ -12,9 +13,15 @@ from torch import nn
 from mirage_hf import decode as decoding
 from mirage_hf.default_device import on_the_cpu
 from mirage_hf.errors import OptimizeError
-from mirage_hf.match.eligible import check_model, check_options, chosen_backend, generating, single_device
+from mirage_hf.match.eligible import (
+    check_model,
+    check_options,
+    chosen_backend,
+    generating,
+    single_device,
+)
 from mirage_hf.match.matcher import match
-from mirage_hf.progress import bar_unless
+from mirage_hf.pipeline.progress import bar_unless
 from mirage_hf.swap.handle import NAME, detach
 from mirage_hf.swap.kernels import find_kernels
 from mirage_hf.swap.optimization import Optimization
@@ -35,9 +42,20 @@ def _locked(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: Sequence[int] = (1,), backend: str = "auto",
-             zoo: Any = None, tune: str = "auto", verify: bool = True, on_unsupported: str = "skip", decode: str = "graph",
-             max_cache_len: int | None = None, dry_run: bool = False, progress: Callable[..., Any] | None = None) -> Any:
+def optimize(
+    model: Model,
+    patterns: Iterable[str] | None = None,
+    batch_sizes: Sequence[int] = (1,),
+    backend: str = "auto",
+    zoo: Any = None,
+    tune: str = "auto",
+    verify: bool = True,
+    on_unsupported: str = "skip",
+    decode: str = "graph",
+    max_cache_len: int | None = None,
+    dry_run: bool = False,
+    progress: Callable[..., Any] | None = None,
+) -> Any:
     """Make a model's forward and generate use searched kernels, in place, and return it. `model.mirage.report` says what was done.
     Where nothing could be done a warning says why, the model stays as it was, and there is no `model.mirage`.
 
@@ -54,8 +72,19 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
     was optimized before stays so where an option or the zoo is at fault, and is as restore() leaves it behind other errors.
     Warns: OptimizeWarning.
     """
-    names, rows = check_options(patterns, batch_sizes, max_cache_len, zoo, progress, backend=backend, tune=tune, decode=decode,
-                                on_unsupported=on_unsupported, verify=verify, dry_run=dry_run)
+    names, rows = check_options(
+        patterns,
+        batch_sizes,
+        max_cache_len,
+        zoo,
+        progress,
+        backend=backend,
+        tune=tune,
+        decode=decode,
+        on_unsupported=on_unsupported,
+        verify=verify,
+        dry_run=dry_run,
+    )
     check_model(model)
     device = single_device(model)
     backend = chosen_backend(backend, device)
@@ -69,7 +98,15 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
         if dry_run:
             return optimization.plan()
         with bar_unless(progress, "optimize") as note:
-            found = find_kernels(optimization.wanted, rows, device=device, backend=backend, zoo=zoo, tune=tune, progress=note)
+            found = find_kernels(
+                optimization.wanted,
+                rows,
+                device=device,
+                backend=backend,
+                zoo=zoo,
+                tune=tune,
+                progress=note,
+            )
         optimization.complain_of_unkept(found)
         try:
             handle, report = optimization.swap(found, verify=verify)
@@ -79,8 +116,12 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
             model.__dict__[NAME] = handle
             if (inner := generating(model)) is not None:
                 try:
-                    handle.runner = decoding.install(inner, mode=decode, max_cache_len=max_cache_len, steps=optimization.steps)
-                except decoding.DecodeError as e:  # someone else's generate is kept; forwards are faster all the same
+                    handle.runner = decoding.install(
+                        inner, mode=decode, max_cache_len=max_cache_len, steps=optimization.steps
+                    )
+                except (
+                    decoding.DecodeError
+                ) as e:  # someone else's generate is kept; forwards are faster all the same
                     handle.add_note(f"generate is not replaced: {e}")
         except BaseException:
             optimization.undo()
@@ -92,7 +133,9 @@ def optimize(model: Model, patterns: Iterable[str] | None = None, batch_sizes: S
 def restore(model: Model) -> Model:
     """Make a model exactly what it was before optimize(), and return it. One that is not optimized stays as it is."""
     if not isinstance(model, nn.Module):
-        raise OptimizeError(f"restore: expected the model given to optimize(), got a {type(model).__name__}")
+        raise OptimizeError(
+            f"restore: expected the model given to optimize(), got a {type(model).__name__}"
+        )
     with _locked(model):
         _take_back(model)
     return model

@@ -3,6 +3,7 @@
 Kernels are found for the sizes and strides of the keys, so they serve caches whose tensors stay as they are (StaticCache). Everything else
 runs as `sdpa` does, or spelled out where SDPA would drop an argument, and is counted with its reason.
 """
+
 from __future__ import annotations
 
 import logging
@@ -21,14 +22,14 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from mirage_hf import kernels, torch_op
 from mirage_hf.errors import InputError, MirageError, Rejected
 from mirage_hf.graph import symbolic
 from mirage_hf.ops.table import COMPUTE_DTYPES
 from mirage_hf.patterns.attention import LONG_FROM, LONG_SLOTS, REFERENCE_SLOTS
 from mirage_hf.patterns.masked_attention import MASKED_ATTENTION, shut
+from mirage_hf.pipeline import kernels, torch_op
+from mirage_hf.pipeline.torch_op import Run
 from mirage_hf.swap.traced import KNOWN
-from mirage_hf.torch_op import Run
 from mirage_hf.zoo.key import key_of
 
 NAME = "mirage"
@@ -77,16 +78,33 @@ class AttentionReport:
     """Sizes that have no kernel, with the reason."""
 
     def __str__(self) -> str:
-        lines = [f'mirage_hf: attention "{NAME}", {sum(k.calls + k.calls_compiled for k in self.kernels)} calls by kernels, '
-                 f"{sum(self.by_torch.values())} by torch"]
+        lines = [
+            f'mirage_hf: attention "{NAME}", {sum(k.calls + k.calls_compiled for k in self.kernels)} calls by kernels, '
+            f"{sum(self.by_torch.values())} by torch"
+        ]
         for k in self.kernels:
             library = "" if k.library_us is None else f" ({k.library_us:.1f})"
-            time = "" if k.time_us is None else f", {k.time_us:.1f} µs{library} over {k.timed_at} keys"
-            compiled = f" and {k.calls_compiled} by compiled graphs, not counting replays" if k.calls_compiled else ""
-            rest = "" if k.traceable else f", not in compiled graphs, which hold {MOST_TRACED} others like it"
+            time = (
+                "" if k.time_us is None else f", {k.time_us:.1f} µs{library} over {k.timed_at} keys"
+            )
+            compiled = (
+                f" and {k.calls_compiled} by compiled graphs, not counting replays"
+                if k.calls_compiled
+                else ""
+            )
+            rest = (
+                ""
+                if k.traceable
+                else f", not in compiled graphs, which hold {MOST_TRACED} others like it"
+            )
             lines.append(f"kernel for {k.title}: {k.calls}{compiled} ({k.source}{time}){rest}")
         lines += [f"by torch: {reason}: {n}" for reason, n in sorted(self.by_torch.items())]
-        return "\n".join([*lines, *(f"no kernel for {title}: {reason}" for title, reason in self.without.items())])
+        return "\n".join(
+            [
+                *lines,
+                *(f"no kernel for {title}: {reason}" for title, reason in self.without.items()),
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -130,11 +148,25 @@ class Attention:
     def report(self) -> AttentionReport:
         known = dict(self._kernels)  # other threads may be finding more
         traceable = [sizes for sizes, _ in self._traceable]
-        rows = tuple(KernelRow(self._titles[key], k.found.source, k.found.time_us, k.found.library_us, k.timed_at, self._calls[key],
-                               self._calls_compiled[k.digest, k.device], key in traceable)
-                     for key, k in known.items() if isinstance(k, _Kernel))
-        return AttentionReport(rows, dict(self._by_torch),
-                               {self._titles[key]: k.reason for key, k in known.items() if isinstance(k, Rejected)})
+        rows = tuple(
+            KernelRow(
+                self._titles[key],
+                k.found.source,
+                k.found.time_us,
+                k.found.library_us,
+                k.timed_at,
+                self._calls[key],
+                self._calls_compiled[k.digest, k.device],
+                key in traceable,
+            )
+            for key, k in known.items()
+            if isinstance(k, _Kernel)
+        )
+        return AttentionReport(
+            rows,
+            dict(self._by_torch),
+            {self._titles[key]: k.reason for key, k in known.items() if isinstance(k, Rejected)},
+        )
 
     # -- masks ----------------------------------------------------------------------------------------------------------
 
@@ -151,39 +183,76 @@ class Attention:
         # static layers count on the device, or have more keys than tokens; those of any sliding layer are as many as its window once it
         # has been left behind. At the one step that fills a layer this cannot be told from keys that grow
         fixed = isinstance(start, Tensor) or offset > 0 or offset + keys != start + queries
-        fixed = fixed and "allow_is_bidirectional_skip" not in kwargs  # keys of an encoder are as many as its tokens
+        fixed = (
+            fixed and "allow_is_bidirectional_skip" not in kwargs
+        )  # keys of an encoder are as many as its tokens
         made._mirage = _Mask(fixed, _version(made), _capturing(made))  # type: ignore[attr-defined]
         return made
 
     # -- attention ------------------------------------------------------------------------------------------------------
 
-    def attend(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-               dropout: float = 0.0, scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
-               **kwargs: Any) -> tuple[Tensor, None]:
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
         """Return attention (batch, queries, heads, d), and no weights. query (batch, heads, queries, d), key and value (batch, kv heads,
         keys, d); softcap and s_aux (a sink per head) are served whatever runs it. Errors: InputError for keys selected by index."""
         if any(kwargs.get(name) is not None for name in SELECTED):
-            raise InputError(f'attention "{NAME}": {type(module).__name__} selects keys by index, which is not supported; use '
-                             'attn_implementation="sdpa" or "eager"')
+            raise InputError(
+                f'attention "{NAME}": {type(module).__name__} selects keys by index, which is not supported; use '
+                'attn_implementation="sdpa" or "eager"'
+            )
         reason = self._obstacle(query, key, value, dropout, scaling, s_aux, kwargs)
         tracing = torch.compiler.is_compiling()
         if not reason and query.shape[2] == 1:
-            y = (self._traced if tracing else self._called)(query, key, value, attention_mask, scaling, softcap, s_aux)
+            y = (self._traced if tracing else self._called)(
+                query, key, value, attention_mask, scaling, softcap, s_aux
+            )
             if isinstance(y, Tensor):
                 return y, None
             reason = y
         elif not reason:
             reason = MANY
-            if not tracing and _fixed_prompt(module, query, key, attention_mask):  # its steps may be compiled or captured
+            if not tracing and _fixed_prompt(
+                module, query, key, attention_mask
+            ):  # its steps may be compiled or captured
                 self._kernel_for(_sizes(query, key, value, scaling, softcap, s_aux), key, value)
         if not tracing:
             self._by_torch[reason] += 1
         if softcap is None and s_aux is None:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-        return spelled_out(module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, **kwargs), None
+            return sdpa_attention_forward(
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=dropout,
+                scaling=scaling,
+                **kwargs,
+            )
+        return spelled_out(
+            module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, **kwargs
+        ), None
 
-    def _obstacle(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: Any, sinks: Tensor | None,
-                  kwargs: Mapping[str, Any]) -> str:
+    def _obstacle(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout: float,
+        scaling: Any,
+        sinks: Tensor | None,
+        kwargs: Mapping[str, Any],
+    ) -> str:
         """Why no kernel may run, whatever the sizes; "" where one may."""
         given = (query, key, value) if sinks is None else (query, key, value, sinks)
         if query.device.type != self.device_type:
@@ -194,7 +263,9 @@ class Attention:
             return "gradients"
         if any([is_traceable_wrapper_subclass(x) for x in given]):
             return "tensors of another class"
-        if query.dtype not in COMPUTE_DTYPES or any([x.dtype != query.dtype or x.device != query.device for x in given]):
+        if query.dtype not in COMPUTE_DTYPES or any(
+            [x.dtype != query.dtype or x.device != query.device for x in given]
+        ):
             return f"dtypes or devices that differ, or {query.dtype}"
         if torch.is_autocast_enabled(query.device.type):
             return "autocast"
@@ -205,13 +276,26 @@ class Attention:
                 return f"the argument {name}"
         return ""
 
-    def _called(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None,
-                sinks: Tensor | None) -> Tensor | str:
+    def _called(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor | str:
         """What a kernel gives, or why none runs."""
         known = getattr(mask, "_mirage", None)
         if mask is None or known is None or not known.fixed:
             return GROWING
-        if type(query) is not Tensor or _dispatch_modes() or _tracing() is not None or _functorch() is not None:
+        if (
+            type(query) is not Tensor
+            or _dispatch_modes()
+            or _tracing() is not None
+            or _functorch() is not None
+        ):
             return "a dispatch mode, a trace, or a transform of torch.func"
         if known.version != _version(mask) or known.captured != _capturing(mask):
             return "a mask that was changed, or made outside of the CUDA graph"
@@ -221,16 +305,30 @@ class Attention:
         kernel = self._kernel_for(sizes, key, value)
         if isinstance(kernel, Rejected):
             return kernel.reason
-        if known.bounds is None or known.version is None or known.bounds[2].dtype != query.dtype:  # no version: it may have changed
+        if (
+            known.bounds is None or known.version is None or known.bounds[2].dtype != query.dtype
+        ):  # no version: it may have changed
             known.bounds = bounds_of(mask, query.dtype)  # once a step, for all layers
         lo, hi, bias = known.bounds
         self._calls[sizes] += 1
         return _outputs(kernel.run(_inputs(query, key, value, lo, hi, bias, sinks)), query)
 
-    def _traced(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None,
-                sinks: Tensor | None) -> Tensor | str:
+    def _traced(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor | str:
         """The same inside a graph, by kernels that were found before. Bounds are computed in it; the compiler fuses those of all layers."""
-        if mask is None or mask.dtype is not torch.bool or mask.shape != (key.shape[0], 1, 1, key.shape[2]):
+        if (
+            mask is None
+            or mask.dtype is not torch.bool
+            or mask.shape != (key.shape[0], 1, 1, key.shape[2])
+        ):
             return GROWING
         if torch_op.exporting():
             return "torch.export"
@@ -238,7 +336,9 @@ class Attention:
         for known, digest in self._traceable:  # compared, not looked up: dynamo makes guards of it
             if known == sizes:
                 lo, hi, bias = bounds_of(mask, query.dtype)
-                return _outputs(torch_op.run(_inputs(query, key, value, lo, hi, bias, sinks), digest), query)
+                return _outputs(
+                    torch_op.run(_inputs(query, key, value, lo, hi, bias, sinks), digest), query
+                )
         return "no kernel was found before compiling"
 
     # -- kernels --------------------------------------------------------------------------------------------------------
@@ -253,29 +353,52 @@ class Attention:
             if sizes not in self._kernels:
                 block, rows, slots = _block(_Sizes(*sizes)), key.shape[0], key.shape[2]
                 self._titles[sizes] = _title(block, rows, slots)
-                made = self._make(block, rows, slots, (key.stride(), value.stride()), key.device, self._titles[sizes])
-                alike = [known for known, _ in self._traceable if _Sizes(*known).but_length == _Sizes(*sizes).but_length]
+                made = self._make(
+                    block,
+                    rows,
+                    slots,
+                    (key.stride(), value.stride()),
+                    key.device,
+                    self._titles[sizes],
+                )
+                alike = [
+                    known
+                    for known, _ in self._traceable
+                    if _Sizes(*known).but_length == _Sizes(*sizes).but_length
+                ]
                 if isinstance(made, _Kernel) and len(alike) < MOST_TRACED:
                     self._traceable = [*self._traceable, (sizes, made.digest)]
                 self._kernels[sizes] = made
             return self._kernels[sizes]
 
-    def _make(self, block: Any, rows: int, slots: int, strides: Any, device: torch.device, title: str) -> _Kernel | Rejected:
+    def _make(
+        self, block: Any, rows: int, slots: int, strides: Any, device: torch.device, title: str
+    ) -> _Kernel | Rejected:
         """Look the kernel up, or search and tune it, at one of two numbers of slots; and cut it to these."""
         told: list[str] = []
 
         def tell(*_: Any) -> None:
             if not told:
                 told.append(title)
-                _log.warning("attention: searching and tuning a kernel for %s; it is kept in the user's cache", title)
+                _log.warning(
+                    "attention: searching and tuning a kernel for %s; it is kept in the user's cache",
+                    title,
+                )
 
         reference = LONG_SLOTS if slots >= LONG_FROM else REFERENCE_SLOTS
         program = block.program(rows, slots=slots, strides=strides)
         try:
             with torch.inference_mode(False), torch.no_grad():
-                found = kernels.resolve(block.program(rows, slots=reference), device=device, backend=self.backend,
-                                        pattern=MASKED_ATTENTION.name, progress=tell,
-                                        like=block.program(rows, slots=REFERENCE_SLOTS) if reference != REFERENCE_SLOTS else None)
+                found = kernels.resolve(
+                    block.program(rows, slots=reference),
+                    device=device,
+                    backend=self.backend,
+                    pattern=MASKED_ATTENTION.name,
+                    progress=tell,
+                    like=block.program(rows, slots=REFERENCE_SLOTS)
+                    if reference != REFERENCE_SLOTS
+                    else None,
+                )
                 if not found.is_fused:
                     return Rejected(found.reason)
                 run = kernels.at_size(found, program, device)
@@ -284,31 +407,67 @@ class Attention:
         digest = key_of(program, kernels.target_of(device)).digest
 
         def compiled(inputs: Sequence[Tensor]) -> list[Tensor]:
-            self._calls_compiled[digest, inputs[0].device] += 1  # one digest serves all devices of a type
+            self._calls_compiled[digest, inputs[0].device] += (
+                1  # one digest serves all devices of a type
+            )
             return run(inputs)
-        torch_op.register(digest, symbolic.for_program(found.ugraph, program), compiled, device.type)
+
+        torch_op.register(
+            digest, symbolic.for_program(found.ugraph, program), compiled, device.type
+        )
         return _Kernel(run, digest, device, found, reference)
 
 
-def spelled_out(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float,
-                scaling: float | None, softcap: float | None, sinks: Tensor | None, is_causal: bool | None = None, **kwargs: Any) -> Tensor:
+def spelled_out(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> Tensor:
     """Attention in torch ops, with what SDPA has no argument for: a cap on scores, a sink per head. Errors: InputError for a position bias
     or a paged cache beside them."""
-    if lost := next((name for name in ("position_bias", "cache") if kwargs.get(name) is not None), None):
-        raise InputError(f'attention "{NAME}": {lost} together with softcap or sinks is not supported; use attn_implementation="eager"')
+    if lost := next(
+        (name for name in ("position_bias", "cache") if kwargs.get(name) is not None), None
+    ):
+        raise InputError(
+            f'attention "{NAME}": {lost} together with softcap or sinks is not supported; use attn_implementation="eager"'
+        )
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = torch.matmul(query, key.transpose(2, 3)) * (
+        query.shape[-1] ** -0.5 if scaling is None else scaling
+    )
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    if mask is None and query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+    if (
+        mask is None
+        and query.shape[2] > 1
+        and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    ):
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype is torch.bool else scores + mask
+        scores = (
+            scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+            if mask.dtype is torch.bool
+            else scores + mask
+        )
     if sinks is not None:
-        scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)), -1)
-    weights = F.softmax(scores, -1, dtype=torch.float32).to(value.dtype)[..., :key.shape[2]]
-    return torch.matmul(F.dropout(weights, dropout, module.training), value).transpose(1, 2).contiguous()
+        scores = torch.cat(
+            (scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)), -1
+        )
+    weights = F.softmax(scores, -1, dtype=torch.float32).to(value.dtype)[..., : key.shape[2]]
+    return (
+        torch.matmul(F.dropout(weights, dropout, module.training), value)
+        .transpose(1, 2)
+        .contiguous()
+    )
 
 
 def bounds_of(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -318,7 +477,13 @@ def bounds_of(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
     at = torch.arange(keys, dtype=torch.int32, device=mask.device)
     lo = torch.where(mask, at, keys).amin(-1, keepdim=True)
     hi = torch.where(mask, at + 1, 0).amax(-1, keepdim=True)
-    return lo, hi, torch.full(mask.shape, shut(dtype), dtype=dtype, device=mask.device).masked_fill_(mask, 0.0)
+    return (
+        lo,
+        hi,
+        torch.full(mask.shape, shut(dtype), dtype=dtype, device=mask.device).masked_fill_(
+            mask, 0.0
+        ),
+    )
 
 
 class _Sizes(NamedTuple):
@@ -342,33 +507,78 @@ class _Sizes(NamedTuple):
         return self.query, self.dtype, self.device, self.scaling, self.softcap, self.sinks
 
 
-def _sizes(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None,
-           sinks: Tensor | None) -> tuple[Any, ...]:
+def _sizes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Any, ...]:
     """The fields of `_Sizes`, as a plain tuple: dynamo traces it."""
     rows, heads, _, d = query.shape
-    return ((rows, heads, d), tuple(key.shape), tuple(value.shape), key.stride(), value.stride(), query.dtype, query.device,
-            d ** -0.5 if scaling is None else float(scaling), softcap, sinks is not None)
+    return (
+        (rows, heads, d),
+        tuple(key.shape),
+        tuple(value.shape),
+        key.stride(),
+        value.stride(),
+        query.dtype,
+        query.device,
+        d**-0.5 if scaling is None else float(scaling),
+        softcap,
+        sinks is not None,
+    )
 
 
 def _block(sizes: _Sizes) -> Any:
     _, heads, d = sizes.query
     kv_heads = sizes.key[1]
-    return MASKED_ATTENTION.block(kv_heads=kv_heads, group=heads // kv_heads, head_dim=d, value_dim=sizes.value[-1], dtype=sizes.dtype,
-                                  sinks=sizes.sinks, scale=sizes.scaling, softcap=sizes.softcap)
+    return MASKED_ATTENTION.block(
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
+        head_dim=d,
+        value_dim=sizes.value[-1],
+        dtype=sizes.dtype,
+        sinks=sizes.sinks,
+        scale=sizes.scaling,
+        softcap=sizes.softcap,
+    )
 
 
 def _title(block: Any, rows: int, slots: int) -> str:
     size = dict(block.sizes)
     more = ("" if size["softcap"] is None else ", softcap") + (", sinks" if size["sinks"] else "")
-    return (f"{rows} x {size['kv_heads'] * size['group']} heads of {size['head_dim']} ({size['kv_heads']} of keys), {slots} keys, "
-            f"{str(size['dtype']).removeprefix('torch.')}{more}")
+    return (
+        f"{rows} x {size['kv_heads'] * size['group']} heads of {size['head_dim']} ({size['kv_heads']} of keys), {slots} keys, "
+        f"{str(size['dtype']).removeprefix('torch.')}{more}"
+    )
 
 
-def _inputs(query: Tensor, key: Tensor, value: Tensor, lo: Tensor, hi: Tensor, bias: Tensor, sinks: Tensor | None) -> list[Tensor]:
+def _inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    bias: Tensor,
+    sinks: Tensor | None,
+) -> list[Tensor]:
     rows, heads, _, d = query.shape
     kv_heads = key.shape[1]
-    inputs = [query.reshape(rows, kv_heads, heads // kv_heads, d).contiguous(), key, value, lo, hi, bias]
-    return inputs if sinks is None else [*inputs, sinks.reshape(1, kv_heads, heads // kv_heads, 1).contiguous()]
+    inputs = [
+        query.reshape(rows, kv_heads, heads // kv_heads, d).contiguous(),
+        key,
+        value,
+        lo,
+        hi,
+        bias,
+    ]
+    return (
+        inputs
+        if sinks is None
+        else [*inputs, sinks.reshape(1, kv_heads, heads // kv_heads, 1).contiguous()]
+    )
 
 
 def _outputs(outputs: list[Tensor], query: Tensor) -> Tensor:
@@ -380,7 +590,11 @@ def _fixed_prompt(module: torch.nn.Module, query: Tensor, key: Tensor, mask: Ten
     if key.shape[2] <= query.shape[2]:
         return False
     known = getattr(mask, "_mirage", None)
-    return bool(getattr(module, "is_causal", True)) if mask is None else known is not None and known.fixed
+    return (
+        bool(getattr(module, "is_causal", True))
+        if mask is None
+        else known is not None and known.fixed
+    )
 
 
 @torch.compiler.assume_constant_result
@@ -391,12 +605,21 @@ def _takes_names(config: type) -> bool:
 
 @cache
 def _takes_names_once(config: type) -> bool:
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING  # 0.2 s, which not everybody needs
+    from transformers.models.auto.modeling_auto import (
+        MODEL_MAPPING,
+    )  # 0.2 s, which not everybody needs
+
     models = MODEL_MAPPING.get(config, ())
     for model in models if isinstance(models, tuple) else (models,):
-        if not (getattr(model, "_supports_sdpa", True) or getattr(model, "_supports_attention_backend", True)):
-            _log.warning('attention "%s": %s may run attention of its own whatever the name; it gets masks as "eager" does and no kernels',
-                         NAME, model.__name__)
+        if not (
+            getattr(model, "_supports_sdpa", True)
+            or getattr(model, "_supports_attention_backend", True)
+        ):
+            _log.warning(
+                'attention "%s": %s may run attention of its own whatever the name; it gets masks as "eager" does and no kernels',
+                NAME,
+                model.__name__,
+            )
             return False
     return True
 

@@ -1,4 +1,5 @@
 """Every exception of the package and its wording: what is wrong, where, and the way out."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -64,12 +65,13 @@ class OptimizeWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Rejected:
-    """"No", with its reason. A value that stages return and reports show, not an exception."""
+    """ "No", with its reason. A value that stages return and reports show, not an exception."""
 
     reason: str
 
 
 # -- wording shared by several stages ---------------------------------------------------------------------------------
+
 
 def shape(dims: Sequence[int]) -> str:
     return "(" + ", ".join(str(d) for d in dims) + ")"
@@ -86,19 +88,36 @@ def inner_sizes_differ(a_name: str, a: Sequence[int], b_name: str, b: Sequence[i
         hint = f"; the sizes fit if {b_name} is transposed (graph.permute, or strides=(1, {b[-1]}) at new_input)"
     return GraphError(
         f"matmul: inner sizes differ, {a_name} {shape(a)} and {b_name} {shape(b)}: "
-        f"{a_name} has {a[-1]} columns, {b_name} has {b[-2] if len(b) > 1 else b[0]} rows{hint}")
+        f"{a_name} has {a[-1]} columns, {b_name} has {b[-2] if len(b) > 1 else b[0]} rows{hint}"
+    )
 
 
 _ELSEWHERE = {
-    "sum": 'reduction(x, dim, "sum")', "mean": 'reduction(x, dim, "mean")', "amax": 'reduction(x, dim, "max")', "transpose": "permute",
-    "t": "permute", "mm": "matmul", "bmm": "matmul", "linear": "matmul", "swish": "silu", "where": "select",
-    "cat": "concat", "view": "reshape", "to": "cast", "maximum": "max", "minimum": "min", "narrow": "slice"}
+    "sum": 'reduction(x, dim, "sum")',
+    "mean": 'reduction(x, dim, "mean")',
+    "amax": 'reduction(x, dim, "max")',
+    "transpose": "permute",
+    "t": "permute",
+    "mm": "matmul",
+    "bmm": "matmul",
+    "linear": "matmul",
+    "swish": "silu",
+    "where": "select",
+    "cat": "concat",
+    "view": "reshape",
+    "to": "cast",
+    "maximum": "max",
+    "minimum": "min",
+    "narrow": "slice",
+}
 """Ops by the names that they have in torch."""
 
 
 def unknown_op(name: str, known: Iterable[str]) -> UnknownOpError:
     known = sorted(known)
-    hint = f"; here it is {_ELSEWHERE[name]}." if name in _ELSEWHERE else suggest(name, known) or "."
+    hint = (
+        f"; here it is {_ELSEWHERE[name]}." if name in _ELSEWHERE else suggest(name, known) or "."
+    )
     return UnknownOpError(f"unknown op {name!r}{hint} Known ops: {', '.join(known)}")
 
 

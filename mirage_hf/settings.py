@@ -1,4 +1,5 @@
 """Every environment variable the package reads, typed. Nothing else reads `os.environ`."""
+
 from __future__ import annotations
 
 import math
@@ -31,9 +32,13 @@ def _number(name: str, default: str, kind: type) -> float:
         value = kind(text)
     except ValueError:
         what = "an integer" if kind is int else "a number"
-        raise SettingsError(f"environment variable {name} must be {what}, it is {text!r}; unset it for {default}") from None
+        raise SettingsError(
+            f"environment variable {name} must be {what}, it is {text!r}; unset it for {default}"
+        ) from None
     if not 0 < value < math.inf:
-        raise SettingsError(f"environment variable {name} must be positive and finite, it is {text!r}; unset it for {default}")
+        raise SettingsError(
+            f"environment variable {name} must be positive and finite, it is {text!r}; unset it for {default}"
+        )
     return value
 
 
@@ -44,8 +49,10 @@ def _cache_dir() -> Path:
     try:
         return Path(given).expanduser()
     except RuntimeError:  # a user that is not known
-        raise SettingsError(f"environment variable MIRAGE_HF_CACHE is {given!r}, a home folder that is not known; give the folder in full, "
-                            "or unset it for the default") from None
+        raise SettingsError(
+            f"environment variable MIRAGE_HF_CACHE is {given!r}, a home folder that is not known; give the folder in full, "
+            "or unset it for the default"
+        ) from None
 
 
 def settings() -> Settings:
@@ -53,9 +60,13 @@ def settings() -> Settings:
 
     Errors: SettingsError, a ValueError, when a variable does not parse.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    )
     return Settings(
         cache_dir=_cache_dir(),
         threads=int(_number("MIRAGE_HF_THREADS", str(cores), int)),
         search_seconds=_number("MIRAGE_HF_SEARCH_SECONDS", "60", float),
-        interpret=os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes"))
+        interpret=os.environ.get("TRITON_INTERPRET", "0").lower()
+        in ("1", "true", "on", "y", "yes"),
+    )

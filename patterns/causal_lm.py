@@ -1,17 +1,46 @@
 """A causal language model around its layers: embedding → layers → norm → head. Its last norm and head are `rms_norm_linear`."""
+
 from __future__ import annotations
 
-from mirage_hf.match.pattern import CausalLayout
+from mirage_hf.patterns.schema import CausalLayout
 
 LAYOUTS = (
-    CausalLayout("Llama and most whose layers are known", backbone="model", embedding="embed_tokens", layers="layers",
-                 norm="norm", rotary="rotary_emb", head="lm_head"),
-    CausalLayout("Phi", backbone="model", embedding="embed_tokens", layers="layers", norm="final_layernorm", rotary="rotary_emb",
-                 head="lm_head"),
-    CausalLayout("GPT-NeoX", backbone="gpt_neox", embedding="embed_in", layers="layers", norm="final_layer_norm", rotary="rotary_emb",
-                 head="lm_head"),
-    CausalLayout("GPT-NeoX of transformers 5.4", backbone="gpt_neox", embedding="embed_in", layers="layers", norm="final_layer_norm",
-                 rotary="rotary_emb", head="embed_out"),
+    CausalLayout(
+        "Llama and most whose layers are known",
+        backbone="model",
+        embedding="embed_tokens",
+        layers="layers",
+        norm="norm",
+        rotary="rotary_emb",
+        head="lm_head",
+    ),
+    CausalLayout(
+        "Phi",
+        backbone="model",
+        embedding="embed_tokens",
+        layers="layers",
+        norm="final_layernorm",
+        rotary="rotary_emb",
+        head="lm_head",
+    ),
+    CausalLayout(
+        "GPT-NeoX",
+        backbone="gpt_neox",
+        embedding="embed_in",
+        layers="layers",
+        norm="final_layer_norm",
+        rotary="rotary_emb",
+        head="lm_head",
+    ),
+    CausalLayout(
+        "GPT-NeoX of transformers 5.4",
+        backbone="gpt_neox",
+        embedding="embed_in",
+        layers="layers",
+        norm="final_layer_norm",
+        rotary="rotary_emb",
+        head="embed_out",
+    ),
 )
 
 OF_LAYERS = ("num_hidden_layers", "layer_types")

@@ -3,6 +3,7 @@
 Norms, RoPE and the cache are the model's. A mask is given twice: as bounds of the keys it lets through, which end the loop early, and as
 a bias of 0 or SHUT, which is right for any mask between these bounds.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -10,10 +11,18 @@ from typing import Any
 import torch
 
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
-from mirage_hf.match.pattern import Pattern
+from mirage_hf.patterns.schema import Pattern
 
-AXES = {"q": "rows kv_heads group d", "keys": "rows kv_heads slots d", "values": "rows kv_heads slots d_values", "lo": "rows 1 1 1",
-        "hi": "rows 1 1 1", "bias": "rows 1 1 slots", "sinks": "1 kv_heads group 1", "y": "rows kv_heads group d_values"}
+AXES = {
+    "q": "rows kv_heads group d",
+    "keys": "rows kv_heads slots d",
+    "values": "rows kv_heads slots d_values",
+    "lo": "rows 1 1 1",
+    "hi": "rows 1 1 1",
+    "bias": "rows 1 1 slots",
+    "sinks": "1 kv_heads group 1",
+    "y": "rows kv_heads group d_values",
+}
 
 
 def shut(dtype: torch.dtype) -> float:
@@ -21,13 +30,26 @@ def shut(dtype: torch.dtype) -> float:
     return max(torch.finfo(dtype).min, -1e30)
 
 
-def build(rows: int, kv_heads: int, group: int, head_dim: int, value_dim: int, scale: float, softcap: float | None, sinks: bool,
-          dtype: torch.dtype, slots: int, strides: Any = (None, None)) -> KernelGraph:
+def build(
+    rows: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    value_dim: int,
+    scale: float,
+    softcap: float | None,
+    sinks: bool,
+    dtype: torch.dtype,
+    slots: int,
+    strides: Any = (None, None),
+) -> KernelGraph:
     """`strides`: those of keys and values, row-major where None."""
     g = new_kernel_graph()
     q = g.new_input((rows, kv_heads, group, head_dim), dtype, name="q")
-    keys, values = (g.new_input((rows, kv_heads, slots, d), dtype, s, name=name)
-                    for name, d, s in zip(("keys", "values"), (head_dim, value_dim), strides, strict=True))
+    keys, values = (
+        g.new_input((rows, kv_heads, slots, d), dtype, s, name=name)
+        for name, d, s in zip(("keys", "values"), (head_dim, value_dim), strides, strict=True)
+    )
     lo, hi = (g.new_input((rows, 1, 1, 1), torch.int32, name=name) for name in ("lo", "hi"))
     bias = g.new_input((rows, 1, 1, slots), dtype, name="bias")
     scores = g.mul(g.matmul(q, g.permute(keys, (0, 1, 3, 2))), scale)

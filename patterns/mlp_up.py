@@ -1,14 +1,24 @@
 """The first half of an MLP without a gate: f(n · w), where n is x, or x normalised by the norm before it."""
+
 from __future__ import annotations
 
 import torch
 
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
-from mirage_hf.match.pattern import MlpLayout, Pattern
 from mirage_hf.patterns.lora import Ups
 from mirage_hf.patterns.parts import activated, normed
+from mirage_hf.patterns.schema import MlpLayout, Pattern
 
-AXES = {"x": "rows k", "gamma": "1 k", "gamma_bias": "1 k", "w": "k n", "b": "1 n", "y": "rows n", "low0": "rows r", "b0_up": "r n"}
+AXES = {
+    "x": "rows k",
+    "gamma": "1 k",
+    "gamma_bias": "1 k",
+    "w": "k n",
+    "b": "1 n",
+    "y": "rows n",
+    "low0": "rows r",
+    "b0_up": "r n",
+}
 
 LAYOUTS = (
     MlpLayout("StarCoder2", gate="", up="c_fc", down="c_proj", activation="act"),
@@ -18,8 +28,20 @@ LAYOUTS = (
 )
 
 
-def build(rows: int, k: int, n: int, activation: str, norm: bool, bias: bool, eps: float, dtype: torch.dtype,
-          offset: float = 0.0, centred: bool = False, norm_bias: bool = False, lora: Ups | None = None) -> KernelGraph:
+def build(
+    rows: int,
+    k: int,
+    n: int,
+    activation: str,
+    norm: bool,
+    bias: bool,
+    eps: float,
+    dtype: torch.dtype,
+    offset: float = 0.0,
+    centred: bool = False,
+    norm_bias: bool = False,
+    lora: Ups | None = None,
+) -> KernelGraph:
     """`offset`, `centred`, `norm_bias`: what the norm is, as in `parts.normed`."""
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
@@ -29,7 +51,7 @@ def build(rows: int, k: int, n: int, activation: str, norm: bool, bias: bool, ep
     if bias:
         y = g.add(y, g.new_input((1, n), dtype, name="b", constant=True))
     if lora is not None:
-        y, = lora.apart(g, [y], lows)
+        (y,) = lora.apart(g, [y], lows)
     g.mark_output(activated(g, y, activation))
     return g
 

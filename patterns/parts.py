@@ -1,4 +1,5 @@
 """Norms, activations and RoPE as parts of blocks' programs, rounded as transformers rounds them."""
+
 from __future__ import annotations
 
 import torch
@@ -10,11 +11,22 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", RELU_SQUARED)
 """What an MLP's activation module may turn out to be: it is run on a probe, its name is not asked."""
 
 
-def normed(g: KernelGraph, x: DTensor, name: str, eps: float, offset: float = 0.0, centred: bool = False, bias: bool = False) -> DTensor:
+def normed(
+    g: KernelGraph,
+    x: DTensor,
+    name: str,
+    eps: float,
+    offset: float = 0.0,
+    centred: bool = False,
+    bias: bool = False,
+) -> DTensor:
     """RMSNorm over the last dim, x / sqrt(mean(x²) + eps) · (offset + w), where `centred` LayerNorm: of x − mean(x); then + b where there
     is a bias. w and b are new inputs (1, d). What needs an offset adds it in float32."""
     dtype, wide = x.dtype, bool(offset) and x.dtype.itemsize < 4
-    given = [g.new_input((1, x.dims[-1]), dtype, name=n, constant=True) for n in (name, *([f"{name}_bias"] if bias else []))]
+    given = [
+        g.new_input((1, x.dims[-1]), dtype, name=n, constant=True)
+        for n in (name, *([f"{name}_bias"] if bias else []))
+    ]
     if wide:
         x, *given = (g.cast(t, torch.float32) for t in (x, *given))
     weight, *biases = given
@@ -32,7 +44,9 @@ def activated(g: KernelGraph, x: DTensor, activation: str) -> DTensor:
     return g.square(g.relu(x)) if activation == RELU_SQUARED else getattr(g, activation)(x)  # type: ignore[no-any-return]
 
 
-def turned(g: KernelGraph, x: DTensor, cos: DTensor, sin: DTensor, interleaved: bool = False) -> DTensor:
+def turned(
+    g: KernelGraph, x: DTensor, cos: DTensor, sin: DTensor, interleaved: bool = False
+) -> DTensor:
     """RoPE by tables in the dtype of x, or in float32, in which it is then computed."""
     if cos.dtype == x.dtype:
         return g.rope(x, cos, sin, interleaved=interleaved)

@@ -2,23 +2,44 @@
 
 Families without the norm have the product alone. A head may scale its logits and keep them within a softcap.
 """
+
 from __future__ import annotations
 
 import torch
 
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
-from mirage_hf.match.pattern import Pattern
 from mirage_hf.patterns.lora import Ups
 from mirage_hf.patterns.parts import normed
+from mirage_hf.patterns.schema import Pattern
 
-AXES = {"x": "rows k", "gamma": "1 k", "gamma_bias": "1 k", "w…": "k n…", "b…": "1 n…", "y": "rows n",
-        "low…": "rows r n…", "b…_up": "r n…"}
+AXES = {
+    "x": "rows k",
+    "gamma": "1 k",
+    "gamma_bias": "1 k",
+    "w…": "k n…",
+    "b…": "1 n…",
+    "y": "rows n",
+    "low…": "rows r n…",
+    "b…_up": "r n…",
+}
 """n is the sum of n…; each weight keeps its own memory, and the packed output is split by views."""
 
 
-def build(rows: int, k: int, n: tuple[int, ...], bias: bool, eps: float, dtype: torch.dtype, norm: bool = True, offset: float = 0.0,
-          scale: float = 1.0, softcap: float | None = None, centred: bool = False, norm_bias: bool = False,
-          lora: Ups | None = None) -> KernelGraph:
+def build(
+    rows: int,
+    k: int,
+    n: tuple[int, ...],
+    bias: bool,
+    eps: float,
+    dtype: torch.dtype,
+    norm: bool = True,
+    offset: float = 0.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    centred: bool = False,
+    norm_bias: bool = False,
+    lora: Ups | None = None,
+) -> KernelGraph:
     """`offset`, `centred`, `norm_bias`: what the norm is, as in `parts.normed`; the product is multiplied by `scale`,
     then bounded by `softcap`."""
     g = new_kernel_graph()
@@ -26,8 +47,15 @@ def build(rows: int, k: int, n: tuple[int, ...], bias: bool, eps: float, dtype: 
     lows = lora.low_inputs(g, rows, n) if lora is not None else []
     if norm:
         x = normed(g, x, "gamma", eps, offset, centred, norm_bias)
-    weights = [g.new_input((k, width), dtype, strides=(1, k), name=f"w{i}", constant=True) for i, width in enumerate(n)]
-    biases = [g.new_input((1, width), dtype, name=f"b{i}", constant=True) for i, width in enumerate(n)] if bias else []
+    weights = [
+        g.new_input((k, width), dtype, strides=(1, k), name=f"w{i}", constant=True)
+        for i, width in enumerate(n)
+    ]
+    biases = (
+        [g.new_input((1, width), dtype, name=f"b{i}", constant=True) for i, width in enumerate(n)]
+        if bias
+        else []
+    )
     y = g.matmul(x, g.concat(weights, dim=1) if len(n) > 1 else weights[0])
     if bias:
         y = g.add(y, g.concat(biases, dim=1) if len(n) > 1 else biases[0])

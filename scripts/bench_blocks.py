@@ -10,6 +10,7 @@ Every contender is a CUDA graph over cold rotating inputs, checked against float
 Ours is the best µGraph that the search found, verified and tuned; the JSON holds the time of everything tuned. Weights are stored
 (N, K), as nn.Linear stores them, for all. A contender in brackets is the memory-bound core alone, no rival.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -24,7 +25,19 @@ from typing import Any
 
 import benching
 import torch
-from benching import COMPILE, Budget, Contender, Report, captured, error_of, explained, need_gpu, run_all, take_turns, within
+from benching import (
+    COMPILE,
+    Budget,
+    Contender,
+    Report,
+    captured,
+    error_of,
+    explained,
+    need_gpu,
+    run_all,
+    take_turns,
+    within,
+)
 from block_rows import LONG, ROWS, Row
 from charts import draw_blocks
 from rivals import Rival
@@ -32,7 +45,7 @@ from rivals import Rival
 from mirage_hf.codegen import triton
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.kernels import cut_to, permitted, promising
+from mirage_hf.pipeline.kernels import cut_to, permitted, promising
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.tune import measure, tuner
 from mirage_hf.tune.cost import tensor_bytes
@@ -65,8 +78,16 @@ def find_ours(row: Row, args: argparse.Namespace, record: dict[str, Any]) -> lis
     record |= found
     if best is None:
         return []
-    ugraph, schedules = (best.ugraph, best.schedules) if not row.tuned_at else cut_to(best.ugraph, best.schedules, row.program())
-    record["ours"] = {"schedules": [str(s) for s in schedules], "ugraph": str(ugraph), "kernels": ugraph.num_kernels}
+    ugraph, schedules = (
+        (best.ugraph, best.schedules)
+        if not row.tuned_at
+        else cut_to(best.ugraph, best.schedules, row.program())
+    )
+    record["ours"] = {
+        "schedules": [str(s) for s in schedules],
+        "ugraph": str(ugraph),
+        "kernels": ugraph.num_kernels,
+    }
     return [Entrant(OURS, tuner.run_of(triton.generate(ugraph, schedules)))]
 
 
@@ -74,21 +95,39 @@ _tuned: dict[str, tuple[tuner.Trial | None, dict[str, Any]]] = {}
 """Rows that are cut from one tuned size share what was tuned."""
 
 
-def tune(program: KernelGraph, args: argparse.Namespace) -> tuple[tuner.Trial | None, dict[str, Any]]:
+def tune(
+    program: KernelGraph, args: argparse.Namespace
+) -> tuple[tuner.Trial | None, dict[str, Any]]:
     """The fastest searched candidate, if there is any, and what to record."""
     record: dict[str, Any] = {}
     started = time.perf_counter()
     searched = search_and_verify(program, SearchOptions(time_limit=args.search_seconds))
-    candidates = promising(searched.candidates)[:args.ugraphs]
-    record["search"] = {"seconds": time.perf_counter() - started, "stop": searched.report.stop, "candidates": len(searched.candidates)}
+    candidates = promising(searched.candidates)[: args.ugraphs]
+    record["search"] = {
+        "seconds": time.perf_counter() - started,
+        "stop": searched.report.stop,
+        "candidates": len(searched.candidates),
+    }
     if not candidates:
-        record["refused"] = searched.report.reason or "; ".join(r.reason for r in searched.report.refused) or searched.report.stop
+        record["refused"] = (
+            searched.report.reason
+            or "; ".join(r.reason for r in searched.report.refused)
+            or searched.report.stop
+        )
         return None, record
     found = [c.ugraph for c in candidates]
     started = time.perf_counter()
-    tuned = tuner.tune(found, device=benching.DEVICE, per_graph=args.schedules, replays=args.replays,
-                       schedules=permitted(candidates))
-    record["tune"] = tuned.to_dict() | {"seconds": time.perf_counter() - started, "ugraphs": [str(u) for u in found]}
+    tuned = tuner.tune(
+        found,
+        device=benching.DEVICE,
+        per_graph=args.schedules,
+        replays=args.replays,
+        schedules=permitted(candidates),
+    )
+    record["tune"] = tuned.to_dict() | {
+        "seconds": time.perf_counter() - started,
+        "ugraphs": [str(u) for u in found],
+    }
     for candidate, written in zip(tuned.candidates, record["tune"]["candidates"], strict=True):
         written["ugraph"] = next((k for k, u in enumerate(found) if u is candidate.ugraph), None)
     if tuned.best_searched is None:
@@ -97,13 +136,17 @@ def tune(program: KernelGraph, args: argparse.Namespace) -> tuple[tuner.Trial | 
 
 
 def entrants_of(rival: Rival, compiled: bool) -> list[Entrant]:
-    def call(run: Callable[..., torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def call(
+        run: Callable[..., torch.Tensor], arguments: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
         return [run(*arguments)]
 
     found = [Entrant(rival.name, partial(call, rival.run), rival.arguments, rival.whole)]
     if compiled and rival.compiled:
         fast = torch.compile(rival.run, mode=COMPILE, dynamic=False)
-        found.append(Entrant(rival.name + COMPILED, partial(call, fast), rival.arguments, rival.whole))
+        found.append(
+            Entrant(rival.name + COMPILED, partial(call, fast), rival.arguments, rival.whole)
+        )
     return found
 
 
@@ -114,7 +157,10 @@ def in_float64(row: Row, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     one = row.program(rows=1)
     found = []
     for n in range(row.rows):
-        part = [x if x.shape == t.dims else x.narrow(0, n * t.dims[0], t.dims[0]) for x, t in zip(inputs, one.inputs, strict=True)]
+        part = [
+            x if x.shape == t.dims else x.narrow(0, n * t.dims[0], t.dims[0])
+            for x, t in zip(inputs, one.inputs, strict=True)
+        ]
         found.append(run_kernel_graph(one, part, torch.float64))
     return [torch.cat(y) for y in zip(*found, strict=True)]
 
@@ -122,7 +168,11 @@ def in_float64(row: Row, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def checked_error(entrant: Entrant, row: Row) -> float:
     """Its error on random inputs against float64: of the program, or of itself where it is a part. Errors: ValueError."""
     inputs = make_inputs(row.program(), Case("random"), 0, benching.DEVICE)
-    exact = in_float64(row, inputs) if entrant.whole else entrant.run(entrant.prepare([x.double() for x in inputs]))
+    exact = (
+        in_float64(row, inputs)
+        if entrant.whole
+        else entrant.run(entrant.prepare([x.double() for x in inputs]))
+    )
     return error_of(entrant.run(entrant.prepare(inputs)), exact)
 
 
@@ -131,9 +181,16 @@ def bench(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     torch._dynamo.reset()
     program = row.program()
     moved = sum(map(tensor_bytes, (*program.inputs, *program.outputs)))
-    record: dict[str, Any] = {"block": row.block, "rows": row.rows, "bytes": moved, "floor_us": row.floor_us(program),
-                              "target_us": row.target_us}
-    results: dict[str, dict[str, Any]] = {r.name: {"absent": r.absent} for r in row.rivals if r.absent}
+    record: dict[str, Any] = {
+        "block": row.block,
+        "rows": row.rows,
+        "bytes": moved,
+        "floor_us": row.floor_us(program),
+        "target_us": row.target_us,
+    }
+    results: dict[str, dict[str, Any]] = {
+        r.name: {"absent": r.absent} for r in row.rivals if r.absent
+    }
     entrants = find_ours(row, args, record)
     entrants += [e for r in row.rivals if not r.absent for e in entrants_of(r, args.compile)]
     sets = measure.cold_inputs(program, benching.DEVICE)
@@ -143,7 +200,9 @@ def bench(row: Row, args: argparse.Namespace) -> dict[str, Any]:
             with within(args.cap):
                 results[e.name] = {"whole": e.whole, "error": checked_error(e, row)}
                 contenders[e.name] = captured(e.run, [e.prepare(s) for s in sets])
-        except Exception as error:  # one contender that cannot run must not lose the others' numbers
+        except (
+            Exception
+        ) as error:  # one contender that cannot run must not lose the others' numbers
             results[e.name] = {"failed": explained(error)}
             benching.sync()
     take_turns(contenders.values(), args.rounds)
@@ -153,20 +212,30 @@ def bench(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     return record | {"contenders": results} | judged(results, record["floor_us"], row.target_us)
 
 
-def judged(contenders: dict[str, dict[str, Any]], floor_us: float, target_us: float) -> dict[str, Any]:
+def judged(
+    contenders: dict[str, dict[str, Any]], floor_us: float, target_us: float
+) -> dict[str, Any]:
     """Ours beside the best whole rival, the floor and the target; nothing where ours was not measured."""
     ours = contenders.get(OURS, {}).get("us")
-    others = {name: c["us"] for name, c in contenders.items() if name != OURS and c.get("whole") and "us" in c}
+    others = {
+        name: c["us"]
+        for name, c in contenders.items()
+        if name != OURS and c.get("whole") and "us" in c
+    }
     best = min(others, key=others.__getitem__, default=None)
     found: dict[str, Any] = {"best_rival": best} if best else {}
     if ours is None:
         return found | {"reached": False}
     faster = {"over_best_rival": round(others[best] / ours, 3)} if best else {}
-    return found | faster | {"share_of_floor": round(floor_us / ours, 3), "reached": ours <= target_us}
+    return (
+        found | faster | {"share_of_floor": round(floor_us / ours, 3), "reached": ours <= target_us}
+    )
 
 
-HEADER = (f"{'block:rows, µs':22}{'ours':>9}{'eager':>9}{'compiled':>9}{'floor':>8}{'of floor':>9}{'target':>8}{'':>9}"
-          f"{'× best rival':>14}")
+HEADER = (
+    f"{'block:rows, µs':22}{'ours':>9}{'eager':>9}{'compiled':>9}{'floor':>8}{'of floor':>9}{'target':>8}{'':>9}"
+    f"{'× best rival':>14}"
+)
 
 
 def line(r: dict[str, Any]) -> str:
@@ -178,22 +247,48 @@ def line(r: dict[str, Any]) -> str:
 
     share = f"{r['share_of_floor']:9.0%}" if "share_of_floor" in r else f"{'–':>9}"
     over = f"{r['over_best_rival']:7.2f} {r['best_rival']}" if "over_best_rival" in r else ""
-    lines = [f"{r['name']:22}{us(OURS)}{us('eager')}{us('eager' + COMPILED)}{r['floor_us']:8.2f}{share}{r['target_us']:8.1f}"
-             f"{'  reached' if r['reached'] else '   missed'}{over}"]
-    rest = {name: v for name, v in c.items() if name not in (OURS, "eager", "eager" + COMPILED) and "us" in v}
+    lines = [
+        f"{r['name']:22}{us(OURS)}{us('eager')}{us('eager' + COMPILED)}{r['floor_us']:8.2f}{share}{r['target_us']:8.1f}"
+        f"{'  reached' if r['reached'] else '   missed'}{over}"
+    ]
+    rest = {
+        name: v
+        for name, v in c.items()
+        if name not in (OURS, "eager", "eager" + COMPILED) and "us" in v
+    }
     if rest:
-        lines.append("    " + ", ".join(f"{name if v['whole'] else f'({name})'} {v['us']:.2f}" for name, v in rest.items()))
-    lines += [f"    {name}: {v.get('failed') or v.get('absent')}" for name, v in c.items() if "us" not in v]
-    lines += [f"    no kernel of ours: {r['refused']}"] if "refused" in r else [f"    ours: {'; '.join(r['ours']['schedules'])}"]
+        lines.append(
+            "    "
+            + ", ".join(
+                f"{name if v['whole'] else f'({name})'} {v['us']:.2f}" for name, v in rest.items()
+            )
+        )
+    lines += [
+        f"    {name}: {v.get('failed') or v.get('absent')}"
+        for name, v in c.items()
+        if "us" not in v
+    ]
+    lines += (
+        [f"    no kernel of ours: {r['refused']}"]
+        if "refused" in r
+        else [f"    ours: {'; '.join(r['ours']['schedules'])}"]
+    )
     return "\n".join(lines)
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """How many targets were reached, and where a rival is faster."""
     told = [r for r in rows if "contenders" in r]
-    slower = [f"{r['name']} ({r['over_best_rival']:.2f} × {r['best_rival']})" for r in told if r.get("over_best_rival", 1.0) < 1.0]
+    slower = [
+        f"{r['name']} ({r['over_best_rival']:.2f} × {r['best_rival']})"
+        for r in told
+        if r.get("over_best_rival", 1.0) < 1.0
+    ]
     failed = [r["name"] for r in rows if "failed" in r]
-    lines = [f"{sum(r['reached'] for r in told)} of {len(told)} targets reached", f"a rival is faster: {', '.join(slower) or 'nowhere'}"]
+    lines = [
+        f"{sum(r['reached'] for r in told)} of {len(told)} targets reached",
+        f"a rival is faster: {', '.join(slower) or 'nowhere'}",
+    ]
     return "\n".join(lines + [f"failed: {', '.join(failed)}"] * bool(failed))
 
 
@@ -202,7 +297,9 @@ def chosen(text: str, parser: argparse.ArgumentParser) -> list[Row]:
     found = []
     for item in text.split(","):
         sets = (("all", ROWS), ("long", LONG))
-        rows = [r for name, known in sets for r in known.values() if item in (name, r.block, r.name)]
+        rows = [
+            r for name, known in sets for r in known.values() if item in (name, r.block, r.name)
+        ]
         if not rows:
             parser.error(f"unknown block {item!r}; there are {', '.join((*ROWS, *LONG))}")
         found += rows
@@ -210,21 +307,55 @@ def chosen(text: str, parser: argparse.ArgumentParser) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", default="all", help="name or name:rows, with commas, all, or long (attention over long caches); "
-                                                        f"there are {', '.join((*ROWS, *LONG))}")
-    parser.add_argument("--search-seconds", type=float, default=60.0, help="seconds that the search of one block may take")
-    parser.add_argument("--schedules", type=int, default=32, help="schedules of each µGraph that are timed")
-    parser.add_argument("--ugraphs", type=int, default=4, help="µGraphs of each block that are tuned")
-    parser.add_argument("--replays", type=int, default=9, help="replays for each schedule while tuning")
-    parser.add_argument("--rounds", type=int, default=15, help="alternating rounds of the final comparison")
-    parser.add_argument("--cap", type=float, default=120.0, help="seconds that checking and capturing one contender may take")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no block after so many seconds")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--blocks",
+        default="all",
+        help="name or name:rows, with commas, all, or long (attention over long caches); "
+        f"there are {', '.join((*ROWS, *LONG))}",
+    )
+    parser.add_argument(
+        "--search-seconds",
+        type=float,
+        default=60.0,
+        help="seconds that the search of one block may take",
+    )
+    parser.add_argument(
+        "--schedules", type=int, default=32, help="schedules of each µGraph that are timed"
+    )
+    parser.add_argument(
+        "--ugraphs", type=int, default=4, help="µGraphs of each block that are tuned"
+    )
+    parser.add_argument(
+        "--replays", type=int, default=9, help="replays for each schedule while tuning"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="alternating rounds of the final comparison"
+    )
+    parser.add_argument(
+        "--cap",
+        type=float,
+        default=120.0,
+        help="seconds that checking and capturing one contender may take",
+    )
+    parser.add_argument(
+        "--no-compile", dest="compile", action="store_false", help="leave torch.compile out"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="start no block after so many seconds"
+    )
     parser.add_argument("--out", type=Path, help="write a JSON file, after each block")
-    parser.add_argument("--resume", action="store_true", help="keep the blocks that the JSON file has")
-    parser.add_argument("--chart", type=Path, help="draw a bar chart: this path with .png and .svg added")
-    parser.add_argument("--redraw", type=Path, metavar="JSON", help="only draw the chart of an earlier run")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the blocks that the JSON file has"
+    )
+    parser.add_argument(
+        "--chart", type=Path, help="draw a bar chart: this path with .png and .svg added"
+    )
+    parser.add_argument(
+        "--redraw", type=Path, metavar="JSON", help="only draw the chart of an earlier run"
+    )
     args = parser.parse_args()
     budget = Budget(args.seconds)
     if args.redraw:

@@ -5,10 +5,11 @@
 
 A layer is RMSNorm + q, k, v | o + residual | RMSNorm + gate, up, SiLU · | down + residual; after the last one RMSNorm + head. Attention
 is left out: o reads the first numbers of the q, k, v result (at batch 1 its q columns), so every kernel still waits for the one before.
-Every layer has weights of its own, random, in bfloat16. Ours runs what `optimize()` would run: what `mirage_hf.kernels.resolve` gives
+Every layer has weights of its own, random, in bfloat16. Ours runs what `optimize()` would run: what `mirage_hf.pipeline.kernels.resolve` gives
 for each program, chosen for the layer by `for_layer`. The rivals have q, k, v and gate, up as one weight each. The floor is the bytes of
 all weights / 4.47 TB/s. Needs an NVIDIA GPU.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -40,13 +41,13 @@ from benching import (
 from configs import MODELS, Sizes
 from torch import Tensor
 
-from mirage_hf import kernels
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.match.pattern import Block
 from mirage_hf.patterns.gated_mlp import GATED_MLP
 from mirage_hf.patterns.linear_residual import LINEAR_RESIDUAL
 from mirage_hf.patterns.rms_norm_linear import RMS_NORM_LINEAR
+from mirage_hf.patterns.schema import Block
+from mirage_hf.pipeline import kernels
 from mirage_hf.tune import measure
 
 DTYPE = torch.bfloat16
@@ -106,44 +107,74 @@ class Chain:
         def linear(k: int) -> Block:
             return LINEAR_RESIDUAL.block(k=k, n=s.hidden, bias=False, dtype=DTYPE)
 
-        mlp = GATED_MLP.block(k=s.hidden, n=s.intermediate, activation="silu", norm=True, bias=False, eps=s.eps, dtype=DTYPE)
-        return {QKV: norm_linear(self.qkv), OUT: linear(self.attended), MLP: mlp, DOWN: linear(s.intermediate),
-                HEAD: norm_linear((s.vocab,))}
+        mlp = GATED_MLP.block(
+            k=s.hidden,
+            n=s.intermediate,
+            activation="silu",
+            norm=True,
+            bias=False,
+            eps=s.eps,
+            dtype=DTYPE,
+        )
+        return {
+            QKV: norm_linear(self.qkv),
+            OUT: linear(self.attended),
+            MLP: mlp,
+            DOWN: linear(s.intermediate),
+            HEAD: norm_linear((s.vocab,)),
+        }
 
     def programs(self) -> dict[str, KernelGraph]:
         return {name: block.program(self.rows) for name, block in self.blocks().items()}
 
     def model(self, layers: int, device: torch.device | str) -> Model:
         """Random weights that keep the size of what they multiply."""
+
         def matrix(n: int, k: int) -> Tensor:
-            return torch.empty(n, k, dtype=DTYPE, device=device).normal_(0.0, k ** -0.5, generator=generator)
+            return torch.empty(n, k, dtype=DTYPE, device=device).normal_(
+                0.0, k**-0.5, generator=generator
+            )
 
         def norm() -> Tensor:
-            return torch.empty(s.hidden, dtype=DTYPE, device=device).normal_(1.0, 0.1, generator=generator)
+            return torch.empty(s.hidden, dtype=DTYPE, device=device).normal_(
+                1.0, 0.1, generator=generator
+            )
 
         s, generator = self.sizes, torch.Generator(device).manual_seed(0)
-        return Model(tuple(Layer(norm(), matrix(sum(self.qkv), s.hidden), matrix(s.hidden, self.attended), norm(),
-                                 matrix(2 * s.intermediate, s.hidden), matrix(s.hidden, s.intermediate)) for _ in range(layers)),
-                     norm(), matrix(s.vocab, s.hidden))
+        return Model(
+            tuple(
+                Layer(
+                    norm(),
+                    matrix(sum(self.qkv), s.hidden),
+                    matrix(s.hidden, self.attended),
+                    norm(),
+                    matrix(2 * s.intermediate, s.hidden),
+                    matrix(s.hidden, s.intermediate),
+                )
+                for _ in range(layers)
+            ),
+            norm(),
+            matrix(s.vocab, s.hidden),
+        )
 
     def first(self, qkv: Tensor) -> Tensor:
         """What o reads instead of attention's result: the first numbers of q, k, v in memory, so that no copy is needed."""
-        return qkv.view(-1)[:self.rows * self.attended].view(self.rows, self.attended)
+        return qkv.view(-1)[: self.rows * self.attended].view(self.rows, self.attended)
 
     # -- by programs: ours and the reference ------------------------------------------------------------------------------
 
     def layer(self, h: Tensor, w: Layer, calls: Mapping[str, Call]) -> Tensor:
-        qkv, = calls[QKV]([h, w.norm[None], *(part.t() for part in w.qkv.split(self.qkv))])
-        h, = calls[OUT]([self.first(qkv), w.o.t(), h])
+        (qkv,) = calls[QKV]([h, w.norm[None], *(part.t() for part in w.qkv.split(self.qkv))])
+        (h,) = calls[OUT]([self.first(qkv), w.o.t(), h])
         gate, up = w.gate_up.chunk(2)
-        y, = calls[MLP]([h, w.mlp_norm[None], gate.t(), up.t()])
-        h, = calls[DOWN]([y, w.down.t(), h])
+        (y,) = calls[MLP]([h, w.mlp_norm[None], gate.t(), up.t()])
+        (h,) = calls[DOWN]([y, w.down.t(), h])
         return h
 
     def logits(self, h: Tensor, model: Model, calls: Mapping[str, Call]) -> Tensor:
         for w in model.layers:
             h = self.layer(h, w, calls)
-        y, = calls[HEAD]([h, model.norm[None], model.head.t()])
+        (y,) = calls[HEAD]([h, model.norm[None], model.head.t()])
         return y
 
     # -- as torch users write it: the rivals ------------------------------------------------------------------------------
@@ -174,23 +205,42 @@ def resolved(chain: Chain, args: argparse.Namespace) -> tuple[dict[str, Call], d
     calls: dict[str, Call] = {}
     found: dict[str, Any] = {}
     blocks = chain.blocks()
-    each = [kernels.resolve(b.program(chain.rows), device=benching.DEVICE, tune=args.tune, pattern=b.pattern.name)
-            for b in blocks.values()]
+    each = [
+        kernels.resolve(
+            b.program(chain.rows), device=benching.DEVICE, tune=args.tune, pattern=b.pattern.name
+        )
+        for b in blocks.values()
+    ]
     *layer, head = each
-    for name, r in zip(blocks, [*kernels.for_layer(layer, device=benching.DEVICE), head], strict=True):
+    for name, r in zip(
+        blocks, [*kernels.for_layer(layer, device=benching.DEVICE), head], strict=True
+    ):
         forced = searched_run(r) if args.searched else None
         calls[name] = forced or r.run
-        found[name] = {"program": r.entry.key.title, "runs": kernels.OURS if r.is_fused or forced else kernels.LIBRARY, "source": r.source,
-                       "searched_us": r.time_us, "library_us": r.library_us, "reason": r.reason, "seconds": round(r.seconds, 1),
-                       "schedules": [str(s) for s in r.entry.schedules], "ugraph": str(r.ugraph)}
+        found[name] = {
+            "program": r.entry.key.title,
+            "runs": kernels.OURS if r.is_fused or forced else kernels.LIBRARY,
+            "source": r.source,
+            "searched_us": r.time_us,
+            "library_us": r.library_us,
+            "reason": r.reason,
+            "seconds": round(r.seconds, 1),
+            "schedules": [str(s) for s in r.entry.schedules],
+            "ugraph": str(r.ugraph),
+        }
         print(program_line(name, found[name]), flush=True)
     return calls, found
 
 
 def program_line(name: str, found: dict[str, Any]) -> str:
-    searched, library = (f"{us:.2f} µs" if us is not None else "not measured" for us in (found["searched_us"], found["library_us"]))
-    return (f"    {name:8}{found['program']}: runs the {found['runs']} ({found['source']}, {found['seconds']} s); searched {searched}, "
-            f"library {library}; {'; '.join(found['schedules']) or found['reason']}")
+    searched, library = (
+        f"{us:.2f} µs" if us is not None else "not measured"
+        for us in (found["searched_us"], found["library_us"])
+    )
+    return (
+        f"    {name:8}{found['program']}: runs the {found['runs']} ({found['source']}, {found['seconds']} s); searched {searched}, "
+        f"library {library}; {'; '.join(found['schedules']) or found['reason']}"
+    )
 
 
 def captured_chain(run: Callable[[], Tensor], steps: int, reads: Any) -> tuple[Contender, Tensor]:
@@ -207,15 +257,26 @@ def bench(name: str, args: argparse.Namespace) -> dict[str, Any]:
     chain = Chain(sizes, args.batch, args.qkv == "separate")
     calls, found = resolved(chain, args)
     model = chain.model(args.layers or sizes.layers, benching.DEVICE)
-    h = torch.randn(args.batch, sizes.hidden, generator=torch.Generator().manual_seed(1)).to(benching.DEVICE, DTYPE)
+    h = torch.randn(args.batch, sizes.hidden, generator=torch.Generator().manual_seed(1)).to(
+        benching.DEVICE, DTYPE
+    )
     exact = in_float64(chain.programs())
-    exact_layer, exact_logits = chain.layer(h.double(), model.layers[0], exact), chain.logits(h.double(), model, exact)
+    exact_layer, exact_logits = (
+        chain.layer(h.double(), model.layers[0], exact),
+        chain.logits(h.double(), model, exact),
+    )
 
-    rivals: dict[str, tuple[Callable[[Tensor, Layer], Tensor], Callable[[Tensor, Model], Tensor]]] = {
+    rivals: dict[
+        str, tuple[Callable[[Tensor, Layer], Tensor], Callable[[Tensor, Model], Tensor]]
+    ] = {
         "ours": (partial(chain.layer, calls=calls), partial(chain.logits, calls=calls)),
-        "eager": (chain.torch_layer, chain.torch_logits)}
+        "eager": (chain.torch_layer, chain.torch_logits),
+    }
     if args.compile:
-        rivals["compiled"] = (chain.torch_layer, torch.compile(chain.torch_logits, mode=COMPILE, dynamic=False))
+        rivals["compiled"] = (
+            chain.torch_layer,
+            torch.compile(chain.torch_logits, mode=COMPILE, dynamic=False),
+        )
     results: dict[str, dict[str, Any]] = {}
     contenders: dict[str, Contender] = {}
     for who, (layer, logits) in rivals.items():
@@ -223,11 +284,15 @@ def bench(name: str, args: argparse.Namespace) -> dict[str, Any]:
             with within(args.cap):
                 results[who] = {"layer_error": error_of([layer(h, model.layers[0])], [exact_layer])}
                 logits(h, model)
-                contenders[who], last = captured_chain(partial(logits, h, model), args.steps, (h, model))
+                contenders[who], last = captured_chain(
+                    partial(logits, h, model), args.steps, (h, model)
+                )
                 contenders[who].captured.graph.replay()
                 results[who]["logits_error"] = relative_error(last, exact_logits)
                 if not results[who]["logits_error"] <= LOGITS_TOLERANCE:
-                    raise ValueError(f"wrong logits: RMS error {results[who]['logits_error']:.3g} of the float64 result's RMS")
+                    raise ValueError(
+                        f"wrong logits: RMS error {results[who]['logits_error']:.3g} of the float64 result's RMS"
+                    )
         except Exception as e:  # one contender that cannot run must not lose the others' numbers
             contenders.pop(who, None)
             results[who] = results.get(who, {}) | {"failed": explained(e)}
@@ -235,10 +300,23 @@ def bench(name: str, args: argparse.Namespace) -> dict[str, Any]:
     take_turns(contenders.values(), args.rounds)
     for who, c in contenders.items():
         r = c.result()
-        results[who] |= {"ms": r["us"] / 1e3, "low": r["low"] / 1e3, "high": r["high"] / 1e3, "spread": r["spread"], "rounds": r["rounds"],
-                         "share_of_bandwidth": model.weight_bytes / BYTES_PER_SECOND / r["us"] * 1e6}
-    return {"model": name, "batch": args.batch, "layers": len(model.layers), "weight_bytes": model.weight_bytes,
-            "floor_ms": model.weight_bytes / BYTES_PER_SECOND * 1e3, "programs": found, "contenders": results}
+        results[who] |= {
+            "ms": r["us"] / 1e3,
+            "low": r["low"] / 1e3,
+            "high": r["high"] / 1e3,
+            "spread": r["spread"],
+            "rounds": r["rounds"],
+            "share_of_bandwidth": model.weight_bytes / BYTES_PER_SECOND / r["us"] * 1e6,
+        }
+    return {
+        "model": name,
+        "batch": args.batch,
+        "layers": len(model.layers),
+        "weight_bytes": model.weight_bytes,
+        "floor_ms": model.weight_bytes / BYTES_PER_SECOND * 1e3,
+        "programs": found,
+        "contenders": results,
+    }
 
 
 LOGITS_TOLERANCE = 0.15
@@ -247,36 +325,65 @@ LOGITS_TOLERANCE = 0.15
 
 def table(r: dict[str, Any]) -> str:
     """A model for people."""
-    lines = [f"{r['model']}, batch {r['batch']}, {r['layers']} layers, linears only: {r['weight_bytes'] / 1e9:.3f} GB of weights, "
-             f"floor {r['floor_ms']:.3f} ms",
-             f"    {'':10}{'ms':>9}{'10%..90%':>18}{'of 4.47 TB/s':>14}{'layer error':>13}{'logits error':>14}"]
+    lines = [
+        f"{r['model']}, batch {r['batch']}, {r['layers']} layers, linears only: {r['weight_bytes'] / 1e9:.3f} GB of weights, "
+        f"floor {r['floor_ms']:.3f} ms",
+        f"    {'':10}{'ms':>9}{'10%..90%':>18}{'of 4.47 TB/s':>14}{'layer error':>13}{'logits error':>14}",
+    ]
     for who, c in r["contenders"].items():
         if "ms" not in c:
             lines.append(f"    {who:10}{c['failed']}")
             continue
         between = f"{c['low']:.3f}..{c['high']:.3f}"
-        lines.append(f"    {who:10}{c['ms']:9.3f}{between:>18}{c['share_of_bandwidth']:14.1%}{c['layer_error']:13.2g}"
-                     f"{c['logits_error']:14.2g}")
+        lines.append(
+            f"    {who:10}{c['ms']:9.3f}{between:>18}{c['share_of_bandwidth']:14.1%}{c['layer_error']:13.2g}"
+            f"{c['logits_error']:14.2g}"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-3.2-1b,llama-3.1-8b",
-                        help=f"one or more, with commas, of {', '.join(MODELS)}; biases and norms of q and k are left out")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        default="llama-3.2-1b,llama-3.1-8b",
+        help=f"one or more, with commas, of {', '.join(MODELS)}; biases and norms of q and k are left out",
+    )
     parser.add_argument("--batch", type=int, default=1, help="rows")
     parser.add_argument("--layers", type=int, help="a model cut down to so many layers")
-    parser.add_argument("--qkv", choices=("joined", "separate"), default="separate",
-                        help="q, k, v as three weights, as models have them, or as one")
-    parser.add_argument("--tune", default="auto", choices=("auto", "never", "full"), help="as in mirage_hf.optimize")
-    parser.add_argument("--searched", action="store_true", help="run searched kernels even where the library was measured faster")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
-    parser.add_argument("--steps", type=int, default=4, help="chains in a CUDA graph, one after another")
+    parser.add_argument(
+        "--qkv",
+        choices=("joined", "separate"),
+        default="separate",
+        help="q, k, v as three weights, as models have them, or as one",
+    )
+    parser.add_argument(
+        "--tune", default="auto", choices=("auto", "never", "full"), help="as in mirage_hf.optimize"
+    )
+    parser.add_argument(
+        "--searched",
+        action="store_true",
+        help="run searched kernels even where the library was measured faster",
+    )
+    parser.add_argument(
+        "--no-compile", dest="compile", action="store_false", help="leave torch.compile out"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=4, help="chains in a CUDA graph, one after another"
+    )
     parser.add_argument("--rounds", type=int, default=15, help="alternating rounds")
-    parser.add_argument("--cap", type=float, default=300.0, help="seconds that setting up one contender may take")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no model after so many seconds")
+    parser.add_argument(
+        "--cap", type=float, default=300.0, help="seconds that setting up one contender may take"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="start no model after so many seconds"
+    )
     parser.add_argument("--out", type=Path, help="write a JSON file, after each model")
-    parser.add_argument("--resume", action="store_true", help="keep the models that the JSON file has")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the models that the JSON file has"
+    )
     args = parser.parse_args()
     names = args.model.split(",")
     if unknown := [n for n in names if n not in MODELS]:
@@ -285,7 +392,12 @@ def main() -> None:
     need_gpu("bench_chain")
     report = Report(args.out, vars(args), args.resume)
     with torch.no_grad():
-        run_all(report, {f"{name}:{args.batch}": partial(bench, name, args) for name in names}, budget, table)
+        run_all(
+            report,
+            {f"{name}:{args.batch}": partial(bench, name, args) for name in names},
+            budget,
+            table,
+        )
 
 
 if __name__ == "__main__":

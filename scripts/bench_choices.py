@@ -9,6 +9,7 @@ generate    ms/token of `generate` with the model's captured forward: greedy, sa
 
 Needs an NVIDIA GPU.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -27,12 +28,13 @@ from benching import DEVICE, Budget, Report, captured, need_gpu, run_all, take_t
 from configs import MODELS, random_model
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from mirage_hf import kernels
-from mirage_hf.decode import ends, install, processors
+from mirage_hf.decode import install, processors
 from mirage_hf.decode.cache import Control, Trail
-from mirage_hf.decode.ends import Ends, Inputs
+from mirage_hf.decode.kernels import ends
+from mirage_hf.decode.kernels.ends import Ends, Inputs
+from mirage_hf.decode.kernels.written import launch, load
 from mirage_hf.decode.processors import Now, Place
-from mirage_hf.decode.written import launch, load
+from mirage_hf.pipeline import kernels
 
 VOCABULARIES = (32000, 50257, 128256, 151936, 256000)
 CHAINED = ("qwen3-0.6b", "llama-3.2-1b")
@@ -40,24 +42,39 @@ CHUNKS = ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (8192, 8))
 """Logits of a block, and warps."""
 
 WARPERS: dict[str, Callable[[], Any]] = {
-    "temperature": lambda: hf.TemperatureLogitsWarper(0.7), "top k": lambda: hf.TopKLogitsWarper(50),
-    "top p": lambda: hf.TopPLogitsWarper(0.9), "top h": lambda: hf.TopHLogitsWarper(0.4), "min p": lambda: hf.MinPLogitsWarper(0.05),
-    "typical": lambda: hf.TypicalLogitsWarper(0.9), "epsilon": lambda: hf.EpsilonLogitsWarper(3e-4),
-    "eta": lambda: hf.EtaLogitsWarper(3e-4, device=DEVICE), "repetition": lambda: hf.RepetitionPenaltyLogitsProcessor(1.2),
-    "bad words": lambda: hf.NoBadWordsLogitsProcessor([[5], [3, 4], [1, 2, 3]])}
+    "temperature": lambda: hf.TemperatureLogitsWarper(0.7),
+    "top k": lambda: hf.TopKLogitsWarper(50),
+    "top p": lambda: hf.TopPLogitsWarper(0.9),
+    "top h": lambda: hf.TopHLogitsWarper(0.4),
+    "min p": lambda: hf.MinPLogitsWarper(0.05),
+    "typical": lambda: hf.TypicalLogitsWarper(0.9),
+    "epsilon": lambda: hf.EpsilonLogitsWarper(3e-4),
+    "eta": lambda: hf.EtaLogitsWarper(3e-4, device=DEVICE),
+    "repetition": lambda: hf.RepetitionPenaltyLogitsProcessor(1.2),
+    "bad words": lambda: hf.NoBadWordsLogitsProcessor([[5], [3, 4], [1, 2, 3]]),
+}
 
 SAMPLING: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False}, "sample": {"top_k": 0}, "top k": {"top_k": 50}, "top p": {"top_k": 0, "top_p": 0.9},
-    "top p, min p": {"top_p": 0.9, "min_p": 0.05}, "typical": {"top_k": 0, "typical_p": 0.9}}
+    "greedy": {"do_sample": False},
+    "sample": {"top_k": 0},
+    "top k": {"top_k": 50},
+    "top p": {"top_k": 0, "top_p": 0.9},
+    "top p, min p": {"top_p": 0.9, "min_p": 0.05},
+    "typical": {"top_k": 0, "typical_p": 0.9},
+}
 
 
 # -- the greatest logit -------------------------------------------------------------------------------------------------
+
 
 def selecting(batch: int, vocab: int, chunk: int, warps: int) -> Callable[[Any], None]:
     """A launch of `select` with so many logits a block, over a state that lets it go on for ever."""
     before, ends._chunk = ends._chunk, lambda *_: chunk
     try:
-        program, runner = ends.select_program(batch, vocab, torch.bfloat16), Ends.allocate(batch, vocab, torch.device(DEVICE))
+        program, runner = (
+            ends.select_program(batch, vocab, torch.bfloat16),
+            Ends.allocate(batch, vocab, torch.device(DEVICE)),
+        )
     finally:
         ends._chunk = before
     # what is loaded is told apart by its text, and keeps its first number of warps
@@ -65,22 +82,46 @@ def selecting(batch: int, vocab: int, chunk: int, warps: int) -> Callable[[Any],
     c = started(batch)
 
     def run(logits: torch.Tensor) -> None:
-        launch((module, replace(how, num_warps=warps)),
-                     [logits, c.ids, c.position, c.length, c.budget, c.alive.view(torch.uint8), c.eos, c.pad, c.report, runner.best,
-                      runner.counter])
+        launch(
+            (module, replace(how, num_warps=warps)),
+            [
+                logits,
+                c.ids,
+                c.position,
+                c.length,
+                c.budget,
+                c.alive.view(torch.uint8),
+                c.eos,
+                c.pad,
+                c.report,
+                runner.best,
+                runner.counter,
+            ],
+        )
+
     return run
 
 
 def started(batch: int) -> Control:
     c = Control.allocate(batch, 1024, torch.device(DEVICE))
-    c.start(length=100, position=torch.tensor([[99]], device=DEVICE), lowest=None, budget=1 << 40, eos=None, pad=None)
+    c.start(
+        length=100,
+        position=torch.tensor([[99]], device=DEVICE),
+        lowest=None,
+        budget=1 << 40,
+        eos=None,
+        pad=None,
+    )
     return c
 
 
 def select(batch: int, vocab: int, rounds: int) -> dict[str, Any]:
     """µs a launch of each kind, alone."""
     logits = [torch.randn(batch, vocab, device=DEVICE).bfloat16() for _ in range(4)]
-    kinds = {f"{chunk} by {warps} warps": captured(selecting(batch, vocab, chunk, warps), logits * 50) for chunk, warps in CHUNKS}
+    kinds = {
+        f"{chunk} by {warps} warps": captured(selecting(batch, vocab, chunk, warps), logits * 50)
+        for chunk, warps in CHUNKS
+    }
     kinds["torch.argmax"] = captured(lambda x: x.argmax(-1), logits * 50)
     take_turns(kinds.values(), rounds)
     return {"us": {name: c.result()["us"] for name, c in kinds.items()}}
@@ -91,8 +132,13 @@ def chained(model: str, batch: int, rounds: int) -> dict[str, Any]:
     sizes, device = MODELS[model], torch.device(DEVICE)
     chain = Chain(sizes, batch)
     block = chain.blocks()[HEAD]
-    head = kernels.resolve(block.program(batch), device=DEVICE, tune="never", pattern=block.pattern.name)
-    norm, weight = torch.ones(1, sizes.hidden, dtype=torch.bfloat16, device=DEVICE), chain.model(0, DEVICE).head
+    head = kernels.resolve(
+        block.program(batch), device=DEVICE, tune="never", pattern=block.pattern.name
+    )
+    norm, weight = (
+        torch.ones(1, sizes.hidden, dtype=torch.bfloat16, device=DEVICE),
+        chain.model(0, DEVICE).head,
+    )
     logits = torch.zeros(batch, sizes.vocab, dtype=torch.bfloat16, device=DEVICE)
     tables = torch.zeros(1, 1024, sizes.head_dim, dtype=torch.bfloat16, device=DEVICE)
     inputs = Inputs.allocate(batch, sizes.hidden, sizes.head_dim, (None,), torch.bfloat16, device)
@@ -101,20 +147,32 @@ def chained(model: str, batch: int, rounds: int) -> dict[str, Any]:
     def step(end: Callable[[Any], None] | None) -> Callable[[Any], None]:
         def run(_: Any) -> None:
             runner.begin(c, weight, tables, tables, inputs)
-            head.run([inputs.x, norm, weight.t()], [logits]) if head.is_fused else logits.copy_(head.run([inputs.x, norm, weight.t()])[0])
+            head.run([inputs.x, norm, weight.t()], [logits]) if head.is_fused else logits.copy_(
+                head.run([inputs.x, norm, weight.t()])[0]
+            )
             if end is not None:
                 end(logits)
+
         return run
 
     kinds = {"nothing": captured(step(None), [logits] * 50)}
-    kinds |= {f"{chunk} by {warps} warps": captured(step(selecting(batch, sizes.vocab, chunk, warps)), [logits] * 50)
-              for chunk, warps in CHUNKS}
+    kinds |= {
+        f"{chunk} by {warps} warps": captured(
+            step(selecting(batch, sizes.vocab, chunk, warps)), [logits] * 50
+        )
+        for chunk, warps in CHUNKS
+    }
     take_turns(kinds.values(), rounds)
     us = {name: c.result()["us"] for name, c in kinds.items()}
-    return {"us": us, "added_us": {name: t - us["nothing"] for name, t in us.items()}, "head": "kernel" if head.is_fused else "library"}
+    return {
+        "us": us,
+        "added_us": {name: t - us["nothing"] for name, t in us.items()},
+        "head": "kernel" if head.is_fused else "library",
+    }
 
 
 # -- processors ---------------------------------------------------------------------------------------------------------
+
 
 def processor(name: str, batch: int, vocab: int, rounds: int) -> dict[str, Any]:
     """µs of one processor over float32 scores in a graph, and of HF's own class called from the host, its copy of the scores included."""
@@ -124,7 +182,10 @@ def processor(name: str, batch: int, vocab: int, rounds: int) -> dict[str, Any]:
     ids = torch.randint(vocab, (batch, 500), device=DEVICE)
     trail.start(ids, 100)
     values = [v.to(DEVICE) for v in row.values(p, Place(vocab))]
-    ours = captured(lambda x: row.run(Now(trail.ids, trail.prompt, trail.slots), x, *row.sizes(p), *values), scores)
+    ours = captured(
+        lambda x: row.run(Now(trail.ids, trail.prompt, trail.slots), x, *row.sizes(p), *values),
+        scores,
+    )
     take_turns([ours], rounds)
     host = []
     for _ in range(rounds):
@@ -139,25 +200,46 @@ def processor(name: str, batch: int, vocab: int, rounds: int) -> dict[str, Any]:
 
 # -- generate -----------------------------------------------------------------------------------------------------------
 
+
 def generates(model_name: str, batch: int, new: int, rounds: int) -> dict[str, Any]:
     """ms/token of calls that choose in different ways, on the device and by the host."""
     model = random_model(model_name, torch.device(DEVICE))
     runner = install(model)
     ids = torch.randint(1000, (batch, 128), device=DEVICE)
-    by_host = StoppingCriteriaList([lambda ids, scores, **kw: torch.zeros(len(ids), dtype=torch.bool, device=ids.device)])
-    found: dict[str, dict[str, list[float]]] = {name: {"device": [], "host": []} for name in SAMPLING}
-    for name, options in SAMPLING.items():  # not in turns: a block keeps graphs for few ways to choose
+    by_host = StoppingCriteriaList(
+        [lambda ids, scores, **kw: torch.zeros(len(ids), dtype=torch.bool, device=ids.device)]
+    )
+    found: dict[str, dict[str, list[float]]] = {
+        name: {"device": [], "host": []} for name in SAMPLING
+    }
+    for (
+        name,
+        options,
+    ) in SAMPLING.items():  # not in turns: a block keeps graphs for few ways to choose
         for n in range(rounds + 2):
-            for where, extra in (("device", {}), ("host", {"stopping_criteria": by_host, "logits_processor": LogitsProcessorList()})):
+            for where, extra in (
+                ("device", {}),
+                ("host", {"stopping_criteria": by_host, "logits_processor": LogitsProcessorList()}),
+            ):
                 torch.cuda.synchronize()
                 started = time.perf_counter()
-                model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new,
-                               **{"do_sample": True, **options}, **extra)
+                model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=new,
+                    **{"do_sample": True, **options},
+                    **extra,
+                )
                 torch.cuda.synchronize()
                 if n >= 2:
                     found[name][where].append((time.perf_counter() - started) * 1e3 / new)
-    return {"ms_per_token": {name: {where: statistics.median(t) for where, t in each.items()} for name, each in found.items()},
-            "counts": dict(runner.counts) | dict(runner.selections)}
+    return {
+        "ms_per_token": {
+            name: {where: statistics.median(t) for where, t in each.items()}
+            for name, each in found.items()
+        },
+        "counts": dict(runner.counts) | dict(runner.selections),
+    }
 
 
 def show(row: dict[str, Any]) -> str:
@@ -165,13 +247,24 @@ def show(row: dict[str, Any]) -> str:
         if isinstance(value, dict):
             return "{" + ", ".join(f"{k} {text(v)}" for k, v in value.items()) + "}"
         return f"{value:.2f}" if isinstance(value, float) else str(value)
-    return f"{row['name']}: " + ", ".join(f"{k} {text(v)}" for k, v in row.items() if k not in ("name", "gpu", "seconds"))
+
+    return f"{row['name']}: " + ", ".join(
+        f"{k} {text(v)}" for k, v in row.items() if k not in ("name", "gpu", "seconds")
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", type=lambda s: s.split(","), default=["select", "processors", "generate"])
-    parser.add_argument("--model", default="llama-3.2-1b", help=f"whose vocabulary and forward: one of {', '.join(MODELS)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--what", type=lambda s: s.split(","), default=["select", "processors", "generate"]
+    )
+    parser.add_argument(
+        "--model",
+        default="llama-3.2-1b",
+        help=f"whose vocabulary and forward: one of {', '.join(MODELS)}",
+    )
     parser.add_argument("--batch", type=lambda s: [int(n) for n in s.split(",")], default=[1, 8])
     parser.add_argument("--new", type=int, default=128, help="tokens of a generate")
     parser.add_argument("--rounds", type=int, default=5)
@@ -183,9 +276,14 @@ def main() -> None:
     for b in args.batch:
         if "select" in args.what:
             jobs |= {f"select, {v}, batch {b}": partial(select, b, v, rounds) for v in VOCABULARIES}
-            jobs |= {f"select behind the head of {m}, batch {b}": partial(chained, m, b, rounds) for m in CHAINED}
+            jobs |= {
+                f"select behind the head of {m}, batch {b}": partial(chained, m, b, rounds)
+                for m in CHAINED
+            }
         if "processors" in args.what:
-            jobs |= {f"{name}, batch {b}": partial(processor, name, b, vocab, rounds) for name in WARPERS}
+            jobs |= {
+                f"{name}, batch {b}": partial(processor, name, b, vocab, rounds) for name in WARPERS
+            }
         if "generate" in args.what:
             jobs[f"generate, batch {b}"] = partial(generates, args.model, b, args.new, rounds)
     run_all(Report(args.json, vars(args)), jobs, Budget(), show)

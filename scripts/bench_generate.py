@@ -22,6 +22,7 @@ values of the prompt and half of the new tokens.
 between later tokens as a streamer sees them, `first_token_ms` that until the first. Weights are random: tokens mean
 nothing, times and rounding do. Logits are compared with float32's, and kernels profiled, where a batch's prompts have few tokens.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -40,7 +41,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benching import BYTES_PER_SECOND, Budget, Report, alone, explained, gpu_state, run_all, run_side_by_side, say, spread, within
+from benching import (
+    BYTES_PER_SECOND,
+    Budget,
+    Report,
+    alone,
+    explained,
+    gpu_state,
+    run_all,
+    run_side_by_side,
+    say,
+    spread,
+    within,
+)
 from charts import draw_generate
 from configs import MODELS, floor_bytes, random_model, with_adapters
 from transformers import DynamicCache, PreTrainedModel, StaticCache
@@ -82,13 +95,21 @@ class Clock(BaseStreamer):
         pass
 
 
-def random_ids(model: PreTrainedModel, batch: int, length: int, seed: int, padded: bool = False) -> torch.Tensor:
+def random_ids(
+    model: PreTrainedModel, batch: int, length: int, seed: int, padded: bool = False
+) -> torch.Tensor:
     """Prompts (batch, length). `padded`: from the whole length down to half of it, with padding on the left."""
     generator = torch.Generator(model.device).manual_seed(seed)
-    ids = torch.randint(PADDING + 1, model.config.vocab_size, (batch, length), device=model.device, generator=generator)
+    ids = torch.randint(
+        PADDING + 1,
+        model.config.vocab_size,
+        (batch, length),
+        device=model.device,
+        generator=generator,
+    )
     if padded:
         for row in range(batch):
-            ids[row, :row * length // (2 * batch)] = PADDING
+            ids[row, : row * length // (2 * batch)] = PADDING
     return ids
 
 
@@ -108,11 +129,22 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
 
 # -- the peers: each is set up once and then called; a call makes `new` tokens ------------------------------------------
 
-def generate_with(model: PreTrainedModel, ids: torch.Tensor, new: int, **options: Any) -> Callable[..., torch.Tensor]:
+
+def generate_with(
+    model: PreTrainedModel, ids: torch.Tensor, new: int, **options: Any
+) -> Callable[..., torch.Tensor]:
     mask = mask_of(ids)
 
     def call(streamer: BaseStreamer | None = None) -> torch.Tensor:
-        return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False, streamer=streamer, **options)
+        return model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=new,
+            do_sample=False,
+            streamer=streamer,
+            **options,
+        )
+
     return call
 
 
@@ -124,12 +156,16 @@ def compiled_step(model: PreTrainedModel, ids: torch.Tensor, new: int) -> Callab
     cache = StaticCache(config=model.config, max_cache_len=prompt + new)
     forward = torch.compile(model.forward, mode="max-autotune-no-cudagraphs", dynamic=False)
     with torch.no_grad():
-        token = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        token = (
+            model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        )
         position = torch.full((ids.shape[0], 1), prompt, device=ids.device)
         lengths = [layer.cumulative_length for layer in cache.layers]
 
         def step() -> None:
-            logits = forward(input_ids=token, position_ids=position, past_key_values=cache, use_cache=True).logits
+            logits = forward(
+                input_ids=token, position_ids=position, past_key_values=cache, use_cache=True
+            ).logits
             token.copy_(logits[:, -1:].argmax(-1))
             position.add_(1)
 
@@ -153,6 +189,7 @@ def compiled_step(model: PreTrainedModel, ids: torch.Tensor, new: int) -> Callab
         rewind()
         for _ in range(new - 1):  # the first token comes from the prefill
             graph.replay()
+
     call.reads = (token, cache, position)  # type: ignore[attr-defined]  # a graph does not keep alive what it reads
     return call
 
@@ -160,22 +197,29 @@ def compiled_step(model: PreTrainedModel, ids: torch.Tensor, new: int) -> Callab
 def with_liger(model: PreTrainedModel) -> PreTrainedModel:
     """A twin with Liger's kernels. What Liger changes for all models is put back, and its twin keeps what it has of its own."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
     module = vars(sys.modules[type(model).__module__])
     before, patched = dict(module), twin(model)
     try:
-        _apply_liger_kernel_to_instance(model=patched, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
+        _apply_liger_kernel_to_instance(
+            model=patched, rope=False, cross_entropy=False, fused_linear_cross_entropy=False
+        )
     finally:
         module.update(before)
     return patched
 
 
-def ours(model: PreTrainedModel, ids: torch.Tensor, new: int, batch: int, tune: str) -> tuple[Callable[..., torch.Tensor], PreTrainedModel]:
+def ours(
+    model: PreTrainedModel, ids: torch.Tensor, new: int, batch: int, tune: str
+) -> tuple[Callable[..., torch.Tensor], PreTrainedModel]:
     import mirage_hf as mi
+
     fast = mi.optimize(twin(model), batch_sizes=(batch,), tune=tune)
     return generate_with(fast, ids, new), fast
 
 
 # -- measuring ----------------------------------------------------------------------------------------------------------
+
 
 def timed_call(call: Callable[[], Any], device: torch.device) -> float:
     sync(device)
@@ -185,7 +229,12 @@ def timed_call(call: Callable[[], Any], device: torch.device) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def measure(calls: dict[str, Callable[..., Any]], results: dict[str, Measured], args: argparse.Namespace, device: torch.device) -> None:
+def measure(
+    calls: dict[str, Callable[..., Any]],
+    results: dict[str, Measured],
+    args: argparse.Namespace,
+    device: torch.device,
+) -> None:
     """Let the peers take turns, `args.rounds` times. Unless calls are long, the whole call is timed without a streamer."""
     totals: dict[str, list[float]] = {name: [] for name in calls}
     firsts: dict[str, list[float]] = {name: [] for name in calls}
@@ -214,9 +263,12 @@ def measure(calls: dict[str, Callable[..., Any]], results: dict[str, Measured], 
             r.first_token_ms, r.step_ms = spread(firsts[name]), spread(steps[name])
 
 
-def share_in_searched_kernels(call: Callable[[], Any], names: tuple[str, ...], new: int) -> dict[str, Any]:
+def share_in_searched_kernels(
+    call: Callable[[], Any], names: tuple[str, ...], new: int
+) -> dict[str, Any]:
     """Where one generate spends GPU time: the part in kernels that the search found, and the longest kernels of all."""
     from torch.profiler import ProfilerActivity, profile
+
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         call()
         torch.cuda.synchronize()
@@ -227,30 +279,42 @@ def share_in_searched_kernels(call: Callable[[], Any], names: tuple[str, ...], n
     total = sum(times.values())
     searched = sum(t for name, t in times.items() if name.startswith(names))
     longest = sorted(times.items(), key=lambda item: -item[1])[:12]
-    return {"share": searched / total if total else 0.0, "searched_us_per_token": searched / new, "gpu_us_per_token": total / new,
-            "longest_us_per_token": {name[:100]: t / new for name, t in longest}}
+    return {
+        "share": searched / total if total else 0.0,
+        "searched_us_per_token": searched / new,
+        "gpu_us_per_token": total / new,
+        "longest_us_per_token": {name[:100]: t / new for name, t in longest},
+    }
 
 
 @torch.no_grad()
-def closeness(model: PreTrainedModel, fast: PreTrainedModel, ids: torch.Tensor, tokens: int = 17) -> dict[str, float]:
+def closeness(
+    model: PreTrainedModel, fast: PreTrainedModel, ids: torch.Tensor, tokens: int = 17
+) -> dict[str, float]:
     """Distances from a float32 run, for stock and for ours: of the first token's logits, which the prefill gives, and of the steps'.
 
     Ours are those that `generate` chose its tokens by; stock and float32 are fed with the same tokens through a cache.
     """
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
     mask = mask_of(ids)
-    out = fast.generate(ids, attention_mask=mask, return_dict_in_generate=True, output_logits=True, **options)
+    out = fast.generate(
+        ids, attention_mask=mask, return_dict_in_generate=True, output_logits=True, **options
+    )
     mine = torch.stack([x.float() for x in out.logits], 1)
 
     def logits(m: PreTrainedModel) -> torch.Tensor:
         cache = DynamicCache(config=m.config)
-        fed, found = [ids, *out.sequences[:, ids.shape[1]:-1].split(1, 1)], []
+        fed, found = [ids, *out.sequences[:, ids.shape[1] : -1].split(1, 1)], []
         seen = mask.new_empty(ids.shape[0], 0)
         for x in fed:
             seen = torch.cat([seen, mask if x is ids else torch.ones_like(x)], 1)
-            positions = (seen.cumsum(-1) - 1).clamp_min(0)[:, -x.shape[1]:]
+            positions = (seen.cumsum(-1) - 1).clamp_min(0)[:, -x.shape[1] :]
             given = {} if seen.all() else {"attention_mask": seen, "position_ids": positions}
-            found.append(m(input_ids=x, past_key_values=cache, use_cache=True, **given).logits[:, -1:].float())
+            found.append(
+                m(input_ids=x, past_key_values=cache, use_cache=True, **given)
+                .logits[:, -1:]
+                .float()
+            )
         return torch.cat(found, 1)
 
     stock = logits(model)
@@ -261,13 +325,19 @@ def closeness(model: PreTrainedModel, fast: PreTrainedModel, ids: torch.Tensor, 
     for what, part in (("first", slice(0, 1)), ("steps", slice(1, None))):
         for who, seen in (("stock", stock), ("ours", mine)):
             far = (seen - exact)[:, part]
-            found |= {f"{what}_{who}_max": far.abs().max().item(), f"{what}_{who}_rms": far.square().mean().sqrt().item()}
+            found |= {
+                f"{what}_{who}_max": far.abs().max().item(),
+                f"{what}_{who}_rms": far.square().mean().sqrt().item(),
+            }
         found[f"{what}_rms_ratio"] = found[f"{what}_ours_rms"] / found[f"{what}_stock_rms"]
-        found[f"{what}_same_top1"] = (stock.argmax(-1) == mine.argmax(-1))[:, part].float().mean().item()
+        found[f"{what}_same_top1"] = (
+            (stock.argmax(-1) == mine.argmax(-1))[:, part].float().mean().item()
+        )
     return found
 
 
 # -- one row ------------------------------------------------------------------------------------------------------------
+
 
 @lru_cache(maxsize=1)
 def weights_of(name: str, device: torch.device, layers: int | None) -> PreTrainedModel:
@@ -276,19 +346,30 @@ def weights_of(name: str, device: torch.device, layers: int | None) -> PreTraine
 
 
 def titled(name: str, args: argparse.Namespace) -> str:
-    return name + (f" + LoRA {args.lora}" if args.lora else "") + (", padded" if args.padded else "")
+    return (
+        name + (f" + LoRA {args.lora}" if args.lora else "") + (", padded" if args.padded else "")
+    )
 
 
 def cache_bytes(model: PreTrainedModel, tokens: Sequence[int]) -> int:
     """Bytes of keys and values that a step reads of texts of so many tokens: sliding layers read no more than their window."""
     c = model.config
     kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
-    seen = sum(min(n, c.sliding_window) if kind == "sliding_attention" else n for kind in kinds for n in tokens)
+    seen = sum(
+        min(n, c.sliding_window) if kind == "sliding_attention" else n
+        for kind in kinds
+        for n in tokens
+    )
     return 2 * seen * c.num_key_value_heads * c.head_dim * model.dtype.itemsize  # type: ignore[no-any-return]
 
 
-def set_up(peer: str, model: PreTrainedModel, bare: PreTrainedModel, ids: torch.Tensor,
-           args: argparse.Namespace) -> tuple[Callable[..., Any], Any]:
+def set_up(
+    peer: str,
+    model: PreTrainedModel,
+    bare: PreTrainedModel,
+    ids: torch.Tensor,
+    args: argparse.Namespace,
+) -> tuple[Callable[..., Any], Any]:
     """What a peer's call is, and the optimized model where it is ours."""
     if peer == BARE:
         return ours(bare, ids, args.new, ids.shape[0], args.tune)[0], None
@@ -310,10 +391,15 @@ def set_up(peer: str, model: PreTrainedModel, bare: PreTrainedModel, ids: torch.
 def attention_since(before: AttentionReport) -> AttentionReport:
     """What ran attention by name since an earlier report."""
     now = attention_report()
-    kernels = [replace(k, calls=k.calls - old.calls, calls_compiled=k.calls_compiled - old.calls_compiled)
-               for k, old in zip(now.kernels, before.kernels, strict=False)] + list(now.kernels[len(before.kernels):])
-    return AttentionReport(tuple(k for k in kernels if k.calls or k.calls_compiled), Counter(now.by_torch) - Counter(before.by_torch),
-                           {title: why for title, why in now.without.items() if title not in before.without})
+    kernels = [
+        replace(k, calls=k.calls - old.calls, calls_compiled=k.calls_compiled - old.calls_compiled)
+        for k, old in zip(now.kernels, before.kernels, strict=False)
+    ] + list(now.kernels[len(before.kernels) :])
+    return AttentionReport(
+        tuple(k for k in kernels if k.calls or k.calls_compiled),
+        Counter(now.by_torch) - Counter(before.by_torch),
+        {title: why for title, why in now.without.items() if title not in before.without},
+    )
 
 
 def free() -> None:
@@ -330,12 +416,23 @@ def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[
     bare = weights_of(name, device, args.layers)
     model = with_adapters(twin(bare), args.lora) if args.lora else bare
     ids = random_ids(model, batch, prompt, seed=0, padded=args.padded)
-    floor, cached = floor_bytes(model), cache_bytes(model, [n + args.new // 2 for n in mask_of(ids).sum(-1).tolist()])
+    floor, cached = (
+        floor_bytes(model),
+        cache_bytes(model, [n + args.new // 2 for n in mask_of(ids).sum(-1).tolist()]),
+    )
     peers = [p for p in args.peers if p != "liger" or find_spec("liger_kernel") is not None]
     row: dict[str, Any] = {
-        "model": titled(name, args), "layers": model.config.num_hidden_layers, "batch": batch, "prompt": prompt, "new": args.new,
-        "dtype": "bfloat16", "floor_ms": (floor + cached) / BYTES_PER_SECOND * 1e3, "weight_bytes": floor,
-        "cache_bytes": cached, "peers": {}} | {how: True for how in ("apart", "side_by_side", "long_calls") if getattr(args, how)}
+        "model": titled(name, args),
+        "layers": model.config.num_hidden_layers,
+        "batch": batch,
+        "prompt": prompt,
+        "new": args.new,
+        "dtype": "bfloat16",
+        "floor_ms": (floor + cached) / BYTES_PER_SECOND * 1e3,
+        "weight_bytes": floor,
+        "cache_bytes": cached,
+        "peers": {},
+    } | {how: True for how in ("apart", "side_by_side", "long_calls") if getattr(args, how)}
     for group in [[peer] for peer in peers] if args.apart else [peers]:
         measured = bench_peers(group, name, model, bare, ids, args, row)
         row["peers"] |= {peer: asdict(r) for peer, r in measured.items()}
@@ -343,8 +440,15 @@ def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[
     return row
 
 
-def bench_peers(peers: Sequence[str], name: str, model: PreTrainedModel, bare: PreTrainedModel, ids: torch.Tensor,
-                args: argparse.Namespace, row: dict[str, Any]) -> dict[str, Measured]:
+def bench_peers(
+    peers: Sequence[str],
+    name: str,
+    model: PreTrainedModel,
+    bare: PreTrainedModel,
+    ids: torch.Tensor,
+    args: argparse.Namespace,
+    row: dict[str, Any],
+) -> dict[str, Measured]:
     """Measure some peers in turns; what is known of ours besides its times goes into the row."""
     device, (batch, prompt) = ids.device, ids.shape
     weights = torch.cuda.memory_allocated() if device.type == "cuda" else 0
@@ -362,8 +466,14 @@ def bench_peers(peers: Sequence[str], name: str, model: PreTrainedModel, bare: P
                 if found is not None:
                     fast = found
                     row["optimize_s"] = time.perf_counter() - started
-                    row["optimize_mib"] = (torch.cuda.memory_allocated() - weights) / 2**20 if device.type == "cuda" else 0.0
-                for _ in range(1 if peer == "eager" else 2):  # of ours the first prompt runs HF's forward; static compiles
+                    row["optimize_mib"] = (
+                        (torch.cuda.memory_allocated() - weights) / 2**20
+                        if device.type == "cuda"
+                        else 0.0
+                    )
+                for _ in range(
+                    1 if peer == "eager" else 2
+                ):  # of ours the first prompt runs HF's forward; static compiles
                     calls[peer]()
                 sync(device)
                 if peer == ATTENTION and not (told := attention_since(attended)).kernels:
@@ -379,7 +489,9 @@ def bench_peers(peers: Sequence[str], name: str, model: PreTrainedModel, bare: P
                 torch.cuda.empty_cache()  # what it had reserved is not the next one's
         results[peer].setup_s = time.perf_counter() - started
         if device.type == "cuda":
-            results[peer].peak_mib_over_weights = (torch.cuda.max_memory_allocated() - weights) / 2**20
+            results[peer].peak_mib_over_weights = (
+                torch.cuda.max_memory_allocated() - weights
+            ) / 2**20
     with alone():
         say(f"{name}, batch {batch}, prompt {prompt}: timing {', '.join(calls)}")
         row["gpu_before"] = gpu_state()
@@ -391,16 +503,25 @@ def bench_peers(peers: Sequence[str], name: str, model: PreTrainedModel, bare: P
     return results
 
 
-def beyond_times(calls: dict[str, Callable[..., Any]], model: PreTrainedModel, fast: PreTrainedModel, ids: torch.Tensor,
-                 args: argparse.Namespace) -> dict[str, Any]:
+def beyond_times(
+    calls: dict[str, Callable[..., Any]],
+    model: PreTrainedModel,
+    fast: PreTrainedModel,
+    ids: torch.Tensor,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
     """What is told of ours besides its times."""
     row: dict[str, Any] = {"report": str(fast.mirage.report).splitlines()}
     if "eager" in calls and not args.long_calls:
         a, b = calls["eager"](), calls["ours"]()
-        row["same_tokens_as_eager"] = int((a == b)[:, ids.shape[1]:].all(0).long().cumprod(0).sum())
+        row["same_tokens_as_eager"] = int(
+            (a == b)[:, ids.shape[1] :].all(0).long().cumprod(0).sum()
+        )
     if ids.numel() <= FEW_TOKENS:
         if ids.device.type == "cuda":
-            row["searched"] = share_in_searched_kernels(calls["ours"], tuple(args.kernel_names), args.new)
+            row["searched"] = share_in_searched_kernels(
+                calls["ours"], tuple(args.kernel_names), args.new
+            )
         say("comparing logits with float32")
         row["logits"] = closeness(model, fast, ids)
     return row
@@ -408,9 +529,11 @@ def beyond_times(calls: dict[str, Callable[..., Any]], model: PreTrainedModel, f
 
 def table(report: dict[str, Any]) -> str:
     """The report as lines for people."""
-    lines = [f"{report['model']}, batch {report['batch']}, prompt {report['prompt']}, {report['new']} new tokens: "
-             f"floor {report['floor_ms']:.3f} ms/token",
-             f"{'peer':<10}{'ms/token':>10}{'min..max':>18}{'step ms':>10}{'first ms':>10}{'set-up s':>10}{'MiB more':>10}"]
+    lines = [
+        f"{report['model']}, batch {report['batch']}, prompt {report['prompt']}, {report['new']} new tokens: "
+        f"floor {report['floor_ms']:.3f} ms/token",
+        f"{'peer':<10}{'ms/token':>10}{'min..max':>18}{'step ms':>10}{'first ms':>10}{'set-up s':>10}{'MiB more':>10}",
+    ]
     for peer, r in report["peers"].items():
         if r["failed"]:
             lines.append(f"{peer:<10}{r['failed']}")
@@ -420,14 +543,21 @@ def table(report: dict[str, Any]) -> str:
         first = f"{r['first_token_ms']['median']:10.2f}" if r["first_token_ms"] else f"{'-':>10}"
         step = f"{r['step_ms']['median']:10.3f}" if r["step_ms"] else f"{'-':>10}"
         between = f"{each['min']:.3f}..{each['max']:.3f}"
-        lines.append(f"{peer:<10}{shown}{between:>18}{step}{first}{r['setup_s']:10.1f}{r['peak_mib_over_weights']:10.0f}")
+        lines.append(
+            f"{peer:<10}{shown}{between:>18}{step}{first}{r['setup_s']:10.1f}{r['peak_mib_over_weights']:10.0f}"
+        )
     if "searched" in report:
         s = report["searched"]
-        lines.append(f"GPU time in searched kernels: {s['share']:.1%} of {s['gpu_us_per_token']:.0f} µs a token")
+        lines.append(
+            f"GPU time in searched kernels: {s['share']:.1%} of {s['gpu_us_per_token']:.0f} µs a token"
+        )
     if "logits" in report:
         d = report["logits"]
-        lines += [f"logits of the {what}, from float32 (rms, max): stock {d[f'{what}_stock_rms']:.4g}, {d[f'{what}_stock_max']:.4g}; "
-                  f"ours {d[f'{what}_ours_rms']:.4g}, {d[f'{what}_ours_max']:.4g}" for what in ("first", "steps")]
+        lines += [
+            f"logits of the {what}, from float32 (rms, max): stock {d[f'{what}_stock_rms']:.4g}, {d[f'{what}_stock_max']:.4g}; "
+            f"ours {d[f'{what}_ours_rms']:.4g}, {d[f'{what}_ours_max']:.4g}"
+            for what in ("first", "steps")
+        ]
     return "\n".join(lines)
 
 
@@ -436,12 +566,20 @@ def joined(paths: Iterable[Path]) -> list[dict[str, Any]]:
     SystemExit for those that made other numbers of tokens, or with other numbers of layers."""
     rows: dict[Any, dict[str, Any]] = {}
     for path in paths:
-        for row in [r for r in json.loads(path.read_text(encoding="utf-8"))["rows"] if "peers" in r]:
+        for row in [
+            r for r in json.loads(path.read_text(encoding="utf-8"))["rows"] if "peers" in r
+        ]:
             before = rows.setdefault((row["model"], row["batch"], row["prompt"]), row)
             for what in ("new", "layers"):
                 if before.get(what) != row.get(what):
-                    sys.exit(f"{path}: {row['name']} has {what} {row.get(what)}, in a file before it {before.get(what)}; draw them apart")
-            before["peers"] |= {peer: r for peer, r in row["peers"].items() if not r["failed"] or peer not in before["peers"]}
+                    sys.exit(
+                        f"{path}: {row['name']} has {what} {row.get(what)}, in a file before it {before.get(what)}; draw them apart"
+                    )
+            before["peers"] |= {
+                peer: r
+                for peer, r in row["peers"].items()
+                if not r["failed"] or peer not in before["peers"]
+            }
     return list(rows.values())
 
 
@@ -453,30 +591,78 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-3.2-1b", help=f"one or more of {', '.join(MODELS)}, with commas")
-    parser.add_argument("--prompt", type=numbers, default=(128,), help="tokens, one length or more with commas")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="llama-3.2-1b", help=f"one or more of {', '.join(MODELS)}, with commas"
+    )
+    parser.add_argument(
+        "--prompt", type=numbers, default=(128,), help="tokens, one length or more with commas"
+    )
     parser.add_argument("--new", type=int, default=128, help="tokens, 2 or more")
     parser.add_argument("--batch", type=numbers, default=(1,), help="one size or more with commas")
-    parser.add_argument("--peers", type=lambda s: tuple(s.split(",")), default=PEERS, help=f"default: {','.join(PEERS)}")
+    parser.add_argument(
+        "--peers",
+        type=lambda s: tuple(s.split(",")),
+        default=PEERS,
+        help=f"default: {','.join(PEERS)}",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each peer")
-    parser.add_argument("--cap", type=float, default=150.0, help="seconds that setting up one peer may take")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no row after this time")
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="adapters of this rank on every linear (PEFT, unmerged)")
-    parser.add_argument("--padded", action="store_true", help="prompts from the whole length down to half of it, with padding on the left")
+    parser.add_argument(
+        "--cap", type=float, default=150.0, help="seconds that setting up one peer may take"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="start no row after this time"
+    )
+    parser.add_argument(
+        "--lora",
+        type=int,
+        default=0,
+        metavar="RANK",
+        help="adapters of this rank on every linear (PEFT, unmerged)",
+    )
+    parser.add_argument(
+        "--padded",
+        action="store_true",
+        help="prompts from the whole length down to half of it, with padding on the left",
+    )
     parser.add_argument("--layers", type=int, help="a model cut down to so many layers")
     parser.add_argument("--tune", default="auto", choices=("auto", "never", "full"))
-    parser.add_argument("--kernel-names", nargs="*", default=("mirage",), help="how names of searched kernels begin")
+    parser.add_argument(
+        "--kernel-names", nargs="*", default=("mirage",), help="how names of searched kernels begin"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, help="write all numbers there, row by row")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that the JSON file has")
-    parser.add_argument("--chart", type=Path, help="draw ms/token: this path with .png and .svg added")
-    parser.add_argument("--redraw", type=Path, metavar="JSON", nargs="+",
-                        help="only draw the chart of earlier runs; of a peer that several measured the last")
-    parser.add_argument("--apart", action="store_true", help="peers one after another, their memory freed in between: where not all fit")
-    parser.add_argument("--side-by-side", action="store_true", help="set up all rows at the same time, each in a process and with "
-                        "weights of its own, then time one after another: where the GPU has memory for all")
-    parser.add_argument("--long-calls", action="store_true", help="a round's times are all of one call, which streams")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the rows that the JSON file has"
+    )
+    parser.add_argument(
+        "--chart", type=Path, help="draw ms/token: this path with .png and .svg added"
+    )
+    parser.add_argument(
+        "--redraw",
+        type=Path,
+        metavar="JSON",
+        nargs="+",
+        help="only draw the chart of earlier runs; of a peer that several measured the last",
+    )
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="peers one after another, their memory freed in between: where not all fit",
+    )
+    parser.add_argument(
+        "--side-by-side",
+        action="store_true",
+        help="set up all rows at the same time, each in a process and with "
+        "weights of its own, then time one after another: where the GPU has memory for all",
+    )
+    parser.add_argument(
+        "--long-calls",
+        action="store_true",
+        help="a round's times are all of one call, which streams",
+    )
     parser.add_argument("--strict", action="store_true", help="stop at a peer that fails")
     args = parser.parse_args()
     if args.redraw:
@@ -487,18 +673,38 @@ def main() -> None:
         draw_generate({"rows": joined(args.redraw)}, args.chart)
         return
     if args.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("bench_generate: no GPU here; run it on the GPU whose times you want, or give --device cpu")
+        sys.exit(
+            "bench_generate: no GPU here; run it on the GPU whose times you want, or give --device cpu"
+        )
     known = (*PEERS, ATTENTION, *([BARE] if args.lora else []))
     unknown = set(args.peers) - set(known)
     if args.side_by_side and (args.apart or args.seconds < math.inf):
-        parser.error("--side-by-side needs memory for all at once and ends when it ends: without --apart and --seconds")
+        parser.error(
+            "--side-by-side needs memory for all at once and ends when it ends: without --apart and --seconds"
+        )
     if unknown or args.new < 2:
-        parser.error(f"unknown peers {', '.join(unknown)}; there are {', '.join(known)}" if unknown else "--new must be 2 or more")
+        parser.error(
+            f"unknown peers {', '.join(unknown)}; there are {', '.join(known)}"
+            if unknown
+            else "--new must be 2 or more"
+        )
     report = Report(args.json, vars(args), args.resume)
-    if others := [r["name"] for r in report.rows if r["new"] != args.new or args.layers not in (None, r.get("layers"))]:
-        sys.exit(f"{args.json}: of other --new or --layers: {'; '.join(others)}; give another file, or leave --resume out")
-    jobs = {f"{titled(name, args)}, batch {batch}, prompt {prompt}": partial(bench, name, batch, prompt, args)
-            for name in args.model.split(",") for prompt in args.prompt for batch in args.batch}
+    if others := [
+        r["name"]
+        for r in report.rows
+        if r["new"] != args.new or args.layers not in (None, r.get("layers"))
+    ]:
+        sys.exit(
+            f"{args.json}: of other --new or --layers: {'; '.join(others)}; give another file, or leave --resume out"
+        )
+    jobs = {
+        f"{titled(name, args)}, batch {batch}, prompt {prompt}": partial(
+            bench, name, batch, prompt, args
+        )
+        for name in args.model.split(",")
+        for prompt in args.prompt
+        for batch in args.batch
+    }
     if args.side_by_side:
         run_side_by_side(report, jobs, args.cap * len(args.peers), table)
     else:

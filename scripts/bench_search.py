@@ -6,6 +6,7 @@
 Each run is the command line in a fresh process: `mirage-hf search PROGRAM.json --json OUT --no-cache --backend cpu`. Programs are
 those of tests/programs.py at full sizes, and some more. --out writes search.json (every run) and README.md (tables).
 """
+
 from __future__ import annotations
 
 import argparse
@@ -44,7 +45,10 @@ def weight(g, k, n, name):
 
 def two_loras(mi, rows=1, k=4096, n=4096, r=16):
     g = mi.new_kernel_graph()
-    x, gamma = g.new_input((rows, k), "float16", name="x"), g.new_input((1, k), "float16", name="gamma")
+    x, gamma = (
+        g.new_input((rows, k), "float16", name="x"),
+        g.new_input((1, k), "float16", name="gamma"),
+    )
     h = g.rms_norm(x, gamma)
     y = g.matmul(h, weight(g, k, n, "w"))
     for m in (1, 2):
@@ -78,9 +82,15 @@ def linear_residual_stats(mi, rows=16, k=4096, n=4096):
 
 def mlp(mi, rows=1, hidden=2048, ffn=8192):
     g = mi.new_kernel_graph()
-    x, gamma = g.new_input((rows, hidden), "float16", name="x"), g.new_input((1, hidden), "float16", name="gamma")
+    x, gamma = (
+        g.new_input((rows, hidden), "float16", name="x"),
+        g.new_input((1, hidden), "float16", name="gamma"),
+    )
     h = g.rms_norm(x, gamma)
-    m = g.mul(g.silu(g.matmul(h, weight(g, hidden, ffn, "gate"))), g.matmul(h, weight(g, hidden, ffn, "up")))
+    m = g.mul(
+        g.silu(g.matmul(h, weight(g, hidden, ffn, "gate"))),
+        g.matmul(h, weight(g, hidden, ffn, "up")),
+    )
     g.mark_output(g.add(x, g.matmul(m, weight(g, ffn, hidden, "down"))))
     return g
 
@@ -108,30 +118,56 @@ SLACK = 600.0
 def prepare(folder: Path, names: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
     """Write the programs' files; return what every run has in common."""
     import mirage_hf as mi
-    from mirage_hf import _core, labels
+    from mirage_hf import _core
     from mirage_hf.graph.ugraph import library_ugraph
+    from mirage_hf.pipeline import labels
     from mirage_hf.search.engine import SearchOptions
     from mirage_hf.search.report import Counters
     from mirage_hf.zoo.machine import this_machine
+
     about = {}
     for name in names:
         builder, sizes, most = PROGRAMS[name]
         graph = builder(mi, **sizes)
         graph.to_json(folder / f"{name}.json")
-        about[name] = {"ops": len(graph.ops), "library_kernels": library_ugraph(graph).num_kernels, "kernels_wanted": most,
-                       "inputs": [list(map(int, t.dims)) for t in graph.inputs]}
+        about[name] = {
+            "ops": len(graph.ops),
+            "library_kernels": library_ugraph(graph).num_kernels,
+            "kernels_wanted": most,
+            "inputs": [list(map(int, t.dims)) for t in graph.inputs],
+        }
     options, core = SearchOptions(**given), _core.Limits()
-    limits = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in ("threads", "roles", "maps")}
+    limits = {
+        f.name: getattr(options, f.name)
+        for f in fields(options)
+        if f.name not in ("threads", "roles", "maps")
+    }
     limits |= {name: getattr(core, name) for name in ("max_values", "max_expansions")}
-    tile = re.search(r"kLargestTile = (\d+)", (ROOT / "csrc/core/rates.h").read_text(encoding="utf-8"))
+    tile = re.search(
+        r"kLargestTile = (\d+)", (ROOT / "csrc/core/rates.h").read_text(encoding="utf-8")
+    )
     limits |= {"tile": int(tile[1])} if tile else {}
     compilers = re.findall(rb"(?:GCC: \(|clang version )[ -~]*", Path(_core.__file__).read_bytes())
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
-    machine = this_machine() | {"compiler of the core": " and ".join(sorted({c.decode() for c in compilers})) or "unknown",
-                                "cpu": cpu[1] if cpu else "unknown", "cores": len(os.sched_getaffinity(0))}
-    groups = {f.name: labels.LABELS.get(f.name, ("other", f.name.replace("_", " "))) for f in fields(Counters)}
-    return {"machine": machine, "limits": limits, "programs": about,
-            "counters": {name: label for name, (group, label) in groups.items() if group != "found" and name not in NOT_COUNTED}}
+    machine = this_machine() | {
+        "compiler of the core": " and ".join(sorted({c.decode() for c in compilers})) or "unknown",
+        "cpu": cpu[1] if cpu else "unknown",
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    groups = {
+        f.name: labels.LABELS.get(f.name, ("other", f.name.replace("_", " ")))
+        for f in fields(Counters)
+    }
+    return {
+        "machine": machine,
+        "limits": limits,
+        "programs": about,
+        "counters": {
+            name: label
+            for name, (group, label) in groups.items()
+            if group != "found" and name not in NOT_COUNTED
+        },
+    }
 
 
 NOT_COUNTED = ("width", "seconds", "first_seconds")
@@ -140,13 +176,21 @@ NOT_COUNTED = ("width", "seconds", "first_seconds")
 def results(written: Path) -> dict[str, Any]:
     """What a run wrote, without the µGraphs themselves."""
     from mirage_hf.graph import json_format
+
     data = json.loads(written.read_text(encoding="utf-8"))
     found = [json_format.ugraph_from_dict(u, "results") for u in data["results"]]
     kernels = [u.num_kernels for u in found if u.is_fused]
     report = data["report"]
     refused = Counter(r["reason"] for r in report.pop("refused"))
-    return {**report, "refused": sum(refused.values()), "refused_why": dict(refused.most_common()), "kernels": kernels,
-            "kernels_best": found[0].num_kernels, "kernels_least": min(kernels, default=None), "best_is_library": not found[0].is_fused}
+    return {
+        **report,
+        "refused": sum(refused.values()),
+        "refused_why": dict(refused.most_common()),
+        "kernels": kernels,
+        "kernels_best": found[0].num_kernels,
+        "kernels_least": min(kernels, default=None),
+        "best_is_library": not found[0].is_fused,
+    }
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
@@ -170,8 +214,15 @@ class Reader(threading.Thread):
 def run_once(folder: Path, name: str, command: Sequence[str], limit: float) -> dict[str, Any]:
     """Run the command in `folder`: its times in seconds, and its peak of memory in MiB."""
     started = time.perf_counter()
-    child = subprocess.Popen([sys.executable, "-m", "mirage_hf.cli.main", *command], cwd=folder, text=True, encoding="utf-8",
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    child = subprocess.Popen(
+        [sys.executable, "-m", "mirage_hf.cli.main", *command],
+        cwd=folder,
+        text=True,
+        encoding="utf-8",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
     assert child.stdout and child.stderr
     out, err = Reader(child.stdout, "\n"), Reader(child.stderr, f"{name}.json: searching")
     killer = threading.Timer(limit, os.kill, (child.pid, signal.SIGKILL))
@@ -185,26 +236,48 @@ def run_once(folder: Path, name: str, command: Sequence[str], limit: float) -> d
     err.join()
     measured = {"command_s": ended - started, "peak_mib": usage.ru_maxrss / 1024}
     if child.returncode or out.at < 0 or err.at < 0:
-        return measured | {"failed": f"exit code {child.returncode}: {err.lines[-1]}".replace(f"{folder}/", "")[:500]}
+        return measured | {
+            "failed": f"exit code {child.returncode}: {err.lines[-1]}".replace(f"{folder}/", "")[
+                :500
+            ]
+        }
     return measured | {"start_s": err.at - started, "done_s": out.at - err.at}
 
 
-def measure(package: ProcessPoolExecutor, folder: Path, name: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    package: ProcessPoolExecutor, folder: Path, name: str, args: argparse.Namespace
+) -> dict[str, Any]:
     runs = []
     for _ in range(args.repeat):
         written = folder / "out.json"
         written.unlink(missing_ok=True)
-        run = run_once(folder, name, command(f"{name}.json", written.name, args), args.time_limit + SLACK)
+        run = run_once(
+            folder, name, command(f"{name}.json", written.name, args), args.time_limit + SLACK
+        )
         if "failed" not in run:
             run |= package.submit(results, written).result()
-            run |= {"found_s": run["counters"]["first_seconds"], "verified_s": run["first_accepted_seconds"]}
+            run |= {
+                "found_s": run["counters"]["first_seconds"],
+                "verified_s": run["first_accepted_seconds"],
+            }
         runs.append(run)
     return {"program": name, "runs": runs}
 
 
 def command(program: str, out: str, args: argparse.Namespace) -> list[str]:
-    return ["search", program, "--time-limit", f"{args.time_limit:g}", "--json", out, "--no-cache", "--backend", "cpu",
-            "--threads", str(args.threads)]
+    return [
+        "search",
+        program,
+        "--time-limit",
+        f"{args.time_limit:g}",
+        "--json",
+        out,
+        "--no-cache",
+        "--backend",
+        "cpu",
+        "--threads",
+        str(args.threads),
+    ]
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -267,17 +340,32 @@ def outcome(block: dict[str, Any], about: dict[str, Any]) -> list[str]:
     if not runs:
         return [f"failed: {block['runs'][0]['failed']}"] + ["–"] * (len(RESULTS) - 1)
     estimates = (None if windowed(r) else r["counters"]["best_us"] for r in runs)
-    stops = same(r["stop"] + (f" at {r['counters']['width']}" if r["stop"] == "exhausted" else "") for r in runs)
+    stops = same(
+        r["stop"] + (f" at {r['counters']['width']}" if r["stop"] == "exhausted" else "")
+        for r in runs
+    )
     best = same(f"{r['kernels_best']}{' (library)' if r['best_is_library'] else ''}" for r in runs)
-    return [stops, str(about["ops"]), str(about["library_kernels"]), best, same(r["kernels_least"] for r in runs),
-            same([about["kernels_wanted"]]), span(estimates, 1), span(r["found"] for r in runs),
-            span(r["refused"] for r in runs), same("–" if r["error_bound"] is None else f"{r['error_bound']:.1e}" for r in runs)]
+    return [
+        stops,
+        str(about["ops"]),
+        str(about["library_kernels"]),
+        best,
+        same(r["kernels_least"] for r in runs),
+        same([about["kernels_wanted"]]),
+        span(estimates, 1),
+        span(r["found"] for r in runs),
+        span(r["refused"] for r in runs),
+        same("–" if r["error_bound"] is None else f"{r['error_bound']:.1e}" for r in runs),
+    ]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
     """A Markdown table; the first `left` columns hold text, the others numbers."""
     ruler = ["---"] * left + ["--:"] * (len(columns) - left)
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (columns, ruler, *rows))
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+        for row in (columns, ruler, *rows)
+    )
 
 
 def meanings(columns: dict[str, str]) -> str:
@@ -287,17 +375,24 @@ def meanings(columns: dict[str, str]) -> str:
 def readme(report: dict[str, Any]) -> str:
     """All that was measured, as Markdown."""
     blocks, about, counters = report["blocks"], report["programs"], report["counters"]
-    refusals = [f"- {b['program']}: {n} × {reason}" for b in blocks for r in good(b)[:1] for reason, n in r["refused_why"].items()]
-    failed = [f"- {b['program']}: {r['failed']}" for b in blocks for r in b["runs"] if "failed" in r]
+    refusals = [
+        f"- {b['program']}: {n} × {reason}"
+        for b in blocks
+        for r in good(b)[:1]
+        for reason, n in r["refused_why"].items()
+    ]
+    failed = [
+        f"- {b['program']}: {r['failed']}" for b in blocks for r in b["runs"] if "failed" in r
+    ]
     machine = "\n".join(f"- {name}: {value}" for name, value in report["machine"].items())
     runs = f"{report['repeat']} run{'s' if report['repeat'] != 1 else ''} of each program"
     return f"""# The search on a CPU
 
 Written by `scripts/bench_search.py`; every run is in `search.json`. To make it again:
 
-    {report['made_by']}
+    {report["made_by"]}
 
-A run is one fresh process: `{report['command']}`.
+A run is one fresh process: `{report["command"]}`.
 {runs[0].upper() + runs[1:]}: a number is the median, with least–most in brackets where runs differ.
 
 {machine}
@@ -342,14 +437,32 @@ over derivations; `max_width`: 1, 2, 4 … are searched in turn, windows at 1 on
 
 def line(block: dict[str, Any], about: dict[str, Any]) -> str:
     """A program on the terminal."""
-    cells = dict(zip(TIMES, times(block), strict=True)) | dict(zip(RESULTS, outcome(block, about), strict=True))
-    shown = ("found_s", "verified_s", "done_s", "command_s", "peak_mib", "library", "best", "least", "stop")
-    return f"{block['program']:24}" + "  ".join(f"{name.removesuffix('_s')} {cells[name]}" for name in shown)
+    cells = dict(zip(TIMES, times(block), strict=True)) | dict(
+        zip(RESULTS, outcome(block, about), strict=True)
+    )
+    shown = (
+        "found_s",
+        "verified_s",
+        "done_s",
+        "command_s",
+        "peak_mib",
+        "library",
+        "best",
+        "least",
+        "stop",
+    )
+    return f"{block['program']:24}" + "  ".join(
+        f"{name.removesuffix('_s')} {cells[name]}" for name in shown
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", default="all", help=f"names with commas, or all: {', '.join(PROGRAMS)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--programs", default="all", help=f"names with commas, or all: {', '.join(PROGRAMS)}"
+    )
     parser.add_argument("--repeat", type=int, default=3, help="runs of each program")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of each search")
     parser.add_argument("--threads", type=int, default=2, help="threads of each search")
@@ -360,19 +473,32 @@ def main() -> int:
         parser.error(f"unknown program {unknown[0]!r}; there are {', '.join(PROGRAMS)}")
     if args.repeat < 1:
         parser.error("--repeat must be 1 or more")
-    with tempfile.TemporaryDirectory() as temporary, ProcessPoolExecutor(1, mp_context=get_context("spawn")) as package:
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as package,
+    ):
         folder = Path(temporary)
         common = package.submit(prepare, folder, names, {"time_limit": args.time_limit}).result()
-        given = [args.out.name if args.out and args.out.is_absolute() and a == str(args.out) else a for a in sys.argv[1:]]
-        report = {"command": shlex.join(["mirage-hf", *command("PROGRAM.json", "OUT.json", args)]), "repeat": args.repeat,
-                  "made_by": shlex.join(["python", "scripts/bench_search.py", *given]), **common, "blocks": []}
+        given = [
+            args.out.name if args.out and args.out.is_absolute() and a == str(args.out) else a
+            for a in sys.argv[1:]
+        ]
+        report = {
+            "command": shlex.join(["mirage-hf", *command("PROGRAM.json", "OUT.json", args)]),
+            "repeat": args.repeat,
+            "made_by": shlex.join(["python", "scripts/bench_search.py", *given]),
+            **common,
+            "blocks": [],
+        }
         for name in names:
             block = measure(package, folder, name, args)
             report["blocks"].append(block)
             print(line(block, common["programs"][name]), flush=True)
             if args.out:  # after each program, so that a run that is cut short still tells
                 args.out.mkdir(parents=True, exist_ok=True)
-                (args.out / "search.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+                (args.out / "search.json").write_text(
+                    json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+                )
                 (args.out / "README.md").write_text(readme(report), encoding="utf-8")
     return int(any("failed" in r for b in report["blocks"] for r in b["runs"]))
 

@@ -4,11 +4,12 @@
     python scripts/bench_sizes.py --out sizes.json --resume --seconds 500
     python scripts/bench_sizes.py --rows 1,8 --hidden 896,2560 --blocks rms_norm_linear
 
-bfloat16; hidden sizes of real models, and odd batch sizes. Kernels come from `mirage_hf.kernels.resolve`, which searches and tunes
+bfloat16; hidden sizes of real models, and odd batch sizes. Kernels come from `mirage_hf.pipeline.kernels.resolve`, which searches and tunes
 quickly or takes what it kept; results are checked against float64, then both take turns in CUDA graphs over cold inputs. The ratio
 is library / ours: below 1, ours is slower. Where resolve runs the library it is 1; the searched kernel is then timed all the same.
 Needs an NVIDIA GPU.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -19,14 +20,24 @@ from typing import Any
 
 import benching
 import torch
-from benching import Budget, Report, captured, error_of, explained, need_gpu, run_all, searched_run, take_turns
+from benching import (
+    Budget,
+    Report,
+    captured,
+    error_of,
+    explained,
+    need_gpu,
+    run_all,
+    searched_run,
+    take_turns,
+)
 
-from mirage_hf import kernels
 from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.match.pattern import Block
 from mirage_hf.patterns.gated_mlp import GATED_MLP
 from mirage_hf.patterns.linear_residual import LINEAR_RESIDUAL
 from mirage_hf.patterns.rms_norm_linear import RMS_NORM_LINEAR
+from mirage_hf.patterns.schema import Block
+from mirage_hf.pipeline import kernels
 from mirage_hf.tune import measure
 from mirage_hf.tune.cost import H200, tensor_bytes
 from mirage_hf.verify.numeric import Case, make_inputs
@@ -43,7 +54,15 @@ BLOCKS = (RMS_NORM_LINEAR.name, GATED_MLP.name, LINEAR_RESIDUAL.name)
 
 def block_of(name: str, hidden: int) -> Block:
     if name == GATED_MLP.name:
-        return GATED_MLP.block(k=hidden, n=MLP_WIDTHS[hidden], activation="silu", norm=False, bias=False, eps=EPS, dtype=DTYPE)
+        return GATED_MLP.block(
+            k=hidden,
+            n=MLP_WIDTHS[hidden],
+            activation="silu",
+            norm=False,
+            bias=False,
+            eps=EPS,
+            dtype=DTYPE,
+        )
     if name == LINEAR_RESIDUAL.name:
         return LINEAR_RESIDUAL.block(k=hidden, n=hidden, bias=False, dtype=DTYPE)
     return RMS_NORM_LINEAR.block(k=hidden, n=(hidden,), bias=False, eps=EPS, dtype=DTYPE)
@@ -54,9 +73,18 @@ def bench(name: str, rows: int, hidden: int, args: argparse.Namespace) -> dict[s
     program = block_of(name, hidden).program(rows)
     r = kernels.resolve(program, device=benching.DEVICE, tune=args.tune, pattern=name)
     floor_us = 1e6 * sum(map(tensor_bytes, (*program.inputs, *program.outputs))) / H200.bandwidth
-    record = {"block": name, "rows": rows, "hidden": hidden, "floor_us": floor_us, "source": r.source, "tuned_us": r.time_us,
-              "tuned_library_us": r.library_us, "reason": r.reason, "resolve_seconds": round(r.seconds, 1),
-              "schedules": [str(s) for s in r.entry.schedules]}
+    record = {
+        "block": name,
+        "rows": rows,
+        "hidden": hidden,
+        "floor_us": floor_us,
+        "source": r.source,
+        "tuned_us": r.time_us,
+        "tuned_library_us": r.library_us,
+        "reason": r.reason,
+        "resolve_seconds": round(r.seconds, 1),
+        "schedules": [str(s) for s in r.entry.schedules],
+    }
     runs: dict[str, measure.Run] = {kernels.LIBRARY: partial(run_kernel_graph, program)}
     if (searched := searched_run(r)) is not None:
         runs[kernels.OURS] = searched
@@ -92,23 +120,37 @@ HEADER = f"{'block, batch, hidden':34}{'library':>9}{'searched':>9}{'floor':>8}{
 
 def line(r: dict[str, Any]) -> str:
     def us(who: str) -> str:
-        return f"{r['contenders'][who]['us']:9.2f}" if "us" in r["contenders"].get(who, {}) else f"{'–':>9}"
+        return (
+            f"{r['contenders'][who]['us']:9.2f}"
+            if "us" in r["contenders"].get(who, {})
+            else f"{'–':>9}"
+        )
 
     shown = f"{r['ratio']:8.2f}" if r["ratio"] is not None else f"{'–':>8}"
-    failures = [f"{who} failed: {v['failed']}" for who, v in r["contenders"].items() if "failed" in v]
+    failures = [
+        f"{who} failed: {v['failed']}" for who, v in r["contenders"].items() if "failed" in v
+    ]
     schedules = "; ".join(r["schedules"])
-    return (f"{r['name']:34}{us(kernels.LIBRARY)}{us(kernels.OURS)}{r['floor_us']:8.2f}{shown}  {r['runs']}, {r['source']}: {schedules}"
-            + "".join(f"\n    {f}" for f in failures))
+    return (
+        f"{r['name']:34}{us(kernels.LIBRARY)}{us(kernels.OURS)}{r['floor_us']:8.2f}{shown}  {r['runs']}, {r['source']}: {schedules}"
+        + "".join(f"\n    {f}" for f in failures)
+    )
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The worst row, how many are slower than the library, and those without a comparison."""
     told = [r for r in rows if r.get("ratio") is not None]
     worst = min(told, key=lambda r: r["ratio"], default=None)
-    return {"rows": len(rows), "searched_runs": sum(r.get("runs") == kernels.OURS for r in rows),
-            "slower": sorted(r["name"] for r in told if r["ratio"] < 0.98), "untold": sorted(r["name"] for r in rows if r not in told),
-            "geometric_mean": round(math.exp(sum(math.log(r["ratio"]) for r in told) / len(told)), 3) if told else None,
-            "worst": {"name": worst["name"], "ratio": worst["ratio"]} if worst else None}
+    return {
+        "rows": len(rows),
+        "searched_runs": sum(r.get("runs") == kernels.OURS for r in rows),
+        "slower": sorted(r["name"] for r in told if r["ratio"] < 0.98),
+        "untold": sorted(r["name"] for r in rows if r not in told),
+        "geometric_mean": round(math.exp(sum(math.log(r["ratio"]) for r in told) / len(told)), 3)
+        if told
+        else None,
+        "worst": {"name": worst["name"], "ratio": worst["ratio"]} if worst else None,
+    }
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -116,23 +158,45 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=lambda s: tuple(s.split(",")), default=BLOCKS, help=f"with commas; there are {', '.join(BLOCKS)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--blocks",
+        type=lambda s: tuple(s.split(",")),
+        default=BLOCKS,
+        help=f"with commas; there are {', '.join(BLOCKS)}",
+    )
     parser.add_argument("--rows", type=numbers, default=ROWS, help="batch sizes, with commas")
-    parser.add_argument("--hidden", type=numbers, default=tuple(MLP_WIDTHS), help=f"with commas; of {', '.join(map(str, MLP_WIDTHS))}")
-    parser.add_argument("--tune", default="auto", choices=("auto", "full"), help="full measures more, and anew")
+    parser.add_argument(
+        "--hidden",
+        type=numbers,
+        default=tuple(MLP_WIDTHS),
+        help=f"with commas; of {', '.join(map(str, MLP_WIDTHS))}",
+    )
+    parser.add_argument(
+        "--tune", default="auto", choices=("auto", "full"), help="full measures more, and anew"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="alternating rounds")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no size after so many seconds")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="start no size after so many seconds"
+    )
     parser.add_argument("--out", type=Path, help="write a JSON file, after each size")
-    parser.add_argument("--resume", action="store_true", help="keep the sizes that the JSON file has")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the sizes that the JSON file has"
+    )
     args = parser.parse_args()
     if unknown := {*args.blocks} - {*BLOCKS} or {*args.hidden} - {*MLP_WIDTHS}:
         parser.error(f"unknown: {', '.join(map(str, unknown))}; see --help for what there is")
     budget = Budget(args.seconds)
     need_gpu("bench_sizes")
     report = Report(args.out, vars(args), args.resume)
-    jobs = {f"{name}, {rows}, {hidden}": partial(bench, name, rows, hidden, args)
-            for rows in args.rows for name in args.blocks for hidden in args.hidden}
+    jobs = {
+        f"{name}, {rows}, {hidden}": partial(bench, name, rows, hidden, args)
+        for rows in args.rows
+        for name in args.blocks
+        for hidden in args.hidden
+    }
     print(HEADER, flush=True)
     with torch.no_grad():
         run_all(report, jobs, budget, line)

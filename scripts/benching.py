@@ -1,4 +1,5 @@
 """What the benchmarks share: machine and clocks, results kept as they come, a time budget, turns, and what counts as right."""
+
 from __future__ import annotations
 
 import contextlib
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from mirage_hf.codegen import compile as compiler
-from mirage_hf.kernels import Resolved
+from mirage_hf.pipeline.kernels import Resolved
 from mirage_hf.tune import measure
 from mirage_hf.tune.cost import H200
 from mirage_hf.zoo.machine import this_machine
@@ -72,24 +73,48 @@ def machine() -> dict[str, Any]:
 
 def gpu_state() -> dict[str, str]:
     """Clocks, temperature and power now; empty where nvidia-smi does not say."""
-    fields = ("name", "driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "clocks_event_reasons.active")
+    fields = (
+        "name",
+        "driver_version",
+        "clocks.sm",
+        "clocks.mem",
+        "temperature.gpu",
+        "power.draw",
+        "clocks_event_reasons.active",
+    )
     try:
-        line = subprocess.run(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"], text=True, capture_output=True,
-                              timeout=10, check=True).stdout.splitlines()[0]
+        line = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"],
+            text=True,
+            capture_output=True,
+            timeout=10,
+            check=True,
+        ).stdout.splitlines()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return {}
     return dict(zip(fields, (v.strip() for v in line.split(",")), strict=False))
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values)} if values else {}
+    return (
+        {
+            "median": statistics.median(values),
+            "min": min(values),
+            "max": max(values),
+            "runs": len(values),
+        }
+        if values
+        else {}
+    )
 
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
     """Raise TimeoutError in the body after `seconds`."""
+
     def stop(*_: Any) -> None:
         raise TimeoutError(f"took more than {seconds:.0f} s")
+
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -111,6 +136,7 @@ def explained(e: Exception) -> str:
 
 # -- what counts as right -------------------------------------------------------------------------------------------------
 
+
 def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
     """RMS error over the RMS of `exact`; infinite where something is not finite or has another shape."""
     if got.shape != exact.shape or not bool(torch.isfinite(got).all()):
@@ -131,6 +157,7 @@ def error_of(got: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> floa
 
 # -- turns ----------------------------------------------------------------------------------------------------------------
 
+
 @dataclass
 class Contender:
     """Captured calls, and what each turn took, µs a call."""
@@ -140,7 +167,13 @@ class Contender:
 
     def result(self) -> dict[str, Any]:
         t = measure.timing(self.samples, self.captured.calls)
-        return {"us": round(t.us, 3), "low": round(t.low, 3), "high": round(t.high, 3), "spread": round(t.spread, 4), "rounds": t.replays}
+        return {
+            "us": round(t.us, 3),
+            "low": round(t.low, 3),
+            "high": round(t.high, 3),
+            "spread": round(t.spread, 4),
+            "rounds": t.replays,
+        }
 
 
 def captured(run: Callable[..., Any], sets: Sequence[list[torch.Tensor]]) -> Contender:
@@ -175,7 +208,11 @@ class Report:
     def __init__(self, path: Path | None, options: Mapping[str, Any], resume: bool = False):
         """Errors: SystemExit for a file to resume that is of another machine or no report."""
         self.path = path
-        self.data: dict[str, Any] = {"machine": machine(), "options": {k: _plain(v) for k, v in options.items()}, "rows": []}
+        self.data: dict[str, Any] = {
+            "machine": machine(),
+            "options": {k: _plain(v) for k, v in options.items()},
+            "rows": [],
+        }
         if resume and path and path.exists():
             self.data["rows"] = self._rows_of(path)
 
@@ -184,12 +221,19 @@ class Report:
         try:
             old = json.loads(path.read_text(encoding="utf-8"))
             rows = [r for r in old["rows"] if "failed" not in r]
-            other = [f"{k} {old['machine'].get(k)}, here {self.data['machine'].get(k)}" for k in SAME
-                     if old["machine"].get(k) != self.data["machine"].get(k)]
+            other = [
+                f"{k} {old['machine'].get(k)}, here {self.data['machine'].get(k)}"
+                for k in SAME
+                if old["machine"].get(k) != self.data["machine"].get(k)
+            ]
         except (OSError, ValueError, KeyError, TypeError) as e:
-            sys.exit(f"{path}: no report to resume ({explained(e)}); give another file, or leave --resume out")
+            sys.exit(
+                f"{path}: no report to resume ({explained(e)}); give another file, or leave --resume out"
+            )
         if other:
-            sys.exit(f"{path}: was measured elsewhere ({'; '.join(other)}); give another file, or leave --resume out")
+            sys.exit(
+                f"{path}: was measured elsewhere ({'; '.join(other)}); give another file, or leave --resume out"
+            )
         return rows
 
     @property
@@ -207,7 +251,9 @@ class Report:
         if self.path:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             partial = self.path.with_name(self.path.name + ".partial")
-            partial.write_text(json.dumps(self.data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            partial.write_text(
+                json.dumps(self.data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
             partial.replace(self.path)
 
 
@@ -237,15 +283,24 @@ def _row(name: str, job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         row = job()
     except Exception as e:
         row = {"failed": explained(e)}
-    return {"name": name, **row, "seconds": round(time.perf_counter() - started, 1), "gpu": gpu_state()}
+    return {
+        "name": name,
+        **row,
+        "seconds": round(time.perf_counter() - started, 1),
+        "gpu": gpu_state(),
+    }
 
 
 def _shown(row: dict[str, Any], show: Callable[[dict[str, Any]], str]) -> str:
     return f"{row['name']}: failed, {row['failed']}" if "failed" in row else show(row)
 
 
-def run_all(report: Report, jobs: Mapping[str, Callable[[], dict[str, Any]]], budget: Budget,
-            show: Callable[[dict[str, Any]], str]) -> list[str]:
+def run_all(
+    report: Report,
+    jobs: Mapping[str, Callable[[], dict[str, Any]]],
+    budget: Budget,
+    show: Callable[[dict[str, Any]], str],
+) -> list[str]:
     """Run the jobs that the report lacks, in order; each makes a row. Returns the names of those left out when time was up."""
     left = []
     for name, job in jobs.items():
@@ -291,8 +346,12 @@ def alone() -> Iterator[None]:
     yield
 
 
-def run_side_by_side(report: Report, jobs: Mapping[str, Callable[[], dict[str, Any]]], seconds: float,
-                     show: Callable[[dict[str, Any]], str]) -> None:
+def run_side_by_side(
+    report: Report,
+    jobs: Mapping[str, Callable[[], dict[str, Any]]],
+    seconds: float,
+    show: Callable[[dict[str, Any]], str],
+) -> None:
     """Run the jobs that the report lacks at the same time, each in a process of its own; from where they are `alone()` one after another,
     once every job has come so far. One that has not within `seconds` is ended and fails, as does one whose process ends."""
     context = multiprocessing.get_context("spawn")  # a process that uses a GPU cannot be forked
@@ -318,7 +377,11 @@ def run_side_by_side(report: Report, jobs: Mapping[str, Callable[[], dict[str, A
             process.start()
             theirs.close()  # so that its end is seen here
             processes[ours] = name, process
-        waiting, set_up, until = set(processes), list[Connection](), time.monotonic() + min(seconds, threading.TIMEOUT_MAX)
+        waiting, set_up, until = (
+            set(processes),
+            list[Connection](),
+            time.monotonic() + min(seconds, threading.TIMEOUT_MAX),
+        )
         while waiting and (told := wait(list(waiting), max(0.0, until - time.monotonic()))):
             for of in told:
                 assert isinstance(of, Connection)

@@ -1,4 +1,5 @@
 """The blocks that bench_blocks.py times, as data: a program, its batch sizes, targets in µs, and the rivals."""
+
 from __future__ import annotations
 
 import math
@@ -21,13 +22,17 @@ HALF = torch.float16
 # -- programs: weights are stored (N, K), as nn.Linear stores them. What is cached of earlier tokens lies ready when a step begins: it is
 # constant, as weights are, so that kernels may ask for it before they wait for the query -----------------------------------------------
 
+
 def weight(g: KernelGraph, k: int, n: int, name: str) -> DTensor:
     return g.new_input((k, n), HALF, strides=(1, k), name=name, constant=True)
 
 
 def norm_linear(rows: int, k: int = 4096, n: int = 4096) -> KernelGraph:
     g = mi.new_kernel_graph()
-    x, gamma = g.new_input((rows, k), HALF, name="x"), g.new_input((1, k), HALF, name="gamma", constant=True)
+    x, gamma = (
+        g.new_input((rows, k), HALF, name="x"),
+        g.new_input((1, k), HALF, name="gamma", constant=True),
+    )
     g.mark_output(g.matmul(g.rms_norm(x, gamma, rivals.EPS), weight(g, k, n, "w")))
     return g
 
@@ -48,20 +53,36 @@ def lora(rows: int, k: int = 4096, n: int = 4096, r: int = 16) -> KernelGraph:
     return g
 
 
-def gqa_decode(rows: int, kv_heads: int = 2, group: int = 4, keys: int = 4096, d: int = 128, dtype: torch.dtype = HALF) -> KernelGraph:
+def gqa_decode(
+    rows: int,
+    kv_heads: int = 2,
+    group: int = 4,
+    keys: int = 4096,
+    d: int = 128,
+    dtype: torch.dtype = HALF,
+) -> KernelGraph:
     """One token's attention over a cache: the query heads that share a key head are the rows of one product."""
     g = mi.new_kernel_graph()
     q = g.new_input((rows * kv_heads, group, d), dtype, name="q")
-    k, v = (g.new_input((rows * kv_heads, keys, d), dtype, name=name, constant=True) for name in "kv")
-    g.mark_output(g.matmul(g.softmax(g.mul(g.matmul(q, g.permute(k, (0, 2, 1))), 1 / math.sqrt(d))), v))
+    k, v = (
+        g.new_input((rows * kv_heads, keys, d), dtype, name=name, constant=True) for name in "kv"
+    )
+    g.mark_output(
+        g.matmul(g.softmax(g.mul(g.matmul(q, g.permute(k, (0, 2, 1))), 1 / math.sqrt(d))), v)
+    )
     return g
 
 
-def gqa_paper(rows: int, heads: int = 2, q: int = 256, keys: int = 4096, d: int = 64) -> KernelGraph:
+def gqa_paper(
+    rows: int, heads: int = 2, q: int = 256, keys: int = 4096, d: int = 64
+) -> KernelGraph:
     """Scores are not scaled, and keys are stored (d, keys)."""
     g = mi.new_kernel_graph()
     Q = g.new_input((heads * rows, q, d), HALF, name="q")
-    K, V = g.new_input((heads * rows, d, keys), HALF, name="k"), g.new_input((heads * rows, keys, d), HALF, name="v")
+    K, V = (
+        g.new_input((heads * rows, d, keys), HALF, name="k"),
+        g.new_input((heads * rows, keys, d), HALF, name="v"),
+    )
     g.mark_output(g.matmul(g.softmax(g.matmul(Q, K)), V))
     return g
 
@@ -71,20 +92,50 @@ def qk_norm_attention(rows: int, heads: int = 16, keys: int = 4096, d: int = 128
     g = mi.new_kernel_graph()
     q = g.new_input((rows * heads, 1, d), HALF, name="q")
     k, v = (g.new_input((rows * heads, keys, d), HALF, name=name, constant=True) for name in "kv")
-    gq, gk = (g.new_input((1, 1, d), HALF, name=name, constant=True) for name in ("gamma_q", "gamma_k"))
+    gq, gk = (
+        g.new_input((1, 1, d), HALF, name=name, constant=True) for name in ("gamma_q", "gamma_k")
+    )
     keys_t = g.permute(g.layer_norm(k, gk, eps=rivals.EPS), (0, 2, 1))
-    g.mark_output(g.matmul(g.softmax(g.mul(g.matmul(g.layer_norm(q, gq, eps=rivals.EPS), keys_t), 1 / math.sqrt(d))), v))
+    g.mark_output(
+        g.matmul(
+            g.softmax(
+                g.mul(g.matmul(g.layer_norm(q, gq, eps=rivals.EPS), keys_t), 1 / math.sqrt(d))
+            ),
+            v,
+        )
+    )
     return g
 
 
-def mla_decode(rows: int, heads: int = 16, keys: int = 4096, latent: int = 512, nope: int = 128, rope: int = 64,
-               value: int = 128) -> KernelGraph:
+def mla_decode(
+    rows: int,
+    heads: int = 16,
+    keys: int = 4096,
+    latent: int = 512,
+    nope: int = 128,
+    rope: int = 64,
+    value: int = 128,
+) -> KernelGraph:
     """As stock transformers spells it: keys and values expanded from the latent. The search moves the up-projections."""
     g = mi.new_kernel_graph()
-    qn, qr = g.new_input((rows, heads, 1, nope), HALF, name="q_nope"), g.new_input((rows, heads, 1, rope), HALF, name="q_rope")
-    c, kr = (g.new_input((rows, 1, keys, n), HALF, name=name, constant=True) for name, n in (("latent", latent), ("k_rope", rope)))
-    wk, wv = (g.new_input((1, heads, latent, d), HALF, strides=(heads * d * latent, d * latent, 1, latent), name=name, constant=True)
-              for name, d in (("w_k", nope), ("w_v", value)))
+    qn, qr = (
+        g.new_input((rows, heads, 1, nope), HALF, name="q_nope"),
+        g.new_input((rows, heads, 1, rope), HALF, name="q_rope"),
+    )
+    c, kr = (
+        g.new_input((rows, 1, keys, n), HALF, name=name, constant=True)
+        for name, n in (("latent", latent), ("k_rope", rope))
+    )
+    wk, wv = (
+        g.new_input(
+            (1, heads, latent, d),
+            HALF,
+            strides=(heads * d * latent, d * latent, 1, latent),
+            name=name,
+            constant=True,
+        )
+        for name, d in (("w_k", nope), ("w_v", value))
+    )
     scores = g.matmul(qn, g.permute(g.matmul(c, wk), (0, 1, 3, 2)))
     scores = g.add(scores, g.matmul(qr, g.permute(kr, (0, 1, 3, 2))))
     g.mark_output(g.matmul(g.softmax(g.mul(scores, 1 / math.sqrt(nope + rope))), g.matmul(c, wv)))
@@ -98,11 +149,13 @@ def ntrans(rows: int, n: int = 4096) -> KernelGraph:
 
     def norm(z: DTensor) -> DTensor:
         return g.div(z, g.sqrt(g.reduction(g.square(z), 1)))
+
     g.mark_output(norm(g.add(x, g.mul(a, g.sub(norm(y), x)))))
     return g
 
 
 # -- rows -----------------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Row:
@@ -128,32 +181,66 @@ class Row:
 
     def floor_us(self, program: KernelGraph) -> float:
         """Every input and output once at the rate at which an H200 reads, or the products at the rate of its tensor cores."""
-        return 1e6 * max(sum(map(tensor_bytes, (*program.inputs, *program.outputs))) / H200.bandwidth, self.flops / H200.mma_rate)
+        return 1e6 * max(
+            sum(map(tensor_bytes, (*program.inputs, *program.outputs))) / H200.bandwidth,
+            self.flops / H200.mma_rate,
+        )
 
 
-def _rows(block: str, build: Callable[..., KernelGraph], against: tuple[Rival, ...], targets: dict[int, float], flops: float = 0.0,
-          **sizes: int) -> list[Row]:
-    return [Row(block, rows, build, us, against, tuple(sizes.items()), flops * rows) for rows, us in targets.items()]
+def _rows(
+    block: str,
+    build: Callable[..., KernelGraph],
+    against: tuple[Rival, ...],
+    targets: dict[int, float],
+    flops: float = 0.0,
+    **sizes: int,
+) -> list[Row]:
+    return [
+        Row(block, rows, build, us, against, tuple(sizes.items()), flops * rows)
+        for rows, us in targets.items()
+    ]
 
 
-ROWS: dict[str, Row] = {row.name: row for row in (
-    *_rows("norm_linear", norm_linear, rivals.NORM_LINEAR, {1: 10.5, 16: 11.5}),
-    *_rows("norm_linear_6144", norm_linear, rivals.NORM_LINEAR, {2: 14.0, 16: 14.5, 32: 15.0}, n=6144),
-    *_rows("gated_mlp", gated_mlp, rivals.GATED_MLP, {1: 18.5, 8: 19.0, 16: 20.0}),
-    *_rows("lora", lora, rivals.LORA, {1: 11.0, 16: 13.0}),
-    *_rows("lora_256", lora, rivals.LORA, {16: 5.5}, k=256),
-    *_rows("gqa_decode", gqa_decode, rivals.gqa_decode(), {1: 6.0, 8: 11.0, 16: 19.0}),
-    *_rows("gqa_paper", gqa_paper, rivals.GQA_PAPER, {1: 12.0, 8: 20.0, 16: 32.0}, flops=4.0 * 2 * 256 * 4096 * 64),
-    *_rows("qk_norm_attention", qk_norm_attention, rivals.qk_norm(), {1: 16.0, 8: 78.0}),
-    *_rows("mla_decode", mla_decode, rivals.MLA, {1: 15.0, 16: 40.0}),
-    *_rows("ntrans", ntrans, rivals.NTRANS, {1: 2.8, 8: 2.8, 16: 2.8}),
-)}
+ROWS: dict[str, Row] = {
+    row.name: row
+    for row in (
+        *_rows("norm_linear", norm_linear, rivals.NORM_LINEAR, {1: 10.5, 16: 11.5}),
+        *_rows(
+            "norm_linear_6144",
+            norm_linear,
+            rivals.NORM_LINEAR,
+            {2: 14.0, 16: 14.5, 32: 15.0},
+            n=6144,
+        ),
+        *_rows("gated_mlp", gated_mlp, rivals.GATED_MLP, {1: 18.5, 8: 19.0, 16: 20.0}),
+        *_rows("lora", lora, rivals.LORA, {1: 11.0, 16: 13.0}),
+        *_rows("lora_256", lora, rivals.LORA, {16: 5.5}, k=256),
+        *_rows("gqa_decode", gqa_decode, rivals.gqa_decode(), {1: 6.0, 8: 11.0, 16: 19.0}),
+        *_rows(
+            "gqa_paper",
+            gqa_paper,
+            rivals.GQA_PAPER,
+            {1: 12.0, 8: 20.0, 16: 32.0},
+            flops=4.0 * 2 * 256 * 4096 * 64,
+        ),
+        *_rows("qk_norm_attention", qk_norm_attention, rivals.qk_norm(), {1: 16.0, 8: 78.0}),
+        *_rows("mla_decode", mla_decode, rivals.MLA, {1: 15.0, 16: 40.0}),
+        *_rows("ntrans", ntrans, rivals.NTRANS, {1: 2.8, 8: 2.8, 16: 2.8}),
+    )
+}
 
 
 def _long(d: int, keys: int, rows: int, kv_heads: int = 8) -> Row:
     sizes = {"kv_heads": kv_heads, "keys": keys, "d": d, "dtype": torch.bfloat16}
-    row = Row(f"attention_d{d}_{keys >> 10}k", rows, gqa_decode, 0.0, rivals.gqa_decode(kv_heads), tuple(sizes.items()),
-              tuned_at=(("keys", LONG_SLOTS),))
+    row = Row(
+        f"attention_d{d}_{keys >> 10}k",
+        rows,
+        gqa_decode,
+        0.0,
+        rivals.gqa_decode(kv_heads),
+        tuple(sizes.items()),
+        tuned_at=(("keys", LONG_SLOTS),),
+    )
     floor = row.floor_us(row.program())
     return replace(row, target_us=max(floor / LONG_SHARE, floor + START_US))
 
@@ -161,6 +248,13 @@ def _long(d: int, keys: int, rows: int, kv_heads: int = 8) -> Row:
 LONG_SHARE, START_US = 0.75, 5.0
 """Of the read bandwidth, what attention over long caches is to reach; and what it takes to begin and to join partial results."""
 
-LONG: dict[str, Row] = {row.name: row for row in (_long(d, keys, rows) for d in (64, 128) for keys in (8192, 32768, 131072)
-                                                  for rows in (1, 8, 64))}
+LONG: dict[str, Row] = {
+    row.name: row
+    for row in (
+        _long(d, keys, rows)
+        for d in (64, 128)
+        for keys in (8192, 32768, 131072)
+        for rows in (1, 8, 64)
+    )
+}
 """One token's attention over long caches: 32 query heads, 8 of keys."""

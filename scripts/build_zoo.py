@@ -7,6 +7,7 @@ One layer of each model is made with random weights and matched as optimize() do
 fastest kernels of each block those are kept that make the layer fastest, its blocks one after another.
 What the zoo already has is not made again, so a run that was stopped goes on where it was; --anew makes everything again.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -22,12 +23,12 @@ from configs import MODELS, random_model, with_adapters
 
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.kernels import make_entries, target_of
 from mirage_hf.match.eligible import generating
 from mirage_hf.match.matcher import match
-from mirage_hf.match.pattern import Block
 from mirage_hf.patterns import PATTERNS
 from mirage_hf.patterns.attention import for_long_caches
+from mirage_hf.patterns.schema import Block
+from mirage_hf.pipeline.kernels import make_entries, target_of
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import key_of
 from mirage_hf.zoo.store import Store
@@ -51,7 +52,9 @@ def blocks_of(name: str, dtype: str, device: torch.device, lora: int) -> list[li
     return [list(dict.fromkeys(part.block for m in found.modules for part in m.parts)), *heads]
 
 
-def build(blocks: Sequence[Block], rows: int, device: torch.device, zoo: Store, args: argparse.Namespace) -> Iterator[str]:
+def build(
+    blocks: Sequence[Block], rows: int, device: torch.device, zoo: Store, args: argparse.Namespace
+) -> Iterator[str]:
     """Make the kernels of a layer's blocks for a number of rows, those that the zoo lacks. Yields what was done."""
     layer: list[Entry | tuple[KernelGraph, str, KernelGraph | None]] = []
     for block in blocks:
@@ -70,37 +73,74 @@ def build(blocks: Sequence[Block], rows: int, device: torch.device, zoo: Store, 
             program = long.program(rows)
             have = zoo.get(key_of(program, target_of(device)))
             if not isinstance(have, Entry) or args.anew:
-                made += make_entries([(program, block.pattern.name, long.searched(rows))], device, args.tune)
+                made += make_entries(
+                    [(program, block.pattern.name, long.searched(rows))], device, args.tune
+                )
     for entry in made:
-        kept = Rejected(f"{entry.folder}: not kept, every candidate failed here") if entry.failed else zoo.put(entry)
+        kept = (
+            Rejected(f"{entry.folder}: not kept, every candidate failed here")
+            if entry.failed
+            else zoo.put(entry)
+        )
         where = kept.relative_to(zoo.root) if isinstance(kept, Path) else kept.reason
         yield f"{where}: made with its layer in {time.perf_counter() - started:.1f} s, {describe(entry)}"
 
 
 def describe(entry: Entry) -> str:
-    return ", ".join(f"{t.name} {t.median_us:.2f} µs" for t in entry.timings) or f"not timed: {entry.search.get('reason') or 'no GPU'}"
+    return (
+        ", ".join(f"{t.name} {t.median_us:.2f} µs" for t in entry.timings)
+        or f"not timed: {entry.search.get('reason') or 'no GPU'}"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configs", default="llama-3.2-1b,llama-3.1-8b,qwen3-0.6b", help=f"all, or of {', '.join(MODELS)}, with commas")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--configs",
+        default="llama-3.2-1b,llama-3.1-8b,qwen3-0.6b",
+        help=f"all, or of {', '.join(MODELS)}, with commas",
+    )
     parser.add_argument("--batch-sizes", default="1", help="with commas")
     parser.add_argument("--dtypes", default="bfloat16", help=f"of {', '.join(DTYPES)}, with commas")
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="adapters of this rank on every linear (PEFT, unmerged)")
+    parser.add_argument(
+        "--lora",
+        type=int,
+        default=0,
+        metavar="RANK",
+        help="adapters of this rank on every linear (PEFT, unmerged)",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "kernel_zoo", help="the zoo to fill")
     parser.add_argument("--tune", default="full", choices=("auto", "never", "full"))
-    parser.add_argument("--untimed", action="store_true", help="go on without a GPU: kernels are then ranked by the cost model alone")
+    parser.add_argument(
+        "--untimed",
+        action="store_true",
+        help="go on without a GPU: kernels are then ranked by the cost model alone",
+    )
     parser.add_argument("--anew", action="store_true", help="make again what the zoo already has")
     args = parser.parse_args()
-    names = [n for n in MODELS if n != "smoke"] if args.configs == "all" else args.configs.split(",")
-    unknown = [n for n in names if n not in MODELS] + [d for d in args.dtypes.split(",") if d not in DTYPES]
+    names = (
+        [n for n in MODELS if n != "smoke"] if args.configs == "all" else args.configs.split(",")
+    )
+    unknown = [n for n in names if n not in MODELS] + [
+        d for d in args.dtypes.split(",") if d not in DTYPES
+    ]
     if unknown:
-        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(MODELS)} and {', '.join(DTYPES)}")
+        parser.error(
+            f"unknown: {', '.join(unknown)}; there are {', '.join(MODELS)} and {', '.join(DTYPES)}"
+        )
     if not torch.cuda.is_available() and not args.untimed:
-        sys.exit("build_zoo: no GPU here, so nothing can be timed; run it on the GPU that the zoo is for, or give --untimed")
+        sys.exit(
+            "build_zoo: no GPU here, so nothing can be timed; run it on the GPU that the zoo is for, or give --untimed"
+        )
 
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     zoo = Store(args.out.resolve(), writable=True)

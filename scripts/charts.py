@@ -1,26 +1,46 @@
 """Charts of what the benchmarks measured."""
+
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 from typing import Any
 
-SERIES = {"ours": ("ours", "#1b7837"), "eager": ("torch eager", "#999999"), "eager compiled": ("torch.compile max-autotune", "#5a7fb5"),
-          "floor": ("floor: memory or tensor cores", "#d9a441")}
+SERIES = {
+    "ours": ("ours", "#1b7837"),
+    "eager": ("torch eager", "#999999"),
+    "eager compiled": ("torch.compile max-autotune", "#5a7fb5"),
+    "floor": ("floor: memory or tensor cores", "#d9a441"),
+}
 """By contender: what the legend says, colour."""
 
-TITLES = {"norm_linear": "RMSNorm +\nLinear 4096", "norm_linear_6144": "RMSNorm +\nLinear 6144", "gated_mlp": "gated MLP\n4096",
-          "lora": "LoRA r16\n4096", "lora_256": "LoRA r16\n256→4096", "gqa_decode": "GQA decode\n4096 keys",
-          "gqa_paper": "GQA,\n256 queries", "qk_norm_attention": "q, k norm +\nattention", "mla_decode": "MLA\ndecode", "ntrans": "nTrans"}
+TITLES = {
+    "norm_linear": "RMSNorm +\nLinear 4096",
+    "norm_linear_6144": "RMSNorm +\nLinear 6144",
+    "gated_mlp": "gated MLP\n4096",
+    "lora": "LoRA r16\n4096",
+    "lora_256": "LoRA r16\n256→4096",
+    "gqa_decode": "GQA decode\n4096 keys",
+    "gqa_paper": "GQA,\n256 queries",
+    "qk_norm_attention": "q, k norm +\nattention",
+    "mla_decode": "MLA\ndecode",
+    "ntrans": "nTrans",
+}
 
 LEAST_US = 0.5
 """Where the axis begins; the floors of the smallest blocks lie below it, less than any launch takes."""
 
 
-PEERS = {"ours": ("ours", "#1b7837"), "eager": ("HF eager", "#999999"), "static": ("HF static, compiled", "#5a7fb5"),
-         "attention": ("HF static with our attention", "#5aae61"), "liger": ("HF with Liger", "#a35ea3"),
-         "compile": ("max-autotune step in a CUDA graph", "#8fb8de"),
-         "bare": ("ours, without adapters", "#7fbf7b"), "floor": ("floor: memory", "#d9a441")}
+PEERS = {
+    "ours": ("ours", "#1b7837"),
+    "eager": ("HF eager", "#999999"),
+    "static": ("HF static, compiled", "#5a7fb5"),
+    "attention": ("HF static with our attention", "#5aae61"),
+    "liger": ("HF with Liger", "#a35ea3"),
+    "compile": ("max-autotune step in a CUDA graph", "#8fb8de"),
+    "bare": ("ours, without adapters", "#7fbf7b"),
+    "floor": ("floor: memory", "#d9a441"),
+}
 """Of bench_generate: what the legend says, colour."""
 
 
@@ -34,19 +54,37 @@ def draw_generate(report: dict[str, Any], path: Path) -> list[Path]:
     rows = [r for r in report["rows"] if "peers" in r]
     if not rows:
         sys.exit("nothing to draw: no row was measured")
-    models, prompts = list(dict.fromkeys(r["model"] for r in rows)), sorted({r["prompt"] for r in rows})
+    models, prompts = (
+        list(dict.fromkeys(r["model"] for r in rows)),
+        sorted({r["prompt"] for r in rows}),
+    )
     down, across = (len(models), len(prompts)) if len(prompts) > 1 else (1, len(models))
     figure = figure_of(figsize=(1.4 + 3.2 * across, 0.8 + 2.6 * down), layout="constrained")
-    panels = figure.subplots(down, across, squeeze=False, sharey="row" if len(prompts) > 1 else "none")
-    shown = {name: label for name, label in PEERS.items() if any(_ms(r, name) is not None for r in rows)}
+    panels = figure.subplots(
+        down, across, squeeze=False, sharey="row" if len(prompts) > 1 else "none"
+    )
+    shown = {
+        name: label for name, label in PEERS.items() if any(_ms(r, name) is not None for r in rows)
+    }
     log = len({r["batch"] for r in rows}) > 1
     for model, line in zip(models, panels.reshape(len(models), len(prompts)), strict=True):
         for prompt, axes in zip(prompts, line, strict=True):
-            here = sorted((r for r in rows if (r["model"], r["prompt"]) == (model, prompt)), key=lambda r: r["batch"])
+            here = sorted(
+                (r for r in rows if (r["model"], r["prompt"]) == (model, prompt)),
+                key=lambda r: r["batch"],
+            )
             for n, (name, (_, colour)) in enumerate(shown.items()):
-                bars = [(x + (n - (len(shown) - 1) / 2) * 0.8 / len(shown), _ms(r, name)) for x, r in enumerate(here)]
+                bars = [
+                    (x + (n - (len(shown) - 1) / 2) * 0.8 / len(shown), _ms(r, name))
+                    for x, r in enumerate(here)
+                ]
                 measured = [(x, ms) for x, ms in bars if ms is not None]
-                drawn = axes.bar([x for x, _ in measured], [ms for _, ms in measured], 0.8 / len(shown), color=colour)
+                drawn = axes.bar(
+                    [x for x, _ in measured],
+                    [ms for _, ms in measured],
+                    0.8 / len(shown),
+                    color=colour,
+                )
                 axes.bar_label(drawn, fmt="%.3g", fontsize=6 if log else 8)
             axes.set_xticks(range(len(here)), [str(r["batch"]) for r in here], fontsize=8)
             if log:
@@ -58,7 +96,13 @@ def draw_generate(report: dict[str, Any], path: Path) -> list[Path]:
     for line in panels:
         line[0].set_ylabel("ms a token of each row" + " (log)" * log, fontsize=8)
     handles = [patch(color=colour, label=label) for label, colour in shown.values()]
-    figure.legend(handles=handles, loc="outside upper center", fontsize=8, ncols=min(len(shown), 3 * across), frameon=False)
+    figure.legend(
+        handles=handles,
+        loc="outside upper center",
+        fontsize=8,
+        ncols=min(len(shown), 3 * across),
+        frameon=False,
+    )
     return _save(figure, path)
 
 
@@ -77,7 +121,9 @@ def _matplotlib() -> tuple[Any, Any, Any, Any]:
         from matplotlib.patches import Patch
         from matplotlib.ticker import ScalarFormatter
     except ImportError:
-        sys.exit("the chart needs matplotlib; install it, or draw the JSON file elsewhere with --redraw")
+        sys.exit(
+            "the chart needs matplotlib; install it, or draw the JSON file elsewhere with --redraw"
+        )
     return Figure, ScalarFormatter, rc_context, Patch
 
 
@@ -110,7 +156,10 @@ def draw_blocks(report: dict[str, Any], path: Path) -> list[Path]:
     axes = figure.subplots()
     width = 0.8 / len(SERIES)
     for n, (name, (label, colour)) in enumerate(SERIES.items()):
-        bars = [(x + (n - (len(SERIES) - 1) / 2) * width, _us(r, name)) for x, r in zip(at, rows, strict=True)]
+        bars = [
+            (x + (n - (len(SERIES) - 1) / 2) * width, _us(r, name))
+            for x, r in zip(at, rows, strict=True)
+        ]
         shown = [(x, us) for x, us in bars if us is not None]
         axes.bar([x for x, _ in shown], [us for _, us in shown], width, label=label, color=colour)
     axes.plot(at, [r["target_us"] for r in rows], "k_", markersize=11, label="target")
@@ -119,7 +168,11 @@ def draw_blocks(report: dict[str, Any], path: Path) -> list[Path]:
     axes.set_ylim(bottom=LEAST_US)
     axes.set_ylabel("µs a call (log)")
     axes.set_xticks(at, labels, fontsize=8)
-    axes.set_title(f"Blocks by batch size: float16, cold, in a CUDA graph, {report['machine']['gpu']}", pad=24, fontsize=11)
+    axes.set_title(
+        f"Blocks by batch size: float16, cold, in a CUDA graph, {report['machine']['gpu']}",
+        pad=24,
+        fontsize=11,
+    )
     axes.legend(fontsize=8, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     axes.margins(x=0.01)
     _plain(axes)

@@ -1,4 +1,5 @@
 """The real sizes of models, so that scripts can build them with random weights and no network."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -31,19 +32,27 @@ class Sizes:
 
 MODELS = {
     #                               hidden  inter  lay  h kv  hd   vocab     theta  tied    eps  positions
-    "llama-3.2-1b": Sizes("llama",    2048,  8192, 16, 32, 8,  64, 128256,   5e5, True,  1e-5, 131072, 32.0),
-    "llama-3.2-3b": Sizes("llama",    3072,  8192, 28, 24, 8, 128, 128256,   5e5, True,  1e-5, 131072, 32.0),
-    "llama-3.1-8b": Sizes("llama",    4096, 14336, 32, 32, 8, 128, 128256,   5e5, False, 1e-5, 131072, 8.0),
-    "mistral-7b":   Sizes("mistral",  4096, 14336, 32, 32, 8, 128,  32768,   1e6, False, 1e-5,  32768),
-    "qwen2.5-0.5b": Sizes("qwen2",     896,  4864, 24, 14, 2,  64, 151936,   1e6, True,  1e-6,  32768),
-    "qwen2.5-1.5b": Sizes("qwen2",    1536,  8960, 28, 12, 2, 128, 151936,   1e6, True,  1e-6, 131072),
-    "qwen2.5-7b":   Sizes("qwen2",    3584, 18944, 28, 28, 4, 128, 152064,   1e6, False, 1e-6, 131072),
-    "qwen3-0.6b":   Sizes("qwen3",    1024,  3072, 28, 16, 8, 128, 151936,   1e6, True,  1e-6,  40960),
-    "qwen3-1.7b":   Sizes("qwen3",    2048,  6144, 28, 16, 8, 128, 151936,   1e6, True,  1e-6,  40960),
-    "qwen3-4b":     Sizes("qwen3",    2560,  9728, 36, 32, 8, 128, 151936,   1e6, True,  1e-6,  40960),
-    "qwen3-8b":     Sizes("qwen3",    4096, 12288, 36, 32, 8, 128, 151936,   1e6, False, 1e-6,  40960),
-    "gemma-3-1b":   Sizes("gemma3_text", 1152, 6912, 26, 4, 1, 256, 262144,  1e6, True,  1e-6,  32768, window=512),
-    "smoke":        Sizes("llama",     128,   256,  2,  4, 2,  32,    512,   1e4, True,  1e-5,   2048),
+    "llama-3.2-1b": Sizes(
+        "llama", 2048, 8192, 16, 32, 8, 64, 128256, 5e5, True, 1e-5, 131072, 32.0
+    ),
+    "llama-3.2-3b": Sizes(
+        "llama", 3072, 8192, 28, 24, 8, 128, 128256, 5e5, True, 1e-5, 131072, 32.0
+    ),
+    "llama-3.1-8b": Sizes(
+        "llama", 4096, 14336, 32, 32, 8, 128, 128256, 5e5, False, 1e-5, 131072, 8.0
+    ),
+    "mistral-7b": Sizes("mistral", 4096, 14336, 32, 32, 8, 128, 32768, 1e6, False, 1e-5, 32768),
+    "qwen2.5-0.5b": Sizes("qwen2", 896, 4864, 24, 14, 2, 64, 151936, 1e6, True, 1e-6, 32768),
+    "qwen2.5-1.5b": Sizes("qwen2", 1536, 8960, 28, 12, 2, 128, 151936, 1e6, True, 1e-6, 131072),
+    "qwen2.5-7b": Sizes("qwen2", 3584, 18944, 28, 28, 4, 128, 152064, 1e6, False, 1e-6, 131072),
+    "qwen3-0.6b": Sizes("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, 1e6, True, 1e-6, 40960),
+    "qwen3-1.7b": Sizes("qwen3", 2048, 6144, 28, 16, 8, 128, 151936, 1e6, True, 1e-6, 40960),
+    "qwen3-4b": Sizes("qwen3", 2560, 9728, 36, 32, 8, 128, 151936, 1e6, True, 1e-6, 40960),
+    "qwen3-8b": Sizes("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 1e6, False, 1e-6, 40960),
+    "gemma-3-1b": Sizes(
+        "gemma3_text", 1152, 6912, 26, 4, 1, 256, 262144, 1e6, True, 1e-6, 32768, window=512
+    ),
+    "smoke": Sizes("llama", 128, 256, 2, 4, 2, 32, 512, 1e4, True, 1e-5, 2048),
 }
 """`smoke` is no model: it tries a script out on a CPU."""
 
@@ -55,27 +64,54 @@ def config_of(name: str, layers: int | None = None) -> PretrainedConfig:
     s = MODELS[name]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": s.rope_theta}
     if s.rope_factor is not None:
-        rope |= {"rope_type": "llama3", "factor": s.rope_factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                 "original_max_position_embeddings": 8192}
+        rope |= {
+            "rope_type": "llama3",
+            "factor": s.rope_factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
     if s.window is not None:  # layers of two kinds, with a RoPE each
         rope = {"full_attention": rope, "sliding_attention": rope | {"rope_theta": 1e4}}
-    sliding = {"sliding_window": s.window} if s.window is not None or s.model_type == "mistral" else {}
+    sliding = (
+        {"sliding_window": s.window} if s.window is not None or s.model_type == "mistral" else {}
+    )
     return AutoConfig.for_model(
-        s.model_type, hidden_size=s.hidden, intermediate_size=s.intermediate, num_hidden_layers=layers or s.layers,
-        num_attention_heads=s.heads, num_key_value_heads=s.kv_heads, head_dim=s.head_dim, vocab_size=s.vocab, rms_norm_eps=s.eps,
-        tie_word_embeddings=s.tied, max_position_embeddings=s.positions, rope_parameters=rope, bos_token_id=None, eos_token_id=None,
-        pad_token_id=None, **sliding)
+        s.model_type,
+        hidden_size=s.hidden,
+        intermediate_size=s.intermediate,
+        num_hidden_layers=layers or s.layers,
+        num_attention_heads=s.heads,
+        num_key_value_heads=s.kv_heads,
+        head_dim=s.head_dim,
+        vocab_size=s.vocab,
+        rms_norm_eps=s.eps,
+        tie_word_embeddings=s.tied,
+        max_position_embeddings=s.positions,
+        rope_parameters=rope,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        **sliding,
+    )
 
 
-def random_model(name: str, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, layers: int | None = None,
-                 seed: int = 0) -> PreTrainedModel:
+def random_model(
+    name: str,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.bfloat16,
+    layers: int | None = None,
+    seed: int = 0,
+) -> PreTrainedModel:
     """Return the model with random weights, made on `device`: the same for a seed and a device. It never stops early."""
     with torch.device(device), torch.no_grad():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config_of(name, layers), dtype=dtype).eval()
         for key, parameter in model.named_parameters():
             if "norm" in key and key.endswith("weight"):
-                parameter.normal_(0.0 if "gemma" in name else 1.0, 0.1)  # all ones, of which Gemma adds one, would hide a forgotten weight
+                parameter.normal_(
+                    0.0 if "gemma" in name else 1.0, 0.1
+                )  # all ones, of which Gemma adds one, would hide a forgotten weight
             elif key.endswith("bias"):
                 parameter.normal_(0.0, 0.02)
     model.generation_config.eos_token_id = None
@@ -86,6 +122,7 @@ def random_model(name: str, device: torch.device | str, dtype: torch.dtype = tor
 def with_adapters(model: PreTrainedModel, rank: int) -> PreTrainedModel:
     """The model with a random PEFT adapter on every linear but the head, unmerged and in float32, as PEFT keeps them."""
     import peft
+
     config = peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False)
     torch.manual_seed(0)
     return peft.get_peft_model(model, config).eval().get_base_model()  # type: ignore[no-any-return]
@@ -94,5 +131,7 @@ def with_adapters(model: PreTrainedModel, rank: int) -> PreTrainedModel:
 def floor_bytes(model: PreTrainedModel) -> int:
     """Bytes that a decoding step must read: every weight once, but no table that is only looked up in (a tied one is the head)."""
     table = model.get_input_embeddings().weight
-    tied = model.get_output_embeddings() is not None and model.get_output_embeddings().weight is table
+    tied = (
+        model.get_output_embeddings() is not None and model.get_output_embeddings().weight is table
+    )
     return sum(p.nbytes for p in model.parameters() if p is not table or tied)

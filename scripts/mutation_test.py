@@ -7,6 +7,7 @@ An independent interpreter in float64 (tests/plain.py) says of each whether it d
 range of float32. Exits 1 if one that differs is proven, one that leaves the range passes both numeric checks, or an original
 is refused.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -65,7 +66,9 @@ class Tally:
             if isinstance(verdict, Refused):
                 self.originals_refused.append(f"{name}, seed {seed}: {verdict.reason}")
 
-    def mutant(self, name: str, m: mutants.Mutant, judge: mutants.Judge, checks: dict[object, Any]) -> None:
+    def mutant(
+        self, name: str, m: mutants.Mutant, judge: mutants.Judge, checks: dict[object, Any]
+    ) -> None:
         what = judge(m.ugraph)
         start = time.perf_counter()
         verdict = prove(m.ugraph, seed=self.seed, trials=1, target=1.0)
@@ -76,7 +79,10 @@ class Tally:
         if what == "differs":
             self.accepted_wrongly += [label] if proven else []
         elif what == "range only":
-            passed = proven and all(isinstance(judge_on_cpu(m.ugraph, checks, cores), Accepted) for cores in (False, True))
+            passed = proven and all(
+                isinstance(judge_on_cpu(m.ugraph, checks, cores), Accepted)
+                for cores in (False, True)
+            )
             self.range_accepted += [label] if passed else []
         elif what == "equal":
             (self.equal_accepted if proven else self.equal_refused).append(label)
@@ -89,9 +95,11 @@ class Tally:
         for kind, row in sorted(self.kinds.items()):
             rows.append(f"{kind:36s}" + "".join(f"{row.get(c, 0):12d}" for c in columns))
         rows.append(f"{'all':36s}" + "".join(f"{self.count(c):12d}" for c in columns))
-        rows.append(f"differing and proven: {len(self.accepted_wrongly)}; out of range and passed by proof and numbers: "
-                    f"{len(self.range_accepted)}; equal and refused: {len(self.equal_refused)}; originals: {self.originals}, "
-                    f"refused {len(self.originals_refused)}; {self.proof_seconds:.1f} s of proofs")
+        rows.append(
+            f"differing and proven: {len(self.accepted_wrongly)}; out of range and passed by proof and numbers: "
+            f"{len(self.range_accepted)}; equal and refused: {len(self.equal_refused)}; originals: {self.originals}, "
+            f"refused {len(self.originals_refused)}; {self.proof_seconds:.1f} s of proofs"
+        )
         return "\n".join(rows)
 
 
@@ -105,7 +113,9 @@ def originals(names: list[str], per_program: int) -> Iterator[tuple[str, UGraph]
             yield name, (ugraphs.ALL | chains.ALL)[name]()
 
 
-def mutate(start: list[tuple[str, UGraph]], count: int, seed: int, seeds: int = 20, rounds: int = 6) -> Tally:
+def mutate(
+    start: list[tuple[str, UGraph]], count: int, seed: int, seeds: int = 20, rounds: int = 6
+) -> Tally:
     """Mutants of `start`, then mutants of mutants, until `count` of them differ or `rounds` are over."""
     tally, rng = Tally(seed), random.Random(seed)
     for name, u in start:
@@ -128,10 +138,16 @@ def mutate(start: list[tuple[str, UGraph]], count: int, seed: int, seeds: int = 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=10_000, help="differing mutants to make")
-    parser.add_argument("--programs", default=",".join([*programs.PROGRAMS, *ugraphs.ALL, *chains.ALL]))
-    parser.add_argument("--per-program", type=int, default=3, help="search results to mutate per program")
+    parser.add_argument(
+        "--programs", default=",".join([*programs.PROGRAMS, *ugraphs.ALL, *chains.ALL])
+    )
+    parser.add_argument(
+        "--per-program", type=int, default=3, help="search results to mutate per program"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -139,14 +155,24 @@ def main() -> int:
     known = (*programs.PROGRAMS, *ugraphs.ALL, *chains.ALL)
     if unknown := [name for name in args.programs.split(",") if name not in known]:
         parser.error(f"unknown program {unknown[0]!r}; there are {', '.join(known)}")
-    tally = mutate(list(originals(args.programs.split(","), args.per_program)), args.count, args.seed)
+    tally = mutate(
+        list(originals(args.programs.split(","), args.per_program)), args.count, args.seed
+    )
     print(tally.table())
-    for title, labels in (("DIFFERS AND WAS PROVEN", tally.accepted_wrongly), ("OUT OF RANGE AND PASSED", tally.range_accepted),
-                          ("ORIGINAL REFUSED", tally.originals_refused), ("equal and refused", tally.equal_refused)):
+    for title, labels in (
+        ("DIFFERS AND WAS PROVEN", tally.accepted_wrongly),
+        ("OUT OF RANGE AND PASSED", tally.range_accepted),
+        ("ORIGINAL REFUSED", tally.originals_refused),
+        ("equal and refused", tally.equal_refused),
+    ):
         print(*(f"{title}: {label}" for label in labels[:40]), sep="\n", end="\n" if labels else "")
     if args.json:
-        counts = Counter({what: tally.count(what) for what in ("differs", "equal", "range only", "unclear")})
-        args.json.write_text(json.dumps({"counts": dict(counts), **asdict(tally)}, indent=1) + "\n", encoding="utf-8")
+        counts = Counter(
+            {what: tally.count(what) for what in ("differs", "equal", "range only", "unclear")}
+        )
+        args.json.write_text(
+            json.dumps({"counts": dict(counts), **asdict(tally)}, indent=1) + "\n", encoding="utf-8"
+        )
     return int(tally.failed)
 
 

@@ -2,6 +2,7 @@
 
 A rival takes a program's inputs in order; weights come as (K, N) views of (N, K) memory, so `w.t()` is what nn.Linear holds.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -36,17 +37,22 @@ class Rival:
     @property
     def absent(self) -> str:
         """Why it cannot run here; empty where it can."""
-        return f"{self.needs} is not installed" if self.needs and find_spec(self.needs) is None else ""
+        return (
+            f"{self.needs} is not installed" if self.needs and find_spec(self.needs) is None else ""
+        )
 
     def arguments(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         return list(self.prepare(*inputs)) if self.prepare else list(inputs)
 
 
-def core(name: str, run: Callable[..., Tensor], prepare: Callable[..., Sequence[Tensor]] | None = None) -> Rival:
+def core(
+    name: str, run: Callable[..., Tensor], prepare: Callable[..., Sequence[Tensor]] | None = None
+) -> Rival:
     return Rival(name, run, prepare, whole=False)
 
 
 # -- RMSNorm + Linear ---------------------------------------------------------------------------------------------------
+
 
 def norm_linear(x: Tensor, gamma: Tensor, w: Tensor) -> Tensor:
     return F.linear(F.rms_norm(x, (x.shape[-1],), gamma[0], EPS), w.t())
@@ -54,15 +60,19 @@ def norm_linear(x: Tensor, gamma: Tensor, w: Tensor) -> Tensor:
 
 def liger_norm_linear(x: Tensor, gamma: Tensor, w: Tensor) -> Tensor:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
     return F.linear(LigerRMSNormFunction.apply(x, gamma[0], EPS, 0.0, "llama", False), w.t())
 
 
 NORM_LINEAR = (
-    Rival("eager", norm_linear, compiled=True), core("linear alone", F.linear, lambda x, gamma, w: (x, w.t())),
-    Rival("liger", liger_norm_linear, needs="liger_kernel"))
+    Rival("eager", norm_linear, compiled=True),
+    core("linear alone", F.linear, lambda x, gamma, w: (x, w.t())),
+    Rival("liger", liger_norm_linear, needs="liger_kernel"),
+)
 
 
 # -- gated MLP ------------------------------------------------------------------------------------------------------------
+
 
 def gated_mlp(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(F.linear(x, gate.t())) * F.linear(x, up.t())
@@ -79,15 +89,20 @@ def joined_mlp(x: Tensor, w: Tensor) -> Tensor:
 
 def liger_mlp(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
     return LigerSiLUMulFunction.apply(F.linear(x, gate.t()), F.linear(x, up.t()))
 
 
 GATED_MLP = (
-    Rival("eager", gated_mlp, compiled=True), Rival("joined weights", joined_mlp, joined, compiled=True),
-    core("linear alone", F.linear, joined), Rival("liger", liger_mlp, needs="liger_kernel"))
+    Rival("eager", gated_mlp, compiled=True),
+    Rival("joined weights", joined_mlp, joined, compiled=True),
+    core("linear alone", F.linear, joined),
+    Rival("liger", liger_mlp, needs="liger_kernel"),
+)
 
 
 # -- LoRA -----------------------------------------------------------------------------------------------------------------
+
 
 def lora(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return F.linear(x, w.t()) + F.linear(F.linear(x, a.t()), b.t())
@@ -97,10 +112,15 @@ def lora_addmm(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(F.linear(x, w.t()), F.linear(x, a.t()), b)
 
 
-LORA = (Rival("eager", lora, compiled=True), Rival("addmm", lora_addmm), core("linear alone", F.linear, lambda x, w, a, b: (x, w.t())))
+LORA = (
+    Rival("eager", lora, compiled=True),
+    Rival("addmm", lora_addmm),
+    core("linear alone", F.linear, lambda x, w, a, b: (x, w.t())),
+)
 
 
 # -- attention ------------------------------------------------------------------------------------------------------------
+
 
 def sdpa_heads(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     batch = [x.view(-1, heads, *x.shape[1:]) for x in (q, k, v)]
@@ -111,7 +131,9 @@ def sdpa_gqa(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
     """As a model calls it: one query token a head, the heads of a group told apart."""
     group, d = q.shape[1:]
     k, v = (x.view(-1, kv_heads, *x.shape[1:]) for x in (k, v))
-    return F.scaled_dot_product_attention(q.view(-1, kv_heads * group, 1, d), k, v, enable_gqa=True).view_as(q)
+    return F.scaled_dot_product_attention(
+        q.view(-1, kv_heads * group, 1, d), k, v, enable_gqa=True
+    ).view_as(q)
 
 
 def sdpa_rows(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
@@ -122,11 +144,13 @@ def sdpa_rows(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
 @cache
 def _flex_attention() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention, dynamic=False)
 
 
 def flex_gqa(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
+
     group, d = q.shape[1:]
     k, v = (x.view(-1, kv_heads, *x.shape[1:]) for x in (k, v))
     run = _flex_attention() if q.is_cuda else flex_attention
@@ -134,27 +158,53 @@ def flex_gqa(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
 
 
 @cache
-def _paged_decode(batch: int, kv_heads: int, group: int, keys: int, d: int, dtype: torch.dtype, device: torch.device) -> Any:
+def _paged_decode(
+    batch: int,
+    kv_heads: int,
+    group: int,
+    keys: int,
+    d: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
     """FlashInfer's decoding over a cache of one page a sequence."""
     import flashinfer
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(128 << 20, dtype=torch.uint8, device=device), "HND",
-                                                            use_tensor_cores=group >= 4)
+
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(128 << 20, dtype=torch.uint8, device=device), "HND", use_tensor_cores=group >= 4
+    )
     pages = torch.arange(batch + 1, dtype=torch.int32, device=device)
-    wrapper.plan(pages, pages[:batch], torch.full((batch,), keys, dtype=torch.int32, device=device), kv_heads * group, kv_heads, d, keys,
-                 q_data_type=dtype, kv_data_type=dtype)
+    wrapper.plan(
+        pages,
+        pages[:batch],
+        torch.full((batch,), keys, dtype=torch.int32, device=device),
+        kv_heads * group,
+        kv_heads,
+        d,
+        keys,
+        q_data_type=dtype,
+        kv_data_type=dtype,
+    )
     return wrapper
 
 
 def flashinfer_gqa(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
     (_, group, d), keys, batch = q.shape, k.shape[1], q.shape[0] // kv_heads
     k, v = (x.view(batch, kv_heads, keys, d) for x in (k, v))
-    return _paged_decode(batch, kv_heads, group, keys, d, q.dtype, q.device).run(q.view(batch, -1, d), (k, v)).view_as(q)
+    return (
+        _paged_decode(batch, kv_heads, group, keys, d, q.dtype, q.device)
+        .run(q.view(batch, -1, d), (k, v))
+        .view_as(q)
+    )
 
 
 def gqa_decode(kv_heads: int = 2) -> tuple[Rival, ...]:
-    return (Rival("eager", partial(sdpa_gqa, kv_heads=kv_heads), compiled=True), Rival("sdpa rows", partial(sdpa_rows, kv_heads=kv_heads)),
-            Rival("flex_attention", partial(flex_gqa, kv_heads=kv_heads)),
-            Rival("flashinfer", partial(flashinfer_gqa, kv_heads=kv_heads), needs="flashinfer"))
+    return (
+        Rival("eager", partial(sdpa_gqa, kv_heads=kv_heads), compiled=True),
+        Rival("sdpa rows", partial(sdpa_rows, kv_heads=kv_heads)),
+        Rival("flex_attention", partial(flex_gqa, kv_heads=kv_heads)),
+        Rival("flashinfer", partial(flashinfer_gqa, kv_heads=kv_heads), needs="flashinfer"),
+    )
 
 
 def attention_paper(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -170,30 +220,62 @@ def sdpa_stored(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q[None], k[None], v[None], scale=1.0)[0]
 
 
-GQA_PAPER = (Rival("eager", attention_paper, compiled=True), Rival("sdpa", sdpa_paper),
-             core("sdpa, k stored (keys, d)", sdpa_stored, lambda q, k, v: (q, k.mT.contiguous(), v)))
+GQA_PAPER = (
+    Rival("eager", attention_paper, compiled=True),
+    Rival("sdpa", sdpa_paper),
+    core("sdpa, k stored (keys, d)", sdpa_stored, lambda q, k, v: (q, k.mT.contiguous(), v)),
+)
 
 
-def qk_norm_attention(q: Tensor, k: Tensor, v: Tensor, gamma_q: Tensor, gamma_k: Tensor, heads: int) -> Tensor:
+def qk_norm_attention(
+    q: Tensor, k: Tensor, v: Tensor, gamma_q: Tensor, gamma_k: Tensor, heads: int
+) -> Tensor:
     d = q.shape[-1]
-    q, k = F.layer_norm(q, (d,), gamma_q.view(d), None, EPS), F.layer_norm(k, (d,), gamma_k.view(d), None, EPS)
+    q, k = (
+        F.layer_norm(q, (d,), gamma_q.view(d), None, EPS),
+        F.layer_norm(k, (d,), gamma_k.view(d), None, EPS),
+    )
     return sdpa_heads(q, k, v, heads)
 
 
-def liger_qk_norm(q: Tensor, k: Tensor, v: Tensor, gamma_q: Tensor, gamma_k: Tensor, zeros: Tensor, heads: int) -> Tensor:
+def liger_qk_norm(
+    q: Tensor, k: Tensor, v: Tensor, gamma_q: Tensor, gamma_k: Tensor, zeros: Tensor, heads: int
+) -> Tensor:
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
-    q, k = (LigerLayerNormFunction.apply(x, gamma.view(-1), zeros, EPS) for x, gamma in ((q, gamma_q), (k, gamma_k)))
+
+    q, k = (
+        LigerLayerNormFunction.apply(x, gamma.view(-1), zeros, EPS)
+        for x, gamma in ((q, gamma_q), (k, gamma_k))
+    )
     return sdpa_heads(q, k, v, heads)
 
 
 def qk_norm(heads: int = 16) -> tuple[Rival, ...]:
-    return (Rival("eager", partial(qk_norm_attention, heads=heads), compiled=True),
-            core("sdpa alone", partial(sdpa_heads, heads=heads), lambda q, k, v, gamma_q, gamma_k: (q, k, v)),
-            Rival("liger", partial(liger_qk_norm, heads=heads), needs="liger_kernel",
-                  prepare=lambda q, k, v, gamma_q, gamma_k: (q, k, v, gamma_q, gamma_k, torch.zeros_like(gamma_q).view(-1))))
+    return (
+        Rival("eager", partial(qk_norm_attention, heads=heads), compiled=True),
+        core(
+            "sdpa alone",
+            partial(sdpa_heads, heads=heads),
+            lambda q, k, v, gamma_q, gamma_k: (q, k, v),
+        ),
+        Rival(
+            "liger",
+            partial(liger_qk_norm, heads=heads),
+            needs="liger_kernel",
+            prepare=lambda q, k, v, gamma_q, gamma_k: (
+                q,
+                k,
+                v,
+                gamma_q,
+                gamma_k,
+                torch.zeros_like(gamma_q).view(-1),
+            ),
+        ),
+    )
 
 
 # -- multi-head latent attention ------------------------------------------------------------------------------------------
+
 
 def mla_stock(qn: Tensor, qr: Tensor, c: Tensor, kr: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
     """As transformers does it: keys and values of all heads are expanded from the latent."""
@@ -207,7 +289,9 @@ def mla_absorbed(qn: Tensor, qr: Tensor, c: Tensor, kr: Tensor, wk: Tensor, wv: 
     """The up-projections moved to the query and to the result by hand."""
     scale = (qn.shape[-1] + qr.shape[-1]) ** -0.5
     q = torch.einsum("bhqd,hld->bhql", qn, wk[0])
-    scores = torch.einsum("bhql,bkl->bhqk", q, c[:, 0]) + torch.einsum("bhqr,bkr->bhqk", qr, kr[:, 0])
+    scores = torch.einsum("bhql,bkl->bhqk", q, c[:, 0]) + torch.einsum(
+        "bhqr,bkr->bhqk", qr, kr[:, 0]
+    )
     mixed = torch.einsum("bhqk,bkl->bhql", torch.softmax(scores * scale, dim=-1), c[:, 0])
     return torch.einsum("bhql,hlv->bhqv", mixed, wv[0])
 
@@ -216,21 +300,28 @@ def latent_core(q: Tensor, keys: Tensor, c: Tensor) -> Tensor:
     return torch.softmax(q @ keys.mT, dim=-1) @ c
 
 
-def _latent(qn: Tensor, qr: Tensor, c: Tensor, kr: Tensor, wk: Tensor, wv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _latent(
+    qn: Tensor, qr: Tensor, c: Tensor, kr: Tensor, wk: Tensor, wv: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries of the right shape, and [latent | rope] keys stored together."""
     keys = torch.cat([c[:, 0], kr[:, 0]], dim=-1)
-    return keys[:, :qn.shape[1]] * keys.shape[-1] ** -0.5, keys, c[:, 0]
+    return keys[:, : qn.shape[1]] * keys.shape[-1] ** -0.5, keys, c[:, 0]
 
 
-MLA = (Rival("eager", mla_stock, compiled=True), Rival("absorbed", mla_absorbed, compiled=True),
-       core("products over the latent alone", latent_core, _latent))
+MLA = (
+    Rival("eager", mla_stock, compiled=True),
+    Rival("absorbed", mla_absorbed, compiled=True),
+    core("products over the latent alone", latent_core, _latent),
+)
 
 
 # -- nTrans ---------------------------------------------------------------------------------------------------------------
 
+
 def ntrans(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
     def norm(z: Tensor) -> Tensor:
         return z / torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+
     return norm(x + a * (norm(y) - x))
 
 

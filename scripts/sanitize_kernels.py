@@ -6,6 +6,7 @@
 
 Blocks that share a loop are run twice, so that the second launch finds the counters that the first one left.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -31,12 +32,16 @@ def part(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", type=part, default=(1, 1), metavar="K/N", help="every N-th case from the K-th on")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--part", type=part, default=(1, 1), metavar="K/N", help="every N-th case from the K-th on"
+    )
     number, parts = parser.parse_args().part
     if not torch.cuda.is_available():
         sys.exit("sanitize_kernels: no GPU here")
-    cases = blocks.cases()[number - 1::parts]
+    cases = blocks.cases()[number - 1 :: parts]
     for case in cases:
         program = triton.generate(case.ugraph, case.schedules)
         inputs = measure.random_inputs(case.ugraph.program, "cuda")

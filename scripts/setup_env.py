@@ -10,6 +10,7 @@ Which torch it takes is decided when the environment is made, in this order:
   3. with an NVIDIA driver, the package index's default build;
   4. without one, a CPU build where the package index in use offers one, else the default build, saying so.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -58,6 +59,7 @@ def install(*args: str, quiet: bool = False) -> bool:
 
 # -- what the machine has ---------------------------------------------------------------------------------------------
 
+
 def has_driver() -> bool:
     if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists():
         return True
@@ -73,7 +75,9 @@ def base_torch() -> tuple[str, bool] | None:
     if importlib.util.find_spec("torch") is None:
         return None
     code = "import torch; print(torch.__version__, bool(torch.version.cuda))"
-    seen = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=False).stdout.split()
+    seen = subprocess.run(
+        [sys.executable, "-c", code], text=True, capture_output=True, check=False
+    ).stdout.split()
     if len(seen) != 2 or tuple(int(n) for n in re.findall(r"\d+", seen[0])[:2]) < (2, 8):
         return None
     return seen[0], seen[1] == "True"
@@ -81,22 +85,32 @@ def base_torch() -> tuple[str, bool] | None:
 
 def check_python() -> None:
     if not (3, 10) <= sys.version_info[:2] <= (3, 13):
-        stop(f"Python {sys.version.split()[0]} is not supported; run `make PYTHON=python3.11` with one from 3.10 to 3.13")
+        stop(
+            f"Python {sys.version.split()[0]} is not supported; run `make PYTHON=python3.11` with one from 3.10 to 3.13"
+        )
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        stop(f"{sys.executable} has no header files (Python.h), which building the C++ core needs; install python3-dev, "
-             "or give another Python: `make PYTHON=…`")
-    if not any(shutil.which(c) for c in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if c) and os.name != "nt":
+        stop(
+            f"{sys.executable} has no header files (Python.h), which building the C++ core needs; install python3-dev, "
+            "or give another Python: `make PYTHON=…`"
+        )
+    if (
+        not any(shutil.which(c) for c in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if c)
+        and os.name != "nt"
+    ):
         stop("no C++ compiler found; install g++ (with C++20, so 10 or newer), or name one in CXX")
 
 
 # -- the environment --------------------------------------------------------------------------------------------------
+
 
 def make_venv(system: str) -> str:
     """Create .venv and put torch into it. Returns the plan: "index", "system", "cuda" or "cpu"."""
     check_python()
     index, driver, own = os.environ.get("TORCH_INDEX_URL"), has_driver(), base_torch()
     if system == "1" and own is None:
-        stop(f"SYSTEM=1, but {sys.executable} has no torch of version 2.8 or newer; leave SYSTEM out, or give that Python: `make PYTHON=…`")
+        stop(
+            f"SYSTEM=1, but {sys.executable} has no torch of version 2.8 or newer; leave SYSTEM out, or give that Python: `make PYTHON=…`"
+        )
     if index:
         plan = "index"
     elif system == "1" or (system == "auto" and driver and own is not None and own[1]):
@@ -113,12 +127,16 @@ def make_venv(system: str) -> str:
     if index:
         say("taking torch from TORCH_INDEX_URL")
         if not install("--index-url", index, TORCH):
-            stop(f"no {TORCH} for Python {sys.version.split()[0]} in TORCH_INDEX_URL; correct it, or unset it")
+            stop(
+                f"no {TORCH} for Python {sys.version.split()[0]} in TORCH_INDEX_URL; correct it, or unset it"
+            )
     elif plan == "cuda" or sys.platform == "darwin":
         say(f"installing {TORCH}, the default build")
         if not install(TORCH):
-            stop(f"could not install {TORCH}; see pip's message above. On a machine without a network, give a Python that has torch: "
-                 "`make SYSTEM=1 PYTHON=…`")
+            stop(
+                f"could not install {TORCH}; see pip's message above. On a machine without a network, give a Python that has torch: "
+                "`make SYSTEM=1 PYTHON=…`"
+            )
     else:
         install_cpu_torch()
     return plan
@@ -128,28 +146,51 @@ def install_cpu_torch() -> None:
     say("no NVIDIA driver here: looking for a CPU build of torch")
     if install(TESTED_CPU_TORCH, CPU_TRITON, quiet=True):
         return
-    listed = re.findall(r"\b(\d+)\.(\d+)\.(\d+)\+cpu\b", pip("index", "versions", "torch", capture=True).stdout)
-    builds = sorted({tuple(map(int, v)) for v in listed if tuple(map(int, v)) >= (2, 8)}, reverse=True)
+    listed = re.findall(
+        r"\b(\d+)\.(\d+)\.(\d+)\+cpu\b", pip("index", "versions", "torch", capture=True).stdout
+    )
+    builds = sorted(
+        {tuple(map(int, v)) for v in listed if tuple(map(int, v)) >= (2, 8)}, reverse=True
+    )
     if builds and install("torch=={}.{}.{}+cpu".format(*builds[0]), CPU_TRITON):
         return
-    say("the package index in use offers no CPU build of torch for this Python: taking the default build, which may bring gigabytes of "
-        "CUDA libraries. To avoid that, interrupt, set TORCH_INDEX_URL to PyTorch's CPU wheel index, and run make again")
+    say(
+        "the package index in use offers no CPU build of torch for this Python: taking the default build, which may bring gigabytes of "
+        "CUDA libraries. To avoid that, interrupt, set TORCH_INDEX_URL to PyTorch's CPU wheel index, and run make again"
+    )
     if not install(TORCH):
-        stop(f"could not install {TORCH}; see pip's message above. On a machine without a network, give a Python that has torch: "
-             "`make SYSTEM=1 PYTHON=…`")
+        stop(
+            f"could not install {TORCH}; see pip's message above. On a machine without a network, give a Python that has torch: "
+            "`make SYSTEM=1 PYTHON=…`"
+        )
 
 
 def create_venv(*options: str) -> None:
     if subprocess.run([sys.executable, "-m", "venv", *options, str(VENV)], check=False).returncode:
-        stop(f"{sys.executable} cannot make virtual environments; install python3-venv, or give another Python: `make PYTHON=…`")
+        stop(
+            f"{sys.executable} cannot make virtual environments; install python3-venv, or give another Python: `make PYTHON=…`"
+        )
 
 
 def share_packages() -> None:
     """Let the environment see this Python's packages after its own, also where this Python is itself an environment's."""
-    found = {str(Path(str(metadata.distribution("torch").locate_file(""))).resolve()), *site.getsitepackages()}
-    own = Path(subprocess.run([str(PYTHON), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-                              text=True, capture_output=True, check=True).stdout.strip())
-    lines = [f"import site; site.addsitedir({folder!r})" for folder in sorted(found) if Path(folder).is_dir()]
+    found = {
+        str(Path(str(metadata.distribution("torch").locate_file(""))).resolve()),
+        *site.getsitepackages(),
+    }
+    own = Path(
+        subprocess.run(
+            [str(PYTHON), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+            text=True,
+            capture_output=True,
+            check=True,
+        ).stdout.strip()
+    )
+    lines = [
+        f"import site; site.addsitedir({folder!r})"
+        for folder in sorted(found)
+        if Path(folder).is_dir()
+    ]
     (own / "zz_base_packages.pth").write_text("\n".join(lines) + "\n")
 
 
@@ -157,21 +198,34 @@ def build(extra: str, plan: str) -> None:
     """Install the package in place, with its requirements and those of `extra`."""
     package = f"{ROOT}[{extra}]" if extra else str(ROOT)
     if plan != "system":
-        if not (install(*BUILD_TOOLS) and install("--no-build-isolation", *CONSTRAINTS, "-e", package)):
+        if not (
+            install(*BUILD_TOOLS) and install("--no-build-isolation", *CONSTRAINTS, "-e", package)
+        ):
             stop("could not build the package or install its requirements; see pip's message above")
         return
     os.environ |= {"PIP_RETRIES": "1", "PIP_DEFAULT_TIMEOUT": "15"}  # there may be no network
     if not install(*BUILD_TOOLS, quiet=True):
-        stop(f"this Python lacks one of {', '.join(BUILD_TOOLS)}, and no package index can be reached; install them into it")
+        stop(
+            f"this Python lacks one of {', '.join(BUILD_TOOLS)}, and no package index can be reached; install them into it"
+        )
     if install("--no-build-isolation", "-e", package, quiet=True):
         return
     if not install("--no-build-isolation", "--no-deps", "--no-index", "-e", str(ROOT)):
         stop("could not build the package; see pip's message above")
-    missing = [line for line in pip("check", capture=True).stdout.splitlines() if re.match(r"mirage[-_]hf\b", line)]
+    missing = [
+        line
+        for line in pip("check", capture=True).stdout.splitlines()
+        if re.match(r"mirage[-_]hf\b", line)
+    ]
     if missing:
-        stop("no package index can be reached, and this Python does not have all that is needed:\n  " + "\n  ".join(missing))
+        stop(
+            "no package index can be reached, and this Python does not have all that is needed:\n  "
+            + "\n  ".join(missing)
+        )
     if extra:
-        say(f"no package index can be reached: of the [{extra}] tools only those that this Python has will be used")
+        say(
+            f"no package index can be reached: of the [{extra}] tools only those that this Python has will be used"
+        )
 
 
 def add_transformers(version: str, plan: str) -> None:
@@ -183,25 +237,37 @@ def add_transformers(version: str, plan: str) -> None:
         if plan == "system":
             return say(f"no package index can be reached: transformers {version} is not tested")
         stop(f"could not fetch transformers {version}; see pip's message above")
-    code = ("import sys; from importlib import metadata as m\n"
-            "try: from packaging.requirements import Requirement\n"
-            "except ImportError: from pip._vendor.packaging.requirements import Requirement\n"
-            "d, = m.distributions(path=[sys.argv[1]])\n"
-            "for r in map(Requirement, d.requires or []):\n"
-            "    wanted = r.marker is None or r.marker.evaluate({'extra': ''})\n"
-            "    if wanted and m.version(r.name) not in r.specifier: print(str(r).split(';')[0])")
-    others = subprocess.run([str(PYTHON), "-c", code, str(folder)], text=True, capture_output=True, check=True).stdout.split("\n")
+    code = (
+        "import sys; from importlib import metadata as m\n"
+        "try: from packaging.requirements import Requirement\n"
+        "except ImportError: from pip._vendor.packaging.requirements import Requirement\n"
+        "d, = m.distributions(path=[sys.argv[1]])\n"
+        "for r in map(Requirement, d.requires or []):\n"
+        "    wanted = r.marker is None or r.marker.evaluate({'extra': ''})\n"
+        "    if wanted and m.version(r.name) not in r.specifier: print(str(r).split(';')[0])"
+    )
+    others = subprocess.run(
+        [str(PYTHON), "-c", code, str(folder)], text=True, capture_output=True, check=True
+    ).stdout.split("\n")
     needed = [r.strip() for r in others if r.strip()]
     if needed and not install(*target, *needed):
-        stop(f"could not fetch what transformers {version} needs: {', '.join(needed)}; see pip's message above")
-    (folder / ".ready").write_text(f"transformers {version}, with {', '.join(needed) or 'nothing else'}\n")
+        stop(
+            f"could not fetch what transformers {version} needs: {', '.join(needed)}; see pip's message above"
+        )
+    (folder / ".ready").write_text(
+        f"transformers {version}, with {', '.join(needed) or 'nothing else'}\n"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("run", "dev", "compat"))
     parser.add_argument("version", nargs="?", help="for compat: the version of transformers")
-    parser.add_argument("--system", default="auto", choices=("auto", "0", "1"), help="use this Python's own torch")
+    parser.add_argument(
+        "--system", default="auto", choices=("auto", "0", "1"), help="use this Python's own torch"
+    )
     args = parser.parse_args(argv)
     note = VENV / "torch-plan"
     plan = note.read_text().strip() if note.exists() and PYTHON.exists() else ""

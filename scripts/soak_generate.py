@@ -9,6 +9,7 @@ compared with those of stock models that live through the same. The second half 
 loaded what they need for every size. Memory is measured after the same few calls at the start, after the first half and at the end; in the
 second half it may grow by what LIMITS says.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -34,7 +35,7 @@ from transformers import DynamicCache
 LENGTHS = (1, 2, 7, 30, 63, 64, 65, 120, 200, 250, 300)
 BATCHES = (1, 1, 2, 3, 4)
 """There are kernels for up to 3 rows."""
-MIB = 2 ** 20
+MIB = 2**20
 LIMITS = {"tensors": 8.0, "pools": 1.0, "driver": 32.0, "host": 64.0}
 """MiB by which memory may grow: of the device as torch and as our pools count it, of the whole GPU, of this process."""
 
@@ -49,16 +50,25 @@ def kind(call: Call) -> Call:
 
 def steps_of(pair: Pair) -> dict[str, int]:
     """How the steps of the calls so far ran, and of how many calls."""
-    return {what.removeprefix("step: "): n for what, n in pair.runner.counts.items() if what.startswith("step: ")}
+    return {
+        what.removeprefix("step: "): n
+        for what, n in pair.runner.counts.items()
+        if what.startswith("step: ")
+    }
 
 
 # -- kinds of calls -----------------------------------------------------------------------------------------------------
 
+
 def some(rng: random.Random, batch: int | None = None) -> dict[str, Any]:
     """A prompt, left-padded or not, and a greedy call of a few tokens."""
-    batch, seed = batch or rng.choice(BATCHES), rng.randrange(10 ** 6)
+    batch, seed = batch or rng.choice(BATCHES), rng.randrange(10**6)
     lengths = [rng.choice(LENGTHS) for _ in range(batch)]
-    given = left_padded(tuple(lengths), seed) if rng.random() < 0.4 else {"input_ids": prompt(batch, lengths[0], seed)}
+    given = (
+        left_padded(tuple(lengths), seed)
+        if rng.random() < 0.4
+        else {"input_ids": prompt(batch, lengths[0], seed)}
+    )
     return {**given, "do_sample": False, "max_new_tokens": rng.choice((1, 2, 5, 9, 16))}
 
 
@@ -69,23 +79,39 @@ def greedy(pair: Pair, rng: random.Random) -> None:
 
 @kind
 def stop_tokens(pair: Pair, rng: random.Random) -> None:
-    pair.agree({**some(rng), "max_new_tokens": 16, "eos_token_id": rng.sample(range(3, 99), rng.choice((1, 5, 30)))})
+    pair.agree(
+        {
+            **some(rng),
+            "max_new_tokens": 16,
+            "eos_token_id": rng.sample(range(3, 99), rng.choice((1, 5, 30))),
+        }
+    )
 
 
 @kind
 def processors(pair: Pair, rng: random.Random) -> None:
-    extra = rng.choice(({"repetition_penalty": 1.3}, {"bad_words_ids": [[n] for n in rng.sample(range(3, 99), 40)]},
-                        {"min_new_tokens": 5, "eos_token_id": rng.sample(range(3, 99), 60)}, {"no_repeat_ngram_size": 2}))
+    extra = rng.choice(
+        (
+            {"repetition_penalty": 1.3},
+            {"bad_words_ids": [[n] for n in rng.sample(range(3, 99), 40)]},
+            {"min_new_tokens": 5, "eos_token_id": rng.sample(range(3, 99), 60)},
+            {"no_repeat_ngram_size": 2},
+        )
+    )
     pair.agree({**some(rng), **extra})
 
 
 @kind
 def sampling(pair: Pair, rng: random.Random) -> None:
     """The same text for the same seed, whatever came before."""
-    given = {**some(rng, rng.choice((1, 1, 2))), "do_sample": True, **rng.choice(({}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 1.7}))}
+    given = {
+        **some(rng, rng.choice((1, 1, 2))),
+        "do_sample": True,
+        **rng.choice(({}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 1.7})),
+    }
     if len(given["input_ids"]) == 1:
         given["num_return_sequences"] = rng.choice((1, 3))
-    seed = rng.randrange(10 ** 6)
+    seed = rng.randrange(10**6)
     first, again = (pair.generate(given, seed=seed) for _ in range(2))
     assert torch.equal(first, again), f"seed {seed} gave {first.tolist()}, then {again.tolist()}"
 
@@ -103,6 +129,7 @@ def streamed(pair: Pair, rng: random.Random) -> None:
     def arguments() -> dict[str, Any]:
         seen.append(r := Recorder())
         return {**given, "streamer": r}
+
     pair.agree(arguments)
     assert seen[0].events == seen[1].events, "not what stock's streamer got"
 
@@ -117,13 +144,20 @@ def interrupted(pair: Pair, rng: random.Random) -> None:
             super().put(value)
             if len(self.events) > at:
                 raise KeyboardInterrupt
+
     before = steps_of(pair)
     try:
-        pair.ours.generate(**pair.fresh(given), streamer=Interrupting(), **rng.choice(({}, {"repetition_penalty": 1.2})))
+        pair.ours.generate(
+            **pair.fresh(given),
+            streamer=Interrupting(),
+            **rng.choice(({}, {"repetition_penalty": 1.2})),
+        )
         raise AssertionError("the interrupt was lost")
     except KeyboardInterrupt:
         pass
-    if at or steps_of(pair) != before:  # the first steps may be under way when the streamer gets the prompt
+    if (
+        at or steps_of(pair) != before
+    ):  # the first steps may be under way when the streamer gets the prompt
         pair.expect(len(given["input_ids"]))
     pair.agree(given)
 
@@ -136,13 +170,24 @@ def conversation(pair: Pair, rng: random.Random) -> None:
     def first() -> dict[str, Any]:
         used.append(DynamicCache(config=pair.stock.config))
         return {**given, "past_key_values": used[-1], **(FULL if returned else {})}
+
     out = pair.agree(first)
     text = out.sequences if returned else out
     longer = torch.cat([text, prompt(len(text), 3, seed=rng.randrange(99)).to(text)], -1)
     mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))
-    mask, again = torch.cat([mask, mask.new_ones(len(text), longer.shape[1] - mask.shape[1])], -1), iter(used)
-    pair.agree(lambda: {"input_ids": longer, "attention_mask": mask, "past_key_values": next(again), "do_sample": False,
-                        "max_new_tokens": 5})
+    mask, again = (
+        torch.cat([mask, mask.new_ones(len(text), longer.shape[1] - mask.shape[1])], -1),
+        iter(used),
+    )
+    pair.agree(
+        lambda: {
+            "input_ids": longer,
+            "attention_mask": mask,
+            "past_key_values": next(again),
+            "do_sample": False,
+            "max_new_tokens": 5,
+        }
+    )
 
 
 @kind
@@ -161,6 +206,7 @@ def nested(pair: Pair, rng: random.Random) -> None:
             super().put(value)
             if len(self.events) == 2:
                 pair.agree(inner)
+
     pair.agree(lambda: {**given, "streamer": Asking()})
 
 
@@ -178,7 +224,10 @@ def no_time(pair: Pair, rng: random.Random) -> None:
 @kind
 def by_stock(pair: Pair, rng: random.Random) -> None:
     """Kinds that go to stock's own method."""
-    given, torch_seed = {**some(rng, 1), **rng.choice(({"num_beams": 2}, {"use_cache": False}))}, rng.randrange(99)
+    given, torch_seed = (
+        {**some(rng, 1), **rng.choice(({"num_beams": 2}, {"use_cache": False}))},
+        rng.randrange(99),
+    )
     out = []
     for model in (pair.stock, pair.ours):
         torch.manual_seed(torch_seed)
@@ -189,11 +238,17 @@ def by_stock(pair: Pair, rng: random.Random) -> None:
 @kind
 def weights(pair: Pair, rng: random.Random) -> None:
     """New numbers in old weights, which graphs read in place."""
-    seed = rng.randrange(10 ** 6)
+    seed = rng.randrange(10**6)
     for model in (pair.stock, pair.ours):
         with torch.no_grad():
             for p in (model.lm_head.weight, model.model.layers[-1].mlp.up_proj.weight):
-                p.copy_(p[torch.randperm(len(p), generator=torch.Generator().manual_seed(seed)).to(p.device)])
+                p.copy_(
+                    p[
+                        torch.randperm(len(p), generator=torch.Generator().manual_seed(seed)).to(
+                            p.device
+                        )
+                    ]
+                )
     pair.agree(some(rng))
 
 
@@ -207,6 +262,7 @@ def released(pair: Pair, rng: random.Random) -> None:
 
 # -- memory -------------------------------------------------------------------------------------------------------------
 
+
 def memory(pairs: list[Pair]) -> dict[str, float]:
     """MiB in use after the same calls, by the names of LIMITS."""
     for pair in pairs:
@@ -219,10 +275,15 @@ def memory(pairs: list[Pair]) -> dict[str, float]:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        used |= {"tensors": torch.cuda.memory_allocated(device) / MIB, "driver": (total - free) / MIB}
+        used |= {
+            "tensors": torch.cuda.memory_allocated(device) / MIB,
+            "driver": (total - free) / MIB,
+        }
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)  # what was freed is given back
-        used["host"] = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / MIB
+        used["host"] = (
+            int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / MIB
+        )
     return used
 
 
@@ -244,8 +305,10 @@ def soak(pairs: list[Pair], calls: int, seed: int) -> dict[str, int]:
             assert not pair.runner.pool._leased, "memory of the pool is still leased"
         except Exception as error:
             rng.setstate(state)
-            raise AssertionError(f"call {n} of seed {seed}, {name} on {pair.stock.config.model_type}, like {some(rng)}: {error}\n"
-                                 f"counts: {dict(pair.runner.counts)}") from error
+            raise AssertionError(
+                f"call {n} of seed {seed}, {name} on {pair.stock.config.model_type}, like {some(rng)}: {error}\n"
+                f"counts: {dict(pair.runner.counts)}"
+            ) from error
         done[name] += 1
         if time.perf_counter() - told > 30:
             told = time.perf_counter()
@@ -256,10 +319,14 @@ def soak(pairs: list[Pair], calls: int, seed: int) -> dict[str, int]:
     for pair in pairs:
         counts += pair.runner.counts
         steps = steps_of(pair)
-        assert steps == dict(pair.wanted) and steps[KERNELS], f"steps {steps}, wanted {dict(pair.wanted)}"
+        assert steps == dict(pair.wanted) and steps[KERNELS], (
+            f"steps {steps}, wanted {dict(pair.wanted)}"
+        )
     grown = {what: after[what] - before[what] for what in after}
     text = f"memory grew in {calls - half} calls by {shown(grown)}"
-    assert all(grown[what] <= LIMITS[what] for what in grown), f"{text}; the limits are {shown(LIMITS)}"
+    assert all(grown[what] <= LIMITS[what] for what in grown), (
+        f"{text}; the limits are {shown(LIMITS)}"
+    )
     print(text, flush=True)
     return dict(counts)
 
@@ -269,7 +336,9 @@ def shown(mib: dict[str, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -279,10 +348,15 @@ def main() -> None:
             sys.exit("soak_generate: no GPU here; --device cpu runs the same calls without graphs")
         torch.backends.cuda.matmul.allow_tf32 = False
     start = time.perf_counter()
-    pairs = [Pair(small(family, torch.float32, args.device, **WIDE), "kernels", {"tune": "never"}) for family in ("llama", "mistral")]
+    pairs = [
+        Pair(small(family, torch.float32, args.device, **WIDE), "kernels", {"tune": "never"})
+        for family in ("llama", "mistral")
+    ]
     print(f"two models optimized in {time.perf_counter() - start:.0f} s", flush=True)
     counts = soak(pairs, args.calls, args.seed)
-    print(f"{counts}\n{args.calls} calls in {time.perf_counter() - start:.0f} s: every text is stock's")
+    print(
+        f"{counts}\n{args.calls} calls in {time.perf_counter() - start:.0f} s: every text is stock's"
+    )
 
 
 if __name__ == "__main__":

@@ -87,8 +87,11 @@ def reference_topics() -> list[str]:
     """The language reference, one text a topic: what `help("for")` prints."""
     file = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
     if not file.is_file():
-        print("pydoc_data/topics.py: not in this Python (some Linux packages strip it; a full CPython has it); "
-              "going on with docstrings alone, so the English will be poorer", flush=True)
+        print(
+            "pydoc_data/topics.py: not in this Python (some Linux packages strip it; a full CPython has it); "
+            "going on with docstrings alone, so the English will be poorer",
+            flush=True,
+        )
         return []
     table = next(node.value for node in parse(file).body if isinstance(node, ast.Assign))
     return list(ast.literal_eval(table).values())
@@ -116,11 +119,15 @@ def code() -> list[str]:
 def streams(texts: list[str], device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(training ids, held-out ids), each text between <|bos|> and <|eos|>; every twentieth is held out."""
     if not texts:
-        raise SystemExit("no text found: this Python's standard library has no .py files (is it zipped or stripped?)")
+        raise SystemExit(
+            "no text found: this Python's standard library has no .py files (is it zipped or stripped?)"
+        )
     rows = [[BOS, *text.encode("utf-8"), EOS] for text in texts]
     train = [i for n, row in enumerate(rows) if n % 20 != 19 for i in row]
     held = [i for n, row in enumerate(rows) if n % 20 == 19 for i in row]
-    return torch.tensor(train, dtype=torch.int16, device=device), torch.tensor(held, dtype=torch.int16, device=device)
+    return torch.tensor(train, dtype=torch.int16, device=device), torch.tensor(
+        held, dtype=torch.int16, device=device
+    )
 
 
 # -------------------------------------------------------------------------------------------------- tokenizer and model
@@ -132,14 +139,23 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab={letters[b]: b for b in range(256)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIALS])
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in SPECIALS]
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|bos|> $A", pair="<|bos|> $A <|bos|> $B:1", special_tokens=[("<|bos|>", BOS)])
+        single="<|bos|> $A", pair="<|bos|> $A <|bos|> $B:1", special_tokens=[("<|bos|>", BOS)]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|eos|>",
-        padding_side="left", clean_up_tokenization_spaces=False, model_max_length=1024,
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=1024,
         chat_template="{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n\n{% endfor %}"
-                      "{% if add_generation_prompt %}assistant: {% endif %}")
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+    )
 
 
 def byte_letters() -> list[str]:
@@ -150,17 +166,32 @@ def byte_letters() -> list[str]:
 
 
 def new_model() -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCAB, hidden_size=192, intermediate_size=480, num_hidden_layers=5,
-        num_attention_heads=6, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, rms_norm_eps=1e-5, tie_word_embeddings=True,
-        pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=192,
+            intermediate_size=480,
+            num_hidden_layers=5,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=1024,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+            pad_token_id=PAD,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+        )
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- training
 
 
-def windows(ids: torch.Tensor, starts: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+def windows(
+    ids: torch.Tensor, starts: torch.Tensor, context: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     cut = ids[starts[:, None] + torch.arange(context + 1, device=ids.device)].long()
     return cut[:, :-1], cut[:, 1:]
 
@@ -175,21 +206,31 @@ def loss_of(model, x: torch.Tensor, y: torch.Tensor, bf16: bool) -> torch.Tensor
 def held_out_loss(model, held: torch.Tensor, args) -> float:
     """Mean over up to 128 windows, nats a byte."""
     starts = torch.arange(0, len(held) - args.context - 1, args.context, device=held.device)[:128]
-    parts = [loss_of(model, *windows(held, some, args.context), args.bf16) * len(some) for some in starts.split(16)]
+    parts = [
+        loss_of(model, *windows(held, some, args.context), args.bf16) * len(some)
+        for some in starts.split(16)
+    ]
     return float(sum(parts) / len(starts))
 
 
 def train(model, ids: torch.Tensor, held: torch.Tensor, args) -> dict:
     """AdamW, linear warm-up, cosine down to zero at --steps or --seconds, whichever comes first."""
     params = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
-              {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     model.train()
     step, begin, recent = 0, time.monotonic(), torch.zeros((), device=ids.device)
     while (progress := max(step / args.steps, (time.monotonic() - begin) / args.seconds)) < 1:
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * min(1, (step + 1) / args.warmup) * 0.5 * (1 + math.cos(math.pi * progress))
+            group["lr"] = (
+                args.lr
+                * min(1, (step + 1) / args.warmup)
+                * 0.5
+                * (1 + math.cos(math.pi * progress))
+            )
         starts = torch.randint(len(ids) - args.context, (args.batch,), device=ids.device)
         loss = loss_of(model, *windows(ids, starts, args.context), args.bf16)
         loss.backward()
@@ -199,48 +240,72 @@ def train(model, ids: torch.Tensor, held: torch.Tensor, args) -> dict:
         step += 1
         recent = loss.detach() if step == 1 else recent.lerp(loss.detach(), 0.02)
         if step % args.log_every == 0:
-            print(f"step {step:6d}  {time.monotonic() - begin:6.0f} s  loss {recent.item():.3f}", flush=True)
+            print(
+                f"step {step:6d}  {time.monotonic() - begin:6.0f} s  loss {recent.item():.3f}",
+                flush=True,
+            )
     model.eval()
-    done = {"steps": step, "tokens": step * args.batch * args.context, "train": recent.item(),
-            "held": held_out_loss(model, held, args)}
-    print(f"{step} steps, loss {done['train']:.3f}, held out {done['held']:.3f} nats a byte", flush=True)
+    done = {
+        "steps": step,
+        "tokens": step * args.batch * args.context,
+        "train": recent.item(),
+        "held": held_out_loss(model, held, args),
+    }
+    print(
+        f"{step} steps, loss {done['train']:.3f}, held out {done['held']:.3f} nats a byte",
+        flush=True,
+    )
     return done
 
 
 @torch.no_grad()
 def sample(model, tokenizer, prompt: str) -> str:
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    ids = model.generate(**inputs, min_new_tokens=200, max_new_tokens=200, do_sample=True, temperature=0.6, top_k=0)
+    ids = model.generate(
+        **inputs, min_new_tokens=200, max_new_tokens=200, do_sample=True, temperature=0.6, top_k=0
+    )
     return tokenizer.decode(ids[0], skip_special_tokens=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- saving
 
 
-def write_readme(out: Path, what: str, text: str, args, ids: torch.Tensor, done: dict, example: str) -> None:
-    limit = f"--seconds {args.seconds:g}" if math.isfinite(args.seconds) else f"--steps {args.steps}"
+def write_readme(
+    out: Path, what: str, text: str, args, ids: torch.Tensor, done: dict, example: str
+) -> None:
+    limit = (
+        f"--seconds {args.seconds:g}" if math.isfinite(args.seconds) else f"--steps {args.steps}"
+    )
     flags = f"{'--lora ' * args.lora}{limit} --batch {args.batch} --context {args.context} --lr {args.lr:g}"
-    untrained = "" if args.context == 1024 else (
-        f"\n- Positions from {args.context} on were never trained, though `max_position_embeddings` is 1024.")
+    untrained = (
+        ""
+        if args.context == 1024
+        else (
+            f"\n- Positions from {args.context} on were never trained, though `max_position_embeddings` is 1024."
+        )
+    )
     amount = f"{done['tokens'] / 1e6:.1f} M bytes"
     before = f" (without the adapter {done['before']:.3f})" if args.lora else ""
-    (out / "README.md").write_text(f"""# {out.name}
+    (out / "README.md").write_text(
+        f"""# {out.name}
 {what} Written by `scripts/train_tiny.py`.
 
 - Text: {text} of CPython {platform.python_version()}, {len(ids) / 1e6:.2f} MB.
 - Licence of the text: Python Software Foundation License version 2, © Python Software Foundation.
-- Trained: {done['steps']} steps of {args.batch} × {args.context} bytes ({amount} in all) on {args.device}.
-- Final loss: {done['train']:.3f} nats a byte; on texts held out {done['held']:.3f}{before}.
+- Trained: {done["steps"]} steps of {args.batch} × {args.context} bytes ({amount} in all) on {args.device}.
+- Final loss: {done["train"]:.3f} nats a byte; on texts held out {done["held"]:.3f}{before}.
 - Saved as bfloat16, so float32 and bfloat16 see the same values. `from_pretrained` keeps bfloat16 unless told
   `dtype=torch.float32`.{untrained}
-- To make it again: `python scripts/train_tiny.py {flags}{' --bf16' * args.bf16}`.
+- To make it again: `python scripts/train_tiny.py {flags}{" --bf16" * args.bf16}`.
   Other hardware or another Python gives other weights.
 
 It writes (temperature 0.6):
 ```text
 {example}
 ```
-""", encoding="utf-8")
+""",
+        encoding="utf-8",
+    )
 
 
 def make_model(args) -> None:
@@ -253,9 +318,15 @@ def make_model(args) -> None:
     tokenizer.save_pretrained(args.out)
     example = sample(model, tokenizer, "The ")
     print(example)
-    write_readme(args.out, f"A byte-level Llama of {size}, for tests.",
-                 "language reference (`pydoc_data/topics.py`) and standard-library docstrings",
-                 args, ids, done, example)
+    write_readme(
+        args.out,
+        f"A byte-level Llama of {size}, for tests.",
+        "language reference (`pydoc_data/topics.py`) and standard-library docstrings",
+        args,
+        ids,
+        done,
+        example,
+    )
 
 
 def make_lora(args) -> None:
@@ -264,26 +335,47 @@ def make_lora(args) -> None:
     ids, held = streams(code(), args.device)
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     base = LlamaForCausalLM.from_pretrained(args.base, dtype=torch.float32).to(args.device)
-    model = get_peft_model(base, LoraConfig(
-        r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     before = held_out_loss(base, held, args)
-    print(f"{len(ids) / 1e6:.2f} MB of text, on {args.device}; held out, without the adapter: {before:.3f}", flush=True)
+    print(
+        f"{len(ids) / 1e6:.2f} MB of text, on {args.device}; held out, without the adapter: {before:.3f}",
+        flush=True,
+    )
     done = train(model, ids, held, args) | {"before": before}
     model.peft_config["default"].base_model_name_or_path = f"tests/assets/{Path(args.base).name}"
     model.to(torch.bfloat16).save_pretrained(args.out)
     example = sample(model, tokenizer, "The ")
     print(example)
-    write_readme(args.out, "A rank-8 LoRA (alpha 16, every linear but the head) for `tiny_llama`, for tests.",
-                 "code, without docstrings and comments, of some standard modules", args, ids, done, example)
+    write_readme(
+        args.out,
+        "A rank-8 LoRA (alpha 16, every linear but the head) for `tiny_llama`, for tests.",
+        "code, without docstrings and comments, of some standard modules",
+        args,
+        ids,
+        done,
+        example,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the tiny byte-level Llama of the tests, or its LoRA.")
-    parser.add_argument("--lora", action="store_true", help="train the adapter, on a model that is there already")
-    parser.add_argument("--out", type=Path, help="default: tests/assets/tiny_llama or tests/assets/tiny_llama_lora")
-    parser.add_argument("--base", type=Path, default=ASSETS / "tiny_llama", help="the model that --lora adapts")
+    parser = argparse.ArgumentParser(
+        description="Train the tiny byte-level Llama of the tests, or its LoRA."
+    )
+    parser.add_argument(
+        "--lora", action="store_true", help="train the adapter, on a model that is there already"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="default: tests/assets/tiny_llama or tests/assets/tiny_llama_lora"
+    )
+    parser.add_argument(
+        "--base", type=Path, default=ASSETS / "tiny_llama", help="the model that --lora adapts"
+    )
     parser.add_argument("--steps", type=int, default=20_000, help="stop after so many steps")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so much training time")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="stop after so much training time"
+    )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=256, help="bytes a row, at most 1024")
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -292,8 +384,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available(),
-                        help="bfloat16 autocast; worth it on a CPU with AVX512-BF16 or AMX")
+    parser.add_argument(
+        "--bf16",
+        action=argparse.BooleanOptionalAction,
+        default=torch.cuda.is_available(),
+        help="bfloat16 autocast; worth it on a CPU with AVX512-BF16 or AMX",
+    )
     args = parser.parse_args()
     args.out = args.out or ASSETS / ("tiny_llama_lora" if args.lora else "tiny_llama")
     if args.threads:

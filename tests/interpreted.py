@@ -2,6 +2,7 @@
 
 TRITON_INTERPRET must be set before triton is imported, and importing torch, transformers and triton takes seconds.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -33,7 +34,9 @@ def run(code: str) -> Any:
         answer = process.stdout.readline()  # type: ignore[union-attr]
     finally:
         watch.cancel()
-    assert answer, f"the process that interprets kernels died, or took more than {SECONDS} s; standard error has more"
+    assert answer, (
+        f"the process that interprets kernels died, or took more than {SECONDS} s; standard error has more"
+    )
     result = json.loads(answer)
     assert "raised" not in result, result["raised"]
     return result["value"]
@@ -42,8 +45,17 @@ def run(code: str) -> Any:
 @functools.cache
 def _process() -> subprocess.Popen[str]:
     """It ends when its input does, so with this process, however that ends."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "MIRAGE_HF_CACHE": tempfile.mkdtemp(prefix="mirage_hf_tests_")}
-    return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "MIRAGE_HF_CACHE": tempfile.mkdtemp(prefix="mirage_hf_tests_"),
+    }
+    return subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
 
 
 def quicken() -> None:
@@ -52,6 +64,7 @@ def quicken() -> None:
     import triton.language as tl
     from triton.language import core
     from triton.runtime import interpreter
+
     if not triton.__version__.startswith("3.6.") or hasattr(interpreter, "quickened"):
         return
     interpreter.quickened = True
@@ -61,8 +74,13 @@ def quicken() -> None:
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
     # tl is patched anew in each call of a function from a kernel; once for each kernel is enough
-    patch, modules = interpreter._patch_lang, type("Modules", (), {"__globals__": {"tl": tl, "core": core}})
-    interpreter._patch_lang = lambda fn: patch(modules) if core.is_builtin(tl.program_id) else interpreter._LangPatchScope()
+    patch, modules = (
+        interpreter._patch_lang,
+        type("Modules", (), {"__globals__": {"tl": tl, "core": core}}),
+    )
+    interpreter._patch_lang = lambda fn: (
+        patch(modules) if core.is_builtin(tl.program_id) else interpreter._LangPatchScope()
+    )
 
     # a table of all dtypes is made for each conversion
     np_dtype, dtypes = interpreter._get_np_dtype, {}
@@ -71,6 +89,7 @@ def quicken() -> None:
         if t.scalar.name not in dtypes:
             dtypes[t.scalar.name] = np_dtype(t)
         return dtypes[t.scalar.name]
+
     interpreter._get_np_dtype = known_dtype
 
     # shapes are checked, and written out, for each type and each tensor
@@ -81,13 +100,19 @@ def quicken() -> None:
         if key not in blocks:
             block_type(self, element_ty, shape)
             sizes = core.tuple([core.constexpr(n) for n in self.shape]), core.constexpr(self.numel)
-            blocks[key] = {"shape": self.shape, "numel": self.numel, "name": self.name, "of_tensor": sizes}
+            blocks[key] = {
+                "shape": self.shape,
+                "numel": self.numel,
+                "name": self.name,
+                "of_tensor": sizes,
+            }
         self.element_ty = element_ty
         self.__dict__ |= blocks[key]
 
     def tensor(self, handle, type):
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = type.of_tensor if type.is_block() else scalar
+
     core.block_type.__init__, core.tensor.__init__ = known_block_type, tensor
 
     # reductions by functions of ours join numbers one by one; such a function, without branches, takes whole rows
@@ -99,12 +124,19 @@ def quicken() -> None:
         arrays = [x.handle.data for x in inputs]
         joined: Any = None
         for n in range(arrays[0].shape[self.axis]):
-            row = [self.to_tensor(a.take(n, self.axis), x.dtype) for a, x in zip(arrays, inputs, strict=True)]
+            row = [
+                self.to_tensor(a.take(n, self.axis), x.dtype)
+                for a, x in zip(arrays, inputs, strict=True)
+            ]
             joined = row if joined is None else self.combine_fn.fn(*joined, *row)
             joined = joined if isinstance(joined, (list, tuple)) else [joined]
         shape = list(arrays[0].shape)
-        shape[self.axis:self.axis + 1] = [1] if self.keep_dims else []
-        return [self.to_tensor(y.handle.data.reshape(shape), x.dtype) for y, x in zip(joined, inputs, strict=True)]
+        shape[self.axis : self.axis + 1] = [1] if self.keep_dims else []
+        return [
+            self.to_tensor(y.handle.data.reshape(shape), x.dtype)
+            for y, x in zip(joined, inputs, strict=True)
+        ]
+
     interpreter.ReduceOps.generic_reduce = row_by_row
 
 
@@ -114,21 +146,30 @@ def mend() -> None:
     import triton
     import triton.language as tl
     from triton.runtime import interpreter
+
     if not triton.__version__.startswith("3.9."):
         return
     binary_op = interpreter.InterpreterBuilder.binary_op
 
     def mended(self, lhs, rhs, op):
         found = binary_op(self, lhs, rhs, op)
-        return interpreter.TensorHandle(found.data, tl.int1) if found.data.dtype == numpy.bool_ else found
+        return (
+            interpreter.TensorHandle(found.data, tl.int1)
+            if found.data.dtype == numpy.bool_
+            else found
+        )
+
     interpreter.InterpreterBuilder.binary_op = mended
 
 
 def _serve() -> None:
     sys.path[:0] = [str(HERE), *(str(HERE / folder) for folder in ("unit", "property"))]
     import torch
+
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is allocated without a value with NaN: no kernel may read it
+    torch.use_deterministic_algorithms(
+        True, warn_only=True
+    )  # fills what is allocated without a value with NaN: no kernel may read it
     quicken()
     mend()
     answers = sys.stdout
@@ -136,7 +177,9 @@ def _serve() -> None:
         printed = io.StringIO()
         try:
             with contextlib.redirect_stdout(printed):
-                exec(compile(json.loads(line), "<interpreted>", "exec"), {"__name__": "interpreted"})
+                exec(
+                    compile(json.loads(line), "<interpreted>", "exec"), {"__name__": "interpreted"}
+                )
             answer = {"value": json.loads(printed.getvalue().splitlines()[-1])}
         except Exception:
             answer = {"raised": traceback.format_exc()[-3000:]}

@@ -4,6 +4,7 @@ Ways to compute a program: breadth-first rewriting of expression DAGs by a few t
 way: every set of values that are kept, every grouping of what is stored into kernels, and for each kernel every choice of which of
 the kept values it reads rather than computes again.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,15 @@ class Terms:
         own: list[int] = []
         for k, n in enumerate(core.nodes):
             op = n.op.name
-            what = k if op in LEAVES else n.axis if op in ("sum", "max") else n.symbol if op == "opaque" else -1
+            what = (
+                k
+                if op in LEAVES
+                else n.axis
+                if op in ("sum", "max")
+                else n.symbol
+                if op == "opaque"
+                else -1
+            )
             own.append(self(op, what, *(own[a] for a in n.args)))
         self.start = tuple(own[o] for o in core.outputs)
 
@@ -36,7 +45,11 @@ class Terms:
         if term not in self.known:
             self.known[term] = len(self.terms)
             self.terms.append(term)
-            axes = sum(1 << a for a in {*self.core.nodes[what].index} if a >= 0) if op == "input" else 0
+            axes = (
+                sum(1 << a for a in {*self.core.nodes[what].index} if a >= 0)
+                if op == "input"
+                else 0
+            )
             for a in args:
                 axes |= self.axes[a]
             self.axes.append(axes & ~(1 << what) if op in ("sum", "max") else axes)
@@ -51,39 +64,39 @@ class Terms:
         if op in ("add", "mul"):
             for a, b in (args, args[::-1]):
                 inner, over, parts = self.terms[a]
-                if inner == op:                                             # (c·d)·b = c·(d·b)
+                if inner == op:  # (c·d)·b = c·(d·b)
                     for c, d in (parts, parts[::-1]):
                         yield make(op, -1, c, make(op, -1, d, b))
-                if inner == {"add": "sub", "mul": "div"}[op]:               # c/d·b = c·b/d = c·(b/d)
+                if inner == {"add": "sub", "mul": "div"}[op]:  # c/d·b = c·b/d = c·(b/d)
                     c, d = parts
                     yield make(inner, -1, make(op, -1, c, b), d)
                     yield make(op, -1, c, make(inner, -1, b, d))
-                if op == "mul" and inner in ("add", "sub"):                 # (c + d)·b = c·b + d·b
+                if op == "mul" and inner in ("add", "sub"):  # (c + d)·b = c·b + d·b
                     yield make(inner, -1, *(make("mul", -1, c, b) for c in parts))
                 if op == "mul" and inner == "sum" and not self.axes[b] >> over & 1:
-                    yield make("sum", over, make("mul", -1, parts[0], b))   # (Σ c)·b = Σ c·b
+                    yield make("sum", over, make("mul", -1, parts[0], b))  # (Σ c)·b = Σ c·b
         if op in ("sub", "div"):
             a, b = args
             back = {"sub": "add", "div": "mul"}[op]
             (first, over, c), (second, _, d) = self.terms[a], self.terms[b]
-            if first == back:                                               # c·d/b = c·(d/b)
+            if first == back:  # c·d/b = c·(d/b)
                 for x, y in (c, c[::-1]):
                     yield make(back, -1, x, make(op, -1, y, b))
-            if first == op:                                                 # c/d/b = c/(d·b) = c/b/d
+            if first == op:  # c/d/b = c/(d·b) = c/b/d
                 yield make(op, -1, c[0], make(back, -1, c[1], b))
                 yield make(op, -1, make(op, -1, c[0], b), c[1])
-            if second == back:                                              # a/(c·d) = a/c/d
+            if second == back:  # a/(c·d) = a/c/d
                 for x, y in (d, d[::-1]):
                     yield make(op, -1, make(op, -1, a, x), y)
-            if second == op:                                                # a/(c/d) = a·d/c
+            if second == op:  # a/(c/d) = a·d/c
                 yield make(op, -1, make(back, -1, a, d[1]), d[0])
-            if op == "div" and first in ("add", "sub"):                     # (c + d)/b = c/b + d/b
+            if op == "div" and first in ("add", "sub"):  # (c + d)/b = c/b + d/b
                 yield make(first, -1, *(make("div", -1, x, b) for x in c))
             if op == "div" and first == "sum" and not self.axes[b] >> over & 1:
-                yield make("sum", over, make("div", -1, c[0], b))           # (Σ c)/b = Σ c/b
+                yield make("sum", over, make("div", -1, c[0], b))  # (Σ c)/b = Σ c/b
         if op in ("add", "sub"):
             (first, over, c), (second, other, d) = (self.terms[a] for a in args)
-            if first == second == "mul":                                    # c·x + c·y = c·(x + y)
+            if first == second == "mul":  # c·x + c·y = c·(x + y)
                 for (x, y), (u, v) in product((c, c[::-1]), (d, d[::-1])):
                     if x == u:
                         yield make("mul", -1, x, make(op, -1, y, v))
@@ -93,7 +106,7 @@ class Terms:
                 yield make("sum", over, make(op, -1, c[0], d[0]))
         if op == "sum":
             inner, over, parts = self.terms[args[0]]
-            if inner == "mul":                                              # Σ c·b = (Σ c)·b where b does not carry the axis
+            if inner == "mul":  # Σ c·b = (Σ c)·b where b does not carry the axis
                 for c, b in (parts, parts[::-1]):
                     if not self.axes[b] >> what & 1:
                         yield make("mul", -1, make("sum", what, c), b)
@@ -103,11 +116,17 @@ class Terms:
                 yield make("sum", over, make("sum", what, parts[0]))
             if inner in ("add", "sub") and all(self.axes[c] >> what & 1 for c in parts):
                 yield make(inner, -1, *(make("sum", what, c) for c in parts))
-        if op == "exp" and self.terms[args[0]][0] in ("add", "sub"):        # e^(c+d) = e^c·e^d
+        if op == "exp" and self.terms[args[0]][0] in ("add", "sub"):  # e^(c+d) = e^c·e^d
             inner, _, parts = self.terms[args[0]]
-            yield make({"add": "mul", "sub": "div"}[inner], -1, *(make("exp", -1, c) for c in parts))
+            yield make(
+                {"add": "mul", "sub": "div"}[inner], -1, *(make("exp", -1, c) for c in parts)
+            )
         if op in ("mul", "div") and all(self.terms[a][0] == "exp" for a in args):
-            yield make("exp", -1, make({"mul": "add", "div": "sub"}[op], -1, *(self.terms[a][2][0] for a in args)))
+            yield make(
+                "exp",
+                -1,
+                make({"mul": "add", "div": "sub"}[op], -1, *(self.terms[a][2][0] for a in args)),
+            )
 
     def below(self, roots: Sequence[int]) -> list[int]:
         """Everything that `roots` are computed from, arguments first."""
@@ -118,6 +137,7 @@ class Terms:
                 for a in self.terms[t][2]:
                     visit(a)
                 found[t] = None
+
         for r in roots:
             visit(r)
         return list(found)
@@ -164,7 +184,11 @@ class _Way:
         at = {t: k for k, t in enumerate(self.order)}
         self.args = [tuple(at[a] for a in terms.terms[t][2]) for t in self.order]
         self.outputs = list(dict.fromkeys(at[t] for t in way))
-        self.cuts = [k for k, t in enumerate(self.order) if terms.terms[t][0] not in LEAVES and not terms.number[t]]
+        self.cuts = [
+            k
+            for k, t in enumerate(self.order)
+            if terms.terms[t][0] not in LEAVES and not terms.number[t]
+        ]
         self.limits, self.memo = limits, {}
         self.program = _core.Program()
         self.program.axes = terms.core.axes
@@ -191,13 +215,23 @@ class _Way:
                 need |= {*self.args[k]}
         return frozenset(need & stored)
 
-    def cost(self, outputs: frozenset[int], final: frozenset[int], stored: frozenset[int], in_parts: frozenset[int]) -> float:
+    def cost(
+        self,
+        outputs: frozenset[int],
+        final: frozenset[int],
+        stored: frozenset[int],
+        in_parts: frozenset[int],
+    ) -> float:
         key = (outputs, final, stored)
         if key not in self.memo:
-            self.memo[key] = _core.kernel_costs(self.program, self.limits, sorted(outputs), sorted(final), sorted(stored))
+            self.memo[key] = _core.kernel_costs(
+                self.program, self.limits, sorted(outputs), sorted(final), sorted(stored)
+            )
         return min((c for c, parts in self.memo[key] if in_parts <= {*parts}), default=float("inf"))
 
-    def plans(self, best: float, least: float, max_kernels: int, max_cuts: int) -> Iterator[tuple[float, tuple[str, ...]]]:
+    def plans(
+        self, best: float, least: float, max_kernels: int, max_cuts: int
+    ) -> Iterator[tuple[float, tuple[str, ...]]]:
         """Plans that cost less than `best`, each cheaper than the one before. No kernel costs less than `least`."""
         most = min(max_kernels, int(best / least))
         finals = frozenset(self.outputs)
@@ -219,27 +253,40 @@ class _Way:
         for g in range(count):
             outputs = frozenset(n for i, (n, _) in enumerate(items) if group[i] == g)
             final = frozenset(n for i, (n, f) in enumerate(items) if group[i] == g and f)
-            in_parts = frozenset(n for i, (n, f) in enumerate(items) if group[i] == g and not f and n in finals and n not in final)
+            in_parts = frozenset(
+                n
+                for i, (n, f) in enumerate(items)
+                if group[i] == g and not f and n in finals and n not in final
+            )
             others = [n for n in cuts if owner[n] != g]
             mine = {}
             for chosen in (c for r in range(len(others) + 1) for c in combinations(others, r)):
                 reads = self.reads(outputs, frozenset(chosen))
                 if len(reads) == len(chosen):
                     mine[reads] = self.cost(outputs, final, reads, in_parts)
-            options.append(sorted(((c, reads, outputs) for reads, c in mine.items()), key=lambda o: o[0]))
+            options.append(
+                sorted(((c, reads, outputs) for reads, c in mine.items()), key=lambda o: o[0])
+            )
             if not mine or options[-1][0][0] + least * (count - 1) >= best:
                 return float("inf"), ()
         found, kernels = float("inf"), ()
         for choice in product(*options):
             total = sum(c for c, _, _ in choice)
-            if total >= min(best, found) or not {*cuts} <= frozenset().union(*(r for _, r, _ in choice)):
+            if total >= min(best, found) or not {*cuts} <= frozenset().union(
+                *(r for _, r, _ in choice)
+            ):
                 continue
             done: set[int] = set()
-            while (more := {g for g in range(count) if all(owner[n] in done for n in choice[g][1])} - done):
+            while (
+                more := {g for g in range(count) if all(owner[n] in done for n in choice[g][1])}
+                - done
+            ):
                 done |= more
             if len(done) == count:
                 found = total
-                kernels = tuple(f"{c:.2f}: stores {sorted(o)} reads {sorted(r)}" for c, r, o in choice)
+                kernels = tuple(
+                    f"{c:.2f}: stores {sorted(o)} reads {sorted(r)}" for c, r, o in choice
+                )
         return found, kernels
 
 
@@ -250,10 +297,13 @@ def _groups(count: int, most: int) -> Iterator[tuple[int, ...]]:
             return
         for g in range(min(most, max(prefix, default=-1) + 2)):
             yield from grow((*prefix, g))
+
     return grow(())
 
 
-def cheapest(core: _core.Program, limits: _core.Limits, below: float, least: float, ways: int) -> tuple[Plan, int, bool]:
+def cheapest(
+    core: _core.Program, limits: _core.Limits, below: float, least: float, ways: int
+) -> tuple[Plan, int, bool]:
     """The cheapest plan of a program that costs less than `below` (cost inf: there is none), the number of ways to compute the
     outputs that were tried, and whether these are all that the rules give."""
     terms = Terms(core)
@@ -261,6 +311,8 @@ def cheapest(core: _core.Program, limits: _core.Limits, below: float, least: flo
     best = Plan(float("inf"))
     for way in found:
         made = _Way(terms, way, limits)
-        for cost, kernels in made.plans(min(below, best.cost), least, limits.max_kernels, limits.max_cuts):
+        for cost, kernels in made.plans(
+            min(below, best.cost), least, limits.max_kernels, limits.max_cuts
+        ):
             best = Plan(cost, way, kernels, made.program.text())
     return best, len(found), complete

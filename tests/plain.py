@@ -3,6 +3,7 @@
 A value that carries an axis and the number of its parts is kept by element of the axis alone: an element knows its part.
 A running maximum is the final one, as the definition of a shifted sum says.
 """
+
 from __future__ import annotations
 
 import math
@@ -15,13 +16,29 @@ from mirage_hf.graph.block import BlockGraph
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 
 SCALAR = {
-    "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y, "div": lambda x, y: x / y, "neg": lambda x: -x,
-    "pow": lambda x, y: x ** y, "max": torch.maximum, "min": torch.minimum, "exp": torch.exp, "sqrt": torch.sqrt,
-    "rsqrt": lambda x: 1 / torch.sqrt(x), "square": lambda x: x * x, "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
-    "silu": lambda x: x * torch.sigmoid(x), "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": lambda x: x.clamp(min=0), "tanh": torch.tanh, "clamp": lambda x, min=-math.inf, max=math.inf: x.clamp(min, max),
-    "cast": lambda x, dtype=None: x, "select": lambda m, x, y: torch.where(m == 0, y, x),
-    "ratio": lambda x, y: torch.where(y == 0, torch.zeros_like(x / y), x / y)}
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / y,
+    "neg": lambda x: -x,
+    "pow": lambda x, y: x**y,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "exp": torch.exp,
+    "sqrt": torch.sqrt,
+    "rsqrt": lambda x: 1 / torch.sqrt(x),
+    "square": lambda x: x * x,
+    "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
+    "silu": lambda x: x * torch.sigmoid(x),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": lambda x: x.clamp(min=0),
+    "tanh": torch.tanh,
+    "clamp": lambda x, min=-math.inf, max=math.inf: x.clamp(min, max),
+    "cast": lambda x, dtype=None: x,
+    "select": lambda m, x, y: torch.where(m == 0, y, x),
+    "ratio": lambda x, y: torch.where(y == 0, torch.zeros_like(x / y), x / y),
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,10 @@ class _Block:
                 args = [self._by_element(x, axis, number, where) for x in args]
                 axes -= {number}
         order = tuple(sorted(axes))
-        values = [x.along(order) if isinstance(x, Named) else torch.tensor(float(x), dtype=self.dtype) for x in args]
+        values = [
+            x.along(order) if isinstance(x, Named) else torch.tensor(float(x), dtype=self.dtype)
+            for x in args
+        ]
         return Named(SCALAR[fn](*values, **attrs), order)
 
     @staticmethod
@@ -60,24 +80,29 @@ class _Block:
         if not isinstance(x, Named) or number not in x.axes:
             return x
         d = x.axes.index(number)
-        return Named(x.t.index_select(d, where), (*x.axes[:d], axis, *x.axes[d + 1:]))
+        return Named(x.t.index_select(d, where), (*x.axes[:d], axis, *x.axes[d + 1 :]))
 
     def reduce(self, kind: str, x: Named, axis: str) -> Named:
         d = x.axes.index(axis)
         if axis not in self.parts:
             t = x.t.sum(d) if kind == "sum" else x.t.amax(d)
-            return Named(t, x.axes[:d] + x.axes[d + 1:])
+            return Named(t, x.axes[:d] + x.axes[d + 1 :])
         n = self.length(axis)
-        pieces = [x.t.narrow(d, lo, min(n, self.size[axis] - lo)) for lo in range(0, self.size[axis], n)]
+        pieces = [
+            x.t.narrow(d, lo, min(n, self.size[axis] - lo)) for lo in range(0, self.size[axis], n)
+        ]
         t = torch.stack([p.sum(d) if kind == "sum" else p.amax(d) for p in pieces], d)
-        return Named(t, (*x.axes[:d], self.parts[axis], *x.axes[d + 1:]))
+        return Named(t, (*x.axes[:d], self.parts[axis], *x.axes[d + 1 :]))
 
     @staticmethod
     def _turned(t: torch.Tensor, d: int, how: str, width: int | None) -> torch.Tensor:
         """One element at a time."""
         n = t.shape[d] if width is None else width
         what, which = how.split()
-        partner = {k: k if k >= n else k ^ 1 if which == "pairs" else (k + n // 2) % n for k in range(t.shape[d])}
+        partner = {
+            k: k if k >= n else k ^ 1 if which == "pairs" else (k + n // 2) % n
+            for k in range(t.shape[d])
+        }
         rows = t.unbind(d)
         if what == "swap":
             return torch.stack([rows[p] for p in partner.values()], d)
@@ -94,13 +119,21 @@ class _Block:
                 values[i.name] = Named(((at >= lo) * (at < hi)).to(self.dtype), (*named, i.bounds))
                 continue
             named = tuple(a for a in i.axes if a)
-            sources = [operands[s].reshape([n for n, a in zip(operands[s].shape, i.axes, strict=True) if a]) for s in i.sources]
+            sources = [
+                operands[s].reshape(
+                    [n for n, a in zip(operands[s].shape, i.axes, strict=True) if a]
+                )
+                for s in i.sources
+            ]
             whole = torch.cat(sources, named.index(i.joined)) if len(sources) > 1 else sources[0]
             if i.turn:
                 whole = self._turned(whole, named.index(i.turn.axis), i.turn.how, i.turn.width)
             if i.padding:
                 d = named.index(i.padding.axis)
-                more = [self.size[i.padding.axis] - i.padding.size if n == d else s for n, s in enumerate(whole.shape)]
+                more = [
+                    self.size[i.padding.axis] - i.padding.size if n == d else s
+                    for n, s in enumerate(whole.shape)
+                ]
                 whole = torch.cat([whole, torch.full(more, i.padding.value, dtype=self.dtype)], d)
             values[i.name] = Named(whole, named)
         for stage in self.g.stages:
@@ -108,7 +141,11 @@ class _Block:
             left = list(todo.values())
             while left:  # a running maximum may be read before it is listed
                 missing = {op.out for op in left}
-                ready = next(op for op in left if not missing & set(op.args if hasattr(op, "args") else (op.arg,)))
+                ready = next(
+                    op
+                    for op in left
+                    if not missing & set(op.args if hasattr(op, "args") else (op.arg,))
+                )
                 left.remove(ready)
                 if hasattr(ready, "kind"):
                     values[ready.out] = self.reduce(ready.kind, values[ready.arg], stage.loop)
@@ -134,15 +171,25 @@ def _norm(x, weight, bias, eps, centre):
 
 
 def _masked(x, lo, hi, dim):
-    at = torch.arange(x.shape[dim]).reshape([-1 if d == dim % x.dim() else 1 for d in range(x.dim())])
+    at = torch.arange(x.shape[dim]).reshape(
+        [-1 if d == dim % x.dim() else 1 for d in range(x.dim())]
+    )
     return x.masked_fill((at < lo) | (at >= hi), 0.0)
 
 
-def run(graph: KernelGraph, inputs: list[torch.Tensor], dtype: torch.dtype = torch.float64, run_block=None) -> list[torch.Tensor]:
+def run(
+    graph: KernelGraph,
+    inputs: list[torch.Tensor],
+    dtype: torch.dtype = torch.float64,
+    run_block=None,
+) -> list[torch.Tensor]:
     """The outputs of a program or of a µGraph's kernels, everything in `dtype`; block graphs by `run_block` if given."""
     values = {t.index: x.to(dtype) for t, x in zip(graph.inputs, inputs, strict=True)}
     for op in graph.ops:
-        args = [values[x.index] if isinstance(x, DTensor) else torch.tensor(float(x), dtype=dtype) for x in op.inputs]
+        args = [
+            values[x.index] if isinstance(x, DTensor) else torch.tensor(float(x), dtype=dtype)
+            for x in op.inputs
+        ]
         a = dict(op.attrs)
         if op.block is not None:
             outs = run_block(op.block, args) if run_block else _Block(op.block, dtype).run(args)
@@ -151,7 +198,11 @@ def run(graph: KernelGraph, inputs: list[torch.Tensor], dtype: torch.dtype = tor
         elif op.name == "matmul":
             outs = [torch.einsum("...mk,...kn->...mn", *args)]
         elif op.name == "reduction":
-            total = args[0].amax(a["dim"], keepdim=True) if a["kind"] == "max" else args[0].sum(a["dim"], keepdim=True)
+            total = (
+                args[0].amax(a["dim"], keepdim=True)
+                if a["kind"] == "max"
+                else args[0].sum(a["dim"], keepdim=True)
+            )
             outs = [total / args[0].shape[a["dim"]] if a["kind"] == "mean" else total]
         elif op.name == "softmax":
             e = torch.exp(args[0] - args[0].amax(a["dim"], keepdim=True))

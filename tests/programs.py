@@ -3,6 +3,7 @@
 Each builder takes the module (`import mirage_hf as mi`) and sizes, and returns a kernel graph; `PROGRAMS` lists them with
 the sizes of the original paper or of a real model, and a number of kernels.
 """
+
 import math
 
 
@@ -95,6 +96,7 @@ def ntrans(mi, rows=8, n=4096):
 
     def norm(z):
         return g.div(z, g.sqrt(g.reduction(g.square(z), 1)))
+
     g.mark_output(norm(g.add(x, g.mul(a, g.sub(norm(y), x)))))
     return g
 

@@ -1,4 +1,5 @@
 """µGraphs of any number of kernels at reduced sizes, run in float64 however their axes are cut."""
+
 from __future__ import annotations
 
 import math
@@ -26,7 +27,9 @@ def sizes(program: KernelGraph) -> dict[int, int]:
 def program(graph: KernelGraph, small: Mapping[int, int]) -> KernelGraph:
     """The program with composites written out, at reduced sizes. A mean still divides by the whole size, as in its kernels."""
     whole, out = expand(graph), KernelGraph()
-    new: dict[int, DTensor] = {t.index: out.new_input([small[d] for d in t.dims], t.dtype) for t in whole.inputs}
+    new: dict[int, DTensor] = {
+        t.index: out.new_input([small[d] for d in t.dims], t.dtype) for t in whole.inputs
+    }
     for op in whole.ops:
         args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
         attrs = dict(op.attrs)
@@ -46,8 +49,16 @@ def _block(block: BlockGraph, operands: Sequence[tuple[int, ...]]) -> BlockGraph
     for i in block.inputs:
         for d, a in enumerate(i.axes):
             if a is not None:
-                size[a] = sum(operands[s][d] for s in i.sources) if a == i.joined else operands[i.sources[0]][d]
-        inputs.append(replace(i, sizes=tuple(operands[s][i.axes.index(i.joined)] for s in i.sources)) if i.joined else i)
+                size[a] = (
+                    sum(operands[s][d] for s in i.sources)
+                    if a == i.joined
+                    else operands[i.sources[0]][d]
+                )
+        inputs.append(
+            replace(i, sizes=tuple(operands[s][i.axes.index(i.joined)] for s in i.sources))
+            if i.joined
+            else i
+        )
     axes = tuple(replace(a, size=size.get(a.name, a.size)) for a in block.axes)
     return BlockGraph(axes, tuple(inputs), block.stages, block.outputs)
 
@@ -55,9 +66,13 @@ def _block(block: BlockGraph, operands: Sequence[tuple[int, ...]]) -> BlockGraph
 def ugraph(found: UGraph, small: Mapping[int, int]) -> KernelGraph:
     """The kernels of a found µGraph at reduced sizes."""
     out = KernelGraph()
-    new = {t.index: out.new_input([small[d] for d in t.dims], t.dtype) for t in found.kernels.inputs}
+    new = {
+        t.index: out.new_input([small[d] for d in t.dims], t.dtype) for t in found.kernels.inputs
+    }
     for op in found.kernels.ops:
-        assert op.name == CUSTOMIZED and op.block is not None, f"{op.name} is not a kernel that the search made"
+        assert op.name == CUSTOMIZED and op.block is not None, (
+            f"{op.name} is not a kernel that the search made"
+        )
         operands = [new[x.index] for x in op.inputs if isinstance(x, DTensor)]
         made = out.customized(operands, _block(op.block, [t.dims for t in operands]))
         new |= {t.index: y for t, y in zip(op.outputs, made, strict=True)}
@@ -70,8 +85,12 @@ def run(kernels: KernelGraph, inputs: Sequence[torch.Tensor], pieces: int) -> li
     values = {t.index: x for t, x in zip(kernels.inputs, inputs, strict=True)}
     for op in kernels.ops:
         assert op.block is not None
-        results = run_block_graph(op.block, [values[x.index] for x in op.inputs if isinstance(x, DTensor)],  # type: ignore[arg-type]
-                                  TorchAlgebra(torch.float64), pieces)
+        results = run_block_graph(
+            op.block,
+            [values[x.index] for x in op.inputs if isinstance(x, DTensor)],  # type: ignore[arg-type]
+            TorchAlgebra(torch.float64),
+            pieces,
+        )
         values |= {t.index: y for t, y in zip(op.outputs, results, strict=True)}
     return [values[t.index] for t in kernels.outputs]
 

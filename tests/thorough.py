@@ -1,4 +1,5 @@
 """How much tests try: some in `make test`, which has ten minutes on two cores, all of it in `make thorough`."""
+
 from __future__ import annotations
 
 import os

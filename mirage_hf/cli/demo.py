@@ -1,4 +1,5 @@
 """`mirage-hf demo`: the main job on a small trained model, step by step, with what each step found."""
+
 from __future__ import annotations
 
 import copy
@@ -10,8 +11,8 @@ import mirage_hf as mi
 from mirage_hf.cli import show
 from mirage_hf.cli.models import Loaded
 from mirage_hf.match.matcher import match
-from mirage_hf.match.pattern import Block
 from mirage_hf.patterns import PATTERNS
+from mirage_hf.patterns.schema import Block
 
 RUNS = 3
 
@@ -20,9 +21,13 @@ def run(loaded: Loaded, tokens: int, seconds: float | None) -> bool:
     """Show blocks, searches, report, text and times. Returns whether restore() was exact and, in float32, the tokens the same."""
     model, device = loaded.model, loaded.device
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
-    show.plain(f"{type(model).__name__}, {parameters:.1f} M parameters, {str(model.dtype).removeprefix('torch.')}, on {_place(device)}")
+    show.plain(
+        f"{type(model).__name__}, {parameters:.1f} M parameters, {str(model.dtype).removeprefix('torch.')}, on {_place(device)}"
+    )
     if device.type == "cpu":
-        show.plain("No GPU: kernels run on the cpu backend, which is correct and promises no speed. The search is the same.")
+        show.plain(
+            "No GPU: kernels run on the cpu backend, which is correct and promises no speed. The search is the same."
+        )
     stock_state, stock_types = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
 
     show.heading("1. Blocks found (nothing is changed yet)")
@@ -46,18 +51,30 @@ def run(loaded: Loaded, tokens: int, seconds: float | None) -> bool:
     show.heading("5. Text after")
     show.plain(loaded.prompt + loaded.text(after))
     same = torch.equal(before, after)
-    show.plain(f"\nThe same {tokens} greedy tokens before and after." if same else f"\n{_parting(before, after)}")
+    show.plain(
+        f"\nThe same {tokens} greedy tokens before and after."
+        if same
+        else f"\n{_parting(before, after)}"
+    )
 
     show.heading("6. Time")
     for name, ms in (("before", before_ms), ("after", after_ms)):
-        show.plain(f"{name:<7} {ms / tokens:.3f} ms a token ({ms:.0f} ms for {tokens} tokens, median of {RUNS})")
+        show.plain(
+            f"{name:<7} {ms / tokens:.3f} ms a token ({ms:.0f} ms for {tokens} tokens, median of {RUNS})"
+        )
     if device.type == "cpu":
-        show.plain("The cpu backend executes µGraphs with torch so that they can be checked anywhere; speed is for GPUs.")
+        show.plain(
+            "The cpu backend executes µGraphs with torch so that they can be checked anywhere; speed is for GPUs."
+        )
 
     mi.restore(model)
     state = model.state_dict()
-    exact = [type(m) for m in model.modules()] == stock_types and all(torch.equal(v, state[k]) for k, v in stock_state.items())
-    show.plain(f"\nrestore(model): classes and weights are {'exactly' if exact else 'NOT'} what they were.")
+    exact = [type(m) for m in model.modules()] == stock_types and all(
+        torch.equal(v, state[k]) for k, v in stock_state.items()
+    )
+    show.plain(
+        f"\nrestore(model): classes and weights are {'exactly' if exact else 'NOT'} what they were."
+    )
     return exact and (same or model.dtype != torch.float32)
 
 
@@ -77,8 +94,10 @@ def search_all(blocks: list[Block], seconds: float | None) -> None:
         outputs = " ".join("x".join(map(str, t.dims)) for t in program.outputs)
         show.search_row(table, f"{block.pattern.name} -> {outputs}", program, found, found.report)
     show.console.print(table)
-    show.plain("kernels: launched by the best result. ops: of the program. examined: values and kernels. "
-               "wrong at most: the chance that the proof let a wrong kernel through.")
+    show.plain(
+        "kernels: launched by the best result. ops: of the program. examined: values and kernels. "
+        "wrong at most: the chance that the proof let a wrong kernel through."
+    )
 
 
 def _parting(before: torch.Tensor, after: torch.Tensor) -> str:

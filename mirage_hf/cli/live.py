@@ -1,4 +1,5 @@
 """A search as it goes, on stderr: a live table where that is a terminal, plain lines elsewhere."""
+
 from __future__ import annotations
 
 import time
@@ -13,8 +14,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from mirage_hf import labels
 from mirage_hf.cli import show
+from mirage_hf.pipeline import labels
 from mirage_hf.verify.verdict import Accepted, Refused
 
 EVERY = 5.0
@@ -32,7 +33,9 @@ class SearchView:
         self._started = time.monotonic()
         self._printed = self._started
         if not self.console.is_terminal:
-            self.console.print(f"{what}: searching" + (f", {limit:g} s at most" if limit else ""), markup=False)
+            self.console.print(
+                f"{what}: searching" + (f", {limit:g} s at most" if limit else ""), markup=False
+            )
 
     def __call__(self, stage: str, detail: Any = None) -> None:
         self.stage = stage
@@ -56,16 +59,32 @@ class SearchView:
 
     def lines(self) -> list[tuple[str, str]]:
         """Pairs of label and number."""
-        found = [(label, number) for _, label, number in labels.rows(self.counters)] if self.counters is not None else []
-        found += [(f"candidates {what}", str(n)) for what, n in sorted(self.verdicts.items(), reverse=True)]
+        found = (
+            [(label, number) for _, label, number in labels.rows(self.counters)]
+            if self.counters is not None
+            else []
+        )
+        found += [
+            (f"candidates {what}", str(n))
+            for what, n in sorted(self.verdicts.items(), reverse=True)
+        ]
         if self.last_refusal:
-            found.append(("last refusal", self.last_refusal if len(self.last_refusal) <= 90 else self.last_refusal[:89] + "…"))
+            found.append(
+                (
+                    "last refusal",
+                    self.last_refusal
+                    if len(self.last_refusal) <= 90
+                    else self.last_refusal[:89] + "…",
+                )
+            )
         return found + ([("tuning", self.tuned)] if self.tuned else [])
 
     def __rich__(self) -> Group:
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 2))
         lines = self.lines()
-        table.add_column(style="dim", no_wrap=True, min_width=max((len(label) for label, _ in lines), default=0))
+        table.add_column(
+            style="dim", no_wrap=True, min_width=max((len(label) for label, _ in lines), default=0)
+        )
         table.add_column(no_wrap=True, overflow="ellipsis")
         for label, number in lines:
             table.add_row(Text(label), Text(number))
@@ -76,7 +95,9 @@ class SearchView:
         if now - self._printed >= EVERY:
             self._printed = now
             numbers = "; ".join(f"{label} {number}" for label, number in self.lines())
-            self.console.print(f"{self.what}: {self.stage}, {self.elapsed}: {numbers}", markup=False)
+            self.console.print(
+                f"{self.what}: {self.stage}, {self.elapsed}: {numbers}", markup=False
+            )
 
 
 @contextmanager

@@ -1,4 +1,5 @@
 """The command line: `mirage-hf demo | optimize | bench | search | zoo | env`. It only calls the public API and shows results."""
+
 from __future__ import annotations
 
 import json
@@ -49,43 +50,85 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
 
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-                  help="Searched and proven fused GPU kernels for Hugging Face transformers.")
-zoo_app = typer.Typer(no_args_is_help=True, help="Look into kernel zoos: the user's cache, the packaged one, or a folder.")
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Searched and proven fused GPU kernels for Hugging Face transformers.",
+)
+zoo_app = typer.Typer(
+    no_args_is_help=True,
+    help="Look into kernel zoos: the user's cache, the packaged one, or a folder.",
+)
 app.add_typer(zoo_app, name="zoo")
 
 Model = Annotated[str, typer.Argument(help="A folder or a Hub id of a causal language model.")]
 Prompt = Annotated[str, typer.Option(help="What the model goes on from.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; a GPU if there is one.")]
-DType = Annotated[str | None, typer.Option(help="Weights: float32, bfloat16 or float16 (GPU: as stored; demo and CPU: float32).")]
+DType = Annotated[
+    str | None,
+    typer.Option(
+        help="Weights: float32, bfloat16 or float16 (GPU: as stored; demo and CPU: float32)."
+    ),
+]
 
 
 @app.command()
-def demo(model: Annotated[str | None, typer.Option(help="A folder or a Hub id; the repository's small model unless given.")] = None,
-         prompt: Prompt = "The ", tokens: Annotated[int, typer.Option(min=1)] = 200,
-         time_limit: Annotated[float | None, typer.Option(help="Seconds for each search.")] = None,
-         device: Device = None, dtype: DType = None) -> None:
+def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(help="A folder or a Hub id; the repository's small model unless given."),
+    ] = None,
+    prompt: Prompt = "The ",
+    tokens: Annotated[int, typer.Option(min=1)] = 200,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds for each search.")] = None,
+    device: Device = None,
+    dtype: DType = None,
+) -> None:
     """Find, prove and use kernels for a small model, and show every step."""
     from mirage_hf.cli import demo as steps
     from mirage_hf.cli import models
-    loaded = models.load(model or models.demo_model(), prompt, device=device, dtype=dtype or "float32")
+
+    loaded = models.load(
+        model or models.demo_model(), prompt, device=device, dtype=dtype or "float32"
+    )
     if not steps.run(loaded, tokens, time_limit):
         raise typer.Exit(1)
 
 
 @app.command()
-def optimize(model: Model, batch_size: Annotated[list[int] | None, typer.Option(help="Rows to make kernels for; may be repeated.")] = None,
-             backend: str = "auto", tune: Annotated[str, typer.Option(
-                 help="On a GPU: auto measures what was never measured, never takes the cost model's word, full measures anew.")] = "auto",
-             zoo: Annotated[str | None, typer.Option(help="A further kernel zoo: a folder or a Hub repo.")] = None,
-             dry_run: Annotated[bool, typer.Option(help="Only say what would be done.")] = False,
-             report_json: Annotated[Path | None, typer.Option(help="Write the report there as JSON.")] = None,
-             device: Device = None, dtype: DType = None) -> None:
+def optimize(
+    model: Model,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(help="Rows to make kernels for; may be repeated.")
+    ] = None,
+    backend: str = "auto",
+    tune: Annotated[
+        str,
+        typer.Option(
+            help="On a GPU: auto measures what was never measured, never takes the cost model's word, full measures anew."
+        ),
+    ] = "auto",
+    zoo: Annotated[
+        str | None, typer.Option(help="A further kernel zoo: a folder or a Hub repo.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="Only say what would be done.")] = False,
+    report_json: Annotated[
+        Path | None, typer.Option(help="Write the report there as JSON.")
+    ] = None,
+    device: Device = None,
+    dtype: DType = None,
+) -> None:
     """Search and tune kernels for a model, keep them in the user's cache, and print the report."""
     import mirage_hf as mi
     from mirage_hf.cli import models
     from mirage_hf.match.eligible import check_options
-    _check_files({f"the model's {f.name}": f for kind in models.FILES for f in Path(model).glob(kind)}, {"--report-json": report_json})
+
+    _check_files(
+        {f"the model's {f.name}": f for kind in models.FILES for f in Path(model).glob(kind)},
+        {"--report-json": report_json},
+    )
     rows = tuple(batch_size or (1,))
     try:
         check_options(None, rows, None, zoo, None, backend=backend, tune=tune)
@@ -93,7 +136,15 @@ def optimize(model: Model, batch_size: Annotated[list[int] | None, typer.Option(
         raise typer.BadParameter(str(e).removeprefix("optimize: ")) from None
     loaded = models.load(model, None, device=device, dtype=dtype)
     with show.searching("optimize") as note:
-        done = mi.optimize(loaded.model, batch_sizes=rows, backend=backend, tune=tune, zoo=zoo, dry_run=dry_run, progress=note)
+        done = mi.optimize(
+            loaded.model,
+            batch_sizes=rows,
+            backend=backend,
+            tune=tune,
+            zoo=zoo,
+            dry_run=dry_run,
+            progress=note,
+        )
     report = done if dry_run else loaded.report
     show.plain(report)
     if report_json:
@@ -101,57 +152,107 @@ def optimize(model: Model, batch_size: Annotated[list[int] | None, typer.Option(
 
 
 @app.command()
-def bench(model: Model, prompt: Prompt = "The ", tokens: Annotated[int, typer.Option(min=1)] = 128,
-          batch: Annotated[int, typer.Option(min=1)] = 1, rounds: Annotated[int, typer.Option(min=1)] = 5,
-          device: Device = None, dtype: DType = None) -> None:
+def bench(
+    model: Model,
+    prompt: Prompt = "The ",
+    tokens: Annotated[int, typer.Option(min=1)] = 128,
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    device: Device = None,
+    dtype: DType = None,
+) -> None:
     """Time generate() before and after optimize(), greedy, taking everything into account."""
     import mirage_hf as mi
     from mirage_hf.cli import models
+
     loaded = models.load(model, prompt, batch, device, dtype)
     loaded.model.generation_config.eos_token_id = None  # every run makes all the tokens
 
     def rounds_of(name: str) -> float:
         loaded.generate(tokens)
         ms, times = show.median_ms(lambda: loaded.generate(tokens), rounds, loaded.device)
-        show.plain(f"{name:<7} {ms / tokens:8.3f} ms a token ({min(times) / tokens:.3f} to {max(times) / tokens:.3f}, {rounds} runs)")
+        show.plain(
+            f"{name:<7} {ms / tokens:8.3f} ms a token ({min(times) / tokens:.3f} to {max(times) / tokens:.3f}, {rounds} runs)"
+        )
         return ms
 
     before = rounds_of("before")
     with show.searching("optimize") as note:
         mi.optimize(loaded.model, batch_sizes=(batch,), progress=note)
     after = rounds_of("after")
-    show.plain(f"{before / after:.2f} times as fast; {loaded.device}, {loaded.model.dtype}, batch {batch}, {tokens} new tokens")
+    show.plain(
+        f"{before / after:.2f} times as fast; {loaded.device}, {loaded.model.dtype}, batch {batch}, {tokens} new tokens"
+    )
     if loaded.device.type == "cpu":
         show.plain("without a GPU kernels run as torch code, which is right but slower")
 
 
 @app.command()
-def search(program: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A kernel graph, written by graph.to_json(PATH).")],
-           config: Annotated[str | None, typer.Option(help="A preset of restrictions: attention, lora or mlp.")] = None,
-           backend: Annotated[str, typer.Option(help="auto, triton or cpu")] = "auto",
-           time_limit: Annotated[float | None, typer.Option(help="Seconds.")] = None,
-           max_kernels: Annotated[int | None, typer.Option(help="Most kernels of a result.")] = None,
-           max_block_ops: Annotated[int | None, typer.Option(help="Most ops in one kernel.")] = None,
-           griddims: Annotated[list[str] | None, typer.Option(help="Allowed blocks per grid dim, as 64 or 32,4; may be repeated.")] = None,
-           blockdims: Annotated[list[str] | None, typer.Option(help="Allowed threads per dim, as 128; may be repeated.")] = None,
-           franges: Annotated[list[int] | None, typer.Option(help="Allowed trips of the loop; may be repeated.")] = None,
-           seed: Annotated[int, typer.Option(help="Of the proofs' random inputs.")] = 0,
-           threads: Annotated[int | None, typer.Option(min=1, help="Threads of the search; all cores unless given.")] = None,
-           cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use and keep results of earlier searches.")] = True,
-           checkpoint: Annotated[Path | None, typer.Option(help="Load the result from this file, or keep it there.")] = None,
-           json_out: Annotated[Path | None, typer.Option("--json", help="Write results and report there.")] = None,
-           html: Annotated[Path | None, typer.Option(help="Write a page with results, pictures and code there.")] = None,
-           triton: Annotated[Path | None, typer.Option(help="Write the best kernel there as a Triton file.")] = None) -> None:
+def search(
+    program: Annotated[
+        Path,
+        typer.Argument(
+            exists=True, dir_okay=False, help="A kernel graph, written by graph.to_json(PATH)."
+        ),
+    ],
+    config: Annotated[
+        str | None, typer.Option(help="A preset of restrictions: attention, lora or mlp.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="auto, triton or cpu")] = "auto",
+    time_limit: Annotated[float | None, typer.Option(help="Seconds.")] = None,
+    max_kernels: Annotated[int | None, typer.Option(help="Most kernels of a result.")] = None,
+    max_block_ops: Annotated[int | None, typer.Option(help="Most ops in one kernel.")] = None,
+    griddims: Annotated[
+        list[str] | None,
+        typer.Option(help="Allowed blocks per grid dim, as 64 or 32,4; may be repeated."),
+    ] = None,
+    blockdims: Annotated[
+        list[str] | None, typer.Option(help="Allowed threads per dim, as 128; may be repeated.")
+    ] = None,
+    franges: Annotated[
+        list[int] | None, typer.Option(help="Allowed trips of the loop; may be repeated.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the proofs' random inputs.")] = 0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of the search; all cores unless given.")
+    ] = None,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Use and keep results of earlier searches.")
+    ] = True,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Load the result from this file, or keep it there.")
+    ] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write results and report there.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with results, pictures and code there.")
+    ] = None,
+    triton: Annotated[
+        Path | None, typer.Option(help="Write the best kernel there as a Triton file.")
+    ] = None,
+) -> None:
     """Search for faster kernels of a tensor program."""
     import mirage_hf as mi
     from mirage_hf.cli import live
     from mirage_hf.graph import json_format
+    from mirage_hf.pipeline.superoptimizer import options_of
     from mirage_hf.settings import settings
-    from mirage_hf.superoptimizer import options_of
-    _check_files({"PROGRAM": program}, {"--checkpoint": checkpoint, "--json": json_out, "--html": html, "--triton": triton})
+
+    _check_files(
+        {"PROGRAM": program},
+        {"--checkpoint": checkpoint, "--json": json_out, "--html": html, "--triton": triton},
+    )
     options: dict[str, Any] = {
-        "config": config, "backend": backend, "griddims": _dims("--griddims", griddims), "blockdims": _dims("--blockdims", blockdims),
-        "franges": franges or None, "max_kernels": max_kernels, "max_block_ops": max_block_ops, "time_limit": time_limit}
+        "config": config,
+        "backend": backend,
+        "griddims": _dims("--griddims", griddims),
+        "blockdims": _dims("--blockdims", blockdims),
+        "franges": franges or None,
+        "max_kernels": max_kernels,
+        "max_block_ops": max_block_ops,
+        "time_limit": time_limit,
+    }
     try:
         options_of(**options, maps={})
     except errors.SearchError as e:
@@ -160,9 +261,13 @@ def search(program: Annotated[Path, typer.Argument(exists=True, dir_okay=False, 
         os.environ["MIRAGE_HF_THREADS"] = str(threads)
     graph = mi.load_graph(program)
     with live.searching(program.name, time_limit or settings().search_seconds) as view:
-        found = mi.superoptimize(graph, progress=view, seed=seed, checkpoint=checkpoint, cache=cache, **options)
+        found = mi.superoptimize(
+            graph, progress=view, seed=seed, checkpoint=checkpoint, cache=cache, **options
+        )
     if found.report.stop == "interrupted":
-        show.plain("interrupted: this is what was found until then; it was not kept, the same command searches anew\n")
+        show.plain(
+            "interrupted: this is what was found until then; it was not kept, the same command searches anew\n"
+        )
     table = show.search_table()
     show.search_row(table, program.name, graph, found, found.report)
     show.console.print(table)
@@ -170,7 +275,10 @@ def search(program: Annotated[Path, typer.Argument(exists=True, dir_okay=False, 
     show.heading("The best µGraph" if found[0].is_fused else "The library path is the best µGraph")
     show.plain(found[0])
     if json_out:
-        data = {"report": found.report.to_dict(), "results": [json_format.ugraph_to_dict(u) for u in found]}
+        data = {
+            "report": found.report.to_dict(),
+            "results": [json_format.ugraph_to_dict(u) for u in found],
+        }
         json_out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     written = [json_out] if json_out else []
     written += [found.to_html(html)] if html else []
@@ -187,10 +295,16 @@ def _check_files(read: Mapping[str, Path], written: Mapping[str, Path | None]) -
         if path is None:
             continue
         if path.is_dir() or not path.absolute().parent.is_dir():
-            what = "is a folder, give a file" if path.is_dir() else f"has no folder {path.parent}, make it first"
+            what = (
+                "is a folder, give a file"
+                if path.is_dir()
+                else f"has no folder {path.parent}, make it first"
+            )
             raise typer.BadParameter(f"{name} {path}: {what}")
         if (other := taken.setdefault(path.resolve(), name)) != name:
-            raise typer.BadParameter(f"{name} {path}: is {other}, which would be overwritten; give another file")
+            raise typer.BadParameter(
+                f"{name} {path}: is {other}, which would be overwritten; give another file"
+            )
 
 
 def _dims(name: str, given: list[str] | None) -> list[tuple[int, ...]] | None:
@@ -203,11 +317,15 @@ def _dims(name: str, given: list[str] | None) -> list[tuple[int, ...]] | None:
 
 # -- zoos -------------------------------------------------------------------------------------------------------------
 
-Root = Annotated[Path | None, typer.Argument(help="A zoo's folder; the user's cache and the packaged zoo unless given.")]
+Root = Annotated[
+    Path | None,
+    typer.Argument(help="A zoo's folder; the user's cache and the packaged zoo unless given."),
+]
 
 
 def _stores(root: Path | None) -> list[Any]:
     from mirage_hf.zoo import store
+
     return [store.named_store(root)] if root else [store.user_store(), store.packaged_store()]
 
 
@@ -221,9 +339,20 @@ def zoo_list(root: Root = None) -> None:
         found = [entry for _, entry in store.verify()]
         for e in (x for x in found if not isinstance(x, errors.Rejected)):
             times = ", ".join(f"{t.name} {t.median_us:.2f} µs" for t in e.timings) or "not timed"
-            table.add_row(e.pattern, e.key.title, e.key.target, str(e.ugraph.num_kernels), times, e.machine.get("gpu", "-"), e.created)
+            table.add_row(
+                e.pattern,
+                e.key.title,
+                e.key.target,
+                str(e.ugraph.num_kernels),
+                times,
+                e.machine.get("gpu", "-"),
+                e.created,
+            )
         damaged = len(found) - table.row_count
-        show.plain(f"{store.root}: {table.row_count} entries" + (f", and {damaged} that `mirage-hf zoo verify` refuses" if damaged else ""))
+        show.plain(
+            f"{store.root}: {table.row_count} entries"
+            + (f", and {damaged} that `mirage-hf zoo verify` refuses" if damaged else "")
+        )
         if table.row_count:
             show.console.print(table)
 
@@ -242,7 +371,9 @@ def zoo_verify(root: Root = None) -> None:
                 good += 1
         show.plain(f"{store.root}: {good} entries check")
     if bad:
-        show.plain(f"{bad} entries do not check; they are never used, and the next optimize() that needs them makes them anew")
+        show.plain(
+            f"{bad} entries do not check; they are never used, and the next optimize() that needs them makes them anew"
+        )
         raise typer.Exit(1)
 
 
@@ -252,9 +383,15 @@ def env() -> None:
     from mirage_hf.settings import settings
     from mirage_hf.zoo import store
     from mirage_hf.zoo.machine import this_machine
+
     in_force = settings()
-    rows = {**this_machine(), "cache": in_force.cache_dir, "search threads": in_force.threads, "search seconds": in_force.search_seconds,
-            "packaged zoo": store.packaged_store().root}
+    rows = {
+        **this_machine(),
+        "cache": in_force.cache_dir,
+        "search threads": in_force.threads,
+        "search seconds": in_force.search_seconds,
+        "packaged zoo": store.packaged_store().root,
+    }
     for name, value in rows.items():
         show.plain(f"{name:<15} {value}")
 

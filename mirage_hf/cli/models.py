@@ -1,4 +1,5 @@
 """Models as the command line loads them: a folder or a Hub id, on a device, ready to generate."""
+
 from __future__ import annotations
 
 import textwrap
@@ -15,7 +16,17 @@ from mirage_hf.ops import table
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "tests" / "assets" / "tiny_llama"
 """Part of a checkout, not of the installed package."""
 
-FILES = ("*config.json", "*.safetensors*", "*.bin*", "*token*", "*vocab*", "merges.txt", "*template*", "*.model", "*.py")
+FILES = (
+    "*config.json",
+    "*.safetensors*",
+    "*.bin*",
+    "*token*",
+    "*vocab*",
+    "merges.txt",
+    "*template*",
+    "*.model",
+    "*.py",
+)
 """What models are loaded from, in their folder."""
 
 
@@ -35,16 +46,20 @@ class Loaded:
     def generate(self, tokens: int, **options: Any) -> torch.Tensor:
         """Return `tokens` new greedy tokens of every row. Errors: MirageError for a prompt without tokens."""
         if not self.inputs["input_ids"].numel():
-            raise errors.MirageError(f"the tokenizer makes no tokens of the prompt {self.prompt!r}; give another with --prompt, or look at "
-                                     "the tokenizer beside the model")
+            raise errors.MirageError(
+                f"the tokenizer makes no tokens of the prompt {self.prompt!r}; give another with --prompt, or look at "
+                "the tokenizer beside the model"
+            )
         ids = self.model.generate(**self.inputs, max_new_tokens=tokens, do_sample=False, **options)
-        return ids[:, self.inputs["input_ids"].shape[1]:]
+        return ids[:, self.inputs["input_ids"].shape[1] :]
 
     @property
     def report(self) -> Any:
         """What optimize() did. Errors: MirageError when it replaced nothing; it has warned why."""
         if "mirage" not in self.model.__dict__:
-            raise errors.MirageError("nothing in this model was replaced, it runs as before; the warning above says why")
+            raise errors.MirageError(
+                "nothing in this model was replaced, it runs as before; the warning above says why"
+            )
         return self.model.mirage.report
 
     def text(self, ids: torch.Tensor) -> str:
@@ -54,8 +69,10 @@ class Loaded:
 def demo_model() -> str:
     """Where the demo's model is. Errors: MirageError where only the package is installed."""
     if not DEMO_MODEL.is_dir():
-        raise errors.MirageError("demo: its small model is part of the repository, not of the installed package; run `make demo` in a "
-                                 "checkout, or give a model: mirage-hf demo --model FOLDER-OR-HUB-ID")
+        raise errors.MirageError(
+            "demo: its small model is part of the repository, not of the installed package; run `make demo` in a "
+            "checkout, or give a model: mirage-hf demo --model FOLDER-OR-HUB-ID"
+        )
     return str(DEMO_MODEL)
 
 
@@ -65,11 +82,17 @@ def _place(device: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, index = device.partition(":")
     if kind not in ("cuda", "cpu") or (index and not index.isdecimal()):
-        raise errors.MirageError(f"--device {device}: kernels run on NVIDIA GPUs and on the CPU; use cuda, cuda:1 or cpu")
+        raise errors.MirageError(
+            f"--device {device}: kernels run on NVIDIA GPUs and on the CPU; use cuda, cuda:1 or cpu"
+        )
     if kind == "cuda" and not torch.cuda.is_available():
-        raise errors.MirageError(f"--device {device}: torch sees no GPU here; leave it out, or use --device cpu")
+        raise errors.MirageError(
+            f"--device {device}: torch sees no GPU here; leave it out, or use --device cpu"
+        )
     if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
-        raise errors.MirageError(f"--device {device}: torch sees {torch.cuda.device_count()} GPUs here, which are numbered from 0")
+        raise errors.MirageError(
+            f"--device {device}: torch sees {torch.cuda.device_count()} GPUs here, which are numbered from 0"
+        )
     return torch.device(device)
 
 
@@ -82,7 +105,13 @@ def _of_transformers(name: str, what: str, way_out: str, load: Callable[[], Any]
         raise errors.MirageError(f"{name}: {what} ({reason}); {way_out}") from e
 
 
-def load(name: str, prompt: str | None, batch: int = 1, device: str | None = None, dtype: str | None = None) -> Loaded:
+def load(
+    name: str,
+    prompt: str | None,
+    batch: int = 1,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> Loaded:
     """Load a model in eval mode, without a prompt without its tokenizer. `dtype` None: float32 on a CPU, the checkpoint's own on a GPU.
 
     Errors: MirageError when it cannot be loaded.
@@ -92,16 +121,45 @@ def load(name: str, prompt: str | None, batch: int = 1, device: str | None = Non
 
     logging.disable_progress_bar()
     place = _place(device)
-    wanted: Any = table.DTYPES.get(dtype.removeprefix("torch.")) if dtype else torch.float32 if place.type == "cpu" else "auto"
+    wanted: Any = (
+        table.DTYPES.get(dtype.removeprefix("torch."))
+        if dtype
+        else torch.float32
+        if place.type == "cpu"
+        else "auto"
+    )
     if wanted is None or (wanted != "auto" and not wanted.is_floating_point):
         raise errors.MirageError(f"--dtype {dtype}: models are run in float16, bfloat16 or float32")
     no_model = "cannot be loaded as a causal language model", "give a folder or a Hub id"
-    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():  # no Hub id: its server is not asked
-        raise errors.MirageError(f"{name}: there is no such folder; give a model's folder or a Hub id (owner/name)")
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(
+        name
+    ).is_dir():  # no Hub id: its server is not asked
+        raise errors.MirageError(
+            f"{name}: there is no such folder; give a model's folder or a Hub id (owner/name)"
+        )
     _of_transformers(name, *no_model, lambda: AutoConfig.from_pretrained(name))
-    tokenizer = None if prompt is None else _of_transformers(
-        name, "has no tokenizer that can be loaded", "put one beside the model: tokenizer.save_pretrained(FOLDER)",
-        lambda: AutoTokenizer.from_pretrained(name))
-    model = _of_transformers(name, *no_model, lambda: AutoModelForCausalLM.from_pretrained(name, dtype=wanted)).to(place).eval()
-    inputs = dict(tokenizer([prompt] * batch, return_tensors="pt", return_token_type_ids=False).to(place)) if tokenizer else {}
+    tokenizer = (
+        None
+        if prompt is None
+        else _of_transformers(
+            name,
+            "has no tokenizer that can be loaded",
+            "put one beside the model: tokenizer.save_pretrained(FOLDER)",
+            lambda: AutoTokenizer.from_pretrained(name),
+        )
+    )
+    model = (
+        _of_transformers(
+            name, *no_model, lambda: AutoModelForCausalLM.from_pretrained(name, dtype=wanted)
+        )
+        .to(place)
+        .eval()
+    )
+    inputs = (
+        dict(
+            tokenizer([prompt] * batch, return_tensors="pt", return_token_type_ids=False).to(place)
+        )
+        if tokenizer
+        else {}
+    )
     return Loaded(model, tokenizer, inputs, prompt or "")

@@ -1,4 +1,5 @@
 """How the command line shows things: the console, a search in progress, its result, times."""
+
 from __future__ import annotations
 
 import statistics
@@ -12,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mirage_hf import progress
+from mirage_hf.pipeline import progress
 
 console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 errors_console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -39,8 +40,17 @@ def searching(what: str) -> Iterator[Callable[..., None]]:
 def search_table() -> Table:
     """An empty table for the results of searches; `search_row` fills it."""
     table = Table(box=None, pad_edge=False)
-    for name, side in (("program", "left"), ("kernels", "right"), ("ops", "right"), ("examined", "right"), ("refused", "right"),
-                       ("search", "right"), ("proof", "right"), ("wrong at most", "right"), ("stopped", "left")):
+    for name, side in (
+        ("program", "left"),
+        ("kernels", "right"),
+        ("ops", "right"),
+        ("examined", "right"),
+        ("refused", "right"),
+        ("search", "right"),
+        ("proof", "right"),
+        ("wrong at most", "right"),
+        ("stopped", "left"),
+    ):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     return table
 
@@ -49,11 +59,25 @@ def search_row(table: Table, name: str, program: Any, found: Sequence[Any], repo
     c = report.counters
     bound = "-" if report.error_bound is None else f"{report.error_bound:.0e}"
     examined = sum(getattr(c, name, 0) for name in ("examined", "kernels"))
-    counts = (found[0].num_kernels if found else "-", len(program.ops), examined, len(report.refused))
-    table.add_row(name, *map(str, counts), f"{getattr(c, 'seconds', 0.0):.3f} s", f"{report.proof_seconds:.3f} s", bound, report.stop)
+    counts = (
+        found[0].num_kernels if found else "-",
+        len(program.ops),
+        examined,
+        len(report.refused),
+    )
+    table.add_row(
+        name,
+        *map(str, counts),
+        f"{getattr(c, 'seconds', 0.0):.3f} s",
+        f"{report.proof_seconds:.3f} s",
+        bound,
+        report.stop,
+    )
 
 
-def median_ms(call: Callable[[], Any], runs: int, device: torch.device) -> tuple[float, list[float]]:
+def median_ms(
+    call: Callable[[], Any], runs: int, device: torch.device
+) -> tuple[float, list[float]]:
     """Median and all times of `runs` calls, in ms."""
     times = []
     for _ in range(runs):

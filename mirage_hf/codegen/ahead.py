@@ -3,6 +3,7 @@
 Imports Triton and nothing else that is large, so that such a process is there in a fraction of a second: Triton holds Python's lock
 for a third of a compilation, and threads alone gain little beyond three.
 """
+
 from __future__ import annotations
 
 import json
@@ -43,11 +44,18 @@ def compile_kernel(module: ModuleType, task: Task, sm: int) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
     kernel, signature, num_warps, num_stages = task
     aligned = {(n,): [["tt.divisibility", 16]] for n in range(len(signature))}
-    source = ASTSource(getattr(module, kernel), signature={**dict(signature), "overlaps": "constexpr"}, constexprs={"overlaps": sm >= 90},
-                       attrs=aligned)
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True} | ({"launch_pdl": True} if sm >= 90 else {})
+    source = ASTSource(
+        getattr(module, kernel),
+        signature={**dict(signature), "overlaps": "constexpr"},
+        constexprs={"overlaps": sm >= 90},
+        attrs=aligned,
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True} | (
+        {"launch_pdl": True} if sm >= 90 else {}
+    )
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
@@ -66,6 +74,7 @@ class HollowTorch(MetaPathFinder, Loader):
 def serve(asked: Iterable[str]) -> None:
     """Compile what each line of JSON asks for, into Triton's cache on disk, and answer with a line: what went wrong, or null."""
     from triton import knobs
+
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a compiler's own words are no answers
     sys.meta_path.insert(0, HollowTorch())
@@ -85,5 +94,7 @@ def serve(asked: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:] = json.loads(sys.argv[1])  # where the process that began this one finds Triton; not the folder of this file
+    sys.path[:] = json.loads(
+        sys.argv[1]
+    )  # where the process that began this one finds Triton; not the folder of this file
     serve(sys.stdin)

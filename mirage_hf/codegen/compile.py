@@ -1,4 +1,5 @@
 """Generated sources as modules, and ahead-of-time compilation for any GPU without one."""
+
 from __future__ import annotations
 
 import atexit
@@ -40,8 +41,10 @@ def load(source: str, digest: str) -> ModuleType:
     """
     actual = hashlib.sha256(source.encode()).hexdigest()
     if actual != digest:
-        raise errors.CodegenError(f"kernel source: its SHA-256 is {actual[:12]}…, expected {digest[:12]}…; the file is damaged, "
-                                  "generate it again")
+        raise errors.CodegenError(
+            f"kernel source: its SHA-256 is {actual[:12]}…, expected {digest[:12]}…; the file is damaged, "
+            "generate it again"
+        )
     with _lock:
         if settings().interpret:
             _let_bounds_be_loaded()
@@ -49,7 +52,9 @@ def load(source: str, digest: str) -> ModuleType:
             _parse_in_turns()
         if digest not in _loaded:
             path = _keep(source, digest)
-            _loaded[digest] = ahead.import_text(source, str(path), f"mirage_hf_generated_{digest[:16]}")  # the text that was checked
+            _loaded[digest] = ahead.import_text(
+                source, str(path), f"mirage_hf_generated_{digest[:16]}"
+            )  # the text that was checked
         return _loaded[digest]
 
 
@@ -72,6 +77,7 @@ def _let_bounds_be_loaded() -> None:
     """Let the interpreter of Triton 3.6 take loaded numbers as ends of a loop: to it they are arrays of one element, which NumPy 2.4
     and newer do not convert."""
     from triton.runtime import interpreter
+
     patch = interpreter._patch_lang_tensor
     if getattr(patch, "__module__", "") == __name__:
         return
@@ -79,6 +85,7 @@ def _let_bounds_be_loaded() -> None:
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
     interpreter._patch_lang_tensor = patched
 
 
@@ -91,6 +98,7 @@ _parsing = threading.Lock()
 def _parse_in_turns() -> None:
     """Let threads in which Triton parses kernels wait for each other."""
     from triton.runtime.jit import JITFunction
+
     parse = JITFunction.parse
     if getattr(parse, "__module__", "") == __name__:
         return
@@ -98,6 +106,7 @@ def _parse_in_turns() -> None:
     def parsed(self: Any) -> Any:
         with _parsing:
             return parse(self)
+
     JITFunction.parse = parsed
 
 
@@ -106,8 +115,11 @@ def _keep(source: str, digest: str) -> Path:
     try:
         return _kept_in(folder, source, digest)
     except OSError as e:
-        _log.warning("%s cannot be written (%s): kernels are kept for this process only; set MIRAGE_HF_CACHE to a folder that can",
-                     folder, e.strerror)
+        _log.warning(
+            "%s cannot be written (%s): kernels are kept for this process only; set MIRAGE_HF_CACHE to a folder that can",
+            folder,
+            e.strerror,
+        )
         return _kept_in(_own_folder(), source, digest)
 
 
@@ -157,7 +169,9 @@ def ahead_of_time(program: Program, sm: int) -> list[Compiled]:
 
 def _compile(module: ModuleType, launch: Launch, sm: int) -> Compiled:
     if not hasattr(getattr(module, launch.kernel), "cache_key"):
-        raise errors.CodegenError(f"{launch.kernel}: the Triton interpreter is on, it cannot compile; unset TRITON_INTERPRET")
+        raise errors.CodegenError(
+            f"{launch.kernel}: the Triton interpreter is on, it cannot compile; unset TRITON_INTERPRET"
+        )
     try:
         kernel = ahead.compile_kernel(module, _task(launch), sm)
     except Exception as e:
@@ -180,7 +194,9 @@ MOST_PROCESSES = 12
 """Each takes 80 to 130 MB."""
 
 
-def compiling(programs: Sequence[Program], sm: int, threads: int | None = None) -> Iterator[list[Compiled] | errors.CodegenError]:
+def compiling(
+    programs: Sequence[Program], sm: int, threads: int | None = None
+) -> Iterator[list[Compiled] | errors.CodegenError]:
     """Compile many programs in parallel and give each when it is done, in order; a program that does not compile gives its error
     instead. What nobody waits for any more is not begun."""
     threads = threads or settings().threads
@@ -191,13 +207,20 @@ def compiling(programs: Sequence[Program], sm: int, threads: int | None = None) 
 
         def attempt(program: Program) -> list[Compiled] | errors.CodegenError:
             try:
-                beside = _beside(processes, program, sm) if processes is not None and program.launches else None
+                beside = (
+                    _beside(processes, program, sm)
+                    if processes is not None and program.launches
+                    else None
+                )
                 compiled = ahead_of_time(program, sm)
             except errors.CodegenError as e:
                 return e
             if beside is not None:
-                _log.warning("a process that compiles kernels failed where this one did not: %s", beside)
+                _log.warning(
+                    "a process that compiles kernels failed where this one did not: %s", beside
+                )
             return compiled
+
         pool = ThreadPoolExecutor(threads)
         try:
             yield from pool.map(attempt, programs)
@@ -210,7 +233,9 @@ def _beside(processes: workers.Workers, program: Program, sm: int) -> str | None
     word is what counts. Errors: CodegenError where the process ended, as this one might."""
     module = load(program.source, program.digest)
     try:
-        path = _keep(program.source, program.digest)  # what was loaded long ago may have been deleted
+        path = _keep(
+            program.source, program.digest
+        )  # what was loaded long ago may have been deleted
         return processes.compile(str(path), module.__name__, [*map(_task, program.launches)], sm)
     except workers.Ended as e:
         raise _refused(", ".join(launch.kernel for launch in program.launches), sm, str(e)) from e

@@ -1,4 +1,5 @@
 """The program of a µGraph in double precision on the host, as C++ that a generated file checks itself with."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -146,7 +147,9 @@ def _call(op: KernelOp, names: dict[int, str]) -> str:
         parameters = ", ".join(f"double {p}" for p in operands if isinstance(p, str))
         return f"elementwise({dims}, []({parameters}) {{ return {body}; }}, {', '.join(a for a in args if isinstance(a, str))})"
     if op.name not in _FORMS:
-        raise errors.CodegenError(f"{op.name}: the CUDA self-check has no host form of it; generate a Triton program instead")
+        raise errors.CodegenError(
+            f"{op.name}: the CUDA self-check has no host form of it; generate a Triton program instead"
+        )
     return _FORMS[op.name](dims, args, dict(op.attrs), op)
 
 
@@ -161,11 +164,19 @@ def _concat(dims: str, args: Sequence[Any], attrs: dict[str, Any], op: KernelOp)
 
 _FORMS: dict[str, Callable[[str, Sequence[Any], dict[str, Any], KernelOp], str]] = {
     "matmul": lambda dims, args, attrs, op: f"matmul({dims}, {args[0]}, {args[1]})",
-    "reduction": lambda dims, args, attrs, op: f"reduction({dims}, {args[0]}, Kind::{attrs['kind']})",
+    "reduction": lambda dims, args, attrs, op: (
+        f"reduction({dims}, {args[0]}, Kind::{attrs['kind']})"
+    ),
     "reshape": lambda dims, args, attrs, op: f"reshape({dims}, {args[0]})",
-    "permute": lambda dims, args, attrs, op: f"permute({dims}, {args[0]}, {_braces(attrs['order'])})",
-    "slice": lambda dims, args, attrs, op: f"slice({dims}, {args[0]}, {attrs['dim'] % len(op.outputs[0].dims)}, {attrs['start']})",
+    "permute": lambda dims, args, attrs, op: (
+        f"permute({dims}, {args[0]}, {_braces(attrs['order'])})"
+    ),
+    "slice": lambda dims, args, attrs, op: (
+        f"slice({dims}, {args[0]}, {attrs['dim'] % len(op.outputs[0].dims)}, {attrs['start']})"
+    ),
     "concat": _concat,
-    "rope": lambda dims, args, attrs, op: f"rope({args[0]}, {args[1]}, {args[2]}, {str(attrs['interleaved']).lower()})",
+    "rope": lambda dims, args, attrs, op: (
+        f"rope({args[0]}, {args[1]}, {args[2]}, {str(attrs['interleaved']).lower()})"
+    ),
 }
 """Ops of the host reference beside the elementwise ones."""

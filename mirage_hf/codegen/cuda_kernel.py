@@ -3,6 +3,7 @@
 Stages become nests (cuda_nests.py): values that are read more than once per element are staged, then each reduction runs with
 every thread owning elements of the result and lanes of the reduced axis, and what a later stage reads lies in shared memory.
 """
+
 from __future__ import annotations
 
 import math
@@ -21,6 +22,7 @@ THREADS = 256
 SHARED_PLAIN, SHARED_MOST = 48 * 1024, 227 * 1024
 """Shared memory in bytes that any kernel gets, and that a kernel may ask for on sm_90 and sm_100 (CUDA programming guide)."""
 
+
 @dataclass(frozen=True)
 class CudaKernel:
     """Generated text of one kernel, and what its launch needs."""
@@ -30,14 +32,18 @@ class CudaKernel:
     shared: int
 
 
-def write_kernel(block: BlockGraph, operands: Sequence[Operand], outputs: Sequence[Operand], name: str) -> CudaKernel:
+def write_kernel(
+    block: BlockGraph, operands: Sequence[Operand], outputs: Sequence[Operand], name: str
+) -> CudaKernel:
     """Return `block` as a CUDA kernel in namespace `name`, with the largest loop tile whose staged values fit.
 
     Errors: CodegenError when a value that must be held whole does not fit in shared memory, or for parts and running maxima.
     """
     _refuse(block, name)
     tiles = _grid_tiles(block)
-    most = max((min(4096, 1 << (a.size - 1).bit_length()) for a in block.named(Role.LOOP)), default=1)
+    most = max(
+        (min(4096, 1 << (a.size - 1).bit_length()) for a in block.named(Role.LOOP)), default=1
+    )
     while True:
         for limit in (SHARED_PLAIN, SHARED_MOST):
             loop_tile = most
@@ -49,8 +55,10 @@ def write_kernel(block: BlockGraph, operands: Sequence[Operand], outputs: Sequen
                 loop_tile //= 2
         widest = max(tiles, key=lambda a: tiles[a], default=None)
         if widest is None or tiles[widest] == 1:
-            raise errors.CodegenError(f"{name}: needs {kernel.shared} bytes of shared memory, a block has {SHARED_MOST}; "
-                                      "make one of its tile axes the loop axis or a grid axis")
+            raise errors.CodegenError(
+                f"{name}: needs {kernel.shared} bytes of shared memory, a block has {SHARED_MOST}; "
+                "make one of its tile axes the loop axis or a grid axis"
+            )
         tiles = tiles | {widest: tiles[widest] // 2}
 
 
@@ -59,29 +67,45 @@ def _refuse(block: BlockGraph, name: str) -> None:
     way_out = "CUDA C++ is not written for that; generate a Triton program instead, or choose another candidate"
     for a in block.axes:
         if a.parts is not None:
-            raise errors.CodegenError(f"{name}: axis {a.name} is dealt out in parts numbered by {a.parts}; {way_out}")
+            raise errors.CodegenError(
+                f"{name}: axis {a.name} is dealt out in parts numbered by {a.parts}; {way_out}"
+            )
     for i in block.inputs:
         if i.bounds is not None:
-            raise errors.CodegenError(f"{name}: {i.name} holds bounds of axis {i.bounds}; {way_out}")
+            raise errors.CodegenError(
+                f"{name}: {i.name} holds bounds of axis {i.bounds}; {way_out}"
+            )
         if i.turn is not None:
-            raise errors.CodegenError(f"{name}: {i.name} is turned along axis {i.turn.axis}; {way_out}")
+            raise errors.CodegenError(
+                f"{name}: {i.name} is turned along axis {i.turn.axis}; {way_out}"
+            )
         if i.padding is not None:
-            raise errors.CodegenError(f"{name}: {i.name} is padded along axis {i.padding.axis}; {way_out}")
+            raise errors.CodegenError(
+                f"{name}: {i.name} is padded along axis {i.padding.axis}; {way_out}"
+            )
     for stage in block.stages:
         read = {x for op in stage.body for x in op.args}
         for acc in stage.accumulators:
             if acc.out in read:
-                raise errors.CodegenError(f"{name}: {acc.out} is read while it is accumulated, a running maximum; {way_out}")
+                raise errors.CodegenError(
+                    f"{name}: {acc.out} is read while it is accumulated, a running maximum; {way_out}"
+                )
 
 
 def _grid_tiles(block: BlockGraph) -> dict[str, int]:
     """Tile sizes of the grid axes: wide along axes that let a contraction read a factor again, 1 along the others."""
-    reused = {axis for c in block.contractions.values() for axis in set(block.carried[c.a]) ^ set(block.carried[c.b])}
+    reused = {
+        axis
+        for c in block.contractions.values()
+        for axis in set(block.carried[c.a]) ^ set(block.carried[c.b])
+    }
     grid = block.named(Role.GRID)
     wide = sorted((a for a in grid if a.name in reused), key=lambda a: -a.size)
     if not wide:  # nothing to read again: the last dim of an output for the sake of its stores
         wide = [a for a in grid if any(o.axes[-1] == a.name for o in block.outputs)][:1]
-    tiles = {a.name: 1 for a in grid} | {a.name: 64 if i == 0 else min(a.size, 16) for i, a in enumerate(wide)}
+    tiles = {a.name: 1 for a in grid} | {
+        a.name: 64 if i == 0 else min(a.size, 16) for i, a in enumerate(wide)
+    }
     rest = math.prod(a.size for a in block.named(Role.TILE))
     if wide:
         first = wide[0]
@@ -91,6 +115,7 @@ def _grid_tiles(block: BlockGraph) -> dict[str, int]:
 
         def elements() -> int:
             return math.prod(tiles.values()) * min(rest, 256)
+
         while tiles[first.name] > 16 and (blocks() < 256 or elements() > 4096):
             tiles[first.name] //= 2
         tiles[first.name] = min(first.size, tiles[first.name])
@@ -108,24 +133,54 @@ class _Writer(Nests):
                 self.store(o)
         shared = sum(a.bytes for a in self.arrays.values()) + -(-self.partial * 4 // 16) * 16
         grid = math.prod(self.trips(a.name) for a in self.block.named(Role.GRID))
-        return CudaKernel("\n".join([*self.head(), *_used(self.lines), "}", "", f"}}  // namespace {self.name}"]), grid, shared)
+        return CudaKernel(
+            "\n".join([*self.head(), *_used(self.lines), "}", "", f"}}  // namespace {self.name}"]),
+            grid,
+            shared,
+        )
 
     def head(self) -> list[str]:
         graph = [line.partition("  # ")[0] for line in format_block_graph(self.block).splitlines()]
-        lines = [*(f"// {line}" for line in graph), f"namespace {self.name} {{", "", f"constexpr int threads = {THREADS};"]
-        body = set(re.findall(r"\w+", "\n".join(self.lines))) | {f"{a.name}_tile" for a in self.block.axes if self.trips(a.name) > 1}
-        sizes = {f"{a.name}_size": a.size for a in self.block.axes} | {f"{a}_tile": tile for a, tile in self.tile.items()}
-        lines += [f"constexpr int {name} = {value};" for name, value in sizes.items() if name in body]
-        arrays = [f"  alignas(16) {a.ctype} {a.name}[{a.elements}];  // [{', '.join(a.axes)}]" for a in self.arrays.values()]
+        lines = [
+            *(f"// {line}" for line in graph),
+            f"namespace {self.name} {{",
+            "",
+            f"constexpr int threads = {THREADS};",
+        ]
+        body = set(re.findall(r"\w+", "\n".join(self.lines))) | {
+            f"{a.name}_tile" for a in self.block.axes if self.trips(a.name) > 1
+        }
+        sizes = {f"{a.name}_size": a.size for a in self.block.axes} | {
+            f"{a}_tile": tile for a, tile in self.tile.items()
+        }
+        lines += [
+            f"constexpr int {name} = {value};" for name, value in sizes.items() if name in body
+        ]
+        arrays = [
+            f"  alignas(16) {a.ctype} {a.name}[{a.elements}];  // [{', '.join(a.axes)}]"
+            for a in self.arrays.values()
+        ]
         arrays += [f"  alignas(16) float partial[{self.partial}];"] if self.partial else []
         lines += ["", "struct Shared {", *arrays, "};"] if arrays else []
-        parameters = [f"const {TYPES[self.operands[s].dtype]}* __restrict__ {self.pointer(i, k)}"
-                      for i in self.block.inputs for k, s in enumerate(i.sources)]
-        parameters += [f"{TYPES[t.dtype]}* __restrict__ {self.var(o.value)}_out{n}"
-                       for n, (o, t) in enumerate(zip(self.block.outputs, self.outputs, strict=True))]
-        lines += ["", f"__global__ void __launch_bounds__(threads) run({', '.join(parameters)}) {{", "  const int tid = threadIdx.x;"]
+        parameters = [
+            f"const {TYPES[self.operands[s].dtype]}* __restrict__ {self.pointer(i, k)}"
+            for i in self.block.inputs
+            for k, s in enumerate(i.sources)
+        ]
+        parameters += [
+            f"{TYPES[t.dtype]}* __restrict__ {self.var(o.value)}_out{n}"
+            for n, (o, t) in enumerate(zip(self.block.outputs, self.outputs, strict=True))
+        ]
+        lines += [
+            "",
+            f"__global__ void __launch_bounds__(threads) run({', '.join(parameters)}) {{",
+            "  const int tid = threadIdx.x;",
+        ]
         if arrays:
-            lines += ["  extern __shared__ __align__(16) unsigned char memory[];", "  Shared& shared = *reinterpret_cast<Shared*>(memory);"]
+            lines += [
+                "  extern __shared__ __align__(16) unsigned char memory[];",
+                "  Shared& shared = *reinterpret_cast<Shared*>(memory);",
+            ]
         cut = [a.name for a in self.block.named(Role.GRID) if self.trips(a.name) > 1]
         if cut:
             lines.append("  int block = blockIdx.x;")
@@ -140,11 +195,18 @@ class _Writer(Nests):
 
         def at(source: int, k: int, start: int) -> str:
             t = self.operands[source]
-            reach = t.offset + sum((self.size[a] - 1) * s for a, s in zip(i.axes, t.strides, strict=True) if a)
+            reach = t.offset + sum(
+                (self.size[a] - 1) * s for a, s in zip(i.axes, t.strides, strict=True) if a
+            )
             wide = "LL" if reach >= 1 << 31 else ""
-            terms = [(f"(at_{a} - {start})" if a == i.joined and start else f"at_{a}") + (f" * {s}{wide}" if s != 1 else "")
-                     for a, s in zip(i.axes, t.strides, strict=True) if a and s]
+            terms = [
+                (f"(at_{a} - {start})" if a == i.joined and start else f"at_{a}")
+                + (f" * {s}{wide}" if s != 1 else "")
+                for a, s in zip(i.axes, t.strides, strict=True)
+                if a and s
+            ]
             return " + ".join([self.pointer(i, k), *([str(t.offset)] if t.offset else []), *terms])
+
         text, start = "", 0
         for k, source in enumerate(i.sources):
             piece = at(source, k, start)
@@ -162,6 +224,7 @@ class _Writer(Nests):
 
         def walks(value: str) -> bool:
             return loop is not None and loop in self.block.carried[value]
+
         self.prepare(stage, [v for v in wanted if not walks(v)], inside=False)
         if loop is None:
             return
@@ -214,7 +277,9 @@ class _Writer(Nests):
 
     def wanted(self, stage: Stage) -> list[str]:
         """Values that the reductions of a stage read more than once per element: they must lie in shared memory."""
-        sums = [op.args[0] for op in stage.body if op.over is not None] + [a.arg for a in stage.accumulators]
+        sums = [op.args[0] for op in stage.body if op.over is not None] + [
+            a.arg for a in stage.accumulators
+        ]
         found: list[str] = []
 
         def visit(value: str, axes: Sequence[str]) -> None:
@@ -228,6 +293,7 @@ class _Writer(Nests):
                 for a in self.ops[value].args:
                     if isinstance(a, str):
                         visit(a, axes)
+
         for arg in sums:
             visit(str(arg), self.block.carried[str(arg)])
         return found
@@ -249,12 +315,19 @@ class _Writer(Nests):
         inner = nest.fast == over
         units = max(1, self.extent(nest.axes) // (1 if inner else nest.vector))
         step = nest.vector if inner else 1
-        if not inner and nest.fast is None and self.tile[over] % 4 == 0 and self.size[over] % 4 == 0:
+        if (
+            not inner
+            and nest.fast is None
+            and self.tile[over] % 4 == 0
+            and self.size[over] % 4 == 0
+        ):
             step = 4  # everything staged: read 4 neighbours at once
         steps = max(1, self.tile[over] // step)
         if inner:
             across = min(max(32, THREADS // _pow2(units)), _pow2(steps), THREADS)
-        elif nest.fast is None:  # each thread owns up to 8 elements, so that what it reads serves several
+        elif (
+            nest.fast is None
+        ):  # each thread owns up to 8 elements, so that what it reads serves several
             across = min(THREADS // min(THREADS, max(32, _pow2(units) // 8)), _pow2(steps))
         else:
             across = THREADS // min(THREADS, _pow2(units))
@@ -275,11 +348,17 @@ class _Writer(Nests):
         over, name = str(nest.over), self.var(out)
         nest.known, nest.vectors = {}, []
         width = lanes.step
-        end = f"{over}_count" if self.block.role(over) is Role.LOOP and self.ragged(over) else str(self.tile[over])
+        end = (
+            f"{over}_count"
+            if self.block.role(over) is Role.LOOP and self.ragged(over)
+            else str(self.tile[over])
+        )
         start = lanes.lane + (f" * {width}" if width > 1 else "")
         self.put(f"// {out} [{', '.join(self.block.carried[out])}]: {kind} of {arg} over {over}")
-        with self.scope(f"for (int {'j' if width > 1 else 'i'}_{over} = {start}; {'j' if width > 1 else 'i'}_{over} < {end}; "
-                        f"{'j' if width > 1 else 'i'}_{over} += {lanes.across * width})"):
+        with self.scope(
+            f"for (int {'j' if width > 1 else 'i'}_{over} = {start}; {'j' if width > 1 else 'i'}_{over} < {end}; "
+            f"{'j' if width > 1 else 'i'}_{over} += {lanes.across * width})"
+        ):
             if width == 1:
                 self.global_coordinate_over(over)
             with self.repeat("r", lanes.rounds):
@@ -293,7 +372,9 @@ class _Writer(Nests):
                         self.global_coordinate(along, "i", along != over, 1)
                     slot = lanes.slot(1 if lanes.inner else nest.vector)
                     value = self.ref(nest, arg)
-                    self.put(f"{name}_acc[{slot}] = {_OPS[kind]}::join({name}_acc[{slot}], {value});")
+                    self.put(
+                        f"{name}_acc[{slot}] = {_OPS[kind]}::join({name}_acc[{slot}], {value});"
+                    )
 
     def global_coordinate_over(self, over: str) -> None:
         base = f"{over}_0 + " if self.block.role(over) is Role.LOOP else ""
@@ -310,12 +391,22 @@ class _Writer(Nests):
         if groups > 1:
             self.partial = max(self.partial, groups * total)
         with self.scope(""), self.repeat("r", lanes.rounds):
-            self.put(f"const int e = {lanes.element}" + (f" + r * {lanes.own}" if lanes.rounds > 1 else "") + ";")
+            self.put(
+                f"const int e = {lanes.element}"
+                + (f" + r * {lanes.own}" if lanes.rounds > 1 else "")
+                + ";"
+            )
             with self.repeat("v", width):
                 part = f"{name}_acc[{lanes.slot(width)}]"
-                self.put(f"const float joined = {f'join_lanes<{op}, {shuffled}>({part})' if shuffled > 1 else part};")
+                self.put(
+                    f"const float joined = {f'join_lanes<{op}, {shuffled}>({part})' if shuffled > 1 else part};"
+                )
                 guards = [f"e < {lanes.units}"] if lanes.rounds * lanes.own > lanes.units else []
-                guards += [f"{lanes.lane} == 0" if groups == 1 else f"{lanes.lane} % {shuffled} == 0"] if shuffled > 1 else []
+                guards += (
+                    [f"{lanes.lane} == 0" if groups == 1 else f"{lanes.lane} % {shuffled} == 0"]
+                    if shuffled > 1
+                    else []
+                )
                 linear = f"(e * {width} + v)" if width > 1 else "e"
                 with self.scope(f"if ({' && '.join(guards)})") if guards else nullcontext():
                     if groups > 1:
@@ -328,9 +419,11 @@ class _Writer(Nests):
         if groups > 1:
             with self.scope(f"for (int e = tid; e < {total}; e += threads)"):
                 self.coordinates(Nest(nest.axes, None, 1), "e", clamp=False)
-                self.put("float joined = shared.partial[e];",
-                         f"for (int g = 1; g < {groups}; ++g) joined = {op}::join(joined, shared.partial[g * {total} + e]);",
-                         f"{array.at()} = joined;")
+                self.put(
+                    "float joined = shared.partial[e];",
+                    f"for (int g = 1; g < {groups}; ++g) joined = {op}::join(joined, shared.partial[g * {total} + e]);",
+                    f"{array.at()} = joined;",
+                )
             self.put("__syncthreads();")
         self.staged[out] = array
 

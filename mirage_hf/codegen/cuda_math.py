@@ -1,4 +1,5 @@
 """Scalar programs as C++ text, for kernels in float and for the host check in double, and the helpers that a file needs."""
+
 from __future__ import annotations
 
 import math
@@ -10,7 +11,13 @@ import torch
 from mirage_hf.codegen.triton_math import ATOM, PRODUCT, SUM, UNARY, Expr
 from mirage_hf.ops import table
 
-TYPES = {torch.float16: "half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float", torch.int32: "int", torch.int64: "long long"}
+TYPES = {
+    torch.float16: "half",
+    torch.bfloat16: "__nv_bfloat16",
+    torch.float32: "float",
+    torch.int32: "int",
+    torch.int64: "long long",
+}
 """C++ type of each dtype."""
 
 _FLOAT_MAX = 3.4028234663852886e38
@@ -38,11 +45,16 @@ class Numbers:
             "mul": lambda x, y: Expr(f"{x.at(PRODUCT)} * {y.at(UNARY)}", PRODUCT),
             "div": lambda x, y: Expr(f"{x.at(PRODUCT)} / {y.at(UNARY)}", PRODUCT),
             "neg": lambda x: Expr(f"-{x.at(ATOM)}", UNARY),
-            "max": lambda x, y: x if y.number == -math.inf else Expr(f"maximum({x.text}, {y.text})"),
+            "max": lambda x, y: (
+                x if y.number == -math.inf else Expr(f"maximum({x.text}, {y.text})")
+            ),
             "min": lambda x, y: x if y.number == math.inf else Expr(f"minimum({x.text}, {y.text})"),
             "select": lambda m, x, y: Expr(f"({m.at(SUM)} != 0 ? {x.text} : {y.text})"),
-            "rsqrt": self._call("rsqrt") if self.suffix else lambda x: Expr(f"1.0 / sqrt({x.text})", PRODUCT),
-            **{f: self._call(f) for f in ("exp", "sqrt", "tanh", "erf", "pow")}}
+            "rsqrt": self._call("rsqrt")
+            if self.suffix
+            else lambda x: Expr(f"1.0 / sqrt({x.text})", PRODUCT),
+            **{f: self._call(f) for f in ("exp", "sqrt", "tanh", "erf", "pow")},
+        }
 
     def _call(self, function: str) -> Callable[..., Expr]:
         return lambda *args: Expr(f"{function}{self.suffix}({', '.join(a.text for a in args)})")
@@ -51,9 +63,15 @@ class Numbers:
         """The text of elementwise op `fn` on values called by name and on numbers."""
         if fn == "cast":
             kind = TYPES[table.as_dtype(attrs["dtype"])]  # type: ignore[arg-type]
-            return str(args[0]) if kind == "float" or not self.suffix else f"to_float(from_float<{kind}>({args[0]}))"
+            return (
+                str(args[0])
+                if kind == "float" or not self.suffix
+                else f"to_float(from_float<{kind}>({args[0]}))"
+            )
         operands = [Expr(a) if isinstance(a, str) else self.constant(a) for a in args]
-        return table.lookup(fn).program(**attrs).evaluate(self.algebra, operands, self.constant).text
+        return (
+            table.lookup(fn).program(**attrs).evaluate(self.algebra, operands, self.constant).text
+        )
 
 
 FLOAT, DOUBLE = Numbers("f", _FLOAT_MAX), Numbers("", math.inf)

@@ -2,6 +2,7 @@
 
 What a reduction reads again and again is staged in shared memory; everything else is computed where it is needed, in float.
 """
+
 from __future__ import annotations
 
 import math
@@ -20,7 +21,8 @@ _RESERVED = frozenset(
     "float for friend goto if inline int long mutable namespace new not operator or private protected public register return short "
     "signed sizeof static struct switch template this throw true try typedef union unsigned using virtual void volatile while xor "
     "half uint4 threads tid block memory shared partial run load to_float from_float maximum minimum join_lanes Sum Max Shared e r v g x_ "
-    "min max exp sqrt tanh erf pow".split())
+    "min max exp sqrt tanh erf pow".split()
+)
 
 
 _OURS = re.compile(r"(i_|at_|j_)|.*(_size|_tile|_0|_count|_at|_ptr\d*|_out\d*|_acc|_v)$")
@@ -52,7 +54,20 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        return -(-self.elements * (2 if self.ctype in ("half", "__nv_bfloat16") else 8 if self.ctype == "long long" else 4) // 16) * 16
+        return (
+            -(
+                -self.elements
+                * (
+                    2
+                    if self.ctype in ("half", "__nv_bfloat16")
+                    else 8
+                    if self.ctype == "long long"
+                    else 4
+                )
+                // 16
+            )
+            * 16
+        )
 
     def at(self, axes: Sequence[str] | None = None) -> str:
         terms, step = [], 1
@@ -79,7 +94,14 @@ class Nest:
 class Nests:
     """A kernel's text so far, what lies in shared memory, and the nests that fill it and store outputs."""
 
-    def __init__(self, block: BlockGraph, operands: Sequence[Operand], outputs: Sequence[Operand], tiles: dict[str, int], name: str):
+    def __init__(
+        self,
+        block: BlockGraph,
+        operands: Sequence[Operand],
+        outputs: Sequence[Operand],
+        tiles: dict[str, int],
+        name: str,
+    ):
         self.block, self.operands, self.outputs, self.name = block, operands, outputs, name
         self.tile = {a.name: tiles.get(a.name, a.size) for a in block.axes}
         self.size = {a.name: a.size for a in block.axes}
@@ -133,7 +155,9 @@ class Nests:
         return math.prod(self.tile[a] for a in axes)
 
     def is_reduced(self, value: str) -> bool:
-        return value not in self.inputs and (value not in self.ops or self.ops[value].over is not None)
+        return value not in self.inputs and (
+            value not in self.ops or self.ops[value].over is not None
+        )
 
     # -- nests ------------------------------------------------------------------------------------------------------------
 
@@ -151,29 +175,46 @@ class Nests:
                 for a in self.ops[v].args:
                     if isinstance(a, str):
                         visit(a)
+
         visit(value)
         return found
 
     def contiguous(self, value: str) -> str | None:
         """The axis along which an input's elements lie side by side."""
         i = self.inputs[value]
-        sides = [{a for a, s in zip(i.axes, self.operands[k].strides, strict=True) if a and s == 1 and self.size[a] > 1} for k in i.sources]
+        sides = [
+            {
+                a
+                for a, s in zip(i.axes, self.operands[k].strides, strict=True)
+                if a and s == 1 and self.size[a] > 1
+            }
+            for k in i.sources
+        ]
         return next((a for a in i.axes if a and all(a in side for side in sides)), None)
 
     def vector(self, value: str, axis: str) -> int:
         """How many elements of an input along `axis` fit in one load of 16 bytes everywhere; 1 if alignment does not allow it."""
         i = self.inputs[value]
         n = min(16 // self.operands[k].dtype.itemsize for k in i.sources)
-        steps = [s for k in i.sources for a, s in zip(i.axes, self.operands[k].strides, strict=True)
-                 if a and a != axis and self.size[a] > 1]
+        steps = [
+            s
+            for k in i.sources
+            for a, s in zip(i.axes, self.operands[k].strides, strict=True)
+            if a and a != axis and self.size[a] > 1
+        ]
         steps += [self.operands[k].offset for k in i.sources] + [self.size[axis], self.tile[axis]]
         steps += list(i.sizes) if i.joined == axis else []
         return n if self.contiguous(value) == axis and all(s % n == 0 for s in steps) else 1
 
     def plan(self, value: str, axes: Sequence[str], over: str | None, vectors: bool) -> Nest:
         """Which axis varies fastest: that along which the largest input read directly is contiguous."""
-        read = sorted(self.direct(value, filling=over is None), key=lambda v: -self.extent(self.block.carried[v]))
-        fast = next((a for v in read if (a := self.contiguous(v)) in axes and self.tile[a] > 1), None)  # type: ignore[index]
+        read = sorted(
+            self.direct(value, filling=over is None),
+            key=lambda v: -self.extent(self.block.carried[v]),
+        )
+        fast = next(
+            (a for v in read if (a := self.contiguous(v)) in axes and self.tile[a] > 1), None
+        )  # type: ignore[index]
         width = 1
         if fast is not None and vectors:
             carrying = [v for v in read if fast in self.block.carried[v]]
@@ -183,10 +224,14 @@ class Nests:
         if fast is None or fast == over:  # neighbouring lanes walk along rows of what is staged
             rows = {self.contiguous(v) for v in self.planned if v in self.inputs}
             columns = {a for v in self.planned if v in self.inputs for a in self.block.carried[v]}
-            last = max(elements, key=lambda a: (a in rows, a in columns, self.tile[a]), default=None)
+            last = max(
+                elements, key=lambda a: (a in rows, a in columns, self.tile[a]), default=None
+            )
         else:
             last = fast
-        return Nest((*(a for a in elements if a != last), *([last] if last else [])), fast, width, over)
+        return Nest(
+            (*(a for a in elements if a != last), *([last] if last else [])), fast, width, over
+        )
 
     def coordinates(self, nest: Nest, index: str, clamp: bool) -> None:
         """Define i_a (inside the tile) and at_a (in the tensor) of every element axis from a linear index."""
@@ -196,7 +241,7 @@ class Nests:
             count = self.tile[a] // step
             if self.tile[a] == 1:
                 continue
-            outer = [b for b in nest.axes[:nest.axes.index(a)] if self.tile[b] > 1]
+            outer = [b for b in nest.axes[: nest.axes.index(a)] if self.tile[b] > 1]
             text = (f"{rest} % {count}" if outer else rest) + (f" * {step}" if step > 1 else "")
             self.put(f"const int {'j' if step > 1 else 'i'}_{a} = {text};")
             rest = f"{rest} / {count}"
@@ -216,7 +261,11 @@ class Nests:
         """Read the vectors of all inputs that lie along the fast axis."""
         if nest.vector == 1 or nest.fast is None:
             return
-        names = [v for v in self.direct(value, filling=nest.over is None) if nest.fast in self.block.carried[v]]
+        names = [
+            v
+            for v in self.direct(value, filling=nest.over is None)
+            if nest.fast in self.block.carried[v]
+        ]
         for v in names:
             self.put(f"{self.ctype(v)} {self.var(v)}_v[{nest.vector}];")
         with self.scope(""):
@@ -257,8 +306,11 @@ class Nests:
         count = self.extent(nest.axes) // nest.vector
         with self.scope(f"for (int e = tid; e < {count}; e += threads)"):
             self.coordinates(nest, "e", clamp=False)
-            beyond = [f"{'j' if a == nest.fast and nest.vector > 1 else 'i'}_{a} >= {a}_size - {a}_0" for a in nest.axes
-                      if self.block.role(a) is not Role.TILE and self.ragged(a)]
+            beyond = [
+                f"{'j' if a == nest.fast and nest.vector > 1 else 'i'}_{a} >= {a}_size - {a}_0"
+                for a in nest.axes
+                if self.block.role(a) is not Role.TILE and self.ragged(a)
+            ]
             if beyond:
                 self.put(f"if ({' || '.join(beyond)}) continue;")
             yield
@@ -269,12 +321,20 @@ class Nests:
         nest = self.plan(value, axes, None, vectors=value in self.inputs)
         last = nest.axes[-1] if nest.axes else None
         order = nest.axes if value in self.inputs else axes
-        half = value in self.inputs and self.operands[self.inputs[value].sources[0]].dtype.itemsize == 2
+        half = (
+            value in self.inputs
+            and self.operands[self.inputs[value].sources[0]].dtype.itemsize == 2
+        )
         pitch = self.tile[order[-1]]
         if value in self.inputs and len(order) > 1 and self.reduced_over(value, order[-1]):
             pitch += 2 if half else 1  # rows start in different banks when lanes walk down a column
-        array = self.keep(value, self.ctype(value) if value in self.inputs else "float", order, pitch)
-        self.put(f"// {value} [{', '.join(axes)}]" + (" from device memory" if value in self.inputs else ""))
+        array = self.keep(
+            value, self.ctype(value) if value in self.inputs else "float", order, pitch
+        )
+        self.put(
+            f"// {value} [{', '.join(axes)}]"
+            + (" from device memory" if value in self.inputs else "")
+        )
         with self.elements(nest, value):
             if nest.vector > 1 and array.pitch % nest.vector == 0:
                 self.put(f"const int i_{last} = j_{last};")
@@ -283,7 +343,10 @@ class Nests:
             elif nest.vector > 1:
                 self.load_vectors(nest, value, clamp=False)
                 with self.repeat("v", nest.vector):
-                    self.put(f"const int i_{last} = j_{last} + v;", f"{array.at()} = {self.var(value)}_v[v];")
+                    self.put(
+                        f"const int i_{last} = j_{last} + v;",
+                        f"{array.at()} = {self.var(value)}_v[v];",
+                    )
             elif value in self.inputs:
                 self.put(f"{array.at()} = *{self.element(value)};")
             else:
@@ -292,11 +355,15 @@ class Nests:
 
     def reduced_over(self, value: str, axis: str) -> bool:
         """Whether some reduction that reads an input runs over `axis`."""
-        return self.block.role(axis) is Role.LOOP or any(op.over == axis for op in self.ops.values())
+        return self.block.role(axis) is Role.LOOP or any(
+            op.over == axis for op in self.ops.values()
+        )
 
     def keep(self, value: str, ctype: str, order: Sequence[str], pitch: int | None = None) -> Array:
         extents = tuple(self.tile[a] for a in order)
-        array = Array(self.var(value), ctype, tuple(order), extents, pitch or (extents[-1] if extents else 1))
+        array = Array(
+            self.var(value), ctype, tuple(order), extents, pitch or (extents[-1] if extents else 1)
+        )
         return self.arrays.setdefault(value, array)
 
     def store(self, o: BlockOutput) -> None:
@@ -305,10 +372,26 @@ class Nests:
         t = self.outputs[n]
         axes = tuple(a for a in o.axes if a is not None)
         nest = Nest(axes, axes[-1] if axes else None, 1)
-        alone = [f"{a.name}_0 == 0" for a in self.block.named(Role.GRID) if a.name not in axes and self.trips(a.name) > 1]
+        alone = [
+            f"{a.name}_0 == 0"
+            for a in self.block.named(Role.GRID)
+            if a.name not in axes and self.trips(a.name) > 1
+        ]
         self.put(f"// {o.value} [{', '.join(a or '1' for a in o.axes)}] to device memory")
-        with self.scope(f"if ({' && '.join(alone)})") if alone else nullcontext(), self.elements(nest, o.value):
+        with (
+            self.scope(f"if ({' && '.join(alone)})") if alone else nullcontext(),
+            self.elements(nest, o.value),
+        ):
             reach = sum((self.size[a] - 1) * s for a, s in zip(o.axes, t.strides, strict=True) if a)
             wide = "LL" if reach >= 1 << 31 else ""
-            at = " + ".join(f"at_{a}" + (f" * {s}{wide}" if s != 1 else "") for a, s in zip(o.axes, t.strides, strict=True) if a) or "0"
-            self.put(f"{self.var(o.value)}_out{n}[{at}] = from_float<{TYPES[t.dtype]}>({self.ref(nest, o.value)});")
+            at = (
+                " + ".join(
+                    f"at_{a}" + (f" * {s}{wide}" if s != 1 else "")
+                    for a, s in zip(o.axes, t.strides, strict=True)
+                    if a
+                )
+                or "0"
+            )
+            self.put(
+                f"{self.var(o.value)}_out{n}[{at}] = from_float<{TYPES[t.dtype]}>({self.ref(nest, o.value)});"
+            )

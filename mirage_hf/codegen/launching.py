@@ -1,4 +1,5 @@
 """How generated files launch kernels. They stand alone: the text of these functions is copied into each file that calls them."""
+
 import copy
 import inspect
 import threading
@@ -27,16 +28,37 @@ def launch(kernel, grid, tensors, num_warps, num_stages):
     key = kernel.__name__, device, tuple([x.dtype for x in tensors]), unaligned
     if key not in _compiled:
         overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
-        options = {"launch_pdl": True} if overlaps else {}  # multiply-adds are one instruction by default up to Triton 3.9 only
-        ready = kernel.warmup(*tensors, overlaps=overlaps, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True, grid=(grid,),
-                              **options)
+        options = (
+            {"launch_pdl": True} if overlaps else {}
+        )  # multiply-adds are one instruction by default up to Triton 3.9 only
+        ready = kernel.warmup(
+            *tensors,
+            overlaps=overlaps,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            enable_fp_fusion=True,
+            grid=(grid,),
+            **options,
+        )
         dependent = ready.run
         serial = copy.copy(dependent)
         serial.launch_pdl = False
         _compiled[key] = serial, dependent, ready.function, ready.packed_metadata, overlaps
     serial, dependent, function, metadata, overlaps = _compiled[key]
     run = dependent if torch.cuda.is_current_stream_capturing() else serial
-    run(grid, 1, 1, torch._C._cuda_getCurrentRawStream(device), function, metadata, None, None, None, *pointers, overlaps)
+    run(
+        grid,
+        1,
+        1,
+        torch._C._cuda_getCurrentRawStream(device),
+        function,
+        metadata,
+        None,
+        None,
+        None,
+        *pointers,
+        overlaps,
+    )
 
 
 def counters(count, device):
@@ -52,8 +74,11 @@ def counters(count, device):
         if torch.cuda.is_current_stream_capturing():
             if begin + count > len(stock):
                 return torch.zeros(count, dtype=torch.int32, device=device)
-            _zeros[device.index] = stock, begin + -(-count // 4) * 4  # a kernel is compiled anew for pointers that are not aligned
-            return stock[begin:begin + count]
+            _zeros[device.index] = (
+                stock,
+                begin + -(-count // 4) * 4,
+            )  # a kernel is compiled anew for pointers that are not aligned
+            return stock[begin : begin + count]
         key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
         shared = _zeros.get(key, ())
         if len(shared) < count:
@@ -75,11 +100,16 @@ def lasting(count, device):
         x = torch.zeros(count, dtype=torch.int32, device=device)
         torch.cuda.current_stream(device).synchronize()
         return x
+
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(zeros).result()
 
 
 def text(with_counters: bool) -> str:
     """The functions as text."""
-    sources = [inspect.getsource(f) for f in (launch, *((counters, lasting) if with_counters else ()))]
-    return "\n\n\n".join(["_compiled, _zeros, _lock = {}, {}, threading.Lock()", *map(str.rstrip, sources)])
+    sources = [
+        inspect.getsource(f) for f in (launch, *((counters, lasting) if with_counters else ()))
+    ]
+    return "\n\n\n".join(
+        ["_compiled, _zeros, _lock = {}, {}, threading.Lock()", *map(str.rstrip, sources)]
+    )

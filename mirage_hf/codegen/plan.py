@@ -2,6 +2,7 @@
 
 A tensor in the kernel has one dim per carried axis whose tile is larger than 1, in `Plan.order`; axes of tile 1 are scalars.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -19,7 +20,16 @@ from mirage_hf import errors
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.triton_math import keeps_zero
 from mirage_hf.graph import effects
-from mirage_hf.graph.block import Accumulator, BlockGraph, BlockInput, BlockOp, BlockOutput, Contraction, Role, Stage
+from mirage_hf.graph.block import (
+    Accumulator,
+    BlockGraph,
+    BlockInput,
+    BlockOp,
+    BlockOutput,
+    Contraction,
+    Role,
+    Stage,
+)
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
@@ -116,63 +126,103 @@ class Plan:
         self.schedule.check(self.block)
         for i in self.block.inputs:
             if len({self.operands[s].dtype for s in i.sources}) > 1:
-                raise errors.CodegenError(f"block input {i.name}: its joined sources have different dtypes; cast them to one")
+                raise errors.CodegenError(
+                    f"block input {i.name}: its joined sources have different dtypes; cast them to one"
+                )
         for axis in self.block.named(Role.GRID):
             for o in self.block.outputs:
                 if not self.cuts(axis.name, o.axes) and o.value not in self.input:
-                    raise errors.CodegenError(f"output {o.value} does not carry the grid axis {axis.name}, so its blocks would write "
-                                              "the same elements; make the axis a loop or tile axis, or a dim of the output")
+                    raise errors.CodegenError(
+                        f"output {o.value} does not carry the grid axis {axis.name}, so its blocks would write "
+                        "the same elements; make the axis a loop or tile axis, or a dim of the output"
+                    )
         loop = self.loop
         stored_in_loop = {op.out for s in self.block.stages if s.loop for op in s.body}
         for o in self.block.outputs:
             if loop and loop in o.axes and o.value not in stored_in_loop:
-                raise errors.CodegenError(f"output {o.value} carries the loop axis {loop} but no stage that loops computes it")
+                raise errors.CodegenError(
+                    f"output {o.value} carries the loop axis {loop} but no stage that loops computes it"
+                )
         for stage in self.block.stages:
             for op in stage.body:
                 if stage.loop is None and loop and loop in self.block.carried[op.out]:
-                    raise errors.CodegenError(f"{op.out} carries the loop axis {loop} in a stage without a loop; give the stage the loop")
+                    raise errors.CodegenError(
+                        f"{op.out} carries the loop axis {loop} in a stage without a loop; give the stage the loop"
+                    )
 
         for dot in self.dots.values():
-            if self.is_asynchronous(dot) and any(not self._pipelined(d) for d in self._products_in(dot)):
+            if self.is_asynchronous(dot) and any(
+                not self._pipelined(d) for d in self._products_in(dot)
+            ):
                 # Triton 3.6 gets these wrong (seen on an H200, the same wrong numbers every time): two products of 64 rows, the
                 # second reading the first's result, where loads are not copied asynchronously
-                raise errors.CodegenError(f"{dot.contraction.out} multiplies what another product gives, with {WARPGROUP_ROWS} rows; "
-                                          "pipeline the loop (num_stages of 2 or more, a tile shorter than the loop), or give fewer rows")
+                raise errors.CodegenError(
+                    f"{dot.contraction.out} multiplies what another product gives, with {WARPGROUP_ROWS} rows; "
+                    "pipeline the loop (num_stages of 2 or more, a tile shorter than the loop), or give fewer rows"
+                )
 
-            if dot.right_transposed and len(self.value_dims(dot.right)) > 2 and self.is_asynchronous(dot) and dot.right in self.input:
+            if (
+                dot.right_transposed
+                and len(self.value_dims(dot.right)) > 2
+                and self.is_asynchronous(dot)
+                and dot.right in self.input
+            ):
                 # Triton 3.6 lets the product read such a tile from where it was copied to, and copies the next one there meanwhile
-                raise errors.CodegenError(f"{dot.right}: columns of several axes before the summed one, with {WARPGROUP_ROWS} rows; "
-                                          "give fewer rows, or warps")
+                raise errors.CodegenError(
+                    f"{dot.right}: columns of several axes before the summed one, with {WARPGROUP_ROWS} rows; "
+                    "give fewer rows, or warps"
+                )
 
         if self.schedule.split > 1:
             self._check_split()
         for value in self.block.carried:
             if value not in self.skipped and self.numel(self.block.carried[value]) > MAX_ELEMENTS:
-                raise errors.CodegenError(f"{value} has {self.numel(self.block.carried[value])} elements in a tile, Triton takes "
-                                          f"{MAX_ELEMENTS}; give smaller tiles, or make a tile axis the loop")
+                raise errors.CodegenError(
+                    f"{value} has {self.numel(self.block.carried[value])} elements in a tile, Triton takes "
+                    f"{MAX_ELEMENTS}; give smaller tiles, or make a tile axis the loop"
+                )
 
     def alike(self, schedule: Schedule) -> Plan:
         """The plan of a schedule that differs from this one's in warps, stages, shares of the loop and what is read early: what depends
         on tiles alone is not found out again. Errors: CodegenError."""
         assert (schedule.tiles, schedule.mma, schedule.weights_first, schedule.lazy) == (
-            self.schedule.tiles, self.schedule.mma, self.schedule.weights_first, self.schedule.lazy)
+            self.schedule.tiles,
+            self.schedule.mma,
+            self.schedule.weights_first,
+            self.schedule.lazy,
+        )
         other = object.__new__(Plan)
-        vars(other).update({n: x for n, x in vars(self).items() if n in _OF_TILES or n in self.__dataclass_fields__}, schedule=schedule)
+        vars(other).update(
+            {
+                n: x
+                for n, x in vars(self).items()
+                if n in _OF_TILES or n in self.__dataclass_fields__
+            },
+            schedule=schedule,
+        )
         other.__post_init__()
         return other
 
     def _check_split(self) -> None:
         split, loops = self.schedule.split, [s for s in self.block.stages if s.loop]
         if len(loops) != 1 or not self.walks:
-            raise errors.CodegenError(f"schedule: the loop is split among {split} blocks, so there must be one stage that walks; "
-                                      f"{len(loops)} stages loop" + ("" if self.walks else ", in one step"))
+            raise errors.CodegenError(
+                f"schedule: the loop is split among {split} blocks, so there must be one stage that walks; "
+                f"{len(loops)} stages loop" + ("" if self.walks else ", in one step")
+            )
         if (split - 1) * self.share >= self.trips(str(self.loop)):
-            raise errors.CodegenError(f"schedule: {self.trips(str(self.loop))} steps of the loop cannot be split among {split} blocks of "
-                                      "which none is without work")
+            raise errors.CodegenError(
+                f"schedule: {self.trips(str(self.loop))} steps of the loop cannot be split among {split} blocks of "
+                "which none is without work"
+            )
         if not self.shared_sums:
-            raise errors.CodegenError(f"schedule: the loop has no sums that {split} blocks could share; cut a grid axis into smaller tiles")
-        if self.scratch >= 2 ** 31:
-            raise errors.CodegenError(f"schedule: {self.scratch} partial results are too many; give other tiles or a smaller split")
+            raise errors.CodegenError(
+                f"schedule: the loop has no sums that {split} blocks could share; cut a grid axis into smaller tiles"
+            )
+        if self.scratch >= 2**31:
+            raise errors.CodegenError(
+                f"schedule: {self.scratch} partial results are too many; give other tiles or a smaller split"
+            )
 
     @cached_property
     def block(self) -> BlockGraph:
@@ -195,7 +245,11 @@ class Plan:
     @cached_property
     def shared_sums(self) -> tuple[Accumulator, ...]:
         """The accumulators that several blocks have a part of."""
-        return tuple(a for s in self.block.stages for a in s.accumulators) if self.schedule.split > 1 else ()
+        return (
+            tuple(a for s in self.block.stages for a in s.accumulators)
+            if self.schedule.split > 1
+            else ()
+        )
 
     @cached_property
     def partial_floats(self) -> int:
@@ -206,11 +260,20 @@ class Plan:
         """Elements of a tile that may count, as a power of two: fewer than the least side of a tensor-core product where the axis is short.
         Not where they are added up in a loop: Triton 3.6 finds no layouts for filling up what comes out of one."""
         cut = self.trips(axis) > 1 or self.parts(axis) or self.schedule.split > MOST_STRAIGHT
-        return self.tile(axis) if cut else min(self.tile(axis), next_power_of_two(self.block.part(axis)))
+        return (
+            self.tile(axis)
+            if cut
+            else min(self.tile(axis), next_power_of_two(self.block.part(axis)))
+        )
 
     def gathered(self, acc: Accumulator) -> int:
         """Of how many blocks the partial results of an accumulator are read at a time, a power of two."""
-        fit = GATHERED_PER_THREAD * 32 * self.schedule.num_warps // math.prod(self.few(a) for a in self.value_dims(acc.out))
+        fit = (
+            GATHERED_PER_THREAD
+            * 32
+            * self.schedule.num_warps
+            // math.prod(self.few(a) for a in self.value_dims(acc.out))
+        )
         return min(self.schedule.split, MOST_STRAIGHT, 1 << max(0, fit.bit_length() - 1))
 
     @cached_property
@@ -224,7 +287,11 @@ class Plan:
 
     def replicated_along(self, o: BlockOutput) -> tuple[str, ...]:
         """The grid axes along which all blocks have the same of an output, a copy of an input: the first of them stores it."""
-        return tuple(a.name for a in self.block.named(Role.GRID) if not self.cuts(a.name, o.axes) and self.trips(a.name) > 1)
+        return tuple(
+            a.name
+            for a in self.block.named(Role.GRID)
+            if not self.cuts(a.name, o.axes) and self.trips(a.name) > 1
+        )
 
     def append(self, o: BlockOutput) -> Append | None:
         """Where an output is stored into a cache, how."""
@@ -245,7 +312,9 @@ class Plan:
 
     def cuts(self, grid: str, axes: Sequence[str | None]) -> bool:
         """Whether blocks at different places on a grid axis have different elements of a tensor with dims `axes`."""
-        return grid in axes or (self.block.splits(grid) is not None and self.block.splits(grid) in axes)
+        return grid in axes or (
+            self.block.splits(grid) is not None and self.block.splits(grid) in axes
+        )
 
     def trips(self, axis: str) -> int:
         """Tiles along an axis; along a part of it where it is dealt out in parts."""
@@ -260,7 +329,9 @@ class Plan:
         if self.dealt and axis == self.loop:
             return self.block.axis(axis).size % self.tile(axis) != 0, False
         part = self.block.part(axis)
-        return self._steps(axis) * self.tile(axis) != part, self.parts(axis) is not None and self.block.axis(axis).size % part != 0
+        return self._steps(axis) * self.tile(axis) != part, self.parts(
+            axis
+        ) is not None and self.block.axis(axis).size % part != 0
 
     def ragged(self, axis: str) -> bool:
         """Whether a tile of an axis may reach past the end of its part or of the axis, so that what is there does not count."""
@@ -310,10 +381,21 @@ class Plan:
         """
         if self.schedule.mma:
             return None
-        rows = {a for c in self.block.contractions.values() for a in set(self.block.carried[c.a]) ^ set(self.block.carried[c.b])
-                if a not in self.block.carried[self._weight(c)]}
+        rows = {
+            a
+            for c in self.block.contractions.values()
+            for a in set(self.block.carried[c.a]) ^ set(self.block.carried[c.b])
+            if a not in self.block.carried[self._weight(c)]
+        }
         rows -= {a for i in self.block.inputs if len(i.sources) > 1 for a in i.carried}
-        return next((a.name for a in self.block.named(Role.GRID) if a.name in rows and 1 < self.tile(a.name) <= MOST_UNROLLED), None)
+        return next(
+            (
+                a.name
+                for a in self.block.named(Role.GRID)
+                if a.name in rows and 1 < self.tile(a.name) <= MOST_UNROLLED
+            ),
+            None,
+        )
 
     @property
     def lanes(self) -> int:
@@ -347,16 +429,26 @@ class Plan:
         """Whether an output may be written over operand `source`: each block writes what no other block reads, after it read it."""
         x, y = self.operands[source], self.outputs[self.block.outputs.index(o)]
         readers = [i for i in self.block.inputs if source in i.sources]
-        return ((x.dims, x.strides, x.dtype, x.constant) == (y.dims, y.strides, y.dtype, False)
-                and all(i.sources == (source,) and i.axes == o.axes and i.bounds is None and i.turn is None
-                        and i.padding is None for i in readers)
-                and (self.loop not in o.axes or not self.walks)
-                and all(self.cuts(a.name, o.axes) for a in self.block.named(Role.GRID)))
+        return (
+            (x.dims, x.strides, x.dtype, x.constant) == (y.dims, y.strides, y.dtype, False)
+            and all(
+                i.sources == (source,)
+                and i.axes == o.axes
+                and i.bounds is None
+                and i.turn is None
+                and i.padding is None
+                for i in readers
+            )
+            and (self.loop not in o.axes or not self.walks)
+            and all(self.cuts(a.name, o.axes) for a in self.block.named(Role.GRID))
+        )
 
     @cached_property
     def overwrites(self) -> bool:
         """Whether some output may be written over some operand."""
-        return any(self.in_place(o, n) for o in self.block.outputs for n in range(len(self.operands)))
+        return any(
+            self.in_place(o, n) for o in self.block.outputs for n in range(len(self.operands))
+        )
 
     def constant(self, i: BlockInput) -> bool:
         """Whether an input may be read while earlier launches still run."""
@@ -379,34 +471,60 @@ class Plan:
 
     def is_streamed(self, i: BlockInput) -> bool:
         """Whether each element of an input is read by one block only."""
-        return all(self.cuts(a.name, i.axes) for a in self.block.named(Role.GRID) if self.trips(a.name) > 1)
+        return all(
+            self.cuts(a.name, i.axes) for a in self.block.named(Role.GRID) if self.trips(a.name) > 1
+        )
 
     def whole_sources(self, i: BlockInput) -> bool:
         """Whether every tile of a joined input lies in one source, and their strides agree, so that a pointer can be selected."""
         strides = {self.operands[s].strides for s in i.sources}
         role = self.block.role(i.joined) if i.joined else None
-        starts = [*i.sizes[:-1], *([self.block.part(i.joined)] if i.joined and self.parts(i.joined) else [])]
-        return (role is not None and len(strides) == 1 and (role is Role.GRID or (role is Role.LOOP and self.walks))
-                and all(size % self.tile(i.joined) == 0 for size in starts))  # type: ignore[arg-type]
+        starts = [
+            *i.sizes[:-1],
+            *([self.block.part(i.joined)] if i.joined and self.parts(i.joined) else []),
+        ]
+        return (
+            role is not None
+            and len(strides) == 1
+            and (role is Role.GRID or (role is Role.LOOP and self.walks))
+            and all(size % self.tile(i.joined) == 0 for size in starts)
+        )  # type: ignore[arg-type]
 
     # -- tensor cores -----------------------------------------------------------------------------------------------------
 
     def _fits_mma(self, c: Contraction) -> bool:
         a, b = (self._free(x, c.over) for x in (c.a, c.b))
-        return (self.run_dtype is not torch.float32 and not set(a) & set(b) and self.tile(c.over) >= MMA_MIN
-                and self.numel(a) >= MMA_COLUMNS <= self.numel(b) and max(self.numel(a), self.numel(b)) >= MMA_MIN
-                and all(self.dtype(self.input[x]).is_floating_point for x in (c.a, c.b) if x in self.input))
+        return (
+            self.run_dtype is not torch.float32
+            and not set(a) & set(b)
+            and self.tile(c.over) >= MMA_MIN
+            and self.numel(a) >= MMA_COLUMNS <= self.numel(b)
+            and max(self.numel(a), self.numel(b)) >= MMA_MIN
+            and all(
+                self.dtype(self.input[x]).is_floating_point for x in (c.a, c.b) if x in self.input
+            )
+        )
 
     @cached_property
     def _mma(self) -> tuple[Contraction, ...]:
-        return tuple(c for c in self.block.contractions.values() if self._fits_mma(c)) if self.schedule.mma else ()
+        return (
+            tuple(c for c in self.block.contractions.values() if self._fits_mma(c))
+            if self.schedule.mma
+            else ()
+        )
 
     def _weight(self, c: Contraction) -> str:
         """The factor with more data: an input (or one scaled by another) before a computed value, then the larger one."""
+
         def weigh(x: str) -> tuple[bool, int]:
             scaled = self._ops.get(x)
-            stored = x in self.input or (scaled is not None and scaled.fn == "mul" and all(a in self.input for a in scaled.args))
+            stored = x in self.input or (
+                scaled is not None
+                and scaled.fn == "mul"
+                and all(a in self.input for a in scaled.args)
+            )
             return stored, math.prod(self.block.axis(a).size for a in self.block.carried[x])
+
         return max((c.a, c.b), key=weigh)
 
     def _sides(self, c: Contraction) -> tuple[str, str]:
@@ -423,23 +541,41 @@ class Plan:
     def order(self) -> tuple[str, ...]:
         """Axes in the order of tensor dims: grid, tile, loop, but rows before summed before columns of each tensor-core product. What
         several products read one way and the other keeps the order in which it is stored: Triton (3.6) copies it ahead then only."""
-        axes = [a.name for role in (Role.GRID, Role.TILE, Role.LOOP) for a in self.block.named(role)]
+        axes = [
+            a.name for role in (Role.GRID, Role.TILE, Role.LOOP) for a in self.block.named(role)
+        ]
         after: dict[str, set[str]] = {a: set() for a in axes}
 
         def reaches(start: str, goal: str) -> bool:
             return start == goal or any(reaches(x, goal) for x in after[start])
 
-        for i in (self.input[x] for x in dict.fromkeys(x for c in self._mma for x in (c.a, c.b)) if x in self.input):
+        for i in (
+            self.input[x]
+            for x in dict.fromkeys(x for c in self._mma for x in (c.a, c.b))
+            if x in self.input
+        ):
             if len({c.over for c in self._mma if i.name in (c.a, c.b)}) > 1:
-                stored = sorted((-s, a) for a, s in zip(i.axes, self.operands[i.sources[0]].strides, strict=True) if a and self.tile(a) > 1)
+                stored = sorted(
+                    (-s, a)
+                    for a, s in zip(i.axes, self.operands[i.sources[0]].strides, strict=True)
+                    if a and self.tile(a) > 1
+                )
                 for (_, first), (_, second) in itertools.pairwise(stored):
                     if not reaches(second, first):
                         after[first].add(second)
         for c in self._mma:
             left, right = self._sides(c)
-            wishes = [[*((a, c.over) for a in self._free(x, c.over)), *((c.over, a) for a in self._free(y, c.over))]
-                      for x, y in ((left, right), (right, left))]
-            wish = next((w for w in wishes if not any(reaches(second, first) for first, second in w)), wishes[0])
+            wishes = [
+                [
+                    *((a, c.over) for a in self._free(x, c.over)),
+                    *((c.over, a) for a in self._free(y, c.over)),
+                ]
+                for x, y in ((left, right), (right, left))
+            ]
+            wish = next(
+                (w for w in wishes if not any(reaches(second, first) for first, second in w)),
+                wishes[0],
+            )
             for first, second in wish:
                 if not reaches(second, first):
                     after[first].add(second)
@@ -450,8 +586,15 @@ class Plan:
             axes.remove(free)
         if not self._rounds(order):
             return tuple(order)
-        allowed = (p for p in itertools.permutations(order) if not any(p.index(b) < p.index(a) for a in after for b in after[a]))
-        return next((p for p in itertools.islice(allowed, _MOST_ORDERS) if not self._rounds(p)), tuple(order))
+        allowed = (
+            p
+            for p in itertools.permutations(order)
+            if not any(p.index(b) < p.index(a) for a in after for b in after[a])
+        )
+        return next(
+            (p for p in itertools.islice(allowed, _MOST_ORDERS) if not self._rounds(p)),
+            tuple(order),
+        )
 
     def _rounds(self, order: Sequence[str]) -> bool:
         """Whether Triton (3.6) would take a sum of float32 products to TF32 tensor cores, unasked.
@@ -493,8 +636,18 @@ class Plan:
 
     def _pipelined(self, dot: Dot) -> bool:
         """Whether a product is one of a loop of several steps whose loads are copied ahead."""
-        looped = {name for s in self.block.stages if s.loop for name in (*(op.out for op in s.body), *(a.out for a in s.accumulators))}
-        return dot.contraction.out in looped and self.walks and self.share > 1 and self.schedule.num_stages > 1
+        looped = {
+            name
+            for s in self.block.stages
+            if s.loop
+            for name in (*(op.out for op in s.body), *(a.out for a in s.accumulators))
+        }
+        return (
+            dot.contraction.out in looped
+            and self.walks
+            and self.share > 1
+            and self.schedule.num_stages > 1
+        )
 
     def _products_in(self, dot: Dot) -> list[Dot]:
         """The products that a factor of a product is computed from, the nearest ones."""
@@ -517,22 +670,38 @@ class Plan:
     def reads_as_stored(self, dot: Dot, x: str) -> bool:
         """Whether an asynchronous product reads input `x` without a conversion, which would be code of its own."""
         turn = self.input[x].turn
-        return (self.is_asynchronous(dot) and self.dtype(self.input[x]) is dot.dtype and len(self.value_dims(x)) == 2
-                and (turn is None or turn.swaps))
+        return (
+            self.is_asynchronous(dot)
+            and self.dtype(self.input[x]) is dot.dtype
+            and len(self.value_dims(x)) == 2
+            and (turn is None or turn.swaps)
+        )
 
     @cached_property
     def read_asynchronously(self) -> frozenset[str]:
         """Inputs of the loop that such a product reads as they are stored."""
-        return frozenset(x for d in self.dots.values() if self.walks and self.schedule.num_stages > 1
-                         for x in (d.left, d.right) if x in self.input and self.loop in self.input[x].axes and self.reads_as_stored(d, x)
-                         and (len(self.input[x].sources) == 1 or self.whole_sources(self.input[x])))
+        return frozenset(
+            x
+            for d in self.dots.values()
+            if self.walks and self.schedule.num_stages > 1
+            for x in (d.left, d.right)
+            if x in self.input
+            and self.loop in self.input[x].axes
+            and self.reads_as_stored(d, x)
+            and (len(self.input[x].sources) == 1 or self.whole_sources(self.input[x]))
+        )
 
     @cached_property
     def read_again(self) -> frozenset[str]:
         """Those among them that other code of the loop reads too; it gets a load of its own (see triton_kernel.py)."""
         others = {a for op in self.block.ops() if op.out not in self.skipped for a in op.args}
         others |= {a.arg for s in self.block.stages for a in s.accumulators}
-        others |= {x for d in self.dots.values() for x in (d.left, d.right) if x in self.input and not self.reads_as_stored(d, x)}
+        others |= {
+            x
+            for d in self.dots.values()
+            for x in (d.left, d.right)
+            if x in self.input and not self.reads_as_stored(d, x)
+        }
         return frozenset(x for x in self.read_asynchronously if x in others)
 
     @cached_property
@@ -543,9 +712,15 @@ class Plan:
         if not (self.dots and self.walks and self.schedule.num_stages > 1):
             return frozenset()
         least = COPIED_BYTES * 32 * self.schedule.num_warps
-        return frozenset(i.name for i in self.block.inputs if self.loop in i.axes and i.bounds is None and len(i.sources) == 1
-                         and i.name not in self.read_again
-                         and self.numel(self.block.input_axes(i)) * self.dtype(i).itemsize < least)
+        return frozenset(
+            i.name
+            for i in self.block.inputs
+            if self.loop in i.axes
+            and i.bounds is None
+            and len(i.sources) == 1
+            and i.name not in self.read_again
+            and self.numel(self.block.input_axes(i)) * self.dtype(i).itemsize < least
+        )
 
     @cached_property
     def skipped(self) -> frozenset[str]:
@@ -556,23 +731,42 @@ class Plan:
     def narrow(self) -> frozenset[str]:
         """Products of two inputs that are factors of tensor-core products only, all of one 16-bit dtype: computed in it, which rounds
         once as rounding the float32 product would."""
-        def is_half(x: str | float, dtype: torch.dtype) -> bool:
-            return x in self.input and self.input[str(x)].bounds is None and self.dtype(self.input[str(x)]) is dtype
 
-        kept = {o.value for o in self.block.outputs} | {a.arg for s in self.block.stages for a in s.accumulators}
+        def is_half(x: str | float, dtype: torch.dtype) -> bool:
+            return (
+                x in self.input
+                and self.input[str(x)].bounds is None
+                and self.dtype(self.input[str(x)]) is dtype
+            )
+
+        kept = {o.value for o in self.block.outputs} | {
+            a.arg for s in self.block.stages for a in s.accumulators
+        }
         found = set()
-        for out, dtype in {x: d.dtype for d in self.dots.values() for x in (d.left, d.right)}.items():
+        for out, dtype in {
+            x: d.dtype for d in self.dots.values() for x in (d.left, d.right)
+        }.items():
             op = self._ops.get(out)
-            if op is None or op.fn != "mul" or op.over is not None or dtype.itemsize != 2 or out in kept:
+            if (
+                op is None
+                or op.fn != "mul"
+                or op.over is not None
+                or dtype.itemsize != 2
+                or out in kept
+            ):
                 continue
-            if all(is_half(a, dtype) for a in op.args) and all(o.out in self.skipped for o in self._ops.values() if out in o.args):
+            if all(is_half(a, dtype) for a in op.args) and all(
+                o.out in self.skipped for o in self._ops.values() if out in o.args
+            ):
                 found.add(out)
         return frozenset(found)
 
     @cached_property
     def native(self) -> frozenset[str]:
         """Inputs that are kept in the dtype they are stored in."""
-        read = {x for d in self.dots.values() for x in (d.left, d.right)} | {a for out in self.narrow for a in self._ops[out].args}
+        read = {x for d in self.dots.values() for x in (d.left, d.right)} | {
+            a for out in self.narrow for a in self._ops[out].args
+        }
         return frozenset(str(x) for x in read if x in self.input)
 
     # -- running maxima ---------------------------------------------------------------------------------------------------
@@ -595,8 +789,13 @@ class Plan:
     def is_lazy(self, stage: Stage, acc: Accumulator) -> bool:
         """Whether an accumulator stays spread over the loop tile. A maximum that the body reads must be that of whole tiles, and a
         sum that shifts with it is multiplied as it grows, so neither is."""
-        return (self.schedule.lazy and acc.out not in self.dots and self.loop in self.value_dims(acc.arg) and acc.shift is None
-                and acc.out not in self.maxima(stage))
+        return (
+            self.schedule.lazy
+            and acc.out not in self.dots
+            and self.loop in self.value_dims(acc.arg)
+            and acc.shift is None
+            and acc.out not in self.maxima(stage)
+        )
 
     def read_in(self, stage: Stage) -> set[str | float]:
         """The values that a stage reads."""
@@ -614,11 +813,26 @@ class Plan:
         if stage.loop is None:
             return None
         read = self.read_in(stage)
-        bounds = [i for i in self.block.inputs if i.bounds == stage.loop and i.name in read and stage.loop not in i.axes]
+        bounds = [
+            i
+            for i in self.block.inputs
+            if i.bounds == stage.loop and i.name in read and stage.loop not in i.axes
+        ]
         if any(stage.loop in o.axes for o in self.block.outputs):
             return None
-        return next((i for i in bounds if all(self._is_zero(a.arg, i.name) if a.kind == "sum" else self.floor(a, i.name) is not None
-                                              for a in stage.accumulators)), None)
+        return next(
+            (
+                i
+                for i in bounds
+                if all(
+                    self._is_zero(a.arg, i.name)
+                    if a.kind == "sum"
+                    else self.floor(a, i.name) is not None
+                    for a in stage.accumulators
+                )
+            ),
+            None,
+        )
 
     @cached_property
     def dealt(self) -> bool:
@@ -626,14 +840,24 @@ class Plan:
         elements are inside. All sums of a part are then of the same elements."""
         parts = self.parts(self.loop) if self.loop and self.op.combined else None
         bounds = {self.trimmed(s) for s in self.block.stages if s.loop}
-        return parts is not None and len(bounds) == 1 and None not in bounds and all(parts not in i.axes for i in self.block.inputs)
+        return (
+            parts is not None
+            and len(bounds) == 1
+            and None not in bounds
+            and all(parts not in i.axes for i in self.block.inputs)
+        )
 
     def floor(self, acc: Accumulator, bounds: str) -> float | None:
         """What a maximum is taken of where bounds leave nothing, if it is so low that a maximum may begin with it."""
         if acc.kind != "max":
             return None
         op, outside = self._ops.get(acc.arg), None
-        while op is not None and op.fn == "select" and isinstance(op.args[2], float) and outside in (None, op.args[2]):
+        while (
+            op is not None
+            and op.fn == "select"
+            and isinstance(op.args[2], float)
+            and outside in (None, op.args[2])
+        ):
             outside = op.args[2]
             if op.args[0] == bounds:
                 return outside if outside <= LOWEST else None
@@ -647,8 +871,9 @@ class Plan:
             return value == bounds
         if op.fn == "select":
             return op.args[2] == 0.0 and (op.args[0] == bounds or self._is_zero(op.args[1], bounds))
-        return (op.fn == "mul" and any(self._is_zero(a, bounds) for a in op.args)) or \
-            ((op.over is not None or op.fn in ("neg", "cast")) and self._is_zero(op.args[0], bounds))
+        return (op.fn == "mul" and any(self._is_zero(a, bounds) for a in op.args)) or (
+            (op.over is not None or op.fn in ("neg", "cast")) and self._is_zero(op.args[0], bounds)
+        )
 
     # -- masks ------------------------------------------------------------------------------------------------------------
 
@@ -664,14 +889,44 @@ class Plan:
             padding = self.input[value].padding
             return padding is None or padding.value == 0.0
         op = self._ops.get(value)
-        if op is not None and op.fn == "select" and op.args[2] == 0.0 and self.zero_padded(str(op.args[0]), axis):
+        if (
+            op is not None
+            and op.fn == "select"
+            and op.args[2] == 0.0
+            and self.zero_padded(str(op.args[0]), axis)
+        ):
             return True
-        return (op is not None and op.over is None and all(self.zero_padded(a, axis) for a in op.args if isinstance(a, str))
-                and keeps_zero(op.fn, [None if isinstance(a, str) else a for a in op.args], dict(op.attrs)))
+        return (
+            op is not None
+            and op.over is None
+            and all(self.zero_padded(a, axis) for a in op.args if isinstance(a, str))
+            and keeps_zero(
+                op.fn, [None if isinstance(a, str) else a for a in op.args], dict(op.attrs)
+            )
+        )
 
 
-_OF_TILES = frozenset({"_mma", "_ops", "_tile", "block", "dealt", "dots", "input", "loop", "narrow", "native", "operands", "order",
-                       "run_dtype", "skipped", "tiles", "unrolled", "walks"})
+_OF_TILES = frozenset(
+    {
+        "_mma",
+        "_ops",
+        "_tile",
+        "block",
+        "dealt",
+        "dots",
+        "input",
+        "loop",
+        "narrow",
+        "native",
+        "operands",
+        "order",
+        "run_dtype",
+        "skipped",
+        "tiles",
+        "unrolled",
+        "walks",
+    }
+)
 """The properties of a plan that tiles and the kind of product decide."""
 
 
@@ -685,10 +940,18 @@ def placed(ugraph: UGraph) -> tuple[PlacedOp, ...]:
     now: dict[int, DTensor] = {}
     found = []
     stored = effects.stored(ugraph.kernels)
-    caches = {effects.parts_of(op)[0].index for op in ugraph.kernels.ops if op.name == effects.APPEND}
+    caches = {
+        effects.parts_of(op)[0].index for op in ugraph.kernels.ops if op.name == effects.APPEND
+    }
     # where caches are appended to, whoever moves the position does so before a step begins; elsewhere nobody says who writes bounds
     integers = {t.index for t in ugraph.kernels.inputs if not t.dtype.is_floating_point and caches}
-    others = {x.index for op in ugraph.kernels.ops if op.name != CUSTOMIZED for x in op.inputs if isinstance(x, DTensor)}
+    others = {
+        x.index
+        for op in ugraph.kernels.ops
+        if op.name != CUSTOMIZED
+        for x in op.inputs
+        if isinstance(x, DTensor)
+    }
     others |= {t.index for t in ugraph.kernels.outputs}
     for op in ugraph.kernels.ops:
         inputs = tuple(now.get(x.index, x) if isinstance(x, DTensor) else x for x in op.inputs)
@@ -700,19 +963,44 @@ def placed(ugraph: UGraph) -> tuple[PlacedOp, ...]:
                     outputs[n] = replace(t, strides=cache.strides)
                     appends.append(Append(n, len(inputs), cache.dims[-2]))
                     inputs = (*inputs, position)
-            of_caches, settled = (frozenset(n for n, x in enumerate(inputs) if isinstance(x, DTensor) and x.index in these)
-                                  for these in (caches, integers))
+            of_caches, settled = (
+                frozenset(
+                    n for n, x in enumerate(inputs) if isinstance(x, DTensor) and x.index in these
+                )
+                for these in (caches, integers)
+            )
             combined = others.isdisjoint(t.index for t in op.outputs)
-            found.append(PlacedOp(op.name, inputs, tuple(outputs), op.attrs, op.block, tuple(appends), of_caches, settled, combined))
+            found.append(
+                PlacedOp(
+                    op.name,
+                    inputs,
+                    tuple(outputs),
+                    op.attrs,
+                    op.block,
+                    tuple(appends),
+                    of_caches,
+                    settled,
+                    combined,
+                )
+            )
         elif op.name in VIEWS and isinstance(inputs[0], DTensor):
-            x = torch.empty_strided(inputs[0].dims, inputs[0].strides, dtype=inputs[0].dtype, device="meta")
+            x = torch.empty_strided(
+                inputs[0].dims, inputs[0].strides, dtype=inputs[0].dtype, device="meta"
+            )
             y = table.lookup(op.name).oracle(x, **dict(op.attrs))
             now[op.outputs[0].index] = replace(op.outputs[0], strides=tuple(y.stride()))
     leads = ugraph.program.leads and ugraph.kernels.ops[-1].name == CUSTOMIZED
-    return tuple(replace(op, followed=leads if behind is None else not behind.settled)
-                 for op, behind in itertools.zip_longest(found, found[1:]))
+    return tuple(
+        replace(op, followed=leads if behind is None else not behind.settled)
+        for op, behind in itertools.zip_longest(found, found[1:])
+    )
 
 
 def plan(op: KernelOp, schedule: Schedule) -> Plan:
     """The plan of a `customized` op. Errors: CodegenError."""
-    return Plan(op if isinstance(op, PlacedOp) else PlacedOp(op.name, op.inputs, op.outputs, op.attrs, op.block), schedule)
+    return Plan(
+        op
+        if isinstance(op, PlacedOp)
+        else PlacedOp(op.name, op.inputs, op.outputs, op.attrs, op.block),
+        schedule,
+    )

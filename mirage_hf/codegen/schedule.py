@@ -1,4 +1,5 @@
 """Schedules: what is decided about a kernel after its block graph is fixed. No schedule changes algebra."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -40,11 +41,20 @@ class Schedule:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiles", tuple(sorted((str(a), int(t)) for a, t in self.tiles)))
-        for name, size in (*self.tiles, ("num_warps", self.num_warps), ("split", self.split), ("preload", self.preload or 1)):
+        for name, size in (
+            *self.tiles,
+            ("num_warps", self.num_warps),
+            ("split", self.split),
+            ("preload", self.preload or 1),
+        ):
             if size < 1 or size & (size - 1):
-                raise errors.CodegenError(f"schedule: {name} is {size}; tiles, num_warps, split and preload must be powers of two")
+                raise errors.CodegenError(
+                    f"schedule: {name} is {size}; tiles, num_warps, split and preload must be powers of two"
+                )
         if self.num_stages < 1:
-            raise errors.CodegenError(f"schedule: num_stages is {self.num_stages}; it must be at least 1")
+            raise errors.CodegenError(
+                f"schedule: num_stages is {self.num_stages}; it must be at least 1"
+            )
 
     def tile(self, axis: str) -> int:
         return dict(self.tiles)[axis]
@@ -54,18 +64,28 @@ class Schedule:
         has several parts."""
         tiles, names = dict(self.tiles), {a.name for a in block.axes}
         if set(tiles) != names:
-            raise errors.CodegenError(f"schedule: tiles are given for {sorted(tiles)}, the block graph's axes are {sorted(names)}")
+            raise errors.CodegenError(
+                f"schedule: tiles are given for {sorted(tiles)}, the block graph's axes are {sorted(names)}"
+            )
         for a in block.named(Role.TILE):
             part = block.part(a.name)
             if tiles[a.name] < part:
-                what = f"size {a.size}" if a.parts is None else f"size {a.size}, of which a block has {part},"
-                raise errors.CodegenError(f"schedule: tile axis {a.name} of {what} must be held whole; its tile is {tiles[a.name]}, "
-                                          f"give {next_power_of_two(part)}")
+                what = (
+                    f"size {a.size}"
+                    if a.parts is None
+                    else f"size {a.size}, of which a block has {part},"
+                )
+                raise errors.CodegenError(
+                    f"schedule: tile axis {a.name} of {what} must be held whole; its tile is {tiles[a.name]}, "
+                    f"give {next_power_of_two(part)}"
+                )
         for a in block.named(Role.GRID):
             split = block.splits(a.name)
             if split is not None and tiles[a.name] != 1:
-                raise errors.CodegenError(f"schedule: {a.name} numbers the parts of {split}, of which a block has one; its tile is "
-                                          f"{tiles[a.name]}, give 1")
+                raise errors.CodegenError(
+                    f"schedule: {a.name} numbers the parts of {split}, of which a block has one; its tile is "
+                    f"{tiles[a.name]}, give 1"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"tiles": dict(self.tiles)}
@@ -84,7 +104,11 @@ class Schedule:
         tiles = " ".join(f"{a}:{t}" for a, t in self.tiles)
         how = ("mma" + (" weights-first" if self.weights_first else "")) if self.mma else "fma"
         lazy = " lazy" if self.lazy else ""
-        more = "".join(f" {name}:{n}" for name, n, least in (("split", self.split, 1), ("preload", self.preload, 0)) if n > least)
+        more = "".join(
+            f" {name}:{n}"
+            for name, n, least in (("split", self.split, 1), ("preload", self.preload, 0))
+            if n > least
+        )
         hasten = " hasten" if self.hasten else ""
         return f"{tiles} {how}{lazy} warps:{self.num_warps} stages:{self.num_stages}{more}{hasten}"
 

@@ -1,4 +1,5 @@
 """A planned block graph as the text of one Triton kernel: offsets, early loads, then stage by stage."""
+
 from __future__ import annotations
 
 import itertools
@@ -22,6 +23,7 @@ HELD_ELEMENTS_PER_THREAD = 64
 """Elements of constants that a kernel without a loop holds while it waits for the launches ahead."""
 
 NEUTRAL = {"sum": "0.0", "max": 'float("-inf")'}
+
 
 @dataclass(frozen=True)
 class KernelText:
@@ -68,23 +70,33 @@ class _Writer(Tiles):
             self._stage(number, stage)
         self.running = {}
         if self.plan.overwrites:
-            self.line("tl.debug_barrier()  # outputs may be written over inputs, which some threads read for others")
+            self.line(
+                "tl.debug_barrier()  # outputs may be written over inputs, which some threads read for others"
+            )
         for o, pointer in zip(self.block.outputs, self.out_pointers, strict=True):
             if self.plan.loop not in o.axes or not self.plan.walks:
                 for _ in self._lanes(o.value):
                     self._store(o, pointer, self._wide(o.value))
         body = "\n".join(self.lines)
-        arguments = [a for a, _ in self.arguments] + (["scratch_ptr", "counters_ptr"] if self.plan.shared_sums else [])
+        arguments = [a for a, _ in self.arguments] + (
+            ["scratch_ptr", "counters_ptr"] if self.plan.shared_sums else []
+        )
         source = f"@triton.jit\ndef {self.name}({', '.join(arguments)}, overlaps: tl.constexpr):\n{body}\n"
         helpers = tuple(h for h in triton_math.HELPERS if re.search(rf"(?<![\w.]){h}[(),]", body))
         counters = self.plan.tiles if self.plan.shared_sums else 0
-        return KernelText(self.name, source, helpers, tuple(self.arguments), self.plan.scratch, counters)
+        return KernelText(
+            self.name, source, helpers, tuple(self.arguments), self.plan.scratch, counters
+        )
 
     # -- before the launches ahead are done -----------------------------------------------------------------------------------
 
     def _early(self) -> list[BlockInput]:
         """Small inputs that a loop does not walk, so that it hides their latency; without a loop, constants, as many as fit."""
-        threads, found, room = 32 * self.plan.schedule.num_warps, [], float(HELD_ELEMENTS_PER_THREAD)
+        threads, found, room = (
+            32 * self.plan.schedule.num_warps,
+            [],
+            float(HELD_ELEMENTS_PER_THREAD),
+        )
         for i in self.block.inputs:
             each = self.plan.numel(self.block.input_axes(i)) / threads
             if self.plan.walks:
@@ -102,11 +114,17 @@ class _Writer(Tiles):
                 self._load_bounds(i)
         for o, pointer in zip(self.block.outputs, self.out_pointers, strict=True):
             append = self.plan.append(o)
-            if append is None or append.position not in self.plan.op.settled or self.plan.unrolled in self.block.carried[o.value]:
+            if (
+                append is None
+                or append.position not in self.plan.op.settled
+                or self.plan.unrolled in self.block.carried[o.value]
+            ):
                 continue
             if self.plan.loop is None or o.axes[0] != self.plan.loop:
                 self._load_slot(o, pointer, append)
-        first = next((i for i in self._bounds_of_loops() if self.plan.op.settled.issuperset(i.sources)), None)
+        first = next(
+            (i for i in self._bounds_of_loops() if self.plan.op.settled.issuperset(i.sources)), None
+        )
         if first is not None:
             self._trim(first)
 
@@ -130,9 +148,17 @@ class _Writer(Tiles):
     def _wait(self) -> None:
         """Ask for the first tiles of what lies ready, then wait for the launches ahead, whose results everything else may be."""
         plan, asked, begin = self.plan, list[str](), "tl.extra.cuda.gdc_launch_dependents()"
-        unknown = plan.dealt and self.trimmed is None  # where this block's share begins is known with the bounds, after the wait
+        unknown = (
+            plan.dealt and self.trimmed is None
+        )  # where this block's share begins is known with the bounds, after the wait
         if plan.schedule.preload and plan.loop and not unknown:
-            ready = [i for i in self.block.inputs if plan.loop in i.axes and plan.lies_ready(i) and (plan.walks or not plan.constant(i))]
+            ready = [
+                i
+                for i in self.block.inputs
+                if plan.loop in i.axes
+                and plan.lies_ready(i)
+                and (plan.walks or not plan.constant(i))
+            ]
             asked = [line for i in ready for line in self._prefetch(i)]
         wait = [*asked, "tl.extra.cuda.gdc_wait()"]
         early = f"{begin}  # the next kernel, which asks for constants only before it waits"
@@ -143,7 +169,10 @@ class _Writer(Tiles):
     def _stage(self, number: int, stage: Stage) -> None:
         self.line()
         sums = ", ".join(f"{a.out} = {a.kind} of {a.arg}" for a in stage.accumulators)
-        self.line(f"# stage {number}" + (f": over {stage.loop}" + (f", {sums}" if sums else "") if stage.loop else ""))
+        self.line(
+            f"# stage {number}"
+            + (f": over {stage.loop}" + (f", {sums}" if sums else "") if stage.loop else "")
+        )
         if stage.loop and self.plan.walks:
             self._walk(stage, stage.loop)
             return
@@ -158,7 +187,10 @@ class _Writer(Tiles):
         for op in fixed:
             self._op(op)
         read = plan.read_in(stage)
-        inputs = sorted((i for i in self.block.inputs if i.name in read), key=lambda i: -plan.numel(self.block.input_axes(i)))
+        inputs = sorted(
+            (i for i in self.block.inputs if i.name in read),
+            key=lambda i: -plan.numel(self.block.input_axes(i)),
+        )
         for i in inputs:
             if loop not in i.carried:
                 self._load(i)
@@ -193,10 +225,22 @@ class _Writer(Tiles):
         walk = f"tl.range({ends}, num_stages={stages})" if stages > 1 else f"range({ends})"
         self.line(f"for {axis}{'_step' if self._loop_starts() else '0'} in {walk}:")
 
-    def _step(self, stage: Stage, loop: str, inputs: Sequence[BlockInput], again: Sequence[BlockInput], small: Sequence[BlockInput],
-              body: Sequence[BlockOp]) -> None:
+    def _step(
+        self,
+        stage: Stage,
+        loop: str,
+        inputs: Sequence[BlockInput],
+        again: Sequence[BlockInput],
+        small: Sequence[BlockInput],
+        body: Sequence[BlockOp],
+    ) -> None:
         """One step of a loop. `again`, `small`: the inputs whose next tiles are loaded a step ahead (see `_load_ahead`)."""
-        plan, axis, tile, before = self.plan, self.axis[loop], self.plan.tile(loop), self._loop_starts()
+        plan, axis, tile, before = (
+            self.plan,
+            self.axis[loop],
+            self.plan.tile(loop),
+            self._loop_starts(),
+        )
         if before:
             self.line(f"{axis}0 = {' + '.join(before)} + {axis}_step")
         self.line(f"{axis} = {axis}0 + tl.arange(0, {tile})" if tile > 1 else f"{axis} = {axis}0")
@@ -230,8 +274,13 @@ class _Writer(Tiles):
         lows, highs = [], []
         for _ in self._lanes(i.name):
             lo, hi = (f"{self.value[i.name]}_{end}" for end in ("lo", "hi"))
-            if dims or (plan.unrolled and plan.unrolled in i.axes):  # rows without any, those past the end among them, do not count
-                lo, hi = f"tl.where({lo} < {hi}, {lo}, {self.block.axis(loop).size})", f"tl.where({lo} < {hi}, {hi}, 0)"
+            if dims or (
+                plan.unrolled and plan.unrolled in i.axes
+            ):  # rows without any, those past the end among them, do not count
+                lo, hi = (
+                    f"tl.where({lo} < {hi}, {lo}, {self.block.axis(loop).size})",
+                    f"tl.where({lo} < {hi}, {hi}, 0)",
+                )
             for _ in dims:
                 lo, hi = f"tl.min({lo}, axis=0)", f"tl.max({hi}, axis=0)"
             lows.append(lo)
@@ -241,7 +290,9 @@ class _Writer(Tiles):
         parts, split = plan.parts(loop), plan.schedule.split
         if parts and not plan.dealt:
             self.line(f"{axis}_first = tl.maximum({axis}_first, {axis}_start)")
-            self.line(f"{axis}_last = tl.minimum({axis}_last, {axis}_start + {self.block.part(loop)})")
+            self.line(
+                f"{axis}_last = tl.minimum({axis}_last, {axis}_start + {self.block.part(loop)})"
+            )
         self.line(f"{axis}_first = tl.maximum({axis}_first, 0)")
         self.line(f"{axis}_last = tl.minimum({axis}_last, {self.block.axis(loop).size})")
         shares = split * (self.block.axis(parts).size if parts and plan.dealt else 1)
@@ -249,19 +300,29 @@ class _Writer(Tiles):
             mine = "part" if split > 1 else ""
             if parts and plan.dealt:
                 mine = f"({self.axis[parts]} * {split} + part)" if split > 1 else self.axis[parts]
-            self.line(f"{axis}_share = tl.cdiv(tl.maximum({axis}_last - {axis}_first, 0), {shares * tile}) * {tile}")
+            self.line(
+                f"{axis}_share = tl.cdiv(tl.maximum({axis}_last - {axis}_first, 0), {shares * tile}) * {tile}"
+            )
             self.line(f"{axis}_first += {mine} * {axis}_share")
             self.line(f"{axis}_last = tl.minimum({axis}_last, {axis}_first + {axis}_share)")
 
     def _combine(self, stage: Stage) -> None:
         """Store this block's part of each accumulator; the last block of the tile to be done adds up the parts, always in the
         same order, and does the rest of the kernel."""
-        split, floats, maxima = self.plan.schedule.split, self.plan.partial_floats, self.plan.maxima(stage)
+        split, floats, maxima = (
+            self.plan.schedule.split,
+            self.plan.partial_floats,
+            self.plan.maxima(stage),
+        )
         accumulators = sorted(stage.accumulators, key=lambda a: a.out not in maxima)
         sizes = [self.plan.numel(self.block.carried[a.out]) for a in accumulators]
-        begins = dict(zip((a.out for a in accumulators), itertools.accumulate(sizes, initial=0), strict=False))
+        begins = dict(
+            zip((a.out for a in accumulators), itertools.accumulate(sizes, initial=0), strict=False)
+        )
         self.line()
-        self.line(f"# {split} blocks have a part of these sums each; the last of them to be done adds up what all of them stored")
+        self.line(
+            f"# {split} blocks have a part of these sums each; the last of them to be done adds up what all of them stored"
+        )
         for acc in accumulators:
             for _ in self._lanes(acc.out):
                 place, mask = self._partial(acc, f"tl.program_id(0) * {floats}", begins[acc.out])
@@ -282,11 +343,17 @@ class _Writer(Tiles):
         Part by part, so that no thread needs what another has: as one dim more to be summed over, the parts lay in several warps, and
         adding up 32 of them took 70 µs. Loads come in groups, so that their latencies are waited for together; many parts in a loop.
         """
-        name, dims, split = self.value[acc.out], self.plan.value_dims(acc.out), self.plan.schedule.split
+        name, dims, split = (
+            self.value[acc.out],
+            self.plan.value_dims(acc.out),
+            self.plan.schedule.split,
+        )
         shift = next((a for a in self.plan.shared_sums if a.out == acc.shift), None)
         together, looped = self.plan.gathered(acc), split > MOST_STRAIGHT
         if looped:
-            self.line(f"{name}_few = tl.full([{', '.join(str(self.plan.few(a)) for a in dims)}], {NEUTRAL[acc.kind]}, tl.float32)")
+            self.line(
+                f"{name}_few = tl.full([{', '.join(str(self.plan.few(a)) for a in dims)}], {NEUTRAL[acc.kind]}, tl.float32)"
+            )
             self.line(f"for some in range(0, {split}, {together}):")
             self.indent += 1
         for first in (0,) if looped else range(0, split, together):
@@ -302,7 +369,14 @@ class _Writer(Tiles):
                 if n == 0 and not looped:
                     self.line(f"{name}_few = {each}")
                 else:
-                    self.line(f"{name}_few = " + (f"{name}_few + {each}" if acc.kind == "sum" else _maximum(f"{name}_few", each)))
+                    self.line(
+                        f"{name}_few = "
+                        + (
+                            f"{name}_few + {each}"
+                            if acc.kind == "sum"
+                            else _maximum(f"{name}_few", each)
+                        )
+                    )
         self.indent -= looped
         if running:
             self.line(f'{name}_now = tl.where({name}_few == float("-inf"), 0.0, {name}_few)')
@@ -326,8 +400,16 @@ class _Writer(Tiles):
             if n == self.plan.tile(a):
                 mask += self._mask([a], tuple(few))
             elif n > self.block.axis(a).size:
-                mask.append(self._spread(f"(tl.arange(0, {n}) < {self.block.axis(a).size})", [a], tuple(few)))
-        arguments = [place, *([f"mask={' & '.join(mask)}", "other=0.0"] if mask else []), 'cache_modifier=".cg"']
+                mask.append(
+                    self._spread(
+                        f"(tl.arange(0, {n}) < {self.block.axis(a).size})", [a], tuple(few)
+                    )
+                )
+        arguments = [
+            place,
+            *([f"mask={' & '.join(mask)}", "other=0.0"] if mask else []),
+            'cache_modifier=".cg"',
+        ]
         return f"tl.load({', '.join(arguments)})"
 
     def _filled_up(self, text: str, dims: Sequence[str]) -> str:
@@ -337,10 +419,14 @@ class _Writer(Tiles):
         if all(t == 1 for t in times):
             return text
         at = ", ".join(x for t in times for x in (["None"] if t > 1 else []) + [":"])
-        shape = ", ".join(str(x) for t, n in zip(times, few, strict=True) for x in ([t] if t > 1 else []) + [n])
+        shape = ", ".join(
+            str(x) for t, n in zip(times, few, strict=True) for x in ([t] if t > 1 else []) + [n]
+        )
         return f"tl.reshape(tl.broadcast_to({text}[{at}], [{shape}]), [{', '.join(str(self.plan.tile(a)) for a in dims)}])"
 
-    def _partial(self, acc: Accumulator, base: str, start: int, few: Mapping[str, int] | None = None) -> tuple[str, str]:
+    def _partial(
+        self, acc: Accumulator, base: str, start: int, few: Mapping[str, int] | None = None
+    ) -> tuple[str, str]:
         """Where an accumulator's partial results are: row-major from `base` + `start`, in lane after lane; and the mask of those that
         count. `few`: how many elements along each axis, if not all."""
         dims = self.plan.value_dims(acc.out)
@@ -390,9 +476,16 @@ class _Writer(Tiles):
         elif op.over is not None:
             text = self._reduced(op.fn, str(op.args[0]), op.over)
         else:
-            dims, read = self.plan.value_dims(op.out), self._value if op.out in self.plan.narrow else self._wide
-            args = [Expr(self._spread(read(a), self.plan.value_dims(a), dims)) if isinstance(a, str) else triton_math.constant(a)
-                    for a in op.args]
+            dims, read = (
+                self.plan.value_dims(op.out),
+                self._value if op.out in self.plan.narrow else self._wide,
+            )
+            args = [
+                Expr(self._spread(read(a), self.plan.value_dims(a), dims))
+                if isinstance(a, str)
+                else triton_math.constant(a)
+                for a in op.args
+            ]
             write = triton_math.exact_product if op.out in self.exact else triton_math.elementwise
             text = write(op.fn, args, dict(op.attrs)).text
         self.line(f"{self.value[op.out]} = {text}")
@@ -408,10 +501,15 @@ class _Writer(Tiles):
     def _wide(self, value: str) -> str:
         """The name of a value in float32."""
         name = self._value(value)
-        if value not in self.plan.native or self.plan.dtype(self.plan.input[value]) is torch.float32:
+        if (
+            value not in self.plan.native
+            or self.plan.dtype(self.plan.input[value]) is torch.float32
+        ):
             return name
         if self._first(value, "wide"):
-            self.line(f"{name}_f32 = {self._again(value) if value in self.plan.read_asynchronously else name}.to(tl.float32)")
+            self.line(
+                f"{name}_f32 = {self._again(value) if value in self.plan.read_asynchronously else name}.to(tl.float32)"
+            )
         return f"{name}_f32"
 
     def _again(self, value: str) -> str:
@@ -429,7 +527,9 @@ class _Writer(Tiles):
         start = " + ".join(self._loop_starts()) or "0"
         if not ahead or not (first or self.plan.share > 1):
             return
-        self.line(f"{axis}_next = {f'{start} + tl.arange(0, {tile})' if first else f'{axis} + {tile}'}")
+        self.line(
+            f"{axis}_next = {f'{start} + tl.arange(0, {tile})' if first else f'{axis} + {tile}'}"
+        )
         self._bound(loop, f"{axis}_next")
         if not self.plan.ragged(loop):
             self.line(f"{axis}_next_in = {axis}_next < {self.block.axis(loop).size}")
@@ -438,7 +538,11 @@ class _Writer(Tiles):
             if i.name in self.plan.read_again:
                 self.line(f"{self.value[i.name]}_again = {load}")
             else:
-                wide = ".to(tl.float32)" if i.name not in self.plan.native and self.plan.dtype(i) is not torch.float32 else ""
+                wide = (
+                    ".to(tl.float32)"
+                    if i.name not in self.plan.native and self.plan.dtype(i) is not torch.float32
+                    else ""
+                )
                 self.line(f"{self.value[i.name]}_next = {load}{wide}")
 
     # -- reductions -------------------------------------------------------------------------------------------------------------
@@ -462,7 +566,10 @@ class _Writer(Tiles):
     def _is_fused(self, value: str, axis: str) -> bool:
         """Whether the compiler might fuse a product with the first addition of a sum along `axis`, in which threads already add up each
         other's numbers: with a longer tile each has several of its own to add up before. (See "rounded" in triton_math.py.)"""
-        return self._may_end_in_a_product(value) and self.plan.tile(axis) <= 32 * self.plan.schedule.num_warps
+        return (
+            self._may_end_in_a_product(value)
+            and self.plan.tile(axis) <= 32 * self.plan.schedule.num_warps
+        )
 
     def _may_end_in_a_product(self, value: str | float) -> bool:
         op = self.ops.get(str(value))
@@ -470,7 +577,11 @@ class _Writer(Tiles):
             return value in self.alone
         if op.fn == "select":  # the compiler may take the addition to either side
             return any(self._may_end_in_a_product(a) for a in op.args[1:])
-        return op.over is not None or triton_math.last(op.fn, dict(op.attrs)) not in ("exp", "sqrt", "rsqrt")
+        return op.over is not None or triton_math.last(op.fn, dict(op.attrs)) not in (
+            "exp",
+            "sqrt",
+            "rsqrt",
+        )
 
     @cached_property
     def ops(self) -> Mapping[str, BlockOp]:
@@ -479,26 +590,52 @@ class _Writer(Tiles):
     @cached_property
     def alone(self) -> frozenset[str]:
         """Accumulators of one element, which are what they would add up."""
-        return frozenset(a.out for s in self.block.stages for a in s.accumulators
-                         if not self.plan.walks and self.plan.loop not in self.plan.value_dims(a.arg))
+        return frozenset(
+            a.out
+            for s in self.block.stages
+            for a in s.accumulators
+            if not self.plan.walks and self.plan.loop not in self.plan.value_dims(a.arg)
+        )
 
     @cached_property
     def exact(self) -> frozenset[str]:
         """Products of which that holds and that only sums read, to which -0 and 0 are one: multiply-adds of 0 from the start, which are one
         instruction where `rounded` takes two more."""
         plan, loop = self.plan, str(self.plan.loop)
-        sums = [(str(op.args[0]), op.over) for op in self.ops.values() if op.over is not None and op.fn == "sum"]
-        sums += [(a.arg, loop) for s in self.block.stages for a in s.accumulators
-                 if a.kind == "sum" and not (plan.walks and plan.is_lazy(s, a))]
+        sums = [
+            (str(op.args[0]), op.over)
+            for op in self.ops.values()
+            if op.over is not None and op.fn == "sum"
+        ]
+        sums += [
+            (a.arg, loop)
+            for s in self.block.stages
+            for a in s.accumulators
+            if a.kind == "sum" and not (plan.walks and plan.is_lazy(s, a))
+        ]
         others = {*plan.skipped, *plan.narrow, *(o.value for o in self.block.outputs)}
-        others |= {str(a) for op in self.ops.values() if op.over is None or op.fn != "sum" for a in op.args}
+        others |= {
+            str(a) for op in self.ops.values() if op.over is None or op.fn != "sum" for a in op.args
+        }
         others |= {a.arg for s in self.block.stages for a in s.accumulators if a.kind != "sum"}
-        of = {x for x, op in self.ops.items() if op.over is None and triton_math.last(op.fn, dict(op.attrs)) == "mul"} - others
-        return frozenset(x for x, axis in sums if x in of and axis in plan.value_dims(x) and self._is_fused(x, axis))
+        of = {
+            x
+            for x, op in self.ops.items()
+            if op.over is None and triton_math.last(op.fn, dict(op.attrs)) == "mul"
+        } - others
+        return frozenset(
+            x
+            for x, axis in sums
+            if x in of and axis in plan.value_dims(x) and self._is_fused(x, axis)
+        )
 
     def _reduce(self, kind: str, text: str, axis: int) -> str:
         # tl.max drops NaN, torch does not
-        return f"tl.sum({text}, axis={axis})" if kind == "sum" else f"tl.reduce({text}, {axis}, larger)"
+        return (
+            f"tl.sum({text}, axis={axis})"
+            if kind == "sum"
+            else f"tl.reduce({text}, {axis}, larger)"
+        )
 
     def _factor(self, value: str, dot: Dot, transposed: bool) -> str:
         """A side of a tensor-core product."""
@@ -512,20 +649,32 @@ class _Writer(Tiles):
             text = self._inside(text, value, over, "sum")
         text = text if stored is dtype else f"{text}.to({triton_dtype(dtype)})"
         if len(self.plan.value_dims(value)) > 2:
-            free, k = (self.plan.rows(dot) if value == dot.left else self.plan.columns(dot)), self.plan.tile(over)
+            free, k = (
+                (self.plan.rows(dot) if value == dot.left else self.plan.columns(dot)),
+                self.plan.tile(over),
+            )
             front = transposed == (value == dot.left)  # the summed axis
-            text = f"tl.reshape({text}, [{k}, {free}])" if front else f"tl.reshape({text}, [{free}, {k}])"
+            text = (
+                f"tl.reshape({text}, [{k}, {free}])"
+                if front
+                else f"tl.reshape({text}, [{free}, {k}])"
+            )
             text = f"apart({text})" if value == dot.right else text
         return f"tl.trans({text})" if transposed else text
 
     def _dot(self, dot: Dot, start: str | None = None) -> str:
-        arguments = [self._factor(dot.left, dot, dot.left_transposed), self._factor(dot.right, dot, dot.right_transposed)]
+        arguments = [
+            self._factor(dot.left, dot, dot.left_transposed),
+            self._factor(dot.right, dot, dot.right_transposed),
+        ]
         shape = [self.plan.tile(a) for a in self.plan.value_dims(dot.contraction.out)]
         flat = len(shape) == 2
         if flat:
             return f"tl.dot({', '.join([*arguments, start] if start else arguments)})"
         text = f"tl.reshape(tl.dot({', '.join(arguments)}), {shape})"
-        return f"{start} + {text}" if start else text  # reshaped to start from, a sum makes the compiler's layouts go in circles
+        return (
+            f"{start} + {text}" if start else text
+        )  # reshaped to start from, a sum makes the compiler's layouts go in circles
 
     def _running_dims(self, stage: Stage, acc: Accumulator) -> tuple[str, ...]:
         """The dims of an accumulator inside its loop."""
@@ -535,7 +684,11 @@ class _Writer(Tiles):
         shape = ", ".join(str(self.plan.tile(a)) for a in self._running_dims(stage, acc))
         floor = self.plan.floor(acc, self.trimmed.name) if self.trimmed is not None else None
         least = NEUTRAL["max"] if floor is None else repr(floor)
-        text = f"tl.zeros([{shape}], tl.float32)" if acc.kind == "sum" else f"tl.full([{shape}], {least}, tl.float32)"
+        text = (
+            f"tl.zeros([{shape}], tl.float32)"
+            if acc.kind == "sum"
+            else f"tl.full([{shape}], {least}, tl.float32)"
+        )
         self.line(f"{self.value[acc.out]} = {text}")
 
     def _accumulate(self, stage: Stage, acc: Accumulator) -> None:
@@ -543,13 +696,21 @@ class _Writer(Tiles):
         self._first(acc.out)
         before = name
         if acc.shift is not None:
-            scale = self._spread(f"{self.value[acc.shift]}_scale", self.plan.value_dims(acc.shift), self.plan.value_dims(acc.out))
+            scale = self._spread(
+                f"{self.value[acc.shift]}_scale",
+                self.plan.value_dims(acc.shift),
+                self.plan.value_dims(acc.out),
+            )
             before = f"{name} * {scale}"
         if acc.out in self.plan.dots:
             self.line(f"{name} = {self._dot(self.plan.dots[acc.out], before)}")
             return
         lazy = self.plan.is_lazy(stage, acc)
-        part = self._inside(self._wide(acc.arg), acc.arg, loop, acc.kind) if lazy else self._reduced(acc.kind, acc.arg, loop)
+        part = (
+            self._inside(self._wide(acc.arg), acc.arg, loop, acc.kind)
+            if lazy
+            else self._reduced(acc.kind, acc.arg, loop)
+        )
         if acc.kind == "sum":
             self.line(f"{name} += {part}" if acc.shift is None else f"{name} = {before} + {part}")
         else:
@@ -560,12 +721,18 @@ class _Writer(Tiles):
         if not self._first(acc.out):
             return  # a maximum that the body read
         dot = self.plan.dots.get(acc.out)
-        self.line(f"{self.value[acc.out]} = {self._dot(dot) if dot else self._reduced(acc.kind, acc.arg, str(self.plan.loop))}")
+        self.line(
+            f"{self.value[acc.out]} = {self._dot(dot) if dot else self._reduced(acc.kind, acc.arg, str(self.plan.loop))}"
+        )
 
 
 def _extreme(which: str, values: Sequence[str]) -> str:
     """The smallest or largest of some numbers."""
-    return values[0] if len(values) == 1 else f"tl.{which}({_extreme(which, values[:-1])}, {values[-1]})"
+    return (
+        values[0]
+        if len(values) == 1
+        else f"tl.{which}({_extreme(which, values[:-1])}, {values[-1]})"
+    )
 
 
 def _maximum(x: str, y: str) -> str:

@@ -1,4 +1,5 @@
 """Scalar programs as Triton text: one algebra over expressions, and the helper functions that a kernel file may need."""
+
 from __future__ import annotations
 
 import math
@@ -39,6 +40,7 @@ def _bound(function: str, neutral: float) -> Callable[[Expr, Expr], Expr]:
         if y.number == neutral:
             return x
         return Expr(f"tl.{function}({x.text}, {y.text}, propagate_nan=tl.PropagateNan.ALL)")
+
     return text
 
 
@@ -48,8 +50,14 @@ def _power(x: Expr, y: Expr) -> Expr:
     if y.number == 0.5:
         return Expr(f"tl.sqrt({x.text})")
     if y.number in (-0.5, -1.0):
-        return Expr(f"tl.rsqrt({x.text})") if y.number == -0.5 else Expr(f"1.0 / {x.at(UNARY)}", PRODUCT)
-    base, exponent = (f"tl.full([], {e.text}, tl.float32)" if e.number is not None else e.text for e in (x, y))
+        return (
+            Expr(f"tl.rsqrt({x.text})")
+            if y.number == -0.5
+            else Expr(f"1.0 / {x.at(UNARY)}", PRODUCT)
+        )
+    base, exponent = (
+        f"tl.full([], {e.text}, tl.float32)" if e.number is not None else e.text for e in (x, y)
+    )
     return Expr(f"power({base}, {exponent})")
 
 
@@ -59,8 +67,14 @@ TRITON_ALGEBRA: Mapping[str, Callable[..., Expr]] = {
     "mul": lambda x, y: Expr(f"{x.at(PRODUCT)} * {y.at(UNARY)}", PRODUCT),
     "div": lambda x, y: Expr(f"{x.at(PRODUCT)} / {y.at(UNARY)}", PRODUCT),
     "neg": lambda x: Expr(f"-{x.at(ATOM)}", UNARY),
-    "exp": _call("tl.exp"), "sqrt": _call("tl.sqrt"), "rsqrt": _call("tl.rsqrt"), "erf": _call("tl.erf"), "tanh": _call("tanh"),
-    "max": _bound("maximum", -math.inf), "min": _bound("minimum", math.inf), "pow": _power,
+    "exp": _call("tl.exp"),
+    "sqrt": _call("tl.sqrt"),
+    "rsqrt": _call("tl.rsqrt"),
+    "erf": _call("tl.erf"),
+    "tanh": _call("tanh"),
+    "max": _bound("maximum", -math.inf),
+    "min": _bound("minimum", math.inf),
+    "pow": _power,
     "select": lambda m, x, y: Expr(f"tl.where({m.at(SUM)} != 0.0, {x.text}, {y.text})"),
 }
 
@@ -127,7 +141,10 @@ def exact_product(fn: str, args: Sequence[Expr], attrs: Mapping[str, float]) -> 
     """An op that ends in a multiplication, as a multiply-add of 0: rounded like the product (-0 becomes 0), and no addition that follows
     can be fused with it."""
     program = _program(fn, attrs)
-    x, y = (replace(program, result=n).evaluate(TRITON_ALGEBRA, args, constant) for n in program.nodes[program.result][1:])
+    x, y = (
+        replace(program, result=n).evaluate(TRITON_ALGEBRA, args, constant)
+        for n in program.nodes[program.result][1:]
+    )
     return Expr(f"tl.fma({x.text}, {y.text}, 0.0)")
 
 
@@ -144,6 +161,7 @@ def _program(fn: str, attrs: Mapping[str, float]) -> ScalarProgram:
 def keeps_zero(fn: str, args: Sequence[float | None], attrs: Mapping[str, float]) -> bool:
     """Whether the op gives 0 where its value arguments (None) are 0 and its numbers are as given."""
     import torch
+
     row = table.lookup(fn)
     zeros = [torch.tensor(0.0 if a is None else a, dtype=torch.float64) for a in args]
     return fn == "cast" or bool(row.oracle(*zeros, **(row.attrs | dict(attrs))) == 0)

@@ -1,4 +1,5 @@
 """Tiles in Triton text: names, where a block stands on each axis, masks, addresses, loads and stores."""
+
 from __future__ import annotations
 
 import keyword
@@ -13,8 +14,26 @@ from mirage_hf.codegen.plan import MOST_STRAIGHT, Append, Plan
 from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.graph.block import Axis, BlockInput, BlockOutput, Role
 
-_RESERVED = frozenset({"tl", "triton", "torch", "pid", "run", "program", "range", "float", "overlaps", "part", "some", "tile",
-                       "scratch_ptr", "counters_ptr", "arrived", *triton_math.HELPERS})
+_RESERVED = frozenset(
+    {
+        "tl",
+        "triton",
+        "torch",
+        "pid",
+        "run",
+        "program",
+        "range",
+        "float",
+        "overlaps",
+        "part",
+        "some",
+        "tile",
+        "scratch_ptr",
+        "counters_ptr",
+        "arrived",
+        *triton_math.HELPERS,
+    }
+)
 
 LINE_BYTES = 128
 """What a prefetch asks for."""
@@ -43,29 +62,83 @@ class Tiles:
         self.plan, self.block, self.name = plan, plan.block, name
         self.lines: list[str] = []
         self.indent = 1
-        self.trimmed: BlockInput | None = None  # the bounds of the loop at hand, where it only visits what is within them
+        self.trimmed: BlockInput | None = (
+            None  # the bounds of the loop at hand, where it only visits what is within them
+        )
         self.lane: int | None = None  # the element of the unrolled axis that is being written
-        self.have: set[tuple[str, str, int | None]] = set()  # what of which value (of which lane) is already written
+        self.have: set[tuple[str, str, int | None]] = (
+            set()
+        )  # what of which value (of which lane) is already written
         self.taken = set(_RESERVED)
         lanes = ("", *(f"_{n}" for n in range(plan.lanes)))
-        suffixes: tuple[str, ...] = ("", "0", "_in", "_start", "_step", "_next", "_next_in", "_first", "_last", "_share")
-        axes = {a.name: self._identifier(a.name, [n + x for n in lanes for x in suffixes]) for a in self.block.axes}
+        suffixes: tuple[str, ...] = (
+            "",
+            "0",
+            "_in",
+            "_start",
+            "_step",
+            "_next",
+            "_next_in",
+            "_first",
+            "_last",
+            "_share",
+        )
+        axes = {
+            a.name: self._identifier(a.name, [n + x for n in lanes for x in suffixes])
+            for a in self.block.axes
+        }
         self.axis = _Names(self, axes, {plan.unrolled})
-        computed = [*(op.out for op in self.block.ops()), *(a.out for s in self.block.stages for a in s.accumulators)]
-        suffixes = ("", "_ptr", "_f32", "_again", "_at", "_next", "_now", "_scale", "_few", "_lo", "_hi", "_slot", "_slot_ptr",
-                    *(f"_each{n}" for n in range(MOST_STRAIGHT)))
-        values = {v: self._identifier(v, [n + x for n in lanes for x in suffixes]) for v in (*self.plan.input, *computed)}
-        self.value = _Names(self, values, {v for v, carried in self.block.carried.items() if plan.unrolled in carried})
+        computed = [
+            *(op.out for op in self.block.ops()),
+            *(a.out for s in self.block.stages for a in s.accumulators),
+        ]
+        suffixes = (
+            "",
+            "_ptr",
+            "_f32",
+            "_again",
+            "_at",
+            "_next",
+            "_now",
+            "_scale",
+            "_few",
+            "_lo",
+            "_hi",
+            "_slot",
+            "_slot_ptr",
+            *(f"_each{n}" for n in range(MOST_STRAIGHT)),
+        )
+        values = {
+            v: self._identifier(v, [n + x for n in lanes for x in suffixes])
+            for v in (*self.plan.input, *computed)
+        }
+        self.value = _Names(
+            self,
+            values,
+            {v for v, carried in self.block.carried.items() if plan.unrolled in carried},
+        )
         self.arguments: list[tuple[str, int]] = []
         self.pointers: dict[str, list[str]] = {}
         for i in self.block.inputs:
-            self.pointers[i.name] = [f"{self.value[i.name]}_ptr" if len(i.sources) == 1 else f"{self.value[i.name]}{k}_ptr"
-                                     for k in range(len(i.sources))]
+            self.pointers[i.name] = [
+                f"{self.value[i.name]}_ptr"
+                if len(i.sources) == 1
+                else f"{self.value[i.name]}{k}_ptr"
+                for k in range(len(i.sources))
+            ]
             self.arguments += zip(self.pointers[i.name], i.sources, strict=True)
         self.out_pointers = []
         for n, o in enumerate(self.block.outputs):
             taken = {a for a, _ in self.arguments}
-            pointer = next(p for p in (f"{self.value[o.value]}_ptr", f"{self.value[o.value]}_out_ptr", f"out{n}_ptr") if p not in taken)
+            pointer = next(
+                p
+                for p in (
+                    f"{self.value[o.value]}_ptr",
+                    f"{self.value[o.value]}_out_ptr",
+                    f"out{n}_ptr",
+                )
+                if p not in taken
+            )
             self.out_pointers.append(pointer)
             self.arguments.append((pointer, len(self.plan.operands) + n))
             if (append := self.plan.append(o)) is not None:
@@ -117,7 +190,9 @@ class Tiles:
         before, split, pid = 1, self.plan.schedule.split, "tl.program_id(0)"
         if split > 1:
             pid = "tile"
-            self.line(f"part = tl.program_id(0) % {split}  # of {self.plan.loop}: each tile is computed by {split} blocks")
+            self.line(
+                f"part = tl.program_id(0) % {split}  # of {self.plan.loop}: each tile is computed by {split} blocks"
+            )
             self.line(f"tile = tl.program_id(0) // {split}")
         elif len(cut) > 1:
             pid = "pid"
@@ -158,13 +233,20 @@ class Tiles:
 
     def _offset_of_part(self, a: Axis) -> None:
         """Where this block's part of an axis begins, and its elements if they are held whole."""
-        parts, part, tile, var = str(self.plan.parts(a.name)), self.block.part(a.name), self.plan.tile(a.name), self.axis[a.name]
+        parts, part, tile, var = (
+            str(self.plan.parts(a.name)),
+            self.block.part(a.name),
+            self.plan.tile(a.name),
+            self.axis[a.name],
+        )
         start = f"{self.axis[parts]} * {part}" if part > 1 else self.axis[parts]
         walked = a.role is Role.LOOP and self.plan.walks
         if tile == 1 and not walked:
             self.line(f"{var} = {start}  # {a.size} of them, one in each part")
             return
-        self.line(f"{var}_start = {start}  # {a.size} in {self.block.axis(parts).size} parts of {part}")
+        self.line(
+            f"{var}_start = {start}  # {a.size} in {self.block.axis(parts).size} parts of {part}"
+        )
         if not walked:
             self.line(f"{var} = {var}_start + tl.arange(0, {tile})  # all {part}")
             self._bound(a.name)
@@ -174,10 +256,23 @@ class Tiles:
         var, start = var or self.axis[axis], self.axis[axis]
         parts = self.plan.parts(axis) and not (self.plan.dealt and axis == self.plan.loop)
         # two comparisons rather than one with the smaller end: of those the compiler sees how the ends are aligned
-        ends = [f"{start}_start + {self.block.part(axis)}"] if cut and parts else [str(size)] if cut else []
+        ends = (
+            [f"{start}_start + {self.block.part(axis)}"]
+            if cut and parts
+            else [str(size)]
+            if cut
+            else []
+        )
         ends += [str(size)] if short else []
         if ends:
-            self.line(f"{var}_in = " + (f"{var} < {ends[0]}" if len(ends) == 1 else " & ".join(f"({var} < {end})" for end in ends)))
+            self.line(
+                f"{var}_in = "
+                + (
+                    f"{var} < {ends[0]}"
+                    if len(ends) == 1
+                    else " & ".join(f"({var} < {end})" for end in ends)
+                )
+            )
 
     def _spread(self, text: str, dims: Sequence[str], onto: Sequence[str]) -> str:
         """`text` with dims `dims`, indexed so that it broadcasts against a tensor with dims `onto`."""
@@ -194,16 +289,28 @@ class Tiles:
 
     # -- loads and stores -----------------------------------------------------------------------------------------------------
 
-    def _address(self, pointer: str, axes: Sequence[str | None], strides: Sequence[int], dims: Sequence[str],
-                 shift: tuple[str | None, str] = (None, ""), turned: BlockInput | None = None) -> str:
+    def _address(
+        self,
+        pointer: str,
+        axes: Sequence[str | None],
+        strides: Sequence[int],
+        dims: Sequence[str],
+        shift: tuple[str | None, str] = (None, ""),
+        turned: BlockInput | None = None,
+    ) -> str:
         """Pointer arithmetic for a tile; `shift` names a joined axis and what its coordinate is called here; `turned`: the input."""
-        far = sum(self.plan.reach(a) * s for a, s in zip(axes, strides, strict=True) if a) >= 2 ** 31
+        far = sum(self.plan.reach(a) * s for a, s in zip(axes, strides, strict=True) if a) >= 2**31
         terms = [pointer]
         for a, stride in zip(axes, strides, strict=True):
             if a is None or self._is_fixed(a, stride):
                 continue
             at = shift[1] if a == shift[0] else self.axis[a]
-            if turned is not None and turned.turn is not None and turned.turn.swaps and a == turned.turn.axis:
+            if (
+                turned is not None
+                and turned.turn is not None
+                and turned.turn.swaps
+                and a == turned.turn.axis
+            ):
                 at = self._partner(a, at, turned)
             term = self._spread(at, self.plan.dims([a]), dims)
             term += ".to(tl.int64)" if far else ""
@@ -214,15 +321,29 @@ class Tiles:
         """Whether no address depends on where a block stands on an axis; its name may then not be defined."""
         return self.plan.tile(axis) == 1 and (stride == 0 or self.plan.reach(axis) == 0)
 
-    def _read(self, i: BlockInput, pointer: str, source: int, extra_mask: str | None = None,
-              shift: tuple[str | None, str] = (None, ""), policy: str | None = None, ahead: bool = False) -> str:
+    def _read(
+        self,
+        i: BlockInput,
+        pointer: str,
+        source: int,
+        extra_mask: str | None = None,
+        shift: tuple[str | None, str] = (None, ""),
+        policy: str | None = None,
+        ahead: bool = False,
+    ) -> str:
         """`ahead`: at the next place of the loop."""
         if ahead:
             shift = self.plan.loop, f"{self.axis[str(self.plan.loop)]}_next"
         axes = self.block.input_axes(i)
         dims = self.plan.dims(axes)
-        arguments = [self._address(pointer, i.axes, self.plan.operands[i.sources[source]].strides, dims, shift, i)]
-        mask = self._mask([a for a in axes if not (ahead and a == self.plan.loop)], dims) + ([extra_mask] if extra_mask else [])
+        arguments = [
+            self._address(
+                pointer, i.axes, self.plan.operands[i.sources[source]].strides, dims, shift, i
+            )
+        ]
+        mask = self._mask([a for a in axes if not (ahead and a == self.plan.loop)], dims) + (
+            [extra_mask] if extra_mask else []
+        )
         if (ends := self._ends_of(i)) is not None:
             self._load_bounds(ends)
             mask += self._between(ends, dims)
@@ -231,18 +352,29 @@ class Tiles:
         other = "0.0" if self.plan.dtype(i).is_floating_point else "0"
         if i.padding is not None:
             at = shift[1] if i.padding.axis == shift[0] else self.axis[i.padding.axis]
-            mask.append(self._spread(f"({at} < {i.padding.size})", self.plan.dims([i.padding.axis]), dims))
+            mask.append(
+                self._spread(f"({at} < {i.padding.size})", self.plan.dims([i.padding.axis]), dims)
+            )
             other = repr(i.padding.value)
         if mask:
             arguments += [f"mask={' & '.join(mask)}", f"other={other}"]
-        if policy is None and self.plan.schedule.evict_first and self.plan.loop and self.plan.loop in i.axes and self.plan.is_streamed(i):
+        if (
+            policy is None
+            and self.plan.schedule.evict_first
+            and self.plan.loop
+            and self.plan.loop in i.axes
+            and self.plan.is_streamed(i)
+        ):
             policy = "evict_first"
         if policy is not None:
             arguments.append(f'eviction_policy="{policy}"')
         load = f"tl.load({', '.join(arguments)})"
         if i.turn is None or i.turn.swaps:
             return load
-        at, width = shift[1] if i.turn.axis == shift[0] else self.axis[i.turn.axis], self.block.turned(i)
+        at, width = (
+            shift[1] if i.turn.axis == shift[0] else self.axis[i.turn.axis],
+            self.block.turned(i),
+        )
         first = f"(({at} & 1) == 0) & ({at} < {width})" if i.turn.pairs else f"{at} < {width // 2}"
         sign = self._spread(f"tl.where({first}, -1.0, 1.0)", self.plan.dims([i.turn.axis]), dims)
         narrow = f".to({triton_dtype(self.plan.dtype(i))})" if i.name in self.plan.native else ""
@@ -258,8 +390,16 @@ class Tiles:
         second = f"tl.where({at} < {width}, {at} - {half}, {at})" if alone else f"{at} - {half}"
         text = f"tl.where({at} < {half}, {at} + {half}, {second})"
         # a tile starts at a multiple of itself; rows in variables of their own, and parts, start anywhere
-        together = math.gcd(half, self.plan.tile(axis)) if self.plan.dims([axis]) and self.plan.parts(axis) is None else 1
-        return f"tl.max_contiguous(tl.multiple_of({text}, {together}), {together})" if together > 1 else text
+        together = (
+            math.gcd(half, self.plan.tile(axis))
+            if self.plan.dims([axis]) and self.plan.parts(axis) is None
+            else 1
+        )
+        return (
+            f"tl.max_contiguous(tl.multiple_of({text}, {together}), {together})"
+            if together > 1
+            else text
+        )
 
     def _prefetch(self, i: BlockInput) -> list[str]:
         """A line that asks for what the first steps of the loop read of an input, a cache line at a time. No line where that is known
@@ -267,55 +407,101 @@ class Tiles:
         plan = self.plan
         steps = min(plan.schedule.preload, next_power_of_two(plan.share))
         joined = i.joined if len(i.sources) > 1 else None
-        if joined is not None and not (self._is_selected(i) and self.block.role(joined) is Role.GRID):
+        if joined is not None and not (
+            self._is_selected(i) and self.block.role(joined) is Role.GRID
+        ):
             return []  # which source the tiles lie in is known only inside the loop
-        if (plan.unrolled and plan.unrolled in i.axes) or i.turn is not None or i.padding is not None:
+        if (
+            (plan.unrolled and plan.unrolled in i.axes)
+            or i.turn is not None
+            or i.padding is not None
+        ):
             return []
         ends = self._ends_of(i)
-        if ends is not None and (plan.dims([a for a in ends.axes if a]) or not plan.op.settled.issuperset(ends.sources)):
+        if ends is not None and (
+            plan.dims([a for a in ends.axes if a]) or not plan.op.settled.issuperset(ends.sources)
+        ):
             ends = None  # bounds of each row, or such as are not there yet
-        strides = {a: s for a, s in zip(i.axes, plan.operands[i.sources[0]].strides, strict=True) if a and not self._is_fixed(a, s)}
+        strides = {
+            a: s
+            for a, s in zip(i.axes, plan.operands[i.sources[0]].strides, strict=True)
+            if a and not self._is_fixed(a, s)
+        }
         asked = {}
         for a, stride in strides.items():
             every = LINE_BYTES // plan.dtype(i).itemsize if stride == 1 and a != joined else 1
             if a == plan.loop and plan.walks:
                 asked[a] = self._first_steps(a, steps, every)
             elif every > 1 and plan.tile(a) > 1:
-                start = f"{self.axis[a]}_start" if plan.parts(a) else f"{self.axis[a]}0" if plan.trips(a) > 1 else ""
-                asked[a] = self._lines(start, plan.tile(a), every, str(self.block.axis(a).size - 1) if plan.ragged(a) else None)
+                start = (
+                    f"{self.axis[a]}_start"
+                    if plan.parts(a)
+                    else f"{self.axis[a]}0"
+                    if plan.trips(a) > 1
+                    else ""
+                )
+                asked[a] = self._lines(
+                    start,
+                    plan.tile(a),
+                    every,
+                    str(self.block.axis(a).size - 1) if plan.ragged(a) else None,
+                )
             else:
                 asked[a] = self._clamped(i, a, ends, a == joined), plan.tile(a)
         dims = [a for a in plan.order if a in asked and asked[a][1] > 1]
-        far = sum(plan.reach(a) * s for a, s in strides.items()) >= 2 ** 31
+        far = sum(plan.reach(a) * s for a, s in strides.items()) >= 2**31
         terms = [f"{self.value[i.name]}_ptr"]
         for a, (index, count) in asked.items():
-            term = (self._spread(index, [a], dims) if count > 1 else index) + (".to(tl.int64)" if far and index != "(0)" else "")
+            term = (self._spread(index, [a], dims) if count > 1 else index) + (
+                ".to(tl.int64)" if far and index != "(0)" else ""
+            )
             terms.append(term if strides[a] == 1 else f"{term} * {strides[a]}")
         return [f"prefetch({' + '.join(terms)})"] if dims else []
 
     def _first_steps(self, axis: str, steps: int, every: int) -> tuple[str, int]:
         """The same as `_lines` of the first steps of the loop."""
-        last = str(self.block.axis(axis).size - 1) if self.trimmed is None else f"tl.maximum({self.axis[axis]}_last - 1, 0)"
+        last = (
+            str(self.block.axis(axis).size - 1)
+            if self.trimmed is None
+            else f"tl.maximum({self.axis[axis]}_last - 1, 0)"
+        )
         beyond = steps > self.plan.share or self.plan.ragged(axis) or self.trimmed is not None
-        return self._lines(" + ".join(self._loop_starts()), self.plan.tile(axis) * steps, every, last if beyond else None)
+        return self._lines(
+            " + ".join(self._loop_starts()),
+            self.plan.tile(axis) * steps,
+            every,
+            last if beyond else None,
+        )
 
     def _lines(self, start: str, count: int, every: int, last: str | None) -> tuple[str, int]:
         """Every so many of `count` indices from `start`, and how many these are; with `last` none is beyond it."""
         count = max(1, count // every)
         index = f"tl.arange(0, {count})" + (f" * {every}" if every > 1 else "") if count > 1 else ""
         index = " + ".join(x for x in (start, index) if x) or "0"
-        return f"tl.minimum({index}, {last})" if last is not None and index != "0" else f"({index})", count
+        return (
+            f"tl.minimum({index}, {last})" if last is not None and index != "0" else f"({index})",
+            count,
+        )
 
     def _clamped(self, i: BlockInput, axis: str, ends: BlockInput | None, joined: bool) -> str:
         """Where a tile lies along an axis, nothing of it beyond the axis or, if `ends` bounds the axis, beyond these."""
-        at, last = f"{self.value[i.name]}_at" if joined else self.axis[axis], str(self.block.axis(axis).size - 1)
+        at, last = (
+            f"{self.value[i.name]}_at" if joined else self.axis[axis],
+            str(self.block.axis(axis).size - 1),
+        )
         if ends is not None and axis == ends.bounds:
             lo, hi = (f"{self.value[ends.name]}_{end}" for end in ("lo", "hi"))
-            return f"tl.minimum(tl.maximum(tl.minimum(tl.maximum({at}, {lo}), {hi} - 1), 0), {last})"
+            return (
+                f"tl.minimum(tl.maximum(tl.minimum(tl.maximum({at}, {lo}), {hi} - 1), 0), {last})"
+            )
         if not self.plan.ragged(axis):
             return at
         # only the last source of a joined axis has an end inside a tile
-        return f"({at} - tl.maximum({self.axis[axis]} - {last}, 0))" if joined else f"tl.minimum({at}, {last})"
+        return (
+            f"({at} - tl.maximum({self.axis[axis]} - {last}, 0))"
+            if joined
+            else f"tl.minimum({at}, {last})"
+        )
 
     def _loop_starts(self) -> list[str]:
         """What a block's place on the loop axis begins with: the start of its part, of its share."""
@@ -323,7 +509,9 @@ class Tiles:
         if self.trimmed is not None:
             return [f"{self.axis[loop]}_first"]
         starts = [f"{self.axis[loop]}_start"] if plan.parts(loop) else []
-        return starts + ([f"part * {plan.share * plan.tile(loop)}"] if plan.schedule.split > 1 else [])
+        return starts + (
+            [f"part * {plan.share * plan.tile(loop)}"] if plan.schedule.split > 1 else []
+        )
 
     def _is_selected(self, i: BlockInput) -> bool:
         return i.joined is not None and len(i.sources) > 1 and self.plan.whole_sources(i)
@@ -332,7 +520,9 @@ class Tiles:
         """Choose the source that this tile lies in."""
         value, axis = self.value[i.name], self.axis[i.joined]  # type: ignore[index]
         start = f"{axis}0" if self.plan.tile(i.joined) > 1 else axis  # type: ignore[arg-type]
-        self.line(f"# {i.name} lies end to end along {i.joined} in {len(i.sources)} tensors; this tile is in one of them")
+        self.line(
+            f"# {i.name} lies end to end along {i.joined} in {len(i.sources)} tensors; this tile is in one of them"
+        )
         low = 0
         for k, (size, pointer) in enumerate(zip(i.sizes, self.pointers[i.name], strict=True)):
             last = k == len(i.sizes) - 1
@@ -351,7 +541,9 @@ class Tiles:
         axes = [a for a in i.axes if a is not None]
         dims = self.plan.dims(axes)
         mask = self._mask(axes, dims)
-        for end, pointer, source in zip(("lo", "hi"), self.pointers[i.name], i.sources, strict=True):
+        for end, pointer, source in zip(
+            ("lo", "hi"), self.pointers[i.name], i.sources, strict=True
+        ):
             arguments = [self._address(pointer, i.axes, self.plan.operands[source].strides, dims)]
             arguments += [f"mask={' & '.join(mask)}", "other=0"] if mask else []
             arguments += self._from_l2(source)
@@ -379,12 +571,23 @@ class Tiles:
     def _ends_of(self, i: BlockInput) -> BlockInput | None:
         """The bounds of a loop that is held whole, where nothing of an input matters outside of them: it is not read there."""
         plan = self.plan
-        if plan.walks or i.bounds is not None or plan.loop is None or plan.loop not in i.axes or plan.constant(i):
+        if (
+            plan.walks
+            or i.bounds is not None
+            or plan.loop is None
+            or plan.loop not in i.axes
+            or plan.constant(i)
+        ):
             return None
         found = {plan.bounded(s) for s in self.block.stages if i.name in plan.read_in(s)}
         ends = found.pop() if len(found) == 1 else None
-        return ends if ends is not None and {a for a in ends.axes if a} <= {*self.block.input_axes(i)} \
-            and (plan.unrolled is None or plan.unrolled not in ends.axes) else None
+        return (
+            ends
+            if ends is not None
+            and {a for a in ends.axes if a} <= {*self.block.input_axes(i)}
+            and (plan.unrolled is None or plan.unrolled not in ends.axes)
+            else None
+        )
 
     def _load(self, i: BlockInput) -> None:
         for _ in self._lanes(i.name):
@@ -400,13 +603,19 @@ class Tiles:
             self.line(f"{self.value[i.name]} = {self._mask_of(i)}")
             return
         value, dtype = self.value[i.name], self.plan.dtype(i)
-        wide = ".to(tl.float32)" if dtype is not torch.float32 and i.name not in self.plan.native else ""
+        wide = (
+            ".to(tl.float32)"
+            if dtype is not torch.float32 and i.name not in self.plan.native
+            else ""
+        )
         if len(i.sources) == 1:
             self.line(f"{value} = {self._read(i, self.pointers[i.name][0], 0)}{wide}")
         elif self._is_selected(i):
             if self.block.role(i.joined) is Role.LOOP:  # type: ignore[arg-type]
                 self._select(i)
-            self.line(f"{value} = {self._read(i, f'{value}_ptr', 0, shift=(i.joined, f'{value}_at'))}{wide}")
+            self.line(
+                f"{value} = {self._read(i, f'{value}_ptr', 0, shift=(i.joined, f'{value}_at'))}{wide}"
+            )
         else:
             self._load_parts(i, value)
             if wide:
@@ -417,20 +626,29 @@ class Tiles:
         axis = self.axis[i.joined]  # type: ignore[index]
         dims = self.plan.dims(self.block.input_axes(i))
         low = 0
-        self.line(f"# {i.name} lies end to end along {i.joined} in {len(i.sources)} tensors; each gives its own elements")
+        self.line(
+            f"# {i.name} lies end to end along {i.joined} in {len(i.sources)} tensors; each gives its own elements"
+        )
         for k, (size, pointer) in enumerate(zip(i.sizes, self.pointers[i.name], strict=True)):
             inside = [f"({axis} >= {low})"] if k else []
             inside += [f"({axis} < {low + size})"] if k < len(i.sizes) - 1 else []
             condition = f"({' & '.join(inside)})" if len(inside) > 1 else inside[0]
-            mask = self._spread(condition, (i.joined,) if self.plan.tile(i.joined) > 1 else (), dims)  # type: ignore[arg-type]
-            self.line(f"{value} {'+=' if k else '='} {self._read(i, pointer, k, mask, (i.joined, f'({axis} - {low})' if low else axis))}")
+            mask = self._spread(
+                condition, (i.joined,) if self.plan.tile(i.joined) > 1 else (), dims
+            )  # type: ignore[arg-type]
+            self.line(
+                f"{value} {'+=' if k else '='} {self._read(i, pointer, k, mask, (i.joined, f'({axis} - {low})' if low else axis))}"
+            )
             low += size
 
     def _store(self, o: BlockOutput, pointer: str, text: str) -> None:
         """Store a value; `text` is what it is called in float32."""
         tensor = self.plan.outputs[self.block.outputs.index(o)]
         dims = self.plan.value_dims(o.value)
-        address, mask = self._address(pointer, o.axes, tensor.strides, dims), self._mask([a for a in o.axes if a], dims)
+        address, mask = (
+            self._address(pointer, o.axes, tensor.strides, dims),
+            self._mask([a for a in o.axes if a], dims),
+        )
         if (append := self.plan.append(o)) is not None:
             slot, inside = self._slot(o, pointer, append, dims)
             address, mask = f"{address} + {slot} * {tensor.strides[-2]}", [*mask, *inside]
@@ -441,12 +659,22 @@ class Tiles:
             arguments.append(f"mask={' & '.join(mask)}")
         self.line(f"tl.store({', '.join(arguments)})")
 
-    def _slot(self, o: BlockOutput, pointer: str, append: Append, dims: Sequence[str]) -> tuple[str, list[str]]:
+    def _slot(
+        self, o: BlockOutput, pointer: str, append: Append, dims: Sequence[str]
+    ) -> tuple[str, list[str]]:
         """The slot that an output's rows begin at, and what says that a row's slot is one: nothing is written outside of the cache."""
         axis = self._load_slot(o, pointer, append)
-        slot = self._spread(self._slot_pointer(pointer).removesuffix("_ptr"), self.plan.dims([axis] if axis else []), dims)
+        slot = self._spread(
+            self._slot_pointer(pointer).removesuffix("_ptr"),
+            self.plan.dims([axis] if axis else []),
+            dims,
+        )
         row = o.axes[-2]
-        at = slot if row is None or self._is_fixed(row, 1) else f"({slot} + {self._spread(self.axis[row], self.plan.dims([row]), dims)})"
+        at = (
+            slot
+            if row is None or self._is_fixed(row, 1)
+            else f"({slot} + {self._spread(self.axis[row], self.plan.dims([row]), dims)})"
+        )
         return slot, [f"({at} >= 0)", f"({at} < {append.slots})"]
 
     def _load_slot(self, o: BlockOutput, pointer: str, append: Append) -> str | None:
@@ -457,7 +685,11 @@ class Tiles:
         if self._first(o.value, name):
             own = [axis] if axis else []
             arguments = [self._address(name, (axis,), position.strides[:1], self.plan.dims(own))]
-            arguments += [f"mask={self._within(axis, own)}", "other=0"] if axis and self.plan.ragged(axis) else []
+            arguments += (
+                [f"mask={self._within(axis, own)}", "other=0"]
+                if axis and self.plan.ragged(axis)
+                else []
+            )
             arguments += self._from_l2(append.position)
             self.line(f"{name.removesuffix('_ptr')} = tl.load({', '.join(arguments)}).to(tl.int64)")
         return axis
@@ -472,4 +704,6 @@ class Tiles:
         if len(i.sources) == 1:
             return self._read(i, self.pointers[i.name][0], 0, policy="evict_last")
         value = self.value[i.name]
-        return self._read(i, f"{value}_ptr", 0, shift=(i.joined, f"{value}_at"), policy="evict_last")
+        return self._read(
+            i, f"{value}_ptr", 0, shift=(i.joined, f"{value}_at"), policy="evict_last"
+        )

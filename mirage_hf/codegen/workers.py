@@ -1,4 +1,5 @@
 """Processes that compile beside this one (codegen/ahead.py), shared by all that ask and ended when idle."""
+
 from __future__ import annotations
 
 import contextlib
@@ -35,8 +36,11 @@ class Workers:
         """Compile kernels of the file at `path`, which this process has imported as `name`, for compute capability `sm`. Returns what it
         raised. Errors: Ended, as when a compiler crashes; OSError where none can be begun."""
         from triton import knobs
+
         # the folder that relative paths are of may have changed since the process began
-        asked = json.dumps([os.path.abspath(path), name, tasks, sm, os.path.abspath(knobs.cache.dir)])
+        asked = json.dumps(
+            [os.path.abspath(path), name, tasks, sm, os.path.abspath(knobs.cache.dir)]
+        )
         process = self._idle.get()
         try:
             process = process or self._begin()
@@ -45,7 +49,9 @@ class Workers:
             except (OSError, ValueError):
                 ended, process = process, None
                 _end(ended)
-                raise Ended(f"the process that compiled it ended with exit code {ended.returncode}") from None
+                raise Ended(
+                    f"the process that compiled it ended with exit code {ended.returncode}"
+                ) from None
         finally:
             self._idle.put(process)
 
@@ -71,8 +77,19 @@ def _begin() -> subprocess.Popen[str]:
     if not sys.executable or getattr(sys, "frozen", False):
         raise OSError("no interpreter is known, as in a program that has one built in")
     # not multiprocessing, whose processes run the user's script again, up to its `if __name__ == "__main__"`; Ctrl-C is for this one
-    command = [sys.executable, str(Path(ahead.__file__).resolve()), json.dumps([p for p in sys.path if isinstance(p, str)])]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", start_new_session=True)
+    command = [
+        sys.executable,
+        str(Path(ahead.__file__).resolve()),
+        json.dumps([p for p in sys.path if isinstance(p, str)]),
+    ]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        start_new_session=True,
+    )
     if process.stdout.readline() != ahead.READY + "\n":  # type: ignore[union-attr]
         _end(process)
         raise OSError(f"a process that compiles could not begin: exit code {process.returncode}")

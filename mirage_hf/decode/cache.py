@@ -1,4 +1,5 @@
 """The cache pool: key and value memory, leased to one `generate` call at a time: full-length, or of sliding layers a ring."""
+
 from __future__ import annotations
 
 import math
@@ -11,7 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from mirage_hf.errors import MirageError
 
@@ -44,6 +51,7 @@ def send(values: Tensor, to: Tensor) -> None:
 
 # -- what a step reads and writes ---------------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True, eq=False)
 class Control:
     """The device-side state of one call, at fixed addresses so that a captured graph finds it. Integers are int64."""
@@ -74,12 +82,29 @@ class Control:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.long, device=device)
 
-        return cls(ids=ints(batch, 1), position=ints(batch, 1), length=ints(1), lowest=ints(batch, 1), budget=ints(1),
-                   alive=torch.zeros(batch, dtype=torch.bool, device=device), eos=ints(MOST_EOS), pad=ints(1),
-                   report=ints(2, batch), slots=torch.arange(capacity, device=device)[None])
+        return cls(
+            ids=ints(batch, 1),
+            position=ints(batch, 1),
+            length=ints(1),
+            lowest=ints(batch, 1),
+            budget=ints(1),
+            alive=torch.zeros(batch, dtype=torch.bool, device=device),
+            eos=ints(MOST_EOS),
+            pad=ints(1),
+            report=ints(2, batch),
+            slots=torch.arange(capacity, device=device)[None],
+        )
 
-    def start(self, *, length: int, position: Tensor, lowest: Tensor | None, budget: int,
-              eos: Tensor | None, pad: Tensor | None) -> None:
+    def start(
+        self,
+        *,
+        length: int,
+        position: Tensor,
+        lowest: Tensor | None,
+        budget: int,
+        eos: Tensor | None,
+        pad: Tensor | None,
+    ) -> None:
         """Set the state to "the last prompt token has just been fed": its slot and its position, every row alive.
 
         `length` counts the prompt's slots, that token's included; `position` is (batch or 1, 1).
@@ -91,13 +116,23 @@ class Control:
         self.alive.fill_(True)
         self.eos.fill_(-1)
         if eos is not None:
-            self.eos[:eos.numel()].copy_(eos.reshape(-1))
+            self.eos[: eos.numel()].copy_(eos.reshape(-1))
         if pad is not None:
             self.pad.copy_(pad.reshape(-1)[:1])
 
     def continue_from(self, other: Control) -> None:
         """Take over the state of a smaller block's control."""
-        for name in ("ids", "position", "length", "lowest", "budget", "alive", "eos", "pad", "report"):
+        for name in (
+            "ids",
+            "position",
+            "length",
+            "lowest",
+            "budget",
+            "alive",
+            "eos",
+            "pad",
+            "report",
+        ):
             getattr(self, name).copy_(getattr(other, name))
 
 
@@ -119,28 +154,37 @@ class Trail:
     @classmethod
     def allocate(cls, batch: int, capacity: int, device: torch.device) -> Trail:
         room = capacity + 2
-        ids, prompt, budget = (torch.zeros(shape, dtype=torch.long, device=device) for shape in ((batch, room), (1,), (1,)))
-        return cls(ids, torch.zeros(batch, room, dtype=torch.float64, device=device), prompt, budget,
-                   torch.arange(room, device=device)[None])
+        ids, prompt, budget = (
+            torch.zeros(shape, dtype=torch.long, device=device)
+            for shape in ((batch, room), (1,), (1,))
+        )
+        return cls(
+            ids,
+            torch.zeros(batch, room, dtype=torch.float64, device=device),
+            prompt,
+            budget,
+            torch.arange(room, device=device)[None],
+        )
 
     def start(self, input_ids: Tensor, budget: int) -> None:
         """Begin a call with a prompt (batch, length)."""
-        self.ids[:, :input_ids.shape[1]].copy_(input_ids)
+        self.ids[:, : input_ids.shape[1]].copy_(input_ids)
         self.prompt.fill_(input_ids.shape[1])
         self.budget.fill_(budget)
 
     def continue_from(self, other: Trail) -> None:
         """Take over a smaller block's text."""
-        self.ids[:, :other.ids.shape[1]].copy_(other.ids)
+        self.ids[:, : other.ids.shape[1]].copy_(other.ids)
         self.prompt.copy_(other.prompt)
         self.budget.copy_(other.budget)
 
     def set_numbers(self, numbers: Tensor) -> None:
         """Put in (batch, steps) numbers from the CPU, without waiting for the device."""
-        send(numbers, self.numbers[:, :numbers.shape[1]])
+        send(numbers, self.numbers[:, : numbers.shape[1]])
 
 
 # -- rings --------------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -161,13 +205,19 @@ class Ring:
 
     def slot(self, control: Control) -> Tensor:
         """The slot (batch, 1) that a step's key goes to; the step sees those before it and the new one."""
-        return (control.length - control.lowest).clamp_max(self.spare).masked_fill(~control.alive.any(), self.spare)
+        return (
+            (control.length - control.lowest)
+            .clamp_max(self.spare)
+            .masked_fill(~control.alive.any(), self.spare)
+        )
 
     def turn(self, slab: Tensor, control: Control) -> None:
         """End a step for a slab (layers, batch, heads, slots, dim), before `control` moves on."""
         n, spare = control.length - control.lowest[:, 0], self.spare
-        to = (n % spare).masked_fill(~control.alive.any() | (n < spare), spare)  # the spare slot's own place where nothing moves
-        new = slab[:, :, :, spare:self.window].clone()
+        to = (n % spare).masked_fill(
+            ~control.alive.any() | (n < spare), spare
+        )  # the spare slot's own place where nothing moves
+        new = slab[:, :, :, spare : self.window].clone()
         slab.scatter_(3, to.view(1, -1, 1, 1, 1).expand_as(new), new)
 
     def held(self, length: int | Tensor, lowest: Tensor) -> Tensor:
@@ -180,18 +230,20 @@ class Ring:
         if length <= self.spare:
             memory[:, :, :length].copy_(states)
             return
-        kept, first = states[:, :, -self.spare:], length % self.spare
-        memory[:, :, first:self.spare].copy_(kept[:, :, :self.spare - first])
-        memory[:, :, :first].copy_(kept[:, :, self.spare - first:])
+        kept, first = states[:, :, -self.spare :], length % self.spare
+        memory[:, :, first : self.spare].copy_(kept[:, :, : self.spare - first])
+        memory[:, :, :first].copy_(kept[:, :, self.spare - first :])
 
     def read(self, memory: Tensor, length: int, lowest: Tensor | None) -> Tensor:
         """Return the keys of a text of `length` slots that a window leaves, in their order."""
         first, spare = max(length - self.spare, 0), self.spare
         if lowest is not None:
-            return _pick(memory, (torch.arange(first, length, device=memory.device) - lowest) % spare)
+            return _pick(
+                memory, (torch.arange(first, length, device=memory.device) - lowest) % spare
+            )
         if not first:
             return memory[:, :, :length]
-        return torch.cat([memory[:, :, length % spare:spare], memory[:, :, :length % spare]], 2)
+        return torch.cat([memory[:, :, length % spare : spare], memory[:, :, : length % spare]], 2)
 
 
 def _pick(states: Tensor, at: Tensor) -> Tensor:
@@ -201,15 +253,21 @@ def _pick(states: Tensor, at: Tensor) -> Tensor:
 
 def rings_of(windows: Sequence[int | None], capacity: int) -> tuple[Ring | None, ...]:
     """The rings of layers with these windows (None: nothing is dropped) in a block, where they take less memory than its capacity."""
-    return tuple(Ring(w, bucket(w)) if w is not None and w > 1 and bucket(w) < capacity else None for w in windows)
+    return tuple(
+        Ring(w, bucket(w)) if w is not None and w > 1 and bucket(w) < capacity else None
+        for w in windows
+    )
 
 
 # -- the layers HF's forward sees ---------------------------------------------------------------------------------------
 
+
 class _PoolLayer(CacheLayerMixin):
     """What the layers of both phases share. Only `update` and the sizes are part of HF's decoding protocol."""
 
-    is_compileable = False  # keeps generate from preparing 4D masks for the prefill: it is stock's dynamic one
+    is_compileable = (
+        False  # keeps generate from preparing 4D masks for the prefill: it is stock's dynamic one
+    )
 
     def __init__(self, block: Block, index: int, is_sliding: bool):
         super().__init__()
@@ -236,10 +294,14 @@ class PrefillLayer(_PoolLayer):
         super().__init__(block, index, is_sliding)
         self.seen = 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if self.seen:
-            raise UpdatedTwice("decode: a layer of the prefill was updated twice in one forward; "
-                               "call the stock method with type(model).generate(model, ...)")
+            raise UpdatedTwice(
+                "decode: a layer of the prefill was updated twice in one forward; "
+                "call the stock method with type(model).generate(model, ...)"
+            )
         self.seen = key_states.shape[-2]
         self.block.hold(self.index, key_states, value_states, self.seen)
         return key_states, value_states
@@ -258,7 +320,9 @@ class StepLayer(_PoolLayer):
         super().__init__(block, index, is_sliding)
         self.slots = slots
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         block, ring = self.block, self.block.rings[self.index]
         keys, values = block.keys[self.index], block.values[self.index]
         for memory, states in ((keys, key_states), (values, value_states)):
@@ -276,6 +340,7 @@ class StepLayer(_PoolLayer):
 
 
 # -- a leased block -----------------------------------------------------------------------------------------------------
+
 
 @dataclass(eq=False)
 class Block:
@@ -302,7 +367,7 @@ class Block:
     choosers: dict[Any, Any] = field(default_factory=dict)
     """What chose on this block so far and may have graphs here, by its key; the one used last is last."""
     ends: Any = None
-    """The ends of steps with these logits (decode/ends.py)."""
+    """The ends of steps with these logits (decode/kernels/ends.py)."""
     prompts: Counter[Any] = field(default_factory=Counter)
     """Prompts so far that a captured prefill could serve, by shape."""
     valid_for: object = None
@@ -329,19 +394,28 @@ class Block:
     @property
     def bytes(self) -> int:
         """Bytes of device memory this block holds, not counting its graphs' scratch. Other threads may ask while a call is under way."""
-        tensors = [*self.slabs, *vars(self.control).values(), self.logits, *(vars(self.trail).values() if self.trail is not None else ()),
-                   *(t for chooser in list(self.choosers.values()) for t in chooser.tensors()),
-                   *(vars(self.ends).values() if self.ends is not None else ())]
+        tensors = [
+            *self.slabs,
+            *vars(self.control).values(),
+            self.logits,
+            *(vars(self.trail).values() if self.trail is not None else ()),
+            *(t for chooser in list(self.choosers.values()) for t in chooser.tensors()),
+            *(vars(self.ends).values() if self.ends is not None else ()),
+        ]
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
     def prefill_cache(self) -> Cache:
         """Return a cache that takes a prompt's keys and values into this block."""
         self.written.clear()
-        return Cache(layers=[PrefillLayer(self, i, w is not None) for i, w in enumerate(self.windows)])
+        return Cache(
+            layers=[PrefillLayer(self, i, w is not None) for i, w in enumerate(self.windows)]
+        )
 
     def step_cache(self, slots: Mapping[Ring, Tensor]) -> Cache:
         """Return the cache that the step's forward sees. `slots`: what `Ring.slot` gave for this step."""
-        return Cache(layers=[StepLayer(self, i, w is not None, slots) for i, w in enumerate(self.windows)])
+        return Cache(
+            layers=[StepLayer(self, i, w is not None, slots) for i, w in enumerate(self.windows)]
+        )
 
     def slots_of(self, index: int) -> int:
         """Slots of layer `index`."""
@@ -356,10 +430,16 @@ class Block:
 
     def claim(self, index: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return layer `index`'s (batch, heads, slots, dim) memory, made to fit these states."""
-        fits = self._fits(self.keys, index, key_states) and self._fits(self.values, index, value_states)
-        if index in self.keys and not (fits or self._claimed):  # the model changed dtype or shape since the last call
+        fits = self._fits(self.keys, index, key_states) and self._fits(
+            self.values, index, value_states
+        )
+        if index in self.keys and not (
+            fits or self._claimed
+        ):  # the model changed dtype or shape since the last call
             self.drop_memory()
-        self._claimed = True  # whichever layer comes first: those behind it must not take its memory away
+        self._claimed = (
+            True  # whichever layer comes first: those behind it must not take its memory away
+        )
         return self._fit(self.keys, index, key_states), self._fit(self.values, index, value_states)
 
     def reserve(self, cache: DynamicCache) -> None:
@@ -372,7 +452,9 @@ class Block:
         """Take layer `index`'s states of the last slots of a text of `length` slots; those before them are out of its window."""
         ring, first = self.rings[index], length - key_states.shape[-2]
         self.written.add(index)
-        for memory, states in zip(self.claim(index, key_states, value_states), (key_states, value_states), strict=True):
+        for memory, states in zip(
+            self.claim(index, key_states, value_states), (key_states, value_states), strict=True
+        ):
             if ring is None:
                 memory[:, :, :first].zero_()  # as in clear_from
                 memory[:, :, first:length].copy_(states)
@@ -381,14 +463,18 @@ class Block:
             else:
                 if (key := (ring, length, first)) not in self._held:  # the same for all layers
                     self._held[key] = (ring.held(length, self.lowest) - first).clamp_min(0)
-                memory[:, :, :ring.spare].copy_(_pick(states, self._held[key]))
+                memory[:, :, : ring.spare].copy_(_pick(states, self._held[key]))
 
     def _shape(self, index: int, states: Tensor) -> tuple[int, ...]:
         return self.batch, states.shape[1], self.slots_of(index), states.shape[3]
 
     def _fits(self, rows: dict[int, Tensor], index: int, states: Tensor) -> bool:
         row = rows.get(index)
-        return row is not None and (row.shape, row.dtype, row.device) == (self._shape(index, states), states.dtype, states.device)
+        return row is not None and (row.shape, row.dtype, row.device) == (
+            self._shape(index, states),
+            states.dtype,
+            states.device,
+        )
 
     def _fit(self, rows: dict[int, Tensor], index: int, states: Tensor) -> Tensor:
         if self._fits(rows, index, states):
@@ -411,7 +497,11 @@ class Block:
 
     def set_logits(self, logits: Tensor) -> None:
         """Put (batch, vocabulary) logits into the static buffer, made to fit."""
-        if (self.logits.shape, self.logits.dtype, self.logits.device) != (logits.shape, logits.dtype, logits.device):
+        if (self.logits.shape, self.logits.dtype, self.logits.device) != (
+            logits.shape,
+            logits.dtype,
+            logits.device,
+        ):
             self.drop_graphs()
             self.logits = _zeros(tuple(logits.shape), logits)
         self.logits.copy_(logits)
@@ -423,7 +513,10 @@ class Block:
         for slab in self.slabs:
             ring, first, last = rings.get(id(slab)), length, self.dirty
             if ring is not None:
-                first, last = ring.spare if rings_full else min(length, ring.spare), ring.window if self.dirty else 0
+                first, last = (
+                    ring.spare if rings_full else min(length, ring.spare),
+                    ring.window if self.dirty else 0,
+                )
             if last > first:
                 slab[:, :, :, first:last].zero_()
         self.dirty = length
@@ -431,7 +524,9 @@ class Block:
     def graphs_for(self, fingerprint: object) -> dict[Any, Any]:
         """The graphs captured from a model with this fingerprint; those from an earlier one are dropped."""
         if self.valid_for != fingerprint:
-            if self.valid_for is not None:  # another model's: keys and logits may be of another shape or dtype now
+            if (
+                self.valid_for is not None
+            ):  # another model's: keys and logits may be of another shape or dtype now
                 self.prompts.clear()
             self.drop_graphs()
             self.valid_for = fingerprint
@@ -487,14 +582,21 @@ class Block:
             if i not in self.written:
                 continue
             while i >= len(cache.layers):
-                cache.layers.append(DynamicLayer())  # DynamicCache() without a config makes its layers as they come
+                cache.layers.append(
+                    DynamicLayer()
+                )  # DynamicCache() without a config makes its layers as they come
             layer = cache.layers[i]
             if ring is not None:
-                keys, values = (ring.read(memory[i], length, self.lowest) for memory in (self.keys, self.values))
+                keys, values = (
+                    ring.read(memory[i], length, self.lowest) for memory in (self.keys, self.values)
+                )
             else:
                 keys, values = self.keys[i][:, :, :length], self.values[i][:, :, :length]
                 if isinstance(layer, DynamicSlidingWindowLayer):
-                    keys, values = keys[:, :, 1 - layer.sliding_window:], values[:, :, 1 - layer.sliding_window:]
+                    keys, values = (
+                        keys[:, :, 1 - layer.sliding_window :],
+                        values[:, :, 1 - layer.sliding_window :],
+                    )
             if not layer.is_initialized:
                 layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys.clone(), values.clone()
@@ -509,14 +611,18 @@ class Block:
         for i, ring in enumerate(self.rings):
             if i not in other.keys:
                 continue
-            for memory, states in zip(self.claim(i, other.keys[i], other.values[i]), (other.keys[i], other.values[i]), strict=True):
+            for memory, states in zip(
+                self.claim(i, other.keys[i], other.values[i]),
+                (other.keys[i], other.values[i]),
+                strict=True,
+            ):
                 if other.rings[i] is not None:
                     memory.copy_(states)
                 elif ring is None:
                     memory[:, :, :length].copy_(states[:, :, :length])
                 else:  # the device knows the length: steps that found no row alive have been counted
                     at = ring.held(self.control.length, self.control.lowest).clamp_min(0)
-                    memory[:, :, :ring.spare].copy_(_pick(states, at))
+                    memory[:, :, : ring.spare].copy_(_pick(states, at))
         self.clear_from(length, rings_full=other.lowest is not None)
         self.set_logits(other.logits)
 
@@ -546,7 +652,10 @@ def windows_of(cache: Cache, count: int) -> tuple[int | None, ...] | str:
             return "a sliding window of 1, for which stock's cache keeps every key"
     if (why := _uneven([layer for layer in cache.layers if layer.is_initialized])) is not None:
         return why
-    return tuple(layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in cache.layers)
+    return tuple(
+        layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        for layer in cache.layers
+    )
 
 
 def _uneven(layers: Sequence[CacheLayerMixin]) -> str | None:
@@ -564,10 +673,15 @@ def _uneven(layers: Sequence[CacheLayerMixin]) -> str | None:
 
 def most_idle(device: torch.device) -> float:
     """Bytes that idle blocks may keep of a device's memory."""
-    return torch.cuda.get_device_properties(device).total_memory / IDLE_SHARE if device.type == "cuda" else math.inf
+    return (
+        torch.cuda.get_device_properties(device).total_memory / IDLE_SHARE
+        if device.type == "cuda"
+        else math.inf
+    )
 
 
 # -- the pool -----------------------------------------------------------------------------------------------------------
+
 
 class CachePool:
     """Blocks of cache memory, each leased to one call of one thread at a time, kept and reused between calls."""
@@ -590,12 +704,20 @@ class CachePool:
         with self._lock:
             return [(b.batch, b.capacity) for b in (*self._leased, *self._idle)]
 
-    def lease(self, batch: int, capacity: int, windows: tuple[int | None, ...], device: torch.device) -> Block:
+    def lease(
+        self, batch: int, capacity: int, windows: tuple[int | None, ...], device: torch.device
+    ) -> Block:
         """Return a block nobody else uses until `give_back`. Its memory appears as the prefill fills it."""
         rings = rings_of(windows, capacity)
         with self._lock:
-            block = next((b for b in reversed(self._idle) if (b.batch, b.capacity, b.rings, b.device)
-                          == (batch, capacity, rings, device)), None)
+            block = next(
+                (
+                    b
+                    for b in reversed(self._idle)
+                    if (b.batch, b.capacity, b.rings, b.device) == (batch, capacity, rings, device)
+                ),
+                None,
+            )
             if block is not None:
                 self._idle.remove(block)
                 block.windows = windows
@@ -613,7 +735,9 @@ class CachePool:
         """End a lease; the first `used` slots may have been written."""
         block.dirty = max(block.dirty, used)
         block.begin(None)
-        block.make_room = Block.make_room  # an idle block that knew the pool would keep both alive with their model gone
+        block.make_room = (
+            Block.make_room
+        )  # an idle block that knew the pool would keep both alive with their model gone
         if block.device.type == "cuda":
             block.done = torch.cuda.Event()
             block.done.record(torch.cuda.current_stream(block.device))
@@ -628,7 +752,11 @@ class CachePool:
     def _surplus(self) -> list[Block]:
         """Take out the idle blocks that are not kept, the longest idle first. That of the last call is, whatever its size: the next call
         is likely to be alike, and would capture its graphs anew."""
-        kept, dropped, room = list[Block](), list[Block](), {b.device: most_idle(b.device) for b in self._idle}
+        kept, dropped, room = (
+            list[Block](),
+            list[Block](),
+            {b.device: most_idle(b.device) for b in self._idle},
+        )
         for block in reversed(self._idle):
             fits = not kept or (len(kept) < KEEP_IDLE and block.bytes <= room[block.device])
             (kept if fits else dropped).append(block)

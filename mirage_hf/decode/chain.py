@@ -1,8 +1,9 @@
 """The step program: a whole step of decoding as one chain of kernels, embedding to token, over a cache block.
 
-Of its kernels only the two ends (decode/ends.py) are written by hand; those of the layers and of the head were searched, proven and
+Of its kernels only the two ends (decode/kernels/ends.py) are written by hand; those of the layers and of the head were searched, proven and
 tuned for the model's own parts. They are captured in one CUDA graph, in which each may begin while the one before it ends.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,13 +13,13 @@ import torch
 from torch import Tensor
 
 from mirage_hf.decode.cache import Block
-from mirage_hf.decode.ends import MOST_ROWS, MOST_VOCAB, Ends, Inputs, ends_of
+from mirage_hf.decode.kernels.ends import MOST_ROWS, MOST_VOCAB, Ends, Inputs, ends_of
+from mirage_hf.decode.kernels.written import INFINITY
 from mirage_hf.decode.plan import CallPlan
 from mirage_hf.decode.program import Chooser, MaskPlan, Step, move_on
-from mirage_hf.decode.written import INFINITY
-from mirage_hf.match.compose import Kernel
-from mirage_hf.match.step import At
-from mirage_hf.swap.steps import LayerKernels, Steps
+from mirage_hf.layers.compose import Kernel
+from mirage_hf.layers.step import At
+from mirage_hf.layers.steps import LayerKernels, Steps
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,9 @@ class StepProgram(Step):
 
     by_kernels = True
 
-    def __init__(self, steps: Steps, block: Block, masks: MaskPlan, *, graphs: bool, fingerprint: object):
+    def __init__(
+        self, steps: Steps, block: Block, masks: MaskPlan, *, graphs: bool, fingerprint: object
+    ):
         super().__init__(block, graphs, fingerprint)
         self.steps, self.masks = steps, masks
         self._buffers: _Buffers | None = None
@@ -51,10 +54,20 @@ class StepProgram(Step):
             seen = [ring or windows[kind] for ring, kind in zip(block.rings, kinds, strict=True)]
             each = list(dict.fromkeys(seen))
             tables, _, width = cos.shape
-            inputs = Inputs.allocate(block.batch, steps.embedding.shape[1], width, each, steps.embedding.dtype, block.device, cos.dtype,
-                                     tables)
-            chain = tuple((layer, steps.kernels(layer, block.batch, block.slots_of(n)), each.index(seen[n]))
-                          for n, layer in enumerate(steps.layers))
+            inputs = Inputs.allocate(
+                block.batch,
+                steps.embedding.shape[1],
+                width,
+                each,
+                steps.embedding.dtype,
+                block.device,
+                cos.dtype,
+                tables,
+            )
+            chain = tuple(
+                (layer, steps.kernels(layer, block.batch, block.slots_of(n)), each.index(seen[n]))
+                for n, layer in enumerate(steps.layers)
+            )
             self._buffers = _Buffers(inputs, ends_of(block), cos, sin, chain)
         return self._buffers
 
@@ -66,11 +79,20 @@ class StepProgram(Step):
         ready, block, steps = self._ready(), self.block, self.steps
         inputs = ready.inputs
         with torch.no_grad():
-            ready.ends.begin(block.control, steps.embedding, ready.cos, ready.sin, inputs, steps.embedding_scale)
+            ready.ends.begin(
+                block.control, steps.embedding, ready.cos, ready.sin, inputs, steps.embedding_scale
+            )
             x = inputs.x
             for n, (layer, kernels, window) in enumerate(ready.kernels):
-                at = At(inputs.cos[layer.rope], inputs.sin[layer.rope], block.keys[n], block.values[n], inputs.lows[window],
-                        inputs.slots[window], inputs.ends[window])
+                at = At(
+                    inputs.cos[layer.rope],
+                    inputs.sin[layer.rope],
+                    block.keys[n],
+                    block.values[n],
+                    inputs.lows[window],
+                    inputs.slots[window],
+                    inputs.ends[window],
+                )
                 x = layer.step(kernels, x, at)
             steps.head(block.batch, x, block.logits)
             ready.ends.turn(block.control, block.turning)
@@ -95,7 +117,9 @@ def obstacle(steps: Steps | None, plan: CallPlan, block: Block, valid_for: objec
         return f"no kernels for a batch of {block.batch}; optimize(batch_sizes=…) makes them"
     if changed := steps.changed():
         return changed
-    rope = plan.survey.rope  # before the next: beyond its reach the forward itself sets new frequencies
+    rope = (
+        plan.survey.rope
+    )  # before the next: beyond its reach the forward itself sets new frequencies
     if rope is not None and plan.most_slots > rope.reach:
         return rope.reason
     if plan.survey.model != valid_for:
@@ -107,6 +131,10 @@ def obstacle(steps: Steps | None, plan: CallPlan, block: Block, valid_for: objec
     if plan.prompt.odd_positions:
         return "positions outside the slots of the cache"
     shape = block.logits.shape
-    if len(shape) != 2 or shape[1] != steps.vocab or block.logits.dtype is not steps.embedding.dtype:
+    if (
+        len(shape) != 2
+        or shape[1] != steps.vocab
+        or block.logits.dtype is not steps.embedding.dtype
+    ):
         return f"logits of {tuple(shape)}, {block.logits.dtype}"
     return steps.obstacle(block.batch, tuple(block.slots_of(n) for n in range(len(steps.layers))))

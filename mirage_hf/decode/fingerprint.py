@@ -1,4 +1,5 @@
 """One walk over a model per `generate`: what its kernels and captured steps depend on, and what keeps it from the pool."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -15,20 +16,43 @@ from mirage_hf.match.causal import LengthRope, length_rope
 from mirage_hf.match.plain import foreign_hook
 from mirage_hf.swap.guard import KEY
 
-_TUNER = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant", "use_dora", "fan_in_fan_out",
-          "cast_input_dtype_enabled")
+_TUNER = (
+    "_active_adapter",
+    "_disable_adapters",
+    "merged_adapters",
+    "scaling",
+    "lora_variant",
+    "use_dora",
+    "fan_in_fan_out",
+    "cast_input_dtype_enabled",
+)
 """Instance attributes of PEFT's tuner layers that decide what their forward does (FACTS: PEFT)."""
 
-_SAME_IN_TRAINING = frozenset({nn.Linear, nn.Embedding, nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict,
-                               nn.ParameterList, nn.ParameterDict})
+_SAME_IN_TRAINING = frozenset(
+    {
+        nn.Linear,
+        nn.Embedding,
+        nn.Identity,
+        nn.Sequential,
+        nn.ModuleList,
+        nn.ModuleDict,
+        nn.ParameterList,
+        nn.ParameterDict,
+    }
+)
 """Modules that do the same in both modes: resized embeddings and new adapters arrive in training mode."""
 _PLAIN = {nn.Parameter, Tensor}
 _NUMBERS = {float, int, bool, type(None)}
 _SETTINGS = {float, int, bool, str}
-_NOT_READ = frozenset(nn.Module().__dict__) | {"_output_capturing_hooks_installed", "_previous_max_cache_length"}
+_NOT_READ = frozenset(nn.Module().__dict__) | {
+    "_output_capturing_hooks_installed",
+    "_previous_max_cache_length",
+}
 """Attributes that no module's own forward reads; the last two are marks of HF's that come with its first capture of hidden states, and with
 a generate over a static cache."""
-_WITHOUT_NUMBERS = frozenset({nn.Linear, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.ParameterDict})
+_WITHOUT_NUMBERS = frozenset(
+    {nn.Linear, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.ParameterDict}
+)
 """Modules whose numbers are sizes."""
 _HOLDERS = frozenset({nn.Identity, nn.ModuleDict, nn.ParameterDict})
 """Modules of which PEFT has several in each linear, with nothing in most."""
@@ -59,48 +83,89 @@ def survey(model: nn.Module) -> Survey:
     modules = [model]
     for module in modules:  # the list grows while it is walked
         if children := module.__dict__["_modules"]:
-            modules += [m for m in children.values() if m is not None and not (type(m) in _HOLDERS and _is_idle(m.__dict__))]
+            modules += [
+                m
+                for m in children.values()
+                if m is not None and not (type(m) in _HOLDERS and _is_idle(m.__dict__))
+            ]
     states = [m.__dict__ for m in modules]
     kinds: list[Any] = list(map(type, modules))
     training = [d["training"] for d in states]
     hooked = [n for n, d in enumerate(states) if d["_forward_hooks"] or d["_forward_pre_hooks"]]
-    special = [(n, _special(d)) for n, d in enumerate(states)
-               if "forward" in d or "merged_adapters" in d or "_active_adapter" in d or KEY in d]
+    special = [
+        (n, _special(d))
+        for n, d in enumerate(states)
+        if "forward" in d or "merged_adapters" in d or "_active_adapter" in d or KEY in d
+    ]
     own = [(kind, d) for kind, d in zip(kinds, states, strict=True) if kind not in _WITHOUT_NUMBERS]
-    tensors = [t for d in states if d["_parameters"] for t in d["_parameters"].values() if t is not None]
-    buffers = [t for d in states if d["_buffers"] for n, t in d["_buffers"].items() if t is not None and not _is_passing(n, d)]
+    tensors = [
+        t for d in states if d["_parameters"] for t in d["_parameters"].values() if t is not None
+    ]
+    buffers = [
+        t
+        for d in states
+        if d["_buffers"]
+        for n, t in d["_buffers"].items()
+        if t is not None and not _is_passing(n, d)
+    ]
     odd = [type(t).__name__ for t in tensors if type(t) not in _PLAIN]
     addresses = [id(t) if type(t) not in _PLAIN else t.data_ptr() for t in chain(tensors, buffers)]
     # by their dictionaries, which are kept where kernels' numbers were read from them: the id of a config that is gone may come back
     configs = {id(vars(c)): vars(c) for _, d in own if hasattr(c := d.get("config"), "__dict__")}
-    facts = (tuple(map(id, modules)), tuple(kinds), tuple((kind, kind.forward) for kind in dict.fromkeys(kinds)), tuple(training),
-             tuple((n, hook) for n in hooked if (hook := foreign_hook(modules[n]))), tuple(special), tuple(addresses),
-             tuple([t.dtype for t in chain(tensors, buffers)]), tuple([t.shape for t in tensors]),
-             tuple([(n, t.stride()) for n, t in enumerate(tensors) if not t.is_contiguous()]),
-             tuple([_numbers_of(kind, d) for kind, d in own]), tuple(configs))
+    facts = (
+        tuple(map(id, modules)),
+        tuple(kinds),
+        tuple((kind, kind.forward) for kind in dict.fromkeys(kinds)),
+        tuple(training),
+        tuple((n, hook) for n in hooked if (hook := foreign_hook(modules[n]))),
+        tuple(special),
+        tuple(addresses),
+        tuple([t.dtype for t in chain(tensors, buffers)]),
+        tuple([t.shape for t in tensors]),
+        tuple([(n, t.stride()) for n, t in enumerate(tensors) if not t.is_contiguous()]),
+        tuple([_numbers_of(kind, d) for kind, d in own]),
+        tuple(configs),
+    )
     devices = {t.device for t in tensors}
     device = next(iter(devices), torch.device("cpu"))
     config = getattr(model, "config", None)
     settings = [v for d in configs.values() for v in d.values() if type(v) in _SETTINGS]
     versions = [None if t.is_inference() else t._version for t in buffers]
     key = (facts, device, tuple(settings), tuple(versions), *_global_switches())
-    obstacle = (_in_training(kinds, training) or _hooked([modules[n] for n in hooked]) or _wrapped(states)
-                or _out_of_place(own) or (f"weights of type {odd[0]}" if odd else None) or _on_devices(devices)
-                or _global_obstacle(device))
+    obstacle = (
+        _in_training(kinds, training)
+        or _hooked([modules[n] for n in hooked])
+        or _wrapped(states)
+        or _out_of_place(own)
+        or (f"weights of type {odd[0]}" if odd else None)
+        or _on_devices(devices)
+        or _global_obstacle(device)
+    )
     return Survey(facts, key, obstacle, _no_graph(), length_rope(config))
 
 
 def still_expected(model: nn.Module, last: Survey) -> bool:
     """Whether what one sees without looking at any module is still as it was: no obstacle, and graphs are allowed."""
     device = next((t.device for t in model.parameters()), torch.device("cpu"))
-    graphs = last.no_graph is None and last.rope is None and _no_graph() is None and length_rope(getattr(model, "config", None)) is None
+    graphs = (
+        last.no_graph is None
+        and last.rope is None
+        and _no_graph() is None
+        and length_rope(getattr(model, "config", None)) is None
+    )
     return last.obstacle is None and graphs and _global_obstacle(device) is None
 
 
 def _is_idle(state: dict[str, Any]) -> bool:
     """Whether a holder holds nothing and no one watches it: it is no part of what the model computes until it does."""
-    return not (state["_modules"] or state["_parameters"] or state["_buffers"] or state["_forward_hooks"] or state["_forward_pre_hooks"]
-                or "forward" in state)
+    return not (
+        state["_modules"]
+        or state["_parameters"]
+        or state["_buffers"]
+        or state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or "forward" in state
+    )
 
 
 _named: dict[tuple[Any, ...], Callable[[dict[str, Any]], Any] | None] = {}
@@ -127,7 +192,11 @@ def _special(state: dict[str, Any]) -> tuple[Any, ...]:
     tuner = "merged_adapters" in state or "_active_adapter" in state
     bound = state.get(KEY)
     kernels = () if bound is None else (id(bound), bound.retired)
-    return state.get("forward"), tuple([_setting(state[name]) for name in _TUNER if name in state]) if tuner else None, kernels
+    return (
+        state.get("forward"),
+        tuple([_setting(state[name]) for name in _TUNER if name in state]) if tuner else None,
+        kernels,
+    )
 
 
 def _setting(value: Any) -> Any:
@@ -135,15 +204,37 @@ def _setting(value: Any) -> Any:
     if type(value) in _SETTINGS:
         return value
     if type(value) is dict:
-        return tuple([(name, scaling_of(x) if isinstance(x, Tensor) else x if type(x) in _SETTINGS else repr(x))
-                      for name, x in value.items()]) if value else ()
-    return tuple(value) if type(value) is list and _SETTINGS.issuperset(map(type, value)) else repr(value)
+        return (
+            tuple(
+                [
+                    (
+                        name,
+                        scaling_of(x)
+                        if isinstance(x, Tensor)
+                        else x
+                        if type(x) in _SETTINGS
+                        else repr(x),
+                    )
+                    for name, x in value.items()
+                ]
+            )
+            if value
+            else ()
+        )
+    return (
+        tuple(value)
+        if type(value) is list and _SETTINGS.issuperset(map(type, value))
+        else repr(value)
+    )
 
 
 def _in_training(kinds: Sequence[type], training: Sequence[bool]) -> str | None:
     if not any(training):
         return None
-    kind = next((k for k, on in zip(kinds, training, strict=True) if on and k not in _SAME_IN_TRAINING), None)
+    kind = next(
+        (k for k, on in zip(kinds, training, strict=True) if on and k not in _SAME_IN_TRAINING),
+        None,
+    )
     return None if kind is None else f"training mode ({kind.__name__})"
 
 
@@ -211,8 +302,15 @@ def _global_obstacle(device: torch.device) -> str | None:
 def _global_switches() -> tuple[Any, ...]:
     """Switches that choose kernels at capture time."""
     cuda = torch.backends.cuda
-    return (torch.get_float32_matmul_precision(), cuda.matmul.allow_tf32, cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(),
-            cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), torch.are_deterministic_algorithms_enabled())
+    return (
+        torch.get_float32_matmul_precision(),
+        cuda.matmul.allow_tf32,
+        cuda.flash_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def _no_graph() -> str | None:
@@ -226,4 +324,6 @@ def _is_passing(name: str, state: dict[str, Any]) -> bool:
     if not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
         return False
     kinds = state.get("rope_type")
-    return (kinds.get(name.removesuffix("inv_freq").rstrip("_")) if isinstance(kinds, dict) else kinds) == "longrope"
+    return (
+        kinds.get(name.removesuffix("inv_freq").rstrip("_")) if isinstance(kinds, dict) else kinds
+    ) == "longrope"

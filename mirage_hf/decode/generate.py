@@ -1,4 +1,5 @@
 """`generate` of one model instance: greedy and sampling through the pool, everything else through stock, counted."""
+
 from __future__ import annotations
 
 import copy
@@ -28,7 +29,7 @@ from mirage_hf.decode.program import CapturedForward, Chooser, Step
 from mirage_hf.decode.routing import effective, refused_arguments, refused_model, refused_options
 from mirage_hf.decode.session import Outdated, Session
 from mirage_hf.errors import MirageError
-from mirage_hf.swap.steps import Steps
+from mirage_hf.layers.steps import Steps
 
 Fingerprint = tuple[Any, Any]
 """What captured graphs depend on: what a walk over the model found, and the masks it wants."""
@@ -53,11 +54,15 @@ class Counting:
     @contextmanager
     def attempt(self) -> Iterator[Callable[[], None]]:
         """Note what this thread counts in the block, but for attempts within it; gives what takes it back, to be called behind it."""
-        outer, counted = getattr(self._of_thread, "attempt", None), list[tuple[Counter[str], str, int]]()
+        outer, counted = (
+            getattr(self._of_thread, "attempt", None),
+            list[tuple[Counter[str], str, int]](),
+        )
 
         def take_back() -> None:
             for counter, what, by in counted:
                 self._add(counter, what, -by)
+
         self._of_thread.attempt = counted
         try:
             yield take_back
@@ -73,6 +78,7 @@ class Counting:
 
 # -- the runner ---------------------------------------------------------------------------------------------------------
 
+
 class DecodeRunner:
     """What one model's `generate` keeps between calls: the cache pool with its graphs, and counts of what went where.
 
@@ -83,8 +89,15 @@ class DecodeRunner:
     <why>".
     """
 
-    def __init__(self, *, mode: str = "graph", max_cache_len: int | None = None, depth: int | None = None, steps: Steps | None = None,
-                 valid_for: object = None):
+    def __init__(
+        self,
+        *,
+        mode: str = "graph",
+        max_cache_len: int | None = None,
+        depth: int | None = None,
+        steps: Steps | None = None,
+        valid_for: object = None,
+    ):
         self.steps, self.valid_for, self.no_steps = steps, valid_for, ""
         self.mode, self.max_cache_len, self.depth = mode, max_cache_len, depth
         self.pool = CachePool()
@@ -117,20 +130,41 @@ class DecodeRunner:
 
     # -- one covered call
 
-    def run(self, call: Call, model: Any, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList, config: Any,
-            kwargs: dict[str, Any]) -> Any:
+    def run(
+        self,
+        call: Call,
+        model: Any,
+        input_ids: Tensor,
+        processors: Any,
+        criteria: StoppingCriteriaList,
+        config: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Do what stock's decoding method would, from prefill to output; raise NotCovered before any effect if it cannot."""
-        plan = plan_call(model, input_ids, processors, criteria, config, kwargs, users_cache=call.users_cache,
-                         max_cache_len=self.max_cache_len, expected=self._expected(model))
+        plan = plan_call(
+            model,
+            input_ids,
+            processors,
+            criteria,
+            config,
+            kwargs,
+            users_cache=call.users_cache,
+            max_cache_len=self.max_cache_len,
+            expected=self._expected(model),
+        )
         self._let_go(model, plan)
         drawn, tries = torch.get_rng_state(), 2
         while True:
             with self.counting.attempt() as take_back:
-                found = self._attempt(call, model, plan, input_ids, processors, criteria, config, kwargs)
+                found = self._attempt(
+                    call, model, plan, input_ids, processors, criteria, config, kwargs
+                )
             if isinstance(found, tuple):
                 break
             take_back()
-            torch.set_rng_state(drawn)  # a call takes one seed of the generator, however often it is tried
+            torch.set_rng_state(
+                drawn
+            )  # a call takes one seed of the generator, however often it is tried
             if found is not None:
                 self._last = None
                 plan = replace(plan, survey=found, expected=False)
@@ -150,23 +184,42 @@ class DecodeRunner:
             return result
         record = session.record
         return GenerateDecoderOnlyOutput(
-            sequences=result, scores=None if record.scores is None else tuple(record.scores),
-            logits=None if record.logits is None else tuple(record.logits), past_key_values=plan.cache)
+            sequences=result,
+            scores=None if record.scores is None else tuple(record.scores),
+            logits=None if record.logits is None else tuple(record.logits),
+            past_key_values=plan.cache,
+        )
 
     def _expected(self, model: Any) -> Survey | None:
         """What the last call found, where a captured prompt may run while the host looks at the model: that takes milliseconds."""
         steps, last = self.steps, self._last
-        able = steps is not None and self.mode != "eager" and can_capture(model.device) is None and _looks_up_in(model, steps.embedding)
+        able = (
+            steps is not None
+            and self.mode != "eager"
+            and can_capture(model.device) is None
+            and _looks_up_in(model, steps.embedding)
+        )
         return last if able and last is not None and still_expected(model, last) else None
 
-    def _attempt(self, call: Call, model: Any, plan: CallPlan, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList,
-                 config: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Session] | Survey | None:
+    def _attempt(
+        self,
+        call: Call,
+        model: Any,
+        plan: CallPlan,
+        input_ids: Tensor,
+        processors: Any,
+        criteria: StoppingCriteriaList,
+        config: Any,
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, Session] | Survey | None:
         """Prefill and decode; what a look at the model found where the plan expects another, and None where the device's memory did not
         suffice, if the caller has seen nothing of it."""
         returns_cache = bool(config.return_dict_in_generate) or plan.cache_is_users
         session = None
         try:
-            block = self.pool.lease(input_ids.shape[0], bucket(plan.slots), plan.windows, input_ids.device)
+            block = self.pool.lease(
+                input_ids.shape[0], bucket(plan.slots), plan.windows, input_ids.device
+            )
             session = Session(self, model, plan, block, returns_cache)
             session.prefill(call.streamer, input_ids, config, kwargs)
             result = session.decode(call.streamer, input_ids, processors, criteria, config)
@@ -203,11 +256,23 @@ class DecodeRunner:
         self._fingerprint = found
         return found  # whatever another thread has made of it meanwhile, which may expect another model
 
-    def prefill_graph(self, model: Any, plan: CallPlan, block: Block, input_ids: Tensor, key: Fingerprint,
-                      at_once: bool = False) -> PrefillGraph | None:
+    def prefill_graph(
+        self,
+        model: Any,
+        plan: CallPlan,
+        block: Block,
+        input_ids: Tensor,
+        key: Fingerprint,
+        at_once: bool = False,
+    ) -> PrefillGraph | None:
         """Return the captured prefill that serves a prompt, captured now if it is the second of its bucket; None where HF's runs.
         `at_once`: only one that may be replayed before anybody has looked at the model."""
-        if self.mode == "eager" or can_capture(block.device) or plan.survey.no_graph or not plan.prompt_alone:
+        if (
+            self.mode == "eager"
+            or can_capture(block.device)
+            or plan.survey.no_graph
+            or not plan.prompt_alone
+        ):
             return None
         shape = self._shape(plan, block, input_ids)
         if shape is None or not shape.few:
@@ -215,9 +280,13 @@ class DecodeRunner:
         # HF's forward may have a table of positions, and no GPU survives the look-up of one that is not there for a filling's token
         reach = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         own = plan.survey.rope is None and (reach is None or shape.tokens <= reach)
-        return self.prompts.graph(model, block, shape, self.steps, partial(self._able, plan, block), key, at_once, own)
+        return self.prompts.graph(
+            model, block, shape, self.steps, partial(self._able, plan, block), key, at_once, own
+        )
 
-    def prefill_by_kernels(self, model: Any, plan: CallPlan, block: Block, input_ids: Tensor, key: Fingerprint) -> bool:
+    def prefill_by_kernels(
+        self, model: Any, plan: CallPlan, block: Block, input_ids: Tensor, key: Fingerprint
+    ) -> bool:
         """Prefill by kernels without a graph; False where HF's forward is to run."""
         steps = self.steps
         if steps is None or steps.no_prompts or not can_call(block.device) or not plan.prompt_alone:
@@ -225,9 +294,13 @@ class DecodeRunner:
         shape = self._shape(plan, block, input_ids)
         if shape is None or block.batch not in steps.rows:
             return False
-        if not block.keys and plan.survey.model != self.valid_for:  # no room as its kernels want it for a model that may want another
+        if (
+            not block.keys and plan.survey.model != self.valid_for
+        ):  # no room as its kernels want it for a model that may want another
             return False
-        return self.prompts.by_kernels(model, block, input_ids, shape, steps, partial(self._able, plan, block), key)
+        return self.prompts.by_kernels(
+            model, block, input_ids, shape, steps, partial(self._able, plan, block), key
+        )
 
     def _shape(self, plan: CallPlan, block: Block, input_ids: Tensor) -> Shape | None:
         """What a prompt is filled up to, None where it cannot be."""
@@ -238,12 +311,24 @@ class DecodeRunner:
         """The model's kernels where they serve a call."""
         return None if obstacle(self.steps, plan, block, self.valid_for) else self.steps
 
-    def step(self, model: Any, plan: CallPlan, block: Block, key: Fingerprint, chooser: Chooser | None, again: bool = False) -> Step:
+    def step(
+        self,
+        model: Any,
+        plan: CallPlan,
+        block: Block,
+        key: Fingerprint,
+        chooser: Chooser | None,
+        again: bool = False,
+    ) -> Step:
         """Return the step for a block, with or without graphs as the model, the device and what chooses allow. `again`: for a call that is
         counted."""
         steps = self.steps
         forward = self.no_steps or obstacle(steps, plan, block, self.valid_for)
-        why = "mode is eager" if self.mode == "eager" else can_capture(block.device) or plan.survey.no_graph
+        why = (
+            "mode is eager"
+            if self.mode == "eager"
+            else can_capture(block.device) or plan.survey.no_graph
+        )
         if why is None and forward and plan.survey.rope is not None:
             why = plan.survey.rope.reason
         state, failed = self._uncapturable.get(_way(chooser), (None, None))
@@ -255,9 +340,18 @@ class DecodeRunner:
                 self.count(f"step: {forward or 'all by kernels'}")
         if steps is not None and not forward:
             return StepProgram(steps, block, plan.masks, graphs=why is None, fingerprint=key)
-        return CapturedForward(model, block, plan.masks, logits_to_keep=plan.logits_to_keep, graphs=why is None, fingerprint=key)
+        return CapturedForward(
+            model,
+            block,
+            plan.masks,
+            logits_to_keep=plan.logits_to_keep,
+            graphs=why is None,
+            fingerprint=key,
+        )
 
-    def capture_failed(self, step: Step, chooser: Chooser | None, error: Exception, again: bool = False) -> None:
+    def capture_failed(
+        self, step: Step, chooser: Chooser | None, error: Exception, again: bool = False
+    ) -> None:
         """Count the call as one of called steps, and remember that this state of the model cannot be captured with this chooser. `again`:
         for a call that has been counted so."""
         why = f"capture failed ({type(error).__name__}: {(str(error) or '-').splitlines()[0]})"
@@ -273,8 +367,9 @@ def _looks_up_in(model: Any, embedding: Tensor) -> bool:
     """Whether the model's tokens are rows of that table, and nobody says which on their way to it: of a larger one there may be tokens that
     are none, and that no GPU survives."""
     table = model.get_input_embeddings()
-    return (getattr(table, "_parameters", {}).get("weight") is embedding
-            and not any(m._forward_pre_hooks or "forward" in m.__dict__ for m in (model, model.base_model, table)))
+    return getattr(table, "_parameters", {}).get("weight") is embedding and not any(
+        m._forward_pre_hooks or "forward" in m.__dict__ for m in (model, model.base_model, table)
+    )
 
 
 def _way(chooser: Chooser | None) -> object:
@@ -284,6 +379,7 @@ def _way(chooser: Chooser | None) -> object:
 
 # -- generate -----------------------------------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class Call:
     """The callable given to HF's `custom_generate`, with what HF drops on the way to a callable."""
@@ -292,9 +388,24 @@ class Call:
     streamer: Any
     users_cache: bool
 
-    def __call__(self, model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
-                 **model_kwargs: Any) -> Any:
-        return self.runner.run(self, model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        return self.runner.run(
+            self,
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            model_kwargs,
+        )
 
 
 class Generate:
@@ -315,7 +426,9 @@ class Generate:
     def _owner(self) -> Any:
         model = self._model()
         if model is None:
-            raise DecodeError("generate: its model has been deleted; keep a reference to the model while you use its generate")
+            raise DecodeError(
+                "generate: its model has been deleted; keep a reference to the model while you use its generate"
+            )
         return model
 
     @property
@@ -357,7 +470,9 @@ class Generate:
             self._accepted = config
         return result
 
-    def _cover(self, model: Any, stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | str:
+    def _cover(
+        self, model: Any, stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any] | str:
         """Return the arguments with which stock's generate ends in our callable, or why it must not."""
         names = _parameters(stock)
         if len(args) > len(names):
@@ -389,25 +504,39 @@ class Generate:
             if model.generation_config.stop_strings is not None:
                 return "stop_strings in the model's generation_config"
         arguments["custom_generate"] = Call(self.runner, streamer, cache is not None)
-        return _merged(arguments, names) if given is None and self._is_accepted(model.config) else arguments
+        return (
+            _merged(arguments, names)
+            if given is None and self._is_accepted(model.config)
+            else arguments
+        )
 
     def _is_accepted(self, config: Any) -> bool:
         """Whether stock's generate took a model config with these very values before."""
         known, now = self._accepted, config.__dict__
-        return known is not None and len(known) == len(now) and all(known.get(name, self) is value for name, value in now.items())
+        return (
+            known is not None
+            and len(known) == len(now)
+            and all(known.get(name, self) is value for name, value in now.items())
+        )
 
 
 def _merged(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """The same with generation options in a GenerationConfig: without one stock's generate builds the model's default config, to see
     whether options were set in the model's (which `_is_accepted` knows), and that takes it longer than all else that it prepares."""
     config = GenerationConfig()
-    options = {name: value for name, value in arguments.items() if name not in names and name in vars(config)}
+    options = {
+        name: value
+        for name, value in arguments.items()
+        if name not in names and name in vars(config)
+    }
     by_name = "max_length", "min_length", "watermarking_config"
     if any(value is None for value in options.values()) or not options.keys().isdisjoint(by_name):
         return arguments  # None takes the place of the model's own; stock asks whether the first two are given, and converts the third
     for name, value in options.items():
         setattr(config, name, value)
-    return {name: value for name, value in arguments.items() if name not in options} | {"generation_config": config}
+    return {name: value for name, value in arguments.items() if name not in options} | {
+        "generation_config": config
+    }
 
 
 _PARAMETERS: dict[Any, tuple[str, ...]] = {}
@@ -417,12 +546,20 @@ def _parameters(stock: Any) -> tuple[str, ...]:
     """Return the names of generate's positional parameters, `self` left out."""
     if stock not in _PARAMETERS:
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        _PARAMETERS[stock] = tuple(p.name for p in inspect.signature(stock).parameters.values() if p.kind in kinds)[1:]
+        _PARAMETERS[stock] = tuple(
+            p.name for p in inspect.signature(stock).parameters.values() if p.kind in kinds
+        )[1:]
     return _PARAMETERS[stock]
 
 
-def install(model: Any, *, mode: str = "graph", max_cache_len: int | None = None, depth: int | None = None,
-            steps: Steps | None = None) -> DecodeRunner:
+def install(
+    model: Any,
+    *,
+    mode: str = "graph",
+    max_cache_len: int | None = None,
+    depth: int | None = None,
+    steps: Steps | None = None,
+) -> DecodeRunner:
     """Give a model instance a `generate` of its own that decodes through the pool; nothing else of it or of HF changes.
 
     `mode` "graph" replays captured steps where the device can, "eager" calls them. `max_cache_len` is the most cache
@@ -433,17 +570,28 @@ def install(model: Any, *, mode: str = "graph", max_cache_len: int | None = None
     if mode not in ("graph", "eager"):
         raise DecodeError(f"install: mode must be 'graph' or 'eager', it is {mode!r}")
     if max_cache_len is not None and max_cache_len < 1:
-        raise DecodeError(f"install: max_cache_len must be at least 1, it is {max_cache_len}; leave it out for no limit")
+        raise DecodeError(
+            f"install: max_cache_len must be at least 1, it is {max_cache_len}; leave it out for no limit"
+        )
     if not isinstance(model, nn.Module) or not isinstance(model, GenerationMixin):
-        raise DecodeError(f"install: {type(model).__name__} is not a transformers model with generate(); pass the causal LM itself "
-                          "(of a PeftModel its base model: peft_model.get_base_model())")
+        raise DecodeError(
+            f"install: {type(model).__name__} is not a transformers model with generate(); pass the causal LM itself "
+            "(of a PeftModel its base model: peft_model.get_base_model())"
+        )
     present = model.__dict__.get("generate")
     if present is not None and not isinstance(present, Generate):
-        raise DecodeError(f"install: this {type(model).__name__} already has an instance-level generate ({present!r}); "
-                          "delete it with `del model.generate` first")
+        raise DecodeError(
+            f"install: this {type(model).__name__} already has an instance-level generate ({present!r}); "
+            "delete it with `del model.generate` first"
+        )
     uninstall(model)
-    runner = DecodeRunner(mode=mode, max_cache_len=max_cache_len, depth=depth, steps=steps,
-                          valid_for=survey(model).model if steps is not None else None)
+    runner = DecodeRunner(
+        mode=mode,
+        max_cache_len=max_cache_len,
+        depth=depth,
+        steps=steps,
+        valid_for=survey(model).model if steps is not None else None,
+    )
     model.__dict__["generate"] = Generate(model, runner)
     return runner
 

@@ -1,4 +1,5 @@
 """Capturing a step in a CUDA graph."""
+
 from __future__ import annotations
 
 import threading
@@ -19,7 +20,9 @@ def can_capture(device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"no graphs on {device.type}"
 
 
-def capture(run: Callable[[], None], device: torch.device, pool: Any | None) -> tuple[torch.cuda.CUDAGraph, Any]:
+def capture(
+    run: Callable[[], None], device: torch.device, pool: Any | None
+) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Warm `run` up, capture it, and return the graph and the memory pool it lives in.
 
     `run` reads and writes static tensors only and may be run any number of times without a lasting effect.

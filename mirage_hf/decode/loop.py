@@ -1,4 +1,5 @@
 """The decoding loop: steps run ahead of the host, or wait for the host's choice, and tokens come out in order."""
+
 from __future__ import annotations
 
 from collections import deque
@@ -41,8 +42,13 @@ class Reader:
             return
         if not self._slots:
             # one more than can wait at once, so that no slot is written before it was read
-            self._slots = [(torch.empty(report.shape, dtype=report.dtype, device="cpu", pin_memory=True), torch.cuda.Event())
-                           for _ in range(self.depth + 2)]
+            self._slots = [
+                (
+                    torch.empty(report.shape, dtype=report.dtype, device="cpu", pin_memory=True),
+                    torch.cuda.Event(),
+                )
+                for _ in range(self.depth + 2)
+            ]
         slot, event = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         slot.copy_(report, non_blocking=True)
@@ -59,8 +65,14 @@ class Reader:
         return slot.tolist()
 
 
-def run_ahead(advance: Callable[[], Tensor], report: Tensor, steps: int, depth: int,
-              on_tokens: Callable[[list[int]], bool], meanwhile: Callable[[], None]) -> None:
+def run_ahead(
+    advance: Callable[[], Tensor],
+    report: Tensor,
+    steps: int,
+    depth: int,
+    on_tokens: Callable[[list[int]], bool],
+    meanwhile: Callable[[], None],
+) -> None:
     """Choose on the device, up to `depth` steps ahead of the host.
 
     `report` holds the choice made from the prompt; `advance` enqueues a step that chooses and returns its report;
@@ -85,9 +97,18 @@ def run_ahead(advance: Callable[[], Tensor], report: Tensor, steps: int, depth: 
             return
 
 
-def run_with_host(advance: Callable[[Tensor], Tensor], logits: Tensor, input_ids: Tensor, *,
-                  processors: LogitsProcessorList, criteria: StoppingCriteriaList, pad: Tensor | None,
-                  choose: Callable[[Tensor, int], Tensor], streamer: Any, record: Record) -> Tensor:
+def run_with_host(
+    advance: Callable[[Tensor], Tensor],
+    logits: Tensor,
+    input_ids: Tensor,
+    *,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    pad: Tensor | None,
+    choose: Callable[[Tensor, int], Tensor],
+    streamer: Any,
+    record: Record,
+) -> Tensor:
     """Choose on the host's side with HF's own objects, one step at a time, exactly as stock's `_sample` does.
 
     `logits` (batch, vocabulary) come from the prompt; `advance` feeds the chosen (batch,) tokens and returns the next; `choose` takes

@@ -1,4 +1,5 @@
 """What is decided of a covered call before its prefill."""
+
 from __future__ import annotations
 
 import math
@@ -7,7 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 
 from mirage_hf.decode.cache import bucket, rings_of, windows_of
 from mirage_hf.decode.fingerprint import Survey, survey
@@ -57,14 +62,27 @@ class PromptPlan:
     """Whether every row is a prompt whose own tokens, behind left padding or none, count from position 0 on; no cache of the user's."""
 
     @classmethod
-    def of(cls, input_ids: Tensor, past: int, mask_length: int, kwargs: dict[str, Any]) -> PromptPlan:
+    def of(
+        cls, input_ids: Tensor, past: int, mask_length: int, kwargs: dict[str, Any]
+    ) -> PromptPlan:
         """`mask_length`: of the text as generate counts it, where no mask is given. Errors: NotCovered."""
-        mask, positions, rows = kwargs.get("attention_mask"), kwargs.get("position_ids"), input_ids.shape[0]
+        mask, positions, rows = (
+            kwargs.get("attention_mask"),
+            kwargs.get("position_ids"),
+            input_ids.shape[0],
+        )
         if positions is None or positions.ndim != 2:
-            raise NotCovered("no position_ids" if positions is None else f"position_ids of {positions.ndim} dimensions")
+            raise NotCovered(
+                "no position_ids"
+                if positions is None
+                else f"position_ids of {positions.ndim} dimensions"
+            )
         if positions.is_floating_point():
             raise NotCovered(f"position_ids of {positions.dtype}")
-        if away := next((x.device for x in (mask, positions) if x is not None and x.device != input_ids.device), None):
+        if away := next(
+            (x.device for x in (mask, positions) if x is not None and x.device != input_ids.device),
+            None,
+        ):
             raise NotCovered(f"a mask or position_ids on {away}, input_ids on {input_ids.device}")
         if mask is not None and mask.shape[0] != rows:
             raise NotCovered(f"a mask for {mask.shape[0]} rows of {rows}")
@@ -77,8 +95,12 @@ class PromptPlan:
             raise NotCovered("a cache as long as the prompt")
         plain = past == 0 and is_plain(mask, positions, length)
         lowest = None if plain else _need(left_padding(mask, length))
-        from_zero = plain or (past == 0 and lowest is not None and counts_from(positions, lowest, length))
-        first, last = (0, length - 1) if plain else torch.stack(torch.aminmax(positions[:, -1])).tolist()
+        from_zero = plain or (
+            past == 0 and lowest is not None and counts_from(positions, lowest, length)
+        )
+        first, last = (
+            (0, length - 1) if plain else torch.stack(torch.aminmax(positions[:, -1])).tolist()
+        )
         return cls(past, length, lowest, positions[:, -1:], last >= length or first < 0, from_zero)
 
 
@@ -113,8 +135,18 @@ class CallPlan:
         return self.prompt.from_zero and self.logits_to_keep
 
 
-def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList, config: Any, kwargs: dict[str, Any], *,
-              users_cache: bool, max_cache_len: int | None, expected: Survey | None = None) -> CallPlan:
+def plan_call(
+    model: Any,
+    input_ids: Tensor,
+    processors: Any,
+    criteria: StoppingCriteriaList,
+    config: Any,
+    kwargs: dict[str, Any],
+    *,
+    users_cache: bool,
+    max_cache_len: int | None,
+    expected: Survey | None = None,
+) -> CallPlan:
     """Decide whether the call is covered, from the objects stock's decoding method would get. `expected`: what a look at the model would
     find, as far as one can tell without it.
 
@@ -129,11 +161,20 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
     windows = _need(windows_of(cache, text.num_hidden_layers))
     _need(masks.mismatch(windows))
     _need(refused_masks(model, masks, windows))
-    rows = {len(layer.keys) for layer in cache.layers if layer.is_initialized and layer.keys.dim() > 1}  # also of one cropped to nothing
+    rows = {
+        len(layer.keys) for layer in cache.layers if layer.is_initialized and layer.keys.dim() > 1
+    }  # also of one cropped to nothing
     if others := rows - {len(input_ids)}:
         raise NotCovered(f"a cache of {max(others)} rows for {len(input_ids)}")
-    prompt = PromptPlan.of(input_ids, int(cache.get_seq_length()), getattr(config, "_mask_length", input_ids.shape[1]), kwargs)
-    lengths = [math.ceil(c.max_length) for c in criteria if type(c) is MaxLengthCriteria]  # a user may give several, and floats
+    prompt = PromptPlan.of(
+        input_ids,
+        int(cache.get_seq_length()),
+        getattr(config, "_mask_length", input_ids.shape[1]),
+        kwargs,
+    )
+    lengths = [
+        math.ceil(c.max_length) for c in criteria if type(c) is MaxLengthCriteria
+    ]  # a user may give several, and floats
     if not lengths:
         raise NotCovered("no maximum length")
     budget = max(min(lengths) - input_ids.shape[1], 1)  # criteria are asked behind a token only
@@ -146,14 +187,33 @@ def plan_call(model: Any, input_ids: Tensor, processors: Any, criteria: Stopping
     found = expected or survey(model)
     _need(found.obstacle)
     selection = Selection.of(processors, criteria, config, getattr(text, "vocab_size", None))
-    eos = [] if isinstance(selection, str) or selection.eos is not None else [
-        c.eos_token_id.reshape(-1).to(input_ids.device) for c in criteria if type(c) is EosTokenCriteria]
-    only_rings = None not in rings_of(windows, bucket(most_slots))  # which take no more memory for a longer text
+    eos = (
+        []
+        if isinstance(selection, str) or selection.eos is not None
+        else [
+            c.eos_token_id.reshape(-1).to(input_ids.device)
+            for c in criteria
+            if type(c) is EosTokenCriteria
+        ]
+    )
+    only_rings = None not in rings_of(
+        windows, bucket(most_slots)
+    )  # which take no more memory for a longer text
     return CallPlan(
-        cache=cache, cache_is_users=users_cache, prompt=prompt,
-        slots=most_slots if only_rings else min(most_slots, prompt.length + FIRST_REACH), most_slots=most_slots, budget=budget,
-        windows=windows, eos=torch.cat(eos) if eos else None, selection=selection, masks=masks,
-        logits_to_keep="logits_to_keep" in kwargs, survey=found, expected=expected is not None)
+        cache=cache,
+        cache_is_users=users_cache,
+        prompt=prompt,
+        slots=most_slots if only_rings else min(most_slots, prompt.length + FIRST_REACH),
+        most_slots=most_slots,
+        budget=budget,
+        windows=windows,
+        eos=torch.cat(eos) if eos else None,
+        selection=selection,
+        masks=masks,
+        logits_to_keep="logits_to_keep" in kwargs,
+        survey=found,
+        expected=expected is not None,
+    )
 
 
 def _check_options(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> None:
@@ -161,12 +221,24 @@ def _check_options(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str,
     if config.get_generation_mode() not in COVERED_MODES:
         raise NotCovered(f"generation mode {config.get_generation_mode().value}")
     _need(refused_options(lambda name: getattr(config, name, None)))
-    _need(next((f"model kwarg {k}" for k, v in kwargs.items() if k not in MODEL_INPUTS and v is not None), None))
+    _need(
+        next(
+            (
+                f"model kwarg {k}"
+                for k, v in kwargs.items()
+                if k not in MODEL_INPUTS and v is not None
+            ),
+            None,
+        )
+    )
     if kwargs.get("logits_to_keep", 0) is None:  # what slices by it raises
         raise NotCovered("logits_to_keep=None")
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise NotCovered("an empty prompt")
-    if input_ids.dtype not in (torch.long, torch.int):  # no embedding takes others; a captured prompt would round them
+    if input_ids.dtype not in (
+        torch.long,
+        torch.int,
+    ):  # no embedding takes others; a captured prompt would round them
         raise NotCovered(f"input_ids of {input_ids.dtype}")
     if input_ids.device != model.device:
         raise NotCovered(f"input_ids on {input_ids.device}, the model on {model.device}")

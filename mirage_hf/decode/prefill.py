@@ -20,6 +20,7 @@ that can be:
 
 Only wanting memory is no refusal: it is tried again.
 """
+
 from __future__ import annotations
 
 import math
@@ -34,9 +35,9 @@ from mirage_hf.decode.cache import Block, Ring
 from mirage_hf.decode.graphs import capture
 from mirage_hf.decode.program import MaskPlan
 from mirage_hf.errors import MirageError
-from mirage_hf.match.prompt_step import Band, Prompt
-from mirage_hf.swap.pieces import LEAST
-from mirage_hf.swap.steps import Steps
+from mirage_hf.layers.prompt_step import Band, Prompt
+from mirage_hf.layers.row_chunks import LEAST
+from mirage_hf.layers.steps import Steps
 
 GRAIN, LONG_GRAIN = LEAST, 256
 """Buckets are multiples of the first; beyond eight times the second, of that: their rows are in fewer pieces then."""
@@ -73,7 +74,13 @@ class Shape:
             return None
         cuts = masks.cutting(tokens, len(block.windows))
         around = [ring.window for ring in block.rings if ring is not None and tokens > ring.spare]
-        return cls(block.batch, tokens, block.lowest is not None, cuts, max([*(w + 1 for w in cuts if w is not None), *around], default=0))
+        return cls(
+            block.batch,
+            tokens,
+            block.lowest is not None,
+            cuts,
+            max([*(w + 1 for w in cuts if w is not None), *around], default=0),
+        )
 
     @property
     def few(self) -> bool:
@@ -118,11 +125,21 @@ class Filled:
     def allocate(cls, block: Block, tokens: int, padded: bool) -> Filled:
         """Room for prompts of so many tokens, filling included."""
         with torch.inference_mode(False):
+
             def ints(*dims: int) -> Tensor:
                 return torch.zeros(dims, dtype=torch.long, device=block.device)
-            around = {ring: ints(block.batch, ring.spare) for ring in block.rings if ring is not None and tokens > ring.spare}
-            return cls(ints(block.batch, tokens), torch.full((block.batch,), tokens - 1, dtype=torch.long, device=block.device),
-                       ints(block.batch, tokens) if padded else None, around)
+
+            around = {
+                ring: ints(block.batch, ring.spare)
+                for ring in block.rings
+                if ring is not None and tokens > ring.spare
+            }
+            return cls(
+                ints(block.batch, tokens),
+                torch.full((block.batch,), tokens - 1, dtype=torch.long, device=block.device),
+                ints(block.batch, tokens) if padded else None,
+                around,
+            )
 
     def take(self, input_ids: Tensor, padding: Tensor | None) -> None:
         """Put prompts (batch, length) there. `padding`: of each row (batch, 1), where there is any."""
@@ -172,7 +189,9 @@ class PrefillGraph:
     def run(self, input_ids: Tensor, block: Block) -> None:
         """Prefill a prompt (batch, length) into the block that the graph was captured for, logits included."""
         self.prompt.take(input_ids, block.lowest)
-        block.written = set(self.layers)  # no forward says so, and one that failed may have left less there
+        block.written = set(
+            self.layers
+        )  # no forward says so, and one that failed may have left less there
         self.graph.replay()
 
 
@@ -194,8 +213,16 @@ class Prompts:
         self._checked: dict[Shape, tuple[object, bool]] = {}
         """By kind of shape a state of the model, and whether its prompts may be called."""
 
-    def by_kernels(self, model: Any, block: Block, input_ids: Tensor, shape: Shape, steps: Steps, able: Callable[[], Steps | None],
-                   key: object) -> bool:
+    def by_kernels(
+        self,
+        model: Any,
+        block: Block,
+        input_ids: Tensor,
+        shape: Shape,
+        steps: Steps,
+        able: Callable[[], Steps | None],
+        key: object,
+    ) -> bool:
         """Prefill a prompt (batch, length), filled up to `shape`, by kernels without a graph, logits included. False where HF's forward is
         to run, whatever failed, and for the first prompt of a state `key` of the model, as for that nothing need be made ready."""
         batch, kind = shape.batch, shape.kind
@@ -214,21 +241,35 @@ class Prompts:
             prompt = Filled.allocate(block, shape.tokens, shape.padded)
             prompt.take(input_ids, block.lowest)
             run, _ = _chain(steps, block, prompt, shape.cuts)
-            block.dirty, block.written = max(block.dirty, shape.tokens), set(range(len(steps.layers)))
+            block.dirty, block.written = (
+                max(block.dirty, shape.tokens),
+                set(range(len(steps.layers))),
+            )
             run()
         except torch.OutOfMemoryError:
             self.count("not by kernels: out of memory")  # another time there may be more
             return False
         except Exception as error:  # whatever there is against it, HF's own prefill is the way out
-            self.count(f"not by kernels: {type(error).__name__}: {(str(error) or '-').splitlines()[0]}")
+            self.count(
+                f"not by kernels: {type(error).__name__}: {(str(error) or '-').splitlines()[0]}"
+            )
             self._checked[kind] = key, False
             return False
         self._checked[kind] = key, True
         self.count("called, by kernels")
         return True
 
-    def graph(self, model: Any, block: Block, shape: Shape, present: Steps | None, able: Callable[[], Steps | None], key: object,
-              at_once: bool, own: bool = True) -> PrefillGraph | None:
+    def graph(
+        self,
+        model: Any,
+        block: Block,
+        shape: Shape,
+        present: Steps | None,
+        able: Callable[[], Steps | None],
+        key: object,
+        at_once: bool,
+        own: bool = True,
+    ) -> PrefillGraph | None:
         """Return the one that serves prompts of `shape`, captured now if it is the second of them; None where HF's prefill runs. `present`:
         the model's kernels; `able` gives them where they serve this call. `key`: the state of the model. `at_once`: only one that may be
         replayed before anybody has looked at the model. `own`: whether HF's forward may be captured where the shape is a plain one."""
@@ -250,8 +291,15 @@ class Prompts:
         self.count("captured, by kernels" if found.by_kernels else "captured")
         return found
 
-    def _second(self, model: Any, block: Block, shape: Shape, able: Callable[[], Steps | None], key: object,
-                own: bool) -> PrefillGraph | None:
+    def _second(
+        self,
+        model: Any,
+        block: Block,
+        shape: Shape,
+        able: Callable[[], Steps | None],
+        key: object,
+        own: bool,
+    ) -> PrefillGraph | None:
         """A capture, if a prompt of the bucket has run before."""
         block.prompts[shape] += 1
         if block.prompts[shape] < 2 or not block.keys or not block.logits.numel():
@@ -263,15 +311,18 @@ class Prompts:
             steps = None
         return self._captured(model, block, shape, steps, key, own)
 
-    def _captured(self, model: Any, block: Block, shape: Shape, steps: Steps | None, key: object,
-                  own: bool) -> PrefillGraph | None:
+    def _captured(
+        self, model: Any, block: Block, shape: Shape, steps: Steps | None, key: object, own: bool
+    ) -> PrefillGraph | None:
         """By `steps`; where that cannot be HF's forward, and None where that cannot be captured either."""
         if steps is None and not own:
             return None
         for again in (True, False):
             try:
                 return capture_prefill(model, block, shape, steps)
-            except Exception as error:  # whatever there is against this call, HF's own prefill is the way out
+            except (
+                Exception
+            ) as error:  # whatever there is against this call, HF's own prefill is the way out
                 failed = error.with_traceback(None)  # which keeps the memory of what was tried
             if not (again and isinstance(failed, torch.OutOfMemoryError)):
                 break
@@ -295,7 +346,9 @@ def _random(model: Any, block: Block, tokens: int) -> Tensor:
     """Prompts (batch, tokens) of tokens that the model has a row for: of others, as a wider head gives, no GPU survives the look-up."""
     generator = torch.Generator().manual_seed(tokens)
     rows = model.get_input_embeddings().weight.shape[0]
-    return torch.randint(rows, (block.batch, tokens), generator=generator, device="cpu").to(block.device)
+    return torch.randint(rows, (block.batch, tokens), generator=generator, device="cpu").to(
+        block.device
+    )
 
 
 def _make_room(block: Block, steps: Steps) -> None:
@@ -304,32 +357,53 @@ def _make_room(block: Block, steps: Steps) -> None:
         for n, layer in enumerate(steps.layers):
             assert layer.prompt is not None
             sizes = layer.prompt.sizes["attention"]
-            like = steps.embedding.new_empty((block.batch, sizes["kv_heads"], 0, sizes["head_dim"]), dtype=sizes["dtype"])
+            like = steps.embedding.new_empty(
+                (block.batch, sizes["kv_heads"], 0, sizes["head_dim"]), dtype=sizes["dtype"]
+            )
             block.claim(n, like, like)
     if not block.logits.numel():
         block.set_logits(steps.embedding.new_zeros((block.batch, steps.vocab)))
 
 
-def _stock(model: Any, block: Block, ids: Tensor, last: Tensor, padding: Tensor | None = None) -> tuple[Callable[[], None], Any]:
+def _stock(
+    model: Any, block: Block, ids: Tensor, last: Tensor, padding: Tensor | None = None
+) -> tuple[Callable[[], None], Any]:
     """HF's forward of prompts (batch, tokens) into a block that has room for them, and what it reads besides. `last`: (1,), which token's
     logits count; `padding`: of each row (batch, 1), on the left."""
     with torch.inference_mode(False):
-        positions, mask = torch.arange(ids.shape[1], device=block.device)[None].expand(ids.shape[0], -1).contiguous(), None
+        positions, mask = (
+            torch.arange(ids.shape[1], device=block.device)[None]
+            .expand(ids.shape[0], -1)
+            .contiguous(),
+            None,
+        )
         if padding is not None:
             mask = (positions >= padding).long()
             positions.sub_(padding).clamp_min_(0)
 
     def run() -> None:
-        outputs = model(input_ids=ids, position_ids=positions, past_key_values=block.prefill_cache(), use_cache=True, attention_mask=mask,
-                        return_dict=True, logits_to_keep=last)
+        outputs = model(
+            input_ids=ids,
+            position_ids=positions,
+            past_key_values=block.prefill_cache(),
+            use_cache=True,
+            attention_mask=mask,
+            return_dict=True,
+            logits_to_keep=last,
+        )
         logits = outputs.logits[:, -1]
         if (logits.shape, logits.dtype) != (block.logits.shape, block.logits.dtype):
-            raise RuntimeError(f"logits of {tuple(logits.shape)}, {logits.dtype}, for a block that held {tuple(block.logits.shape)}")
+            raise RuntimeError(
+                f"logits of {tuple(logits.shape)}, {logits.dtype}, for a block that held {tuple(block.logits.shape)}"
+            )
         block.logits.copy_(logits)
+
     return run, positions
 
 
-def capture_prefill(model: Any, block: Block, shape: Shape, steps: Steps | None = None) -> PrefillGraph:
+def capture_prefill(
+    model: Any, block: Block, shape: Shape, steps: Steps | None = None
+) -> PrefillGraph:
     """Capture prompts of `shape` into a block that has held a prompt: by `steps`, or HF's forward.
 
     Errors: MirageError where the kernels of `steps` do not give what HF's forward gives, or that sees what a prompt is filled up with;
@@ -348,7 +422,9 @@ def capture_prefill(model: Any, block: Block, shape: Shape, steps: Steps | None 
     finally:
         block.logits.copy_(kept)
     layers = block.written if steps is None else range(len(steps.layers))
-    return PrefillGraph(graph, prompt, None if steps is None else _addresses(steps), held, frozenset(layers))
+    return PrefillGraph(
+        graph, prompt, None if steps is None else _addresses(steps), held, frozenset(layers)
+    )
 
 
 def _check(model: Any, block: Block, shape: Shape, steps: Steps) -> None:
@@ -362,7 +438,9 @@ def _addresses(steps: Steps) -> tuple[int, ...]:
     return tuple([w.data_ptr() for w in steps.weights])
 
 
-def _chain(steps: Steps, block: Block, prompt: Filled, cuts: Sequence[int | None]) -> tuple[Callable[[], None], Any]:
+def _chain(
+    steps: Steps, block: Block, prompt: Filled, cuts: Sequence[int | None]
+) -> tuple[Callable[[], None], Any]:
     """What runs prompts by kernels and the library, and what it reads besides. `cuts`: each layer's window, where it hides tokens of these
     prompts. Errors: MirageError where there are no kernels."""
     batch, tokens = prompt.ids.shape
@@ -377,10 +455,23 @@ def _chain(steps: Steps, block: Block, prompt: Filled, cuts: Sequence[int | None
                 x = x.mul_(steps.embedding_scale)
             for n, (layer, found) in enumerate(zip(steps.layers, kernels, strict=True)):
                 assert layer.prompt is not None
-                x = layer.prompt(found, x, Prompt(cos[layer.rope], sin[layer.rope], block.keys[n], block.values[n],
-                                                  prompt.sources_of(block.rings[n]), None if (cut := cuts[n]) is None else bands[cut]))
-            x = x.view(batch, tokens, -1).gather(1, prompt.last[:, None, None].expand(-1, 1, x.shape[-1]))
+                x = layer.prompt(
+                    found,
+                    x,
+                    Prompt(
+                        cos[layer.rope],
+                        sin[layer.rope],
+                        block.keys[n],
+                        block.values[n],
+                        prompt.sources_of(block.rings[n]),
+                        None if (cut := cuts[n]) is None else bands[cut],
+                    ),
+                )
+            x = x.view(batch, tokens, -1).gather(
+                1, prompt.last[:, None, None].expand(-1, 1, x.shape[-1])
+            )
             steps.head(batch, x[:, 0], block.logits)
+
     return run, (cos, sin, kernels, bands)
 
 
@@ -398,8 +489,10 @@ def _compare(model: Any, block: Block, prompt: Filled, ours: Callable[[], None])
     finally:
         block.begin(kept)
     if not far <= allowed:
-        raise MirageError(f"prefill: logits, keys or values are {far:.2g} of their size away from those of the model's own forward; "
-                          f"{allowed:.2g} is allowed")
+        raise MirageError(
+            f"prefill: logits, keys or values are {far:.2g} of their size away from those of the model's own forward; "
+            f"{allowed:.2g} is allowed"
+        )
 
 
 def _check_causal(stock: Callable[[], None], block: Block, ids: Tensor, last: Tensor) -> None:
@@ -411,37 +504,57 @@ def _check_causal(stock: Callable[[], None], block: Block, ids: Tensor, last: Te
     def filled_up() -> None:
         ids[:, length:] = ids[:, :1]
         stock()
+
     far, _ = _distance(stock, filled_up, block, length)
     last.fill_(bucket - 1)
     # the same kernels on the same shapes: nothing is rounded otherwise, but where experts are given other numbers of tokens
     if not far <= torch.finfo(block.logits.dtype).eps:
-        raise MirageError(f"prefill: tokens see what comes after them, logits, keys or values change by {far:.2g} of their size")
+        raise MirageError(
+            f"prefill: tokens see what comes after them, logits, keys or values change by {far:.2g} of their size"
+        )
 
 
-def _distance(first: Callable[[], None], second: Callable[[], None], block: Block, tokens: int) -> tuple[float, float]:
+def _distance(
+    first: Callable[[], None], second: Callable[[], None], block: Block, tokens: int
+) -> tuple[float, float]:
     """How far what two calls leave of `tokens` tokens, padding left out, is apart, of its size, and what rounding may explain."""
     layers = [(memory[n], block.rings[n]) for memory in (block.keys, block.values) for n in memory]
-    seen = [block.logits, *(x[:, :, :tokens if ring is None else min(tokens, ring.spare)] for x, ring in layers)]
+    seen = [
+        block.logits,
+        *(x[:, :, : tokens if ring is None else min(tokens, ring.spare)] for x, ring in layers),
+    ]
     hidden: list[Tensor | None] = [None] * len(seen)
     if block.lowest is not None:
         slots = torch.arange(tokens, device=block.device)
-        hidden[1:] = [(slots < block.lowest if ring is None else slots[:x.shape[2]] >= tokens - block.lowest)[:, None, :, None]
-                      for x, (_, ring) in zip(seen[1:], layers, strict=True)]
+        hidden[1:] = [
+            (
+                slots < block.lowest
+                if ring is None
+                else slots[: x.shape[2]] >= tokens - block.lowest
+            )[:, None, :, None]
+            for x, (_, ring) in zip(seen[1:], layers, strict=True)
+        ]
     first()
     want = [x.clone() for x in seen]
     try:
         for x in seen:  # what is not written is not right
             x.fill_(math.nan)
         second()
-        far = torch.stack([_apart(y, x, unseen) for y, x, unseen in zip(seen, want, hidden, strict=True)])
+        far = torch.stack(
+            [_apart(y, x, unseen) for y, x, unseen in zip(seen, want, hidden, strict=True)]
+        )
     finally:  # what is not a number must not stay behind: attention weighs slots that it does not see with 0
         for x, y in zip(seen, want, strict=True):
             x.copy_(y)
     # other orders of rounding add up like steps of a random walk, layer after layer; a wrong formula is as far off as the numbers are large
-    return float(far.max()), math.sqrt(torch.finfo(block.logits.dtype).eps * max(1.0, len(block.keys) / FEW_LAYERS))
+    return float(far.max()), math.sqrt(
+        torch.finfo(block.logits.dtype).eps * max(1.0, len(block.keys) / FEW_LAYERS)
+    )
 
 
 def _apart(found: Tensor, wanted: Tensor, unseen: Tensor | None) -> Tensor:
     """How far one is from the other, as a share of that one's size, but for what nobody sees."""
-    x, y = (t.float() if unseen is None else t.float().masked_fill(unseen, 0) for t in (wanted, found))
+    x, y = (
+        t.float() if unseen is None else t.float().masked_fill(unseen, 0) for t in (wanted, found)
+    )
     return (y - x).norm() / x.norm().clamp_min(torch.finfo(torch.float32).tiny)

@@ -1,11 +1,12 @@
 """HF's own logits processors on the device: one table from exact class to torch ops over static tensors, with nothing read by the host.
 
 What a captured graph is made for (sizes, what removed tokens get) is told from what may change between calls (temperature, penalties,
-how many to keep, lists of tokens), which lies in tensors. Where HF sorts a vocabulary, kernels search (decode/limits.py). Rounding is
+how many to keep, lists of tokens), which lies in tensors. Where HF sorts a vocabulary, kernels search (decode/kernels/limits.py). Rounding is
 that of HF's own ops in float32, but for the order of sums, and for divisions by a number, which CUDA may do as products with its
 inverse. A class that is not here, a subclass of one that is, and an instance with attributes that this table does not know are the
 host's.
 """
+
 from __future__ import annotations
 
 import copy
@@ -18,7 +19,7 @@ import torch
 import transformers.generation.logits_process as hf
 from torch import Tensor
 
-from mirage_hf.decode import limits
+from mirage_hf.decode.kernels import limits
 from mirage_hf.default_device import on_the_cpu
 
 INFINITY = float("inf")
@@ -81,6 +82,7 @@ class Row:
 
 # -- numbers alone ------------------------------------------------------------------------------------------------------
 
+
 def _temperature(now: Now, scores: Tensor, temperature: Tensor) -> Tensor:
     return scores / temperature
 
@@ -95,7 +97,9 @@ def _kth(scores: Tensor, k: Tensor) -> Tensor:
         return limits.kth(scores, k)
     if scores.device.type == "cpu":
         return torch.topk(scores, min(int(k), scores.shape[-1])).values[:, -1:]
-    return torch.sort(scores, descending=True).values.index_select(1, k.clamp(max=scores.shape[-1]) - 1)
+    return torch.sort(scores, descending=True).values.index_select(
+        1, k.clamp(max=scores.shape[-1]) - 1
+    )
 
 
 def _top_p(now: Now, scores: Tensor, fill: float, rest: Tensor, keep: Tensor) -> Tensor:
@@ -115,7 +119,9 @@ def _top_h(now: Now, scores: Tensor, most: int, fill: float, share: Tensor) -> T
     logits, p = _normalized(top)
     kept = (-p * torch.log(p)).cumsum(-1) <= (_entropy(logits, p) * share)[:, None]
     kept[:, 0].fill_(True)
-    return scores.masked_fill(~torch.zeros_like(scores, dtype=torch.bool).scatter(1, index, kept), fill)
+    return scores.masked_fill(
+        ~torch.zeros_like(scores, dtype=torch.bool).scatter(1, index, kept), fill
+    )
 
 
 def _min_p(now: Now, scores: Tensor, keep: int, fill: float, share: Tensor) -> Tensor:
@@ -133,7 +139,11 @@ def _typical(now: Now, scores: Tensor, fill: float, mass: Tensor, keep: Tensor) 
     if limits.fits(scores):
         return limits.cut(scores, -distance, _softmax(scores), 1 - mass, keep, fill, firsts=True)
     ordered, index = torch.sort(distance, descending=False)
-    last = (scores.gather(-1, index).softmax(-1).cumsum(-1) < mass).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
+    last = (
+        (scores.gather(-1, index).softmax(-1).cumsum(-1) < mass)
+        .sum(-1, keepdim=True)
+        .clamp(max=scores.shape[-1] - 1)
+    )
     removed = (ordered > ordered.gather(1, last)) & (_ranks(scores) >= keep)
     return scores.masked_fill(removed.scatter(1, index, removed), fill)
 
@@ -143,13 +153,19 @@ def _epsilon(now: Now, scores: Tensor, keep: int, fill: float, least: Tensor) ->
 
 
 def _eta(now: Now, scores: Tensor, keep: int, fill: float, epsilon: Tensor) -> Tensor:
-    least = torch.minimum(epsilon, epsilon.sqrt() * torch.exp(-_entropy(*_normalized(scores))))[:, None]
+    least = torch.minimum(epsilon, epsilon.sqrt() * torch.exp(-_entropy(*_normalized(scores))))[
+        :, None
+    ]
     return _cut(scores, _softmax(scores) < least, keep, fill)
 
 
 def _cut(scores: Tensor, removed: Tensor, keep: int, fill: float) -> Tensor:
     """Fill what is removed and not among the `keep` greatest."""
-    least = scores.amax(-1, keepdim=True) if keep == 1 else torch.topk(scores, min(keep, scores.shape[-1])).values[:, -1:]
+    least = (
+        scores.amax(-1, keepdim=True)
+        if keep == 1
+        else torch.topk(scores, min(keep, scores.shape[-1])).values[:, -1:]
+    )
     return scores.masked_fill(removed & (scores < least), fill)
 
 
@@ -190,6 +206,7 @@ def _normalize(now: Now, scores: Tensor) -> Tensor:
 
 # -- some tokens, at some lengths ---------------------------------------------------------------------------------------
 
+
 def _suppress(now: Now, scores: Tensor, tokens: Tensor) -> Tensor:
     return scores.masked_fill(tokens, -INFINITY)
 
@@ -203,7 +220,9 @@ def _suppress_at(now: Now, scores: Tensor, tokens: Tensor, length: Tensor) -> Te
 
 
 def _force_at(now: Now, scores: Tensor, tokens: Tensor, length: Tensor) -> Tensor:
-    forced = torch.where(tokens, 0.0, -INFINITY).to(scores.dtype)  # which is that of numbers by default
+    forced = torch.where(tokens, 0.0, -INFINITY).to(
+        scores.dtype
+    )  # which is that of numbers by default
     return torch.where(now.length == length, forced, scores)
 
 
@@ -220,15 +239,22 @@ def _decay_leaves_infinity() -> bool:
     """Whether this version of transformers leaves a suppressed stop token where it is; others make NaN of it."""
     with on_the_cpu():
         decay = hf.ExponentialDecayLengthPenalty((0, 2.0), [0], 0)
-        return not bool(decay(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), -INFINITY)).isnan())
+        return not bool(
+            decay(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), -INFINITY)).isnan()
+        )
 
 
 # -- the text so far ----------------------------------------------------------------------------------------------------
 
+
 def _penalize(now: Now, scores: Tensor, penalty: Tensor, ignored: Tensor) -> Tensor:
     vocab = scores.shape[-1]
     counts = (now.slots >= ignored) & (now.slots < now.length) & (now.ids >= 0) & (now.ids < vocab)
-    return torch.where(_present(counts, now.ids, scores), torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+    return torch.where(
+        _present(counts, now.ids, scores),
+        torch.where(scores < 0, scores * penalty, scores / penalty),
+        scores,
+    )
 
 
 def _ignored(length: Any, at: Place) -> Tensor:
@@ -242,8 +268,14 @@ def _no_repeat(now: Now, scores: Tensor, size: int) -> Tensor:
     prefix, there = now.last(size - 1)
     windows = now.ids.unfold(1, size, 1)
     last = windows[..., -1]
-    repeats = (windows[..., :-1] == prefix[:, None]).all(-1) & there.all() & (now.slots[:, size - 1:] < now.length)
-    return scores.masked_fill(_present(repeats & (last >= 0) & (last < scores.shape[-1]), last, scores), -INFINITY)
+    repeats = (
+        (windows[..., :-1] == prefix[:, None]).all(-1)
+        & there.all()
+        & (now.slots[:, size - 1 :] < now.length)
+    )
+    return scores.masked_fill(
+        _present(repeats & (last >= 0) & (last < scores.shape[-1]), last, scores), -INFINITY
+    )
 
 
 def _present(counts: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
@@ -253,13 +285,24 @@ def _present(counts: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
     return present.scatter_(1, torch.where(counts, ids, vocab), True)[:, :vocab]
 
 
-def _bias(now: Now, scores: Tensor, single: Tensor, prefixes: Tensor, sizes: Tensor, least: Tensor, last: Tensor, values: Tensor) -> Tensor:
+def _bias(
+    now: Now,
+    scores: Tensor,
+    single: Tensor,
+    prefixes: Tensor,
+    sizes: Tensor,
+    least: Tensor,
+    last: Tensor,
+    values: Tensor,
+) -> Tensor:
     bias = single[None].expand_as(scores).clone()
     if len(last):
         longest = prefixes.shape[1]
         text, there = now.last(longest)
         same = (text[:, None] == prefixes[None]) & there
-        unneeded = torch.arange(longest, device=sizes.device) < longest - sizes[:, None]  # prefixes are aligned on the right
+        unneeded = (
+            torch.arange(longest, device=sizes.device) < longest - sizes[:, None]
+        )  # prefixes are aligned on the right
         matches = (same | unneeded[None]).all(-1) & (now.length >= least)
         bias.index_add_(1, last, torch.where(matches, values, 0.0))
     return scores + bias
@@ -268,15 +311,28 @@ def _bias(now: Now, scores: Tensor, single: Tensor, prefixes: Tensor, sizes: Ten
 def _biases(p: Any, at: Place) -> tuple[Tensor, ...]:
     if not p.prepared_bias_variables:
         p = copy.copy(p)  # the user's own is prepared where its scores will lie
-        p._prepare_bias_variables(torch.empty(1, at.vocab))  # and its error for tokens outside the vocabulary
+        p._prepare_bias_variables(
+            torch.empty(1, at.vocab)
+        )  # and its error for tokens outside the vocabulary
     longer = [(ids, float(bias)) for ids, bias in p.sequence_bias.items() if len(ids) > 1]
     longest = max((len(ids) - 1 for ids, _ in longer), default=0)
-    prefixes = torch.tensor([[-1] * (longest - len(ids) + 1) + list(ids[:-1]) for ids, _ in longer], dtype=torch.long)
+    prefixes = torch.tensor(
+        [[-1] * (longest - len(ids) + 1) + list(ids[:-1]) for ids, _ in longer], dtype=torch.long
+    )
     sizes = torch.tensor([len(ids) - 1 for ids, _ in longer], dtype=torch.long)
-    least = sizes + (not hasattr(p, "multi_token_biases"))  # older versions want one token more than the prefix
+    least = sizes + (
+        not hasattr(p, "multi_token_biases")
+    )  # older versions want one token more than the prefix
     last = torch.tensor([ids[-1] for ids, _ in longer], dtype=torch.long)
     values = torch.tensor([bias for _, bias in longer], dtype=torch.float32)
-    return p.length_1_bias.float(), prefixes.reshape(len(longer), longest), sizes, least, last, values
+    return (
+        p.length_1_bias.float(),
+        prefixes.reshape(len(longer), longest),
+        sizes,
+        least,
+        last,
+        values,
+    )
 
 
 # -- the table ----------------------------------------------------------------------------------------------------------
@@ -294,32 +350,84 @@ def _fill(p: Any) -> tuple[Any, ...]:
 
 
 ROWS = {
-    "TemperatureLogitsWarper": Row(_temperature, "temperature", lambda p, at: (at.number(p.temperature),)),
+    "TemperatureLogitsWarper": Row(
+        _temperature, "temperature", lambda p, at: (at.number(p.temperature),)
+    ),
     "TopKLogitsWarper": Row(_top_k, f"top_k {_KEEPS}", lambda p, at: (at.count(p.top_k),), _fill),
-    "TopPLogitsWarper": Row(_top_p, f"top_p {_KEEPS}", lambda p, at: (at.number(1 - p.top_p), at.count(p.min_tokens_to_keep)), _fill),
-    "TopHLogitsWarper": Row(_top_h, "top_h top_n filter_value", lambda p, at: (at.number(p.top_h),), lambda p: (p.top_n, p.filter_value)),
+    "TopPLogitsWarper": Row(
+        _top_p,
+        f"top_p {_KEEPS}",
+        lambda p, at: (at.number(1 - p.top_p), at.count(p.min_tokens_to_keep)),
+        _fill,
+    ),
+    "TopHLogitsWarper": Row(
+        _top_h,
+        "top_h top_n filter_value",
+        lambda p, at: (at.number(p.top_h),),
+        lambda p: (p.top_n, p.filter_value),
+    ),
     "MinPLogitsWarper": Row(_min_p, f"min_p {_KEEPS}", lambda p, at: (at.number(p.min_p),), _keeps),
-    "TypicalLogitsWarper": Row(_typical, f"mass {_KEEPS}", lambda p, at: (at.number(p.mass), at.count(p.min_tokens_to_keep)), _fill),
-    "EpsilonLogitsWarper": Row(_epsilon, f"epsilon {_KEEPS}", lambda p, at: (at.number(p.epsilon),), _keeps),
-    "EtaLogitsWarper": Row(_eta, f"epsilon {_KEEPS}", lambda p, at: (p.epsilon.reshape(1).float(),), _keeps),
+    "TypicalLogitsWarper": Row(
+        _typical,
+        f"mass {_KEEPS}",
+        lambda p, at: (at.number(p.mass), at.count(p.min_tokens_to_keep)),
+        _fill,
+    ),
+    "EpsilonLogitsWarper": Row(
+        _epsilon, f"epsilon {_KEEPS}", lambda p, at: (at.number(p.epsilon),), _keeps
+    ),
+    "EtaLogitsWarper": Row(
+        _eta, f"epsilon {_KEEPS}", lambda p, at: (p.epsilon.reshape(1).float(),), _keeps
+    ),
     "InfNanRemoveLogitsProcessor": Row(_remove_invalid, ""),
     "LogitNormalization": Row(_normalize, ""),
-    "SuppressTokensLogitsProcessor": Row(_suppress, "suppress_tokens", lambda p, at: (at.tokens(p.suppress_tokens),)),
-    "SuppressTokensAtBeginLogitsProcessor": Row(_suppress_at, "begin_suppress_tokens begin_index", lambda p, at: (
-        at.tokens(p.begin_suppress_tokens), at.count(p.begin_index))),
-    "MinLengthLogitsProcessor": Row(_suppress_below, "min_length eos_token_id", lambda p, at: (
-        at.tokens(p.eos_token_id), at.count(p.min_length))),
-    "MinNewTokensLengthLogitsProcessor": Row(_suppress_below, "prompt_length_to_skip min_new_tokens eos_token_id", lambda p, at: (
-        at.tokens(p.eos_token_id), at.count(p.prompt_length_to_skip + p.min_new_tokens))),
-    "ForcedBOSTokenLogitsProcessor": Row(_force_at, "bos_token_id", lambda p, at: (at.tokens(p.bos_token_id), at.count(1))),
-    "ForcedEOSTokenLogitsProcessor": Row(_force_at, "max_length eos_token_id", lambda p, at: (
-        at.tokens(p.eos_token_id), at.count(p.max_length - 1))),
-    "ExponentialDecayLengthPenalty": Row(_decay, "regulation_start regulation_factor eos_token_id", lambda p, at: (
-        at.tokens(p.eos_token_id), at.count(p.regulation_start), at.exact(p.regulation_factor))),
+    "SuppressTokensLogitsProcessor": Row(
+        _suppress, "suppress_tokens", lambda p, at: (at.tokens(p.suppress_tokens),)
+    ),
+    "SuppressTokensAtBeginLogitsProcessor": Row(
+        _suppress_at,
+        "begin_suppress_tokens begin_index",
+        lambda p, at: (at.tokens(p.begin_suppress_tokens), at.count(p.begin_index)),
+    ),
+    "MinLengthLogitsProcessor": Row(
+        _suppress_below,
+        "min_length eos_token_id",
+        lambda p, at: (at.tokens(p.eos_token_id), at.count(p.min_length)),
+    ),
+    "MinNewTokensLengthLogitsProcessor": Row(
+        _suppress_below,
+        "prompt_length_to_skip min_new_tokens eos_token_id",
+        lambda p, at: (
+            at.tokens(p.eos_token_id),
+            at.count(p.prompt_length_to_skip + p.min_new_tokens),
+        ),
+    ),
+    "ForcedBOSTokenLogitsProcessor": Row(
+        _force_at, "bos_token_id", lambda p, at: (at.tokens(p.bos_token_id), at.count(1))
+    ),
+    "ForcedEOSTokenLogitsProcessor": Row(
+        _force_at,
+        "max_length eos_token_id",
+        lambda p, at: (at.tokens(p.eos_token_id), at.count(p.max_length - 1)),
+    ),
+    "ExponentialDecayLengthPenalty": Row(
+        _decay,
+        "regulation_start regulation_factor eos_token_id",
+        lambda p, at: (
+            at.tokens(p.eos_token_id),
+            at.count(p.regulation_start),
+            at.exact(p.regulation_factor),
+        ),
+    ),
     "RepetitionPenaltyLogitsProcessor": Row(
-        _penalize, "penalty prompt_ignore_length logits_indices cu_seq_lens_q",
-        lambda p, at: (at.number(p.penalty), _ignored(p.prompt_ignore_length, at)), text=True),
-    "NoRepeatNGramLogitsProcessor": Row(_no_repeat, "ngram_size", sizes=lambda p: (p.ngram_size,), text=True),
+        _penalize,
+        "penalty prompt_ignore_length logits_indices cu_seq_lens_q",
+        lambda p, at: (at.number(p.penalty), _ignored(p.prompt_ignore_length, at)),
+        text=True,
+    ),
+    "NoRepeatNGramLogitsProcessor": Row(
+        _no_repeat, "ngram_size", sizes=lambda p: (p.ngram_size,), text=True
+    ),
     "SequenceBiasLogitsProcessor": Row(_bias, _BIASED, _biases, text=True),
     "NoBadWordsLogitsProcessor": Row(_bias, f"bad_word_ids {_BIASED}", _biases, text=True),
 }

@@ -1,4 +1,5 @@
 """The step of decoding: one token for every row, on the device, with nothing read by the host."""
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -14,6 +15,7 @@ from mirage_hf.decode.cache import Block, Control, Ring
 from mirage_hf.decode.graphs import capture
 
 # -- masks --------------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class MaskPlan:
@@ -39,7 +41,11 @@ class MaskPlan:
             unknown = sorted(set(layer_types) - set(known))
             if unknown:
                 return f"layer type {unknown[0]}"
-            return cls(tuple((kind, known[kind]) for kind in sorted(set(layer_types))), True, tuple(layer_types))
+            return cls(
+                tuple((kind, known[kind]) for kind in sorted(set(layer_types))),
+                True,
+                tuple(layer_types),
+            )
         if window is None and getattr(config, "attention_chunk_size", None) is not None:
             return "chunked attention"
         return cls((("", window),), by_layer_type=False)
@@ -63,7 +69,9 @@ class MaskPlan:
                 return "a cache that slides over other windows than the model's layers"
         return None
 
-    def build(self, control: Control, dtype: torch.dtype, in_rings: Mapping[str, tuple[Ring, Tensor]]) -> Tensor | dict[str, Tensor]:
+    def build(
+        self, control: Control, dtype: torch.dtype, in_rings: Mapping[str, tuple[Ring, Tensor]]
+    ) -> Tensor | dict[str, Tensor]:
         """Return additive (batch, 1, 1, slots) masks, 0 or −inf: what a boolean one is turned into in every layer. `in_rings`: kinds whose
         keys lie in a ring, and the slots of the new ones."""
         masks: dict[str, Tensor] = {}
@@ -71,10 +79,14 @@ class MaskPlan:
         for kind, window in self.windows:
             if kind in in_rings:
                 ring, slot = in_rings[kind]
-                visible = control.slots[:, :ring.slots] <= slot
+                visible = control.slots[:, : ring.slots] <= slot
             else:
-                visible = seen if window is None else seen & (control.slots > control.length - window)
-            mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+                visible = (
+                    seen if window is None else seen & (control.slots > control.length - window)
+                )
+            mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+                ~visible, float("-inf")
+            )
             masks[kind] = mask[:, None, None, :]
         return masks if self.by_layer_type else masks[""]
 
@@ -84,6 +96,7 @@ NOTHING = -(1 << 62)
 
 
 # -- choosing -----------------------------------------------------------------------------------------------------------
+
 
 def choose_greedily(control: Control, logits: Tensor) -> None:
     """Choose the next token of every row from (batch, vocabulary) logits and move the state on. Ties: lowest index.
@@ -149,6 +162,7 @@ class Chooser(ABC):
 
 # -- the captured forward -----------------------------------------------------------------------------------------------
 
+
 class Step(ABC):
     """One decoding step over a block: feeds `control.ids`, leaves the logits in `block.logits`, moves the lengths on. In a CUDA graph, or
     called where none can be; a graph lives with its block as long as `fingerprint` holds.
@@ -207,7 +221,16 @@ class Step(ABC):
 class CapturedForward(Step):
     """HF's own forward, swapped modules included, over layers of a fixed number of slots."""
 
-    def __init__(self, model: Any, block: Block, plan: MaskPlan, *, logits_to_keep: bool, graphs: bool, fingerprint: object):
+    def __init__(
+        self,
+        model: Any,
+        block: Block,
+        plan: MaskPlan,
+        *,
+        logits_to_keep: bool,
+        graphs: bool,
+        fingerprint: object,
+    ):
         super().__init__(block, graphs, fingerprint)
         self.model, self.plan = model, plan
         self.kwargs: dict[str, Any] = {"logits_to_keep": 1} if logits_to_keep else {}
@@ -217,12 +240,20 @@ class CapturedForward(Step):
     def _forward(self) -> None:
         block = self.block
         control = block.control
-        kinds = {self.plan.kind_of(n): ring for n, ring in enumerate(block.rings) if ring is not None}
+        kinds = {
+            self.plan.kind_of(n): ring for n, ring in enumerate(block.rings) if ring is not None
+        }
         self.slots.update((ring, ring.slot(control)) for ring in set(kinds.values()))
         in_rings = {kind: (ring, self.slots[ring]) for kind, ring in kinds.items()}
         outputs = self.model(
-            input_ids=control.ids, position_ids=control.position, past_key_values=self.cache, use_cache=True,
-            attention_mask=self.plan.build(control, block.keys[0].dtype, in_rings), return_dict=True, **self.kwargs)
+            input_ids=control.ids,
+            position_ids=control.position,
+            past_key_values=self.cache,
+            use_cache=True,
+            attention_mask=self.plan.build(control, block.keys[0].dtype, in_rings),
+            return_dict=True,
+            **self.kwargs,
+        )
         block.logits.copy_(outputs.logits[:, -1])
         for ring, slab in block.turning:
             ring.turn(slab, control)

@@ -1,4 +1,5 @@
 """What `generate` calls the pool and the step cover, as rows of data; everything else is stock's, with a reason."""
+
 from __future__ import annotations
 
 import inspect
@@ -16,17 +17,30 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mirage_hf.decode.program import MaskPlan
 
-MODEL_INPUTS = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
+MODEL_INPUTS = frozenset(
+    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+)
 """The model kwargs whose effect on every step is known here."""
 ATTENTIONS = ("sdpa", "eager")
-OVERRIDABLE = ("generate", "_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation",
-               "create_masks_for_generate")
+OVERRIDABLE = (
+    "generate",
+    "_sample",
+    "_prefill",
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+    "create_masks_for_generate",
+)
 """Methods whose meaning the loop relies on; a model class or instance with its own goes the stock way."""
-LIMITED = {"transformers.models.phi3.modeling_phi3.Phi3ForCausalLM.prepare_inputs_for_generation": "original_max_position_embeddings"}
+LIMITED = {
+    "transformers.models.phi3.modeling_phi3.Phi3ForCausalLM.prepare_inputs_for_generation": "original_max_position_embeddings"
+}
 """Methods of transformers that do as GenerationMixin's for texts of no more tokens than a number of the config; for longer ones Phi3's
 drops the cache."""
 
-OWN_CACHES = {"GlmMoeDsaConfig": "chooses keys by an indexer of its own", "MllamaTextConfig": "reads the cache's layers itself"}
+OWN_CACHES = {
+    "GlmMoeDsaConfig": "chooses keys by an indexer of its own",
+    "MllamaTextConfig": "reads the cache's layers itself",
+}
 """Configs of models that do with caches what the pool cannot follow: an indexer's keys are beside the cache's, in transformers 5.4 in its
 module, and Mllama looks which layers have keys of an image."""
 
@@ -62,7 +76,11 @@ OPTIONS = (
     Rule("output_attentions", _true, "output_attentions"),
     Rule("output_hidden_states", _true, "output_hidden_states"),
     Rule("prefill_chunk_size", _given, "chunked prefill"),
-    Rule("cache_implementation", lambda v: v not in (None, "hybrid", "dynamic"), "cache_implementation={!r}"),
+    Rule(
+        "cache_implementation",
+        lambda v: v not in (None, "hybrid", "dynamic"),
+        "cache_implementation={!r}",
+    ),
     Rule("token_healing", _true, "token healing"),
     Rule("is_assistant", _true, "called as another model's assistant"),
 )
@@ -101,8 +119,11 @@ def _first(rules: tuple[Rule, ...], value: Callable[[str], Any]) -> str | None:
     return None
 
 
-def effective(arguments: Mapping[str, Any], given: GenerationConfig | None, default: GenerationConfig) -> Callable[[str], Any]:
+def effective(
+    arguments: Mapping[str, Any], given: GenerationConfig | None, default: GenerationConfig
+) -> Callable[[str], Any]:
     """Return a look-up of options as generate will merge them: its kwargs, then the config given, then the model's."""
+
     def option(name: str) -> Any:
         if name in arguments:
             return arguments[name]
@@ -129,17 +150,28 @@ def refused_model(model: Any) -> str | None:
     if getattr(model, "_is_stateful", False):
         return f"{type(model).__name__} keeps state outside the cache"
     text = config.get_text_config()
-    if own_cache := next((OWN_CACHES[c.__name__] for c in type(text).__mro__ if c.__name__ in OWN_CACHES), None):
+    if own_cache := next(
+        (OWN_CACHES[c.__name__] for c in type(text).__mro__ if c.__name__ in OWN_CACHES), None
+    ):
         return f"{type(model).__name__} {own_cache}"
     attention = text._attn_implementation
     if attention not in ATTENTIONS:
         return f"attention implementation {attention}"
-    registered = [of.get(attention) for of in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
-    if not all(f is None or str(getattr(f, "__module__", "")).startswith("transformers.") for f in registered):
+    registered = [
+        of.get(attention) for of in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+    ]
+    if not all(
+        f is None or str(getattr(f, "__module__", "")).startswith("transformers.")
+        for f in registered
+    ):
         return f"attention implementation {attention}, registered anew"
     if getattr(model, "hf_quantizer", None) is not None:
         return "quantized model"
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
         return f"torch.distributed with {torch.distributed.get_world_size()} processes"
     return None
 
@@ -159,10 +191,14 @@ def refused_masks(model: Any, masks: MaskPlan, windows: Sequence[int | None]) ->
     slides = not masks.by_layer_type and masks.windows[0][1] is not None and None in windows
     if not (masks.by_layer_type or slides):
         return None
-    names = frozenset[str]().union(*(_names_in_forward(type(m)) for m in (model, model.base_model, model.get_decoder())))
+    names = frozenset[str]().union(
+        *(_names_in_forward(type(m)) for m in (model, model.base_model, model.get_decoder()))
+    )
     if masks.by_layer_type and "dict" not in names:
         return "layer_types in the config of a model that takes one mask for all layers"
-    if slides and names.isdisjoint(("create_sliding_window_causal_mask", "create_masks_for_generate")):
+    if slides and names.isdisjoint(
+        ("create_sliding_window_causal_mask", "create_masks_for_generate")
+    ):
         return "a sliding_window in the config of a model that makes no mask for one"
     return None
 
@@ -174,10 +210,16 @@ def _names_in_forward(kind: type) -> frozenset[str]:
     """The names that a class's forward uses, and those of the classes it is made from, under decorators."""
     forward = getattr(kind, "forward", None)
     if forward not in _NAMES:
-        codes = [getattr(inspect.unwrap(f), "__code__", None) for c in kind.__mro__ if (f := c.__dict__.get("forward")) is not None]
+        codes = [
+            getattr(inspect.unwrap(f), "__code__", None)
+            for c in kind.__mro__
+            if (f := c.__dict__.get("forward")) is not None
+        ]
         for code in codes:  # the list grows while it is walked
             codes += [] if code is None else [c for c in code.co_consts if isinstance(c, CodeType)]
-        _NAMES[forward] = frozenset(name for code in codes if code is not None for name in code.co_names)
+        _NAMES[forward] = frozenset(
+            name for code in codes if code is not None for name in code.co_names
+        )
     return _NAMES[forward]
 
 
@@ -187,7 +229,9 @@ _OWN: dict[type, tuple[tuple[str, Any], ...]] = {}
 def _overrides(kind: type) -> tuple[tuple[str, Any], ...]:
     if kind not in _OWN:
         methods = ((name, getattr(kind, name, None)) for name in OVERRIDABLE)
-        _OWN[kind] = tuple((name, m) for name, m in methods if m is not getattr(GenerationMixin, name, None))
+        _OWN[kind] = tuple(
+            (name, m) for name, m in methods if m is not getattr(GenerationMixin, name, None)
+        )
     return _OWN[kind]
 
 
@@ -196,12 +240,16 @@ def _full_name(method: Any) -> str:
 
 
 def _own_methods(kind: type) -> str | None:
-    return next((name for name, method in _overrides(kind) if _full_name(method) not in LIMITED), None)
+    return next(
+        (name for name, method in _overrides(kind) if _full_name(method) not in LIMITED), None
+    )
 
 
 def is_plain(mask: Tensor | None, positions: Tensor, slots: int) -> bool:
     """Whether all rows of a prompt count from position 0 on, and none of its (batch, slots) mask is zero. One read by the host."""
-    if positions.shape[1] != slots or (mask is not None and (mask.ndim != 2 or mask.shape[1] != slots)):
+    if positions.shape[1] != slots or (
+        mask is not None and (mask.ndim != 2 or mask.shape[1] != slots)
+    ):
         return False
     same = positions == torch.arange(slots, device=positions.device)
     return bool((same if mask is None else same & (mask != 0)).all())

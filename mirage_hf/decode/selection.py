@@ -5,6 +5,7 @@ takes one uniform number for each row and step: output `step` of Philox with the
 that a call draws from torch's generator. So a row's tokens do not depend on other rows, on how many steps ran ahead, or on
 where they were chosen; they are not those of stock, which draws from the generator at every step.
 """
+
 from __future__ import annotations
 
 import copy
@@ -15,11 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
 
 from mirage_hf.decode import processors as table
 from mirage_hf.decode.cache import MOST_EOS, Block, Control, Trail, send
-from mirage_hf.decode.ends import Ends, ends_of
+from mirage_hf.decode.kernels.ends import Ends, ends_of
 from mirage_hf.decode.processors import Now, Place
 from mirage_hf.decode.program import NOTHING, Chooser
 from mirage_hf.default_device import on_the_cpu
@@ -28,13 +34,23 @@ BITS = 40
 """Of a uniform number: so few that no rounding of sums of probabilities puts the greatest number beyond their end."""
 KEEP_CHOOSERS = 4
 """Ways to choose that a block keeps graphs for. A fifth pushes out the one not used for longest."""
-_STOP_STRINGS = {"stop_strings", "_stop_string_matching_mode", "_stop_strings_for_matching", "embedding_vec", "max_valid_positions",
-                 "max_valid_end_lens", "maximum_token_len", "num_stop_strings", "target_lens"}
+_STOP_STRINGS = {
+    "stop_strings",
+    "_stop_string_matching_mode",
+    "_stop_strings_for_matching",
+    "embedding_vec",
+    "max_valid_positions",
+    "max_valid_end_lens",
+    "maximum_token_len",
+    "num_stop_strings",
+    "target_lens",
+}
 """What a StopStringCriteria has; one with more is of a version that this was not written for."""
 _STOP_SIZES = ("maximum_token_len", "num_stop_strings", "max_valid_positions", "max_valid_end_lens")
 
 
 # -- drawing ------------------------------------------------------------------------------------------------------------
+
 
 def draw_seed() -> int:
     """Draw the 64-bit seed of a call from torch's generator."""
@@ -46,8 +62,10 @@ def uniforms(seed: int, rows: int, steps: int, first: int = 0) -> Tensor:
     found = np.empty((rows, steps), dtype=np.uint64)
     for row in range(rows):
         source = np.random.Philox(key=np.array([seed % (1 << 64), row], dtype=np.uint64))
-        found[row] = source.advance(first // 4).random_raw(steps)  # four numbers for each count of Philox
-    return torch.from_numpy((found >> np.uint64(64 - BITS)).astype(np.float64) * 2.0 ** -BITS)
+        found[row] = source.advance(first // 4).random_raw(
+            steps
+        )  # four numbers for each count of Philox
+    return torch.from_numpy((found >> np.uint64(64 - BITS)).astype(np.float64) * 2.0**-BITS)
 
 
 class Numbers:
@@ -69,6 +87,7 @@ class Numbers:
 
 # -- what a call asks for -----------------------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class Selection:
     """How a call chooses on the device."""
@@ -86,23 +105,38 @@ class Selection:
     """Asked by the host at every token it reads."""
 
     @classmethod
-    def of(cls, processors: Any, criteria: Sequence[Any], config: Any, vocab: int | None = None) -> Selection | str:
+    def of(
+        cls, processors: Any, criteria: Sequence[Any], config: Any, vocab: int | None = None
+    ) -> Selection | str:
         """Read what stock's decoding method would get; return why the host must choose where it must. vocab: tokens of the model."""
         if (why := table.obstacle(processors, vocab)) is not None:
             return why
         for c in criteria:
             # of a string without characters HF looks at the whole text
-            strings = type(c) is StopStringCriteria and vars(c).keys() <= _STOP_STRINGS and c.maximum_token_len > 0
-            if not strings and type(c) not in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria):
+            strings = (
+                type(c) is StopStringCriteria
+                and vars(c).keys() <= _STOP_STRINGS
+                and c.maximum_token_len > 0
+            )
+            if not strings and type(c) not in (
+                EosTokenCriteria,
+                MaxLengthCriteria,
+                MaxTimeCriteria,
+            ):
                 return f"criterion {getattr(type(c), '__name__', type(c))}"
         eos = [c.eos_token_id.reshape(-1) for c in criteria if type(c) is EosTokenCriteria]
         # a user's own criterion has its tokens on the CPU before stock's loop asks it
         device = next((t.device for t in eos if t.device.type != "cpu"), None)
         eos = [t.to(device) for t in eos] if device is not None else eos
-        return cls(processors=tuple(processors or ()), stops=tuple(c for c in criteria if type(c) is StopStringCriteria),
-                   eos=torch.cat(eos) if sum(map(len, eos)) > MOST_EOS else None, sample=bool(config.do_sample), pads=bool(eos),
-                   records=bool(processors and config.return_dict_in_generate and config.output_scores),
-                   clocks=tuple(c for c in criteria if type(c) is MaxTimeCriteria))
+        return cls(
+            processors=tuple(processors or ()),
+            stops=tuple(c for c in criteria if type(c) is StopStringCriteria),
+            eos=torch.cat(eos) if sum(map(len, eos)) > MOST_EOS else None,
+            sample=bool(config.do_sample),
+            pads=bool(eos),
+            records=bool(processors and config.return_dict_in_generate and config.output_scores),
+            clocks=tuple(c for c in criteria if type(c) is MaxTimeCriteria),
+        )
 
     @property
     def plain(self) -> bool:
@@ -117,17 +151,42 @@ class Selection:
         with on_the_cpu():
             values = [row.values(p, place) for row, p in zip(rows, self.processors, strict=True)]
         shapes = [tuple((tuple(v.shape), v.dtype) for v in each) for each in values]
-        strings = [(tuple(getattr(c, n) for n in _STOP_SIZES), tuple(c.embedding_vec.shape), c.embedding_vec.dtype) for c in self.stops]
-        key = ("composed", tuple(map(type, self.processors)), tuple(sizes), tuple(shapes), tuple(strings), self.eos is None, self.sample,
-               self.pads, self.records, place.vocab)
+        strings = [
+            (
+                tuple(getattr(c, n) for n in _STOP_SIZES),
+                tuple(c.embedding_vec.shape),
+                c.embedding_vec.dtype,
+            )
+            for c in self.stops
+        ]
+        key = (
+            "composed",
+            tuple(map(type, self.processors)),
+            tuple(sizes),
+            tuple(shapes),
+            tuple(strings),
+            self.eos is None,
+            self.sample,
+            self.pads,
+            self.records,
+            place.vocab,
+        )
         if key not in block.choosers:
             while len(block.choosers) >= KEEP_CHOOSERS:
                 block.drop_chooser(next(iter(block.choosers)))
             with torch.inference_mode(False), torch.no_grad():
-                own = [(row.run, s, [torch.empty_like(v, device=block.device) for v in each])
-                       for row, s, each in zip(rows, sizes, values, strict=True)]
-                scores = torch.empty(block.batch, place.vocab, dtype=torch.float32, device=block.device) if self.records else None
-                block.choosers[key] = Composed(key, block.own_trail(), ends_of(block), self, own, scores)
+                own = [
+                    (row.run, s, [torch.empty_like(v, device=block.device) for v in each])
+                    for row, s, each in zip(rows, sizes, values, strict=True)
+                ]
+                scores = (
+                    torch.empty(block.batch, place.vocab, dtype=torch.float32, device=block.device)
+                    if self.records
+                    else None
+                )
+                block.choosers[key] = Composed(
+                    key, block.own_trail(), ends_of(block), self, own, scores
+                )
         chooser: Composed = block.choosers.pop(key)
         block.choosers[key] = chooser
         chooser.load(values, self.stops)
@@ -139,13 +198,26 @@ class Selection:
 class Composed(Chooser):
     """Processors, then the greatest score or a sample, then stop strings. It knows the trail and not the block, which holds both."""
 
-    def __init__(self, key: tuple[Any, ...], trail: Trail, ends: Ends, selection: Selection,
-                 rows: list[tuple[Any, tuple[Any, ...], list[Tensor]]], scores: Tensor | None):
+    def __init__(
+        self,
+        key: tuple[Any, ...],
+        trail: Trail,
+        ends: Ends,
+        selection: Selection,
+        rows: list[tuple[Any, tuple[Any, ...], list[Tensor]]],
+        scores: Tensor | None,
+    ):
         super().__init__(key)
         self.trail, self.ends, self.rows, self.scores = trail, ends, rows, scores
         self.sample, self.pads = selection.sample, selection.pads
-        self._writes = bool(selection.stops) or any(table.TABLE[type(p)].text for p in selection.processors)
-        self.eos = None if selection.eos is None else torch.zeros(ends.vocab, dtype=torch.bool, device=trail.ids.device)
+        self._writes = bool(selection.stops) or any(
+            table.TABLE[type(p)].text for p in selection.processors
+        )
+        self.eos = (
+            None
+            if selection.eos is None
+            else torch.zeros(ends.vocab, dtype=torch.bool, device=trail.ids.device)
+        )
         self._sources = [c.embedding_vec for c in selection.stops]
         self.stops = [_resident(c, trail.ids.device) for c in selection.stops]
 
@@ -156,7 +228,9 @@ class Composed(Chooser):
                 send(v, mine)
         for n, (mine, c) in enumerate(zip(self.stops, stops, strict=True)):
             send(c.target_lens, mine.target_lens)
-            if c.embedding_vec is not self._sources[n]:  # HF keeps it between calls, and it is large
+            if (
+                c.embedding_vec is not self._sources[n]
+            ):  # HF keeps it between calls, and it is large
                 send(c.embedding_vec, mine.embedding_vec)
                 self._sources[n] = c.embedding_vec
 
@@ -175,17 +249,31 @@ class Composed(Chooser):
             scores = run(now, scores, *sizes, *values)
         if self.scores is not None:
             self.scores.copy_(scores)
-        if not (self.sample or self.stops or self.eos is not None):  # one launch does all that follows
+        if not (
+            self.sample or self.stops or self.eos is not None
+        ):  # one launch does all that follows
             self.ends.select(control, scores.contiguous())
             if self._writes:
                 trail.ids.index_copy_(1, now.length, control.report[0][:, None])
             return
-        token = self.ends.draw(scores, trail.numbers.index_select(1, step)) if self.sample else scores.argmax(-1)
+        token = (
+            self.ends.draw(scores, trail.numbers.index_select(1, step))
+            if self.sample
+            else scores.argmax(-1)
+        )
         if self.pads:
             token = torch.where(control.alive, token, control.pad)
         if self._writes:
-            trail.ids.index_copy_(1, now.length, token.masked_fill(token == NOTHING, 0)[:, None] if self.sample else token[:, None])
-        ended = None if self.eos is None else self.eos.index_select(0, token.clamp(0, len(self.eos) - 1))
+            trail.ids.index_copy_(
+                1,
+                now.length,
+                token.masked_fill(token == NOTHING, 0)[:, None] if self.sample else token[:, None],
+            )
+        ended = (
+            None
+            if self.eos is None
+            else self.eos.index_select(0, token.clamp(0, len(self.eos) - 1))
+        )
         for c in self.stops:
             text, there = Now(trail.ids, now.length + 1, trail.slots).last(c.maximum_token_len)
             # a token that HF knows no text of, and so no part of a stop string
@@ -197,5 +285,7 @@ class Composed(Chooser):
 def _resident(criterion: StopStringCriteria, device: torch.device) -> StopStringCriteria:
     """A copy with tensors of its own on a device."""
     twin = copy.copy(criterion)
-    twin.embedding_vec, twin.target_lens = (torch.clone(t).to(device) for t in (criterion.embedding_vec, criterion.target_lens))
+    twin.embedding_vec, twin.target_lens = (
+        torch.clone(t).to(device) for t in (criterion.embedding_vec, criterion.target_lens)
+    )
     return twin

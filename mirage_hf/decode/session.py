@@ -1,4 +1,5 @@
 """The session that runs one covered call."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,8 +12,8 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 
 from mirage_hf.decode import loop
 from mirage_hf.decode.cache import Block, UpdatedTwice, bucket, rings_of
-from mirage_hf.decode.ends import Greedy, ends_of
 from mirage_hf.decode.fingerprint import Survey, survey
+from mirage_hf.decode.kernels.ends import Greedy, ends_of
 from mirage_hf.decode.plan import CallPlan, NotCovered
 from mirage_hf.decode.program import NOTHING, Chooser
 from mirage_hf.decode.selection import Composed, Numbers, Selection, draw_seed, uniforms
@@ -35,15 +36,19 @@ class Outdated(Exception):
 
 
 def no_token(row: int, step: int) -> SamplingError:
-    return SamplingError(f"generate: no token can be drawn for row {row} at new token {step}: its scores hold a NaN, or none is above "
-                         "-inf; look for overflow in the model's dtype (load it in bfloat16 or float32) and for processors that leave "
-                         "no token, or pass remove_invalid_values=True")
+    return SamplingError(
+        f"generate: no token can be drawn for row {row} at new token {step}: its scores hold a NaN, or none is above "
+        "-inf; look for overflow in the model's dtype (load it in bfloat16 or float32) and for processors that leave "
+        "no token, or pass remove_invalid_values=True"
+    )
 
 
 class Session:
     """One call: its block, which may grow, its step, and how far it has got."""
 
-    def __init__(self, runner: DecodeRunner, model: Any, plan: CallPlan, block: Block, returns_cache: bool):
+    def __init__(
+        self, runner: DecodeRunner, model: Any, plan: CallPlan, block: Block, returns_cache: bool
+    ):
         self.runner, self.model, self.plan, self.block = runner, model, plan, block
         self.outgrown: list[Block] = []
         self.record = loop.Record()
@@ -79,22 +84,30 @@ class Session:
             self.shown = True
             announce()
 
-    def prefill(self, streamer: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> None:
+    def prefill(
+        self, streamer: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]
+    ) -> None:
         """Run a prefill by kernels or a captured one, or HF's own, into the block or, where the user's cache holds something, into that one
         and then here; the streamer gets the prompt behind it. A captured one may begin before the host has looked at the model. In which
         order ways are tried is said in prefill.py. Errors: Outdated."""
         model, plan, block = self.model, self.plan, self.block
-        text = None if streamer is None else input_ids.cpu()  # here it waits for nothing of the call
+        text = (
+            None if streamer is None else input_ids.cpu()
+        )  # here it waits for nothing of the call
         self.fingerprint = self.runner.fingerprint_of(plan)
         block.begin(plan.prompt.lowest)
-        graph = self.runner.prefill_graph(model, plan, block, input_ids, self.fingerprint, at_once=not self._confirmed)
+        graph = self.runner.prefill_graph(
+            model, plan, block, input_ids, self.fingerprint, at_once=not self._confirmed
+        )
         if graph is None and not self._confirmed:
             self.confirm()
             graph = self.runner.prefill_graph(model, plan, block, input_ids, self.fingerprint)
         if graph is not None:
             block.dirty = max(block.dirty, graph.prompt.ids.shape[1])
             graph.run(input_ids, block)
-        if graph is not None or self.runner.prefill_by_kernels(model, plan, block, input_ids, self.fingerprint):
+        if graph is not None or self.runner.prefill_by_kernels(
+            model, plan, block, input_ids, self.fingerprint
+        ):
             self.slot = self.cached = input_ids.shape[1]
             block.clear_from(self.slot)
         else:
@@ -104,20 +117,39 @@ class Session:
                 self.shown = True
             try:
                 outputs = model._prefill(input_ids, config, {**kwargs, "past_key_values": into})
-            except UpdatedTwice:  # by layers of ours, so that nothing is in a cache of the user's yet
+            except (
+                UpdatedTwice
+            ):  # by layers of ours, so that nothing is in a cache of the user's yet
                 raise NotCovered("a forward that runs a layer twice") from None
-            self.slot = self.cached = block.take(into) if plan.prompt.past else into.get_seq_length()
-            block.clear_from(self.slot, rings_full=plan.prompt.lowest is not None)  # as `hold` leaves padded rows
+            self.slot = self.cached = (
+                block.take(into) if plan.prompt.past else into.get_seq_length()
+            )
+            block.clear_from(
+                self.slot, rings_full=plan.prompt.lowest is not None
+            )  # as `hold` leaves padded rows
             block.set_logits(outputs.logits[:, -1])
             del outputs
-        block.control.start(length=self.slot, position=plan.prompt.position, lowest=plan.prompt.lowest, budget=plan.budget,
-                            eos=plan.eos, pad=config._pad_token_tensor)
+        block.control.start(
+            length=self.slot,
+            position=plan.prompt.position,
+            lowest=plan.prompt.lowest,
+            budget=plan.budget,
+            eos=plan.eos,
+            pad=config._pad_token_tensor,
+        )
         if text is not None:
             self._announce = partial(streamer.put, text)
         if self._confirmed:
             self._begin()
 
-    def decode(self, streamer: Any, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList, config: Any) -> Tensor:
+    def decode(
+        self,
+        streamer: Any,
+        input_ids: Tensor,
+        processors: Any,
+        criteria: StoppingCriteriaList,
+        config: Any,
+    ) -> Tensor:
         """Choose tokens until every row has ended; return the sequences."""
         record = self.record
         if config.return_dict_in_generate:
@@ -136,11 +168,17 @@ class Session:
                 self.runner.count("on the device", self.runner.selections)
             return self._ahead(streamer, input_ids, criteria, selection)
 
-    def _ahead(self, streamer: Any, input_ids: Tensor, criteria: StoppingCriteriaList, selection: Selection) -> Tensor:
+    def _ahead(
+        self, streamer: Any, input_ids: Tensor, criteria: StoppingCriteriaList, selection: Selection
+    ) -> Tensor:
         depth = self.runner.depth
         if depth is None:
             depth = DEPTH if input_ids.device.type == "cuda" else 0
-        if selection.clocks and self.returns_cache and any(rings_of(self.plan.windows, bucket(self.plan.most_slots))):
+        if (
+            selection.clocks
+            and self.returns_cache
+            and any(rings_of(self.plan.windows, bucket(self.plan.most_slots)))
+        ):
             depth = 0  # where the host says when to stop, steps ahead are alive, and a ring drops keys that the cache would still hold
         rows: list[list[int]] = []
         record = self.record
@@ -150,7 +188,9 @@ class Session:
             depth = 0  # its module remembers the longest text, which a step that finds no row alive would make longer
         if not selection.plain:
             self.block.own_trail().start(input_ids, self.plan.budget)
-        no_text = torch.zeros(1, 1, dtype=torch.long, device="cpu")  # on the CPU, or the answer would have to be waited for
+        no_text = torch.zeros(
+            1, 1, dtype=torch.long, device="cpu"
+        )  # on the CPU, or the answer would have to be waited for
 
         def on_tokens(tokens: list[int]) -> bool:
             if NOTHING in tokens:
@@ -163,10 +203,15 @@ class Session:
         def keep() -> None:
             if record.scores is None and record.logits is None:
                 return
-            raw, scores = self._raw_logits(), self._chooser.scores if self._chooser is not None else None
+            raw, scores = (
+                self._raw_logits(),
+                self._chooser.scores if self._chooser is not None else None,
+            )
             if record.logits is not None:
                 record.logits.append(raw)
-            if record.scores is not None:  # without processors stock's scores and logits are one tensor
+            if (
+                record.scores is not None
+            ):  # without processors stock's scores and logits are one tensor
                 record.scores.append(raw if scores is None else scores.clone())
 
         def advance() -> Tensor:
@@ -176,27 +221,40 @@ class Session:
 
         chooser.choose(self.block.control, self.block.logits)
         keep()
-        loop.run_ahead(advance, self.block.control.report, self.plan.budget - 1, depth, on_tokens, self._begin)
+        loop.run_ahead(
+            advance, self.block.control.report, self.plan.budget - 1, depth, on_tokens, self._begin
+        )
         self.cached += len(rows) - 1
         for kept in (record.scores, record.logits):
             if kept is not None:
-                del kept[len(rows):]
+                del kept[len(rows) :]
         sequences = torch.cat([input_ids, torch.tensor(rows, device=input_ids.device).T], dim=-1)
         for c in criteria:  # for its warning about sequences longer than the model was made for
-            if type(c) is MaxLengthCriteria and c.max_position_embeddings is not None \
-                    and sequences.shape[1] - 1 > c.max_position_embeddings:
+            if (
+                type(c) is MaxLengthCriteria
+                and c.max_position_embeddings is not None
+                and sequences.shape[1] - 1 > c.max_position_embeddings
+            ):
                 c(sequences[:, :-1], None)
         return sequences
 
-    def _with_host(self, streamer: Any, input_ids: Tensor, processors: Any, criteria: StoppingCriteriaList,
-                   config: Any) -> Tensor:
+    def _with_host(
+        self,
+        streamer: Any,
+        input_ids: Tensor,
+        processors: Any,
+        criteria: StoppingCriteriaList,
+        config: Any,
+    ) -> Tensor:
         def advance(tokens: Tensor) -> Tensor:
             self.block.control.ids.copy_(tokens[:, None])
             self._enqueue()
             self.cached += 1
             return self.block.logits
 
-        numbers = None if self.seed is None else Numbers(self.seed, input_ids.shape[0], input_ids.device)
+        numbers = (
+            None if self.seed is None else Numbers(self.seed, input_ids.shape[0], input_ids.device)
+        )
         ends = ends_of(self.block)
         self._set_out()
 
@@ -212,8 +270,17 @@ class Session:
         control = self.block.control
         control.length.add_(1)
         control.position.add_(1)
-        return loop.run_with_host(advance, self.block.logits, input_ids, processors=processors, criteria=criteria,
-                                  pad=config._pad_token_tensor, choose=choose, streamer=streamer, record=self.record)
+        return loop.run_with_host(
+            advance,
+            self.block.logits,
+            input_ids,
+            processors=processors,
+            criteria=criteria,
+            pad=config._pad_token_tensor,
+            choose=choose,
+            streamer=streamer,
+            record=self.record,
+        )
 
     def _raw_logits(self) -> Tensor:
         return self.block.logits.to(torch.float32, copy=True)
@@ -231,7 +298,9 @@ class Session:
 
     def _set_out(self, again: bool = False) -> None:
         """Take the step that serves the block of now and its chooser."""
-        self.step = self.runner.step(self.model, self.plan, self.block, self.fingerprint, self._chooser, again)
+        self.step = self.runner.step(
+            self.model, self.plan, self.block, self.fingerprint, self._chooser, again
+        )
 
     def _enqueue(self) -> None:
         if self.slot >= self.block.capacity:

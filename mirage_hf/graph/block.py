@@ -6,6 +6,7 @@ split-KV): a block sees one part, and what it reduces over the axis is a partial
 A value carries a set of axes; its tensors have one dim per carried axis, in the order of `BlockGraph.axes`. Mirage's imap,
 fmap and omap follow from the roles (see graph/maps.py).
 """
+
 from __future__ import annotations
 
 import math
@@ -35,7 +36,12 @@ class Axis:
     parts: str | None = None
 
 
-SWAP_HALVES, SWAP_PAIRS, SIGN_HALVES, SIGN_PAIRS = "swap halves", "swap pairs", "sign halves", "sign pairs"
+SWAP_HALVES, SWAP_PAIRS, SIGN_HALVES, SIGN_PAIRS = (
+    "swap halves",
+    "swap pairs",
+    "sign halves",
+    "sign pairs",
+)
 TURNS = (SWAP_HALVES, SWAP_PAIRS, SIGN_HALVES, SIGN_PAIRS)
 
 
@@ -59,7 +65,9 @@ class Turn:
 
     def __post_init__(self) -> None:
         if self.how not in TURNS:
-            raise errors.GraphError(f"turn of axis {self.axis}: {self.how!r} is none of {', '.join(TURNS)}")
+            raise errors.GraphError(
+                f"turn of axis {self.axis}: {self.how!r} is none of {', '.join(TURNS)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -100,24 +108,52 @@ class BlockInput:
     @property
     def carried(self) -> tuple[str, ...]:
         """The axes of the value, in no order that means anything."""
-        return (*(a for a in self.axes if a is not None), *([self.bounds] if self.bounds is not None else []))
+        return (
+            *(a for a in self.axes if a is not None),
+            *([self.bounds] if self.bounds is not None else []),
+        )
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise errors.GraphError(f"block input {self.name}: has no source; name the operand it reads")
-        if self.turn is not None and (self.bounds is not None or self.turn.axis not in self.axes or self.turn.axis == self.joined):
-            raise errors.GraphError(f"block input {self.name}: cannot be turned along {self.turn.axis}; it must be an axis of its source")
-        if self.padding is not None and (self.bounds is not None or len(self.sources) > 1 or self.padding.axis not in self.axes):
-            raise errors.GraphError(f"block input {self.name}: cannot be padded along {self.padding.axis}; it must be an axis of its only "
-                                    "source")
+            raise errors.GraphError(
+                f"block input {self.name}: has no source; name the operand it reads"
+            )
+        if self.turn is not None and (
+            self.bounds is not None
+            or self.turn.axis not in self.axes
+            or self.turn.axis == self.joined
+        ):
+            raise errors.GraphError(
+                f"block input {self.name}: cannot be turned along {self.turn.axis}; it must be an axis of its source"
+            )
+        if self.padding is not None and (
+            self.bounds is not None or len(self.sources) > 1 or self.padding.axis not in self.axes
+        ):
+            raise errors.GraphError(
+                f"block input {self.name}: cannot be padded along {self.padding.axis}; it must be an axis of its only "
+                "source"
+            )
         if self.bounds is not None:
-            if len(self.sources) != 2 or self.joined is not None or self.sizes or self.bounds in self.axes:
-                raise errors.GraphError(f"block input {self.name}: bounds of axis {self.bounds} are two tensors, lo and hi, which are "
-                                        "not joined and do not have that axis themselves")
+            if (
+                len(self.sources) != 2
+                or self.joined is not None
+                or self.sizes
+                or self.bounds in self.axes
+            ):
+                raise errors.GraphError(
+                    f"block input {self.name}: bounds of axis {self.bounds} are two tensors, lo and hi, which are "
+                    "not joined and do not have that axis themselves"
+                )
             return
         joins = len(self.sources) > 1 or bool(self.sizes)
-        if joins and (self.joined is None or self.joined not in self.axes or len(self.sizes) != len(self.sources)):
-            raise errors.GraphError(f"block input {self.name}: {len(self.sources)} sources need a joined axis and a size each")
+        if joins and (
+            self.joined is None
+            or self.joined not in self.axes
+            or len(self.sizes) != len(self.sources)
+        ):
+            raise errors.GraphError(
+                f"block input {self.name}: {len(self.sources)} sources need a joined axis and a size each"
+            )
 
 
 @dataclass(frozen=True)
@@ -224,7 +260,11 @@ class BlockGraph:
 
     def extent(self, i: BlockInput, axis: str) -> int:
         """How many elements the source of an input has along an axis that its sources are not joined along."""
-        return i.padding.size if i.padding is not None and i.padding.axis == axis else self.axis(axis).size
+        return (
+            i.padding.size
+            if i.padding is not None and i.padding.axis == axis
+            else self.axis(axis).size
+        )
 
     def turned(self, i: BlockInput) -> int:
         """How many elements of an input that is turned have partners."""
@@ -241,7 +281,9 @@ class BlockGraph:
         """Axes carried by each value, inputs included."""
         found = {i.name: self.input_axes(i) for i in self.inputs}
         for stage in self.stages:
-            found |= {op.out: op.axes for op in stage.body} | {a.out: a.axes for a in stage.accumulators}
+            found |= {op.out: op.axes for op in stage.body} | {
+                a.out: a.axes for a in stage.accumulators
+            }
         return found
 
     def ops(self) -> Iterator[BlockOp]:
@@ -267,11 +309,27 @@ class BlockGraph:
                 uses[acc.arg] = uses.get(acc.arg, 0) + 1
         for o in self.outputs:
             uses[o.value] = uses.get(o.value, 0) + 1
-        products = {op.out: op for op in self.ops() if op.fn == "mul" and op.over is None
-                    and all(isinstance(a, str) for a in op.args) and uses.get(op.out) == 1}
+        products = {
+            op.out: op
+            for op in self.ops()
+            if op.fn == "mul"
+            and op.over is None
+            and all(isinstance(a, str) for a in op.args)
+            and uses.get(op.out) == 1
+        }
         sums: list[tuple[Stage, str, str, str | None]]
-        sums = [(stage, op.out, str(op.args[0]), op.over) for stage in self.stages for op in stage.body if op.fn == "sum" and op.over]
-        sums += [(stage, acc.out, acc.arg, stage.loop) for stage in self.stages for acc in stage.accumulators if acc.kind == "sum"]
+        sums = [
+            (stage, op.out, str(op.args[0]), op.over)
+            for stage in self.stages
+            for op in stage.body
+            if op.fn == "sum" and op.over
+        ]
+        sums += [
+            (stage, acc.out, acc.arg, stage.loop)
+            for stage in self.stages
+            for acc in stage.accumulators
+            if acc.kind == "sum"
+        ]
         found = {}
         for stage, out, arg, over in sums:
             product = products.get(arg)  # type: ignore[arg-type]
@@ -284,6 +342,7 @@ class BlockGraph:
 
 
 # -- what construction checks -----------------------------------------------------------------------------------------------
+
 
 def _fail(text: str) -> errors.GraphError:
     return errors.GraphError(f"block graph: {text}")
@@ -308,7 +367,9 @@ class _Check:
         self.visible = set(self.carried)
         for stage in self.graph.stages:
             _StageCheck(self, stage).all()
-        computed = {op.out for op in self.graph.ops()} | {a.out for stage in self.graph.stages for a in stage.accumulators}
+        computed = {op.out for op in self.graph.ops()} | {
+            a.out for stage in self.graph.stages for a in stage.accumulators
+        }
         for o in self.graph.outputs:
             self._output(o, o.value in computed)
 
@@ -329,30 +390,51 @@ class _Check:
             raise _fail("axis names must be unique and at most one axis loops")
         for a in graph.axes:
             if not a.name.isidentifier() or a.size < 1:
-                raise _fail(f"axis {a.name!r} of size {a.size} must be an identifier and have a positive size")
+                raise _fail(
+                    f"axis {a.name!r} of size {a.size} must be an identifier and have a positive size"
+                )
             if a.parts is None:
                 continue
             parts = graph._axes.get(a.parts)
-            if a.role is Role.GRID or parts is None or parts.role is not Role.GRID or parts.parts is not None:
-                raise _fail(f"axis {a.name}: only a loop or tile axis has parts, and a grid axis of its own numbers them")
-            if [b.parts for b in graph.axes].count(a.parts) > 1 or any(a.parts in i.carried for i in graph.inputs):
-                raise _fail(f"axis {a.parts} numbers the parts of {a.name}; no other axis and no input may name it")
+            if (
+                a.role is Role.GRID
+                or parts is None
+                or parts.role is not Role.GRID
+                or parts.parts is not None
+            ):
+                raise _fail(
+                    f"axis {a.name}: only a loop or tile axis has parts, and a grid axis of its own numbers them"
+                )
+            if [b.parts for b in graph.axes].count(a.parts) > 1 or any(
+                a.parts in i.carried for i in graph.inputs
+            ):
+                raise _fail(
+                    f"axis {a.parts} numbers the parts of {a.name}; no other axis and no input may name it"
+                )
             if (parts.size - 1) * -(-a.size // parts.size) >= a.size:
-                raise _fail(f"axis {a.name} of size {a.size} cannot be dealt out in {parts.size} parts of which none is empty")
+                raise _fail(
+                    f"axis {a.name} of size {a.size} cannot be dealt out in {parts.size} parts of which none is empty"
+                )
 
     def _input(self, i: BlockInput) -> None:
         sizes = self.sizes
         if len(set(i.carried)) != len(i.carried) or any(a not in sizes for a in i.carried):
             raise _fail(f"input {i.name}: axes {i.axes} repeat or are unknown")
         if i.sizes and (min(i.sizes) < 1 or sum(i.sizes) != sizes[str(i.joined)]):
-            raise _fail(f"input {i.name}: sizes {i.sizes} along {i.joined} must be positive and sum to {sizes[str(i.joined)]}")
+            raise _fail(
+                f"input {i.name}: sizes {i.sizes} along {i.joined} must be positive and sum to {sizes[str(i.joined)]}"
+            )
         if i.padding is not None and not 0 < i.padding.size < sizes[i.padding.axis]:
-            raise _fail(f"input {i.name}: {i.padding.size} elements are no part of axis {i.padding.axis} of {sizes[i.padding.axis]}")
+            raise _fail(
+                f"input {i.name}: {i.padding.size} elements are no part of axis {i.padding.axis} of {sizes[i.padding.axis]}"
+            )
         if i.turn is not None:
             there, width = self.graph.extent(i, i.turn.axis), self.graph.turned(i)
             if width % 2 or not 0 < width <= there:
-                raise _fail(f"input {i.name}: {width} of the {there} elements along axis {i.turn.axis} cannot be partners; their number "
-                            "must be even")
+                raise _fail(
+                    f"input {i.name}: {width} of the {there} elements along axis {i.turn.axis} cannot be partners; their number "
+                    "must be even"
+                )
         self.define(i.name, self.graph.input_axes(i))
 
     def _output(self, o: BlockOutput, computed: bool) -> None:
@@ -363,12 +445,18 @@ class _Check:
             raise _fail(f"output {o.value} has no dims; give it one of size 1 (None)")
         if o.value not in self.carried or sorted(self.carried[o.value]) != sorted(named):
             raise _fail(f"output {o.value} does not carry the axes {o.axes}")
-        if any(a.parts is not None and a.name in named and a.parts in named for a in self.graph.axes):
-            raise _fail(f"output {o.value} carries an axis and the number of its parts; reduce over the axis first")
+        if any(
+            a.parts is not None and a.name in named and a.parts in named for a in self.graph.axes
+        ):
+            raise _fail(
+                f"output {o.value} carries an axis and the number of its parts; reduce over the axis first"
+            )
         if o.value not in self.visible and not (computed and in_loop):
             raise _fail(f"output {o.value} is not available after its stage")
         if in_loop and not computed:
-            raise _fail(f"output {o.value} is an input along the loop axis; copy it in a stage of the loop (cast)")
+            raise _fail(
+                f"output {o.value} is an input along the loop axis; copy it in a stage of the loop (cast)"
+            )
         table.as_dtype(o.dtype)
 
 
@@ -378,7 +466,9 @@ class _StageCheck:
     def __init__(self, check: _Check, stage: Stage) -> None:
         self.check, self.graph, self.stage, self.carried = check, check.graph, stage, check.carried
         self.local = set(check.visible)  # the values that can be read at this place
-        self.maxima = {acc.out: acc for acc in stage.accumulators if acc.kind == "max" and acc.shift is None}
+        self.maxima = {
+            acc.out: acc for acc in stage.accumulators if acc.kind == "max" and acc.shift is None
+        }
         self.shifted: dict[str, str] = {}  # values that depend on a running maximum, and on which
 
     def all(self) -> None:
@@ -389,17 +479,29 @@ class _StageCheck:
             self._op(op)
         for acc in stage.accumulators:
             self._accumulator(acc)
-        check.visible |= {op.out for op in stage.body if stage.loop not in op.axes and op.out not in self.shifted}
+        check.visible |= {
+            op.out for op in stage.body if stage.loop not in op.axes and op.out not in self.shifted
+        }
         check.visible |= {acc.out for acc in stage.accumulators}
-        unstored = [o.value for o in self.graph.outputs if o.value in self.shifted and o.value not in self.maxima]
+        unstored = [
+            o.value
+            for o in self.graph.outputs
+            if o.value in self.shifted and o.value not in self.maxima
+        ]
         if unstored:
-            raise _fail(f"output {unstored[0]} depends on a running maximum; only what is summed with that shift may")
+            raise _fail(
+                f"output {unstored[0]} depends on a running maximum; only what is summed with that shift may"
+            )
 
     def _op(self, op: BlockOp) -> None:
         used = [a for a in op.args if isinstance(a, str)]
         _check_fn(op)
         for name in used:
-            if name in self.maxima and name not in self.local and self.maxima[name].arg in self.local:  # read while it grows
+            if (
+                name in self.maxima
+                and name not in self.local
+                and self.maxima[name].arg in self.local
+            ):  # read while it grows
                 self.check.define(name, self._accumulated(self.maxima[name]))
                 self.local.add(name)
                 self.shifted[name] = name
@@ -418,25 +520,41 @@ class _StageCheck:
             raise _fail(f"{op.out} carries {op.axes}, its arguments give {tuple(union)}")
         if self.stage.loop is None and any(x in self.check.loops for x in op.axes):
             raise _fail(f"{op.out} carries the loop axis outside a loop")
-        if op.over is not None and (op.over not in self.carried[used[0]] or self.graph.role(op.over) is not Role.TILE):
-            raise _fail(f"{op.out} reduces over {op.over}, which must be a tile axis that {used[0]} carries")
+        if op.over is not None and (
+            op.over not in self.carried[used[0]] or self.graph.role(op.over) is not Role.TILE
+        ):
+            raise _fail(
+                f"{op.out} reduces over {op.over}, which must be a tile axis that {used[0]} carries"
+            )
         self.check.define(op.out, op.axes)
         self.local.add(op.out)
 
     def _accumulator(self, acc: Accumulator) -> None:
         loop = self.stage.loop
-        if acc.arg not in self.local or loop not in self.carried[acc.arg] or acc.kind not in ("sum", "max"):
-            raise _fail(f"accumulator {acc.out} must sum or max a value of this stage that carries its loop axis")
+        if (
+            acc.arg not in self.local
+            or loop not in self.carried[acc.arg]
+            or acc.kind not in ("sum", "max")
+        ):
+            raise _fail(
+                f"accumulator {acc.out} must sum or max a value of this stage that carries its loop axis"
+            )
         if acc.shift is not None and (acc.kind != "sum" or acc.shift not in self.maxima):
-            raise _fail(f"accumulator {acc.out}: only a sum has a shift, and it is a maximum of the same stage")
+            raise _fail(
+                f"accumulator {acc.out}: only a sum has a shift, and it is a maximum of the same stage"
+            )
         if self.shifted.get(acc.arg) != acc.shift:
-            raise _fail(f"accumulator {acc.out} has shift {acc.shift}, its argument depends on the running maximum "
-                        f"{self.shifted.get(acc.arg)}")
+            raise _fail(
+                f"accumulator {acc.out} has shift {acc.shift}, its argument depends on the running maximum "
+                f"{self.shifted.get(acc.arg)}"
+            )
         if acc.out not in self.shifted:  # a maximum that the body reads is defined already
             self.check.define(acc.out, self._accumulated(acc))
         if acc.axes != self.carried[acc.out]:
             raise _fail(f"accumulator {acc.out} carries {self.carried[acc.out]}, not {acc.axes}")
-        if acc.shift is not None and not set(self.carried[self.maxima[acc.shift].arg]) - {loop} <= set(acc.axes):
+        if acc.shift is not None and not set(self.carried[self.maxima[acc.shift].arg]) - {
+            loop
+        } <= set(acc.axes):
             raise _fail(f"accumulator {acc.out} does not carry the axes of its shift {acc.shift}")
 
     def _accumulated(self, acc: Accumulator) -> tuple[str, ...]:
@@ -453,11 +571,15 @@ def _check_fn(op: BlockOp) -> None:
         raise _fail(f"{op.out}: {numbers[0]!r} is neither a value's name nor a number")
     if op.over is not None:
         if op.fn not in ("sum", "max") or len(op.args) != 1 or numbers or op.attrs:
-            raise _fail(f"{op.out}: a reduction over {op.over} is the sum or max of one value, not {op.fn} of {op.args}")
+            raise _fail(
+                f"{op.out}: a reduction over {op.over} is the sum or max of one value, not {op.fn} of {op.args}"
+            )
         return
     row = table.lookup(op.fn)
     if row.kind != "elementwise":
         raise _fail(f"{op.out}: {op.fn} is not elementwise; in a block graph it is spelled out")
     if len(op.args) != row.arity[0] or len(numbers) == len(op.args):
-        raise _fail(f"{op.out}: {op.fn} takes {row.arity[0]} operands, one a value at least; got {op.args}")
+        raise _fail(
+            f"{op.out}: {op.fn} takes {row.arity[0]} operands, one a value at least; got {op.args}"
+        )
     table.check_attrs(op.fn, dict(op.attrs))

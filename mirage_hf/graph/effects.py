@@ -1,4 +1,5 @@
 """Appends to caches: which of them the kernel that computes the rows does with its own store."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ APPEND = "cache_append"
 def parts_of(append: KernelOp) -> tuple[DTensor, DTensor, DTensor]:
     """The cache, the new rows and the position of a cache_append."""
     cache, rows, position = append.inputs
-    assert isinstance(cache, DTensor) and isinstance(rows, DTensor) and isinstance(position, DTensor)
+    assert (
+        isinstance(cache, DTensor) and isinstance(rows, DTensor) and isinstance(position, DTensor)
+    )
     return cache, rows, position
 
 
@@ -32,7 +35,9 @@ def stored(kernels: KernelGraph) -> dict[int, KernelOp]:
     That is so where nothing else reads the rows, and where no kernel can see the slots that are written change: every kernel that reads
     the cache comes before the one that stores, or lets nothing through from where the append begins (`_bounded`).
     """
-    made = {t.index: n for n, op in enumerate(kernels.ops) if op.name == CUSTOMIZED for t in op.outputs}
+    made = {
+        t.index: n for n, op in enumerate(kernels.ops) if op.name == CUSTOMIZED for t in op.outputs
+    }
     readers: dict[int, list[tuple[int, KernelOp]]] = {}
     for n, op in enumerate(kernels.ops):
         for x in {x.index: x for x in op.inputs if isinstance(x, DTensor)}.values():
@@ -43,10 +48,17 @@ def stored(kernels: KernelGraph) -> dict[int, KernelOp]:
         if op.name != APPEND:
             continue
         cache, rows, position = parts_of(op)
-        if rows.index not in made or len(readers[rows.index]) > 1 or rows.index in outputs or cache.index not in inputs:
+        if (
+            rows.index not in made
+            or len(readers[rows.index]) > 1
+            or rows.index in outputs
+            or cache.index not in inputs
+        ):
             continue
         others = [(n, r) for n, r in readers[cache.index] if r is not op]
-        if position.index in inputs and all(n < made[rows.index] or _bounded(r, cache, position) for n, r in others):
+        if position.index in inputs and all(
+            n < made[rows.index] or _bounded(r, cache, position) for n, r in others
+        ):
             found[rows.index] = op
     return found
 
@@ -60,7 +72,13 @@ def _bounded(op: KernelOp, cache: DTensor, position: DTensor) -> bool:
     for i in block.inputs:
         if i.bounds is None and any(op.inputs[s] is cache for s in i.sources):
             slots = i.axes[-2]
-            ends = {b.name for b in block.inputs if b.bounds is not None and b.bounds == slots and op.inputs[b.sources[1]] is position}
+            ends = {
+                b.name
+                for b in block.inputs
+                if b.bounds is not None
+                and b.bounds == slots
+                and op.inputs[b.sources[1]] is position
+            }
             if len(i.sources) > 1 or slots is None or not _closed(block, i.name, slots, ends):
                 return False
     return True
@@ -68,7 +86,10 @@ def _bounded(op: KernelOp, cache: DTensor, position: DTensor) -> bool:
 
 def _closed(block: BlockGraph, cache: str, slots: str, ends: set[str]) -> bool:
     """Whether bounds (the values `ends`) come between a cache and every reduction over its slots, and every output."""
-    seeing, zero = {cache}, set(ends)  # values that depend on slots out of bounds, and those that are 0 there
+    seeing, zero = (
+        {cache},
+        set(ends),
+    )  # values that depend on slots out of bounds, and those that are 0 there
     for stage in block.stages:
         for b in stage.body:
             chosen = b.fn == "select" and b.args[0] in ends and not isinstance(b.args[2], str)

@@ -1,10 +1,20 @@
 """From tiles to named axes: the block graph that a `BlockGraphBuilder` describes."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
+from mirage_hf.graph.block import (
+    Accumulator,
+    Axis,
+    BlockGraph,
+    BlockInput,
+    BlockOp,
+    BlockOutput,
+    Role,
+    Stage,
+)
 from mirage_hf.ops import table
 
 if TYPE_CHECKING:
@@ -20,9 +30,16 @@ class Emission:
 
     def __init__(self, builder: BlockGraphBuilder, positions: Sequence[int]):
         self.builder, self.positions = builder, positions
-        self.walked = next((d.root for t, _ in builder.inputs for d in t.axes if d is not None and d.root.walked), None)
+        self.walked = next(
+            (d.root for t, _ in builder.inputs for d in t.axes if d is not None and d.root.walked),
+            None,
+        )
         self.axis_of = self.names()
-        self.parts_of = {d: self._fresh(f"{name}_part", self.axis_of.values()) for d, name in self.axis_of.items() if d.grid and d.reduced}
+        self.parts_of = {
+            d: self._fresh(f"{name}_part", self.axis_of.values())
+            for d, name in self.axis_of.items()
+            if d.grid and d.reduced
+        }
         self.axes = self._axes()
         self.order = [a.name for a in self.axes]
         self.carried: dict[str, tuple[str, ...]] = {}
@@ -42,9 +59,17 @@ class Emission:
     def names(self) -> dict[Span, str]:
         """A name for every class of dims: k for the loop, m and n for rows and columns of what is stored, b for batches."""
         found: dict[Span, str] = {} if self.walked is None else {self.walked: "k"}
-        pools = {"column": iter("nopq"), "row": iter("mij"), "batch": iter("bhgf"), "inside": iter("rcdestuvw")}
+        pools = {
+            "column": iter("nopq"),
+            "row": iter("mij"),
+            "batch": iter("bhgf"),
+            "inside": iter("rcdestuvw"),
+        }
         stored = [o.axes for o in self.builder.outputs]
-        for axes, pool in [*((a, None) for a in stored), *((t.axes, "inside") for t, _ in self.builder.inputs)]:
+        for axes, pool in [
+            *((a, None) for a in stored),
+            *((t.axes, "inside") for t, _ in self.builder.inputs),
+        ]:
             for at, d in enumerate(reversed(axes)):
                 if d is not None and d.root not in found:
                     kind = pool or ("column" if at == 0 else "row" if at == 1 else "batch")
@@ -63,7 +88,12 @@ class Emission:
         seen = [self.parts_of[d] for d in self.parts_of]
         for o in self.builder.outputs:
             seen += [self.axis_of[d.root] for d in o.axes if d is not None]
-        return tuple(sorted(made, key=lambda a: (_RANK[a.role], seen.index(a.name) if a.name in seen else len(seen))))
+        return tuple(
+            sorted(
+                made,
+                key=lambda a: (_RANK[a.role], seen.index(a.name) if a.name in seen else len(seen)),
+            )
+        )
 
     def _sorted(self, axes: Iterable[str]) -> tuple[str, ...]:
         wanted = set(axes)
@@ -71,7 +101,9 @@ class Emission:
 
     def _without(self, axes: Iterable[str], d: Span) -> tuple[str, ...]:
         """What is left after reducing over a class: the number of its part in its place, if it is dealt out."""
-        return self._sorted(set(axes) - {self.axis_of[d]} | ({self.parts_of[d]} if d in self.parts_of else set()))
+        return self._sorted(
+            set(axes) - {self.axis_of[d]} | ({self.parts_of[d]} if d in self.parts_of else set())
+        )
 
     # -- values -------------------------------------------------------------------------------------------------------------
 
@@ -87,8 +119,13 @@ class Emission:
         elif phase == "after" and t.time == "any" and (node, "loop") in self.known:
             phase = "loop"  # the same in every trip, so it still holds
         if (node, phase) not in self.known:
-            self.known[node, phase] = self._input(t) if node.op == "input" else \
-                self._accumulator(t) if node.op == "accumulate" else self._op(t, phase)
+            self.known[node, phase] = (
+                self._input(t)
+                if node.op == "input"
+                else self._accumulator(t)
+                if node.op == "accumulate"
+                else self._op(t, phase)
+            )
         return self.known[node, phase]
 
     def _input(self, t: STensor) -> str:
@@ -142,13 +179,22 @@ class Emission:
         for o in self.builder.outputs:
             accumulators(o.tensor)
         outputs = []
-        first = next((table.dtype_name(x.dtype) for _, x in self.builder.inputs if x.dtype in table.COMPUTE_DTYPES), "float32")
+        first = next(
+            (
+                table.dtype_name(x.dtype)
+                for _, x in self.builder.inputs
+                if x.dtype in table.COMPUTE_DTYPES
+            ),
+            "float32",
+        )
         for o in self.builder.outputs:
             dtype = o.dtype or first
             name = self.value(o.tensor, "after")
             if o.tensor.node.op == "input":  # kernels store what they compute
                 axes = self.carried[name]
-                self.bodies["after"].append(BlockOp(self._define("copy", axes), "cast", (name,), axes, (("dtype", dtype),)))  # type: ignore[arg-type]
+                self.bodies["after"].append(
+                    BlockOp(self._define("copy", axes), "cast", (name,), axes, (("dtype", dtype),))
+                )  # type: ignore[arg-type]
                 name = self.bodies["after"][-1].out
             dims = [None if d is None else self.axis_of[d.root] for d in o.axes]
             for at, d in o.parts_at:
@@ -158,8 +204,17 @@ class Emission:
             outputs.append(BlockOutput(name, tuple([*lead, *dims]), dtype))
         stages = []
         if self.walked is not None and (self.accumulators or self.bodies["loop"]):
-            stages.append(Stage(self.axis_of[self.walked], tuple(self.bodies["loop"]), tuple(self.accumulators)))
+            stages.append(
+                Stage(
+                    self.axis_of[self.walked], tuple(self.bodies["loop"]), tuple(self.accumulators)
+                )
+            )
         if self.bodies["after"]:
             stages.append(Stage(None, tuple(self.bodies["after"])))
         used = {a for i in self.inputs for a in i.axes} | set(self.parts_of.values())
-        return BlockGraph(tuple(a for a in self.axes if a.name in used), tuple(self.inputs), tuple(stages), tuple(outputs))
+        return BlockGraph(
+            tuple(a for a in self.axes if a.name in used),
+            tuple(self.inputs),
+            tuple(stages),
+            tuple(outputs),
+        )

@@ -2,6 +2,7 @@
 
 One interpreter walks a block graph exactly as a kernel does: block by block, stage by stage, loop tile by loop tile.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -29,10 +30,15 @@ class Algebra(Protocol):
     def accumulate(self, kind: str, total: Any, x: Any) -> Any: ...
     def rescale(self, total: Any, old: Any, new: Any) -> Any:
         """total · e^(old − new), where `new` ≥ `old` is a running maximum."""
+
     def shift(self, maximum: Any) -> Any:
         """A running maximum as what a tile subtracts: 0 while only −inf has been seen."""
-    def bounds(self, lo: Any, hi: Any, order: Sequence[int], shape: Sequence[int], dim: int, size: int) -> Any:
+
+    def bounds(
+        self, lo: Any, hi: Any, order: Sequence[int], shape: Sequence[int], dim: int, size: int
+    ) -> Any:
         """1 where lo ≤ index along `dim`, of `size` elements, < hi, else 0. lo and hi, whole numbers, are arranged first."""
+
     def contract(self, a: Any, b: Any, dim: int) -> Any:
         """Σ over `dim` of a·b, or None where the algebra has no shortcut."""
 
@@ -40,8 +46,12 @@ class Algebra(Protocol):
 class TorchAlgebra:
     """Numbers of one compute dtype. `mma` rounds the factors of contractions as tensor cores fed with that dtype would."""
 
-    def __init__(self, compute: torch.dtype = torch.float32, mma: torch.dtype | None = None,
-                 device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        compute: torch.dtype = torch.float32,
+        mma: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ):
         self.compute, self.mma, self.device = compute, mma, device
 
     def arrange(self, x: torch.Tensor, order: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
@@ -63,7 +73,12 @@ class TorchAlgebra:
         out[slices] = x
 
     def elementwise(self, fn: str, args: Sequence[Any], attrs: Mapping[str, float]) -> torch.Tensor:
-        tensors = [a.to(self.compute) if isinstance(a, torch.Tensor) else torch.tensor(a, dtype=self.compute, device="cpu") for a in args]
+        tensors = [
+            a.to(self.compute)
+            if isinstance(a, torch.Tensor)
+            else torch.tensor(a, dtype=self.compute, device="cpu")
+            for a in args
+        ]
         return table.lookup(fn).oracle(*tensors, **attrs)
 
     def reduce(self, kind: str, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -75,12 +90,22 @@ class TorchAlgebra:
         return total + x if kind == "sum" else torch.maximum(total, x)
 
     def rescale(self, total: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        return total * torch.where(old == new, 1.0, torch.exp(old - new)).to(total.dtype)  # -inf to -inf: nothing was summed yet
+        return total * torch.where(old == new, 1.0, torch.exp(old - new)).to(
+            total.dtype
+        )  # -inf to -inf: nothing was summed yet
 
     def shift(self, maximum: torch.Tensor) -> torch.Tensor:
         return maximum.masked_fill(maximum == float("-inf"), 0.0)
 
-    def bounds(self, lo: torch.Tensor, hi: torch.Tensor, order: Sequence[int], shape: Sequence[int], dim: int, size: int) -> torch.Tensor:
+    def bounds(
+        self,
+        lo: torch.Tensor,
+        hi: torch.Tensor,
+        order: Sequence[int],
+        shape: Sequence[int],
+        dim: int,
+        size: int,
+    ) -> torch.Tensor:
         lo, hi = (x.permute(tuple(order)).reshape(tuple(shape)) for x in (lo, hi))
         at = torch.arange(size, device=lo.device).view(-1, *[1] * (len(shape) - 1 - dim))
         return ((at >= lo) & (at < hi)).to(self.compute)
@@ -105,19 +130,33 @@ def turned(algebra: Algebra, x: Any, shape: Sequence[int], dim: int, turn: Turn)
     half = width // 2
 
     def part(start: int, stop: int, step: int = 1) -> Any:
-        return algebra.cut(x, tuple(slice(start, stop, step) if d == dim else slice(None) for d in range(rank)))
+        return algebra.cut(
+            x, tuple(slice(start, stop, step) if d == dim else slice(None) for d in range(rank))
+        )
 
-    first, second = (part(k, 2 * half, 2) for k in (0, 1)) if turn.pairs else (part(0, half), part(half, 2 * half))
+    first, second = (
+        (part(k, 2 * half, 2) for k in (0, 1))
+        if turn.pairs
+        else (part(0, half), part(half, 2 * half))
+    )
     both = [second, first] if turn.swaps else [algebra.elementwise("neg", [first], {}), second]
     joined = algebra.join(both, dim)
     if turn.pairs:
-        split = algebra.arrange(joined, range(rank), (*shape[:dim], 2, half, *shape[dim + 1:]))
-        joined = algebra.arrange(split, (*range(dim), dim + 1, dim, *range(dim + 2, rank + 1)), (*shape[:dim], width, *shape[dim + 1:]))
+        split = algebra.arrange(joined, range(rank), (*shape[:dim], 2, half, *shape[dim + 1 :]))
+        joined = algebra.arrange(
+            split,
+            (*range(dim), dim + 1, dim, *range(dim + 2, rank + 1)),
+            (*shape[:dim], width, *shape[dim + 1 :]),
+        )
     return joined if width == shape[dim] else algebra.join([joined, part(width, shape[dim])], dim)
 
 
-def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra,
-                    pieces: Mapping[str, int] | int = 1) -> list[Any]:
+def run_block_graph(
+    graph: BlockGraph,
+    operands: Sequence[Any],
+    algebra: Algebra,
+    pieces: Mapping[str, int] | int = 1,
+) -> list[Any]:
     """Execute a block graph. `pieces`: into how many pieces grid and loop axes are cut (int: all alike); parts of an axis are
     always taken one by one. Returns raw arrays in the outputs' dims."""
     return _BlockRun(graph, algebra, pieces).outputs(operands)
@@ -126,19 +165,30 @@ def run_block_graph(graph: BlockGraph, operands: Sequence[Any], algebra: Algebra
 class _BlockRun:
     """One execution of a block graph: inputs are loaded whole, then every block runs its stages on its slices of them."""
 
-    def __init__(self, graph: BlockGraph, algebra: Algebra, pieces: Mapping[str, int] | int) -> None:
+    def __init__(
+        self, graph: BlockGraph, algebra: Algebra, pieces: Mapping[str, int] | int
+    ) -> None:
         self.graph, self.algebra, self.pieces = graph, algebra, pieces
         self.index = {a.name: n for n, a in enumerate(graph.axes)}
         self.products = {c.product: c for c in graph.contractions.values()}
         # with numbers all parts are computed at once, as an axis of their own, where they are equally long and no output carries the
         # axis that they are of: the same sums in the same order, without a Python loop over parts
-        self.together = {a.name: a.parts for a in graph.axes if a.parts is not None and pieces == 1 and isinstance(algebra, TorchAlgebra)
-                         and a.size == graph.part(a.name) * graph.axis(a.parts).size and not any(a.name in o.axes for o in graph.outputs)}
+        self.together = {
+            a.name: a.parts
+            for a in graph.axes
+            if a.parts is not None
+            and pieces == 1
+            and isinstance(algebra, TorchAlgebra)
+            and a.size == graph.part(a.name) * graph.axis(a.parts).size
+            and not any(a.name in o.axes for o in graph.outputs)
+        }
 
     def outputs(self, operands: Sequence[Any]) -> list[Any]:
         graph, algebra = self.graph, self.algebra
         loaded = {i.name: self._load(i, operands) for i in graph.inputs}
-        raw = [algebra.empty(self._shape([a for a in o.axes if a is not None])) for o in graph.outputs]
+        raw = [
+            algebra.empty(self._shape([a for a in o.axes if a is not None])) for o in graph.outputs
+        ]
         grid = graph.named(Role.GRID)
         for slices in itertools.product(*(self._cuts(a.name, slice(0, a.size)) for a in grid)):
             self._block({a.name: s for a, s in zip(grid, slices, strict=True)}, loaded, raw)
@@ -151,7 +201,9 @@ class _BlockRun:
 
     def _shape(self, axes: Sequence[str], extent: Mapping[str, int] | None = None) -> list[int]:
         """The shape of an array that carries `axes`; `extent`: those along which it is shorter."""
-        return [(extent or {}).get(a.name, a.size) if a.name in axes else 1 for a in self.graph.axes]
+        return [
+            (extent or {}).get(a.name, a.size) if a.name in axes else 1 for a in self.graph.axes
+        ]
 
     def _window(self, axes: Sequence[str | None], at: Mapping[str, slice]) -> tuple[slice, ...]:
         return tuple(at.get(a, slice(None)) if a in axes else slice(None) for a in self.index)
@@ -163,7 +215,11 @@ class _BlockRun:
             return [slice(0, size)]
         if self.graph.splits(name) is not None:
             return _cuts(0, size, size)
-        return _cuts(within.start, within.stop, self.pieces if isinstance(self.pieces, int) else self.pieces.get(name, 1))
+        return _cuts(
+            within.start,
+            within.stop,
+            self.pieces if isinstance(self.pieces, int) else self.pieces.get(name, 1),
+        )
 
     def _load(self, i: BlockInput, operands: Sequence[Any]) -> Any:
         """An input along all of its axes."""
@@ -175,18 +231,28 @@ class _BlockRun:
             shape = self._shape([a for a in i.axes if a is not None])
             whole = algebra.bounds(lo, hi, order, shape, index[i.bounds], graph.axis(i.bounds).size)
         else:
-            sources = [self._source(i, k, operands[source], order) for k, source in enumerate(i.sources)]
+            sources = [
+                self._source(i, k, operands[source], order) for k, source in enumerate(i.sources)
+            ]
             whole = sources[0] if len(sources) == 1 else algebra.join(sources, index[str(i.joined)])
         for name, number in self.together.items():
             if name in i.carried:
-                dealt = whole.unflatten(index[name], (graph.axis(number).size, -1)).movedim(index[name], -1)
+                dealt = whole.unflatten(index[name], (graph.axis(number).size, -1)).movedim(
+                    index[name], -1
+                )
                 whole = dealt.squeeze(index[number]).movedim(-1, index[number])
         return whole
 
     def _source(self, i: BlockInput, k: int, operand: Any, order: Sequence[int]) -> Any:
         """The k-th source of an input, turned and padded as it says."""
         graph, algebra, index = self.graph, self.algebra, self.index
-        extent = {i.joined: i.sizes[k]} if i.joined and i.sizes else {i.padding.axis: i.padding.size} if i.padding else {}
+        extent = (
+            {i.joined: i.sizes[k]}
+            if i.joined and i.sizes
+            else {i.padding.axis: i.padding.size}
+            if i.padding
+            else {}
+        )
         shape = self._shape(graph.input_axes(i), extent)
         x = algebra.arrange(operand, order, shape)
         if i.turn is not None:
@@ -199,9 +265,16 @@ class _BlockRun:
     def _block(self, at: dict[str, slice], loaded: Mapping[str, Any], raw: Sequence[Any]) -> None:
         """Run one block, which has the slices `at` of the grid axes, and store what it gives into `raw`."""
         graph = self.graph
-        parts = {a.name: slice(0, graph.part(a.name)) if a.name in self.together else
-                 slice(at[a.parts].start * graph.part(a.name), min(at[a.parts].stop * graph.part(a.name), a.size))
-                 for a in graph.axes if a.parts is not None}
+        parts = {
+            a.name: slice(0, graph.part(a.name))
+            if a.name in self.together
+            else slice(
+                at[a.parts].start * graph.part(a.name),
+                min(at[a.parts].stop * graph.part(a.name), a.size),
+            )
+            for a in graph.axes
+            if a.parts is not None
+        }
         at |= {name: s for name, s in parts.items() if graph.role(name) is Role.TILE}
         values: dict[str, Any] = {}
         for stage in graph.stages:
@@ -214,10 +287,16 @@ class _BlockRun:
                     at[loop] = trip
                 for i in graph.inputs:
                     if loop is not None or i.name not in values:
-                        values[i.name] = self.algebra.cut(loaded[i.name], self._window(graph.carried[i.name], at))
+                        values[i.name] = self.algebra.cut(
+                            loaded[i.name], self._window(graph.carried[i.name], at)
+                        )
                 self._body(stage, values, totals)
                 for o, array in zip(graph.outputs, raw, strict=True):
-                    if loop is not None and loop in o.axes and any(o.value == op.out for op in stage.body):
+                    if (
+                        loop is not None
+                        and loop in o.axes
+                        and any(o.value == op.out for op in stage.body)
+                    ):
                         self.algebra.put(array, self._window(o.axes, at), values[o.value])
             if loop is not None:
                 at.pop(loop, None)
@@ -232,7 +311,9 @@ class _BlockRun:
     def _body(self, stage: Stage, values: dict[str, Any], totals: dict[str, Any]) -> None:
         """One trip of a stage: `values` get what the body computes, `totals` what the accumulators hold behind it."""
         algebra, index = self.algebra, self.index
-        contracted: dict[str, Any] = {}  # sums of products whose products were not formed, by the product's name
+        contracted: dict[
+            str, Any
+        ] = {}  # sums of products whose products were not formed, by the product's name
         maxima = {acc.out: acc for acc in stage.accumulators if acc.kind == "max"}
         before = dict(totals)
 
@@ -246,10 +327,16 @@ class _BlockRun:
                 if isinstance(a, str) and a in maxima and a not in values:
                     grow(maxima.pop(a))
             c = self.products.get(op.out)
-            if c is not None and (shortcut := algebra.contract(values[c.a], values[c.b], index[c.over])) is not None:
+            if (
+                c is not None
+                and (shortcut := algebra.contract(values[c.a], values[c.b], index[c.over]))
+                is not None
+            ):
                 contracted[op.out] = shortcut
             elif op.over is None:
-                values[op.out] = algebra.elementwise(op.fn, [values[a] if isinstance(a, str) else a for a in op.args], dict(op.attrs))
+                values[op.out] = algebra.elementwise(
+                    op.fn, [values[a] if isinstance(a, str) else a for a in op.args], dict(op.attrs)
+                )
             elif op.args[0] in contracted:
                 values[op.out] = contracted[str(op.args[0])]
             else:
@@ -260,15 +347,24 @@ class _BlockRun:
             if acc.kind == "max":
                 values.pop(acc.out, None)  # the next tile has its own
                 continue
-            part = contracted[acc.arg] if acc.arg in contracted else algebra.reduce(acc.kind, values[acc.arg], index[str(stage.loop)])
+            part = (
+                contracted[acc.arg]
+                if acc.arg in contracted
+                else algebra.reduce(acc.kind, values[acc.arg], index[str(stage.loop)])
+            )
             total = totals.get(acc.out)
             if acc.shift is not None and total is not None:
                 total = algebra.rescale(total, before[acc.shift], totals[acc.shift])
             totals[acc.out] = algebra.accumulate(acc.kind, total, part)
 
 
-def run_kernel_graph(graph: KernelGraph, inputs: Sequence[torch.Tensor], wide: torch.dtype | None = None,
-                     as_on_gpu: bool = False, err: Callable[[KernelOp, torch.Tensor], torch.Tensor] | None = None) -> list[torch.Tensor]:
+def run_kernel_graph(
+    graph: KernelGraph,
+    inputs: Sequence[torch.Tensor],
+    wide: torch.dtype | None = None,
+    as_on_gpu: bool = False,
+    err: Callable[[KernelOp, torch.Tensor], torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
     """Run a kernel graph with torch: each op by its oracle in its own dtype, block graphs in float32 like their kernels.
 
     `wide` (float64) converts the inputs and computes everything in that dtype instead: the reference for numeric checks.
@@ -284,21 +380,32 @@ def run_kernel_graph(graph: KernelGraph, inputs: Sequence[torch.Tensor], wide: t
     return [values[t.index] for t in graph.outputs]
 
 
-def _run_op(op: KernelOp, values: Mapping[int, torch.Tensor], wide: torch.dtype | None, as_on_gpu: bool) -> list[torch.Tensor]:
+def _run_op(
+    op: KernelOp, values: Mapping[int, torch.Tensor], wide: torch.dtype | None, as_on_gpu: bool
+) -> list[torch.Tensor]:
     args: list[Any] = [values[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
     if op.name == CUSTOMIZED:
         assert op.block is not None
-        outs = run_block_graph(op.block, args, TorchAlgebra(wide or torch.float32, device=args[0].device))
+        outs = run_block_graph(
+            op.block, args, TorchAlgebra(wide or torch.float32, device=args[0].device)
+        )
         return [y.to(wide or t.dtype) for t, y in zip(op.outputs, outs, strict=True)]
     row = table.lookup(op.name)
-    if as_on_gpu and op.name == "matmul" and args[0].device.type == "cpu" and args[0].dtype.itemsize == 2:
+    if (
+        as_on_gpu
+        and op.name == "matmul"
+        and args[0].device.type == "cpu"
+        and args[0].dtype.itemsize == 2
+    ):
         return [row.oracle(*(a.float() for a in args)).to(args[0].dtype)]
     if op.name == "cast" and wide is not None:
         return [args[0]]
     return [run_library(op, args, wide)]
 
 
-def run_library(op: KernelOp, args: Sequence[torch.Tensor | float], wide: torch.dtype | None = None) -> torch.Tensor:
+def run_library(
+    op: KernelOp, args: Sequence[torch.Tensor | float], wide: torch.dtype | None = None
+) -> torch.Tensor:
     """One op of the table by its oracle, on tensors and numbers; the result has the dtype of the op's output, or `wide`."""
     oracle, attrs = table.lookup(op.name).oracle, dict(op.attrs)
     if all(isinstance(a, torch.Tensor) for a in args):
@@ -306,5 +413,10 @@ def run_library(op: KernelOp, args: Sequence[torch.Tensor | float], wide: torch.
     if op.name == "mul" and not isinstance(args[0], torch.Tensor):
         args = args[::-1]  # torch rounds the first factor to the second one's dtype
     # a 0-dim float64 takes part at full precision and does not change the result's dtype, as a Python number would
-    tensors = [a if isinstance(a, torch.Tensor) else torch.tensor(a, dtype=torch.float64, device="cpu") for a in args]
-    return oracle(*tensors, **attrs).to(wide or op.outputs[0].dtype)  # select has numbers alone to choose from
+    tensors = [
+        a if isinstance(a, torch.Tensor) else torch.tensor(a, dtype=torch.float64, device="cpu")
+        for a in args
+    ]
+    return oracle(*tensors, **attrs).to(
+        wide or op.outputs[0].dtype
+    )  # select has numbers alone to choose from

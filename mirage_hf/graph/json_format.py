@@ -1,6 +1,7 @@
 """Graphs as JSON: versioned, stable, floats exact. Reading builds the graph through the ordinary builders, so nothing of a
 file is trusted: what they refuse becomes a FormatError that names the file, the place in it, and the way out.
 """
+
 from __future__ import annotations
 
 import errno
@@ -15,7 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from mirage_hf import errors
-from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Padding, Role, Stage, Turn
+from mirage_hf.graph.block import (
+    Accumulator,
+    Axis,
+    BlockGraph,
+    BlockInput,
+    BlockOp,
+    BlockOutput,
+    Padding,
+    Role,
+    Stage,
+    Turn,
+)
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.symbolic import Dim
 from mirage_hf.graph.ugraph import UGraph
@@ -29,6 +41,7 @@ Json = dict[str, Any]
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
+
 def graph_to_dict(graph: KernelGraph) -> Json:
     """Return a kernel graph as plain data: its nodes in the order they were made, and the names of its outputs."""
     return {"format": GRAPH, "version": VERSION, **_graph_body(graph)}
@@ -36,7 +49,12 @@ def graph_to_dict(graph: KernelGraph) -> Json:
 
 def ugraph_to_dict(ugraph: UGraph) -> Json:
     """Return a µGraph as plain data: the program and the kernels that compute it."""
-    return {"format": UGRAPH, "version": VERSION, "program": _graph_body(ugraph.program), "kernels": _graph_body(ugraph.kernels)}
+    return {
+        "format": UGRAPH,
+        "version": VERSION,
+        "program": _graph_body(ugraph.program),
+        "kernels": _graph_body(ugraph.kernels),
+    }
 
 
 def block_to_dict(block: BlockGraph) -> Json:
@@ -47,11 +65,16 @@ def block_to_dict(block: BlockGraph) -> Json:
 def _graph_body(graph: KernelGraph) -> Json:
     made = {t.index: _input(t) for t in graph.inputs}
     made |= {op.outputs[0].index: _node(op) for op in graph.ops}
-    return {"nodes": [made[i] for i in sorted(made)], "outputs": [t.name for t in graph.outputs]} | ({"leads": True} if graph.leads else {})
+    return {
+        "nodes": [made[i] for i in sorted(made)],
+        "outputs": [t.name for t in graph.outputs],
+    } | ({"leads": True} if graph.leads else {})
 
 
 def _input(t: DTensor) -> Json:
-    return {"op": "input", **_tensor(t), "strides": list(t.strides)} | ({"constant": True} if t.constant else {})
+    return {"op": "input", **_tensor(t), "strides": list(t.strides)} | (
+        {"constant": True} if t.constant else {}
+    )
 
 
 def _tensor(t: DTensor) -> Json:
@@ -63,7 +86,10 @@ def _size(d: int) -> Any:
 
 
 def _node(op: KernelOp) -> Json:
-    node: Json = {"op": op.name, "inputs": [x.name if isinstance(x, DTensor) else _value(x) for x in op.inputs]}
+    node: Json = {
+        "op": op.name,
+        "inputs": [x.name if isinstance(x, DTensor) else _value(x) for x in op.inputs],
+    }
     if op.block is None:
         node["attrs"] = {k: _value(v) for k, v in op.attrs}
     else:
@@ -73,22 +99,60 @@ def _node(op: KernelOp) -> Json:
 
 def _block_body(b: BlockGraph) -> Json:
     return {
-        "axes": [{"name": a.name, "size": _size(a.size), "role": a.role.value} | ({"parts": a.parts} if a.parts else {}) for a in b.axes],
-        "inputs": [{"name": i.name, "sources": list(i.sources), "axes": list(i.axes), "joined": i.joined, "sizes": list(i.sizes)}
-                   | ({"bounds": i.bounds} if i.bounds else {}) | ({"turn": [i.turn.axis, i.turn.how]} if i.turn else {})
-                   | ({"turned": i.turn.width} if i.turn and i.turn.width else {})
-                   | ({"padding": {"axis": i.padding.axis, "size": i.padding.size, "value": i.padding.value}} if i.padding else {})
-                   for i in b.inputs],
-        "stages": [{"loop": s.loop, "body": [_block_op(op) for op in s.body],
-                    "accumulators": [{"out": a.out, "arg": a.arg, "kind": a.kind, "axes": list(a.axes)}
-                                     | ({"shift": a.shift} if a.shift else {}) for a in s.accumulators]}
-                   for s in b.stages],
-        "outputs": [{"value": o.value, "axes": list(o.axes), "dtype": o.dtype} for o in b.outputs]}
+        "axes": [
+            {"name": a.name, "size": _size(a.size), "role": a.role.value}
+            | ({"parts": a.parts} if a.parts else {})
+            for a in b.axes
+        ],
+        "inputs": [
+            {
+                "name": i.name,
+                "sources": list(i.sources),
+                "axes": list(i.axes),
+                "joined": i.joined,
+                "sizes": list(i.sizes),
+            }
+            | ({"bounds": i.bounds} if i.bounds else {})
+            | ({"turn": [i.turn.axis, i.turn.how]} if i.turn else {})
+            | ({"turned": i.turn.width} if i.turn and i.turn.width else {})
+            | (
+                {
+                    "padding": {
+                        "axis": i.padding.axis,
+                        "size": i.padding.size,
+                        "value": i.padding.value,
+                    }
+                }
+                if i.padding
+                else {}
+            )
+            for i in b.inputs
+        ],
+        "stages": [
+            {
+                "loop": s.loop,
+                "body": [_block_op(op) for op in s.body],
+                "accumulators": [
+                    {"out": a.out, "arg": a.arg, "kind": a.kind, "axes": list(a.axes)}
+                    | ({"shift": a.shift} if a.shift else {})
+                    for a in s.accumulators
+                ],
+            }
+            for s in b.stages
+        ],
+        "outputs": [{"value": o.value, "axes": list(o.axes), "dtype": o.dtype} for o in b.outputs],
+    }
 
 
 def _block_op(op: BlockOp) -> Json:
-    return {"out": op.out, "fn": op.fn, "args": [a if isinstance(a, str) else _value(a) for a in op.args], "axes": list(op.axes),
-            "attrs": {k: _value(v) for k, v in op.attrs}, "over": op.over}
+    return {
+        "out": op.out,
+        "fn": op.fn,
+        "args": [a if isinstance(a, str) else _value(a) for a in op.args],
+        "axes": list(op.axes),
+        "attrs": {k: _value(v) for k, v in op.attrs},
+        "over": op.over,
+    }
 
 
 def _value(v: Any) -> Any:
@@ -100,7 +164,9 @@ def _value(v: Any) -> Any:
 
 def digest(data: Json | list[Any]) -> str:
     """Return the SHA-256 of the data's canonical JSON: the same for any order of keys and on any machine."""
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    text = json.dumps(
+        data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    )
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
@@ -139,12 +205,17 @@ def _pretty(value: Any, indent: str = "", key: str = "") -> str:
     if len(indent) + len(line) <= 120 or not isinstance(value, (dict, list)):
         return indent + line
     inner = indent + "  "
-    items = [_pretty(v, inner, k) for k, v in value.items()] if isinstance(value, dict) else [_pretty(v, inner) for v in value]
+    items = (
+        [_pretty(v, inner, k) for k, v in value.items()]
+        if isinstance(value, dict)
+        else [_pretty(v, inner) for v in value]
+    )
     left, right = "{}" if isinstance(value, dict) else "[]"
     return f"{indent}{head}{left}\n" + ",\n".join(items) + f"\n{indent}{right}"
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
+
 
 def load_graph(path: str | Path) -> KernelGraph:
     """Read a kernel graph written by `to_json`. Errors: FormatError; OSError when the file cannot be read."""
@@ -169,8 +240,12 @@ def ugraph_from_dict(data: Any, source: str = "µGraph") -> UGraph:
         ours, theirs = ([(t.dims, t.dtype) for t in getattr(g, what)] for g in (program, kernels))
         if ours != theirs:
             raise place.error(f"program and kernels differ in their {what}")
-    if [(t.strides, t.constant) for t in program.inputs] != [(t.strides, t.constant) for t in kernels.inputs]:
-        raise place.error("program and kernels differ in the strides of their inputs, or in which are constant")
+    if [(t.strides, t.constant) for t in program.inputs] != [
+        (t.strides, t.constant) for t in kernels.inputs
+    ]:
+        raise place.error(
+            "program and kernels differ in the strides of their inputs, or in which are constant"
+        )
     return UGraph(program, kernels)
 
 
@@ -184,11 +259,23 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "list": ("a list", lambda v: isinstance(v, list)),
     "text": ("a string", lambda v: isinstance(v, str)),
     "text?": ("a string or null", lambda v: v is None or isinstance(v, str)),
-    "int": ("an integer below 2^63", lambda v: isinstance(v, int) and not isinstance(v, bool) and abs(v) < 1 << 63),
-    "size": ("an integer below 2^63 or a dim", lambda v: isinstance(v, dict) or _KINDS["int"][1](v)),
+    "int": (
+        "an integer below 2^63",
+        lambda v: isinstance(v, int) and not isinstance(v, bool) and abs(v) < 1 << 63,
+    ),
+    "size": (
+        "an integer below 2^63 or a dim",
+        lambda v: isinstance(v, dict) or _KINDS["int"][1](v),
+    ),
     "flag": ("true or false", lambda v: isinstance(v, bool)),
-    "number": ("a number", lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)),
-    "scalar": ("a number, a string or a flag", lambda v: isinstance(v, (int, float, str)) and v == v),
+    "number": (
+        "a number",
+        lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v),
+    ),
+    "scalar": (
+        "a number, a string or a flag",
+        lambda v: isinstance(v, (int, float, str)) and v == v,
+    ),
 }
 
 
@@ -202,7 +289,9 @@ class _Place:
 
     def error(self, what: str) -> errors.FormatError:
         where = f" at {self.path}" if self.path else ""
-        return errors.FormatError(f"{self.source}{where}: {what}; the file is damaged or was edited: write it again with to_json()")
+        return errors.FormatError(
+            f"{self.source}{where}: {what}; the file is damaged or was edited: write it again with to_json()"
+        )
 
     def expect(self, kind: str) -> Any:
         wants, holds = _KINDS[kind]
@@ -225,7 +314,9 @@ class _Place:
         return self.key(name, kind).value
 
     def each(self, kind: str) -> list[_Place]:
-        inside = [_Place(self.source, f"{self.path}[{i}]", v) for i, v in enumerate(self.expect("list"))]
+        inside = [
+            _Place(self.source, f"{self.path}[{i}]", v) for i, v in enumerate(self.expect("list"))
+        ]
         for place in inside:
             place.expect(kind)
         return inside
@@ -245,22 +336,35 @@ def _read(path: str | Path) -> Any:
     raw = Path(path).read_bytes()
     try:
         return json.loads(raw)
-    except (ValueError, RecursionError) as e:  # bad UTF-8, bad JSON, a number of absurd length, or absurd nesting
+    except (
+        ValueError,
+        RecursionError,
+    ) as e:  # bad UTF-8, bad JSON, a number of absurd length, or absurd nesting
         detail = "too deeply nested" if isinstance(e, RecursionError) else str(e)
-        raise errors.FormatError(f"{path}: not JSON ({detail}); the file is damaged: write it again with to_json()") from None
+        raise errors.FormatError(
+            f"{path}: not JSON ({detail}); the file is damaged: write it again with to_json()"
+        ) from None
 
 
 def _header(data: Any, kind: str, source: str) -> _Place:
     place = _Place(source, "", data)
     if "format" not in place.expect("object"):
-        raise errors.FormatError(f"{source}: is no {kind}, it names no format; give a file written by to_json()")
+        raise errors.FormatError(
+            f"{source}: is no {kind}, it names no format; give a file written by to_json()"
+        )
     found, version = place.get("format", "text"), place.get("version", "int")
     if found in _LOADERS and found != kind:
-        raise errors.FormatError(f"{source}: holds {found}, not {kind}; read it with {_LOADERS[found]}")
+        raise errors.FormatError(
+            f"{source}: holds {found}, not {kind}; read it with {_LOADERS[found]}"
+        )
     if found != kind:
-        raise errors.FormatError(f"{source}: format is {found[:60]!r}, not {kind}; give a file written by to_json()")
+        raise errors.FormatError(
+            f"{source}: format is {found[:60]!r}, not {kind}; give a file written by to_json()"
+        )
     if version > VERSION:
-        raise errors.FormatError(f"{source}: version {version} is newer than this package knows ({VERSION}); update mirage_hf")
+        raise errors.FormatError(
+            f"{source}: version {version} is newer than this package knows ({VERSION}); update mirage_hf"
+        )
     if version != VERSION:
         raise place.error(f"version {version} does not exist")
     return place
@@ -286,10 +390,25 @@ def _named(tensors: Mapping[str, DTensor], place: _Place) -> DTensor:
 def _read_node(graph: KernelGraph, tensors: Mapping[str, DTensor], node: _Place) -> list[DTensor]:
     op = node.get("op", "text")
     if op == "input":
-        dims, strides = tuple(_dim(d) for d in _items(node.key("dims", "list"))), node.all("strides", "int")
+        dims, strides = (
+            tuple(_dim(d) for d in _items(node.key("dims", "list"))),
+            node.all("strides", "int"),
+        )
         constant = "constant" in node.value and node.get("constant", "flag")
-        return [node.build(graph.new_input, dims, node.get("dtype", "text"), strides, node.get("name", "text"), constant=constant)]
-    operands = [_named(tensors, x) if isinstance(x.value, str) else _number(x) for x in _items(node.key("inputs", "list"))]
+        return [
+            node.build(
+                graph.new_input,
+                dims,
+                node.get("dtype", "text"),
+                strides,
+                node.get("name", "text"),
+                constant=constant,
+            )
+        ]
+    operands = [
+        _named(tensors, x) if isinstance(x.value, str) else _number(x)
+        for x in _items(node.key("inputs", "list"))
+    ]
     wanted = node.key("outputs", "list").each("object")
     names = [w.get("name", "text") for w in wanted]
     if op == CUSTOMIZED:
@@ -337,14 +456,20 @@ def _read_turn(place: _Place) -> Turn | None:
     words = place.all("turn", "text")
     if len(words) != 2:
         raise place.error(f"turn names an axis and how, it is {words}")
-    return place.build(Turn, *words, place.get("turned", "int") if "turned" in place.value else None)
+    return place.build(
+        Turn, *words, place.get("turned", "int") if "turned" in place.value else None
+    )
 
 
 def _read_padding(place: _Place) -> Padding | None:
     if "padding" not in place.value:
         return None
     padding = place.key("padding", "object")
-    return Padding(padding.get("axis", "text"), padding.get("size", "int"), float(padding.get("value", "number")))
+    return Padding(
+        padding.get("axis", "text"),
+        padding.get("size", "int"),
+        float(padding.get("value", "number")),
+    )
 
 
 def _read_block(place: _Place) -> BlockGraph:
@@ -354,21 +479,57 @@ def _read_block(place: _Place) -> BlockGraph:
         if a.get("role", "text") not in roles:
             raise a.error(f"role {a.value['role'][:60]!r} is none of {', '.join(roles)}")
         parts = a.get("parts", "text") if "parts" in a.value else None
-        axes.append(Axis(a.get("name", "text"), _dim(a.key("size", "size")), roles[a.value["role"]], parts))
-    inputs = [i.build(BlockInput, i.get("name", "text"), i.all("sources", "int"), i.all("axes", "text?"), i.get("joined", "text?"),
-                      i.all("sizes", "int"), i.get("bounds", "text") if "bounds" in i.value else None, _read_turn(i), _read_padding(i))
-              for i in place.key("inputs", "list").each("object")]
-    stages = [Stage(s.get("loop", "text?"), tuple(_read_block_op(op) for op in s.key("body", "list").each("object")),
-                    tuple(Accumulator(a.get("out", "text"), a.get("arg", "text"), a.get("kind", "text"), a.all("axes", "text"),
-                                      a.get("shift", "text") if "shift" in a.value else None)
-                          for a in s.key("accumulators", "list").each("object")))
-              for s in place.key("stages", "list").each("object")]
-    outputs = [BlockOutput(o.get("value", "text"), o.all("axes", "text?"), o.get("dtype", "text"))
-               for o in place.key("outputs", "list").each("object")]
+        axes.append(
+            Axis(a.get("name", "text"), _dim(a.key("size", "size")), roles[a.value["role"]], parts)
+        )
+    inputs = [
+        i.build(
+            BlockInput,
+            i.get("name", "text"),
+            i.all("sources", "int"),
+            i.all("axes", "text?"),
+            i.get("joined", "text?"),
+            i.all("sizes", "int"),
+            i.get("bounds", "text") if "bounds" in i.value else None,
+            _read_turn(i),
+            _read_padding(i),
+        )
+        for i in place.key("inputs", "list").each("object")
+    ]
+    stages = [
+        Stage(
+            s.get("loop", "text?"),
+            tuple(_read_block_op(op) for op in s.key("body", "list").each("object")),
+            tuple(
+                Accumulator(
+                    a.get("out", "text"),
+                    a.get("arg", "text"),
+                    a.get("kind", "text"),
+                    a.all("axes", "text"),
+                    a.get("shift", "text") if "shift" in a.value else None,
+                )
+                for a in s.key("accumulators", "list").each("object")
+            ),
+        )
+        for s in place.key("stages", "list").each("object")
+    ]
+    outputs = [
+        BlockOutput(o.get("value", "text"), o.all("axes", "text?"), o.get("dtype", "text"))
+        for o in place.key("outputs", "list").each("object")
+    ]
     return place.build(BlockGraph, tuple(axes), tuple(inputs), tuple(stages), tuple(outputs))
 
 
 def _read_block_op(op: _Place) -> BlockOp:
-    args = tuple(a.value if isinstance(a.value, str) else _number(a) for a in _items(op.key("args", "list")))
+    args = tuple(
+        a.value if isinstance(a.value, str) else _number(a) for a in _items(op.key("args", "list"))
+    )
     attrs = tuple(sorted((k, _attr(v)) for k, v in _entries(op.key("attrs"))))
-    return BlockOp(op.get("out", "text"), op.get("fn", "text"), args, op.all("axes", "text"), attrs, op.get("over", "text?"))
+    return BlockOp(
+        op.get("out", "text"),
+        op.get("fn", "text"),
+        args,
+        op.all("axes", "text"),
+        attrs,
+        op.get("over", "text?"),
+    )

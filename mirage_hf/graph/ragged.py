@@ -1,4 +1,5 @@
 """Ragged axes: which inputs of a program are bounds [lo, hi), and of what."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -24,7 +25,12 @@ def bounds_of(graph: KernelGraph) -> list[Bounds]:
     found: list[Bounds] = []
 
     def add(lo: object, hi: object, **what: object) -> None:
-        if isinstance(lo, DTensor) and isinstance(hi, DTensor) and lo.index in at and hi.index in at:
+        if (
+            isinstance(lo, DTensor)
+            and isinstance(hi, DTensor)
+            and lo.index in at
+            and hi.index in at
+        ):
             found.append(Bounds(at[lo.index], at[hi.index], **what))  # type: ignore[arg-type]
 
     for number, op in enumerate(graph.ops):
@@ -42,4 +48,6 @@ def bounds_of(graph: KernelGraph) -> list[Bounds]:
 def extent(program: KernelGraph, b: Bounds) -> int:
     """The size of the axis that is bounded."""
     block = program.ops[b.op].block if b.x is None else None
-    return b.x.dims[b.dim] if b.x is not None else block.axis(b.axis).size if block is not None else 0
+    return (
+        b.x.dims[b.dim] if b.x is not None else block.axis(b.axis).size if block is not None else 0
+    )

@@ -1,4 +1,5 @@
 """Tensors of any strides over memory of their own, of which elements may share a place (stride 0)."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,12 +18,16 @@ def flat(x: Tensor) -> Tensor:
     return x.as_strided((reach(x.shape, x.stride()),), (1,))
 
 
-def blank(dims: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def blank(
+    dims: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
     """A tensor whose values are to be written, through `flat` where elements share a place."""
     return torch.empty(reach(dims, strides), dtype=dtype, device=device).as_strided(dims, strides)
 
 
-def laid_out(x: Tensor, strides: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def laid_out(
+    x: Tensor, strides: Sequence[int], dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
     """x in these strides, in memory of its own. Where elements share a place, it has the first of them."""
     y = blank(x.shape, strides, dtype, device)
     for d, s in enumerate(strides):

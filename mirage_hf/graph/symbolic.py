@@ -3,6 +3,7 @@
 A `Dim` is an int, its maximum, with a name; graphs are built and searched at the maximum, and a µGraph fixes roles and values
 but no size, so giving a dim another size only rebuilds the graphs: milliseconds, no search, no new proof.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,15 @@ from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.graph.block import Axis, BlockGraph
-from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, Operand, rebuilt, row_major
+from mirage_hf.graph.kernel import (
+    CUSTOMIZED,
+    DTensor,
+    KernelGraph,
+    KernelOp,
+    Operand,
+    rebuilt,
+    row_major,
+)
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 
@@ -28,7 +37,9 @@ class Dim(int):
         if not isinstance(name, str) or not name.isidentifier():
             raise errors.GraphError(f"Dim: the name {name!r} must be an identifier")
         if isinstance(max, bool) or not isinstance(max, int) or max < 2:
-            raise errors.GraphError(f"Dim {name}: max is {max!r}; it must be an integer of at least 2")
+            raise errors.GraphError(
+                f"Dim {name}: max is {max!r}; it must be an integer of at least 2"
+            )
         self = super().__new__(cls, max)
         self.name = name
         return self
@@ -46,7 +57,9 @@ def dims_of(graph: KernelGraph) -> dict[str, Dim]:
     for t in graph.inputs:
         for d in t.dims:
             if isinstance(d, Dim) and found.setdefault(d.name, d) != d:
-                raise errors.GraphError(f"input {t.name}: dim {d.name} has maximum {int(d)} here, {int(found[d.name])} in an earlier input")
+                raise errors.GraphError(
+                    f"input {t.name}: dim {d.name} has maximum {int(d)} here, {int(found[d.name])} in an earlier input"
+                )
     return found
 
 
@@ -58,9 +71,14 @@ def check(graph: KernelGraph) -> None:
             try:
                 small = at(graph, {name: size})
             except errors.GraphError as e:
-                raise errors.GraphError(f"dim {name} cannot have every size up to {int(d)}: {e}") from e
+                raise errors.GraphError(
+                    f"dim {name} cannot have every size up to {int(d)}: {e}"
+                ) from e
             for op, now in zip(graph.ops, small.ops, strict=True):
-                if op.name != CUSTOMIZED and table.lookup(op.name).kind in ("elementwise", "contract"):
+                if op.name != CUSTOMIZED and table.lookup(op.name).kind in (
+                    "elementwise",
+                    "contract",
+                ):
                     _check_broadcast(op, now, d)
 
 
@@ -69,9 +87,13 @@ def _check_broadcast(op: KernelOp, now: KernelOp, d: Dim) -> None:
     rows = 2 if op.name == "matmul" else 0  # whose last two dims do not broadcast
     shapes = [[x.dims[::-1][rows:] for x in o.inputs if isinstance(x, DTensor)] for o in (op, now)]
     for k in range(max(map(len, shapes[0]))):
-        pairs = [(was[k], n[k]) for was, n in zip(*shapes, strict=True) if k < len(was) and was[k] > 1]
+        pairs = [
+            (was[k], n[k]) for was, n in zip(*shapes, strict=True) if k < len(was) and was[k] > 1
+        ]
         if len({n for _, n in pairs}) > 1:
-            raise errors.GraphError(f"dim {d.name} cannot have every size up to {int(d)}: {op.name}: it must equal another dim of {int(d)}")
+            raise errors.GraphError(
+                f"dim {d.name} cannot have every size up to {int(d)}: {op.name}: it must equal another dim of {int(d)}"
+            )
 
 
 def check_sizes(graph: KernelGraph, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -79,9 +101,13 @@ def check_sizes(graph: KernelGraph, sizes: Mapping[str, int]) -> dict[str, int]:
     known = dims_of(graph)
     for name, n in sizes.items():
         if name not in known:
-            raise errors.GraphError(f"the graph has no dim {name!r}{errors.suggest(name, known)}; it has {', '.join(known) or 'none'}")
+            raise errors.GraphError(
+                f"the graph has no dim {name!r}{errors.suggest(name, known)}; it has {', '.join(known) or 'none'}"
+            )
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= known[name]:
-            raise errors.GraphError(f"dim {name} is {n!r}; it may be 1 to {int(known[name])}, build the graph with a larger max for more")
+            raise errors.GraphError(
+                f"dim {name} is {n!r}; it may be 1 to {int(known[name])}, build the graph with a larger max for more"
+            )
     return {name: sizes.get(name, int(d)) for name, d in known.items()}
 
 
@@ -89,13 +115,19 @@ def sizes_of(graph: KernelGraph, shapes: Sequence[Sequence[int]]) -> dict[str, i
     """The sizes of the graph's dims in tensors of these shapes. Errors: InputError where two disagree or one is too large."""
     found: dict[str, int] = {}
     for t, shape in zip(graph.inputs, shapes, strict=True):
-        for d, n in zip(t.dims, shape, strict=False):  # ranks are compared with everything else, later
+        for d, n in zip(
+            t.dims, shape, strict=False
+        ):  # ranks are compared with everything else, later
             if not isinstance(d, Dim):
                 continue
             if found.setdefault(d.name, n) != n:
-                raise errors.InputError(f"input {t.name}: dim {d.name} is {n}, in an earlier input it is {found[d.name]}")
+                raise errors.InputError(
+                    f"input {t.name}: dim {d.name} is {n}, in an earlier input it is {found[d.name]}"
+                )
             if not 1 <= n <= d:
-                raise errors.InputError(f"input {t.name}: dim {d.name} is {n}; the graph was built for 1 to {int(d)}")
+                raise errors.InputError(
+                    f"input {t.name}: dim {d.name} is {n}; the graph was built for 1 to {int(d)}"
+                )
     return found
 
 
@@ -103,20 +135,38 @@ def at(graph: KernelGraph, sizes: Mapping[str, int]) -> KernelGraph:
     """The graph with its symbolic dims given sizes. Errors: GraphError where an op does not fit them."""
     sizes = check_sizes(graph, sizes)
     out, size = KernelGraph(graph.leads), _giving(sizes)
-    inputs = [out.new_input(size(t.dims), t.dtype, None if t.strides == row_major(t.dims) else t.strides, t.name, constant=t.constant)
-              for t in graph.inputs]
+    inputs = [
+        out.new_input(
+            size(t.dims),
+            t.dtype,
+            None if t.strides == row_major(t.dims) else t.strides,
+            t.name,
+            constant=t.constant,
+        )
+        for t in graph.inputs
+    ]
     out.mark_output(*rebuilt(graph, inputs, lambda op, operands: _again(out, op, operands, size)))
     return out
 
 
 def _giving(sizes: Mapping[str, int]) -> Callable[[Any], Any]:
     """A function that gives sizes to dims, and to those in tuples, by their names; whatever else it is given stays."""
+
     def size(d: Any) -> Any:
-        return sizes.get(d.name, d) if isinstance(d, Dim) else tuple(map(size, d)) if isinstance(d, tuple) else d
+        return (
+            sizes.get(d.name, d)
+            if isinstance(d, Dim)
+            else tuple(map(size, d))
+            if isinstance(d, tuple)
+            else d
+        )
+
     return size
 
 
-def _again(out: KernelGraph, op: KernelOp, operands: Sequence[Operand], size: Callable[[Any], Any]) -> list[DTensor]:
+def _again(
+    out: KernelGraph, op: KernelOp, operands: Sequence[Operand], size: Callable[[Any], Any]
+) -> list[DTensor]:
     """The op in another graph, on tensors that may have other dims."""
     if op.block is not None:
         op = replace(op, block=resized(op, operands))  # type: ignore[arg-type]
@@ -131,13 +181,19 @@ def resized(op: KernelOp, operands: Sequence[DTensor]) -> BlockGraph:
     found: dict[str, int] = {}
     inputs = []
     for i in block.inputs:
-        extents = tuple(operands[s].dims[i.axes.index(i.joined)] for s in i.sources) if i.joined is not None and i.sizes else ()
+        extents = (
+            tuple(operands[s].dims[i.axes.index(i.joined)] for s in i.sources)
+            if i.joined is not None and i.sizes
+            else ()
+        )
         inputs.append(replace(i, sizes=extents))
         for a, n in zip(i.axes, operands[i.sources[0]].dims, strict=True):
             if a is not None and (i.padding is None or a != i.padding.axis):
                 n = sum(extents) if a == i.joined and extents else n
                 if found.setdefault(a, n) != n:
-                    raise errors.GraphError(f"block input {i.name}: axis {a} is {n}, elsewhere {found[a]}")
+                    raise errors.GraphError(
+                        f"block input {i.name}: axis {a} is {n}, elsewhere {found[a]}"
+                    )
     axes = []
     for axis in block.axes:
         size = found.get(axis.name, axis.size)
@@ -150,15 +206,22 @@ def resized(op: KernelOp, operands: Sequence[DTensor]) -> BlockGraph:
 def with_parts(ugraph: UGraph, axis: str, number: int) -> UGraph:
     """The same µGraph with the axes called `axis`, which number parts, `number` long where an axis can be dealt out in so many: into how
     many parts a sum is taken apart is no part of its proof. Errors: GraphError."""
+
     def again(op: KernelOp, operands: Sequence[Operand]) -> list[DTensor]:
         if (block := op.block) is not None:
-            axes = tuple(replace(a, size=number_of_parts(block.axis(whole).size, number))
-                         if a.name == axis and (whole := block.splits(a.name)) is not None else a for a in block.axes)
+            axes = tuple(
+                replace(a, size=number_of_parts(block.axis(whole).size, number))
+                if a.name == axis and (whole := block.splits(a.name)) is not None
+                else a
+                for a in block.axes
+            )
             op = replace(op, block=replace(block, axes=axes))
         return _again(kernels, op, operands, lambda d: d)
 
     kernels = KernelGraph()
-    kernels.mark_output(*rebuilt(ugraph.kernels, [kernels.input_like(t) for t in ugraph.kernels.inputs], again))
+    kernels.mark_output(
+        *rebuilt(ugraph.kernels, [kernels.input_like(t) for t in ugraph.kernels.inputs], again)
+    )
     return UGraph(ugraph.program, kernels)
 
 
@@ -175,13 +238,20 @@ def ugraph_at(ugraph: UGraph, sizes: Mapping[str, int]) -> UGraph:
     return for_program(ugraph, at(ugraph.program, sizes), sizes)
 
 
-def for_program(ugraph: UGraph, program: KernelGraph, sizes: Mapping[str, int] | None = None) -> UGraph:
+def for_program(
+    ugraph: UGraph, program: KernelGraph, sizes: Mapping[str, int] | None = None
+) -> UGraph:
     """The kernels of a µGraph for another program that differs from its own in the sizes of dims only. Errors: GraphError."""
     if ugraph.kernels is ugraph.program:
         return UGraph(program, program)
     # the kernels' inputs are the program's, whose dims know their names
     kernels, size = KernelGraph(), _giving(sizes or {})
     theirs = zip(ugraph.kernels.inputs, program.inputs, strict=True)
-    inputs = [kernels.new_input(u.dims, u.dtype, u.strides, t.name, constant=u.constant) for t, u in theirs]
-    kernels.mark_output(*rebuilt(ugraph.kernels, inputs, lambda op, operands: _again(kernels, op, operands, size)))
+    inputs = [
+        kernels.new_input(u.dims, u.dtype, u.strides, t.name, constant=u.constant)
+        for t, u in theirs
+    ]
+    kernels.mark_output(
+        *rebuilt(ugraph.kernels, inputs, lambda op, operands: _again(kernels, op, operands, size))
+    )
     return UGraph(program, kernels)

@@ -7,6 +7,7 @@
 
 Everything after # is a comment. Reading builds the graph through the ordinary builders.
 """
+
 from __future__ import annotations
 
 import re
@@ -16,7 +17,18 @@ from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.graph import maps
-from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Padding, Role, Stage, Turn
+from mirage_hf.graph.block import (
+    Accumulator,
+    Axis,
+    BlockGraph,
+    BlockInput,
+    BlockOp,
+    BlockOutput,
+    Padding,
+    Role,
+    Stage,
+    Turn,
+)
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, row_major
 from mirage_hf.graph.symbolic import Dim
 from mirage_hf.ops import table
@@ -26,7 +38,9 @@ from mirage_hf.ops import table
 
 def format_graph(graph: KernelGraph) -> str:
     """Return the graph as text, one tensor per line in the order they were made. `parse_graph` reads it."""
-    made = {t.index: _input(t) for t in graph.inputs} | {op.outputs[0].index: _op(op) for op in graph.ops}
+    made = {t.index: _input(t) for t in graph.inputs} | {
+        op.outputs[0].index: _op(op) for op in graph.ops
+    }
     lines = [made[i] for i in sorted(made)]
     outputs = "return " + ", ".join(map(str, graph.outputs)) + (" leads" if graph.leads else "")
     return "\n".join([*lines, outputs]).rstrip()
@@ -43,7 +57,9 @@ def _type(t: DTensor) -> str:
 
 
 def _op(op: KernelOp) -> str:
-    args = [str(x) if isinstance(x, DTensor) else _value(x) for x in op.inputs] + [f"{k}={_value(v)}" for k, v in op.attrs]
+    args = [str(x) if isinstance(x, DTensor) else _value(x) for x in op.inputs] + [
+        f"{k}={_value(v)}" for k, v in op.attrs
+    ]
     left, types = (", ".join(map(f, op.outputs)) for f in (str, _type))
     line = f"{left} = {op.name}({', '.join(args)}) : {types}"
     if op.block is None:
@@ -56,26 +72,58 @@ def _value(v: Any) -> str:
     """A number, flag, word or tuple; floats by the shortest text that gives them back."""
     if isinstance(v, (tuple, list)):
         return errors.shape(v)
-    return str(v).lower() if isinstance(v, bool) else repr(v) if isinstance(v, (int, float)) else str(v)
+    return (
+        str(v).lower()
+        if isinstance(v, bool)
+        else repr(v)
+        if isinstance(v, (int, float))
+        else str(v)
+    )
 
 
 def format_block_graph(block: BlockGraph) -> str:
     """Return a block graph as text: axes with their roles, loads and stores with their maps, and the stages."""
-    lines = ["axes " + ", ".join(f"{a.name}={a.size} {a.role.value}{f' parts {a.parts}' if a.parts else ''}" for a in block.axes)]
+    lines = [
+        "axes "
+        + ", ".join(
+            f"{a.name}={a.size} {a.role.value}{f' parts {a.parts}' if a.parts else ''}"
+            for a in block.axes
+        )
+    ]
     of = {m.tensor: m for m in maps.maps_of(block).inputs}
     for i in block.inputs:
-        joined = f" joined {i.joined} {errors.shape(i.sizes)}" if i.joined else f" bounds {i.bounds}" if i.bounds else ""
-        joined += f" turn {i.turn.axis} {i.turn.how}{f' of {i.turn.width}' if i.turn.width else ''}" if i.turn else ""
-        joined += f" padded {i.padding.axis} {i.padding.size} with {_value(i.padding.value)}" if i.padding else ""
-        lines.append(f"%{i.name} = load {', '.join(map(str, i.sources))} {_axes(i.axes)}{joined}  # {of[i.name]}")
+        joined = (
+            f" joined {i.joined} {errors.shape(i.sizes)}"
+            if i.joined
+            else f" bounds {i.bounds}"
+            if i.bounds
+            else ""
+        )
+        joined += (
+            f" turn {i.turn.axis} {i.turn.how}{f' of {i.turn.width}' if i.turn.width else ''}"
+            if i.turn
+            else ""
+        )
+        joined += (
+            f" padded {i.padding.axis} {i.padding.size} with {_value(i.padding.value)}"
+            if i.padding
+            else ""
+        )
+        lines.append(
+            f"%{i.name} = load {', '.join(map(str, i.sources))} {_axes(i.axes)}{joined}  # {of[i.name]}"
+        )
     for stage in block.stages:
         lines.append(f"for {stage.loop} {{" if stage.loop else "once {")
         lines += [f"  %{op.out} {_axes(op.axes)} = {_call(op)}" for op in stage.body]
-        lines += [f"  %{a.out} {_axes(a.axes)} = accumulate {a.kind}(%{a.arg}){f' shift %{a.shift}' if a.shift else ''}"
-                  for a in stage.accumulators]
+        lines += [
+            f"  %{a.out} {_axes(a.axes)} = accumulate {a.kind}(%{a.arg}){f' shift %{a.shift}' if a.shift else ''}"
+            for a in stage.accumulators
+        ]
         lines.append("}")
-    lines += [f"store %{o.value} {_axes(o.axes)} {o.dtype}  # {m}"
-              for o, m in zip(block.outputs, maps.maps_of(block).outputs, strict=True)]
+    lines += [
+        f"store %{o.value} {_axes(o.axes)} {o.dtype}  # {m}"
+        for o, m in zip(block.outputs, maps.maps_of(block).outputs, strict=True)
+    ]
     return "\n".join(lines)
 
 
@@ -84,11 +132,14 @@ def _axes(axes: Sequence[str | None]) -> str:
 
 
 def _call(op: BlockOp) -> str:
-    args = [f"%{a}" if isinstance(a, str) else _value(a) for a in op.args] + [f"{k}={_value(v)}" for k, v in op.attrs]
+    args = [f"%{a}" if isinstance(a, str) else _value(a) for a in op.args] + [
+        f"{k}={_value(v)}" for k, v in op.attrs
+    ]
     return f"{op.fn}({', '.join(args)}{f', over={op.over}' if op.over else ''})"
 
 
 # -- parsing ------------------------------------------------------------------------------------------------------------
+
 
 def parse_graph(text: str, source: str = "text") -> KernelGraph:
     """Build the graph that `format_graph` printed, or that somebody wrote; types after ':' may be left out.
@@ -98,8 +149,10 @@ def parse_graph(text: str, source: str = "text") -> KernelGraph:
     return _Parser(text, source).graph()
 
 
-_TOKEN = re.compile(r"(?P<skip>[ \t\r]+|\#[^\n]*)|(?P<newline>\n)|(?P<name>%[^\s,=:()\[\]{}#%]+)"
-                    r"|(?P<number>-?(?:\d[\w.]*(?:(?<=[eE])[+-]\w+)?|inf\b))|(?P<word>[^\W\d][\w.]*)|(?P<mark><=|[,=:()\[\]{}])|(?P<other>.)")
+_TOKEN = re.compile(
+    r"(?P<skip>[ \t\r]+|\#[^\n]*)|(?P<newline>\n)|(?P<name>%[^\s,=:()\[\]{}#%]+)"
+    r"|(?P<number>-?(?:\d[\w.]*(?:(?<=[eE])[+-]\w+)?|inf\b))|(?P<word>[^\W\d][\w.]*)|(?P<mark><=|[,=:()\[\]{}])|(?P<other>.)"
+)
 _KINDS = {"name": "a %name", "number": "a number", "word": "a word", "end": "the end"}
 _WORDS = {"true": True, "false": False}
 
@@ -129,7 +182,9 @@ class _Parser:
 
     def error(self, what: str, back: int = 0) -> errors.FormatError:
         """An error at the next token, or `back` tokens before it."""
-        return errors.FormatError(f"{self.source}, line {self.tokens[self.at - back].line}: {what}; str(graph) shows the form")
+        return errors.FormatError(
+            f"{self.source}, line {self.tokens[self.at - back].line}: {what}; str(graph) shows the form"
+        )
 
     def build(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -161,7 +216,9 @@ class _Parser:
         self.at += (found := self.sees(text))
         return found
 
-    def many(self, item: Callable[[], Any], start: str | None = None, end: str | None = None) -> list[Any]:
+    def many(
+        self, item: Callable[[], Any], start: str | None = None, end: str | None = None
+    ) -> list[Any]:
         """`item`s between commas, and between brackets if given."""
         if start and end:
             self.expect(start)
@@ -216,26 +273,40 @@ class _Parser:
             strides = tuple(self.many(self.integer, "(", ")")) if self.takes("strides") else None
             if len(names) != 1:
                 return self.one_name(names)
-            return [self.build(graph.new_input, dims, dtype, strides, *names, constant=self.takes("constant"))]
+            return [
+                self.build(
+                    graph.new_input, dims, dtype, strides, *names, constant=self.takes("constant")
+                )
+            ]
         operands, attrs = self.arguments(lambda: self.tensor(tensors))
         types = self.many(self.type) if self.takes(":") else None
         if op == CUSTOMIZED:
             made = self.build(graph.customized, operands, self.block(), names)
         else:
-            made = [self.build(graph.apply, op, operands, attrs, names[0])] if len(names) == 1 else self.one_name(names)
+            made = (
+                [self.build(graph.apply, op, operands, attrs, names[0])]
+                if len(names) == 1
+                else self.one_name(names)
+            )
         if types is not None and types != [(table.dtype_name(t.dtype), t.dims) for t in made]:
-            raise self.error(f"{op} gives {', '.join(map(_type, made))}, not what is written after ':'", back=1)
+            raise self.error(
+                f"{op} gives {', '.join(map(_type, made))}, not what is written after ':'", back=1
+            )
         return made
 
     def one_name(self, names: list[str]) -> list[DTensor]:
-        raise self.error(f"{len(names)} names for one tensor; only customized has several outputs", back=1)
+        raise self.error(
+            f"{len(names)} names for one tensor; only customized has several outputs", back=1
+        )
 
     def type(self) -> tuple[str, tuple[int, ...]]:
         return self.take("word"), tuple(self.many(self.dim, "(", ")"))
 
     def dim(self) -> int:
         token = self.tokens[self.at]
-        if token.kind != "word" and not (token.text == "inf" and self.tokens[self.at + 1].text == "<="):  # a dim's name, not a number
+        if token.kind != "word" and not (
+            token.text == "inf" and self.tokens[self.at + 1].text == "<="
+        ):  # a dim's name, not a number
             return self.integer()
         name = self.take(token.kind)
         self.expect("<=")
@@ -252,7 +323,10 @@ class _Parser:
                 self.expect("=")
                 attrs[name] = self.attribute()
             else:
-                operands.append(self.number() if self.tokens[self.at].kind == "number" else operand())
+                operands.append(
+                    self.number() if self.tokens[self.at].kind == "number" else operand()
+                )
+
         self.many(one, "(", ")")
         return operands, attrs
 
@@ -269,13 +343,19 @@ class _Parser:
     def block(self) -> BlockGraph:
         self.expect("{")
         self.expect("axes")
-        axes = tuple(self.many(self.axis)) if self.tokens[self.at + 1].text == "=" and self.tokens[self.at].kind == "word" else ()
+        axes = (
+            tuple(self.many(self.axis))
+            if self.tokens[self.at + 1].text == "=" and self.tokens[self.at].kind == "word"
+            else ()
+        )
         inputs: list[BlockInput] = []
         stages: list[Stage] = []
         outputs: list[BlockOutput] = []
         while not self.takes("}"):
             if self.takes("store"):
-                outputs.append(BlockOutput(self.take("name")[1:], self.axis_names(), self.take("word")))
+                outputs.append(
+                    BlockOutput(self.take("name")[1:], self.axis_names(), self.take("word"))
+                )
             elif self.tokens[self.at].kind == "name":
                 inputs.append(self.load())
             else:
@@ -291,6 +371,7 @@ class _Parser:
     def axis_names(self) -> tuple[str | None, ...]:
         def one() -> str | None:
             return None if self.takes("1") else self.take("word")
+
         return tuple(self.many(one, "[", "]"))
 
     def load(self) -> BlockInput:
@@ -298,9 +379,15 @@ class _Parser:
         self.expect("=")
         self.expect("load")
         sources, axes = tuple(self.many(self.integer)), self.axis_names()
-        joined, sizes = (self.take("word"), tuple(self.many(self.integer, "(", ")"))) if self.takes("joined") else (None, ())
+        joined, sizes = (
+            (self.take("word"), tuple(self.many(self.integer, "(", ")")))
+            if self.takes("joined")
+            else (None, ())
+        )
         bounds = self.take("word") if self.takes("bounds") else None
-        return self.build(BlockInput, name, sources, axes, joined, sizes, bounds, self.turn(), self.padding())
+        return self.build(
+            BlockInput, name, sources, axes, joined, sizes, bounds, self.turn(), self.padding()
+        )
 
     def turn(self) -> Turn | None:
         if not self.takes("turn"):
@@ -334,5 +421,14 @@ class _Parser:
             else:
                 args, attrs = self.arguments(lambda: self.take("name")[1:])
                 over = attrs.pop("over", None)
-                body.append(BlockOp(out, fn, tuple(args), axes, tuple(sorted(attrs.items())), None if over is None else str(over)))
+                body.append(
+                    BlockOp(
+                        out,
+                        fn,
+                        tuple(args),
+                        axes,
+                        tuple(sorted(attrs.items())),
+                        None if over is None else str(over),
+                    )
+                )
         return Stage(loop, tuple(body), tuple(accumulators))

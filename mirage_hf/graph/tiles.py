@@ -1,4 +1,5 @@
 """Tiles: what a block holds of a tensor while a block graph is written by hand (see graph/builder.py)."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -57,8 +58,8 @@ class STensor:
     time: str = "any"
     pending: str | None = None
     half: str | None = None
-    running: STensor | None = None   # in the loop: the running maximum that it depends on
-    owner: object = None             # its builder
+    running: STensor | None = None  # in the loop: the running maximum that it depends on
+    owner: object = None  # its builder
 
     def __str__(self) -> str:
         return f"%{self.name} {errors.shape(self.dims)}"
@@ -68,7 +69,11 @@ class STensor:
 
     @property
     def is_maximum(self) -> bool:
-        return self.node.op == "accumulate" and dict(self.node.attrs)["kind"] == "max" and self.half is None
+        return (
+            self.node.op == "accumulate"
+            and dict(self.node.attrs)["kind"] == "max"
+            and self.half is None
+        )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 What is proven of it for one token of each sequence is what `decode/chain.py` captures.
 """
+
 from __future__ import annotations
 
 import inspect
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from mirage_hf.errors import Rejected
+from mirage_hf.layers.compose import Part, executor, norm_weights, stand_in
+from mirage_hf.layers.step import ROLES, Rope, cos_and_sin
 from mirage_hf.match import plain
-from mirage_hf.match.compose import Part, executor, norm_weights, stand_in
-from mirage_hf.match.pattern import CausalLayout, LayerLayout, MlpLayout
-from mirage_hf.match.step import ROLES, Rope, cos_and_sin
 from mirage_hf.patterns import RMS_NORM_LINEAR, causal_lm
+from mirage_hf.patterns.schema import CausalLayout, LayerLayout, MlpLayout
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,20 @@ class CausalMatch:
     def embedding_scales(self) -> tuple[tuple[dict[str, Any], str, Any], ...]:
         """What embeddings are multiplied by, where modules keep it: a dictionary, a name, a value."""
         backbone, embedding = self.backbone, self.backbone._modules[self.layout.embedding]
-        places = ((embedding._buffers, causal_lm.EMBEDDING_BUFFER),  # type: ignore[union-attr]
-                  (backbone.__dict__, causal_lm.EMBEDDING_MULTIPLIER))
-        return tuple((inner, name, inner[name]) for inner, name in places if inner.get(name) is not None)
+        places = (
+            (embedding._buffers, causal_lm.EMBEDDING_BUFFER),  # type: ignore[union-attr]
+            (backbone.__dict__, causal_lm.EMBEDDING_MULTIPLIER),
+        )
+        return tuple(
+            (inner, name, inner[name]) for inner, name in places if inner.get(name) is not None
+        )
 
     def embedding_scale(self, dtype: torch.dtype) -> float:
         """What embeddings of a dtype are multiplied by."""
-        return math.prod(float(v.to(dtype)) if isinstance(v, Tensor) else float(v) for *_, v in self.embedding_scales)
+        return math.prod(
+            float(v.to(dtype)) if isinstance(v, Tensor) else float(v)
+            for *_, v in self.embedding_scales
+        )
 
     def own_head(self, x: Tensor, convert: Callable[[nn.Module], Any] | None = None) -> Tensor:
         """The logits of hidden states (rows, width) by the model's own last norm and head and what it does with their result; by what
@@ -116,12 +124,16 @@ def rotary_kinds(rotary: Any, config: Any, layers: int) -> tuple[str, ...]:
     return kinds[:layers] if takes_kind and len(kinds) >= layers else ("",) * layers
 
 
-def has_all(parts: Sequence[Part], layout: LayerLayout, mlp: MlpLayout | None, but: str = "") -> Rejected | None:
+def has_all(
+    parts: Sequence[Part], layout: LayerLayout, mlp: MlpLayout | None, but: str = ""
+) -> Rejected | None:
     """Why a layer with these parts has no step of its own, or None; the role `but` is not asked for. mlp: None where it runs its own
     forward."""
     roles = {p.role: p for p in parts}
     wanted = (*ROLES, *((mlp.first, "down") if mlp is not None else ()))
-    missing = [r for r in sorted(wanted, key=lambda r: r == "attention") if r not in roles and r != but]
+    missing = [
+        r for r in sorted(wanted, key=lambda r: r == "attention") if r not in roles and r != but
+    ]
     if missing:
         return Rejected(f"the layer's {missing[0]} is not matched")
     if mlp is not None and layout.mlp_norm and not dict(roles[mlp.first].block.sizes)["norm"]:
@@ -129,8 +141,12 @@ def has_all(parts: Sequence[Part], layout: LayerLayout, mlp: MlpLayout | None, b
     return None
 
 
-def match_causal(model: nn.Module | None, layers: Mapping[int, Any], norm_of: Callable[[str, nn.Module], dict[str, Any] | Rejected],
-                 probes: Any) -> CausalMatch | Rejected:
+def match_causal(
+    model: nn.Module | None,
+    layers: Mapping[int, Any],
+    norm_of: Callable[[str, nn.Module], dict[str, Any] | Rejected],
+    probes: Any,
+) -> CausalMatch | Rejected:
     """Match a causal LM around its layers' matches (by id). `norm_of`: sizes of a norm, or why it is none."""
     row = next((r for r in causal_lm.LAYOUTS if model is not None and _has(model, r)), None)
     if model is None or row is None:
@@ -138,13 +154,24 @@ def match_causal(model: nn.Module | None, layers: Mapping[int, Any], norm_of: Ca
     if no := plain.first_refusal((model, row.backbone, plain.CONTAINER)):
         return no
     backbone: Any = model._modules[row.backbone]
-    no = plain.first_refusal((backbone, row.embedding, plain.EMBEDDING), (backbone, row.norm, plain.NORM), (model, row.head, plain.LINEAR),
-                             (backbone, row.rotary, plain.CONTAINER))
+    no = plain.first_refusal(
+        (backbone, row.embedding, plain.EMBEDDING),
+        (backbone, row.norm, plain.NORM),
+        (model, row.head, plain.LINEAR),
+        (backbone, row.rotary, plain.CONTAINER),
+    )
     normed = no or norm_of(row.norm, backbone._modules[row.norm])
     if isinstance(normed, Rejected):
         return normed
-    extra = [n for parent, known in ((model, (row.backbone, row.head)), (backbone, (row.embedding, row.layers, row.norm, row.rotary)))
-             for n, m in parent._modules.items() if m is not None and n not in known and not isinstance(m, plain.IDLE)]
+    extra = [
+        n
+        for parent, known in (
+            (model, (row.backbone, row.head)),
+            (backbone, (row.embedding, row.layers, row.norm, row.rotary)),
+        )
+        for n, m in parent._modules.items()
+        if m is not None and n not in known and not isinstance(m, plain.IDLE)
+    ]
     if extra:
         return Rejected(f"has {', '.join(extra)} too")
     names, ropes, given = [], set(), set()
@@ -163,18 +190,36 @@ def match_causal(model: nn.Module | None, layers: Mapping[int, Any], norm_of: Ca
         return no
     if len(ropes) > 1 or len(given) > 1:
         return Rejected("its layers do not all read RoPE's numbers in the same way")
-    norm, head, embedding = backbone._modules[row.norm], model._modules[row.head], backbone._modules[row.embedding]
+    norm, head, embedding = (
+        backbone._modules[row.norm],
+        model._modules[row.head],
+        backbone._modules[row.embedding],
+    )
     if no := plain.same_weights([norm, head, embedding], head.weight.dtype, head.weight.device):
         return no
-    block = RMS_NORM_LINEAR.block(k=head.in_features, n=(head.out_features,), bias=head.bias is not None, **normed,
-                                  **logits_sizes(model), dtype=head.weight.dtype)
+    block = RMS_NORM_LINEAR.block(
+        k=head.in_features,
+        n=(head.out_features,),
+        bias=head.bias is not None,
+        **normed,
+        **logits_sizes(model),
+        dtype=head.weight.dtype,
+    )
     path = f"{row.backbone}.{row.norm}"
-    weights = [*((path, n) for n in ("weight", "bias")[:norm_weights(normed)]),
-               *((row.head, n) for n in ("weight", "bias")[:1 + (head.bias is not None)])]
+    weights = [
+        *((path, n) for n in ("weight", "bias")[: norm_weights(normed)]),
+        *((row.head, n) for n in ("weight", "bias")[: 1 + (head.bias is not None)]),
+    ]
     part = Part("head", block, tuple(weights), (path, row.head))
     rotary = backbone._modules[row.rotary]
-    causal = CausalMatch(model, row, tuple(names), part, rotary_kinds(rotary, getattr(backbone, "config", None), len(names)),
-                         given.pop())
+    causal = CausalMatch(
+        model,
+        row,
+        tuple(names),
+        part,
+        rotary_kinds(rotary, getattr(backbone, "config", None), len(names)),
+        given.pop(),
+    )
     return probes.causal(causal) or causal
 
 
@@ -192,16 +237,24 @@ def _out_of_place(backbone: nn.Module, layers: Sequence[nn.Module]) -> Rejected 
 
 def logits_sizes(model: Any) -> dict[str, Any]:
     """What a model and its config say is done with logits, as sizes of `rms_norm_linear`."""
-    divisor, softcap = (getattr(model.config, n, None) for n in (causal_lm.LOGITS_DIVISOR, causal_lm.LOGITS_SOFTCAP))
+    divisor, softcap = (
+        getattr(model.config, n, None) for n in (causal_lm.LOGITS_DIVISOR, causal_lm.LOGITS_SOFTCAP)
+    )
     factor = model.__dict__.get(causal_lm.LOGITS_MULTIPLIER)
-    scale = (1.0 if factor is None else float(factor)) / (1.0 if divisor is None else float(divisor))
+    scale = (1.0 if factor is None else float(factor)) / (
+        1.0 if divisor is None else float(divisor)
+    )
     return {"scale": scale, "softcap": None if softcap is None else float(softcap)}
 
 
 def _has(model: nn.Module, row: CausalLayout) -> bool:
     backbone = model._modules.get(row.backbone)
     inside = (row.embedding, row.layers, row.norm, row.rotary)
-    return backbone is not None and model._modules.get(row.head) is not None and all(backbone._modules.get(n) is not None for n in inside)
+    return (
+        backbone is not None
+        and model._modules.get(row.head) is not None
+        and all(backbone._modules.get(n) is not None for n in inside)
+    )
 
 
 @dataclass(frozen=True)
@@ -217,37 +270,61 @@ class Hollow:
     seen: list[tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
-def hollow(found: CausalMatch, vocab: int, twin: Callable[[nn.Module], Any], generator: torch.Generator) -> Hollow:
+def hollow(
+    found: CausalMatch, vocab: int, twin: Callable[[nn.Module], Any], generator: torch.Generator
+) -> Hollow:
     """Empty the layers of a copy of a model that shares everything else with it."""
     row, model, backbone = found.layout, found.model, found.backbone
     seen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
-    def forward(hidden_states: Tensor, *args: Any, position_embeddings: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        hidden_states: Tensor, *args: Any, position_embeddings: Any, **kwargs: Any
+    ) -> Tensor:
         y = 1.25 * hidden_states + 0.5
         seen.append((hidden_states, *cos_and_sin(position_embeddings), y))
         return y
 
     embedding, head = backbone._modules[row.embedding], model._modules[row.head]
     # without initialising: torch's global random state is the user's
-    small_head = skip_init(nn.Linear, head.in_features, vocab, bias=head.bias is not None, dtype=torch.float32)  # type: ignore[union-attr]
+    small_head = skip_init(
+        nn.Linear, head.in_features, vocab, bias=head.bias is not None, dtype=torch.float32
+    )  # type: ignore[union-attr]
     for p in small_head.parameters():
         p.requires_grad_(False).copy_(torch.randn(p.shape, generator=generator))
     weight: Tensor = embedding.weight  # type: ignore[union-attr, assignment]
-    small = nn.Parameter(torch.randn(vocab, weight.shape[1], generator=generator).to(weight.device, torch.float32), requires_grad=False)
+    small = nn.Parameter(
+        torch.randn(vocab, weight.shape[1], generator=generator).to(weight.device, torch.float32),
+        requires_grad=False,
+    )
     small_embedding = stand_in(embedding, {"_parameters": {"weight": small}, "padding_idx": None})  # type: ignore[arg-type]
     norm = twin(backbone._modules[row.norm])  # type: ignore[arg-type]
-    hollowed = emptied(found, forward, {row.embedding: small_embedding, row.norm: norm}, {row.head: small_head.to(weight.device)})
+    hollowed = emptied(
+        found,
+        forward,
+        {row.embedding: small_embedding, row.norm: norm},
+        {row.head: small_head.to(weight.device)},
+    )
     return Hollow(hollowed, small, [*norm.parameters(), *small_head.parameters()], seen)
 
 
-def emptied(found: CausalMatch, forward: Callable[..., Tensor], inner: Mapping[str, Any], outer: Mapping[str, Any]) -> Any:
+def emptied(
+    found: CausalMatch,
+    forward: Callable[..., Tensor],
+    inner: Mapping[str, Any],
+    outer: Mapping[str, Any],
+) -> Any:
     """A stand-in of a model with `forward` in place of that of its layers; `inner` and `outer` replace children of its backbone and its
     own."""
     row, model, backbone = found.layout, found.model, found.backbone
     layers: Any = stand_in(backbone._modules[row.layers], {})  # type: ignore[arg-type]
-    layers.__dict__["_modules"] = {n: stand_in(layer, {"forward": forward}) for n, layer in layers._modules.items()}
+    layers.__dict__["_modules"] = {
+        n: stand_in(layer, {"forward": forward}) for n, layer in layers._modules.items()
+    }
     rotary = _apart(backbone._modules[row.rotary])  # type: ignore[arg-type]
-    inside = stand_in(backbone, {"_modules": {**backbone._modules, row.layers: layers, row.rotary: rotary, **inner}})
+    inside = stand_in(
+        backbone,
+        {"_modules": {**backbone._modules, row.layers: layers, row.rotary: rotary, **inner}},
+    )
     return stand_in(model, {"_modules": {**model._modules, row.backbone: inside, **outer}})
 
 

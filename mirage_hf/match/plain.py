@@ -1,4 +1,5 @@
 """What a child must be so that a kernel may read its weights in its place: a plain nn.Linear, norm or activation."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -27,7 +28,11 @@ def foreign_hook(module: nn.Module) -> str | None:
 
 
 def _own_forward(m: nn.Module) -> str | None:
-    return "has a forward of its own on the instance (kernelize, Liger, tensor parallel)" if "forward" in m.__dict__ else None
+    return (
+        "has a forward of its own on the instance (kernelize, Liger, tensor parallel)"
+        if "forward" in m.__dict__
+        else None
+    )
 
 
 def _hooked(m: nn.Module) -> str | None:
@@ -64,7 +69,12 @@ def _plain_weights(m: nn.Module) -> str | None:
 
 def _norm_weights(m: nn.Module, dims: int = 1) -> str | None:
     given = {n: p for n, p in m._parameters.items() if p is not None}
-    if m._modules or m._buffers or not {"weight"} <= given.keys() <= {"weight", "bias"} or any(p.dim() > dims for p in given.values()):
+    if (
+        m._modules
+        or m._buffers
+        or not {"weight"} <= given.keys() <= {"weight", "bias"}
+        or any(p.dim() > dims for p in given.values())
+    ):
         return f"is {type(m).__name__}, not a norm with one weight vector, and at most a bias"
     return None
 
@@ -115,12 +125,19 @@ def same_weights(modules: list[nn.Module], of: torch.dtype, on: torch.device) ->
     for m in modules:
         for p in m._parameters.values():
             if p is not None and (p.dtype != of or p.device != on):
-                return Rejected(f"a weight is {table.dtype_name(p.dtype)} on {p.device}, others are {table.dtype_name(of)} on {on}")
+                return Rejected(
+                    f"a weight is {table.dtype_name(p.dtype)} on {p.device}, others are {table.dtype_name(of)} on {on}"
+                )
     return None
 
 
 def scalars(module: nn.Module) -> tuple[Any, ...]:
     """What a module's forward may depend on besides its weights: plain attributes of it, its layer number left out."""
     kinds = (int, float, str, bool, type(None), tuple)
-    return tuple(sorted((k, repr(v)) for k, v in module.__dict__.items()
-                        if k not in ("layer_idx", "training") and (isinstance(v, kinds) or callable(v))))
+    return tuple(
+        sorted(
+            (k, repr(v))
+            for k, v in module.__dict__.items()
+            if k not in ("layer_idx", "training") and (isinstance(v, kinds) or callable(v))
+        )
+    )

@@ -4,13 +4,29 @@ A body is an ordinary Python function of `Scalar`s. Tracing it gives a `ScalarPr
 mapping from primitive to callable, so the same body runs on torch tensors, on finite-field elements, or prints as Triton
 or CUDA text.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-PRIMITIVES = ("add", "sub", "mul", "div", "neg", "exp", "sqrt", "rsqrt", "tanh", "erf", "max", "min", "pow", "select")
+PRIMITIVES = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "exp",
+    "sqrt",
+    "rsqrt",
+    "tanh",
+    "erf",
+    "max",
+    "min",
+    "pow",
+    "select",
+)
 
 
 @dataclass(frozen=True)
@@ -21,8 +37,12 @@ class ScalarProgram:
     nodes: tuple[tuple[Any, ...], ...]
     result: int
 
-    def evaluate(self, algebra: Mapping[str, Callable[..., Any]], args: Sequence[Any],
-                 const: Callable[[float], Any] = float) -> Any:
+    def evaluate(
+        self,
+        algebra: Mapping[str, Callable[..., Any]],
+        args: Sequence[Any],
+        const: Callable[[float], Any] = float,
+    ) -> Any:
         """Run under `algebra`; `const` turns a Python number into an element of it."""
         values: list[Any] = []
         for op, *operands in self.nodes:
@@ -51,26 +71,68 @@ class Scalar:
         self._trace.append((op, *ids))
         return Scalar(self._trace, len(self._trace) - 1)
 
-    def __add__(self, o: Scalar | float) -> Scalar: return self._node("add", self, o)
-    def __radd__(self, o: float) -> Scalar: return self._node("add", o, self)
-    def __sub__(self, o: Scalar | float) -> Scalar: return self._node("sub", self, o)
-    def __rsub__(self, o: float) -> Scalar: return self._node("sub", o, self)
-    def __mul__(self, o: Scalar | float) -> Scalar: return self._node("mul", self, o)
-    def __rmul__(self, o: float) -> Scalar: return self._node("mul", o, self)
-    def __truediv__(self, o: Scalar | float) -> Scalar: return self._node("div", self, o)
-    def __rtruediv__(self, o: float) -> Scalar: return self._node("div", o, self)
-    def __neg__(self) -> Scalar: return self._node("neg", self)
+    def __add__(self, o: Scalar | float) -> Scalar:
+        return self._node("add", self, o)
+
+    def __radd__(self, o: float) -> Scalar:
+        return self._node("add", o, self)
+
+    def __sub__(self, o: Scalar | float) -> Scalar:
+        return self._node("sub", self, o)
+
+    def __rsub__(self, o: float) -> Scalar:
+        return self._node("sub", o, self)
+
+    def __mul__(self, o: Scalar | float) -> Scalar:
+        return self._node("mul", self, o)
+
+    def __rmul__(self, o: float) -> Scalar:
+        return self._node("mul", o, self)
+
+    def __truediv__(self, o: Scalar | float) -> Scalar:
+        return self._node("div", self, o)
+
+    def __rtruediv__(self, o: float) -> Scalar:
+        return self._node("div", o, self)
+
+    def __neg__(self) -> Scalar:
+        return self._node("neg", self)
 
 
-def exp(x: Scalar) -> Scalar: return x._node("exp", x)
-def sqrt(x: Scalar) -> Scalar: return x._node("sqrt", x)
-def rsqrt(x: Scalar) -> Scalar: return x._node("rsqrt", x)
-def tanh(x: Scalar) -> Scalar: return x._node("tanh", x)
-def erf(x: Scalar) -> Scalar: return x._node("erf", x)
-def maximum(x: Scalar, y: Scalar | float) -> Scalar: return x._node("max", x, y)
-def minimum(x: Scalar, y: Scalar | float) -> Scalar: return x._node("min", x, y)
-def power(x: Scalar, y: Scalar | float) -> Scalar: return x._node("pow", x, y)
-def select(m: Scalar, x: Scalar | float, y: Scalar | float) -> Scalar: return m._node("select", m, x, y)  # x where m is not 0, else y
+def exp(x: Scalar) -> Scalar:
+    return x._node("exp", x)
+
+
+def sqrt(x: Scalar) -> Scalar:
+    return x._node("sqrt", x)
+
+
+def rsqrt(x: Scalar) -> Scalar:
+    return x._node("rsqrt", x)
+
+
+def tanh(x: Scalar) -> Scalar:
+    return x._node("tanh", x)
+
+
+def erf(x: Scalar) -> Scalar:
+    return x._node("erf", x)
+
+
+def maximum(x: Scalar, y: Scalar | float) -> Scalar:
+    return x._node("max", x, y)
+
+
+def minimum(x: Scalar, y: Scalar | float) -> Scalar:
+    return x._node("min", x, y)
+
+
+def power(x: Scalar, y: Scalar | float) -> Scalar:
+    return x._node("pow", x, y)
+
+
+def select(m: Scalar, x: Scalar | float, y: Scalar | float) -> Scalar:
+    return m._node("select", m, x, y)  # x where m is not 0, else y
 
 
 def trace(body: Callable[..., Scalar], arity: int, **attrs: float) -> ScalarProgram:

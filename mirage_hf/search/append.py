@@ -4,6 +4,7 @@ A program may append only where the slots written are not read: `cache` is read 
 append, so it does not matter when the rows arrive. That is followed through the program (`_Reads`); appends for which it does
 not hold stay library calls, in the program's order.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -30,10 +31,17 @@ class Apart:
 
     def join(self, ugraph: UGraph) -> UGraph:
         """The µGraph of `program` for one of `graph`."""
-        copies = {rows.index for op, at in self.outputs if op is not None and at is None for rows in parts_of(op)[1:2]}
+        copies = {
+            rows.index
+            for op, at in self.outputs
+            if op is not None and at is None
+            for rows in parts_of(op)[1:2]
+        }
         kernels = KernelGraph()
         new = {t.index: kernels.input_like(t) for t in self.program.inputs}
-        source, copied = _with_copies(ugraph.kernels, [n for n, t in enumerate(self.program.inputs) if t.index in copies])
+        source, copied = _with_copies(
+            ugraph.kernels, [n for n, t in enumerate(self.program.inputs) if t.index in copies]
+        )
         made = inline(kernels, source, [new[t.index] for t in self.program.inputs])
         rows_of = {self.program.inputs[n].index: made[k] for n, k in copied.items()}
         results = []
@@ -55,12 +63,21 @@ def apart(program: KernelGraph) -> Apart | None:
     read = {x.index for op in program.ops for x in op.inputs if isinstance(x, DTensor)}
     outputs = {t.index for t in program.outputs}
     made = {t.index: op for op in program.ops for t in op.outputs}
-    if not appends or any(op.block is not None for op in program.ops) or len({parts_of(op)[0].index for op in appends}) < len(appends):
+    if (
+        not appends
+        or any(op.block is not None for op in program.ops)
+        or len({parts_of(op)[0].index for op in appends}) < len(appends)
+    ):
         return None
     for op in appends:
         cache, _, position = parts_of(op)
         out = op.outputs[0].index
-        if cache.index not in inputs or position.index not in inputs or out in read or out not in outputs:
+        if (
+            cache.index not in inputs
+            or position.index not in inputs
+            or out in read
+            or out not in outputs
+        ):
             return None
     if not _Reads(program, {parts_of(op)[0].index: parts_of(op)[2].index for op in appends}).safe():
         return None
@@ -111,7 +128,7 @@ def _with_copies(kernels: KernelGraph, wanted: list[int]) -> tuple[KernelGraph, 
                 added.append(n)
         made = graph.customized([x for x in args if isinstance(x, DTensor)], block)
         new |= {t.index: y for t, y in zip(op.outputs, made, strict=False)}
-        for n, y in zip(added, made[len(op.outputs):], strict=True):
+        for n, y in zip(added, made[len(op.outputs) :], strict=True):
             copied[n] = len(kernels.outputs) + len(more)
             more.append(y)
     graph.mark_output(*(new[t.index] for t in kernels.outputs), *more)
@@ -128,7 +145,13 @@ def _owned(op: KernelOp, t: DTensor) -> BlockOutput | None:
     if block is None:
         return None
     for i in block.inputs:
-        mine = i.bounds is None and i.turn is None and i.padding is None and len(i.sources) == 1 and op.inputs[i.sources[0]] is t
+        mine = (
+            i.bounds is None
+            and i.turn is None
+            and i.padding is None
+            and len(i.sources) == 1
+            and op.inputs[i.sources[0]] is t
+        )
         if mine and all(a is None or block.role(a) is not Role.LOOP for a in i.axes):
             return BlockOutput(i.name, i.axes, table.dtype_name(t.dtype))
     return None
@@ -155,7 +178,9 @@ class _Reads:
     def safe(self) -> bool:
         """Whether no output depends on a slot that is written."""
         for t in self.program.inputs:
-            self.opened[t.index] = frozenset([(t.index, len(t.dims) - 2)]) if t.index in self.ends else frozenset()
+            self.opened[t.index] = (
+                frozenset([(t.index, len(t.dims) - 2)]) if t.index in self.ends else frozenset()
+            )
             self.shut[t.index] = frozenset()
         for op in self.program.ops:
             if op.name == APPEND:
@@ -190,9 +215,14 @@ class _Reads:
         ended = {self.ends[c] for t, d in summed for c, at in self.opened[t.index] if at == d}
         if not ended <= {p for t, d in summed for p, at in self.shut[t.index] if at == d}:
             return None
-        maps = [(t, {d: rank - len(t.dims) + d for d in range(len(t.dims)) if d != s}) for t, s in summed]
-        opened, shut = (frozenset[tuple[int, int]]().union(*(_moved(marks[t.index], to) for t, to in maps))
-                        for marks in (self.opened, self.shut))
+        maps = [
+            (t, {d: rank - len(t.dims) + d for d in range(len(t.dims)) if d != s})
+            for t, s in summed
+        ]
+        opened, shut = (
+            frozenset[tuple[int, int]]().union(*(_moved(marks[t.index], to) for t, to in maps))
+            for marks in (self.opened, self.shut)
+        )
         return opened, shut
 
     def _permute(self, op: KernelOp, tensors: Sequence[DTensor], rank: int) -> _Marks | None:
@@ -205,10 +235,15 @@ class _Reads:
         """within, softmax"""
         x, dim = tensors[0], dict(op.attrs)["dim"] % rank
         # a softmax of zeros is not zero, so what was shut along other dims is not any more
-        opened, shut = self.opened[x.index], self.shut[x.index] if op.name == "within" else frozenset()
+        opened, shut = (
+            self.opened[x.index],
+            self.shut[x.index] if op.name == "within" else frozenset(),
+        )
         if len(tensors) == 3:
             hi = tensors[2].index
-            return frozenset((c, d) for c, d in opened if (d, self.ends[c]) != (dim, hi)), shut | {(hi, dim)}
+            return frozenset((c, d) for c, d in opened if (d, self.ends[c]) != (dim, hi)), shut | {
+                (hi, dim)
+            }
         return None if any(d == dim for _, d in opened) else (opened, shut)
 
     def _reduce(self, op: KernelOp, tensors: Sequence[DTensor], rank: int) -> _Marks | None:
@@ -217,7 +252,9 @@ class _Reads:
 
     def _elementwise(self, op: KernelOp, tensors: Sequence[DTensor], rank: int) -> _Marks | None:
         maps = [(t, {d: rank - len(t.dims) + d for d in range(len(t.dims))}) for t in tensors]
-        opened = frozenset[tuple[int, int]]().union(*(_moved(self.opened[t.index], to) for t, to in maps))
+        opened = frozenset[tuple[int, int]]().union(
+            *(_moved(self.opened[t.index], to) for t, to in maps)
+        )
         zeros = [_moved(self.shut[t.index], to) for t, to in maps]
         if op.name == "mul":
             return opened, frozenset[tuple[int, int]]().union(*zeros)
@@ -235,9 +272,16 @@ class _Reads:
 
 
 _RULES: dict[str, Callable[[_Reads, KernelOp, Sequence[DTensor], int], _Marks | None]] = {
-    "matmul": _Reads._matmul, "permute": _Reads._permute, "within": _Reads._bounded, "softmax": _Reads._bounded,
-    "rms_norm": _Reads._along_last, "layer_norm": _Reads._along_last, "rope": _Reads._along_last,
-    "reduce": _Reads._reduce, "elementwise": _Reads._elementwise}
+    "matmul": _Reads._matmul,
+    "permute": _Reads._permute,
+    "within": _Reads._bounded,
+    "softmax": _Reads._bounded,
+    "rms_norm": _Reads._along_last,
+    "layer_norm": _Reads._along_last,
+    "rope": _Reads._along_last,
+    "reduce": _Reads._reduce,
+    "elementwise": _Reads._elementwise,
+}
 """By op, else by kind of op."""
 
 

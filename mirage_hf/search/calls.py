@@ -1,4 +1,5 @@
 """What library calls take, at the rates by which the core ranks kernels, so that windows of a program and calls compare."""
+
 from __future__ import annotations
 
 import math
@@ -25,7 +26,11 @@ def call_us(op: KernelOp) -> float:
         return 0.0
     tensors = [t for t in (*op.inputs, *op.outputs) if isinstance(t, DTensor)]
     ops = math.prod(op.outputs[0].dims) * tensors[0].dims[-1] if op.name == "matmul" else 0
-    return _LAUNCH_US + _LATENCY_US + max(sum(map(bytes_of, tensors)) / (_REACHED * _BYTES), ops / _MATRIX_OPS)
+    return (
+        _LAUNCH_US
+        + _LATENCY_US
+        + max(sum(map(bytes_of, tensors)) / (_REACHED * _BYTES), ops / _MATRIX_OPS)
+    )
 
 
 def copy_us(t: DTensor) -> float:

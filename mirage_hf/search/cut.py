@@ -8,6 +8,7 @@ structure and not as they were written. Windows lie between *boundaries*: where 
 and around units that stand alone. Views at the edges of a window that the search cannot lower, or that others read too, are
 left to torch, for which they are free: the window then reads, or writes, the tensor behind the view.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -78,19 +79,34 @@ def cut(program: KernelGraph) -> Cut:
     return _Cutting(program).run()
 
 
-def part(program: KernelGraph, ops: Sequence[KernelOp], writes: Sequence[int]) -> tuple[KernelGraph, tuple[int, ...]]:
+def part(
+    program: KernelGraph, ops: Sequence[KernelOp], writes: Sequence[int]
+) -> tuple[KernelGraph, tuple[int, ...]]:
     """Some ops of a program as a graph of their own that returns the tensors `writes`, and the tensors that it reads, by index."""
     graph = KernelGraph()
     new: dict[int, DTensor] = {}
     made = {t.index for op in ops for t in op.outputs}
-    reads = list(dict.fromkeys(x.index for op in ops for x in op.inputs if isinstance(x, DTensor) and x.index not in made))
-    known = {t.index: t for t in program.inputs} | {t.index: t for op in program.ops for t in op.outputs}
+    reads = list(
+        dict.fromkeys(
+            x.index
+            for op in ops
+            for x in op.inputs
+            if isinstance(x, DTensor) and x.index not in made
+        )
+    )
+    known = {t.index: t for t in program.inputs} | {
+        t.index: t for op in program.ops for t in op.outputs
+    }
     for n in reads:
         t = known[n]
         new[n] = graph.input_like(t)
     for op in ops:
         args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
-        outputs = graph.customized(args, op.block) if op.block else [graph.apply(op.name, args, dict(op.attrs))]  # type: ignore[arg-type]
+        outputs = (
+            graph.customized(args, op.block)
+            if op.block
+            else [graph.apply(op.name, args, dict(op.attrs))]
+        )  # type: ignore[arg-type]
         new |= {t.index: y for t, y in zip(op.outputs, outputs, strict=True)}
     graph.mark_output(*(new[n] for n in writes))
     return graph, tuple(reads)
@@ -127,7 +143,9 @@ class _Cutting:
                 self.readers.setdefault(x, []).append(n)
         boundaries = self._boundaries()
         singles = tuple(self._window(n, n + 1) for n in range(len(self.units)))
-        return Cut(self.program, tuple(self.units), boundaries, singles, tuple(self._windows(boundaries)))
+        return Cut(
+            self.program, tuple(self.units), boundaries, singles, tuple(self._windows(boundaries))
+        )
 
     # -- units ------------------------------------------------------------------------------------------------------------
 
@@ -142,7 +160,9 @@ class _Cutting:
                 self.leaf.add(out)
                 source.add(out)
                 chain = [*self._chain(op), op]
-                if (op.name == "concat" or _keeps_axes(op)) and not isinstance(lower(part(self.program, chain, [out])[0]), NotLowerable):
+                if (op.name == "concat" or _keeps_axes(op)) and not isinstance(
+                    lower(part(self.program, chain, [out])[0]), NotLowerable
+                ):
                     self.attached.add(out)
 
     def _chain(self, op: KernelOp) -> list[KernelOp]:
@@ -150,7 +170,11 @@ class _Cutting:
         found: list[KernelOp] = []
         for x in _tensors(op):
             if x.index in self.attached:
-                found += [o for o in (*self._chain(self.made[x.index]), self.made[x.index]) if o not in found]
+                found += [
+                    o
+                    for o in (*self._chain(self.made[x.index]), self.made[x.index])
+                    if o not in found
+                ]
         return found
 
     def _unit(self, op: KernelOp) -> Unit:
@@ -170,7 +194,10 @@ class _Cutting:
         shapes = self._shapes()
         done: dict[int, Unit] = {}  # by the op's first output
         phase: dict[int, int] = {}
-        for root in (*(t.index for t in self.program.outputs), *(op.outputs[0].index for op in self.program.ops if op.name in _EFFECTS)):
+        for root in (
+            *(t.index for t in self.program.outputs),
+            *(op.outputs[0].index for op in self.program.ops if op.name in _EFFECTS),
+        ):
             stack = [(root, False)]
             while stack:
                 at, ready = stack.pop()
@@ -182,7 +209,9 @@ class _Cutting:
                 needs = [x.index for o in unit.ops for x in _tensors(o) if x.index not in inside]
                 if op.name in _COMMUTATIVE:
                     needs.sort(key=lambda x: shapes[x])
-                needs += [x for x in before.get(first, []) if x not in self.attached]  # those are read with their readers
+                needs += [
+                    x for x in before.get(first, []) if x not in self.attached
+                ]  # those are read with their readers
                 if not ready:
                     stack.append((at, True))
                     stack += [(x, False) for x in reversed(needs)]
@@ -218,24 +247,39 @@ class _Cutting:
             first = op.outputs[0].index
             roots = {buffer.get(x.index, x.index) for x in _tensors(op)}
             for root in sorted(roots):
-                writes = op.name in _EFFECTS and buffer.get(_tensors(op)[0].index, _tensors(op)[0].index) == root
-                before.setdefault(first, []).extend(x for x, wrote in touched.get(root, []) if writes or wrote)
+                writes = (
+                    op.name in _EFFECTS
+                    and buffer.get(_tensors(op)[0].index, _tensors(op)[0].index) == root
+                )
+                before.setdefault(first, []).extend(
+                    x for x, wrote in touched.get(root, []) if writes or wrote
+                )
                 touched.setdefault(root, []).append((first, writes))
             if op.name in (*VIEWS, *_EFFECTS):
                 buffer[first] = buffer.get(_tensors(op)[0].index, _tensors(op)[0].index)
-        written = {x for uses in touched.values() if any(wrote for _, wrote in uses) for x, _ in uses}
+        written = {
+            x for uses in touched.values() if any(wrote for _, wrote in uses) for x, _ in uses
+        }
         return {x: before[x] for x in before if x in written and before[x]}
 
     # -- windows ----------------------------------------------------------------------------------------------------------
 
     def _boundaries(self) -> tuple[int, ...]:
         def edge(n: int) -> bool:
-            return 0 <= n < len(self.units) and bool(self.units[n].alone) and not self.units[n].is_view
+            return (
+                0 <= n < len(self.units) and bool(self.units[n].alone) and not self.units[n].is_view
+            )
 
         found = []
         for b in range(len(self.units) + 1):
-            live = {self._behind(t.index) for u in self.units[:b] for op in u.ops for t in op.outputs
-                    if t.index not in self.attached and any(r >= b for r in self.readers.get(t.index, []))}
+            live = {
+                self._behind(t.index)
+                for u in self.units[:b]
+                for op in u.ops
+                for t in op.outputs
+                if t.index not in self.attached
+                and any(r >= b for r in self.readers.get(t.index, []))
+            }
             live -= {t.index for t in self.program.inputs}
             ends = b in (0, len(self.units)) or self.phases[b - 1] != self.phases[b]
             if ends or edge(b - 1) or edge(b) or len(live) <= MAX_LIVE:
@@ -250,39 +294,59 @@ class _Cutting:
 
     def _windows(self, boundaries: Sequence[int]) -> Iterable[Window]:
         for n, i in enumerate(boundaries):
-            for j in boundaries[n + 1:]:
+            for j in boundaries[n + 1 :]:
                 inside = self.units[i:j]
-                if any(u.alone and not u.is_view for u in inside) or sum(u.size for u in inside) > MAX_OPS:
+                if (
+                    any(u.alone and not u.is_view for u in inside)
+                    or sum(u.size for u in inside) > MAX_OPS
+                ):
                     break
                 w = self._window(i, j)
-                if w.graph is not None and (w.stop - w.start == 1 or len(w.graph.ops) > 1) \
-                        and all(op.name not in VIEWS or _keeps_axes(op) for op in w.graph.ops):
+                if (
+                    w.graph is not None
+                    and (w.stop - w.start == 1 or len(w.graph.ops) > 1)
+                    and all(op.name not in VIEWS or _keeps_axes(op) for op in w.graph.ops)
+                ):
                     yield w
 
     def _window(self, i: int, j: int) -> Window:
         ops = list(dict.fromkeys(op for u in self.units[i:j] for op in u.ops))
         made = {t.index for op in ops for t in op.outputs}
-        own = {u.ops[-1].outputs[0].index for u in self.units[i:j]}  # attached layout ops are seen inside their unit only
+        own = {
+            u.ops[-1].outputs[0].index for u in self.units[i:j]
+        }  # attached layout ops are seen inside their unit only
         readers: dict[int, list[KernelOp]] = {}
         for op in ops:
             for x in _tensors(op):
                 readers.setdefault(x.index, []).append(op)
 
         def outside(t: int) -> bool:
-            return t in own and (t in self.outputs or any(not i <= r < j for r in self.readers.get(t, [])))
+            return t in own and (
+                t in self.outputs or any(not i <= r < j for r in self.readers.get(t, []))
+            )
 
         leading: list[KernelOp] = []
         for op in ops:
-            if op.name in VIEWS and all(x.index not in made or any(x is y.outputs[0] for y in leading) for x in _tensors(op)):
+            if op.name in VIEWS and all(
+                x.index not in made or any(x is y.outputs[0] for y in leading) for x in _tensors(op)
+            ):
                 leading.append(op)
         before: list[KernelOp] = []
         for op in reversed(leading):
             out = op.outputs[0].index
-            if not _keeps_axes(op) or outside(out) or any(r in before for r in readers.get(out, [])):
+            if (
+                not _keeps_axes(op)
+                or outside(out)
+                or any(r in before for r in readers.get(out, []))
+            ):
                 before.insert(0, op)
         trailing: list[KernelOp] = []
         for op in reversed(ops):
-            if op.name in VIEWS and op not in leading and all(r in trailing for r in readers.get(op.outputs[0].index, [])):
+            if (
+                op.name in VIEWS
+                and op not in leading
+                and all(r in trailing for r in readers.get(op.outputs[0].index, []))
+            ):
                 trailing.insert(0, op)
         after: list[KernelOp] = []
         for op in trailing:
@@ -291,8 +355,14 @@ class _Cutting:
                 after.append(op)
         core = [op for op in ops if op not in before and op not in after]
         produced = {t.index for op in core for t in op.outputs}
-        writes = tuple(t.index for op in core for t in op.outputs
-                       if outside(t.index) or op.name in _EFFECTS or any(x.index == t.index for o in after for x in _tensors(o)))
+        writes = tuple(
+            t.index
+            for op in core
+            for t in op.outputs
+            if outside(t.index)
+            or op.name in _EFFECTS
+            or any(x.index == t.index for o in after for x in _tensors(o))
+        )
         graph, reads = part(self.program, core, writes) if produced else (None, ())
         view_us = sum(self.charges.get(op.outputs[0].index, 0.0) for op in (*before, *after))
         return Window(i, j, tuple(before), graph, reads, writes, tuple(after), view_us)
@@ -312,6 +382,10 @@ class _Cutting:
             y = table.lookup(op.name).oracle(x, **dict(op.attrs))
             now[out.index] = tuple(y.stride())
             if op.name == "reshape" and y is not x and not y._is_view():
-                charged = source.index if source.index in self.made and self.made[source.index].name in VIEWS else out.index
+                charged = (
+                    source.index
+                    if source.index in self.made and self.made[source.index].name in VIEWS
+                    else out.index
+                )
                 charges[charged] = charges.get(charged, 0.0) + copy_us(out)
         return charges

@@ -13,21 +13,43 @@ the algebra gives them, and are applied by `select` where a sum over their axis 
 exponential if there is one, so that what is multiplied by it stays a matrix product; and the shift's maximum is taken of the
 scores inside only. So nothing outside the bounds, not even NaN, reaches a result.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from mirage_hf import _core
-from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Padding, Role, Stage, Turn
+from mirage_hf.graph.block import (
+    Accumulator,
+    Axis,
+    BlockGraph,
+    BlockInput,
+    BlockOp,
+    BlockOutput,
+    Padding,
+    Role,
+    Stage,
+    Turn,
+)
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 from mirage_hf.search.spec import Spec, Term
 
 ROLES = {Role.GRID: _core.Role.grid, Role.LOOP: _core.Role.loop, Role.TILE: _core.Role.tile}
-OPS = {"input": _core.Op.input, "constant": _core.Op.constant, "add": _core.Op.add, "sub": _core.Op.sub, "mul": _core.Op.mul,
-       "div": _core.Op.div, "exp": _core.Op.exp, "opaque": _core.Op.opaque, "sum": _core.Op.sum, "max": _core.Op.max}
+OPS = {
+    "input": _core.Op.input,
+    "constant": _core.Op.constant,
+    "add": _core.Op.add,
+    "sub": _core.Op.sub,
+    "mul": _core.Op.mul,
+    "div": _core.Op.div,
+    "exp": _core.Op.exp,
+    "opaque": _core.Op.opaque,
+    "sum": _core.Op.sum,
+    "max": _core.Op.max,
+}
 _ROLE_OF = {core: role for role, core in ROLES.items()}
 _NAMES = {core: name for name, core in OPS.items()}
 _RANK = {Role.GRID: 0, Role.TILE: 1, Role.LOOP: 2}
@@ -81,8 +103,13 @@ class _Stored:
     origin: tuple[object, ...] = ()
 
 
-def ugraph_of(plan: _core.Candidate, spec: Spec, names: Sequence[str], functions: Sequence[Term],
-              program: KernelGraph) -> tuple[UGraph, bool] | None:
+def ugraph_of(
+    plan: _core.Candidate,
+    spec: Spec,
+    names: Sequence[str],
+    functions: Sequence[Term],
+    program: KernelGraph,
+) -> tuple[UGraph, bool] | None:
     """The µGraph of a plan, and whether all its exponentials are kept in range, which they are where they cancel inside a kernel
     or between two; None where a kernel would store an input, a number, or a value that repeats along an axis."""
     for scaled in (True, False):
@@ -98,14 +125,30 @@ def ugraph_of(plan: _core.Candidate, spec: Spec, names: Sequence[str], functions
 class _Plan:
     """One plan on its way to a µGraph."""
 
-    def __init__(self, plan: _core.Candidate, spec: Spec, names: Sequence[str], functions: Sequence[Term], program: KernelGraph,
-                 scaled: bool):
-        self.plan, self.spec, self.names, self.functions, self.program, self.scaled = plan, spec, names, functions, program, scaled
+    def __init__(
+        self,
+        plan: _core.Candidate,
+        spec: Spec,
+        names: Sequence[str],
+        functions: Sequence[Term],
+        program: KernelGraph,
+        scaled: bool,
+    ):
+        self.plan, self.spec, self.names, self.functions, self.program, self.scaled = (
+            plan,
+            spec,
+            names,
+            functions,
+            program,
+            scaled,
+        )
         self.kernels = KernelGraph()
         self.inputs = [self.kernels.input_like(t) for t in program.inputs]
         self.stored: dict[int, _Stored] = {}
         self.results: dict[int, DTensor] = {}
-        self.of_exp: set[int] = set()  # nodes computed from an exponential: an exponential of these is opaque to proofs, and stays whole
+        self.of_exp: set[int] = (
+            set()
+        )  # nodes computed from an exponential: an exponential of these is opaque to proofs, and stays whole
 
     def build(self) -> UGraph:
         for kernel in self.plan.kernels:
@@ -128,11 +171,22 @@ class _Plan:
                     if _NAMES[f.op] == "sum":
                         summed.add(self.names[f.axis])
                     if _NAMES[f.op] == "mul" and stored in f.args:
-                        others = [leaves[a] for a in f.args if a != stored and a in leaves and leaves[a].node >= 0]
-                        dtypes |= {self.spec.terms[o.node].source for o in others if self.spec.terms[o.node].op == "input"}
+                        others = [
+                            leaves[a]
+                            for a in f.args
+                            if a != stored and a in leaves and leaves[a].node >= 0
+                        ]
+                        dtypes |= {
+                            self.spec.terms[o.node].source
+                            for o in others
+                            if self.spec.terms[o.node].op == "input"
+                        }
         dtypes = {s for s in dtypes if self.spec.inputs[s].bounds is None}
         order = sorted(axes, key=lambda a: (a in summed, list(axes).index(a)))
-        halves = {table.dtype_name(self.program.inputs[self.spec.inputs[s].sources[0]].dtype) for s in dtypes}
+        halves = {
+            table.dtype_name(self.program.inputs[self.spec.inputs[s].sources[0]].dtype)
+            for s in dtypes
+        }
         dtype = halves.pop() if len(halves) == 1 else "float32"
         return tuple(order), dtype
 
@@ -143,14 +197,27 @@ class _Kernel:
     def __init__(self, plan: _Plan, found: _core.FoundKernel):
         self.plan, self.found = plan, found
         spec, names = plan.spec, plan.names
-        self.loop = next((names[i] for i, r in enumerate(found.roles) if r == _core.Role.loop and found.axes >> i & 1), None)
-        axes = {name: Axis(name, spec.sizes[name], _ROLE_OF[found.roles[i]]) for i, name in enumerate(names) if found.axes >> i & 1}
+        self.loop = next(
+            (
+                names[i]
+                for i, r in enumerate(found.roles)
+                if r == _core.Role.loop and found.axes >> i & 1
+            ),
+            None,
+        )
+        axes = {
+            name: Axis(name, spec.sizes[name], _ROLE_OF[found.roles[i]])
+            for i, name in enumerate(names)
+            if found.axes >> i & 1
+        }
         self.parts: str | None = None
         if found.split >= 0:
             self.parts = self._fresh_axis(f"{names[found.split]}_part", axes)
             axes[self.parts] = Axis(self.parts, found.parts, Role.GRID)
             axes[names[found.split]] = replace(axes[names[found.split]], parts=self.parts)
-        self.combined: dict[tuple[str, int], str] = {}  # a stored tensor's parts axis and its size: what it is called here
+        self.combined: dict[
+            tuple[str, int], str
+        ] = {}  # a stored tensor's parts axis and its size: what it is called here
         for leaf in found.leaves:
             if leaf.partial >= 0:
                 stored = plan.stored[leaf.value]
@@ -159,22 +226,36 @@ class _Kernel:
                     self.combined[theirs] = self._fresh_axis(theirs[0], axes)
                     axes[self.combined[theirs]] = Axis(self.combined[theirs], theirs[1], Role.TILE)
         seen = [a for _, index, _ in spec.outputs for a in index if a]
-        self.axes = tuple(sorted(axes.values(), key=lambda a: (
-            _RANK[a.role], seen.index(a.name) if a.name in seen else len(seen), names.index(a.name) if a.name in names else -1)))
+        self.axes = tuple(
+            sorted(
+                axes.values(),
+                key=lambda a: (
+                    _RANK[a.role],
+                    seen.index(a.name) if a.name in seen else len(seen),
+                    names.index(a.name) if a.name in names else -1,
+                ),
+            )
+        )
         self.order = [a.name for a in self.axes]
         self.carried: dict[str, tuple[str, ...]] = {}
         self.inputs: list[BlockInput] = []
         self.operands: list[DTensor] = list(plan.inputs) if len(plan.plan.kernels) == 1 else []
-        self.read: dict[str, DTensor] = {}   # block inputs and the tensors behind them
-        self.masked: dict[str, tuple[object, ...]] = {}  # masks, and the nodes of the program that they are
+        self.read: dict[str, DTensor] = {}  # block inputs and the tensors behind them
+        self.masked: dict[
+            str, tuple[object, ...]
+        ] = {}  # masks, and the nodes of the program that they are
         self.value: dict[int, _Scaled] = {}
-        self.waiting: dict[int, tuple[_Scaled, str, str]] = {}  # partial results that nothing has read yet
+        self.waiting: dict[
+            int, tuple[_Scaled, str, str]
+        ] = {}  # partial results that nothing has read yet
         self.stages: list[Stage] = []
         self.body: list[BlockOp] = []
         self.accumulators: list[Accumulator] = []
         self.known: dict[tuple[object, ...], str] = {}
         self.computed: set[str] = set()
-        self.local: set[str] = set()  # values of this stage only: they change along the loop, or read a running maximum
+        self.local: set[str] = (
+            set()
+        )  # values of this stage only: they change along the loop, or read a running maximum
         self.gone: set[str] = set()  # those of earlier stages
         self.count = 0
 
@@ -200,11 +281,24 @@ class _Kernel:
             self.operands.append(tensor)
         return self.operands.index(tensor)
 
-    def _load(self, name: str, sources: Sequence[DTensor], axes: tuple[str | None, ...], joined: str | None = None,
-              sizes: tuple[int, ...] = (), bounds: str | None = None, turn: Turn | None = None, padding: Padding | None = None) -> str:
+    def _load(
+        self,
+        name: str,
+        sources: Sequence[DTensor],
+        axes: tuple[str | None, ...],
+        joined: str | None = None,
+        sizes: tuple[int, ...] = (),
+        bounds: str | None = None,
+        turn: Turn | None = None,
+        padding: Padding | None = None,
+    ) -> str:
         while name in self.carried or name in self.order:
             name += "_"
-        self.inputs.append(BlockInput(name, tuple(map(self._source, sources)), axes, joined, sizes, bounds, turn, padding))
+        self.inputs.append(
+            BlockInput(
+                name, tuple(map(self._source, sources)), axes, joined, sizes, bounds, turn, padding
+            )
+        )
         self.carried[name] = self._sorted(self.inputs[-1].carried)
         if len(sources) == 1:
             self.read[name] = sources[0]
@@ -212,7 +306,9 @@ class _Kernel:
 
     def _here(self, axes: tuple[str | None, ...], tensor: DTensor) -> tuple[str | None, ...]:
         """The axes of a stored tensor as this kernel calls them."""
-        return tuple(self.combined.get((str(a), n), a) for a, n in zip(axes, tensor.dims, strict=True))
+        return tuple(
+            self.combined.get((str(a), n), a) for a, n in zip(axes, tensor.dims, strict=True)
+        )
 
     def _leaf(self, leaf: _core.FoundLeaf) -> None:
         spec = self.plan.spec
@@ -223,7 +319,11 @@ class _Kernel:
             if stored.shift is not None:
                 shift = next((n for n, t in self.read.items() if t is stored.shift), None)
                 if shift is None:
-                    shift = self._load(stored.shift.name, [stored.shift], self._here(stored.shift_axes, stored.shift))
+                    shift = self._load(
+                        stored.shift.name,
+                        [stored.shift],
+                        self._here(stored.shift_axes, stored.shift),
+                    )
                 x = replace(x, plus=(_Shift(shift, stored.origin, True),))
             if leaf.partial >= 0:
                 self.waiting[leaf.value] = (x, str(axes[0]), _NAMES[leaf.combine])
@@ -231,31 +331,49 @@ class _Kernel:
                 self.value[leaf.value] = x
             return
         term = spec.terms[leaf.node]
-        if term.op != "input":  # a constant, or a maximum that cancels out of every output: the core reads 0 for it, its term's value
+        if (
+            term.op != "input"
+        ):  # a constant, or a maximum that cancels out of every output: the core reads 0 for it, its term's value
             self.value[leaf.value] = _Scaled(term.value)
             return
         i = spec.inputs[term.source]
         several = len(i.sources) > 1
         base = "_".join(self.plan.program.inputs[s].name for s in i.sources)
         reads = sum(t.op == "input" and t.source == term.source for t in spec.terms)
-        name = base if reads == 1 else f"{base}_{term.index[0] or len(self.inputs)}_{len(self.inputs)}"
+        name = (
+            base if reads == 1 else f"{base}_{term.index[0] or len(self.inputs)}_{len(self.inputs)}"
+        )
         if i.bounds is not None:
             lo, hi = (self.plan.inputs[s] for s in i.sources)
             own = [None if d == i.bounds else a for d, a in enumerate(term.index)]
-            mask = self._load(name, [lo, hi], tuple(own[len(own) - len(lo.dims):]), bounds=term.index[i.bounds])
+            mask = self._load(
+                name, [lo, hi], tuple(own[len(own) - len(lo.dims) :]), bounds=term.index[i.bounds]
+            )
             self.masked[mask] = ("within", term.source, term.index)
             self.value[leaf.value] = _Scaled(1.0, masks=(mask,))
             return
         joined = term.index[i.joined] if several and i.joined is not None else None
         sources = [self.plan.inputs[s] for s in i.sources]
         turn = Turn(str(term.index[i.turn[0]]), *i.turn[1:]) if i.turn else None
-        padding = Padding(str(term.index[i.padding[0]]), i.dims[i.padding[0]], i.padding[1]) if i.padding else None
-        self.value[leaf.value] = _Scaled(self._load(name, sources, term.index, joined, i.sizes if several else (), None, turn, padding))
+        padding = (
+            Padding(str(term.index[i.padding[0]]), i.dims[i.padding[0]], i.padding[1])
+            if i.padding
+            else None
+        )
+        self.value[leaf.value] = _Scaled(
+            self._load(
+                name, sources, term.index, joined, i.sizes if several else (), None, turn, padding
+            )
+        )
 
     def _get(self, value: int) -> _Scaled:
         if value in self.waiting:
             x, axis, kind = self.waiting[value]
-            combined = self._sum(x, axis) if kind == "sum" else _Scaled(self._op("max", (self._plain(x),), over=axis))
+            combined = (
+                self._sum(x, axis)
+                if kind == "sum"
+                else _Scaled(self._op("max", (self._plain(x),), over=axis))
+            )
             if self.loop in self._axes_of(combined):
                 return combined  # of this tile of the loop
             self.value[value] = combined
@@ -264,7 +382,13 @@ class _Kernel:
 
     # -- ops --------------------------------------------------------------------------------------------------------------
 
-    def _op(self, fn: str, args: tuple[str | float, ...], attrs: tuple[tuple[str, float], ...] = (), over: str | None = None) -> str:
+    def _op(
+        self,
+        fn: str,
+        args: tuple[str | float, ...],
+        attrs: tuple[tuple[str, float], ...] = (),
+        over: str | None = None,
+    ) -> str:
         key = (fn, args, attrs, over)
         if key in self.known:
             return self.known[key]
@@ -311,7 +435,10 @@ class _Kernel:
         """A shift whose maximum is that of the scores inside the bounds."""
         if not masks:
             return shift
-        return _Shift(str(self._select(masks, shift.name, FLOOR)), (*shift.origin, *(self.masked[m] for m in masks)))
+        return _Shift(
+            str(self._select(masks, shift.name, FLOOR)),
+            (*shift.origin, *(self.masked[m] for m in masks)),
+        )
 
     def _unmasked(self, x: _Scaled) -> _Scaled:
         """The value without masks: its mantissa 0 outside, its shift finite there."""
@@ -320,7 +447,9 @@ class _Kernel:
         if x.minus or len(x.plus) > 1:
             shift = self._exponent(x)
             x = _Scaled(x.mantissa, (shift,), masks=x.masks)
-        return _Scaled(self._select(x.masks, x.mantissa), tuple(self._inside(s, x.masks) for s in x.plus))
+        return _Scaled(
+            self._select(x.masks, x.mantissa), tuple(self._inside(s, x.masks) for s in x.plus)
+        )
 
     def _exponent(self, x: _Scaled) -> _Shift:
         """The shift of a scaled value as one value."""
@@ -333,7 +462,10 @@ class _Kernel:
             name = self._op("add", (name, s.name))
         for s in x.minus:
             name = self._op("sub", (name, s.name))
-        return _Shift(name, (*(o for s in x.plus for o in s.origin), "-", *(o for s in x.minus for o in s.origin)))
+        return _Shift(
+            name,
+            (*(o for s in x.plus for o in s.origin), "-", *(o for s in x.minus for o in s.origin)),
+        )
 
     def _bounded(self, x: _Scaled) -> bool:
         """Whether e^shift is at most 1: the difference of an exponent and its maximum."""
@@ -347,9 +479,15 @@ class _Kernel:
         if down.name == up.name:
             return True
         origins = (up.origin, (*up.origin, *(self.masked[m] for m in masks)))
-        if down.is_max and down.origin in origins and set(self.carried[down.name]) <= set(self.carried[up.name]):
+        if (
+            down.is_max
+            and down.origin in origins
+            and set(self.carried[down.name]) <= set(self.carried[up.name])
+        ):
             return True
-        return any(self._covers(s, up, masks) for s in down.over) or (bool(up.over) and all(self._covers(down, s, masks) for s in up.over))
+        return any(self._covers(s, up, masks) for s in down.over) or (
+            bool(up.over) and all(self._covers(down, s, masks) for s in up.over)
+        )
 
     def _plain(self, x: _Scaled) -> str | float:
         """The value itself, where that keeps it in range."""
@@ -357,7 +495,9 @@ class _Kernel:
             return self._select(x.masks, x.mantissa)
         if not self._bounded(x):
             raise _Refused("an exponential that nothing cancels")
-        return self._times(self._select(x.masks, self._op("exp", (self._exponent(x).name,))), x.mantissa)
+        return self._times(
+            self._select(x.masks, self._op("exp", (self._exponent(x).name,))), x.mantissa
+        )
 
     def _split(self, x: _Scaled, axis: str) -> tuple[_Scaled, tuple[str, ...]]:
         """The value without the masks that carry an axis, and those."""
@@ -370,12 +510,16 @@ class _Kernel:
             x = _Scaled(self._plain(x))
         x, here = self._split(x, axis)
         if axis not in {a for s in (*x.plus, *x.minus) for a in self.carried[s.name]}:
-            return replace(x, mantissa=self._op("sum", (self._select(here, x.mantissa),), over=axis))
+            return replace(
+                x, mantissa=self._op("sum", (self._select(here, x.mantissa),), over=axis)
+            )
         shift = self._exponent(x)
         inside = self._inside(shift, here)
         top = _Shift(self._op("max", (inside.name,), over=axis), inside.origin, True)
         e = self._select(here, self._op("exp", (self._op("sub", (shift.name, top.name)),)))
-        return _Scaled(self._op("sum", (self._times(e, x.mantissa),), over=axis), (top,), masks=x.masks)
+        return _Scaled(
+            self._op("sum", (self._times(e, x.mantissa),), over=axis), (top,), masks=x.masks
+        )
 
     def _compute(self, f: _core.FoundOp) -> _Scaled:
         name, args = _NAMES[f.op], [self._get(a) for a in f.args]
@@ -397,9 +541,19 @@ class _Kernel:
                 if s in down:
                     up.remove(s)
                     down.remove(s)
-            mantissa = self._times(a.mantissa, b.mantissa) if name == "mul" else \
-                a.mantissa if b.mantissa == 1.0 else self._op(self.division, (a.mantissa, b.mantissa))
-            return _Scaled(mantissa, tuple(up), tuple(down), (*a.masks, *(m for m in b.masks if m not in a.masks)))
+            mantissa = (
+                self._times(a.mantissa, b.mantissa)
+                if name == "mul"
+                else a.mantissa
+                if b.mantissa == 1.0
+                else self._op(self.division, (a.mantissa, b.mantissa))
+            )
+            return _Scaled(
+                mantissa,
+                tuple(up),
+                tuple(down),
+                (*a.masks, *(m for m in b.masks if m not in a.masks)),
+            )
         if name in ("add", "sub") and not all(a.is_plain for a in args):
             a, b = args
             if (a.plus, a.minus, a.masks) == (b.plus, b.minus, b.masks):
@@ -419,10 +573,15 @@ class _Kernel:
     def _aligned(self, name: str, a: _Scaled, b: _Scaled) -> _Scaled:
         """The sum or difference of two values of different shifts, brought to the larger one."""
         a, b = self._unmasked(a), self._unmasked(b)
-        shifts = tuple(self._exponent(x) if x.plus or x.minus else _Shift("", ("zero",)) for x in (a, b))
+        shifts = tuple(
+            self._exponent(x) if x.plus or x.minus else _Shift("", ("zero",)) for x in (a, b)
+        )
         names = tuple(s.name or 0.0 for s in shifts)
         top = _Shift(self._op("max", names), ("max", *(s.origin for s in shifts)), over=shifts)
-        parts = [self._times(self._op("exp", (self._op("sub", (n, top.name)),)), x.mantissa) for n, x in zip(names, (a, b), strict=True)]
+        parts = [
+            self._times(self._op("exp", (self._op("sub", (n, top.name)),)), x.mantissa)
+            for n, x in zip(names, (a, b), strict=True)
+        ]
         return _Scaled(self._op(name, (parts[0], parts[1])), (top,))
 
     @property
@@ -443,7 +602,9 @@ class _Kernel:
         # reads the running maximum, so it holds in this stage only
         difference = self._op("sub", (shift.name, top.name))
         e = self._select(here, self._op("exp", (difference,)))
-        return _Scaled(self._accumulator("sum", self._times(e, x.mantissa), top.name), (top,), masks=x.masks)
+        return _Scaled(
+            self._accumulator("sum", self._times(e, x.mantissa), top.name), (top,), masks=x.masks
+        )
 
     def _accumulator(self, kind: str, arg: str | float, shift: str | None = None) -> str:
         key = ("accumulate", kind, arg, shift)
@@ -453,7 +614,9 @@ class _Kernel:
             raise _Refused("a sum of something that does not change along the loop")
         self._readable((arg,))
         out = self._fresh("acc")
-        left = set(self.carried[arg]) - {self.loop} | ({self.parts} if self.parts and self._is_split(str(self.loop)) else set())
+        left = set(self.carried[arg]) - {self.loop} | (
+            {self.parts} if self.parts and self._is_split(str(self.loop)) else set()
+        )
         self.carried[out] = self._sorted(a for a in left if a)
         self.accumulators.append(Accumulator(out, arg, kind, self.carried[out], shift))
         self.known[key] = out
@@ -467,15 +630,21 @@ class _Kernel:
         for leaf in self.found.leaves:
             self._leaf(leaf)
         stored_whole = {o.value for o in self.found.outputs if o.output >= 0}
-        finished: dict[int, _Scaled] = {}  # sums of partial results that change along the loop: stored in its first pass
+        finished: dict[
+            int, _Scaled
+        ] = {}  # sums of partial results that change along the loop: stored in its first pass
         for stage in self.found.stages:
             for f in stage.body:
                 x = self.value[f.out] = self._compute(f)
                 if f.out in stored_whole and not x.is_plain:
-                    self.value[f.out] = _Scaled(self._plain(x))  # here: what changes along the loop is stored in its stage
+                    self.value[f.out] = _Scaled(
+                        self._plain(x)
+                    )  # here: what changes along the loop is stored in its stage
             for f in stage.accumulators:
                 self.value[f.out] = self._accumulate(f)
-                self.plan.of_exp |= {f.out} if f.args[0] % self.plan.plan.nodes in self.plan.of_exp else set()
+                self.plan.of_exp |= (
+                    {f.out} if f.args[0] % self.plan.plan.nodes in self.plan.of_exp else set()
+                )
             if stage.loop >= 0:
                 for n in sorted(stored_whole & self.waiting.keys() - finished.keys()):
                     x = self._get(n)
@@ -483,11 +652,19 @@ class _Kernel:
                         finished[n] = _Scaled(self._plain(x))
             self._close(self.loop if stage.loop >= 0 else None)
         outputs: list[tuple[BlockOutput, int]] = []
-        stored: dict[int, tuple[int, int | None, tuple[object, ...]]] = {}  # value: its output, its shift's, what that bounds
+        stored: dict[
+            int, tuple[int, int | None, tuple[object, ...]]
+        ] = {}  # value: its output, its shift's, what that bounds
 
-        def output(name: str | float, axes: tuple[str | None, ...], dtype: str, program_output: int) -> int:
-            if name not in self.computed or sorted(self.carried[str(name)]) != sorted(a for a in axes if a):
-                raise _Refused("a kernel would store an input, a number, or a value that repeats along an axis")
+        def output(
+            name: str | float, axes: tuple[str | None, ...], dtype: str, program_output: int
+        ) -> int:
+            if name not in self.computed or sorted(self.carried[str(name)]) != sorted(
+                a for a in axes if a
+            ):
+                raise _Refused(
+                    "a kernel would store an input, a number, or a value that repeats along an axis"
+                )
             stored_as = (BlockOutput(str(name), axes or (None,), dtype), program_output)
             if stored_as not in outputs:
                 outputs.append(stored_as)
@@ -505,7 +682,9 @@ class _Kernel:
             carried = self.carried[x.mantissa] if isinstance(x.mantissa, str) else ()
             order, dtype = self.plan.storage(o.stored, [a for a in carried if a != self.parts])
             lead = (self.parts,) if self.parts in carried else ()
-            at = output(x.mantissa, (*lead, *order), dtype if x.is_plain and not lead else "float32", -1)
+            at = output(
+                x.mantissa, (*lead, *order), dtype if x.is_plain and not lead else "float32", -1
+            )
             shift: int | None = None
             origin: tuple[object, ...] = ()
             if not x.is_plain:
@@ -513,11 +692,16 @@ class _Kernel:
                 theirs = self.carried[s.name]
                 if any(a.role is Role.GRID and a.name not in theirs for a in self.axes):
                     raise _Impossible("blocks that share a shift would all store it")
-                tops = (*((self.parts,) if self.parts in theirs else ()), *(a for a in order if a in theirs))
+                tops = (
+                    *((self.parts,) if self.parts in theirs else ()),
+                    *(a for a in order if a in theirs),
+                )
                 shift, origin = output(s.name, tops, "float32", -1), s.origin
             stored[o.stored] = (at, shift, origin)
         self._close(None)
-        block = BlockGraph(self.axes, tuple(self.inputs), tuple(self.stages), tuple(o for o, _ in outputs))
+        block = BlockGraph(
+            self.axes, tuple(self.inputs), tuple(self.stages), tuple(o for o, _ in outputs)
+        )
         made = self.plan.kernels.customized(self.operands, block)
         for (_, p), t in zip(outputs, made, strict=True):
             if p >= 0:
@@ -526,7 +710,15 @@ class _Kernel:
             has = None if shift is None else made[shift]
             # later kernels read partial results as such, even where another kernel than this one has made them whole meanwhile
             self.plan.stored.setdefault(
-                value, _Stored(made[at], outputs[at][0].axes, has, () if shift is None else outputs[shift][0].axes, origin))
+                value,
+                _Stored(
+                    made[at],
+                    outputs[at][0].axes,
+                    has,
+                    () if shift is None else outputs[shift][0].axes,
+                    origin,
+                ),
+            )
 
     def _close(self, loop: str | None) -> None:
         """End a stage: what holds only in it is forgotten."""

@@ -1,4 +1,5 @@
 """The only door to the C++ core: a lowered program in, block graphs and a report out."""
+
 from __future__ import annotations
 
 import time
@@ -58,8 +59,12 @@ class Steps(Protocol):
     def save(self, key: str, step: Any) -> None: ...
 
 
-def search(graph: KernelGraph, options: SearchOptions | None = None, progress: SearchProgress | None = None,
-           steps: Steps | None = None) -> tuple[list[Found], SearchReport]:
+def search(
+    graph: KernelGraph,
+    options: SearchOptions | None = None,
+    progress: SearchProgress | None = None,
+    steps: Steps | None = None,
+) -> tuple[list[Found], SearchReport]:
     """Search for µGraphs equivalent to `graph`, best first. An empty list is an answer: the report says why.
 
     A step is one width searched to the end; those that `steps` has are not searched again.
@@ -71,9 +76,16 @@ def search(graph: KernelGraph, options: SearchOptions | None = None, progress: S
     spec = lower(graph)
     if isinstance(spec, NotLowerable):
         return [], SearchReport(Counters(), stop="not lowerable", reason=spec.reason)
-    for what, count, most in (("axes", len(spec.sizes), _core.max_axes), ("terms", len(spec.terms), _core.max_nodes)):
+    for what, count, most in (
+        ("axes", len(spec.sizes), _core.max_axes),
+        ("terms", len(spec.terms), _core.max_nodes),
+    ):
         if count > most:
-            return [], SearchReport(Counters(), stop="not lowerable", reason=f"{count} {what}; the search takes up to {most}")
+            return [], SearchReport(
+                Counters(),
+                stop="not lowerable",
+                reason=f"{count} {what}; the search takes up to {most}",
+            )
     names = list(spec.sizes)
     program, functions = _program(spec, names), list(_symbols(spec).values())
     start = time.perf_counter()
@@ -86,12 +98,29 @@ def search(graph: KernelGraph, options: SearchOptions | None = None, progress: S
             key = f"{own} width {width}" + (f" roles {forced}" if options.maps is not None else "")
             step = _read_step(steps.load(key), graph) if steps else None
             if step is None:
-                limits = _limits(replace(options, roles=forced), names, width, options.time_limit - (time.perf_counter() - start))
+                limits = _limits(
+                    replace(options, roles=forced),
+                    names,
+                    width,
+                    options.time_limit - (time.perf_counter() - start),
+                )
                 result = _core.search(program, limits, partial(_told, progress, total))
-                made = [(ugraph_of(c, spec, names, functions, graph), c.cost_us) for c in result.candidates]
-                some_in_range = any(m is not None and m[1] for m, _ in made)  # then what is not would only be refused by numbers
-                step = _Step(result.stop, _counters(result.stats, width if result.stop == "exhausted" else 0),
-                             tuple(Found(m[0], cost, width) for m, cost in made if m is not None and (m[1] or not some_in_range)))
+                made = [
+                    (ugraph_of(c, spec, names, functions, graph), c.cost_us)
+                    for c in result.candidates
+                ]
+                some_in_range = any(
+                    m is not None and m[1] for m, _ in made
+                )  # then what is not would only be refused by numbers
+                step = _Step(
+                    result.stop,
+                    _counters(result.stats, width if result.stop == "exhausted" else 0),
+                    tuple(
+                        Found(m[0], cost, width)
+                        for m, cost in made
+                        if m is not None and (m[1] or not some_in_range)
+                    ),
+                )
                 if steps and step.stop == "exhausted":
                     steps.save(key, _write_step(step))
             stop, total = step.stop, total + step.counters
@@ -110,7 +139,7 @@ def search(graph: KernelGraph, options: SearchOptions | None = None, progress: S
                 kept.setdefault(str(u), replace(f, ugraph=u))
         if not kept:
             raise options.maps.refusal(best[0].ugraph, stop)
-        best = list(kept.values())[:options.max_candidates]
+        best = list(kept.values())[: options.max_candidates]
     return best, SearchReport(total, stop, "" if best else _why_none(stop, options))
 
 
@@ -121,7 +150,14 @@ _WITH_MAPS = 256
 def _roles(options: SearchOptions, spec: Spec) -> list[tuple[tuple[str, Role], ...]]:
     """Forced roles to search with, in turn: those asked for, then those that a restriction on maps suggests."""
     more = options.maps.roles(spec) if options.maps is not None else []
-    return [options.roles, *((*options.roles, *r) for r in more if not {a for a, _ in r} & {a for a, _ in options.roles})]
+    return [
+        options.roles,
+        *(
+            (*options.roles, *r)
+            for r in more
+            if not {a for a, _ in r} & {a for a, _ in options.roles}
+        ),
+    ]
 
 
 @dataclass(frozen=True)
@@ -132,15 +168,35 @@ class _Step:
 
 
 def _write_step(step: _Step) -> dict[str, Any]:
-    return {"stop": step.stop, "counters": asdict(step.counters),
-            "found": [{"kernels": json_format.graph_to_dict(f.ugraph.kernels), "cost_us": f.cost_us, "width": f.width} for f in step.found]}
+    return {
+        "stop": step.stop,
+        "counters": asdict(step.counters),
+        "found": [
+            {
+                "kernels": json_format.graph_to_dict(f.ugraph.kernels),
+                "cost_us": f.cost_us,
+                "width": f.width,
+            }
+            for f in step.found
+        ],
+    }
 
 
 def _read_step(data: Any, graph: KernelGraph) -> _Step | None:
     if data is None:
         return None
-    return _Step(data["stop"], Counters(**data["counters"]), tuple(
-        Found(UGraph(graph, json_format.graph_from_dict(f["kernels"], "checkpoint")), f["cost_us"], f["width"]) for f in data["found"]))
+    return _Step(
+        data["stop"],
+        Counters(**data["counters"]),
+        tuple(
+            Found(
+                UGraph(graph, json_format.graph_from_dict(f["kernels"], "checkpoint")),
+                f["cost_us"],
+                f["width"],
+            )
+            for f in data["found"]
+        ),
+    )
 
 
 def _told(progress: SearchProgress | None, before: Counters, now: _core.Statistics) -> bool:
@@ -148,10 +204,19 @@ def _told(progress: SearchProgress | None, before: Counters, now: _core.Statisti
     return bool(progress(before + _counters(now, 0))) if progress else False
 
 
-def _limits(options: SearchOptions, names: Sequence[str], width: int, seconds: float) -> _core.Limits:
+def _limits(
+    options: SearchOptions, names: Sequence[str], width: int, seconds: float
+) -> _core.Limits:
     limits = _core.Limits()
     limits.seconds, limits.width = seconds, width
-    for name in ("max_kernels", "max_cuts", "max_variants", "max_candidates", "max_block_ops", "max_forms"):
+    for name in (
+        "max_kernels",
+        "max_cuts",
+        "max_variants",
+        "max_candidates",
+        "max_block_ops",
+        "max_forms",
+    ):
         setattr(limits, name, getattr(options, name))
     if options.maps is not None:
         limits.max_candidates = max(options.max_candidates, _WITH_MAPS)
@@ -164,23 +229,32 @@ def _why_none(stop: str, options: SearchOptions) -> str:
     if stop != "exhausted":
         return f"no kernel found before the search stopped ({stop})"
     if options.roles:
-        return "no kernels with axis roles " + ", ".join(f"{name} {role.value}" for name, role in options.roles)
+        return "no kernels with axis roles " + ", ".join(
+            f"{name} {role.value}" for name, role in options.roles
+        )
     most = "a kernel" if options.max_kernels == 1 else f"{options.max_kernels} kernels"
-    return (f"not computed by {most} or fewer: an output is an input, a number or the same along one of its dims, "
-            "or a block would need more than it can hold")
+    return (
+        f"not computed by {most} or fewer: an output is an input, a number or the same along one of its dims, "
+        "or a block would need more than it can hold"
+    )
 
 
 def _forced(roles: Iterable[tuple[str, Role]], names: Sequence[str]) -> list[int]:
     forced = [0, 0, 0]
     for name, role in roles:
         if name not in names:
-            raise errors.SearchError(f"axis {name!r} is not an axis of this program; it has {', '.join(names)}")
+            raise errors.SearchError(
+                f"axis {name!r} is not an axis of this program; it has {', '.join(names)}"
+            )
         forced[list(ROLES).index(role)] |= 1 << names.index(name)
     return forced if any(forced) else []
 
 
 def _counters(s: _core.Statistics, width: int) -> Counters:
-    return Counters(width=width, **{name: getattr(s, name) for name in Counters.__dataclass_fields__ if name != "width"})
+    return Counters(
+        width=width,
+        **{name: getattr(s, name) for name in Counters.__dataclass_fields__ if name != "width"},
+    )
 
 
 def _symbol(term: Term) -> tuple[object, ...]:
@@ -189,7 +263,11 @@ def _symbol(term: Term) -> tuple[object, ...]:
 
 def _symbols(spec: Spec) -> dict[tuple[object, ...], Term]:
     """What the core knows by number only: opaque functions with their attributes, and constants that are no small rational."""
-    return {_symbol(t): t for t in spec.terms if t.op == "opaque" or (t.op == "constant" and small_rational(t.value) is None)}
+    return {
+        _symbol(t): t
+        for t in spec.terms
+        if t.op == "opaque" or (t.op == "constant" and small_rational(t.value) is None)
+    }
 
 
 def _program(spec: Spec, names: Sequence[str]) -> _core.Program:
@@ -202,7 +280,10 @@ def _program(spec: Spec, names: Sequence[str]) -> _core.Program:
         n.op, n.args = OPS[term.op], list(term.args)
         if term.op == "input":
             i = spec.inputs[term.source]
-            n.symbol, n.index = term.source, [-1 if a is None else names.index(a) for a in term.index]
+            n.symbol, n.index = (
+                term.source,
+                [-1 if a is None else names.index(a) for a in term.index],
+            )
             n.bytes = i.itemsize
             for d in i.dims:
                 n.bytes *= d

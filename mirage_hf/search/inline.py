@@ -4,6 +4,7 @@ A block graph is over named axes already, so its ops are terms once its axes hav
 axis are sums, a running maximum is the maximum (a sum with a shift ends as if the shift had been final from the start). An axis
 dealt out in parts is expressible where the partial results are combined again: their sum is the sum over the whole axis.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -49,11 +50,17 @@ def places(op: KernelOp) -> Iterator[tuple[str, DTensor, int]]:
         for source in i.sources:
             t = op.inputs[source]
             assert isinstance(t, DTensor)
-            yield from ((a, t, d) for d, a in enumerate(i.axes) if a is not None and not (len(i.sources) > 1 and a == i.joined))
+            yield from (
+                (a, t, d)
+                for d, a in enumerate(i.axes)
+                if a is not None and not (len(i.sources) > 1 and a == i.joined)
+            )
     for o, t in zip(block.outputs, op.outputs, strict=True):
         yield from ((a, t, d) for d, a in enumerate(o.axes) if a is not None)
 
 
-def renamed(axes: tuple[str | None, ...], names: Mapping[str, str | None]) -> tuple[str | None, ...]:
+def renamed(
+    axes: tuple[str | None, ...], names: Mapping[str, str | None]
+) -> tuple[str | None, ...]:
     """The index of a tensor whose dims range over these axes of a block graph."""
     return tuple(None if a is None else names[a] for a in axes)

@@ -4,6 +4,7 @@ The search takes a concat of inputs as one input with several sources, and moves
 joined product, which are views, so this applies to products that a window returns and does not use itself. x·[V W] = [x·V x·W]
 is why the joined program equals the given one.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -24,7 +25,12 @@ class Joined:
         """The µGraph of `program` for one of `graph`: the same kernels, and a view for each slice."""
         kernels = KernelGraph()
         made = inline(kernels, ugraph.kernels, [kernels.input_like(t) for t in self.program.inputs])
-        kernels.mark_output(*(made[n] if at is None else kernels.slice(made[n], len(made[n].dims) - 1, *at) for n, at in self.outputs))
+        kernels.mark_output(
+            *(
+                made[n] if at is None else kernels.slice(made[n], len(made[n].dims) - 1, *at)
+                for n, at in self.outputs
+            )
+        )
         return UGraph(self.program, kernels)
 
 
@@ -40,7 +46,10 @@ def join(graph: KernelGraph) -> Joined | None:
         left, right = op.inputs
         assert isinstance(left, DTensor) and isinstance(right, DTensor)
         by = made.get(right.index)  # a weight: an input, or an input permuted
-        is_weight = by is None or (by.name == "permute" and not any(isinstance(x, DTensor) and x.index in made for x in by.inputs))
+        is_weight = by is None or (
+            by.name == "permute"
+            and not any(isinstance(x, DTensor) and x.index in made for x in by.inputs)
+        )
         if len(right.dims) == 2 and is_weight:
             groups.setdefault((left.index, by.name if by else ""), []).append(op)
     joins = [ops for ops in groups.values() if len(ops) > 1]

@@ -1,4 +1,5 @@
 """What a search did and why it stopped."""
+
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
@@ -37,11 +38,21 @@ class Counters:
 
     def __add__(self, other: Counters) -> Counters:
         """The counts of this search followed by another."""
-        total = {name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__}
-        total |= {name: max(getattr(self, name), getattr(other, name)) for name in ("forms", "width")}
+        total = {
+            name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__
+        }
+        total |= {
+            name: max(getattr(self, name), getattr(other, name)) for name in ("forms", "width")
+        }
         first = self.seconds + other.first_seconds if other.first_seconds >= 0 else -1.0
         best = min((us for us in (self.best_us, other.best_us) if us >= 0), default=-1.0)
-        return Counters(**total | {"first_seconds": self.first_seconds if self.first_seconds >= 0 else first, "best_us": best})
+        return Counters(
+            **total
+            | {
+                "first_seconds": self.first_seconds if self.first_seconds >= 0 else first,
+                "best_us": best,
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -77,13 +88,17 @@ class SearchReport:
         reason = f" ({self.reason})" if self.reason else ""
         first = f", first kernel after {c.first_seconds:.3f} s" if c.first_seconds >= 0 else ""
         values_cut = f"(outside every goal {c.outside_goal}, cancelling {c.cancelling})"
-        lines = [f"stopped: {self.stop}{width}{reason}",
-                 f"search: {c.seconds:.3f} s{first}",
-                 f"values: {c.values} kept of {c.examined} examined {values_cut}, {c.derivations} derivations",
-                 f"variants: {c.variants} from {c.expansions} states (dominated {c.dominated})",
-                 f"plans: {c.plans} (cut by cost {c.cost_pruned}) of {c.kernels} kernels evaluated (illegal {c.illegal})",
-                 f"candidates: {self.found} kept, {len(self.refused)} refused"]
+        lines = [
+            f"stopped: {self.stop}{width}{reason}",
+            f"search: {c.seconds:.3f} s{first}",
+            f"values: {c.values} kept of {c.examined} examined {values_cut}, {c.derivations} derivations",
+            f"variants: {c.variants} from {c.expansions} states (dominated {c.dominated})",
+            f"plans: {c.plans} (cut by cost {c.cost_pruned}) of {c.kernels} kernels evaluated (illegal {c.illegal})",
+            f"candidates: {self.found} kept, {len(self.refused)} refused",
+        ]
         if self.error_bound is not None:
-            lines.append(f"proof: chance of a wrong acceptance at most {self.error_bound:.1e}, {self.proof_seconds:.3f} s")
+            lines.append(
+                f"proof: chance of a wrong acceptance at most {self.error_bound:.1e}, {self.proof_seconds:.3f} s"
+            )
         lines += [f"refused candidate {r.candidate}: {r.reason}" for r in self.refused]
         return "\n".join([*lines, *self.notes])

@@ -4,6 +4,7 @@ Tensors become functions of axes: a dim of size 1 has none, permute renames, mat
 composites are expanded. Every dim of every tensor belongs to a class of dims that must range over the same axis; an index
 that would clash with one in use (X·Xᵀ) is a copy of its class.
 """
+
 from __future__ import annotations
 
 import math
@@ -18,7 +19,7 @@ from mirage_hf.graph.symbolic import Dim
 from mirage_hf.ops import table
 from mirage_hf.search import inline
 
-_SMALL = 10 ** 9
+_SMALL = 10**9
 """Constants whose numerator and denominator stay below this are exact rationals, others named constants. It is below the
 primes of the proofs, so that no such number is zero there and each has an inverse."""
 
@@ -30,12 +31,12 @@ class Term:
     op: str
     args: tuple[int, ...] = ()
     axes: tuple[str, ...] = ()
-    source: int = -1                      # input: which of `Spec.inputs`
-    index: tuple[str | None, ...] = ()    # input: the axis of each dim
-    value: float = 0.0                    # constant
-    fn: str = ""                          # opaque: op of the table
+    source: int = -1  # input: which of `Spec.inputs`
+    index: tuple[str | None, ...] = ()  # input: the axis of each dim
+    value: float = 0.0  # constant
+    fn: str = ""  # opaque: op of the table
     attrs: tuple[tuple[str, float], ...] = ()
-    axis: str = ""                        # sum, max
+    axis: str = ""  # sum, max
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class SpecInput:
     itemsize: int = 2
     bounds: int | None = None
     turn: tuple[int, str, int | None] | None = None  # a dim, how it is read, and how much of it
-    padding: tuple[int, float] | None = None  # a dim that is shorter than its axis, and what is behind it
+    padding: tuple[int, float] | None = (
+        None  # a dim that is shorter than its axis, and what is behind it
+    )
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,12 @@ class _Lowering:
         self.made: dict[int, KernelOp] = {t.index: op for op in g.ops for t in op.outputs}
         for op in g.ops:
             self._unify(op)
-        self.symbolic = {self._find((t.index, k)): d.name for t in g.inputs for k, d in enumerate(t.dims) if isinstance(d, Dim)}
+        self.symbolic = {
+            self._find((t.index, k)): d.name
+            for t in g.inputs
+            for k, d in enumerate(t.dims)
+            if isinstance(d, Dim)
+        }
         self._name_classes()
         outputs = []
         for t in g.outputs:
@@ -168,7 +176,11 @@ class _Lowering:
             for d in range(len(t.dims)):
                 index.append(self._axis(t, d, index) if t.dims[d] > 1 else None)
             outputs.append((self.lower(t, tuple(index)), tuple(index), table.dtype_name(t.dtype)))
-        ratios = any(op.name == "ratio" or (op.block is not None and any(b.fn == "ratio" for b in op.block.ops())) for op in g.ops)
+        ratios = any(
+            op.name == "ratio"
+            or (op.block is not None and any(b.fn == "ratio" for b in op.block.ops()))
+            for op in g.ops
+        )
         spec = Spec(dict(self.sizes), tuple(self.inputs), tuple(self.terms), tuple(outputs), ratios)
         return spec if all(t.op != "partial" for t in self.terms) else _without_partials(spec)
 
@@ -230,12 +242,19 @@ class _Lowering:
     def _reshape_pairs(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
         a, b = [i for i, d in enumerate(old) if d > 1], [i for i, d in enumerate(new) if d > 1]
         if [old[i] for i in a] != [new[i] for i in b]:
-            raise _Unsupported("reshape that splits or merges axes ends a kernel: the search does not fuse it yet")
+            raise _Unsupported(
+                "reshape that splits or merges axes ends a kernel: the search does not fuse it yet"
+            )
         return list(zip(a, b, strict=True))
 
     def _name_classes(self) -> None:
         """Names a reader knows: k for what a matmul sums, m and n for rows and columns of the outputs, b for batches."""
-        pools = {"sum": iter("krstuv"), "row": iter("mij"), "column": iter("nopq"), "batch": iter("bhgf")}
+        pools = {
+            "sum": iter("krstuv"),
+            "row": iter("mij"),
+            "column": iter("nopq"),
+            "batch": iter("bhgf"),
+        }
 
         def give(t: DTensor, d: int, pool: str) -> None:
             root = self._find((t.index, d))
@@ -278,7 +297,12 @@ class _Lowering:
 
     def _op(self, op: str, *args: int, **more: object) -> int:
         first = self.terms[args[0]] if args else None
-        if first is not None and first.op == "partial" and first.fn == op and more.get("axis") == first.index[0]:
+        if (
+            first is not None
+            and first.op == "partial"
+            and first.fn == op
+            and more.get("axis") == first.index[0]
+        ):
             return self._op(op, *first.args, axis=first.axis)  # partial results combined
         axes = {a for i in args for a in self.terms[i].axes} - {more.get("axis")}
         return self._term(Term(op, args, tuple(sorted(axes)), **more))  # type: ignore[arg-type]
@@ -287,13 +311,22 @@ class _Lowering:
         return self._term(Term("constant", value=float(value)))
 
     def _input(self, spec: SpecInput, given: Index) -> int:
-        turns = [(d, a.how, a.width) for d, a in enumerate(map(_inner, given)) if isinstance(a, Turn)]
+        turns = [
+            (d, a.how, a.width) for d, a in enumerate(map(_inner, given)) if isinstance(a, Turn)
+        ]
         if len(turns) > 1 or (turns and (spec.bounds is not None or spec.joined == turns[0][0])):
-            raise _Unsupported("an input that is turned along two dims, or along that of its sources, ends a kernel")
+            raise _Unsupported(
+                "an input that is turned along two dims, or along that of its sources, ends a kernel"
+            )
         padded = [(d, a.value) for d, a in enumerate(given) if isinstance(a, _Padded)]
         if len(padded) > 1 or (padded and (spec.bounds is not None or len(spec.sources) > 1)):
-            raise _Unsupported("an input that is padded along two dims, or lies in several tensors, ends a kernel")
-        spec, index = replace(spec, turn=turns[0] if turns else None, padding=padded[0] if padded else None), _named(given)
+            raise _Unsupported(
+                "an input that is padded along two dims, or lies in several tensors, ends a kernel"
+            )
+        spec, index = (
+            replace(spec, turn=turns[0] if turns else None, padding=padded[0] if padded else None),
+            _named(given),
+        )
         if spec not in self.inputs:
             self.inputs.append(spec)
         axes = tuple(sorted(a for a in index if a))
@@ -310,7 +343,9 @@ class _Lowering:
         if op is None:
             source = [x.index for x in self.graph.inputs].index(t.index)
             if t.dtype not in table.COMPUTE_DTYPES:
-                raise _Unsupported(f"{t.name} is {table.dtype_name(t.dtype)}: kernels compute with floating-point numbers only")
+                raise _Unsupported(
+                    f"{t.name} is {table.dtype_name(t.dtype)}: kernels compute with floating-point numbers only"
+                )
             return self._input(SpecInput((source,), t.dims, itemsize=t.dtype.itemsize), index)
         attrs = dict(op.attrs)
         if op.name == CUSTOMIZED:
@@ -327,7 +362,9 @@ class _Lowering:
             assert isinstance(y, DTensor)
             k = None if x.dims[-1] == 1 else self._axis(x, len(x.dims) - 1, index)
             left = self.lower(x, self._batch(x, index) + (index[-2] if x.dims[-2] > 1 else None, k))
-            right = self.lower(y, self._batch(y, index) + (k, index[-1] if y.dims[-1] > 1 else None))
+            right = self.lower(
+                y, self._batch(y, index) + (k, index[-1] if y.dims[-1] > 1 else None)
+            )
             product = self._op("mul", left, right)
             return product if k is None else self._op("sum", product, axis=k)
         if op.name == "reduction":
@@ -335,14 +372,20 @@ class _Lowering:
             if x.dims[d] == 1:
                 return self.lower(x, index)
             k = self._axis(x, d, index)
-            arg = self.lower(x, (*index[:d], k, *index[d + 1:]))
+            arg = self.lower(x, (*index[:d], k, *index[d + 1 :]))
             if attrs["kind"] == "max":
                 return self._op("max", arg, axis=k)
             if attrs["kind"] == "mean" and (root := self._find((x.index, d))) in self.symbolic:
-                raise _Unsupported(f"the mean over dim {self.symbolic[root]}, whose size is not fixed, divides by another number for "
-                                   "every size; give the dim a size, or sum and multiply by an input")
+                raise _Unsupported(
+                    f"the mean over dim {self.symbolic[root]}, whose size is not fixed, divides by another number for "
+                    "every size; give the dim a size, or sum and multiply by an input"
+                )
             total = self._op("sum", arg, axis=k)
-            return total if attrs["kind"] == "sum" else self._op("mul", total, self._constant(1.0 / x.dims[d]))
+            return (
+                total
+                if attrs["kind"] == "sum"
+                else self._op("mul", total, self._constant(1.0 / x.dims[d]))
+            )
         if op.name == "rope":
             return self._rope(op, index)
         if op.name == "permute":
@@ -366,22 +409,41 @@ class _Lowering:
             along = index[dim]
             if along is not None and not isinstance(along, str):
                 raise _Unsupported("bounds along the dim that rope turns end a kernel")
-            return self._op("mul", self.lower(x, index), self._bounds(lo, hi, own, along, dim - (rank - len(lo.dims))))
+            return self._op(
+                "mul",
+                self.lower(x, index),
+                self._bounds(lo, hi, own, along, dim - (rank - len(lo.dims))),
+            )
         raise _Unsupported(f"{op.name} ends a kernel: the search does not fuse it yet")
 
     def _rope(self, op: KernelOp, index: Index) -> int:
         """x · cos + swapped x · signed sin. Where they are narrower than x, the cosine goes on as 1 and the sine as 0."""
         x, cos, sin = (t for t in op.inputs if isinstance(t, DTensor))
         narrow = cos.dims[-1] < x.dims[-1]
-        swap, sign = (SWAP_PAIRS, SIGN_PAIRS) if dict(op.attrs)["interleaved"] else (SWAP_HALVES, SIGN_HALVES)
+        swap, sign = (
+            (SWAP_PAIRS, SIGN_PAIRS)
+            if dict(op.attrs)["interleaved"]
+            else (SWAP_HALVES, SIGN_HALVES)
+        )
         *outer, last = index
 
         def own(t: DTensor, along: str | Turn, behind: float) -> Index:
             place = _Padded(along, behind) if narrow else along
-            return tuple(a if d > 1 else None for a, d in zip((*outer, place)[len(index) - len(t.dims):], t.dims, strict=True))
-        swapped, signed = _turned(last, swap, cos.dims[-1] if narrow else None), _turned(last, sign, None)
-        straight = self._op("mul", self.lower(x, index), self.lower(cos, own(cos, signed.axis, 1.0)))
-        crossed = self._op("mul", self.lower(x, (*outer, swapped)), self.lower(sin, own(sin, signed, 0.0)))
+            return tuple(
+                a if d > 1 else None
+                for a, d in zip((*outer, place)[len(index) - len(t.dims) :], t.dims, strict=True)
+            )
+
+        swapped, signed = (
+            _turned(last, swap, cos.dims[-1] if narrow else None),
+            _turned(last, sign, None),
+        )
+        straight = self._op(
+            "mul", self.lower(x, index), self.lower(cos, own(cos, signed.axis, 1.0))
+        )
+        crossed = self._op(
+            "mul", self.lower(x, (*outer, swapped)), self.lower(sin, own(sin, signed, 0.0))
+        )
         return self._op("add", straight, crossed)
 
     def _bounds(self, lo: DTensor, hi: DTensor, index: Index, axis: str | None, dim: int) -> int:
@@ -389,13 +451,20 @@ class _Lowering:
         if axis is None:
             raise _Unsupported("bounds of a dim of size 1 end a kernel")
         if lo.index in self.made or hi.index in self.made:
-            raise _Unsupported("bounds that are computed end a kernel: the search fuses only those that are inputs")
+            raise _Unsupported(
+                "bounds that are computed end a kernel: the search fuses only those that are inputs"
+            )
         inputs = [t.index for t in self.graph.inputs]
         dims = lo.dims
         if dim < 0:
             dims, index, dim = (1, *dims), (None, *index), 0
-        spec = SpecInput((inputs.index(lo.index), inputs.index(hi.index)), dims, itemsize=lo.dtype.itemsize * 2, bounds=dim)
-        return self._input(spec, (*index[:dim], axis, *index[dim + 1:]))
+        spec = SpecInput(
+            (inputs.index(lo.index), inputs.index(hi.index)),
+            dims,
+            itemsize=lo.dtype.itemsize * 2,
+            bounds=dim,
+        )
+        return self._input(spec, (*index[:dim], axis, *index[dim + 1 :]))
 
     @staticmethod
     def _batch(t: DTensor, index: Index) -> Index:
@@ -412,8 +481,10 @@ class _Lowering:
             if not isinstance(x, DTensor):
                 args.append(self._constant(x))
                 continue
-            own = index[len(index) - len(x.dims):]
-            args.append(self.lower(x, tuple(a if d > 1 else None for a, d in zip(own, x.dims, strict=True))))
+            own = index[len(index) - len(x.dims) :]
+            args.append(
+                self.lower(x, tuple(a if d > 1 else None for a, d in zip(own, x.dims, strict=True)))
+            )
         return self._scalar(op.name, args, op.attrs)
 
     def _scalar(self, fn: str, args: Sequence[int], given: tuple[tuple[str, float], ...]) -> int:
@@ -421,7 +492,9 @@ class _Lowering:
         row, attrs = table.OPS[fn], dict(given)
         if fn == "cast":
             if table.as_dtype(attrs["dtype"]) not in table.COMPUTE_DTYPES:  # type: ignore[arg-type]
-                raise _Unsupported(f"cast to {attrs['dtype']} ends a kernel: it rounds to whole numbers")
+                raise _Unsupported(
+                    f"cast to {attrs['dtype']} ends a kernel: it rounds to whole numbers"
+                )
             return args[0]
         exponent = self.terms[args[1]] if fn == "pow" else None
         if exponent is not None and exponent.op == "constant" and exponent.value in (2.0, 3.0, 4.0):
@@ -433,7 +506,9 @@ class _Lowering:
             return self._op("opaque", *args, fn=fn, attrs=given)
         if fn == "ratio":
             return self._op("div", *args)
-        algebra: dict[str, Callable[..., int]] = {name: partial(self._op, name) for name in ("add", "sub", "mul", "div", "exp")}
+        algebra: dict[str, Callable[..., int]] = {
+            name: partial(self._op, name) for name in ("add", "sub", "mul", "div", "exp")
+        }
         algebra["neg"] = lambda a: self._op("mul", self._constant(-1.0), a)
         return row.program(**attrs).evaluate(algebra, args, self._constant)
 
@@ -442,17 +517,25 @@ class _Lowering:
         block, index = op.block, _named(given)
         assert block is not None
         if index != given:
-            raise _Unsupported("rope of what a kernel of the program stores: the search does not look into that")
+            raise _Unsupported(
+                "rope of what a kernel of the program stores: the search does not look into that"
+            )
         made = inline.definitions(block)
         out = block.outputs[op.outputs.index(t)]
-        names: dict[str, str | None] = {a: i for a, i in zip(out.axes, index, strict=True) if a is not None}
+        names: dict[str, str | None] = {
+            a: i for a, i in zip(out.axes, index, strict=True) if a is not None
+        }
         parts = {a.name: a.parts for a in block.axes if a.parts is not None}
         for axis, x, d in [*inline.places(op)]:
             if axis not in names:
-                names[axis] = None if block.axis(axis).size == 1 else self._axis(x, d, tuple(names.values()))
+                names[axis] = (
+                    None if block.axis(axis).size == 1 else self._axis(x, d, tuple(names.values()))
+                )
         for a in block.axes:
             if a.name not in names and a.name not in parts.values() and a.size > 1:
-                raise _Unsupported(f"axis {a.name} of a kernel is that of joined inputs alone: the search does not fuse it yet")
+                raise _Unsupported(
+                    f"axis {a.name} of a kernel is that of joined inputs alone: the search does not fuse it yet"
+                )
         known: dict[str, int] = {}
 
         def term(arg: str | float) -> int:
@@ -463,10 +546,17 @@ class _Lowering:
                 if isinstance(how, BlockInput):
                     known[arg] = self._loaded(op, how, inline.renamed(how.axes, names))
                 elif isinstance(how, inline.Reduction):
-                    known[arg] = self._reduced(how.kind, term(how.arg), names.get(how.axis), how.axis, names.get(parts.get(how.axis, "")))
+                    known[arg] = self._reduced(
+                        how.kind,
+                        term(how.arg),
+                        names.get(how.axis),
+                        how.axis,
+                        names.get(parts.get(how.axis, "")),
+                    )
                 else:
                     known[arg] = self._scalar(how.fn, [term(x) for x in how.args], how.attrs)
             return known[arg]
+
         return term(out.value)
 
     def _reduced(self, kind: str, arg: int, axis: str | None, name: str, part: str | None) -> int:
@@ -481,9 +571,13 @@ class _Lowering:
     def _loaded(self, op: KernelOp, i: BlockInput, index: tuple[str | None, ...]) -> int:
         tensors = [op.inputs[s] for s in i.sources]
         if i.bounds is not None:
-            raise _Unsupported("bounds that a kernel of the program reads: the search does not look into that")
+            raise _Unsupported(
+                "bounds that a kernel of the program reads: the search does not look into that"
+            )
         if i.turn is not None or i.padding is not None:
-            raise _Unsupported("an input that a kernel of the program turns or pads: the search does not look into that")
+            raise _Unsupported(
+                "an input that a kernel of the program turns or pads: the search does not look into that"
+            )
         if len(tensors) == 1:
             assert isinstance(tensors[0], DTensor)
             own = tuple(a if d > 1 else None for a, d in zip(index, tensors[0].dims, strict=True))
@@ -503,7 +597,9 @@ class _Lowering:
             order = tuple(range(len(x.dims)))
             while (made := self.made.get(x.index)) is not None:
                 if made.name != "permute":
-                    raise _Unsupported("concat of computed tensors ends a kernel: the search fuses only concats of inputs")
+                    raise _Unsupported(
+                        "concat of computed tensors ends a kernel: the search fuses only concats of inputs"
+                    )
                 inner = dict(made.attrs)["order"]
                 order = tuple(inner[o] for o in order)
                 inner_x = made.inputs[0]
@@ -521,8 +617,12 @@ class _Lowering:
             inner_index[o], dims[o] = index[j], whole[j]
         sizes = tuple(x.dims[d] for x in xs)
         if any(i not in by_index for i, _ in roots):
-            raise _Unsupported("concat of computed tensors ends a kernel: the search fuses only concats of inputs")
-        spec = SpecInput(tuple(by_index[i] for i, _ in roots), tuple(dims), order[d], sizes, xs[0].dtype.itemsize)
+            raise _Unsupported(
+                "concat of computed tensors ends a kernel: the search fuses only concats of inputs"
+            )
+        spec = SpecInput(
+            tuple(by_index[i] for i, _ in roots), tuple(dims), order[d], sizes, xs[0].dtype.itemsize
+        )
         if index[d] is None:
             raise _Unsupported("concat to a dim of size 1")
         return self._input(spec, tuple(inner_index))
@@ -536,16 +636,28 @@ def _without_partials(spec: Spec) -> Spec:
         n = waiting.pop()
         term = spec.terms[n]
         if term.op == "partial":
-            raise _Unsupported(f"a kernel of the program stores the {term.fn} over parts of axis {term.index[1]}, and they are not "
-                               f"combined by a {term.fn} over the parts alone: the search does not look into that")
+            raise _Unsupported(
+                f"a kernel of the program stores the {term.fn} over parts of axis {term.index[1]}, and they are not "
+                f"combined by a {term.fn} over the parts alone: the search does not look into that"
+            )
         if n not in used:
             used.add(n)
             waiting += term.args
     kept = {n: k for k, n in enumerate(sorted(used))}
-    terms = tuple(replace(spec.terms[n], args=tuple(kept[a] for a in spec.terms[n].args)) for n in kept)
-    named = {a for t in terms for a in (*t.axes, t.axis)} | {a for _, index, _ in spec.outputs for a in index}
+    terms = tuple(
+        replace(spec.terms[n], args=tuple(kept[a] for a in spec.terms[n].args)) for n in kept
+    )
+    named = {a for t in terms for a in (*t.axes, t.axis)} | {
+        a for _, index, _ in spec.outputs for a in index
+    }
     outputs = tuple((kept[t], index, dtype) for t, index, dtype in spec.outputs)
-    return Spec({a: n for a, n in spec.sizes.items() if a in named}, spec.inputs, terms, outputs, spec.ratios)
+    return Spec(
+        {a: n for a, n in spec.sizes.items() if a in named},
+        spec.inputs,
+        terms,
+        outputs,
+        spec.ratios,
+    )
 
 
 def small_rational(value: float) -> Fraction | None:

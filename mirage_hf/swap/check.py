@@ -1,4 +1,5 @@
 """The last check of a swapped module: against the module it replaces, with its own weights, in its own dtype."""
+
 from __future__ import annotations
 
 import math
@@ -13,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
-from mirage_hf.match.compose import one_norm
+from mirage_hf.layers.compose import one_norm
+from mirage_hf.layers.step import At
+from mirage_hf.layers.steps import LayerKernels, Steps
 from mirage_hf.match.matcher import Match
 from mirage_hf.match.probe import MASKED, Call, ProbeCache, calls, twin
-from mirage_hf.match.step import At
 from mirage_hf.patterns.attention import REFERENCE_SLOTS
 from mirage_hf.swap.guard import KEY, Binding
-from mirage_hf.swap.steps import LayerKernels, Steps
 
 FACTOR = 1.25
 """How far from the wide reference a swapped module may be, in units of stock's own distance (plus one ulp)."""
@@ -74,19 +75,33 @@ def check(match: Match, binding: Binding) -> Checked | Rejected:
                     return Rejected(f"its guard refuses it: {', '.join(binding.fallbacks)}")
                 seen = _compare(ours, stock, exact, binding.dtype, layer=match.kind == "layer")
                 if not seen.error <= seen.allowed:
-                    return Rejected(f"off by {seen.error:.2g} with {rows} rows, stock by {seen.stock_error:.2g}; "
-                                    f"{seen.allowed:.2g} is allowed")
+                    return Rejected(
+                        f"off by {seen.error:.2g} with {rows} rows, stock by {seen.stock_error:.2g}; "
+                        f"{seen.allowed:.2g} is allowed"
+                    )
                 outcome = max(outcome, seen, key=lambda c: c.error)
     except Exception as e:  # a module that cannot be checked is not kept, whatever its code or its wide twin raises
-        return Rejected(f"the check could not run ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})")
+        return Rejected(
+            f"the check could not run ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})"
+        )
     return outcome
 
 
-def _compare(ours: Tensor, stock: Tensor, exact: Tensor, dtype: torch.dtype, layer: bool = False) -> Checked:
+def _compare(
+    ours: Tensor, stock: Tensor, exact: Tensor, dtype: torch.dtype, layer: bool = False
+) -> Checked:
     error, stock_error = (float((y.to(exact.dtype) - exact).abs().max()) for y in (ours, stock))
     scale = float(exact.abs().max())
-    ulp = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(scale)) if 0 < scale < math.inf else 0.0
-    factor, ulps = (LAYER_FACTOR_FLOAT32, LAYER_ULPS_FLOAT32) if layer and dtype == torch.float32 else (FACTOR, 1.0)
+    ulp = (
+        torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(scale))
+        if 0 < scale < math.inf
+        else 0.0
+    )
+    factor, ulps = (
+        (LAYER_FACTOR_FLOAT32, LAYER_ULPS_FLOAT32)
+        if layer and dtype == torch.float32
+        else (FACTOR, 1.0)
+    )
     return Checked(error, stock_error, factor * stock_error + ulps * ulp)
 
 
@@ -111,22 +126,44 @@ class _Sampled:
             yield self.decode.part(at), self.cache.part(at)
 
 
-def _sampled(match: Match, stock: Callable[..., Any], reference: Any, rows: int, dtype: torch.dtype, wide: torch.dtype,
-             masked: bool) -> _Sampled:
+def _sampled(
+    match: Match,
+    stock: Callable[..., Any],
+    reference: Any,
+    rows: int,
+    dtype: torch.dtype,
+    wide: torch.dtype,
+    masked: bool,
+) -> _Sampled:
     layer: Any = match.module
     like, generator = one_norm(layer, match.layouts[0]).weight, torch.Generator().manual_seed(rows)
-    start, decode = calls(rows, like, match.rope, (5, 1), generator, dtype, masked=masked, samples=SAMPLES)
+    start, decode = calls(
+        rows, like, match.rope, (5, 1), generator, dtype, masked=masked, samples=SAMPLES
+    )
     cache, w = ProbeCache(), decode.to(wide)
     stock(start.x, **start.kwargs(layer, cache))
-    return _Sampled(rows, decode, cache, stock(decode.x, **decode.kwargs(layer, cache.to(dtype))),
-                    reference.forward(w.x, **w.kwargs(layer, cache.to(wide))))
+    return _Sampled(
+        rows,
+        decode,
+        cache,
+        stock(decode.x, **decode.kwargs(layer, cache.to(dtype))),
+        reference.forward(w.x, **w.kwargs(layer, cache.to(wide))),
+    )
 
 
-def _layer_outputs(match: Match, binding: Binding, reference: Any, rows: int, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _layer_outputs(
+    match: Match, binding: Binding, reference: Any, rows: int, wide: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     layer: Any = match.module
-    masked = getattr(layer._modules[match.layouts[0].attention].config, "_attn_implementation", "eager") in MASKED
+    masked = (
+        getattr(layer._modules[match.layouts[0].attention].config, "_attn_implementation", "eager")
+        in MASKED
+    )
     sampled = _sampled(match, _stock(match, binding), reference, rows, binding.dtype, wide, masked)
-    ours = [layer.forward(call.x, **call.kwargs(layer, cache.to(binding.dtype))) for call, cache in sampled.parts()]
+    ours = [
+        layer.forward(call.x, **call.kwargs(layer, cache.to(binding.dtype)))
+        for call, cache in sampled.parts()
+    ]
     return torch.cat(ours), sampled.stock, sampled.exact
 
 
@@ -135,26 +172,51 @@ def check_step(layer: LayerKernels, rows: int) -> Checked | Rejected:
     that its kernels were found for."""
     module = layer.match.module
     parts = dict(layer.step.parts["attention"].block.sizes)
-    dtype, wide = parts["dtype"], torch.float64 if parts["dtype"] == torch.float32 else torch.float32
+    dtype, wide = (
+        parts["dtype"],
+        torch.float64 if parts["dtype"] == torch.float32 else torch.float32,
+    )
     device = next(module.parameters()).device
-    stock = partial(module.__dict__[KEY].stock.forward if KEY in module.__dict__ else type(module).forward, module)
+    stock = partial(
+        module.__dict__[KEY].stock.forward if KEY in module.__dict__ else type(module).forward,
+        module,
+    )
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False), _mlp_aside(layer.match):
-            sampled = _sampled(layer.match, stock, twin(module, lambda _, p: p.to(wide)), rows, dtype, wide, masked=True)
+            sampled = _sampled(
+                layer.match,
+                stock,
+                twin(module, lambda _, p: p.to(wide)),
+                rows,
+                dtype,
+                wide,
+                masked=True,
+            )
             lo = torch.zeros(rows, dtype=torch.int32, device=device)
             lo[0] = 2  # as the probe's mask
             ours, kernels = [], {role: found.run for role, found in layer.found[rows].items()}
             for call, cache in sampled.parts():
                 assert cache.keys is not None and cache.values is not None
-                room = [F.pad(x, (0, 0, 0, REFERENCE_SLOTS - 5)).contiguous() for x in (cache.keys, cache.values)]
+                room = [
+                    F.pad(x, (0, 0, 0, REFERENCE_SLOTS - 5)).contiguous()
+                    for x in (cache.keys, cache.values)
+                ]
                 cos, sin = layer.step.tables(*(x.flatten(0, 1) for x in (call.cos, call.sin)))
-                at = At(cos, sin, room[0], room[1], lo, torch.full_like(lo, 5), torch.full_like(lo, 6))
+                at = At(
+                    cos, sin, room[0], room[1], lo, torch.full_like(lo, 5), torch.full_like(lo, 6)
+                )
                 ours.append(layer.step(kernels, call.x[:, 0].contiguous(), at))
-            seen = _compare(torch.cat(ours), sampled.stock[:, 0], sampled.exact[:, 0], dtype, layer=True)
+            seen = _compare(
+                torch.cat(ours), sampled.stock[:, 0], sampled.exact[:, 0], dtype, layer=True
+            )
     except Exception as e:  # as in check
-        return Rejected(f"the check could not run ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})")
+        return Rejected(
+            f"the check could not run ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})"
+        )
     if not seen.error <= seen.allowed:
-        return Rejected(f"off by {seen.error:.2g} with {rows} rows, stock by {seen.stock_error:.2g}; {seen.allowed:.2g} is allowed")
+        return Rejected(
+            f"off by {seen.error:.2g} with {rows} rows, stock by {seen.stock_error:.2g}; {seen.allowed:.2g} is allowed"
+        )
     return seen
 
 
@@ -165,17 +227,31 @@ def check_head(steps: Steps, causal: Any, rows: int) -> Checked | Rejected:
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             generator = torch.Generator().manual_seed(rows)
-            x = torch.randn(SAMPLES * rows, steps.embedding.shape[1], generator=generator).to(device, dtype)
-            ours = [torch.empty(rows, steps.vocab, dtype=dtype, device=device) for _ in range(SAMPLES)]
+            x = torch.randn(SAMPLES * rows, steps.embedding.shape[1], generator=generator).to(
+                device, dtype
+            )
+            ours = [
+                torch.empty(rows, steps.vocab, dtype=dtype, device=device) for _ in range(SAMPLES)
+            ]
             for sample, out in zip(x.split(rows), ours, strict=True):
                 steps.head(rows, sample.clone(), out)
-            exact = causal.own_head(x.to(wide), lambda module: _InSlices(module, wide) if type(module) is nn.Linear
-                                    else twin(module, lambda _, p: p.to(wide)))
+            exact = causal.own_head(
+                x.to(wide),
+                lambda module: (
+                    _InSlices(module, wide)
+                    if type(module) is nn.Linear
+                    else twin(module, lambda _, p: p.to(wide))
+                ),
+            )
             seen = _compare(torch.cat(ours), causal.own_head(x), exact, dtype)
     except Exception as e:  # as in check
-        return Rejected(f"the check could not run ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})")
+        return Rejected(
+            f"the check could not run ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})"
+        )
     if not seen.error <= seen.allowed:
-        return Rejected(f"off by {seen.error:.2g} with {rows} rows, stock by {seen.stock_error:.2g}; {seen.allowed:.2g} is allowed")
+        return Rejected(
+            f"off by {seen.error:.2g} with {rows} rows, stock by {seen.stock_error:.2g}; {seen.allowed:.2g} is allowed"
+        )
     return seen
 
 
@@ -187,12 +263,30 @@ class _InSlices(nn.Module):
         self.linear, self.wide = linear, wide
 
     def forward(self, x: Tensor) -> Tensor:
-        biases = [None] * -(-len(self.linear.weight) // SLICE) if self.linear.bias is None else self.linear.bias.to(self.wide).split(SLICE)
-        return torch.cat([F.linear(x, w.to(self.wide), b) for w, b in zip(self.linear.weight.split(SLICE), biases, strict=True)], -1)
+        biases = (
+            [None] * -(-len(self.linear.weight) // SLICE)
+            if self.linear.bias is None
+            else self.linear.bias.to(self.wide).split(SLICE)
+        )
+        return torch.cat(
+            [
+                F.linear(x, w.to(self.wide), b)
+                for w, b in zip(self.linear.weight.split(SLICE), biases, strict=True)
+            ],
+            -1,
+        )
 
 
-def _module_outputs(match: Match, binding: Binding, reference: Any, rows: int, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _module_outputs(
+    match: Match, binding: Binding, reference: Any, rows: int, wide: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     weight = next(match.module.parameters())
     module: Any = match.module
-    x = torch.randn(SAMPLES * rows, 1, binding.width, generator=torch.Generator().manual_seed(rows)).to(weight.device, binding.dtype)
-    return torch.cat([module.forward(sample.clone()) for sample in x.split(rows)]), _stock(match, binding)(x), reference.forward(x.to(wide))
+    x = torch.randn(
+        SAMPLES * rows, 1, binding.width, generator=torch.Generator().manual_seed(rows)
+    ).to(weight.device, binding.dtype)
+    return (
+        torch.cat([module.forward(sample.clone()) for sample in x.split(rows)]),
+        _stock(match, binding)(x),
+        reference.forward(x.to(wide)),
+    )

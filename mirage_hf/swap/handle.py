@@ -1,4 +1,5 @@
 """`model.mirage`: the report, the ledger, and the decode runner of an optimized model."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -33,7 +34,12 @@ class Handle:
         # copies first: other threads may be counting
         prefills = {f"prefill: {what}": n for what, n in dict(self.runner.prefills).items()}
         selections = {f"selection: {what}": n for what, n in dict(self.runner.selections).items()}
-        return replace(self._report, rows=rows, decode=dict(self.runner.counts) | prefills | selections, pool_bytes=self.runner.bytes)
+        return replace(
+            self._report,
+            rows=rows,
+            decode=dict(self.runner.counts) | prefills | selections,
+            pool_bytes=self.runner.bytes,
+        )
 
     def _counted(self, row: Row) -> Row:
         binding = self._bindings.get(row.module)
@@ -66,7 +72,9 @@ def detach(model: nn.Module) -> None:
         handle = module.__dict__.get(NAME)
         if isinstance(handle, Handle):
             handle._ledger.undo()
-        if handle is None or isinstance(handle, Handle):  # what a copy carries, or ours; anything else is the user's
+        if handle is None or isinstance(
+            handle, Handle
+        ):  # what a copy carries, or ours; anything else is the user's
             module.__dict__.pop(NAME, None)
     for module, stock in list(strays(model)):
         put_back(module, stock)

@@ -1,4 +1,5 @@
 """The class of a swapped module: a subclass of its stock class, guard in front, which copies and pickles as the stock one."""
+
 from __future__ import annotations
 
 import copyreg
@@ -16,6 +17,7 @@ _compiling = torch.compiler.is_compiling
 @cache
 def swapped_class(stock: Any) -> Any:
     """Return the subclass of `stock` that runs kernels where its guard allows. One per class, with the class's own names."""
+
     # stock.forward is looked up at each call: patches of the class made later hold here too
     @wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -35,8 +37,14 @@ def swapped_class(stock: Any) -> Any:
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
         return _as_stock(super(swapped, self).__reduce_ex__(protocol), swapped, stock)
 
-    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    swapped: Any = type(stock.__name__, (stock,), {**names, "forward": forward, "__reduce_ex__": __reduce_ex__})
+    names = {
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__doc__": stock.__doc__,
+    }
+    swapped: Any = type(
+        stock.__name__, (stock,), {**names, "forward": forward, "__reduce_ex__": __reduce_ex__}
+    )
     return swapped
 
 

@@ -1,4 +1,5 @@
 """One run of optimize(): from matches and kernels to swapped, checked modules and their report."""
+
 from __future__ import annotations
 
 import warnings
@@ -10,8 +11,9 @@ from typing import Any
 from torch import nn
 
 from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected
+from mirage_hf.layers.compose import Part, low_of
+from mirage_hf.layers.steps import Steps, steps_of
 from mirage_hf.match.causal import CausalMatch
-from mirage_hf.match.compose import Part, low_of
 from mirage_hf.match.matcher import Match, Matches
 from mirage_hf.patterns import IN_STEPS, decoder_layer
 from mirage_hf.swap.check import Checked, check, check_head, check_step
@@ -19,12 +21,13 @@ from mirage_hf.swap.guard import Binding
 from mirage_hf.swap.handle import Handle
 from mirage_hf.swap.kernels import Found
 from mirage_hf.swap.report import PLANNED, STOCK, SWAPPED, Report, Row
-from mirage_hf.swap.steps import Steps, steps_of
 from mirage_hf.swap.swap import Ledger
 
 _HEAD, _UNDONE = "head", "swapped back after the check"
 _OWN_STEPS = "steps of generate run the model's own forward, in a CUDA graph where there is one: "
-CPU_NOTE = "backend cpu runs each kernel's block graph with torch: right, but with no promise of speed"
+CPU_NOTE = (
+    "backend cpu runs each kernel's block graph with torch: right, but with no promise of speed"
+)
 
 
 class Optimization:
@@ -35,7 +38,9 @@ class Optimization:
         self.matches, self.refusals, self.causal = found.modules, found.refusals, found.causal
         self.ledger = Ledger()
         self.steps: Steps | None = None
-        self._refused = tuple(Row(r.name, r.pattern, STOCK, reason=r.reason) for r in found.refusals)
+        self._refused = tuple(
+            Row(r.name, r.pattern, STOCK, reason=r.reason) for r in found.refusals
+        )
 
     @property
     def wanted(self) -> list[tuple[Part, ...]]:
@@ -45,11 +50,15 @@ class Optimization:
 
     def _report(self, rows: Sequence[Row], notes: Sequence[str] = ()) -> Report:
         cpu = (CPU_NOTE,) if self.backend == "cpu" else ()
-        return Report(type(self.model).__name__, self.backend, (*rows, *self._refused), (*cpu, *notes))
+        return Report(
+            type(self.model).__name__, self.backend, (*rows, *self._refused), (*cpu, *notes)
+        )
 
     def plan(self) -> Report:
         """The report of a dry run."""
-        rows = [_row(m.name, p, r, PLANNED) for m in self.matches for p in m.parts for r in self.rows]
+        rows = [
+            _row(m.name, p, r, PLANNED) for m in self.matches for p in m.parts for r in self.rows
+        ]
         note = ""
         if isinstance(self.causal, CausalMatch):
             rows += [_row(_HEAD, self.causal.head, r, PLANNED) for r in self.rows]
@@ -59,7 +68,10 @@ class Optimization:
         if any(r.status == PLANNED for r in rows):
             return self._report(rows, (note,) if note else ())
         report = self._report(rows)
-        return replace(report, notes=(f"nothing in this {report.model} would be replaced ({_why_nothing(report)})",))
+        return replace(
+            report,
+            notes=(f"nothing in this {report.model} would be replaced ({_why_nothing(report)})",),
+        )
 
     def complain(self, on_unsupported: str) -> None:
         """Warn of refused blocks, or fail, as the user wishes. Errors: OptimizeError."""
@@ -84,7 +96,9 @@ class Optimization:
         text = f"optimize: nothing in this {type(self.model).__name__} was replaced, it runs as before ({_why_nothing(report)})"
         if on_unsupported == "error":
             families = ", ".join(row.families for row in decoder_layer.LAYOUTS)
-            raise OptimizeError(f"{text}; supported are layers of {families}, and PEFT LoRA linears on them")
+            raise OptimizeError(
+                f"{text}; supported are layers of {families}, and PEFT LoRA linears on them"
+            )
         warnings.warn(text, OptimizeWarning, stacklevel=3)
 
     def swap(self, found: Found, *, verify: bool) -> tuple[Handle | None, Report]:
@@ -95,26 +109,41 @@ class Optimization:
             kernels = _kernels(m, self.rows, found)
             if kernels:
                 bindings[m.name] = self.ledger.swap(m, kernels)
-            rows += [_resolved_row(m.name, p, r, found[p.block, r]) for p in m.parts for r in self.rows]
+            rows += [
+                _resolved_row(m.name, p, r, found[p.block, r]) for p in m.parts for r in self.rows
+            ]
         if verify:
             rows = self._verify(bindings, rows)
         note = ""
         if bindings:
-            rows += [_resolved_row(_HEAD, self.causal.head, r, found[self.causal.head.block, r]) for r in self.rows] \
-                if isinstance(self.causal, CausalMatch) else []
+            rows += (
+                [
+                    _resolved_row(_HEAD, self.causal.head, r, found[self.causal.head.block, r])
+                    for r in self.rows
+                ]
+                if isinstance(self.causal, CausalMatch)
+                else []
+            )
             steps = steps_of(self.causal, self.matches, self.rows, found)
             outcomes = self._check_steps(steps, rows) if verify and isinstance(steps, Steps) else {}
             if isinstance(outcomes, Rejected):
                 steps = outcomes
             elif isinstance(steps, Steps):
                 self.steps = steps
-                rows = [_checked_row(r, outcomes.get((r.module, r.rows))) if _only_in_steps(r) else r for r in rows]
+                rows = [
+                    _checked_row(r, outcomes.get((r.module, r.rows))) if _only_in_steps(r) else r
+                    for r in rows
+                ]
             if isinstance(steps, Rejected):
                 note = _OWN_STEPS + steps.reason
             ready = self.steps.rows if self.steps is not None else ()
             idle = note or "another part has no kernel for so many rows"
-            rows = [replace(r, status=STOCK, reason=r.reason or idle)
-                    if r.status == SWAPPED and r.rows not in ready and _only_in_steps(r) else r for r in rows]
+            rows = [
+                replace(r, status=STOCK, reason=r.reason or idle)
+                if r.status == SWAPPED and r.rows not in ready and _only_in_steps(r)
+                else r
+                for r in rows
+            ]
         report = self._report(rows, (note,) if note else ())
         return (Handle(report, self.ledger, bindings) if bindings else None), report
 
@@ -128,9 +157,14 @@ class Optimization:
                     del bindings[m.name]
         for binding in bindings.values():
             binding.forget()  # the checks' own calls, of enclosing layers too
-        return [row if _only_in_steps(row) else _checked_row(row, outcomes.get(row.module)) for row in rows]
+        return [
+            row if _only_in_steps(row) else _checked_row(row, outcomes.get(row.module))
+            for row in rows
+        ]
 
-    def _check_steps(self, steps: Steps, rows: Sequence[Row]) -> dict[tuple[str, int | None], Checked] | Rejected:
+    def _check_steps(
+        self, steps: Steps, rows: Sequence[Row]
+    ) -> dict[tuple[str, int | None], Checked] | Rejected:
         """Check each layer's step and the head once more; the outcomes by module and number of rows."""
         undone = next((r for r in rows if r.reason.startswith(_UNDONE)), None)
         if undone is not None:
@@ -151,7 +185,10 @@ class Optimization:
 
 def _why_nothing(report: Report) -> str:
     why = "; ".join(dict.fromkeys(f"{r.pattern}: {r.reason}" for r in report.rows if r.reason))
-    return why[:600] or "it has no module that looks like a decoder layer, a gated MLP or a LoRA linear"
+    return (
+        why[:600]
+        or "it has no module that looks like a decoder layer, a gated MLP or a LoRA linear"
+    )
 
 
 def _only_in_steps(row: Row) -> bool:
@@ -161,10 +198,27 @@ def _only_in_steps(row: Row) -> bool:
 
 def _kernels(m: Match, rows: Sequence[int], found: Found) -> dict[int, Mapping[str, Any]]:
     """The fused kernels of a match, by number of rows and role; where the library won, stock modules do that part."""
-    by_rows = {r: {p.role: found[p.block, r] for p in m.parts if p.pattern not in IN_STEPS and _fused(found[p.block, r])} for r in rows}
-    pairs = [(p.role, low_of(p.role)) for p in m.parts if p.adapters and low_of(p.role) in {x.role for x in m.parts}]
-    alone = {r: {role for pair in pairs for role in pair if not kernels.keys() >= {*pair}} for r, kernels in by_rows.items()}
-    by_rows = {r: {role: x for role, x in kernels.items() if role not in alone[r]} for r, kernels in by_rows.items()}
+    by_rows = {
+        r: {
+            p.role: found[p.block, r]
+            for p in m.parts
+            if p.pattern not in IN_STEPS and _fused(found[p.block, r])
+        }
+        for r in rows
+    }
+    pairs = [
+        (p.role, low_of(p.role))
+        for p in m.parts
+        if p.adapters and low_of(p.role) in {x.role for x in m.parts}
+    ]
+    alone = {
+        r: {role for pair in pairs for role in pair if not kernels.keys() >= {*pair}}
+        for r, kernels in by_rows.items()
+    }
+    by_rows = {
+        r: {role: x for role, x in kernels.items() if role not in alone[r]}
+        for r, kernels in by_rows.items()
+    }
     return {r: kernels for r, kernels in by_rows.items() if kernels}
 
 
@@ -173,20 +227,42 @@ def _fused(resolved: Any) -> bool:
 
 
 def _row(module: str, part: Part, rows: int, status: str) -> Row:
-    children = dict.fromkeys(path.partition(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2] for path, _ in part.weights)
-    return Row(module, part.pattern, status, part="" if part.role == "lora" else ", ".join(children), rows=rows)
+    children = dict.fromkeys(
+        path.partition(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2]
+        for path, _ in part.weights
+    )
+    return Row(
+        module,
+        part.pattern,
+        status,
+        part="" if part.role == "lora" else ", ".join(children),
+        rows=rows,
+    )
 
 
 def _resolved_row(module: str, part: Part, rows: int, resolved: Any) -> Row:
     row = _row(module, part, rows, STOCK)
     if isinstance(resolved, Rejected):
         return replace(row, reason=resolved.reason)
-    row = replace(row, source=resolved.source, time_us=resolved.time_us, library_us=resolved.library_us,
-                  error_bound=resolved.error_bound, digest=resolved.digest)
+    row = replace(
+        row,
+        source=resolved.source,
+        time_us=resolved.time_us,
+        library_us=resolved.library_us,
+        error_bound=resolved.error_bound,
+        digest=resolved.digest,
+    )
     if not resolved.is_fused:
-        return replace(row, kernel="library", reason=resolved.reason or "the library path is faster here")
+        return replace(
+            row, kernel="library", reason=resolved.reason or "the library path is faster here"
+        )
     count = resolved.ugraph.num_kernels
-    return replace(row, status=SWAPPED, reason=resolved.reason, kernel=f"{count} kernel{'s' if count > 1 else ''}")
+    return replace(
+        row,
+        status=SWAPPED,
+        reason=resolved.reason,
+        kernel=f"{count} kernel{'s' if count > 1 else ''}",
+    )
 
 
 def _checked_row(row: Row, outcome: Checked | Rejected | None) -> Row:

@@ -1,4 +1,5 @@
 """What optimize() did, a row per block and number of rows, and what happened since."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -57,9 +58,15 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain values for JSON."""
-        return {"model": self.model, "backend": self.backend, "rows": [asdict(r) for r in self.rows], "notes": list(self.notes),
-                "fallbacks": self.fallbacks, "decode": dict(self.decode) if self.decode is not None else None,
-                "pool_bytes": self.pool_bytes}
+        return {
+            "model": self.model,
+            "backend": self.backend,
+            "rows": [asdict(r) for r in self.rows],
+            "notes": list(self.notes),
+            "fallbacks": self.fallbacks,
+            "decode": dict(self.decode) if self.decode is not None else None,
+            "pool_bytes": self.pool_bytes,
+        }
 
     def __repr__(self) -> str:
         return str(self)
@@ -67,24 +74,56 @@ class Report:
     def __str__(self) -> str:
         lines = [f"mirage_hf: {self.model}, backend {self.backend}", *_table(_cells(self.rows))]
         if runs := {r.module: r.calls for r in self.rows if r.calls}:
-            lines.append(f"calls of swapped modules so far: {sum(runs.values())} (replays of a captured step are not seen here)")
-        lines += [f"stock forwards so far: {reason}: {n}" for reason, n in sorted(self.fallbacks.items())]
-        lines += [f"generate so far: {what}: {n}" for what, n in sorted((self.decode or {}).items())]
+            lines.append(
+                f"calls of swapped modules so far: {sum(runs.values())} (replays of a captured step are not seen here)"
+            )
+        lines += [
+            f"stock forwards so far: {reason}: {n}" for reason, n in sorted(self.fallbacks.items())
+        ]
+        lines += [
+            f"generate so far: {what}: {n}" for what, n in sorted((self.decode or {}).items())
+        ]
         if self.pool_bytes:
-            lines.append(f"generate's cache pool: {self.pool_bytes / 2 ** 20:.1f} MiB")
+            lines.append(f"generate's cache pool: {self.pool_bytes / 2**20:.1f} MiB")
         return "\n".join([*lines, *self.notes])
 
 
-COLUMNS = ("module", "pattern", "rows", "kernel", "status", "source", "µs (library)", "error (stock's)", "reason")
+COLUMNS = (
+    "module",
+    "pattern",
+    "rows",
+    "kernel",
+    "status",
+    "source",
+    "µs (library)",
+    "error (stock's)",
+    "reason",
+)
 
 
 def _cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     cells: list[tuple[str, ...]] = []
     for r in rows:
         pattern = f"{r.pattern} ({r.part})" if r.part else r.pattern
-        time = "" if r.time_us is None else f"{r.time_us:.1f}" + ("" if r.library_us is None else f" ({r.library_us:.1f})")
+        time = (
+            ""
+            if r.time_us is None
+            else f"{r.time_us:.1f}" + ("" if r.library_us is None else f" ({r.library_us:.1f})")
+        )
         error = "" if r.error is None else f"{r.error:.1e} ({r.stock_error:.1e})"
-        cells.append((r.module, pattern, "" if r.rows is None else str(r.rows), r.kernel, r.status, r.source, time, error, r.reason))
+        cells.append(
+            (
+                r.module,
+                pattern,
+                "" if r.rows is None else str(r.rows),
+                r.kernel,
+                r.status,
+                r.source,
+                time,
+                error,
+                r.reason,
+            )
+        )
     return cells
 
 
@@ -119,7 +158,7 @@ def _names(names: Sequence[str]) -> str:
     for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         run_list = [n for _, n in run]
         runs.append(str(run_list[0]) if len(run_list) == 1 else f"{run_list[0]}-{run_list[-1]}")
-    return ".".join([*split[0][:i], "{" + ",".join(runs) + "}", *split[0][i + 1:]])
+    return ".".join([*split[0][:i], "{" + ",".join(runs) + "}", *split[0][i + 1 :]])
 
 
 def with_counts(row: Row, calls: int, fallbacks: Mapping[str, int]) -> Row:

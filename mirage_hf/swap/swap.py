@@ -1,4 +1,5 @@
 """Swap modules in place and back: only a module's class and one entry of its dictionary change; children and weights stay."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -6,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from mirage_hf.kernels import Resolved
 from mirage_hf.match.matcher import Match
+from mirage_hf.pipeline.kernels import Resolved
 from mirage_hf.swap.guard import KEY, Binding
 from mirage_hf.swap.module import swapped_class
 

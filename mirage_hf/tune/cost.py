@@ -1,4 +1,5 @@
 """What a kernel should take on a GPU: bytes, instructions, launches and occupancy, as microseconds. Ranks; does not promise."""
+
 from __future__ import annotations
 
 import math
@@ -40,14 +41,56 @@ H200 = Device("NVIDIA H200", 90, 132, 4.47e12, 8e12, 132 * 128 * 1.7e9, 690e12)
 """Measured: bandwidth, tensor-core rate, launch time (one machine, November 2026). Lanes: 4 × 32 a cycle and SM."""
 
 H100 = Device("NVIDIA H100", 90, 132, 3.0e12, 7e12, 132 * 128 * 1.7e9, 690e12, l2_bytes=50 << 20)
-A100 = Device("NVIDIA A100", 80, 108, 1.75e12, 4e12, 108 * 64 * 1.4e9, 280e12, l2_bytes=40 << 20, shared_bytes=163 * 1024)
-B200 = Device("NVIDIA B200", 100, 148, 7.0e12, 10e12, 148 * 128 * 1.8e9, 1500e12, l2_bytes=126 << 20)
-L40S = Device("NVIDIA L40S", 89, 142, 0.75e12, 3.5e12, 142 * 128 * 2.2e9, 280e12, l2_bytes=96 << 20, shared_bytes=99 * 1024,
-              sm_bandwidth=20e9)
-RTX_4090 = Device("NVIDIA GeForce RTX 4090", 89, 128, 0.9e12, 3.5e12, 128 * 128 * 2.4e9, 130e12, l2_bytes=72 << 20,
-                  shared_bytes=99 * 1024, sm_bandwidth=20e9)
-RTX_5090 = Device("NVIDIA GeForce RTX 5090", 120, 170, 1.6e12, 5e12, 170 * 128 * 2.3e9, 180e12, l2_bytes=96 << 20,
-                  shared_bytes=99 * 1024, sm_bandwidth=25e9)
+A100 = Device(
+    "NVIDIA A100",
+    80,
+    108,
+    1.75e12,
+    4e12,
+    108 * 64 * 1.4e9,
+    280e12,
+    l2_bytes=40 << 20,
+    shared_bytes=163 * 1024,
+)
+B200 = Device(
+    "NVIDIA B200", 100, 148, 7.0e12, 10e12, 148 * 128 * 1.8e9, 1500e12, l2_bytes=126 << 20
+)
+L40S = Device(
+    "NVIDIA L40S",
+    89,
+    142,
+    0.75e12,
+    3.5e12,
+    142 * 128 * 2.2e9,
+    280e12,
+    l2_bytes=96 << 20,
+    shared_bytes=99 * 1024,
+    sm_bandwidth=20e9,
+)
+RTX_4090 = Device(
+    "NVIDIA GeForce RTX 4090",
+    89,
+    128,
+    0.9e12,
+    3.5e12,
+    128 * 128 * 2.4e9,
+    130e12,
+    l2_bytes=72 << 20,
+    shared_bytes=99 * 1024,
+    sm_bandwidth=20e9,
+)
+RTX_5090 = Device(
+    "NVIDIA GeForce RTX 5090",
+    120,
+    170,
+    1.6e12,
+    5e12,
+    170 * 128 * 2.3e9,
+    180e12,
+    l2_bytes=96 << 20,
+    shared_bytes=99 * 1024,
+    sm_bandwidth=25e9,
+)
 """Not measured: these four are data sheets, less 10 to 15% of their bandwidths; that of the L2 and of one SM is a guess. Shared
 memory is what one block may ask for (CUDA programming guide, compute capabilities 8.9, 10.0 and 12.0)."""
 
@@ -112,7 +155,10 @@ def _tile_bytes(plan: Plan, name: str) -> int:
 
 def _running(plan: Plan, stage: Stage) -> int:
     """Elements of a stage's accumulators inside its loop."""
-    return sum(plan.numel(plan.block.carried[a.arg if plan.is_lazy(stage, a) else a.out]) for a in stage.accumulators)
+    return sum(
+        plan.numel(plan.block.carried[a.arg if plan.is_lazy(stage, a) else a.out])
+        for a in stage.accumulators
+    )
 
 
 @dataclass(frozen=True)
@@ -155,59 +201,116 @@ def footprint(plan: Plan) -> Footprint:
     block, looped = plan.block, [s for s in plan.block.stages if s.loop]
     loads = tuple({i: _tile_bytes(plan, i) for i in _loads(plan, s)} for s in looped)
     walked = [i for i in block.inputs if plan.loop is None or plan.loop in i.axes]
-    streamed = sum(_tile_bytes(plan, i.name) for i in walked if plan.is_streamed(i)) or max((sum(x.values()) for x in loads), default=0)
+    streamed = sum(_tile_bytes(plan, i.name) for i in walked if plan.is_streamed(i)) or max(
+        (sum(x.values()) for x in loads), default=0
+    )
     work, flops, held = {True: 0, False: 0}, {True: 0.0, False: 0.0}, 0.0
     for stage in block.stages:
-        computed = sum(plan.numel(block.carried[str(op.args[0])] if op.over else op.axes) for op in stage.body
-                       if op.out not in plan.skipped and op.out not in plan.dots)
-        computed += sum(plan.numel(block.carried[a.arg]) for a in stage.accumulators if a.out not in plan.dots)
-        computed += sum(plan.numel(a.axes) for a in stage.accumulators if a.shift is not None and plan.walks)
-        work[stage.loop is not None] += computed + sum(plan.numel(block.carried[i]) for i in _loads(plan, stage) if i not in plan.native)
+        computed = sum(
+            plan.numel(block.carried[str(op.args[0])] if op.over else op.axes)
+            for op in stage.body
+            if op.out not in plan.skipped and op.out not in plan.dots
+        )
+        computed += sum(
+            plan.numel(block.carried[a.arg]) for a in stage.accumulators if a.out not in plan.dots
+        )
+        computed += sum(
+            plan.numel(a.axes) for a in stage.accumulators if a.shift is not None and plan.walks
+        )
+        work[stage.loop is not None] += computed + sum(
+            plan.numel(block.carried[i]) for i in _loads(plan, stage) if i not in plan.native
+        )
         held = max(held, _held(plan, stage))
     for out, dot in plan.dots.items():
-        flops[any(a.out == out for s in block.stages for a in s.accumulators)] += 2.0 * plan.numel(block.carried[dot.contraction.product])
+        flops[any(a.out == out for s in block.stages for a in s.accumulators)] += 2.0 * plan.numel(
+            block.carried[dot.contraction.product]
+        )
     factors = {x for d in plan.dots.values() for x in (d.left, d.right)}
     unstaged = factors - {i for each in loads for i in each}
     accumulating = sum(a.out in plan.dots for s in looped for a in s.accumulators)
-    exchanged = [op.axes for s in looped for op in s.body if op.over is not None and op.out not in plan.dots]
-    exchanged += [a.axes for s in looped for a in s.accumulators if a.out not in plan.dots and not plan.is_lazy(s, a)]
+    exchanged = [
+        op.axes for s in looped for op in s.body if op.over is not None and op.out not in plan.dots
+    ]
+    exchanged += [
+        a.axes
+        for s in looped
+        for a in s.accumulators
+        if a.out not in plan.dots and not plan.is_lazy(s, a)
+    ]
     return Footprint(
-        sum(tensor_bytes(plan.operands[n]) for n in {n for i in block.inputs for n in i.sources}) + sum(map(tensor_bytes, plan.outputs)),
-        loads, sum(_tile_bytes(plan, i.name) for i in block.inputs if not (plan.loop and plan.loop in i.axes)), streamed,
-        work[True], work[False], flops[True], flops[False], held,
-        sum(plan.numel(block.carried[x]) for x in factors), sum(plan.numel(block.carried[x]) for x in unstaged),
+        sum(tensor_bytes(plan.operands[n]) for n in {n for i in block.inputs for n in i.sources})
+        + sum(map(tensor_bytes, plan.outputs)),
+        loads,
+        sum(
+            _tile_bytes(plan, i.name)
+            for i in block.inputs
+            if not (plan.loop and plan.loop in i.axes)
+        ),
+        streamed,
+        work[True],
+        work[False],
+        flops[True],
+        flops[False],
+        held,
+        sum(plan.numel(block.carried[x]) for x in factors),
+        sum(plan.numel(block.carried[x]) for x in unstaged),
         max(map(plan.numel, exchanged), default=0),
-        bool(plan.dots) and plan.walks and any(a.shift is not None for s in block.stages for a in s.accumulators),
-        accumulating if plan.walks and all(op.over is None for s in looped for op in s.body) else 0, _element_work(plan), _contiguity(plan))
+        bool(plan.dots)
+        and plan.walks
+        and any(a.shift is not None for s in block.stages for a in s.accumulators),
+        accumulating if plan.walks and all(op.over is None for s in looped for op in s.body) else 0,
+        _element_work(plan),
+        _contiguity(plan),
+    )
 
 
 def _element_work(plan: Plan) -> float:
     by_hand = {c.out for c in plan.block.contractions.values()} - set(plan.dots)
     # of one row scores are sums of products of two axes, which a thread mostly has to itself
-    several = any(sum(plan.tile(a) > 1 for a in plan.block.carried[c.product]) > 2
-                  for c in plan.block.contractions.values() if c.out in by_hand)
+    several = any(
+        sum(plan.tile(a) > 1 for a in plan.block.carried[c.product]) > 2
+        for c in plan.block.contractions.values()
+        if c.out in by_hand
+    )
     looped = [s for s in plan.block.stages if s.loop]
     within = {op.out for s in looped or plan.block.stages for op in s.body}
     if not by_hand.isdisjoint(within) and looped and plan.walks and several:
         return REDUCED_EACH_STEP
-    return 1.0 if by_hand.isdisjoint(within | {a.out for s in looped for a in s.accumulators}) else MULTIPLY_ADD
+    return (
+        1.0
+        if by_hand.isdisjoint(within | {a.out for s in looped for a in s.accumulators})
+        else MULTIPLY_ADD
+    )
 
 
 def _held(plan: Plan, stage: Stage) -> float:
     """Registers for a stage's accumulators, what an iteration loads, and the largest value formed on the way."""
     walked = stage.loop if plan.walks else None
     summed = {a.arg for a in stage.accumulators if walked and plan.is_lazy(stage, a)}
-    formed = [plan.numel(op.axes) * (1.0 if op.over is None else 0.0) for op in stage.body
-              if op.out not in plan.skipped and op.out not in summed]
-    loaded = (_loads(plan, stage) if walked else list(plan.input))
-    copied = plan.native if plan.walks else ()  # into shared memory; where loops are held whole they go through registers
-    elements = sum(_tile_bytes(plan, i) / 4 for i in loaded if i not in copied) + max(formed, default=0.0)
+    formed = [
+        plan.numel(op.axes) * (1.0 if op.over is None else 0.0)
+        for op in stage.body
+        if op.out not in plan.skipped and op.out not in summed
+    ]
+    loaded = _loads(plan, stage) if walked else list(plan.input)
+    copied = (
+        plan.native if plan.walks else ()
+    )  # into shared memory; where loops are held whole they go through registers
+    elements = sum(_tile_bytes(plan, i) / 4 for i in loaded if i not in copied) + max(
+        formed, default=0.0
+    )
     return elements + (_running(plan, stage) if walked else 0)
 
 
 def _registers(plan: Plan, tiles: Footprint) -> int:
     """Registers a thread spends on tiles, or on the partial results of several blocks that are read at a time."""
-    partial = max((plan.gathered(a) * math.prod(plan.few(x) for x in plan.value_dims(a.out)) for a in plan.shared_sums), default=0)
+    partial = max(
+        (
+            plan.gathered(a) * math.prod(plan.few(x) for x in plan.value_dims(a.out))
+            for a in plan.shared_sums
+        ),
+        default=0,
+    )
     return math.ceil(max(tiles.held, partial) / (32 * plan.schedule.num_warps))
 
 
@@ -218,10 +321,19 @@ def _shared_bytes(plan: Plan, tiles: Footprint) -> int:
     stages, itemsize = plan.schedule.num_stages, plan.run_dtype.itemsize
     if plan.walks and stages > 1:
         exchanged = tiles.exchanged * plan.schedule.num_warps * 4
-        again = sum(_tile_bytes(plan, i) for i in plan.read_again)  # from registers into the layout of the product
+        again = sum(
+            _tile_bytes(plan, i) for i in plan.read_again
+        )  # from registers into the layout of the product
         late = any(plan.is_asynchronous(d) for d in plan.dots.values())
-        return per_iteration * (stages if late else stages - 1) + again + tiles.unstaged * itemsize + exchanged
-    return max(per_iteration, tiles.factors * itemsize)  # a product held whole is fed through shared memory
+        return (
+            per_iteration * (stages if late else stages - 1)
+            + again
+            + tiles.unstaged * itemsize
+            + exchanged
+        )
+    return max(
+        per_iteration, tiles.factors * itemsize
+    )  # a product held whole is fed through shared memory
 
 
 def estimate(plan: Plan, device: Device = H200, tiles: Footprint | None = None) -> Cost:
@@ -236,28 +348,57 @@ def estimate(plan: Plan, device: Device = H200, tiles: Footprint | None = None) 
 
     threads = 32 * schedule.num_warps
     regs, shared = _registers(plan, tiles), _shared_bytes(plan, tiles)
-    per_sm = max(1, min(32, 2048 // threads, device.registers // (threads * min(255, max(32, regs))),
-                        device.shared_bytes // (shared + 1024)))
+    per_sm = max(
+        1,
+        min(
+            32,
+            2048 // threads,
+            device.registers // (threads * min(255, max(32, regs))),
+            device.shared_bytes // (shared + 1024),
+        ),
+    )
     ahead = schedule.num_stages - 1.0 if plan.walks and schedule.num_stages > 1 else 1.0
     if plan.dots and plan.walks and schedule.num_stages > 1:
         ahead -= 0.5  # what tensor cores read is waited for before the next copy begins: measured 36 µs with three tiles ahead, 58 with one
     concurrent = min(plan.grid, device.sms * per_sm)
-    fill = min(1.0, concurrent * max(tiles.streamed, 256) * min(ahead, trips) / (device.sms * device.flight_bytes))
-    rate = min(device.bandwidth * max(fill, 0.02), device.sm_bandwidth * min(plan.grid, device.sms)) * tiles.contiguity
+    fill = min(
+        1.0,
+        concurrent
+        * max(tiles.streamed, 256)
+        * min(ahead, trips)
+        / (device.sms * device.flight_bytes),
+    )
+    rate = (
+        min(device.bandwidth * max(fill, 0.02), device.sm_bandwidth * min(plan.grid, device.sms))
+        * tiles.contiguity
+    )
     busy = min(1.0, plan.grid / device.sms)
     waves = plan.grid / (device.sms * per_sm)
     tail = 1.0 + 0.3 * (math.ceil(waves) / waves - 1.0) if waves > 1 else 1.0
     again_us = 0.0
-    body = max(tiles.moved / rate, l2 / device.l2_bandwidth, instructions / (device.lane_rate * busy), flops / (device.mma_rate * busy))
+    body = max(
+        tiles.moved / rate,
+        l2 / device.l2_bandwidth,
+        instructions / (device.lane_rate * busy),
+        flops / (device.mma_rate * busy),
+    )
     if tiles.rescales:
         body = max(body, 1e-6 * RESCALED_US * trips * math.ceil(waves))
     elif tiles.accumulating:
         step_us = STEP_US * tiles.accumulating + ELEMENT_US * tiles.step_work * _copies(plan)
         ahead_us = AHEAD_US if plan.read_again or plan.read_ahead else 0.0
         body = max(body, 1e-6 * trips * max(ahead_us, step_us * max(1.0, plan.grid / device.sms)))
-        again_us = device.latency_us * (math.ceil(waves) - 1) / per_sm  # blocks that follow others begin their loads anew
+        again_us = (
+            device.latency_us * (math.ceil(waves) - 1) / per_sm
+        )  # blocks that follow others begin their loads anew
     launch = 0.0 if plan.hastens else device.launch_us  # of the next one, which is then long there
-    us = launch + device.latency_us + again_us + tail * body * 1e6 * _detours(plan) + (device.meeting_us if plan.scratch else 0.0)
+    us = (
+        launch
+        + device.latency_us
+        + again_us
+        + tail * body * 1e6 * _detours(plan)
+        + (device.meeting_us if plan.scratch else 0.0)
+    )
     return Cost(us, tiles.moved, l2, instructions, flops, regs, shared, per_sm)
 
 
@@ -273,16 +414,28 @@ def _contiguity(plan: Plan) -> float:
     """How well the largest input's tile uses memory: 1 for runs of 1 KB or more, less for parts of a 128-byte line; a run shorter
     than a 32-byte sector moves the whole sector (measured: 230 µs where 18 were expected, one column of a (4096, 4096) matrix at a
     time)."""
-    big = max(plan.block.inputs, key=lambda i: sum(tensor_bytes(plan.operands[s]) for s in i.sources))
+    big = max(
+        plan.block.inputs, key=lambda i: sum(tensor_bytes(plan.operands[s]) for s in i.sources)
+    )
     strides = plan.operands[big.sources[0]].strides
-    run = max((plan.tile(a) for a, s in zip(big.axes, strides, strict=True) if a and s == 1), default=1) * plan.dtype(big).itemsize
-    return (max(0.25, min(1.0, run / 128)) if run >= 32 else run / 128) * (0.95 + 0.05 * min(1.0, run / 1024))
+    run = (
+        max(
+            (plan.tile(a) for a, s in zip(big.axes, strides, strict=True) if a and s == 1),
+            default=1,
+        )
+        * plan.dtype(big).itemsize
+    )
+    return (max(0.25, min(1.0, run / 128)) if run >= 32 else run / 128) * (
+        0.95 + 0.05 * min(1.0, run / 1024)
+    )
 
 
 def _detours(plan: Plan) -> float:
     """Small preferences among estimates that bandwidth makes equal."""
     schedule = plan.schedule
-    through_shared = 1.02 if schedule.num_stages > 1 and not plan.dots else 1.0  # multiply-adds gain nothing from staging
+    through_shared = (
+        1.02 if schedule.num_stages > 1 and not plan.dots else 1.0
+    )  # multiply-adds gain nothing from staging
     reduced_each_step = 1.01 if plan.walks and not schedule.lazy and not plan.dots else 1.0
     return through_shared * reduced_each_step * (1.02 if plan.dots else 1.0)
 
@@ -294,6 +447,10 @@ def library_us(op: KernelOp, device: Device = H200) -> float:
         return 0.0
     if op.name == APPEND:
         tensors = [parts_of(op)[1]] * 2  # the rest of the cache stays where it is
-    flops = 2.0 * math.prod(op.outputs[0].dims) * tensors[0].dims[-1] if op.name == "matmul" else 0.0
-    seconds = max(sum(map(tensor_bytes, tensors)) / (0.85 * device.bandwidth), flops / device.mma_rate)
+    flops = (
+        2.0 * math.prod(op.outputs[0].dims) * tensors[0].dims[-1] if op.name == "matmul" else 0.0
+    )
+    seconds = max(
+        sum(map(tensor_bytes, tensors)) / (0.85 * device.bandwidth), flops / device.mma_rate
+    )
     return device.launch_us + device.latency_us + 1e6 * seconds

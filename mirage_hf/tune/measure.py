@@ -1,4 +1,5 @@
 """Times on a GPU: many calls in one CUDA graph, cold caches, median and spread."""
+
 from __future__ import annotations
 
 import math
@@ -46,7 +47,9 @@ class Timing:
         return (self.high - self.low) / self.us
 
 
-def random_inputs(graph: KernelGraph, device: torch.device | str, seed: int = 0) -> list[torch.Tensor]:
+def random_inputs(
+    graph: KernelGraph, device: torch.device | str, seed: int = 0
+) -> list[torch.Tensor]:
     """One set of inputs: normal numbers in the dtype and strides of each input, bounds that keep all, appends at the end, zeros
     for other integers."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -65,7 +68,7 @@ def random_inputs(graph: KernelGraph, device: torch.device | str, seed: int = 0)
 def cold_inputs(graph: KernelGraph, device: torch.device | str) -> list[list[torch.Tensor]]:
     """As many sets of inputs as exceed twice the L2 (at most MAX_SETS)."""
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
-    return [inputs for inputs, in _sets([random_inputs(graph, device)], COLD_FACTOR * l2)]
+    return [inputs for (inputs,) in _sets([random_inputs(graph, device)], COLD_FACTOR * l2)]
 
 
 def _sets(first: list[list[torch.Tensor]], least: float) -> list[list[list[torch.Tensor]]]:
@@ -132,7 +135,13 @@ def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs], calls: int = 0
 def timing(samples: Sequence[float], calls: int) -> Timing:
     ordered = sorted(samples)
     last = len(ordered) - 1
-    return Timing(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], calls, len(ordered))
+    return Timing(
+        statistics.median(ordered),
+        ordered[round(0.1 * last)],
+        ordered[round(0.9 * last)],
+        calls,
+        len(ordered),
+    )
 
 
 HOT_BYTES = 1 << 20
@@ -146,7 +155,11 @@ class Chain:
     """
 
     def __init__(self, program: KernelGraph, sets: Sequence[list[torch.Tensor]]):
-        hot = [n for n, t in enumerate(program.inputs) if not t.constant and sets[0][n].nbytes <= HOT_BYTES]
+        hot = [
+            n
+            for n, t in enumerate(program.inputs)
+            if not t.constant and sets[0][n].nbytes <= HOT_BYTES
+        ]
         self._at = next((n for n in hot if program.inputs[n].dtype.is_floating_point), None)
         self._sets = [[sets[0][n] if n in hot else x for n, x in enumerate(s)] for s in sets]
         self._links: dict[torch.dtype, tuple[Any, float]] = {}
@@ -162,9 +175,16 @@ class Chain:
         if y.dtype not in self._links:
             link = _link(len(x), x.dtype, y.dtype)
             one = y.as_strided((1,), (1,))
-            self._links[y.dtype] = link, time_run(lambda inputs: link([x, one], [x]), self._sets, replays).us
+            self._links[y.dtype] = (
+                link,
+                time_run(lambda inputs: link([x, one], [x]), self._sets, replays).us,
+            )
         link, us = self._links[y.dtype]
-        whole = time_run(lambda inputs: link([x, run(inputs)[0].as_strided((1,), (1,))], [x]), self._sets, replays)
+        whole = time_run(
+            lambda inputs: link([x, run(inputs)[0].as_strided((1,), (1,))], [x]),
+            self._sets,
+            replays,
+        )
         median, low, high = (max(0.01, t - us) for t in (whole.us, whole.low, whole.high))
         return Timing(median, low, high, whole.calls, whole.replays)
 
@@ -180,9 +200,20 @@ class Layer:
     """
 
     def __init__(self, programs: Sequence[KernelGraph], device: torch.device | str):
-        self._at = [next((n for n, t in enumerate(p.inputs) if not t.constant and t.dtype.is_floating_point), None) for p in programs]
+        self._at = [
+            next(
+                (n for n, t in enumerate(p.inputs) if not t.constant and t.dtype.is_floating_point),
+                None,
+            )
+            for p in programs
+        ]
         first = [random_inputs(p, device) for p in programs]
-        hot = {(n, k) for n, p in enumerate(programs) for k, t in enumerate(p.inputs) if not t.constant and first[n][k].nbytes <= HOT_BYTES}
+        hot = {
+            (n, k)
+            for n, p in enumerate(programs)
+            for k, t in enumerate(p.inputs)
+            if not t.constant and first[n][k].nbytes <= HOT_BYTES
+        }
         for n, inputs in enumerate(first):
             for k, x in enumerate(inputs):
                 if (n, k) not in hot and x.is_floating_point():
@@ -194,9 +225,14 @@ class Layer:
 
     def time(self, runs: Sequence[Run], replays: int = 15, worth: float = math.inf) -> Timing:
         """Microseconds of all programs together; `worth` as in `time_run`."""
+
         def layer(inputs: Sequence[list[torch.Tensor]]) -> None:
             for run, x, n in zip(runs, inputs, self._at, strict=True):
-                at = x if n is None or not flowed else [*x[:n], _flowed(flowed[-1], x[n]), *x[n + 1:]]
+                at = (
+                    x
+                    if n is None or not flowed
+                    else [*x[:n], _flowed(flowed[-1], x[n]), *x[n + 1 :]]
+                )
                 flowed.append(run(at)[0])
 
         flowed: list[torch.Tensor] = []  # all of them: the graph does not keep alive what it reads
@@ -218,15 +254,24 @@ def _flowed(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def _link(size: int, x: torch.dtype, y: torch.dtype) -> Any:
     """x + 0 · y, written over x: like every kernel of ours it may begin early and waits for what it reads."""
     g = KernelGraph()
-    block = BlockGraph((Axis("n", size, Role.GRID),), (BlockInput("x", (0,), ("n",)), BlockInput("y", (1,), (None,))),
-                       (Stage(None, (BlockOp("v", "mul", ("y", 0.0), ()), BlockOp("z", "add", ("x", "v"), ("n",)))),),
-                       (BlockOutput("z", ("n",), table.dtype_name(x)),))
+    block = BlockGraph(
+        (Axis("n", size, Role.GRID),),
+        (BlockInput("x", (0,), ("n",)), BlockInput("y", (1,), (None,))),
+        (
+            Stage(
+                None, (BlockOp("v", "mul", ("y", 0.0), ()), BlockOp("z", "add", ("x", "v"), ("n",)))
+            ),
+        ),
+        (BlockOutput("z", ("n",), table.dtype_name(x)),),
+    )
     g.mark_output(*g.customized([g.new_input((size,), x), g.new_input((1,), y)], block))
     program = triton.generate(UGraph(g, g), [Schedule((("n", 1024),))], "link")
     return compiler.load(program.source, program.digest).run
 
 
-def time_run(run: Callable[[Inputs], Any], sets: Sequence[Inputs], replays: int = 15, worth: float = math.inf) -> Timing:
+def time_run(
+    run: Callable[[Inputs], Any], sets: Sequence[Inputs], replays: int = 15, worth: float = math.inf
+) -> Timing:
     """Time `run` over cold `sets` inside a CUDA graph; GLANCE replays are enough where it takes `worth` µs or more."""
     captured = capture(run, sets)
     return timing(captured.times(replays, worth), captured.calls)

@@ -1,4 +1,5 @@
 """A user's restrictions on schedules: numbers of blocks, threads and loop trips, in Mirage's terms."""
+
 from __future__ import annotations
 
 import itertools
@@ -31,20 +32,29 @@ class Restriction:
     franges: tuple[int, ...] = ()
 
     @staticmethod
-    def of(griddims: Iterable[Sequence[int]] | None, blockdims: Iterable[Sequence[int]] | None,
-           franges: Iterable[int] | None) -> Restriction:
+    def of(
+        griddims: Iterable[Sequence[int]] | None,
+        blockdims: Iterable[Sequence[int]] | None,
+        franges: Iterable[int] | None,
+    ) -> Restriction:
         """Errors: SearchError for values that are not positive integers, or more than three dims."""
         for name, given in (("griddims", griddims), ("blockdims", blockdims), ("franges", franges)):
             if given is not None and (isinstance(given, str) or not isinstance(given, Iterable)):
-                raise errors.SearchError(f"{name}: {given!r} is not a list; leave it None to allow any")
+                raise errors.SearchError(
+                    f"{name}: {given!r} is not a list; leave it None to allow any"
+                )
         allowed = [None if g is None else tuple(g) for g in (griddims, blockdims, franges)]
         if () in allowed:
-            raise errors.SearchError("griddims, blockdims and franges: an empty list allows nothing; leave it None to allow any")
+            raise errors.SearchError(
+                "griddims, blockdims and franges: an empty list allows nothing; leave it None to allow any"
+            )
         grids = tuple(_dims("griddims", d) for d in allowed[0] or ())
         threads = tuple(math.prod(_dims("blockdims", d)) for d in allowed[1] or ())
         for t in threads:
             if t % 32 or t & (t - 1) or t > 1024:
-                raise errors.SearchError(f"blockdims: {t} threads; a block has a power of two from 32 to 1024 of them")
+                raise errors.SearchError(
+                    f"blockdims: {t} threads; a block has a power of two from 32 to 1024 of them"
+                )
         trips = _dims("franges", allowed[2], 64) if allowed[2] else ()
         return Restriction(tuple(tuple(n for n in g if n > 1) for g in grids), threads, trips)
 
@@ -61,7 +71,10 @@ class Restriction:
                     except errors.CodegenError:
                         continue
                     cost = estimate(planned, device)
-                    if cost.registers <= space.REGISTER_BUDGET and cost.shared <= device.shared_bytes:
+                    if (
+                        cost.registers <= space.REGISTER_BUDGET
+                        and cost.shared <= device.shared_bytes
+                    ):
                         found[s] = cost.us
         return sorted(found, key=lambda s: (found[s], str(s)))
 
@@ -84,8 +97,12 @@ class Restriction:
         if ugraphs and not kept:
             limits = {"griddims": self.griddims, "threads": self.threads, "franges": self.franges}
             wanted = ", ".join(f"{name}={list(value)}" for name, value in limits.items() if value)
-            axes = ", ".join(f"{a.name} {a.role.value} {a.size}" for a in ugraphs[0].block_ops[0].block.axes)  # type: ignore[union-attr]
-            raise errors.SearchError(f"no kernel keeps to {wanted}: tiles are powers of two and the axes are {axes}; allow other numbers")
+            axes = ", ".join(
+                f"{a.name} {a.role.value} {a.size}" for a in ugraphs[0].block_ops[0].block.axes
+            )  # type: ignore[union-attr]
+            raise errors.SearchError(
+                f"no kernel keeps to {wanted}: tiles are powers of two and the axes are {axes}; allow other numbers"
+            )
         return tuple(kept)
 
     def _tiles(self, block: BlockGraph, base: dict[str, int]) -> Iterator[dict[str, int]]:
@@ -98,7 +115,12 @@ class Restriction:
             fits = True
             for axis, count in zip(grid, counts, strict=True) if counts is not None else ():
                 tile = -(-axis.size // count)
-                fits = fits and tile & (tile - 1) == 0 and -(-axis.size // tile) == count and (tile == 1 or block.splits(axis.name) is None)
+                fits = (
+                    fits
+                    and tile & (tile - 1) == 0
+                    and -(-axis.size // tile) == count
+                    and (tile == 1 or block.splits(axis.name) is None)
+                )
                 tiles[axis.name] = tile
             if not fits:
                 continue
@@ -126,6 +148,8 @@ class Restriction:
 
 def _dims(name: str, dims: Any, most: int = 3) -> tuple[int, ...]:
     dims = tuple(dims) if isinstance(dims, Iterable) else (dims,)
-    if not 1 <= len(dims) <= most or any(isinstance(d, bool) or not isinstance(d, int) or d < 1 for d in dims):
+    if not 1 <= len(dims) <= most or any(
+        isinstance(d, bool) or not isinstance(d, int) or d < 1 for d in dims
+    ):
         raise errors.SearchError(f"{name}: {dims!r} is not one to {most} positive integers")
     return dims

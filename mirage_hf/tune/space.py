@@ -1,4 +1,5 @@
 """The schedules worth trying for a block graph on a device: few, ranked by the cost model."""
+
 from __future__ import annotations
 
 import itertools
@@ -59,7 +60,9 @@ def default_schedule(op: KernelOp, device: Device = H200) -> Schedule:
     return schedules(op, device, 1)[0]
 
 
-def permitted(kinds: Iterable[tuple[UGraph, Collection[bool]]]) -> Callable[[KernelOp, Device], list[Schedule]]:
+def permitted(
+    kinds: Iterable[tuple[UGraph, Collection[bool]]],
+) -> Callable[[KernelOp, Device], list[Schedule]]:
     """The schedules of the µGraphs' `customized` ops whose rounding holds, best estimate first, as a function of op and device.
 
     kinds: each µGraph with the kinds of product whose rounding was found to hold in it (`Schedule.mma`). An op may have a kind that any
@@ -90,7 +93,9 @@ def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
     return _order(costs) if costs else (_last_resort(op, device, reason),)
 
 
-def _costs(op: KernelOp, device: Device) -> tuple[dict[Schedule, float], errors.CodegenError | None]:
+def _costs(
+    op: KernelOp, device: Device
+) -> tuple[dict[Schedule, float], errors.CodegenError | None]:
     """Estimated µs of every schedule that fits the device, and why one that has no plan has none."""
     assert op.block is not None
     costs: dict[Schedule, float] = {}
@@ -107,7 +112,9 @@ def _costs(op: KernelOp, device: Device) -> tuple[dict[Schedule, float], errors.
                 continue
             for schedule in _shared(alone, device):
                 # what is asked for early has no part in the estimate
-                cost = estimate(alone.alike(schedule) if schedule.split > 1 else alone, device, tiles)
+                cost = estimate(
+                    alone.alike(schedule) if schedule.split > 1 else alone, device, tiles
+                )
                 if cost.registers <= REGISTER_BUDGET and cost.shared <= device.shared_bytes:
                     costs[schedule] = cost.us
         except errors.CodegenError as e:
@@ -123,8 +130,10 @@ def _last_resort(op: KernelOp, device: Device, reason: errors.CodegenError | Non
     except errors.CodegenError as e:
         raise reason or e from None
     if needed > HOPELESS_REGISTERS:
-        raise errors.CodegenError(f"the tiles of {' '.join(f'{a}:{t}' for a, t in fallback.tiles)} need {needed} registers a thread, "
-                                  f"and no schedule needs fewer; more than {HOPELESS_REGISTERS} are not compiled")
+        raise errors.CodegenError(
+            f"the tiles of {' '.join(f'{a}:{t}' for a, t in fallback.tiles)} need {needed} registers a thread, "
+            f"and no schedule needs fewer; more than {HOPELESS_REGISTERS} are not compiled"
+        )
     return fallback
 
 
@@ -150,15 +159,33 @@ def _order(costs: Mapping[Schedule, float]) -> tuple[Schedule, ...]:
 
 def _shared(p: Plan, device: Device) -> Iterator[Schedule]:
     """A plan's schedule, and those in which several blocks share its loop, with what lies ready asked for early."""
-    read = [i for i in p.block.inputs if p.loop and p.loop in i.axes and p.lies_ready(i) and (p.walks or not p.constant(i))]
+    read = [
+        i
+        for i in p.block.inputs
+        if p.loop and p.loop in i.axes and p.lies_ready(i) and (p.walks or not p.constant(i))
+    ]
     step = sum(p.numel(p.block.carried[i.name]) * p.dtype(i).itemsize for i in read)
     loops = sum(s.loop is not None for s in p.block.stages)
-    ragged = any(p.trimmed(s) for s in p.block.stages)  # its loop is cut anew for each length, and is all there is to cut
+    ragged = any(
+        p.trimmed(s) for s in p.block.stages
+    )  # its loop is cut anew for each length, and is all there is to cut
     for split in (1, 2, 4, 8, 16, 32) if ragged else (1, 2, 4, 8):
-        if split > 1 and (loops != 1 or not p.walks or p.trips(str(p.loop)) % split or p.tiles * split > MOST_BLOCKS_PER_SM * device.sms):
+        if split > 1 and (
+            loops != 1
+            or not p.walks
+            or p.trips(str(p.loop)) % split
+            or p.tiles * split > MOST_BLOCKS_PER_SM * device.sms
+        ):
             break
         steps = PRELOAD_BYTES // (step * math.ceil(p.tiles * split / device.sms)) if step else 0
-        preload = min(1 << max(0, steps.bit_length() - 1), next_power_of_two(p.trips(str(p.loop)) // split)) if step else 0
+        preload = (
+            min(
+                1 << max(0, steps.bit_length() - 1),
+                next_power_of_two(p.trips(str(p.loop)) // split),
+            )
+            if step
+            else 0
+        )
         yield replace(p.schedule, split=split, preload=preload)
 
 
@@ -171,8 +198,11 @@ def _busy(p: Plan) -> bool:
 def smallest(op: KernelOp) -> Schedule:
     """The schedule of last resort, with multiply-adds: one element of each grid axis, short loops."""
     assert op.block is not None
-    tiles = {a.name: 1 if a.role is Role.GRID else whole if a.role is Role.TILE else min(32, whole)
-             for a in op.block.axes for whole in (next_power_of_two(op.block.part(a.name)),)}
+    tiles = {
+        a.name: 1 if a.role is Role.GRID else whole if a.role is Role.TILE else min(32, whole)
+        for a in op.block.axes
+        for whole in (next_power_of_two(op.block.part(a.name)),)
+    }
     return Schedule(tuple(tiles.items()), lazy=False)
 
 
@@ -190,9 +220,13 @@ def recut(schedule: Schedule, old: KernelOp, op: KernelOp, device: Device = H200
         cut = _lengthened(fitted(schedule, op.block), op, plan(old, schedule), device)
         planned = plan(op, cut)
         needed = estimate(planned, device)
-        if needed.registers > HOPELESS_REGISTERS or (planned.dots and needed.shared > device.shared_bytes):
-            raise errors.CodegenError(f"a kernel for these sizes would need {needed.registers} registers a thread and {needed.shared} "
-                                      "bytes of shared memory")
+        if needed.registers > HOPELESS_REGISTERS or (
+            planned.dots and needed.shared > device.shared_bytes
+        ):
+            raise errors.CodegenError(
+                f"a kernel for these sizes would need {needed.registers} registers a thread and {needed.shared} "
+                "bytes of shared memory"
+            )
         return cut
     except errors.CodegenError:
         alike = [s for s in schedules(op, device) if s.mma == schedule.mma]
@@ -212,7 +246,9 @@ def _lengthened(schedule: Schedule, op: KernelOp, before: Plan, device: Device) 
     while estimate(plan(op, schedule), device).shared > device.shared_bytes:
         stages, tile = schedule.num_stages, schedule.tile(loop)
         if tile > 2 * MMA_MIN and stages <= PIPELINED:
-            schedule = replace(schedule, tiles=tuple((dict(schedule.tiles) | {loop: tile // 2}).items()))
+            schedule = replace(
+                schedule, tiles=tuple((dict(schedule.tiles) | {loop: tile // 2}).items())
+            )
         elif stages > 1:
             schedule = replace(schedule, num_stages=stages - 1)
         else:
@@ -249,7 +285,10 @@ def fitted(schedule: Schedule, block: BlockGraph) -> Schedule:
 def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:
     operands = tuple(t for t in op.inputs if isinstance(t, DTensor))
     big = max(block.inputs, key=lambda i: sum(math.prod(operands[s].dims) for s in i.sources))
-    products = [(set(block.carried[c.a]) - {c.over}, set(block.carried[c.b]) - {c.over}) for c in block.contractions.values()]
+    products = [
+        (set(block.carried[c.a]) - {c.over}, set(block.carried[c.b]) - {c.over})
+        for c in block.contractions.values()
+    ]
     for mma in (False, True) if products else (False,):
         choices = [(_tiles(block, a, big.axes, products, mma)) for a in block.axes]
         if any(not c for c in choices):
@@ -257,28 +296,49 @@ def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:
         names = [a.name for a in block.axes]
         for tiles in itertools.product(*choices):
             named = tuple(zip(names, tiles, strict=True))
-            walks = any(t < block.part(a.name) for a, t in zip(block.axes, tiles, strict=True) if a.role is Role.LOOP)
+            walks = any(
+                t < block.part(a.name)
+                for a, t in zip(block.axes, tiles, strict=True)
+                if a.role is Role.LOOP
+            )
             if mma:
-                if not all(_fits_side(block, side, big.axes, dict(named)) for x, y in products for side in (x - y, y - x)):
+                if not all(
+                    _fits_side(block, side, big.axes, dict(named))
+                    for x, y in products
+                    for side in (x - y, y - x)
+                ):
                     continue
                 for warps, stages in itertools.product((4, 8), (2, 3, 4, 6) if walks else (1,)):
                     yield Schedule(named, mma=True, num_warps=warps, num_stages=stages)
                 if max(tiles) >= 64:
                     for warps, stages in ((4, 3), (4, 4), (8, 3)) if walks else ((4, 1), (8, 1)):
-                        yield Schedule(named, mma=True, weights_first=False, num_warps=warps, num_stages=stages)
+                        yield Schedule(
+                            named, mma=True, weights_first=False, num_warps=warps, num_stages=stages
+                        )
             else:
-                for warps, stages, lazy in itertools.product((1, 2, 4, 8), (1, 3) if walks else (1,), (True, False) if walks else (True,)):
+                for warps, stages, lazy in itertools.product(
+                    (1, 2, 4, 8), (1, 3) if walks else (1,), (True, False) if walks else (True,)
+                ):
                     yield Schedule(named, lazy=lazy, num_warps=warps, num_stages=stages)
 
 
-def _tiles(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: list[tuple[set[str], set[str]]],
-           mma: bool) -> tuple[int, ...]:
+def _tiles(
+    block: BlockGraph,
+    a: Axis,
+    big: tuple[str | None, ...],
+    products: list[tuple[set[str], set[str]]],
+    mma: bool,
+) -> tuple[int, ...]:
     """The tiles to try for one axis; empty when this kind of kernel does not suit it."""
     whole = next_power_of_two(block.part(a.name))
     multiplied = any(a.name in x ^ y for x, y in products)
     summed = any(c.over == a.name for c in block.contractions.values())
     if a.role is Role.TILE:
-        return (max(whole, MMA_MIN if summed else _least(block, a, big, products)),) if mma and a.size > 1 else (whole,)
+        return (
+            (max(whole, MMA_MIN if summed else _least(block, a, big, products)),)
+            if mma and a.size > 1
+            else (whole,)
+        )
     if a.role is Role.LOOP:
         tiles = (32, 64, 128, 256) if mma else (32, 64, 128, 256, 512, 1024, 2048, 4096)
         return tuple(t for t in tiles if t <= whole) or (max(whole, MMA_MIN) if mma else whole,)
@@ -286,12 +346,21 @@ def _tiles(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: li
         return (1,)
     if products and not multiplied:  # a batch: every product has it on both sides, or on none
         return (1,)
-    if mma and any(set(_side(block, side)) - {a} for x, y in products for side in (x - y, y - x) if a.name in side):
+    if mma and any(
+        set(_side(block, side)) - {a}
+        for x, y in products
+        for side in (x - y, y - x)
+        if a.name in side
+    ):
         least = _least(block, a, big, products)
         return tuple(t for t in (1, 2, 4, 8, 16, 32, 64, 128) if least <= t <= max(whole, least))
     if a.name not in big:  # rows: each tile of the largest input is read for all of them at once
         if mma:
-            return tuple(t for t in (8, 16, 32, 64, 128) if (t >= MMA_MIN or whole < MMA_MIN) and t <= max(whole, MMA_MIN))
+            return tuple(
+                t
+                for t in (8, 16, 32, 64, 128)
+                if (t >= MMA_MIN or whole < MMA_MIN) and t <= max(whole, MMA_MIN)
+            )
         return (whole,) if whole <= FMA_ROWS else ()
     if mma:
         return tuple(t for t in (16, 32, 64, 128) if t <= max(whole, MMA_MIN))
@@ -304,15 +373,30 @@ LONGEST_SIDE = 128
 
 def _side(block: BlockGraph, side: set[str]) -> list[Axis]:
     """The axes of a side of a product that have tiles of their own."""
-    return [x for x in block.axes if x.name in side and x.size > 1 and x.role is not Role.LOOP and block.splits(x.name) is None]
+    return [
+        x
+        for x in block.axes
+        if x.name in side
+        and x.size > 1
+        and x.role is not Role.LOOP
+        and block.splits(x.name) is None
+    ]
 
 
-def _least(block: BlockGraph, a: Axis, big: tuple[str | None, ...], products: list[tuple[set[str], set[str]]]) -> int:
+def _least(
+    block: BlockGraph,
+    a: Axis,
+    big: tuple[str | None, ...],
+    products: list[tuple[set[str], set[str]]],
+) -> int:
     """The least tile of an axis with which all sides of products that it is part of can be long enough for tensor cores: where all of a
     side is too short, one axis is padded for all of them, the last that is held whole, else the last."""
     least = 1
     for side in (side for x, y in products for side in (x - y, y - x) if a.name in side):
-        axes = sorted({x.name: x for x in (*_side(block, side), a)}.values(), key=lambda x: (x.role is Role.TILE, block.axes.index(x)))
+        axes = sorted(
+            {x.name: x for x in (*_side(block, side), a)}.values(),
+            key=lambda x: (x.role is Role.TILE, block.axes.index(x)),
+        )
         if axes[-1] is a:
             rest = math.prod(next_power_of_two(x.size) for x in axes[:-1])
             enough = _shortest(block, side, big)
@@ -326,8 +410,12 @@ def _shortest(block: BlockGraph, side: set[str], big: tuple[str | None, ...]) ->
     return MMA_COLUMNS if short and not side & set(big) else MMA_MIN
 
 
-def _fits_side(block: BlockGraph, side: set[str], big: tuple[str | None, ...], tiles: dict[str, int]) -> bool:
+def _fits_side(
+    block: BlockGraph, side: set[str], big: tuple[str | None, ...], tiles: dict[str, int]
+) -> bool:
     """Whether the tiles of a side of several axes make it long enough for tensor cores, and no longer than they need it."""
     axes = _side(block, side)
     held = math.prod(tiles[x.name] for x in axes if x.role is Role.TILE)
-    return len(axes) < 2 or _shortest(block, side, big) <= math.prod(tiles[x.name] for x in axes) <= max(LONGEST_SIDE, held)
+    return len(axes) < 2 or _shortest(block, side, big) <= math.prod(
+        tiles[x.name] for x in axes
+    ) <= max(LONGEST_SIDE, held)

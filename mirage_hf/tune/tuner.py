@@ -1,4 +1,5 @@
 """Choosing: searched µGraphs × ranked schedules, and always the library path, compiled in parallel, checked, timed."""
+
 from __future__ import annotations
 
 import contextlib
@@ -85,10 +86,24 @@ class Trial:
         return not self.ugraph.is_fused
 
     def to_dict(self) -> dict[str, Any]:
-        timing = {"us": self.timing.us, "low": self.timing.low, "high": self.timing.high} if self.timing else {}
-        timing |= {"chain_us": self.chain.us, "chain_low": self.chain.low, "chain_high": self.chain.high} if self.chain else {}
-        return {"kernels": self.ugraph.num_kernels, "schedules": [s.to_dict() for s in self.schedules], "status": self.status,
-                "reason": self.reason, "estimate_us": round(self.estimate_us, 3), **timing}
+        timing = (
+            {"us": self.timing.us, "low": self.timing.low, "high": self.timing.high}
+            if self.timing
+            else {}
+        )
+        timing |= (
+            {"chain_us": self.chain.us, "chain_low": self.chain.low, "chain_high": self.chain.high}
+            if self.chain
+            else {}
+        )
+        return {
+            "kernels": self.ugraph.num_kernels,
+            "schedules": [s.to_dict() for s in self.schedules],
+            "status": self.status,
+            "reason": self.reason,
+            "estimate_us": round(self.estimate_us, 3),
+            **timing,
+        }
 
 
 @dataclass(frozen=True)
@@ -116,7 +131,10 @@ class TuneResult:
         best: dict[int, UGraph] = {}
         for c in self.candidates:
             if c.status != REFUSED:
-                best.setdefault(id(c.ugraph.kernels), replace(c.ugraph, schedules=c.schedules) if c.schedules else c.ugraph)
+                best.setdefault(
+                    id(c.ugraph.kernels),
+                    replace(c.ugraph, schedules=c.schedules) if c.schedules else c.ugraph,
+                )
         return tuple(best.values())
 
     def program(self) -> triton.Program:
@@ -124,12 +142,22 @@ class TuneResult:
         return triton.generate(self.best.ugraph, self.best.schedules)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"device": self.device, "best_us": self.best.us, "best_is_library": self.best.is_library, "library_us": self.library.us,
-                "searched_us": self.best_searched.us if self.best_searched else None, "candidates": [c.to_dict() for c in self.candidates]}
+        return {
+            "device": self.device,
+            "best_us": self.best.us,
+            "best_is_library": self.best.is_library,
+            "library_us": self.library.us,
+            "searched_us": self.best_searched.us if self.best_searched else None,
+            "candidates": [c.to_dict() for c in self.candidates],
+        }
 
 
-def rank(ugraphs: Sequence[UGraph], device: Device | None = None, per_graph: int = 32,
-         schedules: Schedules | None = None) -> list[Trial]:
+def rank(
+    ugraphs: Sequence[UGraph],
+    device: Device | None = None,
+    per_graph: int = 32,
+    schedules: Schedules | None = None,
+) -> list[Trial]:
     """Candidates by the cost model alone, best estimate first, the library path among them; needs no GPU.
 
     Errors: CodegenError when a block graph has no kernel at all.
@@ -138,9 +166,14 @@ def rank(ugraphs: Sequence[UGraph], device: Device | None = None, per_graph: int
     found = [_library(ugraphs[0].program, model)] if ugraphs else []
     for ugraph in ugraphs:
         if ugraph.is_fused:
-            found += itertools.islice(_scheduled(ugraph, model, schedules or space.schedules), per_graph)
+            found += itertools.islice(
+                _scheduled(ugraph, model, schedules or space.schedules), per_graph
+            )
     best = min((c.estimate_us for c in found if not c.is_library), default=0.0)
-    return sorted((c for c in found if c.is_library or c.estimate_us <= HOPELESS * best), key=lambda c: c.estimate_us)
+    return sorted(
+        (c for c in found if c.is_library or c.estimate_us <= HOPELESS * best),
+        key=lambda c: c.estimate_us,
+    )
 
 
 def _library(program: KernelGraph, model: Device) -> Trial:
@@ -154,16 +187,34 @@ def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[
     ranked = [schedules(op, model) for op in ops]
     if not all(ranked):
         return
-    stored = set(map(id, effects.stored(ugraph.kernels).values()))  # kernels write these rows themselves
-    rest = sum(library_us(op, model) for op in ugraph.kernels.ops if op.block is None and id(op) not in stored)
+    stored = set(
+        map(id, effects.stored(ugraph.kernels).values())
+    )  # kernels write these rows themselves
+    rest = sum(
+        library_us(op, model)
+        for op in ugraph.kernels.ops
+        if op.block is None and id(op) not in stored
+    )
     for n in range(max(map(len, ranked))):
-        chosen = tuple(replace(r[min(n, len(r) - 1)], hasten=op.followed) for r, op in zip(ranked, ops, strict=True))
+        chosen = tuple(
+            replace(r[min(n, len(r) - 1)], hasten=op.followed)
+            for r, op in zip(ranked, ops, strict=True)
+        )
         own = sum(estimate(plan(op, s), model).us for op, s in zip(ops, chosen, strict=True))
         yield Trial(ugraph, chosen, own + rest)
 
 
-def tune(ugraphs: Sequence[UGraph], *, device: torch.device | str = "cuda", progress: TuneProgress | None = None, per_graph: int = 24,
-         replays: int = 15, schedules: Schedules | None = None, rounds: int = 3, regroup: bool = True) -> TuneResult:
+def tune(
+    ugraphs: Sequence[UGraph],
+    *,
+    device: torch.device | str = "cuda",
+    progress: TuneProgress | None = None,
+    per_graph: int = 24,
+    replays: int = 15,
+    schedules: Schedules | None = None,
+    rounds: int = 3,
+    regroup: bool = True,
+) -> TuneResult:
     """Measure candidates for one program on a GPU; `ugraphs` all compute the same program. `schedules` gives the ranked
     schedules of a block graph's op, by default the whole space. After those, `rounds` times at most, what is one step from the
     fastest, with `regroup` also other numbers of parts.
@@ -171,7 +222,9 @@ def tune(ugraphs: Sequence[UGraph], *, device: torch.device | str = "cuda", prog
     Errors: CodegenError when there is no µGraph; a candidate that fails is refused with a reason, never raised.
     """
     if not ugraphs:
-        raise errors.CodegenError("tune: no µGraph given; search first, or pass library_ugraph(program)")
+        raise errors.CodegenError(
+            "tune: no µGraph given; search first, or pass library_ugraph(program)"
+        )
     device = torch.device(device)
     if device.type != "cuda":
         candidates = rank(ugraphs, per_graph=per_graph, schedules=schedules)
@@ -184,11 +237,19 @@ def tune(ugraphs: Sequence[UGraph], *, device: torch.device | str = "cuda", prog
         candidates = rank(ugraphs, model, per_graph, schedules)
         program = candidates[0].ugraph.program
         sets = measure.cold_inputs(program, device)
-        bench = _Bench(sm, NumericCheck(program, device), sets, measure.Chain(program, sets), replays, say)
+        bench = _Bench(
+            sm, NumericCheck(program, device), sets, measure.Chain(program, sets), replays, say
+        )
         tried = bench.measure(candidates, PATIENCE)
         for _ in range(rounds):
             known = min((c.us for c in _fastest(tried, 1)), default=math.inf)
-            tried += bench.measure(_around(_fastest(tried, CLIMBERS), tried, model, schedules or space.schedules, regroup), 0, known)
+            tried += bench.measure(
+                _around(
+                    _fastest(tried, CLIMBERS), tried, model, schedules or space.schedules, regroup
+                ),
+                0,
+                known,
+            )
             if known == math.inf or _fastest(tried, 1)[0].us > known * (1 - LEAST_GAIN):
                 break
         return _result(properties.name, bench.chained(tried))
@@ -209,7 +270,9 @@ def _diverse(found: Sequence[Trial]) -> list[Trial]:
     return [c for _, c in sorted(zip(rank, found, strict=True), key=lambda x: x[0])][:TOGETHER]
 
 
-def together(choices: Sequence[Sequence[Trial]], *, device: torch.device | str, replays: int = 7) -> tuple[list[Trial], Timing]:
+def together(
+    choices: Sequence[Sequence[Trial]], *, device: torch.device | str, replays: int = 7
+) -> tuple[list[Trial], Timing]:
     """One candidate of each program, chosen by the time of all programs one after another, as a layer runs them; and that time.
 
     `choices` holds measured candidates, best first, of each program in the order in which they run. Starting from the first of
@@ -230,10 +293,17 @@ def together(choices: Sequence[Sequence[Trial]], *, device: torch.device | str, 
             for n in range(len(chosen) if len(chosen) > 2 else 1):
                 pair = n, (n + 1) % len(chosen)
                 for both in itertools.product(*(range(len(runs[p])) for p in pair)):
-                    other = tuple(dict(zip(pair, both, strict=True)).get(p, k) for p, k in enumerate(chosen))
-                    if other == chosen or time(other, best.us * SLOW_LAYER).us > best.us * (1 - LEAST_OF_LAYER):
+                    other = tuple(
+                        dict(zip(pair, both, strict=True)).get(p, k) for p, k in enumerate(chosen)
+                    )
+                    if other == chosen or time(other, best.us * SLOW_LAYER).us > best.us * (
+                        1 - LEAST_OF_LAYER
+                    ):
                         continue
-                    again, t = time(chosen), time(other)  # one lucky reading among many decides nothing
+                    again, t = (
+                        time(chosen),
+                        time(other),
+                    )  # one lucky reading among many decides nothing
                     best = again
                     if t.us < again.us * (1 - LEAST_OF_LAYER):
                         chosen, best = other, t
@@ -253,20 +323,37 @@ class _Bench:
     replays: int
     say: TuneProgress
 
-    def measure(self, candidates: Sequence[Trial], patience: int, known: float = math.inf) -> list[Trial]:
+    def measure(
+        self, candidates: Sequence[Trial], patience: int, known: float = math.inf
+    ) -> list[Trial]:
         """Check and time candidates in order while later ones compile; stop after `patience` in a row that were no better. known: what the
         fastest of others took, µs."""
         programs = [triton.generate(c.ugraph, c.schedules) for c in candidates]
         tried, best, since, worth = list[Trial](), math.inf, 0, known
         for n, outcome in enumerate(compiler.compiling(programs, self.sm)):
             self.say(n, len(candidates), "measuring")
-            tried.append(_try(candidates[n], programs[n], outcome, self.check, self.sets, self.replays, worth * SLOW))
+            tried.append(
+                _try(
+                    candidates[n],
+                    programs[n],
+                    outcome,
+                    self.check,
+                    self.sets,
+                    self.replays,
+                    worth * SLOW,
+                )
+            )
             if tried[-1].is_library:
                 continue
             improved = tried[-1].status == MEASURED and tried[-1].us < best * (1 - LEAST_GAIN)
             best, since = (tried[-1].us, 0) if improved else (best, since + 1)
             worth = min(worth, best)
-            if patience and since >= patience and best < math.inf and any(c.is_library for c in tried):
+            if (
+                patience
+                and since >= patience
+                and best < math.inf
+                and any(c.is_library for c in tried)
+            ):
                 break
         self.say(len(candidates), len(candidates), "done")
         return tried
@@ -279,14 +366,21 @@ class _Bench:
         for c in candidates:
             if c.status == MEASURED and (c in fast or c.is_library):
                 program = triton.generate(c.ugraph, c.schedules)
-                c = replace(c, chain=self.chain.time(compiler.load(program.source, program.digest).run, self.replays))
+                c = replace(
+                    c,
+                    chain=self.chain.time(
+                        compiler.load(program.source, program.digest).run, self.replays
+                    ),
+                )
             found.append(c)
         return found
 
 
 def _fastest(candidates: Sequence[Trial], count: int) -> list[Trial]:
     """The fastest searched ones that were measured."""
-    return sorted((c for c in candidates if c.status == MEASURED and not c.is_library), key=lambda c: c.us)[:count]
+    return sorted(
+        (c for c in candidates if c.status == MEASURED and not c.is_library), key=lambda c: c.us
+    )[:count]
 
 
 MOST_PARTS = 128
@@ -295,7 +389,13 @@ MOST_PARTS = 128
 
 def _regrouped(start: Trial) -> Iterator[tuple[UGraph, tuple[Schedule, ...]]]:
     """A µGraph with an axis dealt out in half or twice as many parts, and its schedules cut anew for them."""
-    numbers = {a.name: a.size for op in start.ugraph.block_ops if op.block for a in op.block.axes if op.block.splits(a.name) is not None}
+    numbers = {
+        a.name: a.size
+        for op in start.ugraph.block_ops
+        if op.block
+        for a in op.block.axes
+        if op.block.splits(a.name) is not None
+    }
     for axis, size in numbers.items():
         for number in (size // 2, size * 2):
             if not 2 <= number <= MOST_PARTS:
@@ -315,8 +415,13 @@ def _fits(cost: Cost, model: Device) -> bool:
     return cost.shared <= model.shared_bytes and cost.registers <= space.REGISTER_BUDGET
 
 
-def _around(starts: Sequence[Trial], tried: Sequence[Trial], model: Device, schedules: Schedules,
-            regroup: bool = True) -> list[Trial]:
+def _around(
+    starts: Sequence[Trial],
+    tried: Sequence[Trial],
+    model: Device,
+    schedules: Schedules,
+    regroup: bool = True,
+) -> list[Trial]:
     """Candidates one step away from `starts` that were not tried: what the space samples coarsely or leaves to a rule of thumb."""
     known = {(id(c.ugraph), c.schedules) for c in tried}
     found = []
@@ -326,14 +431,19 @@ def _around(starts: Sequence[Trial], tried: Sequence[Trial], model: Device, sche
             if str(other.kernels) not in have:
                 have.add(str(other.kernels))
                 try:
-                    costs = [estimate(plan(op, s), model) for op, s in zip(placed(other), chosen, strict=True)]
+                    costs = [
+                        estimate(plan(op, s), model)
+                        for op, s in zip(placed(other), chosen, strict=True)
+                    ]
                 except errors.CodegenError:
                     continue
                 if all(_fits(c, model) for c in costs):
                     found.append(Trial(other, chosen, sum(c.us for c in costs)))
     for start in starts:
         ops = placed(start.ugraph)
-        rest = start.estimate_us - sum(estimate(plan(op, s), model).us for op, s in zip(ops, start.schedules, strict=True))
+        rest = start.estimate_us - sum(
+            estimate(plan(op, s), model).us for op, s in zip(ops, start.schedules, strict=True)
+        )
         allowed = [{s.mma for s in schedules(op, model)} for op in ops]
         for chosen in _steps(start):
             try:
@@ -341,8 +451,15 @@ def _around(starts: Sequence[Trial], tried: Sequence[Trial], model: Device, sche
             except errors.CodegenError:
                 continue
             costs = [estimate(p, model) for p in plans]
-            permitted = all(p.schedule.mma in a and (p.dots or not p.schedule.mma) for p, a in zip(plans, allowed, strict=True))
-            if permitted and all(_fits(c, model) for c in costs) and (id(start.ugraph), chosen) not in known:
+            permitted = all(
+                p.schedule.mma in a and (p.dots or not p.schedule.mma)
+                for p, a in zip(plans, allowed, strict=True)
+            )
+            if (
+                permitted
+                and all(_fits(c, model) for c in costs)
+                and (id(start.ugraph), chosen) not in known
+            ):
                 known.add((id(start.ugraph), chosen))
                 found.append(Trial(start.ugraph, chosen, sum(c.us for c in costs) + rest))
     return found
@@ -351,8 +468,14 @@ def _around(starts: Sequence[Trial], tried: Sequence[Trial], model: Device, sche
 def _steps(start: Trial) -> Iterator[tuple[Schedule, ...]]:
     for n, (s, op) in enumerate(zip(start.schedules, placed(start.ugraph), strict=True)):
         assert op.block is not None
-        changes: list[dict[str, Any]] = [{"preload": p} for p in (0, s.preload // 2, max(1, s.preload * 2)) if p != s.preload]
-        changes += [{"num_stages": x} for x in (s.num_stages - 1, s.num_stages + 1, s.num_stages + 2) if x >= 1]
+        changes: list[dict[str, Any]] = [
+            {"preload": p} for p in (0, s.preload // 2, max(1, s.preload * 2)) if p != s.preload
+        ]
+        changes += [
+            {"num_stages": x}
+            for x in (s.num_stages - 1, s.num_stages + 1, s.num_stages + 2)
+            if x >= 1
+        ]
         changes += [{"num_warps": x} for x in (s.num_warps // 2, s.num_warps * 2) if 1 <= x <= 16]
         changes += [{"split": x} for x in (s.split // 2, s.split * 2) if x >= 1]
         if s.mma:
@@ -365,15 +488,36 @@ def _steps(start: Trial) -> Iterator[tuple[Schedule, ...]]:
                 for x in (tile // 2, tile * 2):
                     if 1 <= x <= next_power_of_two(op.block.part(axis.name)):
                         changes.append({"tiles": tuple((dict(s.tiles) | {axis.name: x}).items())})
-                if axis.role is Role.LOOP and tile > 1:  # half a step, twice as many in flight; half the steps for each of twice the blocks
-                    changes.append({"tiles": tuple((dict(s.tiles) | {axis.name: tile // 2}).items()), "num_stages": 2 * s.num_stages})
-                    changes.append({"tiles": tuple((dict(s.tiles) | {axis.name: tile // 2}).items()), "split": 2 * s.split})
+                if (
+                    axis.role is Role.LOOP and tile > 1
+                ):  # half a step, twice as many in flight; half the steps for each of twice the blocks
+                    changes.append(
+                        {
+                            "tiles": tuple((dict(s.tiles) | {axis.name: tile // 2}).items()),
+                            "num_stages": 2 * s.num_stages,
+                        }
+                    )
+                    changes.append(
+                        {
+                            "tiles": tuple((dict(s.tiles) | {axis.name: tile // 2}).items()),
+                            "split": 2 * s.split,
+                        }
+                    )
         for change in changes:
-            yield tuple(replace(x, **change) if k == n else x for k, x in enumerate(start.schedules))
+            yield tuple(
+                replace(x, **change) if k == n else x for k, x in enumerate(start.schedules)
+            )
 
 
-def _try(candidate: Trial, program: triton.Program, outcome: Any, check: NumericCheck, sets: Sequence[list[torch.Tensor]],
-         replays: int, worth: float) -> Trial:
+def _try(
+    candidate: Trial,
+    program: triton.Program,
+    outcome: Any,
+    check: NumericCheck,
+    sets: Sequence[list[torch.Tensor]],
+    replays: int,
+    worth: float,
+) -> Trial:
     if isinstance(outcome, errors.CodegenError):
         return replace(candidate, status=REFUSED, reason=str(outcome).splitlines()[0])
     run = compiler.load(program.source, program.digest).run
@@ -383,21 +527,34 @@ def _try(candidate: Trial, program: triton.Program, outcome: Any, check: Numeric
             return replace(candidate, status=REFUSED, reason=verdict.reason)
         timing = measure.time_run(run, sets, replays, math.inf if candidate.is_library else worth)
         if not candidate.is_library and not _repeats(run, sets):
-            return replace(candidate, status=REFUSED, reason="not the same result for the same inputs each time: a race")
+            return replace(
+                candidate,
+                status=REFUSED,
+                reason="not the same result for the same inputs each time: a race",
+            )
         return replace(candidate, status=MEASURED, timing=timing)
     except Exception as e:  # out of registers or shared memory is known only at launch
         torch.cuda.synchronize()
-        return replace(candidate, status=REFUSED, reason=f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
+        return replace(
+            candidate,
+            status=REFUSED,
+            reason=f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}",
+        )
 
 
 def _repeats(run: Run, sets: Sequence[list[torch.Tensor]]) -> bool:
     """Whether equal inputs give equal bits in every one of many calls on cold caches: generated kernels have a fixed order of
     sums, so one that does not is a race that a single check may miss. `sets` are copies of the same inputs."""
+
     def bits(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         return [y.view(torch.uint8) for y in run(inputs)]  # NaN equals itself
 
     first = bits(sets[0])
-    return all(torch.equal(a, b) for n in range(max(_REPEATS, len(sets))) for a, b in zip(first, bits(sets[n % len(sets)]), strict=True))
+    return all(
+        torch.equal(a, b)
+        for n in range(max(_REPEATS, len(sets)))
+        for a, b in zip(first, bits(sets[n % len(sets)]), strict=True)
+    )
 
 
 def _result(device: str, candidates: Sequence[Trial]) -> TuneResult:

@@ -1,4 +1,5 @@
 """From found to trusted: every candidate is proven, then checked by numbers; what is refused says why."""
+
 from __future__ import annotations
 
 import math
@@ -56,16 +57,26 @@ EACH = 3
 
 def kind_of(ugraph: UGraph) -> tuple[object, ...]:
     """What the kernels of a µGraph keep in device memory for each other: the axes of each tensor, whether whole or in parts."""
-    return tuple(tuple(a for a in o.axes if a is not None and op.block.splits(a) is None)
-                 for op in ugraph.block_ops[:-1] if op.block for o in op.block.outputs)
+    return tuple(
+        tuple(a for a in o.axes if a is not None and op.block.splits(a) is None)
+        for op in ugraph.block_ops[:-1]
+        if op.block
+        for o in op.block.outputs
+    )
 
 
 KEEP = 6
 """Candidates that are kept to be measured."""
 
 
-def accept(found: Sequence[Found], *, keep: int = KEEP, seed: int = 0, seconds: float = math.inf,
-           on_candidate: Callable[[int, Verdict], Any] | None = None) -> Acceptance:
+def accept(
+    found: Sequence[Found],
+    *,
+    keep: int = KEEP,
+    seed: int = 0,
+    seconds: float = math.inf,
+    on_candidate: Callable[[int, Verdict], Any] | None = None,
+) -> Acceptance:
     """Prove and check candidates, best first, until `keep` may run on multiply-adds and `keep` on tensor cores, or `seconds` are
     over and there is one; where more than one is kept, of each number of kernels as many as `EACH`, which keep different things in
     between, while there is time.
@@ -78,10 +89,19 @@ def accept(found: Sequence[Found], *, keep: int = KEEP, seed: int = 0, seconds: 
     checks: dict[object, NumericCheck] = {}
     late, each = 0, min(EACH, keep - 1)
     for number, f in enumerate(found):
-        kinds = {mma: {kind_of(c.ugraph) for c in kept if c.ugraph.num_kernels == f.ugraph.num_kernels and c.allows(mma)}
-                 for mma in (False, True)}
-        room = {mma: sum(c.allows(mma) for c in kept) < keep or (len(kinds[mma]) < each and kind_of(f.ugraph) not in kinds[mma])
-                for mma in (False, True)}
+        kinds = {
+            mma: {
+                kind_of(c.ugraph)
+                for c in kept
+                if c.ugraph.num_kernels == f.ugraph.num_kernels and c.allows(mma)
+            }
+            for mma in (False, True)
+        }
+        room = {
+            mma: sum(c.allows(mma) for c in kept) < keep
+            or (len(kinds[mma]) < each and kind_of(f.ugraph) not in kinds[mma])
+            for mma in (False, True)
+        }
         if not any(room.values()):
             continue
         if kept and time.perf_counter() - start > seconds:
@@ -115,7 +135,11 @@ def _other_grouping(f: Found, checks: dict[object, NumericCheck], seed: int) -> 
     if other is None or isinstance(proof, Refused):
         return []
     scalar, cores = (judge_on_cpu(other, checks, mma) for mma in (False, True))
-    return [Candidate(other, f.cost_us, proof.bound, scalar, cores)] if isinstance(cores, Accepted) else []
+    return (
+        [Candidate(other, f.cost_us, proof.bound, scalar, cores)]
+        if isinstance(cores, Accepted)
+        else []
+    )
 
 
 Progress = Callable[[str, Any], "bool | None"]
@@ -135,7 +159,12 @@ class Searched:
 
     def resized(self, program: KernelGraph) -> Searched:
         """The same for `program`, which may differ from what the candidates are for in the sizes of dims."""
-        found = (c if c.ugraph.program is program else replace(c, ugraph=symbolic.for_program(c.ugraph, program)) for c in self.candidates)
+        found = (
+            c
+            if c.ugraph.program is program
+            else replace(c, ugraph=symbolic.for_program(c.ugraph, program))
+            for c in self.candidates
+        )
         return replace(self, candidates=tuple(found))
 
 
@@ -146,27 +175,41 @@ WHOLE_APPENDING = 56
 as well, attention has 33, which take four seconds, and 47 with a norm of all heads together."""
 
 
-def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Progress | None = None, *, seed: int = 0,
-                      steps: Steps | None = None, like: KernelGraph | None = None, keep: int = KEEP) -> Searched:
+def search_and_verify(
+    program: KernelGraph,
+    options: SearchOptions,
+    progress: Progress | None = None,
+    *,
+    seed: int = 0,
+    steps: Steps | None = None,
+    like: KernelGraph | None = None,
+    keep: int = KEEP,
+) -> Searched:
     """Search `program` and keep candidates that are proven and whose numbers hold (`keep` as in `accept`). Steps that `steps` has are not
     made again.
     like: the program at other sizes of dims. The larger of both is searched, as what kernels are worth having shows at size; the smaller
     is proven and its numbers are checked, as that takes less.
 
     Programs of more than WHOLE ops, and those with ops that the search cannot lower, are searched window by window
-    (verify/windows.py): options.max_kernels then bounds each window. Roles name axes of the whole program, so with them it is
+    (pipeline/windows.py): options.max_kernels then bounds each window. Roles name axes of the whole program, so with them it is
     searched as one.
     """
-    from mirage_hf.verify.windows import search_windows  # its windows go through `accept`
+    from mirage_hf.pipeline.windows import search_windows  # its windows go through `accept`
 
     start = time.perf_counter()
-    small, large = sorted((program, like or program), key=lambda g: sum(math.prod(t.dims) for t in g.inputs))
+    small, large = sorted(
+        (program, like or program), key=lambda g: sum(math.prod(t.dims) for t in g.inputs)
+    )
     appending = apart(large)
     searched_for = appending.graph if appending else large
     lowered = lower(searched_for)
     reason = lowered.reason if isinstance(lowered, NotLowerable) else ""
-    if (reason or len(searched_for.ops) > (WHOLE_APPENDING if appending else WHOLE)) and not options.roles:
-        return Searched(*search_windows(small, options, progress, seed=seed, reason=reason, steps=steps)).resized(program)
+    if (
+        reason or len(searched_for.ops) > (WHOLE_APPENDING if appending else WHOLE)
+    ) and not options.roles:
+        return Searched(
+            *search_windows(small, options, progress, seed=seed, reason=reason, steps=steps)
+        ).resized(program)
     say = progress or (lambda stage, detail: None)
     found, report = search(searched_for, options, lambda counters: say("search", counters), steps)
     if appending:
@@ -174,24 +217,46 @@ def search_and_verify(program: KernelGraph, options: SearchOptions, progress: Pr
     if small is not large:
         found = [replace(f, ugraph=symbolic.for_program(f.ugraph, small)) for f in found]
     searched = time.perf_counter() - start
-    accepted = accept(found, keep=keep, seed=seed, seconds=options.time_limit - searched,
-                      on_candidate=lambda number, verdict: say("verify", verdict))
-    notes = (f"time was up before {accepted.late} more candidates were verified",) if accepted.late else ()
+    accepted = accept(
+        found,
+        keep=keep,
+        seed=seed,
+        seconds=options.time_limit - searched,
+        on_candidate=lambda number, verdict: say("verify", verdict),
+    )
+    notes = (
+        (f"time was up before {accepted.late} more candidates were verified",)
+        if accepted.late
+        else ()
+    )
     first = searched + accepted.first_seconds if accepted.first_seconds >= 0 else -1.0
-    return Searched(accepted.candidates, replace(report, found=len(accepted.candidates), refused=accepted.refused,
-                                                 error_bound=accepted.error_bound, proof_seconds=accepted.seconds,
-                                                 first_accepted_seconds=first, notes=(*report.notes, *notes))).resized(program)
+    return Searched(
+        accepted.candidates,
+        replace(
+            report,
+            found=len(accepted.candidates),
+            refused=accepted.refused,
+            error_bound=accepted.error_bound,
+            proof_seconds=accepted.seconds,
+            first_accepted_seconds=first,
+            notes=(*report.notes, *notes),
+        ),
+    ).resized(program)
 
 
 def examine(ugraph: UGraph) -> Candidate | Refused:
     """Prove that a µGraph equals its program and check its numbers, whoever wrote it."""
-    for what, mine, theirs in (("inputs", ugraph.kernels.inputs, ugraph.program.inputs),
-                               ("outputs", ugraph.kernels.outputs, ugraph.program.outputs)):
+    for what, mine, theirs in (
+        ("inputs", ugraph.kernels.inputs, ugraph.program.inputs),
+        ("outputs", ugraph.kernels.outputs, ugraph.program.outputs),
+    ):
         if len(mine) != len(theirs):
             return Refused(f"the kernels have {len(mine)} {what}, the program has {len(theirs)}")
         for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             if (a.dims, a.dtype, a.strides, a.constant) != (b.dims, b.dtype, b.strides, b.constant):
-                return Refused(f"{what[:-1]} {k} of the kernels is {_layout(a)}, the program's is {_layout(b)}")
+                return Refused(
+                    f"{what[:-1]} {k} of the kernels is {_layout(a)}, the program's is {_layout(b)}"
+                )
     proof = prove(ugraph)
     if isinstance(proof, Refused):
         return proof
@@ -216,10 +281,14 @@ def verify(program: KernelGraph, kernels: KernelGraph) -> Verdict:
     """
     for what, graph in (("program", program), ("kernels", kernels)):
         if not isinstance(graph, KernelGraph):
-            raise errors.GraphError(f"verify: {what} must be a graph made by mi.new_kernel_graph(), it is {type(graph).__name__}")
+            raise errors.GraphError(
+                f"verify: {what} must be a graph made by mi.new_kernel_graph(), it is {type(graph).__name__}"
+            )
     found = examine(UGraph(program, kernels))
     if isinstance(found, Refused):
         return found
-    details = [f"{how}: {v.detail if isinstance(v, Accepted) else v.reason}"
-               for how, v in (("multiply-adds", found.scalar), ("tensor cores", found.tensor_cores))]
+    details = [
+        f"{how}: {v.detail if isinstance(v, Accepted) else v.reason}"
+        for how, v in (("multiply-adds", found.scalar), ("tensor cores", found.tensor_cores))
+    ]
     return Accepted(found.error_bound, "; ".join(details))

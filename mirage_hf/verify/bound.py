@@ -3,6 +3,7 @@
 The theorem and its proof are in docs/architecture.md (Proofs). `Degrees` is an algebra like any other, so whatever is
 executed piece by piece (several kernels, shifts, rescaling) is counted as it is executed.
 """
+
 from __future__ import annotations
 
 import math
@@ -42,21 +43,32 @@ class Degrees:
         self.rng = np.random.default_rng(0)
         self.exps = self.applications = 0
         self.exponent, self.opaque = np.zeros(4), np.zeros(4)
-        self.tests, self.tested = 0, np.zeros(4)  # conditions of select that are no masks, and the largest of them
+        self.tests, self.tested = (
+            0,
+            np.zeros(4),
+        )  # conditions of select that are no masks, and the largest of them
 
     def variable(self, shape: Sequence[int]) -> Degree:
-        return Degree(np.broadcast_to(np.array([1.0, 0, 0, 0]), (*shape, 4)), np.zeros(tuple(shape), dtype=np.uint64))
+        return Degree(
+            np.broadcast_to(np.array([1.0, 0, 0, 0]), (*shape, 4)),
+            np.zeros(tuple(shape), dtype=np.uint64),
+        )
 
     # -- views ------------------------------------------------------------------------------------------------------------
 
     def arrange(self, x: Degree, order: Sequence[int], shape: Sequence[int]) -> Degree:
-        return Degree(x.n.transpose((*order, len(order))).reshape((*shape, 4)), x.den.transpose(tuple(order)).reshape(tuple(shape)))
+        return Degree(
+            x.n.transpose((*order, len(order))).reshape((*shape, 4)),
+            x.den.transpose(tuple(order)).reshape(tuple(shape)),
+        )
 
     def spread(self, x: Degree, shape: Sequence[int]) -> Degree:
         return Degree(np.broadcast_to(x.n, (*shape, 4)), np.broadcast_to(x.den, tuple(shape)))
 
     def join(self, xs: Sequence[Degree], dim: int) -> Degree:
-        return Degree(np.concatenate([x.n for x in xs], dim), np.concatenate([x.den for x in xs], dim))
+        return Degree(
+            np.concatenate([x.n for x in xs], dim), np.concatenate([x.den for x in xs], dim)
+        )
 
     def cut(self, x: Degree, slices: tuple[slice, ...]) -> Degree:
         return Degree(x.n[slices], x.den[slices])
@@ -81,11 +93,19 @@ class Degrees:
             return self._opaque(degrees)
         if fn == "cast":
             return degrees[0]
-        if fn == "select" and degrees[0].n.any():  # by data: where that is a mask as well, one of the two
+        if (
+            fn == "select" and degrees[0].n.any()
+        ):  # by data: where that is a mask as well, one of the two
             return self.add(self._opaque(degrees), self.add(*degrees[1:]))
         algebra: dict[str, Callable[..., Degree]] = {
-            "add": self.add, "sub": self.add, "mul": self._mul, "div": self._div, "exp": self._exp, "neg": lambda x: x,
-            "select": self._select}
+            "add": self.add,
+            "sub": self.add,
+            "mul": self._mul,
+            "div": self._div,
+            "exp": self._exp,
+            "neg": lambda x: x,
+            "select": self._select,
+        }
         return row.program(**attrs).evaluate(algebra, degrees, self._constant)
 
     def _constant(self, value: float) -> Degree:
@@ -96,7 +116,9 @@ class Degrees:
         same = a.den == b.den
         num = np.where(same[..., None], np.maximum(an, bn), np.maximum(an + bd, bn + ad))
         den = np.where(same[..., None], np.broadcast_to(ad, num.shape), ad + bd)
-        return Degree(np.stack([num, den], -1).reshape((*same.shape, 4)), np.where(same, a.den, a.den + b.den))
+        return Degree(
+            np.stack([num, den], -1).reshape((*same.shape, 4)), np.where(same, a.den, a.den + b.den)
+        )
 
     def _mul(self, a: Degree, b: Degree) -> Degree:
         return Degree(a.n + b.n, a.den + b.den)
@@ -109,12 +131,22 @@ class Degrees:
         shape = np.broadcast_shapes(m.den.shape, both.den.shape)
         return self.spread(both, shape)
 
-    def bounds(self, lo: np.ndarray, hi: np.ndarray, order: Sequence[int], shape: Sequence[int], dim: int, size: int) -> Degree:
+    def bounds(
+        self,
+        lo: np.ndarray,
+        hi: np.ndarray,
+        order: Sequence[int],
+        shape: Sequence[int],
+        dim: int,
+        size: int,
+    ) -> Degree:
         return self.empty(mask(lo, hi, order, shape, dim, size).shape)
 
     def _div(self, a: Degree, b: Degree) -> Degree:
         fresh = self.rng.integers(1, 1 << 63, size=b.den.shape, dtype=np.uint64)
-        return self._mul(a, Degree(b.n[..., [1, 0, 3, 2]], np.where(b.n[..., ::2].any(-1), fresh, np.uint64(0))))
+        return self._mul(
+            a, Degree(b.n[..., [1, 0, 3, 2]], np.where(b.n[..., ::2].any(-1), fresh, np.uint64(0)))
+        )
 
     def _exp(self, x: Degree) -> Degree:
         if not x.q:
@@ -137,10 +169,16 @@ class Degrees:
         num, den = x.n[..., ::2], x.n[..., 1::2]
         same = (x.den == x.den.take([0], dim)).all(dim, keepdims=True)
         every = den.sum(dim, keepdims=True)
-        num = np.where(same[..., None], num.max(dim, keepdims=True), (num - den).max(dim, keepdims=True) + every)
+        num = np.where(
+            same[..., None],
+            num.max(dim, keepdims=True),
+            (num - den).max(dim, keepdims=True) + every,
+        )
         den = np.where(same[..., None], den.max(dim, keepdims=True), every)
-        return Degree(np.stack([num, den], -1).reshape((*same.shape, 4)),
-                      np.where(same, x.den.take([0], dim), x.den.sum(dim, keepdims=True)))
+        return Degree(
+            np.stack([num, den], -1).reshape((*same.shape, 4)),
+            np.where(same, x.den.take([0], dim), x.den.sum(dim, keepdims=True)),
+        )
 
     def accumulate(self, kind: str, total: Degree | None, x: Degree) -> Degree:
         if total is None:
@@ -162,6 +200,7 @@ def _largest(n: np.ndarray) -> np.ndarray:
 
 
 # -- exponents ----------------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Exponents:
@@ -222,19 +261,26 @@ def _rational(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 # -- the bound ----------------------------------------------------------------------------------------------------------------
 
+
 def _differ(degree: float, exps: float, e: Exponents) -> float:
     """The chance that two different functions, of these degrees together, have the same value."""
     return degree / P + (e.rank + 1) * exps * e.weight / Q
 
 
-def trial_bound(want: Sequence[Degree], got: Sequence[Degree], degrees: Degrees, e: Exponents) -> tuple[float, float]:
+def trial_bound(
+    want: Sequence[Degree], got: Sequence[Degree], degrees: Degrees, e: Exponents
+) -> tuple[float, float]:
     """The chance that a trial accepts outputs that differ, and the chance that `e`, seen once, is not the truth."""
-    compared = degrees.add(Degree(np.stack([_largest(f.n) for f in want]), np.zeros(len(want), dtype=np.uint64)),
-                           Degree(np.stack([_largest(g.n) for g in got]), np.ones(len(got), dtype=np.uint64)))
+    compared = degrees.add(
+        Degree(np.stack([_largest(f.n) for f in want]), np.zeros(len(want), dtype=np.uint64)),
+        Degree(np.stack([_largest(g.n) for g in got]), np.ones(len(got), dtype=np.uint64)),
+    )
     num, exps = compared.n[:, 0].max(), compared.n[:, 2].max()
     pair = degrees.opaque
     m = degrees.applications
-    chance = _differ(num, exps, e) + m * (m - 1) / 2 * (1 / P + _differ(pair[0] + pair[1], pair[2] + pair[3], e))
+    chance = _differ(num, exps, e) + m * (m - 1) / 2 * (
+        1 / P + _differ(pair[0] + pair[1], pair[2] + pair[3], e)
+    )
     # what is not zero, but is by chance where it decides between two values
     chance += degrees.tests * _differ(degrees.tested[0], degrees.tested[2], e)
     # a linear combination of exponents, cleared of its denominators, is zero at one more point

@@ -8,6 +8,7 @@ maximum over an axis is a random function of the multiset of its arguments (so i
 maxima is a maximum), constants that are not small rationals are random, and every trial draws new keys. `select` by a condition
 that is neither 0 nor 1, so by data and not by bounds, is a random function too: no random element would ever take its other side.
 """
+
 from __future__ import annotations
 
 import functools
@@ -39,9 +40,17 @@ class Element:
     q: np.ndarray | None
     peak: np.ndarray | None = None
 
-    def map(self, f: Callable[[np.ndarray], np.ndarray], on_q: Callable[[np.ndarray], np.ndarray] | None = None) -> Element:
+    def map(
+        self,
+        f: Callable[[np.ndarray], np.ndarray],
+        on_q: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> Element:
         """Apply a view to all arrays; `on_q` is the same view of one that has a dim more at the end."""
-        return Element(f(self.p), None if self.q is None else (on_q or f)(self.q), None if self.peak is None else f(self.peak))
+        return Element(
+            f(self.p),
+            None if self.q is None else (on_q or f)(self.q),
+            None if self.peak is None else f(self.peak),
+        )
 
 
 def _power(base: np.ndarray, exponent: int, modulus: int) -> np.ndarray:
@@ -67,7 +76,9 @@ def _mix(x: _Words) -> _Words:
         return x ^ (x >> np.uint64(31))
 
 
-def mask(lo: np.ndarray, hi: np.ndarray, order: Sequence[int], shape: Sequence[int], dim: int, size: int) -> np.ndarray:
+def mask(
+    lo: np.ndarray, hi: np.ndarray, order: Sequence[int], shape: Sequence[int], dim: int, size: int
+) -> np.ndarray:
     """Where lo ≤ index along `dim` < hi."""
     lo, hi = (x.transpose(tuple(order)).reshape(tuple(shape)) for x in (lo, hi))
     at = np.arange(size).reshape(-1, *[1] * (len(shape) - 1 - dim))
@@ -80,7 +91,9 @@ class FieldAlgebra:
     def __init__(self, seed: int | tuple[int, ...], copies: int = 1):
         self.rng = np.random.default_rng(seed)
         self.keys = [np.uint64(self.rng.integers(1 << 63)) for _ in range(3)]
-        self.w = int(_power(np.array([int(self.rng.integers(2, P - 1))]), 2, P)[0])  # a square other than 0 and 1 generates
+        self.w = int(
+            _power(np.array([int(self.rng.integers(2, P - 1))]), 2, P)[0]
+        )  # a square other than 0 and 1 generates
         self.z = self.rng.integers(Q, size=copies, dtype=np.int64)
         self.lanes = _mix(np.arange(1, copies + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
         self.exponents: list[np.ndarray] = []
@@ -97,16 +110,29 @@ class FieldAlgebra:
     # -- views ------------------------------------------------------------------------------------------------------------
 
     def arrange(self, x: Element, order: Sequence[int], shape: Sequence[int]) -> Element:
-        return x.map(lambda a: a.transpose(tuple(order)).reshape(tuple(shape)),
-                     lambda a: a.transpose((*order, len(order))).reshape((*shape, self.copies)))
+        return x.map(
+            lambda a: a.transpose(tuple(order)).reshape(tuple(shape)),
+            lambda a: a.transpose((*order, len(order))).reshape((*shape, self.copies)),
+        )
 
     def spread(self, x: Element, shape: Sequence[int]) -> Element:
         """Repeat dims of size 1 until the array has this shape."""
-        return x.map(lambda a: np.broadcast_to(a, tuple(shape)), lambda a: np.broadcast_to(a, (*shape, self.copies)))
+        return x.map(
+            lambda a: np.broadcast_to(a, tuple(shape)),
+            lambda a: np.broadcast_to(a, (*shape, self.copies)),
+        )
 
     def join(self, xs: Sequence[Element], dim: int) -> Element:
-        q = None if any(x.q is None for x in xs) else np.concatenate([x.q for x in xs if x.q is not None], dim)
-        peak = None if any(x.peak is None for x in xs) else np.concatenate([x.peak for x in xs if x.peak is not None], dim)
+        q = (
+            None
+            if any(x.q is None for x in xs)
+            else np.concatenate([x.q for x in xs if x.q is not None], dim)
+        )
+        peak = (
+            None
+            if any(x.peak is None for x in xs)
+            else np.concatenate([x.peak for x in xs if x.peak is not None], dim)
+        )
         return Element(np.concatenate([x.p for x in xs], dim), q, peak)
 
     def cut(self, x: Element, slices: tuple[slice, ...]) -> Element:
@@ -136,8 +162,10 @@ class FieldAlgebra:
         f = _fraction(value)
         if f is None:
             return self._hash("constant", (), [Element(np.array(hash(value) % P), None)])
-        return Element(np.array(f.numerator * pow(f.denominator, -1, P) % P),
-                       np.full(self.copies, f.numerator * pow(f.denominator, -1, Q) % Q, dtype=np.int64))
+        return Element(
+            np.array(f.numerator * pow(f.denominator, -1, P) % P),
+            np.full(self.copies, f.numerator * pow(f.denominator, -1, Q) % Q, dtype=np.int64),
+        )
 
     def elementwise(self, fn: str, args: Sequence[Any], attrs: Mapping[str, float]) -> Element:
         if fn == "pow" and not isinstance(args[1], Element) and float(args[1]) in (2.0, 3.0, 4.0):
@@ -150,10 +178,20 @@ class FieldAlgebra:
             return elements[0]
         if fn == "select":
             chosen, known = self.select(*elements), elements[0].p >> 1 == 0
-            return chosen if known.all() else self.select(Element(known, None), chosen, self._hash(fn, (), elements))
+            return (
+                chosen
+                if known.all()
+                else self.select(Element(known, None), chosen, self._hash(fn, (), elements))
+            )
         algebra: dict[str, Callable[..., Element]] = {
-            "add": self.add, "sub": self.sub, "mul": self.mul, "div": self.div, "exp": self.exp,
-            "neg": lambda x: self.sub(self.constant(0.0), x), "select": self.select}
+            "add": self.add,
+            "sub": self.sub,
+            "mul": self.mul,
+            "div": self.div,
+            "exp": self.exp,
+            "neg": lambda x: self.sub(self.constant(0.0), x),
+            "select": self.select,
+        }
         return row.program(**attrs).evaluate(algebra, elements, self.constant)
 
     @staticmethod
@@ -182,7 +220,15 @@ class FieldAlgebra:
         q = None if x.q is None or y.q is None else np.where(inside[..., None], x.q, y.q)
         return Element(np.where(inside, x.p, y.p), q)
 
-    def bounds(self, lo: np.ndarray, hi: np.ndarray, order: Sequence[int], shape: Sequence[int], dim: int, size: int) -> Element:
+    def bounds(
+        self,
+        lo: np.ndarray,
+        hi: np.ndarray,
+        order: Sequence[int],
+        shape: Sequence[int],
+        dim: int,
+        size: int,
+    ) -> Element:
         """1 inside and 0 outside: no variables, so each draw of bounds is an identity of its own."""
         inside = mask(lo, hi, order, shape, dim, size).astype(np.int64)
         return Element(inside, np.broadcast_to(inside[..., None], (*inside.shape, self.copies)))
@@ -208,22 +254,35 @@ class FieldAlgebra:
             rows.append(row)
         return rows
 
-    def _hash(self, fn: str, attrs: tuple[tuple[str, float], ...], args: Sequence[Element]) -> Element:
+    def _hash(
+        self, fn: str, attrs: tuple[tuple[str, float], ...], args: Sequence[Element]
+    ) -> Element:
         """A random function of the arguments' residues mod P: one fresh variable, so with residues mod Q of its own."""
-        name = np.uint64(int.from_bytes(hashlib.blake2b(repr((fn, attrs)).encode(), digest_size=8).digest(), "little"))
+        name = np.uint64(
+            int.from_bytes(
+                hashlib.blake2b(repr((fn, attrs)).encode(), digest_size=8).digest(), "little"
+            )
+        )
         shape = np.broadcast_shapes(*(a.p.shape for a in args))
         with np.errstate(over="ignore"):
             state = np.full(shape, _mix(self.keys[0] ^ name), dtype=np.uint64)
             for a in args:
-                state = _mix(state + a.p.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + self.keys[1])
+                state = _mix(
+                    state + a.p.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + self.keys[1]
+                )
             lanes = _mix((state ^ self.keys[2])[..., None] + self.lanes)
-        return Element((state % np.uint64(P)).astype(np.int64), (lanes % np.uint64(Q)).astype(np.int64))
+        return Element(
+            (state % np.uint64(P)).astype(np.int64), (lanes % np.uint64(Q)).astype(np.int64)
+        )
 
     def reduce(self, kind: str, x: Element, dim: int) -> Element:
         if kind == "max":
             terms = self._hash("argument of a maximum", (), [x]).p if x.peak is None else x.peak
             return self._maximum(terms.sum(dim, keepdims=True) % P)
-        return Element(x.p.sum(dim, keepdims=True) % P, None if x.q is None else x.q.sum(dim, keepdims=True) % Q)
+        return Element(
+            x.p.sum(dim, keepdims=True) % P,
+            None if x.q is None else x.q.sum(dim, keepdims=True) % Q,
+        )
 
     def _maximum(self, peak: np.ndarray) -> Element:
         value = self._hash("max of an axis", (), [Element(peak, None)])

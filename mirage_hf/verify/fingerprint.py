@@ -14,6 +14,7 @@ identically zero vanishes with probability at most D/P + (m + 1)·E/Q, however m
 are read off the exponents of the first trial. Opaque functions and maxima are random functions, so a maximum in an exponent
 is one more variable: what is proven holds whatever the value of the maximum, so it holds for the maximum.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -66,8 +67,20 @@ class Pair:
         graph, dims = self.program.graph, self.program.dims
 
         def extent(b: Bounds) -> int:
-            return self.program.blocks[b.op].axis(b.axis).size if b.x is None else dims[b.x.index][b.dim]
-        return draw_all(graph, lambda n: dims[graph.inputs[n].index], extent, rng, turn, slots=lambda t: dims[t.index][-2])
+            return (
+                self.program.blocks[b.op].axis(b.axis).size
+                if b.x is None
+                else dims[b.x.index][b.dim]
+            )
+
+        return draw_all(
+            graph,
+            lambda n: dims[graph.inputs[n].index],
+            extent,
+            rng,
+            turn,
+            slots=lambda t: dims[t.index][-2],
+        )
 
     @cached_property
     def degrees(self) -> Degrees:
@@ -79,7 +92,11 @@ class Pair:
         degrees = Degrees()
         bounds = self.bounds(np.random.default_rng(0), 0)
         operands = [bounds.get(n, degrees.variable(dims)) for n, dims in enumerate(self.inputs())]
-        return degrees, self.program.run(operands, degrees, 1), self.kernels.run(operands, degrees, self.pieces, True)
+        return (
+            degrees,
+            self.program.run(operands, degrees, 1),
+            self.kernels.run(operands, degrees, self.pieces, True),
+        )
 
     def bound(self, exponents: Exponents) -> tuple[float, float]:
         """Of one trial, and that `exponents` is wrong."""
@@ -98,13 +115,19 @@ class Trial:
     def refused(self, number: int) -> Refused | None:
         for k, (x, y) in enumerate(zip(self.want, self.got, strict=True)):
             if x.p.shape != y.p.shape:
-                return Refused(f"output {k} has shape {y.p.shape}, the program's has {x.p.shape} (shrunk sizes)")
+                return Refused(
+                    f"output {k} has shape {y.p.shape}, the program's has {x.p.shape} (shrunk sizes)"
+                )
             if (x.p != y.p).any():
-                return Refused(f"output {k} differs from the program in {int((x.p != y.p).sum())} of {x.p.size} elements of trial {number}")
+                return Refused(
+                    f"output {k} differs from the program in {int((x.p != y.p).sum())} of {x.p.size} elements of trial {number}"
+                )
         return None
 
 
-def prove(ugraph: UGraph, *, trials: int = 4, seed: int = 0, target: float = 1e-9, pieces: int = 2) -> Verdict:
+def prove(
+    ugraph: UGraph, *, trials: int = 4, seed: int = 0, target: float = 1e-9, pieces: int = 2
+) -> Verdict:
     """Prove that every kernel of `ugraph` together computes its program, or say where it does not.
 
     Runs at least `trials` random evaluations, and more until the error bound is below `target`. Refused when it is above
@@ -137,12 +160,14 @@ def prove(ugraph: UGraph, *, trials: int = 4, seed: int = 0, target: float = 1e-
         if isinstance(exponents, str):
             unclear = exponents
             continue
-        copies = copies if bounds else min(copies, exponents.rank + SPARE)  # as many as later trials need
+        copies = (
+            copies if bounds else min(copies, exponents.rank + SPARE)
+        )  # as many as later trials need
         exponents = replace(exponents, copies=copies)
         bound, wrong = small.bound(exponents)
-        if bound ** most + wrong <= max(target, WORST):
+        if bound**most + wrong <= max(target, WORST):
             break
-        unclear = f"after {most} trials its error bound is {bound ** most + wrong:.1e}, more than {WORST:.0e}"
+        unclear = f"after {most} trials its error bound is {bound**most + wrong:.1e}, more than {WORST:.0e}"
     else:
         if target < 1:
             return Refused(f"the proof would say nothing: {unclear}")
@@ -150,7 +175,7 @@ def prove(ugraph: UGraph, *, trials: int = 4, seed: int = 0, target: float = 1e-
     larger = _pair(classes, _LARGER, 3, pieces + 1)
     if isinstance(larger, Refused):
         return larger
-    while bound ** trials + wrong > target and trials < _MAX_TRIALS:
+    while bound**trials + wrong > target and trials < _MAX_TRIALS:
         trials += 1
     for trial in range(1, trials + 1):
         last = trial == trials
@@ -163,27 +188,44 @@ def prove(ugraph: UGraph, *, trials: int = 4, seed: int = 0, target: float = 1e-
             if isinstance(exponents, str):
                 return Refused(f"the proof would say nothing: {exponents}")
             bound, wrong = map(max, (bound, wrong), checked.bound(exponents))
-    if bound ** trials + wrong > max(target, WORST) and target < 1:
-        return Refused(f"the proof would say nothing: after {trials} trials its error bound is {bound ** trials + wrong:.1e}")
-    return Accepted(bound ** trials + wrong, f"{trials} trials")
+    if bound**trials + wrong > max(target, WORST) and target < 1:
+        return Refused(
+            f"the proof would say nothing: after {trials} trials its error bound is {bound**trials + wrong:.1e}"
+        )
+    return Accepted(bound**trials + wrong, f"{trials} trials")
 
 
 def _interface(program: KernelGraph, kernels: KernelGraph) -> Refused | None:
-    for what, mine, theirs in (("input", kernels.inputs, program.inputs), ("output", kernels.outputs, program.outputs)):
+    for what, mine, theirs in (
+        ("input", kernels.inputs, program.inputs),
+        ("output", kernels.outputs, program.outputs),
+    ):
         if len(mine) != len(theirs):
             return Refused(f"{len(mine)} {what}s, the program has {len(theirs)}")
         for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            if (a.dims, a.dtype) != (b.dims, b.dtype) or (what == "input" and (a.strides, a.constant) != (b.strides, b.constant)):
-                return Refused(f"{what} {k} is {errors.shape(a.dims)} {table.dtype_name(a.dtype)}, the program's is "
-                               f"{errors.shape(b.dims)} {table.dtype_name(b.dtype)}, or has other strides or is not constant in both")
+            if (a.dims, a.dtype) != (b.dims, b.dtype) or (
+                what == "input" and (a.strides, a.constant) != (b.strides, b.constant)
+            ):
+                return Refused(
+                    f"{what} {k} is {errors.shape(a.dims)} {table.dtype_name(a.dtype)}, the program's is "
+                    f"{errors.shape(b.dims)} {table.dtype_name(b.dtype)}, or has other strides or is not constant in both"
+                )
     return None
 
 
 def _has_exps(classes: Classes) -> bool:
     ops = (*classes.program.ops, *classes.kernels.ops)
-    return any(op.name == "exp" or (op.block is not None and (any(b.fn == "exp" for b in op.block.ops())
-                                                             or any(a.shift for st in op.block.stages for a in st.accumulators)))
-               for op in ops)
+    return any(
+        op.name == "exp"
+        or (
+            op.block is not None
+            and (
+                any(b.fn == "exp" for b in op.block.ops())
+                or any(a.shift for st in op.block.stages for a in st.accumulators)
+            )
+        )
+        for op in ops
+    )
 
 
 def _pair(classes: Classes, sizes: Sequence[int], parts: int, pieces: int) -> Pair | Refused:
@@ -191,7 +233,9 @@ def _pair(classes: Classes, sizes: Sequence[int], parts: int, pieces: int) -> Pa
     return small if isinstance(small, Refused) else Pair(*small, pieces)
 
 
-def _try(small: Pair, seed: int, number: int, copies: int, whole_grid: bool = False) -> Trial | Refused:
+def _try(
+    small: Pair, seed: int, number: int, copies: int, whole_grid: bool = False
+) -> Trial | Refused:
     """One random evaluation of both sides."""
     for draw in range(_MAX_REDRAWS):
         algebra = FieldAlgebra((seed % 2**64, number, draw), copies)
@@ -200,7 +244,11 @@ def _try(small: Pair, seed: int, number: int, copies: int, whole_grid: bool = Fa
             operands[n] = drawn
         try:
             want = small.program.run(operands, algebra, 1)
-            return Trial(want, small.kernels.run(operands, algebra, small.pieces, whole_grid), algebra)
+            return Trial(
+                want, small.kernels.run(operands, algebra, small.pieces, whole_grid), algebra
+            )
         except Redraw:
             continue
-    return Refused(f"a denominator was zero in {_MAX_REDRAWS} draws in a row: the program divides by zero")
+    return Refused(
+        f"a denominator was zero in {_MAX_REDRAWS} draws in a row: the program divides by zero"
+    )

@@ -1,4 +1,5 @@
 """The same µGraph with its grid axes cut short, for numeric checks that should not move gigabytes."""
+
 from __future__ import annotations
 
 from mirage_hf import errors
@@ -21,7 +22,10 @@ def narrowed(ugraph: UGraph) -> UGraph | None:
     try:
         classes = Classes(ugraph.program, ugraph.kernels)
         sizes = _sizes(classes, ugraph.program)
-        graphs = [_rebuilt(classes, side, graph, sizes) for side, graph in (("program", ugraph.program), ("kernels", ugraph.kernels))]
+        graphs = [
+            _rebuilt(classes, side, graph, sizes)
+            for side, graph in (("program", ugraph.program), ("kernels", ugraph.kernels))
+        ]
     except (Misfit, errors.MirageError):
         return None  # dims that do not meet, or an op that names the full sizes
     program, kernels = graphs
@@ -34,17 +38,38 @@ def _sizes(classes: Classes, program: KernelGraph) -> dict[Key, int]:
     """A size per class, by what the program does with it, so that all candidates of a program share one reference. Errors: Misfit."""
     full = classes.roots()
     wide: dict[Key, int] = {}
-    kept = {classes.find(k) for k in (*classes.reduced, *classes.fixed, *(key for pair in classes.dealt for key in pair))}
+    kept = {
+        classes.find(k)
+        for k in (
+            *classes.reduced,
+            *classes.fixed,
+            *(key for pair in classes.dealt for key in pair),
+        )
+    }
     for number, op in enumerate(program.ops):
         if op.name == "matmul":
             a, b = (t for t in op.inputs if isinstance(t, DTensor))
-            kept |= {classes.find(("program", a.index, len(a.dims) - 1)), classes.find(("program", b.index, len(b.dims) - 2))}
+            kept |= {
+                classes.find(("program", a.index, len(a.dims) - 1)),
+                classes.find(("program", b.index, len(b.dims) - 2)),
+            }
             for t in (a, b, *op.outputs):
-                wide |= {classes.find(("program", t.index, d)): _WIDE_BATCH for d in range(len(t.dims) - 2)}
+                wide |= {
+                    classes.find(("program", t.index, d)): _WIDE_BATCH
+                    for d in range(len(t.dims) - 2)
+                }
         if op.block is not None:
-            kept |= {classes.find(("program", number, x.name)) for x in op.block.axes if x.role is not Role.GRID}
-    sizes = {root: n if root in kept else min(n, wide.get(root, _WIDE_AXIS)) for root, n in full.items()}
-    for r in classes.rules:  # a dim that is joined is as long as its parts; what is split or cut keeps its size
+            kept |= {
+                classes.find(("program", number, x.name))
+                for x in op.block.axes
+                if x.role is not Role.GRID
+            }
+    sizes = {
+        root: n if root in kept else min(n, wide.get(root, _WIDE_AXIS)) for root, n in full.items()
+    }
+    for r in (
+        classes.rules
+    ):  # a dim that is joined is as long as its parts; what is split or cut keeps its size
         total, parts = classes.find(r.total), [classes.find(p) for p in r.parts]
         if r.kind == "sum" and total not in kept and not kept & set(parts):
             for p in parts:
@@ -54,9 +79,13 @@ def _sizes(classes: Classes, program: KernelGraph) -> dict[Key, int]:
             kept |= {total, *parts}
             sizes |= {root: full[root] for root in (total, *parts)}
     for r in classes.rules:
-        if r.kind == "sum" and sizes[classes.find(r.total)] != sum(sizes[classes.find(p)] for p in r.parts):
+        if r.kind == "sum" and sizes[classes.find(r.total)] != sum(
+            sizes[classes.find(p)] for p in r.parts
+        ):
             raise Misfit("a dim is joined in two ways")
-        if r.kind == "product" and any(sizes[root] != full[root] for root in map(classes.find, (r.total, *r.parts))):
+        if r.kind == "product" and any(
+            sizes[root] != full[root] for root in map(classes.find, (r.total, *r.parts))
+        ):
             raise Misfit("a dim is split")
     return sizes
 

@@ -5,6 +5,7 @@ its RMS error against float64 are at most 1.25 times eager's plus one ulp of the
 mean is far above the spread, x − mean(x) is what rounding left of the mean, and which order of a sum has luck there says nothing:
 what float32 sums that are off by as much as they may be make of the results counts as eager's error where that is less.
 """
+
 from __future__ import annotations
 
 import math
@@ -66,11 +67,22 @@ class Case:
 
 def cases(dtype: torch.dtype) -> tuple[Case, ...]:
     large = 300.0 if dtype == torch.float16 else 1e4
-    edge = (Case("nearly the largest", factor=12000.0, range_only=True),) if dtype == torch.float16 else ()
-    return (Case("random"), Case("large", factor=large), Case("tiny", factor=1e-3), Case("constant rows", constant_rows=True),
-            Case("mean far above spread", offset=1000.0),
-            Case("huge positive scores", scores=3e4, sign=1, range_only=True),
-            Case("huge negative scores", scores=3e4, sign=-1, range_only=True), Case("NaN out of bounds", outside=True), *edge)
+    edge = (
+        (Case("nearly the largest", factor=12000.0, range_only=True),)
+        if dtype == torch.float16
+        else ()
+    )
+    return (
+        Case("random"),
+        Case("large", factor=large),
+        Case("tiny", factor=1e-3),
+        Case("constant rows", constant_rows=True),
+        Case("mean far above spread", offset=1000.0),
+        Case("huge positive scores", scores=3e4, sign=1, range_only=True),
+        Case("huge negative scores", scores=3e4, sign=-1, range_only=True),
+        Case("NaN out of bounds", outside=True),
+        *edge,
+    )
 
 
 class Draws:
@@ -86,16 +98,34 @@ class Draws:
     def of(self, case: Case) -> list[torch.Tensor]:
         program, number = self.program, 0
         generator = torch.Generator(self.device).manual_seed(self.seed)
-        rng = np.random.default_rng(self.seed % 2 ** 64)
-        bounds = draw_all(program, lambda n: program.inputs[n].dims, partial(extent, program), rng, 0, case.outside)
+        rng = np.random.default_rng(self.seed % 2**64)
+        bounds = draw_all(
+            program,
+            lambda n: program.inputs[n].dims,
+            partial(extent, program),
+            rng,
+            0,
+            case.outside,
+        )
         found = []
         for position, t in enumerate(program.inputs):
             if not t.dtype.is_floating_point:
-                whole = torch.from_numpy(bounds[position]) if position in bounds else torch.zeros(t.dims, device="cpu")
+                whole = (
+                    torch.from_numpy(bounds[position])
+                    if position in bounds
+                    else torch.zeros(t.dims, device="cpu")
+                )
                 found.append(self._laid_out(t, whole))
                 continue
-            if number == 0 or number in case.grown or position in case.garbage or position == case.zero:
-                found.append(self._laid_out(t, self._drawn(case, position, number, bounds, generator)))
+            if (
+                number == 0
+                or number in case.grown
+                or position in case.garbage
+                or position == case.zero
+            ):
+                found.append(
+                    self._laid_out(t, self._drawn(case, position, number, bounds, generator))
+                )
             else:
                 if position not in self._alike:
                     x = self._laid_out(t, self._drawn(case, position, number, bounds, generator))
@@ -106,7 +136,14 @@ class Draws:
             number += 1
         return found
 
-    def _drawn(self, case: Case, position: int, number: int, bounds: Mapping[int, Any], generator: torch.Generator) -> torch.Tensor:
+    def _drawn(
+        self,
+        case: Case,
+        position: int,
+        number: int,
+        bounds: Mapping[int, Any],
+        generator: torch.Generator,
+    ) -> torch.Tensor:
         t = self.program.inputs[position]
         most = torch.finfo(t.dtype).max
         x = torch.randn(t.dims, generator=generator, dtype=torch.float32, device=self.device)
@@ -116,18 +153,22 @@ class Draws:
         elif len(t.dims) >= 2 and t.dims[-2] > 1:
             x = x / max(t.dims[-2:]) ** 0.5
         if number in case.grown:
-            x = (x.abs() * (case.sign if number == case.grown[-1] else 1) * case.by).clamp_(-most, most)
+            x = (x.abs() * (case.sign if number == case.grown[-1] else 1) * case.by).clamp_(
+                -most, most
+            )
         if position in case.garbage:
             for b, d in bounded_dims(self.program, position):
-                x.transpose(0, d)[:int(bounds[b.lo].min())] = math.nan
-                x.transpose(0, d)[int(bounds[b.hi].max()):] = math.nan
+                x.transpose(0, d)[: int(bounds[b.lo].min())] = math.nan
+                x.transpose(0, d)[int(bounds[b.hi].max()) :] = math.nan
         return x if position != case.zero else torch.zeros_like(x)
 
     def _laid_out(self, t: DTensor, x: torch.Tensor) -> torch.Tensor:
         return strided.laid_out(x, t.strides, t.dtype, self.device)
 
 
-def make_inputs(program: KernelGraph, case: Case, seed: int = 0, device: torch.device | str = "cpu") -> list[torch.Tensor]:
+def make_inputs(
+    program: KernelGraph, case: Case, seed: int = 0, device: torch.device | str = "cpu"
+) -> list[torch.Tensor]:
     """The inputs of one case."""
     return Draws(program, seed, device).of(case)
 
@@ -143,7 +184,11 @@ def bounded_dims(program: KernelGraph, position: int) -> list[tuple[Bounds, int]
     found, t = [], program.inputs[position]
     for b in bounds_of(program):
         key = ("program", b.op, b.axis) if b.x is None else ("program", b.x.index, b.dim)
-        found += [(b, d) for d in range(len(t.dims)) if classes.find(("program", t.index, d)) == classes.find(key)]
+        found += [
+            (b, d)
+            for d in range(len(t.dims))
+            if classes.find(("program", t.index, d)) == classes.find(key)
+        ]
     return found
 
 
@@ -154,12 +199,18 @@ def with_garbage(draws: Draws, case: Case) -> Case | None:
     if not bounds_of(program):
         return None
     try:
-        may = [n for n, t in enumerate(program.inputs) if t.dtype.is_floating_point and bounded_dims(program, n)]
+        may = [
+            n
+            for n, t in enumerate(program.inputs)
+            if t.dtype.is_floating_point and bounded_dims(program, n)
+        ]
     except Misfit:
         return None
     harmless = []
     for n in may:
-        eager = run_kernel_graph(program, copied(draws.of(replace(case, garbage=(n,)))), as_on_gpu=True)
+        eager = run_kernel_graph(
+            program, copied(draws.of(replace(case, garbage=(n,)))), as_on_gpu=True
+        )
         harmless += [n] if all(bool(torch.isfinite(y).all()) for y in eager) else []
     return replace(case, garbage=tuple(harmless)) if harmless else None
 
@@ -189,7 +240,9 @@ def with_scores(draws: Draws, case: Case) -> Case | None:
 
     def largest(grown: tuple[int, ...], by: float, wide: torch.dtype | None) -> float:
         inputs = draws.of(replace(case, grown=grown, by=by))
-        found = run_kernel_graph(part, copied(inputs) if wide is None else inputs, wide, as_on_gpu=True)  # caches are written to
+        found = run_kernel_graph(
+            part, copied(inputs) if wide is None else inputs, wide, as_on_gpu=True
+        )  # caches are written to
         return max(float(x.abs().max()) for x in found)
 
     def growth(grown: tuple[int, ...]) -> tuple[float, float]:
@@ -228,13 +281,22 @@ def measure(got: torch.Tensor, reference: torch.Tensor, where: torch.Tensor) -> 
     if not bool(where.any()):
         return Errors(0.0, 0.0, 0.0, 0.0)
     d, r = (got.double() - reference)[where], reference.double()[where]
-    return Errors(float(d.abs().max()), float(d.square().mean().sqrt()), float(r.abs().max()), float(r.square().mean().sqrt()))
+    return Errors(
+        float(d.abs().max()),
+        float(d.square().mean().sqrt()),
+        float(r.abs().max()),
+        float(r.square().mean().sqrt()),
+    )
 
 
 def within(candidate: Errors, eager: Errors, dtype: torch.dtype) -> bool:
-    ulp, tiny = (torch.finfo(dtype).eps, torch.finfo(dtype).tiny) if dtype.is_floating_point else (0.0, 0.0)
-    return (candidate.max <= SLACK * eager.max + ulp * eager.scale
-            and candidate.rms <= SLACK * eager.rms + ulp * max(eager.rms_scale, tiny))
+    ulp, tiny = (
+        (torch.finfo(dtype).eps, torch.finfo(dtype).tiny) if dtype.is_floating_point else (0.0, 0.0)
+    )
+    return (
+        candidate.max <= SLACK * eager.max + ulp * eager.scale
+        and candidate.rms <= SLACK * eager.rms + ulp * max(eager.rms_scale, tiny)
+    )
 
 
 def larger(a: Errors, b: Errors) -> Errors:
@@ -253,14 +315,24 @@ class NumericCheck:
         self._scaled: dict[Case, Case | None] = {}
         self._stock: dict[tuple[Case, int], Errors] = {}
         self._rounded: dict[Case, list[Errors]] = {}
-        self._cached: dict[Case, tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._cached: dict[
+            Case,
+            tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]],
+        ] = {}
 
-    def _case(self, case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    def _case(
+        self, case: Case
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         if case not in self._cached:
             inputs = self._draws.of(case)
-            reference = run_kernel_graph(self.program, inputs, torch.float64)  # which copies what it may write
+            reference = run_kernel_graph(
+                self.program, inputs, torch.float64
+            )  # which copies what it may write
             eager = run_kernel_graph(self.program, copied(inputs), as_on_gpu=True)
-            where = [torch.isfinite(e) & (r.abs() <= _IN_RANGE * _info(e.dtype).max) for e, r in zip(eager, reference, strict=True)]
+            where = [
+                torch.isfinite(e) & (r.abs() <= _IN_RANGE * _info(e.dtype).max)
+                for e, r in zip(eager, reference, strict=True)
+            ]
             self._cached[case] = (inputs, reference, eager, where)
         return self._cached[case]
 
@@ -276,13 +348,20 @@ class NumericCheck:
                 if op.name != "reduction" or attrs["kind"] == "max" or not isinstance(x, DTensor):
                     return y
                 sign = torch.randint(2, y.shape, generator=generator, device=y.device) * 2 - 1
-                return y * (1 + sign * math.log2(x.dims[attrs["dim"]]) / 2 * torch.finfo(torch.float32).eps)
+                return y * (
+                    1 + sign * math.log2(x.dims[attrs["dim"]]) / 2 * torch.finfo(torch.float32).eps
+                )
+
             found = run_kernel_graph(expand(self.program), inputs, torch.float64, err=off)
-            self._rounded[case] = [measure(y, r, w) for y, r, w in zip(found, reference, where, strict=True)]
+            self._rounded[case] = [
+                measure(y, r, w) for y, r, w in zip(found, reference, where, strict=True)
+            ]
         return self._rounded[case]
 
     def each(self) -> Iterator[tuple[Case, list[torch.Tensor]]]:
-        dtype = next((t.dtype for t in self.program.outputs if t.dtype.is_floating_point), torch.float32)
+        dtype = next(
+            (t.dtype for t in self.program.outputs if t.dtype.is_floating_point), torch.float32
+        )
         for case in cases(dtype):
             if case.scores or case.outside:
                 if case not in self._scaled:
@@ -292,7 +371,9 @@ class NumericCheck:
                     continue
                 case = scaled
             yield case, self._case(case)[0]
-        if any(op.name == "ratio" for op in self.program.ops):  # 0 where the divisor is, which no draw of the proof has
+        if any(
+            op.name == "ratio" for op in self.program.ops
+        ):  # 0 where the divisor is, which no draw of the proof has
             for k, t in enumerate(self.program.inputs):
                 if t.dtype.is_floating_point:
                     yield (case := Case(f"zero {t.name}", zero=k)), self._case(case)[0]
@@ -306,21 +387,33 @@ class NumericCheck:
             for k, t in enumerate(self.program.outputs):
                 finite = torch.isfinite(got[k])
                 if bool((where[k] & ~finite).any()):
-                    return Refused(f"numbers: inf or NaN in output {k} on {case.name} inputs where torch eager has none")
+                    return Refused(
+                        f"numbers: inf or NaN in output {k} on {case.name} inputs where torch eager has none"
+                    )
                 if case.range_only:
                     continue
                 if (case, k) not in self._stock:
                     self._stock[case, k] = measure(eager[k], reference[k], where[k])
                 stock = self._stock[case, k]
-                mine = stock if torch.equal(got[k], eager[k]) else measure(got[k], reference[k], where[k])
-                if not within(mine, stock, t.dtype) and not (case.cancels and within(mine, larger(stock, self._sums(case)[k]), t.dtype)):
-                    return Refused(f"numbers: output {k} on {case.name} inputs: max error {mine.max:.3g} (eager {stock.max:.3g}), "
-                                   f"RMS {mine.rms:.3g} (eager {stock.rms:.3g}), scale {stock.scale:.3g}")
+                mine = (
+                    stock
+                    if torch.equal(got[k], eager[k])
+                    else measure(got[k], reference[k], where[k])
+                )
+                if not within(mine, stock, t.dtype) and not (
+                    case.cancels and within(mine, larger(stock, self._sums(case)[k]), t.dtype)
+                ):
+                    return Refused(
+                        f"numbers: output {k} on {case.name} inputs: max error {mine.max:.3g} (eager {stock.max:.3g}), "
+                        f"RMS {mine.rms:.3g} (eager {stock.rms:.3g}), scale {stock.scale:.3g}"
+                    )
                 worst = max(worst, mine.max / stock.max if stock.max else 0.0)
         return Accepted(0.0, f"largest error {worst:.2f}× eager's")
 
 
-def run_kernels(kernels: KernelGraph, inputs: Sequence[torch.Tensor], tensor_cores: bool) -> list[torch.Tensor]:
+def run_kernels(
+    kernels: KernelGraph, inputs: Sequence[torch.Tensor], tensor_cores: bool
+) -> list[torch.Tensor]:
     """Run a µGraph's kernels as a GPU would: block graphs in float32 with their results rounded to the tensors they are stored
     in, and with `tensor_cores` the factors of contractions rounded to the dtype of the kernel's inputs (a kernel of float32
     partial results has none); library ops by their oracle."""
@@ -330,11 +423,17 @@ def run_kernels(kernels: KernelGraph, inputs: Sequence[torch.Tensor], tensor_cor
         if op.name == CUSTOMIZED:
             assert op.block is not None
             halves = {t.dtype for t in read if t.dtype.itemsize == 2}
-            algebra = TorchAlgebra(torch.float32, halves.pop() if tensor_cores and halves else None, inputs[0].device)
+            algebra = TorchAlgebra(
+                torch.float32, halves.pop() if tensor_cores and halves else None, inputs[0].device
+            )
             stored = run_block_graph(op.block, [values[t.index] for t in read], algebra)
             results = [y.to(t.dtype) for y, t in zip(stored, op.outputs, strict=True)]
         else:
-            results = [run_library(op, [values[x.index] if isinstance(x, DTensor) else x for x in op.inputs])]
+            results = [
+                run_library(
+                    op, [values[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
+                )
+            ]
         values |= {t.index: y for t, y in zip(op.outputs, results, strict=True)}
     return [values[t.index] for t in kernels.outputs]
 

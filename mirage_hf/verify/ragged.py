@@ -1,4 +1,5 @@
 """Bounds and positions of appends for proofs and numbers: draws with empty, full and partial rows."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ragged import Bounds, bounds_of
 
 
-def draw(rng: np.random.Generator, size: int, rows: int, turn: int, partial: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def draw(
+    rng: np.random.Generator, size: int, rows: int, turn: int, partial: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Bounds of `rows` rows over an axis of `size` elements: in turn some elements inside, all, none, the last, the first ones.
     With `partial`, no row has the first or the last element where there are three or more."""
     lo, hi = np.zeros(rows, dtype=np.int64), np.full(rows, size, dtype=np.int64)
@@ -31,8 +34,15 @@ def draw(rng: np.random.Generator, size: int, rows: int, turn: int, partial: boo
     return lo, hi
 
 
-def draw_all(graph: KernelGraph, shape: Callable[[int], tuple[int, ...]], extent: Callable[[Bounds], int], rng: np.random.Generator,
-             turn: int, partial: bool = False, slots: Callable[[DTensor], int] = lambda t: t.dims[-2]) -> dict[int, np.ndarray]:
+def draw_all(
+    graph: KernelGraph,
+    shape: Callable[[int], tuple[int, ...]],
+    extent: Callable[[Bounds], int],
+    rng: np.random.Generator,
+    turn: int,
+    partial: bool = False,
+    slots: Callable[[DTensor], int] = lambda t: t.dims[-2],
+) -> dict[int, np.ndarray]:
     """Bounds, and positions of appends, for the inputs that are, by number; `shape` of an input, `extent` of what is bounded and
     `slots` of a cache or of new rows, at the sizes at hand. Rows that are appended fit."""
     drawn: dict[int, np.ndarray] = {}

@@ -4,6 +4,7 @@ Every dim of every tensor, of the program and of the kernels, and every axis of 
 follow each other where dims are joined (concat), split (reshape, rope) or cut (slice), and an axis that is dealt out in parts
 is sized by the number of its parts.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -56,13 +57,18 @@ class Classes:
                 self.full |= {(side, t.index, d): n for d, n in enumerate(t.dims)}
             for number, op in enumerate(graph.ops):
                 self._op(side, number, op)
-        for mine, theirs in ((self.program.inputs, self.kernels.inputs), (self.program.outputs, self.kernels.outputs)):
+        for mine, theirs in (
+            (self.program.inputs, self.kernels.inputs),
+            (self.program.outputs, self.kernels.outputs),
+        ):
             for a, b in zip(mine, theirs, strict=True):
                 for d in range(len(a.dims)):
                     self.join(("program", a.index, d), ("kernels", b.index, d))
         for _ in self.rules:  # what lies at the same place of the same dim has the same size, and equal lists are the same dim
             for x, y in combinations(self.rules, 2):
-                if x.kind == y.kind and [self.full[p] for p in x.parts] == [self.full[p] for p in y.parts]:
+                if x.kind == y.kind and [self.full[p] for p in x.parts] == [
+                    self.full[p] for p in y.parts
+                ]:
                     same_parts = [self.find(p) for p in x.parts] == [self.find(p) for p in y.parts]
                     if same_parts or self.find(x.total) == self.find(y.total):
                         for p, q in zip((x.total, *x.parts), (y.total, *y.parts), strict=True):
@@ -92,7 +98,9 @@ class Classes:
         x, rank = tensors[0], len(out.dims)
         bounds = (*ragged(op.name, op.inputs), *(parts_of(op)[2:] if op.name == APPEND else ()))
         if any(t.dtype not in table.COMPUTE_DTYPES for t in (*tensors, out) if t not in bounds):
-            raise Misfit(f"{op.name} works on whole numbers: proofs are about floating-point tensors")
+            raise Misfit(
+                f"{op.name} works on whole numbers: proofs are about floating-point tensors"
+            )
 
         def key(t: DTensor, d: int) -> Key:
             return (side, t.index, d)
@@ -122,8 +130,10 @@ class Classes:
             for k, o in enumerate(attrs["order"]):
                 self.join(key(x, o % rank), key(out, k))
         elif op.name == "reshape":
-            self._reshape([(key(x, d), n) for d, n in enumerate(x.dims) if n > 1],
-                          [(key(out, d), n) for d, n in enumerate(out.dims) if n > 1])
+            self._reshape(
+                [(key(x, d), n) for d, n in enumerate(x.dims) if n > 1],
+                [(key(out, d), n) for d, n in enumerate(out.dims) if n > 1],
+            )
         elif op.name in ("concat", "slice"):
             dim = attrs["dim"] % rank
             for t in tensors:
@@ -134,8 +144,11 @@ class Classes:
                 self._rule("sum", key(out, dim), [key(t, dim) for t in tensors])
             else:
                 before, after = attrs["start"], x.dims[dim] - attrs["stop"]
-                cut = [*([self._part(side, out, "before", before)] if before else []), key(out, dim),
-                       *([self._part(side, out, "after", after)] if after else [])]
+                cut = [
+                    *([self._part(side, out, "before", before)] if before else []),
+                    key(out, dim),
+                    *([self._part(side, out, "after", after)] if after else []),
+                ]
                 self._rule("sum", key(x, dim), cut)
         elif op.name == "rope":
             self._rope(side, op, key)
@@ -146,7 +159,11 @@ class Classes:
                 if k != rank - 2:
                     self.join(key(rows, k), key(out, k))
             rest = cache.dims[-2] - rows.dims[-2]
-            self._rule("sum", key(out, rank - 2), [key(rows, rank - 2), *([self._part(side, out, "rest", rest)] if rest else [])])
+            self._rule(
+                "sum",
+                key(out, rank - 2),
+                [key(rows, rank - 2), *([self._part(side, out, "rest", rest)] if rest else [])],
+            )
             if position.dims[0] == cache.dims[0]:
                 self.join(key(position, 0), key(out, 0))
         else:
@@ -162,14 +179,21 @@ class Classes:
         self.join(key(x, last), key(out, last))
         width = key(cos, len(cos.dims) - 1)
         self.join(width, key(sin, len(sin.dims) - 1))
-        two, half = self._part(side, out, "two", 2), self._part(side, out, "half", cos.dims[-1] // 2)
+        two, half = (
+            self._part(side, out, "two", 2),
+            self._part(side, out, "half", cos.dims[-1] // 2),
+        )
         self.fixed.add(two)
         self._rule("product", width, [two, half])
         self.reduced |= {width, key(x, last)}
         if cos.dims[-1] == x.dims[-1]:
             self.join(width, key(x, last))
         else:
-            self._rule("sum", key(x, last), [width, self._part(side, out, "rest", x.dims[-1] - cos.dims[-1])])
+            self._rule(
+                "sum",
+                key(x, last),
+                [width, self._part(side, out, "rest", x.dims[-1] - cos.dims[-1])],
+            )
 
     def _part(self, side: str, t: DTensor, name: str, size: int) -> Key:
         """A part of a dim that no tensor has as a dim."""
@@ -226,7 +250,11 @@ class Classes:
             for d, a in enumerate(o.axes):
                 if a is not None:
                     self.join((side, t.index, d), (side, number, a))
-        self.dealt += [((side, number, a.name), (side, number, a.parts)) for a in block.axes if a.parts is not None]
+        self.dealt += [
+            ((side, number, a.name), (side, number, a.parts))
+            for a in block.axes
+            if a.parts is not None
+        ]
 
     # -- sizes ----------------------------------------------------------------------------------------------------------------
 
@@ -281,11 +309,15 @@ class Classes:
             for f in factors if r.kind == "product" else ():
                 total *= f
             if total != small[self.find(r.total)]:
-                raise Misfit("a dim is joined, split or cut in two ways that do not shrink together")
+                raise Misfit(
+                    "a dim is joined, split or cut in two ways that do not shrink together"
+                )
         return small
 
 
-def small_block(classes: Classes, side: str, number: int, op: KernelOp, sizes: dict[Key, int]) -> BlockGraph:
+def small_block(
+    classes: Classes, side: str, number: int, op: KernelOp, sizes: dict[Key, int]
+) -> BlockGraph:
     """A block graph at other sizes. Errors: GraphError where it cannot have them."""
     block = op.block
     assert block is not None
@@ -304,21 +336,39 @@ def small_block(classes: Classes, side: str, number: int, op: KernelOp, sizes: d
         if i.turn is not None and i.turn.width is not None:
             i = replace(i, turn=replace(i.turn, width=size(side, number, i.name, "turned")))
         inputs.append(i)
-    return replace(block, axes=tuple(replace(a, size=size(side, number, a.name)) for a in block.axes), inputs=tuple(inputs))
+    return replace(
+        block,
+        axes=tuple(replace(a, size=size(side, number, a.name)) for a in block.axes),
+        inputs=tuple(inputs),
+    )
 
 
 def small_graph(classes: Classes, side: str, sizes: dict[Key, int]) -> SmallGraph:
     """The program or the kernels at other sizes, to be evaluated. Errors: GraphError, Misfit."""
     graph = classes.program if side == "program" else classes.kernels
     tensors = (*graph.inputs, *(t for op in graph.ops for t in op.outputs))
-    dims = {t.index: tuple(sizes[classes.find((side, t.index, d))] for d in range(len(t.dims))) for t in tensors}
-    blocks = {n: small_block(classes, side, n, op, sizes) for n, op in enumerate(graph.ops) if op.name == CUSTOMIZED}
-    starts = {n: sizes[classes.find((side, op.outputs[0].index, "before"))] if dict(op.attrs)["start"] else 0
-              for n, op in enumerate(graph.ops) if op.name == "slice"}
+    dims = {
+        t.index: tuple(sizes[classes.find((side, t.index, d))] for d in range(len(t.dims)))
+        for t in tensors
+    }
+    blocks = {
+        n: small_block(classes, side, n, op, sizes)
+        for n, op in enumerate(graph.ops)
+        if op.name == CUSTOMIZED
+    }
+    starts = {
+        n: sizes[classes.find((side, op.outputs[0].index, "before"))]
+        if dict(op.attrs)["start"]
+        else 0
+        for n, op in enumerate(graph.ops)
+        if op.name == "slice"
+    }
     return SmallGraph(graph, dims, blocks, starts)
 
 
-def shrink(classes: Classes, sizes: Sequence[int], parts: int) -> tuple[SmallGraph, SmallGraph] | Refused:
+def shrink(
+    classes: Classes, sizes: Sequence[int], parts: int
+) -> tuple[SmallGraph, SmallGraph] | Refused:
     """Program and kernels at a few elements per axis."""
     try:
         small = classes.few(sizes, parts)

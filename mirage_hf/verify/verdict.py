@@ -1,4 +1,5 @@
 """Verdicts: a candidate is accepted or refused, and it says why."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

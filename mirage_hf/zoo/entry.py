@@ -3,6 +3,7 @@
 `kernel.py` is readable source, `ugraph.json` the µGraph, `entry.json` all the rest with digests of both. Reading believes
 nothing that it cannot check: what does not fit is `Rejected` with a reason, and then never run. Nothing is unpickled.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -57,16 +58,22 @@ class Entry:
     error_bound: float
     search: Mapping[str, Any]
     machine: Mapping[str, str] = field(default_factory=this_machine)
-    created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    created: str = field(
+        default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
+    )
 
     def __post_init__(self) -> None:
         for what, name in (("pattern", self.pattern), ("target", self.key.target)):
             if not _FOLDER_NAME.fullmatch(name):
-                raise errors.ZooError(f"zoo entry: {what} {name!r} names a folder; use lower-case letters, digits and _")
+                raise errors.ZooError(
+                    f"zoo entry: {what} {name!r} names a folder; use lower-case letters, digits and _"
+                )
         try:
             json.dumps([self.search, self.error_bound, dict(self.machine)], allow_nan=False)
         except (TypeError, ValueError) as e:
-            raise errors.ZooError(f"zoo entry: search, error_bound and machine must be plain JSON values: {e}") from None
+            raise errors.ZooError(
+                f"zoo entry: search, error_bound and machine must be plain JSON values: {e}"
+            ) from None
 
     @property
     def fastest(self) -> str | None:
@@ -88,11 +95,21 @@ class Entry:
         """The text of each file."""
         ugraph = json_format.save_json(json_format.ugraph_to_dict(self.ugraph))
         data = {
-            "format": FORMAT, "version": VERSION, "pattern": self.pattern, "key": self.key.digest, "target": self.key.target,
-            "schedule_version": self.key.schedule_version, "kernel_format": self.key.kernel_format,
-            "schedules": [s.to_dict() for s in self.schedules], "timings": [asdict(t) for t in self.timings],
-            "error_bound": self.error_bound, "search": dict(self.search), "machine": dict(self.machine), "created": self.created,
-            "sha256": {KERNEL: _sha256(self.kernel), UGRAPH: _sha256(ugraph)}}
+            "format": FORMAT,
+            "version": VERSION,
+            "pattern": self.pattern,
+            "key": self.key.digest,
+            "target": self.key.target,
+            "schedule_version": self.key.schedule_version,
+            "kernel_format": self.key.kernel_format,
+            "schedules": [s.to_dict() for s in self.schedules],
+            "timings": [asdict(t) for t in self.timings],
+            "error_bound": self.error_bound,
+            "search": dict(self.search),
+            "machine": dict(self.machine),
+            "created": self.created,
+            "sha256": {KERNEL: _sha256(self.kernel), UGRAPH: _sha256(ugraph)},
+        }
         entry = json_format.save_json(data | {"digest": json_format.digest(data)})
         return {KERNEL: self.kernel, UGRAPH: ugraph, ENTRY: entry}
 
@@ -104,35 +121,73 @@ def read_entry(folder: Path) -> Entry | Rejected:
         try:
             texts[name] = (folder / name).read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as e:
-            return Rejected(f"{folder / name}: cannot be read ({e.strerror if isinstance(e, OSError) else 'not UTF-8'})")
+            return Rejected(
+                f"{folder / name}: cannot be read ({e.strerror if isinstance(e, OSError) else 'not UTF-8'})"
+            )
     try:
         return _checked(folder, texts)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, errors.MirageError) as e:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RecursionError,
+        errors.MirageError,
+    ) as e:
         return Rejected(f"{folder}: is damaged ({type(e).__name__}: {str(e)[:200]})")
 
 
 def _checked(folder: Path, texts: Mapping[str, str]) -> Entry | Rejected:
     data = json.loads(texts[ENTRY])
     if data["format"] != FORMAT or data["version"] != VERSION:
-        return Rejected(f"{folder}: is {data['format']} version {data['version']}, this package reads {FORMAT} version {VERSION}")
+        return Rejected(
+            f"{folder}: is {data['format']} version {data['version']}, this package reads {FORMAT} version {VERSION}"
+        )
     told = data.pop("digest")
     if told != json_format.digest(data):
-        return Rejected(f"{folder / ENTRY}: does not match its own digest; it is damaged or was edited")
+        return Rejected(
+            f"{folder / ENTRY}: does not match its own digest; it is damaged or was edited"
+        )
     for name in (KERNEL, UGRAPH):
         if data["sha256"][name] != _sha256(texts[name]):
-            return Rejected(f"{folder / name}: is not the file that {ENTRY} was written for; it is damaged or was edited")
+            return Rejected(
+                f"{folder / name}: is not the file that {ENTRY} was written for; it is damaged or was edited"
+            )
     ugraph = json_format.ugraph_from_dict(json.loads(texts[UGRAPH]), str(folder / UGRAPH))
-    key = replace(key_of(ugraph.program, data["target"]), schedule_version=data["schedule_version"], kernel_format=data["kernel_format"])
+    key = replace(
+        key_of(ugraph.program, data["target"]),
+        schedule_version=data["schedule_version"],
+        kernel_format=data["kernel_format"],
+    )
     if key.digest != data["key"]:
-        return Rejected(f"{folder}: its key is not that of its program; it is damaged, or was written by another version")
+        return Rejected(
+            f"{folder}: its key is not that of its program; it is damaged, or was written by another version"
+        )
     search = data["search"]
-    if not isinstance(search, dict) or not isinstance(search.get("candidates", 0), int) or not isinstance(data["created"], str):
-        return Rejected(f"{folder / ENTRY}: search must be an object with a number of candidates, and created a string; it was edited")
+    if (
+        not isinstance(search, dict)
+        or not isinstance(search.get("candidates", 0), int)
+        or not isinstance(data["created"], str)
+    ):
+        return Rejected(
+            f"{folder / ENTRY}: search must be an object with a number of candidates, and created a string; it was edited"
+        )
     if len(data["schedules"]) != len(ugraph.block_ops):
-        return Rejected(f"{folder / ENTRY}: has {len(data['schedules'])} schedules for {len(ugraph.block_ops)} block graphs; it was edited")
-    return Entry(key, data["pattern"], ugraph, texts[KERNEL], tuple(Schedule.from_dict(s) for s in data["schedules"]),
-                 tuple(_measurement(**t) for t in data["timings"]), float(data["error_bound"]), data["search"], data["machine"],
-                 data["created"])
+        return Rejected(
+            f"{folder / ENTRY}: has {len(data['schedules'])} schedules for {len(ugraph.block_ops)} block graphs; it was edited"
+        )
+    return Entry(
+        key,
+        data["pattern"],
+        ugraph,
+        texts[KERNEL],
+        tuple(Schedule.from_dict(s) for s in data["schedules"]),
+        tuple(_measurement(**t) for t in data["timings"]),
+        float(data["error_bound"]),
+        data["search"],
+        data["machine"],
+        data["created"],
+    )
 
 
 def _measurement(name: str, **numbers: float) -> Measurement:

@@ -1,4 +1,5 @@
 """Keys of the kernel zoo: which program on which hardware, in which versions. Equal keys may share a kernel."""
+
 from __future__ import annotations
 
 import json
@@ -31,8 +32,14 @@ class Key:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything but the title, in hex."""
-        return json_format.digest({"program": json.loads(self.program), "target": self.target,
-                                   "schedule_version": self.schedule_version, "kernel_format": self.kernel_format})
+        return json_format.digest(
+            {
+                "program": json.loads(self.program),
+                "target": self.target,
+                "schedule_version": self.schedule_version,
+                "kernel_format": self.kernel_format,
+            }
+        )
 
 
 def key_of(program: KernelGraph, target: str) -> Key:
@@ -48,13 +55,21 @@ def canonical(program: KernelGraph) -> dict[str, Any]:
     data = json_format.graph_to_dict(program)
     inputs = [node for node in data["nodes"] if node["op"] == "input"]
     others = [node for node in data["nodes"] if node["op"] != "input"]
-    made = [node["name"] for node in inputs] + [t["name"] for node in others for t in node["outputs"]]
+    made = [node["name"] for node in inputs] + [
+        t["name"] for node in others for t in node["outputs"]
+    ]
     position = {name: f"t{i}" for i, name in enumerate(made)}
 
     def operand(x: Any) -> Any:
         return position[x] if isinstance(x, str) else x
 
     nodes = [node | {"name": position[node["name"]]} for node in inputs]
-    nodes += [node | {"inputs": [operand(x) for x in node["inputs"]],
-                      "outputs": [t | {"name": position[t["name"]]} for t in node["outputs"]]} for node in others]
+    nodes += [
+        node
+        | {
+            "inputs": [operand(x) for x in node["inputs"]],
+            "outputs": [t | {"name": position[t["name"]]} for t in node["outputs"]],
+        }
+        for node in others
+    ]
     return data | {"nodes": nodes, "outputs": [position[name] for name in data["outputs"]]}

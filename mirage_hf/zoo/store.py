@@ -1,4 +1,5 @@
 """Kernel zoos on disk, and the order in which they are asked. Writes are atomic and safe among processes."""
+
 from __future__ import annotations
 
 import contextlib
@@ -46,7 +47,9 @@ class Store:
                 found = read_entry(folder)  # another process may have replaced it while it was read
             if isinstance(found, Entry) and found.key.digest == digest:
                 return found
-            reasons.append(found.reason if isinstance(found, Rejected) else f"{folder}: is for another program")
+            reasons.append(
+                found.reason if isinstance(found, Rejected) else f"{folder}: is for another program"
+            )
         return Rejected("; ".join(reasons) or f"not in {self.root}")
 
     def _folders(self, pattern: str) -> list[Path]:
@@ -65,9 +68,13 @@ class Store:
             with FileLock(self.root / ".lock", timeout=LOCK_SECONDS):
                 return self._replace(entry)
         except Timeout:
-            return Rejected(f"{self.root} has been locked by another process for {LOCK_SECONDS:.0f} s; end it, or set MIRAGE_HF_CACHE")
+            return Rejected(
+                f"{self.root} has been locked by another process for {LOCK_SECONDS:.0f} s; end it, or set MIRAGE_HF_CACHE"
+            )
         except (OSError, NotImplementedError) as e:  # the second from a file system without locks
-            return Rejected(f"{self.root} cannot be written ({getattr(e, 'strerror', e)}); set MIRAGE_HF_CACHE to a folder that can")
+            return Rejected(
+                f"{self.root} cannot be written ({getattr(e, 'strerror', e)}); set MIRAGE_HF_CACHE to a folder that can"
+            )
 
     def _replace(self, entry: Entry) -> Path:
         """Write aside, then rename: readers see the old entry, none, or the new one. Called with the lock held."""
@@ -78,7 +85,9 @@ class Store:
         new.mkdir()
         for name, text in entry.files.items():
             (new / name).write_text(text, encoding="utf-8", newline="")
-        for i, earlier in enumerate(self.root.glob(f"*/*-{entry.key.digest[:8]}/{entry.key.target}")):
+        for i, earlier in enumerate(
+            self.root.glob(f"*/*-{entry.key.digest[:8]}/{entry.key.target}")
+        ):
             os.replace(earlier, old.with_suffix(f".{i}"))
         folder.parent.mkdir(parents=True, exist_ok=True)
         os.replace(new, folder)
@@ -157,16 +166,25 @@ def named_store(zoo: str | Path) -> Store:
         return Store(folder)
     repo, _, revision = str(zoo).removeprefix("hf://").partition("@")
     if repo.count("/") != 1 or repo.startswith((".", "/", "~")):
-        raise errors.ZooError(f"zoo {str(zoo)!r} is neither a folder nor a Hub repo; give a folder that exists, or \"user/name\"")
+        raise errors.ZooError(
+            f'zoo {str(zoo)!r} is neither a folder nor a Hub repo; give a folder that exists, or "user/name"'
+        )
     try:
         return Store(_fetched(repo, revision))
     except Exception as e:  # the Hub's client raises its own, the HTTP library's and OSError
-        raise errors.ZooError(f"zoo {str(zoo)!r} could not be fetched from the Hub ({type(e).__name__}: {str(e).splitlines()[0][:200]}); "
-                              "check the name and the network, or give a local copy's folder") from e
+        raise errors.ZooError(
+            f"zoo {str(zoo)!r} could not be fetched from the Hub ({type(e).__name__}: {str(e).splitlines()[0][:200]}); "
+            "check the name and the network, or give a local copy's folder"
+        ) from e
 
 
 @cache
 def _fetched(repo: str, revision: str) -> Path:
     """A repo's zoo in the Hub's cache: the Hub is asked once in a process, not for every kernel."""
     from huggingface_hub import snapshot_download
-    return Path(snapshot_download(repo, revision=revision or None, allow_patterns=["*/*/*/*.json", "*/*/*/kernel.py"]))
+
+    return Path(
+        snapshot_download(
+            repo, revision=revision or None, allow_patterns=["*/*/*/*.json", "*/*/*/kernel.py"]
+        )
+    )

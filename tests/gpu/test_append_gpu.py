@@ -1,4 +1,5 @@
 """Steps of attention that append to caches in place, on the GPU: random configurations beside SDPA, and captured graphs."""
+
 from __future__ import annotations
 
 import random
@@ -25,13 +26,18 @@ from mirage_hf.tune import space
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
-SHAPES = {"llama-1b": dict(kv_heads=8, group=4, head_dim=64, norm=""), "qwen3": dict(kv_heads=8, group=2, head_dim=128, norm="rms")}
+SHAPES = {
+    "llama-1b": dict(kv_heads=8, group=4, head_dim=64, norm=""),
+    "qwen3": dict(kv_heads=8, group=2, head_dim=128, norm="rms"),
+}
 RANDOM = 50
 """Random configurations, each at two schedules and five pairs of bounds."""
 
 
 def program_of(shape: dict, rows: int, slots: int, dtype: torch.dtype):
-    return ATTENTION.block(**shape, scale=shape["head_dim"] ** -0.5, eps=1e-6, dtype=dtype).program(rows, slots=slots)
+    return ATTENTION.block(**shape, scale=shape["head_dim"] ** -0.5, eps=1e-6, dtype=dtype).program(
+        rows, slots=slots
+    )
 
 
 def inputs_of(g, lo: int, slot: int) -> list[torch.Tensor]:
@@ -40,7 +46,9 @@ def inputs_of(g, lo: int, slot: int) -> list[torch.Tensor]:
     inputs = []
     for t in g.inputs:
         x = torch.empty_strided(t.dims, t.strides, dtype=t.dtype, device="cuda")
-        inputs.append(x.normal_() if t.dtype.is_floating_point else x.fill_(lo if t.name == "lo" else slot))
+        inputs.append(
+            x.normal_() if t.dtype.is_floating_point else x.fill_(lo if t.name == "lo" else slot)
+        )
         if t.name == "lo":
             inputs[-1].view(-1)[1:] = 0
     return inputs
@@ -65,27 +73,49 @@ def by_sdpa(g, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("seed", range(RANDOM))
 def test_random_configurations_are_as_close_to_float64_as_sdpa(seed):
     draw = random.Random(seed)
-    shape = dict(kv_heads=draw.choice((1, 2, 3, 8)), group=draw.choice((1, 2, 4, 5, 8)), head_dim=draw.choice((64, 80, 96, 128, 192, 256)),
-                 norm=draw.choice(("", "rms")))
+    shape = dict(
+        kv_heads=draw.choice((1, 2, 3, 8)),
+        group=draw.choice((1, 2, 4, 5, 8)),
+        head_dim=draw.choice((64, 80, 96, 128, 192, 256)),
+        norm=draw.choice(("", "rms")),
+    )
     dtype, rows = draw.choice((torch.float16, torch.bfloat16)), draw.choice((1, 2, 3, 8, 16))
     slots = draw.choice((64, 130, 300, 1024, 4096))
     g = program_of(shape, rows, slots, dtype)
-    found = [(c, symbolic.for_program(c.ugraph, g)) for c in test_append.searched(program_of(shape, rows, 64, dtype)).candidates]
+    found = [
+        (c, symbolic.for_program(c.ugraph, g))
+        for c in test_append.searched(program_of(shape, rows, 64, dtype)).candidates
+    ]
     usable = [(c, u) for c, u in found if not space.obstacle(placed(u))]
-    c, u = usable[0] if draw.random() < 0.5 else next(((c, u) for c, u in usable if u.num_kernels == 2), usable[0])
+    c, u = (
+        usable[0]
+        if draw.random() < 0.5
+        else next(((c, u) for c, u in usable if u.num_kernels == 2), usable[0])
+    )
     ranked = [[s for s in space.schedules(op, limit=32) if c.allows(s.mma)] for op in placed(u)]
     tried = 0
     for n in (0, draw.randrange(min(map(len, ranked)))):
         program = triton.generate(u, [r[n] for r in ranked])
         try:
             run = compiler.load(program.source, program.digest).run
-            for lo, slot in ((0, 0), (0, 1), (5, slots // 2), (slots // 3, slots - 1), (slots // 2, slots // 2)):
+            for lo, slot in (
+                (0, 0),
+                (0, 1),
+                (5, slots // 2),
+                (slots // 3, slots - 1),
+                (slots // 2, slots // 2),
+            ):
                 inputs = inputs_of(g, lo, slot)
                 stock = by_sdpa(g, inputs)
                 exact = by_sdpa(g, [x.double() if x.is_floating_point() else x for x in inputs])
                 got = run(inputs)
                 assert got[1].data_ptr() == inputs[5].data_ptr()
-                as_close_as(got, stock, exact, f"{shape} {rows} {slots} {lo} {slot} {[str(r[n]) for r in ranked]}")
+                as_close_as(
+                    got,
+                    stock,
+                    exact,
+                    f"{shape} {rows} {slots} {lo} {slot} {[str(r[n]) for r in ranked]}",
+                )
                 tried += 1
         except OutOfResources:
             continue
@@ -97,7 +127,10 @@ def test_a_captured_graph_stays_right_while_lengths_grow_and_rows_change(name):
     """No recapture: bounds and slots are read on the device, each row has its own."""
     rows, slots = 4, 300
     small = program_of(SHAPES[name], rows, 64, torch.float16)
-    u = symbolic.for_program(test_append.searched(small).candidates[0].ugraph, program_of(SHAPES[name], rows, slots, torch.float16))
+    u = symbolic.for_program(
+        test_append.searched(small).candidates[0].ugraph,
+        program_of(SHAPES[name], rows, slots, torch.float16),
+    )
     g, program = u.program, triton.generate(u)
     run = compiler.load(program.source, program.digest).run
     inputs = inputs_of(g, 0, 0)

@@ -1,4 +1,5 @@
 """Attention of decoding steps on the GPU: rotations, norms, new keys beside a cache, sinks, softcap; against float64."""
+
 from __future__ import annotations
 
 import sys
@@ -23,12 +24,27 @@ from mirage_hf.tune import space
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
-SIZES = ((8, 4, 64, 4096), (8, 4, 128, 1000), (2, 7, 64, 300), (4, 1, 80, 129), (16, 8, 96, 513), (1, 4, 256, 77))
-DECODING = {f"{heads}x{group} d{d} {keys} keys {kind} {dtype}": dict(heads=heads, group=group, d=d, keys=keys, dtype=dtype, **more)
-            for heads, group, d, keys in SIZES
-            for dtype in ("float16", "bfloat16")
-            for kind, more in (("plain", dict(rope=True)), ("normed", dict(rope=True, norm=True)), ("sink", dict(sink=True, new=2)),
-                               ("softcap", dict(softcap=30.0)))}
+SIZES = (
+    (8, 4, 64, 4096),
+    (8, 4, 128, 1000),
+    (2, 7, 64, 300),
+    (4, 1, 80, 129),
+    (16, 8, 96, 513),
+    (1, 4, 256, 77),
+)
+DECODING = {
+    f"{heads}x{group} d{d} {keys} keys {kind} {dtype}": dict(
+        heads=heads, group=group, d=d, keys=keys, dtype=dtype, **more
+    )
+    for heads, group, d, keys in SIZES
+    for dtype in ("float16", "bfloat16")
+    for kind, more in (
+        ("plain", dict(rope=True)),
+        ("normed", dict(rope=True, norm=True)),
+        ("sink", dict(sink=True, new=2)),
+        ("softcap", dict(softcap=30.0)),
+    )
+}
 
 
 def run_all(g: KernelGraph, schedules: int = 6) -> list[str]:
@@ -46,16 +62,25 @@ def run_all(g: KernelGraph, schedules: int = 6) -> list[str]:
             for scale in (1.0, 20.0):
                 host = test_shifts.inputs_of(g, scale)
                 inputs = [x.cuda() for x in host]
-                want = run_kernel_graph(g, [x.double() if x.is_floating_point() else x for x in host], torch.float64)
+                want = run_kernel_graph(
+                    g, [x.double() if x.is_floating_point() else x for x in host], torch.float64
+                )
                 try:
                     got = [y.cpu() for y in module.run(inputs)]
                 except OutOfResources:  # more shared memory than there is
                     break
-                error, torchs = test_shifts.error_of(got, want), test_shifts.error_of([y.cpu() for y in run_kernel_graph(g, inputs)], want)
+                error, torchs = (
+                    test_shifts.error_of(got, want),
+                    test_shifts.error_of([y.cpu() for y in run_kernel_graph(g, inputs)], want),
+                )
                 ran += 1
                 # large numbers rotated and rounded to 16 bits before they are multiplied lose as much in torch
-                if not error < max(4e-2 if g.inputs[0].dtype is torch.bfloat16 else 6e-3, 1.25 * torchs):
-                    wrong.append(f"{[*map(str, chosen)]} scale {scale}: {error:.3g}, torch {torchs:.3g}")
+                if not error < max(
+                    4e-2 if g.inputs[0].dtype is torch.bfloat16 else 6e-3, 1.25 * torchs
+                ):
+                    wrong.append(
+                        f"{[*map(str, chosen)]} scale {scale}: {error:.3g}, torch {torchs:.3g}"
+                    )
     assert ran
     return wrong
 
@@ -72,8 +97,13 @@ def test_small_programs(name):
         assert not run_all(g)
         return
     host = test_rope.inputs_of(g)
-    want = run_kernel_graph(g, [x.double() if x.is_floating_point() else x for x in host], torch.float64)
+    want = run_kernel_graph(
+        g, [x.double() if x.is_floating_point() else x for x in host], torch.float64
+    )
     for f in test_rope.found_of(g)[:3]:
         program = triton.generate(f.ugraph)
-        got = [y.cpu() for y in compiler.load(program.source, program.digest).run([x.cuda() for x in host])]
+        got = [
+            y.cpu()
+            for y in compiler.load(program.source, program.digest).run([x.cuda() for x in host])
+        ]
         assert test_shifts.error_of(got, want) < 6e-3

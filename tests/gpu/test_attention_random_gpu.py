@@ -1,4 +1,5 @@
 """Attention of decoding steps in its breadth on the GPU: random configurations beside SDPA in the same dtype, and float64."""
+
 from __future__ import annotations
 
 import random
@@ -43,9 +44,13 @@ def test_random_configurations_are_as_close_to_float64_as_sdpa(seed):
                 got = run(after)
                 ran += 1
                 named = zip(u.program.inputs, inputs, strict=True)
-                bounds = {t.name: x.flatten().tolist()[:8] for t, x in named if t.name in ("lo", "slot")}
+                bounds = {
+                    t.name: x.flatten().tolist()[:8] for t, x in named if t.name in ("lo", "slot")
+                }
                 as_close_as(got, stock, exact, f"{what} {bounds}")
-                assert configs.untouched(k, u.program, inputs, after), f"{what} {bounds}: a slot that is not appended to has changed"
+                assert configs.untouched(k, u.program, inputs, after), (
+                    f"{what} {bounds}: a slot that is not appended to has changed"
+                )
             return
         except OutOfResources:  # more shared memory than there is
             assert not ran, f"{what}: out of resources after {ran} runs"

@@ -1,4 +1,5 @@
 """Generated CUDA on the device: every file is compiled with its own check and run."""
+
 import shutil
 import subprocess
 
@@ -8,7 +9,10 @@ import ugraphs as u
 from mirage_hf.codegen import cuda
 
 NVCC = shutil.which("nvcc")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NVCC is None, reason="needs nvcc, which is not on PATH")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NVCC is None, reason="needs nvcc, which is not on PATH"),
+]
 
 CASES = {
     **u.ALL,
@@ -17,7 +21,9 @@ CASES = {
     "rms_norm_linear 1 x 4096 x 4096": lambda: u.rms_norm_linear(1, 4096, 4096),
     "rms_norm_linear transposed": lambda: u.rms_norm_linear(1, 4096, 4096, transposed=True),
     "rms_norm_linear odd": lambda: u.rms_norm_linear(5, 67, 131),
-    "rms_norm_linear odd bfloat16 transposed": lambda: u.rms_norm_linear(19, 129, 77, "bfloat16", transposed=True),
+    "rms_norm_linear odd bfloat16 transposed": lambda: u.rms_norm_linear(
+        19, 129, 77, "bfloat16", transposed=True
+    ),
     "rms_norm_linear float32": lambda: u.rms_norm_linear(2, 97, 80, "float32"),
     "gated_mlp 8 x 4096 x 4096": lambda: u.gated_mlp(8, 4096, 4096),
     "gated_mlp odd bfloat16": lambda: u.gated_mlp(7, 33, 45, "bfloat16"),
@@ -37,15 +43,42 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_file_passes_its_own_check(name, tmp_path):
     path = cuda.write_program(CASES[name](), tmp_path / "kernel.cu")
-    subprocess.run([NVCC, "-std=c++17", "-O3", "-arch=native", "-DMIRAGE_CHECK", str(path), "-o", str(tmp_path / "check")], check=True)
+    subprocess.run(
+        [
+            NVCC,
+            "-std=c++17",
+            "-O3",
+            "-arch=native",
+            "-DMIRAGE_CHECK",
+            str(path),
+            "-o",
+            str(tmp_path / "check"),
+        ],
+        check=True,
+    )
     done = subprocess.run([tmp_path / "check"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "ok" in done.stdout and "WRONG" not in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "ok" in done.stdout and "WRONG" not in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
 def test_a_wrong_kernel_fails_its_check(tmp_path):
-    text = cuda.program_source(u.rms_norm_linear()).replace("const float o = y * inv;", "const float o = y * inv * 1.05f;")
+    text = cuda.program_source(u.rms_norm_linear()).replace(
+        "const float o = y * inv;", "const float o = y * inv * 1.05f;"
+    )
     (tmp_path / "kernel.cu").write_text(text, encoding="utf-8")
     built = tmp_path / "check"
-    subprocess.run([NVCC, "-std=c++17", "-arch=native", "-DMIRAGE_CHECK", str(tmp_path / "kernel.cu"), "-o", str(built)], check=True)
+    subprocess.run(
+        [
+            NVCC,
+            "-std=c++17",
+            "-arch=native",
+            "-DMIRAGE_CHECK",
+            str(tmp_path / "kernel.cu"),
+            "-o",
+            str(built),
+        ],
+        check=True,
+    )
     done = subprocess.run([built], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "WRONG" in done.stdout

@@ -1,4 +1,5 @@
 """Random block graphs as CUDA on the device, against the executor in float64."""
+
 import ctypes
 import math
 import shutil
@@ -15,14 +16,19 @@ from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import UGraph
 
 NVCC = shutil.which("nvcc")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NVCC is None, reason="needs nvcc, which is not on PATH")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NVCC is None, reason="needs nvcc, which is not on PATH"),
+]
 COUNT = 64
 
 
 def is_written(graph) -> bool:
     """Whether CUDA text is written for a graph: it has no parts and no sums that shift with a running maximum."""
     block = graph.ops[0].block
-    return not any(a.parts for a in block.axes) and not any(a.shift for stage in block.stages for a in stage.accumulators)
+    return not any(a.parts for a in block.axes) and not any(
+        a.shift for stage in block.stages for a in stage.accumulators
+    )
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +40,30 @@ def libraries(tmp_path_factory):
         seed, graph, _ = case
         source, library = folder / f"k{seed}.cu", folder / f"k{seed}.so"
         source.write_text(cuda.kernels_source(UGraph(graph, graph)), encoding="utf-8")
-        subprocess.run([NVCC, "-std=c++17", "-O2", "-arch=native", "-shared", "-Xcompiler", "-fPIC", str(source), "-o", str(library)],
-                       check=True, capture_output=True)
+        subprocess.run(
+            [
+                NVCC,
+                "-std=c++17",
+                "-O2",
+                "-arch=native",
+                "-shared",
+                "-Xcompiler",
+                "-fPIC",
+                str(source),
+                "-o",
+                str(library),
+            ],
+            check=True,
+            capture_output=True,
+        )
         return seed, graph, ctypes.CDLL(str(library))
+
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(build, [case for case in random_cases(6 * COUNT) if is_written(case[1])][:COUNT]))
+        return list(
+            pool.map(
+                build, [case for case in random_cases(6 * COUNT) if is_written(case[1])][:COUNT]
+            )
+        )
 
 
 @pytest.mark.parametrize("case", range(COUNT))
@@ -46,7 +71,12 @@ def test_random_block_graph(case, libraries):
     seed, graph, library = libraries[case]
     inputs = random_inputs(graph, seed)
     want, plain = run_kernel_graph(graph, inputs, torch.float64), run_kernel_graph(graph, inputs)
-    on_device = [x.as_strided((1 + sum((d - 1) * s for d, s in zip(x.shape, x.stride(), strict=True)),), (1,)).cuda() for x in inputs]
+    on_device = [
+        x.as_strided(
+            (1 + sum((d - 1) * s for d, s in zip(x.shape, x.stride(), strict=True)),), (1,)
+        ).cuda()
+        for x in inputs
+    ]
     outputs = [torch.full(t.dims, math.nan, dtype=t.dtype, device="cuda") for t in graph.outputs]
     library.workspace_bytes.restype = ctypes.c_size_t
     workspace = torch.empty(library.workspace_bytes() + 16, dtype=torch.uint8, device="cuda")

@@ -1,4 +1,5 @@
 """Every feature of generate on a GPU: the checks of tests/hf/test_features.py with real kernels and real graphs."""
+
 from __future__ import annotations
 
 import sys
@@ -30,7 +31,9 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module", params=PAIRS)
 def pair(request: pytest.FixtureRequest) -> features.Pair:
     family, dtype, how = PAIRS[request.param]
-    pair = features.Pair(features.small(family, dtype, "cuda", **features.WIDE), how, {"tune": "never"})
+    pair = features.Pair(
+        features.small(family, dtype, "cuda", **features.WIDE), how, {"tune": "never"}
+    )
     if how == "kernels":
         rows = pair.ours.mirage.report.rows
         assert rows and all(r.status == "swapped" for r in rows), str(pair.ours.mirage.report)

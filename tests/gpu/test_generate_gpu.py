@@ -1,4 +1,5 @@
 """The captured step on a GPU: the same tokens as stock, no host synchronisation, and what only graphs can get wrong."""
+
 from __future__ import annotations
 
 import copy
@@ -12,13 +13,25 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
-from decoding import FAMILIES, FULL, VOCABULARY, WINDOW, Recorder, assert_same, both, handled, left_padded, prompt, tiny
+from decoding import (
+    FAMILIES,
+    FULL,
+    VOCABULARY,
+    WINDOW,
+    Recorder,
+    assert_same,
+    both,
+    handled,
+    left_padded,
+    prompt,
+    tiny,
+)
 from swapping import rows_parted
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from mirage_hf.decode import install, program, uninstall
 from mirage_hf.decode.cache import CachePool
-from mirage_hf.decode.ends import Greedy, ends_of
+from mirage_hf.decode.kernels.ends import Greedy, ends_of
 from mirage_hf.decode.program import CapturedForward, MaskPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -46,15 +59,54 @@ CASES = {
     "greedy batch": lambda: {"inputs": prompt(3), "max_new_tokens": 24},
     "one token": lambda: {"inputs": prompt(2), "max_new_tokens": 1},
     "left padding": lambda: {**left_padded(), "max_new_tokens": 20, **FULL},
-    "past the window": lambda: {"inputs": prompt(2, 3 * WINDOW), "max_new_tokens": 3 * WINDOW, **FULL},
-    "eos list": lambda: {**left_padded(), "max_new_tokens": 30, "eos_token_id": list(range(3, 40, 3)), **FULL},
-    "early eos": lambda: {**left_padded(), "max_new_tokens": 30, "eos_token_id": list(range(3, 30)), **FULL},
-    "many eos": lambda: {**left_padded(), "max_new_tokens": 30, "eos_token_id": list(range(3, 99, 2))},
-    "repetition_penalty": lambda: {**left_padded(), "max_new_tokens": 16, "repetition_penalty": 1.4, **FULL},
-    "min_new_tokens": lambda: {"inputs": prompt(2), "max_new_tokens": 20, "min_new_tokens": 9, "eos_token_id": list(range(3, 60))},
-    "sampling": lambda: {**left_padded(), "max_new_tokens": 20, "do_sample": True, "temperature": 1.5, **FULL},
-    "num_return_sequences": lambda: {**left_padded(), "max_new_tokens": 12, "do_sample": True, "top_p": 0.9,
-                                     "num_return_sequences": 3},
+    "past the window": lambda: {
+        "inputs": prompt(2, 3 * WINDOW),
+        "max_new_tokens": 3 * WINDOW,
+        **FULL,
+    },
+    "eos list": lambda: {
+        **left_padded(),
+        "max_new_tokens": 30,
+        "eos_token_id": list(range(3, 40, 3)),
+        **FULL,
+    },
+    "early eos": lambda: {
+        **left_padded(),
+        "max_new_tokens": 30,
+        "eos_token_id": list(range(3, 30)),
+        **FULL,
+    },
+    "many eos": lambda: {
+        **left_padded(),
+        "max_new_tokens": 30,
+        "eos_token_id": list(range(3, 99, 2)),
+    },
+    "repetition_penalty": lambda: {
+        **left_padded(),
+        "max_new_tokens": 16,
+        "repetition_penalty": 1.4,
+        **FULL,
+    },
+    "min_new_tokens": lambda: {
+        "inputs": prompt(2),
+        "max_new_tokens": 20,
+        "min_new_tokens": 9,
+        "eos_token_id": list(range(3, 60)),
+    },
+    "sampling": lambda: {
+        **left_padded(),
+        "max_new_tokens": 20,
+        "do_sample": True,
+        "temperature": 1.5,
+        **FULL,
+    },
+    "num_return_sequences": lambda: {
+        **left_padded(),
+        "max_new_tokens": 12,
+        "do_sample": True,
+        "top_p": 0.9,
+        "num_return_sequences": 3,
+    },
 }
 
 
@@ -87,10 +139,24 @@ def test_a_step_never_waits_for_the_host(family, attention):
     with torch.no_grad():
         out = model(prompt(2).cuda(), past_key_values=block.prefill_cache(), use_cache=True)
         block.set_logits(out.logits[:, -1])
-        block.control.start(length=7, position=torch.tensor([[6]], device="cuda"), lowest=None, budget=9, eos=None, pad=None)
+        block.control.start(
+            length=7,
+            position=torch.tensor([[6]], device="cuda"),
+            lowest=None,
+            budget=9,
+            eos=None,
+            pad=None,
+        )
         greedy = Greedy(ends_of(block))
         greedy.choose(block.control, block.logits)
-        step = CapturedForward(model, block, MaskPlan.of(model.config), logits_to_keep=True, graphs=False, fingerprint=None)
+        step = CapturedForward(
+            model,
+            block,
+            MaskPlan.of(model.config),
+            logits_to_keep=True,
+            graphs=False,
+            fingerprint=None,
+        )
         step.prepare(greedy)()  # what is lazily initialised may synchronise once
         try:
             torch.cuda.set_sync_debug_mode("error")
@@ -102,7 +168,11 @@ def test_a_step_never_waits_for_the_host(family, attention):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_parts_only_at_ties(family):
-    model = tiny(family, hidden_size=128, intermediate_size=256, initializer_range=0.08).to(torch.bfloat16).cuda()
+    model = (
+        tiny(family, hidden_size=128, intermediate_size=256, initializer_range=0.08)
+        .to(torch.bfloat16)
+        .cuda()
+    )
     runner, parted = install(model), 0
     for seed in range(4):
         arguments = cuda({**left_padded((9, 30, 17), seed=seed), "max_new_tokens": 48, **FULL})
@@ -112,17 +182,28 @@ def test_bfloat16_parts_only_at_ties(family):
     print(f"{family}: {parted} of 12 rows parted within 48 tokens, all at ties")
 
 
-@pytest.mark.skipif(not (ASSET / "config.json").exists(), reason="tests/assets/tiny_llama is not built")
+@pytest.mark.skipif(
+    not (ASSET / "config.json").exists(), reason="tests/assets/tiny_llama is not built"
+)
 def test_trained_model_writes_the_same_256_tokens():
     model = LlamaForCausalLM.from_pretrained(ASSET, dtype=torch.float32).eval().cuda()
     model.generation_config.eos_token_id = None
     runner = install(model)
-    ids = torch.tensor([list(b"The function returns "), list(b"This module provides ")], device="cuda")
-    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 256, "do_sample": False}
+    ids = torch.tensor(
+        [list(b"The function returns "), list(b"This module provides ")], device="cuda"
+    )
+    arguments = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 256,
+        "do_sample": False,
+    }
     assert_same(*both(model, arguments))
     model.to(torch.bfloat16)
     stock, ours = both(model, {**arguments, **FULL})
-    print(f"trained, bfloat16: {rows_parted(model, stock, ours.sequences, arguments)} of 2 rows parted within 256 tokens, all at ties")
+    print(
+        f"trained, bfloat16: {rows_parted(model, stock, ours.sequences, arguments)} of 2 rows parted within 256 tokens, all at ties"
+    )
     captured_only(runner)
 
 
@@ -131,7 +212,12 @@ def test_dead_steps_leave_no_trace(depth):
     model = tiny("gemma2").cuda()
     install(model, depth=depth)
     for eos in ([], list(range(3, 40)), list(range(3, 99))):
-        assert_same(*both(model, cuda({**left_padded(), "max_new_tokens": 13, "eos_token_id": eos or None, **FULL})))
+        assert_same(
+            *both(
+                model,
+                cuda({**left_padded(), "max_new_tokens": 13, "eos_token_id": eos or None, **FULL}),
+            )
+        )
 
 
 def test_streamers_get_every_token_in_order():
@@ -141,7 +227,12 @@ def test_streamers_get_every_token_in_order():
 
     def arguments():
         recorders.append(recorder := Recorder())
-        return {"inputs": prompt(2).cuda(), "max_new_tokens": 40, "eos_token_id": [3, 4], "streamer": recorder}
+        return {
+            "inputs": prompt(2).cuda(),
+            "max_new_tokens": 40,
+            "eos_token_id": [3, 4],
+            "streamer": recorder,
+        }
 
     assert_same(*both(model, arguments))
     assert recorders[0].events == recorders[1].events
@@ -153,11 +244,24 @@ def test_users_cache(family):
     runner = install(model)
     used = [DynamicCache(config=model.config) for _ in range(2)]
     caches = iter(used * 2)
-    first = both(model, lambda: {"inputs": prompt(2).cuda(), "max_new_tokens": 6, "past_key_values": next(caches)})
+    first = both(
+        model,
+        lambda: {"inputs": prompt(2).cuda(), "max_new_tokens": 6, "past_key_values": next(caches)},
+    )
     assert_same(*first)
     longer = torch.cat([first[0], prompt(2, 3, seed=9).cuda()], dim=-1)
-    assert_same(*both(model, lambda: {"inputs": longer, "attention_mask": torch.ones_like(longer), "max_new_tokens": 20,
-                                      "past_key_values": next(caches), **FULL}))
+    assert_same(
+        *both(
+            model,
+            lambda: {
+                "inputs": longer,
+                "attention_mask": torch.ones_like(longer),
+                "max_new_tokens": 20,
+                "past_key_values": next(caches),
+                **FULL,
+            },
+        )
+    )
     captured_only(runner)
 
 
@@ -169,7 +273,19 @@ def test_changing_shapes_and_flat_memory():
         for i in range(12):
             batch, length = 1 + i % 3, 1 + i * 97 % 600
             extra = ({}, {"do_sample": True}, {"eos_token_id": list(range(3, 30))})[i % 3]
-            assert_same(*both(model, cuda({"inputs": prompt(batch, length, seed=i), "max_new_tokens": 3 + i % 5, **extra}), seed=i))
+            assert_same(
+                *both(
+                    model,
+                    cuda(
+                        {
+                            "inputs": prompt(batch, length, seed=i),
+                            "max_new_tokens": 3 + i % 5,
+                            **extra,
+                        }
+                    ),
+                    seed=i,
+                )
+            )
 
     one_round()
     gc.collect()
@@ -179,7 +295,7 @@ def test_changing_shapes_and_flat_memory():
         one_round()
     gc.collect()
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() <= before + 8 * 2 ** 20
+    assert torch.cuda.memory_allocated() <= before + 8 * 2**20
     assert len(runner.pool.blocks) <= 4
     captured_only(runner)
 
@@ -191,7 +307,11 @@ def test_growth_in_mid_call(monkeypatch):
         model = tiny(family, max_position_embeddings=1024).cuda()
         runner = install(model)
         for _ in range(2):
-            assert_same(*both(model, cuda({**left_padded((250, 240)), "max_new_tokens": 40, **extra, **FULL})))
+            assert_same(
+                *both(
+                    model, cuda({**left_padded((250, 240)), "max_new_tokens": 40, **extra, **FULL})
+                )
+            )
         assert sorted(runner.pool.blocks) == [(2, 256), (2, 512)]
         captured_only(runner)
 
@@ -200,7 +320,9 @@ def test_growth_in_mid_call(monkeypatch):
 def test_threads_and_two_models(own_streams):
     models = [tiny("llama").cuda(), tiny("mistral", seed=1).cuda()]
     runners = [install(m) for m in models]
-    work = [(m, cuda({**left_padded(seed=s), "max_new_tokens": 24})) for s in range(3) for m in models]
+    work = [
+        (m, cuda({**left_padded(seed=s), "max_new_tokens": 24})) for s in range(3) for m in models
+    ]
     expected = [type(m).generate(m, **arguments).tolist() for m, arguments in work]
     torch.cuda.synchronize()
     results: list[list[object]] = [[] for _ in work]
@@ -209,7 +331,9 @@ def test_threads_and_two_models(own_streams):
     def run(i):
         try:
             m, arguments = work[i]
-            with torch.cuda.stream(torch.cuda.Stream() if own_streams else torch.cuda.current_stream()):
+            with torch.cuda.stream(
+                torch.cuda.Stream() if own_streams else torch.cuda.current_stream()
+            ):
                 for _ in range(4):
                     results[i].append(m.generate(**arguments).tolist())
         except BaseException as error:
@@ -240,15 +364,21 @@ def test_a_capture_that_runs_out_of_memory(times, monkeypatch):
             if torch.cuda.is_current_stream_capturing() and len(failed) < times:
                 failed.append(1)
                 torch.empty(1 << 48, device=device)
+
         return captured(too_much, device, pool)
+
     assert_same(*both(model, cuda({"inputs": prompt(1), "max_new_tokens": 9})))
     monkeypatch.setattr(program, "capture", capture)
     for _ in range(3):
         assert_same(*both(model, cuda({**left_padded(), "max_new_tokens": 20, **FULL})))
     called = {what: n for what, n in runner.counts.items() if what != "captured"}
     assert len(failed) == times and runner.pool.blocks == [(3, 256)], (failed, runner.pool.blocks)
-    assert runner.counts["captured"] == 4 - len(called) and list(called.values()) == [1] * (times - 1), runner.counts
-    assert all(what.startswith("called: capture failed (OutOfMemoryError") for what in called), runner.counts
+    assert runner.counts["captured"] == 4 - len(called) and list(called.values()) == [1] * (
+        times - 1
+    ), runner.counts
+    assert all(what.startswith("called: capture failed (OutOfMemoryError") for what in called), (
+        runner.counts
+    )
 
 
 def test_release_frees_pool_and_graphs():
@@ -268,8 +398,8 @@ def test_release_frees_pool_and_graphs():
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     assert runner.bytes == 0
-    assert torch.cuda.memory_allocated() <= allocated + 2 ** 20
-    assert torch.cuda.memory_reserved() <= reserved + 64 * 2 ** 20
+    assert torch.cuda.memory_allocated() <= allocated + 2**20
+    assert torch.cuda.memory_reserved() <= reserved + 64 * 2**20
     assert model.generate(**arguments).tolist() == expected
     uninstall(model)
 
@@ -282,7 +412,9 @@ def test_changes_to_the_model_are_seen():
     with torch.no_grad():
         model.lm_head.weight.copy_(model.lm_head.weight.flip(0))  # in place: the graph reads it
     assert_same(*both(model, arguments))
-    model.load_state_dict({k: v.flip(-1).contiguous() for k, v in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {k: v.flip(-1).contiguous() for k, v in model.state_dict().items()}, assign=True
+    )
     assert_same(*both(model, arguments))
     model.set_attn_implementation("eager")
     assert_same(*both(model, arguments))
@@ -308,7 +440,9 @@ def test_peft_life_cycle():
     base = tiny("llama").cuda()
     runner = install(base)
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+    )
     model = peft.get_peft_model(base, config)
     model.add_adapter("other", config)
     model.cuda().eval()
@@ -322,8 +456,12 @@ def test_peft_life_cycle():
         assert texts[-1] == str(reference.generate(**arguments).tolist())
 
     check()
-    for do in (lambda m: m.set_adapter("other"), lambda m: m.merge_adapter(["other"]), lambda m: m.unmerge_adapter(),
-               lambda m: m.set_adapter("default")):
+    for do in (
+        lambda m: m.set_adapter("other"),
+        lambda m: m.merge_adapter(["other"]),
+        lambda m: m.unmerge_adapter(),
+        lambda m: m.set_adapter("default"),
+    ):
         do(model)
         do(reference)
         check()
@@ -378,9 +516,19 @@ def test_ctrl_c(extra):
 
 def test_speed_of_a_1b_shape():
     """Prints ms per token (bfloat16, random weights, prompt 128): the captured forward must beat both called ones."""
-    config = LlamaConfig(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
-                         num_attention_heads=32, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
-                         max_position_embeddings=8192, eos_token_id=None, bos_token_id=1)
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+        eos_token_id=None,
+        bos_token_id=1,
+    )
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -414,7 +562,7 @@ def test_speed_of_a_1b_shape():
     captured_only(runner)
     for name, (token, first) in rows.items():
         print(f"{name:16s} {token:7.3f} ms/token, first token {first:7.2f} ms")
-    print(f"capture {set_up:.2f} s, pool {runner.bytes / 2 ** 20:.1f} MiB")
+    print(f"capture {set_up:.2f} s, pool {runner.bytes / 2**20:.1f} MiB")
     assert rows["ours, captured"][0] < min(rows["stock, called"][0], rows["ours, called"][0])
 
 

@@ -1,4 +1,5 @@
 """optimize() on the device: kernels as resolved there, inside captured steps, and every change of a model seen by them."""
+
 from __future__ import annotations
 
 import sys
@@ -9,7 +10,17 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
-from swapping import FOUR, OTHERS, decode_logits, parted_at_a_tie, prompt, same, snapshot, tiny, twin_of
+from swapping import (
+    FOUR,
+    OTHERS,
+    decode_logits,
+    parted_at_a_tie,
+    prompt,
+    same,
+    snapshot,
+    tiny,
+    twin_of,
+)
 
 from mirage_hf.api import optimize, restore
 from mirage_hf.errors import OptimizeError
@@ -17,8 +28,14 @@ from mirage_hf.swap.guard import KEY
 
 pytestmark = pytest.mark.gpu
 ASSETS = Path(__file__).parents[1] / "assets"
-SIZES = dict(hidden_size=256, intermediate_size=640, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=2,
-             initializer_range=0.05)
+SIZES = dict(
+    hidden_size=256,
+    intermediate_size=640,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    num_hidden_layers=2,
+    initializer_range=0.05,
+)
 GREEDY = dict(do_sample=False, max_new_tokens=24)
 
 
@@ -40,7 +57,11 @@ def logits(model: Any, batch: int = 1) -> torch.Tensor:
         out = model(prompt(batch, 6, seed=5).cuda(), use_cache=True)
         for step in range(4):
             outputs.append(out.logits[:, -1])
-            out = model(prompt(batch, 1, seed=10 + step).cuda(), past_key_values=out.past_key_values, use_cache=True)
+            out = model(
+                prompt(batch, 1, seed=10 + step).cuda(),
+                past_key_values=out.past_key_values,
+                use_cache=True,
+            )
     return torch.stack([*outputs, out.logits[:, -1]]).float()
 
 
@@ -52,7 +73,9 @@ def test_logits_are_as_close_to_float32_as_stocks(family: str, dtype: torch.dtyp
     optimize(model, tune="never", batch_sizes=(1, 3))
     ours = logits(model)
     assert all(r.status == "swapped" for r in model.mirage.report.rows), str(model.mirage.report)
-    assert (ours - exact).abs().max() <= 1.5 * (stock - exact).abs().max() + 0.01 * exact.abs().max()
+    assert (ours - exact).abs().max() <= 1.5 * (
+        stock - exact
+    ).abs().max() + 0.01 * exact.abs().max()
     assert logits(model, 3).isfinite().all()
     layer = model.model.layers[0].__dict__[KEY]
     assert layer.calls == 8 and layer.fallbacks == {"prefill": 2}
@@ -71,9 +94,15 @@ def test_captured_steps_give_the_tokens_of_called_ones(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_samples_of_captured_steps_are_those_of_called_ones(family: str) -> None:
     """Step programs that end in sampling, behind processors and without: the same tokens captured or called, however deep."""
-    model = on_gpu(family, torch.float32)  # the first prompt runs HF's forward, later ones kernels, which round differently
+    model = on_gpu(
+        family, torch.float32
+    )  # the first prompt runs HF's forward, later ones kernels, which round differently
     ids = prompt().cuda()
-    kinds = {"defaults": {}, "all tokens": {"top_k": 0}, "top p and penalty": {"top_p": 0.9, "repetition_penalty": 1.2, "temperature": 0.8}}
+    kinds = {
+        "defaults": {},
+        "all tokens": {"top_k": 0},
+        "top p and penalty": {"top_p": 0.9, "repetition_penalty": 1.2, "temperature": 0.8},
+    }
     seen: dict[str, dict[str, Any]] = {name: {} for name in kinds}
     for decode, depth in (("graph", None), ("graph", 0), ("graph", 5), ("eager", None)):
         optimize(model, tune="never", decode=decode)
@@ -91,14 +120,18 @@ def test_samples_of_captured_steps_are_those_of_called_ones(family: str) -> None
         assert all(tokens == first for tokens in runs.values()), f"{family}, {name}: {runs}"
 
 
-trained = pytest.mark.skipif(not (ASSETS / "tiny_llama").exists(), reason="the trained asset is not there")
+trained = pytest.mark.skipif(
+    not (ASSETS / "tiny_llama").exists(), reason="the trained asset is not there"
+)
 
 
 def trained_and_ids(dtype: torch.dtype, text: str) -> tuple[Any, torch.Tensor]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny_llama", dtype=dtype).cuda().eval()
-    return model, AutoTokenizer.from_pretrained(ASSETS / "tiny_llama")(text, return_tensors="pt").input_ids.cuda()
+    return model, AutoTokenizer.from_pretrained(ASSETS / "tiny_llama")(
+        text, return_tensors="pt"
+    ).input_ids.cuda()
 
 
 def by_kernels(model: Any, tune: str) -> None:
@@ -118,7 +151,9 @@ def test_the_trained_model_writes_the_same_256_tokens(text: str, tune: str) -> N
     want = model.generate(ids, **options)
     optimize(model, tune=tune)
     got = model.generate(ids, **options)
-    assert torch.equal(got, want), f"{text!r}: parted at token {int((got != want).nonzero()[0, 1]) - ids.shape[1]}"
+    assert torch.equal(got, want), (
+        f"{text!r}: parted at token {int((got != want).nonzero()[0, 1]) - ids.shape[1]}"
+    )
     by_kernels(model, tune)
     restore(model)
     assert same(before, snapshot(model)) and torch.equal(model.generate(ids, **options), want)
@@ -140,11 +175,14 @@ def test_changes_after_capture_are_seen() -> None:
 
     def alike() -> bool:
         return torch.equal(model.generate(ids, **GREEDY), stock.generate(ids, **GREEDY))
+
     assert alike()
-    for change in (lambda m: m.model.layers[0].mlp.gate_proj.weight.data.mul_(-1),
-                   lambda m: m.load_state_dict({k: v.flip(0) for k, v in m.state_dict().items()}, assign=True),
-                   lambda m: setattr(m.model.layers[1].mlp, "act_fn", torch.nn.ReLU()),
-                   lambda m: m.cpu().cuda()):
+    for change in (
+        lambda m: m.model.layers[0].mlp.gate_proj.weight.data.mul_(-1),
+        lambda m: m.load_state_dict({k: v.flip(0) for k, v in m.state_dict().items()}, assign=True),
+        lambda m: setattr(m.model.layers[1].mlp, "act_fn", torch.nn.ReLU()),
+        lambda m: m.cpu().cuda(),
+    ):
         for m in (stock, model):
             change(m)
         assert alike()
@@ -165,12 +203,24 @@ def test_adapters_may_change_between_calls(targets: Any) -> None:
     stock, model = make(), optimize(make(), tune="never")
     assert {r.status for r in model.mirage.report.rows if r.pattern == "lora_down"} == {"swapped"}
     ids = prompt().cuda()
-    for change in (lambda m: None, lambda m: None, lambda m: m.set_adapter("other"), lambda m: m.set_adapter("default"),
-                   lambda m: m.merge_adapter(), lambda m: m.unmerge_adapter(), lambda m: m.base_model.disable_adapter_layers()):
+    for change in (
+        lambda m: None,
+        lambda m: None,
+        lambda m: m.set_adapter("other"),
+        lambda m: m.set_adapter("default"),
+        lambda m: m.merge_adapter(),
+        lambda m: m.unmerge_adapter(),
+        lambda m: m.base_model.disable_adapter_layers(),
+    ):
         for m in (stock, model):
             change(m)
-        assert torch.equal(model.generate(input_ids=ids, **GREEDY), stock.generate(input_ids=ids, **GREEDY))
-    assert model.mirage.report.decode["step: all by kernels"] >= 2 and model.mirage.runner.prefills["captured, by kernels"] >= 1
+        assert torch.equal(
+            model.generate(input_ids=ids, **GREEDY), stock.generate(input_ids=ids, **GREEDY)
+        )
+    assert (
+        model.mirage.report.decode["step: all by kernels"] >= 2
+        and model.mirage.runner.prefills["captured, by kernels"] >= 1
+    )
 
 
 def test_an_optimized_model_holds_no_memory_after_it_moved() -> None:

@@ -1,4 +1,5 @@
 """Launches that overlap, blocks that share a loop, outputs written over inputs: with other launches, streams and threads about."""
+
 from __future__ import annotations
 
 import sys
@@ -51,9 +52,16 @@ def program_of(ugraph, **schedule):
 def attention(kernels: int):
     """A searched step of attention that asks for its cache early, and appends to it."""
     g = test_append.attention(1, 8, 4, slots=1024, d=64, norm=True, dtype="bfloat16")
-    ugraph = next(c.ugraph for c in test_append.searched(g).candidates if c.ugraph.num_kernels == kernels)
-    schedules = [replace(next((s for s in space.schedules(op) if s.preload), space.default_schedule(op)), hasten=op.followed)
-                 for op in placed(ugraph)]
+    ugraph = next(
+        c.ugraph for c in test_append.searched(g).candidates if c.ugraph.num_kernels == kernels
+    )
+    schedules = [
+        replace(
+            next((s for s in space.schedules(op) if s.preload), space.default_schedule(op)),
+            hasten=op.followed,
+        )
+        for op in placed(ugraph)
+    ]
     assert any(s.preload for s in schedules)
     return g, triton.generate(ugraph, schedules)
 
@@ -66,8 +74,13 @@ def squares_first():
     """Two kernels, of which the second may begin before the first has waited for the producer."""
     ugraph = blocks.squares_then_linear(16, 1024, 1024, 8)
     first, second = dict(m=4, p=1, k=128), dict(m=16, n=64, k=64, p=8)
-    program = triton.generate(ugraph, [Schedule(tuple(first.items()), num_warps=1, hasten=True),
-                                       Schedule(tuple(second.items()), mma=True, num_stages=4, split=2, preload=2)])
+    program = triton.generate(
+        ugraph,
+        [
+            Schedule(tuple(first.items()), num_warps=1, hasten=True),
+            Schedule(tuple(second.items()), mma=True, num_stages=4, split=2, preload=2),
+        ],
+    )
     assert program.source.index("gdc_launch_dependents()") < program.source.index("gdc_wait()")
     return ugraph.program, program
 
@@ -76,9 +89,13 @@ SPLIT = dict(m=1, n=16, k=256, split=4, preload=1)
 MMA_SPLIT = dict(m=16, n=64, k=64, mma=True, num_stages=4, split=4, preload=2)
 KINDS = {
     "one trip": lambda: block(blocks.rms_norm_linear(1, 1024, 1024), m=1, n=4, k=1024),
-    "walking": lambda: block(blocks.rms_norm_linear(1, 1024, 1024, residual=True), m=1, n=8, k=256, preload=2),
+    "walking": lambda: block(
+        blocks.rms_norm_linear(1, 1024, 1024, residual=True), m=1, n=8, k=256, preload=2
+    ),
     "split": lambda: block(blocks.rms_norm_linear(1, 1024, 1024), **SPLIT),
-    "mma split": lambda: block(blocks.rms_norm_linear(16, 1024, 1024, dtype=torch.bfloat16), **MMA_SPLIT),
+    "mma split": lambda: block(
+        blocks.rms_norm_linear(16, 1024, 1024, dtype=torch.bfloat16), **MMA_SPLIT
+    ),
     "squares, then mma split": squares_first,
     "attention": lambda: attention(1),
     "attention, two kernels": lambda: attention(2),
@@ -90,6 +107,7 @@ def test_results_hold_whatever_the_producers_take(kind, tmp_path):
     """1,000 replays of slow producer → kernel → slow producer → kernel, with random delays and random data each time."""
     from mirage_hf.codegen import compile as compiler
     from mirage_hf.codegen import launching
+
     graph_of, program = KINDS[kind]()
     run = tuner.run_of(program)
     source = SLOW + "\n\n" + launching.text(with_counters=False)
@@ -102,7 +120,9 @@ def test_results_hold_whatever_the_producers_take(kind, tmp_path):
     cycles = torch.zeros(blocks_of_x, dtype=torch.int32, device="cuda")
 
     def producer(source):
-        slow.launch(slow.slow_copy, blocks_of_x, [source, flowing, cycles], num_warps=1, num_stages=1)
+        slow.launch(
+            slow.slow_copy, blocks_of_x, [source, flowing, cycles], num_warps=1, num_stages=1
+        )
 
     def steps():
         results = []
@@ -123,11 +143,16 @@ def test_results_hold_whatever_the_producers_take(kind, tmp_path):
         a, b = n % 7, (n * 3 + 1) % 7
         for place, s in zip(staged, (a, b), strict=True):
             place[:-1].copy_(samples[s].flatten())
-        cycles.copy_(torch.randint(0, 20_000, (blocks_of_x,), generator=generator).to(torch.int32) * (n % 3 > 0))
+        cycles.copy_(
+            torch.randint(0, 20_000, (blocks_of_x,), generator=generator).to(torch.int32)
+            * (n % 3 > 0)
+        )
         for y in captured:
             y.zero_()
         graph.replay()
-        wrong += not (torch.equal(captured[0], expected[a]) and torch.equal(captured[1], expected[b]))
+        wrong += not (
+            torch.equal(captured[0], expected[a]) and torch.equal(captured[1], expected[b])
+        )
     assert not wrong, f"{wrong} of 1000 replays differ"
 
 
@@ -152,7 +177,9 @@ def test_shared_loops_on_several_streams_threads_and_graphs_at_once(kind):
         with torch.cuda.stream(streams[3]):
             eager = [run(inputs)[0] for _ in range(4)]
     torch.cuda.synchronize()
-    assert all(torch.equal(y, expected) for y in [*eager, *(y for _, outputs in graphs for y in outputs)])
+    assert all(
+        torch.equal(y, expected) for y in [*eager, *(y for _, outputs in graphs for y in outputs)]
+    )
     wrong = []
 
     def work():
@@ -177,16 +204,16 @@ def test_first_in_a_graph_after_a_copy_and_after_another_stream():
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     x = other.clone()
     with torch.cuda.graph(graph):
-        first, = run(inputs)
+        (first,) = run(inputs)
         x.copy_(inputs[0])
-        after_copy, = run([x, *inputs[1:]])
+        (after_copy,) = run([x, *inputs[1:]])
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             y = inputs[0] * 1
-            on_side, = run([y, *inputs[1:]])
-        beside, = run(inputs)
+            (on_side,) = run([y, *inputs[1:]])
+        (beside,) = run(inputs)
         torch.cuda.current_stream().wait_stream(side)
-        joined, = run([y, *inputs[1:]])
+        (joined,) = run([y, *inputs[1:]])
     for _ in range(20):
         x.copy_(other)
         graph.replay()
@@ -194,7 +221,10 @@ def test_first_in_a_graph_after_a_copy_and_after_another_stream():
         assert all(torch.equal(z, expected) for z in (first, after_copy, on_side, beside, joined))
 
 
-@pytest.mark.parametrize("schedule", [dict(m=1, n=8, k=1024), dict(m=1, n=2, k=256, num_warps=8), dict(m=1, n=16, k=256, split=4)])
+@pytest.mark.parametrize(
+    "schedule",
+    [dict(m=1, n=8, k=1024), dict(m=1, n=2, k=256, num_warps=8), dict(m=1, n=16, k=256, split=4)],
+)
 def test_outputs_over_inputs(schedule):
     ugraph = blocks.rms_norm_linear(1, 1024, 1024, residual=True)
     program = program_of(ugraph, **schedule)
@@ -204,7 +234,7 @@ def test_outputs_over_inputs(schedule):
     expected = run(inputs)[0].clone()
     for _ in range(200):
         r = inputs[3].clone()
-        y, = run([*inputs[:3], r], [r])
+        (y,) = run([*inputs[:3], r], [r])
         assert y is r and torch.equal(r, expected)
 
 
@@ -214,7 +244,9 @@ def test_on_a_device_that_is_not_the_current_one():
     run = tuner.run_of(program)
     inputs = measure.random_inputs(graph_of, "cuda:0")
     there = [x.to("cuda:1") for x in inputs]
-    assert torch.equal(run(there)[0].cpu(), run(inputs)[0].cpu()) and torch.cuda.current_device() == 0
+    assert (
+        torch.equal(run(there)[0].cpu(), run(inputs)[0].cpu()) and torch.cuda.current_device() == 0
+    )
 
 
 def test_a_busy_host_does_not_change_what_is_measured():

@@ -1,4 +1,5 @@
 """Tiny models, and the comparison of an installed `generate` with the stock one on the same model."""
+
 from __future__ import annotations
 
 import itertools
@@ -32,9 +33,19 @@ torch.set_num_threads(1)
 
 VOCABULARY, PAD, WINDOW = 99, 0, 9
 SIZES: dict[str, Any] = dict(
-    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, max_position_embeddings=256, pad_token_id=PAD, bos_token_id=1, eos_token_id=2,
-    initializer_range=0.15)
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+    pad_token_id=PAD,
+    bos_token_id=1,
+    eos_token_id=2,
+    initializer_range=0.15,
+)
 FULL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 
@@ -45,10 +56,20 @@ def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
     kinds = {
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes)),
         "mistral": lambda: MistralForCausalLM(MistralConfig(**sizes, sliding_window=WINDOW)),
-        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in sizes.items() if k != "head_dim"})),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(
-            **sizes, use_sliding_window=True, sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention"])),
-        "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**sizes, sliding_window=WINDOW, query_pre_attn_scalar=8)),
+        "qwen2": lambda: Qwen2ForCausalLM(
+            Qwen2Config(**{k: v for k, v in sizes.items() if k != "head_dim"})
+        ),
+        "qwen3": lambda: Qwen3ForCausalLM(
+            Qwen3Config(
+                **sizes,
+                use_sliding_window=True,
+                sliding_window=WINDOW,
+                layer_types=["full_attention", "sliding_attention"],
+            )
+        ),
+        "gemma2": lambda: Gemma2ForCausalLM(
+            Gemma2Config(**sizes, sliding_window=WINDOW, query_pre_attn_scalar=8)
+        ),
     }
     torch.manual_seed(seed)
     model = kinds[family]().eval()
@@ -57,15 +78,17 @@ def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def prompt(batch: int = 1, length: int = 7, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def left_padded(lengths: tuple[int, ...] = (4, 11, 7), seed: int = 0) -> dict[str, torch.Tensor]:
     ids = prompt(len(lengths), max(lengths), seed)
     mask = torch.ones_like(ids)
     for row, n in enumerate(lengths):
-        ids[row, :max(lengths) - n] = PAD
-        mask[row, :max(lengths) - n] = 0
+        ids[row, : max(lengths) - n] = PAD
+        mask[row, : max(lengths) - n] = 0
     return {"input_ids": ids, "attention_mask": mask}
 
 
@@ -74,11 +97,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     characters = ["<pad>", "<s>", "</s>"] + [chr(33 + i) for i in range(VOCABULARY - 3)]
-    backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<pad>"))
+    backend = Tokenizer(
+        models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<pad>")
+    )
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
-                                   padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        padding_side="left",
+    )
 
 
 class Recorder(BaseStreamer):
@@ -109,7 +139,9 @@ class _Criterion(StoppingCriteria):
         self.events = events
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.events.append(("criterion", input_ids.tolist(), None if scores is None else len(scores)))
+        self.events.append(
+            ("criterion", input_ids.tolist(), None if scores is None else len(scores))
+        )
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
@@ -139,6 +171,7 @@ def our_numbers() -> Iterator[None]:
 
 def both(model: Any, arguments: Arguments, seed: int = 5) -> tuple[Any, Any]:
     """Run stock and ours on fresh arguments with the same seed and the same numbers to sample by, and return both outputs."""
+
     def run(generate: Callable[..., Any]) -> Any:
         given = arguments() if callable(arguments) else arguments
         torch.manual_seed(seed)
@@ -170,10 +203,16 @@ def assert_same(stock: Any, ours: Any) -> None:
             for a, b in zip(theirs, mine, strict=True):
                 torch.testing.assert_close(b, a, rtol=1e-4, atol=2e-5)
     if stock.past_key_values is not None:
-        assert_same_cache(stock.past_key_values, ours.past_key_values, (stock.sequences != PAD).long().cummax(-1).values)
+        assert_same_cache(
+            stock.past_key_values,
+            ours.past_key_values,
+            (stock.sequences != PAD).long().cummax(-1).values,
+        )
 
 
-def assert_same_cache(stock: DynamicCache, ours: DynamicCache, mask: torch.Tensor | None = None) -> None:
+def assert_same_cache(
+    stock: DynamicCache, ours: DynamicCache, mask: torch.Tensor | None = None
+) -> None:
     """`mask` (batch, tokens): 0 where a row has padding on its left, whose keys nobody sees and which need not be the same."""
     assert type(stock) is type(ours) and len(stock.layers) == len(ours.layers)
     assert stock.get_seq_length() == ours.get_seq_length()
@@ -187,7 +226,7 @@ def assert_same_cache(stock: DynamicCache, ours: DynamicCache, mask: torch.Tenso
             if mask is not None:
                 length = a.get_seq_length()
                 seen = torch.nn.functional.pad(mask != 0, (0, length), value=True).to(mine.device)
-                seen = seen[:, None, length - theirs.shape[2]:length, None]
+                seen = seen[:, None, length - theirs.shape[2] : length, None]
                 assert bool(mine.isfinite().all())  # what is seen with weight 0
                 theirs, mine = theirs * seen, mine * seen
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-5)

@@ -1,4 +1,5 @@
 """What caches in rings must do, a function for each thing that can go wrong, on a CPU and on a GPU alike."""
+
 from __future__ import annotations
 
 import time
@@ -24,10 +25,20 @@ class Rings:
     slots: int
     sliding: tuple[bool, ...]
 
-    def agree(self, given: dict[str, Any] | Callable[[], dict[str, Any]], tokens: int, **more: Any) -> Any:
+    def agree(
+        self, given: dict[str, Any] | Callable[[], dict[str, Any]], tokens: int, **more: Any
+    ) -> Any:
         """Our output, compared with stock's; the cache that is returned too, where tokens must be the same."""
+
         def arguments() -> dict[str, Any]:
-            return {**(given() if callable(given) else given), **FULL, "do_sample": False, "max_new_tokens": tokens, **more}
+            return {
+                **(given() if callable(given) else given),
+                **FULL,
+                "do_sample": False,
+                "max_new_tokens": tokens,
+                **more,
+            }
+
         return self.pair.agree(arguments)
 
     def check(self) -> None:
@@ -35,7 +46,10 @@ class Rings:
         self.pair.check_counts()
         block = self.pair.runner.pool._idle[-1]
         held = tuple(block.keys[i].shape[2] for i in range(len(self.sliding)))
-        assert held == tuple(self.slots if slides else block.capacity for slides in self.sliding) and block.capacity > self.slots, held
+        assert (
+            held == tuple(self.slots if slides else block.capacity for slides in self.sliding)
+            and block.capacity > self.slots
+        ), held
 
 
 def padded(lengths: Sequence[int], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -94,16 +108,26 @@ def caches_passed_in(r: Rings) -> None:
         def first(used: list[DynamicCache] = used, given: dict[str, Any] = given) -> dict[str, Any]:
             used.append(DynamicCache(config=r.pair.stock.config))
             return {**given, "past_key_values": used[-1]}
+
         text = r.agree(first, r.window + 2).sequences
         if r.pair.half:
             continue  # where texts part so do the caches
         mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))
         for more in (1, r.window + 3):  # the text so far and some tokens more
             assert_same_cache(*used, mask=mask)
-            again, text = iter(used), torch.cat([text, prompt(len(text), more, seed=more).to(text)], -1)
+            again, text = (
+                iter(used),
+                torch.cat([text, prompt(len(text), more, seed=more).to(text)], -1),
+            )
             mask = torch.cat([mask, mask.new_ones(len(mask), text.shape[1] - mask.shape[1])], -1)
-            text = r.agree(lambda again=again, text=text, mask=mask: {
-                "input_ids": text, "attention_mask": mask, "past_key_values": next(again)}, r.window).sequences
+            text = r.agree(
+                lambda again=again, text=text, mask=mask: {
+                    "input_ids": text,
+                    "attention_mask": mask,
+                    "past_key_values": next(again),
+                },
+                r.window,
+            ).sequences
         assert_same_cache(*used, mask=mask)
 
 
@@ -115,6 +139,7 @@ def caches_that_keep_everything(r: Rings) -> None:
     def given() -> dict[str, Any]:
         used.append(DynamicCache())
         return {"inputs": prompt(1, r.slots), "past_key_values": used[-1]}
+
     r.agree(given, r.window)
     assert r.pair.half or used[1].layers[0].keys.shape[2] == r.slots + r.window - 1
     r.agree({"inputs": prompt(1, r.slots)}, r.window)
@@ -130,9 +155,13 @@ def blocks_that_grow(r: Rings) -> None:
             r.pair.runner.release()
             text = r.agree(given, r.slots + 9).sequences
             capacities = sorted(capacity for _, capacity in r.pair.runner.pool.blocks)
-            assert capacities == ([3 * r.slots] if all(r.sliding) else [r.slots, 2 * r.slots, 3 * r.slots]), capacities
+            assert capacities == (
+                [3 * r.slots] if all(r.sliding) else [r.slots, 2 * r.slots, 3 * r.slots]
+            ), capacities
             for last in (3, 4):  # steps ahead of the host find nobody alive when the block grows
-                r.agree(given, r.slots + 9, eos_token_id=sorted(set(text[:, length + last].tolist())))
+                r.agree(
+                    given, r.slots + 9, eos_token_id=sorted(set(text[:, length + last].tolist()))
+                )
 
 
 @check
@@ -141,7 +170,9 @@ def what_an_earlier_call_left_behind(r: Rings) -> None:
         r.agree(given, r.slots + 1)
         for block in r.pair.runner.pool._idle:
             for slab in block.slabs:
-                slab[:, :, :, :min(block.dirty, r.window)] = torch.nan  # as after an overflow in half precision
+                slab[:, :, :, : min(block.dirty, r.window)] = (
+                    torch.nan
+                )  # as after an overflow in half precision
                 slab[:, :, :, r.window - 1] = torch.nan
     r.agree({"inputs": prompt(3, 2)}, r.slots + 1)
     r.pair.runner.release()
@@ -150,17 +181,32 @@ def what_an_earlier_call_left_behind(r: Rings) -> None:
 @check
 def calls_that_the_host_ends(r: Rings) -> None:
     """A cache that is returned holds what it should, though steps may be ahead of the host's decision to stop."""
+
     class Slow(Recorder):
         def put(self, value: torch.Tensor) -> None:
             time.sleep(0.01)
 
     given = {"inputs": prompt(1, r.slots).to(r.pair.device)}
     for limit in (0.0, 0.01 * (r.window + 9)):  # with the first, what has to be made is made
-        out = r.pair.generate({**given, **FULL, "do_sample": False, "max_new_tokens": 900, "max_time": limit, "streamer": Slow()})
+        out = r.pair.generate(
+            {
+                **given,
+                **FULL,
+                "do_sample": False,
+                "max_new_tokens": 900,
+                "max_time": limit,
+                "streamer": Slow(),
+            }
+        )
     count = out.sequences.shape[1] - r.slots
     assert count < 900
     if not r.pair.half:
-        assert_same(type(r.pair.stock).generate(r.pair.stock, **given, **FULL, do_sample=False, max_new_tokens=count), out)
+        assert_same(
+            type(r.pair.stock).generate(
+                r.pair.stock, **given, **FULL, do_sample=False, max_new_tokens=count
+            ),
+            out,
+        )
 
 
 @check
@@ -172,7 +218,9 @@ def memory(r: Rings) -> None:
     one = block.keys[0][0, :, 0].numel()
     for slabs in (block.slabs, [slab for _, slab in block.turning]):
         held = sum(slab.numel() for slab in slabs)
-        assert held == 2 * one * (slides * r.slots + (stays * block.capacity if slabs is block.slabs else 0))
+        assert held == 2 * one * (
+            slides * r.slots + (stays * block.capacity if slabs is block.slabs else 0)
+        )
 
 
 def small(patch: pytest.MonkeyPatch, slots: int) -> None:

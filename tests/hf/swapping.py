@@ -1,4 +1,5 @@
 """Tiny models of many families, and kernels that are their programs run op by op: swapping is tested apart from search."""
+
 from __future__ import annotations
 
 import copy
@@ -20,8 +21,18 @@ from mirage_hf.zoo.key import key_of
 torch.set_num_threads(1)
 
 SIZES: dict[str, Any] = dict(
-    vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.15)
+    vocab_size=99,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    initializer_range=0.15,
+)
 WINDOW = 9
 FOUR = ("llama", "mistral", "qwen2", "qwen3")
 OTHERS = ("granite", "gemma", "gemma2", "gemma3", "olmo2", "phi3")
@@ -36,10 +47,23 @@ def longrope(family: str, reach: int, seed: int = 0) -> Any:
     """A model whose RoPE has other frequencies for texts of more than `reach` tokens."""
     part = {"partial_rotary_factor": 0.5} if family == "phi3" else {}
     pairs = SIZES["hidden_size"] // SIZES["num_attention_heads"] // (4 if part else 2)
-    rope = {"rope_type": "longrope", "short_factor": [1.0 + 0.1 * n for n in range(pairs)], "rope_theta": 10000.0, **part,
-            "long_factor": [2.0 + 0.5 * n for n in range(pairs)], "original_max_position_embeddings": reach}
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.1 * n for n in range(pairs)],
+        "rope_theta": 10000.0,
+        **part,
+        "long_factor": [2.0 + 0.5 * n for n in range(pairs)],
+        "original_max_position_embeddings": reach,
+    }
     more = {"original_max_position_embeddings": reach} if family == "phi3" else {}
-    return tiny(family, seed, rope_scaling=rope, max_position_embeddings=8 * reach, num_hidden_layers=2, **more)
+    return tiny(
+        family,
+        seed,
+        rope_scaling=rope,
+        max_position_embeddings=8 * reach,
+        num_hidden_layers=2,
+        **more,
+    )
 
 
 class Louder(LlamaDecoderLayer):
@@ -58,41 +82,90 @@ def louder(model: Any) -> Any:
 def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """Return a random model of a family in eval mode; norm weights and biases random too. Sliding windows are WINDOW wide."""
     s = {**SIZES, **changes}
-    mixed = ["full_attention", "sliding_attention", "full_attention"][:s["num_hidden_layers"]]
+    mixed = ["full_attention", "sliding_attention", "full_attention"][: s["num_hidden_layers"]]
     kinds = {
         "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**s)),
-        "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**{"sliding_window": WINDOW, **s})),
+        "mistral": lambda: tf.MistralForCausalLM(
+            tf.MistralConfig(**{"sliding_window": WINDOW, **s})
+        ),
         "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**s)),
-        "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**{
-            "head_dim": 8, "use_sliding_window": True, "sliding_window": WINDOW,
-            "layer_types": mixed, **s})),
+        "qwen3": lambda: tf.Qwen3ForCausalLM(
+            tf.Qwen3Config(
+                **{
+                    "head_dim": 8,
+                    "use_sliding_window": True,
+                    "sliding_window": WINDOW,
+                    "layer_types": mixed,
+                    **s,
+                }
+            )
+        ),
         "gemma": lambda: tf.GemmaForCausalLM(tf.GemmaConfig(**{"head_dim": 8, **s})),
-        "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**{
-            "head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8, **s})),
-        "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**{
-            "head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8,
-            "layer_types": mixed, **s})),
+        "gemma2": lambda: tf.Gemma2ForCausalLM(
+            tf.Gemma2Config(
+                **{"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8, **s}
+            )
+        ),
+        "gemma3": lambda: tf.Gemma3ForCausalLM(
+            tf.Gemma3TextConfig(
+                **{
+                    "head_dim": 8,
+                    "sliding_window": WINDOW,
+                    "query_pre_attn_scalar": 8,
+                    "layer_types": mixed,
+                    **s,
+                }
+            )
+        ),
         "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**s)),
         "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**{"partial_rotary_factor": 0.5, **s})),
-        "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**{
-            "residual_multiplier": 0.22, "embedding_multiplier": 12.0, "logits_scaling": 3.0, "attention_multiplier": 0.3, **s})),
-        "olmo3": lambda: tf.Olmo3ForCausalLM(tf.Olmo3Config(**{
-            "sliding_window": WINDOW, "layer_types": mixed, **s})),
-        "exaone4": lambda: tf.Exaone4ForCausalLM(tf.Exaone4Config(**{
-            "sliding_window": WINDOW, "layer_types": mixed, **s})),
-        "smollm3": lambda: tf.SmolLM3ForCausalLM(tf.SmolLM3Config(**{"no_rope_layers": [0, 1, 1][:s["num_hidden_layers"]], **s})),
+        "granite": lambda: tf.GraniteForCausalLM(
+            tf.GraniteConfig(
+                **{
+                    "residual_multiplier": 0.22,
+                    "embedding_multiplier": 12.0,
+                    "logits_scaling": 3.0,
+                    "attention_multiplier": 0.3,
+                    **s,
+                }
+            )
+        ),
+        "olmo3": lambda: tf.Olmo3ForCausalLM(
+            tf.Olmo3Config(**{"sliding_window": WINDOW, "layer_types": mixed, **s})
+        ),
+        "exaone4": lambda: tf.Exaone4ForCausalLM(
+            tf.Exaone4Config(**{"sliding_window": WINDOW, "layer_types": mixed, **s})
+        ),
+        "smollm3": lambda: tf.SmolLM3ForCausalLM(
+            tf.SmolLM3Config(**{"no_rope_layers": [0, 1, 1][: s["num_hidden_layers"]], **s})
+        ),
         "glm": lambda: tf.GlmForCausalLM(tf.GlmConfig(**{"head_dim": 8, **s})),
         "glm4": lambda: tf.Glm4ForCausalLM(tf.Glm4Config(**{"head_dim": 8, **s})),
         "ernie4_5": lambda: tf.Ernie4_5ForCausalLM(tf.Ernie4_5Config(**{"head_dim": 8, **s})),
         "louder": lambda: louder(tf.LlamaForCausalLM(tf.LlamaConfig(**s))),
-        "starcoder2": lambda: tf.Starcoder2ForCausalLM(tf.Starcoder2Config(**{"sliding_window": WINDOW, **s})),
-        "stablelm": lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**{"partial_rotary_factor": 0.5, **s})),
+        "starcoder2": lambda: tf.Starcoder2ForCausalLM(
+            tf.Starcoder2Config(**{"sliding_window": WINDOW, **s})
+        ),
+        "stablelm": lambda: tf.StableLmForCausalLM(
+            tf.StableLmConfig(**{"partial_rotary_factor": 0.5, **s})
+        ),
         "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**{"logit_scale": 0.25, **s})),
-        "cohere2": lambda: tf.Cohere2ForCausalLM(tf.Cohere2Config(**{
-            "head_dim": 8, "sliding_window": WINDOW, "layer_types": mixed, **s})),
+        "cohere2": lambda: tf.Cohere2ForCausalLM(
+            tf.Cohere2Config(**{"head_dim": 8, "sliding_window": WINDOW, "layer_types": mixed, **s})
+        ),
         "gpt_neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**{"rotary_pct": 0.5, **s})),
-        "gpt_oss": lambda: tf.GptOssForCausalLM(tf.GptOssConfig(**{
-            "head_dim": 8, "sliding_window": WINDOW, "layer_types": mixed, "num_local_experts": 4, "num_experts_per_tok": 2, **s})),
+        "gpt_oss": lambda: tf.GptOssForCausalLM(
+            tf.GptOssConfig(
+                **{
+                    "head_dim": 8,
+                    "sliding_window": WINDOW,
+                    "layer_types": mixed,
+                    "num_local_experts": 4,
+                    "num_experts_per_tok": 2,
+                    **s,
+                }
+            )
+        ),
         "phi": lambda: tf.PhiForCausalLM(tf.PhiConfig(**{"partial_rotary_factor": 0.5, **s})),
         "nemotron": lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**{"head_dim": 8, **s})),
         "arcee": lambda: tf.ArceeForCausalLM(tf.ArceeConfig(**s)),
@@ -115,7 +188,7 @@ def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **chang
 
 @dataclass
 class Resolved:
-    """What `mirage_hf.kernels.resolve` returns, computed by the program itself. `scale` ≠ 1 makes a wrong kernel."""
+    """What `mirage_hf.pipeline.kernels.resolve` returns, computed by the program itself. `scale` ≠ 1 makes a wrong kernel."""
 
     program: Any
     is_fused: bool = True
@@ -141,8 +214,12 @@ class Resolved:
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         for t, x in zip(self.program.inputs, inputs, strict=True):
             assert tuple(x.shape) == t.dims and x.dtype == t.dtype, (t, x.shape, x.dtype)
-            assert all(a == b for a, b, d in zip(x.stride(), t.strides, t.dims, strict=True) if d > 1), (t, x.stride())
-        return [y * self.scale if self.scale != 1 else y for y in run_kernel_graph(self.program, inputs)]
+            assert all(
+                a == b for a, b, d in zip(x.stride(), t.strides, t.dims, strict=True) if d > 1
+            ), (t, x.stride())
+        return [
+            y * self.scale if self.scale != 1 else y for y in run_kernel_graph(self.program, inputs)
+        ]
 
 
 def prompt(batch: int = 1, length: int = 7, seed: int = 0) -> torch.Tensor:
@@ -165,7 +242,10 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
     """All that restore() must bring back: classes, dictionaries, weights, addresses."""
     return {
         "classes": {n: type(m) for n, m in model.named_modules()},
-        "dicts": {n: {k: v for k, v in m.__dict__.items() if not isinstance(v, dict)} for n, m in model.named_modules()},
+        "dicts": {
+            n: {k: v for k, v in m.__dict__.items() if not isinstance(v, dict)}
+            for n, m in model.named_modules()
+        },
         "keys": {n: set(m.__dict__) for n, m in model.named_modules()},
         "state": {k: v.clone() for k, v in model.state_dict().items()},
         "pointers": {k: v.data_ptr() for k, v in model.state_dict().items()},
@@ -174,8 +254,11 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     exact = all(a[k] == b[k] for k in ("classes", "dicts", "keys", "pointers"))
-    return exact and a["state"].keys() == b["state"].keys() and all(
-        v.is_meta or torch.equal(v, b["state"][k]) for k, v in a["state"].items())
+    return (
+        exact
+        and a["state"].keys() == b["state"].keys()
+        and all(v.is_meta or torch.equal(v, b["state"][k]) for k, v in a["state"].items())
+    )
 
 
 def twin_of(model: Any) -> Any:
@@ -192,18 +275,27 @@ def parted_at_a_tie(model: Any, ids: torch.Tensor, change: Any, tokens: int = 25
 
     def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The new tokens, their logits, and how far these are from float32's for the same text."""
-        out = model.generate(ids, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0,
-                             return_dict_in_generate=True, output_logits=True)
+        out = model.generate(
+            ids,
+            do_sample=False,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
         with torch.no_grad():
-            true = exact(out.sequences[:, :-1]).logits[0, ids.shape[1] - 1:]
+            true = exact(out.sequences[:, :-1]).logits[0, ids.shape[1] - 1 :]
         seen = torch.cat(out.logits)
-        return out.sequences[0, ids.shape[1]:], seen, (seen - true).abs()
+        return out.sequences[0, ids.shape[1] :], seen, (seen - true).abs()
 
     before, seen, noise = run()
     change(model)
     after, _, error = run()
     stocks, ours = (float(e.pow(2).mean().sqrt()) for e in (noise, error))
-    assert ours <= 1.5 * stocks, f"{tokens} tokens: logits are {ours:.4f} (rms) off float32, stock's {stocks:.4f}"
+    assert ours <= 1.5 * stocks, (
+        f"{tokens} tokens: logits are {ours:.4f} (rms) off float32, stock's {stocks:.4f}"
+    )
     if torch.equal(before, after):
         return None
     at = int((before != after).nonzero()[0])
@@ -218,19 +310,31 @@ def rows_parted(model: Any, stock: Any, tokens: torch.Tensor, arguments: dict[st
     `stock`: what `model` in 16 bits gave for `arguments`, with its logits. In float32 the two tokens' logits (after a repetition penalty,
     if there is one) must differ by no more than twice what stock's are off in that row.
     """
-    given, penalty = arguments.get("input_ids", arguments.get("inputs")), arguments.get("repetition_penalty")
-    length, start = min(stock.sequences.shape[1], tokens.shape[1]), stock.sequences.shape[1] - len(stock.logits)
+    given, penalty = (
+        arguments.get("input_ids", arguments.get("inputs")),
+        arguments.get("repetition_penalty"),
+    )
+    length, start = (
+        min(stock.sequences.shape[1], tokens.shape[1]),
+        stock.sequences.shape[1] - len(stock.logits),
+    )
     rows = (stock.sequences[:, :length] != tokens[:, :length]).any(-1).nonzero()[:, 0].tolist()
     exact = twin_of(model).float() if rows else None
     for row in rows:
-        text = stock.sequences[row:row + 1]
+        text = stock.sequences[row : row + 1]
         at = int((text[0, :length] != tokens[row, :length]).nonzero()[0])
         assert at >= start, f"row {row}: the prompt itself differs at {at}"
         mask = torch.ones_like(text)
-        mask[:, :given.shape[1]] = arguments.get("attention_mask", torch.ones_like(given))[row:row + 1]
+        mask[:, : given.shape[1]] = arguments.get("attention_mask", torch.ones_like(given))[
+            row : row + 1
+        ]
         with torch.no_grad():
-            true = exact(text, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits[0, start - 1:-1]
-        noise = float((torch.stack([x[row] for x in stock.logits]) - true).abs().max()) * (penalty or 1)
+            true = exact(
+                text, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)
+            ).logits[0, start - 1 : -1]
+        noise = float((torch.stack([x[row] for x in stock.logits]) - true).abs().max()) * (
+            penalty or 1
+        )
         logits = true[at - start][None]
         if penalty is not None:
             logits = tf.RepetitionPenaltyLogitsProcessor(penalty)(text[:, :at], logits)

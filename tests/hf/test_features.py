@@ -1,4 +1,5 @@
 """Every feature of generate on a CPU: the same code as on a GPU (tests/gpu/test_features_gpu.py), where "graphs" are calls or fakes."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ import pytest
 import torch
 from swapping import Resolved
 
-from mirage_hf import kernels
+from mirage_hf.pipeline import kernels
 
 PAIRS = {
     "kernels": ("llama", torch.float32, "kernels"),
@@ -20,7 +21,10 @@ PAIRS = {
 slow = pytest.mark.slow  # on the main version of transformers only
 
 
-@pytest.fixture(scope="module", params=[name if name == "kernels" else pytest.param(name, marks=slow) for name in PAIRS])
+@pytest.fixture(
+    scope="module",
+    params=[name if name == "kernels" else pytest.param(name, marks=slow) for name in PAIRS],
+)
 def pair(request: pytest.FixtureRequest) -> Iterator[features.Pair]:
     family, dtype, how = PAIRS[request.param]
     with pytest.MonkeyPatch.context() as patch:
@@ -46,6 +50,7 @@ def test_recordings_keep_what_python_computed() -> None:
     def run() -> None:
         x.add_(steps[0])
         total.copy_((x.view(-1)[1:] * 2).sum())
+
     with features.Recording() as graph:
         run()
     steps[0] = 50

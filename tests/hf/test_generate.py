@@ -1,4 +1,5 @@
 """The installed `generate` gives what stock's gives: tokens, scores, caches, call counts, stream order."""
+
 from __future__ import annotations
 
 import pytest
@@ -32,21 +33,73 @@ CASES = {
     "prompt of one": lambda: {"inputs": prompt(1, 1), "max_new_tokens": 8},
     "left padding": lambda: {**left_padded(), "max_new_tokens": 20},
     "outputs": lambda: {**left_padded(), "max_new_tokens": 20, **FULL},
-    "eos list": lambda: {**left_padded(), "max_new_tokens": 30, "eos_token_id": list(range(3, 40, 3)), **FULL},
-    "many eos": lambda: {**left_padded(), "max_new_tokens": 30, "eos_token_id": list(range(3, 99, 2))},
-    "min_new_tokens": lambda: {"inputs": prompt(2), "max_new_tokens": 20, "min_new_tokens": 9,
-                               "eos_token_id": list(range(3, 60)), **FULL},
-    "repetition_penalty": lambda: {**left_padded(), "max_new_tokens": 16, "repetition_penalty": 1.4, **FULL},
-    "bad_words_ids": lambda: {"inputs": prompt(2), "max_new_tokens": 16, "bad_words_ids": [[i] for i in range(5, 60)]},
-    "sampling": lambda: {**left_padded(), "max_new_tokens": 20, "do_sample": True, "temperature": 1.5, **FULL},
-    "sampling, no processor": lambda: {"inputs": prompt(2), "max_new_tokens": 12, "do_sample": True, "top_k": 0},
-    "num_return_sequences": lambda: {**left_padded(), "max_new_tokens": 12, "do_sample": True, "top_p": 0.9, "top_k": 20,
-                                     "num_return_sequences": 3, "eos_token_id": [7, 8, 9]},
-    "prefix_allowed_tokens_fn": lambda: {"inputs": prompt(2), "max_new_tokens": 9,
-                                         "prefix_allowed_tokens_fn": lambda row, ids: [11 + row, 20 + len(ids)]},
-    "own position_ids": lambda: {"inputs": prompt(2), "max_new_tokens": 9, "position_ids": torch.arange(4, 11)[None]},
-    "generation_config": lambda: {"inputs": prompt(2), "generation_config": GenerationConfig(
-        max_new_tokens=14, do_sample=True, top_k=5, pad_token_id=PAD, eos_token_id=4)},
+    "eos list": lambda: {
+        **left_padded(),
+        "max_new_tokens": 30,
+        "eos_token_id": list(range(3, 40, 3)),
+        **FULL,
+    },
+    "many eos": lambda: {
+        **left_padded(),
+        "max_new_tokens": 30,
+        "eos_token_id": list(range(3, 99, 2)),
+    },
+    "min_new_tokens": lambda: {
+        "inputs": prompt(2),
+        "max_new_tokens": 20,
+        "min_new_tokens": 9,
+        "eos_token_id": list(range(3, 60)),
+        **FULL,
+    },
+    "repetition_penalty": lambda: {
+        **left_padded(),
+        "max_new_tokens": 16,
+        "repetition_penalty": 1.4,
+        **FULL,
+    },
+    "bad_words_ids": lambda: {
+        "inputs": prompt(2),
+        "max_new_tokens": 16,
+        "bad_words_ids": [[i] for i in range(5, 60)],
+    },
+    "sampling": lambda: {
+        **left_padded(),
+        "max_new_tokens": 20,
+        "do_sample": True,
+        "temperature": 1.5,
+        **FULL,
+    },
+    "sampling, no processor": lambda: {
+        "inputs": prompt(2),
+        "max_new_tokens": 12,
+        "do_sample": True,
+        "top_k": 0,
+    },
+    "num_return_sequences": lambda: {
+        **left_padded(),
+        "max_new_tokens": 12,
+        "do_sample": True,
+        "top_p": 0.9,
+        "top_k": 20,
+        "num_return_sequences": 3,
+        "eos_token_id": [7, 8, 9],
+    },
+    "prefix_allowed_tokens_fn": lambda: {
+        "inputs": prompt(2),
+        "max_new_tokens": 9,
+        "prefix_allowed_tokens_fn": lambda row, ids: [11 + row, 20 + len(ids)],
+    },
+    "own position_ids": lambda: {
+        "inputs": prompt(2),
+        "max_new_tokens": 9,
+        "position_ids": torch.arange(4, 11)[None],
+    },
+    "generation_config": lambda: {
+        "inputs": prompt(2),
+        "generation_config": GenerationConfig(
+            max_new_tokens=14, do_sample=True, top_k=5, pad_token_id=PAD, eos_token_id=4
+        ),
+    },
 }
 
 
@@ -81,25 +134,54 @@ def test_text_longer_than_the_window_by_far():
     for family in ("mistral", "gemma2", "qwen3"):
         model = tiny(family)
         install(model)
-        assert_same(*both(model, {"inputs": prompt(2, 3 * WINDOW), "max_new_tokens": 3 * WINDOW, **FULL}))
-        assert_same(*both(model, {**left_padded((2, WINDOW - 1, WINDOW, WINDOW + 1)), "max_new_tokens": 2 * WINDOW, **FULL}))
+        assert_same(
+            *both(model, {"inputs": prompt(2, 3 * WINDOW), "max_new_tokens": 3 * WINDOW, **FULL})
+        )
+        assert_same(
+            *both(
+                model,
+                {
+                    **left_padded((2, WINDOW - 1, WINDOW, WINDOW + 1)),
+                    "max_new_tokens": 2 * WINDOW,
+                    **FULL,
+                },
+            )
+        )
 
 
 # -- streamers, processors, criteria ------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("extra", [{}, {"do_sample": True}, {"eos_token_id": list(range(3, 50))}, {"max_time": 100.0}])
-@pytest.mark.parametrize("parts", [("streamer",), ("logits_processor",), ("stopping_criteria",),
-                                   ("streamer", "logits_processor", "stopping_criteria")])
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"do_sample": True}, {"eos_token_id": list(range(3, 50))}, {"max_time": 100.0}]
+)
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("streamer",),
+        ("logits_processor",),
+        ("stopping_criteria",),
+        ("streamer", "logits_processor", "stopping_criteria"),
+    ],
+)
 def test_same_calls_in_the_same_order(parts, extra):
     model = tiny("llama")
     runner = install(model)
     recorders = []
-    wrap = {"streamer": lambda r: r, "logits_processor": lambda r: LogitsProcessorList([r.processor]),
-            "stopping_criteria": lambda r: StoppingCriteriaList([r.criterion])}
+    wrap = {
+        "streamer": lambda r: r,
+        "logits_processor": lambda r: LogitsProcessorList([r.processor]),
+        "stopping_criteria": lambda r: StoppingCriteriaList([r.criterion]),
+    }
 
     def arguments():
         recorders.append(recorder := Recorder())
-        return {"inputs": prompt(2), "max_new_tokens": 10, **extra, **{p: wrap[p](recorder) for p in parts}}
+        return {
+            "inputs": prompt(2),
+            "max_new_tokens": 10,
+            **extra,
+            **{p: wrap[p](recorder) for p in parts},
+        }
 
     assert_same(*both(model, arguments))
     stock, ours = recorders
@@ -114,7 +196,12 @@ def test_scores_reach_the_criteria():
 
     def arguments():
         recorders.append(recorder := Recorder())
-        return {"inputs": prompt(2), "max_new_tokens": 5, **FULL, "stopping_criteria": StoppingCriteriaList([recorder.criterion])}
+        return {
+            "inputs": prompt(2),
+            "max_new_tokens": 5,
+            **FULL,
+            "stopping_criteria": StoppingCriteriaList([recorder.criterion]),
+        }
 
     assert_same(*both(model, arguments))
     assert recorders[0].events == recorders[1].events and recorders[1].events[-1][2] == 5
@@ -139,19 +226,33 @@ def test_scores_are_logits_where_nothing_processed_them():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_ties_take_the_lowest_index(dtype):
     control = Control.allocate(3, 256, torch.device("cpu"))
-    control.start(length=5, position=torch.tensor([[4], [3], [2]]), lowest=None, budget=9, eos=torch.tensor([7]),
-                  pad=torch.tensor(PAD))
+    control.start(
+        length=5,
+        position=torch.tensor([[4], [3], [2]]),
+        lowest=None,
+        budget=9,
+        eos=torch.tensor([7]),
+        pad=torch.tensor(PAD),
+    )
     logits = torch.zeros(3, VOCABULARY, dtype=dtype)
     logits[0, [40, 30, 90]] = 1
     logits[1, [98, 7]] = 1
     logits[2] = 3
     choose_greedily(control, logits)
     assert control.ids.tolist() == [[30], [7], [0]]
-    assert control.alive.tolist() == [True, False, True] and control.report.tolist() == [[30, 7, 0], [1, 0, 1]]
-    assert control.length.tolist() == [5] and control.position.tolist() == [[5], [4], [3]] and control.budget.tolist() == [8]
+    assert control.alive.tolist() == [True, False, True] and control.report.tolist() == [
+        [30, 7, 0],
+        [1, 0, 1],
+    ]
+    assert (
+        control.length.tolist() == [5]
+        and control.position.tolist() == [[5], [4], [3]]
+        and control.budget.tolist() == [8]
+    )
 
 
 # -- caches -------------------------------------------------------------------------------------------------------------
+
 
 def caches(model):
     yield "with a config", lambda: DynamicCache(config=model.config)
@@ -180,7 +281,13 @@ def test_users_cache_ends_as_with_stock(family):
             again = iter(used)
 
             def more(again=again, longer=longer, mask=mask):
-                return {"input_ids": longer, "attention_mask": mask, "past_key_values": next(again), "max_new_tokens": 20, **FULL}
+                return {
+                    "input_ids": longer,
+                    "attention_mask": mask,
+                    "past_key_values": next(again),
+                    "max_new_tokens": 20,
+                    **FULL,
+                }
 
             done = handled(runner)
             assert_same(*both(model, more))
@@ -203,8 +310,13 @@ def test_only_the_new_tokens_beside_a_cache():
     def more():
         cache = next(again)
         new = prompt(2, 3, seed=4)
-        return {"input_ids": new, "attention_mask": torch.ones(2, cache.get_seq_length() + 3, dtype=torch.long),
-                "past_key_values": cache, "max_new_tokens": 5, **FULL}
+        return {
+            "input_ids": new,
+            "attention_mask": torch.ones(2, cache.get_seq_length() + 3, dtype=torch.long),
+            "past_key_values": cache,
+            "max_new_tokens": 5,
+            **FULL,
+        }
 
     assert_same(*both(model, more))
     assert_same_cache(*used)
@@ -217,9 +329,16 @@ def test_returned_cache_is_not_pool_memory():
     first = model.generate(prompt(2), max_new_tokens=5, **FULL)
     kept = [layer.keys.clone() for layer in first.past_key_values.layers]
     model.generate(prompt(2, seed=8), max_new_tokens=30)
-    assert all(torch.equal(a, layer.keys) for a, layer in zip(kept, first.past_key_values.layers, strict=True))
-    slabs = {slab.untyped_storage().data_ptr() for block in runner.pool._idle for slab in block.slabs}
-    assert not slabs & {layer.keys.untyped_storage().data_ptr() for layer in first.past_key_values.layers}
+    assert all(
+        torch.equal(a, layer.keys)
+        for a, layer in zip(kept, first.past_key_values.layers, strict=True)
+    )
+    slabs = {
+        slab.untyped_storage().data_ptr() for block in runner.pool._idle for slab in block.slabs
+    }
+    assert not slabs & {
+        layer.keys.untyped_storage().data_ptr() for layer in first.past_key_values.layers
+    }
 
 
 def test_what_an_earlier_call_left_behind_cannot_be_seen():
@@ -228,7 +347,7 @@ def test_what_an_earlier_call_left_behind_cannot_be_seen():
     model.generate(prompt(2, 30), max_new_tokens=30)
     for block in runner.pool._idle:
         for slab in block.slabs:
-            slab[:, :, :, :block.dirty] = float("nan")  # as after an overflow in half precision
+            slab[:, :, :, : block.dirty] = float("nan")  # as after an overflow in half precision
     stock, ours = both(model, {"inputs": prompt(2), "max_new_tokens": 40})
     assert_same(stock, ours)
     assert runner.pool.blocks == [(2, 256)]
@@ -240,5 +359,7 @@ def test_growth_in_mid_call(monkeypatch):
     for family, extra in (("llama", {}), ("gemma2", {}), ("llama", {"repetition_penalty": 1.1})):
         model = tiny(family, max_position_embeddings=1024)
         runner = install(model, depth=2)
-        assert_same(*both(model, {**left_padded((250, 240)), "max_new_tokens": 40, **extra, **FULL}))
+        assert_same(
+            *both(model, {**left_padded((250, 240)), "max_new_tokens": 40, **extra, **FULL})
+        )
         assert sorted(runner.pool.blocks) == [(2, 256), (2, 512)]

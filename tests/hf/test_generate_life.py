@@ -1,4 +1,5 @@
 """The installed `generate` through a model's life: wrapped, copied, moved, shared by threads, interrupted, taken away."""
+
 from __future__ import annotations
 
 import copy
@@ -12,7 +13,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from decoding import VOCABULARY, Recorder, assert_same, assert_same_cache, both, handled, left_padded, prompt, tiny, tokenizer
+from decoding import (
+    VOCABULARY,
+    Recorder,
+    assert_same,
+    assert_same_cache,
+    both,
+    handled,
+    left_padded,
+    prompt,
+    tiny,
+    tokenizer,
+)
 from features import fake_captures
 from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM, pipeline
 
@@ -29,6 +41,7 @@ def stock(model, **arguments):
 
 
 # -- coming and going ---------------------------------------------------------------------------------------------------
+
 
 def test_uninstall_leaves_the_instance_as_it_was():
     model = tiny("llama")
@@ -60,7 +73,10 @@ def test_signature_and_documentation_are_stocks():
     model = tiny("llama")
     before = inspect.signature(model.generate)
     install(model)
-    assert inspect.signature(model.generate) == before and model.generate.__doc__ == type(model).generate.__doc__
+    assert (
+        inspect.signature(model.generate) == before
+        and model.generate.__doc__ == type(model).generate.__doc__
+    )
     assert model.generate.__name__ == "generate" and model.generate.__self__ is model
 
 
@@ -124,12 +140,14 @@ def test_release_in_mid_call():
 
 # -- memory -------------------------------------------------------------------------------------------------------------
 
+
 def test_memory_is_counted_while_a_call_takes_another_way_to_choose():
     block = cache.Block(1, 256, (None,), torch.device("cpu"))
 
     def tensors():
         block.choosers.pop("first", None)  # as another thread does at any moment
         return [torch.zeros(4)]
+
     for name in ("first", "second"):
         block.choosers[name] = SimpleNamespace(tensors=tensors)
     assert block.bytes >= 32
@@ -141,7 +159,13 @@ def test_idle_memory_beyond_the_limit_is_freed_the_longest_idle_first(monkeypatc
     for batch in (1, 2, 3):
         model.generate(prompt(batch), max_new_tokens=3)
     one, two, three = (b.bytes for b in runner.pool._idle)
-    for room, kept in ((one + two + three, [1, 2, 3]), (two + three, [2, 3]), (one + three, [1, 3]), (three, [3]), (three - 1, [3])):
+    for room, kept in (
+        (one + two + three, [1, 2, 3]),
+        (two + three, [2, 3]),
+        (one + three, [1, 3]),
+        (three, [3]),
+        (three - 1, [3]),
+    ):
         runner.release()
         monkeypatch.setattr(cache, "most_idle", lambda device, room=room: room)
         for batch in (1, 2, 3):
@@ -166,6 +190,7 @@ class NoMemory:
                 self.failed += 1
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return asks(*args, **kwargs)
+
         return ask
 
 
@@ -198,7 +223,13 @@ def test_without_any_memory_a_call_is_stocks(monkeypatch, place, past):
 
     def arguments():
         theirs, recorder = next(each)
-        return {"inputs": prompt(2, 20), "max_new_tokens": 6, "past_key_values": theirs, "streamer": recorder}
+        return {
+            "inputs": prompt(2, 20),
+            "max_new_tokens": 6,
+            "past_key_values": theirs,
+            "streamer": recorder,
+        }
+
     with monkeypatch.context() as patch:
         no = NoMemory(patch, place, on=True)
         assert_same(*both(model, arguments))
@@ -215,7 +246,11 @@ def test_a_block_that_cannot_grow(monkeypatch, seen):
     runner, given = install(model), {"inputs": prompt(1, 250), "max_new_tokens": 40}
     want = stock(model, **given)
     kept = cache._zeros
-    monkeypatch.setattr(cache, "_zeros", lambda shape, like: kept(shape, like) if 512 not in shape else out_of_memory())
+    monkeypatch.setattr(
+        cache,
+        "_zeros",
+        lambda shape, like: kept(shape, like) if 512 not in shape else out_of_memory(),
+    )
     if seen:  # what was streamed cannot be taken back
         with pytest.raises(torch.OutOfMemoryError):
             model.generate(**given, streamer=Recorder())
@@ -234,7 +269,9 @@ def test_a_call_whose_blocks_cannot_be_captured_is_counted_once(monkeypatch):
     for calls in (1, 2):
         given = {"inputs": prompt(1, 250, seed=calls), "max_new_tokens": 40}
         assert_same(stock(model, **given), model.generate(**given))
-        assert runner.counts == {"called: capture failed (OutOfMemoryError: CUDA out of memory)": calls}
+        assert runner.counts == {
+            "called: capture failed (OutOfMemoryError: CUDA out of memory)": calls
+        }
 
 
 def out_of_memory():
@@ -269,16 +306,25 @@ def test_a_capture_of_a_prompt_without_memory(monkeypatch, times):
         no = NoMemory(patch, (prefill, "capture"), times=times)
         assert_same(*both(model, GREEDY))
     assert no.failed == times and runner.pool.blocks == [(2, 256)]
-    failed = {} if times == 1 else {"called: capture failed (OutOfMemoryError: CUDA out of memory)": 1}
+    failed = (
+        {} if times == 1 else {"called: capture failed (OutOfMemoryError: CUDA out of memory)": 1}
+    )
     assert runner.prefills == ({"captured": 1} | failed if times == 1 else failed)
     for _ in range(2):  # another time there is more
         assert_same(*both(model, GREEDY))
-    assert runner.prefills == {"captured": 4 - times, **failed} if times == 1 else {"captured": 1, **failed}
+    assert (
+        runner.prefills == {"captured": 4 - times, **failed}
+        if times == 1
+        else {"captured": 1, **failed}
+    )
 
 
 def test_a_call_that_begins_again_draws_and_counts_once(monkeypatch):
     model = tiny("llama", max_position_embeddings=1024)
-    runner, given = install(model), {"inputs": prompt(1, 250), "max_new_tokens": 40, "do_sample": True}
+    runner, given = (
+        install(model),
+        {"inputs": prompt(1, 250), "max_new_tokens": 40, "do_sample": True},
+    )
 
     def drawn(times):
         monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
@@ -293,8 +339,10 @@ def test_a_call_that_begins_again_draws_and_counts_once(monkeypatch):
                     left[0] -= 1
                     raise torch.OutOfMemoryError("CUDA out of memory")
                 return kept(shape, like)
+
             patch.setattr(cache, "_zeros", zeros)
             return model.generate(**given), torch.rand(1), dict(runner.counts)
+
     once, again, none = (drawn(times) for times in (0, 1, 1 << 30))
     assert torch.equal(once[0], again[0]) and torch.equal(once[1], again[1]) and once[2] == again[2]
     assert none[2] == {"stock: out of memory": 1}
@@ -304,13 +352,18 @@ def test_a_call_that_begins_again_draws_and_counts_once(monkeypatch):
 
 # -- copies -------------------------------------------------------------------------------------------------------------
 
+
 def test_deepcopy_has_its_own():
     model = tiny("llama")
     runner = install(model, depth=2)
     model.generate(**GREEDY)
     twin = copy.deepcopy(model)
     assert twin.generate is not model.generate and twin.generate.runner is not runner
-    assert twin.generate.runner.bytes == 0 and not twin.generate.runner.counts and twin.generate.runner.depth == 2
+    assert (
+        twin.generate.runner.bytes == 0
+        and not twin.generate.runner.counts
+        and twin.generate.runner.depth == 2
+    )
     with torch.no_grad():
         for p in twin.parameters():
             p.mul_(-1.3)
@@ -352,13 +405,23 @@ def test_save_and_reload(tmp_path):
 
 # -- changes to the model -----------------------------------------------------------------------------------------------
 
+
 def test_dtype_changes():
     model = tiny("llama")
     runner = install(model)
-    for change in (lambda m: m, lambda m: m.to(torch.bfloat16), lambda m: m.double(), lambda m: m.float()):
+    for change in (
+        lambda m: m,
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.double(),
+        lambda m: m.float(),
+    ):
         change(model)
-        stock_out, ours = both(model, {**GREEDY, "return_dict_in_generate": True, "output_logits": True})
-        if model.dtype == torch.bfloat16:  # rounds differently over a masked cache: compare before tokens can part
+        stock_out, ours = both(
+            model, {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+        )
+        if (
+            model.dtype == torch.bfloat16
+        ):  # rounds differently over a masked cache: compare before tokens can part
             torch.testing.assert_close(ours.logits[0], stock_out.logits[0])
             assert ours.past_key_values.layers[0].keys.dtype == torch.bfloat16
         else:
@@ -375,7 +438,9 @@ def test_weights_changed_in_place_and_replaced():
     with torch.no_grad():
         model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
     assert_same(*both(model, GREEDY))
-    model.load_state_dict({k: v.flip(-1).contiguous() for k, v in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {k: v.flip(-1).contiguous() for k, v in model.state_dict().items()}, assign=True
+    )
     assert_same(*both(model, GREEDY))
     model.set_attn_implementation("eager")
     assert_same(*both(model, GREEDY))
@@ -417,7 +482,6 @@ def test_survey_sees_what_a_graph_depends_on():
 def test_steps_are_called_under_a_mode_that_looks_at_ops():
     from torch.utils.flop_counter import FlopCounterMode
 
-
     model = tiny("llama")
     with FlopCounterMode(display=False):
         assert survey(model).no_graph == "a torch dispatch mode is active"
@@ -437,9 +501,17 @@ def test_a_captured_step_depends_on_the_windows():
 
 def test_rope_that_reads_the_length_is_not_captured():
 
-    model = tiny("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, max_position_embeddings=16)
-    assert "RoPE of type dynamic" in survey(model).rope.reason and survey(tiny("llama")).rope is None
-    twin = copy.deepcopy(model)  # stock's own second call differs from its first in transformers 5.4
+    model = tiny(
+        "llama",
+        rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        max_position_embeddings=16,
+    )
+    assert (
+        "RoPE of type dynamic" in survey(model).rope.reason and survey(tiny("llama")).rope is None
+    )
+    twin = copy.deepcopy(
+        model
+    )  # stock's own second call differs from its first in transformers 5.4
     install(twin)
     arguments = {"inputs": prompt(1, 7), "max_new_tokens": 30}
     assert_same(stock(model, **arguments), twin.generate(**arguments))
@@ -447,17 +519,29 @@ def test_rope_that_reads_the_length_is_not_captured():
 
 def test_rope_that_remembers_the_longest_text_sees_no_steps_ahead_of_the_host():
     """On a GPU steps run ahead: one that finds no row alive is no text, and the next call would have other frequencies for it."""
-    model = tiny("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, max_position_embeddings=16)
+    model = tiny(
+        "llama",
+        rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        max_position_embeddings=16,
+    )
     eos = stock(copy.deepcopy(model), inputs=prompt(1, 20), max_new_tokens=3)[0, -1].item()
     twin = copy.deepcopy(model)
     install(twin, depth=2)
-    for arguments in ({"inputs": prompt(1, 20), "max_new_tokens": 9, "eos_token_id": eos, "pad_token_id": 0},
-                      {"inputs": prompt(1, 18), "max_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}):
+    for arguments in (
+        {"inputs": prompt(1, 20), "max_new_tokens": 9, "eos_token_id": eos, "pad_token_id": 0},
+        {
+            "inputs": prompt(1, 18),
+            "max_new_tokens": 3,
+            "output_logits": True,
+            "return_dict_in_generate": True,
+        },
+    ):
         assert_same(stock(model, **arguments), twin.generate(**arguments))
         assert twin.model.rotary_emb.max_seq_len_cached == model.model.rotary_emb.max_seq_len_cached
 
 
 # -- PEFT ---------------------------------------------------------------------------------------------------------------
+
 
 def test_peft_life_cycle():
     peft = pytest.importorskip("peft")
@@ -465,7 +549,9 @@ def test_peft_life_cycle():
     base = tiny("llama")
     runner = install(base)
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+    )
     model = peft.get_peft_model(base, config).eval()
     model.add_adapter("other", config)
     model.eval()
@@ -501,10 +587,14 @@ def test_peft_life_cycle():
                 module.set_scale("default", 3.0)
     check()
     assert handled(runner) == 7, runner.counts
-    assert len({k for i, k in enumerate(keys) if i != 4}) == 6 and len(set(texts)) == 4  # default, other, base, default × 3
+    assert (
+        len({k for i, k in enumerate(keys) if i != 4}) == 6 and len(set(texts)) == 4
+    )  # default, other, base, default × 3
     # adapter_names come through forward hooks: stock's
     out = model.generate(**GREEDY, adapter_names=["default", "__base__"])
-    assert out.tolist() == reference.generate(**GREEDY, adapter_names=["default", "__base__"]).tolist()
+    assert (
+        out.tolist() == reference.generate(**GREEDY, adapter_names=["default", "__base__"]).tolist()
+    )
     assert handled(runner) == 7
     merged, expected = model.merge_and_unload(), reference.merge_and_unload()
     assert merged is base
@@ -515,12 +605,18 @@ def test_peft_life_cycle():
 def test_install_after_peft_and_prompt_learning():
     peft = pytest.importorskip("peft")
     base = tiny("llama")
-    model = peft.get_peft_model(base, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    model = peft.get_peft_model(
+        base, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    ).eval()
     runner = install(model.get_base_model())
-    ours = model.generate(input_ids=prompt(), attention_mask=torch.ones_like(prompt()), max_new_tokens=5)
+    ours = model.generate(
+        input_ids=prompt(), attention_mask=torch.ones_like(prompt()), max_new_tokens=5
+    )
     counts = dict(runner.counts)
     uninstall(model.get_base_model())
-    expected = model.generate(input_ids=prompt(), attention_mask=torch.ones_like(prompt()), max_new_tokens=5)
+    expected = model.generate(
+        input_ids=prompt(), attention_mask=torch.ones_like(prompt()), max_new_tokens=5
+    )
     assert ours.tolist() == expected.tolist() and len(counts) == 1
     with pytest.raises(DecodeError, match="get_base_model"):
         install(model)
@@ -528,10 +624,16 @@ def test_install_after_peft_and_prompt_learning():
 
 # -- surroundings -------------------------------------------------------------------------------------------------------
 
+
 def test_inference_mode_and_back():
     model = tiny("gemma2")
     install(model)
-    arguments = {**left_padded(), "max_new_tokens": 8, "return_dict_in_generate": True, "output_scores": True}
+    arguments = {
+        **left_padded(),
+        "max_new_tokens": 8,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    }
     with torch.inference_mode():
         assert_same(*both(model, arguments))
     assert_same(*both(model, arguments))
@@ -571,11 +673,23 @@ def test_layers_that_the_config_still_has(family, past, monkeypatch):
         cache, ids = DynamicCache(config=model.config), prompt(2, 9)
         if past:
             model(ids[:, :past], past_key_values=cache, use_cache=True)
-        return {"inputs": ids, "past_key_values": cache, "max_new_tokens": 300, "return_dict_in_generate": True}
+        return {
+            "inputs": ids,
+            "past_key_values": cache,
+            "max_new_tokens": 300,
+            "return_dict_in_generate": True,
+        }
 
     stock, ours = both(model, arguments)
-    assert stock.sequences.tolist() == ours.sequences.tolist() and handled(runner) == 1, runner.counts
-    torch.testing.assert_close(ours.past_key_values.layers[0].keys, stock.past_key_values.layers[0].keys, rtol=1e-4, atol=2e-5)
+    assert stock.sequences.tolist() == ours.sequences.tolist() and handled(runner) == 1, (
+        runner.counts
+    )
+    torch.testing.assert_close(
+        ours.past_key_values.layers[0].keys,
+        stock.past_key_values.layers[0].keys,
+        rtol=1e-4,
+        atol=2e-5,
+    )
     assert not past or not ours.past_key_values.layers[1].is_initialized
 
 
@@ -605,7 +719,10 @@ def test_nested_calls():
         def put(self, value):
             assert_same(inner, model.generate(prompt(1, seed=7), max_new_tokens=5))
 
-    assert_same(stock(model, inputs=prompt(), max_new_tokens=5), model.generate(prompt(), max_new_tokens=5, streamer=Nested()))
+    assert_same(
+        stock(model, inputs=prompt(), max_new_tokens=5),
+        model.generate(prompt(), max_new_tokens=5, streamer=Nested()),
+    )
     assert runner.pool.blocks == [(1, 256)] * 2
 
 
@@ -663,11 +780,14 @@ def test_stop_strings():
     long = stock(model, inputs=prompt(2), max_new_tokens=30)
     text = tok.decode(long[0, 7:])
     for where in ("argument", "config"):
+
         def arguments(where=where):
             given = {"inputs": prompt(2), "tokenizer": tok, "max_new_tokens": 30}
             if where == "argument":
                 return {**given, "stop_strings": [text[3:5], "never"]}
-            config = type(model.generation_config)(max_new_tokens=30, stop_strings=text[3:5], pad_token_id=0)
+            config = type(model.generation_config)(
+                max_new_tokens=30, stop_strings=text[3:5], pad_token_id=0
+            )
             return {"inputs": prompt(2), "tokenizer": tok, "generation_config": config}
 
         theirs, ours = both(model, arguments)
@@ -682,12 +802,15 @@ def test_stop_strings():
 
 # -- the trained model --------------------------------------------------------------------------------------------------
 
-trained = pytest.mark.skipif(not (ASSET / "config.json").exists(), reason="tests/assets/tiny_llama is not built")
+trained = pytest.mark.skipif(
+    not (ASSET / "config.json").exists(), reason="tests/assets/tiny_llama is not built"
+)
 
 
 def load_trained():
-    return LlamaForCausalLM.from_pretrained(ASSET, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(
-        ASSET, padding_side="left")
+    return LlamaForCausalLM.from_pretrained(
+        ASSET, dtype=torch.float32
+    ).eval(), AutoTokenizer.from_pretrained(ASSET, padding_side="left")
 
 
 @pytest.mark.slow
@@ -696,7 +819,9 @@ def test_trained_model_writes_the_same_256_tokens():
     model, tok = load_trained()
     runner = install(model, depth=3)
     inputs = tok("The function returns ", return_tensors="pt")
-    stock_out, ours = both(model, {**inputs, "max_new_tokens": 256, "min_new_tokens": 256, "do_sample": False})
+    stock_out, ours = both(
+        model, {**inputs, "max_new_tokens": 256, "min_new_tokens": 256, "do_sample": False}
+    )
     assert_same(stock_out, ours)
     model.generation_config.eos_token_id = None
     stock_out, ours = both(model, {**inputs, "max_new_tokens": 256, "do_sample": False})
@@ -711,23 +836,45 @@ def test_trained_model_writes_the_same_256_tokens():
 def test_trained_model_with_everything_around_it():
     model, tok = load_trained()
     runner = install(model)
-    batch = tok(["The module", "This function returns a list of", "A"], return_tensors="pt", padding=True)
-    text = tok.decode(stock(model, **batch, max_new_tokens=40)[1, batch["input_ids"].shape[1]:])
-    for extra in ({}, {"do_sample": True, "temperature": 0.8, "num_return_sequences": 2}, {"repetition_penalty": 1.2},
-                  {"stop_strings": [text[9:12], "never"], "tokenizer": tok}, {"eos_token_id": [32, 46]},
-                  {"bad_words_ids": [[101], [116, 104]]}):
-        assert_same(*both(model, {**batch, "max_new_tokens": 40, "return_dict_in_generate": True, "output_scores": True, **extra}))
+    batch = tok(
+        ["The module", "This function returns a list of", "A"], return_tensors="pt", padding=True
+    )
+    text = tok.decode(stock(model, **batch, max_new_tokens=40)[1, batch["input_ids"].shape[1] :])
+    for extra in (
+        {},
+        {"do_sample": True, "temperature": 0.8, "num_return_sequences": 2},
+        {"repetition_penalty": 1.2},
+        {"stop_strings": [text[9:12], "never"], "tokenizer": tok},
+        {"eos_token_id": [32, 46]},
+        {"bad_words_ids": [[101], [116, 104]]},
+    ):
+        assert_same(
+            *both(
+                model,
+                {
+                    **batch,
+                    "max_new_tokens": 40,
+                    "return_dict_in_generate": True,
+                    "output_scores": True,
+                    **extra,
+                },
+            )
+        )
     assert handled(runner) == 6
     pipe = pipeline("text-generation", model=model, tokenizer=tok)
     ours = pipe("The module", max_new_tokens=12, do_sample=False)
     chat = None
     if tok.chat_template:
-        chat = pipe([{"role": "user", "content": "What is a module?"}], max_new_tokens=12, do_sample=False)
+        chat = pipe(
+            [{"role": "user", "content": "What is a module?"}], max_new_tokens=12, do_sample=False
+        )
     assert handled(runner) == 7 + (chat is not None), runner.counts
     uninstall(model)
     assert ours == pipe("The module", max_new_tokens=12, do_sample=False)
     if chat is not None:
-        assert chat == pipe([{"role": "user", "content": "What is a module?"}], max_new_tokens=12, do_sample=False)
+        assert chat == pipe(
+            [{"role": "user", "content": "What is a module?"}], max_new_tokens=12, do_sample=False
+        )
 
 
 def test_what_graphs_hold_as_constants_is_part_of_what_they_are_for():
@@ -735,10 +882,16 @@ def test_what_graphs_hold_as_constants_is_part_of_what_they_are_for():
     model = tiny("qwen3")
     attention, rotary = model.model.layers[1].self_attn, model.model.rotary_emb
     keys = [survey(model).key]
-    for change in (lambda: setattr(attention, "scaling", 0.9), lambda: setattr(attention, "softcap", None),
-                   lambda: setattr(attention, "softcap", 30.0), lambda: setattr(attention, "softcap", torch.zeros(3)),
-                   lambda: setattr(attention, "softcap", torch.zeros(3)), lambda: setattr(model.config, "final_logit_softcapping", 2.0),
-                   lambda: rotary.inv_freq.mul_(0.5), lambda: model.set_attn_implementation("eager")):
+    for change in (
+        lambda: setattr(attention, "scaling", 0.9),
+        lambda: setattr(attention, "softcap", None),
+        lambda: setattr(attention, "softcap", 30.0),
+        lambda: setattr(attention, "softcap", torch.zeros(3)),
+        lambda: setattr(attention, "softcap", torch.zeros(3)),
+        lambda: setattr(model.config, "final_logit_softcapping", 2.0),
+        lambda: rotary.inv_freq.mul_(0.5),
+        lambda: model.set_attn_implementation("eager"),
+    ):
         model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False, pad_token_id=0)
         assert survey(model).key == keys[-1]  # no call changes them
         change()

@@ -1,4 +1,5 @@
 """Matching: families in full, others in the parts that a probe proves, and a reason for every "no"."""
+
 from __future__ import annotations
 
 import re
@@ -14,10 +15,10 @@ from transformers.models.llama import modeling_llama
 
 import mirage_hf as mi
 from mirage_hf.errors import Rejected
+from mirage_hf.layers.step import Rope
 from mirage_hf.match.causal import CausalMatch
 from mirage_hf.match.matcher import match
 from mirage_hf.match.probe import Probes
-from mirage_hf.match.step import Rope
 from mirage_hf.patterns import PATTERNS, decoder_layer
 
 ALL = list(PATTERNS)
@@ -39,22 +40,68 @@ def test_the_four_families_match_in_full(family: str, dtype: torch.dtype) -> Non
     assert found(model) == {f"model.layers.{i}": WHOLE for i in range(3)}
     parts = {p.role: p for p in match(model, ALL).modules[0].parts}
     sizes, attention = (dict(parts[role].block.sizes) for role in ("qkv", "attention"))
-    assert sizes["n"] == (32, 16, 16) and sizes["dtype"] is dtype and sizes["bias"] is (family == "qwen2")
-    assert attention == dict(kv_heads=2, group=2, head_dim=8, scale=8 ** -0.5, norm="rms" if family == "qwen3" else "", eps=1e-6,
-                             offset=0.0, rope="halves", rotary=8, rope_dtype=dtype, softcap=None, sinks=False,
-                             norm_bias=False, packing="parts", dtype=dtype)
-    assert parts["attention"].weights == ((("self_attn.q_norm", "weight"), ("self_attn.k_norm", "weight")) if family == "qwen3" else ())
+    assert (
+        sizes["n"] == (32, 16, 16)
+        and sizes["dtype"] is dtype
+        and sizes["bias"] is (family == "qwen2")
+    )
+    assert attention == dict(
+        kv_heads=2,
+        group=2,
+        head_dim=8,
+        scale=8**-0.5,
+        norm="rms" if family == "qwen3" else "",
+        eps=1e-6,
+        offset=0.0,
+        rope="halves",
+        rotary=8,
+        rope_dtype=dtype,
+        softcap=None,
+        sinks=False,
+        norm_bias=False,
+        packing="parts",
+        dtype=dtype,
+    )
+    assert parts["attention"].weights == (
+        (("self_attn.q_norm", "weight"), ("self_attn.k_norm", "weight"))
+        if family == "qwen3"
+        else ()
+    )
 
 
 SAID: dict[str, dict[str, dict[str, Any]]] = {
-    "granite": {"attention": dict(scale=0.3), "out": dict(scale=0.22, norm=False), "head": dict(scale=1 / 3)},
-    "gemma": {"qkv": dict(offset=1.0), "gated": dict(offset=1.0, norm=True, activation="gelu_tanh"), "head": dict(offset=1.0)},
-    "gemma2": {"qkv": dict(offset=1.0), "out": dict(norm=True, offset=1.0), "down": dict(norm=True, offset=1.0),
-               "head": dict(softcap=30.0)},
-    "gemma3": {"attention": dict(norm="rms", offset=1.0, softcap=None), "down": dict(norm=True, offset=1.0), "head": dict(softcap=None)},
-    "olmo2": {"qkv": dict(norm=False), "attention": dict(norm="rms of all heads", rope_dtype=torch.float32),
-              "out": dict(norm=True, offset=0.0), "gated": dict(norm=False)},
-    "phi3": {"qkv": dict(n=(64,)), "attention": dict(rotary=4, kv_heads=2, group=2), "gated": dict(n=48)},
+    "granite": {
+        "attention": dict(scale=0.3),
+        "out": dict(scale=0.22, norm=False),
+        "head": dict(scale=1 / 3),
+    },
+    "gemma": {
+        "qkv": dict(offset=1.0),
+        "gated": dict(offset=1.0, norm=True, activation="gelu_tanh"),
+        "head": dict(offset=1.0),
+    },
+    "gemma2": {
+        "qkv": dict(offset=1.0),
+        "out": dict(norm=True, offset=1.0),
+        "down": dict(norm=True, offset=1.0),
+        "head": dict(softcap=30.0),
+    },
+    "gemma3": {
+        "attention": dict(norm="rms", offset=1.0, softcap=None),
+        "down": dict(norm=True, offset=1.0),
+        "head": dict(softcap=None),
+    },
+    "olmo2": {
+        "qkv": dict(norm=False),
+        "attention": dict(norm="rms of all heads", rope_dtype=torch.float32),
+        "out": dict(norm=True, offset=0.0),
+        "gated": dict(norm=False),
+    },
+    "phi3": {
+        "qkv": dict(n=(64,)),
+        "attention": dict(rotary=4, kv_heads=2, group=2),
+        "gated": dict(n=48),
+    },
 }
 """What the blocks of families are, beside the sizes."""
 
@@ -64,29 +111,62 @@ SAID: dict[str, dict[str, dict[str, Any]]] = {
 def test_other_families_match_in_full(family: str, dtype: torch.dtype) -> None:
     model = tiny(family, dtype=dtype, num_hidden_layers=2)
     matches = match(model, ALL, model)
-    assert {m.name: [p.role for p in m.parts] for m in matches.modules} == {f"model.layers.{i}": WHOLE for i in range(2)}
+    assert {m.name: [p.role for p in m.parts] for m in matches.modules} == {
+        f"model.layers.{i}": WHOLE for i in range(2)
+    }
     assert isinstance(matches.causal, CausalMatch), matches.causal
     sizes = {p.role: dict(p.block.sizes) for p in (*matches.modules[0].parts, matches.causal.head)}
     for role, said in SAID[family].items():
         assert said.items() <= sizes[role].items(), (role, sizes[role])
-    scale = {"granite": 12.0, **dict.fromkeys(("gemma", "gemma2", "gemma3"), float(torch.tensor(32 ** 0.5).to(dtype)))}
+    scale = {
+        "granite": 12.0,
+        **dict.fromkeys(("gemma", "gemma2", "gemma3"), float(torch.tensor(32**0.5).to(dtype))),
+    }
     assert matches.causal.embedding_scale(dtype) == scale.get(family, 1.0)
-    assert set(matches.causal.kinds) == ({"full_attention", "sliding_attention"} if family == "gemma3" else {""})
+    assert set(matches.causal.kinds) == (
+        {"full_attention", "sliding_attention"} if family == "gemma3" else {""}
+    )
 
 
 LAYER_NORM = dict(norm=True, centred=True, norm_bias=True)
 WITHOUT_BIAS = {**LAYER_NORM, "norm_bias": False}
 CENTRED_SAID: dict[str, dict[str, dict[str, Any]]] = {
-    "starcoder2": {"qkv": dict(bias=True, **LAYER_NORM), "out": dict(bias=True), "up": dict(activation="gelu_tanh", **LAYER_NORM)},
-    "stablelm": {"attention": dict(rotary=4, rope="halves"), "gated": LAYER_NORM, "head": LAYER_NORM},
-    "cohere": {"attention": dict(rope="pairs"), "gated": WITHOUT_BIAS, "head": dict(scale=0.25, **WITHOUT_BIAS)},
+    "starcoder2": {
+        "qkv": dict(bias=True, **LAYER_NORM),
+        "out": dict(bias=True),
+        "up": dict(activation="gelu_tanh", **LAYER_NORM),
+    },
+    "stablelm": {
+        "attention": dict(rotary=4, rope="halves"),
+        "gated": LAYER_NORM,
+        "head": LAYER_NORM,
+    },
+    "cohere": {
+        "attention": dict(rope="pairs"),
+        "gated": WITHOUT_BIAS,
+        "head": dict(scale=0.25, **WITHOUT_BIAS),
+    },
     "cohere, heads normed": {"attention": dict(rope="pairs", norm="layer", norm_bias=False)},
     "cohere2": {"attention": dict(rope=""), "head": dict(scale=0.0625)},
-    "gpt_neox": {"qkv": dict(n=(96,)), "attention": dict(packing="heads", rotary=4), "up": dict(activation="gelu", bias=True)},
+    "gpt_neox": {
+        "qkv": dict(n=(96,)),
+        "attention": dict(packing="heads", rotary=4),
+        "up": dict(activation="gelu", bias=True),
+    },
     "gpt_neox, serial": {"attention": dict(packing="heads")},
-    "phi": {"attention": dict(rotary=4), "up": dict(activation="gelu_tanh"), "head": dict(bias=True, **LAYER_NORM)},
-    "nemotron": {"qkv": dict(offset=1.0, **LAYER_NORM), "up": dict(activation="relu squared", bias=False)},
-    "arcee": {"qkv": dict(norm=True, centred=False), "up": dict(activation="relu squared", centred=False)},
+    "phi": {
+        "attention": dict(rotary=4),
+        "up": dict(activation="gelu_tanh"),
+        "head": dict(bias=True, **LAYER_NORM),
+    },
+    "nemotron": {
+        "qkv": dict(offset=1.0, **LAYER_NORM),
+        "up": dict(activation="relu squared", bias=False),
+    },
+    "arcee": {
+        "qkv": dict(norm=True, centred=False),
+        "up": dict(activation="relu squared", centred=False),
+    },
 }
 PARALLEL = ("cohere", "cohere2", "gpt_neox", "phi")
 MORE_OF = {"heads normed": dict(use_qk_norm=True), "serial": dict(use_parallel_residual=False)}
@@ -97,50 +177,94 @@ def test_families_with_layer_norm_or_without_a_gate_match_in_full(name: str) -> 
     family, _, more = name.partition(", ")
     model = tiny(family, dtype=torch.bfloat16, num_hidden_layers=1, **MORE_OF.get(more, {}))
     if family == "nemotron" and "rotary_emb" in model.model.layers[0].self_attn._modules:
-        pytest.skip("attention of transformers 5.4 has a rotary embedding of its own and no scaling")
+        pytest.skip(
+            "attention of transformers 5.4 has a rotary embedding of its own and no scaling"
+        )
     matches = match(model, ALL, model)
-    found, = matches.modules
+    (found,) = matches.modules
     gate = "gated" if "gated" in CENTRED_SAID[name] or family in ("cohere", "cohere2") else "up"
-    assert [p.role for p in found.parts] == ["qkv", "attention", "out", gate, "down"] and not matches.refusals
+    assert [p.role for p in found.parts] == [
+        "qkv",
+        "attention",
+        "out",
+        gate,
+        "down",
+    ] and not matches.refusals
     assert found.layouts[0].parallel == (family in PARALLEL and more != "serial")
     assert isinstance(matches.causal, CausalMatch), matches.causal
     assert matches.causal.rope.order == ("pairs" if family in ("cohere", "cohere2") else "halves")
     sizes = {p.role: dict(p.block.sizes) for p in (*found.parts, matches.causal.head)}
     for role, said in CENTRED_SAID[name].items():
         assert said.items() <= sizes[role].items(), (role, sizes[role])
-    assert {family for family, _, _ in (n.partition(", ") for n in CENTRED_SAID)} == {*CENTRED, "arcee"}
+    assert {family for family, _, _ in (n.partition(", ") for n in CENTRED_SAID)} == {
+        *CENTRED,
+        "arcee",
+    }
 
 
 def test_gpt_oss_matches_but_for_its_experts() -> None:
     model = tiny("gpt_oss", num_hidden_layers=2)
     matches = match(model, ALL, model)
     assert [[p.role for p in m.parts] for m in matches.modules] == [["qkv", "attention", "out"]] * 2
-    assert isinstance(matches.causal, CausalMatch) and matches.causal.rope == Rope(8, torch.float32, "once")
+    assert isinstance(matches.causal, CausalMatch) and matches.causal.rope == Rope(
+        8, torch.float32, "once"
+    )
     attention = matches.modules[0].parts[1]
-    assert dict(attention.block.sizes)["sinks"] is True and attention.weights == (("self_attn", "sinks"),)
-    model.config._attn_implementation = "flash_attention_2"  # of which no twin can say what it does with sinks
-    assert "whether the sinks are used with flash_attention_2 attention is not probed" in reasons(model, "model.layers.0")
+    assert dict(attention.block.sizes)["sinks"] is True and attention.weights == (
+        ("self_attn", "sinks"),
+    )
+    model.config._attn_implementation = (
+        "flash_attention_2"  # of which no twin can say what it does with sinks
+    )
+    assert "whether the sinks are used with flash_attention_2 attention is not probed" in reasons(
+        model, "model.layers.0"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["helium", "seed_oss", "ministral", "jais2", "cwm", "qwen3_moe", "glm4_moe", "ernie4_5_moe",
-                                    "granitemoe", "flex_olmo", "solar_open", "cohere2_moe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "helium",
+        "seed_oss",
+        "ministral",
+        "jais2",
+        "cwm",
+        "qwen3_moe",
+        "glm4_moe",
+        "ernie4_5_moe",
+        "granitemoe",
+        "flex_olmo",
+        "solar_open",
+        "cohere2_moe",
+    ],
+)
 def test_families_that_rows_of_others_describe(family: str) -> None:
     config = AutoConfig.for_model(family, **{**SIZES, "num_hidden_layers": 1, "head_dim": 8})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     matches = match(model, ALL, model)
     assert isinstance(matches.causal, CausalMatch), matches
-    assert not matches.refusals or {r.reason.partition(" (")[0] for r in matches.refusals} == {"has no gate_proj", "has no down_proj"}
+    assert not matches.refusals or {r.reason.partition(" (")[0] for r in matches.refusals} == {
+        "has no gate_proj",
+        "has no down_proj",
+    }
 
 
-@pytest.mark.parametrize(("family", "changes", "reason"), [
-    ("stablelm", dict(qk_layernorm=True), "attention has q_layernorm, k_layernorm too"),
-    ("phi", dict(qk_layernorm=True), "attention has q_layernorm, k_layernorm too"),
-])
-def test_norms_of_heads_that_are_not_known_leave_attention_stock(family: str, changes: dict[str, Any], reason: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("stablelm", dict(qk_layernorm=True), "attention has q_layernorm, k_layernorm too"),
+        ("phi", dict(qk_layernorm=True), "attention has q_layernorm, k_layernorm too"),
+    ],
+)
+def test_norms_of_heads_that_are_not_known_leave_attention_stock(
+    family: str, changes: dict[str, Any], reason: str
+) -> None:
     model = tiny(family, num_hidden_layers=1, **changes)
-    assert "attention" not in found(model)["model.layers.0"] and reason in reasons(model, "model.layers.0")
+    assert "attention" not in found(model)["model.layers.0"] and reason in reasons(
+        model, "model.layers.0"
+    )
 
 
 @pytest.mark.parametrize("change", ["mean", "bias"])
@@ -150,10 +274,16 @@ def test_the_probe_sees_another_layer_norm(change: str) -> None:
 
     class Other(type(norm)):  # type: ignore[misc]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) + (0.01 * x.mean(-1, keepdim=True) if change == "mean" else -0.1 * self.bias)
+            return super().forward(x) + (
+                0.01 * x.mean(-1, keepdim=True) if change == "mean" else -0.1 * self.bias
+            )
+
     norm.__class__ = Other
     assert "qkv" not in found(model)["model.layers.0"]
-    assert "input_layernorm (Other) is not (x − mean(x)) / sqrt(var(x) + eps) · w + b: off by" in reasons(model, "model.layers.0")
+    assert (
+        "input_layernorm (Other) is not (x − mean(x)) / sqrt(var(x) + eps) · w + b: off by"
+        in reasons(model, "model.layers.0")
+    )
 
 
 def test_a_softcap_is_what_the_installed_attention_makes_of_it() -> None:
@@ -168,7 +298,9 @@ def test_a_softcap_is_what_the_installed_attention_makes_of_it() -> None:
     seen = []
     for cap in (50.0, 0.5):
         model.model.layers[0].self_attn.attn_logit_softcapping = cap
-        seen.append(model.model.layers[0].self_attn(x, position_embeddings=rope, attention_mask=None)[0])
+        seen.append(
+            model.model.layers[0].self_attn(x, position_embeddings=rope, attention_mask=None)[0]
+        )
     attention = next(p for p in match(model, ALL).modules[0].parts if p.role == "attention")
     assert dict(attention.block.sizes)["softcap"] == (None if torch.equal(*seen) else 0.5)
 
@@ -187,7 +319,9 @@ def test_bounds_that_no_probe_reaches_are_refused(bound: float | None) -> None:
     assert ("attention" in [p.role for p in matches.modules[0].parts]) == (bound is None)
     assert (bound is None) == isinstance(matches.causal, CausalMatch)
     if bound is not None:
-        assert "attention clips what its projections give (clip_qkv 100.0)" in reasons(model, "model.layers.0")
+        assert "attention clips what its projections give (clip_qkv 100.0)" in reasons(
+            model, "model.layers.0"
+        )
 
 
 def test_patterns_can_be_chosen() -> None:
@@ -195,10 +329,19 @@ def test_patterns_can_be_chosen() -> None:
     assert found(tiny("llama"), ["lora"]) == {}
 
 
-@pytest.mark.parametrize(("family", "parts", "reason"), [
-    ("mixtral", {"model.layers.0": ["qkv", "attention", "out"]}, "has no gate_proj (it has gate, experts)"),
-])
-def test_other_families_match_in_part_or_say_why_not(family: str, parts: dict[str, list[str]], reason: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "parts", "reason"),
+    [
+        (
+            "mixtral",
+            {"model.layers.0": ["qkv", "attention", "out"]},
+            "has no gate_proj (it has gate, experts)",
+        ),
+    ],
+)
+def test_other_families_match_in_part_or_say_why_not(
+    family: str, parts: dict[str, list[str]], reason: str
+) -> None:
     model = tiny(family, num_hidden_layers=1)
     assert found(model) == parts
     assert reason in reasons(model, "model.layers.0")
@@ -211,15 +354,30 @@ def test_a_foreign_norm_before_the_mlp_stays() -> None:
     class Other(type(norm)):  # type: ignore[misc]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) + 0.1
+
     norm.__class__ = Other
     gated = next(p for p in match(model, ALL).modules[0].parts if p.role == "gated")
-    assert dict(gated.block.sizes)["norm"] is False and found(model)["model.layers.0"] == ["qkv", "out", "gated", "down"]
+    assert dict(gated.block.sizes)["norm"] is False and found(model)["model.layers.0"] == [
+        "qkv",
+        "out",
+        "gated",
+        "down",
+    ]
 
 
-@pytest.mark.parametrize(("name", "op"), [
-    ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("gelu_new", "gelu_tanh"), ("relu", "relu")])
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("gelu", "gelu"),
+        ("gelu_pytorch_tanh", "gelu_tanh"),
+        ("gelu_new", "gelu_tanh"),
+        ("relu", "relu"),
+    ],
+)
 def test_activations_are_known_by_what_they_compute(name: str, op: str) -> None:
-    gated = next(p for p in match(tiny("llama", hidden_act=name), ALL)[0][0].parts if p.role == "gated")
+    gated = next(
+        p for p in match(tiny("llama", hidden_act=name), ALL)[0][0].parts if p.role == "gated"
+    )
     assert dict(gated.block.sizes)["activation"] == op
 
 
@@ -227,7 +385,9 @@ def test_activations_are_known_by_what_they_compute(name: str, op: str) -> None:
 def test_an_unknown_activation_is_refused(name: str) -> None:
     model = tiny("llama", hidden_act=name)
     assert found(model)["model.layers.0"] == ["qkv", "out", "down"]
-    assert "is none of silu, gelu, gelu_tanh, relu, relu squared" in reasons(model, "model.layers.0")
+    assert "is none of silu, gelu, gelu_tanh, relu, relu squared" in reasons(
+        model, "model.layers.0"
+    )
 
 
 def test_the_probe_sees_what_the_structure_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,27 +422,45 @@ def test_the_probe_sees_another_attention() -> None:
     class Reads(type(attention)):  # type: ignore[misc]
         def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
             out, weights = super().forward(hidden_states, **kwargs)
-            return out * hidden_states.mean(-1, keepdim=True), weights  # a gate from the normed input
+            return out * hidden_states.mean(
+                -1, keepdim=True
+            ), weights  # a gate from the normed input
 
     attention.__class__ = Reads
     assert "model.layers.0" not in found(model)
 
 
 CHANGES = {
-    "q_proj has a forward hook": lambda layer: layer.self_attn.q_proj.register_forward_hook(lambda *a: None),
-    "q_proj has a forward of its own": lambda layer: setattr(layer.self_attn.q_proj, "forward", layer.self_attn.q_proj.forward),
+    "q_proj has a forward hook": lambda layer: layer.self_attn.q_proj.register_forward_hook(
+        lambda *a: None
+    ),
+    "q_proj has a forward of its own": lambda layer: setattr(
+        layer.self_attn.q_proj, "forward", layer.self_attn.q_proj.forward
+    ),
     "q_proj is torch's NonDynamicallyQuantizableLinear": lambda layer: setattr(
-        layer.self_attn, "q_proj", nn.modules.linear.NonDynamicallyQuantizableLinear(32, 32)),
-    "differ in input size or bias": lambda layer: setattr(layer.self_attn.q_proj, "bias", nn.Parameter(torch.zeros(32))),
+        layer.self_attn, "q_proj", nn.modules.linear.NonDynamicallyQuantizableLinear(32, 32)
+    ),
+    "differ in input size or bias": lambda layer: setattr(
+        layer.self_attn.q_proj, "bias", nn.Parameter(torch.zeros(32))
+    ),
     "q_proj has a weight of float64": lambda layer: layer.self_attn.q_proj.double(),
     "q_proj has a weight that is not contiguous": lambda layer: setattr(
-        layer.self_attn.q_proj, "weight", nn.Parameter(layer.self_attn.q_proj.weight.detach().t().contiguous().t())),
-    "a weight is bfloat16 on cpu, others are float32": lambda layer: layer.self_attn.k_proj.bfloat16(),
+        layer.self_attn.q_proj,
+        "weight",
+        nn.Parameter(layer.self_attn.q_proj.weight.detach().t().contiguous().t()),
+    ),
+    "a weight is bfloat16 on cpu, others are float32": lambda layer: (
+        layer.self_attn.k_proj.bfloat16()
+    ),
     "has no q_proj": lambda layer: delattr(layer.self_attn, "q_proj"),
-    "self_attn has a forward hook": lambda layer: layer.self_attn.register_forward_pre_hook(lambda *a: None),
+    "self_attn has a forward hook": lambda layer: layer.self_attn.register_forward_pre_hook(
+        lambda *a: None
+    ),
     "the layer has a forward of its own": lambda layer: setattr(layer, "forward", layer.forward),
     "mlp is in training mode": lambda layer: layer.mlp.train(),
-    "q_proj is torch's ParametrizedLinear": lambda layer: nn.utils.parametrizations.weight_norm(layer.self_attn.q_proj),
+    "q_proj is torch's ParametrizedLinear": lambda layer: nn.utils.parametrizations.weight_norm(
+        layer.self_attn.q_proj
+    ),
 }
 
 
@@ -318,7 +496,9 @@ def test_alike_layers_share_one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
         def run() -> Any:
             probed.append(key)
             return probe()
+
         return once(self, key, run)
+
     monkeypatch.setattr(Probes, "_once", counting)
     match(tiny("llama", num_hidden_layers=5), ALL)
     assert sum(key[0] == "layer" for key in probed) == 1
@@ -340,15 +520,27 @@ def test_the_documented_row_for_a_new_architecture_works(monkeypatch):
     class Layer(nn.Module):
         def __init__(self, config, index):
             super().__init__()
-            self.ln1, self.attn = modeling_llama.LlamaRMSNorm(config.hidden_size), modeling_llama.LlamaAttention(config, index)
-            self.ln2, self.ffn = modeling_llama.LlamaRMSNorm(config.hidden_size), modeling_llama.LlamaMLP(config)
+            self.ln1, self.attn = (
+                modeling_llama.LlamaRMSNorm(config.hidden_size),
+                modeling_llama.LlamaAttention(config, index),
+            )
+            self.ln2, self.ffn = (
+                modeling_llama.LlamaRMSNorm(config.hidden_size),
+                modeling_llama.LlamaMLP(config),
+            )
 
         def forward(self, hidden_states, **kwargs):
             h = hidden_states + self.attn(self.ln1(hidden_states), **kwargs)[0]
             return h + self.ffn(self.ln2(h))
 
-    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-                         vocab_size=50)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=50,
+    )
     model = LlamaForCausalLM(config)
     model.model.layers = nn.ModuleList([Layer(config, 0)])
     model.eval()
@@ -356,4 +548,6 @@ def test_the_documented_row_for_a_new_architecture_works(monkeypatch):
     assert {r.pattern for r in mi.optimize(model, dry_run=True).rows} == {"gated_mlp"}
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
     exec(re.search(r"```python\n(.*?)```", text, re.S)[1], {"mi": mi, "model": model})
-    assert {"rms_norm_linear", "attention", "linear_residual"} < {r.pattern for r in mi.optimize(model, dry_run=True).rows}
+    assert {"rms_norm_linear", "attention", "linear_residual"} < {
+        r.pattern for r in mi.optimize(model, dry_run=True).rows
+    }

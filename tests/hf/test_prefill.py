@@ -1,4 +1,5 @@
 """Prefills of short prompts that are replayed: the same code on a CPU, where a "graph" calls what was captured."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -13,11 +14,11 @@ from decoding import FAMILIES, FULL, PAD, assert_same, both, left_padded, prompt
 from features import fake_captures
 from transformers import DynamicCache, GenerationMixin, GPT2Config, GPT2LMHeadModel
 
-from mirage_hf import kernels
 from mirage_hf.api import optimize
 from mirage_hf.decode import cache, generate, install, plan, prefill, program, session
 from mirage_hf.errors import CodegenError, MirageError
-from mirage_hf.match import prompt_step
+from mirage_hf.layers import prompt_step
+from mirage_hf.pipeline import kernels
 
 FULL = {**FULL, "max_new_tokens": 6}
 LENGTHS = (7, 9, 30, 7, 64, 63, 65, 70, 128, 3, 1)
@@ -42,7 +43,9 @@ def test_prompts_of_changing_length(family: str, batch: int, called: list[str]) 
         alike(model, batch, length)
     windowed = any(window is not None for _, window in program.MaskPlan.of(model.config).windows)
     # eight prompts have a bucket of 64, three one of 128; the first of each runs HF's forward
-    assert runner.prefills == ({} if windowed else {"captured": 7 + 2}) and called.count("prefill") == (0 if windowed else 2)
+    assert runner.prefills == ({} if windowed else {"captured": 7 + 2}) and called.count(
+        "prefill"
+    ) == (0 if windowed else 2)
 
 
 def test_what_is_no_plain_prompt_runs_as_it_is(called: list[str]) -> None:
@@ -53,17 +56,30 @@ def test_what_is_no_plain_prompt_runs_as_it_is(called: list[str]) -> None:
     seen = dict(runner.prefills)
     assert seen == {"captured": 2}
     assert_same(*both(model, lambda: {**left_padded(), **FULL}))
-    assert_same(*both(model, lambda: {"inputs": prompt(2, 9), "position_ids": torch.arange(4, 13)[None], **FULL}))
+    assert_same(
+        *both(
+            model,
+            lambda: {"inputs": prompt(2, 9), "position_ids": torch.arange(4, 13)[None], **FULL},
+        )
+    )
     alike(model, 2, 5)
     assert runner.prefills == {"captured": 3} and called.count("prefill") == 1
     block = runner.pool.lease(2, 1024, (None, None), torch.device("cpu"))
     large = runner.pool.lease(2, 4096, (None, None), torch.device("cpu"))
     every, some = (program.MaskPlan((("", window),), False) for window in (None, 1000))
-    for where, tokens in ((block, {960: 960, 961: 1024, 1025: None}), (large, {2047: 2048, 2048: 2048, 2049: 2304, 4096: 4096})):
+    for where, tokens in (
+        (block, {960: 960, 961: 1024, 1025: None}),
+        (large, {2047: 2048, 2048: 2048, 2049: 2304, 4096: 4096}),
+    ):
         shapes = {n: prefill.Shape.of(n, where, every) for n in tokens}
-        assert {n: s and s.tokens for n, s in shapes.items()} == tokens and all(s is None or s.plain for s in shapes.values())
+        assert {n: s and s.tokens for n, s in shapes.items()} == tokens and all(
+            s is None or s.plain for s in shapes.values()
+        )
     cut = [prefill.Shape.of(n, block, some) for n in (960, 961)]
-    assert [(s.cuts, s.beyond, s.plain) for s in cut if s] == [((None, None), 0, True), ((1000, 1000), 1001, False)]
+    assert [(s.cuts, s.beyond, s.plain) for s in cut if s] == [
+        ((None, None), 0, True),
+        ((1000, 1000), 1001, False),
+    ]
 
 
 def test_a_changed_model_is_captured_anew(called: list[str]) -> None:
@@ -82,8 +98,14 @@ def test_a_changed_model_is_captured_anew(called: list[str]) -> None:
 
 
 @pytest.mark.parametrize("by_config", [False, True])
-def test_prompts_that_see_what_comes_after_them_are_not_filled_up(by_config: bool, called: list[str]) -> None:
-    changes = dict(layer_types=["full_attention"] * 3, use_bidirectional_attention=True) if by_config else {}
+def test_prompts_that_see_what_comes_after_them_are_not_filled_up(
+    by_config: bool, called: list[str]
+) -> None:
+    changes = (
+        dict(layer_types=["full_attention"] * 3, use_bidirectional_attention=True)
+        if by_config
+        else {}
+    )
     model = swapping.tiny("gemma3" if by_config else "llama", **changes)
     runner = install(model)
     for _ in range(3):
@@ -92,8 +114,13 @@ def test_prompts_that_see_what_comes_after_them_are_not_filled_up(by_config: boo
         layer.self_attn.is_causal = False
     for length in (9, 9, 30, 9):
         alike(model, 2, length)
-    (why, count), = [found for found in runner.prefills.items() if found[0] != "captured"]
-    assert why.startswith("called: capture failed (MirageError: prefill: tokens see what comes after them") and count == 1
+    ((why, count),) = [found for found in runner.prefills.items() if found[0] != "captured"]
+    assert (
+        why.startswith(
+            "called: capture failed (MirageError: prefill: tokens see what comes after them"
+        )
+        and count == 1
+    )
     assert called.count("prefill") == (not by_config)
 
 
@@ -120,13 +147,20 @@ def test_tokens_of_other_dtypes_are_not_rounded(called: list[str]) -> None:
     assert_same(*both(model, lambda: {"inputs": prompt(1, 9).int(), **FULL}))
     with pytest.raises(RuntimeError, match="FloatTensor"):
         model.generate(prompt(1, 9) + 0.7, **FULL)
-    assert runner.prefills == {"captured": 3} and runner.counts == {"captured": 4, "stock: input_ids of torch.float32": 1}
+    assert runner.prefills == {"captured": 3} and runner.counts == {
+        "captured": 4,
+        "stock: input_ids of torch.float32": 1,
+    }
 
 
 def test_prompts_are_not_filled_up_beyond_a_table_of_positions(called: list[str]) -> None:
     """On a GPU the look-up would end the process."""
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=100, initializer_range=0.15)).eval()
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=100, initializer_range=0.15
+        )
+    ).eval()
     model.generation_config.pad_token_id = PAD
     runner = install(model)
     for length in (70, 71, 9, 10, 90):
@@ -137,6 +171,7 @@ def test_prompts_are_not_filled_up_beyond_a_table_of_positions(called: list[str]
 def test_a_forward_that_cannot_be_captured_is_hfs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> Any:
         raise TypeError("no tensors here")
+
     monkeypatch.setattr(prefill, "capture", refuse)
     model = tiny("llama")
     runner = install(model)
@@ -149,20 +184,32 @@ def test_a_forward_that_cannot_be_captured_is_hfs(monkeypatch: pytest.MonkeyPatc
 
 EVERY: dict[str, Any] = dict(layer_types=["full_attention"] * 3)
 PROMPTED: dict[str, dict[str, Any]] = {
-    "llama": {}, "qwen2": {}, "qwen3": EVERY, "llama, biases": dict(attention_bias=True, mlp_bias=True),
-    "llama, gelu": dict(hidden_act="gelu"), "qwen3, eager": dict(**EVERY, attn_implementation="eager"),
-    **{family: dict(num_hidden_layers=2) for family in ("granite", "gemma", "olmo2", "phi3", "smollm3", "glm4")},
-    "gemma3": dict(layer_types=["full_attention"] * 2, num_hidden_layers=2)}
+    "llama": {},
+    "qwen2": {},
+    "qwen3": EVERY,
+    "llama, biases": dict(attention_bias=True, mlp_bias=True),
+    "llama, gelu": dict(hidden_act="gelu"),
+    "qwen3, eager": dict(**EVERY, attn_implementation="eager"),
+    **{
+        family: dict(num_hidden_layers=2)
+        for family in ("granite", "gemma", "olmo2", "phi3", "smollm3", "glm4")
+    },
+    "gemma3": dict(layer_types=["full_attention"] * 2, num_hidden_layers=2),
+}
 
 
 ALIKE = ("granite", "gemma", "phi3", "smollm3", "glm4")
-FEW = [pytest.param(name, marks=pytest.mark.thorough) if name in ALIKE else name for name in PROMPTED]
+FEW = [
+    pytest.param(name, marks=pytest.mark.thorough) if name in ALIKE else name for name in PROMPTED
+]
 """Where one family's layers are as another's."""
 
 
 def optimized(family: str, changes: dict[str, Any], **options: Any) -> tuple[Any, Any]:
     model = swapping.tiny(family.partition(",")[0], **changes)
-    return model, optimize(swapping.twin_of(model), **{"batch_sizes": (1, 3), "verify": False, **options})
+    return model, optimize(
+        swapping.twin_of(model), **{"batch_sizes": (1, 3), "verify": False, **options}
+    )
 
 
 def agree(stock: Any, ours: Any, batch: int, length: int) -> None:
@@ -174,11 +221,25 @@ def agree(stock: Any, ours: Any, batch: int, length: int) -> None:
 @pytest.mark.parametrize("name", PROMPTED)
 def test_prompts_by_kernels(name: str, called: list[str], resolved: list[Any]) -> None:
     stock, ours = optimized(name, PROMPTED[name])
-    for batch, length in ((1, 7), (1, 9), (1, 64), (3, 5), (3, 65), (3, 6), (3, 66), (1, 1), (2, 4), (2, 5)):
+    for batch, length in (
+        (1, 7),
+        (1, 9),
+        (1, 64),
+        (3, 5),
+        (3, 65),
+        (3, 6),
+        (3, 66),
+        (1, 1),
+        (2, 4),
+        (2, 5),
+    ):
         agree(stock, ours, batch, length)
     runner = ours.generate.runner
     # two prompts and more of 64 tokens, of one row and of three, and of 128 of three; none by kernels of two rows
-    assert runner.prefills == {"captured, by kernels": 3 + 1 + 1, "captured": 1} and called.count("prefill") == 4
+    assert (
+        runner.prefills == {"captured, by kernels": 3 + 1 + 1, "captured": 1}
+        and called.count("prefill") == 4
+    )
 
 
 def agree_padded(stock: Any, ours: Any, *lengths: int, **more: Any) -> None:
@@ -197,15 +258,27 @@ def test_padded_prompts_by_kernels(name: str, called: list[str], resolved: list[
     agree(stock, ours, 3, 6)
     agree_padded(stock, ours, 66, 65, 1)
     agree_padded(stock, ours, 64, 70, 128)
-    assert ours.generate.runner.prefills == {"captured, by kernels": 3 + 1 + 1} and called.count("prefill") == 3
+    assert (
+        ours.generate.runner.prefills == {"captured, by kernels": 3 + 1 + 1}
+        and called.count("prefill") == 3
+    )
 
 
 @pytest.mark.slow
-def test_positions_behind_padding_that_count_otherwise_are_hfs(called: list[str], resolved: list[Any]) -> None:
+def test_positions_behind_padding_that_count_otherwise_are_hfs(
+    called: list[str], resolved: list[Any]
+) -> None:
     stock, ours = optimized("llama", {})
     for _ in range(3):
         given = left_padded((4, 11, 7))
-        agree_padded(stock, ours, 4, 11, 7, position_ids=given["attention_mask"].cumsum(-1).sub(1).clamp_min(0) + 2)
+        agree_padded(
+            stock,
+            ours,
+            4,
+            11,
+            7,
+            position_ids=given["attention_mask"].cumsum(-1).sub(1).clamp_min(0) + 2,
+        )
         agree_padded(stock, ours, 4, 11, 7, position_ids=torch.arange(11)[None].expand(3, -1))
     assert ours.generate.runner.prefills == {}
 
@@ -218,12 +291,15 @@ def test_a_mask_of_one_row_for_several_is_stocks(called: list[str], resolved: li
         agree_padded(stock, ours, *lengths)
         for model in (stock, ours):
             with pytest.raises(IndexError):
-                model.generate(prompt(3, 11), attention_mask=torch.tensor([[0] * 4 + [1] * 7]), **FULL)
+                model.generate(
+                    prompt(3, 11), attention_mask=torch.tensor([[0] * 4 + [1] * 7]), **FULL
+                )
 
 
 @pytest.mark.slow
-def test_keys_of_padded_rows_that_go_to_wrong_slots_are_found(called: list[str], resolved: list[Any],
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_padded_rows_that_go_to_wrong_slots_are_found(
+    called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stock, ours = optimized("llama", {})
     take = prefill.Filled.take
 
@@ -231,58 +307,98 @@ def test_keys_of_padded_rows_that_go_to_wrong_slots_are_found(called: list[str],
         take(self, ids, padding)
         if padding is not None:
             self.sources.sub_(1).clamp_min_(0)
+
     monkeypatch.setattr(prefill.Filled, "take", one_off)
     for lengths in ((4, 11, 7), (9, 1, 60), (64, 2, 3)):
         agree_padded(stock, ours, *lengths)
-    (why, count), = ours.generate.runner.prefills.items()
-    assert why.startswith("not by kernels: capture failed (MirageError: prefill: logits, keys or values are") and count == 1
+    ((why, count),) = ours.generate.runner.prefills.items()
+    assert (
+        why.startswith(
+            "not by kernels: capture failed (MirageError: prefill: logits, keys or values are"
+        )
+        and count == 1
+    )
 
 
 @pytest.mark.slow
 def test_padded_prompts_where_layers_have_rings(called: list[str], resolved: list[Any]) -> None:
     """Behind texts that went round and left what is no number, and ones that go round the ring themselves."""
     kinds = ["full_attention", "sliding_attention"]
-    stock, ours = optimized("gemma3", dict(layer_types=kinds, num_hidden_layers=2, sliding_window=100), batch_sizes=(3,))
+    stock, ours = optimized(
+        "gemma3", dict(layer_types=kinds, num_hidden_layers=2, sliding_window=100), batch_sizes=(3,)
+    )
     for lengths in ((9, 1, 60), (64, 3, 31), (3, 64, 5)):
         agree_padded(stock, ours, *lengths, max_new_tokens=200)
         agree(stock, ours, 3, 103)
         for block in ours.generate.runner.pool._idle:
             for ring, slab in block.turning:
-                slab[:, :, :, :ring.window] = torch.nan
+                slab[:, :, :, : ring.window] = torch.nan
     assert ours.generate.runner.prefills == {"captured, by kernels": 4}
-    assert any(ring is not None for block in ours.generate.runner.pool._idle for ring in block.rings)
+    assert any(
+        ring is not None for block in ours.generate.runner.pool._idle for ring in block.rings
+    )
 
 
 @pytest.mark.slow
-def test_padded_prompts_see_nothing_that_was_left(called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_prompts_see_nothing_that_was_left(
+    called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In rings and behind what else was written: 0 · NaN is NaN."""
     monkeypatch.setattr(cache, "GRAIN", 64)
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     stock, ours = optimized("gemma3", dict(layer_types=kinds, sliding_window=100), batch_sizes=(3,))
     for lengths in ((9, 1, 60), (4, 11, 60), (60, 3, 31)):
         agree_padded(stock, ours, *lengths, max_new_tokens=90)
-        block, = ours.generate.runner.pool._idle
+        (block,) = ours.generate.runner.pool._idle
         written = {id(slab): ring.window for ring, slab in block.turning}
         for slab in block.slabs:
-            slab[:, :, :, :written.get(id(slab), block.dirty)] = torch.nan
+            slab[:, :, :, : written.get(id(slab), block.dirty)] = torch.nan
         assert written
     assert ours.generate.runner.prefills == {"captured, by kernels": 2}
 
 
 WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3": ("gemma3", dict(layer_types=["full_attention", "sliding_attention", "sliding_attention"], sliding_window=70)),
-    "qwen3": ("qwen3", dict(layer_types=["full_attention", "sliding_attention", "full_attention"], sliding_window=66,
-                            use_sliding_window=True)),
+    "gemma3": (
+        "gemma3",
+        dict(
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+            sliding_window=70,
+        ),
+    ),
+    "qwen3": (
+        "qwen3",
+        dict(
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            sliding_window=66,
+            use_sliding_window=True,
+        ),
+    ),
     "mistral": ("mistral", dict(sliding_window=64)),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("captured", "rings"), [(True, True), (False, False), *(pytest.param(*both, marks=pytest.mark.thorough)
-                                                                                 for both in ((True, False), (False, True)))])
+@pytest.mark.parametrize(
+    ("captured", "rings"),
+    [
+        (True, True),
+        (False, False),
+        *(
+            pytest.param(*both, marks=pytest.mark.thorough)
+            for both in ((True, False), (False, True))
+        ),
+    ],
+)
 @pytest.mark.parametrize("name", WINDOWED)
-def test_prompts_beyond_a_window(name: str, captured: bool, rings: bool, called: list[str], resolved: list[Any], calling: None,
-                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_beyond_a_window(
+    name: str,
+    captured: bool,
+    rings: bool,
+    called: list[str],
+    resolved: list[Any],
+    calling: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By runs of tokens, into rings and into caches that keep everything, with padding and without; behind what is no number."""
     monkeypatch.setattr(cache, "GRAIN", 64)
     monkeypatch.setattr(prompt_step, "LEAST_RUN", 64)
@@ -292,7 +408,13 @@ def test_prompts_beyond_a_window(name: str, captured: bool, rings: bool, called:
     runner = ours.generate.runner
 
     def given(ids: dict[str, Any]) -> dict[str, Any]:
-        return {**ids, **FULL, "max_new_tokens": 9, "min_new_tokens": 9, **({} if rings else {"past_key_values": DynamicCache()})}
+        return {
+            **ids,
+            **FULL,
+            "max_new_tokens": 9,
+            "min_new_tokens": 9,
+            **({} if rings else {"past_key_values": DynamicCache()}),
+        }
 
     for length in (200, 201, 65, 66, 129, 199, 401):
         ids = {"inputs": prompt(1, length, seed=length)}
@@ -301,66 +423,116 @@ def test_prompts_beyond_a_window(name: str, captured: bool, rings: bool, called:
             turning = {id(slab): ring.window for ring, slab in block.turning}
             assert bool(turning) == any(block.rings) and bool(turning) <= rings
             for slab in block.slabs:
-                slab[:, :, :, :turning.get(id(slab), block.dirty)] = torch.nan
+                slab[:, :, :, : turning.get(id(slab), block.dirty)] = torch.nan
     assert any(any(block.rings) for block in runner.pool._idle) == rings
     for lengths in ((200, 3, 150), (193, 66, 1), (130, 129, 65), (196, 7, 102)):
         ids = left_padded(lengths, seed=lengths[1])
         assert_same(stock.generate(**given(ids)), ours.generate(**given(ids)))
-    assert runner.prefills == ({"called, by kernels": 4, "captured, by kernels": 5} if captured else {"called, by kernels": 9})
+    assert runner.prefills == (
+        {"called, by kernels": 4, "captured, by kernels": 5}
+        if captured
+        else {"called, by kernels": 9}
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama, biases", "gemma", "olmo2"])
-def test_rows_of_large_batches_take_turns(name: str, called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_large_batches_take_turns(
+    name: str, called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[int] = []
     half = prompt_step.LayerPrompt._mlp
 
     def counted(self: Any, kernels: Any, x: torch.Tensor, packed: Any = None) -> torch.Tensor:
         seen.append(x.shape[0])
         return half(self, kernels, x, packed)
+
     monkeypatch.setattr(prompt_step, "MOST_ROWS", 128)
     monkeypatch.setattr(prompt_step.LayerPrompt, "_mlp", counted)
     stock, ours = optimized(name, PROMPTED[name])
     for length in (7, 66, 9, 67):
         agree(stock, ours, 3, length)
-    assert ours.generate.runner.prefills == {"captured, by kernels": 2} and {64, 128} <= set(seen) and max(seen) == 128
+    assert (
+        ours.generate.runner.prefills == {"captured, by kernels": 2}
+        and {64, 128} <= set(seen)
+        and max(seen) == 128
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_prompts_with_longrope_are_by_kernels_or_called(family: str, called: list[str], resolved: list[Any]) -> None:
+def test_prompts_with_longrope_are_by_kernels_or_called(
+    family: str, called: list[str], resolved: list[Any]
+) -> None:
     """HF's forward reads the length on the host, and is not captured."""
     stock = swapping.longrope(family, 100)
     ours = optimize(swapping.twin_of(stock), batch_sizes=(1,), verify=False)
-    for batch, length in ((1, 7), (1, 9), (1, 64), (1, 70), (1, 80), (2, 4), (2, 5), (2, 6), (1, 8)):
+    for batch, length in (
+        (1, 7),
+        (1, 9),
+        (1, 64),
+        (1, 70),
+        (1, 80),
+        (2, 4),
+        (2, 5),
+        (2, 6),
+        (1, 8),
+    ):
         agree(stock, ours, batch, length)
-    assert ours.generate.runner.prefills == {"captured, by kernels": 3} and called.count("prefill") == 1
+    assert (
+        ours.generate.runner.prefills == {"captured, by kernels": 3}
+        and called.count("prefill") == 1
+    )
 
 
 @pytest.mark.slow
 def test_prompts_with_a_softcap_are_hfs(called: list[str], resolved: list[Any]) -> None:
-    full = dict(layer_types=["full_attention"], num_hidden_layers=1, attn_implementation="eager", attn_logit_softcapping=3.0)
+    full = dict(
+        layer_types=["full_attention"],
+        num_hidden_layers=1,
+        attn_implementation="eager",
+        attn_logit_softcapping=3.0,
+    )
     stock, ours = optimized("gemma2", full)
     for length in (7, 8, 9):
         agree(stock, ours, 1, length)
-    assert ours.generate.runner.prefills == {"not by kernels: the library's attention has no softcap": 1, "captured": 2}
+    assert ours.generate.runner.prefills == {
+        "not by kernels: the library's attention has no softcap": 1,
+        "captured": 2,
+    }
 
 
 @pytest.mark.slow
-def test_a_wrong_kernel_of_a_prompt_is_found(called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_of_a_prompt_is_found(
+    called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stock, ours = optimized("llama", {})
     right = kernels.resolve
-    monkeypatch.setattr(kernels, "resolve", lambda program, **how: swapping.Resolved(program, scale=1.01)
-                        if how["pattern"] == "prompt_gate" else right(program, **how))
+    monkeypatch.setattr(
+        kernels,
+        "resolve",
+        lambda program, **how: (
+            swapping.Resolved(program, scale=1.01)
+            if how["pattern"] == "prompt_gate"
+            else right(program, **how)
+        ),
+    )
     for length in (7, 8, 9, 70, 71):
         agree(stock, ours, 1, length)
     counted = ours.generate.runner.prefills
     assert counted.pop("captured") == 3 and len(counted) == 2  # for each bucket
-    assert all(why.startswith("not by kernels: capture failed (MirageError: prefill: logits, keys or values are") for why in counted)
+    assert all(
+        why.startswith(
+            "not by kernels: capture failed (MirageError: prefill: logits, keys or values are"
+        )
+        for why in counted
+    )
 
 
 @pytest.mark.slow
-def test_a_kernel_of_a_prompt_that_writes_nothing_is_found(called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_of_a_prompt_that_writes_nothing_is_found(
+    called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stock, ours = optimized("llama", {})
     right = prompt_step.LayerPrompt.__call__
 
@@ -369,29 +541,46 @@ def test_a_kernel_of_a_prompt_that_writes_nothing_is_found(called: list[str], re
         y = right(self, found, x, at)
         at.values.copy_(kept)
         return y
+
     monkeypatch.setattr(prompt_step.LayerPrompt, "__call__", forgetful)
     for length in (7, 8, 9):
         agree(stock, ours, 1, length)
-    assert ours.generate.runner.prefills["captured"] == 2 and "captured, by kernels" not in ours.generate.runner.prefills
+    assert (
+        ours.generate.runner.prefills["captured"] == 2
+        and "captured, by kernels" not in ours.generate.runner.prefills
+    )
 
 
 def test_a_comparison_of_prompts_leaves_what_the_model_wrote() -> None:
-    block = SimpleNamespace(lowest=None, rings=(None,), logits=torch.ones(1, 3), keys={0: torch.ones(1, 1, 8, 2)},
-                            values={0: torch.ones(1, 1, 8, 2)})
+    block = SimpleNamespace(
+        lowest=None,
+        rings=(None,),
+        logits=torch.ones(1, 3),
+        keys={0: torch.ones(1, 1, 8, 2)},
+        values={0: torch.ones(1, 1, 8, 2)},
+    )
     far, allowed = prefill._distance(lambda: None, lambda: block.keys[0].fill_(2.0), block, 4)  # type: ignore[arg-type]
     assert not far <= allowed
-    assert all(bool((x == 1).all()) for x in (block.logits, block.keys[0][:, :, :4], block.values[0]))
+    assert all(
+        bool((x == 1).all()) for x in (block.logits, block.keys[0][:, :, :4], block.values[0])
+    )
 
 
 @pytest.mark.parametrize("far", [0.0, 0.02])  # 0.02: one of 28 layers in bfloat16
 def test_one_layer_of_many_that_looks_ahead_is_seen(far: float) -> None:
-    block: Any = SimpleNamespace(lowest=None, rings=(None,), logits=torch.ones(1, 3, dtype=torch.bfloat16),
-                                 keys={0: torch.ones(1, 1, 8, 2)}, values={})
+    block: Any = SimpleNamespace(
+        lowest=None,
+        rings=(None,),
+        logits=torch.ones(1, 3, dtype=torch.bfloat16),
+        keys={0: torch.ones(1, 1, 8, 2)},
+        values={},
+    )
     ids, last = torch.arange(8)[None].clone(), torch.tensor([7])
 
     def stock() -> None:
         block.logits.fill_(1.0)
         block.keys[0].fill_(1.0 + far * float(ids[0, -1] == ids[0, 0]))
+
     if far:
         with pytest.raises(MirageError, match="see what comes after them"):
             prefill._check_causal(stock, block, ids, last)
@@ -414,6 +603,7 @@ def test_numbers_that_change_after_a_capture(called: list[str], resolved: list[A
 
 # -- prompts whose kernels are called ------------------------------------------------------------------------------------
 
+
 @pytest.fixture
 def calling(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
@@ -428,18 +618,35 @@ def only_called(calling: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
-def test_prompts_whose_kernels_are_called(name: str, only_called: None, resolved: list[Any]) -> None:
+def test_prompts_whose_kernels_are_called(
+    name: str, only_called: None, resolved: list[Any]
+) -> None:
     """Of any length, in blocks that held a prompt or none, with what longer ones have left."""
     stock, ours = optimized(name, PROMPTED[name])
-    for batch, length in ((1, 7), (1, 300), (1, 9), (3, 5), (3, 65), (3, 6), (1, 200), (2, 4), (1, 1), (1, 9)):
+    for batch, length in (
+        (1, 7),
+        (1, 300),
+        (1, 9),
+        (3, 5),
+        (3, 65),
+        (3, 6),
+        (1, 200),
+        (2, 4),
+        (1, 1),
+        (1, 9),
+    ):
         agree(stock, ours, batch, length)
-    assert ours.generate.runner.prefills == {"called, by kernels": 5 + 2}  # not the first of a batch, and none of two rows
+    assert ours.generate.runner.prefills == {
+        "called, by kernels": 5 + 2
+    }  # not the first of a batch, and none of two rows
     assert {p.inputs[0].dims[0] for p in resolved} >= {64, 128, 256}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
-def test_padded_prompts_whose_kernels_are_called(name: str, only_called: None, resolved: list[Any]) -> None:
+def test_padded_prompts_whose_kernels_are_called(
+    name: str, only_called: None, resolved: list[Any]
+) -> None:
     """Their caches, too, are returned and go on."""
     stock, ours = optimized(name, PROMPTED[name], batch_sizes=(3,))
     agree(stock, ours, 3, 5)
@@ -448,16 +655,26 @@ def test_padded_prompts_whose_kernels_are_called(name: str, only_called: None, r
     given = {**left_padded((9, 30, 2)), **FULL}
     first = [model.generate(**given) for model in (stock, ours)]
     assert_same(*first)
-    mask = torch.cat([given["attention_mask"], torch.ones(3, FULL["max_new_tokens"] + 4, dtype=torch.long)], -1)
-    more = [model.generate(torch.cat([seen.sequences, prompt(3, 4)], -1), past_key_values=seen.past_key_values, attention_mask=mask, **FULL)
-            for model, seen in zip((stock, ours), first, strict=True)]
+    mask = torch.cat(
+        [given["attention_mask"], torch.ones(3, FULL["max_new_tokens"] + 4, dtype=torch.long)], -1
+    )
+    more = [
+        model.generate(
+            torch.cat([seen.sequences, prompt(3, 4)], -1),
+            past_key_values=seen.past_key_values,
+            attention_mask=mask,
+            **FULL,
+        )
+        for model, seen in zip((stock, ours), first, strict=True)
+    ]
     assert_same(*more)
     assert ours.generate.runner.prefills == {"called, by kernels": 4}
 
 
 @pytest.mark.slow
-def test_a_prompt_that_hfs_forward_lacks_the_memory_for_is_by_kernels(only_called: None, resolved: list[Any],
-                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_hfs_forward_lacks_the_memory_for_is_by_kernels(
+    only_called: None, resolved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first one, too, which is HF's elsewhere."""
     stock, ours = optimized("llama", {}, batch_sizes=(3,))
     given = {"inputs": prompt(3, 240), **FULL}
@@ -465,6 +682,7 @@ def test_a_prompt_that_hfs_forward_lacks_the_memory_for_is_by_kernels(only_calle
 
     def no_memory(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
+
     monkeypatch.setattr(GenerationMixin, "_prefill", no_memory)
     assert_same(want, ours.generate(**given))
     assert ours.generate.runner.prefills == {"called, by kernels": 1}
@@ -478,8 +696,14 @@ def test_caches_of_called_prompts_are_returned(only_called: None, resolved: list
         given = {"inputs": prompt(1, length, seed=length), **FULL}
         first = [model.generate(**given) for model in (stock, ours)]
         assert_same(*first)
-        more = [model.generate(torch.cat([seen.sequences, prompt(1, 4)], -1), past_key_values=seen.past_key_values, **FULL)
-                for model, seen in zip((stock, ours), first, strict=True)]
+        more = [
+            model.generate(
+                torch.cat([seen.sequences, prompt(1, 4)], -1),
+                past_key_values=seen.past_key_values,
+                **FULL,
+            )
+            for model, seen in zip((stock, ours), first, strict=True)
+        ]
         assert_same(*more)
     assert ours.generate.runner.prefills == {"called, by kernels": 3}
 
@@ -493,14 +717,16 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if self.index == 1:
             raise KeyboardInterrupt
         return update(self, *states, **kwargs)
+
     with monkeypatch.context() as patch:
         patch.setattr(cache.PrefillLayer, "update", to_the_second)
         yield
 
 
 @pytest.mark.slow
-def test_a_replayed_prompt_returns_all_layers_behind_a_forward_that_failed(called: list[str], resolved: list[Any],
-                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replayed_prompt_returns_all_layers_behind_a_forward_that_failed(
+    called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stock, ours = optimized("llama", {})
     for length in (7, 8):
         agree(stock, ours, 1, length)
@@ -511,8 +737,9 @@ def test_a_replayed_prompt_returns_all_layers_behind_a_forward_that_failed(calle
 
 
 @pytest.mark.slow
-def test_a_prompt_is_called_in_a_block_with_some_of_its_memory(only_called: None, resolved: list[Any],
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_called_in_a_block_with_some_of_its_memory(
+    only_called: None, resolved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Layers with a ring take theirs behind those without."""
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     stock, ours = optimized("gemma3", dict(layer_types=kinds, sliding_window=400), batch_sizes=(1,))
@@ -523,18 +750,27 @@ def test_a_prompt_is_called_in_a_block_with_some_of_its_memory(only_called: None
     mask[:, :3] = 0
     with interrupted(monkeypatch), pytest.raises(KeyboardInterrupt):
         ours.generate(prompt(1, 300), attention_mask=mask, **given)
-    assert stock.generate(prompt(1, 300), **given).tolist() == ours.generate(prompt(1, 300), **given).tolist()
+    assert (
+        stock.generate(prompt(1, 300), **given).tolist()
+        == ours.generate(prompt(1, 300), **given).tolist()
+    )
     assert ours.generate.runner.prefills == {"called, by kernels": 2}
 
 
 @pytest.mark.slow
-def test_prompts_are_called_until_they_are_captured(calling: None, called: list[str], resolved: list[Any]) -> None:
+def test_prompts_are_called_until_they_are_captured(
+    calling: None, called: list[str], resolved: list[Any]
+) -> None:
     stock, ours = optimized("llama", {})
     seen = []
     for length in (7, 70, 8, 9, 71):
         agree(stock, ours, 1, length)
         seen.append(dict(ours.generate.runner.prefills))
-    assert seen == [{}, {"called, by kernels": 1}, *({"called, by kernels": 1, "captured, by kernels": n} for n in (1, 2, 3))]
+    assert seen == [
+        {},
+        {"called, by kernels": 1},
+        *({"called, by kernels": 1, "captured, by kernels": n} for n in (1, 2, 3)),
+    ]
     for model in (stock, ours):
         model.model.norm.weight = torch.nn.Parameter(2 * model.model.norm.weight.detach())
     for length in (7, 300):  # weights that the kernels were not made for
@@ -543,7 +779,9 @@ def test_prompts_are_called_until_they_are_captured(calling: None, called: list[
 
 
 @pytest.mark.slow
-def test_a_changed_model_has_no_room_that_it_does_not_use(only_called: None, resolved: list[Any]) -> None:
+def test_a_changed_model_has_no_room_that_it_does_not_use(
+    only_called: None, resolved: list[Any]
+) -> None:
     """In another dtype its layers would take memory of their own beside it."""
     stock, ours = optimized("llama", {}, batch_sizes=(1,))
     for length in (7, 9):
@@ -557,26 +795,48 @@ def test_a_changed_model_has_no_room_that_it_does_not_use(only_called: None, res
 
 
 @pytest.mark.slow
-def test_kernels_that_a_capture_found_wrong_are_not_called(calling: None, called: list[str], resolved: list[Any],
-                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_a_capture_found_wrong_are_not_called(
+    calling: None, called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here only those of 128 rows are, of a model whose own forward cannot be captured either."""
     stock, ours = optimized("llama", {}, batch_sizes=(1,))
     right = kernels.resolve
-    monkeypatch.setattr(kernels, "resolve", lambda program, **how: swapping.Resolved(program, scale=1.5)
-                        if how["pattern"] == "prompt_gate" and program.inputs[0].dims[0] == 128 else right(program, **how))
-    monkeypatch.setattr(prefill, "_check_causal", lambda *of: torch.zeros(1).fill_(torch.zeros((), device="meta").item()))
+    monkeypatch.setattr(
+        kernels,
+        "resolve",
+        lambda program, **how: (
+            swapping.Resolved(program, scale=1.5)
+            if how["pattern"] == "prompt_gate" and program.inputs[0].dims[0] == 128
+            else right(program, **how)
+        ),
+    )
+    monkeypatch.setattr(
+        prefill,
+        "_check_causal",
+        lambda *of: torch.zeros(1).fill_(torch.zeros((), device="meta").item()),
+    )
     for length in (70, 200, 71, 72):
         agree(stock, ours, 1, length)
     assert ours.generate.runner.prefills["called, by kernels"] == 1
 
 
 @pytest.mark.slow
-def test_a_model_that_is_as_it_was_before_has_its_prompts_called(only_called: None, resolved: list[Any]) -> None:
+def test_a_model_that_is_as_it_was_before_has_its_prompts_called(
+    only_called: None, resolved: list[Any]
+) -> None:
     """As one whose adapters are switched off and on again."""
     stock, ours = optimized("llama", {}, batch_sizes=(1,))
     weights = [model.model.norm.weight for model in (stock, ours)]
     own, other = [weight.data for weight in weights], torch.full((32,), 0.5)
-    for length, changed in ((7, False), (8, False), (9, True), (10, False), (11, True), (12, True), (13, False)):
+    for length, changed in (
+        (7, False),
+        (8, False),
+        (9, True),
+        (10, False),
+        (11, True),
+        (12, True),
+        (13, False),
+    ):
         for weight, data in zip(weights, own, strict=True):
             weight.data = other if changed else data
         agree(stock, ours, 1, length)
@@ -584,23 +844,35 @@ def test_a_model_that_is_as_it_was_before_has_its_prompts_called(only_called: No
 
 
 @pytest.mark.slow
-def test_prompts_are_not_called_where_they_cannot_be(only_called: None, resolved: list[Any]) -> None:
+def test_prompts_are_not_called_where_they_cannot_be(
+    only_called: None, resolved: list[Any]
+) -> None:
     """Of models with other attention, with padding, positions of one's own or a cache."""
-    full = dict(layer_types=["full_attention"], num_hidden_layers=1, attn_implementation="eager", attn_logit_softcapping=3.0)
+    full = dict(
+        layer_types=["full_attention"],
+        num_hidden_layers=1,
+        attn_implementation="eager",
+        attn_logit_softcapping=3.0,
+    )
     stock, ours = optimized("gemma2", full)
     for length in (7, 8):
         agree(stock, ours, 1, length)
     assert not ours.generate.runner.prefills
     stock, ours = optimized("llama", {}, batch_sizes=(1, 2))
-    for given in ({"inputs": prompt(2, 9)}, left_padded(), {"inputs": prompt(2, 9), "position_ids": torch.arange(4, 13)[None]}):
+    for given in (
+        {"inputs": prompt(2, 9)},
+        left_padded(),
+        {"inputs": prompt(2, 9), "position_ids": torch.arange(4, 13)[None]},
+    ):
         assert_same(stock.generate(**given, **FULL), ours.generate(**given, **FULL))
     assert not ours.generate.runner.prefills
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["wrong", "missing", "no memory"])
-def test_prompts_that_kernels_do_not_give_are_hfs(what: str, only_called: None, resolved: list[Any],
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_kernels_do_not_give_are_hfs(
+    what: str, only_called: None, resolved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stock, ours = optimized("llama", {})
     right = kernels.resolve
 
@@ -612,20 +884,26 @@ def test_prompts_that_kernels_do_not_give_are_hfs(what: str, only_called: None, 
         if what == "no memory":
             raise torch.OutOfMemoryError("none left")
         return swapping.Resolved(program, scale=1.01)
+
     monkeypatch.setattr(kernels, "resolve", resolve)
     for length in (7, 8, 9, 70):
         agree(stock, ours, 1, length)
-    (why, count), = ours.generate.runner.prefills.items()
+    ((why, count),) = ours.generate.runner.prefills.items()
     assert count == (3 if what == "no memory" else 1)  # another time there may be some
-    assert why.startswith({"wrong": "not by kernels: MirageError: prefill: logits, keys or values are",
-                           "missing": "not by kernels: CodegenError: prompt_gate: no kernel",
-                           "no memory": "not by kernels: out of memory"}[what])
+    assert why.startswith(
+        {
+            "wrong": "not by kernels: MirageError: prefill: logits, keys or values are",
+            "missing": "not by kernels: CodegenError: prompt_gate: no kernel",
+            "no memory": "not by kernels: out of memory",
+        }[what]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
-def test_what_fails_in_a_called_prompt_is_hfs(error: type[Exception], only_called: None, resolved: list[Any],
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_in_a_called_prompt_is_hfs(
+    error: type[Exception], only_called: None, resolved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also behind a prompt that agreed, as where a product has no room for its workspace."""
     stock, ours = optimized("llama", {}, batch_sizes=(1,))
     for length in (7, 8):
@@ -637,13 +915,16 @@ def test_what_fails_in_a_called_prompt_is_hfs(error: type[Exception], only_calle
         if self is ours.generate.runner.steps.layers[1].prompt:
             raise error("no room")
         return y
+
     with monkeypatch.context() as patch:
         patch.setattr(prompt_step.LayerPrompt, "__call__", failing)
         agree(stock, ours, 1, 70)
     agree(stock, ours, 1, 9)
     assert ours.generate.runner.prefills == (
-        {"called, by kernels": 1, "not by kernels: RuntimeError: no room": 1} if error is RuntimeError else
-        {"called, by kernels": 2, "not by kernels: out of memory": 1})
+        {"called, by kernels": 1, "not by kernels: RuntimeError: no room": 1}
+        if error is RuntimeError
+        else {"called, by kernels": 2, "not by kernels: out of memory": 1}
+    )
 
 
 # -- prompts that run while the host looks at the model ------------------------------------------------------------------
@@ -652,21 +933,49 @@ CHANGES: dict[str, tuple[bool, Any]] = {
     "nothing": (True, lambda model: None),
     "a config's number": (True, lambda model: setattr(model.config, "initializer_range", 0.5)),
     "a weight in place": (True, lambda model: model.model.norm.weight.data.mul_(1.5)),
-    "a norm's number": (False, lambda model: setattr(model.model.layers[1].post_attention_layernorm, "variance_epsilon", 0.5)),
+    "a norm's number": (
+        False,
+        lambda model: setattr(
+            model.model.layers[1].post_attention_layernorm, "variance_epsilon", 0.5
+        ),
+    ),
     "an own forward": (True, lambda model: setattr(model.model.norm, "forward", lambda x: 2 * x)),
-    "a hook": (True, lambda model: model.model.layers[0].mlp.register_forward_hook(lambda m, args, y: 2 * y)),
-    "a weight replaced": (True, lambda model: setattr(model.model.norm, "weight", torch.nn.Parameter(3 * model.model.norm.weight.data))),
-    "a weight elsewhere": (False, lambda model: setattr(model.model.norm.weight, "data", 3 * model.model.norm.weight.data)),
+    "a hook": (
+        True,
+        lambda model: model.model.layers[0].mlp.register_forward_hook(lambda m, args, y: 2 * y),
+    ),
+    "a weight replaced": (
+        True,
+        lambda model: setattr(
+            model.model.norm, "weight", torch.nn.Parameter(3 * model.model.norm.weight.data)
+        ),
+    ),
+    "a weight elsewhere": (
+        False,
+        lambda model: setattr(model.model.norm.weight, "data", 3 * model.model.norm.weight.data),
+    ),
 }
 """By name: whether what a captured prompt reads is still there, and the change."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("depth", "streams"), [(0, False), (2, True), *(pytest.param(*both, marks=pytest.mark.thorough)
-                                                                        for both in ((0, True), (2, False)))])
+@pytest.mark.parametrize(
+    ("depth", "streams"),
+    [
+        (0, False),
+        (2, True),
+        *(pytest.param(*both, marks=pytest.mark.thorough) for both in ((0, True), (2, False))),
+    ],
+)
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_model_is_looked_at_while_the_prompt_runs(change: str, streams: bool, depth: int, called: list[str], resolved: list[Any],
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_looked_at_while_the_prompt_runs(
+    change: str,
+    streams: bool,
+    depth: int,
+    called: list[str],
+    resolved: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stock, ours = optimized("llama", {})
     ours.generate.runner.depth = depth
     for length in (7, 8, 9):
@@ -678,8 +987,12 @@ def test_a_model_is_looked_at_while_the_prompt_runs(change: str, streams: bool, 
     look, replay, enqueue = session.survey, prefill.PrefillGraph.run, session.Session._enqueue
     for module in (plan, session):
         monkeypatch.setattr(module, "survey", lambda model: events.append("look") or look(model))
-    monkeypatch.setattr(session.Session, "_enqueue", lambda self: events.append("step") or enqueue(self))
-    monkeypatch.setattr(prefill.PrefillGraph, "run", lambda self, *of: events.append("prompt") or replay(self, *of))
+    monkeypatch.setattr(
+        session.Session, "_enqueue", lambda self: events.append("step") or enqueue(self)
+    )
+    monkeypatch.setattr(
+        prefill.PrefillGraph, "run", lambda self, *of: events.append("prompt") or replay(self, *of)
+    )
 
     class Seen(list[Any]):
         def put(self, tokens: torch.Tensor) -> None:
@@ -696,21 +1009,33 @@ def test_a_model_is_looked_at_while_the_prompt_runs(change: str, streams: bool, 
     assert_same(stock.generate(**given), got)
     assert not streams or (seen == got.sequences[0].tolist() and told.count("end") == 1)
     same = change in ("nothing", "a weight in place")
-    assert told[:told.index("look")] == (["prompt", *["step"] * depth] if early else []) and told.count("look") == 1
+    assert (
+        told[: told.index("look")] == (["prompt", *["step"] * depth] if early else [])
+        and told.count("look") == 1
+    )
     assert not streams or told.index("look") < told.index("token")
     if same:  # one prompt, and it counts
-        assert told.count("prompt") == 1 and runner.prefills["captured, by kernels"] == before["captured, by kernels"] + 1
+        assert (
+            told.count("prompt") == 1
+            and runner.prefills["captured, by kernels"] == before["captured, by kernels"] + 1
+        )
     else:  # what ran too early counts for nothing, and the next call finds the model as it is
         assert runner.prefills["captured, by kernels"] == before["captured, by kernels"]
     agree(stock, ours, 1, 11)
 
 
-def test_the_first_prompts_of_a_model_are_not_early(called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_prompts_of_a_model_are_not_early(
+    called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor those of a model without kernels for steps, nor where there is an obstacle before one looks."""
     stock, ours = optimized("llama", {})
     seen = []
     plan_call = generate.plan_call
-    monkeypatch.setattr(generate, "plan_call", lambda *a, **k: seen.append(k["expected"] is not None) or plan_call(*a, **k))
+    monkeypatch.setattr(
+        generate,
+        "plan_call",
+        lambda *a, **k: seen.append(k["expected"] is not None) or plan_call(*a, **k),
+    )
     for length in (7, 8, 9):
         agree(stock, ours, 1, length)
     with torch.autocast("cpu"):
@@ -723,8 +1048,12 @@ def test_the_first_prompts_of_a_model_are_not_early(called: list[str], resolved:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [c for c in CHANGES if c != "a hook"])  # with which calls are stock's
-def test_what_is_tried_for_nothing_draws_nothing(change: str, called: list[str], resolved: list[Any]) -> None:
+@pytest.mark.parametrize(
+    "change", [c for c in CHANGES if c != "a hook"]
+)  # with which calls are stock's
+def test_what_is_tried_for_nothing_draws_nothing(
+    change: str, called: list[str], resolved: list[Any]
+) -> None:
     """Calls that sample take one seed of the generator each, and choose the same tokens by it."""
     stock, ours = optimized("llama", {})
     for length in (7, 8, 9):
@@ -755,26 +1084,34 @@ def test_no_module_is_run_before_a_look(called: list[str], resolved: list[Any]) 
     """A step that is captured asks the model's own RoPE for its tables: a hook there is called as often as by stock."""
     models, seen = ahead_of_the_look(), ([], [])
     for model, calls in zip(models, seen, strict=True):
-        model.model.rotary_emb.register_forward_hook(lambda m, args, y, calls=calls: calls.append(1))
+        model.model.rotary_emb.register_forward_hook(
+            lambda m, args, y, calls=calls: calls.append(1)
+        )
     given = {"inputs": prompt(1, 10), **OTHER}
     assert_same(*(model.generate(**given) for model in models))
     assert seen[0] == seen[1]
 
 
-def test_no_step_is_captured_for_a_model_that_is_not_there(called: list[str], resolved: list[Any]) -> None:
+def test_no_step_is_captured_for_a_model_that_is_not_there(
+    called: list[str], resolved: list[Any]
+) -> None:
     """It would be kept for when that model is there again, with what was read of the other."""
     stock, ours = ahead_of_the_look()
     rotary, given = ours.model.rotary_emb, {"inputs": prompt(1, 10), **OTHER}
     frequencies = rotary.inv_freq
     rotary.inv_freq = 3 * frequencies
-    hook = ours.model.norm.register_forward_hook(lambda m, args, y: None)  # stock's, so that the block's graphs stay as they are
+    hook = ours.model.norm.register_forward_hook(
+        lambda m, args, y: None
+    )  # stock's, so that the block's graphs stay as they are
     ours.generate(**given)
     rotary.inv_freq = frequencies
     hook.remove()
     assert_same(stock.generate(**given), ours.generate(**given))
 
 
-def test_what_fails_before_a_look_fails_for_the_model_that_is_there(called: list[str], resolved: list[Any]) -> None:
+def test_what_fails_before_a_look_fails_for_the_model_that_is_there(
+    called: list[str], resolved: list[Any]
+) -> None:
     models = ahead_of_the_look()
     for model in models:
         weight = model.model.layers[0].self_attn.o_proj.weight
@@ -784,17 +1121,28 @@ def test_what_fails_before_a_look_fails_for_the_model_that_is_there(called: list
 
 
 @pytest.mark.parametrize("how", ["", "a hook", "a hook of the backbone"])
-def test_tokens_that_the_kernels_have_no_row_for(how: str, called: list[str], resolved: list[Any]) -> None:
+def test_tokens_that_the_kernels_have_no_row_for(
+    how: str, called: list[str], resolved: list[Any]
+) -> None:
     """A table with more rows took the place of the one that captured prompts read, or a hook says which row a token is."""
     models = ahead_of_the_look()
     table = models[0].model.embed_tokens
-    larger = torch.nn.Embedding.from_pretrained(torch.cat([table.weight.data, 2 * table.weight.data[:8]]))
+    larger = torch.nn.Embedding.from_pretrained(
+        torch.cat([table.weight.data, 2 * table.weight.data[:8]])
+    )
     for model in models:
         if how == "a hook":
-            model.model.embed_tokens.register_forward_pre_hook(lambda m, args: (args[0] % m.num_embeddings,))
+            model.model.embed_tokens.register_forward_pre_hook(
+                lambda m, args: (args[0] % m.num_embeddings,)
+            )
         elif how:
             model.model.register_forward_pre_hook(
-                lambda m, args, kwargs: (args, {**kwargs, "input_ids": kwargs["input_ids"] % m.vocab_size}), with_kwargs=True)
+                lambda m, args, kwargs: (
+                    args,
+                    {**kwargs, "input_ids": kwargs["input_ids"] % m.vocab_size},
+                ),
+                with_kwargs=True,
+            )
         else:
             model.model.embed_tokens = larger
     given = {"inputs": prompt(1, 10), **FULL}
@@ -802,10 +1150,14 @@ def test_tokens_that_the_kernels_have_no_row_for(how: str, called: list[str], re
     assert_same(*(model.generate(**given) for model in models))
 
 
-def test_calls_that_are_stock_s_begin_early_once(called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_are_stock_s_begin_early_once(
+    called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stock, ours = ahead_of_the_look()
     begun, replay = [], prefill.PrefillGraph.run
-    monkeypatch.setattr(prefill.PrefillGraph, "run", lambda self, *of: begun.append(1) or replay(self, *of))
+    monkeypatch.setattr(
+        prefill.PrefillGraph, "run", lambda self, *of: begun.append(1) or replay(self, *of)
+    )
     hook = ours.model.norm.register_forward_hook(lambda m, args, y: None)
     for _ in range(3):
         agree(stock, ours, 1, 10)
@@ -813,13 +1165,19 @@ def test_calls_that_are_stock_s_begin_early_once(called: list[str], resolved: li
     hook.remove()
     for _ in range(3):
         agree(stock, ours, 1, 10)
-    assert len(begun) == 1 + 3 and sum(n for what, n in ours.generate.runner.counts.items() if what.startswith("stock")) == 3
+    assert (
+        len(begun) == 1 + 3
+        and sum(n for what, n in ours.generate.runner.counts.items() if what.startswith("stock"))
+        == 3
+    )
 
 
 def test_a_call_s_fingerprint_is_its_own() -> None:
     """Of two calls in two threads one may expect the model that was there while the other knows the one that is."""
+
     class Raced(generate.DecodeRunner):
         _fingerprint = property(lambda self: ("another thread's", None), lambda self, found: None)  # type: ignore[assignment]
+
     given: Any = SimpleNamespace(survey=SimpleNamespace(key="expected"), masks=None)
     assert Raced().fingerprint_of(given) == ("expected", None)
 
@@ -829,8 +1187,10 @@ def test_no_prompt_is_captured_before_a_look(called: list[str], resolved: list[A
     stock, ours = models = ahead_of_the_look()
     seen: tuple[list[int], list[int]] = ([], [])
     numbers = [model.model.layers[1].post_attention_layernorm.__dict__ for model in models]
-    hooks = [model.model.norm.register_forward_hook(lambda m, args, y, calls=calls: calls.append(1))
-             for model, calls in zip(models, seen, strict=True)]
+    hooks = [
+        model.model.norm.register_forward_hook(lambda m, args, y, calls=calls: calls.append(1))
+        for model, calls in zip(models, seen, strict=True)
+    ]
     before = numbers[0]["variance_epsilon"]
     for number in numbers:
         number["variance_epsilon"] = 0.5

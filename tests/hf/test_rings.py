@@ -1,4 +1,5 @@
 """Caches of sliding layers in rings of as many slots as their window: stock's tokens, logits and caches."""
+
 from __future__ import annotations
 
 import copy
@@ -15,7 +16,11 @@ from transformers import DynamicCache
 from mirage_hf.decode import install
 
 SLOTS = 16
-SLIDING: dict[str, Any] = dict(use_sliding_window=True, sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention"])
+SLIDING: dict[str, Any] = dict(
+    use_sliding_window=True,
+    sliding_window=WINDOW,
+    layer_types=["full_attention", "sliding_attention"],
+)
 MODELS: dict[str, tuple[tuple[bool, ...], Callable[[], Any]]] = {
     "mistral": ((True, True), lambda: tiny("mistral", num_hidden_layers=2)),
     "gemma2": ((True, False), lambda: tiny("gemma2", num_hidden_layers=2)),
@@ -50,7 +55,12 @@ def test_the_models_own_forward(name: str, family: str) -> None:
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "qwen2"])
 def test_steps_by_kernels(family: str, resolved: list[Any]) -> None:
     r = of(family, "kernels")
-    for name in ("left_padding", "steps_that_find_no_row_alive", "caches_passed_in", "blocks_that_grow")[:4 if family == "gemma3" else 1]:
+    for name in (
+        "left_padding",
+        "steps_that_find_no_row_alive",
+        "caches_passed_in",
+        "blocks_that_grow",
+    )[: 4 if family == "gemma3" else 1]:
         rings.CHECKS[name](r)
     r.agree({"inputs": prompt(1, SLOTS)}, 3)
     r.check()
@@ -64,10 +74,23 @@ def test_nothing_is_captured_anew_as_rings_turn(captured: list[str]) -> None:
     assert captured == ["program"]
 
 
-@pytest.mark.parametrize("changes", [dict(sliding_window=5), dict(layer_types=["sliding_attention"] * 2)])
+@pytest.mark.parametrize(
+    "changes", [dict(sliding_window=5), dict(layer_types=["sliding_attention"] * 2)]
+)
 def test_a_cache_that_slides_over_other_windows_is_stocks(changes: dict[str, Any]) -> None:
     model = tiny("gemma2", num_hidden_layers=2)
     runner, config = install(model), copy.deepcopy(model.config)
     vars(config).update(changes)
-    assert_same(*both(model, lambda: {"inputs": prompt(), "max_new_tokens": 20, "past_key_values": DynamicCache(config=config)}))
-    assert runner.counts == {"stock: a cache that slides over other windows than the model's layers": 1}
+    assert_same(
+        *both(
+            model,
+            lambda: {
+                "inputs": prompt(),
+                "max_new_tokens": 20,
+                "past_key_values": DynamicCache(config=config),
+            },
+        )
+    )
+    assert runner.counts == {
+        "stock: a cache that slides over other windows than the model's layers": 1
+    }

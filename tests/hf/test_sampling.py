@@ -1,4 +1,5 @@
 """Choices made on the device: HF's processors and stop strings as stock has them, samples by stock's probabilities."""
+
 from __future__ import annotations
 
 import math
@@ -7,7 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers.generation.logits_process as hf
-from decoding import PAD, VOCABULARY, Recorder, assert_same, both, handled, left_padded, prompt, tiny
+from decoding import (
+    PAD,
+    VOCABULARY,
+    Recorder,
+    assert_same,
+    both,
+    handled,
+    left_padded,
+    prompt,
+    tiny,
+)
 from features import fake_captures
 from test_generate_life import tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
@@ -15,7 +26,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, StopStri
 
 from mirage_hf.decode import install, processors, program, selection
 from mirage_hf.decode.cache import Block, Trail
-from mirage_hf.decode.ends import Ends
+from mirage_hf.decode.kernels.ends import Ends
 from mirage_hf.decode.processors import Now, Place
 from mirage_hf.decode.program import NOTHING, draw
 from mirage_hf.decode.selection import Composed, Numbers, Selection, uniforms
@@ -28,6 +39,7 @@ VOCAB = 61
 
 
 # -- processors ---------------------------------------------------------------------------------------------------------
+
 
 def bad_words() -> list[list[int]]:
     return [[5], [9], [3, 4], [1, 2, 3], [2, 3], [7, 7, 7, 7, 7, 7]]
@@ -51,26 +63,38 @@ EACH = {
     "normalize": lambda d: hf.LogitNormalization(),
     "remove invalid": lambda d: hf.InfNanRemoveLogitsProcessor(),
     "suppress": lambda d: hf.SuppressTokensLogitsProcessor([1, 5, 60, 200], device=d),
-    "suppress at the beginning": lambda d: hf.SuppressTokensAtBeginLogitsProcessor([1, 5], 4, device=d),
+    "suppress at the beginning": lambda d: hf.SuppressTokensAtBeginLogitsProcessor(
+        [1, 5], 4, device=d
+    ),
     "min length": lambda d: hf.MinLengthLogitsProcessor(6, [2, 8], device=d),
-    "min new tokens": lambda d: hf.MinNewTokensLengthLogitsProcessor(3, 2, torch.tensor([2, 8], device=d)),
+    "min new tokens": lambda d: hf.MinNewTokensLengthLogitsProcessor(
+        3, 2, torch.tensor([2, 8], device=d)
+    ),
     "forced bos": lambda d: hf.ForcedBOSTokenLogitsProcessor(7),
     "forced eos": lambda d: hf.ForcedEOSTokenLogitsProcessor(6, [2, 8], device=d),
     "decay": lambda d: hf.ExponentialDecayLengthPenalty((1, 1.3), [2, 8], 3),
-    "decay of what is suppressed": lambda d: hf.ExponentialDecayLengthPenalty((1, 1.3), [3, 6, 7], 3),
+    "decay of what is suppressed": lambda d: hf.ExponentialDecayLengthPenalty(
+        (1, 1.3), [3, 6, 7], 3
+    ),
     "repetition": lambda d: hf.RepetitionPenaltyLogitsProcessor(1.3),
-    "repetition of what is new": lambda d: hf.RepetitionPenaltyLogitsProcessor(0.8, prompt_ignore_length=4),
+    "repetition of what is new": lambda d: hf.RepetitionPenaltyLogitsProcessor(
+        0.8, prompt_ignore_length=4
+    ),
     "no bigram twice": lambda d: hf.NoRepeatNGramLogitsProcessor(2),
     "no token twice": lambda d: hf.NoRepeatNGramLogitsProcessor(1),
     "no 4-gram twice": lambda d: hf.NoRepeatNGramLogitsProcessor(4),
     "n-grams longer than any text": lambda d: hf.NoRepeatNGramLogitsProcessor(400),
     "bad words": lambda d: hf.NoBadWordsLogitsProcessor(bad_words(), 9),
     "one bad word": lambda d: hf.NoBadWordsLogitsProcessor([[5]]),
-    "bias": lambda d: hf.SequenceBiasLogitsProcessor({(5,): 2.5, (3, 4): -1.5, (1, 2, 4): 7.25, (9, 9): -math.inf, (4,): 0.5}),
+    "bias": lambda d: hf.SequenceBiasLogitsProcessor(
+        {(5,): 2.5, (3, 4): -1.5, (1, 2, 4): 7.25, (9, 9): -math.inf, (4,): 0.5}
+    ),
 }
 
 
-def by_the_table(p: LogitsProcessor, ids: torch.Tensor, scores: torch.Tensor, room: int = 40) -> torch.Tensor:
+def by_the_table(
+    p: LogitsProcessor, ids: torch.Tensor, scores: torch.Tensor, room: int = 40
+) -> torch.Tensor:
     """What the table makes of scores, behind a text with other tokens where none are yet."""
     row, trail = processors.TABLE[type(p)], Trail.allocate(len(ids), room, scores.device)
     trail.ids.copy_(torch.randint(0, 10, trail.ids.shape))
@@ -95,9 +119,20 @@ def compare(name: str, device: torch.device, rtol: float) -> None:
         assert processors.obstacle(LogitsProcessorList([p])) is None
         before = scores.clone()
         want, got = p(ids, scores.clone()), by_the_table(EACH[name](device), ids, scores)
-        assert torch.equal(before.nan_to_num(nan=7), scores.nan_to_num(nan=7)), "the logits were written over"
-        assert torch.equal(want.isneginf(), got.isneginf()), f"{name}, length {length}: {(want.isneginf() != got.isneginf()).nonzero()}"
-        torch.testing.assert_close(got, want, rtol=rtol, atol=0, equal_nan=True, msg=lambda m, n=length: f"{name}, length {n}: {m}")
+        assert torch.equal(before.nan_to_num(nan=7), scores.nan_to_num(nan=7)), (
+            "the logits were written over"
+        )
+        assert torch.equal(want.isneginf(), got.isneginf()), (
+            f"{name}, length {length}: {(want.isneginf() != got.isneginf()).nonzero()}"
+        )
+        torch.testing.assert_close(
+            got,
+            want,
+            rtol=rtol,
+            atol=0,
+            equal_nan=True,
+            msg=lambda m, n=length: f"{name}, length {n}: {m}",
+        )
         changed += not torch.equal(want, before)
     assert changed or name in ("top k of all", "n-grams longer than any text")
 
@@ -118,7 +153,13 @@ def test_a_users_default_dtype_changes_no_scores(other):
             torch.set_default_dtype(torch.float32)
             want, p = make(CPU)(ids, scores.clone()), make(CPU)
             torch.set_default_dtype(other)
-            torch.testing.assert_close(by_the_table(p, ids, scores), want, rtol=3e-7, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                by_the_table(p, ids, scores),
+                want,
+                rtol=3e-7,
+                atol=0,
+                msg=lambda m, n=name: f"{n}: {m}",
+            )
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -144,17 +185,30 @@ def test_every_row_is_tested():
 
 
 def test_tokens_outside_of_the_vocabulary_are_refused_as_by_stock():
-    for make in (lambda: hf.NoBadWordsLogitsProcessor([[200]]), lambda: hf.SequenceBiasLogitsProcessor({(1, 99): 1.0})):
+    for make in (
+        lambda: hf.NoBadWordsLogitsProcessor([[200]]),
+        lambda: hf.SequenceBiasLogitsProcessor({(1, 99): 1.0}),
+    ):
         raised = []
-        for run in (lambda p: p(prompt(), torch.zeros(1, VOCAB)), lambda p: by_the_table(p, prompt(), torch.zeros(1, VOCAB))):
+        for run in (
+            lambda p: p(prompt(), torch.zeros(1, VOCAB)),
+            lambda p: by_the_table(p, prompt(), torch.zeros(1, VOCAB)),
+        ):
             with pytest.raises(ValueError) as e:
                 run(make())
             raised.append(str(e.value))
         assert raised[0] == raised[1]
 
 
-@pytest.mark.parametrize("forced", [{"forced_eos_token_id": VOCABULARY}, {"forced_eos_token_id": [7, 700]},
-                                    {"forced_bos_token_id": VOCABULARY}, {"forced_bos_token_id": -1}])
+@pytest.mark.parametrize(
+    "forced",
+    [
+        {"forced_eos_token_id": VOCABULARY},
+        {"forced_eos_token_id": [7, 700]},
+        {"forced_bos_token_id": VOCABULARY},
+        {"forced_bos_token_id": -1},
+    ],
+)
 def test_forced_tokens_that_the_model_has_not(forced):
     """Negative ones HF counts from the end, where it takes them at all; others are its error."""
     model = tiny("llama")
@@ -182,16 +236,22 @@ def test_what_the_table_does_not_know_is_the_hosts():
     assert of(LogitsProcessorList([hf.TopKLogitsWarper(3), Mine(0.5)])) == "processor Mine"
     assert of(LogitsProcessorList([newer])) == "processor TemperatureLogitsWarper"
     assert of(LogitsProcessorList([lambda ids, scores: scores])) == "processor function"
-    assert of(type("Other", (LogitsProcessorList,), {})([hf.TopKLogitsWarper(3)])) == "processors in a Other"
+    assert (
+        of(type("Other", (LogitsProcessorList,), {})([hf.TopKLogitsWarper(3)]))
+        == "processors in a Other"
+    )
 
 
 # -- drawing ------------------------------------------------------------------------------------------------------------
+
 
 def chi_square(counts: torch.Tensor, p: torch.Tensor) -> tuple[float, int]:
     """The statistic, cells of fewer than 5 expected taken together, and its degrees of freedom."""
     expected = p.double() * counts.sum()
     small = expected < 5
-    seen, wanted = (torch.cat([x[~small], x[small].sum()[None]]) for x in (counts.double(), expected))
+    seen, wanted = (
+        torch.cat([x[~small], x[small].sum()[None]]) for x in (counts.double(), expected)
+    )
     seen, wanted = seen[wanted > 0], wanted[wanted > 0]
     return float(((seen - wanted) ** 2 / wanted).sum()), len(wanted) - 1
 
@@ -211,27 +271,43 @@ WARPERS = {
 }
 
 
-def draws(name: str, device: torch.device, vocab: int = VOCAB, rows: int = 40, steps: int = 500) -> None:
+def draws(
+    name: str, device: torch.device, vocab: int = VOCAB, rows: int = 40, steps: int = 500
+) -> None:
     """Draw by a chooser, step after step, and compare counts with the probabilities of stock's processors; steps are independent."""
     block, ids = Block(rows, 600, (), device), prompt().remainder(vocab).expand(rows, -1).to(device)
     logits = 2.5 * torch.randn(1, vocab, generator=torch.Generator().manual_seed(1)).to(device)
     block.set_logits(logits.expand(rows, -1))
     chooser = Selection(tuple(EACH[n](device) for n in WARPERS[name]), sample=True).on(block)
-    p = LogitsProcessorList([EACH[n](device) for n in WARPERS[name]])(ids[:1], logits.clone()).softmax(-1)[0].cpu()
+    p = (
+        LogitsProcessorList([EACH[n](device) for n in WARPERS[name]])(ids[:1], logits.clone())
+        .softmax(-1)[0]
+        .cpu()
+    )
     chooser.trail.set_numbers(uniforms(4711, rows, steps))
     tokens, control = [], block.control
     for step in range(steps):
         chooser.trail.start(ids, steps)
-        chooser.trail.prompt.sub_(step)  # the text stays the prompt, so that every draw has the same probabilities
-        control.start(length=7, position=torch.tensor([[6]], device=device), lowest=None, budget=steps - step, eos=None,
-                      pad=torch.tensor(PAD, device=device))
+        chooser.trail.prompt.sub_(
+            step
+        )  # the text stays the prompt, so that every draw has the same probabilities
+        control.start(
+            length=7,
+            position=torch.tensor([[6]], device=device),
+            lowest=None,
+            budget=steps - step,
+            eos=None,
+            pad=torch.tensor(PAD, device=device),
+        )
         chooser.choose(control, block.logits)
         tokens.append(control.ids[:, 0].clone())
     found = torch.stack(tokens).cpu()
     counts = found.flatten().bincount(minlength=vocab)
     assert counts.sum() == rows * steps and not counts[p == 0].any()
     statistic, freedom = chi_square(counts, p)
-    assert statistic < bound(freedom), f"chi-square {statistic:.1f} with {freedom} degrees, at most {bound(freedom):.1f} is likely"
+    assert statistic < bound(freedom), (
+        f"chi-square {statistic:.1f} with {freedom} degrees, at most {bound(freedom):.1f} is likely"
+    )
     wrong, freedom = chi_square(counts, p.flip(0))
     assert wrong > 3 * bound(freedom)  # the test can tell
     likely = p[found] > p[p > 0].median()
@@ -239,7 +315,9 @@ def draws(name: str, device: torch.device, vocab: int = VOCAB, rows: int = 40, s
         pairs = (2 * a + b.long()).flatten().bincount(minlength=4).view(2, 2).double()
         share = pairs.sum(1, keepdim=True) * pairs.sum(0, keepdim=True) / pairs.sum()
         dependence = float(((pairs - share) ** 2 / share).sum())
-        assert dependence < bound(1), f"one {what}'s token tells the next one's: chi-square {dependence:.1f}"
+        assert dependence < bound(1), (
+            f"one {what}'s token tells the next one's: chi-square {dependence:.1f}"
+        )
 
 
 @pytest.mark.slow
@@ -271,23 +349,28 @@ def test_numbers_are_philox_by_seed_row_and_step(seed):
     for row in range(rows):
         for step in range(steps):
             raw = philox((seed % (1 << 64), row), step // 4 + 1)[step % 4]  # numpy counts from 1
-            assert found[row, step] == (raw >> 24) / 2 ** 40 < 1
+            assert found[row, step] == (raw >> 24) / 2**40 < 1
     assert torch.equal(uniforms(seed, rows, 6, first=4), found[:, 4:])
     assert torch.equal(uniforms(seed, 1, steps), found[:1])
     table = Numbers(seed, rows, CPU)
-    assert all(torch.equal(table.at(step), uniforms(seed, rows, 2100)[:, step, None]) for step in range(2100))
+    assert all(
+        torch.equal(table.at(step), uniforms(seed, rows, 2100)[:, step, None])
+        for step in range(2100)
+    )
 
 
 def test_draws_at_the_edges():
     p = torch.tensor([[0, 0.25, 0, 0.5, 0.25, 0]] * 7)
-    numbers = torch.tensor([[0], [0.2499], [0.25], [0.7499], [0.75], [1 - 2.0 ** -40], [0.5]], dtype=torch.float64)
+    numbers = torch.tensor(
+        [[0], [0.2499], [0.25], [0.7499], [0.75], [1 - 2.0**-40], [0.5]], dtype=torch.float64
+    )
     p[6] = torch.tensor([0.0, 0, 1, 0, 0, 0])
     assert draw(p, numbers).tolist() == [1, 1, 3, 3, 4, 4, 2]
     p[0], p[1, 3] = 0, math.nan
     assert draw(p, numbers).tolist() == [NOTHING, NOTHING, 3, 3, 4, 4, 2]
     many = torch.full((1, 200_000), 1 / 200_000)
     many[0, 150_000:] = 0
-    assert draw(many, torch.tensor([[1 - 2.0 ** -40]], dtype=torch.float64)).tolist() == [149_999]
+    assert draw(many, torch.tensor([[1 - 2.0**-40]], dtype=torch.float64)).tolist() == [149_999]
 
 
 # -- generate -----------------------------------------------------------------------------------------------------------
@@ -296,12 +379,32 @@ CASES = {
     "as the defaults are": {"temperature": 0.6, "top_p": 0.9},
     "min p, typical": {"top_k": 0, "min_p": 0.05, "typical_p": 0.9},
     "cut-offs": {"top_k": 0, "epsilon_cutoff": 3e-3, "eta_cutoff": 2e-3},
-    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "temperature": 2.0, "remove_invalid_values": True},
-    "decay": {"exponential_decay_length_penalty": (3, 1.2), "eos_token_id": [30, 31], "begin_suppress_tokens": [9, 10], "top_k": 20},
-    "all in a row": {"sequence_bias": {(5,): 1.5, (8, 9): -3.0}, "repetition_penalty": 0.9, "bad_words_ids": [[4], [7, 8]],
-                     "min_new_tokens": 5, "eos_token_id": list(range(30, 60)), "forced_eos_token_id": 31,
-                     "suppress_tokens": [6], "begin_suppress_tokens": [9, 10],
-                     "top_k": 30, "top_p": 0.95, "min_p": 1e-3, "renormalize_logits": True},
+    "penalties": {
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 2,
+        "temperature": 2.0,
+        "remove_invalid_values": True,
+    },
+    "decay": {
+        "exponential_decay_length_penalty": (3, 1.2),
+        "eos_token_id": [30, 31],
+        "begin_suppress_tokens": [9, 10],
+        "top_k": 20,
+    },
+    "all in a row": {
+        "sequence_bias": {(5,): 1.5, (8, 9): -3.0},
+        "repetition_penalty": 0.9,
+        "bad_words_ids": [[4], [7, 8]],
+        "min_new_tokens": 5,
+        "eos_token_id": list(range(30, 60)),
+        "forced_eos_token_id": 31,
+        "suppress_tokens": [6],
+        "begin_suppress_tokens": [9, 10],
+        "top_k": 30,
+        "top_p": 0.95,
+        "min_p": 1e-3,
+        "renormalize_logits": True,
+    },
 }
 
 
@@ -310,19 +413,41 @@ CASES = {
 def test_generate_chooses_as_stock(name, sample):
     model = tiny("llama")
     runner = install(model, depth=2)
-    options = {k: v for k, v in CASES[name].items() if sample or k not in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
+    options = {
+        k: v
+        for k, v in CASES[name].items()
+        if sample or k not in ("temperature", "top_k", "top_p", "min_p", "typical_p")
+    }
     for again in range(2):
-        stock, ours = both(model, {**left_padded(seed=again), "max_new_tokens": 14, "do_sample": sample, **options, **FULL}, seed=again)
+        stock, ours = both(
+            model,
+            {
+                **left_padded(seed=again),
+                "max_new_tokens": 14,
+                "do_sample": sample,
+                **options,
+                **FULL,
+            },
+            seed=again,
+        )
         assert_same(stock, ours)
     assert set(runner.selections) <= {ON_DEVICE} and (runner.selections or not sample)
     assert handled(runner) == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", [{}, {"eos_token_id": list(range(3, 12))}, {"top_p": 0.8, "repetition_penalty": 1.2}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"eos_token_id": list(range(3, 12))}, {"top_p": 0.8, "repetition_penalty": 1.2}]
+)
 def test_a_seed_gives_the_same_tokens_however_they_are_chosen(extra):
     model = tiny("llama")
-    arguments = {**left_padded(), "max_new_tokens": 30, "do_sample": True, "temperature": 1.3, **extra}
+    arguments = {
+        **left_padded(),
+        "max_new_tokens": 30,
+        "do_sample": True,
+        "temperature": 1.3,
+        **extra,
+    }
 
     def run(seed=3, depth=0, mode="graph", **more):
         runner = install(model, depth=depth, mode=mode)
@@ -332,13 +457,19 @@ def test_a_seed_gives_the_same_tokens_however_they_are_chosen(extra):
 
     first, where = run()
     assert where == {ON_DEVICE: 1}
-    assert all(run(depth=depth) == (first, where) for depth in (1, 2, 4)) and run(mode="eager") == (first, where)
+    assert all(run(depth=depth) == (first, where) for depth in (1, 2, 4)) and run(mode="eager") == (
+        first,
+        where,
+    )
     by_host, where = run(stopping_criteria=StoppingCriteriaList([Recorder().criterion]))
     assert by_host == first and where == {"by the host: criterion _Criterion": 1}
     assert run(logits_processor=LogitsProcessorList([Recorder().processor]))[0] == first
     assert run(seed=4)[0] != first
     torch.manual_seed(3)
-    assert model.generate(**arguments).tolist() == first and model.generate(**arguments).tolist() != first
+    assert (
+        model.generate(**arguments).tolist() == first
+        and model.generate(**arguments).tolist() != first
+    )
 
 
 def test_one_number_of_torchs_generator_a_call():
@@ -360,8 +491,13 @@ def test_other_rows_do_not_matter():
     tokens = []
     for batch in (1, 3):
         torch.manual_seed(1)
-        tokens.append(model.generate(prompt().expand(batch, -1), max_new_tokens=20, do_sample=True, top_k=0))
-    assert tokens[0][0].tolist() == tokens[1][0].tolist() and len({str(row) for row in tokens[1].tolist()}) == 3
+        tokens.append(
+            model.generate(prompt().expand(batch, -1), max_new_tokens=20, do_sample=True, top_k=0)
+        )
+    assert (
+        tokens[0][0].tolist() == tokens[1][0].tolist()
+        and len({str(row) for row in tokens[1].tolist()}) == 3
+    )
 
 
 @pytest.mark.slow
@@ -370,10 +506,18 @@ def test_a_text_that_outgrows_its_block(monkeypatch):
     monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
     model, tok = tiny("llama", max_position_embeddings=1024), tokenizer()
     runner = install(model, depth=2)
-    for extra in ({"do_sample": True}, {"no_repeat_ngram_size": 2}, {"stop_strings": ["neverwhere"], "tokenizer": tok},
-                  {"do_sample": True, "repetition_penalty": 1.2, "top_p": 0.9}):
-        assert_same(*both(model, {**left_padded((250, 240)), "max_new_tokens": 40, **extra, **FULL}))
-    assert sorted(runner.pool.blocks) == [(2, 256), (2, 512)] and runner.selections == {ON_DEVICE: 4}
+    for extra in (
+        {"do_sample": True},
+        {"no_repeat_ngram_size": 2},
+        {"stop_strings": ["neverwhere"], "tokenizer": tok},
+        {"do_sample": True, "repetition_penalty": 1.2, "top_p": 0.9},
+    ):
+        assert_same(
+            *both(model, {**left_padded((250, 240)), "max_new_tokens": 40, **extra, **FULL})
+        )
+    assert sorted(runner.pool.blocks) == [(2, 256), (2, 512)] and runner.selections == {
+        ON_DEVICE: 4
+    }
 
 
 def test_only_the_new_tokens_beside_a_cache():
@@ -384,31 +528,58 @@ def test_only_the_new_tokens_beside_a_cache():
     used = [DynamicCache(config=model.config) for _ in range(2)]
     caches = iter(used * 2)
     both(model, lambda: {"inputs": prompt(2), "max_new_tokens": 4, "past_key_values": next(caches)})
-    assert_same(*both(model, lambda: {
-        "input_ids": prompt(2, 3, seed=4), "attention_mask": torch.ones(2, 13, dtype=torch.long), "past_key_values": next(caches),
-        "max_new_tokens": 9, "do_sample": True, "repetition_penalty": 1.5, **FULL}))
+    assert_same(
+        *both(
+            model,
+            lambda: {
+                "input_ids": prompt(2, 3, seed=4),
+                "attention_mask": torch.ones(2, 13, dtype=torch.long),
+                "past_key_values": next(caches),
+                "max_new_tokens": 9,
+                "do_sample": True,
+                "repetition_penalty": 1.5,
+                **FULL,
+            },
+        )
+    )
     assert handled(runner) == 2 and runner.selections == {ON_DEVICE: 1}
 
 
 # -- stopping -----------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("extra", [{}, {"eos_token_id": [3, 4]}, {"do_sample": True}, {"max_time": 100.0}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"eos_token_id": [3, 4]}, {"do_sample": True}, {"max_time": 100.0}]
+)
 def test_stop_strings_stop_on_the_device(extra, depth):
     model, tok = tiny("llama"), tokenizer()
     runner = install(model, depth=depth)
-    free, _ = both(model, {**left_padded(), "max_new_tokens": 30, "do_sample": "do_sample" in extra})
+    free, _ = both(
+        model, {**left_padded(), "max_new_tokens": 30, "do_sample": "do_sample" in extra}
+    )
     texts = [tok.decode(row) for row in free[:, 11:]]
     runner.selections.clear()
     ended = set()
-    for strings in ([text[4 + 6 * n:6 + 6 * n] for n, text in enumerate(texts)], [text[3:8] for text in texts], [texts[2][20]],
-                    ["no such text at all"]):
+    for strings in (
+        [text[4 + 6 * n : 6 + 6 * n] for n, text in enumerate(texts)],
+        [text[3:8] for text in texts],
+        [texts[2][20]],
+        ["no such text at all"],
+    ):
         recorders = []
 
         def arguments(strings=strings, recorders=recorders):
             recorders.append(r := Recorder())
-            return {**left_padded(), "max_new_tokens": 30, "stop_strings": strings, "tokenizer": tok, "streamer": r, **extra}
+            return {
+                **left_padded(),
+                "max_new_tokens": 30,
+                "stop_strings": strings,
+                "tokenizer": tok,
+                "streamer": r,
+                **extra,
+            }
 
         stock, ours = both(model, arguments)
         assert_same(stock, ours)
@@ -420,14 +591,30 @@ def test_stop_strings_stop_on_the_device(extra, depth):
 def test_an_empty_stop_string_is_the_hosts():
     model = tiny("llama")
     runner = install(model)
-    assert_same(*both(model, {"inputs": prompt(2), "max_new_tokens": 6, "stop_strings": [""], "tokenizer": tokenizer(), **FULL}))
+    assert_same(
+        *both(
+            model,
+            {
+                "inputs": prompt(2),
+                "max_new_tokens": 6,
+                "stop_strings": [""],
+                "tokenizer": tokenizer(),
+                **FULL,
+            },
+        )
+    )
     assert runner.selections == {"by the host: criterion StopStringCriteria": 1}
 
 
 def test_stop_strings_of_a_text_shorter_than_they_are():
     tok = tokenizer()
     words = [tok.decode([n]) for n in range(10, 14)]
-    for strings in ([words[1]], [words[0] + words[1]], ["".join(words)], [words[3], words[1] + words[2]]):
+    for strings in (
+        [words[1]],
+        [words[0] + words[1]],
+        ["".join(words)],
+        [words[3], words[1] + words[2]],
+    ):
         block = Block(3, 256, (), CPU)
         block.set_logits(torch.zeros(3, VOCABULARY))
         made = StopStringCriteria(tok, strings)
@@ -435,7 +622,9 @@ def test_stop_strings_of_a_text_shorter_than_they_are():
         ids = torch.tensor([[10], [11], [12]])
         chooser.trail.ids.copy_(torch.randint(10, 14, chooser.trail.ids.shape))
         chooser.trail.start(ids, 20)
-        block.control.start(length=1, position=torch.tensor([[0]]), lowest=None, budget=20, eos=None, pad=None)
+        block.control.start(
+            length=1, position=torch.tensor([[0]]), lowest=None, budget=20, eos=None, pad=None
+        )
         alive = torch.ones(3, dtype=torch.bool)
         for token in (11, 12, 13, 10, 11, 12, 13):
             logits = torch.zeros(3, VOCABULARY)
@@ -454,7 +643,9 @@ def test_many_stop_tokens_of_two_devices():
     """Those of generate's options are on the GPU, a user's on the CPU; there is none here, but another device is."""
     criteria = [EosTokenCriteria(torch.arange(40)), EosTokenCriteria(torch.arange(9))]
     criteria[1].eos_token_id = criteria[1].eos_token_id.to("meta")
-    selection = Selection.of(None, criteria, SimpleNamespace(do_sample=False, return_dict_in_generate=False))
+    selection = Selection.of(
+        None, criteria, SimpleNamespace(do_sample=False, return_dict_in_generate=False)
+    )
     assert selection.eos.shape == (49,) and selection.eos.device.type == "meta"
 
 
@@ -464,8 +655,16 @@ def test_many_stop_tokens(sample):
     runner = install(model, depth=2)
     lengths = set()
     for first in (3, 4, 5):
-        stock, ours = both(model, {**left_padded(), "max_new_tokens": 30, "eos_token_id": list(range(first, VOCABULARY, 2)),
-                                   "do_sample": sample, **FULL})
+        stock, ours = both(
+            model,
+            {
+                **left_padded(),
+                "max_new_tokens": 30,
+                "eos_token_id": list(range(first, VOCABULARY, 2)),
+                "do_sample": sample,
+                **FULL,
+            },
+        )
         assert_same(stock, ours)
         lengths.add(stock.sequences.shape[1])
     assert len(lengths) > 1 and runner.selections == {ON_DEVICE: 3}
@@ -481,21 +680,38 @@ def test_time_is_read_by_the_host_while_steps_run_ahead():
 
 # -- what cannot be drawn, and what is kept -----------------------------------------------------------------------------
 
-@pytest.mark.parametrize("more", [{}, {"stopping_criteria": StoppingCriteriaList([Recorder().criterion])}])
+
+@pytest.mark.parametrize(
+    "more", [{}, {"stopping_criteria": StoppingCriteriaList([Recorder().criterion])}]
+)
 def test_no_token_to_draw(more):
     model = tiny("llama")
     runner = install(model, depth=2)
     everything = LogitsProcessorList([hf.SuppressTokensLogitsProcessor(range(VOCABULARY))])
     with pytest.raises(SamplingError, match="row 0 at new token 0"):
-        model.generate(prompt(2), max_new_tokens=9, do_sample=True, logits_processor=everything, **more)
+        model.generate(
+            prompt(2), max_new_tokens=9, do_sample=True, logits_processor=everything, **more
+        )
     with pytest.raises(RuntimeError):  # as stock, whatever row it is
-        type(model).generate(model, prompt(2), max_new_tokens=9, do_sample=True, logits_processor=everything)
+        type(model).generate(
+            model, prompt(2), max_new_tokens=9, do_sample=True, logits_processor=everything
+        )
     with torch.no_grad():
         model.lm_head.weight[7] = math.nan
     with pytest.raises(SamplingError, match="NaN"):
         model.generate(prompt(2), max_new_tokens=9, do_sample=True, **more)
     assert not runner.pool._leased
-    assert_same(*both(model, {"inputs": prompt(2), "max_new_tokens": 5, "remove_invalid_values": True, "do_sample": True}))
+    assert_same(
+        *both(
+            model,
+            {
+                "inputs": prompt(2),
+                "max_new_tokens": 5,
+                "remove_invalid_values": True,
+                "do_sample": True,
+            },
+        )
+    )
 
 
 @pytest.mark.slow
@@ -503,18 +719,43 @@ def test_numbers_change_without_another_graph_and_few_ways_are_kept():
     model = tiny("llama")
     runner = install(model)
     for t in (0.5, 0.7, 1.1):
-        assert_same(*both(model, {"inputs": prompt(2), "max_new_tokens": 6, "do_sample": True, "temperature": t, "top_p": t / 2}))
-    block, = runner.pool._idle
+        assert_same(
+            *both(
+                model,
+                {
+                    "inputs": prompt(2),
+                    "max_new_tokens": 6,
+                    "do_sample": True,
+                    "temperature": t,
+                    "top_p": t / 2,
+                },
+            )
+        )
+    (block,) = runner.pool._idle
     assert len(block.choosers) == 1
     for k in range(1, 9):
-        assert_same(*both(model, {"inputs": prompt(2), "max_new_tokens": 6, "do_sample": True, "top_k": k}))
+        assert_same(
+            *both(model, {"inputs": prompt(2), "max_new_tokens": 6, "do_sample": True, "top_k": k})
+        )
     assert len(block.choosers) == 2
     for n in range(2, 7):  # a size, which a graph is made for
-        assert_same(*both(model, {"inputs": prompt(2), "max_new_tokens": 6, "do_sample": True, "no_repeat_ngram_size": n}))
+        assert_same(
+            *both(
+                model,
+                {
+                    "inputs": prompt(2),
+                    "max_new_tokens": 6,
+                    "do_sample": True,
+                    "no_repeat_ngram_size": n,
+                },
+            )
+        )
     assert len(block.choosers) == selection.KEEP_CHOOSERS
     keys = list(block.choosers)
     model.generate(prompt(2), max_new_tokens=6, do_sample=True, no_repeat_ngram_size=5)
-    assert list(block.choosers)[-1] in keys and all(isinstance(c, Composed) for c in block.choosers.values())
+    assert list(block.choosers)[-1] in keys and all(
+        isinstance(c, Composed) for c in block.choosers.values()
+    )
 
 
 def test_ties_take_the_lowest_index_behind_processors():
@@ -522,7 +763,14 @@ def test_ties_take_the_lowest_index_behind_processors():
     block.set_logits(torch.zeros(2, VOCAB))
     chooser = Selection((hf.TemperatureLogitsWarper(0.5),)).on(block)
     chooser.trail.start(prompt(2), 9)
-    block.control.start(length=7, position=torch.tensor([[6]]), lowest=None, budget=9, eos=None, pad=torch.tensor(PAD))
+    block.control.start(
+        length=7,
+        position=torch.tensor([[6]]),
+        lowest=None,
+        budget=9,
+        eos=None,
+        pad=torch.tensor(PAD),
+    )
     block.logits[0, [40, 30, 50]] = 1
     chooser.choose(block.control, block.logits)
     assert block.control.ids.tolist() == [[30], [0]]
@@ -536,17 +784,25 @@ def test_a_choice_that_cannot_be_captured_leaves_others_captured(monkeypatch):
         if isinstance(run.args[0], Composed):
             raise RuntimeError("a read by the host")
         return captured(run, device, pool)
+
     monkeypatch.setattr(program, "capture", capture)
     model = tiny("llama")
     runner = install(model)
     for extra in ({"do_sample": True}, {}, {"do_sample": True}, {}, {"do_sample": True}):
         assert_same(*both(model, {"inputs": prompt(2), "max_new_tokens": 5, **extra}))
-    assert runner.counts == {"captured": 2, "called: capture failed (RuntimeError: a read by the host)": 3}
+    assert runner.counts == {
+        "captured": 2,
+        "called: capture failed (RuntimeError: a read by the host)": 3,
+    }
 
 
 def test_the_first_token_is_chosen_as_the_others(monkeypatch):
     chosen, select = [], Ends.select
-    monkeypatch.setattr(Ends, "select", lambda ends, control, logits: chosen.append(1) or select(ends, control, logits))
+    monkeypatch.setattr(
+        Ends,
+        "select",
+        lambda ends, control, logits: chosen.append(1) or select(ends, control, logits),
+    )
     model = tiny("llama")
     install(model, mode="eager")
     assert_same(*both(model, {"inputs": prompt(2), "max_new_tokens": 6}))

@@ -1,4 +1,5 @@
 """Some calls of scripts/soak_generate.py on a CPU; tests/gpu/test_soak_gpu.py makes a thousand."""
+
 from __future__ import annotations
 
 import sys
@@ -13,7 +14,10 @@ import soak_generate
 from features import KERNELS, Pair, small
 from thorough import count
 
-pytestmark = [pytest.mark.usefixtures("resolved"), pytest.mark.slow]  # on the main version of transformers only
+pytestmark = [
+    pytest.mark.usefixtures("resolved"),
+    pytest.mark.slow,
+]  # on the main version of transformers only
 
 
 def pair(family: str) -> Pair:
@@ -34,15 +38,18 @@ def test_a_stale_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def stale(**arguments: Any) -> Any:
         texts.append(real(**arguments))
         return texts[-1] if len(texts) < 12 else texts[-2]
+
     one.ours.__dict__["generate"] = stale
     monkeypatch.setattr(Pair, "runner", property(lambda self: real.runner))
-    with pytest.raises(AssertionError, match=r"call \d+ of seed 0, greedy on llama, like .*input_ids"):
+    with pytest.raises(
+        AssertionError, match=r"call \d+ of seed 0, greedy on llama, like .*input_ids"
+    ):
         soak_generate.soak([one], 40, seed=0)
 
 
 def test_growing_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[torch.Tensor] = []
-    leak = {"leak": lambda pair, rng: kept.append(torch.ones(2 ** 22))}
+    leak = {"leak": lambda pair, rng: kept.append(torch.ones(2**22))}
     monkeypatch.setattr(soak_generate, "KINDS", leak)
     with pytest.raises(AssertionError, match=r"memory grew in 5 calls by .*host"):
         soak_generate.soak([pair("llama")], 10, seed=0)

@@ -1,4 +1,5 @@
 """Steps of generate by kernels: what stock's generate gives, or the model's own forward with a counted reason; nothing left behind."""
+
 from __future__ import annotations
 
 import copy
@@ -16,22 +17,44 @@ from typing import Any
 import pytest
 import torch
 from decoding import Recorder, assert_same, assert_same_cache, left_padded, our_numbers
-from swapping import CENTRED, FOUR, MORE, OTHERS, SIZES, WINDOW, Resolved, longrope, parted_at_a_tie, prompt, same, snapshot, tiny, twin_of
+from swapping import (
+    CENTRED,
+    FOUR,
+    MORE,
+    OTHERS,
+    SIZES,
+    WINDOW,
+    Resolved,
+    longrope,
+    parted_at_a_tie,
+    prompt,
+    same,
+    snapshot,
+    tiny,
+    twin_of,
+)
 from thorough import THOROUGH
 from torch import nn
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
 
-from mirage_hf import kernels
 from mirage_hf.api import optimize, restore
 from mirage_hf.decode.fingerprint import survey
 from mirage_hf.errors import CodegenError, SearchError
+from mirage_hf.layers.steps import LONG
+from mirage_hf.pipeline import kernels
 from mirage_hf.swap import check
-from mirage_hf.swap.steps import LONG
 
-pytestmark = pytest.mark.slow  # on the main version of transformers only; test_optimize.py generates on every version
+pytestmark = (
+    pytest.mark.slow
+)  # on the main version of transformers only; test_optimize.py generates on every version
 
-FULL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "do_sample": False}
+FULL = {
+    "return_dict_in_generate": True,
+    "output_scores": True,
+    "output_logits": True,
+    "do_sample": False,
+}
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 KERNELS, CHANGED = "all by kernels", "the model has changed since optimize()"
 
@@ -46,7 +69,9 @@ def many_samples(resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "SAMPLES", 40)
 
 
-def pair(make: str | Callable[[], Any] = "llama", batch_sizes: tuple[int, ...] = (1, 3), **options: Any) -> tuple[Any, Any]:
+def pair(
+    make: str | Callable[[], Any] = "llama", batch_sizes: tuple[int, ...] = (1, 3), **options: Any
+) -> tuple[Any, Any]:
     """A stock model and its optimized copy, which is not checked unless a test asks for it: the fakes are right."""
     stock = tiny(make) if isinstance(make, str) else make()
     return stock, optimize(twin_of(stock), batch_sizes=batch_sizes, **{"verify": False, **options})
@@ -68,7 +93,11 @@ def agree(stock: Any, ours: Any, arguments: Any, seed: int = 5) -> Any:
 
 def steps(model: Any) -> dict[str, int]:
     """How the steps of calls so far ran, and how often."""
-    return {what.removeprefix("step: "): n for what, n in model.mirage.report.decode.items() if what.startswith("step: ")}
+    return {
+        what.removeprefix("step: "): n
+        for what, n in model.mirage.report.decode.items()
+        if what.startswith("step: ")
+    }
 
 
 def stocks(model: Any) -> list[str]:
@@ -76,6 +105,7 @@ def stocks(model: Any) -> list[str]:
 
 
 # -- the same as stock --------------------------------------------------------------------------------------------------
+
 
 def rescaled() -> Any:
     model = tiny("llama")
@@ -85,31 +115,62 @@ def rescaled() -> Any:
 
 MODELS: dict[str, Callable[[], Any]] = {
     **{family: lambda family=family: tiny(family) for family in FOUR},
-    **{family: lambda family=family: tiny(family, num_hidden_layers=2) for family in (*OTHERS, *MORE, *CENTRED)},
+    **{
+        family: lambda family=family: tiny(family, num_hidden_layers=2)
+        for family in (*OTHERS, *MORE, *CENTRED)
+    },
     "gpt_oss": lambda: tiny("gpt_oss", num_hidden_layers=2),
     "stablelm": lambda: tiny("stablelm", num_hidden_layers=2, use_parallel_residual=True),
-    "gemma2, eager": lambda: tiny("gemma2", attn_implementation="eager", attn_logit_softcapping=3.0, num_hidden_layers=2),
-    **{f"{family}, tied": lambda family=family: tiny(family, tie_word_embeddings=True) for family in ("llama", "qwen3")},
+    "gemma2, eager": lambda: tiny(
+        "gemma2", attn_implementation="eager", attn_logit_softcapping=3.0, num_hidden_layers=2
+    ),
+    **{
+        f"{family}, tied": lambda family=family: tiny(family, tie_word_embeddings=True)
+        for family in ("llama", "qwen3")
+    },
     "biases": lambda: tiny("llama", attention_bias=True, mlp_bias=True),
     "qwen3, attention bias": lambda: tiny("qwen3", attention_bias=True),
-    "wide heads": lambda: tiny("llama", head_dim=16), "a key for each query": lambda: tiny("llama", num_key_value_heads=4),
+    "wide heads": lambda: tiny("llama", head_dim=16),
+    "a key for each query": lambda: tiny("llama", num_key_value_heads=4),
     "one key for all": lambda: tiny("qwen2", num_key_value_heads=1),
     "eager attention": lambda: tiny("mistral", attn_implementation="eager"),
     "one layer": lambda: tiny("qwen3", num_hidden_layers=1),
     "a scaling of its own": rescaled,
-    "llama3 RoPE": lambda: tiny("llama", rope_scaling={
-        "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
-        "rope_theta": 10000.0}),
-    "YaRN, which scales cos and sin": lambda: tiny("llama", rope_scaling={
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}),
-    **{f"{family}, longrope": lambda family=family: longrope(family, 48) for family in ("llama", "phi3")},
+    "llama3 RoPE": lambda: tiny(
+        "llama",
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "rope_theta": 10000.0,
+        },
+    ),
+    "YaRN, which scales cos and sin": lambda: tiny(
+        "llama",
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "rope_theta": 10000.0,
+        },
+    ),
+    **{
+        f"{family}, longrope": lambda family=family: longrope(family, 48)
+        for family in ("llama", "phi3")
+    },
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_and_logits_are_stocks(name: str) -> None:
     stock, ours = pair(MODELS[name], verify=True)
-    calls = [{"inputs": prompt()}, left_padded((1, 2 * WINDOW + 1, WINDOW)), *([left_padded((4, 11, 7))] if THOROUGH else [])]
+    calls = [
+        {"inputs": prompt()},
+        left_padded((1, 2 * WINDOW + 1, WINDOW)),
+        *([left_padded((4, 11, 7))] if THOROUGH else []),
+    ]
     for given in calls:
         agree(stock, ours, {**given, **FULL, "max_new_tokens": 2 * WINDOW + 3})
     assert steps(ours) == {KERNELS: len(calls)} and not stocks(ours), ours.mirage.report
@@ -130,13 +191,31 @@ def test_half_precision_parts_from_stock_at_ties_only(family: str, dtype: torch.
 def test_prompts_in_a_row() -> None:
     stock, ours = pair(lambda: tiny("qwen3", max_position_embeddings=1024))
     wanted: dict[str, int] = {}
-    calls = [(1, 7, 9), (3, 2, 5), (1, 300, 4), (2, 9, 6), (1, 1, 12), (3, 270, 3), (1, 30, 2), (4, 3, 4), (1, 7, 1), (3, 17, 11),
-             (1, 600, 3), (1, 7, 9)]
+    calls = [
+        (1, 7, 9),
+        (3, 2, 5),
+        (1, 300, 4),
+        (2, 9, 6),
+        (1, 1, 12),
+        (3, 270, 3),
+        (1, 30, 2),
+        (4, 3, 4),
+        (1, 7, 1),
+        (3, 17, 11),
+        (1, 600, 3),
+        (1, 7, 9),
+    ]
     for n, (batch, length, tokens) in enumerate(calls):
-        agree(stock, ours, {"inputs": prompt(batch, length, seed=n), **FULL, "max_new_tokens": tokens})
+        agree(
+            stock, ours, {"inputs": prompt(batch, length, seed=n), **FULL, "max_new_tokens": tokens}
+        )
         how = KERNELS if batch in (1, 3) else no_kernels(batch)
         wanted[how] = wanted.get(how, 0) + 1
-    assert steps(ours) == wanted and set(wanted) == {KERNELS, no_kernels(2), no_kernels(4)} and not stocks(ours)
+    assert (
+        steps(ours) == wanted
+        and set(wanted) == {KERNELS, no_kernels(2), no_kernels(4)}
+        and not stocks(ours)
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -146,7 +225,9 @@ def test_a_block_that_grows_in_mid_call(monkeypatch: pytest.MonkeyPatch, family:
     runner = ours.mirage.runner
     agree(stock, ours, {**left_padded((250, 240, 3)), **FULL, "max_new_tokens": 40})
     assert sorted(runner.pool.blocks) == [(3, 256), (3, 512)]
-    agree(stock, ours, {**left_padded((250, 240, 3)), **FULL, "do_sample": True, "max_new_tokens": 20})
+    agree(
+        stock, ours, {**left_padded((250, 240, 3)), **FULL, "do_sample": True, "max_new_tokens": 20}
+    )
     runner.depth = 2  # steps ahead of the host
     agree(stock, ours, {"inputs": prompt(1, 254), **GREEDY})
     assert steps(ours) == {KERNELS: 3} and (1, 512) in runner.pool.blocks
@@ -156,9 +237,20 @@ def test_a_block_that_grows_in_mid_call(monkeypatch: pytest.MonkeyPatch, family:
 def test_sampling_with_a_seed(family: str) -> None:
     stock, ours = pair(family)
     sample = {**FULL, "do_sample": True, "max_new_tokens": 20}
-    cases = [{"inputs": prompt(), **sample}, {**left_padded(), **sample, "temperature": 1.5, "top_k": 0},
-             {"inputs": prompt(), **sample, "top_p": 0.9, "num_return_sequences": 3, "repetition_penalty": 1.2}]
-    seen = [agree(stock, ours, case, seed=seed).sequences.tolist() for seed in (1, 2) for case in cases]
+    cases = [
+        {"inputs": prompt(), **sample},
+        {**left_padded(), **sample, "temperature": 1.5, "top_k": 0},
+        {
+            "inputs": prompt(),
+            **sample,
+            "top_p": 0.9,
+            "num_return_sequences": 3,
+            "repetition_penalty": 1.2,
+        },
+    ]
+    seen = [
+        agree(stock, ours, case, seed=seed).sequences.tolist() for seed in (1, 2) for case in cases
+    ]
     assert seen[:3] != seen[3:] and steps(ours) == {KERNELS: 6}
 
 
@@ -169,16 +261,41 @@ def test_stop_tokens(depth: int) -> None:
     free = stock.generate(**left_padded(), do_sample=False, max_new_tokens=16)[:, 11:].tolist()
     early = next(t for t in free[1][2:8] if t not in free[0] + free[2])
     for eos in (early, [early, free[0][9], free[2][5]], list(range(3, 99, 2))):
-        got = agree(stock, ours, {**left_padded(), **FULL, "max_new_tokens": 16, "eos_token_id": eos})
+        got = agree(
+            stock, ours, {**left_padded(), **FULL, "max_new_tokens": 16, "eos_token_id": eos}
+        )
         ended = (got.sequences[:, -1] == ours.config.pad_token_id).tolist()
-        assert ended == [False, True, False] if eos is early else True in ended or got.sequences.shape[1] < 27
+        assert (
+            ended == [False, True, False]
+            if eos is early
+            else True in ended or got.sequences.shape[1] < 27
+        )
     assert steps(ours) == {KERNELS: 3}
 
 
 def test_min_length_processors_and_max_length() -> None:
     stock, ours = pair()
-    agree(stock, ours, {**left_padded(), **FULL, "max_new_tokens": 14, "min_new_tokens": 9, "eos_token_id": list(range(3, 60))})
-    agree(stock, ours, {"inputs": prompt(), **FULL, "max_length": 19, "bad_words_ids": [[i] for i in range(5, 60)]})
+    agree(
+        stock,
+        ours,
+        {
+            **left_padded(),
+            **FULL,
+            "max_new_tokens": 14,
+            "min_new_tokens": 9,
+            "eos_token_id": list(range(3, 60)),
+        },
+    )
+    agree(
+        stock,
+        ours,
+        {
+            "inputs": prompt(),
+            **FULL,
+            "max_length": 19,
+            "bad_words_ids": [[i] for i in range(5, 60)],
+        },
+    )
     agree(stock, ours, {"inputs": prompt(), **FULL, "max_new_tokens": 1})
     assert steps(ours) == {KERNELS: 3}
 
@@ -190,10 +307,21 @@ def test_streamers_processors_and_criteria_get_the_same_calls(extra: dict[str, A
         for whole in (False, True):
             seen: list[Recorder] = []
 
-            def arguments(seen: list[Recorder] = seen, whole: bool = whole, batch: int = batch) -> dict[str, Any]:
+            def arguments(
+                seen: list[Recorder] = seen, whole: bool = whole, batch: int = batch
+            ) -> dict[str, Any]:
                 seen.append(r := Recorder())
-                more = {"logits_processor": LogitsProcessorList([r.processor]), "stopping_criteria": StoppingCriteriaList([r.criterion])}
-                return {"inputs": prompt(batch), "max_new_tokens": 8, "streamer": r, **extra, **(more if whole else {})}
+                more = {
+                    "logits_processor": LogitsProcessorList([r.processor]),
+                    "stopping_criteria": StoppingCriteriaList([r.criterion]),
+                }
+                return {
+                    "inputs": prompt(batch),
+                    "max_new_tokens": 8,
+                    "streamer": r,
+                    **extra,
+                    **(more if whole else {}),
+                }
 
             agree(stock, ours, arguments)
             assert seen[0].events == seen[1].events and len(seen[1].events) > 2
@@ -201,6 +329,7 @@ def test_streamers_processors_and_criteria_get_the_same_calls(extra: dict[str, A
 
 
 # -- caches and positions -----------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 @pytest.mark.parametrize("configured", [True, False])
@@ -213,19 +342,38 @@ def test_users_caches(family: str, configured: bool) -> None:
         def first(used: list[DynamicCache] = used, given: dict[str, Any] = given) -> dict[str, Any]:
             used.append(DynamicCache(config=stock.config) if configured else DynamicCache())
             return {**given, **GREEDY, "past_key_values": used[-1]}
+
         text = agree(stock, ours, first)
         assert_same_cache(*used)
         # the text so far and a few tokens more; then only the new tokens beside the cache
         again, longer = iter(used), torch.cat([text, prompt(batch, 3, seed=9)], -1)
         mask = given.get("attention_mask", torch.ones(batch, length, dtype=torch.long))
         mask = torch.cat([mask, mask.new_ones(batch, 15)], -1)
-        text = agree(stock, ours, lambda again=again, longer=longer, mask=mask: {
-            "input_ids": longer, "attention_mask": mask, "past_key_values": next(again), **FULL, "max_new_tokens": 11}).sequences
+        text = agree(
+            stock,
+            ours,
+            lambda again=again, longer=longer, mask=mask: {
+                "input_ids": longer,
+                "attention_mask": mask,
+                "past_key_values": next(again),
+                **FULL,
+                "max_new_tokens": 11,
+            },
+        ).sequences
         assert_same_cache(*used)
         again, mask = iter(used), torch.cat([mask, mask.new_ones(batch, 14)], -1)
         new = torch.cat([text[:, -1:], prompt(batch, 3, seed=8)], -1)
-        agree(stock, ours, lambda again=again, new=new, mask=mask: {
-            "input_ids": new, "attention_mask": mask, "past_key_values": next(again), **FULL, "max_new_tokens": 5})
+        agree(
+            stock,
+            ours,
+            lambda again=again, new=new, mask=mask: {
+                "input_ids": new,
+                "attention_mask": mask,
+                "past_key_values": next(again),
+                **FULL,
+                "max_new_tokens": 5,
+            },
+        )
         assert_same_cache(*used)
     assert steps(ours) == {KERNELS: 6} and not stocks(ours)
 
@@ -235,7 +383,10 @@ def test_a_returned_cache_is_not_pool_memory() -> None:
     first = agree(stock, ours, {"inputs": prompt(), **FULL, "max_new_tokens": 5})
     kept = [layer.keys.clone() for layer in first.past_key_values.layers]
     agree(stock, ours, {"inputs": prompt(seed=8), **FULL, "max_new_tokens": 30})
-    assert all(torch.equal(a, layer.keys) for a, layer in zip(kept, first.past_key_values.layers, strict=True))
+    assert all(
+        torch.equal(a, layer.keys)
+        for a, layer in zip(kept, first.past_key_values.layers, strict=True)
+    )
 
 
 def test_what_an_earlier_call_left_behind_cannot_be_seen() -> None:
@@ -243,34 +394,59 @@ def test_what_an_earlier_call_left_behind_cannot_be_seen() -> None:
     agree(stock, ours, left_padded((20, 30, 9)) | {"max_new_tokens": 30})
     for block in ours.mirage.runner.pool._idle:
         for slab in block.slabs:
-            slab[:, :, :, :block.dirty] = float("nan")  # as after an overflow in half precision
+            slab[:, :, :, : block.dirty] = float("nan")  # as after an overflow in half precision
     agree(stock, ours, {**left_padded(), **FULL, "max_new_tokens": 40})
     assert ours.mirage.runner.pool.blocks == [(3, 256)] and steps(ours) == {KERNELS: 2}
 
 
-@pytest.mark.parametrize(("positions", "how"), [
-    (torch.arange(4, 11)[None], "positions outside the slots of the cache"),
-    (torch.arange(400, 407)[None], "positions outside the slots of the cache"),
-    (torch.stack([torch.arange(7), torch.arange(7), torch.arange(1, 8)]), "positions outside the slots of the cache"),
-    (torch.arange(7)[None] // 2, KERNELS),
-    (torch.stack([torch.arange(7) // 3, torch.arange(7), torch.zeros(7, dtype=torch.long)]), KERNELS)])
+@pytest.mark.parametrize(
+    ("positions", "how"),
+    [
+        (torch.arange(4, 11)[None], "positions outside the slots of the cache"),
+        (torch.arange(400, 407)[None], "positions outside the slots of the cache"),
+        (
+            torch.stack([torch.arange(7), torch.arange(7), torch.arange(1, 8)]),
+            "positions outside the slots of the cache",
+        ),
+        (torch.arange(7)[None] // 2, KERNELS),
+        (
+            torch.stack([torch.arange(7) // 3, torch.arange(7), torch.zeros(7, dtype=torch.long)]),
+            KERNELS,
+        ),
+    ],
+)
 def test_positions_that_a_user_gives(positions: torch.Tensor, how: str) -> None:
     stock, ours = pair(lambda: tiny("llama", max_position_embeddings=1024))
     free = stock.generate(prompt(len(positions)), **GREEDY)
-    got = agree(stock, ours, {"inputs": prompt(len(positions)), "position_ids": positions, **FULL, "max_new_tokens": 12})
+    got = agree(
+        stock,
+        ours,
+        {"inputs": prompt(len(positions)), "position_ids": positions, **FULL, "max_new_tokens": 12},
+    )
     assert steps(ours) == {how: 1} and got.sequences.shape == free.shape
 
 
 def test_positions_below_zero() -> None:
     stock, ours = pair()
-    agree(stock, ours, {"inputs": prompt(), "position_ids": torch.arange(-12, -5)[None], **FULL, "max_new_tokens": 12})
+    agree(
+        stock,
+        ours,
+        {
+            "inputs": prompt(),
+            "position_ids": torch.arange(-12, -5)[None],
+            **FULL,
+            "max_new_tokens": 12,
+        },
+    )
 
 
 def test_max_cache_len() -> None:
     stock, ours = pair(max_cache_len=20)
     agree(stock, ours, {"inputs": prompt(), **FULL, "max_new_tokens": 14})
     agree(stock, ours, {"inputs": prompt(), **FULL, "max_new_tokens": 15})
-    assert steps(ours) == {KERNELS: 1} and stocks(ours) == ["stock: more cache slots needed than max_cache_len=20"]
+    assert steps(ours) == {KERNELS: 1} and stocks(ours) == [
+        "stock: more cache slots needed than max_cache_len=20"
+    ]
 
 
 def test_windows_that_change() -> None:
@@ -284,6 +460,7 @@ def test_windows_that_change() -> None:
 
 
 # -- models whose steps run their own forward ---------------------------------------------------------------------------
+
 
 class ScaledEmbedding(nn.Embedding):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -305,20 +482,40 @@ class Lying(LlamaAttention):
 class Capped(LlamaAttention):
     """Attention with a softcap on its scores."""
 
-    def forward(self, hidden_states: Any, position_embeddings: Any = None, attention_mask: Any = None, past_key_values: Any = None,
-                **_: Any) -> Any:
+    def forward(
+        self,
+        hidden_states: Any,
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> Any:
         batch, length, _width = hidden_states.shape
-        q, k, v = (p(hidden_states).view(batch, length, -1, self.head_dim).transpose(1, 2)
-                   for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(hidden_states).view(batch, length, -1, self.head_dim).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
-        scores = 0.5 * torch.tanh(q @ repeat_kv(k, self.num_key_value_groups).transpose(2, 3) * self.scaling / 0.5)
+        scores = 0.5 * torch.tanh(
+            q @ repeat_kv(k, self.num_key_value_groups).transpose(2, 3) * self.scaling / 0.5
+        )
         if attention_mask is None:
-            attention_mask = torch.ones(length, k.shape[2], dtype=torch.bool).tril(k.shape[2] - length)
+            attention_mask = torch.ones(length, k.shape[2], dtype=torch.bool).tril(
+                k.shape[2] - length
+            )
         kept = attention_mask.dtype == torch.bool
-        weights = (scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min) if kept else scores + attention_mask).softmax(-1)
-        out = (weights @ repeat_kv(v, self.num_key_value_groups)).transpose(1, 2).reshape(batch, length, -1)
+        weights = (
+            scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+            if kept
+            else scores + attention_mask
+        ).softmax(-1)
+        out = (
+            (weights @ repeat_kv(v, self.num_key_value_groups))
+            .transpose(1, 2)
+            .reshape(batch, length, -1)
+        )
         return self.o_proj(out), weights
 
 
@@ -336,6 +533,7 @@ def twice(m: Any) -> None:
             out = super().forward(*args, **kwargs)
             out.logits = -out.logits
             return out
+
     m.__class__ = Twice
 
 
@@ -343,17 +541,21 @@ def another_norm(m: Any) -> None:
     class Plus(type(m.model.norm)):  # type: ignore[misc]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * (1 + 0.5 / self.weight)
+
     m.model.layers[1].input_layernorm.__class__ = Plus
 
 
 def backbone(change: Callable[..., Any]) -> Callable[[Any], None]:
     """Give the backbone a forward that does something else around its layers."""
+
     def to(m: Any) -> None:
         class Other(type(m.model)):  # type: ignore[misc]
             def forward(self, **kwargs: Any) -> Any:
                 return change(self, super().forward, kwargs)
+
         Other.__module__ = type(m.model).__module__
         m.model.__class__ = Other
+
     return to
 
 
@@ -369,7 +571,11 @@ def stretched(self: Any, forward: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def dynamic_rope(reach: int = 256) -> Any:
-    return tiny("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, max_position_embeddings=reach)
+    return tiny(
+        "llama",
+        rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        max_position_embeddings=reach,
+    )
 
 
 def changed(change: Callable[[Any], Any], family: str = "llama") -> Callable[[], Any]:
@@ -377,29 +583,56 @@ def changed(change: Callable[[Any], Any], family: str = "llama") -> Callable[[],
         model = tiny(family)
         change(model)
         return model
+
     return make
 
 
 NOT_SCALED = "model.layers.1: the layer's attention is not matched"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a scale of logits that is not used": (changed(lambda m: setattr(m.config, "logits_scaling", 3.0)),
-                                           "the model is not head(norm(layers(embedding))): off by"),
-    "a scale of the embedding that is not used": (changed(lambda m: setattr(m.model, "embedding_multiplier", 2.0)),
-                                                  "layer 0 is not given the embedding, or not RoPE of the positions: off by"),
-    "a multiplier that is not used": (changed(lambda m: setattr(m.model.layers[1], "residual_multiplier", 0.5)),
-                                      "layers.1 is not matched"),
-    "a forward around the model": (changed(twice), "the model is not head(norm(layers(embedding))): off by"),
-    "a backbone that scales the embedding": (changed(backbone(louder)), "layer 0 is not given the embedding"),
-    "a backbone that stretches positions": (changed(backbone(stretched)), "or not RoPE of the positions"),
-    "a child of the model": (changed(lambda m: m.add_module("extra", nn.Tanh().eval())), "has extra too"),
-    "a child of the backbone": (changed(lambda m: m.model.add_module("final", nn.Tanh().eval())), "has final too"),
-    "embedding class": (changed(lambda m: setattr(m.model.embed_tokens, "__class__", ScaledEmbedding)),
-                        "layer 0 is not given the embedding"),
+    "a scale of logits that is not used": (
+        changed(lambda m: setattr(m.config, "logits_scaling", 3.0)),
+        "the model is not head(norm(layers(embedding))): off by",
+    ),
+    "a scale of the embedding that is not used": (
+        changed(lambda m: setattr(m.model, "embedding_multiplier", 2.0)),
+        "layer 0 is not given the embedding, or not RoPE of the positions: off by",
+    ),
+    "a multiplier that is not used": (
+        changed(lambda m: setattr(m.model.layers[1], "residual_multiplier", 0.5)),
+        "layers.1 is not matched",
+    ),
+    "a forward around the model": (
+        changed(twice),
+        "the model is not head(norm(layers(embedding))): off by",
+    ),
+    "a backbone that scales the embedding": (
+        changed(backbone(louder)),
+        "layer 0 is not given the embedding",
+    ),
+    "a backbone that stretches positions": (
+        changed(backbone(stretched)),
+        "or not RoPE of the positions",
+    ),
+    "a child of the model": (
+        changed(lambda m: m.add_module("extra", nn.Tanh().eval())),
+        "has extra too",
+    ),
+    "a child of the backbone": (
+        changed(lambda m: m.model.add_module("final", nn.Tanh().eval())),
+        "has final too",
+    ),
+    "embedding class": (
+        changed(lambda m: setattr(m.model.embed_tokens, "__class__", ScaledEmbedding)),
+        "layer 0 is not given the embedding",
+    ),
     "embedding that renormalises": (changed(max_norm), "renormalises its rows (max_norm)"),
     "another norm": (changed(another_norm), "model.layers.1: the layer's qkv is not matched"),
     "a scaling that is not used": (changed(attention_is(Lying)), NOT_SCALED),
     "softcap": (changed(attention_is(Capped)), NOT_SCALED),
-    "a part that is not matched": (lambda: tiny("llama", hidden_act="mish"), "the layer's gated is not matched"),
+    "a part that is not matched": (
+        lambda: tiny("llama", hidden_act="mish"),
+        "the layer's gated is not matched",
+    ),
 }
 
 
@@ -411,10 +644,17 @@ def test_models_whose_steps_run_their_own_forward(case: str) -> None:
     report = ours.mirage.report
     assert ours.mirage.runner.steps is None and steps(ours) == {} and report.swapped
     assert not [r for r in report.swapped if r.pattern == "attention" or r.module == "head"]
-    assert any(n.startswith("steps of generate run the model's own forward") and reason in n for n in report.notes), report.notes
+    assert any(
+        n.startswith("steps of generate run the model's own forward") and reason in n
+        for n in report.notes
+    ), report.notes
     if reason == NOT_SCALED:
-        row = next(r for r in report.rows if r.module == "model.layers.1" and r.pattern == "attention")
-        assert row.status == "stock" and row.reason.startswith("attention is not softmax(scale · rope(q) · rope(k)) · v: off by")
+        row = next(
+            r for r in report.rows if r.module == "model.layers.1" and r.pattern == "attention"
+        )
+        assert row.status == "stock" and row.reason.startswith(
+            "attention is not softmax(scale · rope(q) · rope(k)) · v: off by"
+        )
     assert any(r.calls > 0 for r in report.rows) or stocks(ours)
 
 
@@ -440,16 +680,28 @@ def test_longrope_is_by_kernels_for_texts_within_its_reach(family: str) -> None:
     ours(prompt(1, 40))
     left = ours.model.rotary_emb.inv_freq
     assert left is not ours.model.rotary_emb.original_inv_freq
-    assert all(map(torch.equal, tables, ours.mirage.runner.steps.rotary_tables(40))) and ours.model.rotary_emb.inv_freq is left
+    assert (
+        all(map(torch.equal, tables, ours.mirage.runner.steps.rotary_tables(40)))
+        and ours.model.rotary_emb.inv_freq is left
+    )
     assert bool((tables[0][:, 31] != 0).all()) and not tables[0][:, 32:].any()
     assert survey(ours) == before
-    ours.model.rotary_emb.original_inv_freq.mul_(2)  # graphs captured before hold the frequencies that were
+    ours.model.rotary_emb.original_inv_freq.mul_(
+        2
+    )  # graphs captured before hold the frequencies that were
     assert survey(ours).model == before.model and survey(ours).key != before.key
     stock.model.rotary_emb.original_inv_freq.mul_(2)
     agree(stock, ours, {"inputs": prompt(1, 9), **FULL, "max_new_tokens": 5})
 
 
-@pytest.mark.parametrize("patterns", [["attention"], ["attention", "rms_norm_linear"], ["rms_norm_linear", "linear_residual", "gated_mlp"]])
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        ["attention"],
+        ["attention", "rms_norm_linear"],
+        ["rms_norm_linear", "linear_residual", "gated_mlp"],
+    ],
+)
 def test_patterns_that_make_no_whole_step(patterns: list[str]) -> None:
     stock = tiny("llama")
     ours = twin_of(stock)
@@ -464,16 +716,28 @@ def test_patterns_that_make_no_whole_step(patterns: list[str]) -> None:
 
 
 def resolve_but(monkeypatch: pytest.MonkeyPatch, other: Callable[[Any], Any]) -> None:
-    monkeypatch.setattr(kernels, "resolve", lambda program, pattern="", **_: other((pattern, program)) or Resolved(program))
+    monkeypatch.setattr(
+        kernels,
+        "resolve",
+        lambda program, pattern="", **_: other((pattern, program)) or Resolved(program),
+    )
 
 
 def rows_of(program: Any) -> int:
     return int(program.inputs[0].dims[0])
 
 
-@pytest.mark.parametrize(("order", "count", "why"), [
-    ((1, 0, 2), 3, "its layer 0 has the layer_idx 1"), ((0, 1), 3, "it has 2 layers, its config 3"), ((0, 1), 2, "")])
-def test_a_model_whose_layers_were_moved_or_taken_out(order: tuple[int, ...], count: int, why: str) -> None:
+@pytest.mark.parametrize(
+    ("order", "count", "why"),
+    [
+        ((1, 0, 2), 3, "its layer 0 has the layer_idx 1"),
+        ((0, 1), 3, "it has 2 layers, its config 3"),
+        ((0, 1), 2, ""),
+    ],
+)
+def test_a_model_whose_layers_were_moved_or_taken_out(
+    order: tuple[int, ...], count: int, why: str
+) -> None:
     model = tiny("llama")
     model.model.layers = nn.ModuleList(model.model.layers[n] for n in order)
     model.config.num_hidden_layers = count
@@ -486,25 +750,42 @@ def test_a_batch_size_without_a_kernel_of_attention(monkeypatch: pytest.MonkeyPa
     def other(asked: Any) -> Any:
         if asked[0] == "attention" and rows_of(asked[1]) == 1:
             raise SearchError("nothing found in 60 s")
+
     resolve_but(monkeypatch, other)
     stock, ours = pair()
     for given in ({"inputs": prompt()}, left_padded()):
         agree(stock, ours, {**given, **FULL, "max_new_tokens": 9})
     assert steps(ours) == {KERNELS: 1, no_kernels(1): 1}
     rows = {r.rows: r for r in ours.mirage.report.rows if r.module == "head"}
-    assert rows[3].status == "swapped" and rows[1].status == "stock" and "another part has no kernel" in rows[1].reason
-    attention = {r.rows: (r.status, r.reason) for r in ours.mirage.report.rows if r.pattern == "attention"}
-    assert attention[3] == ("swapped", "") and attention[1] == ("stock", "no kernel: nothing found in 60 s")
+    assert (
+        rows[3].status == "swapped"
+        and rows[1].status == "stock"
+        and "another part has no kernel" in rows[1].reason
+    )
+    attention = {
+        r.rows: (r.status, r.reason) for r in ours.mirage.report.rows if r.pattern == "attention"
+    }
+    assert attention[3] == ("swapped", "") and attention[1] == (
+        "stock",
+        "no kernel: nothing found in 60 s",
+    )
 
 
 def test_attention_by_the_library_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolve_but(monkeypatch, lambda asked: Resolved(asked[1], is_fused=False, reason="slower") if asked[0] == "attention" else None)
+    resolve_but(
+        monkeypatch,
+        lambda asked: (
+            Resolved(asked[1], is_fused=False, reason="slower") if asked[0] == "attention" else None
+        ),
+    )
     stock, ours = pair()
     agree(stock, ours, {"inputs": prompt(), **GREEDY})
     assert steps(ours) == {} and any("attention: slower" in n for n in ours.mirage.report.notes)
 
 
-def test_a_second_thread_waits_for_what_a_cache_has_no_kernels_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_thread_waits_for_what_a_cache_has_no_kernels_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stock, ours = pair()
     asked = threading.Event()
 
@@ -512,6 +793,7 @@ def test_a_second_thread_waits_for_what_a_cache_has_no_kernels_for(monkeypatch: 
         asked.set()
         time.sleep(0.3)
         raise CodegenError("too large")
+
     monkeypatch.setattr(kernels, "at_size", at_size)
     seen: list[Any] = []
     first = threading.Thread(target=lambda: seen.append(ours.generate(prompt(), **GREEDY)))
@@ -524,7 +806,9 @@ def test_a_second_thread_waits_for_what_a_cache_has_no_kernels_for(monkeypatch: 
 
 
 @pytest.mark.parametrize("slots, first", [(768, "short"), (4096, "long")])
-def test_attention_takes_the_other_kernel_where_one_cannot_be_cut(monkeypatch: pytest.MonkeyPatch, slots: int, first: str) -> None:
+def test_attention_takes_the_other_kernel_where_one_cannot_be_cut(
+    monkeypatch: pytest.MonkeyPatch, slots: int, first: str
+) -> None:
     _, ours = pair()
     tried: list[str] = []
 
@@ -533,47 +817,79 @@ def test_attention_takes_the_other_kernel_where_one_cannot_be_cut(monkeypatch: p
         if found.digest == first:
             raise CodegenError("too large")
         return found.digest
+
     monkeypatch.setattr(kernels, "at_size", at_size)
     all_steps = ours.mirage.runner.steps
     layer = all_steps.layers[0]
-    found = {**layer.found[1], "attention": SimpleNamespace(digest="short"), LONG: SimpleNamespace(digest="long")}
+    found = {
+        **layer.found[1],
+        "attention": SimpleNamespace(digest="short"),
+        LONG: SimpleNamespace(digest="long"),
+    }
     layer = replace(layer, found={1: found})
     other = {"short": "long", "long": "short"}[first]
     assert all_steps.kernels(layer, 1, slots)["attention"] == other and tried == [first, other]
     with pytest.raises(CodegenError, match="too large"):
-        monkeypatch.setattr(kernels, "at_size", lambda *_: (_ for _ in ()).throw(CodegenError("too large")))
+        monkeypatch.setattr(
+            kernels, "at_size", lambda *_: (_ for _ in ()).throw(CodegenError("too large"))
+        )
         all_steps.kernels(layer, 1, slots + 256)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_wide_reference_of_a_head_is_computed_in_slices(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+def test_the_wide_reference_of_a_head_is_computed_in_slices(
+    monkeypatch: pytest.MonkeyPatch, bias: bool
+) -> None:
     monkeypatch.setattr(check, "SLICE", 7)
     head, x = nn.Linear(12, 30, bias=bias), torch.randn(3, 12, dtype=torch.float64)
     with torch.no_grad():
-        torch.testing.assert_close(check._InSlices(head, torch.float64)(x), copy.deepcopy(head).double()(x), rtol=0, atol=1e-14)
+        torch.testing.assert_close(
+            check._InSlices(head, torch.float64)(x),
+            copy.deepcopy(head).double()(x),
+            rtol=0,
+            atol=1e-14,
+        )
 
 
 @pytest.mark.parametrize("wrong", ["attention", "head"])
-def test_a_wrong_kernel_of_a_step_is_found_by_the_check(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+def test_a_wrong_kernel_of_a_step_is_found_by_the_check(
+    monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
     monkeypatch.setattr(check, "SLICE", 7)
+
     def other(asked: Any) -> Any:
         pattern, program = asked
         head = pattern == "rms_norm_linear" and program.outputs[0].dims[-1] == SIZES["vocab_size"]
-        return Resolved(program, scale=1.01) if pattern == wrong or (head and wrong == "head") else None
+        return (
+            Resolved(program, scale=1.01)
+            if pattern == wrong or (head and wrong == "head")
+            else None
+        )
+
     resolve_but(monkeypatch, other)
-    monkeypatch.setattr(kernels, "at_size", lambda found, program, device: Resolved(program, scale=found.scale).run)
+    monkeypatch.setattr(
+        kernels, "at_size", lambda found, program, device: Resolved(program, scale=found.scale).run
+    )
     stock, ours = pair(verify=True)
     agree(stock, ours, {"inputs": prompt(), **GREEDY})
     where = "head" if wrong == "head" else "model.layers.0"
-    assert steps(ours) == {} and any(f"{where}: its step was refused by the check: off by" in n for n in ours.mirage.report.notes)
-    assert {r.status for r in ours.mirage.report.rows if r.module == "head" or r.pattern == "attention"} == {"stock"}
+    assert steps(ours) == {} and any(
+        f"{where}: its step was refused by the check: off by" in n for n in ours.mirage.report.notes
+    )
+    assert {
+        r.status for r in ours.mirage.report.rows if r.module == "head" or r.pattern == "attention"
+    } == {"stock"}
 
 
 # -- after changes ------------------------------------------------------------------------------------------------------
 
+
 def test_the_numbers_of_a_model_are_read_alike_whatever_other_models_were_read() -> None:
     first, second = (tiny("llama") for _ in range(2))
-    first.model.layers[0].mlp.note, second.model.layers[0].mlp.number = "no number", 3  # as many attributes, of other names
+    first.model.layers[0].mlp.note, second.model.layers[0].mlp.number = (
+        "no number",
+        3,
+    )  # as many attributes, of other names
     seen = survey(second).model
     survey(first)
     assert survey(second).model == seen
@@ -592,7 +908,9 @@ def _layer_norm(m: Any) -> None:
 
 
 def _data(m: Any) -> None:
-    m.model.layers[0].self_attn.k_proj.weight.data = 2 * m.model.layers[0].self_attn.k_proj.weight.data
+    m.model.layers[0].self_attn.k_proj.weight.data = (
+        2 * m.model.layers[0].self_attn.k_proj.weight.data
+    )
 
 
 def _embedding_data(m: Any) -> None:
@@ -667,14 +985,19 @@ def _eager(m: Any) -> None:
 def _lora(m: Any) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(3)
-    m.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False), "late")
+    m.add_adapter(
+        peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+        "late",
+    )
     m.eval()
 
 
 def _late_head(m: Any) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(3)
-    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False), m)
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False), m
+    )
     m.eval()
 
 
@@ -705,21 +1028,46 @@ def _backbones_config(m: Any) -> None:
 
 
 OF_FAMILIES: dict[str, tuple[Callable[[Any], None], str]] = {
-    "granite, residual": (_set("model.layers.1", "residual_multiplier", 0.7), "a residual_multiplier was changed"),
-    "granite, embedding": (_set("model", "embedding_multiplier", 2), "a embedding_multiplier was changed"),
-    "granite, logits": (lambda m: setattr(m.config, "logits_scaling", 0.5), "a logits_scaling was changed"),
-    "gemma2, logits": (lambda m: setattr(m.config, "final_logit_softcapping", 2.0), "a final_logit_softcapping was changed"),
-    "gemma2, scores": (_set("model.layers.0.self_attn", "attn_logit_softcapping", 0.5), "a attn_logit_softcapping was changed"),
+    "granite, residual": (
+        _set("model.layers.1", "residual_multiplier", 0.7),
+        "a residual_multiplier was changed",
+    ),
+    "granite, embedding": (
+        _set("model", "embedding_multiplier", 2),
+        "a embedding_multiplier was changed",
+    ),
+    "granite, logits": (
+        lambda m: setattr(m.config, "logits_scaling", 0.5),
+        "a logits_scaling was changed",
+    ),
+    "gemma2, logits": (
+        lambda m: setattr(m.config, "final_logit_softcapping", 2.0),
+        "a final_logit_softcapping was changed",
+    ),
+    "gemma2, scores": (
+        _set("model.layers.0.self_attn", "attn_logit_softcapping", 0.5),
+        "a attn_logit_softcapping was changed",
+    ),
     "gemma2, attention": (_eager, "a _attn_implementation_internal was changed"),
     "gemma3, embedding": (_scale_in_place, "a embed_scale was changed"),
-    "gpt_neox, parallel": (_set("gpt_neox.layers.1", "use_parallel_residual", False), "a use_parallel_residual was changed"),
+    "gpt_neox, parallel": (
+        _set("gpt_neox.layers.1", "use_parallel_residual", False),
+        "a use_parallel_residual was changed",
+    ),
     "cohere, logits": (_set("", "logit_scale", 2.0), "a logit_scale was changed"),
     "phi, epsilon": (_set("model.layers.1.input_layernorm", "eps", 0.5), "a eps was changed"),
-    "gemma3, epsilon": (_set("model.layers.1.post_feedforward_layernorm", "eps", 0.5), "a eps was changed"),
-    "gemma2, config": (_config, CHANGED), "llama, backbone's config": (_backbones_config, CHANGED),
+    "gemma3, epsilon": (
+        _set("model.layers.1.post_feedforward_layernorm", "eps", 0.5),
+        "a eps was changed",
+    ),
+    "gemma2, config": (_config, CHANGED),
+    "llama, backbone's config": (_backbones_config, CHANGED),
     "gemma3, kinds": (lambda m: m.config.layer_types.reverse(), "a layer_types was changed"),
     "smollm3, RoPE": (_set("model.layers.1.self_attn", "use_rope", 0), CHANGED),
-    "llama, depth": (lambda m: setattr(m.config, "num_hidden_layers", 1), "a num_hidden_layers was changed"),
+    "llama, depth": (
+        lambda m: setattr(m.config, "num_hidden_layers", 1),
+        "a num_hidden_layers was changed",
+    ),
 }
 
 
@@ -739,17 +1087,35 @@ def test_numbers_of_a_family_that_change(name: str) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
-    **{name: (change, CHANGED) for name, change in {
-        "last norm replaced": _norm, "a layer's norm replaced": _layer_norm, "weights moved": _data, "embedding moved": _embedding_data,
-        "head's weight replaced": _head, "weights assigned": _assign, "embedding resized": _resize, "a forward of its own": _forward,
-        "last norm with a forward of its own": _norm_forward, "attention of another class": _class,
-        "embedding of another class": _embedding_class, "a layer removed": _layer_gone, "another RoPE": _rotary,
-        "an adapter": _lora, "an adapter on the head": _late_head}.items()},
+    **{
+        name: (change, CHANGED)
+        for name, change in {
+            "last norm replaced": _norm,
+            "a layer's norm replaced": _layer_norm,
+            "weights moved": _data,
+            "embedding moved": _embedding_data,
+            "head's weight replaced": _head,
+            "weights assigned": _assign,
+            "embedding resized": _resize,
+            "a forward of its own": _forward,
+            "last norm with a forward of its own": _norm_forward,
+            "attention of another class": _class,
+            "embedding of another class": _embedding_class,
+            "a layer removed": _layer_gone,
+            "another RoPE": _rotary,
+            "an adapter": _lora,
+            "an adapter on the head": _late_head,
+        }.items()
+    },
     "last norm's epsilon": (_epsilon, "a variance_epsilon was changed"),
-    "a layer's epsilon": (_layer_epsilon, "a variance_epsilon was changed"), "attention's scaling": (_scaling, "a scaling was changed"),
-    "a hook": (_hook, "stock: forward hook"), "a hook on the head": (_head_hook, "stock: forward hook"),
+    "a layer's epsilon": (_layer_epsilon, "a variance_epsilon was changed"),
+    "attention's scaling": (_scaling, "a scaling was changed"),
+    "a hook": (_hook, "stock: forward hook"),
+    "a hook on the head": (_head_hook, "stock: forward hook"),
     "training": (_train, "stock: training mode"),
-    "eager attention": (_eager, KERNELS), "weights changed in place": (_in_place, KERNELS)}
+    "eager attention": (_eager, KERNELS),
+    "weights changed in place": (_in_place, KERNELS),
+}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -761,17 +1127,30 @@ def test_a_changed_model_gives_stocks_tokens(name: str) -> None:
         change(model)
     after = agree(stock, ours, {**left_padded(), **FULL, "max_new_tokens": 12}).sequences
     # eps scales all logits alike, and new tokens are not chosen
-    assert torch.equal(before, after) == (name in ("eager attention", "training", "embedding resized", "last norm's epsilon"))
+    assert torch.equal(before, after) == (
+        name in ("eager attention", "training", "embedding resized", "last norm's epsilon")
+    )
     if how.startswith("stock: "):
-        assert steps(ours) == {KERNELS: 1} and [what for what in stocks(ours) if what.startswith(how)]
+        assert steps(ours) == {KERNELS: 1} and [
+            what for what in stocks(ours) if what.startswith(how)
+        ]
     else:
-        assert steps(ours) == ({KERNELS: 2} if how == KERNELS else {KERNELS: 1, how: 1}) and not stocks(ours)
+        assert steps(ours) == (
+            {KERNELS: 2} if how == KERNELS else {KERNELS: 1, how: 1}
+        ) and not stocks(ours)
 
 
 def test_classes_patched_later(monkeypatch: pytest.MonkeyPatch) -> None:
     stock, ours = pair("llama")
     plain = generated(stock, {"inputs": prompt(), **GREEDY})
-    for kind in (type(stock.model.norm), type(stock.model), type(stock), LlamaAttention, nn.Embedding, type(stock.model.rotary_emb)):
+    for kind in (
+        type(stock.model.norm),
+        type(stock.model),
+        type(stock),
+        LlamaAttention,
+        nn.Embedding,
+        type(stock.model.rotary_emb),
+    ):
         forward = kind.forward
 
         @wraps(forward)  # generate reads its signature
@@ -784,6 +1163,7 @@ def test_classes_patched_later(monkeypatch: pytest.MonkeyPatch) -> None:
             else:
                 out = (-out[0], *out[1:]) if isinstance(out, tuple) else out.flip(-1)
             return out
+
         with monkeypatch.context() as patch:
             patch.setattr(kind, "forward", patched)
             assert not torch.equal(agree(stock, ours, {"inputs": prompt(), **GREEDY}), plain), kind
@@ -794,7 +1174,9 @@ def test_classes_patched_later(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_looking_at_hidden_states_changes_nothing() -> None:
     stock, ours = pair()
     with torch.no_grad():
-        ours(prompt(), output_hidden_states=True)  # installs hooks of transformers that stay and do nothing
+        ours(
+            prompt(), output_hidden_states=True
+        )  # installs hooks of transformers that stay and do nothing
     agree(stock, ours, {"inputs": prompt(), **GREEDY})
     assert steps(ours) == {KERNELS: 1}
 
@@ -802,7 +1184,10 @@ def test_looking_at_hidden_states_changes_nothing() -> None:
 def test_a_call_with_a_static_cache_changes_nothing() -> None:
     stock, ours = pair()
     cached = {"cache_implementation": "static"}
-    for lengths in ({}, {"max_new_tokens": 20}):  # transformers remembers on the model how long its static cache is
+    for lengths in (
+        {},
+        {"max_new_tokens": 20},
+    ):  # transformers remembers on the model how long its static cache is
         agree(stock, ours, {"inputs": prompt(), **GREEDY, **cached, **lengths})
         agree(stock, ours, {"inputs": prompt(), **GREEDY})
     assert steps(ours) == {KERNELS: 2}
@@ -820,12 +1205,15 @@ def test_optimizing_again_takes_the_model_as_it_is() -> None:
 
 # -- coming and going ---------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("family", FOUR)
 def test_restore_leaves_nothing(family: str) -> None:
     model = tiny(family)
     before, want = snapshot(model), model.generate(**left_padded(), **GREEDY)
     optimize(model, batch_sizes=(3,))
-    assert torch.equal(model.generate(**left_padded(), **GREEDY), want) and steps(model) == {KERNELS: 1}
+    assert torch.equal(model.generate(**left_padded(), **GREEDY), want) and steps(model) == {
+        KERNELS: 1
+    }
     kept = weakref.ref(model.mirage.runner.steps)
     gc.collect()
     gc.disable()
@@ -862,7 +1250,13 @@ def test_a_deleted_model_frees_its_memory() -> None:
     model.generate(prompt(), do_sample=True, max_new_tokens=5)
     runner = model.mirage.runner
     assert steps(model) == {KERNELS: 2}
-    inner = (model.model.layers[1], model.model.embed_tokens.weight, runner, runner.steps, runner.pool._idle[0])
+    inner = (
+        model.model.layers[1],
+        model.model.embed_tokens.weight,
+        runner,
+        runner.steps,
+        runner.pool._idle[0],
+    )
     alive = [weakref.ref(x) for x in (model, *inner)]
     del runner, inner
     gc.collect()
@@ -900,17 +1294,26 @@ def test_released_memory_comes_back() -> None:
 
 # -- kernels that were really searched ----------------------------------------------------------------------------------
 
+
 def test_searched_kernels_step_as_stock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(check, "SAMPLES", 64)
     monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
-    stock, ours = pair(lambda: tiny("qwen3", max_position_embeddings=1024), batch_sizes=(1, 2), verify=True)
+    stock, ours = pair(
+        lambda: tiny("qwen3", max_position_embeddings=1024), batch_sizes=(1, 2), verify=True
+    )
     rows = ours.mirage.report.rows
-    assert {(r.status, r.kernel) for r in rows} == {("swapped", "1 kernel")} and any(r.source == "searched" for r in rows)
+    assert {(r.status, r.kernel) for r in rows} == {("swapped", "1 kernel")} and any(
+        r.source == "searched" for r in rows
+    )
     assert all(0 <= r.error_bound < 1e-9 for r in rows)
     agree(stock, ours, {"inputs": prompt(), **FULL, "max_new_tokens": 2 * WINDOW + 3})
     agree(stock, ours, {**left_padded((3, 11)), **FULL, "max_new_tokens": 2 * WINDOW})
     agree(stock, ours, {**left_padded((240, 250)), **FULL, "max_new_tokens": 12})
     agree(stock, ours, {**left_padded((250, 1)), "do_sample": True, "max_new_tokens": 5})
-    assert steps(ours) == {KERNELS: 4} and sorted(ours.mirage.runner.pool.blocks) == [(1, 256), (2, 256), (2, 512)]
+    assert steps(ours) == {KERNELS: 4} and sorted(ours.mirage.runner.pool.blocks) == [
+        (1, 256),
+        (2, 256),
+        (2, 512),
+    ]

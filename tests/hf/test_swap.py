@@ -1,4 +1,5 @@
 """A swapped layer: what it changes of a module (nothing that others see), and when its guard calls the stock forward."""
+
 from __future__ import annotations
 
 import copy
@@ -43,6 +44,7 @@ def swapped(family: str = "llama", **options: Any) -> tuple[Any, Any]:
 
 # -- what others see ----------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("family", FOUR)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_decoding_gives_the_stock_logits(family: str, batch: int) -> None:
@@ -54,12 +56,20 @@ def test_decoding_gives_the_stock_logits(family: str, batch: int) -> None:
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_padding_and_windows_come_with_the_stock_attention(implementation: str) -> None:
-    stock, ours = swapped("mistral", batch_sizes=(2,), patterns=[p for p in PATTERNS if p != "attention"])
+    stock, ours = swapped(
+        "mistral", batch_sizes=(2,), patterns=[p for p in PATTERNS if p != "attention"]
+    )
     mask = torch.ones(2, 16, dtype=torch.long)
     mask[0, :4] = 0
     for model in (stock, ours):
         model.set_attn_implementation(implementation)
-    kwargs = dict(attention_mask=mask, max_new_tokens=12, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    kwargs = dict(
+        attention_mask=mask,
+        max_new_tokens=12,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
     a, b = stock.generate(prompt(2, 16), **kwargs), ours.generate(prompt(2, 16), **kwargs)
     assert torch.equal(a.sequences, b.sequences)
     torch.testing.assert_close(torch.stack(a.logits), torch.stack(b.logits), **CLOSE)
@@ -70,7 +80,12 @@ def test_names_and_types_stay() -> None:
     stock, ours = swapped()
     a, b = type(layer_of(stock)), type(layer_of(ours))
     assert b is swapped_class(a) and issubclass(b, a) and isinstance(layer_of(ours), a)
-    assert (b.__name__, b.__qualname__, b.__module__, str(b)) == (a.__name__, a.__qualname__, a.__module__, str(a))
+    assert (b.__name__, b.__qualname__, b.__module__, str(b)) == (
+        a.__name__,
+        a.__qualname__,
+        a.__module__,
+        str(a),
+    )
     assert repr(ours) == repr(stock) and type(ours) is type(stock)
     assert [n for n, _ in ours.named_modules()] == [n for n, _ in stock.named_modules()]
     assert list(ours.state_dict()) == list(stock.state_dict())
@@ -84,13 +99,19 @@ def test_only_the_layers_class_and_one_entry_change() -> None:
     assert before["pointers"] == after["pointers"]
     changed = {n for n in before["classes"] if before["classes"][n] is not after["classes"][n]}
     assert changed == {f"model.layers.{i}" for i in range(3)}
-    assert all(after["keys"][n] - before["keys"][n] <= {KEY, "mirage", "generate"} for n in before["keys"])
+    assert all(
+        after["keys"][n] - before["keys"][n] <= {KEY, "mirage", "generate"} for n in before["keys"]
+    )
 
 
 def test_copies_are_stock_and_use_their_own_weights() -> None:
     stock, ours = swapped()
     twin = copy.deepcopy(ours)
-    assert type(layer_of(twin)) is type(layer_of(stock)) and KEY not in layer_of(twin).__dict__ and twin.mirage is None
+    assert (
+        type(layer_of(twin)) is type(layer_of(stock))
+        and KEY not in layer_of(twin).__dict__
+        and twin.mirage is None
+    )
     with torch.no_grad():
         for p in twin.parameters():
             p.zero_()
@@ -137,6 +158,7 @@ def test_save_pretrained_writes_the_stock_model(tmp_path: Any) -> None:
 
 
 # -- the guard ----------------------------------------------------------------------------------------------------------
+
 
 def _train(m: Any) -> None:
     m.train()
@@ -185,12 +207,19 @@ def _transposed(m: Any) -> None:
 
 
 EVENTS: dict[str, Callable[[Any], None]] = {
-    "self_attn.o_proj.bias was added": _bias, "self_attn.q_proj.weight has other strides": _transposed,
-    "training mode": _train, "forward hook on up_proj": _hook_child, "forward hook on self_attn": _pre_hook_child,
-    "q_proj has a forward of its own": _own_forward, "gate_proj was replaced": _replace,
-    "input_layernorm.weight was replaced": _assign, "mlp.down_proj.weight has moved": _set_data,
-    "input is torch.bfloat16 on cpu": lambda m: m.bfloat16(), "input is torch.float16 on cpu": lambda m: m.half(),
-    "input_layernorm.weight has moved": _there_and_back}
+    "self_attn.o_proj.bias was added": _bias,
+    "self_attn.q_proj.weight has other strides": _transposed,
+    "training mode": _train,
+    "forward hook on up_proj": _hook_child,
+    "forward hook on self_attn": _pre_hook_child,
+    "q_proj has a forward of its own": _own_forward,
+    "gate_proj was replaced": _replace,
+    "input_layernorm.weight was replaced": _assign,
+    "mlp.down_proj.weight has moved": _set_data,
+    "input is torch.bfloat16 on cpu": lambda m: m.bfloat16(),
+    "input is torch.float16 on cpu": lambda m: m.half(),
+    "input_layernorm.weight has moved": _there_and_back,
+}
 
 
 @pytest.mark.parametrize("reason", EVENTS)
@@ -278,17 +307,27 @@ def test_children_that_stayed_stock_may_change(family: str, change: Callable[[An
 def test_classes_patched_later_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     stock, ours = swapped()
     plain = decode_logits(stock)
-    for inner in (type(layer_of(stock)), type(layer_of(stock).mlp), type(layer_of(stock).self_attn), type(layer_of(stock).input_layernorm)):
+    for inner in (
+        type(layer_of(stock)),
+        type(layer_of(stock).mlp),
+        type(layer_of(stock).self_attn),
+        type(layer_of(stock).input_layernorm),
+    ):
         forward = inner.forward
 
         def patched(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
             out = forward(*args, **kwargs)
             return (1.5 * out[0], *out[1:]) if isinstance(out, tuple) else 1.5 * out
+
         with monkeypatch.context() as patch:
             patch.setattr(inner, "forward", patched)
-            assert torch.equal(decode_logits(ours), decode_logits(stock)) and not torch.equal(decode_logits(stock), plain)
+            assert torch.equal(decode_logits(ours), decode_logits(stock)) and not torch.equal(
+                decode_logits(stock), plain
+            )
             assert counts(ours)[f"the forward of class {inner.__name__} was replaced"] == 4
-    layer_of(ours).input_layernorm.variance_epsilon = layer_of(stock).input_layernorm.variance_epsilon = 0.5
+    layer_of(ours).input_layernorm.variance_epsilon = layer_of(
+        stock
+    ).input_layernorm.variance_epsilon = 0.5
     torch.testing.assert_close(decode_logits(ours), decode_logits(stock), **CLOSE)
     assert counts(ours)["a variance_epsilon was changed"] == 4
 
@@ -327,11 +366,15 @@ def test_moved_weights_free_their_old_memory() -> None:
     assert old() is None
 
 
-@pytest.mark.parametrize("family", ["llama", "granite"])  # the second one's layers have numbers of their own
+@pytest.mark.parametrize(
+    "family", ["llama", "granite"]
+)  # the second one's layers have numbers of their own
 def test_a_deleted_model_frees_its_memory(family: str) -> None:
     model = optimize(tiny(family))
     model.generate(prompt(), max_new_tokens=3)
-    alive = weakref.ref(layer_of(model).mlp.gate_proj.weight)  # not of the layer: its dictionary may outlive it
+    alive = weakref.ref(
+        layer_of(model).mlp.gate_proj.weight
+    )  # not of the layer: its dictionary may outlive it
     gc.collect()
     gc.disable()
     try:
@@ -350,7 +393,9 @@ def test_gradients_go_the_stock_way() -> None:
     for model in (stock, ours):
         run_once(model).sum().backward()
     assert counts(ours) == {"gradients needed": 1}
-    assert torch.equal(layer_of(ours).mlp.gate_proj.weight.grad, layer_of(stock).mlp.gate_proj.weight.grad)
+    assert torch.equal(
+        layer_of(ours).mlp.gate_proj.weight.grad, layer_of(stock).mlp.gate_proj.weight.grad
+    )
     frozen = twin_of(stock).requires_grad_(False)
     layer_of(frozen).self_attn.k_proj.weight.requires_grad_(True)  # of a part that stays stock
     optimize(frozen, patterns=["gated_mlp"])
@@ -387,7 +432,11 @@ def test_modes_and_transforms_go_the_stock_way() -> None:
     handle = nn.modules.module.register_module_forward_hook(lambda *a: None)
     run_once(ours)
     handle.remove()
-    assert counts(ours) == {"autocast": 1, "a torch mode or transform is active": 1, "global forward hooks": 2}
+    assert counts(ours) == {
+        "autocast": 1,
+        "a torch mode or transform is active": 1,
+        "global forward hooks": 2,
+    }
 
 
 @torch.no_grad()
@@ -402,8 +451,11 @@ def test_unknown_arguments_and_other_shapes_go_the_stock_way() -> None:
     b = layer_of(ours)(x, None, position_embeddings=(cos, cos))
     c = layer_of(ours)(hidden_states=x, position_embeddings=(cos, cos))
     assert torch.equal(a, b) and torch.equal(a, c)
-    assert counts(ours) == {"unknown argument colour": 1, "no kernel for 4 rows": 1,
-                            "arguments given by position or keyword in another way": 2}
+    assert counts(ours) == {
+        "unknown argument colour": 1,
+        "no kernel for 4 rows": 1,
+        "arguments given by position or keyword in another way": 2,
+    }
 
 
 @torch.no_grad()
@@ -411,15 +463,24 @@ def test_inner_outputs_are_those_of_stock() -> None:
     stock, ours = swapped()
     for model in (stock, ours):
         model.set_attn_implementation("eager")
-    a, b = (m(prompt(1, 1), use_cache=False, output_attentions=True, output_hidden_states=True) for m in (stock, ours))
-    assert len(b.attentions) == 3 and all(torch.equal(x, y) for x, y in zip(a.attentions, b.attentions, strict=True))
-    assert counts(ours) == {"output_attentions": 1} or counts(ours) == {"attentions or other inner outputs asked for": 1}
+    a, b = (
+        m(prompt(1, 1), use_cache=False, output_attentions=True, output_hidden_states=True)
+        for m in (stock, ours)
+    )
+    assert len(b.attentions) == 3 and all(
+        torch.equal(x, y) for x, y in zip(a.attentions, b.attentions, strict=True)
+    )
+    assert counts(ours) == {"output_attentions": 1} or counts(ours) == {
+        "attentions or other inner outputs asked for": 1
+    }
     before = dict(counts(ours))
     a, b = (m(prompt(1, 1), use_cache=False, output_hidden_states=True) for m in (stock, ours))
     assert len(b.hidden_states) == 4
     torch.testing.assert_close(torch.stack(a.hidden_states), torch.stack(b.hidden_states), **CLOSE)
     run_once(ours)
-    assert counts(ours) == before and layer_of(ours).__dict__[KEY].calls == 2  # the hooks stay, and do not count
+    assert (
+        counts(ours) == before and layer_of(ours).__dict__[KEY].calls == 2
+    )  # the hooks stay, and do not count
 
 
 @torch.no_grad()
@@ -439,13 +500,22 @@ def test_the_guard_costs_little() -> None:
     model = optimize(tiny("llama").requires_grad_(False))
     layer = layer_of(model)
     bound, state, args = layer.__dict__[KEY], layer.__dict__, (torch.randn(1, 1, 32),)
-    kwargs = dict(attention_mask=None, position_ids=None, past_key_values=None, use_cache=True, position_embeddings=None)
-    seconds = min(timeit.repeat(lambda: bound.choose(state, args, kwargs), number=2000, repeat=15)) / 2000
+    kwargs = dict(
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        use_cache=True,
+        position_embeddings=None,
+    )
+    seconds = (
+        min(timeit.repeat(lambda: bound.choose(state, args, kwargs), number=2000, repeat=15)) / 2000
+    )
     assert type(bound.choose(state, args, kwargs)) is not str
     assert seconds < 12e-6  # 2.8 µs on an idle core of 2026; the rest is for a loaded machine
 
 
 # -- the fingerprint ----------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_the_fingerprint_sees_it(event: str) -> None:
@@ -464,7 +534,9 @@ def test_the_fingerprint_sees_an_epsilon_and_a_second_forward_at_the_address_of_
     for _ in range(3):
         layer_of(ours).mlp.forward = lambda x: x
         seen.append(survey(ours).model)
-        del layer_of(ours).mlp.forward  # its memory is free for the next, unless the fingerprint keeps it
+        del layer_of(
+            ours
+        ).mlp.forward  # its memory is free for the next, unless the fingerprint keeps it
     assert len(set(seen)) == 5
 
 

@@ -1,4 +1,5 @@
 """torch.compile and torch.export of swapped modules: kernels stay in the graph as `mirage_hf::run`, and nothing else changes."""
+
 from __future__ import annotations
 
 import subprocess
@@ -14,9 +15,9 @@ from swapping import decode_logits, prompt, tiny, twin_of
 from torch import nn
 from transformers import CompileConfig
 
-from mirage_hf import torch_op
 from mirage_hf.api import optimize, restore
 from mirage_hf.errors import ZooError
+from mirage_hf.pipeline import torch_op
 from mirage_hf.swap.guard import KEY
 
 pytestmark = pytest.mark.usefixtures("resolved")
@@ -45,6 +46,7 @@ def counting() -> tuple[Any, list[int]]:
     def backend(gm: Any, _: Any) -> Any:
         seen.append(count(gm))
         return gm
+
     return backend, seen
 
 
@@ -67,18 +69,35 @@ def hidden(rows: int = 1, seed: int = 0) -> torch.Tensor:
 
 # -- compiled graphs hold kernels -----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow),
-                                    *(pytest.param(f, marks=THOROUGH) for f in ("qwen3", "phi3"))])
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        pytest.param("gemma2", marks=pytest.mark.slow),
+        *(pytest.param(f, marks=THOROUGH) for f in ("qwen3", "phi3")),
+    ],
+)
 def test_a_whole_model_is_one_graph_with_kernels(family: str) -> None:
     model = optimize(tiny(family, num_hidden_layers=2))
     run, seen = compiled(model)
-    assert torch.equal(run(prompt(1, 1), use_cache=False).logits, model(prompt(1, 1), use_cache=False).logits)
-    assert seen == [sum(r.pattern != "attention" and r.module != "head" for r in model.mirage.report.swapped)]
+    assert torch.equal(
+        run(prompt(1, 1), use_cache=False).logits, model(prompt(1, 1), use_cache=False).logits
+    )
+    assert seen == [
+        sum(r.pattern != "attention" and r.module != "head" for r in model.mirage.report.swapped)
+    ]
     assert seen == [8]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", ["gated_mlp", *(pytest.param(k, marks=THOROUGH) for k in ("rms_norm_linear", "linear_residual"))])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "gated_mlp",
+        *(pytest.param(k, marks=THOROUGH) for k in ("rms_norm_linear", "linear_residual")),
+    ],
+)
 def test_parts_that_stay_stock_are_traced_beside_kernels(kept: str) -> None:
     _, ours = pair("qwen2", patterns=[kept])
     run, seen = compiled(ours)
@@ -138,7 +157,10 @@ def test_generate_with_a_compiled_static_cache_gives_the_same_tokens() -> None:
     config = CompileConfig(backend=backend, fullgraph=True, mode=None)
     config._compile_all_devices = True
     optimize(model)
-    assert torch.equal(model.generate(prompt(), cache_implementation="static", compile_config=config, **options), want)
+    assert torch.equal(
+        model.generate(prompt(), cache_implementation="static", compile_config=config, **options),
+        want,
+    )
     assert set(seen) == {8}
     assert torch.equal(model.generate(prompt(), **options), want)
 
@@ -157,7 +179,9 @@ def test_calling_without_compiling_is_as_before() -> None:
 @pytest.mark.slow
 def test_restored_and_retired_modules_are_stock() -> None:
     model = optimize(tiny("llama", num_hidden_layers=2))
-    model.model.layers[1].load_state_dict(tiny("llama", seed=1).model.layers[1].state_dict(), assign=True)
+    model.model.layers[1].load_state_dict(
+        tiny("llama", seed=1).model.layers[1].state_dict(), assign=True
+    )
     decode_logits(model)  # its guard gives up
     run, seen = compiled(model)
     run(prompt(1, 1), use_cache=False)
@@ -169,6 +193,7 @@ def test_restored_and_retired_modules_are_stock() -> None:
 
 # -- what must be traced as stock -----------------------------------------------------------------------------------------
 
+
 def _hook(m: Any) -> None:
     m.mlp.up_proj.register_forward_hook(lambda module, args, out: 2 * out)
 
@@ -178,7 +203,9 @@ def _forward(m: Any) -> None:
 
 
 def _method(m: Any) -> None:
-    m.mlp.up_proj.forward = MethodType(lambda self, x: 2 * nn.functional.linear(x, self.weight), m.mlp.up_proj)
+    m.mlp.up_proj.forward = MethodType(
+        lambda self, x: 2 * nn.functional.linear(x, self.weight), m.mlp.up_proj
+    )
 
 
 class Doubling(nn.Linear):
@@ -196,7 +223,11 @@ def _child(m: Any) -> None:
 
 def _other_shape(m: Any) -> None:
     torch.manual_seed(1)
-    m.mlp.gate_proj, m.mlp.up_proj, m.mlp.down_proj = nn.Linear(32, 40), nn.Linear(32, 40), nn.Linear(40, 32)
+    m.mlp.gate_proj, m.mlp.up_proj, m.mlp.down_proj = (
+        nn.Linear(32, 40),
+        nn.Linear(32, 40),
+        nn.Linear(40, 32),
+    )
 
 
 def _epsilon(m: Any) -> None:
@@ -212,14 +243,23 @@ def _bias(m: Any) -> None:
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {
-    "a hook": _hook, "a forward on the instance": _forward, "a method on the instance": _method, "another class": _kind,
-    "another child": _child, "other shapes": _other_shape, "another epsilon": _epsilon, "another dtype": _dtype,
-    "a bias that was not there": _bias}
+    "a hook": _hook,
+    "a forward on the instance": _forward,
+    "a method on the instance": _method,
+    "another class": _kind,
+    "another child": _child,
+    "other shapes": _other_shape,
+    "another epsilon": _epsilon,
+    "another dtype": _dtype,
+    "a bias that was not there": _bias,
+}
 OFTEN = "a hook", "another child", "another epsilon"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [pytest.param(c, marks=[THOROUGH] * (c not in OFTEN)) for c in CHANGES])
+@pytest.mark.parametrize(
+    "change", [pytest.param(c, marks=[THOROUGH] * (c not in OFTEN)) for c in CHANGES]
+)
 def test_changes_send_a_graph_to_stock(change: str) -> None:
     stock, ours = pair()
     run, seen = compiled(ours)
@@ -242,7 +282,9 @@ def test_training_autocast_and_other_arguments_are_stock() -> None:
         assert torch.equal(run(hidden(), **ROPE), stock(hidden(), **ROPE))
     assert torch.equal(run(hidden(), colour="blue", **ROPE), stock(hidden(), **ROPE))
     assert torch.equal(run(hidden_states=hidden(), **ROPE), stock(hidden(), **ROPE))
-    assert torch.equal(run(hidden().expand(1, 1, 32).transpose(0, 1), None, **ROPE), stock(hidden(), **ROPE))
+    assert torch.equal(
+        run(hidden().expand(1, 1, 32).transpose(0, 1), None, **ROPE), stock(hidden(), **ROPE)
+    )
     ours.train()
     assert torch.equal(run(hidden(), **ROPE), stock(hidden(), **ROPE))
     assert seen[0] == 4 and set(seen[1:]) == {0} and len(seen) == 6
@@ -256,7 +298,10 @@ def test_gradients_are_those_of_stock() -> None:
     for forward in (stock, run):
         forward(hidden(), **ROPE).square().sum().backward()
     assert seen == [0]
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(stock.parameters(), ours.parameters(), strict=True))
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(stock.parameters(), ours.parameters(), strict=True)
+    )
     ours.requires_grad_(False)
     run(hidden(), **ROPE)
     run(hidden().requires_grad_(), **ROPE)
@@ -271,7 +316,9 @@ def test_transforms_trace_stock() -> None:
     torch.testing.assert_close(run(x), torch.func.vmap(lambda y: stock(y, **ROPE))(x), **CLOSE)
     frozen = ours.requires_grad_(False)
     run, seen_too = compiled(torch.func.grad(lambda y: frozen(y, **ROPE).sum()))
-    torch.testing.assert_close(run(x[0]), torch.func.grad(lambda y: stock(y, **ROPE).sum())(x[0]), **CLOSE)
+    torch.testing.assert_close(
+        run(x[0]), torch.func.grad(lambda y: stock(y, **ROPE).sum())(x[0]), **CLOSE
+    )
     assert seen == [0] and seen_too == [0]
 
 
@@ -290,6 +337,7 @@ def test_weights_are_inputs_of_the_graph() -> None:
 
 
 # -- adapters -------------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("alone", [True, False])
@@ -313,6 +361,7 @@ def test_adapters_that_change_are_seen(alone: bool) -> None:
 
     def agree() -> None:
         torch.testing.assert_close(run(hidden(), **given), want(hidden(), **given), **CLOSE)
+
     agree()
     for model in models:
         model.set_adapter("other")
@@ -326,22 +375,35 @@ def test_adapters_that_change_are_seen(alone: bool) -> None:
     assert seen == [1 if alone else 5, 0, 0]
 
 
-@pytest.mark.parametrize("strict", [None, *(pytest.param(x, marks=pytest.mark.slow) for x in (True, False))])
-def test_what_adapters_are_scaled_by_is_a_constant_of_the_graph(strict: bool | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "strict", [None, *(pytest.param(x, marks=pytest.mark.slow) for x in (True, False))]
+)
+def test_what_adapters_are_scaled_by_is_a_constant_of_the_graph(
+    strict: bool | None, tmp_path: Path
+) -> None:
     """A kernel in a CUDA graph may read it before what is launched ahead of it is done, so nothing in the graph may write it."""
     peft = pytest.importorskip("peft")
-    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False, alpha_pattern={"v_proj": 3})
+    adapters = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj", "o_proj"],
+        init_lora_weights=False,
+        alpha_pattern={"v_proj": 3},
+    )
     model = peft.get_peft_model(tiny("llama", num_hidden_layers=1), adapters).eval()
     layer, graphs = optimize(model).get_base_model().model.layers[0], []
     want = layer(hidden(), **ROPE)
     if strict is None:
         run = torch.compile(layer, backend=lambda gm, _: graphs.append(gm) or gm, fullgraph=True)
     else:
-        torch.export.save(torch.export.export(layer, (hidden(),), ROPE, strict=strict), tmp_path / "layer.pt2")
+        torch.export.save(
+            torch.export.export(layer, (hidden(),), ROPE, strict=strict), tmp_path / "layer.pt2"
+        )
         graphs.append(run := torch.export.load(tmp_path / "layer.pt2").module())
     assert torch.equal(run(hidden(), **ROPE), want) and count(graphs[0]) == 6
     names = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
-    assert not [name for name in names if any(what in name for what in ("full", "zeros", "clone", "lift"))], names
+    assert not [
+        name for name in names if any(what in name for what in ("full", "zeros", "clone", "lift"))
+    ], names
 
 
 @pytest.mark.slow
@@ -349,11 +411,16 @@ def test_scalings_that_are_tensors_are_read_by_the_graph() -> None:
     """What they hold may change without a trace: such adapters run as stock's there."""
     peft = pytest.importorskip("peft")
     from peft.utils.hotswap import prepare_model_for_compiled_hotswap
+
     models = []
     for _ in range(2):
         model = tiny("llama", num_hidden_layers=1)
         torch.manual_seed(3)
-        models.append(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)).eval())
+        models.append(
+            peft.get_peft_model(
+                model, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+            ).eval()
+        )
         prepare_model_for_compiled_hotswap(models[-1])
     optimize(models[1])
     want, layer = (model.get_base_model().model.layers[0] for model in models)
@@ -366,6 +433,7 @@ def test_scalings_that_are_tensors_are_read_by_the_graph() -> None:
 
 
 # -- torch.export ---------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=THOROUGH)])
@@ -402,7 +470,9 @@ print("same")
 
 
 @pytest.mark.slow
-def test_a_saved_program_finds_its_kernels_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_program_finds_its_kernels_in_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()  # the resolver is the real one here: what it finds is kept in the cache, where the other process looks
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / "cache"))
     ours = optimize(tiny("louder", num_hidden_layers=1)).model.layers[0].mlp
@@ -410,10 +480,16 @@ def test_a_saved_program_finds_its_kernels_in_another_process(tmp_path: Path, mo
     assert count(exported.graph_module) == 1
     torch.export.save(exported, tmp_path / "mlp.pt2")
     torch.save((hidden(seed=3), ours(hidden(seed=3))), tmp_path / "want.pt")
-    done = subprocess.run([sys.executable, "-c", LOADS, str(tmp_path / "mlp.pt2"), str(tmp_path / "want.pt")],
-                          capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS, str(tmp_path / "mlp.pt2"), str(tmp_path / "want.pt")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout.endswith("same\n"), done.stderr
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / "empty"))
     monkeypatch.setattr(torch_op, "_known", {})
-    with pytest.raises(ZooError, match=r"no kernel for program .*empty.*run mirage_hf\.optimize here"):
+    with pytest.raises(
+        ZooError, match=r"no kernel for program .*empty.*run mirage_hf\.optimize here"
+    ):
         exported.module()(hidden())

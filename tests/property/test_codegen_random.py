@@ -1,4 +1,5 @@
 """Random block graphs: Triton text through the interpreter = the block graph's executor, and it compiles with no GPU."""
+
 import sys
 from pathlib import Path
 
@@ -20,14 +21,20 @@ COUNT, FOUND, SEED = count(300, 50), count(320, 12), 5000
 def test_random_block_graphs_through_the_interpreter():
     result = interpreted.run(f"import random_blocks; random_blocks.main({COUNT}, {SEED})")
     assert result["ran"] == COUNT and not result["wrong"], result["wrong"]
-    enough = {"with_dots": 0.1, "with_eight": 0.03, "with_parts": 0.2, "with_shifts": 0.2, "with_splits": 0.1}
+    enough = {
+        "with_dots": 0.1,
+        "with_eight": 0.03,
+        "with_parts": 0.2,
+        "with_shifts": 0.2,
+        "with_splits": 0.1,
+    }
     assert all(result[kind] >= share * COUNT for kind, share in enough.items()), result
 
 
 def test_random_block_graphs_compile_ahead_of_time(tmp_path, monkeypatch):
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     for _, graph, schedule in random_blocks.random_cases(count(24, 12), SEED):
-        kernel, = compiler.ahead_of_time(triton.generate(UGraph(graph, graph), [schedule]), 90)
+        (kernel,) = compiler.ahead_of_time(triton.generate(UGraph(graph, graph), [schedule]), 90)
         assert kernel.asm["cubin"]
 
 

@@ -1,4 +1,5 @@
 """Programs that nobody wrote rules for: random DAGs of realistic shapes come back fused, and everything that comes back is right."""
+
 from __future__ import annotations
 
 import random
@@ -40,10 +41,26 @@ def dag(rng: random.Random) -> KernelGraph:
         return rng.choice(old) if old and rng.random() < 0.5 else g.new_input(x.dims)
 
     while sum(op.name != "permute" for op in g.ops) < most:
-        x = tensors[-1] if rng.random() < 0.7 else rng.choice(tensors)  # mostly go on with what was just computed, as models do
+        x = (
+            tensors[-1] if rng.random() < 0.7 else rng.choice(tensors)
+        )  # mostly go on with what was just computed, as models do
         n = x.dims[1]
-        kind = rng.choice(("matmul", "matmul", "linear", "unary", "unary", "residual", "gate", "number", "vector", "norm", "softmax",
-                           "reduce"))
+        kind = rng.choice(
+            (
+                "matmul",
+                "matmul",
+                "linear",
+                "unary",
+                "unary",
+                "residual",
+                "gate",
+                "number",
+                "vector",
+                "norm",
+                "softmax",
+                "reduce",
+            )
+        )
         if kind == "matmul":
             y = g.matmul(x, g.new_input((n, rng.choice(columns))))
         elif kind == "linear":
@@ -64,7 +81,9 @@ def dag(rng: random.Random) -> KernelGraph:
         elif kind == "softmax":
             y = g.softmax(x)
         else:
-            y = getattr(g, rng.choice(("sub", "mul")))(x, g.reduction(x, 1, rng.choice(("sum", "mean", "max"))))
+            y = getattr(g, rng.choice(("sub", "mul")))(
+                x, g.reduction(x, 1, rng.choice(("sum", "mean", "max")))
+            )
         tensors.append(y)
     used = {x.index for op in g.ops for x in op.inputs if isinstance(x, DTensor)}
     made = [op.outputs[0] for op in g.ops if op.name != "permute"]
@@ -78,7 +97,9 @@ def dag(rng: random.Random) -> KernelGraph:
 
 def provable(ugraph: UGraph) -> bool:
     """Whether `prove` takes it on. Once it takes all (several kernels, running maxima), this goes."""
-    return ugraph.num_kernels == 1 and all(a.shift is None for op in ugraph.block_ops for s in op.block.stages for a in s.accumulators)
+    return ugraph.num_kernels == 1 and all(
+        a.shift is None for op in ugraph.block_ops for s in op.block.stages for a in s.accumulators
+    )
 
 
 def check(g: KernelGraph, seed: int) -> Counter[str]:
@@ -109,8 +130,11 @@ def check(g: KernelGraph, seed: int) -> Counter[str]:
         if provable(f.ugraph):
             verdict = prove(f.ugraph, trials=1, target=1.0)
             counts["proven" if isinstance(verdict, Accepted) else "refused"] += 1
-            assert isinstance(verdict, Accepted) or "divides by zero" in verdict.reason or counts["right at whole sizes only"], (
-                verdict, str(f.ugraph))
+            assert (
+                isinstance(verdict, Accepted)
+                or "divides by zero" in verdict.reason
+                or counts["right at whole sizes only"]
+            ), (verdict, str(f.ugraph))
     counts["fused"] = bool(found) and found[0].ugraph.num_kernels < library_ugraph(g).num_kernels
     return counts
 
@@ -118,9 +142,17 @@ def check(g: KernelGraph, seed: int) -> Counter[str]:
 def test_random_dags_come_back_in_fewer_kernels_and_all_are_right():
     counts: Counter[str] = Counter()
 
-    @settings(max_examples=DAGS, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None,
-              phases=(Phase.explicit, Phase.generate))
-    @given(st.randoms(use_true_random=True))  # hypothesis draws the seed: programs drawn piece by piece resemble each other
+    @settings(
+        max_examples=DAGS,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+        phases=(Phase.explicit, Phase.generate),
+    )
+    @given(
+        st.randoms(use_true_random=True)
+    )  # hypothesis draws the seed: programs drawn piece by piece resemble each other
     def one(rng):
         g = dag(rng)
         note(str(g))
@@ -128,15 +160,28 @@ def test_random_dags_come_back_in_fewer_kernels_and_all_are_right():
 
     one()
     assert counts["programs"] >= DAGS and counts["returned"] > 2 * counts["programs"], counts
-    assert counts["without numbers"] + counts["right at whole sizes only"] < 0.05 * counts["returned"], counts
+    assert (
+        counts["without numbers"] + counts["right at whole sizes only"] < 0.05 * counts["returned"]
+    ), counts
     assert counts["fused"] >= FUSED * counts["programs"], counts
 
 
 def test_reduced_programs_are_the_programs_with_composites_written_out():
     """What stands for a program at reduced sizes is the program, where sizes are not reduced."""
     g = KernelGraph()
-    x, w, gamma = g.new_input((4, 8), mi.float32), g.new_input((8, 6), mi.float32), g.new_input((1, 8), mi.float32)
-    g.mark_output(g.softmax(g.matmul(g.layer_norm(g.rms_norm(x, gamma), gamma), w)), g.reduction(x, 1, "mean"))
+    x, w, gamma = (
+        g.new_input((4, 8), mi.float32),
+        g.new_input((8, 6), mi.float32),
+        g.new_input((1, 8), mi.float32),
+    )
+    g.mark_output(
+        g.softmax(g.matmul(g.layer_norm(g.rms_norm(x, gamma), gamma), w)), g.reduction(x, 1, "mean")
+    )
     inputs = mutants.float64_inputs(g)
     same = {d: d for t in g.inputs for d in t.dims}
-    assert shrink.distance(mutants.reference(shrink.program(g, same), inputs), mutants.reference(g, inputs)) < 1e-12
+    assert (
+        shrink.distance(
+            mutants.reference(shrink.program(g, same), inputs), mutants.reference(g, inputs)
+        )
+        < 1e-12
+    )

@@ -1,4 +1,5 @@
 """One program written in several ways has one best cost: operands commuted, inputs renamed and reordered, identities put in."""
+
 from __future__ import annotations
 
 import random
@@ -20,14 +21,23 @@ IDENTITIES = ("times one", "plus zero", "negated twice", "permuted twice", "resh
 RANDOM = 60
 
 
-def written(graph: KernelGraph, rng: random.Random, *, commute: bool = False, rename: bool = False, identities: int = 0) -> KernelGraph:
+def written(
+    graph: KernelGraph,
+    rng: random.Random,
+    *,
+    commute: bool = False,
+    rename: bool = False,
+    identities: int = 0,
+) -> KernelGraph:
     """The same program in other words."""
     g = KernelGraph()
     order = list(graph.inputs)
     if rename:
         rng.shuffle(order)
-    new: dict[int, DTensor] = {t.index: g.new_input(t.dims, t.dtype, t.strides, f"tensor_{k}" if rename else t.name)
-                               for k, t in enumerate(order)}
+    new: dict[int, DTensor] = {
+        t.index: g.new_input(t.dims, t.dtype, t.strides, f"tensor_{k}" if rename else t.name)
+        for k, t in enumerate(order)
+    }
 
     def padded(x: DTensor) -> DTensor:
         kind = rng.choice(IDENTITIES)
@@ -59,8 +69,12 @@ def best(graph: KernelGraph) -> float | None:
     return found[0].cost_us if found else None
 
 
-WAYS = {"commuted": {"commute": True}, "renamed": {"rename": True}, "padded": {"identities": 2},
-        "all": {"commute": True, "rename": True, "identities": 2}}
+WAYS = {
+    "commuted": {"commute": True},
+    "renamed": {"rename": True},
+    "padded": {"identities": 2},
+    "all": {"commute": True, "rename": True, "identities": 2},
+}
 
 
 @pytest.mark.parametrize("name", programs.PROGRAMS)
@@ -75,8 +89,14 @@ def test_programs_of_the_list(name):
 def test_random_programs():
     counts: Counter[str] = Counter()
 
-    @settings(max_examples=RANDOM, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None,
-              phases=(Phase.explicit, Phase.generate))
+    @settings(
+        max_examples=RANDOM,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+        phases=(Phase.explicit, Phase.generate),
+    )
     @given(st.randoms(use_true_random=True))
     def one(rng):
         graph = small_program(rng)

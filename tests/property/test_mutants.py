@@ -1,4 +1,5 @@
 """Mutated µGraphs: none that differs is proven, none that leaves the range passes the numbers, all originals are accepted."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -43,22 +44,48 @@ def test_a_program_that_is_unknown_is_named_beside_those_that_are(script, monkey
     with pytest.raises(SystemExit) as stopped:
         script.main()
     err = capsys.readouterr().err
-    assert stopped.value.code == 2 and "unknown program 'none'; there are " in err and "split_k" in err
+    assert (
+        stopped.value.code == 2 and "unknown program 'none'; there are " in err and "split_k" in err
+    )
 
 
 def test_every_kind_of_mutant_of_several_kernels_is_made_and_judged():
     kinds: dict[str, set[str]] = {}
-    for name in ("split_attention", "norm_in_two", "library_between", "flash", "split_maximum", "split_k"):
+    for name in (
+        "split_attention",
+        "norm_in_two",
+        "library_between",
+        "flash",
+        "split_maximum",
+        "split_k",
+    ):
         u = chains.ALL[name]()
         judge = mutants.Judge(u.program, seeds=(0,))
         assert judge(u) == "equal"
         for m in mutants.mutants(u):
             if len(kinds.setdefault(m.kind, set())) < 3:
                 kinds[m.kind].add(judge(m.ugraph))
-    assert {"not rescaled", "maximum of another value", "a part counted twice", "doubled accumulator", "accumulator dropped", "wrong role",
-            "permuted outputs of the µGraph", "dropped output of the µGraph", "doubled output of the µGraph", "changed constant",
-            "swapped operands of a kernel", "another operand of a kernel", "another attribute of a library op"} <= kinds.keys(), kinds
-    for kind in ("not rescaled", "doubled accumulator", "permuted outputs of the µGraph", "swapped operands of a kernel"):
+    assert {
+        "not rescaled",
+        "maximum of another value",
+        "a part counted twice",
+        "doubled accumulator",
+        "accumulator dropped",
+        "wrong role",
+        "permuted outputs of the µGraph",
+        "dropped output of the µGraph",
+        "doubled output of the µGraph",
+        "changed constant",
+        "swapped operands of a kernel",
+        "another operand of a kernel",
+        "another attribute of a library op",
+    } <= kinds.keys(), kinds
+    for kind in (
+        "not rescaled",
+        "doubled accumulator",
+        "permuted outputs of the µGraph",
+        "swapped operands of a kernel",
+    ):
         assert "differs" in kinds[kind] or "range only" in kinds[kind], (kind, kinds[kind])
 
 
@@ -68,8 +95,15 @@ def test_the_judge_shares_no_code_with_the_interpreter_and_agrees_with_it():
         u = build()
         inputs = mutants.float64_inputs(u.program)
         want = plain.run(u.program, inputs)
-        for got in (plain.run(u.kernels, inputs), run_kernel_graph(u.kernels, inputs, torch.float64),
-                    run_kernel_graph(u.program, inputs, torch.float64)):
+        for got in (
+            plain.run(u.kernels, inputs),
+            run_kernel_graph(u.kernels, inputs, torch.float64),
+            run_kernel_graph(u.program, inputs, torch.float64),
+        ):
             for a, b in zip(got, want, strict=True):
-                loose = 1e3 if name == "every_op" else 1  # a cast in a block graph rounds to float32
-                torch.testing.assert_close(a, b, rtol=1e-9 * loose, atol=1e-11 * loose, msg=name, equal_nan=True)
+                loose = (
+                    1e3 if name == "every_op" else 1
+                )  # a cast in a block graph rounds to float32
+                torch.testing.assert_close(
+                    a, b, rtol=1e-9 * loose, atol=1e-11 * loose, msg=name, equal_nan=True
+                )

@@ -9,6 +9,7 @@ two values kept in between; only the cost of one kernel is the core's. Two diffe
   Σ_k a · Σ_k b, whose bound axis has one name, so ways that differ in which of the two an outer sum takes in are not found from each
   other (`sums_meet`); and `op_work` may drop the order of three factors that is cheaper in kernels (f(x)·W·V with a large W: 5%).
 """
+
 from __future__ import annotations
 
 import random
@@ -26,7 +27,7 @@ from mirage_hf.search.spec import NotLowerable, lower
 PROGRAMS = count(200, 80)
 PRIMITIVES = 6
 WAYS = 300
-LEAST = 2.66   # µs: launch and latency, which every kernel pays
+LEAST = 2.66  # µs: launch and latency, which every kernel pays
 SEARCH = engine.SearchOptions(time_limit=20, threads=1, max_kernels=3, max_cuts=2)
 SCALARS = 0.01
 DEARER = 0.02
@@ -46,7 +47,9 @@ def small_program(rng: random.Random) -> KernelGraph:
 
         for _ in range(rng.randint(1, 5)):
             x = tensors[-1] if rng.random() < 0.7 else rng.choice(tensors)
-            kind = rng.choice(("matmul", "matmul", "binary", "binary", "unary", "sum", "normalize", "number"))
+            kind = rng.choice(
+                ("matmul", "matmul", "binary", "binary", "unary", "sum", "normalize", "number")
+            )
             if kind == "matmul":
                 y = g.matmul(x, g.new_input((x.dims[1], rng.choice(SIZES))))
             elif kind == "binary":
@@ -66,7 +69,10 @@ def small_program(rng: random.Random) -> KernelGraph:
             outputs.append(rng.choice([op.outputs[0] for op in g.ops]))
         g.mark_output(*dict.fromkeys(outputs))
         spec = lower(g)
-        if not isinstance(spec, NotLowerable) and 2 <= sum(t.op not in oracle.LEAVES for t in spec.terms) <= PRIMITIVES:
+        if (
+            not isinstance(spec, NotLowerable)
+            and 2 <= sum(t.op not in oracle.LEAVES for t in spec.terms) <= PRIMITIVES
+        ):
             return g
 
 
@@ -94,15 +100,25 @@ def compare(g: KernelGraph) -> tuple[float | None, oracle.Plan, int, bool]:
     assert report.stop == "exhausted", report
     if not found:  # an output is an input or a number
         return None, oracle.Plan(float("inf")), 0, True
-    return found[0].cost_us, *oracle.cheapest(*core_program(g), found[0].cost_us * (1 + 1e-9), LEAST, WAYS)
+    return found[0].cost_us, *oracle.cheapest(
+        *core_program(g), found[0].cost_us * (1 + 1e-9), LEAST, WAYS
+    )
 
 
 def test_no_cheaper_plan_by_brute_force():
     counts: Counter[str] = Counter()
 
-    @settings(max_examples=PROGRAMS, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None,
-              phases=(Phase.explicit, Phase.generate))
-    @given(st.randoms(use_true_random=True))  # hypothesis draws the seed: programs drawn piece by piece resemble each other
+    @settings(
+        max_examples=PROGRAMS,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+        phases=(Phase.explicit, Phase.generate),
+    )
+    @given(
+        st.randoms(use_true_random=True)
+    )  # hypothesis draws the seed: programs drawn piece by piece resemble each other
     def one(rng):
         g = small_program(rng)
         note(str(g))
@@ -116,5 +132,9 @@ def test_no_cheaper_plan_by_brute_force():
 
     one()
     assert counts["compared"] >= PROGRAMS, counts
-    assert counts["same"] >= 0.95 * counts["compared"], counts  # the oracle finds what the search finds
-    assert counts["dearer"] <= DEARER * PROGRAMS and counts["cheaper scalars"] <= 0.12 * PROGRAMS, counts
+    assert counts["same"] >= 0.95 * counts["compared"], (
+        counts
+    )  # the oracle finds what the search finds
+    assert counts["dearer"] <= DEARER * PROGRAMS and counts["cheaper scalars"] <= 0.12 * PROGRAMS, (
+        counts
+    )

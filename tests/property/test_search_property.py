@@ -1,4 +1,5 @@
 """Random programs: whatever the search finds is proven, right in float64 however it is cut, and survives its text and JSON."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -17,8 +18,13 @@ from mirage_hf.verify.verdict import Accepted
 
 SIZES = (1, 2, 3, 5)
 SEARCH = SearchOptions(time_limit=0.7, threads=1, max_candidates=6)
-SLOW = settings(max_examples=70, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck),
-                phases=(Phase.explicit, Phase.generate))
+SLOW = settings(
+    max_examples=70,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.generate),
+)
 
 UNARY = ("exp", "silu", "square", "neg", "sigmoid", "tanh", "relu", "gelu_tanh")
 BINARY = ("add", "sub", "mul", "div", "max")
@@ -43,14 +49,31 @@ def programs(draw, most: int = 8):
         return g.new_input(dims, mi.float32, strides)
 
     for _ in range(draw(st.integers(2, most))):
-        kind = draw(st.sampled_from(("unary", "binary", "binary", "number", "matmul", "matmul", "reduce", "norm", "softmax", "permute",
-                                     "concat")))
+        kind = draw(
+            st.sampled_from(
+                (
+                    "unary",
+                    "binary",
+                    "binary",
+                    "number",
+                    "matmul",
+                    "matmul",
+                    "reduce",
+                    "norm",
+                    "softmax",
+                    "permute",
+                    "concat",
+                )
+            )
+        )
         x = any_tensor()
         rank = len(x.dims)
         if kind == "unary":
             y = getattr(g, draw(st.sampled_from(UNARY)))(x)
         elif kind == "number":
-            y = getattr(g, draw(st.sampled_from(("add", "mul", "sub", "div"))))(x, draw(st.sampled_from((0.5, 2.0, -1.0, 1.0, 0.3))))
+            y = getattr(g, draw(st.sampled_from(("add", "mul", "sub", "div"))))(
+                x, draw(st.sampled_from((0.5, 2.0, -1.0, 1.0, 0.3)))
+            )
         elif kind == "binary":
             dims = tuple(n if draw(st.booleans()) else 1 for n in x.dims)
             other = fitting(draw(st.sampled_from((x.dims, dims, dims[1:] or x.dims))))
@@ -59,7 +82,9 @@ def programs(draw, most: int = 8):
         elif kind == "matmul":
             y = g.matmul(x, fitting((x.dims[-1], draw(st.sampled_from((a, b, c))))))
         elif kind == "reduce":
-            y = g.reduction(x, draw(st.integers(0, rank - 1)), draw(st.sampled_from(("sum", "mean", "max"))))
+            y = g.reduction(
+                x, draw(st.integers(0, rank - 1)), draw(st.sampled_from(("sum", "mean", "max")))
+            )
         elif kind == "norm":
             y = g.rms_norm(x, fitting((1, x.dims[-1])) if draw(st.booleans()) else None)
         elif kind == "softmax":
@@ -67,7 +92,10 @@ def programs(draw, most: int = 8):
         elif kind == "permute":
             y = g.permute(x, (*range(rank - 2), rank - 1, rank - 2))
         else:
-            parts = [g.new_input((n, b), mi.float32) for n in draw(st.lists(st.sampled_from((1, 2, 3)), min_size=1, max_size=3))]
+            parts = [
+                g.new_input((n, b), mi.float32)
+                for n in draw(st.lists(st.sampled_from((1, 2, 3)), min_size=1, max_size=3))
+            ]
             joined = g.permute(g.concat(parts, 0), (1, 0))
             y = g.matmul(x, joined) if x.dims[-1] == b else joined
         tensors.append(y)
@@ -92,7 +120,9 @@ def test_whatever_is_found_is_right(g):
         zero = not isinstance(verdict, Accepted) and "divides by zero" in verdict.reason
         assert isinstance(verdict, Accepted) or zero, verdict
         if sane:
-            assert max(mutants.distance(f.ugraph, inputs, want, pieces) for pieces in (1, 2, 3)) < 1e-6
+            assert (
+                max(mutants.distance(f.ugraph, inputs, want, pieces) for pieces in (1, 2, 3)) < 1e-6
+            )
         again = json_format.ugraph_from_dict(json_format.ugraph_to_dict(f.ugraph), "test")
         assert again == f.ugraph and again.kernels == text.parse_graph(str(f.ugraph.kernels))
 
@@ -115,4 +145,8 @@ def test_mutants_of_random_programs_are_refused(g, random):
     random.shuffle(made)
     for m in made[:12]:
         if mutants.distance(m.ugraph, inputs, want) > 1e-7:
-            assert not isinstance(prove(m.ugraph, trials=1, target=1.0), Accepted), (m.kind, m.where, str(m.ugraph))
+            assert not isinstance(prove(m.ugraph, trials=1, target=1.0), Accepted), (
+                m.kind,
+                m.where,
+                str(m.ugraph),
+            )

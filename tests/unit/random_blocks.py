@@ -1,4 +1,5 @@
 """Random block graphs, valid by construction: any axes, roles, parts, strides, joined inputs, stages, accumulators and outputs."""
+
 from __future__ import annotations
 
 import json
@@ -13,7 +14,16 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import plan
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
-from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
+from mirage_hf.graph.block import (
+    Accumulator,
+    Axis,
+    BlockGraph,
+    BlockInput,
+    BlockOp,
+    BlockOutput,
+    Role,
+    Stage,
+)
 from mirage_hf.graph.execute import TorchAlgebra, run_block_graph
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
@@ -41,26 +51,49 @@ def random_schedule(block: BlockGraph, seed: int) -> Schedule:
         elif a.role is Role.TILE:
             tiles[a.name] = max(whole, least)
         else:
-            least = 1 if a.role is Role.GRID and len(block.named(Role.GRID)) > 2 and r.random() < 0.6 else least
-            tiles[a.name] = max(least, r.choice([t for t in (1, 2, 4, 8, 16, 32, 64) if t <= whole * 2]))
-    while math.prod(-(-block.part(a.name) // tiles[a.name]) for a in block.axes) > 48:  # the interpreter runs block after block
-        most = max((a for a in block.axes if not block.splits(a.name)), key=lambda a: block.part(a.name) / tiles[a.name])
+            least = (
+                1
+                if a.role is Role.GRID and len(block.named(Role.GRID)) > 2 and r.random() < 0.6
+                else least
+            )
+            tiles[a.name] = max(
+                least, r.choice([t for t in (1, 2, 4, 8, 16, 32, 64) if t <= whole * 2])
+            )
+    while (
+        math.prod(-(-block.part(a.name) // tiles[a.name]) for a in block.axes) > 48
+    ):  # the interpreter runs block after block
+        most = max(
+            (a for a in block.axes if not block.splits(a.name)),
+            key=lambda a: block.part(a.name) / tiles[a.name],
+        )
         tiles[most.name] *= 2
     first, lazy, stages = r.random() < 0.5, r.random() < 0.5, r.choice((1, 3))
     split = 1
     if sum(s.loop is not None for s in block.stages) == 1:
         trips = next(-(-block.part(a.name) // tiles[a.name]) for a in block.named(Role.LOOP))
-        split = r.choice([s for s in (1, 2, 4) if trips > 1 and (s - 1) * -(-trips // s) < trips] or [1])
-    return Schedule(tuple(tiles.items()), mma, first, lazy, num_stages=stages, split=split, preload=r.choice((0, 1, 4)))
+        split = r.choice(
+            [s for s in (1, 2, 4) if trips > 1 and (s - 1) * -(-trips // s) < trips] or [1]
+        )
+    return Schedule(
+        tuple(tiles.items()),
+        mma,
+        first,
+        lazy,
+        num_stages=stages,
+        split=split,
+        preload=r.choice((0, 1, 4)),
+    )
 
 
 class _Builder:
     def __init__(self, r: random.Random):
         self.r = r
-        self.plain = plain = r.random() < 0.5  # few axes, and two inputs that can be multiplied over k
-        self.grid = ["m", "n"] if plain else ["m", "n", "h"][:r.randint(1, 3)]
+        self.plain = plain = (
+            r.random() < 0.5
+        )  # few axes, and two inputs that can be multiplied over k
+        self.grid = ["m", "n"] if plain else ["m", "n", "h"][: r.randint(1, 3)]
         self.loop = "k" if plain or r.random() < 0.8 else None
-        self.tile = ["r", "s"][:r.randint(0, 1 if plain else 2)]
+        self.tile = ["r", "s"][: r.randint(0, 1 if plain else 2)]
         order = [*self.grid, *self.tile, *([self.loop] if self.loop else [])]
         r.shuffle(order)
         self.size = {a: r.choice(SIZES) for a in order}
@@ -72,7 +105,9 @@ class _Builder:
         if dealt and r.random() < 0.4:
             self.split = self.loop if self.loop and r.random() < 0.7 else r.choice(dealt)
             size = self.size[self.split]
-            self.size["p"] = r.choice([s for s in range(1, min(size, 7) + 1) if (s - 1) * -(-size // s) < size])
+            self.size["p"] = r.choice(
+                [s for s in range(1, min(size, 7) + 1) if (s - 1) * -(-size // s) < size]
+            )
             self.grid.append("p")
             self.order.insert(r.randint(0, len(order)), "p")
         self.carried: dict[str, tuple[str, ...]] = {}
@@ -87,8 +122,9 @@ class _Builder:
 
     def storable(self, axes) -> bool:
         """Whether each block stores elements of its own: its part of an axis, or the number of its part."""
-        return (all(a in axes or (a == "p" and self.split in axes) for a in self.grid)
-                and not (self.split is not None and {"p", self.split} <= set(axes)))
+        return all(a in axes or (a == "p" and self.split in axes) for a in self.grid) and not (
+            self.split is not None and {"p", self.split} <= set(axes)
+        )
 
     def sorted(self, axes) -> tuple[str, ...]:
         return tuple(a for a in self.order if a in axes)
@@ -105,11 +141,21 @@ class _Builder:
         stages, outputs = [], []
         visible = [i.name for i in inputs]
         for _ in range(r.randint(1, 3)):
-            stages.append(self._stage(visible, outputs, self.loop if self.loop and r.random() < 0.75 else None))
+            stages.append(
+                self._stage(
+                    visible, outputs, self.loop if self.loop and r.random() < 0.75 else None
+                )
+            )
         final = [v for v in visible if self.loop not in self.carried[v]]
         stages.append(self._finish(final, outputs))
-        roles = {a: Role.GRID for a in self.grid} | {a: Role.TILE for a in self.tile} | ({self.loop: Role.LOOP} if self.loop else {})
-        axes = tuple(Axis(a, self.size[a], roles[a], "p" if a == self.split else None) for a in self.order)
+        roles = (
+            {a: Role.GRID for a in self.grid}
+            | {a: Role.TILE for a in self.tile}
+            | ({self.loop: Role.LOOP} if self.loop else {})
+        )
+        axes = tuple(
+            Axis(a, self.size[a], roles[a], "p" if a == self.split else None) for a in self.order
+        )
         block = BlockGraph(axes, tuple(inputs), tuple(stages), tuple(outputs))
         g.mark_output(*g.customized(tensors, block))
         return g
@@ -142,7 +188,11 @@ class _Builder:
         sources = []
         for part in sizes or (None,):
             sources.append(len(tensors))
-            tensors.append(self._tensor(g, [1 if a is None else part if a == joined else self.size[a] for a in dims]))
+            tensors.append(
+                self._tensor(
+                    g, [1 if a is None else part if a == joined else self.size[a] for a in dims]
+                )
+            )
         self.carried[name] = self.sorted(axes)
         return BlockInput(name, tuple(sources), tuple(dims), joined, sizes)
 
@@ -173,7 +223,9 @@ class _Builder:
         visible += [a.out for a in accumulators]
         return Stage(loop, tuple(body), tuple(accumulators))
 
-    def _shifted(self, local: list[str], accumulators: list[Accumulator], loop: str) -> list[BlockOp]:
+    def _shifted(
+        self, local: list[str], accumulators: list[Accumulator], loop: str
+    ) -> list[BlockOp]:
         """A running maximum, and sums of what it shifts."""
         r, body = self.r, []
         walked = [v for v in local if loop in self.carried[v]]
@@ -189,8 +241,12 @@ class _Builder:
         def accumulate(arg: str, kind: str, shift: str | None) -> str:
             out = self.fresh("acc")
             self.carried[out] = self.reduced(self.carried[arg], loop)
-            accumulators.insert(r.randint(0, len(accumulators)), Accumulator(out, arg, kind, self.carried[out], shift))
+            accumulators.insert(
+                r.randint(0, len(accumulators)),
+                Accumulator(out, arg, kind, self.carried[out], shift),
+            )
             return out
+
         known = self.plain and r.random() < 0.6  # what tensor cores may take
         x = "in0" if known else r.choice(walked)
         top = accumulate(x, "max", None)
@@ -203,14 +259,30 @@ class _Builder:
             accumulate(e, "sum", top)
         return body
 
-    def _product(self, local: list[str], body: list[BlockOp], accumulators: list[Accumulator], loop: str | None) -> None:
+    def _product(
+        self,
+        local: list[str],
+        body: list[BlockOp],
+        accumulators: list[Accumulator],
+        loop: str | None,
+    ) -> None:
         """A sum of products that nothing else reads: what tensor cores may take."""
         r = self.r
-        pairs = [(a, b, over) for a in local for b in local if a != b for over in (*self.tile, loop)
-                 if over in self.carried[a] and over in self.carried[b] and set(self.carried[a]) != set(self.carried[b])]
+        pairs = [
+            (a, b, over)
+            for a in local
+            for b in local
+            if a != b
+            for over in (*self.tile, loop)
+            if over in self.carried[a]
+            and over in self.carried[b]
+            and set(self.carried[a]) != set(self.carried[b])
+        ]
         if not pairs:
             return
-        a, b, over = ("in0", "in1", "k") if self.plain and loop and r.random() < 0.7 else r.choice(pairs)
+        a, b, over = (
+            ("in0", "in1", "k") if self.plain and loop and r.random() < 0.7 else r.choice(pairs)
+        )
         product, out = self.fresh(), self.fresh("dot")
         self.carried[product] = self.sorted({*self.carried[a], *self.carried[b]})
         self.carried[out] = self.reduced(self.carried[product], over)
@@ -229,7 +301,9 @@ class _Builder:
             arg = r.choice(tiled)
             over = r.choice([a for a in self.carried[arg] if a in self.tile])
             self.carried[out] = self.reduced(self.carried[arg], over)
-            return BlockOp(out, r.choice(("sum", "sum", "max")), (arg,), self.carried[out], (), over)
+            return BlockOp(
+                out, r.choice(("sum", "sum", "max")), (arg,), self.carried[out], (), over
+            )
         if r.random() < 0.3:
             arg = r.choice(local)
             fn = r.choice(UNARY)
@@ -238,7 +312,9 @@ class _Builder:
             self.carried[out] = self.carried[arg]
             return BlockOp(out, fn, (arg,), self.carried[out])
         a, b = r.choice(local), r.choice(local) if r.random() < 0.85 else round(r.uniform(-2, 2), 3)
-        self.carried[out] = self.sorted({x for v in (a, b) if isinstance(v, str) for x in self.carried[v]})
+        self.carried[out] = self.sorted(
+            {x for v in (a, b) if isinstance(v, str) for x in self.carried[v]}
+        )
         return BlockOp(out, r.choice(BINARY), (a, b), self.carried[out])
 
     def _finish(self, usable: list[str], outputs: list[BlockOutput]) -> Stage:
@@ -250,7 +326,9 @@ class _Builder:
             return Stage(None, ())
         value = self.r.choice(usable)
         for v in self.r.sample(usable, len(usable)):
-            if not self.storable(self.carried[value]) and not set(self.carried[v]) <= set(self.carried[value]):
+            if not self.storable(self.carried[value]) and not set(self.carried[v]) <= set(
+                self.carried[value]
+            ):
                 out = self.fresh()
                 self.carried[out] = self.sorted({*self.carried[value], *self.carried[v]})
                 body.append(BlockOp(out, "add", (value, v), self.carried[out]))
@@ -281,7 +359,11 @@ def with_eight_columns(op: KernelOp, schedule: Schedule) -> Schedule:
     """The schedule with a product of tensor cores of 8 columns, where it has one of 16 and a tile of 16 can be half as long."""
     for name, tile in schedule.tiles if plan(op, schedule).dots else ():
         other = replace(schedule, tiles=tuple((dict(schedule.tiles) | {name: 8}).items()))
-        if tile == 16 and op.block.role(name) is Role.GRID and any(plan(op, other).columns(d) == 8 for d in plan(op, other).dots.values()):
+        if (
+            tile == 16
+            and op.block.role(name) is Role.GRID
+            and any(plan(op, other).columns(d) == 8 for d in plan(op, other).dots.values())
+        ):
             return other
     return schedule
 
@@ -296,7 +378,10 @@ def random_cases(count: int, seed: int = 0) -> list[tuple[int, KernelGraph, Sche
             schedule = random_schedule(graph.ops[0].block, seed)
             schedule = with_eight_columns(graph.ops[0], schedule) if seed % 2 else schedule
             planned = plan(graph.ops[0], schedule)
-        except (Unsuitable, errors.CodegenError):  # stores nothing, or its tiles are larger than Triton takes
+        except (
+            Unsuitable,
+            errors.CodegenError,
+        ):  # stores nothing, or its tiles are larger than Triton takes
             continue
         if max(map(planned.numel, planned.block.carried.values())) > 1 << 15:  # slow to interpret
             continue
@@ -309,13 +394,21 @@ def random_inputs(graph: KernelGraph, seed: int) -> list[torch.Tensor]:
     tensors = []
     for t in graph.inputs:
         length = 1 + sum((d - 1) * s for d, s in zip(t.dims, t.strides, strict=True))
-        tensors.append((torch.randn(length, generator=generator) * 0.5).to(t.dtype).as_strided(t.dims, t.strides))
+        tensors.append(
+            (torch.randn(length, generator=generator) * 0.5)
+            .to(t.dtype)
+            .as_strided(t.dims, t.strides)
+        )
     return tensors
 
 
 def relative_error(y: torch.Tensor, exact: torch.Tensor) -> float:
     finite = exact.isfinite()
-    return float(((y.double() - exact).abs() / (1 + exact.abs()))[finite].max()) if bool(finite.any()) else 0.0
+    return (
+        float(((y.double() - exact).abs() / (1 + exact.abs()))[finite].max())
+        if bool(finite.any())
+        else 0.0
+    )
 
 
 def main(count: int, seed: int) -> None:
@@ -336,10 +429,33 @@ def main(count: int, seed: int) -> None:
             wrong.append([number, str(schedule), f"{type(e).__name__}: {e}"[-500:]])
             continue
         rounded = inputs[0].dtype if schedule.mma and inputs[0].dtype.itemsize == 2 else None
-        for y, exact, plain in zip(ours, run_block_graph(block, inputs, TorchAlgebra(torch.float64), 2),
-                                   run_block_graph(block, inputs, TorchAlgebra(torch.float32, rounded)), strict=True):
-            allowed = 3 * relative_error(plain, exact) + (4e-3 if y.dtype is torch.float16 else 1e-4)
+        for y, exact, plain in zip(
+            ours,
+            run_block_graph(block, inputs, TorchAlgebra(torch.float64), 2),
+            run_block_graph(block, inputs, TorchAlgebra(torch.float32, rounded)),
+            strict=True,
+        ):
+            allowed = 3 * relative_error(plain, exact) + (
+                4e-3 if y.dtype is torch.float16 else 1e-4
+            )
             if not relative_error(y, exact) <= allowed:
-                wrong.append([number, str(schedule), f"relative error {relative_error(y, exact):.3g}, {allowed:.3g} is allowed"])
-    print(json.dumps({"ran": count, "with_dots": with_dots, "with_eight": with_eight, "with_parts": with_parts, "with_shifts": with_shifts,
-                      "with_splits": with_splits, "wrong": wrong}))
+                wrong.append(
+                    [
+                        number,
+                        str(schedule),
+                        f"relative error {relative_error(y, exact):.3g}, {allowed:.3g} is allowed",
+                    ]
+                )
+    print(
+        json.dumps(
+            {
+                "ran": count,
+                "with_dots": with_dots,
+                "with_eight": with_eight,
+                "with_parts": with_parts,
+                "with_shifts": with_shifts,
+                "with_splits": with_splits,
+                "wrong": wrong,
+            }
+        )
+    )

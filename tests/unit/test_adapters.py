@@ -1,4 +1,5 @@
 """Blocks with PEFT adapters: generated kernels against torch in float64, and the memory of inputs whose elements share a place."""
+
 from __future__ import annotations
 
 import interpreted
@@ -13,7 +14,7 @@ import torch
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.kernels import promising
+from mirage_hf.pipeline.kernels import promising
 from mirage_hf.patterns import GATED_MLP, LINEAR_RESIDUAL, RMS_NORM_LINEAR
 from mirage_hf.patterns.lora import LORA_DOWN, Ups
 from mirage_hf.search.engine import SearchOptions
@@ -46,16 +47,31 @@ print(json.dumps(far))
 
 def test_kernels_add_what_adapters_add() -> None:
     far = interpreted.run(INTERPRETED)
-    assert {name.split()[0] for name in far} == {"down", "packed", "apart", "one"} and len(far) >= 12
+    assert {name.split()[0] for name in far} == {"down", "packed", "apart", "one"} and len(
+        far
+    ) >= 12
     assert max(far.values()) < 4e-3, far
 
 
-@pytest.mark.parametrize(("dims", "strides"), [((2, 3), (3, 1)), ((2, 3), (8, 1)), ((2, 3, 4), (7, 1, 0)), ((5,), (0,)), ((3, 2), (1, 3)),
-                                               ((2, 0), (1, 1))])
+@pytest.mark.parametrize(
+    ("dims", "strides"),
+    [
+        ((2, 3), (3, 1)),
+        ((2, 3), (8, 1)),
+        ((2, 3, 4), (7, 1, 0)),
+        ((5,), (0,)),
+        ((3, 2), (1, 3)),
+        ((2, 0), (1, 1)),
+    ],
+)
 def test_memory_of_any_strides(dims: tuple[int, ...], strides: tuple[int, ...]) -> None:
     x = torch.randn([1 if s == 0 else n for n, s in zip(dims, strides, strict=True)]).expand(dims)
     y = laid_out(x, strides, torch.float64, "cpu")
-    assert y.shape == dims and torch.equal(y, x.double()) and (y.numel() == 0 or y.stride() == strides)
+    assert (
+        y.shape == dims and torch.equal(y, x.double()) and (y.numel() == 0 or y.stride() == strides)
+    )
     z = copied(y)
     assert torch.equal(z, y) and z.stride() == y.stride()
-    assert flat(z).numel() == reach(dims, strides) and (z.numel() == 0 or z.data_ptr() != y.data_ptr())
+    assert flat(z).numel() == reach(dims, strides) and (
+        z.numel() == 0 or z.data_ptr() != y.data_ptr()
+    )

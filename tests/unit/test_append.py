@@ -1,4 +1,5 @@
 """Rows appended to caches in place by the kernel that computes them; loops that only visit what is within bounds."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -31,27 +32,43 @@ from mirage_hf.verify.fingerprint import prove
 from mirage_hf.verify.verdict import Accepted, Refused
 
 
-def attention(b=2, heads=2, group=3, slots=40, new=1, d=16, rope=True, norm=False, dtype="float16") -> KernelGraph:
+def attention(
+    b=2, heads=2, group=3, slots=40, new=1, d=16, rope=True, norm=False, dtype="float16"
+) -> KernelGraph:
     """Attention of a decoding step that appends its keys and values: to the old keys within [lo, slot), and to the new ones."""
     g = mi.new_kernel_graph()
     q = g.new_input((b, heads, group * new, d), dtype, name="q")
-    k, v = (g.new_input((b, heads, new, d), dtype, name=name) for name in ("new_keys", "new_values"))
-    keys, values = (g.new_input((b, heads, slots, d), dtype, name=name) for name in ("keys", "values"))
+    k, v = (
+        g.new_input((b, heads, new, d), dtype, name=name) for name in ("new_keys", "new_values")
+    )
+    keys, values = (
+        g.new_input((b, heads, slots, d), dtype, name=name) for name in ("keys", "values")
+    )
     lo, slot = (g.new_input((b, 1, 1, 1), "int32", name=name) for name in ("lo", "slot"))
     if norm:
-        q, k = (g.rms_norm(x, g.new_input((1, d), dtype, name=name, constant=True)) for x, name in ((q, "qw"), (k, "kw")))
+        q, k = (
+            g.rms_norm(x, g.new_input((1, d), dtype, name=name, constant=True))
+            for x, name in ((q, "qw"), (k, "kw"))
+        )
     if rope:
         cos, sin = (g.new_input((b, 1, 1, d), dtype, name=name) for name in ("cos", "sin"))
         q, k = (g.rope(x, cos, sin) for x in (q, k))
-    old, fresh = (g.exp(g.mul(g.matmul(q, g.permute(x, (0, 1, 3, 2))), d ** -0.5)) for x in (keys, k))
+    old, fresh = (g.exp(g.mul(g.matmul(q, g.permute(x, (0, 1, 3, 2))), d**-0.5)) for x in (keys, k))
     old = g.within(old, lo, slot, dim=3)
-    y = g.div(g.add(g.matmul(old, values), g.matmul(fresh, v)), g.add(g.reduction(old, 3), g.reduction(fresh, 3)))
+    y = g.div(
+        g.add(g.matmul(old, values), g.matmul(fresh, v)),
+        g.add(g.reduction(old, 3), g.reduction(fresh, 3)),
+    )
     g.mark_output(y, g.cache_append(keys, k, slot), g.cache_append(values, v, slot))
     return g
 
 
-PROGRAMS = {"rotated": attention(), "plain": attention(rope=False, b=1, slots=33), "normed, 3 new": attention(norm=True, new=3, group=1),
-            "one head": attention(heads=1, group=4, d=32)}
+PROGRAMS = {
+    "rotated": attention(),
+    "plain": attention(rope=False, b=1, slots=33),
+    "normed, 3 new": attention(norm=True, new=3, group=1),
+    "one head": attention(heads=1, group=4, d=32),
+}
 LENGTHS = ((0, 0), (0, 1), (3, 17), (5, 5), (0, 37), (36, 37))
 
 
@@ -80,7 +97,9 @@ def searched(g: KernelGraph):
 
 
 def exact(g: KernelGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    return run_kernel_graph(g, [x.double() if x.is_floating_point() else x for x in inputs], torch.float64)
+    return run_kernel_graph(
+        g, [x.double() if x.is_floating_point() else x for x in inputs], torch.float64
+    )
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -91,7 +110,11 @@ def test_one_kernel_computes_attends_and_appends(name):
     assert best.ugraph.num_kernels == 1 and len(effects.stored(best.ugraph.kernels)) == 2
     for c in candidates[:3]:
         assert c.error_bound < 1e-9
-        for lo, slot in ((0, 0), (2, 9), (0, min(t.dims[-2] for t in g.inputs if t.name == "keys") - 3)):
+        for lo, slot in (
+            (0, 0),
+            (2, 9),
+            (0, min(t.dims[-2] for t in g.inputs if t.name == "keys") - 3),
+        ):
             inputs = [x.double() if x.is_floating_point() else x for x in inputs_of(g, lo, slot)]
             want = exact(g, [x.clone() for x in inputs])
             got = run_kernel_graph(c.ugraph.kernels, [x.clone() for x in inputs], torch.float64)
@@ -111,7 +134,10 @@ def test_proof_refuses_another_slot_and_other_rows():
         for op in u.kernels.ops:
             args = [new[x.index] for x in op.inputs]
             if op.block is not None:
-                new |= {t.index: y for t, y in zip(op.outputs, kernels.customized(args, op.block), strict=True)}
+                new |= {
+                    t.index: y
+                    for t, y in zip(op.outputs, kernels.customized(args, op.block), strict=True)
+                }
                 continue
             appended.append(args)
         (keys, k, slot), (values, v, _) = appended
@@ -120,20 +146,42 @@ def test_proof_refuses_another_slot_and_other_rows():
         raw = next(t for t in kernels.inputs if t.name == "new_keys")
         rows = (raw, v) if wrong == "stale" else rows
         y = new[u.kernels.outputs[0].index]
-        kernels.mark_output(y, kernels.cache_append(keys, rows[0], at), kernels.cache_append(values, rows[1], at))
+        kernels.mark_output(
+            y, kernels.cache_append(keys, rows[0], at), kernels.cache_append(values, rows[1], at)
+        )
         assert isinstance(prove(UGraph(g, kernels)), Refused), wrong
 
 
-def _unbounded(g, q, keys, k, v, lo, slot): return g.matmul(q, g.permute(keys, (0, 1, 3, 2)))
+def _unbounded(g, q, keys, k, v, lo, slot):
+    return g.matmul(q, g.permute(keys, (0, 1, 3, 2)))
+
+
 def _bounded_elsewhere(g, q, keys, k, v, lo, slot):
-    return g.within(g.matmul(q, g.permute(keys, (0, 1, 3, 2))), lo, g.new_input((2, 1, 1, 1), "int32", name="other"), dim=3)
-def _summed_first(g, q, keys, k, v, lo, slot): return g.within(g.exp(g.reduction(keys, 2)), lo, slot, dim=2)
-def _values_unmasked(g, q, keys, k, v, lo, slot): return g.matmul(g.exp(v), keys)
-def _softmax_of_zeros(g, q, keys, k, v, lo, slot): return g.matmul(g.softmax(g.within(v, lo, slot, dim=3), 2), keys)
+    return g.within(
+        g.matmul(q, g.permute(keys, (0, 1, 3, 2))),
+        lo,
+        g.new_input((2, 1, 1, 1), "int32", name="other"),
+        dim=3,
+    )
 
 
-@pytest.mark.parametrize("build", [_unbounded, _bounded_elsewhere, _summed_first, _values_unmasked, _softmax_of_zeros],
-                         ids=lambda f: f.__name__.strip("_"))
+def _summed_first(g, q, keys, k, v, lo, slot):
+    return g.within(g.exp(g.reduction(keys, 2)), lo, slot, dim=2)
+
+
+def _values_unmasked(g, q, keys, k, v, lo, slot):
+    return g.matmul(g.exp(v), keys)
+
+
+def _softmax_of_zeros(g, q, keys, k, v, lo, slot):
+    return g.matmul(g.softmax(g.within(v, lo, slot, dim=3), 2), keys)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [_unbounded, _bounded_elsewhere, _summed_first, _values_unmasked, _softmax_of_zeros],
+    ids=lambda f: f.__name__.strip("_"),
+)
 def test_caches_that_are_read_where_they_are_written_stay_apart(build):
     g = mi.new_kernel_graph()
     q, k = (g.new_input((2, 2, 1, 16), name=name) for name in ("q", "k"))
@@ -153,11 +201,20 @@ def _reading(masked: bool) -> UGraph:
     lo, slot = (g.new_input((2, 1, 1), "int32", name=name) for name in ("lo", "slot"))
     given = [cache, row, lo, slot]
     axes = (Axis("b", 2, Role.GRID), Axis("d", 16, Role.TILE), Axis("r", 8, Role.TILE))
-    inputs = (BlockInput("x", (0,), ("b", "r", "d")), BlockInput("new", (1,), ("b", None, "d")),
-              BlockInput("m", (2, 3), ("b", None, None), bounds="r"))
-    body = (BlockOp("s", "select", ("m", "x", 0.0), ("b", "d", "r")) if masked else BlockOp("s", "mul", ("x", 1.0), ("b", "d", "r")),
-            BlockOp("n", "sum", ("m",), ("b",), over="r"), BlockOp("t", "sum", ("s",), ("b", "d"), over="r"),
-            BlockOp("y", "add", ("t", "n"), ("b", "d")), BlockOp("e", "exp", ("new",), ("b", "d")))
+    inputs = (
+        BlockInput("x", (0,), ("b", "r", "d")),
+        BlockInput("new", (1,), ("b", None, "d")),
+        BlockInput("m", (2, 3), ("b", None, None), bounds="r"),
+    )
+    body = (
+        BlockOp("s", "select", ("m", "x", 0.0), ("b", "d", "r"))
+        if masked
+        else BlockOp("s", "mul", ("x", 1.0), ("b", "d", "r")),
+        BlockOp("n", "sum", ("m",), ("b",), over="r"),
+        BlockOp("t", "sum", ("s",), ("b", "d"), over="r"),
+        BlockOp("y", "add", ("t", "n"), ("b", "d")),
+        BlockOp("e", "exp", ("new",), ("b", "d")),
+    )
     outputs = tuple(BlockOutput(name, ("b", None, "d"), "float16") for name in "ye")
     block = BlockGraph(axes, inputs, (Stage(None, body),), outputs)
     y, e = g.customized(given, block)
@@ -172,7 +229,10 @@ def test_a_hand_written_kernel_stores_only_where_its_bounds_are_between():
 
 def test_two_appends_to_one_cache_stay_in_order():
     g = mi.new_kernel_graph()
-    cache, rows = g.new_input((2, 2, 12, 16), name="cache"), [g.new_input((2, 2, 1, 16), name=n) for n in "ab"]
+    cache, rows = (
+        g.new_input((2, 2, 12, 16), name="cache"),
+        [g.new_input((2, 2, 1, 16), name=n) for n in "ab"],
+    )
     slots = [g.new_input((2, 1, 1, 1), "int32", name=n) for n in ("first", "second")]
     g.mark_output(*(g.cache_append(cache, g.exp(r), s) for r, s in zip(rows, slots, strict=True)))
     assert apart(g) is None
@@ -209,7 +269,12 @@ def schedules_of(u: UGraph) -> list[tuple[Schedule, ...]]:
                 loop = next((a.name for a in op.block.axes if a.role == "loop"), None)
                 s = ranked[0]
                 if loop is not None:
-                    s = replace(s, tiles=tuple((dict(s.tiles) | {loop: 16 if mma else 8}).items()), num_stages=2, split=split)
+                    s = replace(
+                        s,
+                        tiles=tuple((dict(s.tiles) | {loop: 16 if mma else 8}).items()),
+                        num_stages=2,
+                        split=split,
+                    )
                 chosen.append(s)
             try:
                 triton.generate(u, chosen)
@@ -283,19 +348,33 @@ def test_nothing_but_constants_is_read_early_and_caches_are_only_asked_for(tmp_p
     g = attention(1, 8, 4, slots=1024, d=64, norm=True, dtype="bfloat16")
     for c in searched(g).candidates[:3]:
         ops = placed(c.ugraph)
-        schedules = [next((s for s in space.schedules(op) if s.preload), space.default_schedule(op)) for op in ops]
+        schedules = [
+            next((s for s in space.schedules(op) if s.preload), space.default_schedule(op))
+            for op in ops
+        ]
         kernels = compiler.ahead_of_time(triton.generate(c.ugraph, schedules), 90)
         for op, s, kernel in zip(ops, schedules, kernels, strict=True):
             p = plan(op, s)
             arguments = write_kernel(p, "k").arguments
-            constant = {n for n, (_, at) in enumerate(arguments) if at < len(op.inputs) and op.inputs[at].constant}
-            settled, caches = ({n for n, (_, at) in enumerate(arguments) if at in these} for these in (op.settled, op.caches))
+            constant = {
+                n
+                for n, (_, at) in enumerate(arguments)
+                if at < len(op.inputs) and op.inputs[at].constant
+            }
+            settled, caches = (
+                {n for n, (_, at) in enumerate(arguments) if at in these}
+                for these in (op.settled, op.caches)
+            )
             seen = test_overlap.touched(kernel.ptx)
             assert [what for what, _ in seen].count(test_overlap.WAIT) == 1
-            for what, of in seen[:[what for what, _ in seen].index(test_overlap.WAIT)]:
-                assert of and of <= constant | (caches | settled if what.startswith("prefetch") else settled), (what, of)
+            for what, of in seen[: [what for what, _ in seen].index(test_overlap.WAIT)]:
+                assert of and of <= constant | (
+                    caches | settled if what.startswith("prefetch") else settled
+                ), (what, of)
                 assert what.startswith(("ld", "prefetch", "cp.async")), what
-            assert not s.preload or any(what.startswith("prefetch") and of & caches for what, of in seen)
+            assert not s.preload or any(
+                what.startswith("prefetch") and of & caches for what, of in seen
+            )
 
 
 def test_a_kernel_hastens_the_next_one_only_where_that_settles_nothing_early():
@@ -304,7 +383,9 @@ def test_a_kernel_hastens_the_next_one_only_where_that_settles_nothing_early():
     assert first.followed and not second.followed
     for c in searched(attention(1, 8, 4, slots=1024, d=64, norm=True, dtype="bfloat16")).candidates:
         ops = placed(c.ugraph)
-        assert [op.followed for op in ops] == [n + 1 < len(ops) and not ops[n + 1].settled for n in range(len(ops))]
+        assert [op.followed for op in ops] == [
+            n + 1 < len(ops) and not ops[n + 1].settled for n in range(len(ops))
+        ]
         for op in ops:
             s = replace(space.default_schedule(op), hasten=True)
             source = write_kernel(plan(op, s), "k").source

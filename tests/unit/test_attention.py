@@ -1,4 +1,5 @@
 """Attention of a decoding step in its breadth: each feature in one searched and proven kernel; random configurations beside SDPA."""
+
 from __future__ import annotations
 
 import functools
@@ -21,11 +22,18 @@ from mirage_hf.verify.fingerprint import prove
 from mirage_hf.verify.verdict import Accepted, Refused
 
 SIZES = dict(kv_heads=2, group=3, head_dim=16, scale=0.25, norm="", eps=1e-6, dtype=torch.float16)
-FEATURES = {"biases": dict(bias=True), "norms of heads": dict(norm="layer"), "a norm of all heads": dict(norm="rms of all heads"),
-            "pairs of a part": dict(rope="pairs", rotary=8), "softcap and sinks": dict(softcap=30.0, sinks=True), "a mask": dict(mask=True),
-            "packed by heads": dict(norm="layer", norm_bias=False, packing="heads"),
-            "several queries": dict(queries=3), "a window": dict(queries=3, window=True),
-            "most": dict(norm="rms", bias=True, rotary=8, softcap=30.0, sinks=True, mask=True)}
+FEATURES = {
+    "biases": dict(bias=True),
+    "norms of heads": dict(norm="layer"),
+    "a norm of all heads": dict(norm="rms of all heads"),
+    "pairs of a part": dict(rope="pairs", rotary=8),
+    "softcap and sinks": dict(softcap=30.0, sinks=True),
+    "a mask": dict(mask=True),
+    "packed by heads": dict(norm="layer", norm_bias=False, packing="heads"),
+    "several queries": dict(queries=3),
+    "a window": dict(queries=3, window=True),
+    "most": dict(norm="rms", bias=True, rotary=8, softcap=30.0, sinks=True, mask=True),
+}
 
 RANDOM, KINDS = 100, (5, 7, 15, 16, 21, 51)
 """Random configurations, and what they are of."""
@@ -53,7 +61,10 @@ def test_one_kernel_attends_and_appends(name):
     assert isinstance(verdict, Accepted) and verdict.bound < 1e-9, verdict
     inputs = configs.inputs_of(k, u.program, random.Random(0))
     _, exact = configs.both(k, u.program, inputs)
-    for run in (lambda x: run_kernel_graph(u.kernels, x, torch.float64), lambda x: plain.run(u.kernels, x)):
+    for run in (
+        lambda x: run_kernel_graph(u.kernels, x, torch.float64),
+        lambda x: plain.run(u.kernels, x),
+    ):
         got = run([x.double() if x.is_floating_point() else x.clone() for x in inputs])
         assert all(float((y - x).abs().max()) < 1e-9 for y, x in zip(got, exact, strict=True))
 
@@ -67,17 +78,24 @@ def test_a_query_that_sees_no_key_gets_nothing():
     x["lo"][0], x["lo"][1] = 4, 2
     x["new_last"].view(-1)[1] = 0
     y = run_kernel_graph(u.kernels, inputs)[0]
-    assert y[0, :, :, 1].eq(0.0).all() and y[1, :, :, 1].ne(0.0).any() and y[0, :, :, 2].ne(0.0).any()
+    assert (
+        y[0, :, :, 1].eq(0.0).all() and y[1, :, :, 1].ne(0.0).any() and y[0, :, :, 2].ne(0.0).any()
+    )
 
 
 def test_bounds_of_a_window_and_of_new_keys_are_part_of_the_proof():
     u = one_kernel(kind_of(queries=3, window=True))
-    op, = u.block_ops
+    (op,) = u.block_ops
     bounds = [n for n, i in enumerate(op.block.inputs) if i.bounds]
     assert len(bounds) == 3
     for wrong in bounds:
-        inputs = tuple(replace(i, sources=i.sources[::-1]) if n == wrong else i for n, i in enumerate(op.block.inputs))
-        assert isinstance(prove(u.with_blocks([replace(op.block, inputs=inputs)])), Refused), op.block.inputs[wrong]
+        inputs = tuple(
+            replace(i, sources=i.sources[::-1]) if n == wrong else i
+            for n, i in enumerate(op.block.inputs)
+        )
+        assert isinstance(prove(u.with_blocks([replace(op.block, inputs=inputs)])), Refused), (
+            op.block.inputs[wrong]
+        )
 
 
 def test_capacity_reached_is_an_error_on_a_cpu():
@@ -148,8 +166,16 @@ print(json.dumps(wrong))
 
 def test_random_configurations_are_as_close_to_float64_as_sdpa():
     kinds = [configs.kind(n, configs.SMALL) for n in KINDS]
-    for name, wanted in (("norm", configs.NORMS), ("rope", configs.ROPES), ("bias", (False, True)), ("sinks", (False, True)),
-                         ("mask", (False, True)), ("window", (False, True)), ("queries", (1, 2, 3)), ("head_dim", (64, 80))):
+    for name, wanted in (
+        ("norm", configs.NORMS),
+        ("rope", configs.ROPES),
+        ("bias", (False, True)),
+        ("sinks", (False, True)),
+        ("mask", (False, True)),
+        ("window", (False, True)),
+        ("queries", (1, 2, 3)),
+        ("head_dim", (64, 80)),
+    ):
         assert {k[name] for k in kinds} == set(wanted), f"{name}: {[k[name] for k in kinds]}"
     wrong = interpreted.run(INTERPRETED)
     assert not wrong, "\n".join(wrong[:8])

@@ -1,4 +1,5 @@
 """The command line: what it prints, its exit codes, and its errors."""
+
 from __future__ import annotations
 
 import inspect
@@ -11,9 +12,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import mirage_hf as mi
-from mirage_hf import errors, superoptimizer
+from mirage_hf import errors
 from mirage_hf.cli import live, models
 from mirage_hf.cli.main import app
+from mirage_hf.pipeline import superoptimizer
 from mirage_hf.verify.verdict import Accepted, Refused
 
 
@@ -36,8 +38,13 @@ def capture(capsys, monkeypatch):
     from rich.console import Console
 
     from mirage_hf.cli import show
-    monkeypatch.setattr(show, "console", Console(width=140, highlight=False, soft_wrap=True, force_terminal=False))
-    monkeypatch.setattr(show, "errors_console", Console(stderr=True, highlight=False, soft_wrap=True))
+
+    monkeypatch.setattr(
+        show, "console", Console(width=140, highlight=False, soft_wrap=True, force_terminal=False)
+    )
+    monkeypatch.setattr(
+        show, "errors_console", Console(stderr=True, highlight=False, soft_wrap=True)
+    )
 
     def command(*args: object, code: int = 0) -> tuple[str, str]:
         with pytest.raises(SystemExit) as stop:
@@ -45,6 +52,7 @@ def capture(capsys, monkeypatch):
         seen = capsys.readouterr()
         assert stop.value.code == code, seen.out + seen.err
         return seen.out, seen.err
+
     return command
 
 
@@ -66,20 +74,35 @@ def test_env_shows_versions_and_the_settings_in_force(capture, tmp_path):
     assert "torch" in out and str(tmp_path / "cache") in out and mi.__version__ in out
 
 
-@pytest.mark.parametrize("name, value, says", [
-    ("MIRAGE_HF_THREADS", "many", "must be an integer, it is 'many'; unset it for"), ("MIRAGE_HF_THREADS", "0", "must be positive"),
-    ("MIRAGE_HF_THREADS", "1.5", "must be an integer"), ("MIRAGE_HF_SEARCH_SECONDS", "soon", "must be a number"),
-    ("MIRAGE_HF_SEARCH_SECONDS", "nan", "must be positive and finite"), ("MIRAGE_HF_SEARCH_SECONDS", "inf", "unset it for 60"),
-    ("MIRAGE_HF_CACHE", "~no_such_user/kernels", "a home folder that is not known")])
-def test_a_wrong_environment_variable_is_an_error_without_a_traceback(capture, monkeypatch, name, value, says):
+@pytest.mark.parametrize(
+    "name, value, says",
+    [
+        ("MIRAGE_HF_THREADS", "many", "must be an integer, it is 'many'; unset it for"),
+        ("MIRAGE_HF_THREADS", "0", "must be positive"),
+        ("MIRAGE_HF_THREADS", "1.5", "must be an integer"),
+        ("MIRAGE_HF_SEARCH_SECONDS", "soon", "must be a number"),
+        ("MIRAGE_HF_SEARCH_SECONDS", "nan", "must be positive and finite"),
+        ("MIRAGE_HF_SEARCH_SECONDS", "inf", "unset it for 60"),
+        ("MIRAGE_HF_CACHE", "~no_such_user/kernels", "a home folder that is not known"),
+    ],
+)
+def test_a_wrong_environment_variable_is_an_error_without_a_traceback(
+    capture, monkeypatch, name, value, says
+):
     monkeypatch.setenv(name, value)
     _, err = capture("env", code=1)
-    assert err.startswith(f"error: environment variable {name} ") and says in err and err.count("\n") == 1
+    assert (
+        err.startswith(f"error: environment variable {name} ")
+        and says in err
+        and err.count("\n") == 1
+    )
 
 
 def test_search_writes_results_that_can_be_loaded(capture, program, tmp_path):
     found, kernel = tmp_path / "found.json", tmp_path / "kernel.py"
-    out, _ = capture("search", program, "--time-limit", 20, "--threads", 1, "--json", found, "--triton", kernel)
+    out, _ = capture(
+        "search", program, "--time-limit", 20, "--threads", 1, "--json", found, "--triton", kernel
+    )
     assert "exhausted" in out and "kernel.py" in out
     data = json.loads(found.read_text())
     best = tmp_path / "best.json"
@@ -93,7 +116,12 @@ def test_search_writes_a_page(capture, program, tmp_path):
     page, kernel = tmp_path / "report.html", tmp_path / "kernel.py"
     out, err = capture("search", program, "--html", page, "--triton", kernel, "--time-limit", 20)
     text = page.read_text(encoding="utf-8")
-    assert f"written: {page}" in out and text.startswith("<!DOCTYPE html>") and "<svg" in text and "@triton.jit" in text
+    assert (
+        f"written: {page}" in out
+        and text.startswith("<!DOCTYPE html>")
+        and "<svg" in text
+        and "@triton.jit" in text
+    )
     assert err.startswith("program.json: searching, 20 s at most")
 
 
@@ -103,17 +131,59 @@ def test_search_s_options_are_superoptimize_s(capture, program, monkeypatch, tmp
     def record(graph, **options):
         given.update(options)
         raise errors.SearchError("seen")
+
     monkeypatch.setattr(mi, "superoptimize", record)
     point = tmp_path / "c.json"
-    _, err = capture("search", program, "--config", "lora", "--backend", "cpu", "--time-limit", 3, "--max-kernels", 2, "--max-block-ops", 9,
-                     "--griddims", "64", "--griddims", "32x2", "--blockdims", "64,2", "--franges", 4, "--franges", 8, "--seed", 5,
-                     "--no-cache", "--checkpoint", point, code=1)
+    _, err = capture(
+        "search",
+        program,
+        "--config",
+        "lora",
+        "--backend",
+        "cpu",
+        "--time-limit",
+        3,
+        "--max-kernels",
+        2,
+        "--max-block-ops",
+        9,
+        "--griddims",
+        "64",
+        "--griddims",
+        "32x2",
+        "--blockdims",
+        "64,2",
+        "--franges",
+        4,
+        "--franges",
+        8,
+        "--seed",
+        5,
+        "--no-cache",
+        "--checkpoint",
+        point,
+        code=1,
+    )
     assert err.endswith("error: seen\n")
     del given["progress"]
-    assert given == dict(config="lora", backend="cpu", time_limit=3.0, max_kernels=2, max_block_ops=9, griddims=[(64,), (32, 2)],
-                         blockdims=[(64, 2)], franges=[4, 8], seed=5, cache=False, checkpoint=point)
+    assert given == dict(
+        config="lora",
+        backend="cpu",
+        time_limit=3.0,
+        max_kernels=2,
+        max_block_ops=9,
+        griddims=[(64,), (32, 2)],
+        blockdims=[(64, 2)],
+        franges=[4, 8],
+        seed=5,
+        cache=False,
+        checkpoint=point,
+    )
     left_out = {"graph", "imaps", "omaps", "fmaps", "verbose", "save_codes"}
-    assert set(inspect.signature(superoptimizer.superoptimize).parameters) - left_out == {*given, "progress"}
+    assert set(inspect.signature(superoptimizer.superoptimize).parameters) - left_out == {
+        *given,
+        "progress",
+    }
 
 
 def test_the_second_search_is_loaded(capture, program):
@@ -126,12 +196,24 @@ def test_the_second_search_is_loaded(capture, program):
     assert "stopped: exhausted" in out
 
 
-@pytest.mark.parametrize("options, says", [
-    (["--config", "atention"], "did you mean attention"), (["--griddims", "x"], "--griddims x: give numbers"),
-    (["--griddims", "0"], "positive"), (["--blockdims", "100"], "power of two"), (["--time-limit", "0"], "time_limit must be positive"),
-    (["--max-kernels", "0"], "max_kernels"), (["--backend", "cuda"], "backend='triton'"), (["--seed", "a"], "--seed"),
-    (["--threads", "0"], "--threads"), (["--nope"], "--nope"), (["--html", "nowhere/r.html"], "has no folder"),
-    (["--json", "."], "is a folder")], ids=str)
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["--config", "atention"], "did you mean attention"),
+        (["--griddims", "x"], "--griddims x: give numbers"),
+        (["--griddims", "0"], "positive"),
+        (["--blockdims", "100"], "power of two"),
+        (["--time-limit", "0"], "time_limit must be positive"),
+        (["--max-kernels", "0"], "max_kernels"),
+        (["--backend", "cuda"], "backend='triton'"),
+        (["--seed", "a"], "--seed"),
+        (["--threads", "0"], "--threads"),
+        (["--nope"], "--nope"),
+        (["--html", "nowhere/r.html"], "has no folder"),
+        (["--json", "."], "is a folder"),
+    ],
+    ids=str,
+)
 def test_misuse_is_one_line_and_2(capture, program, options, says, monkeypatch):
     monkeypatch.setattr(mi, "superoptimize", None)  # nothing is searched
     out, err = capture("search", program, *options, code=2)
@@ -159,20 +241,37 @@ def test_a_program_is_not_overwritten_with_its_results(option, tmp_path, capture
 
 def test_two_options_do_not_write_one_file(tmp_path, capture):
     programs.rms_norm_linear(mi, 2, 32, 16).to_json(tmp_path / "g.json")
-    _, err = capture("search", tmp_path / "g.json", "--json", tmp_path / "out", "--html", tmp_path / "out", code=2)
-    assert f"--html {tmp_path / 'out'}: is --json, which would be overwritten" in err and not (tmp_path / "out").exists()
+    _, err = capture(
+        "search",
+        tmp_path / "g.json",
+        "--json",
+        tmp_path / "out",
+        "--html",
+        tmp_path / "out",
+        code=2,
+    )
+    assert (
+        f"--html {tmp_path / 'out'}: is --json, which would be overwritten" in err
+        and not (tmp_path / "out").exists()
+    )
 
 
 def test_a_model_is_not_overwritten_with_its_report(tmp_path, capture):
     (tmp_path / "config.json").write_text("{}")
     _, err = capture("optimize", tmp_path, "--report-json", tmp_path / "config.json", code=2)
-    assert "is the model's config.json, which would be overwritten" in err and (tmp_path / "config.json").read_text() == "{}"
+    assert (
+        "is the model's config.json, which would be overwritten" in err
+        and (tmp_path / "config.json").read_text() == "{}"
+    )
 
 
 def test_wrong_options_of_optimize_are_said_before_anything_is_loaded(capture, monkeypatch):
     monkeypatch.setattr(models, "load", None)
-    for option, value, says in (("--batch-size", 0, "batch sizes are positive integers"), ("--backend", "tritn", "did you mean triton"),
-                                ("--tune", "ful", "did you mean full")):
+    for option, value, says in (
+        ("--batch-size", 0, "batch sizes are positive integers"),
+        ("--backend", "tritn", "did you mean triton"),
+        ("--tune", "ful", "did you mean full"),
+    ):
         _, err = capture("optimize", "a/model", option, value, code=2)
         assert err.startswith("error: ") and says in err, err
 
@@ -194,9 +293,14 @@ def test_an_interrupted_search_shows_what_it_found(capture, program, monkeypatch
     def interrupted(*args, **options):
         searched = real(*args, **options)
         return replace(searched, report=replace(searched.report, stop="interrupted"))
+
     monkeypatch.setattr(superoptimizer, "search_and_verify", interrupted)
     out, _ = capture("search", program)
-    assert out.startswith("interrupted: this is what was found until then") and "The best µGraph" in out and "customized" in out
+    assert (
+        out.startswith("interrupted: this is what was found until then")
+        and "The best µGraph" in out
+        and "customized" in out
+    )
 
 
 @dataclass
@@ -212,17 +316,33 @@ def test_progress_on_a_terminal_and_elsewhere(monkeypatch):
     import io
 
     from rich.console import Console
+
     for terminal in (True, False):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
         view = live.SearchView("p.json", 30, console)
         monkeypatch.setattr(live, "EVERY", 0.0)
-        for stage, detail in (("search", Renamed()), ("verify", Accepted()), ("verify", Accepted()), ("verify", Refused("rounds [badly]")),
-                              ("tune", (3, 7, "measuring")), ("search", None)):
+        for stage, detail in (
+            ("search", Renamed()),
+            ("verify", Accepted()),
+            ("verify", Accepted()),
+            ("verify", Refused("rounds [badly]")),
+            ("tune", (3, 7, "measuring")),
+            ("search", None),
+        ):
             view(stage, detail)
         if terminal:
             console.print(view)
         text = console.file.getvalue()
-        for part in ("of 30 s", "values kept", "12,345", "schedules cut", "candidates verified", "refused", "[badly]", "3 of 7, measuring"):
+        for part in (
+            "of 30 s",
+            "values kept",
+            "12,345",
+            "schedules cut",
+            "candidates verified",
+            "refused",
+            "[badly]",
+            "3 of 7, measuring",
+        ):
             assert part in text, part
         assert ("\n" in text) and (terminal or text.startswith("p.json: searching, 30 s at most"))
 
@@ -231,6 +351,7 @@ def test_plain_progress_is_not_a_flood(monkeypatch):
     import io
 
     from rich.console import Console
+
     console = Console(file=io.StringIO(), force_terminal=False)
     view = live.SearchView("p.json", None, console)
     for _ in range(100):
@@ -243,9 +364,17 @@ def test_a_file_that_is_no_program_is_an_error_without_a_traceback(capture, tmp_
     bad.write_text("{")
     _, err = capture("search", bad, code=1)
     assert err.startswith("error: ") and "bad.json" in err and "Traceback" not in err
-    for no_file, says in ((tmp_path / "missing.json", "does not exist"), (tmp_path, "is a directory")):
+    for no_file, says in (
+        (tmp_path / "missing.json", "does not exist"),
+        (tmp_path, "is a directory"),
+    ):
         _, err = capture("search", no_file, code=2)
-        assert err.startswith("error: Invalid value for 'program': ") and str(no_file) in err and says in err and "search --help" in err
+        assert (
+            err.startswith("error: Invalid value for 'program': ")
+            and str(no_file) in err
+            and says in err
+            and "search --help" in err
+        )
 
 
 def test_the_demo_needs_a_checkout_or_a_model(capture, tmp_path, monkeypatch):
@@ -256,11 +385,17 @@ def test_the_demo_needs_a_checkout_or_a_model(capture, tmp_path, monkeypatch):
     assert "--dtype int32: models are run in float16, bfloat16 or float32" in err
 
 
-@pytest.mark.parametrize("options, says", [
-    (["--device", "tpu"], "--device tpu: kernels run on NVIDIA GPUs and on the CPU; use"),
-    (["--device", "cuda:x"], "use cuda, cuda:1 or cpu"), (["--device", "mps"], "use cuda, cuda:1 or cpu"),
-    (["--device", "cuda:99"], "--device cuda:99: torch sees"),
-    (["--dtype", "int8"], "--dtype int8: models are run in float16, bfloat16 or float32")], ids=str)
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["--device", "tpu"], "--device tpu: kernels run on NVIDIA GPUs and on the CPU; use"),
+        (["--device", "cuda:x"], "use cuda, cuda:1 or cpu"),
+        (["--device", "mps"], "use cuda, cuda:1 or cpu"),
+        (["--device", "cuda:99"], "--device cuda:99: torch sees"),
+        (["--dtype", "int8"], "--dtype int8: models are run in float16, bfloat16 or float32"),
+    ],
+    ids=str,
+)
 def test_a_wrong_device_or_dtype_is_an_error_without_a_traceback(capture, options, says):
     for command in ("optimize", "bench"):
         _, err = capture(command, models.DEMO_MODEL, *options, code=1)
@@ -268,23 +403,40 @@ def test_a_wrong_device_or_dtype_is_an_error_without_a_traceback(capture, option
 
 
 @pytest.mark.parametrize("folder", ["./none", "/none", "~/none", "a/b/none"])
-def test_what_can_only_be_a_folder_is_not_looked_for_on_the_hub(capture, monkeypatch, tmp_path, folder):
+def test_what_can_only_be_a_folder_is_not_looked_for_on_the_hub(
+    capture, monkeypatch, tmp_path, folder
+):
     import transformers as tf
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tf.AutoConfig, "from_pretrained", None)
     for command in (("optimize", folder), ("bench", folder), ("demo", "--model", folder)):
         _, err = capture(*command, code=1)
-        assert err == f"error: {folder}: there is no such folder; give a model's folder or a Hub id (owner/name)\n"
+        assert (
+            err
+            == f"error: {folder}: there is no such folder; give a model's folder or a Hub id (owner/name)\n"
+        )
 
 
 def test_a_model_without_a_tokenizer_is_optimized_and_has_no_text(capture, tmp_path):
     import transformers as tf
-    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+
+    sizes = dict(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
     tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)).save_pretrained(tmp_path)
     out, _ = capture("optimize", tmp_path, "--dry-run")
     assert "planned" in out
     _, err = capture("bench", tmp_path, code=1)
-    assert err.startswith(f"error: {tmp_path}: has no tokenizer that can be loaded (") and " …); put one" in err
+    assert (
+        err.startswith(f"error: {tmp_path}: has no tokenizer that can be loaded (")
+        and " …); put one" in err
+    )
     assert "save_pretrained(FOLDER)" in err
     (tmp_path / "config.json").unlink()
     _, err = capture("optimize", tmp_path, code=1)
@@ -300,14 +452,22 @@ def test_a_prompt_without_tokens_is_an_error_without_a_traceback(capture, monkey
         loaded.inputs.update(input_ids=loaded.inputs["input_ids"][:, :0])
         return loaded
 
-    monkeypatch.setattr(models, "load", without_tokens)  # whatever this tokenizer makes of an empty text
+    monkeypatch.setattr(
+        models, "load", without_tokens
+    )  # whatever this tokenizer makes of an empty text
     _, err = capture(*command, "--prompt", "", code=1)
-    assert err.startswith("error: the tokenizer makes no tokens of the prompt ''") and err.count("\n") == 1
+    assert (
+        err.startswith("error: the tokenizer makes no tokens of the prompt ''")
+        and err.count("\n") == 1
+    )
 
 
 def test_a_model_without_blocks_is_an_error_without_a_traceback(capture, tmp_path, monkeypatch):
     import transformers as tf
-    model = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)).eval()
+
+    model = tf.GPT2LMHeadModel(
+        tf.GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    ).eval()
     monkeypatch.setattr(models, "load", lambda *_, **__: models.Loaded(model, None, {}, ""))
     with pytest.warns(errors.OptimizeWarning, match="nothing in this GPT2LMHeadModel was replaced"):
         _, err = capture("optimize", "gpt2", code=1)
@@ -318,6 +478,7 @@ def test_zoo_lists_and_verifies(capture, tmp_path):
     from test_zoo import entry
 
     from mirage_hf.zoo.store import Store
+
     zoo = Store(tmp_path / "zoo", writable=True)
     folder = zoo.put(entry())
     assert isinstance(folder, Path)
@@ -334,11 +495,20 @@ def test_zoo_lists_and_verifies(capture, tmp_path):
     assert "neither a folder nor a Hub repo" in err
 
 
-@pytest.mark.skipif(not models.DEMO_MODEL.is_dir(), reason="the demo's model is part of the repository only")
+@pytest.mark.skipif(
+    not models.DEMO_MODEL.is_dir(), reason="the demo's model is part of the repository only"
+)
 def test_the_demo_runs_and_the_second_optimize_searches_nothing(capture, tmp_path):
     out, _ = capture("demo", "--tokens", 12, "--device", "cpu")
-    for part in ("Blocks found", "rms_norm_linear", "gated_mlp", "exhausted", "The same 12 greedy tokens", "promises no speed",
-                 "exactly what they were"):
+    for part in (
+        "Blocks found",
+        "rms_norm_linear",
+        "gated_mlp",
+        "exhausted",
+        "The same 12 greedy tokens",
+        "promises no speed",
+        "exactly what they were",
+    ):
         assert part in out
     report = tmp_path / "report.json"
     out, _ = capture("optimize", models.DEMO_MODEL, "--report-json", report, "--device", "cpu")

@@ -26,7 +26,16 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import torch_text, triton
 from mirage_hf.codegen.plan import FEW_ARE_ASYNCHRONOUS, placed, plan
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
+from mirage_hf.graph.block import (
+    Accumulator,
+    Axis,
+    BlockGraph,
+    BlockInput,
+    BlockOp,
+    BlockOutput,
+    Role,
+    Stage,
+)
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.ops import table
@@ -49,6 +58,7 @@ def cache(tmp_path, monkeypatch):
 
 # -- numbers, through the interpreter ------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.interpreted])
 def test_numbers(interpreted, name):
     result = interpreted["cases"][name]
@@ -60,7 +70,11 @@ def test_numbers(interpreted, name):
 def test_schedules_of_the_space_agree(interpreted):
     found = {n: r for n, r in interpreted["cases"].items() if n.startswith("space:")}
     assert len(found) > 20
-    wrong = {n: r for n, r in found.items() if "raised" in r or any(not o["error"] <= o["allowed"] for o in r["outputs"])}
+    wrong = {
+        n: r
+        for n, r in found.items()
+        if "raised" in r or any(not o["error"] <= o["allowed"] for o in r["outputs"])
+    }
     assert not wrong
 
 
@@ -73,7 +87,9 @@ def test_elementwise_text_on_hard_numbers(interpreted, fn):
     assert len(result["differs"]) <= allowed, result
 
 
-@pytest.mark.parametrize("name", ["huge scores", "masked tiles", "masked rows", "infinite", "one NaN"])
+@pytest.mark.parametrize(
+    "name", ["huge scores", "masked tiles", "masked rows", "infinite", "one NaN"]
+)
 @pytest.mark.parametrize("kind", ["online", "online mma", "split", "split mma", "softmax"])
 def test_running_maxima_on_hard_numbers(interpreted, kind, name):
     """inf and NaN only where torch has them, and as close to float64 as torch's kernels in float32."""
@@ -83,10 +99,15 @@ def test_running_maxima_on_hard_numbers(interpreted, kind, name):
 
 
 def test_a_maximum_propagates_nan(interpreted):
-    assert interpreted["nan"] == {"tile": [False, True, False], "loop": [False, True, False], "lazy loop": [False, True, False]}
+    assert interpreted["nan"] == {
+        "tile": [False, True, False],
+        "loop": [False, True, False],
+        "lazy loop": [False, True, False],
+    }
 
 
 # -- compilation without a GPU ----------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_compiles_ahead_of_time(name):
@@ -94,14 +115,22 @@ def test_compiles_ahead_of_time(name):
     program = triton.generate(case.ugraph, case.schedules)
     for sm in (80, 100):  # for sm_90 in test_overlap.py
         for kernel in compiler.ahead_of_time(program, sm):
-            assert kernel.asm["cubin"] and f".target sm_{sm}" in kernel.ptx and kernel.shared <= 227 * 1024
+            assert (
+                kernel.asm["cubin"]
+                and f".target sm_{sm}" in kernel.ptx
+                and kernel.shared <= 227 * 1024
+            )
             assert not fused_with_other_threads(kernel.ptx)
 
 
 def fused_with_other_threads(ptx: str) -> list[str]:
     """Multiply-adds whose addend comes from another thread: the two threads' sums then differ in their last bits."""
     given = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+)", ptx))
-    return [line for line in re.findall(r"fma\.rn\.f32 .*;", ptx) if line.rstrip(";").split(", ")[-1] in given]
+    return [
+        line
+        for line in re.findall(r"fma\.rn\.f32 .*;", ptx)
+        if line.rstrip(";").split(", ")[-1] in given
+    ]
 
 
 @pytest.mark.parametrize("name", ["split matmul, read transposed", "ntrans"])
@@ -110,8 +139,13 @@ def test_products_are_rounded_before_threads_add_them_up(name):
     program = triton.generate(CASES[name].ugraph, CASES[name].schedules)
     naive = re.sub(r"tl\.fma\((.*), (.*), 0\.0\)", r"\1 * \2", program.source)
     assert naive != program.source
-    fused = [fused_with_other_threads(k.ptx) for k in compiler.ahead_of_time(replace(program, source=naive), 90)]
-    assert any(fused) and not any(fused_with_other_threads(k.ptx) for k in compiler.ahead_of_time(program, 90))
+    fused = [
+        fused_with_other_threads(k.ptx)
+        for k in compiler.ahead_of_time(replace(program, source=naive), 90)
+    ]
+    assert any(fused) and not any(
+        fused_with_other_threads(k.ptx) for k in compiler.ahead_of_time(program, 90)
+    )
 
 
 def test_a_loop_of_one_element_leaves_a_product_to_be_rounded():
@@ -125,7 +159,7 @@ def test_a_loop_of_one_element_leaves_a_product_to_be_rounded():
     walk.accumulate("sums", walk.op("product", "mul", "x", "w"))
     b.store(b.stage().op("total", "sum", "sums", over="n"), "m11", torch.float32)
     program = triton.generate(blocks.ugraph(g, b), [Schedule((("m", 1), ("k", 1), ("n", 64)))])
-    kernel, = compiler.ahead_of_time(program, 90)
+    (kernel,) = compiler.ahead_of_time(program, 90)
     assert "shfl.sync.bfly" in kernel.ptx and not fused_with_other_threads(kernel.ptx)
 
 
@@ -138,11 +172,17 @@ def test_a_product_that_not_only_sums_read_keeps_the_sign_of_its_zeros(again):
     b.load("x", "mn", 0), b.load("w", "mn", 1)
     s = b.stage()
     b.store(s.op("sums", "sum", s.op("product", "mul", "x", "w"), over="n"), "m1", torch.float32)
-    b.store("product" if again == "stored" else s.op("other", "div", 1.0, "product"), "mn", torch.float32)
-    g.mark_output(g.reduction(product, dim=1), product if again == "stored" else g.div(1.0, product))
+    b.store(
+        "product" if again == "stored" else s.op("other", "div", 1.0, "product"),
+        "mn",
+        torch.float32,
+    )
+    g.mark_output(
+        g.reduction(product, dim=1), product if again == "stored" else g.div(1.0, product)
+    )
     program = triton.generate(blocks.ugraph(g, b), [Schedule((("m", 1), ("n", 64)))])
     assert "product = x * w\n" in program.source and "tl.sum(rounded(product)" in program.source
-    kernel, = compiler.ahead_of_time(program, 90)
+    (kernel,) = compiler.ahead_of_time(program, 90)
     assert not fused_with_other_threads(kernel.ptx)
 
 
@@ -154,31 +194,44 @@ def test_what_bounds_select_is_rounded_only_where_it_may_be_a_product(fn):
     b = blocks.Block({"m": 2}, None, {"n": 64})
     b.load("x", "mn", 0), b.load("keep", "mn", 1)
     s = b.stage()
-    b.store(s.op("sums", "sum", s.op("kept", "select", "keep", s.op("all", fn, "x"), 0.0), over="n"), "m1", torch.float32)
+    b.store(
+        s.op("sums", "sum", s.op("kept", "select", "keep", s.op("all", fn, "x"), 0.0), over="n"),
+        "m1",
+        torch.float32,
+    )
     program = triton.generate(blocks.ugraph(g, b), [Schedule((("m", 1), ("n", 64)))])
     assert ("tl.sum(rounded(kept)" in program.source) == (fn == "square"), program.source
-    kernel, = compiler.ahead_of_time(program, 90)
+    (kernel,) = compiler.ahead_of_time(program, 90)
     assert "shfl.sync.bfly" in kernel.ptx and not fused_with_other_threads(kernel.ptx)
 
 
-@pytest.mark.parametrize("name", ["norm linear", "gated mlp 16 rows mma", "split attention mma", "split softmax"])
+@pytest.mark.parametrize(
+    "name", ["norm linear", "gated mlp 16 rows mma", "split attention mma", "split softmax"]
+)
 def test_compiles_for_every_architecture(name):
     program = triton.generate(CASES[name].ugraph, CASES[name].schedules)
-    assert set(compiler.ARCHITECTURES) == {k.sm for sm in compiler.ARCHITECTURES for k in compiler.ahead_of_time(program, sm)}
+    assert set(compiler.ARCHITECTURES) == {
+        k.sm for sm in compiler.ARCHITECTURES for k in compiler.ahead_of_time(program, sm)
+    }
 
 
 def loads(ugraph: UGraph, **schedule) -> str:
     tiles = {a: n for a, n in schedule.items() if len(a) == 1}
     rest = {a: n for a, n in schedule.items() if len(a) > 1}
-    kernel, = compiler.ahead_of_time(triton.generate(ugraph, [Schedule(tuple(tiles.items()), **rest)]), 90)
+    (kernel,) = compiler.ahead_of_time(
+        triton.generate(ugraph, [Schedule(tuple(tiles.items()), **rest)]), 90
+    )
     return kernel.ptx
 
 
-@pytest.mark.parametrize("ugraph, tiles", [
-    (blocks.rms_norm_linear(1, 4096, 4096), dict(m=1, n=8, k=1024)),
-    (blocks.rms_norm_linear(1, 4096, 4096, stored="kn"), dict(m=1, n=64, k=64)),
-    (blocks.norm_qkv(1, 4096, (4096, 1024, 1024)), dict(m=1, n=8, k=1024)),
-])
+@pytest.mark.parametrize(
+    "ugraph, tiles",
+    [
+        (blocks.rms_norm_linear(1, 4096, 4096), dict(m=1, n=8, k=1024)),
+        (blocks.rms_norm_linear(1, 4096, 4096, stored="kn"), dict(m=1, n=64, k=64)),
+        (blocks.norm_qkv(1, 4096, (4096, 1024, 1024)), dict(m=1, n=8, k=1024)),
+    ],
+)
 def test_weights_are_streamed_by_128_bit_loads(ugraph, tiles):
     ptx = loads(ugraph, **tiles)
     assert re.findall(r"ld\.global\S*evict_first\S*v4\.b32", ptx)
@@ -188,7 +241,10 @@ def test_weights_are_streamed_by_128_bit_loads(ugraph, tiles):
 @pytest.mark.parametrize("k, aligned", [(4096, True), (4100, False)])
 def test_aligned_parts_are_streamed_by_128_bit_loads(k, aligned):
     ugraph = blocks.split_matmul(1, k, 1024, 4)
-    schedules = [Schedule((("m", 1), ("n", 8), ("p", 1), ("k", 512))), Schedule((("m", 1), ("n", 128), ("p", 4)))]
+    schedules = [
+        Schedule((("m", 1), ("n", 8), ("p", 1), ("k", 512))),
+        Schedule((("m", 1), ("n", 128), ("p", 4))),
+    ]
     ptx = compiler.ahead_of_time(triton.generate(ugraph, schedules), 90)[0].ptx
     assert bool(re.findall(r"ld\.global\S*evict_first\S*v4\.b32", ptx)) is aligned
 
@@ -202,7 +258,9 @@ def asked_for(u, schedule, **names) -> list[set[int]]:
     """The elements that each `prefetch` of a kernel asks for, counted from its tensor's first; `names`: where the block stands."""
     tl = SimpleNamespace(arange=np.arange, minimum=np.minimum, maximum=np.maximum)
     found = []
-    for text in re.findall(r"(?m)^ +prefetch\(\w+_ptr \+ (.+)\)$", triton.generate(u, [schedule]).source):
+    for text in re.findall(
+        r"(?m)^ +prefetch\(\w+_ptr \+ (.+)\)$", triton.generate(u, [schedule]).source
+    ):
         found.append({int(x) for x in np.asarray(eval(text, {"tl": tl} | names)).flat})
     return found
 
@@ -220,34 +278,47 @@ def test_blocks_ask_for_their_own_part_of_contiguous_elements():
     g = new_kernel_graph()
     x = g.new_input((64, 1024), "float16", name="x", constant=True)
     axes = (Axis("p", 4, Role.GRID), Axis("r", 1024, Role.TILE, "p"), Axis("k", 64, Role.LOOP))
-    looped = Stage("k", (BlockOp("e", "exp", ("x",), ("r", "k")),), (Accumulator("a", "e", "sum", ("r",)),))
+    looped = Stage(
+        "k", (BlockOp("e", "exp", ("x",), ("r", "k")),), (Accumulator("a", "e", "sum", ("r",)),)
+    )
     stages = (looped, Stage(None, (BlockOp("y", "mul", ("a", 0.5), ("r",)),)))
     inputs, outputs = (BlockInput("x", (0,), ("k", "r")),), (BlockOutput("y", ("r",), "float16"),)
     g.mark_output(*g.customized([x], BlockGraph(axes, inputs, stages, outputs)))
     schedule = Schedule((("p", 1), ("r", 256), ("k", 16)), preload=1)
     for part in range(4):
         columns = range(256 * part, 256 * part + 256, 64)
-        first, = asked_for(UGraph(g, g), schedule, k0=0, r_start=256 * part)
+        (first,) = asked_for(UGraph(g, g), schedule, k0=0, r_start=256 * part)
         assert first == {1024 * k + c for k in range(16) for c in columns}
 
 
 def test_what_is_asked_for_in_long_tensors_is_counted_in_64_bits():
     g = new_kernel_graph()
     x = g.new_input((4096, 1 << 20), "float16", name="x", constant=True)
-    summed = Stage("k", (BlockOp("e", "exp", ("x",), ("r", "k")),), (Accumulator("a", "e", "sum", ("r",)),))
-    block = BlockGraph((Axis("r", 4096, Role.GRID), Axis("k", 1 << 20, Role.LOOP)), (BlockInput("x", (0,), ("r", "k")),), (summed,),
-                       (BlockOutput("a", ("r",), "float16"),))
+    summed = Stage(
+        "k", (BlockOp("e", "exp", ("x",), ("r", "k")),), (Accumulator("a", "e", "sum", ("r",)),)
+    )
+    block = BlockGraph(
+        (Axis("r", 4096, Role.GRID), Axis("k", 1 << 20, Role.LOOP)),
+        (BlockInput("x", (0,), ("r", "k")),),
+        (summed,),
+        (BlockOutput("a", ("r",), "float16"),),
+    )
     g.mark_output(*g.customized([x], block))
     source = triton.generate(UGraph(g, g), [Schedule((("r", 1), ("k", 1024)), preload=1)]).source
-    assert re.findall(r"prefetch\(x_ptr.*", source) and "prefetch(x_ptr + r.to(tl.int64) * 1048576" in source
+    assert (
+        re.findall(r"prefetch\(x_ptr.*", source)
+        and "prefetch(x_ptr + r.to(tl.int64) * 1048576" in source
+    )
 
 
 def test_a_product_of_another_product_behind_the_loop_is_asynchronous_only_where_the_loop_is_pipelined():
     schedule = Schedule((("m", 64), ("n", 64), ("k", 128), ("r", 16)), True, num_stages=3)
     u = blocks.lora(64, 512, 128)
-    kernel, = compiler.ahead_of_time(triton.generate(u, [schedule]), 90)
+    (kernel,) = compiler.ahead_of_time(triton.generate(u, [schedule]), 90)
     assert "wgmma.mma_async" in kernel.ptx
-    with pytest.raises(errors.CodegenError, match="up multiplies what another product gives, with 64 rows"):
+    with pytest.raises(
+        errors.CodegenError, match="up multiplies what another product gives, with 64 rows"
+    ):
         triton.generate(u, [replace(schedule, num_stages=1)])
 
 
@@ -259,34 +330,67 @@ def test_eight_columns_take_the_instruction_that_is_planned_for():
         program = triton.generate(u, [schedule])
         ptx = compiler.ahead_of_time(program, 90)[0].ptx
         new = "wgmma.mma_async" in ptx
-        assert new != ("mma.sync.aligned.m16n8k16" in ptx) and new == (columns == 16 or FEW_ARE_ASYNCHRONOUS)
+        assert new != ("mma.sync.aligned.m16n8k16" in ptx) and new == (
+            columns == 16 or FEW_ARE_ASYNCHRONOUS
+        )
         planned = plan(placed(u)[0], schedule)
-        assert all(planned.is_asynchronous(d) == new for d in planned.dots.values()) and planned.dots
+        assert (
+            all(planned.is_asynchronous(d) == new for d in planned.dots.values()) and planned.dots
+        )
     fewer = replace(schedule, tiles=(("m", 4), ("n", 64), ("k", 128)))
     rows = replace(schedule, tiles=(("m", 8), ("n", 64), ("k", 128)), weights_first=False)
-    assert not plan(placed(u)[0], fewer).dots and not plan(placed(u)[0], rows).dots  # as rows there are at least 16
+    assert (
+        not plan(placed(u)[0], fewer).dots and not plan(placed(u)[0], rows).dots
+    )  # as rows there are at least 16
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------------------
+
 
 def test_file_stands_alone_and_checks_itself(tmp_path):
     path = blocks.rms_norm_linear(2, 96, 48).generate_triton_program(tmp_path / "kernel.py")
     text = path.read_text()
     assert "import mirage_hf" not in text and "from mirage_hf" not in text
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-I", str(path)], capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-I", str(path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
     assert done.returncode == 0 and "allowed" in done.stdout, done.stderr[-2000:]
 
 
-def _root(g, x): g.mark_output(g.sqrt(x))
-def _pole(g, x): g.mark_output(g.div(1.0, g.relu(x)))
-def _huge(g, x): g.mark_output(g.exp(g.mul(x, 1e4)))
-def _nothing_finite(g, x): g.mark_output(g.add(x, float("inf")), x)
-def _whole(g, x): g.mark_output(g.new_input((3,), "int64"), g.cast(x, "int32"))
-def _narrow(g, x): g.mark_output(g.cast(g.mul(x, 1e5), mi.float16))
+def _root(g, x):
+    g.mark_output(g.sqrt(x))
 
 
-@pytest.mark.parametrize("build", [_root, _pole, _huge, _nothing_finite, _whole, _narrow], ids=lambda f: f.__name__.strip("_"))
+def _pole(g, x):
+    g.mark_output(g.div(1.0, g.relu(x)))
+
+
+def _huge(g, x):
+    g.mark_output(g.exp(g.mul(x, 1e4)))
+
+
+def _nothing_finite(g, x):
+    g.mark_output(g.add(x, float("inf")), x)
+
+
+def _whole(g, x):
+    g.mark_output(g.new_input((3,), "int64"), g.cast(x, "int32"))
+
+
+def _narrow(g, x):
+    g.mark_output(g.cast(g.mul(x, 1e5), mi.float16))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [_root, _pole, _huge, _nothing_finite, _whole, _narrow],
+    ids=lambda f: f.__name__.strip("_"),
+)
 def test_files_check_programs_with_infinities_nan_and_whole_numbers(build):
     g = mi.new_kernel_graph()
     build(g, g.new_input((8, 16), mi.float32))
@@ -339,10 +443,14 @@ def test_a_damaged_bytecode_cache_is_not_read(tmp_path, monkeypatch):
     path = tmp_path / "kernels" / f"{digest}.py"
     path.parent.mkdir()
     path.write_text(source, encoding="utf-8")
-    header = importlib.util.MAGIC_NUMBER + struct.pack("<III", 0, int(path.stat().st_mtime), path.stat().st_size)
+    header = importlib.util.MAGIC_NUMBER + struct.pack(
+        "<III", 0, int(path.stat().st_mtime), path.stat().st_size
+    )
     cached = Path(importlib.util.cache_from_source(str(path)))
     cached.parent.mkdir()
-    cached.write_bytes(header + marshal.dumps(compile("def run(inputs):\n    return ['wrong']\n", "x", "exec")))
+    cached.write_bytes(
+        header + marshal.dumps(compile("def run(inputs):\n    return ['wrong']\n", "x", "exec"))
+    )
     assert compiler.load(source, digest).run([]) == ["right"]
 
 
@@ -381,20 +489,32 @@ def test_names_that_python_or_the_file_needs_are_renamed():
 
 # -- library ops as torch expressions -------------------------------------------------------------------------------------------------
 
+
 def test_library_path_is_the_program_in_plain_torch():
     g = new_kernel_graph()
-    x, w, bias = (g.new_input(dims, torch.float32, name=n) for n, dims in (("x", (2, 4, 8)), ("w", (8, 6)), ("b", (1, 6))))
+    x, w, bias = (
+        g.new_input(dims, torch.float32, name=n)
+        for n, dims in (("x", (2, 4, 8)), ("w", (8, 6)), ("b", (1, 6)))
+    )
     cos, sin = (g.new_input((4, 4), torch.float32, name=n) for n in ("cos", "sin"))
     y = g.add(g.matmul(g.rope(g.rms_norm(x), cos, sin), w), bias)
     y = g.layer_norm(g.clamp(g.gelu_tanh(g.silu(y)), min=-1.0), bias)
-    y = g.concat([y, g.mul(g.reduction(y, 2, "max"), 0.5), g.div(1.0, g.add(g.exp(g.reduction(y, 2)), 1.0))], 2)
+    y = g.concat(
+        [y, g.mul(g.reduction(y, 2, "max"), 0.5), g.div(1.0, g.add(g.exp(g.reduction(y, 2)), 1.0))],
+        2,
+    )
     y = g.permute(g.reshape(g.slice(g.max(y, -2.0), 2, 0, 6), (8, 6)), (1, 0))
-    g.mark_output(g.cast(g.softmax(g.pow(g.sigmoid(y), 1.5), 1), "float16"), g.min(g.gelu(g.relu(y)), 0.3), g.max(y, g.tanh(y)))
+    g.mark_output(
+        g.cast(g.softmax(g.pow(g.sigmoid(y), 1.5), 1), "float16"),
+        g.min(g.gelu(g.relu(y)), 0.3),
+        g.max(y, g.tanh(y)),
+    )
     inputs = [torch.randn(t.dims) for t in g.inputs]
     source = triton.program_source(library_ugraph(g))
     assert "triton" not in source.split('"""')[2]
     module = compiler.load(source, triton.generate(library_ugraph(g)).digest)
     from mirage_hf.graph.execute import run_kernel_graph
+
     for ours, want in zip(module.run(inputs), run_kernel_graph(g, inputs), strict=True):
         assert ours.dtype == want.dtype and torch.equal(ours, want)
     assert all(y.isfinite().all() for y in module.program([x.double() for x in inputs]))
@@ -403,10 +523,23 @@ def test_library_path_is_the_program_in_plain_torch():
 @pytest.mark.parametrize("name", table.OPS)
 def test_every_row_has_a_torch_expression(name):
     row = table.lookup(name)
-    attrs = {k: {"dim": 1, "kind": "sum", "dims": (4, 2), "order": (1, 0), "dtype": "float32", "start": 0, "stop": 1}.get(k, v)
-             for k, v in row.attrs.items()}
+    attrs = {
+        k: {
+            "dim": 1,
+            "kind": "sum",
+            "dims": (4, 2),
+            "order": (1, 0),
+            "dtype": "float32",
+            "start": 0,
+            "stop": 1,
+        }.get(k, v)
+        for k, v in row.attrs.items()
+    }
     from mirage_hf.graph.kernel import KernelOp
-    text = torch_text.expression(KernelOp(name, (), (), tuple(attrs.items())), ["a", "b", "c"][:max(1, row.arity[0])])
+
+    text = torch_text.expression(
+        KernelOp(name, (), (), tuple(attrs.items())), ["a", "b", "c"][: max(1, row.arity[0])]
+    )
     compile(text, name, "eval")
 
 
@@ -418,28 +551,49 @@ def _text_of_library(program):
 
 
 def test_powers_of_and_by_numbers_run_in_the_interpreter(interpreted):
-    assert len(interpreted["powers"]) == 4 and all(e < 1e-5 for e in interpreted["powers"].values()), interpreted["powers"]
+    assert len(interpreted["powers"]) == 4 and all(
+        e < 1e-5 for e in interpreted["powers"].values()
+    ), interpreted["powers"]
 
 
-@pytest.mark.parametrize("name", [n for n, row in table.OPS.items() if row.kind == "elementwise" and row.arity[0] > 1])
+@pytest.mark.parametrize(
+    "name", [n for n, row in table.OPS.items() if row.kind == "elementwise" and row.arity[0] > 1]
+)
 def test_library_ops_take_numbers_as_the_cpu_backend_does(name):
     """Any operand, also one that the dtype cannot hold; the result has the dtype of the program's."""
-    for dtype, numbers in itertools.product(("float32", "float16"), itertools.product((None, 2.0, -1.5, 0.0, math.inf, 70000.0),
-                                                                                      repeat=table.OPS[name].arity[0])):
+    for dtype, numbers in itertools.product(
+        ("float32", "float16"),
+        itertools.product(
+            (None, 2.0, -1.5, 0.0, math.inf, 70000.0), repeat=table.OPS[name].arity[0]
+        ),
+    ):
         if None not in numbers or all(n is None for n in numbers):
             continue
         g = KernelGraph()
         t = getattr(g, name)(*(g.new_input((3, 5), dtype) if n is None else n for n in numbers))
-        xs = [torch.randn(x.dims, generator=torch.Generator().manual_seed(n)).to(x.dtype) for n, x in enumerate(g.inputs)]
-        want, = library_ugraph(g)(xs)
-        got, = _text_of_library(g)(xs)
+        xs = [
+            torch.randn(x.dims, generator=torch.Generator().manual_seed(n)).to(x.dtype)
+            for n, x in enumerate(g.inputs)
+        ]
+        (want,) = library_ugraph(g)(xs)
+        (got,) = _text_of_library(g)(xs)
         assert got.dtype == want.dtype == t.dtype, numbers
-        finite = want.isfinite() & got.isfinite()  # a number over a tensor is its reciprocal, times the number, to torch
-        torch.testing.assert_close(got[finite], want[finite], rtol=4 * torch.finfo(t.dtype).eps, atol=0, msg=f"{name} {numbers}")
+        finite = (
+            want.isfinite() & got.isfinite()
+        )  # a number over a tensor is its reciprocal, times the number, to torch
+        torch.testing.assert_close(
+            got[finite],
+            want[finite],
+            rtol=4 * torch.finfo(t.dtype).eps,
+            atol=0,
+            msg=f"{name} {numbers}",
+        )
         assert torch.equal(got.isnan(), want.isnan()) or name in ("div", "ratio"), numbers
 
 
-@pytest.mark.parametrize("names", [("tl", "tl_"), ("torch_", "torch"), ("mirage_0", "mirage_0_"), ("float", "float_")])
+@pytest.mark.parametrize(
+    "names", [("tl", "tl_"), ("torch_", "torch"), ("mirage_0", "mirage_0_"), ("float", "float_")]
+)
 def test_names_of_tensors_hide_nothing_and_stay_apart(names):
     g = KernelGraph()
     x, y = (g.new_input((3, 5), "float32", name=n) for n in names)
@@ -461,10 +615,17 @@ def test_an_input_that_is_an_output_too_is_not_written_over():
     assert written_over(False) == ((0, 0),) and written_over(True) == ()
 
 
-def test_sources_that_were_loaded_in_passing_are_forgotten_but_by_who_holds_them(tmp_path, monkeypatch):
+def test_sources_that_were_loaded_in_passing_are_forgotten_but_by_who_holds_them(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
-    before, tried, held = (triton.generate(blocks.rms_norm_linear(1, 512, 64), [Schedule((("m", 1), ("n", n), ("k", 128)), split=4)])
-                           for n in (1, 2, 4))
+    before, tried, held = (
+        triton.generate(
+            blocks.rms_norm_linear(1, 512, 64),
+            [Schedule((("m", 1), ("n", n), ("k", 128)), split=4)],
+        )
+        for n in (1, 2, 4)
+    )
     known = compiler.load(before.source, before.digest)
     with compiler.passing():
         passed = weakref.ref(compiler.load(tried.source, tried.digest))
@@ -472,37 +633,69 @@ def test_sources_that_were_loaded_in_passing_are_forgotten_but_by_who_holds_them
         run = compiler.load(held.source, held.digest).run
         counters = run.__globals__["_zeros"]
     assert passed() is None and f"mirage_hf_generated_{tried.digest[:16]}" not in sys.modules
-    assert compiler.load(before.source, before.digest) is known and sys.modules[known.__name__] is known
-    assert run.__globals__["_zeros"] is counters and run.__globals__["mirage_0"].fn.__name__ == "mirage_0"
+    assert (
+        compiler.load(before.source, before.digest) is known
+        and sys.modules[known.__name__] is known
+    )
+    assert (
+        run.__globals__["_zeros"] is counters
+        and run.__globals__["mirage_0"].fn.__name__ == "mirage_0"
+    )
     assert compiler.load(held.source, held.digest).run is not run
 
 
 def test_an_input_that_is_stored_as_it_is_is_not_written_over():
     """It is read where it is stored, which may be after another output has been."""
-    block = BlockGraph((Axis("n", 64, Role.GRID),), (BlockInput("x", (0,), ("n",)), BlockInput("z", (1,), ("n",))),
-                       (Stage(None, (BlockOp("y", "mul", ("z", 2.0), ("n",)),)),),
-                       (BlockOutput("y", ("n",), "float32"), BlockOutput("x", ("n",), "float32")))
+    block = BlockGraph(
+        (Axis("n", 64, Role.GRID),),
+        (BlockInput("x", (0,), ("n",)), BlockInput("z", (1,), ("n",))),
+        (Stage(None, (BlockOp("y", "mul", ("z", 2.0), ("n",)),)),),
+        (BlockOutput("y", ("n",), "float32"), BlockOutput("x", ("n",), "float32")),
+    )
     g = KernelGraph()
-    g.mark_output(*g.customized([g.new_input((64,), "float32"), g.new_input((64,), "float32")], block))
+    g.mark_output(
+        *g.customized([g.new_input((64,), "float32"), g.new_input((64,), "float32")], block)
+    )
     assert triton.generate(UGraph(g, g), [Schedule((("n", 16),))]).in_place == ((0, 1), (1, 1))
 
 
 def test_a_conversion_of_what_an_asynchronous_product_reads_has_a_load_of_its_own():
     """x is a factor as it is stored of one product and converted for another: the second must not share the first's buffer."""
+
     def axes(*names):
         return names
 
     block = BlockGraph(
         (Axis("n", 128, Role.GRID), Axis("m", 64, Role.TILE), Axis("k", 256, Role.LOOP)),
-        (BlockInput("x", (0,), axes("m", "k")), BlockInput("w", (1,), axes("k", "n")), BlockInput("u", (2,), axes("k", "n"))),
-        (Stage("k", (BlockOp("a", "mul", ("x", "w"), axes("n", "m", "k")), BlockOp("b", "mul", ("x", "u"), axes("n", "m", "k"))),
-               (Accumulator("p", "a", "sum", axes("n", "m")), Accumulator("q", "b", "sum", axes("n", "m")))),
-         Stage(None, (BlockOp("o", "add", ("p", "q"), axes("n", "m")),))),
-        (BlockOutput("o", axes("m", "n"), "float32"),))
+        (
+            BlockInput("x", (0,), axes("m", "k")),
+            BlockInput("w", (1,), axes("k", "n")),
+            BlockInput("u", (2,), axes("k", "n")),
+        ),
+        (
+            Stage(
+                "k",
+                (
+                    BlockOp("a", "mul", ("x", "w"), axes("n", "m", "k")),
+                    BlockOp("b", "mul", ("x", "u"), axes("n", "m", "k")),
+                ),
+                (
+                    Accumulator("p", "a", "sum", axes("n", "m")),
+                    Accumulator("q", "b", "sum", axes("n", "m")),
+                ),
+            ),
+            Stage(None, (BlockOp("o", "add", ("p", "q"), axes("n", "m")),)),
+        ),
+        (BlockOutput("o", axes("m", "n"), "float32"),),
+    )
     schedule = Schedule((("n", 64), ("m", 64), ("k", 64)), mma=True, num_warps=4, num_stages=3)
     for dtype, again in ((torch.float16, False), (torch.float32, True)):
         g = new_kernel_graph()
-        inputs = [g.new_input((64, 256), torch.float16), g.new_input((256, 128), torch.float16), g.new_input((256, 128), dtype)]
+        inputs = [
+            g.new_input((64, 256), torch.float16),
+            g.new_input((256, 128), torch.float16),
+            g.new_input((256, 128), dtype),
+        ]
         g.mark_output(*g.customized(inputs, block))
         source = triton.program_source(UGraph(g, g), [schedule])
         assert source.count("tl.dot(") == 2 and ("x_again" in source) == again
@@ -512,9 +705,13 @@ def test_what_is_too_small_to_be_copied_is_loaded_a_step_ahead():
     """128 elements of γ are 2 bytes for each of 128 threads, 4 for each of 64: an asynchronous copy has 4 at least."""
     ugraph = blocks.rms_norm_linear(16, 512, 64)
     for warps, stages, ahead in ((4, 3, True), (2, 3, False), (4, 1, False)):
-        schedule = Schedule((("m", 16), ("n", 64), ("k", 128)), mma=True, num_warps=warps, num_stages=stages)
+        schedule = Schedule(
+            (("m", 16), ("n", 64), ("k", 128)), mma=True, num_warps=warps, num_stages=stages
+        )
         program = triton.generate(ugraph, [schedule])
         assert ("gamma_next" in program.source) == ahead
-        kernel, = compiler.ahead_of_time(program, 90)
-        copied = len(re.findall(r"cp\.async\.ca\.shared\.global", kernel.ptx))  # of γ; x and w are copied past the L1
+        (kernel,) = compiler.ahead_of_time(program, 90)
+        copied = len(
+            re.findall(r"cp\.async\.ca\.shared\.global", kernel.ptx)
+        )  # of γ; x and w are copied past the L1
         assert (copied > 0) == (stages > 1 and not ahead)

@@ -1,4 +1,5 @@
 """What stands between Python and the C++ core: programs as text, and the check that nothing malformed passes."""
+
 from __future__ import annotations
 
 from pathlib import Path

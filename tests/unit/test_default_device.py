@@ -13,11 +13,18 @@ class ByFunctions(TorchFunctionMode):
     """A default that torch.get_default_device() does not know of, as one of torch.set_default_tensor_type."""
 
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return fn(*args, **({"device": "meta"} if fn in (torch.empty, torch.zeros) else {}) | (kwargs or {}))
+        return fn(
+            *args,
+            **({"device": "meta"} if fn in (torch.empty, torch.zeros) else {}) | (kwargs or {}),
+        )
 
 
-@pytest.mark.parametrize("default", [lambda: torch.device("meta"), ByFunctions], ids=["device", "functions"])
-def test_whatever_the_default_is_tensors_are_on_the_cpu(default: Callable[[], AbstractContextManager[Any]]) -> None:
+@pytest.mark.parametrize(
+    "default", [lambda: torch.device("meta"), ByFunctions], ids=["device", "functions"]
+)
+def test_whatever_the_default_is_tensors_are_on_the_cpu(
+    default: Callable[[], AbstractContextManager[Any]],
+) -> None:
     with default():
         assert torch.zeros(1).device.type == "meta"
         with on_the_cpu():

@@ -1,4 +1,5 @@
 """resolve(): searched once, then looked up, also by another process; what is damaged is made anew, what cannot be kept says so."""
+
 from __future__ import annotations
 
 import functools
@@ -13,9 +14,9 @@ import pytest
 import torch
 
 import mirage_hf as mi
-from mirage_hf import kernels, torch_op
 from mirage_hf.codegen import plan
 from mirage_hf.graph.ugraph import library_ugraph
+from mirage_hf.pipeline import kernels, torch_op
 from mirage_hf.tune import space
 from mirage_hf.tune.measure import timing
 from mirage_hf.tune.tuner import MEASURED, REFUSED, Trial
@@ -29,7 +30,7 @@ FRESH = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch, programs, mirage_hf as mi
-from mirage_hf import kernels
+from mirage_hf.pipeline import kernels
 def refuse(*args, **kwargs):
     raise AssertionError("searched")
 kernels.search_and_verify = refuse
@@ -54,6 +55,7 @@ def searches(monkeypatch):
     def counted(*args, **kwargs):
         made.append(args)
         return real(*args, **kwargs)
+
     monkeypatch.setattr(kernels, "search_and_verify", counted)
     return made
 
@@ -66,16 +68,29 @@ def tensors(graph):
 def test_searched_once_then_read_by_a_fresh_process(searches):
     g = programs.build(mi, "rms_norm_linear")
     first = kernels.resolve(g, device="cpu")
-    assert first.source == "searched" and first.is_fused and first.candidates > 0 and len(searches) == 1 and not first.reason
-    assert kernels.resolve(programs.build(mi, "rms_norm_linear"), device="cpu").source == "cache" and len(searches) == 1
-    done = subprocess.run([sys.executable, "-c", FRESH, str(HERE.parent)], capture_output=True, text=True)
+    assert (
+        first.source == "searched"
+        and first.is_fused
+        and first.candidates > 0
+        and len(searches) == 1
+        and not first.reason
+    )
+    assert (
+        kernels.resolve(programs.build(mi, "rms_norm_linear"), device="cpu").source == "cache"
+        and len(searches) == 1
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, str(HERE.parent)], capture_output=True, text=True
+    )
     assert done.stdout.split() == ["cache", "True", first.digest, "1"], done.stderr
 
 
 def test_what_was_found_and_does_not_fit_is_told(monkeypatch):
     monkeypatch.setattr(space, "obstacle", lambda ops: "needs 9764 registers")
     r = kernels.resolve(programs.build(mi, "rms_norm_linear"), device="cpu")
-    assert not r.is_fused and r.reason.startswith("no single kernel was found: needs 9764 registers"), r.reason
+    assert not r.is_fused and r.reason.startswith(
+        "no single kernel was found: needs 9764 registers"
+    ), r.reason
 
 
 def test_what_runs_is_right():
@@ -85,8 +100,13 @@ def test_what_runs_is_right():
         inputs = tensors(g)
         want = mi.superoptimize(g, backend="cpu")[-1](inputs)
         got = r.run(inputs)
-        assert all(torch.allclose(a.float(), b.float(), rtol=2e-2, atol=2e-2) for a, b in zip(got, want, strict=True)), name
-        assert r.time_us is None and r.library_us is None and (not r.is_fused or r.error_bound < 1e-9)
+        assert all(
+            torch.allclose(a.float(), b.float(), rtol=2e-2, atol=2e-2)
+            for a, b in zip(got, want, strict=True)
+        ), name
+        assert (
+            r.time_us is None and r.library_us is None and (not r.is_fused or r.error_bound < 1e-9)
+        )
 
 
 def test_a_program_without_a_kernel_is_kept_too(searches, monkeypatch):
@@ -103,8 +123,15 @@ def test_a_program_without_a_kernel_is_kept_too(searches, monkeypatch):
 
 
 def test_other_shapes_and_dtypes_are_other_entries(searches):
-    for sizes in (dict(rows=1, k=64, n=32), dict(rows=2, k=64, n=32), dict(rows=1, k=64, n=32, dtype=mi.bfloat16)):
-        assert kernels.resolve(programs.rms_norm_linear(mi, **sizes), device="cpu").source == "searched"
+    for sizes in (
+        dict(rows=1, k=64, n=32),
+        dict(rows=2, k=64, n=32),
+        dict(rows=1, k=64, n=32, dtype=mi.bfloat16),
+    ):
+        assert (
+            kernels.resolve(programs.rms_norm_linear(mi, **sizes), device="cpu").source
+            == "searched"
+        )
     assert len(searches) == 3
 
 
@@ -117,9 +144,13 @@ def test_a_damaged_entry_is_made_anew(cache, searches):
         good = path.read_bytes()
         path.write_bytes(good[: len(good) // 2])
         again = kernels.resolve(g, device="cpu")
-        assert again.source == "searched" and again.digest == first.digest and len(searches) == n + 1, path.name
+        assert (
+            again.source == "searched" and again.digest == first.digest and len(searches) == n + 1
+        ), path.name
         assert kernels.resolve(g, device="cpu").source == "cache"
-    assert torch.equal(first.run(tensors(g))[0], kernels.resolve(g, device="cpu").run(tensors(g))[0])
+    assert torch.equal(
+        first.run(tensors(g))[0], kernels.resolve(g, device="cpu").run(tensors(g))[0]
+    )
 
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch, searches):
@@ -139,19 +170,27 @@ def test_a_named_zoo_and_a_full_search(tmp_path, monkeypatch, searches):
     zoo = Path(os.environ["MIRAGE_HF_CACHE"])
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / "empty"))
     from mirage_hf.zoo.store import user_store
+
     root = user_store().root
     named = zoo / root.relative_to(tmp_path / "empty")
-    assert kernels.resolve(g, device="cpu", zoo=named).source.startswith("zoo") and len(searches) == 1
-    assert kernels.resolve(g, device="cpu", zoo=named, tune="full").source == "searched" and len(searches) == 2
+    assert (
+        kernels.resolve(g, device="cpu", zoo=named).source.startswith("zoo") and len(searches) == 1
+    )
+    assert (
+        kernels.resolve(g, device="cpu", zoo=named, tune="full").source == "searched"
+        and len(searches) == 2
+    )
 
 
 def test_rounding_decides_which_schedule_is_taken():
     """x·γ in float16 may not go to tensor cores: 16 rows take a form that divides first, or one that multiplies γ by W."""
     r = kernels.resolve(programs.rms_norm_linear(mi, rows=16, k=512, n=256), device="cpu")
-    schedule, = r.ugraph.schedules
+    (schedule,) = r.ugraph.schedules
     block = r.ugraph.block_ops[0].block
     x, gamma, _ = (i.name for i in block.inputs)
-    assert r.is_fused and not (schedule.mma and any({x, gamma} == set(op.args) for op in block.ops()))
+    assert r.is_fused and not (
+        schedule.mma and any({x, gamma} == set(op.args) for op in block.ops())
+    )
 
 
 def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch, caplog):
@@ -171,7 +210,9 @@ def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch, caplog
         for e in unsafe:  # graphs that were saved name them by digest
             before = len(loaded)
             torch_op._kernels_of(e)
-            assert len(loaded) > before or f"program {e.key.digest[:12]}… runs in torch" in caplog.text
+            assert (
+                len(loaded) > before or f"program {e.key.digest[:12]}… runs in torch" in caplog.text
+            )
         assert not {e.kernel for e in unsafe} & set(loaded)
         torch_op._kernels_of(entries[0])
         assert loaded[-1] == entries[0].kernel
@@ -181,20 +222,35 @@ def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch, caplog
 
 # -- kernels chosen for a layer --------------------------------------------------------------------------------------------------
 
+
 @functools.cache
 def searched(program):
-    return kernels._make(program, key_of(program, "sm_90"), torch.device("cpu"), False, "auto", "rms_norm_linear", None)
+    return kernels._make(
+        program,
+        key_of(program, "sm_90"),
+        torch.device("cpu"),
+        False,
+        "auto",
+        "rms_norm_linear",
+        None,
+    )
 
 
 def made(k: int, *us: float, library: float | None = 9.0) -> kernels.Resolved:
     """A program whose kernel was just tuned: a candidate for each of the times, best first. `library`: None where that path failed."""
     program = programs.rms_norm_linear(mi, rows=1, k=k, n=256)
     found = searched(program)
-    op, = found.ugraph.block_ops
+    (op,) = found.ugraph.block_ops
     schedules = space.schedules(op, limit=len(us))
-    tuned = tuple(Trial(found.ugraph, (s,), 1.0, MEASURED, timing=timing([t], 1)) for s, t in zip(schedules, us, strict=True))
-    theirs = Trial(library_ugraph(program), (), 1.0, REFUSED, "OutOfMemoryError") if library is None else \
-        Trial(library_ugraph(program), (), 1.0, MEASURED, timing=timing([library], 1))
+    tuned = tuple(
+        Trial(found.ugraph, (s,), 1.0, MEASURED, timing=timing([t], 1))
+        for s, t in zip(schedules, us, strict=True)
+    )
+    theirs = (
+        Trial(library_ugraph(program), (), 1.0, REFUSED, "OutOfMemoryError")
+        if library is None
+        else Trial(library_ugraph(program), (), 1.0, MEASURED, timing=timing([library], 1))
+    )
     found = replace(found, tuned=tuned, library=theirs)
     return replace(kernels._resolved(found.entry(), kernels.SEARCHED, True, 3.0), made=found)
 
@@ -203,7 +259,13 @@ def made(k: int, *us: float, library: float | None = 9.0) -> kernels.Resolved:
 def offered(monkeypatch):
     """What `together` is asked to choose among; it takes the last of each."""
     asked = []
-    monkeypatch.setattr(kernels, "together", lambda choices, device: asked.append(choices) or ([c[-1] for c in choices], timing([7.5], 1)))
+    monkeypatch.setattr(
+        kernels,
+        "together",
+        lambda choices, device: (
+            asked.append(choices) or ([c[-1] for c in choices], timing([7.5], 1))
+        ),
+    )
     return asked
 
 
@@ -212,17 +274,27 @@ def test_kernels_are_chosen_for_the_layer_and_kept(offered):
     chosen = kernels.for_layer(layer, device="cpu")
     assert [len(c) for c in offered[0]] == [2, 3]
     for before, after in zip(layer, chosen, strict=True):
-        assert after.is_fused and after.entry.schedules == before.made.tuned[-1].schedules != before.entry.schedules
+        assert (
+            after.is_fused
+            and after.entry.schedules == before.made.tuned[-1].schedules != before.entry.schedules
+        )
         assert after.time_us == before.made.tuned[-1].us and after.entry.search["layer_us"] == 7.5
         assert after.seconds >= before.seconds
-        assert isinstance(user_store().find(before.digest), Entry) and user_store().find(before.digest).schedules == after.entry.schedules
+        assert (
+            isinstance(user_store().find(before.digest), Entry)
+            and user_store().find(before.digest).schedules == after.entry.schedules
+        )
 
 
 def test_what_is_slower_than_the_library_is_not_offered(offered):
     layer = [made(512, 1.0, 2.0, 30.0), made(768, 10.0, 11.0), made(1024, 3.0, 4.0)]
     chosen = kernels.for_layer(layer, device="cpu")
     assert [len(c) for c in offered[0]] == [2, 2]  # the second program runs the library
-    assert not chosen[1].is_fused and chosen[1].entry == layer[1].entry and "library path was measured faster" in chosen[1].reason
+    assert (
+        not chosen[1].is_fused
+        and chosen[1].entry == layer[1].entry
+        and "library path was measured faster" in chosen[1].reason
+    )
 
 
 def test_a_library_path_that_failed_is_no_rival(cache):
@@ -230,7 +302,9 @@ def test_a_library_path_that_failed_is_no_rival(cache):
     resolved = made(512, 1.0, 2.0, library=None)
     found, entry = resolved.made, resolved.entry
     assert found.contenders() == found.tuned
-    assert [t.name for t in entry.timings] == [kernels.OURS] and kernels._serves(entry, True, "auto")
+    assert [t.name for t in entry.timings] == [kernels.OURS] and kernels._serves(
+        entry, True, "auto"
+    )
     assert resolved.is_fused and (resolved.time_us, resolved.reason) == (1.0, "")
     assert kernels._as_it_is(entry)
 
@@ -238,7 +312,9 @@ def test_a_library_path_that_failed_is_no_rival(cache):
 def test_what_was_looked_up_stays_and_counts(offered):
     there = replace(made(512, 1.0, 2.0), made=None)
     chosen = kernels.for_layer([there, made(1024, 3.0, 4.0)], device="cpu")
-    assert [len(c) for c in offered[0]] == [1, 2] and offered[0][0][0].schedules == there.entry.schedules
+    assert [len(c) for c in offered[0]] == [1, 2] and offered[0][0][
+        0
+    ].schedules == there.entry.schedules
     assert chosen[0] is there and chosen[1].entry.search["layer_us"] == 7.5
     assert kernels.for_layer([there, there], device="cpu") == [there, there] and len(offered) == 1
 
@@ -246,7 +322,10 @@ def test_what_was_looked_up_stays_and_counts(offered):
 def test_a_layer_that_cannot_be_timed_says_so(monkeypatch):
     def full(choices, device):
         raise torch.OutOfMemoryError("CUDA out of memory")
+
     monkeypatch.setattr(kernels, "together", full)
     layer = [made(512, 1.0), made(1024, 3.0)]
     for before, after in zip(layer, kernels.for_layer(layer, device="cpu"), strict=True):
-        assert after.is_fused and after.entry == before.entry and "CUDA out of memory" in after.reason
+        assert (
+            after.is_fused and after.entry == before.entry and "CUDA out of memory" in after.reason
+        )

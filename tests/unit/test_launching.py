@@ -1,4 +1,5 @@
 """Counters of blocks that share a loop: who gets which, where streams and captures are played."""
+
 from __future__ import annotations
 
 import threading
@@ -24,11 +25,21 @@ def now(monkeypatch):
         now.threads.append(threading.get_ident())
         time.sleep(now.seconds.get(count, 0.0))
         return torch.zeros(count, dtype=dtype)
+
     monkeypatch.setattr(launching, "_zeros", {})
-    monkeypatch.setattr(launching, "torch", SimpleNamespace(
-        zeros=zeros, int32=torch.int32, _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda index: now.stream),
-        cuda=SimpleNamespace(is_current_stream_capturing=lambda: now.capturing,
-                             current_stream=lambda device: SimpleNamespace(synchronize=lambda: None))))
+    monkeypatch.setattr(
+        launching,
+        "torch",
+        SimpleNamespace(
+            zeros=zeros,
+            int32=torch.int32,
+            _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda index: now.stream),
+            cuda=SimpleNamespace(
+                is_current_stream_capturing=lambda: now.capturing,
+                current_stream=lambda device: SimpleNamespace(synchronize=lambda: None),
+            ),
+        ),
+    )
     return now
 
 
@@ -72,7 +83,9 @@ def test_memory_that_stays_is_allocated_by_another_thread(now):
     """This one's may be a graph's, which nothing may stay in."""
     launching.counters(64, GPU)
     assert len(now.threads) == 2 and threading.get_ident() not in now.threads
-    captured(now, 1 << 19)  # more than any stock: memory of the graph that is captured, and gone with the launch
+    captured(
+        now, 1 << 19
+    )  # more than any stock: memory of the graph that is captured, and gone with the launch
     assert now.threads[2:] == [threading.get_ident()]
 
 
@@ -84,6 +97,7 @@ def test_threads_on_one_stream_get_as_many_as_they_ask_for(now):
     def ask(count):
         if len(launching.counters(count, GPU)) < count:
             short.append(count)
+
     threads = [threading.Thread(target=ask, args=(n,)) for n in counts]
     for t in threads:
         t.start()

@@ -1,4 +1,5 @@
 """Limits of scores found by search, and sums of exponentials: kernels in Triton's interpreter (run by test_ends), beside plain Python."""
+
 from __future__ import annotations
 
 import itertools
@@ -10,7 +11,7 @@ import torch
 
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
-from mirage_hf.decode import limits
+from mirage_hf.decode.kernels import limits
 
 
 def place(x: float) -> float:
@@ -18,10 +19,14 @@ def place(x: float) -> float:
     return math.inf if math.isnan(x) else math.atan(x) if math.isfinite(x) else math.copysign(2, x)
 
 
-def stays_by_hand(order: list[float], weights: list[float], rest: float, keep: int, firsts: bool) -> list[bool]:
+def stays_by_hand(
+    order: list[float], weights: list[float], rest: float, keep: int, firsts: bool
+) -> list[bool]:
     places = [place(x) for x in order]
     at = sorted(range(len(order)), key=lambda n: (-places[n], n if firsts else -n))
-    behind = list(itertools.accumulate(weights[n] for n in reversed(at)))[::-1]  # exact, as weights are whole numbers
+    behind = list(itertools.accumulate(weights[n] for n in reversed(at)))[
+        ::-1
+    ]  # exact, as weights are whole numbers
     stays, first = [False] * len(order), 0
     for rank, n in enumerate(at):
         first = first if places[at[first]] == places[n] else rank  # of those that are as high
@@ -51,40 +56,75 @@ def random_order(rng: random.Random, vocab: int) -> list[float]:
     return torch.tensor(x).tolist()  # as float32 has them
 
 
-def wrong_limits(shapes: list[tuple[int, int]], seed: int, device: torch.device | str = "cpu") -> list[str]:
+def wrong_limits(
+    shapes: list[tuple[int, int]], seed: int, device: torch.device | str = "cpu"
+) -> list[str]:
     """Weights are small whole numbers, so that their sums are exact and often equal to what may fall."""
     rng, wrong = random.Random(seed), []
     for batch, vocab in shapes:
         orders = [random_order(rng, vocab) for _ in range(batch)]
-        by_value = {str(v + 0.0): float(rng.randrange(4)) for row in orders for v in row} | {"-inf": 0.0}
+        by_value = {str(v + 0.0): float(rng.randrange(4)) for row in orders for v in row} | {
+            "-inf": 0.0
+        }
         weights = [[by_value[str(v + 0.0)] for v in row] for row in orders]
         if rng.random() < 0.3:
             weights[0][rng.randrange(vocab)] = math.nan
         if rng.random() < 0.1:  # as softmax does it
             weights[0] = [math.nan] * vocab
         total = sum(by_value[str(v + 0.0)] for v in orders[-1])
-        rest, keep = rng.choice((0.0, float(rng.randrange(int(total) + 1)), total)), rng.choice((1, 1, 2, vocab // 2 + 1, vocab + 5))
+        rest, keep = (
+            rng.choice((0.0, float(rng.randrange(int(total) + 1)), total)),
+            rng.choice((1, 1, 2, vocab // 2 + 1, vocab + 5)),
+        )
         x, w = torch.tensor(orders, device=device), torch.tensor(weights, device=device)
         k = torch.tensor([keep], device=device)
         got = limits.kth(x, k)[:, 0].tolist()
-        want = [sorted(row, key=place)[vocab - keep] if keep <= vocab else -math.inf for row in orders]
+        want = [
+            sorted(row, key=place)[vocab - keep] if keep <= vocab else -math.inf for row in orders
+        ]
         case = f"{batch} rows of {vocab}, keep {keep}, rest {rest}, seed {seed}"
-        wrong += [] if str(got).replace("-0.0", "0.0") == str(want).replace("-0.0", "0.0") else [f"kth: {case}: {got}, not {want}"]
-        both = torch.tensor(orders, device=device), torch.tensor(orders, dtype=torch.float64, device=device)
+        wrong += (
+            []
+            if str(got).replace("-0.0", "0.0") == str(want).replace("-0.0", "0.0")
+            else [f"kth: {case}: {got}, not {want}"]
+        )
+        both = (
+            torch.tensor(orders, device=device),
+            torch.tensor(orders, dtype=torch.float64, device=device),
+        )
         top, total = limits.totals(both[0])
-        want = both[1].amax(-1, keepdim=True), (both[1] - both[1].amax(-1, keepdim=True)).exp().sum(-1, keepdim=True)
+        want = (
+            both[1].amax(-1, keepdim=True),
+            (both[1] - both[1].amax(-1, keepdim=True)).exp().sum(-1, keepdim=True),
+        )
         for name, y, z in (("greatest", top, want[0]), ("total", total, want[1])):
             same = torch.isclose(y.double(), z, rtol=1e-6, atol=0, equal_nan=True)
             # nothing is summed up where all are -inf, and the greatest beside a NaN is nobody's
-            wrong += [] if (same | want[1].isnan()).all() else [f"{name}: {case}: {y.tolist()}, not {z.tolist()}"]
+            wrong += (
+                []
+                if (same | want[1].isnan()).all()
+                else [f"{name}: {case}: {y.tolist()}, not {z.tolist()}"]
+            )
         lost = want[1].isnan() & ~both[1].isneginf().all(-1, keepdim=True)
         wrong += [] if torch.equal(total.isnan(), lost) else [f"NaN: {case}: {total}"]
         for firsts in (False, True):
             scores = torch.arange(float(batch * vocab), device=device).view(batch, vocab)
-            out = limits.cut(scores, x, w, torch.tensor([rest], device=device), k, -1.5, firsts=firsts)
-            stays = torch.tensor([stays_by_hand(o, v, rest, keep, firsts) for o, v in zip(orders, weights, strict=True)], device=device)
+            out = limits.cut(
+                scores, x, w, torch.tensor([rest], device=device), k, -1.5, firsts=firsts
+            )
+            stays = torch.tensor(
+                [
+                    stays_by_hand(o, v, rest, keep, firsts)
+                    for o, v in zip(orders, weights, strict=True)
+                ],
+                device=device,
+            )
             bad = (out != torch.where(stays, scores, -1.5)).nonzero().tolist()
-            wrong += [f"cut, firsts={firsts}: {case}: {len(bad)} wrong, first at {bad[:3]}"] if bad else []
+            wrong += (
+                [f"cut, firsts={firsts}: {case}: {len(bad)} wrong, first at {bad[:3]}"]
+                if bad
+                else []
+            )
     return wrong
 
 
@@ -95,10 +135,13 @@ SHAPES = [(2, 97), (1, 1025)]
 def test_compiles_and_waits_before_it_reads(weighed, tmp_path, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
-    programs = [limits.narrow_program(1, 128256, weighed), limits.cut_program(3, 50257, -math.inf, weighed),
-                limits.totals_program(2, 1 << 20)]
+    programs = [
+        limits.narrow_program(1, 128256, weighed),
+        limits.cut_program(3, 50257, -math.inf, weighed),
+        limits.totals_program(2, 1 << 20),
+    ]
     for program in programs:
-        kernel, = compiler.ahead_of_time(program, 90)
+        (kernel,) = compiler.ahead_of_time(program, 90)
         wait, load = kernel.ptx.find("griddepcontrol.wait"), kernel.ptx.find("ld.global")
         assert 0 <= wait < load and ".ftz" not in kernel.ptx
         assert kernel.asm["cubin"]

@@ -1,4 +1,5 @@
 """What make and pip take from the repository."""
+
 from __future__ import annotations
 
 import shutil
@@ -12,9 +13,17 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize("given, runs", [("PYTHON=", "python3"), ("PYTHON=python3.12", "python3.12")])
+@pytest.mark.parametrize(
+    "given, runs", [("PYTHON=", "python3"), ("PYTHON=python3.12", "python3.12")]
+)
 def test_an_empty_python_is_none_given(given: str, runs: str) -> None:
-    done = subprocess.run(["make", "--dry-run", "--always-make", "setup", given], cwd=ROOT, text=True, capture_output=True, check=True)
+    done = subprocess.run(
+        ["make", "--dry-run", "--always-make", "setup", given],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=True,
+    )
     assert done.stdout.startswith(f"{runs} scripts/setup_env.py")
 
 

@@ -1,4 +1,5 @@
 """Pictures: valid SVG, every tensor and map in it; no two boxes or texts overlap, no text is cut off, no edge runs through a box."""
+
 from __future__ import annotations
 
 import itertools
@@ -14,11 +15,20 @@ import ugraphs
 import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.graph import drawing, layered, picture
-from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
+from mirage_hf.graph.block import (
+    Accumulator,
+    Axis,
+    BlockGraph,
+    BlockInput,
+    BlockOp,
+    BlockOutput,
+    Role,
+    Stage,
+)
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.maps import maps_of
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
+from mirage_hf.render import drawing, layered, picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -26,23 +36,66 @@ SVG = "{http://www.w3.org/2000/svg}"
 def split_attention(heads=3, keys=50, d=8, parts=4) -> UGraph:
     """Two kernels: keys dealt out in parts, sums rescaled as the maximum grows, then the parts brought together."""
     first = BlockGraph(
-        (Axis("h", heads, Role.GRID), Axis("s", parts, Role.GRID), Axis("d", d, Role.TILE), Axis("k", keys, Role.LOOP, "s")),
-        (BlockInput("q", (0,), ("h", "d")), BlockInput("kk", (1,), ("h", "k", "d")), BlockInput("v", (2,), ("h", "k", "d"))),
-        (Stage("k", (BlockOp("p", "mul", ("q", "kk"), ("h", "d", "k")), BlockOp("x", "sum", ("p",), ("h", "k"), (), "d"),
-                     BlockOp("y", "sub", ("x", "m"), ("h", "s", "k")), BlockOp("e", "exp", ("y",), ("h", "s", "k")),
-                     BlockOp("ev", "mul", ("e", "v"), ("h", "s", "d", "k"))),
-               (Accumulator("m", "x", "max", ("h", "s")), Accumulator("l", "e", "sum", ("h", "s"), "m"),
-                Accumulator("o", "ev", "sum", ("h", "s", "d"), "m"))),),
-        (BlockOutput("m", ("s", "h"), "float32"), BlockOutput("l", ("s", "h"), "float32"), BlockOutput("o", ("s", "h", "d"), "float32")))
+        (
+            Axis("h", heads, Role.GRID),
+            Axis("s", parts, Role.GRID),
+            Axis("d", d, Role.TILE),
+            Axis("k", keys, Role.LOOP, "s"),
+        ),
+        (
+            BlockInput("q", (0,), ("h", "d")),
+            BlockInput("kk", (1,), ("h", "k", "d")),
+            BlockInput("v", (2,), ("h", "k", "d")),
+        ),
+        (
+            Stage(
+                "k",
+                (
+                    BlockOp("p", "mul", ("q", "kk"), ("h", "d", "k")),
+                    BlockOp("x", "sum", ("p",), ("h", "k"), (), "d"),
+                    BlockOp("y", "sub", ("x", "m"), ("h", "s", "k")),
+                    BlockOp("e", "exp", ("y",), ("h", "s", "k")),
+                    BlockOp("ev", "mul", ("e", "v"), ("h", "s", "d", "k")),
+                ),
+                (
+                    Accumulator("m", "x", "max", ("h", "s")),
+                    Accumulator("l", "e", "sum", ("h", "s"), "m"),
+                    Accumulator("o", "ev", "sum", ("h", "s", "d"), "m"),
+                ),
+            ),
+        ),
+        (
+            BlockOutput("m", ("s", "h"), "float32"),
+            BlockOutput("l", ("s", "h"), "float32"),
+            BlockOutput("o", ("s", "h", "d"), "float32"),
+        ),
+    )
     second = BlockGraph(
         (Axis("h", heads, Role.GRID), Axis("d", d, Role.TILE), Axis("s", parts, Role.LOOP)),
-        (BlockInput("mp", (0,), ("s", "h")), BlockInput("lp", (1,), ("s", "h")), BlockInput("op", (2,), ("s", "h", "d"))),
-        (Stage("s", (BlockOp("y", "sub", ("mp", "m"), ("h", "s")), BlockOp("e", "exp", ("y",), ("h", "s")),
-                     BlockOp("ev", "mul", ("e", "op"), ("h", "d", "s")), BlockOp("el", "mul", ("e", "lp"), ("h", "s"))),
-               (Accumulator("m", "mp", "max", ("h",)), Accumulator("l", "el", "sum", ("h",), "m"),
-                Accumulator("o", "ev", "sum", ("h", "d"), "m"))),
-         Stage(None, (BlockOp("out", "div", ("o", "l"), ("h", "d")),))),
-        (BlockOutput("out", ("h", "d"), "float32"),))
+        (
+            BlockInput("mp", (0,), ("s", "h")),
+            BlockInput("lp", (1,), ("s", "h")),
+            BlockInput("op", (2,), ("s", "h", "d")),
+        ),
+        (
+            Stage(
+                "s",
+                (
+                    BlockOp("y", "sub", ("mp", "m"), ("h", "s")),
+                    BlockOp("e", "exp", ("y",), ("h", "s")),
+                    BlockOp("ev", "mul", ("e", "op"), ("h", "d", "s")),
+                    BlockOp("el", "mul", ("e", "lp"), ("h", "s")),
+                ),
+                (
+                    Accumulator("m", "mp", "max", ("h",)),
+                    Accumulator("l", "el", "sum", ("h",), "m"),
+                    Accumulator("o", "ev", "sum", ("h", "d"), "m"),
+                ),
+            ),
+            Stage(None, (BlockOp("out", "div", ("o", "l"), ("h", "d")),)),
+        ),
+        (BlockOutput("out", ("h", "d"), "float32"),),
+    )
     g = KernelGraph()
     q = g.new_input((heads, d), "float32", name="q")
     k, v = (g.new_input((heads, keys, d), "float32", name=name) for name in ("keys", "v"))
@@ -55,19 +108,39 @@ def many_kernels() -> UGraph:
     g, split = KernelGraph(), split_attention()
     blocks = [op.block for op in split.kernels.ops]
     q = g.new_input((3, 8), "float32", name="a_rather_long_name_of_a_tensor_that_somebody_gave_it")
-    k, v = g.new_input((3, 50, 8), "float32", name="键的张量"), g.new_input((3, 50, 8), "float32", name="v")
+    k, v = (
+        g.new_input((3, 50, 8), "float32", name="键的张量"),
+        g.new_input((3, 50, 8), "float32", name="v"),
+    )
     for _ in range(3):
-        q = g.sub(1.0, g.mul(g.customized(g.customized([g.clamp(q, min=-1e-7, max=float("inf")), k, v], blocks[0]), blocks[1])[0], 0.125))
-    g.mark_output(g.concat([q, g.reshape(g.permute(g.reshape(q, (3, 2, 4)), (0, 2, 1)), (3, 8)), q], 1), q)
+        q = g.sub(
+            1.0,
+            g.mul(
+                g.customized(
+                    g.customized([g.clamp(q, min=-1e-7, max=float("inf")), k, v], blocks[0]),
+                    blocks[1],
+                )[0],
+                0.125,
+            ),
+        )
+    g.mark_output(
+        g.concat([q, g.reshape(g.permute(g.reshape(q, (3, 2, 4)), (0, 2, 1)), (3, 8)), q], 1), q
+    )
     return UGraph(g, g)
 
 
 def stored_input() -> UGraph:
     """An input stored as it is, and one that nothing reads."""
-    block = BlockGraph((Axis("m", 4, Role.GRID),), (BlockInput("x", (0,), ("m",)), BlockInput("y", (1,), ("m",))),
-                       (Stage(None, ()),), (BlockOutput("x", ("m",), "float32"),))
+    block = BlockGraph(
+        (Axis("m", 4, Role.GRID),),
+        (BlockInput("x", (0,), ("m",)), BlockInput("y", (1,), ("m",))),
+        (Stage(None, ()),),
+        (BlockOutput("x", ("m",), "float32"),),
+    )
     g = KernelGraph()
-    g.mark_output(*g.customized([g.new_input((4,), "float32"), g.new_input((4,), "float32")], block))
+    g.mark_output(
+        *g.customized([g.new_input((4,), "float32"), g.new_input((4,), "float32")], block)
+    )
     return UGraph(g, g)
 
 
@@ -87,12 +160,19 @@ def random_ugraph(seed: int) -> UGraph:
     raise AssertionError
 
 
-OURS = {f.__name__: f for f in (split_attention, many_kernels, stored_input, scheduled, ugraphs.every_op)}
+OURS = {
+    f.__name__: f
+    for f in (split_attention, many_kernels, stored_input, scheduled, ugraphs.every_op)
+}
 
 
 def pictured(name: str) -> UGraph:
     written = ugraphs.ALL | OURS
-    return written[name]() if name in written else library_ugraph(programs.build(mi, name, small=False))
+    return (
+        written[name]()
+        if name in written
+        else library_ugraph(programs.build(mi, name, small=False))
+    )
 
 
 class Drawn:
@@ -102,22 +182,36 @@ class Drawn:
     def __init__(self, svg: str):
         root = ET.fromstring(svg)
         self.width, self.height = (float(root.get(k)) for k in ("width", "height"))
-        self.texts, self.boxes, self.labels, self.panels, self.bands, self.edges = [], [], [], [], [], []
+        self.texts, self.boxes, self.labels, self.panels, self.bands, self.edges = (
+            [],
+            [],
+            [],
+            [],
+            [],
+            [],
+        )
         self._read(root, 0.0, 0.0)
 
     def _read(self, element, dx, dy):
         for e in element:
             tag, kind = e.tag.removeprefix(SVG), e.get("class", "")
             if tag == "g":
-                x, y = map(float, re.fullmatch(r"translate\((.*),(.*)\)", e.get("transform")).groups())
+                x, y = map(
+                    float, re.fullmatch(r"translate\((.*),(.*)\)", e.get("transform")).groups()
+                )
                 self._read(e, x, y)
             elif tag == "rect" and kind != "page":
                 x, y, w, h = (float(e.get(k)) for k in ("x", "y", "width", "height"))
-                where = {"panel": self.panels, "label": self.labels, "band": self.bands}.get(kind, self.boxes)
+                where = {"panel": self.panels, "label": self.labels, "band": self.bands}.get(
+                    kind, self.boxes
+                )
                 where.append((x + dx, y + dy, x + w + dx, y + h + dy))
             elif tag == "text":
                 first = kind.split()[0]
-                wide, size = drawing.width(e.text, first), {"small": 10.5, "band": 11, "title": 14}.get(first, 12)
+                wide, size = (
+                    drawing.width(e.text, first),
+                    {"small": 10.5, "band": 11, "title": 14}.get(first, 12),
+                )
                 x, y = float(e.get("x")) + dx, float(e.get("y")) + dy
                 left = x if kind in ("title", "band") or "left" in kind else x - wide / 2
                 self.texts.append((left, y - 0.78 * size, left + wide, y + 0.24 * size, e.text))
@@ -137,13 +231,19 @@ def _along(d):
         a, z = points[-1], ends[-1]
         b, c = (ends[0], ends[1]) if letter == "C" else (a, z)
         for t in (i / 16 for i in range(1, 17)):
-            points.append(tuple((1 - t) ** 3 * p + 3 * t * (1 - t) ** 2 * q + 3 * t * t * (1 - t) * r + t ** 3 * s
-                                for p, q, r, s in zip(a, b, c, z, strict=True)))
+            points.append(
+                tuple(
+                    (1 - t) ** 3 * p + 3 * t * (1 - t) ** 2 * q + 3 * t * t * (1 - t) * r + t**3 * s
+                    for p, q, r, s in zip(a, b, c, z, strict=True)
+                )
+            )
     return points
 
 
 def overlap(a, b, slack=0.2):
-    return a[0] < b[2] - slack and b[0] < a[2] - slack and a[1] < b[3] - slack and b[1] < a[3] - slack
+    return (
+        a[0] < b[2] - slack and b[0] < a[2] - slack and a[1] < b[3] - slack and b[1] < a[3] - slack
+    )
 
 
 def inside(a, b):
@@ -158,19 +258,28 @@ def check(u: UGraph) -> None:
             assert not overlap(a, b), (a, b)
         assert all(inside(a, page) for a in boxes)
     for box in drawn.boxes:
-        assert any(inside(box, p) for p in drawn.panels) or box[1] > max(p[3] for p in drawn.panels), "neither in a panel nor in the legend"
+        assert any(inside(box, p) for p in drawn.panels) or box[1] > max(
+            p[3] for p in drawn.panels
+        ), "neither in a panel nor in the legend"
         assert all(inside(box, band) or not overlap(box, band) for band in drawn.bands)
         assert not any(overlap(box, label) for label in drawn.labels)
     for text in drawn.texts:
         for box in drawn.boxes:
             assert inside(text, box) or not overlap(text, box), (text, box)
-        assert any(inside(text, p) for p in drawn.panels) or not any(overlap(text, p) for p in drawn.panels), text
+        assert any(inside(text, p) for p in drawn.panels) or not any(
+            overlap(text, p) for p in drawn.panels
+        ), text
         assert all(inside(text, band) or not overlap(text, band) for band in drawn.bands), text
-    titles = [t for t in drawn.texts if not any(inside(t, box) for box in (*drawn.boxes, *drawn.labels))]
+    titles = [
+        t for t in drawn.texts if not any(inside(t, box) for box in (*drawn.boxes, *drawn.labels))
+    ]
     for edge in drawn.edges:
         for x, y in edge[1:-1]:
             point = (x - 0.1, y - 0.1, x + 0.1, y + 0.1)
-            assert not any(overlap(point, (l + 0.5, t + 0.5, r - 0.5, b - 0.5), 0) for l, t, r, b in drawn.boxes), point  # noqa: E741
+            assert not any(
+                overlap(point, (l + 0.5, t + 0.5, r - 0.5, b - 0.5), 0)
+                for l, t, r, b in drawn.boxes
+            ), point
             assert not any(overlap(point, t, 0) for t in titles), (point, titles)
 
 
@@ -196,17 +305,32 @@ def test_tensors_values_and_maps_are_shown(name):
         for value in op.block.carried:
             assert value in hidden or value in shown
         for m in (*maps_of(op.block).inputs, *maps_of(op.block).outputs):
-            assert all(f"{axis}→{'φ' if dim is None else dim}" in shown for axis, dim in m.grid + m.loop)
+            assert all(
+                f"{axis}→{'φ' if dim is None else dim}" in shown for axis, dim in m.grid + m.loop
+            )
 
 
 def test_parts_running_maxima_and_rescaled_sums_are_shown():
     root = ET.fromstring(picture.svg(split_attention()))
     texts = [t.text for t in root.iter(f"{SVG}text")]
-    for line in ("grid  h = 3,  s = 4 (part of k)", "loop  k = 50 in 4 parts of 13", "tile  d = 8", "for k in 13", "part s of 50",
-                 "m = max[k] x", "running maximum", "l = Σ[k] e", "rescaled as m grows", "o = Σ[k] e × v", "once per block"):
+    for line in (
+        "grid  h = 3,  s = 4 (part of k)",
+        "loop  k = 50 in 4 parts of 13",
+        "tile  d = 8",
+        "for k in 13",
+        "part s of 50",
+        "m = max[k] x",
+        "running maximum",
+        "l = Σ[k] e",
+        "rescaled as m grows",
+        "o = Σ[k] e × v",
+        "once per block",
+    ):
         assert line in texts, line
     assert texts.count("rescaled as m grows") == 4 and texts.count("running maximum") == 2
-    assert sum(r.get("class") == "rescaled" for r in root.iter(f"{SVG}rect")) == 4 + 1  # and in the legend
+    assert (
+        sum(r.get("class") == "rescaled" for r in root.iter(f"{SVG}rect")) == 4 + 1
+    )  # and in the legend
 
 
 def test_trips_are_shown_once_there_is_a_schedule():
@@ -215,7 +339,9 @@ def test_trips_are_shown_once_there_is_a_schedule():
 
 
 def test_panels_flow_into_columns_in_order():
-    assert drawing._columns([(400, 300)] * 3) == [[0], [1], [2]] or drawing._columns([(400, 300)] * 3) == [[0, 1], [2]]
+    assert drawing._columns([(400, 300)] * 3) == [[0], [1], [2]] or drawing._columns(
+        [(400, 300)] * 3
+    ) == [[0, 1], [2]]
     for sizes in ([(300, 200)], [(300, 900), (200, 100), (200, 100), (400, 800)], [(500, 100)] * 7):
         columns = drawing._columns(sizes)
         assert [n for column in columns for n in column] == list(range(len(sizes))) and all(columns)
@@ -225,14 +351,25 @@ def test_panels_flow_into_columns_in_order():
 
 def test_maps_in_the_paper_s_terms():
     maps = maps_of(ugraphs.rms_norm_linear().block_ops[0].block)
-    assert [str(m) for m in maps.inputs] == ["imap {m→0, n→φ}, fmap {k→1}", "imap {m→φ, n→φ}, fmap {k→1}", "imap {m→φ, n→1}, fmap {k→0}"]
+    assert [str(m) for m in maps.inputs] == [
+        "imap {m→0, n→φ}, fmap {k→1}",
+        "imap {m→φ, n→φ}, fmap {k→1}",
+        "imap {m→φ, n→1}, fmap {k→0}",
+    ]
     assert [str(m) for m in maps.outputs] == ["omap {m→0, n→1}"]
-    assert str(maps_of(ugraphs.softmax_rows().block_ops[0].block).outputs[0]) == "omap {m→0}, fmap {j→1}"
+    assert (
+        str(maps_of(ugraphs.softmax_rows().block_ops[0].block).outputs[0])
+        == "omap {m→0}, fmap {j→1}"
+    )
 
 
 def test_the_number_of_a_part_cuts_the_dim_of_its_axis():
     maps = maps_of(split_attention().block_ops[0].block)
-    assert [str(m) for m in maps.inputs] == ["imap {h→0, s→φ}, fmap {k→φ}", "imap {h→0, s→1}, fmap {k→1}", "imap {h→0, s→1}, fmap {k→1}"]
+    assert [str(m) for m in maps.inputs] == [
+        "imap {h→0, s→φ}, fmap {k→φ}",
+        "imap {h→0, s→1}, fmap {k→1}",
+        "imap {h→0, s→1}, fmap {k→1}",
+    ]
     assert [str(m) for m in maps.outputs] == ["omap {h→1, s→0}"] * 3
 
 
@@ -240,13 +377,19 @@ def test_a_picture_stands_alone_and_in_a_page(tmp_path):
     path = ugraphs.qkv().visualize(tmp_path / "u.svg")
     assert path == tmp_path / "u.svg" and ET.parse(path).getroot().tag == f"{SVG}svg"
     text = path.read_text(encoding="utf-8")
-    with pytest.raises(errors.GraphError, match=r"u.png ends in .png, and what is written is SVG; name it u.svg"):
+    with pytest.raises(
+        errors.GraphError, match=r"u.png ends in .png, and what is written is SVG; name it u.svg"
+    ):
         ugraphs.qkv().visualize(tmp_path / "u.png")
-    assert "id=" not in text and "url(" not in text and all(line.startswith("  .ugraph ") for line in drawing._CSS.splitlines())
+    assert (
+        "id=" not in text
+        and "url(" not in text
+        and all(line.startswith("  .ugraph ") for line in drawing._CSS.splitlines())
+    )
 
 
 def luminance(colour):
-    parts = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 

@@ -1,4 +1,5 @@
 """Programs that treat every row alike, run in pieces."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,27 +10,36 @@ import interpreted
 import pytest
 import torch
 
-from mirage_hf import kernels
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen.plan import placed
 from mirage_hf.errors import MirageError
 from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.layers import row_chunks as pieces
 from mirage_hf.patterns.prompt import PROMPT_ADDED, PROMPT_GATE, PROMPT_NORM, PROMPT_ROTATION
+from mirage_hf.pipeline import kernels
 from mirage_hf.search.engine import SearchOptions
-from mirage_hf.swap import pieces
 from mirage_hf.tune import space
 from mirage_hf.tune.measure import random_inputs
 from mirage_hf.verify.accept import search_and_verify
 
 DTYPE = torch.float32
-OF_NORM: dict[str, Any] = dict(k=16, eps=1e-6, dtype=DTYPE, offset=0.0, centred=False, norm_bias=False)
+OF_NORM: dict[str, Any] = dict(
+    k=16, eps=1e-6, dtype=DTYPE, offset=0.0, centred=False, norm_bias=False
+)
 OF_HEADS: dict[str, Any] = dict(kv_heads=2, group=3, head_dim=32, eps=1e-6, dtype=DTYPE)
 BLOCKS = {
-    "norm": PROMPT_NORM.block(**OF_NORM), "added": PROMPT_ADDED.block(**OF_NORM, scale=0.5),
+    "norm": PROMPT_NORM.block(**OF_NORM),
+    "added": PROMPT_ADDED.block(**OF_NORM, scale=0.5),
     "gate": PROMPT_GATE.block(n=24, activation="silu", dtype=DTYPE),
-    **{f"rotation, {norm or 'no norm'}": PROMPT_ROTATION.block(**OF_HEADS, norm=norm) for norm in ("", "rms", "full")},
+    **{
+        f"rotation, {norm or 'no norm'}": PROMPT_ROTATION.block(**OF_HEADS, norm=norm)
+        for norm in ("", "rms", "full")
+    },
     "rotation, layer": PROMPT_ROTATION.block(**OF_HEADS | {"dtype": torch.bfloat16}, norm="layer"),
-    "rotation, packed by heads": PROMPT_ROTATION.block(**OF_HEADS | {"group": 1}, norm="", packing="heads", rope="pairs", rotary=4)}
+    "rotation, packed by heads": PROMPT_ROTATION.block(
+        **OF_HEADS | {"group": 1}, norm="", packing="heads", rope="pairs", rotary=4
+    ),
+}
 
 
 def resolve(program: Any) -> Any:
@@ -39,7 +49,11 @@ def resolve(program: Any) -> Any:
 @pytest.mark.parametrize("rows", [64, 192, 4096 + 64, 3 * 4096 + 2048 + 128])
 def test_rows_are_dealt_out_among_few_sizes(rows: int) -> None:
     found = pieces.pieces(rows)
-    assert sum(found) == rows and sorted(found, reverse=True) == found and set(found) <= {1 << n for n in range(6, 13)}
+    assert (
+        sum(found) == rows
+        and sorted(found, reverse=True) == found
+        and set(found) <= {1 << n for n in range(6, 13)}
+    )
     assert all(found.count(size) == 1 for size in set(found) - {pieces.MOST})
 
 
@@ -52,7 +66,11 @@ def test_rows_that_no_piece_has_are_not_left_out_silently() -> None:
 def test_pieces_give_what_the_whole_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "MOST", 128)
     block, asked = BLOCKS[name], []
-    kernel = pieces.InPieces(block, torch.device("cpu"), lambda program: asked.append(program.inputs[0].dims[0]) or resolve(program))
+    kernel = pieces.InPieces(
+        block,
+        torch.device("cpu"),
+        lambda program: asked.append(program.inputs[0].dims[0]) or resolve(program),
+    )
     for rows in (64, 128, 64 + 2 * 128):
         whole = block.program(rows)
         inputs = random_inputs(whole, "cpu", seed=rows)
@@ -68,39 +86,57 @@ def test_a_kernel_that_gives_other_numbers_is_refused() -> None:
     graph = PROMPT_NORM.block(**OF_NORM | {"dtype": torch.bfloat16}).program(4096)
 
     def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        y, = run_kernel_graph(graph, inputs)
+        (y,) = run_kernel_graph(graph, inputs)
         y[3] = 2 * y[3]
         return [y]
-    pieces._check(SimpleNamespace(run=lambda inputs: run_kernel_graph(graph, inputs)), graph, torch.device("cpu"))  # type: ignore[arg-type]
-    with pytest.raises(MirageError, match="x, gamma for 4096 rows gives other numbers than torch: off by 1"):
+
+    pieces._check(
+        SimpleNamespace(run=lambda inputs: run_kernel_graph(graph, inputs)),
+        graph,
+        torch.device("cpu"),
+    )  # type: ignore[arg-type]
+    with pytest.raises(
+        MirageError, match="x, gamma for 4096 rows gives other numbers than torch: off by 1"
+    ):
         pieces._check(SimpleNamespace(run=run), graph, torch.device("cpu"))  # type: ignore[arg-type]
 
 
-def test_kernels_are_compiled_together_before_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_together_before_they_are_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     done: list[Any] = []
 
     def found(program: Any) -> Any:
-        ugraph = kernels.promising(search_and_verify(program, SearchOptions(time_limit=20), keep=1).candidates)[0].ugraph
-        entry = SimpleNamespace(ugraph=ugraph, schedules=[space.schedules(op, limit=1)[0] for op in placed(ugraph)])
+        ugraph = kernels.promising(
+            search_and_verify(program, SearchOptions(time_limit=20), keep=1).candidates
+        )[0].ugraph
+        entry = SimpleNamespace(
+            ugraph=ugraph, schedules=[space.schedules(op, limit=1)[0] for op in placed(ugraph)]
+        )
         return SimpleNamespace(is_fused=True, run=None, entry=entry)
 
     def compiling(programs: Sequence[Any], sm: int) -> Any:
         for p in programs:
             done.append((sm, len(compiler.ahead_of_time(p, sm))))
             yield done[-1]
+
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(pieces, "compiling", compiling)
-    monkeypatch.setattr(pieces, "_check", lambda kernel, graph, device: done.append(graph.inputs[0].dims[0]))
+    monkeypatch.setattr(
+        pieces, "_check", lambda kernel, graph, device: done.append(graph.inputs[0].dims[0])
+    )
     made = [pieces.InPieces(BLOCKS[name], torch.device("cuda"), found) for name in ("norm", "gate")]
     pieces.make_ready(made, 64 + 128)
     pieces.make_ready(made, 128)
-    assert done == [(90, 1)] * 4 + [128, 64] * 2 and all(sorted(kernel.made) == [64, 128] for kernel in made)
+    assert done == [(90, 1)] * 4 + [128, 64] * 2 and all(
+        sorted(kernel.made) == [64, 128] for kernel in made
+    )
 
 
 CODE = """
 import json, torch
 import test_pieces
-from mirage_hf import kernels
+from mirage_hf.pipeline import kernels
 from mirage_hf.codegen import compile as compiler, triton
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.search.engine import SearchOptions

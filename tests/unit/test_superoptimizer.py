@@ -1,5 +1,5 @@
 """superoptimize(): the code block of the README as typed, options that act, inputs that are checked, checkpoints."""
-# ruff: noqa: E501
+
 from __future__ import annotations
 
 import hashlib
@@ -18,9 +18,11 @@ import torch
 from filelock import FileLock
 
 import mirage_hf as mi
-from mirage_hf import errors, html_report, labels, results, superoptimizer
+from mirage_hf import errors
 from mirage_hf.graph import json_format
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.pipeline import labels, results, superoptimizer
+from mirage_hf.render import html_report
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.search.report import Counters, Refusal
 from mirage_hf.verify.accept import search_and_verify
@@ -54,8 +56,12 @@ def test_what_a_user_types(tmp_path, monkeypatch):
     g.mark_output(O)
     found = g.superoptimize()
     torch.manual_seed(0)
-    x, gamma, w = torch.randn(16, 4096).half(), torch.randn(1, 4096).half(), (torch.randn(4096, 4096) / 64).half()
-    y, = found([x, gamma, w])
+    x, gamma, w = (
+        torch.randn(16, 4096).half(),
+        torch.randn(1, 4096).half(),
+        (torch.randn(4096, 4096) / 64).half(),
+    )
+    (y,) = found([x, gamma, w])
     want = torch.nn.functional.rms_norm(x.float(), (4096,), gamma[0].float(), 1e-6) @ w.float()
     assert y.dtype == torch.float16 and (y.float() - want).abs().max() < 0.02
     source = found[0].generate_triton_program("kernel.py").read_text()
@@ -68,7 +74,9 @@ def test_what_a_user_types(tmp_path, monkeypatch):
     found[0].to_json("ugraph.json")
     assert mi.load_graph("program.json") == g and mi.load_ugraph("ugraph.json") == found[0]
     assert isinstance(found, list | tuple) or hasattr(found, "__getitem__")
-    assert len(found) >= 2 and all(isinstance(u, UGraph) for u in found) and found[-1].num_kernels == 2
+    assert (
+        len(found) >= 2 and all(isinstance(u, UGraph) for u in found) and found[-1].num_kernels == 2
+    )
 
 
 def test_outputs_need_no_mark_and_both_spellings_work():
@@ -82,12 +90,13 @@ def test_numbers_of_a_result_are_the_programs():
     g = small(dtype=mi.float32)
     inputs = tensors(g)
     result = mi.superoptimize(g, backend="cpu")
-    want, = result[-1](inputs)
+    (want,) = result[-1](inputs)
     for u in result:
         torch.testing.assert_close(u(inputs)[0], want, rtol=1e-4, atol=1e-4)
 
 
 # -- options --------------------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("config", [None, "attention", "lora", "mlp"])
 def test_presets(config):
@@ -102,16 +111,26 @@ def test_without_a_gpu_no_code_is_generated_whose_rounding_was_refused(tmp_path,
     g = programs.rms_norm_linear(mi, rows=16, k=512, n=512)
     for attempt in range(2):  # searched, then loaded
         found = mi.superoptimize(g, time_limit=5, checkpoint=tmp_path / "c.json")
-        verdicts = {str(c.ugraph): c for c in search_and_verify(g, SearchOptions(time_limit=5)).candidates}
+        verdicts = {
+            str(c.ugraph): c for c in search_and_verify(g, SearchOptions(time_limit=5)).candidates
+        }
         assert any(not c.allows(True) for c in verdicts.values())
         for u in found:
-            assert not u.is_fused or all(verdicts[str(u)].allows(s.mma) for s in u.schedules), attempt
+            assert not u.is_fused or all(verdicts[str(u)].allows(s.mma) for s in u.schedules), (
+                attempt
+            )
         assert found.report.stop == ("loaded" if attempt else "exhausted")
 
 
 def test_presets_restrict():
-    seen = {c: superoptimizer.options_of(c, "cpu", None, None, None, {}, None, None, None)[0] for c in superoptimizer.PRESETS}
-    assert seen["lora"].max_block_ops < seen["attention"].max_block_ops and seen["mlp"].max_width < seen["lora"].max_width
+    seen = {
+        c: superoptimizer.options_of(c, "cpu", None, None, None, {}, None, None, None)[0]
+        for c in superoptimizer.PRESETS
+    }
+    assert (
+        seen["lora"].max_block_ops < seen["attention"].max_block_ops
+        and seen["mlp"].max_width < seen["lora"].max_width
+    )
     merged, _ = superoptimizer.options_of("lora", "cpu", None, None, None, {}, None, 20, 3.0)
     assert (merged.max_block_ops, merged.time_limit) == (20, 3.0)
 
@@ -121,8 +140,12 @@ def test_griddims_blockdims_and_franges_change_the_schedule(tmp_path):
 
     def launch(**options):
         u = mi.superoptimize(g, backend="cpu", **options)[0]
-        schedule, = u.schedules
-        return dict(schedule.tiles), schedule.num_warps, u.generate_triton_program(tmp_path / "k.py").read_text()
+        (schedule,) = u.schedules
+        return (
+            dict(schedule.tiles),
+            schedule.num_warps,
+            u.generate_triton_program(tmp_path / "k.py").read_text(),
+        )
 
     tiles, _, source = launch(griddims=[(64, 1, 1)])
     assert 256 // tiles["n"] == 64 and "launch(mirage_0, 64, " in source
@@ -139,12 +162,26 @@ def test_the_papers_grid_dims_are_accepted():
     assert mi.superoptimize(g, griddims=[(2, 16, 1), (2, 16, 4)])
 
 
-@pytest.mark.parametrize("options, says", [
-    (dict(griddims=[(7, 1, 1)]), "allow other numbers"), (dict(griddims=[(0, 1, 1)]), "positive"), (dict(griddims=[(1, 2, 3, 4)]), "one to 3"),
-    (dict(blockdims=[(100, 1, 1)]), "power of two"), (dict(franges=[-1]), "positive"), (dict(franges=[3]), "allow other numbers"),
-    (dict(config="atention"), "did you mean attention"), (dict(backend="opencl"), "backends are"), (dict(backend="cuda"), "backend='triton'"),
-    (dict(time_limit=0), "time_limit must be positive"), (dict(max_block_ops=-1), "max_block_ops"), (dict(max_kernels=0), "max_kernels"),
-    (dict(time_limit="long"), "time_limit"), (dict(max_kernels=True), "max_kernels")], ids=str)
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (dict(griddims=[(7, 1, 1)]), "allow other numbers"),
+        (dict(griddims=[(0, 1, 1)]), "positive"),
+        (dict(griddims=[(1, 2, 3, 4)]), "one to 3"),
+        (dict(blockdims=[(100, 1, 1)]), "power of two"),
+        (dict(franges=[-1]), "positive"),
+        (dict(franges=[3]), "allow other numbers"),
+        (dict(config="atention"), "did you mean attention"),
+        (dict(backend="opencl"), "backends are"),
+        (dict(backend="cuda"), "backend='triton'"),
+        (dict(time_limit=0), "time_limit must be positive"),
+        (dict(max_block_ops=-1), "max_block_ops"),
+        (dict(max_kernels=0), "max_kernels"),
+        (dict(time_limit="long"), "time_limit"),
+        (dict(max_kernels=True), "max_kernels"),
+    ],
+    ids=str,
+)
 def test_impossible_options_say_the_way_out(options, says):
     with pytest.raises(errors.SearchError, match=says):
         mi.superoptimize(small(rows=1, k=256, n=64), **options)
@@ -167,14 +204,21 @@ def test_max_kernels_leaves_out_what_launches_more():
     g = mi.new_kernel_graph()
     x = g.new_input((4, 8))
     g.exp(g.rope(x, g.new_input((4, 4)), g.exp(g.new_input((4, 4)))))
-    with pytest.raises(errors.SearchError, match=r"at most 1 kernels was found \(rope with a sine that is computed.*max_kernels"):
+    with pytest.raises(
+        errors.SearchError,
+        match=r"at most 1 kernels was found \(rope with a sine that is computed.*max_kernels",
+    ):
         mi.superoptimize(g, max_kernels=1)
     assert mi.superoptimize(g, max_kernels=2)[0].num_kernels == 2
 
 
 def test_max_block_ops_and_time_limit():
     g = small()
-    assert all(len(list(op.block.ops())) <= 3 for u in mi.superoptimize(g, max_block_ops=3) for op in u.block_ops)
+    assert all(
+        len(list(op.block.ops())) <= 3
+        for u in mi.superoptimize(g, max_block_ops=3)
+        for op in u.block_ops
+    )
     assert mi.superoptimize(g, time_limit=5).report.counters.seconds < 5
 
 
@@ -202,14 +246,21 @@ def test_save_codes(tmp_path):
 
 # -- wrong inputs -------------------------------------------------------------------------------------------------------------
 
+
 def test_wrong_inputs_are_refused_with_the_way_out():
     g = small()
     result = mi.superoptimize(g, backend="cpu")
     x, gamma, w = tensors(g)
-    for bad, says in (([x, gamma], "list of 3 tensors"), (x, "got one tensor"), ([x[:2], gamma, w], r"input 0 .*\(4, 64\), got \(2, 64\)"),
-                      ([x, gamma, w.float()], "input 2 .*float16, got float32"), ([x, gamma, w.T.contiguous().T], r"strides \(48, 1\), got .*contiguous"),
-                      ([x, gamma, w.to("meta")], "input 2 .*is on meta"), ([x, gamma, 3], "expected a torch tensor, got int"),
-                      ([t.to("meta") for t in (x, gamma, w)], "CUDA devices and on the CPU")):
+    for bad, says in (
+        ([x, gamma], "list of 3 tensors"),
+        (x, "got one tensor"),
+        ([x[:2], gamma, w], r"input 0 .*\(4, 64\), got \(2, 64\)"),
+        ([x, gamma, w.float()], "input 2 .*float16, got float32"),
+        ([x, gamma, w.T.contiguous().T], r"strides \(48, 1\), got .*contiguous"),
+        ([x, gamma, w.to("meta")], "input 2 .*is on meta"),
+        ([x, gamma, 3], "expected a torch tensor, got int"),
+        ([t.to("meta") for t in (x, gamma, w)], "CUDA devices and on the CPU"),
+    ):
         for run in (result, *result):
             with pytest.raises(errors.InputError, match=says):
                 run(bad)
@@ -218,12 +269,15 @@ def test_wrong_inputs_are_refused_with_the_way_out():
 
 # -- checkpoints ----------------------------------------------------------------------------------------------------------------
 
+
 @pytest.fixture
 def no_search(monkeypatch):
     def start():
         def refuse(*args, **kwargs):
             raise AssertionError("searched although the result was known")
+
         monkeypatch.setattr(superoptimizer, "search_and_verify", refuse)
+
     yield start
     monkeypatch.setattr(superoptimizer, "search_and_verify", search_and_verify)
 
@@ -231,28 +285,44 @@ def no_search(monkeypatch):
 def test_a_checkpoint_is_loaded_without_searching(tmp_path, no_search):
     path, g = tmp_path / "c.json", small()
     first = mi.superoptimize(g, checkpoint=path)
-    assert [p.name for p in tmp_path.iterdir()] == ["c.json"]  # the cache on disk is not used as well
+    assert [p.name for p in tmp_path.iterdir()] == [
+        "c.json"
+    ]  # the cache on disk is not used as well
     no_search()
     again = mi.superoptimize(small(), checkpoint=str(path))
-    assert list(again) == list(first) and again.report.stop == "loaded" and again.report.error_bound == first.report.error_bound
+    assert (
+        list(again) == list(first)
+        and again.report.stop == "loaded"
+        and again.report.error_bound == first.report.error_bound
+    )
     inputs = tensors(g)
     assert torch.equal(again(inputs)[0], first(inputs)[0])
 
 
-def test_a_checkpoint_that_cannot_be_kept_is_refused_before_the_search(tmp_path, no_search, monkeypatch):
+def test_a_checkpoint_that_cannot_be_kept_is_refused_before_the_search(
+    tmp_path, no_search, monkeypatch
+):
     no_search()
-    with pytest.raises(errors.SearchError, match=r"cannot be kept, there is no folder .*none; make it first"):
+    with pytest.raises(
+        errors.SearchError, match=r"cannot be kept, there is no folder .*none; make it first"
+    ):
         mi.superoptimize(small(), checkpoint=tmp_path / "none" / "c.json")
     with pytest.raises(errors.SearchError, match=r"checkpoint .* is a folder; name a file"):
         mi.superoptimize(small(), checkpoint=tmp_path)
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # the tests' user may be root
-    with pytest.raises(errors.SearchError, match=r"checkpoint .* cannot be kept, .* cannot be written to"):
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: Path(path) != tmp_path
+    )  # the tests' user may be root
+    with pytest.raises(
+        errors.SearchError, match=r"checkpoint .* cannot be kept, .* cannot be written to"
+    ):
         mi.superoptimize(small(), checkpoint=tmp_path / "c.json")
 
 
 def test_a_program_given_as_a_checkpoint_is_said_and_kept(tmp_path):
     written = small().to_json(tmp_path / "g.json")
-    with pytest.raises(errors.FormatError, match=r"is 'mirage_hf.graph' version .*; name another file"):
+    with pytest.raises(
+        errors.FormatError, match=r"is 'mirage_hf.graph' version .*; name another file"
+    ):
         mi.superoptimize(small(), checkpoint=tmp_path / "g.json")
     assert (tmp_path / "g.json").read_text(encoding="utf-8") == written
 
@@ -303,12 +373,15 @@ def test_a_search_that_was_killed_goes_on_from_its_checkpoint(tmp_path):
         mi.superoptimize(small(), checkpoint=path, progress=interrupt)
     assert json.loads(path.read_text())["report"] is None and json.loads(path.read_text())["steps"]
     resumed = mi.superoptimize(small(), checkpoint=path)
-    assert resumed.report.stop == "exhausted" and any("went on from 2 finished steps" in note for note in resumed.report.notes)
+    assert resumed.report.stop == "exhausted" and any(
+        "went on from 2 finished steps" in note for note in resumed.report.notes
+    )
     assert list(resumed) == list(mi.superoptimize(small(), cache=False))
     assert mi.superoptimize(small(), checkpoint=path).report.stop == "loaded"
 
 
 # -- the cache ------------------------------------------------------------------------------------------------------------------
+
 
 def anew():
     """As in another process."""
@@ -327,6 +400,7 @@ def searches(monkeypatch):
     def count(program, *args, **kwargs):
         seen.append(program)
         return search_and_verify(program, *args, **kwargs)
+
     monkeypatch.setattr(superoptimizer, "search_and_verify", count)
     return seen
 
@@ -338,8 +412,15 @@ def test_the_second_call_searches_nothing(searches):
     anew()
     loaded = mi.superoptimize(small())
     assert len(searches) == 1 and list(loaded) == list(first)
-    assert loaded.report.stop == "loaded" and "exhausted" in loaded.report.reason and loaded.report.counters == first.report.counters
-    assert loaded.report.error_bound == first.report.error_bound and loaded.report.found == first.report.found
+    assert (
+        loaded.report.stop == "loaded"
+        and "exhausted" in loaded.report.reason
+        and loaded.report.counters == first.report.counters
+    )
+    assert (
+        loaded.report.error_bound == first.report.error_bound
+        and loaded.report.found == first.report.found
+    )
     inputs = tensors(small())
     assert torch.equal(first(inputs)[0], loaded(inputs)[0])
     mi.superoptimize(small(), cache=False)
@@ -353,18 +434,37 @@ def test_results_belong_to_the_graph_they_are_asked_for():
     h = small()
     g.exp(g.outputs[0])
     again = mi.superoptimize(h)
-    assert again.program == h and all(u.program is again.program for u in again) and again.program is not first.program
-    assert [len(u.kernels.outputs[0].dims) for u in again] == [2] * len(again) and again[-1].num_kernels == 2
+    assert (
+        again.program == h
+        and all(u.program is again.program for u in again)
+        and again.program is not first.program
+    )
+    assert [len(u.kernels.outputs[0].dims) for u in again] == [2] * len(again) and again[
+        -1
+    ].num_kernels == 2
     assert len(mi.superoptimize(g)[-1].kernels.ops) == 3 and len(first) == len(again)
-    assert first.program == h and all(torch.equal(u(tensors(h))[0], v(tensors(h))[0]) for u, v in zip(first, again, strict=True))
+    assert first.program == h and all(
+        torch.equal(u(tensors(h))[0], v(tensors(h))[0]) for u, v in zip(first, again, strict=True)
+    )
 
 
 DEFAULTS = dict(time_limit=20, seed=0)
 
 
-@pytest.mark.parametrize("changed", [
-    dict(time_limit=21), dict(seed=1), dict(max_block_ops=20), dict(config="lora"), dict(config="mlp"), dict(griddims=[(16, 1, 1)]),
-    dict(blockdims=[(64, 1, 1)]), dict(franges=[2])], ids=str)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        dict(time_limit=21),
+        dict(seed=1),
+        dict(max_block_ops=20),
+        dict(config="lora"),
+        dict(config="mlp"),
+        dict(griddims=[(16, 1, 1)]),
+        dict(blockdims=[(64, 1, 1)]),
+        dict(franges=[2]),
+    ],
+    ids=str,
+)
 def test_another_parameter_is_a_miss(searches, changed):
     g = small(rows=1, k=64, n=256)
     for options in (DEFAULTS, DEFAULTS | changed):
@@ -374,12 +474,22 @@ def test_another_parameter_is_a_miss(searches, changed):
 
 
 def test_results_of_other_options_are_kept_apart_in_memory():
-    two, one = mi.superoptimize(small(), backend="cpu"), mi.superoptimize(small(), backend="cpu", max_kernels=1)
+    two, one = (
+        mi.superoptimize(small(), backend="cpu"),
+        mi.superoptimize(small(), backend="cpu", max_kernels=1),
+    )
     assert len(one) < len(two) and mi.superoptimize(small(), backend="cpu")[-1].num_kernels == 2
 
 
-@pytest.mark.parametrize("other", [lambda: small(rows=5), lambda: small(n=32), lambda: small(dtype=mi.bfloat16),
-                                   lambda: programs.gated_mlp(mi, rows=4, k=64, n=48)])
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: small(rows=5),
+        lambda: small(n=32),
+        lambda: small(dtype=mi.bfloat16),
+        lambda: programs.gated_mlp(mi, rows=4, k=64, n=48),
+    ],
+)
 def test_another_program_is_a_miss(searches, other):
     mi.superoptimize(small())
     mi.superoptimize(other())
@@ -435,21 +545,43 @@ def _binary(path):
 def _wrong_but_signed(path):
     data = json.loads(path.read_text())
     changed = json.loads(json.dumps(data["ugraphs"]).replace('"rsqrt"', '"sqrt"'))
-    path.write_text(json.dumps(data | {"ugraphs": changed, "digest": json_format.digest([changed, data["report"], data["steps"]])}))
+    path.write_text(
+        json.dumps(
+            data
+            | {
+                "ugraphs": changed,
+                "digest": json_format.digest([changed, data["report"], data["steps"]]),
+            }
+        )
+    )
 
 
-@pytest.mark.parametrize("harm, says", [
-    (_cut, "is damaged"), (_foreign, "another program"), (_older, "version 0"), (_changed, "digest"), (_no_dict, "not a checkpoint"),
-    (_binary, "not a checkpoint"), (_wrong_but_signed, "not proven again|differ")])
+@pytest.mark.parametrize(
+    "harm, says",
+    [
+        (_cut, "is damaged"),
+        (_foreign, "another program"),
+        (_older, "version 0"),
+        (_changed, "digest"),
+        (_no_dict, "not a checkpoint"),
+        (_binary, "not a checkpoint"),
+        (_wrong_but_signed, "not proven again|differ"),
+    ],
+)
 def test_what_does_not_check_is_never_used_and_made_anew(searches, harm, says):
     first = mi.superoptimize(small())
-    path, = kept()
+    (path,) = kept()
     harm(path)
     anew()
     again = mi.superoptimize(small())
     assert len(searches) == 2 and list(again) == list(first) and again.report.stop == "exhausted"
-    note, = again.report.notes
-    assert re.search(says, note) and str(path) in note and note.endswith("searched anew") and note in str(again.report)
+    (note,) = again.report.notes
+    assert (
+        re.search(says, note)
+        and str(path) in note
+        and note.endswith("searched anew")
+        and note in str(again.report)
+    )
     anew()
     assert mi.superoptimize(small()).report.stop == "loaded" and len(searches) == 2
 
@@ -457,9 +589,19 @@ def test_what_does_not_check_is_never_used_and_made_anew(searches, harm, says):
 def test_a_ugraph_that_is_not_proven_again_is_left_out(monkeypatch):
     first = mi.superoptimize(small())
     anew()
-    monkeypatch.setattr(results, "prove", lambda u, seed: Refused("it is Friday") if u.kernels == first[0].kernels else prove(u, seed=seed))
+    monkeypatch.setattr(
+        results,
+        "prove",
+        lambda u, seed: (
+            Refused("it is Friday") if u.kernels == first[0].kernels else prove(u, seed=seed)
+        ),
+    )
     again = mi.superoptimize(small())
-    assert len(again) == len(first) - 1 and again[0] == first[1] and again.report.found == first.report.found - 1
+    assert (
+        len(again) == len(first) - 1
+        and again[0] == first[1]
+        and again.report.found == first.report.found - 1
+    )
     assert "µGraph 0 was left out, it was not proven again (it is Friday)" in str(again.report)
 
 
@@ -475,9 +617,15 @@ def test_a_cache_that_cannot_be_read_is_no_failure(tmp_path, monkeypatch, caplog
     """A name that is too long, as a folder that may not be entered is for those who are not root, is an OSError of every look-up."""
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / ("x" * 300)))
     found = mi.superoptimize(small())
-    assert found[0].is_fused and "cannot be read" in str(found.report) and "MIRAGE_HF_CACHE" in str(found.report)
+    assert (
+        found[0].is_fused
+        and "cannot be read" in str(found.report)
+        and "MIRAGE_HF_CACHE" in str(found.report)
+    )
     source = "def run(inputs): return inputs\n# of a test\n"
-    assert superoptimizer.compiled.load(source, hashlib.sha256(source.encode()).hexdigest()).run([1]) == [1]
+    assert superoptimizer.compiled.load(source, hashlib.sha256(source.encode()).hexdigest()).run(
+        [1]
+    ) == [1]
     assert "for this process only" in caplog.text
 
 
@@ -492,15 +640,21 @@ def test_a_locked_cache_is_no_failure(monkeypatch):
 def test_a_cache_where_nothing_can_be_locked_is_no_failure(monkeypatch):
     def no_lock(*_, **__):
         raise NotImplementedError("FileSystem does not appear to support flock")
+
     monkeypatch.setattr(results, "FileLock", no_lock)
     found = mi.superoptimize(small())
-    assert found[0].is_fused and "cannot be written (FileSystem does not appear to support flock)" in str(found.report)
+    assert found[
+        0
+    ].is_fused and "cannot be written (FileSystem does not appear to support flock)" in str(
+        found.report
+    )
 
 
 def test_an_interrupted_search_and_one_that_found_nothing_are_not_kept(monkeypatch, searches):
     def interrupted(program, *args, **kwargs):
         searched = search_and_verify(program, *args, **kwargs)
         return replace(searched, report=replace(searched.report, stop="interrupted"))
+
     monkeypatch.setattr(superoptimizer, "search_and_verify", interrupted)
     assert mi.superoptimize(small())[0].is_fused and not kept()
     assert mi.superoptimize(small()).report.stop == "interrupted"
@@ -518,10 +672,13 @@ def test_the_caches_are_bounded(monkeypatch):
     for rows in (1, 2, 3):
         mi.superoptimize(small(rows=rows))
         (results.folder() / "killed.json.a8f3").touch()  # a process that ended while it wrote
-    assert len(kept()) == 2 and len(list(results.folder().iterdir())) == 2 + len({"killed", ".lock"})
+    assert len(kept()) == 2 and len(list(results.folder().iterdir())) == 2 + len(
+        {"killed", ".lock"}
+    )
 
 
 # -- the page -------------------------------------------------------------------------------------------------------------------
+
 
 class Page(HTMLParser):
     """A page read strictly: tags close in order, ids are unique, and nothing is loaded."""
@@ -557,15 +714,32 @@ def test_the_page_of_a_result(tmp_path):
     x, w = g.new_input((4, 64), name="x"), g.new_input((64, 48), name="w")
     g.mark_output(g.silu(g.matmul(x, w)))
     found = mi.superoptimize(g, backend="cpu")
-    found.report = replace(found.report, refused=(Refusal(7, "rounds <badly> & loudly"),), notes=("a <note>",))
+    found.report = replace(
+        found.report, refused=(Refusal(7, "rounds <badly> & loudly"),), notes=("a <note>",)
+    )
     path = found.to_html(tmp_path / "r.html")
     text = path.read_text(encoding="utf-8")
     page = Page(text)
     assert text.startswith("<!DOCTYPE html>") and "prefers-color-scheme: dark" in text
-    assert "<badly>" not in text and "rounds <badly> & loudly" in page.text and "a <note>" in page.text
-    assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", text) and "script" not in page.seen
-    assert page.seen.count("svg") == min(len(found), html_report.MOST_SHOWN) and page.seen.count("details") >= page.seen.count("svg")
-    for part in (str(g), str(found[0]), "@triton.jit", "exhausted", f"{found.report.error_bound:.1e}", "library path", "Not measured"):
+    assert (
+        "<badly>" not in text and "rounds <badly> & loudly" in page.text and "a <note>" in page.text
+    )
+    assert (
+        not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", text)
+        and "script" not in page.seen
+    )
+    assert page.seen.count("svg") == min(len(found), html_report.MOST_SHOWN) and page.seen.count(
+        "details"
+    ) >= page.seen.count("svg")
+    for part in (
+        str(g),
+        str(found[0]),
+        "@triton.jit",
+        "exhausted",
+        f"{found.report.error_bound:.1e}",
+        "library path",
+        "Not measured",
+    ):
         assert part in page.text
     for _, label, number in labels.rows(found.report.counters):
         assert label in page.text and number in page.text
@@ -577,8 +751,14 @@ def test_counters_without_a_label_are_shown_by_their_name():
         values: int = 1234
         rings_drawn: int = 5
         never: float = -1.0
-    assert labels.rows(Other()) == [("values", "values kept", "1,234"), ("other", "rings drawn", "5")]
-    assert labels.rows(Counters(values=7)) and {group for group, _ in labels.LABELS.values()} <= set(labels.GROUPS)
+
+    assert labels.rows(Other()) == [
+        ("values", "values kept", "1,234"),
+        ("other", "rings drawn", "5"),
+    ]
+    assert labels.rows(Counters(values=7)) and {
+        group for group, _ in labels.LABELS.values()
+    } <= set(labels.GROUPS)
 
 
 def test_a_users_default_device_changes_nothing():
@@ -586,14 +766,21 @@ def test_a_users_default_device_changes_nothing():
         found = mi.superoptimize(small(), backend="cpu", cache=False)
         x = [torch.ones(t.dims, dtype=t.dtype, device="cpu") for t in small().inputs]
         got = found[0](inputs=x)
-    assert all(torch.allclose(a, b) for a, b in zip(got, found[0](inputs=x), strict=True)) and got[0].device.type == "cpu"
+    assert (
+        all(torch.allclose(a, b) for a, b in zip(got, found[0](inputs=x), strict=True))
+        and got[0].device.type == "cpu"
+    )
 
 
-@pytest.mark.parametrize("inputs", [None, 3, {1, 2}, (x for x in ())], ids=["None", "a number", "a set", "a generator"])
+@pytest.mark.parametrize(
+    "inputs", [None, 3, {1, 2}, (x for x in ())], ids=["None", "a number", "a set", "a generator"]
+)
 def test_what_is_no_list_of_inputs_says_so(inputs):
     g = mi.new_kernel_graph()
     g.exp(g.new_input((4, 6)))
-    with pytest.raises(errors.InputError, match=r"expected a list of 1 tensors in the order of graph\.inputs, got"):
+    with pytest.raises(
+        errors.InputError, match=r"expected a list of 1 tensors in the order of graph\.inputs, got"
+    ):
         g.superoptimize(backend="cpu")(inputs)
     with pytest.raises(errors.SearchError, match="unknown config"):
         g.superoptimize(["mlp"])
@@ -606,15 +793,27 @@ def test_a_folder_for_codes_that_cannot_be_is_refused_before_the_search(tmp_path
     g.exp(g.new_input((4, 6)))
     (tmp_path / "file").write_text("")
     with pytest.raises(errors.SearchError, match=r"save_codes: the folder .*file cannot be made"):
-        g.superoptimize(backend="cpu", cache=False, save_codes=tmp_path / "file", progress=lambda stage, detail: stages.append(stage))
+        g.superoptimize(
+            backend="cpu",
+            cache=False,
+            save_codes=tmp_path / "file",
+            progress=lambda stage, detail: stages.append(stage),
+        )
     assert not stages
 
 
 def test_equal_ugraphs_with_other_schedules_run_their_own(monkeypatch):
     asked = []
-    monkeypatch.setattr(superoptimizer.triton, "generate",
-                        lambda u, schedules: asked.append(schedules) or SimpleNamespace(source="", digest=""))
-    monkeypatch.setattr(superoptimizer.compiled, "load", lambda source, digest: SimpleNamespace(run=lambda inputs: []))
+    monkeypatch.setattr(
+        superoptimizer.triton,
+        "generate",
+        lambda u, schedules: asked.append(schedules) or SimpleNamespace(source="", digest=""),
+    )
+    monkeypatch.setattr(
+        superoptimizer.compiled,
+        "load",
+        lambda source, digest: SimpleNamespace(run=lambda inputs: []),
+    )
     g = mi.new_kernel_graph()
     g.exp(g.new_input((4, 64)))
     u = g.superoptimize(backend="cpu")[0]
@@ -625,9 +824,17 @@ def test_equal_ugraphs_with_other_schedules_run_their_own(monkeypatch):
     assert asked == [first, second]
 
 
-@pytest.mark.parametrize("entry", [mi.superoptimize, mi.optimize, mi.ugraph, mi.new_block_graph], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "entry",
+    [mi.superoptimize, mi.optimize, mi.ugraph, mi.new_block_graph],
+    ids=lambda f: f.__name__,
+)
 def test_help_says_what_every_option_is(entry):
-    missing = [name for name in inspect.signature(entry).parameters if not re.search(rf"\b{name}\b", inspect.getdoc(entry))]
+    missing = [
+        name
+        for name in inspect.signature(entry).parameters
+        if not re.search(rf"\b{name}\b", inspect.getdoc(entry))
+    ]
     assert missing in ([], ["model"])
 
 
@@ -635,4 +842,7 @@ def test_results_show_what_they_are():
     result = mi.superoptimize(small())
     assert repr(result[0]) == "<UGraph: 1 kernel, 1 of them block graphs>"
     assert repr(result[-1]) == f"<UGraph: {result[-1].num_kernels} kernels, 0 of them block graphs>"
-    assert repr(result.program) == f"<KernelGraph: {len(result.program.inputs)} inputs, {len(result.program.ops)} ops, 1 outputs>"
+    assert (
+        repr(result.program)
+        == f"<KernelGraph: {len(result.program.inputs)} inputs, {len(result.program.ops)} ops, 1 outputs>"
+    )

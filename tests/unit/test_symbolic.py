@@ -1,4 +1,5 @@
 """Symbolic dims: one search for every size, with the same kernels and no new proof."""
+
 from __future__ import annotations
 
 import copy
@@ -8,11 +9,12 @@ import pytest
 import torch
 
 import mirage_hf as mi
-from mirage_hf import errors, superoptimizer
+from mirage_hf import errors
 from mirage_hf.codegen import triton
 from mirage_hf.graph import json_format, symbolic, text
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.pipeline import superoptimizer
 from mirage_hf.search.engine import search
 from mirage_hf.verify.fingerprint import prove
 from mirage_hf.verify.verdict import Accepted
@@ -20,7 +22,11 @@ from mirage_hf.verify.verdict import Accepted
 
 def norm_linear(tokens=None, k=256, n=96) -> KernelGraph:
     g = mi.new_kernel_graph()
-    x, gamma, w = g.new_input((tokens or mi.Dim("tokens", max=16), k)), g.new_input((1, k)), g.new_input((k, n))
+    x, gamma, w = (
+        g.new_input((tokens or mi.Dim("tokens", max=16), k)),
+        g.new_input((1, k)),
+        g.new_input((k, n)),
+    )
     g.mark_output(g.matmul(g.rms_norm(x, gamma), w))
     return g
 
@@ -28,7 +34,11 @@ def norm_linear(tokens=None, k=256, n=96) -> KernelGraph:
 def attention(heads=2, d=32) -> KernelGraph:
     g = mi.new_kernel_graph()
     keys = mi.Dim("keys", max=4096)
-    q, k, v = g.new_input((heads, 1, d)), g.new_input((heads, d, keys)), g.new_input((heads, keys, d))
+    q, k, v = (
+        g.new_input((heads, 1, d)),
+        g.new_input((heads, d, keys)),
+        g.new_input((heads, keys, d)),
+    )
     g.mark_output(g.matmul(g.softmax(g.matmul(q, k)), v))
     return g
 
@@ -58,7 +68,10 @@ def test_a_program_at_a_size_leads_as_it_did():
 def test_text_and_json_keep_dims():
     g = norm_linear()
     assert "(tokens<=16, 256)" in str(g)
-    for again in (text.parse_graph(str(g)), json_format.graph_from_dict(json_format.graph_to_dict(g))):
+    for again in (
+        text.parse_graph(str(g)),
+        json_format.graph_from_dict(json_format.graph_to_dict(g)),
+    ):
         assert again == g and symbolic.dims_of(again) == {"tokens": 16}
     assert json_format.graph_to_dict(g) != json_format.graph_to_dict(norm_linear(tokens=16))
     with pytest.raises(errors.FormatError, match="line 1"):
@@ -77,12 +90,20 @@ def test_results_of_programs_with_dims_are_kept_and_loaded(tmp_path, monkeypatch
         assert [str(u) for u in again.at(tokens=3)] == [str(u) for u in first.at(tokens=3)]
     superoptimizer._memory.clear()
     loaded = json_format.ugraph_from_dict(json_format.ugraph_to_dict(first[0]))
-    assert all(isinstance(op.block.axes[k].size, type(a.size)) for op, other in zip(loaded.block_ops, first[0].block_ops, strict=True)
-               for k, a in enumerate(other.block.axes))
+    assert all(
+        isinstance(op.block.axes[k].size, type(a.size))
+        for op, other in zip(loaded.block_ops, first[0].block_ops, strict=True)
+        for k, a in enumerate(other.block.axes)
+    )
 
 
-@pytest.mark.parametrize("build, sizes", [(norm_linear, [{"tokens": n} for n in (1, 2, 3, 16)]),
-                                          (attention, [{"keys": n} for n in (1, 2, 77, 1000, 4096)])])
+@pytest.mark.parametrize(
+    "build, sizes",
+    [
+        (norm_linear, [{"tokens": n} for n in (1, 2, 3, 16)]),
+        (attention, [{"keys": n} for n in (1, 2, 77, 1000, 4096)]),
+    ],
+)
 def test_whatever_is_found_holds_at_every_size(build, sizes):
     found, _ = search(build())
     assert {f.ugraph.num_kernels for f in found} >= {1, 2}
@@ -102,8 +123,10 @@ def test_a_result_serves_every_size_without_another_search(monkeypatch):
     for tokens in (1, 5, 16, 5):
         g = norm_linear(tokens=tokens)
         x, gamma, w = inputs_of(g)
-        y, = found([x, gamma, w])
-        want = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6) * gamma) @ w.float()
+        (y,) = found([x, gamma, w])
+        want = (
+            x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6) * gamma
+        ) @ w.float()
         torch.testing.assert_close(y.float(), want, rtol=1e-2, atol=1e-2)
         here = found.at(tokens=tokens)
         assert here is found.at(tokens=tokens) and here.program.inputs[0].dims == (tokens, 256)
@@ -115,7 +138,9 @@ def test_a_result_serves_every_size_without_another_search(monkeypatch):
 def test_sizes_that_cannot_be_are_refused():
     found = mi.superoptimize(norm_linear(), backend="cpu")
     x, gamma, w = inputs_of(norm_linear(tokens=17))
-    with pytest.raises(errors.InputError, match=r"t0: dim tokens is 17; the graph was built for 1 to 16"):
+    with pytest.raises(
+        errors.InputError, match=r"t0: dim tokens is 17; the graph was built for 1 to 16"
+    ):
         found([x, gamma, w])
     with pytest.raises(errors.InputError, match="built for shape"):
         found([x[:4], gamma, w[:, :8].contiguous()])
@@ -134,7 +159,9 @@ def test_dims_that_must_be_something_else_are_refused():
     g = mi.new_kernel_graph()
     x = g.new_input((mi.Dim("tokens", max=16), 16))
     g.matmul(x, x)
-    with pytest.raises(errors.GraphError, match=r"tokens cannot have every size up to 16.*inner sizes differ"):
+    with pytest.raises(
+        errors.GraphError, match=r"tokens cannot have every size up to 16.*inner sizes differ"
+    ):
         mi.superoptimize(g)
     g = mi.new_kernel_graph()
     g.new_input((mi.Dim("n", max=4), 4))
@@ -148,18 +175,39 @@ def test_dims_that_must_be_something_else_are_refused():
 
 
 def test_parts_follow_the_size():
-    assert [symbolic.number_of_parts(size, 8) for size in (1, 2, 7, 9, 64, 100)] == [1, 2, 7, 5, 8, 8]
-    split = next(f.ugraph for f in search(attention())[0] if any(a.parts for op in f.ugraph.block_ops for a in op.block.axes))
+    assert [symbolic.number_of_parts(size, 8) for size in (1, 2, 7, 9, 64, 100)] == [
+        1,
+        2,
+        7,
+        5,
+        8,
+        8,
+    ]
+    split = next(
+        f.ugraph
+        for f in search(attention())[0]
+        if any(a.parts for op in f.ugraph.block_ops for a in op.block.axes)
+    )
     for keys in (1, 3, 100, 4096):
         block = symbolic.ugraph_at(split, {"keys": keys}).block_ops[0].block
         axis = next(a for a in block.axes if a.parts)
-        assert axis.size == keys and (block.axis(axis.parts).size - 1) * block.part(axis.name) < keys
+        assert (
+            axis.size == keys and (block.axis(axis.parts).size - 1) * block.part(axis.name) < keys
+        )
 
 
-@pytest.mark.parametrize("of", [
-    lambda g, t: g.add(g.new_input((t, 8)), g.new_input((2, 8))), lambda g, t: g.add(g.new_input((t, 8)), g.new_input((mi.Dim("u", 2), 8))),
-    lambda g, t: g.matmul(g.new_input((t, 4, 8)), g.new_input((2, 8, 4))), lambda g, t: g.exp(g.slice(g.new_input((t, 8)), 0, 0, 2)),
-    lambda g, t: g.cache_append(g.new_input((t, 8)), g.new_input((2, 8)), g.new_input((1,), "int32"))])
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda g, t: g.add(g.new_input((t, 8)), g.new_input((2, 8))),
+        lambda g, t: g.add(g.new_input((t, 8)), g.new_input((mi.Dim("u", 2), 8))),
+        lambda g, t: g.matmul(g.new_input((t, 4, 8)), g.new_input((2, 8, 4))),
+        lambda g, t: g.exp(g.slice(g.new_input((t, 8)), 0, 0, 2)),
+        lambda g, t: g.cache_append(
+            g.new_input((t, 8)), g.new_input((2, 8)), g.new_input((1,), "int32")
+        ),
+    ],
+)
 def test_a_dim_that_cannot_be_one_is_refused_before_the_search(of):
     """A size of 1 broadcasts, so a dim of at most 2 meets another 2 without an error of an op."""
     g = mi.new_kernel_graph()

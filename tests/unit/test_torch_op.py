@@ -1,4 +1,5 @@
 """The op `mirage_hf::run`: its fake, its errors, no aliasing, and µGraphs that call it while they are compiled."""
+
 from __future__ import annotations
 
 import copy
@@ -14,10 +15,10 @@ import pytest
 import torch
 
 import mirage_hf as mi
-from mirage_hf import kernels, torch_op
 from mirage_hf.errors import InputError, ZooError
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import library_ugraph
+from mirage_hf.pipeline import kernels, torch_op
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -38,7 +39,10 @@ def known(graph: Any, name: str = "it") -> str:
 
 def linear() -> Any:
     g = mi.new_graph()
-    x, w = g.new_input((4, 8), "float32", name="x"), g.new_input((8, 6), "float32", strides=(1, 8), name="w")
+    x, w = (
+        g.new_input((4, 8), "float32", name="x"),
+        g.new_input((8, 6), "float32", strides=(1, 8), name="w"),
+    )
     g.mark_output(g.matmul(g.silu(x), w))
     return g
 
@@ -59,18 +63,30 @@ def test_the_op_keeps_torchs_rules(program: Any) -> None:
     outcome = torch.library.opcheck(torch_op.run, (inputs, known(graph)))
     assert set(outcome.values()) == {"SUCCESS"}
     outputs = torch_op.run(inputs, "it")
-    assert all(torch.equal(a, b) for a, b in zip(outputs, run_kernel_graph(graph, inputs), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(outputs, run_kernel_graph(graph, inputs), strict=True)
+    )
     assert all(y.is_contiguous() for y in outputs)
-    assert len({t.untyped_storage().data_ptr() for t in (*inputs, *outputs)}) == len(inputs) + len(outputs)
+    assert len({t.untyped_storage().data_ptr() for t in (*inputs, *outputs)}) == len(inputs) + len(
+        outputs
+    )
 
 
 def test_tensors_it_was_not_made_for_are_refused() -> None:
     name, x, w = known(linear()), torch.randn(4, 8), torch.randn(6, 8).t()
-    for inputs, words in (((x, w.contiguous()), "strides"), ((x.double(), w), "float64"), ((x[:3], w), "shape"), ((x,), "2 tensors"),
-                          ((x.to("meta"), w.to("meta")), "inputs are on meta")):
+    for inputs, words in (
+        ((x, w.contiguous()), "strides"),
+        ((x.double(), w), "float64"),
+        ((x[:3], w), "shape"),
+        ((x,), "2 tensors"),
+        ((x.to("meta"), w.to("meta")), "inputs are on meta"),
+    ):
         with pytest.raises(InputError, match=words):
             torch_op.run(list(inputs), name)
-    with pytest.raises(ZooError, match=r"no kernel for program 0123456789ab… in this process \(.*run mirage_hf.optimize here"):
+    with pytest.raises(
+        ZooError,
+        match=r"no kernel for program 0123456789ab… in this process \(.*run mirage_hf.optimize here",
+    ):
         torch_op.run([x, w], "0123456789abcdef")
 
 
@@ -102,10 +118,13 @@ def test_a_ugraph_in_a_compiled_function_is_one_op(found: Any, which: str) -> No
     def backend(gm: Any, _: Any) -> Any:
         seen.append(sum(n.target is torch_op.run for n in gm.graph.nodes))
         return gm
+
     x, w = torch.randn(4, 8), torch.randn(6, 8).t()
     for inner in (backend, "aot_eager"):
         torch.compiler.reset()
-        got = torch.compile(lambda x, w: call([2 * x, w])[0] + 1, backend=inner, fullgraph=True)(x, w)
+        got = torch.compile(lambda x, w: call([2 * x, w])[0] + 1, backend=inner, fullgraph=True)(
+            x, w
+        )
         assert torch.equal(got, call([2 * x, w])[0] + 1)
     assert seen == [1]
 
@@ -121,7 +140,9 @@ def test_symbolic_dims_are_compiled_for_each_size() -> None:
         assert torch.equal(run(x), found([x])[0] + 1)
 
 
-def test_kernels_are_found_by_digest_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_found_by_digest_in_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     digest = kernels.resolve(linear(), device="cpu").digest
     inputs = [torch.randn(4, 8), torch.randn(6, 8).t()]
@@ -139,5 +160,9 @@ def test_copies_of_a_ugraph_have_numbers_of_their_own() -> None:
     """Compiled code finds a µGraph by its number, so a copy must not take over that of another."""
     ugraph = library_ugraph(linear())
     for other in (copy.deepcopy(ugraph), pickle.loads(pickle.dumps(ugraph)), replace(ugraph)):
-        assert other == ugraph and other.uid != ugraph.uid and type(ugraph).numbered(other.uid) is other
+        assert (
+            other == ugraph
+            and other.uid != ugraph.uid
+            and type(ugraph).numbered(other.uid) is other
+        )
     assert type(ugraph).numbered(ugraph.uid) is ugraph

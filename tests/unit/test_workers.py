@@ -1,4 +1,5 @@
 """Kernels that processes of their own compile: found in the cache by this one, errors and deaths among the answers."""
+
 from __future__ import annotations
 
 import gc
@@ -24,11 +25,19 @@ from mirage_hf.errors import CodegenError
 
 def program(n: int) -> Program:
     """Of a kernel that no other test compiles, nor another `n`."""
-    return triton.generate(blocks.rms_norm_linear(1, 64, 32), [Schedule((("k", 64), ("m", 1), ("n", 8)))], f"worker_{os.getpid()}_{n}")
+    return triton.generate(
+        blocks.rms_norm_linear(1, 64, 32),
+        [Schedule((("k", 64), ("m", 1), ("n", 8)))],
+        f"worker_{os.getpid()}_{n}",
+    )
 
 
 def imports_functions_of_torch() -> Program:
-    p = triton.generate(blocks.gated_mlp(1, 64, 32), [Schedule((("k", 64), ("m", 1), ("n", 8)))], f"worker_{os.getpid()}_f")
+    p = triton.generate(
+        blocks.gated_mlp(1, 64, 32),
+        [Schedule((("k", 64), ("m", 1), ("n", 8)))],
+        f"worker_{os.getpid()}_f",
+    )
     assert "import torch.nn.functional as F" in p.source
     return p
 
@@ -58,12 +67,18 @@ def process_of(pool: workers.Workers) -> Any:
     return process
 
 
-def test_what_a_process_compiled_is_found_here(one: workers.Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_process_compiled_is_found_here(
+    one: workers.Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hits: list[bool] = []
-    monkeypatch.setattr(compiler_of_kernels.knobs.compilation, "listener", lambda **what: hits.append(what["cache_hit"]))
+    monkeypatch.setattr(
+        compiler_of_kernels.knobs.compilation,
+        "listener",
+        lambda **what: hits.append(what["cache_hit"]),
+    )
     assert one.compile(*asked(program(1))) is None
     first = process_of(one)
-    kernel, = compiler.ahead_of_time(program(1), 90)
+    (kernel,) = compiler.ahead_of_time(program(1), 90)
     assert hits == [True] and kernel.asm["cubin"]
     assert one.compile(*asked(imports_functions_of_torch())) is None
     assert "no_such_function" in str(one.compile(*asked(broken())))
@@ -85,23 +100,30 @@ def test_many_programs_take_processes_which_end_when_idle(monkeypatch: pytest.Mo
     def compile(self: workers.Workers, path: str, *rest: Any) -> Any:
         compiled.append(path)
         return right(self, path, *rest)
+
     monkeypatch.setattr(workers.Workers, "compile", compile)
     programs = [program(3), broken(), program(4)]
     found = list(compiler.compiling(programs, 90, threads=2))
-    assert [isinstance(f, CodegenError) for f in found] == [False, True, False] and len(compiled) == 3
+    assert [isinstance(f, CodegenError) for f in found] == [False, True, False] and len(
+        compiled
+    ) == 3
     assert "no code for sm_90: CompilationError" in str(found[1])
     until = time.monotonic() + 20
     while workers._shared and time.monotonic() < until:
         time.sleep(0.05)
     assert not workers._shared
-    assert len(list(compiler.compiling(programs[:2], 90, threads=2))) == 2 and len(compiled) == 3  # too few
+    assert (
+        len(list(compiler.compiling(programs[:2], 90, threads=2))) == 2 and len(compiled) == 3
+    )  # too few
 
 
-def test_what_only_a_process_refuses_is_compiled_here(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_only_a_process_refuses_is_compiled_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
     monkeypatch.setattr(compiler, "FEW", 1)
     monkeypatch.setattr(workers.Workers, "compile", lambda *_: "ImportError: no such module")
-    result, = compiler.compiling([program(12)], 90, threads=2)
+    (result,) = compiler.compiling([program(12)], 90, threads=2)
     assert isinstance(result, list) and result[0].asm["cubin"]
     assert "failed where this one did not: ImportError: no such module" in caplog.text
 
@@ -112,8 +134,9 @@ def test_a_program_whose_process_ends_is_refused(monkeypatch: pytest.MonkeyPatch
 
     def ended(*_: Any) -> Any:
         raise workers.Ended("the process that compiled it ended with exit code -11")
+
     monkeypatch.setattr(workers.Workers, "compile", ended)
-    result, = compiler.compiling([program(13)], 90, threads=2)
+    (result,) = compiler.compiling([program(13)], 90, threads=2)
     assert isinstance(result, CodegenError) and "exit code -11" in str(result)
 
 
@@ -123,13 +146,16 @@ def test_threads_compile_where_no_process_can_begin(monkeypatch: pytest.MonkeyPa
 
     def no() -> Any:
         raise OSError("no memory")
+
     monkeypatch.setattr(workers, "_begin", no)
-    result, = compiler.compiling([program(5)], 90, threads=2)
+    (result,) = compiler.compiling([program(5)], 90, threads=2)
     assert isinstance(result, list) and result[0].asm["cubin"]
 
 
 @pytest.mark.parametrize("executable", [None, "", sys.executable, "/bin/false"])
-def test_threads_compile_where_python_is_part_of_another_program(monkeypatch: pytest.MonkeyPatch, executable: str | None) -> None:
+def test_threads_compile_where_python_is_part_of_another_program(
+    monkeypatch: pytest.MonkeyPatch, executable: str | None
+) -> None:
     monkeypatch.setattr(sys, "frozen", executable == sys.executable, raising=False)
     monkeypatch.setattr(sys, "executable", executable)
     monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
@@ -141,13 +167,16 @@ def test_threads_compile_where_python_is_part_of_another_program(monkeypatch: py
     def counted() -> Any:
         begun.append(True)
         return begin()
+
     monkeypatch.setattr(workers, "_begin", counted)
     for result in compiler.compiling([program(6), program(7), program(8)], 90, threads=1):
         assert isinstance(result, list) and result[0].asm["cubin"]
     assert len(begun) == 1  # and not again for each program
 
 
-def test_paths_that_are_no_strings_relative_or_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_paths_that_are_no_strings_relative_or_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
@@ -157,18 +186,34 @@ def test_paths_that_are_no_strings_relative_or_gone(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MIRAGE_HF_CACHE", "relative")
     first, second = program(9), program(10)
     hits: list[bool] = []
-    monkeypatch.setattr(compiler_of_kernels.knobs.compilation, "listener", lambda **what: hits.append(what["cache_hit"]))
-    for p, change in ((first, lambda: None), (second, lambda: monkeypatch.chdir("elsewhere")),
-                      (first, lambda: Path(str(compiler.load(first.source, first.digest).__file__)).resolve().unlink(missing_ok=True))):
+    monkeypatch.setattr(
+        compiler_of_kernels.knobs.compilation,
+        "listener",
+        lambda **what: hits.append(what["cache_hit"]),
+    )
+    for p, change in (
+        (first, lambda: None),
+        (second, lambda: monkeypatch.chdir("elsewhere")),
+        (
+            first,
+            lambda: (
+                Path(str(compiler.load(first.source, first.digest).__file__))
+                .resolve()
+                .unlink(missing_ok=True)
+            ),
+        ),
+    ):
         change()
-        result, = compiler.compiling([p], 90, threads=1)
+        (result,) = compiler.compiling([p], 90, threads=1)
         assert isinstance(result, list) and result[0].asm["cubin"]
     assert hits == [True] * 3
     workers._shared[1].close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_process_neither_keeps_processes_nor_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_neither_keeps_processes_nor_uses_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(workers, "_shared", {})
     with workers.at_work(1) as pool:
         assert pool.compile(*asked(program(11))) is None
@@ -215,6 +260,7 @@ def test_threads_of_this_process_may_parse_at_the_same_time() -> None:
                 kernel.parse()
         except SystemError as e:
             failed.append(e)
+
     threads = [threading.Thread(target=parse, args=(5 * n,)) for n in range(4)]
     before = gc.get_threshold()
     gc.set_threshold(200)

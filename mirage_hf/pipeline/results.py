@@ -3,6 +3,7 @@
 A key holds the program, every option that decides what is found, the package's version, and the text of the search itself, so
 a change to any of them is a miss. What is read from disk is proven again before it is used.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -19,11 +20,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from mirage_hf import checkpoint
-from mirage_hf.checkpoint import Journal, Kept
 from mirage_hf.errors import MirageError, Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.pipeline import checkpoint
+from mirage_hf.pipeline.checkpoint import Journal, Kept
 from mirage_hf.settings import settings
 from mirage_hf.verify.fingerprint import prove
 from mirage_hf.verify.verdict import Accepted, Refused
@@ -45,9 +46,11 @@ def package_version() -> str:
 @cache
 def search_version() -> str:
     """A digest of the compiled core and of the Python around it: another build is another search."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parent.parent
     files = sorted(f for folder in _DECIDING for f in (package / folder).glob("*.py"))
-    core = importlib.util.find_spec("mirage_hf._core")  # found, not imported: search/engine.py is its only door
+    core = importlib.util.find_spec(
+        "mirage_hf._core"
+    )  # found, not imported: search/engine.py is its only door
     found = hashlib.sha256()
     for f in [*files, *([Path(core.origin)] if core and core.origin else [])]:
         found.update(f.name.encode() + b"\0" + f.read_bytes() + b"\0")
@@ -56,7 +59,9 @@ def search_version() -> str:
 
 def key_of(identity: str) -> str:
     """The key of a result: what it is for (checkpoint.identity), made by which version."""
-    return json_format.digest({"identity": identity, "package": package_version(), "search": search_version()})
+    return json_format.digest(
+        {"identity": identity, "package": package_version(), "search": search_version()}
+    )
 
 
 class Memory:
@@ -113,10 +118,15 @@ def load(key: str, graph: KernelGraph, seed: int) -> Kept | Rejected | None:
             proven.append(u)
             bounds.append(verdict.bound)
         else:
-            notes.append(f"{path}: µGraph {n} was left out, it was not proven again ({verdict.reason})")
+            notes.append(
+                f"{path}: µGraph {n} was left out, it was not proven again ({verdict.reason})"
+            )
     if not proven:
         return Rejected("; ".join(notes) or f"{path}: holds no µGraph")
-    return Kept(tuple(proven), replace(found.report, found=len(proven), error_bound=max(bounds), notes=tuple(notes)))
+    return Kept(
+        tuple(proven),
+        replace(found.report, found=len(proven), error_bound=max(bounds), notes=tuple(notes)),
+    )
 
 
 def store(key: str, kept: Kept) -> Rejected | None:
@@ -132,10 +142,14 @@ def store(key: str, kept: Kept) -> Rejected | None:
             for f in files[:-MOST_ON_DISK]:
                 f.unlink(missing_ok=True)
     except Timeout:
-        return Rejected(f"{root} has been locked by another process for {LOCK_SECONDS:.0f} s; the result was not kept")
+        return Rejected(
+            f"{root} has been locked by another process for {LOCK_SECONDS:.0f} s; the result was not kept"
+        )
     except (OSError, NotImplementedError) as e:  # the second from a file system without locks
-        return Rejected(f"{root} cannot be written ({getattr(e, 'strerror', e)}); the result was not kept, set MIRAGE_HF_CACHE to a folder "
-                        "that can")
+        return Rejected(
+            f"{root} cannot be written ({getattr(e, 'strerror', e)}); the result was not kept, set MIRAGE_HF_CACHE to a folder "
+            "that can"
+        )
     except (ValueError, TypeError) as e:
         return Rejected(f"the result cannot be written as JSON ({e}) and was not kept")
     return None

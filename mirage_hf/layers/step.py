@@ -1,4 +1,5 @@
 """A decoder layer's step for one token of each sequence by kernels, what it reads, and its RoPE."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -8,8 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirage_hf.match.compose import Composition, Kernel, Part, added, first_half, multiplier, normed, own_mlp
-from mirage_hf.match.pattern import LayerLayout
+from mirage_hf.layers.compose import (
+    Composition,
+    Kernel,
+    Part,
+    added,
+    first_half,
+    multiplier,
+    normed,
+    own_mlp,
+)
+from mirage_hf.patterns.schema import LayerLayout
 
 ROLES = ("qkv", "attention", "out")
 """The parts of a layer whose kernels make up its step, beside the halves of its MLP. One of another kind, as a mixture of experts, runs
@@ -30,7 +40,7 @@ class Rope:
         """cos or sin (…, as given) to one number for each pair (…, width / 2)."""
         if self.order == "once":
             return x
-        return x[..., ::2] if self.order == "pairs" else x[..., :x.shape[-1] // 2]
+        return x[..., ::2] if self.order == "pairs" else x[..., : x.shape[-1] // 2]
 
 
 NO_ROPE = Rope(0, torch.float32)
@@ -39,7 +49,13 @@ NO_ROPE = Rope(0, torch.float32)
 
 def in_order(x: Tensor, order: str) -> Tensor:
     """Numbers of pairs (…, n) as layers or kernels read them: once, or twice (…, 2 n), in order of halves (a b a b) or pairs (a a b b)."""
-    return x if order == "once" else torch.cat([x, x], -1) if order == "halves" else x.repeat_interleave(2, -1)
+    return (
+        x
+        if order == "once"
+        else torch.cat([x, x], -1)
+        if order == "halves"
+        else x.repeat_interleave(2, -1)
+    )
 
 
 @dataclass(frozen=True)
@@ -72,7 +88,9 @@ class LayerStep(Composition):
         x = x if names.parallel else h
         if self.first:
             return self._run(kernels, "down", self._run(kernels, self.first, x), h)
-        y = own_mlp(self.children, names.mlp, normed(self.children, names.mlp_norm, x[:, None])).reshape(h.shape)
+        y = own_mlp(
+            self.children, names.mlp, normed(self.children, names.mlp_norm, x[:, None])
+        ).reshape(h.shape)
         return added(self.children, names.mlp_after, self.multiplier, h, y)
 
     @property
@@ -90,10 +108,14 @@ class LayerStep(Composition):
         q, k, v = (y.unflatten(1, (kv_heads, -1)) for y in heads_of(packed, s))
         every, given = (packed.shape[0], 1, 1, -1), self.parameters["attention"]
         norms, sinks = (given[:-1], given[-1:]) if s["sinks"] else (given, [])
-        weights = [*(p[None] if s["norm"] == "rms" else p.view(1, kv_heads, -1, d) for p in norms),
-                   *(p.view(1, kv_heads, -1, 1) for p in sinks)]
+        weights = [
+            *(p[None] if s["norm"] == "rms" else p.view(1, kv_heads, -1, d) for p in norms),
+            *(p.view(1, kv_heads, -1, 1) for p in sinks),
+        ]
         tables = [at.cos.view(every), at.sin.view(every)] if s["rope"] else []
-        return kernels["attention"]([q, k, v, *tables, at.keys, at.values, at.lo.view(every), at.slot.view(every), *weights])[0]
+        return kernels["attention"](
+            [q, k, v, *tables, at.keys, at.values, at.lo.view(every), at.slot.view(every), *weights]
+        )[0]
 
 
 def heads_of(packed: Tensor, sizes: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,7 +124,10 @@ def heads_of(packed: Tensor, sizes: Mapping[str, Any]) -> tuple[Tensor, Tensor, 
     if sizes["packing"] == "heads":
         q, k, v = packed.unflatten(-1, (kv_heads, 3, d)).unbind(-2)
     else:
-        q, k, v = (y.unflatten(-1, (-1, d)) for y in packed.split([n * kv_heads * d for n in (group, 1, 1)], -1))
+        q, k, v = (
+            y.unflatten(-1, (-1, d))
+            for y in packed.split([n * kv_heads * d for n in (group, 1, 1)], -1)
+        )
     return q, k, v
 
 
@@ -115,7 +140,9 @@ class LatentStep(LayerStep):
 
     def _attended(self, kernels: Mapping[str, Kernel], packed: Tensor, at: At) -> Tensor:
         s, batch = self.sizes, packed.shape[0]
-        heads, latent, nope, rope, value = (int(s[n]) for n in ("heads", "latent", "nope", "rope", "value"))
+        heads, latent, nope, rope, value = (
+            int(s[n]) for n in ("heads", "latent", "nope", "rope", "value")
+        )
         first, new, k_rope = packed.split([packed.shape[1] - latent - rope, latent, rope], -1)
         if "query" in self.parts:
             norm, expand = self.parameters["query"]
@@ -128,14 +155,39 @@ class LatentStep(LayerStep):
             return [x[..., ::2], x[..., 1::2]] if parted else [x]
 
         keys = list(at.values.chunk(2, -1)) if parted else [at.values]
-        turned = kernels["append"]([*pairs(q_rope), *pairs(k_rope.view(every)), new.view(every), self.parameters["append"][0][None],
-                                    at.cos.view(every), at.sin.view(every), at.keys, *keys, at.slot.view(every)])[:len(keys)]
-        weight = self.parameters["attention"][0].view(1, heads, nope + value, latent).transpose(2, 3)
-        return kernels["attention"]([q, *turned, at.keys, *keys, at.lo.view(every), at.end.view(every),
-                                     weight[..., :nope], weight[..., nope:]])[0]
+        turned = kernels["append"](
+            [
+                *pairs(q_rope),
+                *pairs(k_rope.view(every)),
+                new.view(every),
+                self.parameters["append"][0][None],
+                at.cos.view(every),
+                at.sin.view(every),
+                at.keys,
+                *keys,
+                at.slot.view(every),
+            ]
+        )[: len(keys)]
+        weight = (
+            self.parameters["attention"][0].view(1, heads, nope + value, latent).transpose(2, 3)
+        )
+        return kernels["attention"](
+            [
+                q,
+                *turned,
+                at.keys,
+                *keys,
+                at.lo.view(every),
+                at.end.view(every),
+                weight[..., :nope],
+                weight[..., nope:],
+            ]
+        )[0]
 
 
-def layer_step(layer: nn.Module, parts: Sequence[Part], layout: LayerLayout, rope: Rope) -> LayerStep:
+def layer_step(
+    layer: nn.Module, parts: Sequence[Part], layout: LayerLayout, rope: Rope
+) -> LayerStep:
     """The step of a layer that has all of its parts."""
     return (LayerStep if layout.latent is None else LatentStep)(layer, parts, layout, rope)
 

@@ -1,4 +1,5 @@
 """Kernels for programs: from the user's cache, the packaged zoo or a named one; else searched, verified, tuned and kept."""
+
 from __future__ import annotations
 
 import math
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 
-from mirage_hf import torch_op
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import FEW_ARE_ASYNCHRONOUS, placed, plan
 from mirage_hf.codegen.schedule import Schedule
@@ -21,10 +21,11 @@ from mirage_hf.graph.block import Role
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
-from mirage_hf.results import search_version
+from mirage_hf.pipeline import torch_op
+from mirage_hf.pipeline.results import search_version
+from mirage_hf.pipeline.torch_op import Run
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.settings import settings
-from mirage_hf.torch_op import Run
 from mirage_hf.tune import space
 from mirage_hf.tune.cost import H200, Device, estimate
 from mirage_hf.tune.measure import Timing
@@ -74,9 +75,17 @@ def target_of(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def resolve(program: KernelGraph, *, device: torch.device | str, backend: str = "auto",
-            zoo: str | Path | Sequence[str | Path] | None = None, tune: str = "auto", pattern: str = "program",
-            progress: Progress | None = None, like: KernelGraph | None = None) -> Resolved:
+def resolve(
+    program: KernelGraph,
+    *,
+    device: torch.device | str,
+    backend: str = "auto",
+    zoo: str | Path | Sequence[str | Path] | None = None,
+    tune: str = "auto",
+    pattern: str = "program",
+    progress: Progress | None = None,
+    like: KernelGraph | None = None,
+) -> Resolved:
     """Return the kernel of `program` on `device`: looked up (user's cache, packaged zoo, then `zoo`), else made and kept.
 
     backend: "cpu" takes the torch executor, "triton" generated kernels, "auto" by device. tune: "auto" measures what was
@@ -116,10 +125,18 @@ def _serves(entry: Entry, on_gpu: bool, tune: str) -> bool:
 
 def _kept(entry: Entry, stores: Chain, on_gpu: bool, start: float) -> Resolved:
     if entry.failed:
-        kept: Path | Rejected = Rejected("every candidate failed on this GPU, which may pass; the next call tries again")
+        kept: Path | Rejected = Rejected(
+            "every candidate failed on this GPU, which may pass; the next call tries again"
+        )
     else:
         kept = stores.put(entry)
-    return _resolved(entry, SEARCHED, on_gpu, time.perf_counter() - start, kept.reason if isinstance(kept, Rejected) else "")
+    return _resolved(
+        entry,
+        SEARCHED,
+        on_gpu,
+        time.perf_counter() - start,
+        kept.reason if isinstance(kept, Rejected) else "",
+    )
 
 
 def at_size(resolved: Resolved, program: KernelGraph, device: torch.device) -> Run:
@@ -130,16 +147,23 @@ def at_size(resolved: Resolved, program: KernelGraph, device: torch.device) -> R
     if device.type != "cuda":
         return partial(run_kernel_graph, symbolic.for_program(resolved.ugraph, program).kernels)
     try:
-        ugraph, schedules = cut_to(resolved.ugraph, resolved.ugraph.schedules or resolved.entry.schedules, program)
+        ugraph, schedules = cut_to(
+            resolved.ugraph, resolved.ugraph.schedules or resolved.entry.schedules, program
+        )
     except CodegenError as e:
         raise CodegenError(f"{resolved.entry.pattern}: {e}") from e
     return torch_op.launcher(triton.generate(ugraph, schedules).source)
 
 
-def cut_to(ugraph: UGraph, schedules: Sequence[Schedule], program: KernelGraph) -> tuple[UGraph, list[Schedule]]:
+def cut_to(
+    ugraph: UGraph, schedules: Sequence[Schedule], program: KernelGraph
+) -> tuple[UGraph, list[Schedule]]:
     """A µGraph and its schedules for a program that differs from its own in the sizes of some dims. Errors: CodegenError, GraphError."""
     resized = _same_parts(ugraph, symbolic.for_program(ugraph, program))
-    chosen = [space.recut(s, old, op) for s, old, op in zip(schedules, placed(ugraph), placed(resized), strict=True)]
+    chosen = [
+        space.recut(s, old, op)
+        for s, old, op in zip(schedules, placed(ugraph), placed(resized), strict=True)
+    ]
     return resized, chosen
 
 
@@ -148,15 +172,23 @@ def _same_parts(old: UGraph, new: UGraph) -> UGraph:
     for op in old.block_ops:
         assert op.block is not None
         for a in op.block.named(Role.TILE):
-            same = next(o.block for o in new.block_ops if o.block and o.block.stages == op.block.stages)
+            same = next(
+                o.block for o in new.block_ops if o.block and o.block.stages == op.block.stages
+            )
             size = same.axis(a.name).size
             if a.parts is not None and size > a.size:
-                new = symbolic.with_parts(new, a.parts, min(MOST_PARTS, -(-size // op.block.part(a.name))))
+                new = symbolic.with_parts(
+                    new, a.parts, min(MOST_PARTS, -(-size // op.block.part(a.name)))
+                )
     return new
 
 
-def for_layer(layer: Sequence[Resolved], *, device: torch.device | str,
-              zoo: str | Path | Sequence[str | Path] | None = None) -> list[Resolved]:
+def for_layer(
+    layer: Sequence[Resolved],
+    *,
+    device: torch.device | str,
+    zoo: str | Path | Sequence[str | Path] | None = None,
+) -> list[Resolved]:
     """Choose again among the kernels that were just tuned, by the time of all of `layer` one after another, and keep the choice.
 
     `layer`: what `resolve` gave for the programs that a layer runs, in order. What was looked up, or runs the library, stays.
@@ -166,7 +198,10 @@ def for_layer(layer: Sequence[Resolved], *, device: torch.device | str,
         return list(layer)
     chosen = _together([r.made or r.entry for r in layer], device)
     if isinstance(chosen, Rejected):
-        return [replace(r, reason="; ".join(x for x in (r.reason, chosen.reason) if x)) if r.made else r for r in layer]
+        return [
+            replace(r, reason="; ".join(x for x in (r.reason, chosen.reason) if x)) if r.made else r
+            for r in layer
+        ]
     found = list(layer)
     for n, entry in chosen.items():
         kept = _kept(entry, chain(zoo), True, start)
@@ -174,26 +209,44 @@ def for_layer(layer: Sequence[Resolved], *, device: torch.device | str,
     return found
 
 
-def make_entries(layer: Sequence[Entry | tuple[KernelGraph, str, KernelGraph | None]], device: torch.device, tune: str = "auto",
-                 progress: Progress | None = None) -> list[Entry]:
+def make_entries(
+    layer: Sequence[Entry | tuple[KernelGraph, str, KernelGraph | None]],
+    device: torch.device,
+    tune: str = "auto",
+    progress: Progress | None = None,
+) -> list[Entry]:
     """Search, verify and tune programs on `device` without looking anything up (what building a zoo does).
 
     layer: (program, pattern, like as in `resolve`) of what is to be made and entries of what is there, in the order in which a layer runs
     them. Where a GPU times them, the new kernels are chosen for the layer as a whole. Errors: ZooError where that cannot be timed.
     """
     on_gpu = device.type == "cuda"
-    parts = [x if isinstance(x, Entry) else _make(x[0], key_of(x[0], target_of(device)), device, on_gpu, tune, x[1], progress, x[2])
-             for x in layer]
+    parts = [
+        x
+        if isinstance(x, Entry)
+        else _make(
+            x[0], key_of(x[0], target_of(device)), device, on_gpu, tune, x[1], progress, x[2]
+        )
+        for x in layer
+    ]
     chosen = _together(parts, device)
     if isinstance(chosen, Rejected):
-        raise ZooError(f"build a zoo: {chosen.reason}; free memory on {device}, or build on another GPU")
+        raise ZooError(
+            f"build a zoo: {chosen.reason}; free memory on {device}, or build on another GPU"
+        )
     return [chosen.get(n) or m.entry() for n, m in enumerate(parts) if not isinstance(m, Entry)]
 
 
-def _together(parts: Sequence[_Made | Entry], device: torch.device | str) -> dict[int, Entry] | Rejected:
+def _together(
+    parts: Sequence[_Made | Entry], device: torch.device | str
+) -> dict[int, Entry] | Rejected:
     """Entries of the parts that were just made, by position, chosen by the time of all parts that run kernels of ours; none where
     there is no choice."""
-    choices = {n: c for n, p in enumerate(parts) if (c := p.contenders() if isinstance(p, _Made) else _as_it_is(p))}
+    choices = {
+        n: c
+        for n, p in enumerate(parts)
+        if (c := p.contenders() if isinstance(p, _Made) else _as_it_is(p))
+    }
     if len(choices) < 2 or not any(isinstance(parts[n], _Made) for n in choices):
         return {}
     failed = ""
@@ -204,12 +257,20 @@ def _together(parts: Sequence[_Made | Entry], device: torch.device | str) -> dic
     torch.cuda.empty_cache()  # what was timed is as large as a few layers
     if failed:
         return Rejected(f"chosen on its own, as the whole layer could not be timed ({failed})")
-    return {n: p.entry(c, whole.us) for n, c in zip(choices, found, strict=True) if isinstance(p := parts[n], _Made)}
+    return {
+        n: p.entry(c, whole.us)
+        for n, c in zip(choices, found, strict=True)
+        if isinstance(p := parts[n], _Made)
+    }
 
 
 def _as_it_is(entry: Entry) -> tuple[Trial, ...]:
     """The kernel of an entry as the only choice; none where the library runs."""
-    return (Trial(entry.ugraph, entry.schedules, 0.0),) if entry.ugraph.is_fused and entry.timings and not _library_wins(entry) else ()
+    return (
+        (Trial(entry.ugraph, entry.schedules, 0.0),)
+        if entry.ugraph.is_fused and entry.timings and not _library_wins(entry)
+        else ()
+    )
 
 
 def _source(store: Store) -> str:
@@ -237,23 +298,56 @@ class _Made:
 
         def slower(mine: Timing | None, theirs: Timing | None) -> bool:
             return mine is not None and theirs is not None and mine.us > theirs.us
-        chained = [c for c in self.tuned if c.chain and library.chain and not slower(c.chain, library.chain)]
-        others = [c for c in self.tuned if not (c.chain and library.chain) and not slower(c.timing, library.timing)]
+
+        chained = [
+            c
+            for c in self.tuned
+            if c.chain and library.chain and not slower(c.chain, library.chain)
+        ]
+        others = [
+            c
+            for c in self.tuned
+            if not (c.chain and library.chain) and not slower(c.timing, library.timing)
+        ]
         return (*chained, *others)
 
     def entry(self, chosen: Trial | None = None, layer_us: float | None = None) -> Entry:
         """With the best or the chosen candidate; `layer_us`: the time of the layer that it was chosen for."""
         best = chosen or next(iter(self.tuned), None)
         ugraph = replace(best.ugraph, schedules=best.schedules) if best else self.ugraph
-        timings = (*_timings(OURS, best), *_timings(LIBRARY, self.library)) if best and self.library else ()
+        timings = (
+            (*_timings(OURS, best), *_timings(LIBRARY, self.library))
+            if best and self.library
+            else ()
+        )
         search = self.search | ({"layer_us": round(layer_us, 3)} if layer_us else {})
         generated = triton.generate(ugraph, ugraph.schedules)
-        return Entry(self.key, self.pattern, ugraph, generated.source, tuple(ugraph.schedules or ()), timings, self.error_bound, search)
+        return Entry(
+            self.key,
+            self.pattern,
+            ugraph,
+            generated.source,
+            tuple(ugraph.schedules or ()),
+            timings,
+            self.error_bound,
+            search,
+        )
 
 
-def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tune: str, pattern: str, progress: Progress | None,
-          like: KernelGraph | None = None) -> _Made:
-    options, keep = SearchOptions(time_limit=settings().search_seconds), KEEP if on_gpu else 1  # what nobody times is not worth a proof
+def _make(
+    program: KernelGraph,
+    key: Key,
+    device: torch.device,
+    on_gpu: bool,
+    tune: str,
+    pattern: str,
+    progress: Progress | None,
+    like: KernelGraph | None = None,
+) -> _Made:
+    options, keep = (
+        SearchOptions(time_limit=settings().search_seconds),
+        KEEP if on_gpu else 1,
+    )  # what nobody times is not worth a proof
     searched = search_and_verify(program, options, progress, like=like, keep=keep)
     report, counters = searched.report, searched.report.counters
     ranked = promising(searched.candidates)
@@ -261,23 +355,48 @@ def _make(program: KernelGraph, key: Key, device: torch.device, on_gpu: bool, tu
     def made(ugraph: UGraph, reason: str = report.reason, tuned: TuneResult | None = None) -> _Made:
         """`reason`: why the library runs, where it does."""
         tried = {} if tuned is None else {"tried": len(tuned.candidates)}
-        stats = {"stop": report.stop, "reason": reason, "seconds": counters.seconds, "width": counters.width,
-                 "examined": counters.examined, "values": counters.values, "kernels": counters.kernels, "candidates": report.found,
-                 "refused": [r.reason for r in report.refused], "version": search_version(), **tried}
-        best, library = (tuned.searched, tuned.library) if tuned is not None and tuned.searched else ((), None)
+        stats = {
+            "stop": report.stop,
+            "reason": reason,
+            "seconds": counters.seconds,
+            "width": counters.width,
+            "examined": counters.examined,
+            "values": counters.values,
+            "kernels": counters.kernels,
+            "candidates": report.found,
+            "refused": [r.reason for r in report.refused],
+            "version": search_version(),
+            **tried,
+        }
+        best, library = (
+            (tuned.searched, tuned.library) if tuned is not None and tuned.searched else ((), None)
+        )
         return _Made(key, pattern, ugraph, report.error_bound or 0.0, stats, best, library)
 
     if not ranked:
-        return made(library_ugraph(program), next((space.obstacle(placed(c.ugraph)) for c in searched.candidates), report.reason))
+        return made(
+            library_ugraph(program),
+            next((space.obstacle(placed(c.ugraph)) for c in searched.candidates), report.reason),
+        )
     ugraph = _unmeasured(ranked[0], on_gpu)
     if not ugraph.is_fused:
         return made(ugraph, "the numbers of every candidate were refused for all of its schedules")
     if on_gpu and tune != "never":
-        graphs, schedules, rounds = (_FULL if tune == "full" else _QUICK)
-        result = measure([c.ugraph for c in ranked[:graphs]], device=device, per_graph=schedules, rounds=rounds,
-                         schedules=permitted(ranked), progress=(lambda *detail: progress("tune", detail)) if progress else None)
+        graphs, schedules, rounds = _FULL if tune == "full" else _QUICK
+        result = measure(
+            [c.ugraph for c in ranked[:graphs]],
+            device=device,
+            per_graph=schedules,
+            rounds=rounds,
+            schedules=permitted(ranked),
+            progress=(lambda *detail: progress("tune", detail)) if progress else None,
+        )
         if not result.searched:
-            return made(library_ugraph(program), next((c.reason for c in result.candidates if c.reason), ""), result)
+            return made(
+                library_ugraph(program),
+                next((c.reason for c in result.candidates if c.reason), ""),
+                result,
+            )
         return made(ugraph, tuned=result)
     return made(ugraph)
 
@@ -288,7 +407,9 @@ _QUICK, _FULL = (5, 16, 2), (8, 48, 6)
 
 def permitted(candidates: Sequence[Candidate]) -> Callable[[KernelOp, Device], list[Schedule]]:
     """Schedules whose rounding is known to hold: on tensor cores only where the numbers allow it."""
-    return space.permitted((c.ugraph, {mma for mma in (False, True) if c.allows(mma)}) for c in candidates)
+    return space.permitted(
+        (c.ugraph, {mma for mma in (False, True) if c.allows(mma)}) for c in candidates
+    )
 
 
 def promising(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -300,7 +421,10 @@ def promising(candidates: Sequence[Candidate]) -> list[Candidate]:
 
     def us(c: Candidate) -> float:
         ranked = ((op, schedules_of(op, H200)) for op in placed(c.ugraph))
-        return sum(estimate(plan(op, replace(schedules[0], hasten=True))).us if schedules else math.inf for op, schedules in ranked)
+        return sum(
+            estimate(plan(op, replace(schedules[0], hasten=True))).us if schedules else math.inf
+            for op, schedules in ranked
+        )
 
     ordered = sorted(usable, key=us)
     pairs: dict[object, Candidate] = {}
@@ -320,13 +444,19 @@ def _unmeasured(c: Candidate, on_gpu: bool) -> UGraph:
     ops = placed(c.ugraph)
     if on_gpu and not all(allowed(op, H200) for op in ops):
         return library_ugraph(c.ugraph.program)
-    return replace(c.ugraph, schedules=tuple((allowed(op, H200) or space.schedules(op, limit=1))[0] for op in ops))
+    return replace(
+        c.ugraph,
+        schedules=tuple((allowed(op, H200) or space.schedules(op, limit=1))[0] for op in ops),
+    )
 
 
 def _timings(name: str, c: Trial) -> tuple[Measurement, ...]:
     """Those that there are: the library path may have failed, as for want of memory."""
-    return tuple(Measurement(name + how, t.us, t.low, t.high, t.replays)
-                 for how, t in (("", c.timing), (CHAINED, c.chain)) if t is not None)
+    return tuple(
+        Measurement(name + how, t.us, t.low, t.high, t.replays)
+        for how, t in (("", c.timing), (CHAINED, c.chain))
+        if t is not None
+    )
 
 
 def _library_wins(entry: Entry) -> str:
@@ -336,14 +466,24 @@ def _library_wins(entry: Entry) -> str:
         return ""
     how = CHAINED if all(name + CHAINED in times for name in (OURS, LIBRARY)) else ""
     ours, library = times[OURS + how], times[LIBRARY + how]
-    return f"the library path was measured faster ({library:.1f} µs, searched {ours:.1f} µs)" if ours > library else ""
+    return (
+        f"the library path was measured faster ({library:.1f} µs, searched {ours:.1f} µs)"
+        if ours > library
+        else ""
+    )
 
 
-def _resolved(entry: Entry, source: str, on_gpu: bool, seconds: float, unkept: str = "") -> Resolved:
+def _resolved(
+    entry: Entry, source: str, on_gpu: bool, seconds: float, unkept: str = ""
+) -> Resolved:
     times = {t.name: t.median_us for t in entry.timings}
     fused, reason = entry.ugraph.is_fused, ""
     if not fused:
-        why = entry.search.get("reason") or "; ".join(dict.fromkeys(entry.search.get("refused", ()))) or entry.search.get("stop")
+        why = (
+            entry.search.get("reason")
+            or "; ".join(dict.fromkeys(entry.search.get("refused", ())))
+            or entry.search.get("stop")
+        )
         reason = f"no single kernel was found: {why}"
     elif reason := _library_wins(entry):
         fused = False
@@ -351,6 +491,18 @@ def _resolved(entry: Entry, source: str, on_gpu: bool, seconds: float, unkept: s
         run = torch_op.launcher(entry.kernel)
     else:
         run = partial(run_kernel_graph, entry.ugraph.kernels if fused else entry.ugraph.program)
-    return Resolved(run, source, entry.ugraph, fused, "; ".join(filter(None, (reason, unkept and f"not kept: {unkept}"))), seconds,
-                    times.get(OURS), times.get(LIBRARY), entry.error_bound, entry.key.digest, int(entry.search.get("candidates", 0)), entry,
-                    unkept=unkept)
+    return Resolved(
+        run,
+        source,
+        entry.ugraph,
+        fused,
+        "; ".join(filter(None, (reason, unkept and f"not kept: {unkept}"))),
+        seconds,
+        times.get(OURS),
+        times.get(LIBRARY),
+        entry.error_bound,
+        entry.key.digest,
+        int(entry.search.get("candidates", 0)),
+        entry,
+        unkept=unkept,
+    )

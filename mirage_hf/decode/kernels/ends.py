@@ -5,6 +5,7 @@ turns these (`turn`). Other choices (decode/selection.py) are torch ops that end
 state on. The sizes are written into the text of each kernel, as in generated ones, so that it is loaded, compiled and launched as those
 are. On a CPU torch does the same.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ from mirage_hf import errors
 from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.codegen.triton import POINTERS, Launch, Program
 from mirage_hf.decode.cache import MOST_EOS, Block, Control, Ring
+from mirage_hf.decode.kernels.written import INFINITY, as_program, launch, loading, order
 from mirage_hf.decode.program import NOTHING, Chooser, choose_greedily, draw, settle
-from mirage_hf.decode.written import INFINITY, as_program, launch, loading, order
 
 MOST_ROWS = 128
 """Rows of a batch: the last block of `select` holds the state of all of them at once."""
@@ -36,6 +37,7 @@ assert MOST_EOS & MOST_EOS - 1 == 0, "the kernel reads all stop tokens as one ti
 
 
 # -- from token ids to the first layer's inputs -------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
@@ -59,24 +61,54 @@ class Inputs:
     ends: tuple[Tensor, ...]
 
     @classmethod
-    def allocate(cls, batch: int, hidden: int, width: int, windows: Sequence[int | Ring | None], dtype: torch.dtype, device: torch.device,
-                 table_dtype: torch.dtype | None = None, tables: int = 1) -> Inputs:
+    def allocate(
+        cls,
+        batch: int,
+        hidden: int,
+        width: int,
+        windows: Sequence[int | Ring | None],
+        dtype: torch.dtype,
+        device: torch.device,
+        table_dtype: torch.dtype | None = None,
+        tables: int = 1,
+    ) -> Inputs:
         """Zeros for these sizes; `width` is the number of columns of the rotary tables, `table_dtype` theirs where it is another."""
-        with torch.inference_mode(False):  # a buffer made under inference_mode would raise in the next call outside it
+        with torch.inference_mode(
+            False
+        ):  # a buffer made under inference_mode would raise in the next call outside it
             x = torch.zeros(batch, hidden, dtype=dtype, device=device)
-            cos, sin = (torch.zeros(tables, batch, width, dtype=table_dtype or dtype, device=device) for _ in range(2))
-            slot, end, *lows = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in (None, None, *windows))
-            slots, ends = (tuple(torch.zeros_like(each) if isinstance(w, Ring) else each for w in windows) for each in (slot, end))
+            cos, sin = (
+                torch.zeros(tables, batch, width, dtype=table_dtype or dtype, device=device)
+                for _ in range(2)
+            )
+            slot, end, *lows = (
+                torch.zeros(batch, dtype=torch.int32, device=device) for _ in (None, None, *windows)
+            )
+            slots, ends = (
+                tuple(torch.zeros_like(each) if isinstance(w, Ring) else each for w in windows)
+                for each in (slot, end)
+            )
         return cls(x, cos, sin, slot, end, tuple(windows), tuple(lows), slots, ends)
 
     def bounds(self) -> list[Tensor]:
         """What `begin` writes for each window."""
-        return [t for w, lo, slot, end in zip(self.windows, self.lows, self.slots, self.ends, strict=True)
-                for t in ((slot, end) if isinstance(w, Ring) else (lo,))]
+        return [
+            t
+            for w, lo, slot, end in zip(self.windows, self.lows, self.slots, self.ends, strict=True)
+            for t in ((slot, end) if isinstance(w, Ring) else (lo,))
+        ]
 
 
-def begin_program(batch: int, vocab: int, hidden: int, tables: tuple[int, int, int], windows: Sequence[int | Ring | None],
-                  dtype: torch.dtype, table_dtype: torch.dtype, scale: float = 1.0) -> Program:
+def begin_program(
+    batch: int,
+    vocab: int,
+    hidden: int,
+    tables: tuple[int, int, int],
+    windows: Sequence[int | Ring | None],
+    dtype: torch.dtype,
+    table_dtype: torch.dtype,
+    scale: float = 1.0,
+) -> Program:
     """The kernel that fills `Inputs`, for an embedding (vocab, hidden) and rotary tables (tables, positions, width)."""
     count, positions, width = tables
     chunk = min(LEAST_CHUNK, next_power_of_two(hidden))
@@ -84,25 +116,57 @@ def begin_program(batch: int, vocab: int, hidden: int, tables: tuple[int, int, i
     bounds: dict[str, str] = {}
     for i, window in enumerate(windows):
         if isinstance(window, Ring):
-            bounds[f"slot{i}_ptr"] = slot = f"tl.where(live, tl.minimum(length - lowest, {window.spare}), {window.spare})"
+            bounds[f"slot{i}_ptr"] = slot = (
+                f"tl.where(live, tl.minimum(length - lowest, {window.spare}), {window.spare})"
+            )
             bounds[f"end{i}_ptr"] = f"({slot} + 1)"
         else:
-            bounds[f"lo{i}_ptr"] = "lowest" if window is None else f"tl.maximum(lowest, length - {window - 1})"
+            bounds[f"lo{i}_ptr"] = (
+                "lowest" if window is None else f"tl.maximum(lowest, length - {window - 1})"
+            )
     turns = any(isinstance(window, Ring) for window in windows)
-    stores = "".join(f"\n        tl.store({name} + row, {value}.to(tl.int32))" for name, value in bounds.items())
+    stores = "".join(
+        f"\n        tl.store({name} + row, {value}.to(tl.int32))" for name, value in bounds.items()
+    )
     if turns:
-        stores = f"\n{indent(LIVE.format(batch=batch, rows=next_power_of_two(batch)), ' ' * 8)}{stores}"
+        stores = (
+            f"\n{indent(LIVE.format(batch=batch, rows=next_power_of_two(batch)), ' ' * 8)}{stores}"
+        )
     x, table = POINTERS[dtype], POINTERS[table_dtype]
     row_of = f"tl.load(embedding_ptr + token * {hidden} + n, mask=n < {hidden})"
-    scaled = row_of if scale == 1 else f"({row_of}.to(tl.float32) * {scale!r}).to(x_ptr.dtype.element_ty)"
+    scaled = (
+        row_of
+        if scale == 1
+        else f"({row_of}.to(tl.float32) * {scale!r}).to(x_ptr.dtype.element_ty)"
+    )
     wide = next_power_of_two(count * width)
     # of one table and of several: column w is that of table w // width
-    from_table = f"position * {width} + w" if count == 1 else \
-        f"w // {width} * {positions * width} + position * {width} + w % {width}"
-    to_row = f"row * {width} + w" if count == 1 else f"w // {width} * {batch * width} + row * {width} + w % {width}"
-    signature = (("ids_ptr", "*i64"), ("position_ptr", "*i64"), ("length_ptr", "*i64"), ("lowest_ptr", "*i64"), ("embedding_ptr", x),
-                 ("cos_table_ptr", table), ("sin_table_ptr", table), ("x_ptr", x), ("cos_ptr", table), ("sin_ptr", table),
-                 ("slot_ptr", "*i32"), ("end_ptr", "*i32"), *((name, "*i32") for name in bounds), *([("alive_ptr", "*u8")] * turns))
+    from_table = (
+        f"position * {width} + w"
+        if count == 1
+        else f"w // {width} * {positions * width} + position * {width} + w % {width}"
+    )
+    to_row = (
+        f"row * {width} + w"
+        if count == 1
+        else f"w // {width} * {batch * width} + row * {width} + w % {width}"
+    )
+    signature = (
+        ("ids_ptr", "*i64"),
+        ("position_ptr", "*i64"),
+        ("length_ptr", "*i64"),
+        ("lowest_ptr", "*i64"),
+        ("embedding_ptr", x),
+        ("cos_table_ptr", table),
+        ("sin_table_ptr", table),
+        ("x_ptr", x),
+        ("cos_ptr", table),
+        ("sin_ptr", table),
+        ("slot_ptr", "*i32"),
+        ("end_ptr", "*i32"),
+        *((name, "*i32") for name in bounds),
+        *([("alive_ptr", "*u8")] * turns),
+    )
     # the last block of a row does what is small, so that its loads do not queue behind those of the embedding
     kernel = f'''
 @triton.jit
@@ -130,7 +194,9 @@ def begin({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
         tl.store(cos_ptr + {to_row}, cos, mask=w < {count * width})
         tl.store(sin_ptr + {to_row}, sin, mask=w < {count * width})
 '''
-    return as_program(kernel, Launch("begin", signature, batch * (chunks + 1), num_warps=4, num_stages=1))
+    return as_program(
+        kernel, Launch("begin", signature, batch * (chunks + 1), num_warps=4, num_stages=1)
+    )
 
 
 LIVE = """
@@ -141,14 +207,19 @@ live = tl.max(tl.load(alive_ptr + m, mask=m < {batch}, other=0).to(tl.int32), ax
 
 def turn_program(batch: int, slabs: Sequence[tuple[Ring, tuple[int, ...], torch.dtype]]) -> Program:
     """The kernel that does what `Ring.turn` does, for slabs (layers, batch, heads, slots, dim)."""
-    signature = (("length_ptr", "*i64"), ("lowest_ptr", "*i64"), ("alive_ptr", "*u8"),
-                 *((f"slab{i}_ptr", POINTERS[dtype]) for i, (_, _, dtype) in enumerate(slabs)))
+    signature = (
+        ("length_ptr", "*i64"),
+        ("lowest_ptr", "*i64"),
+        ("alive_ptr", "*u8"),
+        *((f"slab{i}_ptr", POINTERS[dtype]) for i, (_, _, dtype) in enumerate(slabs)),
+    )
     blocks, parts = 0, []
     for i, (ring, (layers, _, heads, slots, dim), _) in enumerate(slabs):
         width = heads * dim
         chunk = min(LEAST_CHUNK, next_power_of_two(width))
         chunks = -(-width // chunk)
-        parts.append(f"""
+        parts.append(
+            f"""
     if (part >= {blocks}) & (part < {blocks + layers * batch * chunks}):
         at = (part - {blocks}) // {chunks}
         n = (part - {blocks}) % {chunks} * {chunk} + tl.arange(0, {chunk})
@@ -156,7 +227,8 @@ def turn_program(batch: int, slabs: Sequence[tuple[Ring, tuple[int, ...], torch.
         if live & (token >= {ring.spare}):
             spare = slab{i}_ptr + at.to(tl.int64) * {width * slots} + (n // {dim} * {slots} + {ring.spare}) * {dim} + n % {dim}
             tl.store(spare + (token % {ring.spare} - {ring.spare}) * {dim}, tl.load(spare, mask=n < {width}), mask=n < {width})
-""".strip("\n"))
+""".strip("\n")
+        )
         blocks += layers * batch * chunks
     kernel = f'''
 @triton.jit
@@ -175,22 +247,28 @@ def turn({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
 
 # -- from logits to the next token --------------------------------------------------------------------------------------
 
+
 def _chunk(batch: int, vocab: int) -> int:
     """Logits of a row that a block compares: as few as the number of blocks allows."""
     chunk = 2 * LEAST_CHUNK
-    while next_power_of_two(batch) * next_power_of_two(-(-vocab // chunk)) > (MANY_PARTS if chunk < LONG_CHUNK else MOST_PARTS):
+    while next_power_of_two(batch) * next_power_of_two(-(-vocab // chunk)) > (
+        MANY_PARTS if chunk < LONG_CHUNK else MOST_PARTS
+    ):
         chunk *= 2
     return chunk
 
 
-STATE = """
+STATE = (
+    """
 m = tl.arange(0, {rows})
 alive = tl.load(alive_ptr + m, mask=m < {batch}, other=0) != 0
 position = tl.load(position_ptr + m, mask=m < {batch}, other=0)
 eos = tl.load(eos_ptr + tl.arange(0, %d))
 length = tl.load(length_ptr)
 budget = tl.load(budget_ptr)
-""".strip() % MOST_EOS
+""".strip()
+    % MOST_EOS
+)
 """What is read of a control before anything is written."""
 
 MOVE_ON = """
@@ -215,9 +293,19 @@ def select_program(batch: int, vocab: int, dtype: torch.dtype) -> Program:
     chunk = _chunk(batch, vocab)
     chunks = -(-vocab // chunk)
     rows, parts = next_power_of_two(batch), next_power_of_two(chunks)
-    signature = (("logits_ptr", POINTERS[dtype]), ("ids_ptr", "*i64"), ("position_ptr", "*i64"), ("length_ptr", "*i64"),
-                 ("budget_ptr", "*i64"), ("alive_ptr", "*u8"), ("eos_ptr", "*i64"), ("pad_ptr", "*i64"), ("report_ptr", "*i64"),
-                 ("best_ptr", "*i64"), ("counter_ptr", "*i32"))
+    signature = (
+        ("logits_ptr", POINTERS[dtype]),
+        ("ids_ptr", "*i64"),
+        ("position_ptr", "*i64"),
+        ("length_ptr", "*i64"),
+        ("budget_ptr", "*i64"),
+        ("alive_ptr", "*u8"),
+        ("eos_ptr", "*i64"),
+        ("pad_ptr", "*i64"),
+        ("report_ptr", "*i64"),
+        ("best_ptr", "*i64"),
+        ("counter_ptr", "*i32"),
+    )
     kernel = f'''
 @triton.jit
 def select({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
@@ -247,7 +335,9 @@ def select({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
         token = tl.where(alive, index, pad)
 {indent(MOVE_ON.format(batch=batch, fed="token", more=""), " " * 8)}
 '''
-    return as_program(kernel, Launch("select", signature, batch * chunks, num_warps=8, num_stages=1))
+    return as_program(
+        kernel, Launch("select", signature, batch * chunks, num_warps=8, num_stages=1)
+    )
 
 
 def draw_program(batch: int, vocab: int) -> Program:
@@ -257,8 +347,14 @@ def draw_program(batch: int, vocab: int) -> Program:
     """
     chunks = -(-vocab // LEAST_CHUNK)
     parts = next_power_of_two(chunks)
-    signature = (("scores_ptr", "*fp32"), ("numbers_ptr", "*fp64"), ("greatest_ptr", "*fp32"), ("weight_ptr", "*fp64"),
-                 ("token_ptr", "*i64"), ("arrived_ptr", "*i32"))
+    signature = (
+        ("scores_ptr", "*fp32"),
+        ("numbers_ptr", "*fp64"),
+        ("greatest_ptr", "*fp32"),
+        ("weight_ptr", "*fp64"),
+        ("token_ptr", "*i64"),
+        ("arrived_ptr", "*i32"),
+    )
     kernel = f'''
 @triton.jit
 def draw({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
@@ -305,8 +401,17 @@ def draw({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
 
 def settle_program(batch: int) -> Program:
     """The kernel that does what `program.settle` does, and feeds token 0 where none was drawn."""
-    signature = (("token_ptr", "*i64"), ("ended_ptr", "*u8"), ("ids_ptr", "*i64"), ("position_ptr", "*i64"), ("length_ptr", "*i64"),
-                 ("budget_ptr", "*i64"), ("alive_ptr", "*u8"), ("eos_ptr", "*i64"), ("report_ptr", "*i64"))
+    signature = (
+        ("token_ptr", "*i64"),
+        ("ended_ptr", "*u8"),
+        ("ids_ptr", "*i64"),
+        ("position_ptr", "*i64"),
+        ("length_ptr", "*i64"),
+        ("budget_ptr", "*i64"),
+        ("alive_ptr", "*u8"),
+        ("eos_ptr", "*i64"),
+        ("report_ptr", "*i64"),
+    )
     kernel = f'''
 @triton.jit
 def settle({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
@@ -324,6 +429,7 @@ def settle({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
 
 
 # -- both ---------------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, eq=False)
 class Ends:
@@ -351,7 +457,9 @@ class Ends:
     """(batch,) bool: False."""
 
     @classmethod
-    def allocate(cls, batch: int, vocab: int, device: torch.device, by_kernels: bool | None = None) -> Ends:
+    def allocate(
+        cls, batch: int, vocab: int, device: torch.device, by_kernels: bool | None = None
+    ) -> Ends:
         """Memory for (batch, vocab) logits.
 
         by_kernels: launch Triton kernels, else torch; by itself, kernels on CUDA. With True, Triton's interpreter takes CPU tensors.
@@ -359,18 +467,48 @@ class Ends:
         """
         fits = 0 < batch <= MOST_ROWS and 0 < vocab <= MOST_VOCAB
         if not fits and by_kernels is not False:
-            raise errors.InputError(f"decode: logits {errors.shape((batch, vocab))}; the step's kernels take 1 to {MOST_ROWS} rows "
-                                    f"and 1 to {MOST_VOCAB} tokens, use choose_greedily")
+            raise errors.InputError(
+                f"decode: logits {errors.shape((batch, vocab))}; the step's kernels take 1 to {MOST_ROWS} rows "
+                f"and 1 to {MOST_VOCAB} tokens, use choose_greedily"
+            )
         with torch.inference_mode(False):
-            best = torch.zeros(batch * -(-vocab // _chunk(batch, vocab)) if fits else 0, dtype=torch.long, device=device)
-            counter, arrived = (torch.zeros(n, dtype=torch.int32, device=device) for n in (1, batch))
+            best = torch.zeros(
+                batch * -(-vocab // _chunk(batch, vocab)) if fits else 0,
+                dtype=torch.long,
+                device=device,
+            )
+            counter, arrived = (
+                torch.zeros(n, dtype=torch.int32, device=device) for n in (1, batch)
+            )
             parts = batch * -(-vocab // LEAST_CHUNK)
-            greatest, weight = (torch.zeros(parts, dtype=d, device=device) for d in (torch.float32, torch.float64))
-            token, none = (torch.zeros(batch, dtype=d, device=device) for d in (torch.long, torch.bool))
-        return cls(batch, vocab, device.type == "cuda" if by_kernels is None else by_kernels, best, counter, greatest, weight, arrived,
-                   token, none)
+            greatest, weight = (
+                torch.zeros(parts, dtype=d, device=device) for d in (torch.float32, torch.float64)
+            )
+            token, none = (
+                torch.zeros(batch, dtype=d, device=device) for d in (torch.long, torch.bool)
+            )
+        return cls(
+            batch,
+            vocab,
+            device.type == "cuda" if by_kernels is None else by_kernels,
+            best,
+            counter,
+            greatest,
+            weight,
+            arrived,
+            token,
+            none,
+        )
 
-    def begin(self, control: Control, embedding: Tensor, cos: Tensor, sin: Tensor, out: Inputs, scale: float = 1.0) -> None:
+    def begin(
+        self,
+        control: Control,
+        embedding: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        out: Inputs,
+        scale: float = 1.0,
+    ) -> None:
         """Fill `out` for the token in `control.ids`, in one launch.
 
         embedding: (vocabulary, hidden), whose rows are multiplied by `scale` in float32; cos, sin: rotary tables (tables, positions,
@@ -378,11 +516,19 @@ class Ends:
         may be fed any pad token.
         Errors: InputError for tensors that do not fit.
         """
-        if embedding.dtype not in INFINITY or cos.dtype not in INFINITY or len(out.lows) != len(out.windows):
-            raise errors.InputError(f"decode: an embedding of {embedding.dtype}, rotary tables of {cos.dtype}, {len(out.lows)} lows for "
-                                    f"{len(out.windows)} windows; give float16, bfloat16 or float32, and one tensor for each window")
+        if (
+            embedding.dtype not in INFINITY
+            or cos.dtype not in INFINITY
+            or len(out.lows) != len(out.windows)
+        ):
+            raise errors.InputError(
+                f"decode: an embedding of {embedding.dtype}, rotary tables of {cos.dtype}, {len(out.lows)} lows for "
+                f"{len(out.windows)} windows; give float16, bfloat16 or float32, and one tensor for each window"
+            )
         if cos.dim() != 3:
-            raise errors.InputError(f"decode: rotary tables {errors.shape(cos.shape)}; give (tables, positions, width)")
+            raise errors.InputError(
+                f"decode: rotary tables {errors.shape(cos.shape)}; give (tables, positions, width)"
+            )
         (vocab, hidden), (count, positions, width), rows = embedding.shape, cos.shape, (self.batch,)
         self._check("control.ids", control.ids, (self.batch, 1), torch.long)
         self._check("embedding", embedding, (vocab, hidden), embedding.dtype)
@@ -391,14 +537,43 @@ class Ends:
             self._check(name, table, (count, positions, width), cos.dtype)
             self._check(f"out.{name}", row, (count, self.batch, width), cos.dtype)
         several = (("lows", out.lows), ("slots", out.slots), ("ends", out.ends))
-        for name, each in (("slot", out.slot), ("end", out.end), *((f"{name}[{n}]", t) for name, ts in several for n, t in enumerate(ts))):
+        for name, each in (
+            ("slot", out.slot),
+            ("end", out.end),
+            *((f"{name}[{n}]", t) for name, ts in several for n, t in enumerate(ts)),
+        ):
             self._check(f"out.{name}", each, rows, torch.int32)
         embedding = embedding.detach()
         if self.by_kernels:
             of_state = [control.ids, control.position, control.length, control.lowest]
-            alive = [control.alive.view(torch.uint8)] * any(isinstance(window, Ring) for window in out.windows)
-            launch(_begin(self.batch, vocab, hidden, (count, positions, width), out.windows, embedding.dtype, cos.dtype, scale),
-                   [*of_state, embedding, cos, sin, out.x, out.cos, out.sin, out.slot, out.end, *out.bounds(), *alive])
+            alive = [control.alive.view(torch.uint8)] * any(
+                isinstance(window, Ring) for window in out.windows
+            )
+            launch(
+                _begin(
+                    self.batch,
+                    vocab,
+                    hidden,
+                    (count, positions, width),
+                    out.windows,
+                    embedding.dtype,
+                    cos.dtype,
+                    scale,
+                ),
+                [
+                    *of_state,
+                    embedding,
+                    cos,
+                    sin,
+                    out.x,
+                    out.cos,
+                    out.sin,
+                    out.slot,
+                    out.end,
+                    *out.bounds(),
+                    *alive,
+                ],
+            )
             return
         position = control.position[:, 0].clamp(0, positions - 1)
         rows_of = embedding[control.ids[:, 0].clamp(0, vocab - 1)]
@@ -413,7 +588,9 @@ class Ends:
                 slot.copy_(window.slot(control)[:, 0])
                 end.copy_(slot + 1)
             else:
-                low.copy_(lowest if window is None else torch.maximum(lowest, control.length - window + 1))
+                low.copy_(
+                    lowest if window is None else torch.maximum(lowest, control.length - window + 1)
+                )
 
     def turn(self, control: Control, slabs: Sequence[tuple[Ring, Tensor]]) -> None:
         """End a step of caches that lie in rings as `Ring.turn` does, in one launch for all; in none where there are none.
@@ -427,9 +604,20 @@ class Ends:
             self._check("control.ids", control.ids, (self.batch, 1), torch.long)
             for n, (ring, slab) in enumerate(slabs):
                 layers, _, heads, _, dim = slab.shape
-                self._check(f"slabs[{n}]", slab, (layers, self.batch, heads, ring.slots, dim), slab.dtype)
-            launch(_turn(self.batch, tuple((ring, tuple(slab.shape), slab.dtype) for ring, slab in slabs)),
-                   [control.length, control.lowest, control.alive.view(torch.uint8), *(slab for _, slab in slabs)])
+                self._check(
+                    f"slabs[{n}]", slab, (layers, self.batch, heads, ring.slots, dim), slab.dtype
+                )
+            launch(
+                _turn(
+                    self.batch, tuple((ring, tuple(slab.shape), slab.dtype) for ring, slab in slabs)
+                ),
+                [
+                    control.length,
+                    control.lowest,
+                    control.alive.view(torch.uint8),
+                    *(slab for _, slab in slabs),
+                ],
+            )
 
     def select(self, control: Control, logits: Tensor) -> None:
         """Choose the next token of every row and move the state on as `choose_greedily` does, in one launch.
@@ -437,14 +625,29 @@ class Ends:
         logits: (batch, vocab), contiguous; only read. Errors: InputError for logits or a state of other sizes.
         """
         if logits.dtype not in INFINITY:
-            raise errors.InputError(f"decode: logits of {logits.dtype}; give float16, bfloat16 or float32")
+            raise errors.InputError(
+                f"decode: logits of {logits.dtype}; give float16, bfloat16 or float32"
+            )
         self._check("control.ids", control.ids, (self.batch, 1), torch.long)
         self._check("logits", logits, (self.batch, self.vocab), logits.dtype)
         if self.by_kernels:
             c = control
-            launch(_select(self.batch, self.vocab, logits.dtype),
-                    [logits.detach(), c.ids, c.position, c.length, c.budget, c.alive.view(torch.uint8), c.eos, c.pad, c.report,
-                     self.best, self.counter])
+            launch(
+                _select(self.batch, self.vocab, logits.dtype),
+                [
+                    logits.detach(),
+                    c.ids,
+                    c.position,
+                    c.length,
+                    c.budget,
+                    c.alive.view(torch.uint8),
+                    c.eos,
+                    c.pad,
+                    c.report,
+                    self.best,
+                    self.counter,
+                ],
+            )
             return
         choose_greedily(control, logits)
 
@@ -456,7 +659,10 @@ class Ends:
         self._check("scores", scores, (self.batch, self.vocab), torch.float32)
         self._check("numbers", numbers, (self.batch, 1), torch.float64)
         if self.by_kernels:
-            launch(_draw(self.batch, self.vocab), [scores.detach(), numbers, self.greatest, self.weight, self.token, self.arrived])
+            launch(
+                _draw(self.batch, self.vocab),
+                [scores.detach(), numbers, self.greatest, self.weight, self.token, self.arrived],
+            )
             return self.token
         return draw(scores.softmax(-1), numbers)
 
@@ -470,17 +676,36 @@ class Ends:
         self._check("ended", self.none if ended is None else ended, (self.batch,), torch.bool)
         if self.by_kernels:
             c = control
-            launch(_settle(self.batch), [token, (self.none if ended is None else ended).view(torch.uint8), c.ids, c.position, c.length,
-                                          c.budget, c.alive.view(torch.uint8), c.eos, c.report])
+            launch(
+                _settle(self.batch),
+                [
+                    token,
+                    (self.none if ended is None else ended).view(torch.uint8),
+                    c.ids,
+                    c.position,
+                    c.length,
+                    c.budget,
+                    c.alive.view(torch.uint8),
+                    c.eos,
+                    c.report,
+                ],
+            )
             return
         settle(control, token, ended)
         control.ids.masked_fill_(control.ids == NOTHING, 0)
 
     def _check(self, name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         # a kernel would read or write outside what does not fit
-        if tuple(t.shape) != shape or t.dtype != dtype or t.device != self.best.device or not t.is_contiguous():
-            raise errors.InputError(f"decode: {name} is {t.dtype} {errors.shape(t.shape)}, strides {errors.shape(t.stride())}, on "
-                                    f"{t.device}; it must be {dtype} {errors.shape(shape)} on {self.best.device}, contiguous")
+        if (
+            tuple(t.shape) != shape
+            or t.dtype != dtype
+            or t.device != self.best.device
+            or not t.is_contiguous()
+        ):
+            raise errors.InputError(
+                f"decode: {name} is {t.dtype} {errors.shape(t.shape)}, strides {errors.shape(t.stride())}, on "
+                f"{t.device}; it must be {dtype} {errors.shape(shape)} on {self.best.device}, contiguous"
+            )
 
 
 def ends_of(block: Block) -> Ends:

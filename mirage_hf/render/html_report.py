@@ -2,6 +2,7 @@
 
 The page stands alone: no script, no font, no image from elsewhere.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -10,16 +11,17 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mirage_hf import errors, labels
+from mirage_hf import errors
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import plan
-from mirage_hf.graph import picture
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.pipeline import labels
+from mirage_hf.render import picture
 from mirage_hf.tune import space
 from mirage_hf.tune.cost import estimate, library_us
 
 if TYPE_CHECKING:
-    from mirage_hf.superoptimizer import SearchResult
+    from mirage_hf.pipeline.superoptimizer import SearchResult
 
 MOST_SHOWN = 4
 """Results shown with picture and code; all are in the table."""
@@ -64,22 +66,47 @@ def write(result: SearchResult, path: str | Path) -> Path:
 def page(result: SearchResult) -> str:
     """Return the page as text."""
     best, report = result[0], result.report
-    title = "Search: " + ", ".join(f"{t.name} {errors.shape(t.dims)}" for t in result.program.outputs)
+    title = "Search: " + ", ".join(
+        f"{t.name} {errors.shape(t.dims)}" for t in result.program.outputs
+    )
     if best.is_fused:
         lead = f"{_counted(len(result.program.ops), 'op')} in the program, {_counted(best.num_kernels, 'kernel')} in the best result."
     else:
         lead = "The library path is the best result."
     body = [f"<h1>{escape(title)}</h1>", f'<p class="faint">{escape(lead)}</p>']
     if report.stop == "interrupted":
-        body.append('<p class="notice">The search was interrupted; this is what it had found until then.</p>')
-    body += ["<h2>Program</h2>", f"<pre>{escape(str(result.program))}</pre>",
-             "<h2>Results</h2>", *_results(result), "<h2>The search</h2>", *_search(result)]
+        body.append(
+            '<p class="notice">The search was interrupted; this is what it had found until then.</p>'
+        )
+    body += [
+        "<h2>Program</h2>",
+        f"<pre>{escape(str(result.program))}</pre>",
+        "<h2>Results</h2>",
+        *_results(result),
+        "<h2>The search</h2>",
+        *_search(result),
+    ]
     for n, u in enumerate(result[:MOST_SHOWN]):
         body += _ugraph(n, u)
-    return "\n".join([
-        "<!DOCTYPE html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">', f"<title>{escape(title)}</title>",
-        f"<style>\n{_CSS}\n</style>", "</head>", "<body>", "<main>", *body, "</main>", "</body>", "</html>", ""])
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title>",
+            f"<style>\n{_CSS}\n</style>",
+            "</head>",
+            "<body>",
+            "<main>",
+            *body,
+            "</main>",
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
 
 
 def estimate_us(u: UGraph) -> float | None:
@@ -101,13 +128,25 @@ def _counted(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[object]], numbers: tuple[int, ...] = ()) -> list[str]:
+def _table(
+    head: Iterable[str], rows: Iterable[Iterable[object]], numbers: tuple[int, ...] = ()
+) -> list[str]:
     def cells(tag: str, row: Iterable[object]) -> str:
-        starts = (f'<{tag} class="number">' if n in numbers else f"<{tag}>" for n in itertools.count())
-        return "".join(f"{start}{escape(str(x))}</{tag}>" for start, x in zip(starts, row, strict=False))
+        starts = (
+            f'<{tag} class="number">' if n in numbers else f"<{tag}>" for n in itertools.count()
+        )
+        return "".join(
+            f"{start}{escape(str(x))}</{tag}>" for start, x in zip(starts, row, strict=False)
+        )
 
-    return ['<div class="wide"><table>', f"<thead><tr>{cells('th', head)}</tr></thead>", "<tbody>",
-            *(f"<tr>{cells('td', row)}</tr>" for row in rows), "</tbody>", "</table></div>"]
+    return [
+        '<div class="wide"><table>',
+        f"<thead><tr>{cells('th', head)}</tr></thead>",
+        "<tbody>",
+        *(f"<tr>{cells('td', row)}</tr>" for row in rows),
+        "</tbody>",
+        "</table></div>",
+    ]
 
 
 def _results(result: SearchResult) -> list[str]:
@@ -115,11 +154,30 @@ def _results(result: SearchResult) -> list[str]:
     rows = []
     for n, u in enumerate(result):
         us, seen = estimate_us(u), measured.get(n)
-        what = ", ".join(dict.fromkeys("block graph" if op.block else op.name for op in u.kernels.ops)) if u.is_fused else "library path"
-        rows.append((n, what, u.num_kernels, "–" if us is None else f"{us:.2f}", "–" if seen is None else f"{seen:.2f}"))
+        what = (
+            ", ".join(dict.fromkeys("block graph" if op.block else op.name for op in u.kernels.ops))
+            if u.is_fused
+            else "library path"
+        )
+        rows.append(
+            (
+                n,
+                what,
+                u.num_kernels,
+                "–" if us is None else f"{us:.2f}",
+                "–" if seen is None else f"{seen:.2f}",
+            )
+        )
     where = result.tuned.device if result.tuned and result.tuned.measured else ""
-    note = f"Measured on {where}, cold caches." if where else "Not measured: no GPU was used. Estimates are the cost model's."
-    return [*_table(("#", "what", "kernels", "estimated µs", "measured µs"), rows, (0, 2, 3, 4)), f'<p class="faint">{escape(note)}</p>']
+    note = (
+        f"Measured on {where}, cold caches."
+        if where
+        else "Not measured: no GPU was used. Estimates are the cost model's."
+    )
+    return [
+        *_table(("#", "what", "kernels", "estimated µs", "measured µs"), rows, (0, 2, 3, 4)),
+        f'<p class="faint">{escape(note)}</p>',
+    ]
 
 
 def _measured(result: SearchResult) -> dict[int, float]:
@@ -138,13 +196,17 @@ def _search(result: SearchResult) -> list[str]:
     reason = f" ({report.reason})" if report.reason else ""
     lines = [f"<p>Stopped: <strong>{escape(report.stop)}</strong>{escape(reason)}.</p>"]
     if report.error_bound is not None:
-        lines.append(f"<p>Chance that the proofs accepted something wrong: at most {report.error_bound:.1e} "
-                     f"({report.proof_seconds:.3f} s of proofs).</p>")
+        lines.append(
+            f"<p>Chance that the proofs accepted something wrong: at most {report.error_bound:.1e} "
+            f"({report.proof_seconds:.3f} s of proofs).</p>"
+        )
     lines += [f'<p class="notice">{escape(note)}</p>' for note in report.notes]
     lines += _table(("part", "counted", "number"), labels.rows(report.counters), (2,))
     lines.append("<h3>Refused candidates</h3>")
     if report.refused:
-        lines += _table(("candidate", "reason"), ((r.candidate, r.reason) for r in report.refused), (0,))
+        lines += _table(
+            ("candidate", "reason"), ((r.candidate, r.reason) for r in report.refused), (0,)
+        )
     else:
         lines.append('<p class="faint">None was refused.</p>')
     return lines
@@ -152,10 +214,20 @@ def _search(result: SearchResult) -> list[str]:
 
 def _ugraph(n: int, u: UGraph) -> list[str]:
     what = _counted(u.num_kernels, "kernel") + ("" if u.is_fused else ", the library path")
-    lines = [f"<h2>Result {n}: {what}</h2>", f'<div class="picture">{picture.svg(u).strip()}</div>',
-             "<details><summary>As text</summary>", f"<pre>{escape(str(u))}</pre>", "</details>"]
+    lines = [
+        f"<h2>Result {n}: {what}</h2>",
+        f'<div class="picture">{picture.svg(u).strip()}</div>',
+        "<details><summary>As text</summary>",
+        f"<pre>{escape(str(u))}</pre>",
+        "</details>",
+    ]
     try:
         source = triton.generate(u).source
     except errors.MirageError as e:
         return [*lines, f'<p class="faint">No Triton program: {escape(str(e))}</p>']
-    return [*lines, "<details><summary>Generated Triton program</summary>", f"<pre>{escape(source)}</pre>", "</details>"]
+    return [
+        *lines,
+        "<details><summary>Generated Triton program</summary>",
+        f"<pre>{escape(source)}</pre>",
+        "</details>",
+    ]

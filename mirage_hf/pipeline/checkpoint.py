@@ -2,6 +2,7 @@
 
 Every write replaces the file at once or not at all, so a search that is killed goes on from its last finished step.
 """
+
 from __future__ import annotations
 
 import json
@@ -31,16 +32,49 @@ class Kept:
     report: SearchReport
 
 
-def identity(graph: KernelGraph, options: SearchOptions, restriction: Restriction | None, seed: int) -> str:
+def identity(
+    graph: KernelGraph, options: SearchOptions, restriction: Restriction | None, seed: int
+) -> str:
     """What a result is for: a program with its names and everything that decides what is found, threads left out."""
-    return json_format.digest({"program": json_format.graph_to_dict(graph), "options": repr(replace(options, threads=0)),
-                               "restriction": repr(restriction), "seed": seed, "version": VERSION})
+    return json_format.digest(
+        {
+            "program": json_format.graph_to_dict(graph),
+            "options": repr(replace(options, threads=0)),
+            "restriction": repr(restriction),
+            "seed": seed,
+            "version": VERSION,
+        }
+    )
 
 
-def _write(path: str | Path, owner: str, ugraphs: Sequence[UGraph], report: SearchReport | None, steps: dict[str, Any]) -> None:
-    content = json.loads(json.dumps([[json_format.ugraph_to_dict(u) for u in ugraphs], report.to_dict() if report else None, steps]))
-    json_format.save_json({"format": CHECKPOINT, "version": VERSION, "identity": owner, "digest": json_format.digest(content),
-                           "ugraphs": content[0], "report": content[1], "steps": content[2]}, path)
+def _write(
+    path: str | Path,
+    owner: str,
+    ugraphs: Sequence[UGraph],
+    report: SearchReport | None,
+    steps: dict[str, Any],
+) -> None:
+    content = json.loads(
+        json.dumps(
+            [
+                [json_format.ugraph_to_dict(u) for u in ugraphs],
+                report.to_dict() if report else None,
+                steps,
+            ]
+        )
+    )
+    json_format.save_json(
+        {
+            "format": CHECKPOINT,
+            "version": VERSION,
+            "identity": owner,
+            "digest": json_format.digest(content),
+            "ugraphs": content[0],
+            "report": content[1],
+            "steps": content[2],
+        },
+        path,
+    )
 
 
 def write(path: str | Path, kept: Kept, owner: str) -> None:
@@ -71,7 +105,9 @@ def read(path: str | Path, graph: KernelGraph, owner: str) -> Kept | Journal | R
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         kind, version = data["format"], data["version"]
         if (kind, version) != (CHECKPOINT, VERSION):
-            return Rejected(f"is {kind!r} version {version!r}, this version reads {CHECKPOINT!r} version {VERSION}")
+            return Rejected(
+                f"is {kind!r} version {version!r}, this version reads {CHECKPOINT!r} version {VERSION}"
+            )
         whose = data["identity"]
         if data["digest"] != json_format.digest([data["ugraphs"], data["report"], data["steps"]]):
             return Rejected("is damaged, its content does not have the digest that it names")
@@ -88,10 +124,17 @@ def read(path: str | Path, graph: KernelGraph, owner: str) -> Kept | Journal | R
 
 def _report(data: dict[str, Any], found: int, path: str) -> SearchReport:
     """The report of a search that was kept; of the reason only where it was kept and why that search stopped."""
-    kept: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    kept: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
+    }
     kept["counters"] = Counters(**data["counters"])
     kept["refused"] = tuple(Refusal(**r) for r in data["refused"])
-    return replace(SearchReport(**kept), stop="loaded", reason=f"from {path}; that search stopped: {data['stop']}", found=found)
+    return replace(
+        SearchReport(**kept),
+        stop="loaded",
+        reason=f"from {path}; that search stopped: {data['stop']}",
+        found=found,
+    )
 
 
 def load(path: str | Path, graph: KernelGraph, owner: str) -> Kept | Journal:
@@ -100,7 +143,9 @@ def load(path: str | Path, graph: KernelGraph, owner: str) -> Kept | Journal:
         return Journal(path, owner, {})
     found = read(path, graph, owner)
     if isinstance(found, Rejected):
-        raise errors.FormatError(f"checkpoint {path}: {found.reason}; name another file, or delete this one if nobody needs it")
+        raise errors.FormatError(
+            f"checkpoint {path}: {found.reason}; name another file, or delete this one if nobody needs it"
+        )
     return found
 
 

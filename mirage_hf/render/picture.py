@@ -1,4 +1,5 @@
 """µGraphs as pictures: kernels and the tensors between them, then the block graph of each kernel, maps on the edges. Plain SVG."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -7,11 +8,11 @@ from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockOp, Role, Stage
-from mirage_hf.graph.drawing import Band, Panel, label_width, page
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.maps import TensorMap, maps_of
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
+from mirage_hf.render.drawing import Band, Panel, label_width, page
 
 _SIGNS = {"sum": "Σ", "max": "max"}
 _INFIX = {"add": "+", "sub": "−", "mul": "×", "div": "÷"}
@@ -25,7 +26,9 @@ def write_svg(ugraph: UGraph, path: str | Path) -> Path:
     with another ending than .svg."""
     path = Path(path)
     if path.suffix.lower() not in ("", ".svg"):
-        raise errors.GraphError(f"visualize: {path.name} ends in {path.suffix}, and what is written is SVG; name it {path.stem}.svg")
+        raise errors.GraphError(
+            f"visualize: {path.name} ends in {path.suffix}, and what is written is SVG; name it {path.stem}.svg"
+        )
     path.write_text(svg(ugraph), encoding="utf-8")
     return path
 
@@ -33,28 +36,46 @@ def write_svg(ugraph: UGraph, path: str | Path) -> Path:
 def svg(ugraph: UGraph) -> str:
     """Return the picture as text. It can stand in an HTML page: it names nothing outside itself and has no ids."""
     schedules = ugraph.schedules or (None,) * len(ugraph.block_ops)
-    blocks = [_block_panel(n + 1, op, s) for n, (op, s) in enumerate(zip(ugraph.block_ops, schedules, strict=True))]
+    blocks = [
+        _block_panel(n + 1, op, s)
+        for n, (op, s) in enumerate(zip(ugraph.block_ops, schedules, strict=True))
+    ]
     count, calls = len(blocks), ugraph.num_kernels - len(blocks)
-    counted = [f"{n} {what}{'s' if n != 1 else ''}" for n, what in ((count, "searched kernel"), (calls, "library call")) if n]
-    return page("µGraph: " + " and ".join(counted or ["no kernel"]), [_kernel_panel(ugraph.kernels), *blocks])
+    counted = [
+        f"{n} {what}{'s' if n != 1 else ''}"
+        for n, what in ((count, "searched kernel"), (calls, "library call"))
+        if n
+    ]
+    return page(
+        "µGraph: " + " and ".join(counted or ["no kernel"]),
+        [_kernel_panel(ugraph.kernels), *blocks],
+    )
 
 
 # -- kernel level -----------------------------------------------------------------------------------------------------------
+
 
 def _kernel_panel(graph: KernelGraph) -> Panel:
     panel = Panel("Kernel level")
     layer: dict[int, int] = {}
     for op in graph.ops:
-        depth = 2 + max((layer[x.index] for x in op.inputs if isinstance(x, DTensor) and x.index in layer), default=0)
+        depth = 2 + max(
+            (layer[x.index] for x in op.inputs if isinstance(x, DTensor) and x.index in layer),
+            default=0,
+        )
         layer |= {t.index: depth for t in op.outputs}
     for t in graph.inputs:
-        layer[t.index] = min((layer[op.outputs[0].index] for op in graph.ops if t in op.inputs), default=2) - 2
+        layer[t.index] = (
+            min((layer[op.outputs[0].index] for op in graph.ops if t in op.inputs), default=2) - 2
+        )
     returned = {t.index for t in graph.outputs}
     blocks = 0
 
     def tensor(t: DTensor) -> None:
         name = f"{t.name} (output)" if t.index in returned else t.name
-        panel.add(f"tensor {t.index}", ((name, "bold"), (_type(t), "small")), "tensor", layer[t.index])
+        panel.add(
+            f"tensor {t.index}", ((name, "bold"), (_type(t), "small")), "tensor", layer[t.index]
+        )
 
     for t in graph.inputs:
         tensor(t)
@@ -80,8 +101,14 @@ def _type(t: DTensor) -> str:
 def _kernel_lines(op: KernelOp, number: int) -> list[tuple[str, str]]:
     """A kernel's number and the axes that its blocks are cut along and walk; a library call with its operands in order."""
     if op.block is not None:
-        roles = [(role.value, ", ".join(a.name for a in op.block.named(role))) for role in (Role.GRID, Role.LOOP)]
-        return [(f"kernel {number}", "bold"), *((f"{role} {names}", "small") for role, names in roles if names)]
+        roles = [
+            (role.value, ", ".join(a.name for a in op.block.named(role)))
+            for role in (Role.GRID, Role.LOOP)
+        ]
+        return [
+            (f"kernel {number}", "bold"),
+            *((f"{role} {names}", "small") for role, names in roles if names),
+        ]
     operands = [x.name if isinstance(x, DTensor) else _number(x) for x in op.inputs]
     attrs = [f"{k}={errors.shape(v) if isinstance(v, tuple) else _number(v)}" for k, v in op.attrs]
     return [(line, "plain") for line in _wrapped(op.name + "(", [*operands, *attrs], ")")]
@@ -104,6 +131,7 @@ def _number(x: object) -> str:
 
 # -- block level ------------------------------------------------------------------------------------------------------------
 
+
 def _block_panel(number: int, op: KernelOp, schedule: Any = None) -> Panel:
     """`schedule` is a codegen Schedule or None: with one, trips of the loop are known."""
     b = op.block
@@ -113,20 +141,39 @@ def _block_panel(number: int, op: KernelOp, schedule: Any = None) -> Panel:
     node: dict[str, str] = {}
     sources: set[str] = set()
     at = 0
-    reads = [{a for o in s.body for a in o.args} | {a.arg for a in s.accumulators} for s in b.stages]
+    reads = [
+        {a for o in s.body for a in o.args} | {a.arg for a in s.accumulators} for s in b.stages
+    ]
     for s, stage in enumerate(b.stages or (Stage(None, ()),)):
-        used = [i for i in b.inputs if (reads and i.name in reads[s]) or (s == 0 and not any(i.name in r for r in reads))]
+        used = [
+            i
+            for i in b.inputs
+            if (reads and i.name in reads[s]) or (s == 0 and not any(i.name in r for r in reads))
+        ]
         source_row, first = at, at + bool(used)
         for i in used:
             label = _map_lines(maps.inputs[b.inputs.index(i)])
             if i.name not in sources:
                 sources.add(i.name)
                 tensors = [t for k in i.sources if isinstance(t := op.inputs[k], DTensor)]
-                names, shapes = ([w + (" |" if n < len(tensors) - 1 else "") for n, w in enumerate(words)] for words in (
-                    [t.name for t in tensors], [_type(t) for t in tensors]))
-                panel.add(f"source {i.name}", [(w, "bold") for w in names] + [(w, "small") for w in shapes], "tensor", source_row)
+                names, shapes = (
+                    [w + (" |" if n < len(tensors) - 1 else "") for n, w in enumerate(words)]
+                    for words in ([t.name for t in tensors], [_type(t) for t in tensors])
+                )
+                panel.add(
+                    f"source {i.name}",
+                    [(w, "bold") for w in names] + [(w, "small") for w in shapes],
+                    "tensor",
+                    source_row,
+                )
             node[i.name] = f"load {s} {i.name}"
-            panel.add(node[i.name], ((_carrying(i.name, b.input_axes(i)), "plain"),), "load", first, label_width(label))
+            panel.add(
+                node[i.name],
+                ((_carrying(i.name, b.input_axes(i)), "plain"),),
+                "load",
+                first,
+                label_width(label),
+            )
             panel.join(f"source {i.name}", node[i.name], label)
         last = _stage_nodes(panel, b, s, stage, first if used else first - 1, node)
         if last >= first:  # a stage may do nothing
@@ -136,7 +183,9 @@ def _block_panel(number: int, op: KernelOp, schedule: Any = None) -> Panel:
         label = _map_lines(maps.outputs[n])
         t = op.outputs[n]
         name = t.name if t.name == o.value else f"{t.name} = {o.value}"
-        panel.add(f"store {n}", ((name, "bold"), (_type(t), "small")), "tensor", at, label_width(label))
+        panel.add(
+            f"store {n}", ((name, "bold"), (_type(t), "small")), "tensor", at, label_width(label)
+        )
         panel.join(node[o.value], f"store {n}", label)
     return panel
 
@@ -147,7 +196,9 @@ def _facts(b: BlockGraph, schedule: Any) -> list[str]:
         numbers = f" (part of {b.splits(a.name)})" if b.splits(a.name) else ""
         return f"{a.name} = {a.size}{dealt}{numbers}"
 
-    facts = [f"{role.value:<5} " + ",  ".join(map(axis, b.named(role))) for role in Role if b.named(role)]
+    facts = [
+        f"{role.value:<5} " + ",  ".join(map(axis, b.named(role))) for role in Role if b.named(role)
+    ]
     return facts + ([f"tiles {schedule}"] if schedule is not None else [])
 
 
@@ -183,33 +234,53 @@ class _Stage:
         self.axes: dict[str, tuple[str, ...]] = {}
         self.edges: list[tuple[str, str]] = []
 
-    def put(self, key: str, values: Sequence[str], texts: Sequence[str], style: str, out: str, axes: tuple[str, ...]) -> None:
+    def put(
+        self,
+        key: str,
+        values: Sequence[str],
+        texts: Sequence[str],
+        style: str,
+        out: str,
+        axes: tuple[str, ...],
+    ) -> None:
         own = [self.node[v] for v in values if v in self.node]
-        self.layer[key] = max([self.floor + 1, *(self.layer[k] + 1 for k in own if k in self.layer)])
+        self.layer[key] = max(
+            [self.floor + 1, *(self.layer[k] + 1 for k in own if k in self.layer)]
+        )
         self.texts[key], self.styles[key], self.axes[key] = list(texts), style, axes
         self.edges.extend((k, key) for k in dict.fromkeys(own))
         self.node[out] = key
 
-    def append(self, key: str, values: Sequence[str], text: str, out: str, axes: tuple[str, ...]) -> None:
+    def append(
+        self, key: str, values: Sequence[str], text: str, out: str, axes: tuple[str, ...]
+    ) -> None:
         """Add a line to a box: what reads only its result goes into the same one."""
-        outside = [self.node[v] for v in values if v in self.node and self.node[v] not in self.layer]
+        outside = [
+            self.node[v] for v in values if v in self.node and self.node[v] not in self.layer
+        ]
         self.edges.extend((k, key) for k in dict.fromkeys(outside) if (k, key) not in self.edges)
         self.texts[key].append(text)
         self.axes[key], self.node[out] = axes, key
 
 
-def _stage_nodes(panel: Panel, b: BlockGraph, s: int, stage: Stage, floor: int, node: dict[str, str]) -> int:
+def _stage_nodes(
+    panel: Panel, b: BlockGraph, s: int, stage: Stage, floor: int, node: dict[str, str]
+) -> int:
     """Add the boxes of a stage below layer `floor`; returns its last layer. Chains of elementwise ops share a box."""
     products = {c.product: c for c in b.contractions.values()}
     readers = _readers(b)
     drawn = _Stage(floor, node)
-    running = {acc.out: acc for acc in stage.accumulators if any(acc.out in op.args for op in stage.body)}
+    running = {
+        acc.out: acc for acc in stage.accumulators if any(acc.out in op.args for op in stage.body)
+    }
     chains: set[str] = set()
 
     def accumulate(acc: Accumulator) -> str:
         key = f"accumulate {s} {acc.out}"
         c = b.contractions.get(acc.out)
-        texts = [f"{acc.out} = {_SIGNS[acc.kind]}[{stage.loop}] {f'{c.a} × {c.b}' if c else acc.arg}"]
+        texts = [
+            f"{acc.out} = {_SIGNS[acc.kind]}[{stage.loop}] {f'{c.a} × {c.b}' if c else acc.arg}"
+        ]
         if acc.shift is not None:
             texts.append(f"rescaled as {acc.shift} grows")
         if acc.out in running:
@@ -228,7 +299,14 @@ def _stage_nodes(panel: Panel, b: BlockGraph, s: int, stage: Stage, floor: int, 
         if op.over is not None:
             c = b.contractions.get(op.out)
             text = f"{op.out} = {_SIGNS[op.fn]}[{op.over}] {f'{c.a} × {c.b}' if c else op.args[0]}"
-            drawn.put(f"sum {s} {op.out}", [c.a, c.b] if c else values, [text], "product" if c else "sum", op.out, op.axes)
+            drawn.put(
+                f"sum {s} {op.out}",
+                [c.a, c.b] if c else values,
+                [text],
+                "product" if c else "sum",
+                op.out,
+                op.axes,
+            )
             continue
         chained = [node[v] for v in values if node.get(v) in chains and readers[v] == 1]
         before = {node[v] for v in values if v in node and node[v] in drawn.layer}
@@ -238,12 +316,23 @@ def _stage_nodes(panel: Panel, b: BlockGraph, s: int, stage: Stage, floor: int, 
             key = f"thread {s} {op.out}"
             drawn.put(key, values, [_op_text(op)], "thread", op.out, op.axes)
             chains.add(key)
-    ends = [accumulate(acc) for acc in stage.accumulators if f"accumulate {s} {acc.out}" not in drawn.layer]
+    ends = [
+        accumulate(acc)
+        for acc in stage.accumulators
+        if f"accumulate {s} {acc.out}" not in drawn.layer
+    ]
     last = max(drawn.layer.values(), default=floor)
     drawn.layer |= dict.fromkeys(ends, last)
     for key, texts in drawn.texts.items():
-        kinds = ["small" if t.startswith(("rescaled as", "running maximum")) else "plain" for t in texts]
-        panel.add(key, [*zip(texts, kinds, strict=True), (f"[{', '.join(drawn.axes[key])}]", "small")], drawn.styles[key], drawn.layer[key])
+        kinds = [
+            "small" if t.startswith(("rescaled as", "running maximum")) else "plain" for t in texts
+        ]
+        panel.add(
+            key,
+            [*zip(texts, kinds, strict=True), (f"[{', '.join(drawn.axes[key])}]", "small")],
+            drawn.styles[key],
+            drawn.layer[key],
+        )
     for a, z in drawn.edges:
         panel.join(a, z)
     return last
@@ -252,11 +341,17 @@ def _stage_nodes(panel: Panel, b: BlockGraph, s: int, stage: Stage, floor: int, 
 def _readers(b: BlockGraph) -> dict[str, int]:
     """How many ops, accumulators and outputs read each value."""
     read = [a for op in b.ops() for a in dict.fromkeys(op.args) if isinstance(a, str)]
-    read += [acc.arg for stage in b.stages for acc in stage.accumulators] + [o.value for o in b.outputs]
+    read += [acc.arg for stage in b.stages for acc in stage.accumulators] + [
+        o.value for o in b.outputs
+    ]
     return {v: read.count(v) for v in dict.fromkeys(read)}
 
 
 def _op_text(op: BlockOp) -> str:
     args = [a if isinstance(a, str) else _number(float(a)) for a in op.args]
     attrs = [f"{k}={_number(v)}" for k, v in op.attrs]
-    return f"{op.out} = " + (f" {_INFIX[op.fn]} ".join(args) if op.fn in _INFIX else f"{op.fn}({', '.join(args + attrs)})")
+    return f"{op.out} = " + (
+        f" {_INFIX[op.fn]} ".join(args)
+        if op.fn in _INFIX
+        else f"{op.fn}({', '.join(args + attrs)})"
+    )

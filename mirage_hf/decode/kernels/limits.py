@@ -5,6 +5,7 @@ launch: every block of a row counts, for 2 ** BITS numbers at once, its scores a
 to arrive adds up and takes the first number at which a score would stay. The same scores always give the same limit, since sums are
 taken in a fixed order.
 """
+
 from __future__ import annotations
 
 from importlib.util import find_spec
@@ -16,8 +17,8 @@ from torch import Tensor
 from mirage_hf import errors
 from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.codegen.triton import Launch, Program
-from mirage_hf.decode.ends import MOST_ROWS, MOST_VOCAB
-from mirage_hf.decode.written import INFINITY, as_program, launch, loading, order
+from mirage_hf.decode.kernels.ends import MOST_ROWS, MOST_VOCAB
+from mirage_hf.decode.kernels.written import INFINITY, as_program, launch, loading, order
 
 BITS = 5
 """Of the limit that a launch finds."""
@@ -38,8 +39,12 @@ round, and which number the last round chose."""
 
 def fits(scores: Tensor) -> bool:
     """Whether there are kernels for (batch, vocab) scores where they lie."""
-    return scores.device.type == "cuda" and scores.shape[0] <= MOST_ROWS and scores.shape[1] <= MOST_VOCAB \
+    return (
+        scores.device.type == "cuda"
+        and scores.shape[0] <= MOST_ROWS
+        and scores.shape[1] <= MOST_VOCAB
         and find_spec("triton") is not None
+    )
 
 
 def kth(scores: Tensor, k: Tensor) -> Tensor:
@@ -58,13 +63,25 @@ def totals(scores: Tensor) -> tuple[Tensor, Tensor]:
     _check("scores", scores, scores)
     batch, vocab = scores.shape
     blocks, device = batch * -(-vocab // _chunk(vocab)), scores.device
-    tops, sums, greatest, total = (torch.empty(n, 1, dtype=torch.float32, device=device) for n in (blocks, blocks, batch, batch))
+    tops, sums, greatest, total = (
+        torch.empty(n, 1, dtype=torch.float32, device=device)
+        for n in (blocks, blocks, batch, batch)
+    )
     arrived = torch.zeros(batch, dtype=torch.int32, device=device)
     launch(_totals(batch, vocab), [scores, tops, sums, arrived, greatest, total])
     return greatest, total
 
 
-def cut(scores: Tensor, order: Tensor, weights: Tensor, rest: Tensor, keep: Tensor, fill: float, *, firsts: bool) -> Tensor:
+def cut(
+    scores: Tensor,
+    order: Tensor,
+    weights: Tensor,
+    rest: Tensor,
+    keep: Tensor,
+    fill: float,
+    *,
+    firsts: bool,
+) -> Tensor:
     """Return (batch, vocab) scores with `fill` where neither `keep` nor the weights let them stay.
 
     order: what decides, greatest first; weights: of each score. A score stays if it is among the first `keep`, or if its weight and those
@@ -77,17 +94,24 @@ def cut(scores: Tensor, order: Tensor, weights: Tensor, rest: Tensor, keep: Tens
     counts, sums = parts
     out = torch.empty_like(scores)
     _check("scores", scores, order)
-    launch(_cut(*scores.shape, fill, firsts), [scores, order, weights, rest, keep, state, counts, sums, out])
+    launch(
+        _cut(*scores.shape, fill, firsts),
+        [scores, order, weights, rest, keep, state, counts, sums, out],
+    )
     return out
 
 
-def _searched(order: Tensor, keep: Tensor, weights: Tensor | None, rest: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+def _searched(
+    order: Tensor, keep: Tensor, weights: Tensor | None, rest: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
     """The states at the end, what the blocks found in the last round, and the limits."""
     _check("order", order, order)
     for name, t, dtype in (("keep", keep, torch.int64), ("rest", rest, torch.float32)):
         if t is not None and (t.numel() != 1 or t.dtype != dtype or t.device != order.device):
-            raise errors.InputError(f"decode: {name} is {t.dtype} {errors.shape(t.shape)} on {t.device}; it must be one {dtype} on "
-                                    f"{order.device}")
+            raise errors.InputError(
+                f"decode: {name} is {t.dtype} {errors.shape(t.shape)} on {t.device}; it must be one {dtype} on "
+                f"{order.device}"
+            )
     batch, vocab = order.shape
     blocks, device = batch * -(-vocab // _chunk(vocab)), order.device
     state = torch.zeros(batch, STATE, dtype=torch.int64, device=device)
@@ -106,10 +130,18 @@ def _searched(order: Tensor, keep: Tensor, weights: Tensor | None, rest: Tensor 
 
 
 def _check(name: str, t: Tensor, like: Tensor) -> None:
-    if t.dim() != 2 or t.shape != like.shape or t.dtype != torch.float32 or t.device != like.device or not t.is_contiguous() \
-            or not (0 < t.shape[0] <= MOST_ROWS and 0 < t.shape[1] <= MOST_VOCAB):
-        raise errors.InputError(f"decode: {name} is {t.dtype} {errors.shape(t.shape)}, strides {errors.shape(t.stride())}, on {t.device}; "
-                                f"it must be float32, contiguous, alike for all, of 1 to {MOST_ROWS} rows and 1 to {MOST_VOCAB} columns")
+    if (
+        t.dim() != 2
+        or t.shape != like.shape
+        or t.dtype != torch.float32
+        or t.device != like.device
+        or not t.is_contiguous()
+        or not (0 < t.shape[0] <= MOST_ROWS and 0 < t.shape[1] <= MOST_VOCAB)
+    ):
+        raise errors.InputError(
+            f"decode: {name} is {t.dtype} {errors.shape(t.shape)}, strides {errors.shape(t.stride())}, on {t.device}; "
+            f"it must be float32, contiguous, alike for all, of 1 to {MOST_ROWS} rows and 1 to {MOST_VOCAB} columns"
+        )
 
 
 def _chunk(vocab: int) -> int:
@@ -121,8 +153,15 @@ def narrow_program(batch: int, vocab: int, weighed: bool) -> Program:
     """The kernel of one round. `weighed`: by weights too, else by the number of scores alone."""
     chunk = _chunk(vocab)
     chunks, kept = -(-vocab // chunk), "counted < keep"
-    signature = (("order_ptr", "*fp32"), *((("weights_ptr", "*fp32"), ("rest_ptr", "*fp32")) if weighed else ()), ("keep_ptr", "*i64"),
-                 ("state_ptr", "*i64"), ("counts_ptr", "*i32"), *((("sums_ptr", "*fp32"),) if weighed else ()), ("limit_ptr", "*fp32"))
+    signature = (
+        ("order_ptr", "*fp32"),
+        *((("weights_ptr", "*fp32"), ("rest_ptr", "*fp32")) if weighed else ()),
+        ("keep_ptr", "*i64"),
+        ("state_ptr", "*i64"),
+        ("counts_ptr", "*i32"),
+        *((("sums_ptr", "*fp32"),) if weighed else ()),
+        ("limit_ptr", "*fp32"),
+    )
     first = each = stored = added = ""
     if weighed:
         kept = "(counted < keep) | ~(summed <= rest)"  # NaN, too, lets all stay
@@ -130,7 +169,9 @@ def narrow_program(batch: int, vocab: int, weighed: bool) -> Program:
         each = f"""
         weight = tl.load(weights_ptr + row * {vocab} + n, mask=n < {vocab}, other=0.0)
         sums += tl.where(above, 0.0, weight[:, None])"""
-        stored = f"\n    tl.store(sums_ptr + tl.program_id(0) * {NUMBERS} + j, tl.sum(sums, axis=0))"
+        stored = (
+            f"\n    tl.store(sums_ptr + tl.program_id(0) * {NUMBERS} + j, tl.sum(sums, axis=0))"
+        )
         added = """
         summed = tl.sum(tl.load(sums_ptr + found, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float64), axis=0)"""
     kernel = f'''
@@ -174,15 +215,23 @@ def narrow({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
         least = tl.maximum(limit - {1 << 31}, {-INFINITY[torch.float32]})
         tl.store(limit_ptr + row, tl.where(least < 0, {1 << 31} - least, least).to(tl.uint32).to(tl.float32, bitcast=True))
 '''
-    return as_program(kernel, Launch("narrow", signature, batch * chunks, num_warps=4, num_stages=1))
+    return as_program(
+        kernel, Launch("narrow", signature, batch * chunks, num_warps=4, num_stages=1)
+    )
 
 
 def totals_program(batch: int, vocab: int) -> Program:
     """The kernel of `totals`."""
     chunk = _chunk(vocab)
     chunks = -(-vocab // chunk)
-    signature = (("scores_ptr", "*fp32"), ("tops_ptr", "*fp32"), ("sums_ptr", "*fp32"), ("arrived_ptr", "*i32"), ("greatest_ptr", "*fp32"),
-                 ("total_ptr", "*fp32"))
+    signature = (
+        ("scores_ptr", "*fp32"),
+        ("tops_ptr", "*fp32"),
+        ("sums_ptr", "*fp32"),
+        ("arrived_ptr", "*i32"),
+        ("greatest_ptr", "*fp32"),
+        ("total_ptr", "*fp32"),
+    )
     kernel = f'''
 @triton.jit
 def totals({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
@@ -208,15 +257,26 @@ def totals({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
         tl.store(greatest_ptr + row, greatest)
         tl.store(total_ptr + row, tl.sum(sums * tl.exp(tops - shift).to(tl.float64), axis=0).to(tl.float32))
 '''
-    return as_program(kernel, Launch("totals", signature, batch * chunks, num_warps=4, num_stages=1))
+    return as_program(
+        kernel, Launch("totals", signature, batch * chunks, num_warps=4, num_stages=1)
+    )
 
 
 def cut_program(batch: int, vocab: int, fill: float, firsts: bool) -> Program:
     """The kernel that fills what does not stay, after the last round. Of equal scores at the limit some may stay; see `cut`."""
     chunk = _chunk(vocab)
     chunks = -(-vocab // chunk)
-    signature = (("scores_ptr", "*fp32"), ("order_ptr", "*fp32"), ("weights_ptr", "*fp32"), ("rest_ptr", "*fp32"), ("keep_ptr", "*i64"),
-                 ("state_ptr", "*i64"), ("counts_ptr", "*i32"), ("sums_ptr", "*fp32"), ("out_ptr", "*fp32"))
+    signature = (
+        ("scores_ptr", "*fp32"),
+        ("order_ptr", "*fp32"),
+        ("weights_ptr", "*fp32"),
+        ("rest_ptr", "*fp32"),
+        ("keep_ptr", "*i64"),
+        ("state_ptr", "*i64"),
+        ("counts_ptr", "*i32"),
+        ("sums_ptr", "*fp32"),
+        ("out_ptr", "*fp32"),
+    )
     # each says how many of `ties` stay by their weights, and which of them these and those that `keep` keeps are
     by_weight = "tl.where(enough, ties, 0)" if firsts else "ties - fall"
     stays = "before < stay" if firsts else "before >= ties - stay"

@@ -1,4 +1,5 @@
 """What kernels written by hand share: text that stands alone like that of generated ones, loaded, compiled and launched as they are."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -39,7 +40,11 @@ order = tl.where(size > 0x{INFINITY[dtype]:X}, 0x7FFFFFFF, tl.where(bits < 0, -s
 def as_program(kernel: str, launch: Launch) -> Program:
     """A file of one kernel and one set of argument types, which it names: kernels for other dtypes are other files."""
     types = f"# {launch.kernel}: {', '.join(f'{name} {kind}' for name, kind in launch.signature)}"
-    return Program("\n\n\n".join([HEAD, f"{types}\n{kernel.strip()}", launching.text(with_counters=False)]) + "\n", (launch,))
+    return Program(
+        "\n\n\n".join([HEAD, f"{types}\n{kernel.strip()}", launching.text(with_counters=False)])
+        + "\n",
+        (launch,),
+    )
 
 
 Loaded = tuple[ModuleType, Launch]
@@ -61,4 +66,10 @@ def launch(loaded: Loaded, tensors: list[Tensor]) -> None:
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(loaded, tensors)
-    module.launch(getattr(module, how.kernel), how.grid, tensors, num_warps=how.num_warps, num_stages=how.num_stages)
+    module.launch(
+        getattr(module, how.kernel),
+        how.grid,
+        tensors,
+        num_warps=how.num_warps,
+        num_stages=how.num_stages,
+    )

@@ -1,4 +1,5 @@
 """Kernels of one number of rows each, put together for many numbers: what treats every row alike is done in pieces."""
+
 from __future__ import annotations
 
 import math
@@ -13,8 +14,8 @@ from mirage_hf.codegen.compile import compiling
 from mirage_hf.errors import MirageError
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.kernels import Resolved
-from mirage_hf.match.pattern import Block
+from mirage_hf.patterns.schema import Block
+from mirage_hf.pipeline.kernels import Resolved
 from mirage_hf.tune.measure import random_inputs
 
 LEAST, MOST = 64, 4096
@@ -25,7 +26,11 @@ def pieces(rows: int) -> list[int]:
     """Deal out a multiple of LEAST, the largest first."""
     assert rows % LEAST == 0, f"{rows} rows: the last {rows % LEAST} would be left out"
     found = [MOST] * (rows // MOST)
-    return found + [size for n in reversed(range(MOST.bit_length() - 1)) if (size := 1 << n) >= LEAST and rows & size]
+    return found + [
+        size
+        for n in reversed(range(MOST.bit_length() - 1))
+        if (size := 1 << n) >= LEAST and rows & size
+    ]
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,9 @@ class _Piece:
     graph: KernelGraph
     by_rows: tuple[bool, ...]
 
-    def __call__(self, inputs: Sequence[Tensor], first: int, size: int, outputs: Sequence[Tensor] | None) -> list[Tensor]:
+    def __call__(
+        self, inputs: Sequence[Tensor], first: int, size: int, outputs: Sequence[Tensor] | None
+    ) -> list[Tensor]:
         given = list(inputs)
         if outputs is None:
             return self.kernel.run(given)
@@ -77,14 +84,27 @@ def make_ready(each: Iterable[InPieces], rows: int) -> None:
     Errors: MirageError.
     """
     sizes = pieces(rows)
-    missing = [(kernel, size) for kernel in each for size in dict.fromkeys(sizes) if size not in kernel.made]
+    missing = [
+        (kernel, size)
+        for kernel in each
+        for size in dict.fromkeys(sizes)
+        if size not in kernel.made
+    ]
     graphs = [kernel.block.program(size) for kernel, size in missing]
     found = [kernel.resolve(graph) for (kernel, _), graph in zip(missing, graphs, strict=True)]
-    on_gpu = [n for n, (kernel, _) in enumerate(missing) if kernel.device.type == "cuda" and found[n].is_fused]
+    on_gpu = [
+        n
+        for n, (kernel, _) in enumerate(missing)
+        if kernel.device.type == "cuda" and found[n].is_fused
+    ]
     if on_gpu:
-        programs = [triton.generate(found[n].entry.ugraph, found[n].entry.schedules) for n in on_gpu]
+        programs = [
+            triton.generate(found[n].entry.ugraph, found[n].entry.schedules) for n in on_gpu
+        ]
         major, minor = torch.cuda.get_device_capability(missing[0][0].device)
-        for _ in compiling(programs, 10 * major + minor):  # one that cannot be says so when it is run
+        for _ in compiling(
+            programs, 10 * major + minor
+        ):  # one that cannot be says so when it is run
             pass
     for n, ((kernel, size), graph) in enumerate(zip(missing, graphs, strict=True)):
         if n in on_gpu:
@@ -100,8 +120,12 @@ def _check(kernel: Resolved, graph: KernelGraph, device: torch.device) -> None:
     inputs = random_inputs(graph, device)
     want = run_kernel_graph(graph, inputs)
     for y, x in zip(kernel.run(inputs), want, strict=True):
-        apart, size = ((z.flatten(1).norm(dim=1)) for z in (y.float() - x.float(), x.float()))  # of each row: one of thousands may be wrong
+        apart, size = (
+            (z.flatten(1).norm(dim=1)) for z in (y.float() - x.float(), x.float())
+        )  # of each row: one of thousands may be wrong
         far = float((apart / size.clamp_min(torch.finfo(torch.float32).tiny)).max())
         if not far <= math.sqrt(torch.finfo(x.dtype).eps):
             of = ", ".join(t.name for t in graph.inputs)
-            raise MirageError(f"the kernel of {of} for {graph.inputs[0].dims[0]} rows gives other numbers than torch: off by {far:.2g}")
+            raise MirageError(
+                f"the kernel of {of} for {graph.inputs[0].dims[0]} rows gives other numbers than torch: off by {far:.2g}"
+            )

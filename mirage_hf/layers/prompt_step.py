@@ -1,4 +1,5 @@
 """A decoder layer for whole prompts: products and attention by the library, what lies between them by kernels."""
+
 from __future__ import annotations
 
 import math
@@ -9,10 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mirage_hf.match.compose import Composition, Kernel, Part, first_half, low_of, norm_weights
-from mirage_hf.match.pattern import Block, LayerLayout
-from mirage_hf.match.step import heads_of
-from mirage_hf.patterns.prompt import PROMPT_ACTIVATION, PROMPT_ADDED, PROMPT_GATE, PROMPT_NORM, PROMPT_ROTATION
+from mirage_hf.layers.compose import Composition, Kernel, Part, first_half, low_of, norm_weights
+from mirage_hf.layers.step import heads_of
+from mirage_hf.patterns.prompt import (
+    PROMPT_ACTIVATION,
+    PROMPT_ADDED,
+    PROMPT_GATE,
+    PROMPT_NORM,
+    PROMPT_ROTATION,
+)
+from mirage_hf.patterns.schema import Block, LayerLayout
 
 MOST_ROWS = 1 << 16
 """That the half behind attention takes at once: what it holds meanwhile is several times as wide as x. That products of more rows
@@ -37,7 +44,10 @@ class Band:
         back = -(-window // ROUND) * ROUND
         run = min(max(back, LEAST_RUN), tokens)
         with torch.inference_mode(False):
-            token, seen = torch.arange(run, device=like.device)[:, None], torch.arange(-back, run, device=like.device)
+            token, seen = (
+                torch.arange(run, device=like.device)[:, None],
+                torch.arange(-back, run, device=like.device),
+            )
             mask = torch.zeros(run, back + run, dtype=like.dtype, device=like.device)
             return cls(mask.masked_fill_((seen > token) | (seen <= token - window), -math.inf))
 
@@ -46,11 +56,17 @@ class Band:
         run, group = self.mask.shape[0], q.shape[1] // k.shape[1]
         back, made = self.mask.shape[1] - run, []
         for first in range(0, q.shape[2], run):
-            here, before = q[:, :, first:first + run], min(back, first)
+            here, before = q[:, :, first : first + run], min(back, first)
             # fused attention takes a mask only where there are as many heads of keys as of queries
-            keys, values = (x[:, :, first - before:first + run].repeat_interleave(group, 1) for x in (k, v))
-            mask = self.mask[:here.shape[2], back - before:][:, :keys.shape[2]]
-            made.append(F.scaled_dot_product_attention(here, keys, values, attn_mask=mask, scale=scale).transpose(1, 2))
+            keys, values = (
+                x[:, :, first - before : first + run].repeat_interleave(group, 1) for x in (k, v)
+            )
+            mask = self.mask[: here.shape[2], back - before :][:, : keys.shape[2]]
+            made.append(
+                F.scaled_dot_product_attention(
+                    here, keys, values, attn_mask=mask, scale=scale
+                ).transpose(1, 2)
+            )
         return torch.cat(made, 1)
 
 
@@ -81,7 +97,19 @@ class LayerPrompt(Composition):
 
     def _blocks(self) -> dict[str, Block]:
         attention, first = self.sizes["attention"], self.sizes[self.first]
-        shared = ("kv_heads", "group", "head_dim", "eps", "dtype", "norm", "offset", "rope", "rotary", "rope_dtype", "packing")
+        shared = (
+            "kv_heads",
+            "group",
+            "head_dim",
+            "eps",
+            "dtype",
+            "norm",
+            "offset",
+            "rope",
+            "rotary",
+            "rope_dtype",
+            "packing",
+        )
         taken = {name: attention[name] for name in shared}
         kind = "eps", "offset", "centred", "norm_bias", "dtype"
         gate = PROMPT_GATE if self.first == "gated" else PROMPT_ACTIVATION
@@ -106,19 +134,33 @@ class LayerPrompt(Composition):
         q, k, v = heads_of(self._products(kernels.get("norm"), "qkv", x).view(batch, tokens, -1), a)
         packed = self._products(kernels.get("mlp_norm"), self.first, x) if self.parallel else None
         if "rotation" in kernels:
-            norms = [p[None] if a["norm"] == "rms" else p.view(1, -1, d) for p in self.parameters["attention"]]
-            turned = kernels["rotation"]([q.flatten(0, 1), k.flatten(0, 1), *([at.cos, at.sin] if a["rope"] else []), *norms])
+            norms = [
+                p[None] if a["norm"] == "rms" else p.view(1, -1, d)
+                for p in self.parameters["attention"]
+            ]
+            turned = kernels["rotation"](
+                [q.flatten(0, 1), k.flatten(0, 1), *([at.cos, at.sin] if a["rope"] else []), *norms]
+            )
             q, k = (y.unflatten(0, (batch, tokens)) for y in turned)
-        slots = [memory[:, :, :tokens if at.sources is None else at.sources.shape[1]] for memory in (at.keys, at.values)]
+        slots = [
+            memory[:, :, : tokens if at.sources is None else at.sources.shape[1]]
+            for memory in (at.keys, at.values)
+        ]
         for memory, new in zip(slots, (k, v), strict=True):
-            to = new if at.sources is None else new.gather(1, at.sources[:, :, None, None].expand(-1, -1, *new.shape[2:]))
+            to = (
+                new
+                if at.sources is None
+                else new.gather(1, at.sources[:, :, None, None].expand(-1, -1, *new.shape[2:]))
+            )
             memory.copy_(to.transpose(1, 2))
         q = q.transpose(1, 2)
         k, v = slots if at.sources is None else (k.transpose(1, 2), v.transpose(1, 2))
         if at.band is not None:
             y = at.band.attend(q, k, v, a["scale"])
         else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=a["scale"], enable_gqa=a["group"] > 1).transpose(1, 2)
+            y = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=a["scale"], enable_gqa=a["group"] > 1
+            ).transpose(1, 2)
         x = self._added(kernels.get("out"), "out", y.reshape(batch * tokens, -1), x)
         if packed is not None:
             return self._mlp(kernels, x, packed)
@@ -130,10 +172,19 @@ class LayerPrompt(Composition):
                 rows.copy_(made)
         return x
 
-    def _mlp(self, kernels: Mapping[str, Kernel], x: Tensor, packed: Tensor | None = None) -> Tensor:
+    def _mlp(
+        self, kernels: Mapping[str, Kernel], x: Tensor, packed: Tensor | None = None
+    ) -> Tensor:
         """The half behind attention; `packed`: its first products, where they are of something else than x."""
-        packed = self._products(kernels.get("mlp_norm"), self.first, x) if packed is None else packed
-        return self._added(kernels.get("down"), "down", kernels["gate"](packed.split(self.sizes[self.first]["n"], -1))[0], x)
+        packed = (
+            self._products(kernels.get("mlp_norm"), self.first, x) if packed is None else packed
+        )
+        return self._added(
+            kernels.get("down"),
+            "down",
+            kernels["gate"](packed.split(self.sizes[self.first]["n"], -1))[0],
+            x,
+        )
 
     def _products(self, norm: Kernel | None, role: str, x: Tensor) -> Tensor:
         """x, normalised where there is a norm, times the part's weights, side by side."""
@@ -145,29 +196,43 @@ class LayerPrompt(Composition):
         weights, biases = [p for p in given if p.dim() == 2], [p for p in given if p.dim() == 1]
         widths = [w.shape[0] for w in weights]
         packed = x.new_empty(x.shape[0], sum(widths))
-        for y, w, b in zip(packed.split(widths, -1), weights, biases or [None] * len(weights), strict=True):
+        for y, w, b in zip(
+            packed.split(widths, -1), weights, biases or [None] * len(weights), strict=True
+        ):
             torch.mm(x, w.t(), out=y) if b is None else torch.addmm(b, x, w.t(), out=y)
         return self._adapted(role, x, own, packed, widths)
 
-    def _apart(self, role: str, given: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def _apart(
+        self, role: str, given: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Of weights and biases of linears, those of adapters behind them, and the others."""
         count = sum(r > 0 for r in self.ups[role][0].ranks) if role in self.ups else 0
-        return given[len(given) - count:], given[:len(given) - count]
+        return given[len(given) - count :], given[: len(given) - count]
 
-    def _adapted(self, role: str, x: Tensor, own: Sequence[Tensor], y: Tensor, widths: Sequence[int], scale: float = 1.0) -> Tensor:
+    def _adapted(
+        self,
+        role: str,
+        x: Tensor,
+        own: Sequence[Tensor],
+        y: Tensor,
+        widths: Sequence[int],
+        scale: float = 1.0,
+    ) -> Tensor:
         """y, side by side what linears gave of x, to which what their adapters make of x, times `scale`, is added: in few launches, as each
         takes as long as its work."""
         if not own:
             return y
         ups, low = self.ups[role][0], self.parts[low_of(role)]
-        downs = self.parameters[low.role][norm_weights(dict(low.block.sizes)):]
+        downs = self.parameters[low.role][norm_weights(dict(low.block.sizes)) :]
         made = x.to(own[0].dtype) @ (torch.cat(list(downs)) if len(downs) > 1 else downs[0]).t()
         scaling = low.scalings[0]
         if any(s != scaling for s in low.scalings):
             made, scaling = (made * low.operands(downs)[-1]).to(made.dtype), 1.0
         deltas = made.new_empty(y.shape) if all(ups.ranks) else made.new_zeros(y.shape)
         each = (d for d, r in zip(deltas.split(list(widths), -1), ups.ranks, strict=True) if r)
-        for delta, low_rank, b in zip(each, made.split([a.shape[0] for a in downs], -1), own, strict=True):
+        for delta, low_rank, b in zip(
+            each, made.split([a.shape[0] for a in downs], -1), own, strict=True
+        ):
             torch.mm(low_rank, b.t(), out=delta)
         return y.add_(deltas, alpha=scaling * scale)
 
@@ -178,7 +243,13 @@ class LayerPrompt(Composition):
         (own, (weight, *biases)), of_norm = self._apart(role, given[:behind]), given[behind:]
         if added is not None:
             product = torch.addmm(*biases, y, weight.t()) if biases else torch.mm(y, weight.t())
-            return added([self._adapted(role, y, own, product, weight.shape[:1]), *(p[None] for p in of_norm), residual])[0]
+            return added(
+                [
+                    self._adapted(role, y, own, product, weight.shape[:1]),
+                    *(p[None] for p in of_norm),
+                    residual,
+                ]
+            )[0]
         residual.addmm_(y, weight.t(), alpha=s["scale"])
         if biases:
             residual.add_(*biases, alpha=s["scale"])
@@ -194,9 +265,15 @@ def no_prompt(parts: Sequence[Part], layout: LayerLayout) -> str:
         return "a layer's MLP runs its own forward"
     if roles["attention"]["sinks"]:
         return "the library's attention has no sinks"
-    return "the library's attention has no softcap" if roles["attention"]["softcap"] is not None else ""
+    return (
+        "the library's attention has no softcap"
+        if roles["attention"]["softcap"] is not None
+        else ""
+    )
 
 
-def layer_prompt(layer: nn.Module, parts: Sequence[Part], layout: LayerLayout) -> LayerPrompt | None:
+def layer_prompt(
+    layer: nn.Module, parts: Sequence[Part], layout: LayerLayout
+) -> LayerPrompt | None:
     """What runs prompts through a layer by kernels, None where that is the layer's own forward."""
     return None if no_prompt(parts, layout) else LayerPrompt(layer, parts, layout)

@@ -4,6 +4,7 @@
 of a µGraph, and the same in every process: a graph that was saved finds its kernels among those registered in the process that
 loads it, else in the user's cache and the packaged zoo.
 """
+
 from __future__ import annotations
 
 import logging
@@ -49,14 +50,21 @@ class _Program:
         self.expected = [(t.dims, t.strides, t.dtype) for t in self.graph.inputs]
         outputs = {t.index for t in ugraph.kernels.outputs}
         made = {t.index for op in ugraph.block_ops for t in op.outputs}
-        self.is_fresh = outputs <= made and len(outputs) == len(ugraph.kernels.outputs)  # block graphs write tensors of their own
+        self.is_fresh = outputs <= made and len(outputs) == len(
+            ugraph.kernels.outputs
+        )  # block graphs write tensors of their own
 
     def check(self, inputs: Sequence[Tensor]) -> None:
         """Errors: InputError for tensors that the program was not made for."""
         device = inputs[0].device
-        if device.type != (self.device_type or device.type) or any(x.device != device for x in inputs) or \
-                [(x.shape, x.stride(), x.dtype) for x in inputs] != self.expected:
-            check_inputs(self.graph, inputs, self.device_type)  # strides of dims of one element may be any
+        if (
+            device.type != (self.device_type or device.type)
+            or any(x.device != device for x in inputs)
+            or [(x.shape, x.stride(), x.dtype) for x in inputs] != self.expected
+        ):
+            check_inputs(
+                self.graph, inputs, self.device_type
+            )  # strides of dims of one element may be any
 
 
 _known: dict[str, _Program] = {}
@@ -79,9 +87,14 @@ def _find(digest: str) -> _Program:
             raise errors.ZooError(
                 f"mirage_hf::run: no kernel for program {digest[:12]}… in this process ({reason}); run mirage_hf.optimize here as it was "
                 "run where the graph was made, with the same zoo, or copy that zoo or cache here (MIRAGE_HF_CACHE says where it is). A "
-                "µGraph that was called on its own must be compiled anew")
+                "µGraph that was called on its own must be compiled anew"
+            )
         on_gpu = entry.key.target != "cpu"
-        run = _kernels_of(entry) if on_gpu and entry.ugraph.is_fused else partial(run_kernel_graph, entry.ugraph.kernels)
+        run = (
+            _kernels_of(entry)
+            if on_gpu and entry.ugraph.is_fused
+            else partial(run_kernel_graph, entry.ugraph.kernels)
+        )
         register(digest, entry.ugraph, run, "cuda" if on_gpu else "cpu")
         known = _known[digest]
     return known
@@ -95,8 +108,12 @@ def _kernels_of(entry: Entry) -> Run:
     try:
         return launcher(generate(entry.ugraph, entry.schedules).source)
     except errors.CodegenError as e:
-        _log.warning("mirage_hf::run: program %s… runs in torch: its kernel was made for another Triton (%s); optimize and export the "
-                     "model again here", entry.key.digest[:12], e)
+        _log.warning(
+            "mirage_hf::run: program %s… runs in torch: its kernel was made for another Triton (%s); optimize and export the "
+            "model again here",
+            entry.key.digest[:12],
+            e,
+        )
         return lambda inputs: _apart(inputs, run_kernel_graph(entry.ugraph.program, inputs))
 
 
@@ -123,13 +140,18 @@ def _fake(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
 
 
 def _no_gradient(ctx: Any, *_: Any) -> None:
-    raise errors.InputError("mirage_hf::run: searched kernels have no gradient; run them under torch.no_grad(). A model that was optimized "
-                            "has gradients if it is compiled or exported with gradients enabled: its stock forward is then traced")
+    raise errors.InputError(
+        "mirage_hf::run: searched kernels have no gradient; run them under torch.no_grad(). A model that was optimized "
+        "has gradients if it is compiled or exported with gradients enabled: its stock forward is then traced"
+    )
 
 
 # define and impl cost 5 µs a call, custom_op 14 µs; the error for gradients costs 4 more, and torch's default would warn and go on
-torch.library.define("mirage_hf::run", "(Tensor[] inputs, str program) -> Tensor[]",
-                     tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
+torch.library.define(
+    "mirage_hf::run",
+    "(Tensor[] inputs, str program) -> Tensor[]",
+    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+)
 torch.library.impl("mirage_hf::run", "default", _run)
 torch.library.register_fake("mirage_hf::run", _fake)
 torch.library.register_autograd("mirage_hf::run", _no_gradient)

@@ -1,4 +1,5 @@
 """The progress bar of a terminal while kernels are looked up, searched and tuned."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.errors import LiveError
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from mirage_hf import labels
+from mirage_hf.pipeline import labels
 from mirage_hf.search.report import Counters
 
 Note = Callable[..., Any]
@@ -19,8 +20,15 @@ Note = Callable[..., Any]
 @contextmanager
 def bar(what: str, console: Console) -> Iterator[Note]:
     """Show what is being done on a console, if it is a terminal; yields what to tell it."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as shown:
         task = shown.add_task(what, total=None)
         kernel = ""
 
@@ -31,6 +39,7 @@ def bar(what: str, console: Console) -> Iterator[Note]:
                 shown.update(task, total=total, completed=number - 1)
                 kernel, stage, detail = f" kernel {number} of {total}, {name}:", "looked up", None
             shown.update(task, description=f"{what}:{kernel} {stage}{_detail(detail)}", refresh=new)
+
         yield note
 
 
@@ -39,6 +48,7 @@ def bar_unless(progress: Note | None, what: str) -> Iterator[Note | None]:
     """The caller's `progress`; without one a bar on stderr, where that is a terminal and transformers' progress bars are not switched
     off."""
     from transformers.utils import logging
+
     console = Console(stderr=True, highlight=False)
     if progress is not None or not console.is_terminal or not logging.is_progress_bar_enabled():
         yield progress
@@ -52,7 +62,11 @@ def bar_unless(progress: Note | None, what: str) -> Iterator[Note | None]:
 def _detail(detail: Any) -> str:
     match detail:
         case Counters():
-            shown = [f"{number} {label}" for group, label, number in labels.rows(detail) if group in ("found", "values", "kernels")]
+            shown = [
+                f"{number} {label}"
+                for group, label, number in labels.rows(detail)
+                if group in ("found", "values", "kernels")
+            ]
             return ", " + ", ".join(shown[:4])
         case (int() as done, int() as total, name):
             return f" {done} of {total}: {name}"

@@ -1,4 +1,5 @@
 """What a pattern is: a block's tensor program with named axes, and rows that say how families name the block's parts."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -55,7 +56,10 @@ class Block:
         return hash((self.pattern.name, self.sizes))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Block) and (self.pattern.name, self.sizes) == (other.pattern.name, other.sizes)
+        return isinstance(other, Block) and (self.pattern.name, self.sizes) == (
+            other.pattern.name,
+            other.sizes,
+        )
 
 
 @lru_cache(maxsize=512)  # probes and steps on a CPU ask for one program again and again
@@ -99,7 +103,9 @@ class LayerLayout:
     @property
     def norms(self) -> tuple[str, ...]:
         """The norms that the layer has."""
-        return tuple(dict.fromkeys(n for n in (self.norm, self.after, self.mlp_norm, self.mlp_after) if n))
+        return tuple(
+            dict.fromkeys(n for n in (self.norm, self.after, self.mlp_norm, self.mlp_after) if n)
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
 """Panels of boxes and arrows as SVG text: widths of text, columns of panels, colours, a legend. What is drawn: picture.py."""
+
 from __future__ import annotations
 
 import unicodedata
@@ -6,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from mirage_hf.graph import layered
+from mirage_hf.render import layered
 
 ADVANCE = {"plain": 7.25, "bold": 7.25, "small": 6.35, "band": 6.65, "title": 8.45}
 """Width of a character of each class of text, in pixels: all text is monospaced, so boxes can be made to fit it."""
@@ -28,22 +29,27 @@ STYLES = {
 box says the same."""
 _DASHED = ("view",)
 
-_CSS = "\n".join([
-    '  .ugraph text { font: 12px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #17202b; text-anchor: middle; }',
-    "  .ugraph text.bold { font-weight: bold; }",
-    "  .ugraph text.small { font-size: 10.5px; fill: #43515f; }",
-    "  .ugraph text.left { text-anchor: start; }",
-    "  .ugraph text.title { font-size: 14px; font-weight: bold; text-anchor: start; }",
-    "  .ugraph text.band { font-size: 11px; font-weight: bold; fill: #2f4256; text-anchor: start; }",
-    "  .ugraph path.edge { fill: none; stroke: #6b7a8a; stroke-width: 1.4; }",
-    "  .ugraph path.tip { fill: #6b7a8a; stroke: none; }",
-    "  .ugraph rect { stroke-width: 1.5; }",
-    "  .ugraph rect.page { fill: #ffffff; stroke: none; }",
-    "  .ugraph rect.panel { fill: #f6f8fa; stroke: #cfd7df; }",
-    "  .ugraph rect.band { fill: #ffffff; stroke: #a9b7c5; stroke-dasharray: 5 3; }",
-    "  .ugraph rect.label { fill: #f6f8fa; stroke: none; }",
-    *(f"  .ugraph rect.{name} {{ fill: {fill}; stroke: {stroke};{' stroke-dasharray: 4 2.5;' if name in _DASHED else ''} }}"
-      for name, (fill, stroke, _) in STYLES.items())])
+_CSS = "\n".join(
+    [
+        '  .ugraph text { font: 12px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #17202b; text-anchor: middle; }',
+        "  .ugraph text.bold { font-weight: bold; }",
+        "  .ugraph text.small { font-size: 10.5px; fill: #43515f; }",
+        "  .ugraph text.left { text-anchor: start; }",
+        "  .ugraph text.title { font-size: 14px; font-weight: bold; text-anchor: start; }",
+        "  .ugraph text.band { font-size: 11px; font-weight: bold; fill: #2f4256; text-anchor: start; }",
+        "  .ugraph path.edge { fill: none; stroke: #6b7a8a; stroke-width: 1.4; }",
+        "  .ugraph path.tip { fill: #6b7a8a; stroke: none; }",
+        "  .ugraph rect { stroke-width: 1.5; }",
+        "  .ugraph rect.page { fill: #ffffff; stroke: none; }",
+        "  .ugraph rect.panel { fill: #f6f8fa; stroke: #cfd7df; }",
+        "  .ugraph rect.band { fill: #ffffff; stroke: #a9b7c5; stroke-dasharray: 5 3; }",
+        "  .ugraph rect.label { fill: #f6f8fa; stroke: none; }",
+        *(
+            f"  .ugraph rect.{name} {{ fill: {fill}; stroke: {stroke};{' stroke-dasharray: 4 2.5;' if name in _DASHED else ''} }}"
+            for name, (fill, stroke, _) in STYLES.items()
+        ),
+    ]
+)
 
 _MARGIN, _INSET = 20.0, 22.0
 _ASPECT = 1.5
@@ -90,7 +96,9 @@ class Panel:
     edges: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
     bands: list[Band] = field(default_factory=list)
 
-    def add(self, key: str, lines: Iterable[tuple[str, str]], style: str, layer: int, least: float = 0.0) -> None:
+    def add(
+        self, key: str, lines: Iterable[tuple[str, str]], style: str, layer: int, least: float = 0.0
+    ) -> None:
         self.nodes.append(Node(key, tuple(lines), style, layer, least))
 
     def join(self, a: str, b: str, label: tuple[str, ...] = ()) -> None:
@@ -117,26 +125,43 @@ def page(title: str, panels: Sequence[Panel]) -> str:
     for column in columns:
         y = header
         for n in column:
-            parts.append("\n".join([f'<g transform="translate({x:.1f},{y:.1f})">', *drawings[n].lines, "</g>"]))
+            parts.append(
+                "\n".join(
+                    [f'<g transform="translate({x:.1f},{y:.1f})">', *drawings[n].lines, "</g>"]
+                )
+            )
             y += drawings[n].height + _MARGIN
         bottom = max(bottom, y - _MARGIN)
         x += max(drawings[n].width for n in column) + _MARGIN
     wide = max(x, 640.0, width(title, "title") + 2 * _MARGIN)
     legend, rows = _legend({n.style for p in panels for n in p.nodes}, wide - 2 * _MARGIN)
     high = bottom + 24 + LINE * 1.4 * rows
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="ugraph" width="{wide:.0f}" height="{high:.0f}" '
-        f'viewBox="0 0 {wide:.0f} {high:.0f}" role="img">',
-        f"<title>{escape(title)}</title>", f"<style>\n{_CSS}\n</style>",
-        f'<rect class="page" width="{wide:.0f}" height="{high:.0f}"/>',
-        _text(_MARGIN, 30, title, "title"), *parts,
-        f'<g transform="translate({_MARGIN:.1f},{bottom + 18:.1f})">', *legend, "</g>", "</svg>", ""])
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="ugraph" width="{wide:.0f}" height="{high:.0f}" '
+            f'viewBox="0 0 {wide:.0f} {high:.0f}" role="img">',
+            f"<title>{escape(title)}</title>",
+            f"<style>\n{_CSS}\n</style>",
+            f'<rect class="page" width="{wide:.0f}" height="{high:.0f}"/>',
+            _text(_MARGIN, 30, title, "title"),
+            *parts,
+            f'<g transform="translate({_MARGIN:.1f},{bottom + 18:.1f})">',
+            *legend,
+            "</g>",
+            "</svg>",
+            "",
+        ]
+    )
 
 
 def _columns(sizes: Sequence[tuple[float, float]]) -> list[list[int]]:
     """Panels in columns, in order, so that the page comes near to _ASPECT: every height of a run of panels is tried."""
     best: tuple[float, list[list[int]]] = (float("inf"), [list(range(len(sizes)))])
-    heights = {sum(h + _MARGIN for _, h in sizes[i:j]) for i in range(len(sizes)) for j in range(i + 1, len(sizes) + 1)}
+    heights = {
+        sum(h + _MARGIN for _, h in sizes[i:j])
+        for i in range(len(sizes))
+        for j in range(i + 1, len(sizes) + 1)
+    }
     for limit in sorted(heights):
         columns: list[list[int]] = []
         filled = float("inf")
@@ -165,21 +190,36 @@ def _draw(panel: Panel) -> _Drawing:
     placed = layered.place(boxes, list(panel.edges), above)
     short = {}
     for band in panel.bands:  # room for its text
-        short[band] = max(0.0, SMALL * len(band.lines) + 12 - (placed.layers[band.last][1] - placed.layers[band.first][0] + 24))
+        short[band] = max(
+            0.0,
+            SMALL * len(band.lines)
+            + 12
+            - (placed.layers[band.last][1] - placed.layers[band.first][0] + 24),
+        )
         above[band.last + 1] = above.get(band.last + 1, 0.0) + short[band]
     if any(short.values()):
         placed = layered.place(boxes, list(panel.edges), above)
-    gutter = max((width(line, "band") + 18 for band in panel.bands for line in band.lines), default=0.0)
+    gutter = max(
+        (width(line, "band") + 18 for band in panel.bands for line in band.lines), default=0.0
+    )
     top = 46.0 + SMALL * len(panel.facts)
     head = max([width(panel.title, "title"), *(width(f, "small") for f in panel.facts)]) + 36
     wide = max(placed.width + 2 * _INSET + gutter, head)
     shift = gutter + (wide - gutter - placed.width) / 2
     high = top + placed.layers[-1][1] + _INSET
-    lines = [f'<rect class="panel" x="0" y="0" width="{wide:.1f}" height="{high:.1f}" rx="10"/>', _text(16, 27, panel.title, "title")]
+    lines = [
+        f'<rect class="panel" x="0" y="0" width="{wide:.1f}" height="{high:.1f}" rx="10"/>',
+        _text(16, 27, panel.title, "title"),
+    ]
     lines += [_text(16, 44 + SMALL * i, fact, "small left") for i, fact in enumerate(panel.facts)]
     for band in panel.bands:
-        y0, y1 = placed.layers[band.first][0] + top - 12, placed.layers[band.last][1] + top + 12 + short[band]
-        lines.append(f'<rect class="band" x="9" y="{y0:.1f}" width="{wide - 18:.1f}" height="{y1 - y0:.1f}" rx="8"/>')
+        y0, y1 = (
+            placed.layers[band.first][0] + top - 12,
+            placed.layers[band.last][1] + top + 12 + short[band],
+        )
+        lines.append(
+            f'<rect class="band" x="9" y="{y0:.1f}" width="{wide - 18:.1f}" height="{y1 - y0:.1f}" rx="8"/>'
+        )
         lines += [_text(18, y0 + 19 + SMALL * i, line, "band") for i, line in enumerate(band.lines)]
     labels = []
     starts = {band.first for band in panel.bands}
@@ -188,19 +228,29 @@ def _draw(panel: Panel) -> _Drawing:
         lines += _arrow(moved)
         label = panel.edges[edge]
         layer = by_key[edge[1]].layer
-        x, y = moved[-1][0], placed.layers[layer][0] + top - 9 - 13 * len(label) - (14 if layer in starts else 0)
+        x, y = (
+            moved[-1][0],
+            placed.layers[layer][0] + top - 9 - 13 * len(label) - (14 if layer in starts else 0),
+        )
         for i, text in enumerate(label):
             w = width(text, "small") + 4
-            labels += [f'<rect class="label" x="{x - w / 2:.1f}" y="{y + 13 * i:.1f}" width="{w:.1f}" height="13"/>',
-                       _text(x, y + 13 * i + 10, text, "small")]
+            labels += [
+                f'<rect class="label" x="{x - w / 2:.1f}" y="{y + 13 * i:.1f}" width="{w:.1f}" height="13"/>',
+                _text(x, y + 13 * i + 10, text, "small"),
+            ]
     lines += labels
     for n in panel.nodes:
         box, (cx, cy) = n.box, placed.centres[n.key]
         x, y = cx + shift - box.width / 2, cy + top - box.height / 2
         radius = min(box.height / 2, 18) if n.style == "tensor" else 5
-        lines.append(f'<rect class="{n.style}" x="{x:.1f}" y="{y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" '
-                     f'rx="{radius:.0f}"/>')
-        lines += [_text(cx + shift, y + PAD / 2 + LINE * i + 12.5, text, kind) for i, (text, kind) in enumerate(n.lines)]
+        lines.append(
+            f'<rect class="{n.style}" x="{x:.1f}" y="{y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" '
+            f'rx="{radius:.0f}"/>'
+        )
+        lines += [
+            _text(cx + shift, y + PAD / 2 + LINE * i + 12.5, text, kind)
+            for i, (text, kind) in enumerate(n.lines)
+        ]
     return _Drawing(wide, high, tuple(lines))
 
 
@@ -226,15 +276,26 @@ def _arrow(points: Sequence[tuple[float, float]]) -> list[str]:
 
 def _legend(styles: set[str], room: float) -> tuple[list[str], int]:
     """Boxes with their meaning, and how many rows they take."""
-    entries: Mapping[str, str] = {name: meaning for name, (_, _, meaning) in STYLES.items() if name in styles}
+    entries: Mapping[str, str] = {
+        name: meaning for name, (_, _, meaning) in STYLES.items() if name in styles
+    }
     lines, x, row = [], 0.0, 0
-    for style, text in [*entries.items(), *([("", "x→0: axis x cuts dim 0;  x→φ: the same for all of x")] if "load" in styles else [])]:
+    for style, text in [
+        *entries.items(),
+        *(
+            [("", "x→0: axis x cuts dim 0;  x→φ: the same for all of x")]
+            if "load" in styles
+            else []
+        ),
+    ]:
         wide = (22 if style else 0) + width(text, "small") + 22
         if x and x + wide - 22 > room:
             x, row = 0.0, row + 1
         y = row * LINE * 1.4
         if style:
-            lines.append(f'<rect class="{style}" x="{x:.1f}" y="{y:.1f}" width="16" height="12" rx="3"/>')
+            lines.append(
+                f'<rect class="{style}" x="{x:.1f}" y="{y:.1f}" width="16" height="12" rx="3"/>'
+            )
         lines.append(_text(x + (22 if style else 0), y + 10, text, "small left"))
         x += wide
     return lines, row + 1

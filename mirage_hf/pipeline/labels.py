@@ -1,4 +1,5 @@
 """What the counters of a search mean, in words. A counter that is not named here is shown under its own name."""
+
 from __future__ import annotations
 
 from dataclasses import fields

@@ -1,4 +1,5 @@
 """What a model's steps of decoding are made of: the kernels of every part of every layer and of the head, by batch size."""
+
 from __future__ import annotations
 
 import threading
@@ -9,20 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirage_hf import kernels
 from mirage_hf.errors import MirageError, Rejected
 from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.layers.compose import Kernel, Part, child
+from mirage_hf.layers.prompt_step import LayerPrompt, layer_prompt, no_prompt
+from mirage_hf.layers.row_chunks import InPieces, make_ready
+from mirage_hf.layers.step import LayerStep, layer_step
 from mirage_hf.match.causal import CausalMatch, LengthRope, length_rope, rotary_rows
-from mirage_hf.match.compose import Kernel, Part, child
 from mirage_hf.match.matcher import Match
-from mirage_hf.match.pattern import Block
 from mirage_hf.match.probe import softcap_of
-from mirage_hf.match.prompt_step import LayerPrompt, layer_prompt, no_prompt
-from mirage_hf.match.step import LayerStep, layer_step
 from mirage_hf.patterns.attention import LONG_FROM, for_long_caches
-from mirage_hf.patterns.causal_lm import LOGITS_DIVISOR, LOGITS_MULTIPLIER, LOGITS_SOFTCAP, OF_LAYERS
+from mirage_hf.patterns.causal_lm import (
+    LOGITS_DIVISOR,
+    LOGITS_MULTIPLIER,
+    LOGITS_SOFTCAP,
+    OF_LAYERS,
+)
 from mirage_hf.patterns.decoder_layer import CLIPS, MULTIPLIERS, SOFTCAPS, SWITCHES
-from mirage_hf.swap.pieces import InPieces, make_ready
+from mirage_hf.patterns.schema import Block
+from mirage_hf.pipeline import kernels
 
 Found = Mapping[Any, Any]
 LONG = "attention, long caches"
@@ -73,12 +79,20 @@ class Steps:
     def kernels(self, layer: LayerKernels, rows: int, slots: int) -> dict[str, Kernel]:
         """What runs the parts of a layer, for caches of so many slots. Errors: MirageError where attention has no kernel for them."""
         found, parts = layer.found[rows], layer.step.parts
-        return {role: self._for_slots(found, role, part, rows, slots) if part.block.pattern.over_cache else found[role].run
-                for role, part in parts.items()}
+        return {
+            role: self._for_slots(found, role, part, rows, slots)
+            if part.block.pattern.over_cache
+            else found[role].run
+            for role, part in parts.items()
+        }
 
-    def _for_slots(self, found: Mapping[str, Any], role: str, part: Part, rows: int, slots: int) -> Kernel:
+    def _for_slots(
+        self, found: Mapping[str, Any], role: str, part: Part, rows: int, slots: int
+    ) -> Kernel:
         """Those tuned for caches of about this length where they can be cut to it, else those for the others."""
-        tuned = [found[role], found[LONG]] if role == "attention" and LONG in found else [found[role]]
+        tuned = (
+            [found[role], found[LONG]] if role == "attention" and LONG in found else [found[role]]
+        )
         program, failed = part.block.program(rows, slots=slots), None
         for each in reversed(tuned) if slots >= LONG_FROM else tuned:
             with self._lock:
@@ -99,7 +113,12 @@ class Steps:
             each: list[Mapping[str, InPieces]] = []
             for layer in self.layers:
                 assert layer.prompt is not None
-                each.append({name: self._prompts.get(block) or self._in_pieces(block) for name, block in layer.prompt.blocks.items()})
+                each.append(
+                    {
+                        name: self._prompts.get(block) or self._in_pieces(block)
+                        for name, block in layer.prompt.blocks.items()
+                    }
+                )
             make_ready(self._prompts.values(), rows)
             return list(each)
 
@@ -108,13 +127,16 @@ class Steps:
 
         def resolve(program: KernelGraph) -> kernels.Resolved:
             return kernels.resolve(program, device=device, tune="never", pattern=block.pattern.name)
+
         found = self._prompts[block] = InPieces(block, device, resolve)
         return found
 
     def obstacle(self, rows: int, slots: tuple[int, ...]) -> str:
         """Why there are no steps for caches of so many slots in each layer, "" where there are."""
         if (rows, slots) not in self._obstacles:
-            self._obstacles[rows, slots] = self._missing(rows, slots)  # not before it is known: other threads look here, too
+            self._obstacles[rows, slots] = self._missing(
+                rows, slots
+            )  # not before it is known: other threads look here, too
         return self._obstacles[rows, slots]
 
     def _missing(self, rows: int, slots: tuple[int, ...]) -> str:
@@ -135,7 +157,14 @@ class Steps:
 
     def changed(self) -> str:
         """Which number is no longer what kernels were made for, "" where none is."""
-        return next((f"a {name} was changed" for inner, name, value in self.constants if _value(inner.get(name)) != value), "")
+        return next(
+            (
+                f"a {name} was changed"
+                for inner, name, value in self.constants
+                if _value(inner.get(name)) != value
+            ),
+            "",
+        )
 
     def rotary_tables(self, positions: int) -> tuple[Tensor, Tensor]:
         """RoPE's cos and sin (kinds, positions, width) as the model's own module computes them, in the dtype that it gives, and as layers
@@ -143,20 +172,31 @@ class Steps:
         reach = positions if self.rope is None else min(positions, self.rope.reach)
         at = torch.arange(reach, device=self.embedding.device)[None]
         with torch.inference_mode(False), torch.no_grad():
-            tables = [step.tables(*rotary_rows(self.rotary, self.embedding[:1, None].detach(), at, kind)) for kind, step in self.ropes]
-            cos, sin = (torch.nn.functional.pad(torch.cat(each), (0, 0, 0, positions - reach)) for each in zip(*tables, strict=True))
+            tables = [
+                step.tables(*rotary_rows(self.rotary, self.embedding[:1, None].detach(), at, kind))
+                for kind, step in self.ropes
+            ]
+            cos, sin = (
+                torch.nn.functional.pad(torch.cat(each), (0, 0, 0, positions - reach))
+                for each in zip(*tables, strict=True)
+            )
             return cos, sin
 
     def head(self, rows: int, x: Tensor, logits: Tensor) -> None:
         """Write the logits (rows, vocabulary) of hidden states (rows, width)."""
-        found, views = self.heads[rows], [p.t() if p.dim() == 2 else p[None] for p in self.head_weights]
+        found, views = (
+            self.heads[rows],
+            [p.t() if p.dim() == 2 else p[None] for p in self.head_weights],
+        )
         if found.is_fused and x.device.type == "cuda":
             found.run([x, *views], [logits])
         else:
             logits.copy_(found.run([x, *views])[0])
 
 
-def steps_of(causal: CausalMatch | Rejected, matches: Sequence[Match], rows: Sequence[int], found: Found) -> Steps | Rejected:
+def steps_of(
+    causal: CausalMatch | Rejected, matches: Sequence[Match], rows: Sequence[int], found: Found
+) -> Steps | Rejected:
     """Put the kernels found together, for those numbers of rows for which each part has one."""
     if isinstance(causal, Rejected):
         return causal
@@ -179,17 +219,36 @@ def steps_of(causal: CausalMatch | Rejected, matches: Sequence[Match], rows: Seq
     steps = [layer_step(m.module, m.parts, m.layouts[0], m.rope) for m in each]
     taking = [(kind, step.taking) for kind, step in zip(causal.kinds, steps, strict=True)]
     ropes = dict(zip(reversed(taking), reversed(steps), strict=True))
-    layers = tuple(LayerKernels(m, step, layer_prompt(m.module, m.parts, m.layouts[0]), list(ropes).index(rope),
-                                {r: _by_role(m, r, found) for r in good}) for m, step, rope in zip(each, steps, taking, strict=True))
+    layers = tuple(
+        LayerKernels(
+            m,
+            step,
+            layer_prompt(m.module, m.parts, m.layouts[0]),
+            list(ropes).index(rope),
+            {r: _by_role(m, r, found) for r in good},
+        )
+        for m, step, rope in zip(each, steps, taking, strict=True)
+    )
     no_prompts = next((no for m in each if (no := no_prompt(m.parts, m.layouts[0]))), "")
     head = causal.head
     weights = [child(causal.model, path)._parameters[name] for path, name in head.weights]
-    constants = tuple((inner, name, _value(value)) for inner, name, value in _constants(causal, by_name))
-    return Steps(tuple(good), layers, {r: found[head.block, r] for r in good}, causal.embedding,
-                 causal.embedding_scale(causal.embedding.dtype), causal.rotary, length_rope(getattr(causal.backbone, "config", None)),
-                 tuple((kind, step) for (kind, _), step in ropes.items()),
-                 tuple(w for w in weights if w is not None),
-                 dict(head.block.sizes)["n"][0], no_prompts, constants)
+    constants = tuple(
+        (inner, name, _value(value)) for inner, name, value in _constants(causal, by_name)
+    )
+    return Steps(
+        tuple(good),
+        layers,
+        {r: found[head.block, r] for r in good},
+        causal.embedding,
+        causal.embedding_scale(causal.embedding.dtype),
+        causal.rotary,
+        length_rope(getattr(causal.backbone, "config", None)),
+        tuple((kind, step) for (kind, _), step in ropes.items()),
+        tuple(w for w in weights if w is not None),
+        dict(head.block.sizes)["n"][0],
+        no_prompts,
+        constants,
+    )
 
 
 def _value(x: Any) -> Any:
@@ -200,11 +259,20 @@ def _value(x: Any) -> Any:
 
 def _by_role(m: Match, rows: int, found: Found) -> dict[str, Any]:
     kernels = {p.role: found[p.block, rows] for p in m.parts}
-    long = next((found.get((for_long_caches(p.block), rows)) for p in m.parts if p.role == "attention"), None)
-    return kernels if long is None or isinstance(long, Rejected) or not long.is_fused else {**kernels, LONG: long}
+    long = next(
+        (found.get((for_long_caches(p.block), rows)) for p in m.parts if p.role == "attention"),
+        None,
+    )
+    return (
+        kernels
+        if long is None or isinstance(long, Rejected) or not long.is_fused
+        else {**kernels, LONG: long}
+    )
 
 
-def _constants(causal: CausalMatch, matches: Mapping[str, Match]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def _constants(
+    causal: CausalMatch, matches: Mapping[str, Match]
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
     backbone, row = causal.backbone._modules, causal.layout
     config = getattr(causal.backbone, "config", None)
     modules = [backbone[row.norm], causal.rotary]
@@ -213,10 +281,17 @@ def _constants(causal: CausalMatch, matches: Mapping[str, Match]) -> Iterator[tu
         attention: Any = m.module._modules[m.layouts[0].attention]
         yield from _named(m.module.__dict__, (*MULTIPLIERS, *SWITCHES))
         yield from _named(attention.__dict__, SOFTCAPS)
-        yield from ((attention.config.__dict__, name, None) for name in CLIPS if hasattr(attention, "config"))
+        yield from (
+            (attention.config.__dict__, name, None)
+            for name in CLIPS
+            if hasattr(attention, "config")
+        )
         if softcap_of(attention) is not None:  # another attention may do something else with it
             yield from _named(attention.config.__dict__, ("_attn_implementation_internal",))
-        modules += [child(m.module, path) for path in dict.fromkeys(path for p in m.parts for path in p.bypassed)]
+        modules += [
+            child(m.module, path)
+            for path in dict.fromkeys(path for p in m.parts for path in p.bypassed)
+        ]
     for module in modules:
         yield from ((module.__dict__, n, v) for n, v in module.__dict__.items() if type(v) is float)  # type: ignore[union-attr]
     yield backbone[row.embedding].__dict__, "max_norm", None  # type: ignore[union-attr]
@@ -226,7 +301,7 @@ def _constants(causal: CausalMatch, matches: Mapping[str, Match]) -> Iterator[tu
     yield from _named(causal.model.__dict__, (LOGITS_MULTIPLIER,))
 
 
-def _named(inner: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def _named(
+    inner: dict[str, Any], names: Sequence[str]
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
     return ((inner, n, inner[n]) for n in names if n in inner)
-
-

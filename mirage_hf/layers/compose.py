@@ -3,6 +3,7 @@
 Attention is never rewritten. Its stock forward runs on a stand-in for `self` whose projections hand out what a kernel has
 computed, so RoPE, q/k norms, cache, window, softcap and attention backend are those of the installed version.
 """
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.match.pattern import Block, LayerLayout, MlpLayout
 from mirage_hf.patterns import decoder_layer
 from mirage_hf.patterns.lora import Ups
+from mirage_hf.patterns.schema import Block, LayerLayout, MlpLayout
 
 Kernel = Callable[[Sequence[Tensor]], list[Tensor]]
 """Runs a part's program: operands in the program's order to outputs."""
@@ -53,8 +54,12 @@ class Part:
         if (ups := sizes.get("lora")) is not None and ups.packed:
             first = len(parameters) - sum(r > 0 for r in ups.ranks)
             own = iter(parameters[first:])
-            bs = [next(own) if r else _made(_zeros, n, ups.rank, parameters[-1].dtype, parameters[-1].device)
-                  for n, r in zip(sizes["n"], ups.ranks, strict=True)]
+            bs = [
+                next(own)
+                if r
+                else _made(_zeros, n, ups.rank, parameters[-1].dtype, parameters[-1].device)
+                for n, r in zip(sizes["n"], ups.ranks, strict=True)
+            ]
             return [*parameters[:first], *bs]
         if not self.halves:
             return list(parameters)
@@ -86,7 +91,9 @@ def _constant(how: Callable[..., Tensor], *of: Any) -> Tensor:
 def _kept(how: Callable[..., Tensor], *of: Any) -> Tensor:
     if (found := _there.get((how, *of))) is None:
         with torch.inference_mode(False):
-            found = _there.setdefault((how, *of), how(*of))  # what another thread has made meanwhile may be read already
+            found = _there.setdefault(
+                (how, *of), how(*of)
+            )  # what another thread has made meanwhile may be read already
     return found
 
 
@@ -152,7 +159,7 @@ def norm_weights(sizes: Mapping[str, Any]) -> int:
 
 def of_norm(name: str, sizes: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The weights of a block's norm."""
-    return [(name, p) for p in ("weight", "bias")[:norm_weights(sizes)]]
+    return [(name, p) for p in ("weight", "bias")[: norm_weights(sizes)]]
 
 
 def _same(x: Tensor) -> Tensor:
@@ -189,14 +196,21 @@ class Composition(ABC):
 
     def __init__(self, module: nn.Module, parts: Sequence[Part]):
         self.parts = {p.role: p for p in parts}
-        self.children: dict[str, Any] = module.__dict__["_modules"]  # not the module, which holds us
+        self.children: dict[str, Any] = module.__dict__[
+            "_modules"
+        ]  # not the module, which holds us
         self.parameters: Mapping[str, list[Any]] = {
-            p.role: [child(module, path)._parameters[name] for path, name in p.weights] for p in parts}
+            p.role: [child(module, path)._parameters[name] for path, name in p.weights]
+            for p in parts
+        }
         for p in parts:  # what `_made` gives lies there before any call: made in a capture, it would be nothing before the first replay
             p.operands(self.parameters[p.role])
         sizes = {p.role: dict(p.block.sizes) for p in parts}
         self.ups: Mapping[str, tuple[Ups, tuple[int, ...]]] = {
-            role: (s["lora"], s["n"] if isinstance(s["n"], tuple) else ()) for role, s in sizes.items() if s.get("lora") is not None}
+            role: (s["lora"], s["n"] if isinstance(s["n"], tuple) else ())
+            for role, s in sizes.items()
+            if s.get("lora") is not None
+        }
 
     def _run(self, kernels: Mapping[str, Kernel], role: str, x: Tensor, *rest: Tensor) -> Tensor:
         x = x.contiguous()
@@ -204,16 +218,29 @@ class Composition(ABC):
         if role in self.ups:
             ups, widths = self.ups[role]
             lows = ups.lows(self._run(kernels, low_of(role), x), widths)
-        return kernels[role]([x, *lows, *_views(self.parts[role].operands(self.parameters[role])), *rest])[0]
+        return kernels[role](
+            [x, *lows, *_views(self.parts[role].operands(self.parameters[role])), *rest]
+        )[0]
 
     @abstractmethod
-    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    def __call__(
+        self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]
+    ) -> Tensor:
         """The module's output with the work of `kernels`' roles done by them."""
 
 
 def multiplier(layer: nn.Module) -> float:
     """What a decoder layer says it scales by what it adds to the residual."""
-    return float(next((layer.__dict__[n] for n in decoder_layer.MULTIPLIERS if isinstance(layer.__dict__.get(n), int | float)), 1.0))
+    return float(
+        next(
+            (
+                layer.__dict__[n]
+                for n in decoder_layer.MULTIPLIERS
+                if isinstance(layer.__dict__.get(n), int | float)
+            ),
+            1.0,
+        )
+    )
 
 
 def one_norm(layer: nn.Module, layout: LayerLayout) -> Any:
@@ -232,7 +259,9 @@ def own_mlp(children: Mapping[str, Any], mlp: str, x: Tensor) -> Tensor:
     return y[0] if isinstance(y, tuple) else y
 
 
-def added(children: Mapping[str, Any], norm: str, multiplier: float, residual: Tensor, y: Tensor) -> Tensor:
+def added(
+    children: Mapping[str, Any], norm: str, multiplier: float, residual: Tensor, y: Tensor
+) -> Tensor:
     """The residual and what a layer makes of what its attention or MLP gave."""
     y = normed(children, norm, y)
     return residual + (y if multiplier == 1 else y * multiplier)
@@ -240,22 +269,30 @@ def added(children: Mapping[str, Any], norm: str, multiplier: float, residual: T
 
 class LayerComposition(Composition):
     """A decoder layer (patterns/decoder_layer.py). Roles: qkv, out, gated or up, down; those without a kernel run stock. Attention always
-    does: its kernels serve steps of decoding only (match/step.py)."""
+    does: its kernels serve steps of decoding only (layers/step.py)."""
 
-    def __init__(self, layer: nn.Module, parts: Sequence[Part], layout: LayerLayout, mlp: MlpLayout | None):
+    def __init__(
+        self, layer: nn.Module, parts: Sequence[Part], layout: LayerLayout, mlp: MlpLayout | None
+    ):
         super().__init__(layer, parts)
         self.layout, self.names, self.multiplier = layout, mlp, multiplier(layer)
         self.widths = list(dict(self.parts["qkv"].block.sizes)["n"]) if "qkv" in self.parts else []
         self.first = first_half(self.parts)
         self.fused_norm = bool(self.first) and dict(self.parts[self.first].block.sizes)["norm"]
 
-    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    def __call__(
+        self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]
+    ) -> Tensor:
         batch, length, width = x.shape
         flat = x.reshape(-1, width).contiguous()
         h = self._attention(kernels, x, flat, kwargs)
-        return self._mlp(kernels, flat if self.layout.parallel else h, h, batch, length).view(batch, length, width)
+        return self._mlp(kernels, flat if self.layout.parallel else h, h, batch, length).view(
+            batch, length, width
+        )
 
-    def _attention(self, kernels: Mapping[str, Kernel], x: Tensor, flat: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    def _attention(
+        self, kernels: Mapping[str, Kernel], x: Tensor, flat: Tensor, kwargs: Mapping[str, Any]
+    ) -> Tensor:
         names: LayerLayout = self.layout
         given: dict[str, Any] = {}
         if "qkv" in kernels:
@@ -269,24 +306,42 @@ class LayerComposition(Composition):
             given[names.output] = _same
         attention, kwargs = self.children[names.attention], {"attention_mask": None, **kwargs}
         if given:
-            out = type(attention).forward(stand_in(attention, given), hidden_states=inner, **kwargs)[0]
+            out = type(attention).forward(
+                stand_in(attention, given), hidden_states=inner, **kwargs
+            )[0]
         else:
             out = attention(hidden_states=inner, **kwargs)[0]
         out = out.reshape(flat.shape[0], -1)
-        return self._run(kernels, "out", out, flat) if "out" in kernels else added(self.children, names.after, self.multiplier, flat, out)
+        return (
+            self._run(kernels, "out", out, flat)
+            if "out" in kernels
+            else added(self.children, names.after, self.multiplier, flat, out)
+        )
 
-    def _mlp(self, kernels: Mapping[str, Kernel], x: Tensor, h: Tensor, batch: int, length: int) -> Tensor:
+    def _mlp(
+        self, kernels: Mapping[str, Kernel], x: Tensor, h: Tensor, batch: int, length: int
+    ) -> Tensor:
         """What the layer gives, of what the MLP's norm reads and what its output is added to."""
         mlp, names = self.children[self.layout.mlp], self.layout
         if self.first in kernels:
-            inner = self._run(kernels, self.first, x if self.fused_norm else normed(self.children, names.mlp_norm, x))
+            inner = self._run(
+                kernels,
+                self.first,
+                x if self.fused_norm else normed(self.children, names.mlp_norm, x),
+            )
             if "down" in kernels:
                 return self._run(kernels, "down", inner, h)
             y = child(mlp, self.names.down)(inner)  # type: ignore[union-attr]
             return added(self.children, names.mlp_after, self.multiplier, h, y)
         given = normed(self.children, names.mlp_norm, x.view(batch, length, -1))
         if "down" not in kernels or self.names is None:
-            return added(self.children, names.mlp_after, self.multiplier, h, own_mlp(self.children, names.mlp, given).reshape(h.shape))
+            return added(
+                self.children,
+                names.mlp_after,
+                self.multiplier,
+                h,
+                own_mlp(self.children, names.mlp, given).reshape(h.shape),
+            )
         inner = type(mlp).forward(stand_in(mlp, {self.names.down: _same}), given)
         return self._run(kernels, "down", inner.reshape(h.shape[0], -1), h)
 
@@ -298,7 +353,9 @@ class MlpComposition(Composition):
         super().__init__(mlp, parts)
         self.down = layout.down
 
-    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    def __call__(
+        self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]
+    ) -> Tensor:
         inner = self._run(kernels, "gated", x.reshape(-1, x.shape[-1]))
         return self.children[self.down](inner.view(*x.shape[:-1], -1))
 
@@ -306,17 +363,25 @@ class MlpComposition(Composition):
 class LoraComposition(Composition):
     """A PEFT linear with its adapter: role lora."""
 
-    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    def __call__(
+        self, kernels: Mapping[str, Kernel], x: Tensor, kwargs: Mapping[str, Any]
+    ) -> Tensor:
         return self._run(kernels, "lora", x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
 def in_dtype(block: Block, rows: int, dtype: torch.dtype, **changes: Any) -> KernelGraph:
     """A block's program with all that has a dtype in one."""
-    given = {n: dtype if isinstance(v, torch.dtype) else v.in_dtype(dtype) for n, v in block.sizes if isinstance(v, torch.dtype | Ups)}
+    given = {
+        n: dtype if isinstance(v, torch.dtype) else v.in_dtype(dtype)
+        for n, v in block.sizes
+        if isinstance(v, torch.dtype | Ups)
+    }
     return block.program(rows, **given, **changes)
 
 
-def executor(parts: Sequence[Part], rows: int, dtype: torch.dtype, slots: int | None = None) -> dict[str, Kernel]:
+def executor(
+    parts: Sequence[Part], rows: int, dtype: torch.dtype, slots: int | None = None
+) -> dict[str, Kernel]:
     """The parts' programs run op by op with torch in `dtype`, caches with `slots` slots: what a probe uses in place of kernels."""
     from mirage_hf.graph.execute import run_kernel_graph
 
@@ -324,4 +389,5 @@ def executor(parts: Sequence[Part], rows: int, dtype: torch.dtype, slots: int | 
         caches = {"slots": slots} if part.block.pattern.over_cache and slots is not None else {}
         program = in_dtype(part.block, rows, dtype, **caches)
         return lambda inputs: run_kernel_graph(program, inputs)
+
     return {p.role: kernel(p) for p in parts}

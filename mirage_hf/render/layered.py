@@ -1,4 +1,5 @@
 """Layered drawings of graphs: who stands where when every edge points down (Sugiyama, Tagawa and Toda, 1981)."""
+
 from __future__ import annotations
 
 import math
@@ -34,7 +35,12 @@ class Placement:
     width: float
 
 
-def place(boxes: Sequence[Box], edges: Sequence[tuple[str, str]], above: Mapping[int, float], gap: float = 34.0) -> Placement:
+def place(
+    boxes: Sequence[Box],
+    edges: Sequence[tuple[str, str]],
+    above: Mapping[int, float],
+    gap: float = 34.0,
+) -> Placement:
     """Return where to draw `boxes`; edges lead to a later layer. `above`: extra pixels before a layer."""
     count = 1 + max((b.layer for b in boxes), default=0)
     rows: list[list[str]] = [[b.key for b in boxes if b.layer == n] for n in range(count)]
@@ -79,7 +85,9 @@ def place(boxes: Sequence[Box], edges: Sequence[tuple[str, str]], above: Mapping
     return Placement(centres, routes, y, max((x[k] + width[k] / 2 for k in x), default=0.0) - left)
 
 
-def _order(rows: list[list[str]], layer: Mapping[str, int], near: Mapping[str, Sequence[str]]) -> None:
+def _order(
+    rows: list[list[str]], layer: Mapping[str, int], near: Mapping[str, Sequence[str]]
+) -> None:
     """Order each layer by the mean position of neighbours, sweeping down and up; the order with fewest crossings stays."""
     best, fewest = [list(row) for row in rows], _crossings(rows, layer, near)
     for sweep in range(12):
@@ -89,9 +97,15 @@ def _order(rows: list[list[str]], layer: Mapping[str, int], near: Mapping[str, S
             at = {k: i for i, k in enumerate(rows[other])}
             own = {k: i for i, k in enumerate(rows[n])}
 
-            def mean(key: str, other: int = other, at: Mapping[str, int] = at, own: Mapping[str, int] = own) -> float:
+            def mean(
+                key: str,
+                other: int = other,
+                at: Mapping[str, int] = at,
+                own: Mapping[str, int] = own,
+            ) -> float:
                 found = [at[k] for k in near[key] if layer[k] == other]
                 return sum(found) / len(found) if found else float(own[key])
+
             rows[n].sort(key=mean)
         crossings = _crossings(rows, layer, near)
         if crossings < fewest:
@@ -99,7 +113,9 @@ def _order(rows: list[list[str]], layer: Mapping[str, int], near: Mapping[str, S
     rows[:] = best
 
 
-def _crossings(rows: Sequence[Sequence[str]], layer: Mapping[str, int], near: Mapping[str, Sequence[str]]) -> int:
+def _crossings(
+    rows: Sequence[Sequence[str]], layer: Mapping[str, int], near: Mapping[str, Sequence[str]]
+) -> int:
     total = 0
     for n, row in enumerate(rows[:-1]):
         at = {k: i for i, k in enumerate(rows[n + 1])}
@@ -108,11 +124,15 @@ def _crossings(rows: Sequence[Sequence[str]], layer: Mapping[str, int], near: Ma
     return total
 
 
-def _spread(rows: Sequence[Sequence[str]], width: Mapping[str, float], near: Mapping[str, Sequence[str]]) -> dict[str, float]:
+def _spread(
+    rows: Sequence[Sequence[str]], width: Mapping[str, float], near: Mapping[str, Sequence[str]]
+) -> dict[str, float]:
     """x of each box: the edges' squared sideways steps are least, for this order and not closer than GAP."""
     x: dict[str, float] = {}
 
-    def pull(k: str, n: str) -> float:  # the same at both ends, or the drawing would drift; long edges are straightened
+    def pull(
+        k: str, n: str
+    ) -> float:  # the same at both ends, or the drawing would drift; long edges are straightened
         return (2.0 if " to " in k else 1.0) * (2.0 if " to " in n else 1.0)
 
     def settle(row: Sequence[str], wish: Sequence[float]) -> None:
@@ -141,7 +161,11 @@ def _spread(rows: Sequence[Sequence[str]], width: Mapping[str, float], near: Map
         # `sum` of floats rounds otherwise since Python 3.12
         return math.fsum(w * at for w, at in pulls) / math.fsum(w for w, _ in pulls)
 
-    for way in (rows, rows[::-1], rows):  # a first guess, far down at once: where the row before, on the way, is
+    for way in (
+        rows,
+        rows[::-1],
+        rows,
+    ):  # a first guess, far down at once: where the row before, on the way, is
         before: Sequence[str] = ()
         for row in way:
             settle(row, [mean(k, before) for k in row])

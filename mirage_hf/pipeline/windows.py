@@ -10,6 +10,7 @@ write in place; a library call is the program's own op. So if every window equal
 program, and the chance that it does not is at most the sum of the windows' bounds. Its rounding may run with multiply-adds
 (on tensor cores) where that of every window may.
 """
+
 from __future__ import annotations
 
 import operator
@@ -57,8 +58,16 @@ Path = tuple[Choice, ...]
 Weight = Callable[[Choice], tuple[float, ...]]
 
 
-def search_windows(program: KernelGraph, options: SearchOptions, progress: Progress | None = None, *, seed: int = 0, reason: str = "",
-                   call_us: CallCost = call_us, steps: Steps | None = None) -> tuple[tuple[Candidate, ...], SearchReport]:
+def search_windows(
+    program: KernelGraph,
+    options: SearchOptions,
+    progress: Progress | None = None,
+    *,
+    seed: int = 0,
+    reason: str = "",
+    call_us: CallCost = call_us,
+    steps: Steps | None = None,
+) -> tuple[tuple[Candidate, ...], SearchReport]:
     """Search a program window by window: candidates for the whole, best estimate first, and the report.
 
     `options` bound each window, its max_kernels too; time_limit is that of all together. Windows are searched at
@@ -72,9 +81,22 @@ def search_windows(program: KernelGraph, options: SearchOptions, progress: Progr
 class _Windows:
     """The windows of one program: what was found for each, what of it was accepted."""
 
-    def __init__(self, parts: Cut, options: SearchOptions, progress: Progress | None, seed: int, call_us: CallCost,
-                 steps: Steps | None):
-        self.cut, self.options, self.seed, self.call_us, self.steps = parts, options, seed, call_us, steps
+    def __init__(
+        self,
+        parts: Cut,
+        options: SearchOptions,
+        progress: Progress | None,
+        seed: int,
+        call_us: CallCost,
+        steps: Steps | None,
+    ):
+        self.cut, self.options, self.seed, self.call_us, self.steps = (
+            parts,
+            options,
+            seed,
+            call_us,
+            steps,
+        )
         self.say: Callable[[str, Any], Any] = progress or (lambda stage, detail: None)
         self.start = time.perf_counter()
         self.deadline = self.start + options.time_limit
@@ -101,10 +123,22 @@ class _Windows:
         candidates = tuple(c for c, _ in best)
         if reason and not best and self.stop == "exhausted":
             self.stop = "not lowerable"
-        why = reason or ("" if best else "no window has a kernel that was accepted and estimated to be faster than library calls")
+        why = reason or (
+            ""
+            if best
+            else "no window has a kernel that was accepted and estimated to be faster than library calls"
+        )
         return candidates, SearchReport(
-            self.counters, self.stop, why, len(best), tuple(self.refused), max((c.error_bound for c in candidates), default=None),
-            self.proof_seconds, self._notes(best[0][1] if best else ()), first)
+            self.counters,
+            self.stop,
+            why,
+            len(best),
+            tuple(self.refused),
+            max((c.error_bound for c in candidates), default=None),
+            self.proof_seconds,
+            self._notes(best[0][1] if best else ()),
+            first,
+        )
 
     # -- searching --------------------------------------------------------------------------------------------------------
 
@@ -134,7 +168,9 @@ class _Windows:
     def _search_one(self, graph: KernelGraph, waiting: int) -> list[Found]:
         left, before = self.deadline - time.perf_counter(), self.counters
         options = replace(self.options, time_limit=min(left, _SHARE * left / waiting), max_width=1)
-        found, report = search(graph, options, lambda counters: self.say("search", before + counters), self.steps)
+        found, report = search(
+            graph, options, lambda counters: self.say("search", before + counters), self.steps
+        )
         self.counters = before + report.counters
         self._stopped(report.stop)
         return found
@@ -145,7 +181,12 @@ class _Windows:
         """The best paths of which every window is verified for this arithmetic."""
         while True:
             paths = self._paths(mma, weight, count)
-            unverified = {self.keys[c.window.start, c.window.stop]: c.window for p in paths for c in p if c.found}
+            unverified = {
+                self.keys[c.window.start, c.window.stop]: c.window
+                for p in paths
+                for c in p
+                if c.found
+            }
             if not unverified:
                 return paths
             for key, w in unverified.items():
@@ -156,22 +197,38 @@ class _Windows:
         kept: list[Candidate] = []
         joined, wide = self.joined.get(key, (None, []))
         for found in (self.found[key], wide):
-            result = accept(found, keep=_KEEP, seed=self.seed, on_candidate=lambda number, verdict: self.say("verify", verdict))
-            kept += [replace(c, ugraph=joined.split(c.ugraph)) if joined and found is wide else c for c in result.candidates]
-            self.refused += [replace(r, reason=f"{self._named(w)}: {r.reason}") for r in result.refused]
+            result = accept(
+                found,
+                keep=_KEEP,
+                seed=self.seed,
+                on_candidate=lambda number, verdict: self.say("verify", verdict),
+            )
+            kept += [
+                replace(c, ugraph=joined.split(c.ugraph)) if joined and found is wide else c
+                for c in result.candidates
+            ]
+            self.refused += [
+                replace(r, reason=f"{self._named(w)}: {r.reason}") for r in result.refused
+            ]
             self.proof_seconds += result.seconds
         self.accepted[key] = tuple(sorted(kept, key=lambda c: c.cost_us))
 
     def _choices(self, w: Window, mma: bool) -> list[Choice]:
         key = self.keys[w.start, w.stop]
         if key in self.accepted:
-            return [Choice(w, c.cost_us + w.view_us, c.ugraph.num_kernels, c) for c in self.accepted[key] if c.allows(mma)]
+            return [
+                Choice(w, c.cost_us + w.view_us, c.ugraph.num_kernels, c)
+                for c in self.accepted[key]
+                if c.allows(mma)
+            ]
         first = [*self.found.get(key, [])[:1], *self.joined.get(key, (None, []))[1][:1]]
         return [Choice(w, f.cost_us + w.view_us, f.ugraph.num_kernels, None, f) for f in first]
 
     def _library(self, w: Window) -> Choice:
         ops = library_ugraph(w.graph).kernels.ops if w.graph is not None else ()
-        return Choice(w, sum(map(self.call_us, ops)) + w.view_us, sum(op.name not in VIEWS for op in ops))
+        return Choice(
+            w, sum(map(self.call_us, ops)) + w.view_us, sum(op.name not in VIEWS for op in ops)
+        )
 
     def _paths(self, mma: bool, weight: Weight, count: int) -> list[Path]:
         """The `count` lightest sequences of choices from the first unit to the last."""
@@ -185,8 +242,13 @@ class _Windows:
             ways: list[tuple[tuple[float, ...], Path]] = []
             for c in choices:
                 own = weight(c)
-                ways += [(tuple(map(operator.add, total, own)), (*path, c)) for total, path in best[c.window.start]]
-            best.append(sorted(ways, key=lambda way: way[0])[:count])  # stable: the same for equal weights in every run
+                ways += [
+                    (tuple(map(operator.add, total, own)), (*path, c))
+                    for total, path in best[c.window.start]
+                ]
+            best.append(
+                sorted(ways, key=lambda way: way[0])[:count]
+            )  # stable: the same for equal weights in every run
         return [path for _, path in best[-1]]
 
     # -- stitching --------------------------------------------------------------------------------------------------------
@@ -205,30 +267,55 @@ class _Windows:
                 view(op)
             if c.window.graph is not None:
                 ugraph = c.candidate.ugraph if c.candidate else library_ugraph(c.window.graph)
-                now |= zip(c.window.writes, inline(kernels, ugraph.kernels, [now[n] for n in c.window.reads]), strict=True)
+                now |= zip(
+                    c.window.writes,
+                    inline(kernels, ugraph.kernels, [now[n] for n in c.window.reads]),
+                    strict=True,
+                )
             for op in c.window.after:
                 view(op)
         kernels.mark_output(*(now[t.index] for t in program.outputs))
         chosen = [c.candidate for c in path if c.candidate]
-        return Candidate(UGraph(program, kernels), sum(c.us for c in path), sum(c.error_bound for c in chosen),
-                         _all([c.scalar for c in chosen]), _all([c.tensor_cores for c in chosen]))
+        return Candidate(
+            UGraph(program, kernels),
+            sum(c.us for c in path),
+            sum(c.error_bound for c in chosen),
+            _all([c.scalar for c in chosen]),
+            _all([c.tensor_cores for c in chosen]),
+        )
 
     # -- telling ----------------------------------------------------------------------------------------------------------
 
     def _named(self, w: Window) -> str:
-        return "window " + ", ".join(op.name for u in self.cut.units[w.start:w.stop] for op in u.ops if op.name not in VIEWS)
+        return "window " + ", ".join(
+            op.name
+            for u in self.cut.units[w.start : w.stop]
+            for op in u.ops
+            if op.name not in VIEWS
+        )
 
     def _notes(self, path: Path) -> tuple[str, ...]:
         different = len(set(self.keys.values()))
-        notes = [f"windows: {len(self.keys)} over {len(self.cut.units)} units, {len(self.found)} of {different} different ones searched, "
-                 f"{len(self.accepted)} verified"]
-        notes += [f"{self._named(c.window)}: {c.kernels} kernel{'s' if c.kernels != 1 else ''}, {c.us:.1f} µs" for c in path if c.candidate]
+        notes = [
+            f"windows: {len(self.keys)} over {len(self.cut.units)} units, {len(self.found)} of {different} different ones searched, "
+            f"{len(self.accepted)} verified"
+        ]
+        notes += [
+            f"{self._named(c.window)}: {c.kernels} kernel{'s' if c.kernels != 1 else ''}, {c.us:.1f} µs"
+            for c in path
+            if c.candidate
+        ]
         why: dict[str, list[str]] = {}
         for c in path:
             unit = self.cut.units[c.window.start]
             if c.candidate is None and not unit.is_view:
-                why.setdefault(unit.alone or "a library call was estimated to be as fast", []).append(unit.ops[-1].name)
-        return (*notes, *(f"library: {', '.join(names)} ({reason})" for reason, names in why.items()))
+                why.setdefault(
+                    unit.alone or "a library call was estimated to be as fast", []
+                ).append(unit.ops[-1].name)
+        return (
+            *notes,
+            *(f"library: {', '.join(names)} ({reason})" for reason, names in why.items()),
+        )
 
 
 def _by_time(c: Choice) -> tuple[float, ...]:
@@ -243,7 +330,16 @@ def _by_launches(c: Choice) -> tuple[float, ...]:
 def _key(graph: KernelGraph) -> str:
     """The same for graphs that differ in names only."""
     plain = KernelGraph()
-    plain.mark_output(*inline(plain, graph, [plain.new_input(t.dims, t.dtype, t.strides, constant=t.constant) for t in graph.inputs]))
+    plain.mark_output(
+        *inline(
+            plain,
+            graph,
+            [
+                plain.new_input(t.dims, t.dtype, t.strides, constant=t.constant)
+                for t in graph.inputs
+            ],
+        )
+    )
     return json_format.digest(json_format.graph_to_dict(plain))
 
 

@@ -1,0 +1,1 @@
+"""Hand-written Triton kernels that begin and end a decoding step."""

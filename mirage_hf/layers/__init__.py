@@ -1,0 +1,1 @@
+"""Run a decoder layer by kernels: single steps and prompts."""

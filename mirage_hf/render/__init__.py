@@ -1,0 +1,1 @@
+"""Draw graphs and write HTML reports."""
