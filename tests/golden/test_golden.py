@@ -1,12 +1,13 @@
 """Printed graphs, JSON, pictures and generated CUDA as they were when somebody last looked; --update-golden writes them anew."""
+
 import programs
 import pytest
 import ugraphs
 
 import mirage_hf as mi
 from mirage_hf.codegen import cuda
-from mirage_hf.graph import picture
 from mirage_hf.graph.ugraph import library_ugraph
+from mirage_hf.render import picture
 
 SHOWN = ("rms_norm_linear", "gated_mlp", "attention", "split_k_linear")
 
@@ -32,11 +33,17 @@ def test_picture(name, golden):
 
 
 def test_picture_of_a_library_path(golden):
-    golden("svg/program_qk_norm_attention.svg", picture.svg(library_ugraph(programs.build(mi, "qk_norm_attention", small=False))))
+    golden(
+        "svg/program_qk_norm_attention.svg",
+        picture.svg(library_ugraph(programs.build(mi, "qk_norm_attention", small=False))),
+    )
 
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_cuda(name, golden):
     """Without the helpers and the check, which are the same in every file."""
     text = cuda.program_source(ugraphs.ALL[name]())
-    golden(f"cuda/{name}.cu", text[text.index("// axes"):text.index("#ifdef MIRAGE_CHECK\n// -- the program")])
+    golden(
+        f"cuda/{name}.cu",
+        text[text.index("// axes") : text.index("#ifdef MIRAGE_CHECK\n// -- the program")],
+    )

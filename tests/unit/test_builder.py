@@ -1,6 +1,5 @@
 """Block graphs written by hand: what tiles become, that numbers do not depend on how the work is cut, and what is refused."""
 
-
 from __future__ import annotations
 
 import math

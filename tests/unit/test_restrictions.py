@@ -1,6 +1,5 @@
 """What a user may restrict: maps of tensors, numbers of blocks, threads and trips, kernels, time; and what is refused, with the reason."""
 
-
 from __future__ import annotations
 
 import math

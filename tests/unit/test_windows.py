@@ -1,6 +1,5 @@
 """Programs larger than one search: windows, the path through them, library calls where they must be, and what is verified."""
 
-
 from __future__ import annotations
 
 import functools
