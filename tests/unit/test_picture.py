@@ -277,10 +277,10 @@ def check(u: UGraph) -> None:
         for x, y in edge[1:-1]:
             point = (x - 0.1, y - 0.1, x + 0.1, y + 0.1)
             assert not any(
-                overlap(point, (l + 0.5, t + 0.5, r - 0.5, b - 0.5), 0)
-                for l, t, r, b in drawn.boxes
+                overlap(point, (left + 0.5, top + 0.5, right - 0.5, bottom - 0.5), 0)
+                for left, top, right, bottom in drawn.boxes
             ), point
-            assert not any(overlap(point, t, 0) for t in titles), (point, titles)
+            assert not any(overlap(point, top, 0) for top in titles), (point, titles)
 
 
 @pytest.mark.parametrize("name", [*ugraphs.ALL, *OURS, *programs.PROGRAMS])
