@@ -29,7 +29,7 @@ from configs import MODELS, random_model
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from mirage_hf.decode import install, processors
-from mirage_hf.decode.cache import Control, Trail
+from mirage_hf.decode.cache import Control, TokenHistory
 from mirage_hf.decode.kernels import ends
 from mirage_hf.decode.kernels.ends import Ends, Inputs
 from mirage_hf.decode.kernels.written import launch, load
@@ -178,12 +178,17 @@ def processor(name: str, batch: int, vocab: int, rounds: int) -> dict[str, Any]:
     """µs of one processor over float32 scores in a graph, and of HF's own class called from the host, its copy of the scores included."""
     scores = [4 * torch.randn(batch, vocab, device=DEVICE).bfloat16().float() for _ in range(4)]
     p = WARPERS[name]()
-    row, trail = processors.TABLE[type(p)], Trail.allocate(batch, 1024, torch.device(DEVICE))
+    row, history = (
+        processors.TABLE[type(p)],
+        TokenHistory.allocate(batch, 1024, torch.device(DEVICE)),
+    )
     ids = torch.randint(vocab, (batch, 500), device=DEVICE)
-    trail.start(ids, 100)
+    history.start(ids, 100)
     values = [v.to(DEVICE) for v in row.values(p, Place(vocab))]
     ours = captured(
-        lambda x: row.run(Now(trail.ids, trail.prompt, trail.slots), x, *row.sizes(p), *values),
+        lambda x: row.run(
+            Now(history.ids, history.prompt, history.slots), x, *row.sizes(p), *values
+        ),
         scores,
     )
     take_turns([ours], rounds)

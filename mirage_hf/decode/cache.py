@@ -137,7 +137,7 @@ class Control:
 
 
 @dataclass(frozen=True, eq=False)
-class Trail:
+class TokenHistory:
     """What choices that are more than the greatest logit look at, at fixed addresses. Integers are int64."""
 
     ids: Tensor
@@ -152,7 +152,7 @@ class Trail:
     """(1, capacity + 2): 0, 1, 2, …"""
 
     @classmethod
-    def allocate(cls, batch: int, capacity: int, device: torch.device) -> Trail:
+    def allocate(cls, batch: int, capacity: int, device: torch.device) -> TokenHistory:
         room = capacity + 2
         ids, prompt, budget = (
             torch.zeros(shape, dtype=torch.long, device=device)
@@ -172,7 +172,7 @@ class Trail:
         self.prompt.fill_(input_ids.shape[1])
         self.budget.fill_(budget)
 
-    def continue_from(self, other: Trail) -> None:
+    def continue_from(self, other: TokenHistory) -> None:
         """Take over a smaller block's text."""
         self.ids[:, : other.ids.shape[1]].copy_(other.ids)
         self.prompt.copy_(other.prompt)
@@ -269,7 +269,7 @@ class _PoolLayer(CacheLayerMixin):
         False  # keeps generate from preparing 4D masks for the prefill: it is stock's dynamic one
     )
 
-    def __init__(self, block: Block, index: int, is_sliding: bool):
+    def __init__(self, block: CacheBlock, index: int, is_sliding: bool):
         super().__init__()
         self.block, self.index, self.is_sliding = block, index, is_sliding
         self.is_initialized = True
@@ -290,7 +290,7 @@ class UpdatedTwice(MirageError):
 class PrefillLayer(_PoolLayer):
     """Writes a whole prompt into the block's first slots; attention sees the prompt's own keys, as with a fresh DynamicLayer."""
 
-    def __init__(self, block: Block, index: int, is_sliding: bool):
+    def __init__(self, block: CacheBlock, index: int, is_sliding: bool):
         super().__init__(block, index, is_sliding)
         self.seen = 0
 
@@ -316,7 +316,9 @@ class PrefillLayer(_PoolLayer):
 class StepLayer(_PoolLayer):
     """Writes one key and value at the device-side length, or where its ring has it, and returns all slots; the mask does the rest."""
 
-    def __init__(self, block: Block, index: int, is_sliding: bool, slots: Mapping[Ring, Tensor]):
+    def __init__(
+        self, block: CacheBlock, index: int, is_sliding: bool, slots: Mapping[Ring, Tensor]
+    ):
         super().__init__(block, index, is_sliding)
         self.slots = slots
 
@@ -343,7 +345,7 @@ class StepLayer(_PoolLayer):
 
 
 @dataclass(eq=False)
-class Block:
+class CacheBlock:
     """Memory for one call: `capacity` slots of every layer's keys and values, or a ring, the control state, and graphs over both."""
 
     batch: int
@@ -363,7 +365,7 @@ class Block:
     """(batch, vocabulary), in the model's dtype: of the step enqueued last."""
     graphs: dict[Any, Any] = field(default_factory=dict)
     """Captured steps and prefills of this block, by what they are."""
-    trail: Trail | None = None
+    history: TokenHistory | None = None
     choosers: dict[Any, Any] = field(default_factory=dict)
     """What chose on this block so far and may have graphs here, by its key; the one used last is last."""
     ends: Any = None
@@ -398,7 +400,7 @@ class Block:
             *self.slabs,
             *vars(self.control).values(),
             self.logits,
-            *(vars(self.trail).values() if self.trail is not None else ()),
+            *(vars(self.history).values() if self.history is not None else ()),
             *(t for chooser in list(self.choosers.values()) for t in chooser.tensors()),
             *(vars(self.ends).values() if self.ends is not None else ()),
         ]
@@ -521,15 +523,15 @@ class Block:
                 slab[:, :, :, first:last].zero_()
         self.dirty = length
 
-    def graphs_for(self, fingerprint: object) -> dict[Any, Any]:
+    def graphs_for(self, graph_key: object) -> dict[Any, Any]:
         """The graphs captured from a model with this fingerprint; those from an earlier one are dropped."""
-        if self.valid_for != fingerprint:
+        if self.valid_for != graph_key:
             if (
                 self.valid_for is not None
             ):  # another model's: keys and logits may be of another shape or dtype now
                 self.prompts.clear()
             self.drop_graphs()
-            self.valid_for = fingerprint
+            self.valid_for = graph_key
         return self.graphs
 
     def drop_graphs(self) -> None:
@@ -539,12 +541,12 @@ class Block:
         self.graph_pool = None
         self.valid_for = None
 
-    def own_trail(self) -> Trail:
-        """The block's trail, made when the first call wants it."""
-        if self.trail is None:
+    def own_history(self) -> TokenHistory:
+        """The block's history, made when the first call wants it."""
+        if self.history is None:
             with torch.inference_mode(False):
-                self.trail = Trail.allocate(self.batch, self.capacity, self.device)
-        return self.trail
+                self.history = TokenHistory.allocate(self.batch, self.capacity, self.device)
+        return self.history
 
     def drop_chooser(self, key: object) -> None:
         """Forget a way to choose and its graphs."""
@@ -557,7 +559,7 @@ class Block:
     def drop_memory(self) -> None:
         self.drop_graphs()
         self.choosers.clear()
-        self.trail = self.ends = None
+        self.history = self.ends = None
         self.keys.clear()
         self.values.clear()
         self.slabs.clear()
@@ -603,7 +605,7 @@ class Block:
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.cumulative_length = length
 
-    def continue_from(self, other: Block, length: int) -> None:
+    def continue_from(self, other: CacheBlock, length: int) -> None:
         """Take over a smaller block's first `length` slots, logits and state, on the current stream."""
         self.control.continue_from(other.control)
         self.begin(other.lowest)
@@ -688,9 +690,9 @@ class CachePool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[Block] = []
+        self._idle: list[CacheBlock] = []
         # weak: Ctrl-C may come between a lease and what would end it, and the block must not outlive its call
-        self._leased: weakref.WeakSet[Block] = weakref.WeakSet()
+        self._leased: weakref.WeakSet[CacheBlock] = weakref.WeakSet()
 
     @property
     def bytes(self) -> int:
@@ -706,7 +708,7 @@ class CachePool:
 
     def lease(
         self, batch: int, capacity: int, windows: tuple[int | None, ...], device: torch.device
-    ) -> Block:
+    ) -> CacheBlock:
         """Return a block nobody else uses until `give_back`. Its memory appears as the prefill fills it."""
         rings = rings_of(windows, capacity)
         with self._lock:
@@ -723,7 +725,7 @@ class CachePool:
                 block.windows = windows
                 self._leased.add(block)
         if block is None:
-            block = Block(batch, capacity, windows, device)
+            block = CacheBlock(batch, capacity, windows, device)
             with self._lock:
                 self._leased.add(block)
         block.make_room = self.drop_idle
@@ -731,12 +733,12 @@ class CachePool:
             torch.cuda.current_stream(device).wait_event(block.done)
         return block
 
-    def give_back(self, block: Block, used: int) -> None:
+    def give_back(self, block: CacheBlock, used: int) -> None:
         """End a lease; the first `used` slots may have been written."""
         block.dirty = max(block.dirty, used)
         block.begin(None)
         block.make_room = (
-            Block.make_room
+            CacheBlock.make_room
         )  # an idle block that knew the pool would keep both alive with their model gone
         if block.device.type == "cuda":
             block.done = torch.cuda.Event()
@@ -749,12 +751,12 @@ class CachePool:
         for block in dropped:
             block.drop_memory()
 
-    def _surplus(self) -> list[Block]:
+    def _surplus(self) -> list[CacheBlock]:
         """Take out the idle blocks that are not kept, the longest idle first. That of the last call is, whatever its size: the next call
         is likely to be alike, and would capture its graphs anew."""
         kept, dropped, room = (
-            list[Block](),
-            list[Block](),
+            list[CacheBlock](),
+            list[CacheBlock](),
             {b.device: most_idle(b.device) for b in self._idle},
         )
         for block in reversed(self._idle):

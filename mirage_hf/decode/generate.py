@@ -19,19 +19,19 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from mirage_hf.decode.cache import Block, CachePool, bucket
-from mirage_hf.decode.chain import CHANGED, StepProgram, obstacle
-from mirage_hf.decode.fingerprint import Survey, still_expected, survey
+from mirage_hf.decode.cache import CacheBlock, CachePool, bucket
+from mirage_hf.decode.call_plan import CallPlan, NotCovered, plan_call
 from mirage_hf.decode.graphs import can_capture
-from mirage_hf.decode.plan import CallPlan, NotCovered, plan_call
+from mirage_hf.decode.model_fingerprint import ModelFingerprint, still_expected, take_fingerprint
 from mirage_hf.decode.prefill import PrefillGraph, Prompts, Shape, can_call
 from mirage_hf.decode.program import CapturedForward, Chooser, Step
 from mirage_hf.decode.routing import effective, refused_arguments, refused_model, refused_options
 from mirage_hf.decode.session import Outdated, Session
+from mirage_hf.decode.step_program import CHANGED, StepProgram, obstacle
 from mirage_hf.errors import MirageError
 from mirage_hf.layers.steps import Steps
 
-Fingerprint = tuple[Any, Any]
+GraphKey = tuple[Any, Any]
 """What captured graphs depend on: what a walk over the model found, and the masks it wants."""
 
 
@@ -106,8 +106,8 @@ class DecodeRunner:
         self.selections: Counter[str] = Counter()
         self.counting = Counting()
         self.prompts = Prompts(partial(self.counting.count, self.prefills))
-        self._fingerprint: Fingerprint = (None, None)
-        self._last: Survey | None = None
+        self._graph_key: GraphKey = (None, None)
+        self._last: ModelFingerprint | None = None
         self._looked_at: object = None
         self._uncapturable: dict[object, tuple[object, str]] = {}
 
@@ -132,7 +132,7 @@ class DecodeRunner:
 
     def run(
         self,
-        call: Call,
+        call: CoveredCall,
         model: Any,
         input_ids: Tensor,
         processors: Any,
@@ -167,7 +167,7 @@ class DecodeRunner:
             )  # a call takes one seed of the generator, however often it is tried
             if found is not None:
                 self._last = None
-                plan = replace(plan, survey=found, expected=False)
+                plan = replace(plan, fingerprint=found, expected=False)
                 if found.obstacle is not None:
                     raise NotCovered(found.obstacle)
                 self._let_go(model, plan)
@@ -176,7 +176,7 @@ class DecodeRunner:
             tries -= 1
             if not tries:
                 raise NotCovered("out of memory")
-        self._last = plan.survey
+        self._last = plan.fingerprint
         result, session = found
         if call.streamer is not None:
             call.streamer.end()
@@ -190,7 +190,7 @@ class DecodeRunner:
             past_key_values=plan.cache,
         )
 
-    def _expected(self, model: Any) -> Survey | None:
+    def _expected(self, model: Any) -> ModelFingerprint | None:
         """What the last call found, where a captured prompt may run while the host looks at the model: that takes milliseconds."""
         steps, last = self.steps, self._last
         able = (
@@ -203,7 +203,7 @@ class DecodeRunner:
 
     def _attempt(
         self,
-        call: Call,
+        call: CoveredCall,
         model: Any,
         plan: CallPlan,
         input_ids: Tensor,
@@ -211,7 +211,7 @@ class DecodeRunner:
         criteria: StoppingCriteriaList,
         config: Any,
         kwargs: dict[str, Any],
-    ) -> tuple[Tensor, Session] | Survey | None:
+    ) -> tuple[Tensor, Session] | ModelFingerprint | None:
         """Prefill and decode; what a look at the model found where the plan expects another, and None where the device's memory did not
         suffice, if the caller has seen nothing of it."""
         returns_cache = bool(config.return_dict_in_generate) or plan.cache_is_users
@@ -239,7 +239,7 @@ class DecodeRunner:
 
     def _let_go(self, model: Any, plan: CallPlan) -> None:
         """Keep no kernels, and with them no weights, of a model that has replaced some of these: they would be memory for nothing."""
-        steps, found = self.steps, plan.survey.model
+        steps, found = self.steps, plan.fingerprint.model
         if steps is None or found in (self.valid_for, self._looked_at):
             return
         self._looked_at = found
@@ -248,21 +248,21 @@ class DecodeRunner:
             self.steps, self.valid_for, self.no_steps = None, None, CHANGED
             self.pool.drop_idle()
 
-    def fingerprint_of(self, plan: CallPlan) -> Fingerprint:
+    def graph_key_of(self, plan: CallPlan) -> GraphKey:
         """What graphs captured for this call depend on. While it stays equal it is one object, so that comparing it costs nothing."""
-        found, last = (plan.survey.key, plan.masks), self._fingerprint
+        found, last = (plan.fingerprint.key, plan.masks), self._graph_key
         if found == last:
             return last
-        self._fingerprint = found
+        self._graph_key = found
         return found  # whatever another thread has made of it meanwhile, which may expect another model
 
     def prefill_graph(
         self,
         model: Any,
         plan: CallPlan,
-        block: Block,
+        block: CacheBlock,
         input_ids: Tensor,
-        key: Fingerprint,
+        key: GraphKey,
         at_once: bool = False,
     ) -> PrefillGraph | None:
         """Return the captured prefill that serves a prompt, captured now if it is the second of its bucket; None where HF's runs.
@@ -270,7 +270,7 @@ class DecodeRunner:
         if (
             self.mode == "eager"
             or can_capture(block.device)
-            or plan.survey.no_graph
+            or plan.fingerprint.no_graph
             or not plan.prompt_alone
         ):
             return None
@@ -279,13 +279,13 @@ class DecodeRunner:
             return None
         # HF's forward may have a table of positions, and no GPU survives the look-up of one that is not there for a filling's token
         reach = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        own = plan.survey.rope is None and (reach is None or shape.tokens <= reach)
+        own = plan.fingerprint.rope is None and (reach is None or shape.tokens <= reach)
         return self.prompts.graph(
             model, block, shape, self.steps, partial(self._able, plan, block), key, at_once, own
         )
 
     def prefill_by_kernels(
-        self, model: Any, plan: CallPlan, block: Block, input_ids: Tensor, key: Fingerprint
+        self, model: Any, plan: CallPlan, block: CacheBlock, input_ids: Tensor, key: GraphKey
     ) -> bool:
         """Prefill by kernels without a graph; False where HF's forward is to run."""
         steps = self.steps
@@ -295,19 +295,19 @@ class DecodeRunner:
         if shape is None or block.batch not in steps.rows:
             return False
         if (
-            not block.keys and plan.survey.model != self.valid_for
+            not block.keys and plan.fingerprint.model != self.valid_for
         ):  # no room as its kernels want it for a model that may want another
             return False
         return self.prompts.by_kernels(
             model, block, input_ids, shape, steps, partial(self._able, plan, block), key
         )
 
-    def _shape(self, plan: CallPlan, block: Block, input_ids: Tensor) -> Shape | None:
+    def _shape(self, plan: CallPlan, block: CacheBlock, input_ids: Tensor) -> Shape | None:
         """What a prompt is filled up to, None where it cannot be."""
-        shape, rope = Shape.of(input_ids.shape[1], block, plan.masks), plan.survey.rope
+        shape, rope = Shape.of(input_ids.shape[1], block, plan.masks), plan.fingerprint.rope
         return None if shape is None or (rope is not None and shape.tokens > rope.reach) else shape
 
-    def _able(self, plan: CallPlan, block: Block) -> Steps | None:
+    def _able(self, plan: CallPlan, block: CacheBlock) -> Steps | None:
         """The model's kernels where they serve a call."""
         return None if obstacle(self.steps, plan, block, self.valid_for) else self.steps
 
@@ -315,8 +315,8 @@ class DecodeRunner:
         self,
         model: Any,
         plan: CallPlan,
-        block: Block,
-        key: Fingerprint,
+        block: CacheBlock,
+        key: GraphKey,
         chooser: Chooser | None,
         again: bool = False,
     ) -> Step:
@@ -327,10 +327,10 @@ class DecodeRunner:
         why = (
             "mode is eager"
             if self.mode == "eager"
-            else can_capture(block.device) or plan.survey.no_graph
+            else can_capture(block.device) or plan.fingerprint.no_graph
         )
-        if why is None and forward and plan.survey.rope is not None:
-            why = plan.survey.rope.reason
+        if why is None and forward and plan.fingerprint.rope is not None:
+            why = plan.fingerprint.rope.reason
         state, failed = self._uncapturable.get(_way(chooser), (None, None))
         if why is None and state == key:
             why = failed
@@ -339,14 +339,14 @@ class DecodeRunner:
             if steps is not None or self.no_steps:
                 self.count(f"step: {forward or 'all by kernels'}")
         if steps is not None and not forward:
-            return StepProgram(steps, block, plan.masks, graphs=why is None, fingerprint=key)
+            return StepProgram(steps, block, plan.masks, graphs=why is None, graph_key=key)
         return CapturedForward(
             model,
             block,
             plan.masks,
             logits_to_keep=plan.logits_to_keep,
             graphs=why is None,
-            fingerprint=key,
+            graph_key=key,
         )
 
     def capture_failed(
@@ -356,7 +356,7 @@ class DecodeRunner:
         for a call that has been counted so."""
         why = f"capture failed ({type(error).__name__}: {(str(error) or '-').splitlines()[0]})"
         if not isinstance(error, torch.OutOfMemoryError):  # another time there may be more
-            self._uncapturable[_way(chooser)] = step.fingerprint, why
+            self._uncapturable[_way(chooser)] = step.graph_key, why
         if again:
             return
         self.count(f"called: {why}")
@@ -381,7 +381,7 @@ def _way(chooser: Chooser | None) -> object:
 
 
 @dataclass(frozen=True)
-class Call:
+class CoveredCall:
     """The callable given to HF's `custom_generate`, with what HF drops on the way to a callable."""
 
     runner: DecodeRunner
@@ -503,7 +503,7 @@ class Generate:
                 given.stop_strings = None
             if model.generation_config.stop_strings is not None:
                 return "stop_strings in the model's generation_config"
-        arguments["custom_generate"] = Call(self.runner, streamer, cache is not None)
+        arguments["custom_generate"] = CoveredCall(self.runner, streamer, cache is not None)
         return (
             _merged(arguments, names)
             if given is None and self._is_accepted(model.config)
@@ -590,7 +590,7 @@ def install(
         max_cache_len=max_cache_len,
         depth=depth,
         steps=steps,
-        valid_for=survey(model).model if steps is not None else None,
+        valid_for=take_fingerprint(model).model if steps is not None else None,
     )
     model.__dict__["generate"] = Generate(model, runner)
     return runner

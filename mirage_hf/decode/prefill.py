@@ -12,7 +12,7 @@ what the GPU does for a long one takes longer than the host's launches. So there
 that can be:
 
 1. The chain captured, replayed before the host has looked at the model (`Prompts.graph`, `at_once`): where its weights lie where they lay.
-2. Captured, the chain or HF's forward: from the second prompt of a bucket on (`Block.prompts` counts them). What cannot be captured is
+2. Captured, the chain or HF's forward: from the second prompt of a bucket on (`CacheBlock.prompts` counts them). What cannot be captured is
    not tried again in that state of the model: `_refused` says it of both, `_refused_by_kernels` of the chain.
 3. The chain, called (`Prompts.by_kernels`): not the first prompt of a batch size in a state of the model (`_first`), and not once it was
    found to differ (`_checked`, by kind of shape).
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirage_hf.decode.cache import Block, Ring
+from mirage_hf.decode.cache import CacheBlock, Ring
 from mirage_hf.decode.graphs import capture
 from mirage_hf.decode.program import MaskPlan
 from mirage_hf.errors import MirageError
@@ -67,7 +67,7 @@ class Shape:
     """The least number of tokens that goes beyond every window and ring that these go beyond; 0 where there is none."""
 
     @classmethod
-    def of(cls, length: int, block: Block, masks: MaskPlan) -> Shape | None:
+    def of(cls, length: int, block: CacheBlock, masks: MaskPlan) -> Shape | None:
         """The shape of a block's prompts of so many tokens; None where they do not fit in, filled up."""
         tokens = _filled_up(length)
         if tokens > block.capacity:
@@ -122,7 +122,7 @@ class Filled:
     """The same (batch, slots but the spare one) of rings with fewer slots than the prompt has tokens."""
 
     @classmethod
-    def allocate(cls, block: Block, tokens: int, padded: bool) -> Filled:
+    def allocate(cls, block: CacheBlock, tokens: int, padded: bool) -> Filled:
         """Room for prompts of so many tokens, filling included."""
         with torch.inference_mode(False):
 
@@ -186,7 +186,7 @@ class PrefillGraph:
         nobody sees what comes of it. `steps`: those by which it is."""
         return self.by_kernels and steps is not None and _addresses(steps) == self.addresses
 
-    def run(self, input_ids: Tensor, block: Block) -> None:
+    def run(self, input_ids: Tensor, block: CacheBlock) -> None:
         """Prefill a prompt (batch, length) into the block that the graph was captured for, logits included."""
         self.prompt.take(input_ids, block.lowest)
         block.written = set(
@@ -216,7 +216,7 @@ class Prompts:
     def by_kernels(
         self,
         model: Any,
-        block: Block,
+        block: CacheBlock,
         input_ids: Tensor,
         shape: Shape,
         steps: Steps,
@@ -262,7 +262,7 @@ class Prompts:
     def graph(
         self,
         model: Any,
-        block: Block,
+        block: CacheBlock,
         shape: Shape,
         present: Steps | None,
         able: Callable[[], Steps | None],
@@ -294,7 +294,7 @@ class Prompts:
     def _second(
         self,
         model: Any,
-        block: Block,
+        block: CacheBlock,
         shape: Shape,
         able: Callable[[], Steps | None],
         key: object,
@@ -312,7 +312,13 @@ class Prompts:
         return self._captured(model, block, shape, steps, key, own)
 
     def _captured(
-        self, model: Any, block: Block, shape: Shape, steps: Steps | None, key: object, own: bool
+        self,
+        model: Any,
+        block: CacheBlock,
+        shape: Shape,
+        steps: Steps | None,
+        key: object,
+        own: bool,
     ) -> PrefillGraph | None:
         """By `steps`; where that cannot be HF's forward, and None where that cannot be captured either."""
         if steps is None and not own:
@@ -342,7 +348,7 @@ class Prompts:
         return self._captured(model, block, shape, None, key, own)
 
 
-def _random(model: Any, block: Block, tokens: int) -> Tensor:
+def _random(model: Any, block: CacheBlock, tokens: int) -> Tensor:
     """Prompts (batch, tokens) of tokens that the model has a row for: of others, as a wider head gives, no GPU survives the look-up."""
     generator = torch.Generator().manual_seed(tokens)
     rows = model.get_input_embeddings().weight.shape[0]
@@ -351,7 +357,7 @@ def _random(model: Any, block: Block, tokens: int) -> Tensor:
     )
 
 
-def _make_room(block: Block, steps: Steps) -> None:
+def _make_room(block: CacheBlock, steps: Steps) -> None:
     """As a prompt's forward would where it is the first of its block, or those before it ended in its midst."""
     if len(block.values) < len(steps.layers):
         for n, layer in enumerate(steps.layers):
@@ -366,7 +372,7 @@ def _make_room(block: Block, steps: Steps) -> None:
 
 
 def _stock(
-    model: Any, block: Block, ids: Tensor, last: Tensor, padding: Tensor | None = None
+    model: Any, block: CacheBlock, ids: Tensor, last: Tensor, padding: Tensor | None = None
 ) -> tuple[Callable[[], None], Any]:
     """HF's forward of prompts (batch, tokens) into a block that has room for them, and what it reads besides. `last`: (1,), which token's
     logits count; `padding`: of each row (batch, 1), on the left."""
@@ -402,7 +408,7 @@ def _stock(
 
 
 def capture_prefill(
-    model: Any, block: Block, shape: Shape, steps: Steps | None = None
+    model: Any, block: CacheBlock, shape: Shape, steps: Steps | None = None
 ) -> PrefillGraph:
     """Capture prompts of `shape` into a block that has held a prompt: by `steps`, or HF's forward.
 
@@ -427,7 +433,7 @@ def capture_prefill(
     )
 
 
-def _check(model: Any, block: Block, shape: Shape, steps: Steps) -> None:
+def _check(model: Any, block: CacheBlock, shape: Shape, steps: Steps) -> None:
     """Errors: MirageError where the kernels of `steps` do not give what HF's forward gives of prompts of that shape."""
     prompt = Filled.allocate(block, shape.tokens, shape.padded)
     block.dirty = max(block.dirty, shape.tokens)
@@ -439,7 +445,7 @@ def _addresses(steps: Steps) -> tuple[int, ...]:
 
 
 def _chain(
-    steps: Steps, block: Block, prompt: Filled, cuts: Sequence[int | None]
+    steps: Steps, block: CacheBlock, prompt: Filled, cuts: Sequence[int | None]
 ) -> tuple[Callable[[], None], Any]:
     """What runs prompts by kernels and the library, and what it reads besides. `cuts`: each layer's window, where it hides tokens of these
     prompts. Errors: MirageError where there are no kernels."""
@@ -475,7 +481,7 @@ def _chain(
     return run, (cos, sin, kernels, bands)
 
 
-def _compare(model: Any, block: Block, prompt: Filled, ours: Callable[[], None]) -> None:
+def _compare(model: Any, block: CacheBlock, prompt: Filled, ours: Callable[[], None]) -> None:
     """See that a chain that reads `prompt` gives what HF's forward gives, with padding where it is for that. Errors: MirageError."""
     tokens, padding, kept = prompt.ids.shape[1], None, block.lowest
     if prompt.sources is not None:
@@ -495,7 +501,7 @@ def _compare(model: Any, block: Block, prompt: Filled, ours: Callable[[], None])
         )
 
 
-def _check_causal(stock: Callable[[], None], block: Block, ids: Tensor, last: Tensor) -> None:
+def _check_causal(stock: Callable[[], None], block: CacheBlock, ids: Tensor, last: Tensor) -> None:
     """Models may look ahead: by their config, or because somebody has set is_causal of their attentions."""
     bucket = ids.shape[1]
     length = bucket // 2
@@ -515,7 +521,7 @@ def _check_causal(stock: Callable[[], None], block: Block, ids: Tensor, last: Te
 
 
 def _distance(
-    first: Callable[[], None], second: Callable[[], None], block: Block, tokens: int
+    first: Callable[[], None], second: Callable[[], None], block: CacheBlock, tokens: int
 ) -> tuple[float, float]:
     """How far what two calls leave of `tokens` tokens, padding left out, is apart, of its size, and what rounding may explain."""
     layers = [(memory[n], block.rings[n]) for memory in (block.keys, block.values) for n in memory]

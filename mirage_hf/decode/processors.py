@@ -66,7 +66,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Row:
+class ProcessorRow:
     """How the processors of one class run on the device."""
 
     run: Callable[..., Tensor]
@@ -350,51 +350,55 @@ def _fill(p: Any) -> tuple[Any, ...]:
 
 
 ROWS = {
-    "TemperatureLogitsWarper": Row(
+    "TemperatureLogitsWarper": ProcessorRow(
         _temperature, "temperature", lambda p, at: (at.number(p.temperature),)
     ),
-    "TopKLogitsWarper": Row(_top_k, f"top_k {_KEEPS}", lambda p, at: (at.count(p.top_k),), _fill),
-    "TopPLogitsWarper": Row(
+    "TopKLogitsWarper": ProcessorRow(
+        _top_k, f"top_k {_KEEPS}", lambda p, at: (at.count(p.top_k),), _fill
+    ),
+    "TopPLogitsWarper": ProcessorRow(
         _top_p,
         f"top_p {_KEEPS}",
         lambda p, at: (at.number(1 - p.top_p), at.count(p.min_tokens_to_keep)),
         _fill,
     ),
-    "TopHLogitsWarper": Row(
+    "TopHLogitsWarper": ProcessorRow(
         _top_h,
         "top_h top_n filter_value",
         lambda p, at: (at.number(p.top_h),),
         lambda p: (p.top_n, p.filter_value),
     ),
-    "MinPLogitsWarper": Row(_min_p, f"min_p {_KEEPS}", lambda p, at: (at.number(p.min_p),), _keeps),
-    "TypicalLogitsWarper": Row(
+    "MinPLogitsWarper": ProcessorRow(
+        _min_p, f"min_p {_KEEPS}", lambda p, at: (at.number(p.min_p),), _keeps
+    ),
+    "TypicalLogitsWarper": ProcessorRow(
         _typical,
         f"mass {_KEEPS}",
         lambda p, at: (at.number(p.mass), at.count(p.min_tokens_to_keep)),
         _fill,
     ),
-    "EpsilonLogitsWarper": Row(
+    "EpsilonLogitsWarper": ProcessorRow(
         _epsilon, f"epsilon {_KEEPS}", lambda p, at: (at.number(p.epsilon),), _keeps
     ),
-    "EtaLogitsWarper": Row(
+    "EtaLogitsWarper": ProcessorRow(
         _eta, f"epsilon {_KEEPS}", lambda p, at: (p.epsilon.reshape(1).float(),), _keeps
     ),
-    "InfNanRemoveLogitsProcessor": Row(_remove_invalid, ""),
-    "LogitNormalization": Row(_normalize, ""),
-    "SuppressTokensLogitsProcessor": Row(
+    "InfNanRemoveLogitsProcessor": ProcessorRow(_remove_invalid, ""),
+    "LogitNormalization": ProcessorRow(_normalize, ""),
+    "SuppressTokensLogitsProcessor": ProcessorRow(
         _suppress, "suppress_tokens", lambda p, at: (at.tokens(p.suppress_tokens),)
     ),
-    "SuppressTokensAtBeginLogitsProcessor": Row(
+    "SuppressTokensAtBeginLogitsProcessor": ProcessorRow(
         _suppress_at,
         "begin_suppress_tokens begin_index",
         lambda p, at: (at.tokens(p.begin_suppress_tokens), at.count(p.begin_index)),
     ),
-    "MinLengthLogitsProcessor": Row(
+    "MinLengthLogitsProcessor": ProcessorRow(
         _suppress_below,
         "min_length eos_token_id",
         lambda p, at: (at.tokens(p.eos_token_id), at.count(p.min_length)),
     ),
-    "MinNewTokensLengthLogitsProcessor": Row(
+    "MinNewTokensLengthLogitsProcessor": ProcessorRow(
         _suppress_below,
         "prompt_length_to_skip min_new_tokens eos_token_id",
         lambda p, at: (
@@ -402,15 +406,15 @@ ROWS = {
             at.count(p.prompt_length_to_skip + p.min_new_tokens),
         ),
     ),
-    "ForcedBOSTokenLogitsProcessor": Row(
+    "ForcedBOSTokenLogitsProcessor": ProcessorRow(
         _force_at, "bos_token_id", lambda p, at: (at.tokens(p.bos_token_id), at.count(1))
     ),
-    "ForcedEOSTokenLogitsProcessor": Row(
+    "ForcedEOSTokenLogitsProcessor": ProcessorRow(
         _force_at,
         "max_length eos_token_id",
         lambda p, at: (at.tokens(p.eos_token_id), at.count(p.max_length - 1)),
     ),
-    "ExponentialDecayLengthPenalty": Row(
+    "ExponentialDecayLengthPenalty": ProcessorRow(
         _decay,
         "regulation_start regulation_factor eos_token_id",
         lambda p, at: (
@@ -419,17 +423,17 @@ ROWS = {
             at.exact(p.regulation_factor),
         ),
     ),
-    "RepetitionPenaltyLogitsProcessor": Row(
+    "RepetitionPenaltyLogitsProcessor": ProcessorRow(
         _penalize,
         "penalty prompt_ignore_length logits_indices cu_seq_lens_q",
         lambda p, at: (at.number(p.penalty), _ignored(p.prompt_ignore_length, at)),
         text=True,
     ),
-    "NoRepeatNGramLogitsProcessor": Row(
+    "NoRepeatNGramLogitsProcessor": ProcessorRow(
         _no_repeat, "ngram_size", sizes=lambda p: (p.ngram_size,), text=True
     ),
-    "SequenceBiasLogitsProcessor": Row(_bias, _BIASED, _biases, text=True),
-    "NoBadWordsLogitsProcessor": Row(_bias, f"bad_word_ids {_BIASED}", _biases, text=True),
+    "SequenceBiasLogitsProcessor": ProcessorRow(_bias, _BIASED, _biases, text=True),
+    "NoBadWordsLogitsProcessor": ProcessorRow(_bias, f"bad_word_ids {_BIASED}", _biases, text=True),
 }
 TABLE = {getattr(hf, name): row for name, row in ROWS.items() if hasattr(hf, name)}
 """By exact class. Names that this version of transformers does not have are left out."""

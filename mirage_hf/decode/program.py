@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirage_hf.decode.cache import Block, Control, Ring
+from mirage_hf.decode.cache import CacheBlock, Control, Ring
 from mirage_hf.decode.graphs import capture
 
 # -- masks --------------------------------------------------------------------------------------------------------------
@@ -21,8 +21,8 @@ from mirage_hf.decode.graphs import capture
 class MaskPlan:
     """Which masks a model's forward wants: one, or one per layer type. A window of None sees everything before it.
 
-    Windows mean four things. Here: which tokens attention hides from later ones. `Block.windows`: which keys stock's cache drops, and so
-    ours where it is handed out; None where stock's keeps all. `Block.rings`: which layers have slots for little more than that, where it
+    Windows mean four things. Here: which tokens attention hides from later ones. `CacheBlock.windows`: which keys stock's cache drops, and so
+    ours where it is handed out; None where stock's keeps all. `CacheBlock.rings`: which layers have slots for little more than that, where it
     saves memory. `prefill.Shape.cuts`: which windows are shorter than the prompt at hand, so that its attention needs a band.
     """
 
@@ -165,7 +165,7 @@ class Chooser(ABC):
 
 class Step(ABC):
     """One decoding step over a block: feeds `control.ids`, leaves the logits in `block.logits`, moves the lengths on. In a CUDA graph, or
-    called where none can be; a graph lives with its block as long as `fingerprint` holds.
+    called where none can be; a graph lives with its block as long as `graph_key` holds.
 
     A step that finds no row alive writes nothing but the unused slot at `control.length`, and of rings the spare one, so steps
     may run ahead of the host and need no rollback.
@@ -174,8 +174,8 @@ class Step(ABC):
     by_kernels = False
     """Whether its graphs are of kernels of ours on weights that it holds. Capturing them, and calling it, may run modules (RoPE's)."""
 
-    def __init__(self, block: Block, graphs: bool, fingerprint: object):
-        self.block, self.graphs, self.fingerprint = block, graphs, fingerprint
+    def __init__(self, block: CacheBlock, graphs: bool, graph_key: object):
+        self.block, self.graphs, self.graph_key = block, graphs, graph_key
 
     def held(self) -> Any:
         """What lives as long as a captured graph; not the block, which holds the graphs."""
@@ -191,7 +191,7 @@ class Step(ABC):
 
     def is_captured(self, chooser: Chooser | None) -> bool:
         """Whether `prepare` would return the replay of a graph that is there already."""
-        return self.graphs and self._what(chooser) in self.block.graphs_for(self.fingerprint)
+        return self.graphs and self._what(chooser) in self.block.graphs_for(self.graph_key)
 
     def _what(self, chooser: Chooser | None) -> tuple[Any, ...]:
         """The key of its graph among the block's."""
@@ -203,7 +203,7 @@ class Step(ABC):
         block = self.block
         if not self.graphs:
             return run
-        graphs, what = block.graphs_for(self.fingerprint), self._what(chooser)
+        graphs, what = block.graphs_for(self.graph_key), self._what(chooser)
         if what not in graphs:
             # with no row alive the warm-ups leave no other trace
             touched = (block.control.alive, block.control.report, block.logits)
@@ -224,14 +224,14 @@ class CapturedForward(Step):
     def __init__(
         self,
         model: Any,
-        block: Block,
+        block: CacheBlock,
         plan: MaskPlan,
         *,
         logits_to_keep: bool,
         graphs: bool,
-        fingerprint: object,
+        graph_key: object,
     ):
-        super().__init__(block, graphs, fingerprint)
+        super().__init__(block, graphs, graph_key)
         self.model, self.plan = model, plan
         self.kwargs: dict[str, Any] = {"logits_to_keep": 1} if logits_to_keep else {}
         self.slots: dict[Ring, Tensor] = {}

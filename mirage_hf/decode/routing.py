@@ -46,7 +46,7 @@ module, and Mllama looks which layers have keys of an image."""
 
 
 @dataclass(frozen=True)
-class Rule:
+class RoutingRule:
     """A generation option or argument, when it is not covered, and how to say so ({} is its value)."""
 
     name: str
@@ -63,39 +63,39 @@ def _true(value: Any) -> bool:
 
 
 OPTIONS = (
-    Rule("num_beams", lambda v: v not in (None, 1), "beam search (num_beams={})"),
-    Rule("use_cache", lambda v: v is False, "use_cache=False"),
-    Rule("prompt_lookup_num_tokens", _given, "prompt lookup"),
-    Rule("assistant_early_exit", _given, "assisted decoding (early exit)"),
-    Rule("use_mtp", _true, "assisted decoding (MTP)"),
-    Rule("penalty_alpha", lambda v: v is not None and v > 0, "contrastive search"),
-    Rule("dola_layers", _given, "DoLa decoding"),
-    Rule("constraints", _given, "constrained beam search"),
-    Rule("force_words_ids", _given, "constrained beam search"),
-    Rule("guidance_scale", lambda v: v not in (None, 1), "guidance_scale={}"),
-    Rule("output_attentions", _true, "output_attentions"),
-    Rule("output_hidden_states", _true, "output_hidden_states"),
-    Rule("prefill_chunk_size", _given, "chunked prefill"),
-    Rule(
+    RoutingRule("num_beams", lambda v: v not in (None, 1), "beam search (num_beams={})"),
+    RoutingRule("use_cache", lambda v: v is False, "use_cache=False"),
+    RoutingRule("prompt_lookup_num_tokens", _given, "prompt lookup"),
+    RoutingRule("assistant_early_exit", _given, "assisted decoding (early exit)"),
+    RoutingRule("use_mtp", _true, "assisted decoding (MTP)"),
+    RoutingRule("penalty_alpha", lambda v: v is not None and v > 0, "contrastive search"),
+    RoutingRule("dola_layers", _given, "DoLa decoding"),
+    RoutingRule("constraints", _given, "constrained beam search"),
+    RoutingRule("force_words_ids", _given, "constrained beam search"),
+    RoutingRule("guidance_scale", lambda v: v not in (None, 1), "guidance_scale={}"),
+    RoutingRule("output_attentions", _true, "output_attentions"),
+    RoutingRule("output_hidden_states", _true, "output_hidden_states"),
+    RoutingRule("prefill_chunk_size", _given, "chunked prefill"),
+    RoutingRule(
         "cache_implementation",
         lambda v: v not in (None, "hybrid", "dynamic"),
         "cache_implementation={!r}",
     ),
-    Rule("token_healing", _true, "token healing"),
-    Rule("is_assistant", _true, "called as another model's assistant"),
+    RoutingRule("token_healing", _true, "token healing"),
+    RoutingRule("is_assistant", _true, "called as another model's assistant"),
 )
 """Read from the GenerationConfig in force."""
 
 ARGUMENTS = (
-    Rule("custom_generate", _given, "custom_generate"),
-    Rule("assistant_model", _given, "assisted decoding"),
-    Rule("assistant_tokenizer", _given, "assisted decoding"),
-    Rule("inputs_embeds", _given, "inputs_embeds"),
-    Rule("negative_prompt_ids", _given, "negative_prompt_ids"),
-    Rule("negative_prompt_attention_mask", _given, "negative_prompt_attention_mask"),
-    Rule("synced_gpus", _true, "synced_gpus"),
-    Rule("trust_remote_code", _true, "trust_remote_code"),
-    Rule("logits_to_keep", lambda v: isinstance(v, Tensor), "logits_to_keep as a tensor"),
+    RoutingRule("custom_generate", _given, "custom_generate"),
+    RoutingRule("assistant_model", _given, "assisted decoding"),
+    RoutingRule("assistant_tokenizer", _given, "assisted decoding"),
+    RoutingRule("inputs_embeds", _given, "inputs_embeds"),
+    RoutingRule("negative_prompt_ids", _given, "negative_prompt_ids"),
+    RoutingRule("negative_prompt_attention_mask", _given, "negative_prompt_attention_mask"),
+    RoutingRule("synced_gpus", _true, "synced_gpus"),
+    RoutingRule("trust_remote_code", _true, "trust_remote_code"),
+    RoutingRule("logits_to_keep", lambda v: isinstance(v, Tensor), "logits_to_keep as a tensor"),
 )
 """Read from generate's own arguments."""
 
@@ -112,7 +112,7 @@ def refused_options(option: Callable[[str], Any]) -> str | None:
     return _first(OPTIONS, option)
 
 
-def _first(rules: tuple[Rule, ...], value: Callable[[str], Any]) -> str | None:
+def _first(rules: tuple[RoutingRule, ...], value: Callable[[str], Any]) -> str | None:
     for rule in rules:
         if rule.refuses(v := value(rule.name)):
             return rule.reason.format(v)

@@ -24,7 +24,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from mirage_hf.decode import processors as table
-from mirage_hf.decode.cache import MOST_EOS, Block, Control, Trail, send
+from mirage_hf.decode.cache import MOST_EOS, CacheBlock, Control, TokenHistory, send
 from mirage_hf.decode.kernels.ends import Ends, ends_of
 from mirage_hf.decode.processors import Now, Place
 from mirage_hf.decode.program import NOTHING, Chooser
@@ -68,7 +68,7 @@ def uniforms(seed: int, rows: int, steps: int, first: int = 0) -> Tensor:
     return torch.from_numpy((found >> np.uint64(64 - BITS)).astype(np.float64) * 2.0**-BITS)
 
 
-class Numbers:
+class UniformNumbers:
     """The uniform numbers of a call, step by step, for loops that choose on the host's side."""
 
     AT_ONCE = 1024
@@ -143,7 +143,7 @@ class Selection:
         """Whether it is the greatest logit, as the step's own end finds it."""
         return not (self.processors or self.stops or self.sample or self.eos is not None)
 
-    def on(self, block: Block) -> Composed:
+    def on(self, block: CacheBlock) -> Composed:
         """Return what chooses for this call on a block that holds logits: one that was there before, if it is of the same kind."""
         place = Place(block.logits.shape[1])
         rows = [table.TABLE[type(p)] for p in self.processors]
@@ -185,7 +185,7 @@ class Selection:
                     else None
                 )
                 block.choosers[key] = Composed(
-                    key, block.own_trail(), ends_of(block), self, own, scores
+                    key, block.own_history(), ends_of(block), self, own, scores
                 )
         chooser: Composed = block.choosers.pop(key)
         block.choosers[key] = chooser
@@ -196,19 +196,19 @@ class Selection:
 
 
 class Composed(Chooser):
-    """Processors, then the greatest score or a sample, then stop strings. It knows the trail and not the block, which holds both."""
+    """Processors, then the greatest score or a sample, then stop strings. It knows the history and not the block, which holds both."""
 
     def __init__(
         self,
         key: tuple[Any, ...],
-        trail: Trail,
+        history: TokenHistory,
         ends: Ends,
         selection: Selection,
         rows: list[tuple[Any, tuple[Any, ...], list[Tensor]]],
         scores: Tensor | None,
     ):
         super().__init__(key)
-        self.trail, self.ends, self.rows, self.scores = trail, ends, rows, scores
+        self.history, self.ends, self.rows, self.scores = history, ends, rows, scores
         self.sample, self.pads = selection.sample, selection.pads
         self._writes = bool(selection.stops) or any(
             table.TABLE[type(p)].text for p in selection.processors
@@ -216,10 +216,10 @@ class Composed(Chooser):
         self.eos = (
             None
             if selection.eos is None
-            else torch.zeros(ends.vocab, dtype=torch.bool, device=trail.ids.device)
+            else torch.zeros(ends.vocab, dtype=torch.bool, device=history.ids.device)
         )
         self._sources = [c.embedding_vec for c in selection.stops]
-        self.stops = [_resident(c, trail.ids.device) for c in selection.stops]
+        self.stops = [_resident(c, history.ids.device) for c in selection.stops]
 
     def load(self, values: list[tuple[Tensor, ...]], stops: tuple[StopStringCriteria, ...]) -> None:
         """Take over the numbers of a call into the tensors that a captured graph reads, without waiting for the device."""
@@ -241,9 +241,9 @@ class Composed(Chooser):
         return [*rows, *stops, *(t for t in (self.scores, self.eos) if t is not None)]
 
     def choose(self, control: Control, logits: Tensor) -> None:
-        trail = self.trail
-        step = trail.budget - control.budget
-        now = Now(trail.ids, trail.prompt + step, trail.slots)
+        history = self.history
+        step = history.budget - control.budget
+        now = Now(history.ids, history.prompt + step, history.slots)
         scores = logits.float().contiguous()
         for run, sizes, values in self.rows:
             scores = run(now, scores, *sizes, *values)
@@ -254,17 +254,17 @@ class Composed(Chooser):
         ):  # one launch does all that follows
             self.ends.select(control, scores.contiguous())
             if self._writes:
-                trail.ids.index_copy_(1, now.length, control.report[0][:, None])
+                history.ids.index_copy_(1, now.length, control.report[0][:, None])
             return
         token = (
-            self.ends.draw(scores, trail.numbers.index_select(1, step))
+            self.ends.draw(scores, history.numbers.index_select(1, step))
             if self.sample
             else scores.argmax(-1)
         )
         if self.pads:
             token = torch.where(control.alive, token, control.pad)
         if self._writes:
-            trail.ids.index_copy_(
+            history.ids.index_copy_(
                 1,
                 now.length,
                 token.masked_fill(token == NOTHING, 0)[:, None] if self.sample else token[:, None],
@@ -275,7 +275,7 @@ class Composed(Chooser):
             else self.eos.index_select(0, token.clamp(0, len(self.eos) - 1))
         )
         for c in self.stops:
-            text, there = Now(trail.ids, now.length + 1, trail.slots).last(c.maximum_token_len)
+            text, there = Now(history.ids, now.length + 1, history.slots).last(c.maximum_token_len)
             # a token that HF knows no text of, and so no part of a stop string
             found = c(torch.where(there & (text >= 0), text, c.embedding_vec.shape[0] - 1), None)
             ended = found if ended is None else ended | found

@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
 from mirage_hf.decode import loop
-from mirage_hf.decode.cache import Block, UpdatedTwice, bucket, rings_of
-from mirage_hf.decode.fingerprint import Survey, survey
+from mirage_hf.decode.cache import CacheBlock, UpdatedTwice, bucket, rings_of
+from mirage_hf.decode.call_plan import CallPlan, NotCovered
 from mirage_hf.decode.kernels.ends import Greedy, ends_of
-from mirage_hf.decode.plan import CallPlan, NotCovered
+from mirage_hf.decode.model_fingerprint import ModelFingerprint, take_fingerprint
 from mirage_hf.decode.program import NOTHING, Chooser
-from mirage_hf.decode.selection import Composed, Numbers, Selection, draw_seed, uniforms
+from mirage_hf.decode.selection import Composed, Selection, UniformNumbers, draw_seed, uniforms
 from mirage_hf.errors import SamplingError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ streamers. A call that ends at a stop token pays for as many dead forwards, so n
 class Outdated(Exception):
     """Raised before the caller has seen anything of the call: the model is no longer what its plan expects."""
 
-    def __init__(self, found: Survey):
+    def __init__(self, found: ModelFingerprint):
         super().__init__()
         self.found = found
 
@@ -47,10 +47,15 @@ class Session:
     """One call: its block, which may grow, its step, and how far it has got."""
 
     def __init__(
-        self, runner: DecodeRunner, model: Any, plan: CallPlan, block: Block, returns_cache: bool
+        self,
+        runner: DecodeRunner,
+        model: Any,
+        plan: CallPlan,
+        block: CacheBlock,
+        returns_cache: bool,
     ):
         self.runner, self.model, self.plan, self.block = runner, model, plan, block
-        self.outgrown: list[Block] = []
+        self.outgrown: list[CacheBlock] = []
         self.record = loop.Record()
         self.slot = block.capacity
         """The slot the next step writes, if every step so far was alive. Before the prefill's end: any may have been written."""
@@ -63,7 +68,7 @@ class Session:
         """Of the numbers that the call's choices take, where it samples."""
         self._chooser: Chooser | None = None
         self._advance: Callable[[], None]
-        self._prepared_for: Block | None = None
+        self._prepared_for: CacheBlock | None = None
         self._failed = False
         """Whether a capture has failed."""
         self._confirmed = not plan.expected
@@ -72,7 +77,7 @@ class Session:
     def confirm(self) -> None:
         """See that the model is what the plan expects. Before, nothing has been done but to replay graphs of kernels, for nobody to see.
         Errors: Outdated."""
-        if not self._confirmed and (found := survey(self.model)) != self.plan.survey:
+        if not self._confirmed and (found := take_fingerprint(self.model)) != self.plan.fingerprint:
             raise Outdated(found)
         self._confirmed = True
 
@@ -94,19 +99,19 @@ class Session:
         text = (
             None if streamer is None else input_ids.cpu()
         )  # here it waits for nothing of the call
-        self.fingerprint = self.runner.fingerprint_of(plan)
+        self.graph_key = self.runner.graph_key_of(plan)
         block.begin(plan.prompt.lowest)
         graph = self.runner.prefill_graph(
-            model, plan, block, input_ids, self.fingerprint, at_once=not self._confirmed
+            model, plan, block, input_ids, self.graph_key, at_once=not self._confirmed
         )
         if graph is None and not self._confirmed:
             self.confirm()
-            graph = self.runner.prefill_graph(model, plan, block, input_ids, self.fingerprint)
+            graph = self.runner.prefill_graph(model, plan, block, input_ids, self.graph_key)
         if graph is not None:
             block.dirty = max(block.dirty, graph.prompt.ids.shape[1])
             graph.run(input_ids, block)
         if graph is not None or self.runner.prefill_by_kernels(
-            model, plan, block, input_ids, self.fingerprint
+            model, plan, block, input_ids, self.graph_key
         ):
             self.slot = self.cached = input_ids.shape[1]
             block.clear_from(self.slot)
@@ -184,10 +189,10 @@ class Session:
         record = self.record
         chooser = self._choose_by(selection)
         self._set_out()
-        if self.plan.survey.rope is not None and not self.step.by_kernels:
+        if self.plan.fingerprint.rope is not None and not self.step.by_kernels:
             depth = 0  # its module remembers the longest text, which a step that finds no row alive would make longer
         if not selection.plain:
-            self.block.own_trail().start(input_ids, self.plan.budget)
+            self.block.own_history().start(input_ids, self.plan.budget)
         no_text = torch.zeros(
             1, 1, dtype=torch.long, device="cpu"
         )  # on the CPU, or the answer would have to be waited for
@@ -253,7 +258,9 @@ class Session:
             return self.block.logits
 
         numbers = (
-            None if self.seed is None else Numbers(self.seed, input_ids.shape[0], input_ids.device)
+            None
+            if self.seed is None
+            else UniformNumbers(self.seed, input_ids.shape[0], input_ids.device)
         )
         ends = ends_of(self.block)
         self._set_out()
@@ -292,14 +299,14 @@ class Session:
             return self._chooser
         self._chooser = chooser = selection.on(self.block)
         if self.seed is not None:
-            steps = min(self.plan.budget, chooser.trail.numbers.shape[1])
-            chooser.trail.set_numbers(uniforms(self.seed, self.block.batch, steps))
+            steps = min(self.plan.budget, chooser.history.numbers.shape[1])
+            chooser.history.set_numbers(uniforms(self.seed, self.block.batch, steps))
         return chooser
 
     def _set_out(self, again: bool = False) -> None:
         """Take the step that serves the block of now and its chooser."""
         self.step = self.runner.step(
-            self.model, self.plan, self.block, self.fingerprint, self._chooser, again
+            self.model, self.plan, self.block, self.graph_key, self._chooser, again
         )
 
     def _enqueue(self) -> None:
@@ -341,7 +348,7 @@ class Session:
         if isinstance(selection, Selection):
             self._choose_by(selection)
         if isinstance(before, Composed):
-            self.block.own_trail().continue_from(before.trail)
+            self.block.own_history().continue_from(before.history)
         self._set_out(again=True)
 
     def end(self) -> None:

@@ -155,7 +155,7 @@ def test_a_step_never_waits_for_the_host(family, attention):
             MaskPlan.of(model.config),
             logits_to_keep=True,
             graphs=False,
-            fingerprint=None,
+            graph_key=None,
         )
         step.prepare(greedy)()  # what is lazily initialised may synchronise once
         try:
@@ -302,7 +302,7 @@ def test_changing_shapes_and_flat_memory():
 
 def test_growth_in_mid_call(monkeypatch):
 
-    monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
+    monkeypatch.setattr("mirage_hf.decode.call_plan.FIRST_REACH", 3)
     for family, extra in (("llama", {}), ("gemma2", {}), ("llama", {"repetition_penalty": 1.1})):
         model = tiny(family, max_position_embeddings=1024).cuda()
         runner = install(model)

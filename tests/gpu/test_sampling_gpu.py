@@ -20,7 +20,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from mirage_hf.decode import install
-from mirage_hf.decode.cache import Block
+from mirage_hf.decode.cache import CacheBlock
 from mirage_hf.decode.graphs import capture
 from mirage_hf.decode.selection import Selection, uniforms
 from mirage_hf.errors import SamplingError
@@ -97,12 +97,12 @@ def test_what_stays_of_a_large_vocabulary(kind, vocab):
     assert not wrong, f"{kind}, vocabulary {vocab}, seed {vocab}:\n" + "\n".join(wrong)
 
 
-def choosing(selection: Selection, rows: int, vocab: int = VOCAB) -> tuple[Block, object]:
-    block = Block(rows, 256, (), CUDA)
+def choosing(selection: Selection, rows: int, vocab: int = VOCAB) -> tuple[CacheBlock, object]:
+    block = CacheBlock(rows, 256, (), CUDA)
     block.set_logits(3 * torch.randn(rows, vocab, device=CUDA))
     chooser = selection.on(block)
-    chooser.trail.start(prompt(rows).cuda().remainder(min(vocab, VOCAB)), 100)
-    chooser.trail.set_numbers(uniforms(3, rows, 100))
+    chooser.history.start(prompt(rows).cuda().remainder(min(vocab, VOCAB)), 100)
+    chooser.history.set_numbers(uniforms(3, rows, 100))
     block.control.start(
         length=7,
         position=torch.tensor([[6]], device=CUDA),
@@ -134,7 +134,7 @@ def test_choices_never_wait_for_the_host_and_can_be_captured(rows, vocab):
         torch.manual_seed(0)
         (block, chooser), (twin, other) = choosing(kind, rows, vocab), choosing(kind, rows, vocab)
         twin.logits.copy_(block.logits)
-        other.trail.ids.copy_(chooser.trail.ids)
+        other.history.ids.copy_(chooser.history.ids)
         try:
             chooser.choose(
                 block.control, block.logits
@@ -147,11 +147,11 @@ def test_choices_never_wait_for_the_host_and_can_be_captured(rows, vocab):
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             kept = {n: t.clone() for n, t in vars(twin.control).items()}
-            trail = other.trail.ids.clone()
+            history = other.history.ids.clone()
             graph, _ = capture(lambda c=other, b=twin: c.choose(b.control, b.logits), CUDA, None)
             for n, t in kept.items():
                 getattr(twin.control, n).copy_(t)
-            other.trail.ids.copy_(trail)
+            other.history.ids.copy_(history)
             graph.replay()
             torch.cuda.synchronize()
             for n in kept:
@@ -332,7 +332,7 @@ def test_stop_strings(extra):
 
 def test_growth(monkeypatch):
 
-    monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
+    monkeypatch.setattr("mirage_hf.decode.call_plan.FIRST_REACH", 3)
     model = tiny("llama", max_position_embeddings=1024).cuda()
     runner = install(model)
     for _ in range(2):

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from mirage_hf.decode.program import draw
-from mirage_hf.decode.selection import Numbers, draw_seed
+from mirage_hf.decode.selection import UniformNumbers, draw_seed
 
 torch.set_num_threads(1)
 
@@ -151,13 +151,15 @@ Arguments = dict[str, Any] | Callable[[], dict[str, Any]]
 @contextmanager
 def our_numbers() -> Iterator[None]:
     """Within it one call of stock's sampling takes, from stock's own probabilities, the tokens that our numbers choose."""
-    numbers: list[Numbers] = []
+    numbers: list[UniformNumbers] = []
     steps = itertools.count()
     stock = torch.multinomial
 
     def multinomial(probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
         if not numbers:
-            numbers.append(Numbers(draw_seed(), probabilities.shape[0], probabilities.device))
+            numbers.append(
+                UniformNumbers(draw_seed(), probabilities.shape[0], probabilities.device)
+            )
         if not (probabilities >= 0).all():
             raise RuntimeError("stock's own check: a NaN")
         return draw(probabilities, numbers[0].at(next(steps)))[:, None]

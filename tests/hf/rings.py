@@ -149,7 +149,7 @@ def caches_that_keep_everything(r: Rings) -> None:
 def blocks_that_grow(r: Rings) -> None:
     """From full-length layers to rings, and from rings to rings; where all layers slide there is nothing to wait with."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
+        patch.setattr("mirage_hf.decode.call_plan.FIRST_REACH", 3)
         length = r.slots - 5
         for given in ({"inputs": prompt(1, length)}, padded((length, 1, r.window // 2))):
             r.pair.runner.release()

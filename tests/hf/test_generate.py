@@ -355,7 +355,7 @@ def test_what_an_earlier_call_left_behind_cannot_be_seen():
 
 def test_growth_in_mid_call(monkeypatch):
 
-    monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
+    monkeypatch.setattr("mirage_hf.decode.call_plan.FIRST_REACH", 3)
     for family, extra in (("llama", {}), ("gemma2", {}), ("llama", {"repetition_penalty": 1.1})):
         model = tiny(family, max_position_embeddings=1024)
         runner = install(model, depth=2)

@@ -30,7 +30,7 @@ from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM, pipeline
 
 from mirage_hf.decode import DecodeError, cache, install, prefill, program, uninstall
 from mirage_hf.decode.cache import Control, most_idle
-from mirage_hf.decode.fingerprint import survey
+from mirage_hf.decode.model_fingerprint import take_fingerprint
 
 ASSET = Path(__file__).parents[1] / "assets" / "tiny_llama"
 GREEDY = {"inputs": prompt(2), "max_new_tokens": 9}
@@ -142,7 +142,7 @@ def test_release_in_mid_call():
 
 
 def test_memory_is_counted_while_a_call_takes_another_way_to_choose():
-    block = cache.Block(1, 256, (None,), torch.device("cpu"))
+    block = cache.CacheBlock(1, 256, (None,), torch.device("cpu"))
 
     def tensors():
         block.choosers.pop("first", None)  # as another thread does at any moment
@@ -241,7 +241,7 @@ def test_without_any_memory_a_call_is_stocks(monkeypatch, place, past):
 
 @pytest.mark.parametrize("seen", [False, True])
 def test_a_block_that_cannot_grow(monkeypatch, seen):
-    monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
+    monkeypatch.setattr("mirage_hf.decode.call_plan.FIRST_REACH", 3)
     model = tiny("llama", max_position_embeddings=1024)
     runner, given = install(model), {"inputs": prompt(1, 250), "max_new_tokens": 40}
     want = stock(model, **given)
@@ -262,7 +262,7 @@ def test_a_block_that_cannot_grow(monkeypatch, seen):
 
 def test_a_call_whose_blocks_cannot_be_captured_is_counted_once(monkeypatch):
     fake_captures(monkeypatch)
-    monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
+    monkeypatch.setattr("mirage_hf.decode.call_plan.FIRST_REACH", 3)
     model = tiny("llama", max_position_embeddings=1024)
     runner = install(model)
     monkeypatch.setattr(program, "capture", lambda *a: out_of_memory())
@@ -327,7 +327,7 @@ def test_a_call_that_begins_again_draws_and_counts_once(monkeypatch):
     )
 
     def drawn(times):
-        monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
+        monkeypatch.setattr("mirage_hf.decode.call_plan.FIRST_REACH", 3)
         runner.release()
         runner.counts.clear()
         torch.manual_seed(0)
@@ -452,11 +452,11 @@ def test_weights_changed_in_place_and_replaced():
 
 def test_survey_sees_what_a_graph_depends_on():
     model = tiny("llama")
-    seen = [survey(model).key]
-    assert survey(model).key == seen[0]
+    seen = [take_fingerprint(model).key]
+    assert take_fingerprint(model).key == seen[0]
 
     def changed(what):
-        key = survey(model).key
+        key = take_fingerprint(model).key
         assert key not in seen, what
         seen.append(key)
 
@@ -476,7 +476,7 @@ def test_survey_sees_what_a_graph_depends_on():
     model.bfloat16()
     changed("dtype")
     model.model.layers[0].mlp.register_forward_hook(lambda *a: None)
-    assert "forward hook" in survey(model).obstacle
+    assert "forward hook" in take_fingerprint(model).obstacle
 
 
 def test_steps_are_called_under_a_mode_that_looks_at_ops():
@@ -484,15 +484,15 @@ def test_steps_are_called_under_a_mode_that_looks_at_ops():
 
     model = tiny("llama")
     with FlopCounterMode(display=False):
-        assert survey(model).no_graph == "a torch dispatch mode is active"
-    assert survey(model).no_graph is None
+        assert take_fingerprint(model).no_graph == "a torch dispatch mode is active"
+    assert take_fingerprint(model).no_graph is None
 
 
 def test_a_captured_step_depends_on_the_windows():
     model = tiny("mistral")
     runner, keys = install(model), []
     step = runner.step
-    runner.step = lambda *a: keys.append(step(*a).fingerprint) or step(*a)
+    runner.step = lambda *a: keys.append(step(*a).graph_key) or step(*a)
     for window in (9, 9, 5):
         model.config.sliding_window = window
         assert_same(*both(model, GREEDY))
@@ -507,7 +507,8 @@ def test_rope_that_reads_the_length_is_not_captured():
         max_position_embeddings=16,
     )
     assert (
-        "RoPE of type dynamic" in survey(model).rope.reason and survey(tiny("llama")).rope is None
+        "RoPE of type dynamic" in take_fingerprint(model).rope.reason
+        and take_fingerprint(tiny("llama")).rope is None
     )
     twin = copy.deepcopy(
         model
@@ -560,7 +561,7 @@ def test_peft_life_cycle():
     keys, texts = [], []
 
     def check():
-        keys.append(survey(base).key)
+        keys.append(take_fingerprint(base).key)
         ours = model.generate(**GREEDY)
         assert ours.tolist() == reference.generate(**GREEDY).tolist()
         texts.append(str(ours.tolist()))
@@ -664,7 +665,7 @@ def test_a_failed_prefill_leaves_nothing_behind():
 @pytest.mark.parametrize("past", [0, 3])
 def test_layers_that_the_config_still_has(family, past, monkeypatch):
     """A model may lose layers while its config keeps their number; a cache made from that has layers that nothing fills."""
-    monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 64)
+    monkeypatch.setattr("mirage_hf.decode.call_plan.FIRST_REACH", 64)
     model = tiny(family, max_position_embeddings=1024)
     model.model.layers = model.model.layers[:1]
     runner = install(model)
@@ -881,7 +882,7 @@ def test_what_graphs_hold_as_constants_is_part_of_what_they_are_for():
     """Numbers of modules and configs, on and off, and buffers changed in place."""
     model = tiny("qwen3")
     attention, rotary = model.model.layers[1].self_attn, model.model.rotary_emb
-    keys = [survey(model).key]
+    keys = [take_fingerprint(model).key]
     for change in (
         lambda: setattr(attention, "scaling", 0.9),
         lambda: setattr(attention, "softcap", None),
@@ -893,7 +894,7 @@ def test_what_graphs_hold_as_constants_is_part_of_what_they_are_for():
         lambda: model.set_attn_implementation("eager"),
     ):
         model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False, pad_token_id=0)
-        assert survey(model).key == keys[-1]  # no call changes them
+        assert take_fingerprint(model).key == keys[-1]  # no call changes them
         change()
-        keys.append(survey(model).key)
+        keys.append(take_fingerprint(model).key)
     assert all(a != b for n, a in enumerate(keys) for b in keys[:n])

@@ -445,12 +445,14 @@ def test_a_cache_that_was_reset(family, reason):
     if not caches[0].layers[0].is_initialized:  # it is as new
         reason = None
     used = iter(caches)
+
     def arguments():
         return {
             "inputs": prompt(1, 30),
             "past_key_values": next(used),
             "max_new_tokens": 4,
         }
+
     if family == "mistral" and reason is not None:
         for generate in (type(model).generate.__get__(model), model.generate):
             with pytest.raises(RuntimeError, match="must match the size"):

@@ -13,7 +13,7 @@ from swapping import decode_logits, prompt, same, snapshot, tiny
 from torch import nn
 
 from mirage_hf.api import optimize, restore
-from mirage_hf.decode.fingerprint import survey
+from mirage_hf.decode.model_fingerprint import take_fingerprint
 from mirage_hf.layers import compose
 from mirage_hf.layers.compose import low_of
 from mirage_hf.match.matcher import match
@@ -376,7 +376,7 @@ def test_scalings_that_are_tensors_and_written_in_place(prepared: str, patterns:
         return binding(ours).calls - seen
 
     assert compare()
-    before = survey(ours).model
+    before = take_fingerprint(ours).model
     for alpha, fast in ((8.001, False), (3, False), (8, True)):
         for model in (stock, ours):
             state = {
@@ -386,7 +386,7 @@ def test_scalings_that_are_tensors_and_written_in_place(prepared: str, patterns:
             hotswap_adapter_from_state_dict(
                 model, state, "default", config(targets=ALL, lora_alpha=alpha)
             )
-        assert bool(compare()) == fast and (survey(ours).model == before) == fast
+        assert bool(compare()) == fast and (take_fingerprint(ours).model == before) == fast
     for model in (stock, ours):
         for layer in model.get_base_model().model.layers:
             layer.self_attn.q_proj.scale_layer(0.5)
@@ -480,7 +480,7 @@ def test_every_state_of_peft_is_right_at_any_moment(event: str, patterns: Any) -
         )
     stock, ours = both(patterns)
     decode_logits(ours)
-    before, seen = survey(ours).model, binding(ours).calls
+    before, seen = take_fingerprint(ours).model, binding(ours).calls
     for model in (stock, ours):
         change(model)
     torch.testing.assert_close(decode_logits(ours).float(), decode_logits(stock).float(), **CLOSE)
@@ -491,7 +491,7 @@ def test_every_state_of_peft_is_right_at_any_moment(event: str, patterns: Any) -
             ours
         )
     if event not in ("merge and unmerge", "new values"):
-        assert survey(ours).model != before
+        assert take_fingerprint(ours).model != before
 
 
 @pytest.mark.parametrize("patterns", [None, ALONE])
@@ -511,14 +511,14 @@ def test_adapters_that_come_back_are_fast_again(patterns: Any) -> None:
 def test_what_holds_nothing_is_seen_once_it_does() -> None:
     """PEFT has a dozen modules in each linear, with nothing in most, which the look at a model passes over."""
     model = with_lora()
-    linear, before = lora_layer(model), survey(model).model
+    linear, before = lora_layer(model), take_fingerprint(model).model
     assert type(linear.lora_dropout["default"]) is torch.nn.Identity
     handle = linear.lora_dropout["default"].register_forward_hook(lambda *_: None)
-    assert survey(model).model != before
+    assert take_fingerprint(model).model != before
     handle.remove()
-    assert survey(model).model == before
+    assert take_fingerprint(model).model == before
     linear.lora_embedding_A["default"] = torch.nn.Parameter(torch.zeros(2))
-    assert survey(model).model != before
+    assert take_fingerprint(model).model != before
 
 
 @pytest.mark.parametrize("patterns", [None, ALONE])

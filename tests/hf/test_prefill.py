@@ -15,7 +15,7 @@ from features import fake_captures
 from transformers import DynamicCache, GenerationMixin, GPT2Config, GPT2LMHeadModel
 
 from mirage_hf.api import optimize
-from mirage_hf.decode import cache, generate, install, plan, prefill, program, session
+from mirage_hf.decode import cache, call_plan, generate, install, prefill, program, session
 from mirage_hf.errors import CodegenError, MirageError
 from mirage_hf.layers import prompt_step
 from mirage_hf.pipeline import kernels
@@ -984,9 +984,15 @@ def test_a_model_is_looked_at_while_the_prompt_runs(
     for model in (stock, ours):
         alter(model)
     events, before = [], dict(runner.prefills)
-    look, replay, enqueue = session.survey, prefill.PrefillGraph.run, session.Session._enqueue
-    for module in (plan, session):
-        monkeypatch.setattr(module, "survey", lambda model: events.append("look") or look(model))
+    look, replay, enqueue = (
+        session.take_fingerprint,
+        prefill.PrefillGraph.run,
+        session.Session._enqueue,
+    )
+    for module in (call_plan, session):
+        monkeypatch.setattr(
+            module, "take_fingerprint", lambda model: events.append("look") or look(model)
+        )
     monkeypatch.setattr(
         session.Session, "_enqueue", lambda self: events.append("step") or enqueue(self)
     )
@@ -1176,10 +1182,10 @@ def test_a_call_s_fingerprint_is_its_own() -> None:
     """Of two calls in two threads one may expect the model that was there while the other knows the one that is."""
 
     class Raced(generate.DecodeRunner):
-        _fingerprint = property(lambda self: ("another thread's", None), lambda self, found: None)  # type: ignore[assignment]
+        _graph_key = property(lambda self: ("another thread's", None), lambda self, found: None)  # type: ignore[assignment]
 
-    given: Any = SimpleNamespace(survey=SimpleNamespace(key="expected"), masks=None)
-    assert Raced().fingerprint_of(given) == ("expected", None)
+    given: Any = SimpleNamespace(fingerprint=SimpleNamespace(key="expected"), masks=None)
+    assert Raced().graph_key_of(given) == ("expected", None)
 
 
 def test_no_prompt_is_captured_before_a_look(called: list[str], resolved: list[Any]) -> None:

@@ -25,11 +25,11 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 from transformers.generation.stopping_criteria import EosTokenCriteria, StopStringCriteria
 
 from mirage_hf.decode import install, processors, program, selection
-from mirage_hf.decode.cache import Block, Trail
+from mirage_hf.decode.cache import CacheBlock, TokenHistory
 from mirage_hf.decode.kernels.ends import Ends
 from mirage_hf.decode.processors import Now, Place
 from mirage_hf.decode.program import NOTHING, draw
-from mirage_hf.decode.selection import Composed, Numbers, Selection, uniforms
+from mirage_hf.decode.selection import Composed, Selection, UniformNumbers, uniforms
 from mirage_hf.errors import SamplingError
 
 CPU = torch.device("cpu")
@@ -96,11 +96,11 @@ def by_the_table(
     p: LogitsProcessor, ids: torch.Tensor, scores: torch.Tensor, room: int = 40
 ) -> torch.Tensor:
     """What the table makes of scores, behind a text with other tokens where none are yet."""
-    row, trail = processors.TABLE[type(p)], Trail.allocate(len(ids), room, scores.device)
-    trail.ids.copy_(torch.randint(0, 10, trail.ids.shape))
-    trail.start(ids, 9)
+    row, history = processors.TABLE[type(p)], TokenHistory.allocate(len(ids), room, scores.device)
+    history.ids.copy_(torch.randint(0, 10, history.ids.shape))
+    history.start(ids, 9)
     values = [v.to(scores.device) for v in row.values(p, Place(scores.shape[1]))]
-    return row.run(Now(trail.ids, trail.prompt, trail.slots), scores, *row.sizes(p), *values)
+    return row.run(Now(history.ids, history.prompt, history.slots), scores, *row.sizes(p), *values)
 
 
 def compare(name: str, device: torch.device, rtol: float) -> None:
@@ -275,7 +275,10 @@ def draws(
     name: str, device: torch.device, vocab: int = VOCAB, rows: int = 40, steps: int = 500
 ) -> None:
     """Draw by a chooser, step after step, and compare counts with the probabilities of stock's processors; steps are independent."""
-    block, ids = Block(rows, 600, (), device), prompt().remainder(vocab).expand(rows, -1).to(device)
+    block, ids = (
+        CacheBlock(rows, 600, (), device),
+        prompt().remainder(vocab).expand(rows, -1).to(device),
+    )
     logits = 2.5 * torch.randn(1, vocab, generator=torch.Generator().manual_seed(1)).to(device)
     block.set_logits(logits.expand(rows, -1))
     chooser = Selection(tuple(EACH[n](device) for n in WARPERS[name]), sample=True).on(block)
@@ -284,11 +287,11 @@ def draws(
         .softmax(-1)[0]
         .cpu()
     )
-    chooser.trail.set_numbers(uniforms(4711, rows, steps))
+    chooser.history.set_numbers(uniforms(4711, rows, steps))
     tokens, control = [], block.control
     for step in range(steps):
-        chooser.trail.start(ids, steps)
-        chooser.trail.prompt.sub_(
+        chooser.history.start(ids, steps)
+        chooser.history.prompt.sub_(
             step
         )  # the text stays the prompt, so that every draw has the same probabilities
         control.start(
@@ -352,7 +355,7 @@ def test_numbers_are_philox_by_seed_row_and_step(seed):
             assert found[row, step] == (raw >> 24) / 2**40 < 1
     assert torch.equal(uniforms(seed, rows, 6, first=4), found[:, 4:])
     assert torch.equal(uniforms(seed, 1, steps), found[:1])
-    table = Numbers(seed, rows, CPU)
+    table = UniformNumbers(seed, rows, CPU)
     assert all(
         torch.equal(table.at(step), uniforms(seed, rows, 2100)[:, step, None])
         for step in range(2100)
@@ -503,7 +506,7 @@ def test_other_rows_do_not_matter():
 @pytest.mark.slow
 def test_a_text_that_outgrows_its_block(monkeypatch):
 
-    monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
+    monkeypatch.setattr("mirage_hf.decode.call_plan.FIRST_REACH", 3)
     model, tok = tiny("llama", max_position_embeddings=1024), tokenizer()
     runner = install(model, depth=2)
     for extra in (
@@ -615,13 +618,13 @@ def test_stop_strings_of_a_text_shorter_than_they_are():
         ["".join(words)],
         [words[3], words[1] + words[2]],
     ):
-        block = Block(3, 256, (), CPU)
+        block = CacheBlock(3, 256, (), CPU)
         block.set_logits(torch.zeros(3, VOCABULARY))
         made = StopStringCriteria(tok, strings)
         chooser = Selection(stops=(made,), pads=False).on(block)
         ids = torch.tensor([[10], [11], [12]])
-        chooser.trail.ids.copy_(torch.randint(10, 14, chooser.trail.ids.shape))
-        chooser.trail.start(ids, 20)
+        chooser.history.ids.copy_(torch.randint(10, 14, chooser.history.ids.shape))
+        chooser.history.start(ids, 20)
         block.control.start(
             length=1, position=torch.tensor([[0]]), lowest=None, budget=20, eos=None, pad=None
         )
@@ -759,10 +762,10 @@ def test_numbers_change_without_another_graph_and_few_ways_are_kept():
 
 
 def test_ties_take_the_lowest_index_behind_processors():
-    block = Block(2, 256, (), CPU)
+    block = CacheBlock(2, 256, (), CPU)
     block.set_logits(torch.zeros(2, VOCAB))
     chooser = Selection((hf.TemperatureLogitsWarper(0.5),)).on(block)
-    chooser.trail.start(prompt(2), 9)
+    chooser.history.start(prompt(2), 9)
     block.control.start(
         length=7,
         position=torch.tensor([[6]]),

@@ -39,7 +39,7 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
 
 from mirage_hf.api import optimize, restore
-from mirage_hf.decode.fingerprint import survey
+from mirage_hf.decode.model_fingerprint import take_fingerprint
 from mirage_hf.errors import CodegenError, SearchError
 from mirage_hf.layers.steps import LONG
 from mirage_hf.pipeline import kernels
@@ -220,7 +220,7 @@ def test_prompts_in_a_row() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_block_that_grows_in_mid_call(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
+    monkeypatch.setattr("mirage_hf.decode.call_plan.FIRST_REACH", 3)
     stock, ours = pair(lambda: tiny(family, max_position_embeddings=1024))
     runner = ours.mirage.runner
     agree(stock, ours, {**left_padded((250, 240, 3)), **FULL, "max_new_tokens": 40})
@@ -676,7 +676,7 @@ def test_longrope_is_by_kernels_for_texts_within_its_reach(family: str) -> None:
     assert steps(ours)[KERNELS] == 5
     beyond = {"RoPE of type longrope reads the length on the host"} if family == "llama" else set()
     assert set(steps(ours)) == {KERNELS, *beyond} and len(stocks(ours)) == (family == "phi3")
-    before, tables = survey(ours), ours.mirage.runner.steps.rotary_tables(40)
+    before, tables = take_fingerprint(ours), ours.mirage.runner.steps.rotary_tables(40)
     ours(prompt(1, 40))
     left = ours.model.rotary_emb.inv_freq
     assert left is not ours.model.rotary_emb.original_inv_freq
@@ -685,11 +685,11 @@ def test_longrope_is_by_kernels_for_texts_within_its_reach(family: str) -> None:
         and ours.model.rotary_emb.inv_freq is left
     )
     assert bool((tables[0][:, 31] != 0).all()) and not tables[0][:, 32:].any()
-    assert survey(ours) == before
+    assert take_fingerprint(ours) == before
     ours.model.rotary_emb.original_inv_freq.mul_(
         2
     )  # graphs captured before hold the frequencies that were
-    assert survey(ours).model == before.model and survey(ours).key != before.key
+    assert take_fingerprint(ours).model == before.model and take_fingerprint(ours).key != before.key
     stock.model.rotary_emb.original_inv_freq.mul_(2)
     agree(stock, ours, {"inputs": prompt(1, 9), **FULL, "max_new_tokens": 5})
 
@@ -890,11 +890,11 @@ def test_the_numbers_of_a_model_are_read_alike_whatever_other_models_were_read()
         "no number",
         3,
     )  # as many attributes, of other names
-    seen = survey(second).model
-    survey(first)
-    assert survey(second).model == seen
+    seen = take_fingerprint(second).model
+    take_fingerprint(first)
+    assert take_fingerprint(second).model == seen
     second.model.layers[0].mlp.number = 4
-    assert survey(second).model != seen
+    assert take_fingerprint(second).model != seen
 
 
 def _norm(m: Any) -> None:
@@ -1298,7 +1298,7 @@ def test_released_memory_comes_back() -> None:
 def test_searched_kernels_step_as_stock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(check, "SAMPLES", 64)
-    monkeypatch.setattr("mirage_hf.decode.plan.FIRST_REACH", 3)
+    monkeypatch.setattr("mirage_hf.decode.call_plan.FIRST_REACH", 3)
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     stock, ours = pair(
         lambda: tiny("qwen3", max_position_embeddings=1024), batch_sizes=(1, 2), verify=True

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import BaseTorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mirage_hf.api import optimize, restore
-from mirage_hf.decode.fingerprint import survey
+from mirage_hf.decode.model_fingerprint import take_fingerprint
 from mirage_hf.patterns import PATTERNS
 from mirage_hf.swap.guard import KEY
 from mirage_hf.swap.module import swapped_class
@@ -520,20 +520,20 @@ def test_the_guard_costs_little() -> None:
 @pytest.mark.parametrize("event", EVENTS)
 def test_the_fingerprint_sees_it(event: str) -> None:
     _, ours = swapped()
-    before = survey(ours).model
-    assert before == survey(ours).model
+    before = take_fingerprint(ours).model
+    assert before == take_fingerprint(ours).model
     EVENTS[event](ours)
-    assert survey(ours).model != before
+    assert take_fingerprint(ours).model != before
 
 
 def test_the_fingerprint_sees_an_epsilon_and_a_second_forward_at_the_address_of_a_first() -> None:
     _, ours = swapped()
-    seen = [survey(ours).model]
+    seen = [take_fingerprint(ours).model]
     layer_of(ours).input_layernorm.variance_epsilon = 0.5
-    seen.append(survey(ours).model)
+    seen.append(take_fingerprint(ours).model)
     for _ in range(3):
         layer_of(ours).mlp.forward = lambda x: x
-        seen.append(survey(ours).model)
+        seen.append(take_fingerprint(ours).model)
         del layer_of(
             ours
         ).mlp.forward  # its memory is free for the next, unless the fingerprint keeps it

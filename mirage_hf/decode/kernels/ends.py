@@ -19,7 +19,7 @@ from torch import Tensor
 from mirage_hf import errors
 from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.codegen.triton import POINTERS, Launch, Program
-from mirage_hf.decode.cache import MOST_EOS, Block, Control, Ring
+from mirage_hf.decode.cache import MOST_EOS, CacheBlock, Control, Ring
 from mirage_hf.decode.kernels.written import INFINITY, as_program, launch, loading, order
 from mirage_hf.decode.program import NOTHING, Chooser, choose_greedily, draw, settle
 
@@ -708,7 +708,7 @@ class Ends:
             )
 
 
-def ends_of(block: Block) -> Ends:
+def ends_of(block: CacheBlock) -> Ends:
     """The ends of a block's steps, made when the first call has logits: kernels where there are some for them, else torch."""
     batch, vocab = block.logits.shape
     if block.ends is None or (block.ends.batch, block.ends.vocab) != (batch, vocab):

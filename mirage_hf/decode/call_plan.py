@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from mirage_hf.decode.cache import bucket, rings_of, windows_of
-from mirage_hf.decode.fingerprint import Survey, survey
+from mirage_hf.decode.model_fingerprint import ModelFingerprint, take_fingerprint
 from mirage_hf.decode.program import MaskPlan
 from mirage_hf.decode.routing import (
     COVERED_MODES,
@@ -125,7 +125,7 @@ class CallPlan:
     """How the step chooses and stops by itself, or why the host must."""
     masks: MaskPlan
     logits_to_keep: bool
-    survey: Survey
+    fingerprint: ModelFingerprint
     expected: bool
     """Whether the survey is that of the call before, and the model is looked at while the GPU is at work on the prompt."""
 
@@ -145,7 +145,7 @@ def plan_call(
     *,
     users_cache: bool,
     max_cache_len: int | None,
-    expected: Survey | None = None,
+    expected: ModelFingerprint | None = None,
 ) -> CallPlan:
     """Decide whether the call is covered, from the objects stock's decoding method would get. `expected`: what a look at the model would
     find, as far as one can tell without it.
@@ -184,7 +184,7 @@ def plan_call(
     _need(refused_length(model, prompt.length + budget))
     if config._pad_token_tensor is None and any(hasattr(c, "eos_token_id") for c in criteria):
         raise NotCovered("stop tokens without a pad token")
-    found = expected or survey(model)
+    found = expected or take_fingerprint(model)
     _need(found.obstacle)
     selection = Selection.of(processors, criteria, config, getattr(text, "vocab_size", None))
     eos = (
@@ -211,7 +211,7 @@ def plan_call(
         selection=selection,
         masks=masks,
         logits_to_keep="logits_to_keep" in kwargs,
-        survey=found,
+        fingerprint=found,
         expected=expected is not None,
     )
 

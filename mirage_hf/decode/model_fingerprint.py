@@ -59,7 +59,7 @@ _HOLDERS = frozenset({nn.Identity, nn.ModuleDict, nn.ParameterDict})
 
 
 @dataclass(frozen=True)
-class Survey:
+class ModelFingerprint:
     """What one walk found."""
 
     model: tuple[Any, ...] = field(compare=False)  # part of the key
@@ -78,7 +78,7 @@ class Survey:
     """RoPE for which the model's own forward must be called, if there is any."""
 
 
-def survey(model: nn.Module) -> Survey:
+def take_fingerprint(model: nn.Module) -> ModelFingerprint:
     """Look at every module, parameter and buffer once. Cost: about a quarter of a microsecond each."""
     modules = [model]
     for module in modules:  # the list grows while it is walked
@@ -141,10 +141,10 @@ def survey(model: nn.Module) -> Survey:
         or _on_devices(devices)
         or _global_obstacle(device)
     )
-    return Survey(facts, key, obstacle, _no_graph(), length_rope(config))
+    return ModelFingerprint(facts, key, obstacle, _no_graph(), length_rope(config))
 
 
-def still_expected(model: nn.Module, last: Survey) -> bool:
+def still_expected(model: nn.Module, last: ModelFingerprint) -> bool:
     """Whether what one sees without looking at any module is still as it was: no obstacle, and graphs are allowed."""
     device = next((t.device for t in model.parameters()), torch.device("cpu"))
     graphs = (

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirage_hf.decode.cache import Block
+from mirage_hf.decode.cache import CacheBlock
+from mirage_hf.decode.call_plan import CallPlan
 from mirage_hf.decode.kernels.ends import MOST_ROWS, MOST_VOCAB, Ends, Inputs, ends_of
 from mirage_hf.decode.kernels.written import INFINITY
-from mirage_hf.decode.plan import CallPlan
 from mirage_hf.decode.program import Chooser, MaskPlan, Step, move_on
 from mirage_hf.layers.compose import Kernel
 from mirage_hf.layers.step import At
@@ -40,9 +40,9 @@ class StepProgram(Step):
     by_kernels = True
 
     def __init__(
-        self, steps: Steps, block: Block, masks: MaskPlan, *, graphs: bool, fingerprint: object
+        self, steps: Steps, block: CacheBlock, masks: MaskPlan, *, graphs: bool, graph_key: object
     ):
-        super().__init__(block, graphs, fingerprint)
+        super().__init__(block, graphs, graph_key)
         self.steps, self.masks = steps, masks
         self._buffers: _Buffers | None = None
 
@@ -109,7 +109,7 @@ class StepProgram(Step):
 CHANGED = "the model has changed since optimize()"
 
 
-def obstacle(steps: Steps | None, plan: CallPlan, block: Block, valid_for: object) -> str:
+def obstacle(steps: Steps | None, plan: CallPlan, block: CacheBlock, valid_for: object) -> str:
     """Why a call's steps run the model's own forward instead, "" where they need not. `valid_for`: what the model was for the steps."""
     if steps is None:
         return "not every layer has all of its kernels"
@@ -118,16 +118,16 @@ def obstacle(steps: Steps | None, plan: CallPlan, block: Block, valid_for: objec
     if changed := steps.changed():
         return changed
     rope = (
-        plan.survey.rope
+        plan.fingerprint.rope
     )  # before the next: beyond its reach the forward itself sets new frequencies
     if rope is not None and plan.most_slots > rope.reach:
         return rope.reason
-    if plan.survey.model != valid_for:
+    if plan.fingerprint.model != valid_for:
         return CHANGED
     if block.batch > MOST_ROWS or steps.vocab > MOST_VOCAB or steps.embedding.dtype not in INFINITY:
         return f"the ends of a step are for {MOST_ROWS} rows, a vocabulary of {MOST_VOCAB} and dtypes of up to 32 bits"
-    if plan.survey.no_graph is not None:
-        return plan.survey.no_graph
+    if plan.fingerprint.no_graph is not None:
+        return plan.fingerprint.no_graph
     if plan.prompt.odd_positions:
         return "positions outside the slots of the cache"
     shape = block.logits.shape
