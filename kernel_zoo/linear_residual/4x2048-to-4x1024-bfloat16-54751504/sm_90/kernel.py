@@ -113,16 +113,37 @@ def launch(kernel, grid, tensors, num_warps, num_stages):
     key = kernel.__name__, device, tuple([x.dtype for x in tensors]), unaligned
     if key not in _compiled:
         overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
-        options = {"launch_pdl": True} if overlaps else {}  # multiply-adds are one instruction by default up to Triton 3.9 only
-        ready = kernel.warmup(*tensors, overlaps=overlaps, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True, grid=(grid,),
-                              **options)
+        options = (
+            {"launch_pdl": True} if overlaps else {}
+        )  # multiply-adds are one instruction by default up to Triton 3.9 only
+        ready = kernel.warmup(
+            *tensors,
+            overlaps=overlaps,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            enable_fp_fusion=True,
+            grid=(grid,),
+            **options,
+        )
         dependent = ready.run
         serial = copy.copy(dependent)
         serial.launch_pdl = False
         _compiled[key] = serial, dependent, ready.function, ready.packed_metadata, overlaps
     serial, dependent, function, metadata, overlaps = _compiled[key]
     run = dependent if torch.cuda.is_current_stream_capturing() else serial
-    run(grid, 1, 1, torch._C._cuda_getCurrentRawStream(device), function, metadata, None, None, None, *pointers, overlaps)
+    run(
+        grid,
+        1,
+        1,
+        torch._C._cuda_getCurrentRawStream(device),
+        function,
+        metadata,
+        None,
+        None,
+        None,
+        *pointers,
+        overlaps,
+    )
 
 
 def run(inputs, out=None):

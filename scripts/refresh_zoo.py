@@ -1,0 +1,115 @@
+"""Write the entries of a kernel zoo anew after the code generator's text or a name in the stored JSON changed.
+
+    python scripts/refresh_zoo.py                 # kernel_zoo/
+    python scripts/refresh_zoo.py --zoo FOLDER --check
+
+For each entry, generates `kernel.py` from the stored µGraph and schedules, and recomputes the key and all digests. A folder whose
+key changed is renamed. Schedules, timings, search statistics, machine and date stay as they are, so this is only right if the same
+schedule still generates the same code up to names and comments; `scripts/compare_kernels.py` checks that.
+
+Names that changed in the JSON since the entry was written are mapped by the tables below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from mirage_hf.codegen import triton
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph import json_format
+from mirage_hf.zoo.entry import ENTRY, UGRAPH, Entry, Measurement
+from mirage_hf.zoo.key import key_of
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: Old names of schedule fields and the present ones.
+SCHEDULE_FIELDS: dict[str, str] = {}
+
+#: Old names of keys in ugraph.json (at any depth) and the present ones.
+UGRAPH_KEYS: dict[str, str] = {}
+
+
+def refreshed(folder: Path) -> Entry:
+    """Return the entry in `folder` with its kernel, key and digests made by this version of the package."""
+    data = json.loads((folder / ENTRY).read_text(encoding="utf-8"))
+    stored = json.loads((folder / UGRAPH).read_text(encoding="utf-8"))
+    ugraph = json_format.ugraph_from_dict(_with_present_names(stored), str(folder / UGRAPH))
+    schedules = tuple(Schedule.from_dict(_renamed(s, SCHEDULE_FIELDS)) for s in data["schedules"])
+    return Entry(
+        key=key_of(ugraph.program, data["target"]),
+        pattern=data["pattern"],
+        ugraph=ugraph,
+        kernel=triton.generate(ugraph, schedules).source,
+        schedules=schedules,
+        timings=tuple(Measurement(**t) for t in data["timings"]),
+        error_bound=data["error_bound"],
+        search=data["search"],
+        machine=data["machine"],
+        created=data["created"],
+    )
+
+
+def _with_present_names(x: Any) -> Any:
+    """Return a copy of the JSON value `x` with the keys of all its objects mapped by UGRAPH_KEYS."""
+    if isinstance(x, dict):
+        mapped = {key: _with_present_names(value) for key, value in x.items()}
+        return _renamed(mapped, UGRAPH_KEYS)
+    if isinstance(x, list):
+        return [_with_present_names(value) for value in x]
+    return x
+
+
+def _renamed(data: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    return {names.get(key, key): value for key, value in data.items()}
+
+
+def write(entry: Entry, zoo: Path, old_folder: Path) -> bool:
+    """Write the files of `entry` that differ from the stored ones, and return whether there were any."""
+    folder = zoo / entry.folder
+    changed = folder != old_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in entry.files.items():
+        path = folder / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            changed = True
+    if folder != old_folder:
+        shutil.rmtree(old_folder)
+        if not any(old_folder.parent.iterdir()):
+            old_folder.parent.rmdir()
+    return changed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--zoo", type=Path, default=ROOT / "kernel_zoo", help="the zoo to refresh")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if an entry is out of date"
+    )
+    args = parser.parse_args()
+    folders = sorted(path.parent for path in args.zoo.glob(f"*/*/*/{ENTRY}"))
+    changed = 0
+    for folder in folders:
+        entry = refreshed(folder)
+        if args.check:
+            stored = {name: folder / name for name in entry.files}
+            changed += args.zoo / entry.folder != folder or any(
+                path.read_text(encoding="utf-8") != entry.files[name]
+                for name, path in stored.items()
+            )
+        else:
+            changed += write(entry, args.zoo, folder)
+    print(f"{changed} of {len(folders)} entries {'are out of date' if args.check else 'changed'}")
+    if args.check and changed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
