@@ -29,14 +29,14 @@ from mirage_hf.patterns.attention import LONG_FROM, LONG_SLOTS, REFERENCE_SLOTS
 from mirage_hf.patterns.masked_attention import MASKED_ATTENTION, shut
 from mirage_hf.pipeline import kernels, torch_op
 from mirage_hf.pipeline.torch_op import Run
-from mirage_hf.swap.traced import KNOWN
+from mirage_hf.swap.traced import LAYER_ARGUMENTS
 from mirage_hf.zoo.key import key_of
 
 NAME = "mirage"
 
 MANY = "more than one query token"
 GROWING = "keys that grow at every step (DynamicCache), or a mask of your own"
-HARMLESS = KNOWN | {"is_causal", "sliding_window"}
+HARMLESS = LAYER_ARGUMENTS | {"is_causal", "sliding_window"}
 """Keyword arguments that say nothing which the mask does not say."""
 
 SELECTED = ("indices", "block_indices")

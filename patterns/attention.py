@@ -12,7 +12,7 @@ from mirage_hf.errors import GraphError
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.patterns.parts import normed as normalised
 from mirage_hf.patterns.parts import turned
-from mirage_hf.patterns.schema import Block, Pattern
+from mirage_hf.patterns.schema import Pattern, PatternBlock
 
 AXES = {
     "q": "rows kv_heads group queries d",
@@ -192,7 +192,7 @@ def build(
     return g
 
 
-def for_long_caches(block: Block) -> Block:
+def for_long_caches(block: PatternBlock) -> PatternBlock:
     """The same block at LONG_SLOTS."""
     return block.pattern.block(**{**dict(block.sizes), "slots": LONG_SLOTS})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
-from mirage_hf.patterns.lora import Ups
+from mirage_hf.patterns.lora import BlockAdapters
 from mirage_hf.patterns.parts import activated, normed
 from mirage_hf.patterns.schema import MlpLayout, Pattern
 
@@ -46,7 +46,7 @@ def build(
     offset: float = 0.0,
     centred: bool = False,
     norm_bias: bool = False,
-    lora: Ups | None = None,
+    lora: BlockAdapters | None = None,
 ) -> KernelGraph:
     """`offset`, `centred`, `norm_bias`: what the norm is, as in `parts.normed`."""
     g = new_kernel_graph()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
-from mirage_hf.patterns.lora import Ups
+from mirage_hf.patterns.lora import BlockAdapters
 from mirage_hf.patterns.parts import normed
 from mirage_hf.patterns.schema import Pattern
 
@@ -37,7 +37,7 @@ def build(
     scale: float = 1.0,
     centred: bool = False,
     norm_bias: bool = False,
-    lora: Ups | None = None,
+    lora: BlockAdapters | None = None,
 ) -> KernelGraph:
     """`norm`: of the product; `offset`, `centred`, `norm_bias`: what it is, as in `parts.normed`."""
     g = new_kernel_graph()

@@ -2,7 +2,7 @@
 
 PEFT keeps adapters of half-precision models in float32 unless told otherwise, and adds in the wider dtype; so does this. A linear on its
 own is one program (`LORA`). In a layer, where one x goes to several linears, x · [a…] is a program of its own (`LORA_DOWN`), a thousandth
-of the work, and the blocks of the layer take what it gives and the b (`Ups`). Scalings are operands, one for each column of a, so that
+of the work, and the blocks of the layer take what it gives and the b (`BlockAdapters`). Scalings are operands, one for each column of a, so that
 kernels serve adapters of any; PEFT scales behind b, which is the same but for rounding.
 """
 
@@ -99,7 +99,7 @@ def build_down(
 
 
 @dataclass(frozen=True)
-class Ups:
+class BlockAdapters:
     """The adapters of a block's linears. ranks: of each linear, 0 where it has none; where the results of several are packed, all that
     have one have the same. A program's operands are, right after x, what LORA_DOWN made for each of `reading`, and after the weights and
     biases of the linears, for each of `reading`, its b (r, n), zeros where it has none."""
@@ -117,7 +117,7 @@ class Ups:
     def rank(self) -> int:
         return max(self.ranks)
 
-    def in_dtype(self, dtype: torch.dtype) -> Ups:
+    def in_dtype(self, dtype: torch.dtype) -> BlockAdapters:
         return replace(self, dtype=dtype)
 
     def lows(self, made: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
-from mirage_hf.patterns.lora import Ups
+from mirage_hf.patterns.lora import BlockAdapters
 from mirage_hf.patterns.parts import normed
 from mirage_hf.patterns.schema import Pattern
 
@@ -38,7 +38,7 @@ def build(
     softcap: float | None = None,
     centred: bool = False,
     norm_bias: bool = False,
-    lora: Ups | None = None,
+    lora: BlockAdapters | None = None,
 ) -> KernelGraph:
     """`offset`, `centred`, `norm_bias`: what the norm is, as in `parts.normed`; the product is multiplied by `scale`,
     then bounded by `softcap`."""

@@ -29,13 +29,13 @@ class Pattern:
         """Whether a size of it is the number of slots of a cache."""
         return any("slots" in axes.split() for axes in self.axes.values())
 
-    def block(self, **sizes: Any) -> Block:
+    def block(self, **sizes: Any) -> PatternBlock:
         """This pattern at given sizes, rows left open."""
-        return Block(self, tuple(sorted(sizes.items())))
+        return PatternBlock(self, tuple(sorted(sizes.items())))
 
 
 @dataclass(frozen=True)
-class Block:
+class PatternBlock:
     """A pattern at the sizes of one module: what a kernel is made for, once per number of rows. Equal blocks share kernels."""
 
     pattern: Pattern
@@ -56,14 +56,14 @@ class Block:
         return hash((self.pattern.name, self.sizes))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Block) and (self.pattern.name, self.sizes) == (
+        return isinstance(other, PatternBlock) and (self.pattern.name, self.sizes) == (
             other.pattern.name,
             other.sizes,
         )
 
 
 @lru_cache(maxsize=512)  # probes and steps on a CPU ask for one program again and again
-def _program(block: Block, rows: int, changes: tuple[tuple[str, Any], ...]) -> KernelGraph:
+def _program(block: PatternBlock, rows: int, changes: tuple[tuple[str, Any], ...]) -> KernelGraph:
     return block.pattern.build(rows=rows, **{**dict(block.sizes), **dict(changes)})
 
 

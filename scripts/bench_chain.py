@@ -46,7 +46,7 @@ from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.patterns.gated_mlp import GATED_MLP
 from mirage_hf.patterns.linear_residual import LINEAR_RESIDUAL
 from mirage_hf.patterns.rms_norm_linear import RMS_NORM_LINEAR
-from mirage_hf.patterns.schema import Block
+from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline import kernels
 from mirage_hf.tune import measure
 
@@ -98,13 +98,13 @@ class Chain:
         kv = self.sizes.kv_heads * self.sizes.head_dim
         return (self.attended, kv, kv) if self.separate else (self.attended + 2 * kv,)
 
-    def blocks(self) -> dict[str, Block]:
+    def blocks(self) -> dict[str, PatternBlock]:
         s = self.sizes
 
-        def norm_linear(n: tuple[int, ...]) -> Block:
+        def norm_linear(n: tuple[int, ...]) -> PatternBlock:
             return RMS_NORM_LINEAR.block(k=s.hidden, n=n, bias=False, eps=s.eps, dtype=DTYPE)
 
-        def linear(k: int) -> Block:
+        def linear(k: int) -> PatternBlock:
             return LINEAR_RESIDUAL.block(k=k, n=s.hidden, bias=False, dtype=DTYPE)
 
         mlp = GATED_MLP.block(

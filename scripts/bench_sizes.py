@@ -36,7 +36,7 @@ from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.patterns.gated_mlp import GATED_MLP
 from mirage_hf.patterns.linear_residual import LINEAR_RESIDUAL
 from mirage_hf.patterns.rms_norm_linear import RMS_NORM_LINEAR
-from mirage_hf.patterns.schema import Block
+from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline import kernels
 from mirage_hf.tune import measure
 from mirage_hf.tune.cost import H200, tensor_bytes
@@ -52,7 +52,7 @@ MLP_WIDTHS = {896: 4864, 960: 2560, 1152: 6912, 2560: 9728, 3072: 8192, 3584: 18
 BLOCKS = (RMS_NORM_LINEAR.name, GATED_MLP.name, LINEAR_RESIDUAL.name)
 
 
-def block_of(name: str, hidden: int) -> Block:
+def block_of(name: str, hidden: int) -> PatternBlock:
     if name == GATED_MLP.name:
         return GATED_MLP.block(
             k=hidden,

@@ -27,7 +27,7 @@ from mirage_hf.match.eligible import generating
 from mirage_hf.match.matcher import match
 from mirage_hf.patterns import PATTERNS
 from mirage_hf.patterns.attention import for_long_caches
-from mirage_hf.patterns.schema import Block
+from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline.kernels import make_entries, target_of
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import key_of
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def blocks_of(name: str, dtype: str, device: torch.device, lora: int) -> list[list[Block]]:
+def blocks_of(name: str, dtype: str, device: torch.device, lora: int) -> list[list[PatternBlock]]:
     """The distinct blocks of a model in the order in which they occur: those of a layer, and the head. `lora`: the rank of adapters on
     every linear, 0 for none."""
     model = random_model(name, device, DTYPES[dtype], layers=1)
@@ -53,7 +53,11 @@ def blocks_of(name: str, dtype: str, device: torch.device, lora: int) -> list[li
 
 
 def build(
-    blocks: Sequence[Block], rows: int, device: torch.device, zoo: Store, args: argparse.Namespace
+    blocks: Sequence[PatternBlock],
+    rows: int,
+    device: torch.device,
+    zoo: Store,
+    args: argparse.Namespace,
 ) -> Iterator[str]:
     """Make the kernels of a layer's blocks for a number of rows, those that the zoo lacks. Yields what was done."""
     layer: list[Entry | tuple[KernelGraph, str, KernelGraph | None]] = []
@@ -145,8 +149,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     zoo = Store(args.out.resolve(), writable=True)
     # every process sees the same layers and takes its share of them; a block belongs to the first layer that has it
-    jobs: list[tuple[list[Block], int]] = []
-    seen: set[Block] = set()
+    jobs: list[tuple[list[PatternBlock], int]] = []
+    seen: set[PatternBlock] = set()
     for name, dtype in itertools.product(names, args.dtypes.split(",")):
         for layer in blocks_of(name, dtype, device, args.lora):
             blocks = [b for b in layer if b not in seen]

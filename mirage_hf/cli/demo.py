@@ -12,7 +12,7 @@ from mirage_hf.cli import show
 from mirage_hf.cli.models import Loaded
 from mirage_hf.match.matcher import match
 from mirage_hf.patterns import PATTERNS
-from mirage_hf.patterns.schema import Block
+from mirage_hf.patterns.schema import PatternBlock
 
 RUNS = 3
 
@@ -78,13 +78,13 @@ def run(loaded: Loaded, tokens: int, seconds: float | None) -> bool:
     return exact and (same or model.dtype != torch.float32)
 
 
-def blocks_of(model: Any) -> list[Block]:
+def blocks_of(model: Any) -> list[PatternBlock]:
     """The distinct blocks of a model, in the order in which they occur."""
     found = match(model, list(PATTERNS))
     return list(dict.fromkeys(part.block for m in found.modules for part in m.parts))
 
 
-def search_all(blocks: list[Block], seconds: float | None) -> None:
+def search_all(blocks: list[PatternBlock], seconds: float | None) -> None:
     table = show.search_table()
     options: dict[str, Any] = {} if seconds is None else {"time_limit": seconds}
     for block in blocks:

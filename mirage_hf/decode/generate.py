@@ -29,7 +29,7 @@ from mirage_hf.decode.routing import effective, refused_arguments, refused_model
 from mirage_hf.decode.session import Outdated, Session
 from mirage_hf.decode.step_program import CHANGED, StepProgram, obstacle
 from mirage_hf.errors import MirageError
-from mirage_hf.layers.steps import Steps
+from mirage_hf.layers.model_kernels import ModelKernels
 
 GraphKey = tuple[Any, Any]
 """What captured graphs depend on: what a walk over the model found, and the masks it wants."""
@@ -95,7 +95,7 @@ class DecodeRunner:
         mode: str = "graph",
         max_cache_len: int | None = None,
         depth: int | None = None,
-        steps: Steps | None = None,
+        steps: ModelKernels | None = None,
         valid_for: object = None,
     ):
         self.steps, self.valid_for, self.no_steps = steps, valid_for, ""
@@ -289,7 +289,7 @@ class DecodeRunner:
     ) -> bool:
         """Prefill by kernels without a graph; False where HF's forward is to run."""
         steps = self.steps
-        if steps is None or steps.no_prompts or not can_call(block.device) or not plan.prompt_alone:
+        if steps is None or steps.no_prefill or not can_call(block.device) or not plan.prompt_alone:
             return False
         shape = self._shape(plan, block, input_ids)
         if shape is None or block.batch not in steps.rows:
@@ -307,7 +307,7 @@ class DecodeRunner:
         shape, rope = Shape.of(input_ids.shape[1], block, plan.masks), plan.fingerprint.rope
         return None if shape is None or (rope is not None and shape.tokens > rope.reach) else shape
 
-    def _able(self, plan: CallPlan, block: CacheBlock) -> Steps | None:
+    def _able(self, plan: CallPlan, block: CacheBlock) -> ModelKernels | None:
         """The model's kernels where they serve a call."""
         return None if obstacle(self.steps, plan, block, self.valid_for) else self.steps
 
@@ -558,7 +558,7 @@ def install(
     mode: str = "graph",
     max_cache_len: int | None = None,
     depth: int | None = None,
-    steps: Steps | None = None,
+    steps: ModelKernels | None = None,
 ) -> DecodeRunner:
     """Give a model instance a `generate` of its own that decodes through the pool; nothing else of it or of HF changes.
 

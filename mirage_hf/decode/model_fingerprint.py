@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mirage_hf.match.adapters import scaling_of
 from mirage_hf.match.causal import LengthRope, length_rope
 from mirage_hf.match.plain import foreign_hook
-from mirage_hf.swap.guard import KEY
+from mirage_hf.swap.guard import BINDING_KEY
 
 _TUNER = (
     "_active_adapter",
@@ -95,7 +95,7 @@ def take_fingerprint(model: nn.Module) -> ModelFingerprint:
     special = [
         (n, _special(d))
         for n, d in enumerate(states)
-        if "forward" in d or "merged_adapters" in d or "_active_adapter" in d or KEY in d
+        if "forward" in d or "merged_adapters" in d or "_active_adapter" in d or BINDING_KEY in d
     ]
     own = [(kind, d) for kind, d in zip(kinds, states, strict=True) if kind not in _WITHOUT_NUMBERS]
     tensors = [
@@ -190,7 +190,7 @@ def _numbers_of(kind: type, state: dict[str, Any]) -> Any:
 def _special(state: dict[str, Any]) -> tuple[Any, ...]:
     """What few modules have. A forward is kept itself: the id of one that is gone may come back as another's."""
     tuner = "merged_adapters" in state or "_active_adapter" in state
-    bound = state.get(KEY)
+    bound = state.get(BINDING_KEY)
     kernels = () if bound is None else (id(bound), bound.retired)
     return (
         state.get("forward"),

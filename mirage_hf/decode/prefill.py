@@ -35,11 +35,11 @@ from mirage_hf.decode.cache import CacheBlock, Ring
 from mirage_hf.decode.graphs import capture
 from mirage_hf.decode.program import MaskPlan
 from mirage_hf.errors import MirageError
-from mirage_hf.layers.prompt_step import Band, Prompt
-from mirage_hf.layers.row_chunks import LEAST
-from mirage_hf.layers.steps import Steps
+from mirage_hf.layers.model_kernels import ModelKernels
+from mirage_hf.layers.prefill import PromptInputs, WindowAttention
+from mirage_hf.layers.row_chunks import MIN_CHUNK_ROWS
 
-GRAIN, LONG_GRAIN = LEAST, 256
+GRAIN, LONG_GRAIN = MIN_CHUNK_ROWS, 256
 """Buckets are multiples of the first; beyond eight times the second, of that: their rows are in fewer pieces then."""
 FEW_LAYERS = 16
 """Up to which the roots of the dtypes' precisions bound what rounding explains. Of 32 layers with random adapters (Llama-3.1-8B, H200) 9.2%
@@ -181,7 +181,7 @@ class PrefillGraph:
     def by_kernels(self) -> bool:
         return self.addresses is not None
 
-    def reads_what_is_there(self, steps: Steps | None) -> bool:
+    def reads_what_is_there(self, steps: ModelKernels | None) -> bool:
         """Whether all that the graph reads is known to lie where it lay, so that it may be replayed whatever was done to the model, if
         nobody sees what comes of it. `steps`: those by which it is."""
         return self.by_kernels and steps is not None and _addresses(steps) == self.addresses
@@ -219,8 +219,8 @@ class Prompts:
         block: CacheBlock,
         input_ids: Tensor,
         shape: Shape,
-        steps: Steps,
-        able: Callable[[], Steps | None],
+        steps: ModelKernels,
+        able: Callable[[], ModelKernels | None],
         key: object,
     ) -> bool:
         """Prefill a prompt (batch, length), filled up to `shape`, by kernels without a graph, logits included. False where HF's forward is
@@ -264,8 +264,8 @@ class Prompts:
         model: Any,
         block: CacheBlock,
         shape: Shape,
-        present: Steps | None,
-        able: Callable[[], Steps | None],
+        present: ModelKernels | None,
+        able: Callable[[], ModelKernels | None],
         key: object,
         at_once: bool,
         own: bool = True,
@@ -296,7 +296,7 @@ class Prompts:
         model: Any,
         block: CacheBlock,
         shape: Shape,
-        able: Callable[[], Steps | None],
+        able: Callable[[], ModelKernels | None],
         key: object,
         own: bool,
     ) -> PrefillGraph | None:
@@ -306,8 +306,8 @@ class Prompts:
             return None
         block.dirty = max(block.dirty, shape.tokens)  # what warming up writes
         steps = None if self._refused_by_kernels.get(shape) == key else able()
-        if steps is not None and steps.no_prompts:
-            self.count(f"not by kernels: {steps.no_prompts}")
+        if steps is not None and steps.no_prefill:
+            self.count(f"not by kernels: {steps.no_prefill}")
             steps = None
         return self._captured(model, block, shape, steps, key, own)
 
@@ -316,7 +316,7 @@ class Prompts:
         model: Any,
         block: CacheBlock,
         shape: Shape,
-        steps: Steps | None,
+        steps: ModelKernels | None,
         key: object,
         own: bool,
     ) -> PrefillGraph | None:
@@ -357,12 +357,12 @@ def _random(model: Any, block: CacheBlock, tokens: int) -> Tensor:
     )
 
 
-def _make_room(block: CacheBlock, steps: Steps) -> None:
+def _make_room(block: CacheBlock, steps: ModelKernels) -> None:
     """As a prompt's forward would where it is the first of its block, or those before it ended in its midst."""
     if len(block.values) < len(steps.layers):
         for n, layer in enumerate(steps.layers):
-            assert layer.prompt is not None
-            sizes = layer.prompt.sizes["attention"]
+            assert layer.prefill is not None
+            sizes = layer.prefill.sizes["attention"]
             like = steps.embedding.new_empty(
                 (block.batch, sizes["kv_heads"], 0, sizes["head_dim"]), dtype=sizes["dtype"]
             )
@@ -408,7 +408,7 @@ def _stock(
 
 
 def capture_prefill(
-    model: Any, block: CacheBlock, shape: Shape, steps: Steps | None = None
+    model: Any, block: CacheBlock, shape: Shape, steps: ModelKernels | None = None
 ) -> PrefillGraph:
     """Capture prompts of `shape` into a block that has held a prompt: by `steps`, or HF's forward.
 
@@ -433,26 +433,26 @@ def capture_prefill(
     )
 
 
-def _check(model: Any, block: CacheBlock, shape: Shape, steps: Steps) -> None:
+def _check(model: Any, block: CacheBlock, shape: Shape, steps: ModelKernels) -> None:
     """Errors: MirageError where the kernels of `steps` do not give what HF's forward gives of prompts of that shape."""
     prompt = Filled.allocate(block, shape.tokens, shape.padded)
     block.dirty = max(block.dirty, shape.tokens)
     _compare(model, block, prompt, _chain(steps, block, prompt, shape.cuts)[0])
 
 
-def _addresses(steps: Steps) -> tuple[int, ...]:
+def _addresses(steps: ModelKernels) -> tuple[int, ...]:
     return tuple([w.data_ptr() for w in steps.weights])
 
 
 def _chain(
-    steps: Steps, block: CacheBlock, prompt: Filled, cuts: Sequence[int | None]
+    steps: ModelKernels, block: CacheBlock, prompt: Filled, cuts: Sequence[int | None]
 ) -> tuple[Callable[[], None], Any]:
     """What runs prompts by kernels and the library, and what it reads besides. `cuts`: each layer's window, where it hides tokens of these
     prompts. Errors: MirageError where there are no kernels."""
     batch, tokens = prompt.ids.shape
-    bands = {w: Band.of(w, tokens, steps.embedding) for w in cuts if w is not None}
+    bands = {w: WindowAttention.of(w, tokens, steps.embedding) for w in cuts if w is not None}
     cos, sin = (table.repeat(1, batch, 1)[:, :, None] for table in steps.rotary_tables(tokens))
-    kernels = steps.prompt_kernels(batch * tokens)
+    kernels = steps.prefill_kernels(batch * tokens)
 
     def run() -> None:
         with torch.no_grad():
@@ -460,11 +460,11 @@ def _chain(
             if steps.embedding_scale != 1:
                 x = x.mul_(steps.embedding_scale)
             for n, (layer, found) in enumerate(zip(steps.layers, kernels, strict=True)):
-                assert layer.prompt is not None
-                x = layer.prompt(
+                assert layer.prefill is not None
+                x = layer.prefill(
                     found,
                     x,
-                    Prompt(
+                    PromptInputs(
                         cos[layer.rope],
                         sin[layer.rope],
                         block.keys[n],

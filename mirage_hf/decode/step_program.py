@@ -18,8 +18,8 @@ from mirage_hf.decode.kernels.ends import MOST_ROWS, MOST_VOCAB, Ends, Inputs, e
 from mirage_hf.decode.kernels.written import INFINITY
 from mirage_hf.decode.program import Chooser, MaskPlan, Step, move_on
 from mirage_hf.layers.compose import Kernel
-from mirage_hf.layers.step import At
-from mirage_hf.layers.steps import LayerKernels, Steps
+from mirage_hf.layers.model_kernels import LayerKernels, ModelKernels
+from mirage_hf.layers.step import StepInputs
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,18 @@ class _Buffers:
 
 
 class StepProgram(Step):
-    """Every layer's kernels in a chain. For blocks of as many rows as there are kernels for (`Steps.rows`)."""
+    """Every layer's kernels in a chain. For blocks of as many rows as there are kernels for (`ModelKernels.rows`)."""
 
     by_kernels = True
 
     def __init__(
-        self, steps: Steps, block: CacheBlock, masks: MaskPlan, *, graphs: bool, graph_key: object
+        self,
+        steps: ModelKernels,
+        block: CacheBlock,
+        masks: MaskPlan,
+        *,
+        graphs: bool,
+        graph_key: object,
     ):
         super().__init__(block, graphs, graph_key)
         self.steps, self.masks = steps, masks
@@ -84,7 +90,7 @@ class StepProgram(Step):
             )
             x = inputs.x
             for n, (layer, kernels, window) in enumerate(ready.kernels):
-                at = At(
+                at = StepInputs(
                     inputs.cos[layer.rope],
                     inputs.sin[layer.rope],
                     block.keys[n],
@@ -109,7 +115,9 @@ class StepProgram(Step):
 CHANGED = "the model has changed since optimize()"
 
 
-def obstacle(steps: Steps | None, plan: CallPlan, block: CacheBlock, valid_for: object) -> str:
+def obstacle(
+    steps: ModelKernels | None, plan: CallPlan, block: CacheBlock, valid_for: object
+) -> str:
     """Why a call's steps run the model's own forward instead, "" where they need not. `valid_for`: what the model was for the steps."""
     if steps is None:
         return "not every layer has all of its kernels"

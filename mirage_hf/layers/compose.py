@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.patterns import decoder_layer
-from mirage_hf.patterns.lora import Ups
-from mirage_hf.patterns.schema import Block, LayerLayout, MlpLayout
+from mirage_hf.patterns.lora import BlockAdapters
+from mirage_hf.patterns.schema import LayerLayout, MlpLayout, PatternBlock
 
 Kernel = Callable[[Sequence[Tensor]], list[Tensor]]
 """Runs a part's program: operands in the program's order to outputs."""
@@ -30,11 +30,11 @@ class Part:
     `weights` are (child path, parameter) in the order of the program's operands, which come after x; `bypassed` are the
     children, by path, whose forward is not called when the part runs. `halves`: the program has two operands for each projection,
     which are the upper and the lower half of it. `adapters`: the PEFT linears, by path, of whose one active adapter its weights are;
-    what multiplies x is a part of its own (`low_of` its role), which scales by `scalings`, one for each adapter.
+    what multiplies x is a part of its own (`adapter_role` its role), which scales by `scalings`, one for each adapter.
     """
 
     role: str
-    block: Block
+    block: PatternBlock
     weights: tuple[tuple[str, str], ...]
     bypassed: tuple[str, ...]
     halves: bool = False
@@ -63,12 +63,12 @@ class Part:
             return [*parameters[:first], *bs]
         if not self.halves:
             return list(parameters)
-        norms = norm_weights(sizes)
+        norms = num_norm_weights(sizes)
         upper, lower = zip(*(p.chunk(2) for p in parameters[norms:]), strict=True)
         return [*parameters[:norms], *upper, *lower]
 
 
-def low_of(role: str) -> str:
+def adapter_role(role: str) -> str:
     """The role of the part that multiplies x by what adapters of a role's linears multiply it by."""
     return f"{role}, adapters"
 
@@ -125,7 +125,7 @@ def stand_in(module: nn.Module, replacements: Mapping[str, Any]) -> Any:
     return other
 
 
-class Passing(nn.Module):
+class MlpStandIn(nn.Module):
     """Stands for an MLP that runs its own forward while what surrounds it is compared: a mixture of experts would be large to copy, and
     chooses other experts where scores are close. `more`: it gives something beside what it computes."""
 
@@ -152,14 +152,14 @@ def runs_own_mlp(parts: Sequence[Part]) -> bool:
     return not {*FIRST, "down"} & {p.role for p in parts}
 
 
-def norm_weights(sizes: Mapping[str, Any]) -> int:
+def num_norm_weights(sizes: Mapping[str, Any]) -> int:
     """How many weights the norm of a block has."""
     return (1 + sizes["norm_bias"]) if sizes["norm"] else 0
 
 
-def of_norm(name: str, sizes: Mapping[str, Any]) -> list[tuple[str, str]]:
+def norm_parameters(name: str, sizes: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The weights of a block's norm."""
-    return [(name, p) for p in ("weight", "bias")[: norm_weights(sizes)]]
+    return [(name, p) for p in ("weight", "bias")[: num_norm_weights(sizes)]]
 
 
 def _same(x: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class Composition(ABC):
         for p in parts:  # what `_made` gives lies there before any call: made in a capture, it would be nothing before the first replay
             p.operands(self.parameters[p.role])
         sizes = {p.role: dict(p.block.sizes) for p in parts}
-        self.ups: Mapping[str, tuple[Ups, tuple[int, ...]]] = {
+        self.ups: Mapping[str, tuple[BlockAdapters, tuple[int, ...]]] = {
             role: (s["lora"], s["n"] if isinstance(s["n"], tuple) else ())
             for role, s in sizes.items()
             if s.get("lora") is not None
@@ -217,7 +217,7 @@ class Composition(ABC):
         lows: list[Tensor] = []
         if role in self.ups:
             ups, widths = self.ups[role]
-            lows = ups.lows(self._run(kernels, low_of(role), x), widths)
+            lows = ups.lows(self._run(kernels, adapter_role(role), x), widths)
         return kernels[role](
             [x, *lows, *_views(self.parts[role].operands(self.parameters[role])), *rest]
         )[0]
@@ -243,7 +243,7 @@ def multiplier(layer: nn.Module) -> float:
     )
 
 
-def one_norm(layer: nn.Module, layout: LayerLayout) -> Any:
+def any_norm(layer: nn.Module, layout: LayerLayout) -> Any:
     """One of a layer's norms, whose weight has the layer's width, dtype and device."""
     return layer._modules[layout.norms[0]]
 
@@ -369,17 +369,17 @@ class LoraComposition(Composition):
         return self._run(kernels, "lora", x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
-def in_dtype(block: Block, rows: int, dtype: torch.dtype, **changes: Any) -> KernelGraph:
+def in_dtype(block: PatternBlock, rows: int, dtype: torch.dtype, **changes: Any) -> KernelGraph:
     """A block's program with all that has a dtype in one."""
     given = {
         n: dtype if isinstance(v, torch.dtype) else v.in_dtype(dtype)
         for n, v in block.sizes
-        if isinstance(v, torch.dtype | Ups)
+        if isinstance(v, torch.dtype | BlockAdapters)
     }
     return block.program(rows, **given, **changes)
 
 
-def executor(
+def torch_kernels(
     parts: Sequence[Part], rows: int, dtype: torch.dtype, slots: int | None = None
 ) -> dict[str, Kernel]:
     """The parts' programs run op by op with torch in `dtype`, caches with `slots` slots: what a probe uses in place of kernels."""

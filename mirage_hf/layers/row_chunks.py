@@ -14,27 +14,29 @@ from mirage_hf.codegen.compile import compiling
 from mirage_hf.errors import MirageError
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.patterns.schema import Block
+from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline.kernels import Resolved
 from mirage_hf.tune.measure import random_inputs
 
-LEAST, MOST = 64, 4096
-"""Rows of a piece: powers of two in between, so that seven kernels serve every multiple of LEAST."""
+MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 64, 4096
+"""Rows of a piece: powers of two in between, so that seven kernels serve every multiple of MIN_CHUNK_ROWS."""
 
 
-def pieces(rows: int) -> list[int]:
-    """Deal out a multiple of LEAST, the largest first."""
-    assert rows % LEAST == 0, f"{rows} rows: the last {rows % LEAST} would be left out"
-    found = [MOST] * (rows // MOST)
+def row_chunk_sizes(rows: int) -> list[int]:
+    """Deal out a multiple of MIN_CHUNK_ROWS, the largest first."""
+    assert rows % MIN_CHUNK_ROWS == 0, (
+        f"{rows} rows: the last {rows % MIN_CHUNK_ROWS} would be left out"
+    )
+    found = [MAX_CHUNK_ROWS] * (rows // MAX_CHUNK_ROWS)
     return found + [
         size
-        for n in reversed(range(MOST.bit_length() - 1))
-        if (size := 1 << n) >= LEAST and rows & size
+        for n in reversed(range(MAX_CHUNK_ROWS.bit_length() - 1))
+        if (size := 1 << n) >= MIN_CHUNK_ROWS and rows & size
     ]
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ChunkKernel:
     """A kernel of so many rows; which of its inputs have a row each, and what its outputs are."""
 
     kernel: Resolved
@@ -56,18 +58,18 @@ class _Piece:
 
 
 @dataclass(eq=False)
-class InPieces:
-    """A block's program for those multiples of LEAST rows that it was made ready for (`make_ready`). `resolve` gives the kernel of a
+class RowChunks:
+    """A block's program for those multiples of MIN_CHUNK_ROWS rows that it was made ready for (`prepare_row_chunks`). `resolve` gives the kernel of a
     program."""
 
-    block: Block
+    block: PatternBlock
     device: torch.device
     resolve: Callable[[KernelGraph], Resolved]
-    made: dict[int, _Piece] = field(default_factory=dict)
+    made: dict[int, _ChunkKernel] = field(default_factory=dict)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         rows = inputs[0].shape[0]
-        first, sizes = 0, pieces(rows)
+        first, sizes = 0, row_chunk_sizes(rows)
         if len(sizes) == 1:
             return self.made[rows](inputs, 0, rows, None)
         like = self.made[sizes[0]].graph.outputs
@@ -78,12 +80,12 @@ class InPieces:
         return outputs
 
 
-def make_ready(each: Iterable[InPieces], rows: int) -> None:
+def prepare_row_chunks(each: Iterable[RowChunks], rows: int) -> None:
     """Make the kernels that so many rows take, where they are not there; on a GPU they are compiled side by side, and checked.
 
     Errors: MirageError.
     """
-    sizes = pieces(rows)
+    sizes = row_chunk_sizes(rows)
     missing = [
         (kernel, size)
         for kernel in each
@@ -109,7 +111,9 @@ def make_ready(each: Iterable[InPieces], rows: int) -> None:
     for n, ((kernel, size), graph) in enumerate(zip(missing, graphs, strict=True)):
         if n in on_gpu:
             _check(found[n], graph, kernel.device)
-        kernel.made[size] = _Piece(found[n], graph, tuple(t.dims[0] == size for t in graph.inputs))
+        kernel.made[size] = _ChunkKernel(
+            found[n], graph, tuple(t.dims[0] == size for t in graph.inputs)
+        )
 
 
 def _check(kernel: Resolved, graph: KernelGraph, device: torch.device) -> None:

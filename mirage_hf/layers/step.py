@@ -59,7 +59,7 @@ def in_order(x: Tensor, order: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class At:
+class StepInputs:
     """What a layer's step reads besides x: RoPE's cos and sin (b, d) as `LayerStep.tables` makes them, a layer's keys and values (b, heads,
     slots, d), the first slot that a row sees, the slot that its new key goes to, and the one after it (b,), int32."""
 
@@ -80,7 +80,7 @@ class LayerStep(Composition):
         self.layout, self.multiplier, self.rope = layout, multiplier(layer), rope
         self.sizes, self.first = dict(self.parts["attention"].block.sizes), first_half(self.parts)
 
-    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, at: At) -> Tensor:  # type: ignore[override]
+    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, at: StepInputs) -> Tensor:  # type: ignore[override]
         """x (b, width) to the layer's output (b, width); the new keys and values are appended."""
         out = self._attended(kernels, self._run(kernels, "qkv", x), at)
         h = self._run(kernels, "out", out.view(x.shape[0], -1), x)
@@ -103,7 +103,7 @@ class LayerStep(Composition):
         cos, sin = (in_order(self.rope.of_pairs(x), self.taking).contiguous() for x in (cos, sin))
         return cos, sin
 
-    def _attended(self, kernels: Mapping[str, Kernel], packed: Tensor, at: At) -> Tensor:
+    def _attended(self, kernels: Mapping[str, Kernel], packed: Tensor, at: StepInputs) -> Tensor:
         s, kv_heads, d = self.sizes, self.sizes["kv_heads"], self.sizes["head_dim"]
         q, k, v = (y.unflatten(1, (kv_heads, -1)) for y in heads_of(packed, s))
         every, given = (packed.shape[0], 1, 1, -1), self.parameters["attention"]
@@ -138,7 +138,7 @@ class LatentStep(LayerStep):
     def taking(self) -> str:
         return "once" if self.sizes["ropes"] == "parted pairs" else str(self.sizes["ropes"])
 
-    def _attended(self, kernels: Mapping[str, Kernel], packed: Tensor, at: At) -> Tensor:
+    def _attended(self, kernels: Mapping[str, Kernel], packed: Tensor, at: StepInputs) -> Tensor:
         s, batch = self.sizes, packed.shape[0]
         heads, latent, nope, rope, value = (
             int(s[n]) for n in ("heads", "latent", "nope", "rope", "value")

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mirage_hf.errors import Rejected
-from mirage_hf.layers.compose import Part, low_of, of_norm
+from mirage_hf.layers.compose import Part, adapter_role, norm_parameters
 from mirage_hf.match import plain
 from mirage_hf.ops import table
-from mirage_hf.patterns.lora import LORA_DOWN, Ups
+from mirage_hf.patterns.lora import LORA_DOWN, BlockAdapters
 
 _read: Any = WeakIdKeyDictionary()
 """Of scalings that are tensors their version and number: reading one from a GPU waits for all that runs there."""
@@ -93,7 +93,7 @@ def ups_of(linears: Sequence[Linear], packed: bool) -> dict[str, Any] | Rejected
         return Rejected(
             f"adapters of {', '.join(m.path.rpartition('.')[2] for m in linears)} differ in rank or dtype"
         )
-    return {"lora": Ups(ranks, adapters[0].a.weight.dtype, packed)}
+    return {"lora": BlockAdapters(ranks, adapters[0].a.weight.dtype, packed)}
 
 
 def with_adapters(
@@ -113,12 +113,12 @@ def with_adapters(
         adapter_dtype=has[0][1].a.weight.dtype,
     )
     downs = [f"{m.path}.lora_A.{adapter.name}" for m, adapter in has]
-    weights = (*of_norm(norm, dict(sizes)), *((path, "weight") for path in downs))
+    weights = (*norm_parameters(norm, dict(sizes)), *((path, "weight") for path in downs))
     idle = (f"{m.path}.lora_dropout.{adapter.name}" for m, adapter in has)
     paths = tuple(m.path for m, _ in has)
     return (
         Part(
-            low_of(part.role),
+            adapter_role(part.role),
             block,
             weights,
             (*((norm,) if norm else ()), *downs, *idle),
@@ -129,7 +129,7 @@ def with_adapters(
     )
 
 
-def of_ups(linears: Sequence[Linear]) -> list[tuple[str, str]]:
+def adapter_parameters(linears: Sequence[Linear]) -> list[tuple[str, str]]:
     """The weights of adapters that a block reads besides those of its linears."""
     return [
         (f"{m.path}.lora_B.{m.adapter.name}", "weight") for m in linears if m.adapter is not None

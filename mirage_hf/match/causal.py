@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from mirage_hf.errors import Rejected
-from mirage_hf.layers.compose import Part, executor, norm_weights, stand_in
+from mirage_hf.layers.compose import Part, num_norm_weights, stand_in, torch_kernels
 from mirage_hf.layers.step import ROLES, Rope, cos_and_sin
 from mirage_hf.match import plain
 from mirage_hf.patterns import RMS_NORM_LINEAR, causal_lm
@@ -207,7 +207,7 @@ def match_causal(
     )
     path = f"{row.backbone}.{row.norm}"
     weights = [
-        *((path, n) for n in ("weight", "bias")[: norm_weights(normed)]),
+        *((path, n) for n in ("weight", "bias")[: num_norm_weights(normed)]),
         *((row.head, n) for n in ("weight", "bias")[: 1 + (head.bias is not None)]),
     ]
     part = Part("head", block, tuple(weights), (path, row.head))
@@ -333,4 +333,4 @@ def head_of(part: Part, weights: Sequence[Tensor], x: Tensor) -> Tensor:
     sizes = {**dict(part.block.sizes), "n": tuple(w.shape[0] for w in weights if w.dim() == 2)}
     small = Part(part.role, part.block.pattern.block(**sizes), part.weights, part.bypassed)
     views = [w.t() if w.dim() == 2 else w[None] for w in weights]
-    return executor([small], x.shape[0], x.dtype)["head"]([x, *views])[0]
+    return torch_kernels([small], x.shape[0], x.dtype)["head"]([x, *views])[0]

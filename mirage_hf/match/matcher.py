@@ -17,17 +17,24 @@ from mirage_hf.layers.compose import (
     LayerComposition,
     LoraComposition,
     MlpComposition,
+    MlpStandIn,
     Part,
-    Passing,
+    any_norm,
     child,
     multiplier,
-    of_norm,
-    one_norm,
+    norm_parameters,
     runs_own_mlp,
 )
 from mirage_hf.layers.step import NO_ROPE, Rope
 from mirage_hf.match import plain, probe
-from mirage_hf.match.adapters import adapter_of, is_lora, linears_of, of_ups, ups_of, with_adapters
+from mirage_hf.match.adapters import (
+    adapter_of,
+    adapter_parameters,
+    is_lora,
+    linears_of,
+    ups_of,
+    with_adapters,
+)
 from mirage_hf.match.causal import CausalMatch, has_all, match_causal
 from mirage_hf.patterns import (
     ATTENTION,
@@ -62,7 +69,7 @@ class Match:
     refused: tuple[tuple[str, Rejected], ...] = ()
     layouts: tuple[Any, ...] = ()
     rope: Rope = NO_ROPE
-    aside: Passing | None = None
+    aside: MlpStandIn | None = None
 
     def compose(self, module: nn.Module | None = None) -> Composition:
         """The module's forward with these parts, over `module` (its own, or a twin of it)."""
@@ -93,7 +100,7 @@ class Match:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RejectedModule:
     """A module that looks like a block and is not one, by pattern."""
 
     name: str
@@ -106,7 +113,7 @@ class Matches(NamedTuple):
     decoding, or why its steps run its own forward."""
 
     modules: list[Match]
-    refusals: list[Refusal]
+    refusals: list[RejectedModule]
     causal: CausalMatch | Rejected
 
 
@@ -115,7 +122,7 @@ def match(
 ) -> Matches:
     """Find the blocks of a model. `generating`: the causal LM in it whose `generate` decodes."""
     matches: list[Match] = []
-    refusals: list[Refusal] = []
+    refusals: list[RejectedModule] = []
     probes = probe.Probes()
     within: set[int] = (
         set()
@@ -146,9 +153,9 @@ def match(
             found, label = _match_lora(name, module, probes), "lora"
         if isinstance(found, Match):
             matches.append(found)
-            refusals += [Refusal(name, pattern, no.reason) for pattern, no in found.refused]
+            refusals += [RejectedModule(name, pattern, no.reason) for pattern, no in found.refused]
         elif found is not None:
-            refusals.append(Refusal(name, label, found.reason))
+            refusals.append(RejectedModule(name, label, found.reason))
     layers = {id(m.module): m for m in matches if m.kind == "layer"}
     asked = not IN_STEPS.isdisjoint(patterns)
     causal = (
@@ -275,7 +282,7 @@ def _match_layer(
             else "no pattern asked for"
         )
         return Rejected("; ".join(dict.fromkeys(r.reason for _, r in refused)) or unasked)
-    aside = probes.passing(mlp, one_norm(layer, row)) if runs_own_mlp(parts) else None
+    aside = probes.passing(mlp, any_norm(layer, row)) if runs_own_mlp(parts) else None
     if isinstance(aside, Rejected):
         return aside
     candidate = Match(name, "layer", layer, parts, refused, (row, mlp_row), rope, aside)
@@ -368,13 +375,13 @@ def _qkv(
         dtype=weight.dtype,
     )
     before = [row.norm] if row.norm else []
-    weights = [*of_norm(row.norm, normed), *((m.weights, "weight") for m in found)]
+    weights = [*norm_parameters(row.norm, normed), *((m.weights, "weight") for m in found)]
     if dict(block.sizes)["bias"]:
         weights += [(m.weights, "bias") for m in found]
     part = Part(
         "qkv",
         block,
-        (*weights, *of_ups(found)),
+        (*weights, *adapter_parameters(found)),
         (*before, row.attention, *(p for m in found for p in m.paths)),
     )
     return with_adapters(part, found, row.norm, normed)
@@ -391,7 +398,10 @@ NO_NORM: dict[str, Any] = {
 
 
 def _norm(
-    layer: nn.Module, name: str, probes: probe.Probes, rules: tuple[plain.Rule, ...] = plain.NORM
+    layer: nn.Module,
+    name: str,
+    probes: probe.Probes,
+    rules: tuple[plain.ModuleRule, ...] = plain.NORM,
 ) -> dict[str, Any] | Rejected:
     """A layer's norm as sizes of the block that it is part of; `name` is "" where there is none."""
     if not name:
@@ -655,8 +665,8 @@ def _residual(
     )
     weights = (
         [(found[0].weights, p) for p in (("weight", "bias") if bias else ("weight",))]
-        + of_ups(found)
-        + of_norm(after, normed)
+        + adapter_parameters(found)
+        + norm_parameters(after, normed)
     )
     part = Part(role, block, tuple(weights), (path, *found[0].paths, *((after,) if after else ())))
     return with_adapters(part, found, "", NO_NORM)
@@ -716,7 +726,7 @@ def _first_half(
     bias = gate.bias is not None
     weights = [
         (m.weights, p) for m in linears for p in (("weight", "bias") if bias else ("weight",))
-    ] + of_ups(linears)
+    ] + adapter_parameters(linears)
     bypassed = [*(p for m in linears for p in m.paths), f"{prefix}{row.activation}"]
     pattern = GATED_MLP if row.gate else MLP_UP
     sizes: dict[str, Any] = dict(
@@ -740,7 +750,7 @@ def _first_half(
     part = Part(
         row.first,
         pattern.block(**sizes, **normed),
-        (*of_norm(name, normed), *weights),
+        (*norm_parameters(name, normed), *weights),
         (*before, *bypassed),
         halves,
     )

@@ -93,17 +93,17 @@ def _no_state(m: nn.Module) -> str | None:
     return "has parameters or children" if m._modules or m._parameters or m._buffers else None
 
 
-Rule = Callable[[nn.Module], "str | None"]
-_ANY: tuple[Rule, ...] = (_own_forward, _hooked, _training)
-LINEAR: tuple[Rule, ...] = (_exact_linear, *_ANY, _plain_weights)
-NORM: tuple[Rule, ...] = (*_ANY, _norm_weights, _plain_weights)
-HEAD_NORM: tuple[Rule, ...] = (*_ANY, _head_norm_weights, _plain_weights)
-EMBEDDING: tuple[Rule, ...] = (_one_embedding, _own_forward, _hooked, _plain_weights)
-ACTIVATION: tuple[Rule, ...] = (*_ANY, _no_state)
-CONTAINER: tuple[Rule, ...] = _ANY
+ModuleRule = Callable[[nn.Module], "str | None"]
+_ANY: tuple[ModuleRule, ...] = (_own_forward, _hooked, _training)
+LINEAR: tuple[ModuleRule, ...] = (_exact_linear, *_ANY, _plain_weights)
+NORM: tuple[ModuleRule, ...] = (*_ANY, _norm_weights, _plain_weights)
+HEAD_NORM: tuple[ModuleRule, ...] = (*_ANY, _head_norm_weights, _plain_weights)
+EMBEDDING: tuple[ModuleRule, ...] = (_one_embedding, _own_forward, _hooked, _plain_weights)
+ACTIVATION: tuple[ModuleRule, ...] = (*_ANY, _no_state)
+CONTAINER: tuple[ModuleRule, ...] = _ANY
 
 
-def refuse(parent: nn.Module, name: str, rules: tuple[Rule, ...]) -> Rejected | None:
+def refuse(parent: nn.Module, name: str, rules: tuple[ModuleRule, ...]) -> Rejected | None:
     """Return why the child `name` of `parent` may not be bypassed, or None."""
     m = parent._modules.get(name)
     if m is None:
@@ -115,7 +115,7 @@ def refuse(parent: nn.Module, name: str, rules: tuple[Rule, ...]) -> Rejected | 
     return None
 
 
-def first_refusal(*checks: tuple[nn.Module, str, tuple[Rule, ...]]) -> Rejected | None:
+def first_refusal(*checks: tuple[nn.Module, str, tuple[ModuleRule, ...]]) -> Rejected | None:
     """The first refusal among (parent, child name, rules)."""
     return next((r for check in checks if (r := refuse(*check)) is not None), None)
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.layers.compose import Kernel, Passing, executor, in_dtype, one_norm, stand_in
-from mirage_hf.layers.prompt_step import LayerPrompt, Prompt, layer_prompt
-from mirage_hf.layers.step import At, LayerStep, Rope, in_order, layer_step
+from mirage_hf.layers.compose import Kernel, MlpStandIn, any_norm, in_dtype, stand_in, torch_kernels
+from mirage_hf.layers.prefill import LayerPrefill, PromptInputs, layer_prefill
+from mirage_hf.layers.step import LayerStep, Rope, StepInputs, in_order, layer_step
 from mirage_hf.match import plain
 from mirage_hf.match.adapters import scaling_of
 from mirage_hf.match.causal import head_of, hollow, rotary_kinds, rotary_rows
@@ -155,7 +155,7 @@ class ProbeCache:
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """One call of a layer: x (b, s, k), RoPE's cos and sin, and the mask, all in one dtype."""
 
     x: Tensor
@@ -165,13 +165,13 @@ class Call:
     positions: Tensor
     rope: Rope
 
-    def to(self, dtype: torch.dtype) -> Call:
+    def to(self, dtype: torch.dtype) -> LayerCall:
         mask = None if self.mask is None else _bias(self.mask != 0, dtype)
         return replace(
             self, x=self.x.to(dtype), cos=self.cos.to(dtype), sin=self.sin.to(dtype), mask=mask
         )
 
-    def part(self, rows: slice) -> Call:
+    def part(self, rows: slice) -> LayerCall:
         """The call of some sequences, in memory of its own: kernels have variants for tensors that lie at odd addresses."""
         mask = None if self.mask is None else self.mask[rows].clone()
         return replace(
@@ -198,7 +198,7 @@ class Call:
         )
 
 
-def calls(
+def layer_calls(
     batch: int,
     like: Tensor,
     rope: Rope,
@@ -209,7 +209,7 @@ def calls(
     scale: float = 1.0,
     masked: bool = True,
     samples: int = 1,
-) -> Iterator[Call]:
+) -> Iterator[LayerCall]:
     """Calls of a layer whose norms have weights like `like` that extend sequences by `lengths`: row 0 padded on the left by 2, from the
     third call on in a window of 4. Several samples of such a batch come as one."""
     rows, batch = batch, batch * samples
@@ -227,7 +227,7 @@ def calls(
         positions = (
             torch.arange(past, past + length)[None] + torch.arange(batch)[:, None] % rows * FAR
         )
-        yield Call(
+        yield LayerCall(
             x.to(device, dtype),
             angles.cos().to(device, rope.dtype),
             angles.sin().to(device, rope.dtype),
@@ -364,10 +364,10 @@ class Probes:
 
         return self._once(("activation", kind_of(module)), probe)
 
-    def passing(self, mlp: Any, like: nn.Module) -> Passing | Rejected:
+    def passing(self, mlp: Any, like: nn.Module) -> MlpStandIn | Rejected:
         """What stands for an MLP that runs its own forward, and gives as it does a tensor or more; `like`: a norm before it."""
 
-        def probe() -> Passing:
+        def probe() -> MlpStandIn:
             # routers and norms may be kept in float32, while the rest is not
             dtypes = list(dict.fromkeys((like.weight.dtype, *(p.dtype for p in mlp.parameters()))))
             for dtype in dtypes:
@@ -378,7 +378,7 @@ class Probes:
                         raise
                 else:
                     break
-            return Passing(more=isinstance(y, tuple)).eval()
+            return MlpStandIn(more=isinstance(y, tuple)).eval()
 
         return self._once(("passing", kind_of(mlp)), probe)  # type: ignore[no-any-return]
 
@@ -389,14 +389,16 @@ class Probes:
         def probe() -> Rejected | None:
             g = torch.Generator().manual_seed(1)
             other = twin(_but_for_mlp(candidate), randomised(1, scalings(layer)))
-            composed, like = candidate.compose(other), one_norm(other, candidate.layouts[0]).weight
+            composed, like = candidate.compose(other), any_norm(other, candidate.layouts[0]).weight
             wide = replace(candidate.rope, dtype=torch.float32)
             for scale in (1.0, 1e-3):
                 stock, ours = ProbeCache(), ProbeCache()
-                for call in calls(2, like, wide, (6, 1, 1, 1), g, torch.float32, scale=scale):
+                for call in layer_calls(2, like, wide, (6, 1, 1, 1), g, torch.float32, scale=scale):
                     want = other.forward(call.x, **call.kwargs(layer, stock))
                     got = composed(
-                        executor(candidate.parts, call.x.shape[0] * call.x.shape[1], torch.float32),
+                        torch_kernels(
+                            candidate.parts, call.x.shape[0] * call.x.shape[1], torch.float32
+                        ),
                         call.x,
                         call.kwargs(layer, ours),
                     )
@@ -424,11 +426,11 @@ class Probes:
             other = twin(_but_for_mlp(candidate), randomised(3, scalings(layer)))
             step, prompt = (
                 layer_step(other, candidate.parts, row, candidate.rope),
-                layer_prompt(other, candidate.parts, row),
+                layer_prefill(other, candidate.parts, row),
             )
             stock, past, wide = ProbeCache(), 0, replace(candidate.rope, dtype=torch.float32)
             for number, call in enumerate(
-                calls(2, one_norm(other, row).weight, wide, (6, 1, 1, 1), g, torch.float32)
+                layer_calls(2, any_norm(other, row).weight, wide, (6, 1, 1, 1), g, torch.float32)
             ):
                 keys, values = stock.keys, stock.values
                 want = other.forward(call.x, **call.kwargs(layer, stock))
@@ -448,8 +450,10 @@ class Probes:
                         x.to(call.x.device, torch.int32)
                         for x in (lo, torch.full((2,), past), torch.full((2,), past + 1))
                     )
-                    at = At(*step.tables(call.cos, call.sin), *room, *bounds)
-                    got = step(executor(candidate.parts, 2, torch.float32, slots), call.x[:, 0], at)
+                    at = StepInputs(*step.tables(call.cos, call.sin), *room, *bounds)
+                    got = step(
+                        torch_kernels(candidate.parts, 2, torch.float32, slots), call.x[:, 0], at
+                    )
                     now = [x[:, :, : past + 1] for x in room]
                     far = max(
                         distance(got, want[:, 0], call.x[:, 0]),
@@ -481,18 +485,18 @@ class Probes:
             )
             other, wide = (
                 twin(
-                    stand_in(layer, {"_modules": {**layer._modules, row.mlp: Passing()}}),
+                    stand_in(layer, {"_modules": {**layer._modules, row.mlp: MlpStandIn()}}),
                     randomised(5),
                 ),
                 torch.float32,
             )
             like, as_complex = (
-                one_norm(other, row).weight,
+                any_norm(other, row).weight,
                 replace(rope, order="once", is_complex=True, dtype=torch.float32),
             )
             real, imaginary = (
                 next(
-                    calls(
+                    layer_calls(
                         3,
                         like,
                         replace(r, dtype=wide),
@@ -566,7 +570,7 @@ class Probes:
                     device
                 )
                 far = distance(
-                    composed(executor(candidate.parts, batch * length, torch.float32), x, {}),
+                    composed(torch_kernels(candidate.parts, batch * length, torch.float32), x, {}),
                     other.forward(x),
                 )
                 if not far < TOLERANCE:
@@ -603,7 +607,12 @@ def _expanded(candidate: Any, cache: ProbeCache) -> Rejected | None:
 
 
 def _prompt_differs(
-    prompt: LayerPrompt, step: LayerStep, call: Call, want: Tensor, stock: ProbeCache, slots: int
+    prompt: LayerPrefill,
+    step: LayerStep,
+    call: LayerCall,
+    want: Tensor,
+    stock: ProbeCache,
+    slots: int,
 ) -> float:
     """How far the last row of a layer's first call is from what `prompt` makes of it, keys and values included."""
     assert stock.keys is not None and stock.values is not None
@@ -617,7 +626,7 @@ def _prompt_differs(
         for name, block in prompt.blocks.items()
     }
     cos, sin = (t[:, None] for t in step.tables(call.cos[-1], call.sin[-1]))
-    got = prompt(kernels, x.clone(), Prompt(cos, sin, keys, values))
+    got = prompt(kernels, x.clone(), PromptInputs(cos, sin, keys, values))
     return max(
         distance(got, want[-1], x),
         distance(keys[0, :, :tokens], stock.keys[-1]),

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
-from mirage_hf.layers.compose import one_norm
-from mirage_hf.layers.step import At
-from mirage_hf.layers.steps import LayerKernels, Steps
+from mirage_hf.layers.compose import any_norm
+from mirage_hf.layers.model_kernels import LayerKernels, ModelKernels
+from mirage_hf.layers.step import StepInputs
 from mirage_hf.match.matcher import Match
-from mirage_hf.match.probe import MASKED, Call, ProbeCache, calls, twin
+from mirage_hf.match.probe import MASKED, LayerCall, ProbeCache, layer_calls, twin
 from mirage_hf.patterns.attention import REFERENCE_SLOTS
-from mirage_hf.swap.guard import KEY, Binding
+from mirage_hf.swap.guard import BINDING_KEY, Binding
 
 FACTOR = 1.25
 """How far from the wide reference a swapped module may be, in units of stock's own distance (plus one ulp)."""
@@ -114,12 +114,12 @@ class _Sampled:
     """SAMPLES times `rows` sequences of five tokens and a call with one more, as one batch, of which stock and a wide twin made this."""
 
     rows: int
-    decode: Call
+    decode: LayerCall
     cache: ProbeCache
     stock: Tensor
     exact: Tensor
 
-    def parts(self) -> Iterator[tuple[Call, ProbeCache]]:
+    def parts(self) -> Iterator[tuple[LayerCall, ProbeCache]]:
         """A sample's call and cache after the other."""
         for n in range(SAMPLES):
             at = slice(n * self.rows, (n + 1) * self.rows)
@@ -136,8 +136,8 @@ def _sampled(
     masked: bool,
 ) -> _Sampled:
     layer: Any = match.module
-    like, generator = one_norm(layer, match.layouts[0]).weight, torch.Generator().manual_seed(rows)
-    start, decode = calls(
+    like, generator = any_norm(layer, match.layouts[0]).weight, torch.Generator().manual_seed(rows)
+    start, decode = layer_calls(
         rows, like, match.rope, (5, 1), generator, dtype, masked=masked, samples=SAMPLES
     )
     cache, w = ProbeCache(), decode.to(wide)
@@ -178,7 +178,9 @@ def check_step(layer: LayerKernels, rows: int) -> Checked | Rejected:
     )
     device = next(module.parameters()).device
     stock = partial(
-        module.__dict__[KEY].stock.forward if KEY in module.__dict__ else type(module).forward,
+        module.__dict__[BINDING_KEY].stock.forward
+        if BINDING_KEY in module.__dict__
+        else type(module).forward,
         module,
     )
     try:
@@ -202,7 +204,7 @@ def check_step(layer: LayerKernels, rows: int) -> Checked | Rejected:
                     for x in (cache.keys, cache.values)
                 ]
                 cos, sin = layer.step.tables(*(x.flatten(0, 1) for x in (call.cos, call.sin)))
-                at = At(
+                at = StepInputs(
                     cos, sin, room[0], room[1], lo, torch.full_like(lo, 5), torch.full_like(lo, 6)
                 )
                 ours.append(layer.step(kernels, call.x[:, 0].contiguous(), at))
@@ -220,7 +222,7 @@ def check_step(layer: LayerKernels, rows: int) -> Checked | Rejected:
     return seen
 
 
-def check_head(steps: Steps, causal: Any, rows: int) -> Checked | Rejected:
+def check_head(steps: ModelKernels, causal: Any, rows: int) -> Checked | Rejected:
     """The last norm and head by kernels beside the model's own modules and a wide reference."""
     dtype, device = steps.embedding.dtype, steps.embedding.device
     wide = torch.float64 if dtype == torch.float32 else torch.float32

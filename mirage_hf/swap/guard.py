@@ -21,9 +21,9 @@ from mirage_hf.match.adapters import scaling_of
 from mirage_hf.match.matcher import Match
 from mirage_hf.patterns.decoder_layer import EPS_NAMES, MULTIPLIERS, SWITCHES
 from mirage_hf.pipeline.kernels import Resolved
-from mirage_hf.swap.traced import KNOWN, share, width_of
+from mirage_hf.swap.traced import LAYER_ARGUMENTS, share, width_of
 
-KEY = "_mirage_bound"
+BINDING_KEY = "_mirage_bound"
 """Where a swapped module keeps its Binding, in its instance dictionary. Copies and pickles leave it out."""
 
 PREFILL = "prefill"
@@ -40,7 +40,7 @@ _grad, _autocast = torch.is_grad_enabled, torch.is_autocast_enabled
 _collector = _active_collector.get
 
 
-class Own:
+class InstanceNumbers:
     """The instance dictionary of a swapped module, for reading. It does not keep it alive: what is in it would keep itself."""
 
     __slots__ = ("_module",)
@@ -113,7 +113,7 @@ class Binding:
         numbers: list[tuple[Any, str]] = [
             (inner, n) for *_, inner in self.watched for n in EPS_NAMES
         ]
-        numbers += [(Own(match.module), n) for n in (*MULTIPLIERS, *SWITCHES)]
+        numbers += [(InstanceNumbers(match.module), n) for n in (*MULTIPLIERS, *SWITCHES)]
         self.constants = tuple(
             (inner, n, value) for inner, n in numbers if (value := inner.get(n)) is not None
         )
@@ -125,7 +125,7 @@ class Binding:
         )
         owned = dict.fromkeys(w for part in match.parts for w in part.weights)
         self.parameters = tuple(_pin(child(match.module, path), path, name) for path, name in owned)
-        tuners = tuple(Tuner(path, child(match.module, path)) for path in match.adapters)
+        tuners = tuple(AdapterState(path, child(match.module, path)) for path in match.adapters)
         self.tuners = tuple(
             (
                 t,
@@ -190,7 +190,9 @@ class Binding:
         if _dispatch_modes() or _tracing() is not None or _functorch() is not None:
             return "a torch mode or transform is active"
         if kwargs and (
-            not KNOWN.issuperset(kwargs) or self.dims is None or kwargs.get("output_attentions")
+            not LAYER_ARGUMENTS.issuperset(kwargs)
+            or self.dims is None
+            or kwargs.get("output_attentions")
         ):
             return _kwargs_reason(kwargs)
         if (recorded := _collector()) and not SEEN_OUTSIDE.issuperset(recorded):
@@ -276,7 +278,7 @@ def _trainable(state: Mapping[str, Any]) -> bool:
 
 
 def _kwargs_reason(kwargs: Mapping[str, Any]) -> str:
-    unknown = sorted(set(kwargs) - KNOWN)
+    unknown = sorted(set(kwargs) - LAYER_ARGUMENTS)
     return (
         f"unknown argument {unknown[0]}"
         if unknown
@@ -286,7 +288,7 @@ def _kwargs_reason(kwargs: Mapping[str, Any]) -> str:
     )
 
 
-class Tuner:
+class AdapterState:
     """The state of a PEFT linear that a kernel was made for, checked at each call. path: where in the swapped module, "" for itself."""
 
     __slots__ = ("many", "one", "path", "scaling")

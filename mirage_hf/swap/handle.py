@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from mirage_hf.swap.guard import Binding
-from mirage_hf.swap.report import STOCK, SWAPPED, Report, Row, with_counts
 from mirage_hf.swap.swap import Ledger, put_back, strays
+from mirage_hf.swap.swap_report import STOCK, SWAPPED, Report, ReportRow, with_counts
 
-NAME = "mirage"
+HANDLE_NAME = "mirage"
 PUT_BACK = "put back by restore() or optimize() of a part of the model"
 
 
@@ -41,7 +41,7 @@ class Handle:
             pool_bytes=self.runner.bytes,
         )
 
-    def _counted(self, row: Row) -> Row:
+    def _counted(self, row: ReportRow) -> ReportRow:
         binding = self._bindings.get(row.module)
         if binding is not None and row.status == SWAPPED and not self._ledger.holds(binding):
             row = replace(row, status=STOCK, reason=PUT_BACK)
@@ -69,12 +69,12 @@ class Handle:
 def detach(model: nn.Module) -> None:
     """Undo every swap in a model, whether it is optimized, holds modules optimized elsewhere, or is a copy of such a one."""
     for module in model.modules():
-        handle = module.__dict__.get(NAME)
+        handle = module.__dict__.get(HANDLE_NAME)
         if isinstance(handle, Handle):
             handle._ledger.undo()
         if handle is None or isinstance(
             handle, Handle
         ):  # what a copy carries, or ours; anything else is the user's
-            module.__dict__.pop(NAME, None)
+            module.__dict__.pop(HANDLE_NAME, None)
     for module, stock in list(strays(model)):
         put_back(module, stock)

@@ -13,10 +13,10 @@ from mirage_hf.errors import CodegenError, Rejected, SearchError, VerificationEr
 from mirage_hf.graph.effects import APPEND
 from mirage_hf.layers.compose import Part
 from mirage_hf.patterns.attention import for_long_caches
-from mirage_hf.patterns.schema import Block
+from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline import kernels, torch_op
 
-Found = Mapping[tuple[Block, int], Any]
+BlockKernels = Mapping[tuple[PatternBlock, int], Any]
 """(block, rows) to what `kernels.resolve` gave, or Rejected."""
 
 
@@ -29,10 +29,10 @@ def find_kernels(
     zoo: Any,
     tune: str,
     progress: Callable[..., Any] | None,
-) -> Found:
+) -> BlockKernels:
     """Resolve each distinct block of the parts, those that run one after another together, at each number of rows. A block without
     a kernel is a "no" with its reason."""
-    found: dict[tuple[Block, int], Any] = {}
+    found: dict[tuple[PatternBlock, int], Any] = {}
     blocks = dict.fromkeys(part.block for parts in layers for part in parts)
     long = (
         sum(block.pattern.searched_at is not None for block in blocks)
@@ -41,7 +41,7 @@ def find_kernels(
     )
     total, begun = len(rows) * (len(blocks) + long), itertools.count(1)
 
-    def resolved(block: Block, rows: int, progress: Callable[..., Any] | None) -> Any:
+    def resolved(block: PatternBlock, rows: int, progress: Callable[..., Any] | None) -> Any:
         if progress is not None:
             progress("kernel", (next(begun), total, block.pattern.name))
         try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mirage_hf.swap.guard import KEY
+from mirage_hf.swap.guard import BINDING_KEY
 from mirage_hf.swap.traced import shared
 
 _compiling = torch.compiler.is_compiling
@@ -24,7 +24,7 @@ def swapped_class(stock: Any) -> Any:
         if _compiling():
             return _traced(stock, self, args, kwargs)
         state = self.__dict__
-        bound = state.get(KEY)
+        bound = state.get(BINDING_KEY)
         if bound is None:
             return stock.forward(self, *args, **kwargs)
         kernels = bound.choose(state, args, kwargs)
@@ -50,7 +50,7 @@ def swapped_class(stock: Any) -> Any:
 
 def _traced(stock: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward that torch.compile and torch.export see."""
-    bound = module.__dict__.get(KEY)
+    bound = module.__dict__.get(BINDING_KEY)
     if bound is not None and bound.traced:
         traced = shared[bound.traced]
         if (kernels := traced.choose(module, args, kwargs)) is not None:
@@ -62,7 +62,7 @@ def _as_stock(reduced: Any, swapped: type, stock: type) -> Any:
     """A reduction that rebuilds the stock module, without what we keep in it: a copy must not run on the original's weights."""
     make, args, state, *rest = reduced
     if isinstance(state, dict):
-        state = {k: v for k, v in state.items() if k != KEY}
+        state = {k: v for k, v in state.items() if k != BINDING_KEY}
     if make is copyreg.__newobj__ and args == (swapped,):  # type: ignore[attr-defined]
         # pickle refuses this maker for an object of another class; the older one says the same without that check
         return (copyreg._reconstructor, (stock, object, None), state, *rest)  # type: ignore[attr-defined]

@@ -11,17 +11,17 @@ from typing import Any
 from torch import nn
 
 from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected
-from mirage_hf.layers.compose import Part, low_of
-from mirage_hf.layers.steps import Steps, steps_of
+from mirage_hf.layers.compose import Part, adapter_role
+from mirage_hf.layers.model_kernels import ModelKernels, assemble_model_kernels
 from mirage_hf.match.causal import CausalMatch
 from mirage_hf.match.matcher import Match, Matches
 from mirage_hf.patterns import IN_STEPS, decoder_layer
 from mirage_hf.swap.check import Checked, check, check_head, check_step
 from mirage_hf.swap.guard import Binding
 from mirage_hf.swap.handle import Handle
-from mirage_hf.swap.kernels import Found
-from mirage_hf.swap.report import PLANNED, STOCK, SWAPPED, Report, Row
+from mirage_hf.swap.kernels import BlockKernels
 from mirage_hf.swap.swap import Ledger
+from mirage_hf.swap.swap_report import PLANNED, STOCK, SWAPPED, Report, ReportRow
 
 _HEAD, _UNDONE = "head", "swapped back after the check"
 _OWN_STEPS = "steps of generate run the model's own forward, in a CUDA graph where there is one: "
@@ -37,9 +37,9 @@ class Optimization:
         self.model, self.backend, self.rows = model, backend, rows
         self.matches, self.refusals, self.causal = found.modules, found.refusals, found.causal
         self.ledger = Ledger()
-        self.steps: Steps | None = None
+        self.steps: ModelKernels | None = None
         self._refused = tuple(
-            Row(r.name, r.pattern, STOCK, reason=r.reason) for r in found.refusals
+            ReportRow(r.name, r.pattern, STOCK, reason=r.reason) for r in found.refusals
         )
 
     @property
@@ -48,7 +48,7 @@ class Optimization:
         heads = [(self.causal.head,)] if isinstance(self.causal, CausalMatch) else []
         return [*(m.parts for m in self.matches), *heads]
 
-    def _report(self, rows: Sequence[Row], notes: Sequence[str] = ()) -> Report:
+    def _report(self, rows: Sequence[ReportRow], notes: Sequence[str] = ()) -> Report:
         cpu = (CPU_NOTE,) if self.backend == "cpu" else ()
         return Report(
             type(self.model).__name__, self.backend, (*rows, *self._refused), (*cpu, *notes)
@@ -84,7 +84,7 @@ class Optimization:
             raise OptimizeError(f"{text}; use on_unsupported='skip' to leave them as they are")
         warnings.warn(text, OptimizeWarning, stacklevel=3)
 
-    def complain_of_unkept(self, found: Found) -> None:
+    def complain_of_unkept(self, found: BlockKernels) -> None:
         """Warn where kernels that were made could not be kept: the next optimize() takes as long."""
         unkept = [k.unkept for k in found.values() if not isinstance(k, Rejected) and k.unkept]
         if unkept:
@@ -101,10 +101,10 @@ class Optimization:
             )
         warnings.warn(text, OptimizeWarning, stacklevel=3)
 
-    def swap(self, found: Found, *, verify: bool) -> tuple[Handle | None, Report]:
+    def swap(self, found: BlockKernels, *, verify: bool) -> tuple[Handle | None, Report]:
         """Swap what has kernels, then check each swapped module. Returns no handle when nothing is swapped in the end."""
         bindings: dict[str, Binding] = {}
-        rows: list[Row] = []
+        rows: list[ReportRow] = []
         for m in self.matches:
             kernels = _kernels(m, self.rows, found)
             if kernels:
@@ -124,11 +124,13 @@ class Optimization:
                 if isinstance(self.causal, CausalMatch)
                 else []
             )
-            steps = steps_of(self.causal, self.matches, self.rows, found)
-            outcomes = self._check_steps(steps, rows) if verify and isinstance(steps, Steps) else {}
+            steps = assemble_model_kernels(self.causal, self.matches, self.rows, found)
+            outcomes = (
+                self._check_steps(steps, rows) if verify and isinstance(steps, ModelKernels) else {}
+            )
             if isinstance(outcomes, Rejected):
                 steps = outcomes
-            elif isinstance(steps, Steps):
+            elif isinstance(steps, ModelKernels):
                 self.steps = steps
                 rows = [
                     _checked_row(r, outcomes.get((r.module, r.rows))) if _only_in_steps(r) else r
@@ -147,7 +149,7 @@ class Optimization:
         report = self._report(rows, (note,) if note else ())
         return (Handle(report, self.ledger, bindings) if bindings else None), report
 
-    def _verify(self, bindings: dict[str, Binding], rows: Sequence[Row]) -> list[Row]:
+    def _verify(self, bindings: dict[str, Binding], rows: Sequence[ReportRow]) -> list[ReportRow]:
         outcomes: dict[str, Checked | Rejected] = {}
         for m in self.matches:
             if m.name in bindings:
@@ -163,7 +165,7 @@ class Optimization:
         ]
 
     def _check_steps(
-        self, steps: Steps, rows: Sequence[Row]
+        self, steps: ModelKernels, rows: Sequence[ReportRow]
     ) -> dict[tuple[str, int | None], Checked] | Rejected:
         """Check each layer's step and the head once more; the outcomes by module and number of rows."""
         undone = next((r for r in rows if r.reason.startswith(_UNDONE)), None)
@@ -191,12 +193,12 @@ def _why_nothing(report: Report) -> str:
     )
 
 
-def _only_in_steps(row: Row) -> bool:
+def _only_in_steps(row: ReportRow) -> bool:
     """Whether a row is of what runs in steps of generate only: attention, which is over our caches, and the head."""
     return row.module == _HEAD or row.pattern in IN_STEPS
 
 
-def _kernels(m: Match, rows: Sequence[int], found: Found) -> dict[int, Mapping[str, Any]]:
+def _kernels(m: Match, rows: Sequence[int], found: BlockKernels) -> dict[int, Mapping[str, Any]]:
     """The fused kernels of a match, by number of rows and role; where the library won, stock modules do that part."""
     by_rows = {
         r: {
@@ -207,9 +209,9 @@ def _kernels(m: Match, rows: Sequence[int], found: Found) -> dict[int, Mapping[s
         for r in rows
     }
     pairs = [
-        (p.role, low_of(p.role))
+        (p.role, adapter_role(p.role))
         for p in m.parts
-        if p.adapters and low_of(p.role) in {x.role for x in m.parts}
+        if p.adapters and adapter_role(p.role) in {x.role for x in m.parts}
     ]
     alone = {
         r: {role for pair in pairs for role in pair if not kernels.keys() >= {*pair}}
@@ -226,12 +228,12 @@ def _fused(resolved: Any) -> bool:
     return not isinstance(resolved, Rejected) and bool(resolved.is_fused)
 
 
-def _row(module: str, part: Part, rows: int, status: str) -> Row:
+def _row(module: str, part: Part, rows: int, status: str) -> ReportRow:
     children = dict.fromkeys(
         path.partition(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2]
         for path, _ in part.weights
     )
-    return Row(
+    return ReportRow(
         module,
         part.pattern,
         status,
@@ -240,7 +242,7 @@ def _row(module: str, part: Part, rows: int, status: str) -> Row:
     )
 
 
-def _resolved_row(module: str, part: Part, rows: int, resolved: Any) -> Row:
+def _resolved_row(module: str, part: Part, rows: int, resolved: Any) -> ReportRow:
     row = _row(module, part, rows, STOCK)
     if isinstance(resolved, Rejected):
         return replace(row, reason=resolved.reason)
@@ -265,7 +267,7 @@ def _resolved_row(module: str, part: Part, rows: int, resolved: Any) -> Row:
     )
 
 
-def _checked_row(row: Row, outcome: Checked | Rejected | None) -> Row:
+def _checked_row(row: ReportRow, outcome: Checked | Rejected | None) -> ReportRow:
     if outcome is None or row.status != SWAPPED:
         return row
     if isinstance(outcome, Rejected):

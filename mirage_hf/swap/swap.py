@@ -9,7 +9,7 @@ from torch import nn
 
 from mirage_hf.match.matcher import Match
 from mirage_hf.pipeline.kernels import Resolved
-from mirage_hf.swap.guard import KEY, Binding
+from mirage_hf.swap.guard import BINDING_KEY, Binding
 from mirage_hf.swap.module import swapped_class
 
 
@@ -23,14 +23,14 @@ class Ledger:
         """Make a matched module run the kernels `found` (by number of rows, then role)."""
         module, stock = match.module, type(match.module)
         binding = Binding(match, found)
-        module.__dict__[KEY] = binding
+        module.__dict__[BINDING_KEY] = binding
         self.entries.append((module, stock))
         module.__class__ = swapped_class(stock)  # type: ignore[arg-type]
         return binding
 
     def holds(self, binding: Binding) -> bool:
         """Whether a module still has this binding: another restore() or optimize() may have put it back."""
-        return any(module.__dict__.get(KEY) is binding for module, _ in self.entries)
+        return any(module.__dict__.get(BINDING_KEY) is binding for module, _ in self.entries)
 
     def undo(self, module: nn.Module | None = None) -> None:
         """Put back one module, or all, last first. A class that someone else has set since is left alone."""
@@ -41,7 +41,7 @@ class Ledger:
 
 
 def put_back(module: nn.Module, stock: type[nn.Module]) -> None:
-    module.__dict__.pop(KEY, None)
+    module.__dict__.pop(BINDING_KEY, None)
     if type(module) is swapped_class(stock):  # type: ignore[arg-type]
         module.__class__ = stock
 
@@ -49,6 +49,6 @@ def put_back(module: nn.Module, stock: type[nn.Module]) -> None:
 def strays(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
     """Swapped modules within a model, whoever swapped them, with their stock classes."""
     for module in model.modules():
-        binding = module.__dict__.get(KEY)
+        binding = module.__dict__.get(BINDING_KEY)
         if isinstance(binding, Binding):
             yield module, binding.stock

@@ -17,12 +17,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.modules import module as every_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mirage_hf.layers.compose import Kernel, LiveWeights, child, one_norm, stand_in
+from mirage_hf.layers.compose import Kernel, LiveWeights, any_norm, child, stand_in
 from mirage_hf.match.matcher import Match
 from mirage_hf.patterns.decoder_layer import CACHES, MULTIPLIERS, SWITCHES
 from mirage_hf.pipeline import torch_op
 
-KNOWN = frozenset(
+LAYER_ARGUMENTS = frozenset(
     (
         "attention_mask",
         "position_ids",
@@ -134,7 +134,9 @@ class Traced:
     def _knows(self, kwargs: Mapping[str, Any]) -> bool:
         if self.kind != "layer":
             return not kwargs
-        return all(name in KNOWN for name in kwargs) and not kwargs.get("output_attentions")
+        return all(name in LAYER_ARGUMENTS for name in kwargs) and not kwargs.get(
+            "output_attentions"
+        )
 
     def _holds(
         self, module: nn.Module, path: str, name: str, shape: torch.Size, dtype: torch.dtype
@@ -187,7 +189,7 @@ def share(match: Match, digests: Digests, tuners: Sequence[Any]) -> str:
 def width_of(match: Match) -> int:
     """The size of the last dim of a matched module's input."""
     if match.kind == "layer":
-        return int(one_norm(match.module, match.layouts[0]).weight.shape[0])
+        return int(any_norm(match.module, match.layouts[0]).weight.shape[0])
     return int(dict(match.parts[0].block.sizes)["k"])
 
 

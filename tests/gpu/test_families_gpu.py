@@ -14,7 +14,7 @@ import features
 from decoding import FULL, left_padded
 from swapping import CENTRED, WINDOW, prompt
 
-from mirage_hf.swap.report import Row
+from mirage_hf.swap.swap_report import ReportRow
 
 pytestmark = pytest.mark.gpu
 LONGROPE = {
@@ -73,7 +73,7 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def may_stay(row: Row, name: str, dtype: torch.dtype) -> bool:
+def may_stay(row: ReportRow, name: str, dtype: torch.dtype) -> bool:
     """Experts run their own forward. Of a row whose numbers are all the same torch's LayerNorm gives exact zeros, and a sum in float32 that
     adds many of them one by one may be further off than is allowed: there the library may run the norm and what reads it."""
     return "experts" in row.reason or (

@@ -24,7 +24,7 @@ from swapping import (
 
 from mirage_hf.api import optimize, restore
 from mirage_hf.errors import OptimizeError
-from mirage_hf.swap.guard import KEY
+from mirage_hf.swap.guard import BINDING_KEY
 
 pytestmark = pytest.mark.gpu
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -77,7 +77,7 @@ def test_logits_are_as_close_to_float32_as_stocks(family: str, dtype: torch.dtyp
         stock - exact
     ).abs().max() + 0.01 * exact.abs().max()
     assert logits(model, 3).isfinite().all()
-    layer = model.model.layers[0].__dict__[KEY]
+    layer = model.model.layers[0].__dict__[BINDING_KEY]
     assert layer.calls == 8 and layer.fallbacks == {"prefill": 2}
 
 

@@ -15,7 +15,7 @@ from swapping import prompt, tiny, twin_of
 
 from mirage_hf.api import optimize
 from mirage_hf.decode import prefill
-from mirage_hf.layers import row_chunks as pieces
+from mirage_hf.layers import row_chunks
 from mirage_hf.patterns.prompt import PROMPT_GATE, PROMPT_NORM
 from mirage_hf.pipeline import kernels
 from mirage_hf.tune.measure import random_inputs
@@ -177,12 +177,12 @@ def test_first_prompts_of_a_bucket_are_called_and_later_ones_captured() -> None:
 )
 def test_pieces_are_bits_of_the_whole(block: Any) -> None:
     device = torch.device("cuda")
-    kernel = pieces.InPieces(
+    kernel = row_chunks.RowChunks(
         block, device, lambda program: kernels.resolve(program, device=device, tune="never")
     )
     rows = 4096 + 1024 + 64
     inputs = random_inputs(block.program(rows), device)
-    pieces.make_ready([kernel], rows)
+    row_chunks.prepare_row_chunks([kernel], rows)
     whole = kernel(inputs)[0]
     for first, size in ((0, 4096), (4096, 1024), (5120, 64)):
         part = [x[first : first + size] if x.shape[0] == rows else x for x in inputs]

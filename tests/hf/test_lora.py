@@ -15,10 +15,10 @@ from torch import nn
 from mirage_hf.api import optimize, restore
 from mirage_hf.decode.model_fingerprint import take_fingerprint
 from mirage_hf.layers import compose
-from mirage_hf.layers.compose import low_of
+from mirage_hf.layers.compose import adapter_role
 from mirage_hf.match.matcher import match
 from mirage_hf.patterns import PATTERNS
-from mirage_hf.swap.guard import KEY
+from mirage_hf.swap.guard import BINDING_KEY
 
 peft = pytest.importorskip("peft")
 pytestmark = [pytest.mark.usefixtures("resolved"), pytest.mark.slow]
@@ -66,7 +66,7 @@ def lora_layer(model: Any) -> Any:
 def binding(model: Any) -> Any:
     """That of the second layer, of a linear of it where layers stay stock."""
     layer = model.get_base_model().model.layers[1]
-    return (layer if KEY in layer.__dict__ else lora_layer(model)).__dict__[KEY]
+    return (layer if BINDING_KEY in layer.__dict__ else lora_layer(model)).__dict__[BINDING_KEY]
 
 
 def counts(model: Any) -> dict[str, int]:
@@ -93,7 +93,11 @@ def test_layers_with_adapters_are_whole(targets: tuple[str, ...], low: set[str])
     roles = ["qkv", "attention", "out", "gated", "down"]
     found = kinds(with_lora(targets=targets))
     assert list(found.values()) == 3 * [
-        [each for role in roles for each in ((low_of(role), role) if role in low else (role,))]
+        [
+            each
+            for role in roles
+            for each in ((adapter_role(role), role) if role in low else (role,))
+        ]
     ]
 
 
@@ -251,7 +255,7 @@ def test_steps_by_kernels_give_the_stock_tokens(
     assert [what for what in report.decode if what.startswith("step: ")] == [
         "step: all by kernels"
     ], report.decode
-    assert not ours.mirage.runner.steps.no_prompts  # the probe of a step has compared them, too
+    assert not ours.mirage.runner.steps.no_prefill  # the probe of a step has compared them, too
     close = CLOSE if dtype is torch.float32 else dict(atol=0.15, rtol=0.05)
     torch.testing.assert_close(got.logits[0], want.logits[0], **close)
     if dtype is torch.float32:
@@ -568,7 +572,7 @@ def test_generate_and_restore() -> None:
 def test_copies_and_saved_adapters_are_stock(tmp_path: Any) -> None:
     stock, ours = both()
     twin = copy.deepcopy(ours)
-    assert all(KEY not in m.__dict__ for m in twin.modules())
+    assert all(BINDING_KEY not in m.__dict__ for m in twin.modules())
     torch.testing.assert_close(decode_logits(twin), decode_logits(stock), **CLOSE)
     for name, model in (("stock", stock), ("ours", ours)):
         model.save_pretrained(tmp_path / name)

@@ -25,7 +25,7 @@ from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected, SearchErr
 from mirage_hf.patterns import PATTERNS
 from mirage_hf.pipeline import kernels, progress
 from mirage_hf.swap import check, optimization
-from mirage_hf.swap.report import Report, Row
+from mirage_hf.swap.swap_report import Report, ReportRow
 
 pytestmark = pytest.mark.usefixtures("resolved")
 ASSET = Path(__file__).parent.parent / "assets" / "tiny_llama"
@@ -218,7 +218,7 @@ def test_steps_without_attention_run_the_swapped_layers() -> None:
 
 def test_rows_of_layers_that_differ_stay_apart() -> None:
     rows = [
-        Row(
+        ReportRow(
             f"m.layers.{i}",
             "gated_mlp",
             "swapped" if i != 2 else "stock",

@@ -17,7 +17,7 @@ from transformers import DynamicCache, GenerationMixin, GPT2Config, GPT2LMHeadMo
 from mirage_hf.api import optimize
 from mirage_hf.decode import cache, call_plan, generate, install, prefill, program, session
 from mirage_hf.errors import CodegenError, MirageError
-from mirage_hf.layers import prompt_step
+from mirage_hf.layers import prefill as layer_prefill
 from mirage_hf.pipeline import kernels
 
 FULL = {**FULL, "max_new_tokens": 6}
@@ -401,7 +401,7 @@ def test_prompts_beyond_a_window(
 ) -> None:
     """By runs of tokens, into rings and into caches that keep everything, with padding and without; behind what is no number."""
     monkeypatch.setattr(cache, "GRAIN", 64)
-    monkeypatch.setattr(prompt_step, "LEAST_RUN", 64)
+    monkeypatch.setattr(layer_prefill, "LEAST_RUN", 64)
     if not captured:
         monkeypatch.setattr(prefill, "MOST_TOKENS", 0)
     stock, ours = optimized(*WINDOWED[name], batch_sizes=(1, 3))
@@ -441,14 +441,14 @@ def test_rows_of_large_batches_take_turns(
     name: str, called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    half = prompt_step.LayerPrompt._mlp
+    half = layer_prefill.LayerPrefill._mlp
 
     def counted(self: Any, kernels: Any, x: torch.Tensor, packed: Any = None) -> torch.Tensor:
         seen.append(x.shape[0])
         return half(self, kernels, x, packed)
 
-    monkeypatch.setattr(prompt_step, "MOST_ROWS", 128)
-    monkeypatch.setattr(prompt_step.LayerPrompt, "_mlp", counted)
+    monkeypatch.setattr(layer_prefill, "MOST_ROWS", 128)
+    monkeypatch.setattr(layer_prefill.LayerPrefill, "_mlp", counted)
     stock, ours = optimized(name, PROMPTED[name])
     for length in (7, 66, 9, 67):
         agree(stock, ours, 3, length)
@@ -534,7 +534,7 @@ def test_a_kernel_of_a_prompt_that_writes_nothing_is_found(
     called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock, ours = optimized("llama", {})
-    right = prompt_step.LayerPrompt.__call__
+    right = layer_prefill.LayerPrefill.__call__
 
     def forgetful(self: Any, found: Any, x: torch.Tensor, at: Any) -> torch.Tensor:
         kept = at.values.clone()
@@ -542,7 +542,7 @@ def test_a_kernel_of_a_prompt_that_writes_nothing_is_found(
         at.values.copy_(kept)
         return y
 
-    monkeypatch.setattr(prompt_step.LayerPrompt, "__call__", forgetful)
+    monkeypatch.setattr(layer_prefill.LayerPrefill, "__call__", forgetful)
     for length in (7, 8, 9):
         agree(stock, ours, 1, length)
     assert (
@@ -908,16 +908,16 @@ def test_what_fails_in_a_called_prompt_is_hfs(
     stock, ours = optimized("llama", {}, batch_sizes=(1,))
     for length in (7, 8):
         agree(stock, ours, 1, length)
-    right = prompt_step.LayerPrompt.__call__
+    right = layer_prefill.LayerPrefill.__call__
 
     def failing(self: Any, found: Any, x: torch.Tensor, at: Any) -> torch.Tensor:
         y = right(self, found, x, at)
-        if self is ours.generate.runner.steps.layers[1].prompt:
+        if self is ours.generate.runner.steps.layers[1].prefill:
             raise error("no room")
         return y
 
     with monkeypatch.context() as patch:
-        patch.setattr(prompt_step.LayerPrompt, "__call__", failing)
+        patch.setattr(layer_prefill.LayerPrefill, "__call__", failing)
         agree(stock, ours, 1, 70)
     agree(stock, ours, 1, 9)
     assert ours.generate.runner.prefills == (

@@ -41,7 +41,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 from mirage_hf.api import optimize, restore
 from mirage_hf.decode.model_fingerprint import take_fingerprint
 from mirage_hf.errors import CodegenError, SearchError
-from mirage_hf.layers.steps import LONG
+from mirage_hf.layers.model_kernels import LONG_CACHES_ROLE
 from mirage_hf.pipeline import kernels
 from mirage_hf.swap import check
 
@@ -824,7 +824,7 @@ def test_attention_takes_the_other_kernel_where_one_cannot_be_cut(
     found = {
         **layer.found[1],
         "attention": SimpleNamespace(digest="short"),
-        LONG: SimpleNamespace(digest="long"),
+        LONG_CACHES_ROLE: SimpleNamespace(digest="long"),
     }
     layer = replace(layer, found={1: found})
     other = {"short": "long", "long": "short"}[first]

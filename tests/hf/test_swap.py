@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mirage_hf.api import optimize, restore
 from mirage_hf.decode.model_fingerprint import take_fingerprint
 from mirage_hf.patterns import PATTERNS
-from mirage_hf.swap.guard import KEY
+from mirage_hf.swap.guard import BINDING_KEY
 from mirage_hf.swap.module import swapped_class
 
 pytestmark = [pytest.mark.usefixtures("resolved"), pytest.mark.slow]
@@ -33,7 +33,7 @@ def layer_of(model: Any) -> Any:
 
 
 def counts(model: Any) -> dict[str, int]:
-    return dict(layer_of(model).__dict__[KEY].fallbacks)
+    return dict(layer_of(model).__dict__[BINDING_KEY].fallbacks)
 
 
 def swapped(family: str = "llama", **options: Any) -> tuple[Any, Any]:
@@ -50,7 +50,7 @@ def swapped(family: str = "llama", **options: Any) -> tuple[Any, Any]:
 def test_decoding_gives_the_stock_logits(family: str, batch: int) -> None:
     stock, ours = swapped(family, batch_sizes=(1, 3))
     torch.testing.assert_close(decode_logits(ours, batch), decode_logits(stock, batch), **CLOSE)
-    bound = layer_of(ours).__dict__[KEY]
+    bound = layer_of(ours).__dict__[BINDING_KEY]
     assert bound.calls == 4 and bound.fallbacks == {"prefill": 1}
 
 
@@ -73,7 +73,7 @@ def test_padding_and_windows_come_with_the_stock_attention(implementation: str) 
     a, b = stock.generate(prompt(2, 16), **kwargs), ours.generate(prompt(2, 16), **kwargs)
     assert torch.equal(a.sequences, b.sequences)
     torch.testing.assert_close(torch.stack(a.logits), torch.stack(b.logits), **CLOSE)
-    assert layer_of(ours).__dict__[KEY].calls >= 11
+    assert layer_of(ours).__dict__[BINDING_KEY].calls >= 11
 
 
 def test_names_and_types_stay() -> None:
@@ -100,7 +100,8 @@ def test_only_the_layers_class_and_one_entry_change() -> None:
     changed = {n for n in before["classes"] if before["classes"][n] is not after["classes"][n]}
     assert changed == {f"model.layers.{i}" for i in range(3)}
     assert all(
-        after["keys"][n] - before["keys"][n] <= {KEY, "mirage", "generate"} for n in before["keys"]
+        after["keys"][n] - before["keys"][n] <= {BINDING_KEY, "mirage", "generate"}
+        for n in before["keys"]
     )
 
 
@@ -109,7 +110,7 @@ def test_copies_are_stock_and_use_their_own_weights() -> None:
     twin = copy.deepcopy(ours)
     assert (
         type(layer_of(twin)) is type(layer_of(stock))
-        and KEY not in layer_of(twin).__dict__
+        and BINDING_KEY not in layer_of(twin).__dict__
         and twin.mirage is None
     )
     with torch.no_grad():
@@ -135,8 +136,8 @@ def test_pickles_are_stock(how: str) -> None:
         torch.save(layer, buffer)
         assert b"mirage" not in buffer.getvalue()
         other = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
-    assert type(other) is type(layer_of(stock)) and KEY not in other.__dict__
-    assert KEY in layer.__dict__
+    assert type(other) is type(layer_of(stock)) and BINDING_KEY not in other.__dict__
+    assert BINDING_KEY in layer.__dict__
 
 
 def test_a_saved_model_loads_without_us() -> None:
@@ -300,7 +301,7 @@ def test_children_that_stayed_stock_may_change(family: str, change: Callable[[An
         change(model)
     torch.testing.assert_close(decode_logits(ours), decode_logits(stock), **CLOSE)
     assert not torch.allclose(decode_logits(ours), plain)
-    bound = (layer_of(ours) if family == "llama" else layer_of(ours).mlp).__dict__[KEY]
+    bound = (layer_of(ours) if family == "llama" else layer_of(ours).mlp).__dict__[BINDING_KEY]
     assert set(bound.fallbacks) == {"prefill"} and bound.calls == 12
 
 
@@ -479,7 +480,7 @@ def test_inner_outputs_are_those_of_stock() -> None:
     torch.testing.assert_close(torch.stack(a.hidden_states), torch.stack(b.hidden_states), **CLOSE)
     run_once(ours)
     assert (
-        counts(ours) == before and layer_of(ours).__dict__[KEY].calls == 2
+        counts(ours) == before and layer_of(ours).__dict__[BINDING_KEY].calls == 2
     )  # the hooks stay, and do not count
 
 
@@ -499,7 +500,7 @@ def test_hooks_on_the_layer_itself_still_run() -> None:
 def test_the_guard_costs_little() -> None:
     model = optimize(tiny("llama").requires_grad_(False))
     layer = layer_of(model)
-    bound, state, args = layer.__dict__[KEY], layer.__dict__, (torch.randn(1, 1, 32),)
+    bound, state, args = layer.__dict__[BINDING_KEY], layer.__dict__, (torch.randn(1, 1, 32),)
     kwargs = dict(
         attention_mask=None,
         position_ids=None,

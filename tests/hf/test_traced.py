@@ -18,7 +18,7 @@ from transformers import CompileConfig
 from mirage_hf.api import optimize, restore
 from mirage_hf.errors import ZooError
 from mirage_hf.pipeline import torch_op
-from mirage_hf.swap.guard import KEY
+from mirage_hf.swap.guard import BINDING_KEY
 
 pytestmark = pytest.mark.usefixtures("resolved")
 THOROUGH = pytest.mark.thorough
@@ -170,7 +170,7 @@ def test_calling_without_compiling_is_as_before() -> None:
     _, ours = pair()
     run, _ = compiled(ours)
     run(hidden(), **ROPE)
-    bound = ours.__dict__[KEY]
+    bound = ours.__dict__[BINDING_KEY]
     assert bound.calls == 0 and bound.fallbacks == {}
     ours(hidden(), **ROPE)
     assert bound.calls == 1

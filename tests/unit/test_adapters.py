@@ -16,18 +16,18 @@ from mirage_hf.codegen import triton
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.pipeline.kernels import promising
 from mirage_hf.patterns import GATED_MLP, LINEAR_RESIDUAL, RMS_NORM_LINEAR
-from mirage_hf.patterns.lora import LORA_DOWN, Ups
+from mirage_hf.patterns.lora import LORA_DOWN, BlockAdapters
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.tune.cost import H200
 from mirage_hf.tune.tuner import rank
 from mirage_hf.verify.accept import search_and_verify
 from mirage_hf.verify.numeric import Case, copied, make_inputs
 half, single = torch.float16, torch.float32
-packed = RMS_NORM_LINEAR.block(k=96, n=(40, 24, 24), bias=True, eps=1e-5, dtype=half, lora=Ups((3, 0, 3), single, True))
+packed = RMS_NORM_LINEAR.block(k=96, n=(40, 24, 24), bias=True, eps=1e-5, dtype=half, lora=BlockAdapters((3, 0, 3), single, True))
 blocks = {"down": LORA_DOWN.block(k=96, r=(3, 5), eps=1e-5, dtype=half, adapter_dtype=single), "packed": packed,
           "apart": GATED_MLP.block(k=64, n=40, activation="silu", norm=True, bias=False, eps=1e-5, dtype=half,
-                                   lora=Ups((4, 7), half)),
-          "one": LINEAR_RESIDUAL.block(k=64, n=40, bias=False, dtype=half, lora=Ups((4,), single))}
+                                   lora=BlockAdapters((4, 7), half)),
+          "one": LINEAR_RESIDUAL.block(k=64, n=40, bias=False, dtype=half, lora=BlockAdapters((4,), single))}
 far = {}
 for name, block in blocks.items():
     for rows in (1, 3, 17):

@@ -12,7 +12,7 @@ from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.triton_kernel import write_kernel
 from mirage_hf.patterns import GATED_MLP, LINEAR_RESIDUAL, RMS_NORM_LINEAR
-from mirage_hf.patterns.lora import LORA_DOWN, Ups
+from mirage_hf.patterns.lora import LORA_DOWN, BlockAdapters
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.tune.cost import H200
 from mirage_hf.tune.tuner import rank
@@ -176,14 +176,19 @@ def test_a_program_that_leads_lets_the_next_launch_begin_early(leads):
 
 
 def test_what_is_launched_behind_adapters_reads_no_bounds_early():
-    half, ups = torch.bfloat16, Ups((4,), torch.float32)
+    half, ups = torch.bfloat16, BlockAdapters((4,), torch.float32)
     sizes = dict(eps=1e-5, dtype=half, bias=False)
     behind = [
         RMS_NORM_LINEAR.block(
-            k=64, n=(32, 16, 16), **sizes, lora=Ups((4, 4, 4), torch.float32, True)
+            k=64, n=(32, 16, 16), **sizes, lora=BlockAdapters((4, 4, 4), torch.float32, True)
         ),
         GATED_MLP.block(
-            k=64, n=32, activation="silu", norm=True, **sizes, lora=Ups((4, 4), torch.float32)
+            k=64,
+            n=32,
+            activation="silu",
+            norm=True,
+            **sizes,
+            lora=BlockAdapters((4, 4), torch.float32),
         ),
         LINEAR_RESIDUAL.block(k=64, n=32, bias=False, dtype=half, lora=ups),
     ]

@@ -14,7 +14,7 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen.plan import placed
 from mirage_hf.errors import MirageError
 from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.layers import row_chunks as pieces
+from mirage_hf.layers import row_chunks
 from mirage_hf.patterns.prompt import PROMPT_ADDED, PROMPT_GATE, PROMPT_NORM, PROMPT_ROTATION
 from mirage_hf.pipeline import kernels
 from mirage_hf.search.engine import SearchOptions
@@ -48,25 +48,25 @@ def resolve(program: Any) -> Any:
 
 @pytest.mark.parametrize("rows", [64, 192, 4096 + 64, 3 * 4096 + 2048 + 128])
 def test_rows_are_dealt_out_among_few_sizes(rows: int) -> None:
-    found = pieces.pieces(rows)
+    found = row_chunks.row_chunk_sizes(rows)
     assert (
         sum(found) == rows
         and sorted(found, reverse=True) == found
         and set(found) <= {1 << n for n in range(6, 13)}
     )
-    assert all(found.count(size) == 1 for size in set(found) - {pieces.MOST})
+    assert all(found.count(size) == 1 for size in set(found) - {row_chunks.MAX_CHUNK_ROWS})
 
 
 def test_rows_that_no_piece_has_are_not_left_out_silently() -> None:
     with pytest.raises(AssertionError, match="the last 36 would be left out"):
-        pieces.pieces(100)
+        row_chunks.row_chunk_sizes(100)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_pieces_give_what_the_whole_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "MOST", 128)
+    monkeypatch.setattr(row_chunks, "MAX_CHUNK_ROWS", 128)
     block, asked = BLOCKS[name], []
-    kernel = pieces.InPieces(
+    kernel = row_chunks.RowChunks(
         block,
         torch.device("cpu"),
         lambda program: asked.append(program.inputs[0].dims[0]) or resolve(program),
@@ -74,7 +74,7 @@ def test_pieces_give_what_the_whole_gives(name: str, monkeypatch: pytest.MonkeyP
     for rows in (64, 128, 64 + 2 * 128):
         whole = block.program(rows)
         inputs = random_inputs(whole, "cpu", seed=rows)
-        pieces.make_ready([kernel], rows)
+        row_chunks.prepare_row_chunks([kernel], rows)
         got = kernel(inputs)
         for y, x in zip(got, run_kernel_graph(whole, inputs), strict=True):
             assert y.shape == x.shape and torch.allclose(y, x, atol=16 * torch.finfo(x.dtype).eps)
@@ -90,7 +90,7 @@ def test_a_kernel_that_gives_other_numbers_is_refused() -> None:
         y[3] = 2 * y[3]
         return [y]
 
-    pieces._check(
+    row_chunks._check(
         SimpleNamespace(run=lambda inputs: run_kernel_graph(graph, inputs)),
         graph,
         torch.device("cpu"),
@@ -98,7 +98,7 @@ def test_a_kernel_that_gives_other_numbers_is_refused() -> None:
     with pytest.raises(
         MirageError, match="x, gamma for 4096 rows gives other numbers than torch: off by 1"
     ):
-        pieces._check(SimpleNamespace(run=run), graph, torch.device("cpu"))  # type: ignore[arg-type]
+        row_chunks._check(SimpleNamespace(run=run), graph, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def test_kernels_are_compiled_together_before_they_are_checked(
@@ -121,13 +121,15 @@ def test_kernels_are_compiled_together_before_they_are_checked(
             yield done[-1]
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(pieces, "compiling", compiling)
+    monkeypatch.setattr(row_chunks, "compiling", compiling)
     monkeypatch.setattr(
-        pieces, "_check", lambda kernel, graph, device: done.append(graph.inputs[0].dims[0])
+        row_chunks, "_check", lambda kernel, graph, device: done.append(graph.inputs[0].dims[0])
     )
-    made = [pieces.InPieces(BLOCKS[name], torch.device("cuda"), found) for name in ("norm", "gate")]
-    pieces.make_ready(made, 64 + 128)
-    pieces.make_ready(made, 128)
+    made = [
+        row_chunks.RowChunks(BLOCKS[name], torch.device("cuda"), found) for name in ("norm", "gate")
+    ]
+    row_chunks.prepare_row_chunks(made, 64 + 128)
+    row_chunks.prepare_row_chunks(made, 128)
     assert done == [(90, 1)] * 4 + [128, 64] * 2 and all(
         sorted(kernel.made) == [64, 128] for kernel in made
     )

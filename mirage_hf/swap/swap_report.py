@@ -12,7 +12,7 @@ SWAPPED, PLANNED, STOCK = "swapped", "planned", "stock"
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """One block of a module. Times in µs, errors as the largest distance from a wider-dtype reference."""
 
     module: str
@@ -40,14 +40,14 @@ class Report:
 
     model: str
     backend: str
-    rows: tuple[Row, ...]
+    rows: tuple[ReportRow, ...]
     notes: tuple[str, ...] = ()
     decode: Mapping[str, int] | None = None
     pool_bytes: int | None = None
     """Device memory of generate's cache pool, kept between calls too; scratch of CUDA graphs is not counted."""
 
     @property
-    def swapped(self) -> tuple[Row, ...]:
+    def swapped(self) -> tuple[ReportRow, ...]:
         return tuple(r for r in self.rows if r.status == SWAPPED)
 
     @property
@@ -101,7 +101,7 @@ COLUMNS = (
 )
 
 
-def _cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+def _cells(rows: Sequence[ReportRow]) -> list[tuple[str, ...]]:
     cells: list[tuple[str, ...]] = []
     for r in rows:
         pattern = f"{r.pattern} ({r.part})" if r.part else r.pattern
@@ -161,5 +161,5 @@ def _names(names: Sequence[str]) -> str:
     return ".".join([*split[0][:i], "{" + ",".join(runs) + "}", *split[0][i + 1 :]])
 
 
-def with_counts(row: Row, calls: int, fallbacks: Mapping[str, int]) -> Row:
+def with_counts(row: ReportRow, calls: int, fallbacks: Mapping[str, int]) -> ReportRow:
     return replace(row, calls=calls, fallbacks=dict(fallbacks))

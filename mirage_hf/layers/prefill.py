@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mirage_hf.layers.compose import Composition, Kernel, Part, first_half, low_of, norm_weights
+from mirage_hf.layers.compose import (
+    Composition,
+    Kernel,
+    Part,
+    adapter_role,
+    first_half,
+    num_norm_weights,
+)
 from mirage_hf.layers.step import heads_of
 from mirage_hf.patterns.prompt import (
     PROMPT_ACTIVATION,
@@ -19,7 +26,7 @@ from mirage_hf.patterns.prompt import (
     PROMPT_NORM,
     PROMPT_ROTATION,
 )
-from mirage_hf.patterns.schema import Block, LayerLayout
+from mirage_hf.patterns.schema import LayerLayout, PatternBlock
 
 MOST_ROWS = 1 << 16
 """That the half behind attention takes at once: what it holds meanwhile is several times as wide as x. That products of more rows
@@ -32,14 +39,14 @@ nobody sees."""
 
 
 @dataclass(frozen=True, eq=False)
-class Band:
+class WindowAttention:
     """Causal attention of a prompt through a sliding window, by runs of tokens: its cost grows with the length, not with its square."""
 
     mask: Tensor
     """(run, back + run) numbers that are added to scores: token n of a run may see `back` tokens before the run, and the run's."""
 
     @classmethod
-    def of(cls, window: int, tokens: int, like: Tensor) -> Band:
+    def of(cls, window: int, tokens: int, like: Tensor) -> WindowAttention:
         """For a window and a number of tokens; `like`: whose dtype and device queries have."""
         back = -(-window // ROUND) * ROUND
         run = min(max(back, LEAST_RUN), tokens)
@@ -71,7 +78,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptInputs:
     """What a layer reads of prompts besides x: RoPE's cos and sin (b · tokens, 1, d), a layer's keys and values (b, heads, slots, d)."""
 
     cos: Tensor
@@ -80,11 +87,11 @@ class Prompt:
     values: Tensor
     sources: Tensor | None = None
     """(b, n): of each of the first n slots the token whose key goes there; None: token n's goes to slot n."""
-    band: Band | None = None
+    band: WindowAttention | None = None
     """What attention sees through a window; None: all tokens before a token, and itself."""
 
 
-class LayerPrompt(Composition):
+class LayerPrefill(Composition):
     """A decoder layer for whole prompts, each row from its own first token on: products and attention by the library, what lies between
     them by kernels."""
 
@@ -95,7 +102,7 @@ class LayerPrompt(Composition):
         self.blocks = self._blocks()
         """What is done by kernels, by name, for any number of rows."""
 
-    def _blocks(self) -> dict[str, Block]:
+    def _blocks(self) -> dict[str, PatternBlock]:
         attention, first = self.sizes["attention"], self.sizes[self.first]
         shared = (
             "kv_heads",
@@ -126,7 +133,7 @@ class LayerPrompt(Composition):
                 found[role] = PROMPT_ADDED.block(k=s["n"], **{n: s[n] for n in ("scale", *kind)})
         return found
 
-    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, at: Prompt) -> Tensor:  # type: ignore[override]
+    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, at: PromptInputs) -> Tensor:  # type: ignore[override]
         """x (b · tokens, width), whose memory may be written over, to the layer's output; keys and values go to the first slots."""
         a = self.sizes["attention"]
         batch, d = at.keys.shape[0], a["head_dim"]
@@ -190,8 +197,11 @@ class LayerPrompt(Composition):
         """x, normalised where there is a norm, times the part's weights, side by side."""
         given: Sequence[Tensor] = self.parameters[role]
         if norm is not None:
-            of_norm = norm_weights(self.sizes[role])
-            x, given = norm([x, *(p[None] for p in given[:of_norm])])[0], given[of_norm:]
+            norm_parameters = num_norm_weights(self.sizes[role])
+            x, given = (
+                norm([x, *(p[None] for p in given[:norm_parameters])])[0],
+                given[norm_parameters:],
+            )
         own, given = self._apart(role, given)
         weights, biases = [p for p in given if p.dim() == 2], [p for p in given if p.dim() == 1]
         widths = [w.shape[0] for w in weights]
@@ -222,8 +232,8 @@ class LayerPrompt(Composition):
         takes as long as its work."""
         if not own:
             return y
-        ups, low = self.ups[role][0], self.parts[low_of(role)]
-        downs = self.parameters[low.role][norm_weights(dict(low.block.sizes)) :]
+        ups, low = self.ups[role][0], self.parts[adapter_role(role)]
+        downs = self.parameters[low.role][num_norm_weights(dict(low.block.sizes)) :]
         made = x.to(own[0].dtype) @ (torch.cat(list(downs)) if len(downs) > 1 else downs[0]).t()
         scaling = low.scalings[0]
         if any(s != scaling for s in low.scalings):
@@ -239,14 +249,17 @@ class LayerPrompt(Composition):
     def _added(self, added: Kernel | None, role: str, y: Tensor, residual: Tensor) -> Tensor:
         """The residual and the part's product with y: in the residual's memory, but where a norm comes between them."""
         s, given = self.sizes[role], self.parameters[role]
-        behind = len(given) - norm_weights(s)
-        (own, (weight, *biases)), of_norm = self._apart(role, given[:behind]), given[behind:]
+        behind = len(given) - num_norm_weights(s)
+        (own, (weight, *biases)), norm_parameters = (
+            self._apart(role, given[:behind]),
+            given[behind:],
+        )
         if added is not None:
             product = torch.addmm(*biases, y, weight.t()) if biases else torch.mm(y, weight.t())
             return added(
                 [
                     self._adapted(role, y, own, product, weight.shape[:1]),
-                    *(p[None] for p in of_norm),
+                    *(p[None] for p in norm_parameters),
                     residual,
                 ]
             )[0]
@@ -256,7 +269,7 @@ class LayerPrompt(Composition):
         return self._adapted(role, y, own, residual, weight.shape[:1], s["scale"])
 
 
-def no_prompt(parts: Sequence[Part], layout: LayerLayout) -> str:
+def why_no_prefill(parts: Sequence[Part], layout: LayerLayout) -> str:
     """Why a layer has no prompts by kernels, "" where it has."""
     roles = {p.role: dict(p.block.sizes) for p in parts}
     if layout.latent is not None:
@@ -272,8 +285,8 @@ def no_prompt(parts: Sequence[Part], layout: LayerLayout) -> str:
     )
 
 
-def layer_prompt(
+def layer_prefill(
     layer: nn.Module, parts: Sequence[Part], layout: LayerLayout
-) -> LayerPrompt | None:
+) -> LayerPrefill | None:
     """What runs prompts through a layer by kernels, None where that is the layer's own forward."""
-    return None if no_prompt(parts, layout) else LayerPrompt(layer, parts, layout)
+    return None if why_no_prefill(parts, layout) else LayerPrefill(layer, parts, layout)

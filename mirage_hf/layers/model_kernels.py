@@ -13,8 +13,8 @@ from torch import Tensor
 from mirage_hf.errors import MirageError, Rejected
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.layers.compose import Kernel, Part, child
-from mirage_hf.layers.prompt_step import LayerPrompt, layer_prompt, no_prompt
-from mirage_hf.layers.row_chunks import InPieces, make_ready
+from mirage_hf.layers.prefill import LayerPrefill, layer_prefill, why_no_prefill
+from mirage_hf.layers.row_chunks import RowChunks, prepare_row_chunks
 from mirage_hf.layers.step import LayerStep, layer_step
 from mirage_hf.match.causal import CausalMatch, LengthRope, length_rope, rotary_rows
 from mirage_hf.match.matcher import Match
@@ -27,11 +27,11 @@ from mirage_hf.patterns.causal_lm import (
     OF_LAYERS,
 )
 from mirage_hf.patterns.decoder_layer import CLIPS, MULTIPLIERS, SOFTCAPS, SWITCHES
-from mirage_hf.patterns.schema import Block
+from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline import kernels
 
-Found = Mapping[Any, Any]
-LONG = "attention, long caches"
+BlockKernels = Mapping[Any, Any]
+LONG_CACHES_ROLE = "attention, long caches"
 """The role of attention's kernels that were tuned at many slots."""
 
 
@@ -41,14 +41,14 @@ class LayerKernels:
 
     match: Match
     step: LayerStep
-    prompt: LayerPrompt | None
+    prefill: LayerPrefill | None
     rope: int
     """Which of the tables of RoPE it is given."""
     found: Mapping[int, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Steps:
+class ModelKernels:
     """The kernels of whole steps, for each of `rows` sequences. Attention's are made for as many slots as a cache has.
 
     It holds the model's layers and weights, and not the model, which holds it.
@@ -66,12 +66,12 @@ class Steps:
     """The kinds of RoPE that layers are given, and a layer that takes its numbers as it does: a table each."""
     head_weights: tuple[Tensor, ...]
     vocab: int
-    no_prompts: str
+    no_prefill: str
     """Why prompts are not by kernels, "" where they are."""
     constants: tuple[tuple[dict[str, Any], str, Any], ...]
     """Numbers that kernels were made for, where modules keep them: an attribute dictionary, a name, a value; of a tensor its version."""
     _attention: dict[tuple[str, int], Kernel] = field(default_factory=dict)
-    _prompts: dict[Block, InPieces] = field(default_factory=dict)
+    _prompts: dict[PatternBlock, RowChunks] = field(default_factory=dict)
     _obstacles: dict[tuple[int, tuple[int, ...]], str] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _making: threading.Lock = field(default_factory=threading.Lock)
@@ -91,7 +91,9 @@ class Steps:
     ) -> Kernel:
         """Those tuned for caches of about this length where they can be cut to it, else those for the others."""
         tuned = (
-            [found[role], found[LONG]] if role == "attention" and LONG in found else [found[role]]
+            [found[role], found[LONG_CACHES_ROLE]]
+            if role == "attention" and LONG_CACHES_ROLE in found
+            else [found[role]]
         )
         program, failed = part.block.program(rows, slots=slots), None
         for each in reversed(tuned) if slots >= LONG_FROM else tuned:
@@ -106,29 +108,29 @@ class Steps:
         assert failed is not None
         raise failed
 
-    def prompt_kernels(self, rows: int) -> list[Mapping[str, Kernel]]:
+    def prefill_kernels(self, rows: int) -> list[Mapping[str, Kernel]]:
         """What does each layer's part of prompts of so many tokens in all that is not the library's: looked up, or searched and made now.
         Errors: MirageError."""
         with self._making:  # not the lock that calls take whose kernels are there
-            each: list[Mapping[str, InPieces]] = []
+            each: list[Mapping[str, RowChunks]] = []
             for layer in self.layers:
-                assert layer.prompt is not None
+                assert layer.prefill is not None
                 each.append(
                     {
                         name: self._prompts.get(block) or self._in_pieces(block)
-                        for name, block in layer.prompt.blocks.items()
+                        for name, block in layer.prefill.blocks.items()
                     }
                 )
-            make_ready(self._prompts.values(), rows)
+            prepare_row_chunks(self._prompts.values(), rows)
             return list(each)
 
-    def _in_pieces(self, block: Block) -> InPieces:
+    def _in_pieces(self, block: PatternBlock) -> RowChunks:
         device = self.embedding.device
 
         def resolve(program: KernelGraph) -> kernels.Resolved:
             return kernels.resolve(program, device=device, tune="never", pattern=block.pattern.name)
 
-        found = self._prompts[block] = InPieces(block, device, resolve)
+        found = self._prompts[block] = RowChunks(block, device, resolve)
         return found
 
     def obstacle(self, rows: int, slots: tuple[int, ...]) -> str:
@@ -194,9 +196,12 @@ class Steps:
             logits.copy_(found.run([x, *views])[0])
 
 
-def steps_of(
-    causal: CausalMatch | Rejected, matches: Sequence[Match], rows: Sequence[int], found: Found
-) -> Steps | Rejected:
+def assemble_model_kernels(
+    causal: CausalMatch | Rejected,
+    matches: Sequence[Match],
+    rows: Sequence[int],
+    found: BlockKernels,
+) -> ModelKernels | Rejected:
     """Put the kernels found together, for those numbers of rows for which each part has one."""
     if isinstance(causal, Rejected):
         return causal
@@ -223,19 +228,19 @@ def steps_of(
         LayerKernels(
             m,
             step,
-            layer_prompt(m.module, m.parts, m.layouts[0]),
+            layer_prefill(m.module, m.parts, m.layouts[0]),
             list(ropes).index(rope),
             {r: _by_role(m, r, found) for r in good},
         )
         for m, step, rope in zip(each, steps, taking, strict=True)
     )
-    no_prompts = next((no for m in each if (no := no_prompt(m.parts, m.layouts[0]))), "")
+    no_prefill = next((no for m in each if (no := why_no_prefill(m.parts, m.layouts[0]))), "")
     head = causal.head
     weights = [child(causal.model, path)._parameters[name] for path, name in head.weights]
     constants = tuple(
         (inner, name, _value(value)) for inner, name, value in _constants(causal, by_name)
     )
-    return Steps(
+    return ModelKernels(
         tuple(good),
         layers,
         {r: found[head.block, r] for r in good},
@@ -246,7 +251,7 @@ def steps_of(
         tuple((kind, step) for (kind, _), step in ropes.items()),
         tuple(w for w in weights if w is not None),
         dict(head.block.sizes)["n"][0],
-        no_prompts,
+        no_prefill,
         constants,
     )
 
@@ -257,7 +262,7 @@ def _value(x: Any) -> Any:
     return tuple(x) if isinstance(x, list) else x
 
 
-def _by_role(m: Match, rows: int, found: Found) -> dict[str, Any]:
+def _by_role(m: Match, rows: int, found: BlockKernels) -> dict[str, Any]:
     kernels = {p.role: found[p.block, rows] for p in m.parts}
     long = next(
         (found.get((for_long_caches(p.block), rows)) for p in m.parts if p.role == "attention"),
@@ -266,7 +271,7 @@ def _by_role(m: Match, rows: int, found: Found) -> dict[str, Any]:
     return (
         kernels
         if long is None or isinstance(long, Rejected) or not long.is_fused
-        else {**kernels, LONG: long}
+        else {**kernels, LONG_CACHES_ROLE: long}
     )
 
 
