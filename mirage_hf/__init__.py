@@ -6,6 +6,7 @@ from torch import bfloat16, float16, float32
 
 from mirage_hf.api import optimize, optimized, restore
 from mirage_hf.attention_interface import attention_report
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.builder import BlockGraphBuilder, new_block_graph
 from mirage_hf.graph.json_format import load_graph, load_ugraph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
@@ -14,7 +15,7 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline.handwritten import ugraph
 from mirage_hf.pipeline.superoptimizer import SearchResult, superoptimize
 from mirage_hf.verify.accept import verify
-from mirage_hf.verify.verdict import Accepted, Refused, Verdict
+from mirage_hf.verify.verdict import Accepted, Verdict
 
 new_graph = new_kernel_graph
 
@@ -25,7 +26,7 @@ __all__ = [
     "BlockGraphBuilder",
     "Dim",
     "KernelGraph",
-    "Refused",
+    "Rejected",
     "SearchResult",
     "UGraph",
     "Verdict",

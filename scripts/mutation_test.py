@@ -30,11 +30,12 @@ import torch
 import ugraphs
 
 import mirage_hf as mi
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.verify.fingerprint import prove
 from mirage_hf.verify.numeric import judge_on_cpu
-from mirage_hf.verify.verdict import Accepted, Refused
+from mirage_hf.verify.verdict import Accepted
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Tally:
         for seed in range(self.seed, self.seed + seeds):
             self.originals += 1
             verdict = prove(ugraph, seed=seed, trials=1, target=1.0)
-            if isinstance(verdict, Refused):
+            if isinstance(verdict, Rejected):
                 self.originals_refused.append(f"{name}, seed {seed}: {verdict.reason}")
 
     def mutant(

@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from mirage_hf.cli import show
+from mirage_hf.errors import Rejected
 from mirage_hf.pipeline import labels
-from mirage_hf.verify.verdict import Accepted, Refused
+from mirage_hf.verify.verdict import Accepted
 
 EVERY = 5.0
 """Seconds between plain lines."""
@@ -42,7 +43,7 @@ class SearchView:
         match detail:
             case Accepted():
                 self.verdicts["verified"] += 1
-            case Refused(reason=reason):
+            case Rejected(reason=reason):
                 self.verdicts["refused"] += 1
                 self.last_refusal = reason
             case (int() as done, int() as total, str() as name):

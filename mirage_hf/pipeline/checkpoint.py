@@ -17,7 +17,7 @@ from mirage_hf.graph import json_format
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.engine import SearchOptions
-from mirage_hf.search.report import Counters, Refusal, SearchReport
+from mirage_hf.search.report import Counters, RejectedCandidate, SearchReport
 from mirage_hf.tune.restrict import Restriction
 
 CHECKPOINT = "mirage_hf.checkpoint"
@@ -128,7 +128,7 @@ def _report(data: dict[str, Any], found: int, path: str) -> SearchReport:
         name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
     }
     kept["counters"] = Counters(**data["counters"])
-    kept["refused"] = tuple(Refusal(**r) for r in data["refused"])
+    kept["refused"] = tuple(RejectedCandidate(**r) for r in data["refused"])
     return replace(
         SearchReport(**kept),
         stop="loaded",

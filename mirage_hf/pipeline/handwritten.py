@@ -8,11 +8,11 @@ from dataclasses import replace
 from mirage_hf import errors
 from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune import space
 from mirage_hf.verify.accept import Candidate, examine
-from mirage_hf.verify.verdict import Refused
 
 
 def ugraph(
@@ -43,7 +43,7 @@ def ugraph(
             f"ugraph: {len(tiles)} tiles for {len(found.block_ops)} customized ops; give one mapping each, in order"
         )
     candidate = examine(found)
-    if isinstance(candidate, Refused):
+    if isinstance(candidate, Rejected):
         raise errors.VerificationError(
             f"these kernels are not accepted for the program: {candidate.reason}"
         )

@@ -27,7 +27,7 @@ from mirage_hf.pipeline import checkpoint
 from mirage_hf.pipeline.checkpoint import Journal, Kept
 from mirage_hf.settings import settings
 from mirage_hf.verify.fingerprint import prove
-from mirage_hf.verify.verdict import Accepted, Refused
+from mirage_hf.verify.verdict import Accepted
 
 MOST_IN_MEMORY, MOST_ON_DISK = 128, 1024
 LOCK_SECONDS = 10.0
@@ -113,7 +113,7 @@ def load(key: str, graph: KernelGraph, seed: int) -> Kept | Rejected | None:
         try:
             verdict = prove(u, seed=seed)
         except MirageError as e:
-            verdict = Refused(str(e))
+            verdict = Rejected(str(e))
         if isinstance(verdict, Accepted):
             proven.append(u)
             bounds.append(verdict.bound)

@@ -177,7 +177,7 @@ def superoptimize(
     seed: of the proofs' random inputs.
     verbose: tell stderr what is reached, and the report.
     save_codes: also write every result's Triton program into a folder; True: into mirage_codes.
-    progress: called as progress("search", Counters), ("verify", Accepted or Refused) and ("tune", (done, of how many, what)); the search
+    progress: called as progress("search", Counters), ("verify", Accepted or Rejected) and ("tune", (done, of how many, what)); the search
     ends where it returns something true for Counters.
     cache: use, and keep, results of earlier calls in this process and of earlier processes (the latter report stop "loaded"); False
     searches anew, and a checkpoint takes the cache's place.

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp, inline
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
@@ -26,9 +27,9 @@ from mirage_hf.search.calls import VIEWS, call_us
 from mirage_hf.search.cut import Cut, Window, cut
 from mirage_hf.search.engine import Found, SearchOptions, Steps, search
 from mirage_hf.search.join import Joined, join
-from mirage_hf.search.report import Counters, Refusal, SearchReport
+from mirage_hf.search.report import Counters, RejectedCandidate, SearchReport
 from mirage_hf.verify.accept import Candidate, Progress, accept
-from mirage_hf.verify.verdict import Refused, Verdict
+from mirage_hf.verify.verdict import Verdict
 
 CallCost = Callable[[KernelOp], float]
 """Called as call_us(op): the estimate of a library call in µs."""
@@ -104,7 +105,7 @@ class _Windows:
         self.found: dict[str, list[Found]] = {}
         self.joined: dict[str, tuple[Joined, list[Found]]] = {}
         self.accepted: dict[str, tuple[Candidate, ...]] = {}
-        self.refused: list[Refusal] = []
+        self.refused: list[RejectedCandidate] = []
         self.counters, self.stop, self.proof_seconds = Counters(), "exhausted", 0.0
         self.library = [self._library(w) for w in parts.singles]
 
@@ -345,4 +346,4 @@ def _key(graph: KernelGraph) -> str:
 
 def _all(verdicts: Sequence[Verdict]) -> Verdict:
     """Accepted when all are; else the first refusal."""
-    return next((v for v in verdicts if isinstance(v, Refused)), verdicts[0])
+    return next((v for v in verdicts if isinstance(v, Rejected)), verdicts[0])

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
 from mirage_hf.search.calls import VIEWS, copy_us
-from mirage_hf.search.spec import NotLowerable, expand, lower
+from mirage_hf.search.spec import expand, lower
 
 MAX_OPS = 14
 """Ops of one window, composites written out, views not counted. At Llama-3.2-1B's sizes every such window of a Llama or Gemma
@@ -161,7 +162,7 @@ class _Cutting:
                 source.add(out)
                 chain = [*self._chain(op), op]
                 if (op.name == "concat" or _keeps_axes(op)) and not isinstance(
-                    lower(part(self.program, chain, [out])[0]), NotLowerable
+                    lower(part(self.program, chain, [out])[0]), Rejected
                 ):
                     self.attached.add(out)
 
@@ -186,7 +187,7 @@ class _Cutting:
         graph, _ = part(self.program, ops, [op.outputs[0].index])
         spec = lower(graph)
         size = sum(o.name not in VIEWS for o in expand(graph).ops)
-        return Unit(ops, spec.reason if isinstance(spec, NotLowerable) else "", size)
+        return Unit(ops, spec.reason if isinstance(spec, Rejected) else "", size)
 
     def _order(self) -> None:
         """Reachable ops as units, in phases."""

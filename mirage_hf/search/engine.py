@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from mirage_hf import _core, errors
+from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import KernelGraph
@@ -16,7 +17,7 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.emit import OPS, ROLES, ugraph_of
 from mirage_hf.search.report import Counters, SearchReport
 from mirage_hf.search.restrict import MapRestriction
-from mirage_hf.search.spec import NotLowerable, Spec, Term, lower, small_rational
+from mirage_hf.search.spec import Spec, Term, lower, small_rational
 from mirage_hf.settings import settings
 
 
@@ -74,7 +75,7 @@ def search(
     if options.maps is not None:
         options.maps.check(graph)
     spec = lower(graph)
-    if isinstance(spec, NotLowerable):
+    if isinstance(spec, Rejected):
         return [], SearchReport(Counters(), stop="not lowerable", reason=spec.reason)
     for what, count, most in (
         ("axes", len(spec.sizes), _core.max_axes),

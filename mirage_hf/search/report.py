@@ -56,7 +56,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RejectedCandidate:
     """A candidate that was found and not kept: its place in the ranking and why."""
 
     candidate: int
@@ -73,7 +73,7 @@ class SearchReport:
     stop: str
     reason: str = ""
     found: int = 0
-    refused: tuple[Refusal, ...] = ()
+    refused: tuple[RejectedCandidate, ...] = ()
     error_bound: float | None = None
     proof_seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.block import SIGN_HALVES, SIGN_PAIRS, SWAP_HALVES, SWAP_PAIRS, BlockInput, Turn
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.symbolic import Dim
@@ -67,13 +68,6 @@ class Spec:
     ratios: bool = False
 
 
-@dataclass(frozen=True)
-class NotLowerable:
-    """Why a program cannot be one kernel in this form; the library path remains."""
-
-    reason: str
-
-
 def expand(graph: KernelGraph) -> KernelGraph:
     """Return the same program with composites written out in other ops of the table."""
     out = KernelGraph()
@@ -102,12 +96,12 @@ class _Unsupported(Exception):
 _COMPUTED = "rope with a sine that is computed ends a kernel (of a part of a dim a cosine too): the search takes one that is an input"
 
 
-def lower(graph: KernelGraph) -> Spec | NotLowerable:
+def lower(graph: KernelGraph) -> Spec | Rejected:
     """Lower a program, or say which op ends a kernel."""
     try:
         return _Lowering(expand(graph)).run()
     except _Unsupported as e:
-        return NotLowerable(str(e))
+        return Rejected(str(e))
 
 
 _Place = tuple[int, int]  # tensor index, dim

@@ -17,6 +17,7 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
+from mirage_hf.errors import Rejected
 from mirage_hf.graph import effects, symbolic
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
@@ -25,7 +26,7 @@ from mirage_hf.tune import measure, space
 from mirage_hf.tune.cost import H200, Cost, Device, device_named, estimate, library_us
 from mirage_hf.tune.measure import Run, Timing
 from mirage_hf.verify.numeric import NumericCheck
-from mirage_hf.verify.verdict import Accepted, Refused
+from mirage_hf.verify.verdict import Accepted
 
 TuneProgress = Callable[[int, int, str], Any]
 """Called as progress(done, total, what)."""
@@ -523,7 +524,7 @@ def _try(
     run = compiler.load(program.source, program.digest).run
     try:
         verdict = Accepted() if candidate.is_library else check.judge(run)
-        if isinstance(verdict, Refused):
+        if isinstance(verdict, Rejected):
             return replace(candidate, status=REFUSED, reason=verdict.reason)
         timing = measure.time_run(run, sets, replays, math.inf if candidate.is_library else worth)
         if not candidate.is_library and not _repeats(run, sets):

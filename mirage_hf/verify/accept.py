@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mirage_hf import errors
+from mirage_hf.errors import Rejected
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
@@ -16,11 +17,11 @@ from mirage_hf.ops import table
 from mirage_hf.search.append import apart
 from mirage_hf.search.engine import Found, SearchOptions, Steps, search
 from mirage_hf.search.regroup import regrouped
-from mirage_hf.search.report import Refusal, SearchReport
-from mirage_hf.search.spec import NotLowerable, lower
+from mirage_hf.search.report import RejectedCandidate, SearchReport
+from mirage_hf.search.spec import lower
 from mirage_hf.verify.fingerprint import prove
 from mirage_hf.verify.numeric import NumericCheck, judge_on_cpu
-from mirage_hf.verify.verdict import Accepted, Refused, Verdict
+from mirage_hf.verify.verdict import Accepted, Verdict
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Acceptance:
     (-1: none); how many were left because time was up."""
 
     candidates: tuple[Candidate, ...]
-    refused: tuple[Refusal, ...]
+    refused: tuple[RejectedCandidate, ...]
     error_bound: float | None
     seconds: float
     first_seconds: float = -1.0
@@ -85,7 +86,7 @@ def accept(
     """
     start, first = time.perf_counter(), -1.0
     kept: list[Candidate] = []
-    refused: list[Refusal] = []
+    refused: list[RejectedCandidate] = []
     checks: dict[object, NumericCheck] = {}
     late, each = 0, min(EACH, keep - 1)
     for number, f in enumerate(found):
@@ -111,17 +112,17 @@ def accept(
         verdict: Verdict = proof
         if isinstance(proof, Accepted):
             scalar, cores = (judge_on_cpu(f.ugraph, checks, mma) for mma in (False, True))
-            if isinstance(scalar, Refused) and isinstance(cores, Refused):
+            if isinstance(scalar, Rejected) and isinstance(cores, Rejected):
                 verdict = scalar
             else:
                 candidate = Candidate(f.ugraph, f.cost_us, proof.bound, scalar, cores)
-                if isinstance(cores, Refused) and room[True]:
+                if isinstance(cores, Rejected) and room[True]:
                     kept += _other_grouping(f, checks, seed)
                 if any(room[mma] and candidate.allows(mma) for mma in room):
                     kept.append(candidate)
                     first = first if first >= 0 else time.perf_counter() - start
-        if isinstance(verdict, Refused):
-            refused.append(Refusal(number, verdict.reason))
+        if isinstance(verdict, Rejected):
+            refused.append(RejectedCandidate(number, verdict.reason))
         if on_candidate:
             on_candidate(number, verdict)
     bound = max((c.error_bound for c in kept), default=None)
@@ -131,8 +132,8 @@ def accept(
 def _other_grouping(f: Found, checks: dict[object, NumericCheck], seed: int) -> list[Candidate]:
     """What tensor cores may run instead of a form whose rounded factors leave their range, if there is such a form."""
     other = regrouped(f.ugraph)
-    proof = prove(other, seed=seed) if other is not None else Refused("nothing to regroup")
-    if other is None or isinstance(proof, Refused):
+    proof = prove(other, seed=seed) if other is not None else Rejected("nothing to regroup")
+    if other is None or isinstance(proof, Rejected):
         return []
     scalar, cores = (judge_on_cpu(other, checks, mma) for mma in (False, True))
     return (
@@ -203,7 +204,7 @@ def search_and_verify(
     appending = apart(large)
     searched_for = appending.graph if appending else large
     lowered = lower(searched_for)
-    reason = lowered.reason if isinstance(lowered, NotLowerable) else ""
+    reason = lowered.reason if isinstance(lowered, Rejected) else ""
     if (
         reason or len(searched_for.ops) > (WHOLE_APPENDING if appending else WHOLE)
     ) and not options.roles:
@@ -244,27 +245,27 @@ def search_and_verify(
     ).resized(program)
 
 
-def examine(ugraph: UGraph) -> Candidate | Refused:
+def examine(ugraph: UGraph) -> Candidate | Rejected:
     """Prove that a µGraph equals its program and check its numbers, whoever wrote it."""
     for what, mine, theirs in (
         ("inputs", ugraph.kernels.inputs, ugraph.program.inputs),
         ("outputs", ugraph.kernels.outputs, ugraph.program.outputs),
     ):
         if len(mine) != len(theirs):
-            return Refused(f"the kernels have {len(mine)} {what}, the program has {len(theirs)}")
+            return Rejected(f"the kernels have {len(mine)} {what}, the program has {len(theirs)}")
         for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             if (a.dims, a.dtype, a.strides, a.constant) != (b.dims, b.dtype, b.strides, b.constant):
-                return Refused(
+                return Rejected(
                     f"{what[:-1]} {k} of the kernels is {_layout(a)}, the program's is {_layout(b)}"
                 )
     proof = prove(ugraph)
-    if isinstance(proof, Refused):
+    if isinstance(proof, Rejected):
         return proof
     if not ugraph.is_fused:
         return Candidate(ugraph, 0.0, proof.bound, proof, proof)
     checks: dict[object, NumericCheck] = {}
     scalar, cores = (judge_on_cpu(ugraph, checks, mma) for mma in (False, True))
-    if isinstance(scalar, Refused) and isinstance(cores, Refused):
+    if isinstance(scalar, Rejected) and isinstance(cores, Rejected):
         return scalar
     return Candidate(ugraph, 0.0, proof.bound, scalar, cores)
 
@@ -276,7 +277,7 @@ def _layout(t: DTensor) -> str:
 def verify(program: KernelGraph, kernels: KernelGraph) -> Verdict:
     """Whether `kernels`, a kernel graph with customized ops, computes what `program` says: proven, and its numbers checked.
 
-    Returns Accepted with the bound on the chance that the proof is wrong, or Refused with the reason. Errors: GraphError for what
+    Returns Accepted with the bound on the chance that the proof is wrong, or Rejected with the reason. Errors: GraphError for what
     are not kernel graphs.
     """
     for what, graph in (("program", program), ("kernels", kernels)):
@@ -285,7 +286,7 @@ def verify(program: KernelGraph, kernels: KernelGraph) -> Verdict:
                 f"verify: {what} must be a graph made by mi.new_kernel_graph(), it is {type(graph).__name__}"
             )
     found = examine(UGraph(program, kernels))
-    if isinstance(found, Refused):
+    if isinstance(found, Rejected):
         return found
     details = [
         f"{how}: {v.detail if isinstance(v, Accepted) else v.reason}"

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from mirage_hf import errors
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ragged import Bounds, bounds_of
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
@@ -35,7 +36,7 @@ from mirage_hf.verify.evaluate import SmallGraph
 from mirage_hf.verify.field import Element, FieldAlgebra, Redraw
 from mirage_hf.verify.ragged import draw_all
 from mirage_hf.verify.shrink import Classes, Misfit, shrink
-from mirage_hf.verify.verdict import Accepted, Refused, Verdict
+from mirage_hf.verify.verdict import Accepted, Verdict
 
 _SIZES = ((3, 4, 2, 3, 5), (2, 3, 2, 2, 3), (2,))
 """Sizes of shrunk axes, in turn; the next list where the first leads to too many exponentials."""
@@ -112,14 +113,14 @@ class Trial:
     got: list[Element]
     algebra: FieldAlgebra
 
-    def refused(self, number: int) -> Refused | None:
+    def refused(self, number: int) -> Rejected | None:
         for k, (x, y) in enumerate(zip(self.want, self.got, strict=True)):
             if x.p.shape != y.p.shape:
-                return Refused(
+                return Rejected(
                     f"output {k} has shape {y.p.shape}, the program's has {x.p.shape} (shrunk sizes)"
                 )
             if (x.p != y.p).any():
-                return Refused(
+                return Rejected(
                     f"output {k} differs from the program in {int((x.p != y.p).sum())} of {x.p.size} elements of trial {number}"
                 )
         return None
@@ -130,7 +131,7 @@ def prove(
 ) -> Verdict:
     """Prove that every kernel of `ugraph` together computes its program, or say where it does not.
 
-    Runs at least `trials` random evaluations, and more until the error bound is below `target`. Refused when it is above
+    Runs at least `trials` random evaluations, and more until the error bound is below `target`. Rejected when it is above
     both `target` and WORST after all of them.
     """
     if ugraph.kernels in (ugraph.program, library_ugraph(ugraph.program).kernels):
@@ -140,20 +141,20 @@ def prove(
     try:
         classes = Classes(expand(ugraph.program), expand(ugraph.kernels))
     except Misfit as e:
-        return Refused(str(e))
+        return Rejected(str(e))
     most, unclear, exps = max(trials, _MAX_TRIALS), "", _has_exps(classes)
     bounds = bool(bounds_of(classes.program))
     trials = max(trials, _BOUNDS_TRIALS) if bounds else trials
     for number, sizes in enumerate(_SIZES):
         small = _pair(classes, sizes, 2, pieces)
-        if isinstance(small, Refused):
+        if isinstance(small, Rejected):
             return small
         checked = small
         if exps and small.degrees.exps > _MANY_EXPS and number + 1 < len(_SIZES):
             continue
         copies = min(small.degrees.exps, _MAX_COPIES) + SPARE if exps else 1
         first = _try(small, seed, 0, copies)
-        if refused := first if isinstance(first, Refused) else first.refused(0):
+        if refused := first if isinstance(first, Rejected) else first.refused(0):
             return refused
         assert isinstance(first, Trial)
         exponents = independent(first.algebra.exponents, copies)
@@ -170,43 +171,43 @@ def prove(
         unclear = f"after {most} trials its error bound is {bound**most + wrong:.1e}, more than {WORST:.0e}"
     else:
         if target < 1:
-            return Refused(f"the proof would say nothing: {unclear}")
+            return Rejected(f"the proof would say nothing: {unclear}")
         bound, wrong = 1.0, 0.0  # whoever asks for no bound gets none
     larger = _pair(classes, _LARGER, 3, pieces + 1)
-    if isinstance(larger, Refused):
+    if isinstance(larger, Rejected):
         return larger
     while bound**trials + wrong > target and trials < _MAX_TRIALS:
         trials += 1
     for trial in range(1, trials + 1):
         last = trial == trials
         result = _try(larger, seed, trial, 1, True) if last else _try(checked, seed, trial, copies)
-        if refused := result if isinstance(result, Refused) else result.refused(trial):
+        if refused := result if isinstance(result, Rejected) else result.refused(trial):
             return refused
         if bounds and exps and not last and target < 1:  # other bounds, other exponents
             assert isinstance(result, Trial)
             exponents = independent(result.algebra.exponents, copies)
             if isinstance(exponents, str):
-                return Refused(f"the proof would say nothing: {exponents}")
+                return Rejected(f"the proof would say nothing: {exponents}")
             bound, wrong = map(max, (bound, wrong), checked.bound(exponents))
     if bound**trials + wrong > max(target, WORST) and target < 1:
-        return Refused(
+        return Rejected(
             f"the proof would say nothing: after {trials} trials its error bound is {bound**trials + wrong:.1e}"
         )
     return Accepted(bound**trials + wrong, f"{trials} trials")
 
 
-def _interface(program: KernelGraph, kernels: KernelGraph) -> Refused | None:
+def _interface(program: KernelGraph, kernels: KernelGraph) -> Rejected | None:
     for what, mine, theirs in (
         ("input", kernels.inputs, program.inputs),
         ("output", kernels.outputs, program.outputs),
     ):
         if len(mine) != len(theirs):
-            return Refused(f"{len(mine)} {what}s, the program has {len(theirs)}")
+            return Rejected(f"{len(mine)} {what}s, the program has {len(theirs)}")
         for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             if (a.dims, a.dtype) != (b.dims, b.dtype) or (
                 what == "input" and (a.strides, a.constant) != (b.strides, b.constant)
             ):
-                return Refused(
+                return Rejected(
                     f"{what} {k} is {errors.shape(a.dims)} {table.dtype_name(a.dtype)}, the program's is "
                     f"{errors.shape(b.dims)} {table.dtype_name(b.dtype)}, or has other strides or is not constant in both"
                 )
@@ -228,14 +229,14 @@ def _has_exps(classes: Classes) -> bool:
     )
 
 
-def _pair(classes: Classes, sizes: Sequence[int], parts: int, pieces: int) -> Pair | Refused:
+def _pair(classes: Classes, sizes: Sequence[int], parts: int, pieces: int) -> Pair | Rejected:
     small = shrink(classes, sizes, parts)
-    return small if isinstance(small, Refused) else Pair(*small, pieces)
+    return small if isinstance(small, Rejected) else Pair(*small, pieces)
 
 
 def _try(
     small: Pair, seed: int, number: int, copies: int, whole_grid: bool = False
-) -> Trial | Refused:
+) -> Trial | Rejected:
     """One random evaluation of both sides."""
     for draw in range(_MAX_REDRAWS):
         algebra = FieldAlgebra((seed % 2**64, number, draw), copies)
@@ -249,6 +250,6 @@ def _try(
             )
         except Redraw:
             continue
-    return Refused(
+    return Rejected(
         f"a denominator was zero in {_MAX_REDRAWS} draws in a row: the program divides by zero"
     )

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mirage_hf.errors import Rejected
 from mirage_hf.graph import strided
 from mirage_hf.graph.execute import TorchAlgebra, run_block_graph, run_kernel_graph, run_library
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
@@ -26,7 +27,7 @@ from mirage_hf.search.spec import expand
 from mirage_hf.verify.narrow import narrowed
 from mirage_hf.verify.ragged import draw_all
 from mirage_hf.verify.shrink import Classes, Misfit
-from mirage_hf.verify.verdict import Accepted, Refused, Verdict
+from mirage_hf.verify.verdict import Accepted, Verdict
 
 SLACK = 1.25
 _IN_RANGE = 0.98
@@ -379,7 +380,7 @@ class NumericCheck:
                     yield (case := Case(f"zero {t.name}", zero=k)), self._case(case)[0]
 
     def judge(self, run: Run) -> Verdict:
-        """Run a candidate on every case. Returns Refused with the case, the output and both errors where it is worse."""
+        """Run a candidate on every case. Returns Rejected with the case, the output and both errors where it is worse."""
         worst = 0.0
         for case, inputs in self.each():
             _, reference, eager, where = self._case(case)
@@ -387,7 +388,7 @@ class NumericCheck:
             for k, t in enumerate(self.program.outputs):
                 finite = torch.isfinite(got[k])
                 if bool((where[k] & ~finite).any()):
-                    return Refused(
+                    return Rejected(
                         f"numbers: inf or NaN in output {k} on {case.name} inputs where torch eager has none"
                     )
                 if case.range_only:
@@ -403,7 +404,7 @@ class NumericCheck:
                 if not within(mine, stock, t.dtype) and not (
                     case.cancels and within(mine, larger(stock, self._sums(case)[k]), t.dtype)
                 ):
-                    return Refused(
+                    return Rejected(
                         f"numbers: output {k} on {case.name} inputs: max error {mine.max:.3g} (eager {stock.max:.3g}), "
                         f"RMS {mine.rms:.3g} (eager {stock.rms:.3g}), scale {stock.scale:.3g}"
                     )

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from mirage_hf import errors
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.block import BlockGraph
 from mirage_hf.graph.effects import APPEND, parts_of
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, ragged
 from mirage_hf.ops import table
 from mirage_hf.verify.evaluate import SmallGraph
-from mirage_hf.verify.verdict import Refused
 
 Key = Hashable
 """A dim: (side, tensor index, dim). An axis: (side, op number, axis name). Anonymous parts of a slice: any other tuple."""
@@ -368,12 +368,12 @@ def small_graph(classes: Classes, side: str, sizes: dict[Key, int]) -> SmallGrap
 
 def shrink(
     classes: Classes, sizes: Sequence[int], parts: int
-) -> tuple[SmallGraph, SmallGraph] | Refused:
+) -> tuple[SmallGraph, SmallGraph] | Rejected:
     """Program and kernels at a few elements per axis."""
     try:
         small = classes.few(sizes, parts)
         return small_graph(classes, "program", small), small_graph(classes, "kernels", small)
     except Misfit as e:
-        return Refused(str(e))
+        return Rejected(str(e))
     except errors.GraphError as e:
-        return Refused(f"it cannot be shrunk: {e}")
+        return Rejected(f"it cannot be shrunk: {e}")

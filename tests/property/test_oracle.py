@@ -20,9 +20,10 @@ from hypothesis import HealthCheck, Phase, assume, given, note, settings
 from hypothesis import strategies as st
 from thorough import count
 
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.search import engine
-from mirage_hf.search.spec import NotLowerable, lower
+from mirage_hf.search.spec import lower
 
 PROGRAMS = count(200, 80)
 PRIMITIVES = 6
@@ -70,7 +71,7 @@ def small_program(rng: random.Random) -> KernelGraph:
         g.mark_output(*dict.fromkeys(outputs))
         spec = lower(g)
         if (
-            not isinstance(spec, NotLowerable)
+            not isinstance(spec, Rejected)
             and 2 <= sum(t.op not in oracle.LEAVES for t in spec.terms) <= PRIMITIVES
         ):
             return g

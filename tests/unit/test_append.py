@@ -19,6 +19,7 @@ from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.triton_kernel import write_kernel
+from mirage_hf.errors import Rejected
 from mirage_hf.graph import effects
 from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.execute import run_kernel_graph
@@ -29,7 +30,7 @@ from mirage_hf.search.engine import SearchOptions
 from mirage_hf.tune import space
 from mirage_hf.verify.accept import search_and_verify
 from mirage_hf.verify.fingerprint import prove
-from mirage_hf.verify.verdict import Accepted, Refused
+from mirage_hf.verify.verdict import Accepted
 
 
 def attention(
@@ -149,7 +150,7 @@ def test_proof_refuses_another_slot_and_other_rows():
         kernels.mark_output(
             y, kernels.cache_append(keys, rows[0], at), kernels.cache_append(values, rows[1], at)
         )
-        assert isinstance(prove(UGraph(g, kernels)), Refused), wrong
+        assert isinstance(prove(UGraph(g, kernels)), Rejected), wrong
 
 
 def _unbounded(g, q, keys, k, v, lo, slot):

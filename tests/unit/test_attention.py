@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from mirage_hf import errors
+from mirage_hf.errors import Rejected
 from mirage_hf.graph import effects
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.append import apart
 from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.verify.fingerprint import prove
-from mirage_hf.verify.verdict import Accepted, Refused
+from mirage_hf.verify.verdict import Accepted
 
 SIZES = dict(kv_heads=2, group=3, head_dim=16, scale=0.25, norm="", eps=1e-6, dtype=torch.float16)
 FEATURES = {
@@ -93,7 +94,7 @@ def test_bounds_of_a_window_and_of_new_keys_are_part_of_the_proof():
             replace(i, sources=i.sources[::-1]) if n == wrong else i
             for n, i in enumerate(op.block.inputs)
         )
-        assert isinstance(prove(u.with_blocks([replace(op.block, inputs=inputs)])), Refused), (
+        assert isinstance(prove(u.with_blocks([replace(op.block, inputs=inputs)])), Rejected), (
             op.block.inputs[wrong]
         )
 

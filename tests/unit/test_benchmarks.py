@@ -35,10 +35,11 @@ import rivals
 import ugraphs
 
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.pipeline import kernels
-from mirage_hf.search.spec import NotLowerable, lower
+from mirage_hf.search.spec import lower
 from mirage_hf.tune import measure
 from mirage_hf.tune.cost import H200
 from mirage_hf.tune.tuner import rank
@@ -66,7 +67,7 @@ TINY = configs.Sizes("llama", 32, 64, 2, 4, 2, 8, 48, 1e4, True, 1e-5, 64)
 @pytest.mark.parametrize("row", block_rows.ROWS.values(), ids=lambda r: r.name)
 def test_every_row_is_a_program_that_can_be_searched(row):
     program = row.program()
-    assert not isinstance(lower(program), NotLowerable)
+    assert not isinstance(lower(program), Rejected)
     assert 0 < row.floor_us(program) < row.target_us
     assert sum(r.whole for r in row.rivals) >= 1 and len({r.name for r in row.rivals}) == len(
         row.rivals
@@ -289,9 +290,7 @@ def test_a_size_is_benchmarked_to_the_end(on_cpu, monkeypatch):
 def test_sizes_are_programs_and_their_summary_names_the_worst():
     for hidden in bench_sizes.MLP_WIDTHS:
         for name in bench_sizes.BLOCKS:
-            assert not isinstance(
-                lower(bench_sizes.block_of(name, hidden).program(3)), NotLowerable
-            )
+            assert not isinstance(lower(bench_sizes.block_of(name, hidden).program(3)), Rejected)
     results = {kernels.LIBRARY: {"us": 6.0}, kernels.OURS: {"us": 8.0}}
     assert (
         bench_sizes.ratio(results, kernels.OURS) == 0.75

@@ -12,12 +12,13 @@ import ugraphs
 
 import mirage_hf as mi
 from mirage_hf import errors
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.text import parse_graph
 from mirage_hf.ops import table
 from mirage_hf.search.engine import SearchOptions, search
-from mirage_hf.search.spec import NotLowerable, lower
+from mirage_hf.search.spec import lower
 from mirage_hf.verify.fingerprint import prove
 
 
@@ -166,7 +167,7 @@ def test_tiles_are_shown_in_a_line():
 
 def test_what_differs_is_refused_with_the_reason():
     g, kernels, _ = linear(eps=1e-5)
-    assert isinstance(mi.verify(g, kernels), mi.Refused)
+    assert isinstance(mi.verify(g, kernels), mi.Rejected)
     with pytest.raises(
         errors.VerificationError, match="not accepted for the program: output 0 differs"
     ):
@@ -607,7 +608,7 @@ def test_a_program_with_a_kernel_in_it_is_searched_as_if_spelled_out():
 def test_kernels_are_lowered_as_what_they_compute(made):
     kernels = made()
     spec = lower(kernels)
-    assert not isinstance(spec, NotLowerable) and all(t.op != "partial" for t in spec.terms)
+    assert not isinstance(spec, Rejected) and all(t.op != "partial" for t in spec.terms)
     found, report = search(kernels, SearchOptions(time_limit=10, threads=1))
     assert found, report
     ones = [f for f in found if f.ugraph.num_kernels == 1]
@@ -625,7 +626,7 @@ def test_partial_results_that_are_not_just_summed_are_not_lowered():
         kernels.mark_output(use())
         spec = lower(kernels)
         assert (
-            isinstance(spec, NotLowerable)
+            isinstance(spec, Rejected)
             and "over parts of axis k, and they are not combined by a sum" in spec.reason
         )
         kernels._marked.clear()

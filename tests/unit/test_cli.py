@@ -15,8 +15,9 @@ import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.cli import live, models
 from mirage_hf.cli.main import app
+from mirage_hf.errors import Rejected
 from mirage_hf.pipeline import superoptimizer
-from mirage_hf.verify.verdict import Accepted, Refused
+from mirage_hf.verify.verdict import Accepted
 
 
 @pytest.fixture(autouse=True)
@@ -325,7 +326,7 @@ def test_progress_on_a_terminal_and_elsewhere(monkeypatch):
             ("search", Renamed()),
             ("verify", Accepted()),
             ("verify", Accepted()),
-            ("verify", Refused("rounds [badly]")),
+            ("verify", Rejected("rounds [badly]")),
             ("tune", (3, 7, "measuring")),
             ("search", None),
         ):

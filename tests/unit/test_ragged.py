@@ -15,6 +15,7 @@ import torch
 import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.codegen import cuda
+from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format, symbolic, text
 from mirage_hf.graph.block import BlockGraph, BlockInput
 from mirage_hf.graph.execute import TorchAlgebra, run_block_graph, run_kernel_graph
@@ -25,7 +26,7 @@ from mirage_hf.search.engine import Found, SearchOptions, search
 from mirage_hf.verify import evaluate, numeric, ragged
 from mirage_hf.verify.accept import search_and_verify
 from mirage_hf.verify.fingerprint import prove
-from mirage_hf.verify.verdict import Accepted, Refused
+from mirage_hf.verify.verdict import Accepted
 
 SEARCH = SearchOptions(time_limit=20, threads=1)
 
@@ -306,7 +307,7 @@ def test_swapped_bounds_are_refused(name):
     block = block_of(u)
     inputs = tuple(replace(i, sources=i.sources[::-1]) if i.bounds else i for i in block.inputs)
     assert isinstance(prove(u), Accepted) and isinstance(
-        prove(with_block(u, replace(block, inputs=inputs))), Refused
+        prove(with_block(u, replace(block, inputs=inputs))), Rejected
     )
 
 
@@ -323,7 +324,7 @@ def test_bounds_off_by_one_are_refused(monkeypatch, name, end, by):
         )
 
     monkeypatch.setattr(evaluate, "run_block_graph", wrong)
-    assert isinstance(prove(u), Refused)
+    assert isinstance(prove(u), Rejected)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -348,9 +349,9 @@ def test_a_mask_that_is_dropped_is_refused(name):
                 ),
             )
             if op.args[2] == 0.0:
-                assert isinstance(prove(mutant), Refused)
+                assert isinstance(prove(mutant), Rejected)
             else:
-                assert isinstance(numeric.judge_on_cpu(mutant, {}, False), Refused)
+                assert isinstance(numeric.judge_on_cpu(mutant, {}, False), Rejected)
             dropped += 1
     assert dropped or name == "product"
 
@@ -363,7 +364,7 @@ def test_a_ratio_is_needed_for_empty_rows():
         replace(s, body=tuple(replace(op, fn="div") if op.fn == "ratio" else op for op in s.body))
         for s in block.stages
     )
-    assert isinstance(prove(with_block(u, replace(block, stages=stages))), Refused)
+    assert isinstance(prove(with_block(u, replace(block, stages=stages))), Rejected)
 
 
 # -- draws ----------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import cuda, triton
 from mirage_hf.codegen.plan import placed, plan
+from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format, text
 from mirage_hf.graph.block import (
     TURNS,
@@ -37,7 +38,7 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.engine import Found, SearchOptions, search
 from mirage_hf.tune import space
 from mirage_hf.verify.fingerprint import prove
-from mirage_hf.verify.verdict import Accepted, Refused
+from mirage_hf.verify.verdict import Accepted
 
 SEARCH = SearchOptions(time_limit=20, threads=1)
 
@@ -170,7 +171,7 @@ def test_another_turn_is_refused(name):
                 _operands(u, replace(op.block, inputs=inputs)),
             )
             kernels.mark_output(*made)
-            assert isinstance(prove(UGraph(u.program, kernels)), Refused), (i, wrong)
+            assert isinstance(prove(UGraph(u.program, kernels)), Rejected), (i, wrong)
 
 
 def _operands(u: UGraph, block: BlockGraph) -> BlockGraph:

@@ -15,11 +15,12 @@ import torch
 import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.codegen import triton
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.ops import scalar, table
 from mirage_hf.search.engine import Found, SearchOptions, search
-from mirage_hf.search.spec import NotLowerable, lower, small_rational
+from mirage_hf.search.spec import lower, small_rational
 from mirage_hf.verify.accept import search_and_verify
 from mirage_hf.verify.fingerprint import prove
 from mirage_hf.verify.verdict import Accepted
@@ -806,7 +807,7 @@ def test_constants_are_exact_where_they_are_small():
 
 def test_lowering_names_axes_a_reader_knows():
     spec = lower(programs.build(mi, "gated_mlp"))
-    assert not isinstance(spec, NotLowerable)
+    assert not isinstance(spec, Rejected)
     assert spec.sizes == {"m": 4, "n": 40, "k": 32} and spec.outputs[0][1] == ("m", "n")
 
 
@@ -819,7 +820,7 @@ def test_many_axes_do_not_share_names():
         y = s if y is None else g.add(y, s)
     g.mark_output(y)
     spec = lower(g)
-    assert not isinstance(spec, NotLowerable)
+    assert not isinstance(spec, Rejected)
     for t in spec.terms:
         if t.op == "input":
             assert [spec.sizes[a] for a in t.index] == list(spec.inputs[t.source].dims)

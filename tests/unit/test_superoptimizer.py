@@ -19,15 +19,15 @@ from filelock import FileLock
 
 import mirage_hf as mi
 from mirage_hf import errors
+from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import labels, results, superoptimizer
 from mirage_hf.render import html_report
 from mirage_hf.search.engine import SearchOptions
-from mirage_hf.search.report import Counters, Refusal
+from mirage_hf.search.report import Counters, RejectedCandidate
 from mirage_hf.verify.accept import search_and_verify
 from mirage_hf.verify.fingerprint import prove
-from mirage_hf.verify.verdict import Refused
 
 
 @pytest.fixture(autouse=True)
@@ -593,7 +593,7 @@ def test_a_ugraph_that_is_not_proven_again_is_left_out(monkeypatch):
         results,
         "prove",
         lambda u, seed: (
-            Refused("it is Friday") if u.kernels == first[0].kernels else prove(u, seed=seed)
+            Rejected("it is Friday") if u.kernels == first[0].kernels else prove(u, seed=seed)
         ),
     )
     again = mi.superoptimize(small())
@@ -715,7 +715,9 @@ def test_the_page_of_a_result(tmp_path):
     g.mark_output(g.silu(g.matmul(x, w)))
     found = mi.superoptimize(g, backend="cpu")
     found.report = replace(
-        found.report, refused=(Refusal(7, "rounds <badly> & loudly"),), notes=("a <note>",)
+        found.report,
+        refused=(RejectedCandidate(7, "rounds <badly> & loudly"),),
+        notes=("a <note>",),
     )
     path = found.to_html(tmp_path / "r.html")
     text = path.read_text(encoding="utf-8")

@@ -18,6 +18,7 @@ import torch
 import ugraphs
 
 import mirage_hf as mi
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.block import (
     Accumulator,
     Axis,
@@ -40,7 +41,7 @@ from mirage_hf.verify import bound, fingerprint, numeric, shrink
 from mirage_hf.verify.accept import accept, kind_of
 from mirage_hf.verify.field import Element, FieldAlgebra, P, Q, Redraw
 from mirage_hf.verify.fingerprint import prove
-from mirage_hf.verify.verdict import Accepted, Refused
+from mirage_hf.verify.verdict import Accepted
 
 SEARCH = SearchOptions(time_limit=2, threads=1)
 
@@ -182,7 +183,7 @@ def test_a_zero_denominator_asks_for_other_inputs():
         (BlockOutput("o", ("m", "n"), "float16"),),
     )
     verdict = prove(mutants.fuse(g, block))
-    assert isinstance(verdict, Refused) and "divides by zero" in verdict.reason
+    assert isinstance(verdict, Rejected) and "divides by zero" in verdict.reason
 
 
 # -- what is equal is accepted ------------------------------------------------------------------------------------------------
@@ -299,8 +300,8 @@ def test_no_mutant_that_differs_is_accepted(found):
             if differs == "differs" and isinstance(verdict, Accepted):
                 wrong.append((name, m.kind, m.where, far))
     assert not wrong
-    assert counts["differs", "Refused"] >= 600 and counts["equal", "Accepted"] > 30
-    assert counts["equal", "Refused"] < 40  # equal only at these sizes: Σ 1 is the axis's size
+    assert counts["differs", "Rejected"] >= 600 and counts["equal", "Accepted"] > 30
+    assert counts["equal", "Rejected"] < 40  # equal only at these sizes: Σ 1 is the axis's size
     assert len(kinds) >= 16 and sum(n > 0 for n in kinds.values()) >= 14, kinds
 
 
@@ -320,22 +321,22 @@ def test_accumulators_are_exercised(monkeypatch, broken):
     u = ugraphs.rms_norm_linear()
     assert isinstance(prove(u), Accepted)
     monkeypatch.setattr(fingerprint, "FieldAlgebra", broken)
-    assert isinstance(prove(u), Refused)
+    assert isinstance(prove(u), Rejected)
 
 
 def test_a_kernel_of_other_operands_is_refused():
     u = ugraphs.rms_norm_linear(rows=3, k=6, n=6)
     other = ugraphs.rms_norm_linear(rows=3, k=6, n=6, dtype="bfloat16")
     verdict = prove(UGraph(u.program, other.kernels))
-    assert isinstance(verdict, Refused) and "bfloat16" in verdict.reason
+    assert isinstance(verdict, Rejected) and "bfloat16" in verdict.reason
     transposed = ugraphs.rms_norm_linear(rows=3, k=6, n=6, transposed=True)
-    assert isinstance(prove(UGraph(u.program, transposed.kernels)), Refused)
+    assert isinstance(prove(UGraph(u.program, transposed.kernels)), Rejected)
     wider = ugraphs.rms_norm_linear(rows=3, k=6, n=8)
-    assert isinstance(prove(UGraph(u.program, wider.kernels)), Refused)
+    assert isinstance(prove(UGraph(u.program, wider.kernels)), Rejected)
     block = u.block_ops[0].block
     wrong = replace(block, outputs=(replace(block.outputs[0], dtype="float32"),))
     verdict = prove(mutants.fuse(u.program, wrong))
-    assert isinstance(verdict, Refused) and "float32" in verdict.reason
+    assert isinstance(verdict, Rejected) and "float32" in verdict.reason
 
 
 def test_two_outputs_keep_their_order():
@@ -346,7 +347,7 @@ def test_two_outputs_keep_their_order():
     g.mark_output(g.exp(x), g.silu(x))
     u = next(f.ugraph for f in search(g, SEARCH)[0] if f.ugraph.num_kernels == 1)
     block = u.block_ops[0].block
-    assert isinstance(prove(mutants.fuse(g, replace(block, outputs=block.outputs[::-1]))), Refused)
+    assert isinstance(prove(mutants.fuse(g, replace(block, outputs=block.outputs[::-1]))), Rejected)
 
 
 # -- µGraphs of several kernels ---------------------------------------------------------------------------------------------------
@@ -433,10 +434,10 @@ def _program(of, tensors=3):
 def test_what_data_selects_is_no_side_of_it(wrong):
     selects = _program(lambda g, m, x, y: g.select(m, x, y))
     assert isinstance(mi.verify(selects, _by_hand(lambda b, m, x, y: b.select(m, x, y))), Accepted)
-    assert isinstance(prove(UGraph(selects, _by_hand(wrong))), Refused)
+    assert isinstance(prove(UGraph(selects, _by_hand(wrong))), Rejected)
     always = _program(lambda g, m, x, y: g.add(x, g.mul(g.add(m, y), 0.0)))
     assert isinstance(
-        prove(UGraph(always, _by_hand(lambda b, m, x, y: b.select(m, x, y)))), Refused
+        prove(UGraph(always, _by_hand(lambda b, m, x, y: b.select(m, x, y)))), Rejected
     )
 
 
@@ -447,7 +448,7 @@ def test_a_quotient_is_no_ratio_where_the_divisor_is_zero(divisor):
         mi.verify(ratio, _by_hand(lambda b, x, y: b.ratio(x, divisor(b, y)), 2)), Accepted
     )
     verdict = mi.verify(ratio, _by_hand(lambda b, x, y: b.div(x, divisor(b, y)), 2))
-    assert isinstance(verdict, Refused) and re.search(
+    assert isinstance(verdict, Rejected) and re.search(
         "inf or NaN in output 0 on zero t[01] inputs", verdict.reason
     )
 
@@ -461,24 +462,24 @@ def test_outputs_in_another_order_dropped_or_doubled_are_refused():
         ((0, 1, 1), "3 outputs"),
     ):
         verdict = prove(rewired(u, outputs))
-        assert isinstance(verdict, Refused) and reason in verdict.reason, (outputs, verdict)
+        assert isinstance(verdict, Rejected) and reason in verdict.reason, (outputs, verdict)
 
 
 def test_operands_in_another_order_are_refused():
-    assert isinstance(prove(rewired(chains.split_attention(), k0=(0, 2, 1))), Refused)  # v as k
+    assert isinstance(prove(rewired(chains.split_attention(), k0=(0, 2, 1))), Rejected)  # v as k
     assert isinstance(
-        prove(rewired(chains.split_attention(), k1=(1, 0, 2))), Refused
+        prove(rewired(chains.split_attention(), k1=(1, 0, 2))), Rejected
     )  # sums as maxima
     assert isinstance(
-        prove(rewired(chains.library_between(), k0=(0, 2, 1))), Refused
+        prove(rewired(chains.library_between(), k0=(0, 2, 1))), Rejected
     )  # gate and up
     square = chains.split_k(rows=20, k=20, n=20, parts=4)
     assert isinstance(prove(square), Accepted) and isinstance(
-        prove(rewired(square, k0=(1, 0))), Refused
+        prove(rewired(square, k0=(1, 0))), Rejected
     )
     k, p = chains.split_k().kernels, chains.split_k(rows=4).program
     verdict = prove(UGraph(p, k))
-    assert isinstance(verdict, Refused) and "input 0 is (3, 50)" in verdict.reason
+    assert isinstance(verdict, Rejected) and "input 0 is (3, 50)" in verdict.reason
 
 
 def test_a_part_left_out_or_counted_twice_is_refused():
@@ -501,12 +502,12 @@ def test_a_part_left_out_or_counted_twice_is_refused():
                 u.program, kernels, kernels.customized(kernels.customized(inputs, first), partial)
             )
         ),
-        Refused,
+        Rejected,
     )
     kernels, inputs = chains.started(u.program)  # only the first part
     part = kernels.reshape(kernels.slice(*kernels.customized(inputs, first), 0, 0, 1), (3, 20))
     assert isinstance(
-        prove(chains.finished(u.program, kernels, [kernels.cast(part, "float16")])), Refused
+        prove(chains.finished(u.program, kernels, [kernels.cast(part, "float16")])), Rejected
     )
 
 
@@ -525,7 +526,7 @@ def test_a_maximum_of_maxima_is_one_and_a_sum_of_maxima_is_not():
                 u.program, kernels, kernels.customized(kernels.customized(inputs, first), summed)
             )
         ),
-        Refused,
+        Rejected,
     )
     f = FieldAlgebra(0)
     x = f.random((2, 6))
@@ -574,7 +575,7 @@ def test_library_ops_between_kernels_are_evaluated():
     assert isinstance(prove(built("")), Accepted), prove(built(""))
     for change in ("interleaved", "start", "concat", "eps", "kind", "order"):
         verdict = prove(built(change))
-        assert isinstance(verdict, Refused), change
+        assert isinstance(verdict, Rejected), change
 
 
 def test_small_graphs_evaluate_library_ops_as_torch_does():
@@ -638,7 +639,7 @@ def test_what_cannot_be_shrunk_or_proven_says_why():
     verdict = prove(
         chains.finished(h, kernels, kernels.customized([kernels.reshape(x, (6, 4))], block))
     )
-    assert isinstance(verdict, Refused) and "reshape" in verdict.reason
+    assert isinstance(verdict, Rejected) and "reshape" in verdict.reason
 
 
 def test_exponents_may_hold_the_values_of_opaque_functions():
@@ -725,7 +726,7 @@ def test_a_proof_that_would_say_nothing_is_refused():
     assert one_trial(two_exponentials(0.5)) < one_trial(two_exponentials(0.0625)) < 1e-5
     u = two_exponentials(0.123457)
     verdict = prove(u)
-    assert isinstance(verdict, Refused) and "small multiples" in verdict.reason
+    assert isinstance(verdict, Rejected) and "small multiples" in verdict.reason
     assert prove(u, target=1.0).bound == 1.0  # who asks for no bound gets none
 
 
@@ -814,7 +815,7 @@ def test_what_holds_only_on_short_axes_is_refused():
         ),
         (BlockOutput("o", (None, None), "float16"),),
     )
-    assert isinstance(prove(mutants.fuse(g, block)), Refused)
+    assert isinstance(prove(mutants.fuse(g, block)), Rejected)
     constant = mi.new_kernel_graph()  # Σ (x + y) = Σ x + 3 y holds for three elements
     x, y = constant.new_input((1, 32)), constant.new_input((1, 1))
     constant.mark_output(constant.reduction(constant.add(x, y), 1))
@@ -830,7 +831,7 @@ def test_what_holds_only_on_short_axes_is_refused():
             ),
             (BlockOutput("o", (None, None), "float16"),),
         )
-        assert isinstance(prove(mutants.fuse(constant, block)), Refused), n
+        assert isinstance(prove(mutants.fuse(constant, block)), Rejected), n
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------------------
@@ -947,7 +948,7 @@ def test_one_pass_variance_is_refused_by_its_numbers(monkeypatch):
     inputs = mutants.float64_inputs(u.program)
     assert mutants.distance(u, inputs, mutants.reference(u.program, inputs)) < 1e-9
     scalar, _ = verdicts(u)
-    assert isinstance(scalar, Refused) and "mean far above spread" in scalar.reason
+    assert isinstance(scalar, Rejected) and "mean far above spread" in scalar.reason
     two_pass = search(u.program, SEARCH)[0]
     assert any(isinstance(verdicts(f.ugraph)[0], Accepted) for f in two_pass)
 
@@ -1000,7 +1001,7 @@ def test_a_mean_that_no_float32_sum_gives_is_refused(dtype, by):
 
     for seed in range(3):
         verdict = numeric.NumericCheck(g, seed=seed).judge(run)
-        assert isinstance(verdict, Refused) and (
+        assert isinstance(verdict, Rejected) and (
             "constant rows" in verdict.reason or "mean far above spread" in verdict.reason
         ), verdict
 
@@ -1022,7 +1023,7 @@ def test_sums_in_the_run_dtype_are_refused():
         check.judge(lambda inputs: run(numeric.TorchAlgebra(torch.float32), inputs)), Accepted
     )
     verdict = check.judge(lambda inputs: run(Rounding(torch.float32), inputs))
-    assert isinstance(verdict, Refused) and "eager" in verdict.reason
+    assert isinstance(verdict, Rejected) and "eager" in verdict.reason
 
 
 def test_the_cases_stay_inside_the_dtype():
@@ -1127,7 +1128,7 @@ def test_several_kernels_hold_their_numbers_and_round_their_partial_results():
         split.program, kernels, kernels.customized(kernels.customized(inputs, rounded), second)
     )
     assert isinstance(prove(u), Accepted)  # rounding is for numbers to judge
-    assert all(isinstance(v, Refused) and "eager" in v.reason for v in verdicts(u)), verdicts(u)
+    assert all(isinstance(v, Rejected) and "eager" in v.reason for v in verdicts(u)), verdicts(u)
 
 
 def test_huge_scores_ask_for_the_maximum_wherever_their_size_comes_from():
@@ -1151,7 +1152,7 @@ def test_huge_scores_ask_for_the_maximum_wherever_their_size_comes_from():
                 for a in st.accumulators
             )
             bounded |= any(o.fn == "max" for op in f.ugraph.block_ops for o in op.block.ops())
-            assert bounded or all(isinstance(v, Refused) for v in verdicts(f.ugraph))
+            assert bounded or all(isinstance(v, Rejected) for v in verdicts(f.ugraph))
     g = mi.new_kernel_graph()
     g.matmul(g.new_input((4, 8)), g.new_input((8, 4)))
     assert not any(case.scores for case, _ in numeric.NumericCheck(g).each())
@@ -1166,7 +1167,7 @@ def test_a_sum_that_follows_no_maximum_is_refused_by_its_numbers():
             for m in mutants.mutants(u)
             if judge(m.ugraph) == "range only" and isinstance(prove(m.ugraph), Accepted)
         ]
-        assert all(isinstance(v, Refused) for m in lost for v in verdicts(m.ugraph)), [
+        assert all(isinstance(v, Rejected) for m in lost for v in verdicts(m.ugraph)), [
             m.kind for m in lost
         ]
 
@@ -1270,7 +1271,7 @@ def test_numbers_of_programs_with_whole_numbers_among_their_outputs(dtype):
                 z + 2 * (n == k) for n, z in enumerate(run_kernel_graph(g, inputs))
             ]
         )
-        assert isinstance(verdict, Refused) and f"output {wrong} on" in verdict.reason
+        assert isinstance(verdict, Rejected) and f"output {wrong} on" in verdict.reason
 
 
 def test_kernels_beside_whole_numbers_are_verified():

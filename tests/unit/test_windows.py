@@ -14,6 +14,7 @@ from layers import decoder_layer
 
 import mirage_hf as mi
 from mirage_hf import errors
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import CUSTOMIZED, KernelGraph, inline
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
@@ -24,7 +25,7 @@ from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.search.join import join
 from mirage_hf.tune.cost import library_us
 from mirage_hf.verify.accept import Searched, accept, search_and_verify
-from mirage_hf.verify.verdict import Accepted, Refused
+from mirage_hf.verify.verdict import Accepted
 
 OPTIONS = SearchOptions(time_limit=60, threads=1)
 SMALL = dict(hidden=32, heads=4, kv=2, ffn=48)
@@ -356,7 +357,9 @@ def test_verdicts_combine(monkeypatch):
         return (
             replace(
                 result,
-                candidates=tuple(replace(c, tensor_cores=Refused("no")) for c in result.candidates),
+                candidates=tuple(
+                    replace(c, tensor_cores=Rejected("no")) for c in result.candidates
+                ),
             )
             if gate
             else result
@@ -369,7 +372,9 @@ def test_verdicts_combine(monkeypatch):
     )
     for c in result.candidates:
         fused = any(op.fn == "silu" for o in c.ugraph.block_ops for op in o.block.ops())
-        assert not fused or (isinstance(c.scalar, Accepted) and isinstance(c.tensor_cores, Refused))
+        assert not fused or (
+            isinstance(c.scalar, Accepted) and isinstance(c.tensor_cores, Rejected)
+        )
 
 
 def test_dear_library_calls_are_avoided_and_free_ones_taken():
