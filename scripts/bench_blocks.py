@@ -111,7 +111,7 @@ def tune(
     if not candidates:
         record["refused"] = (
             searched.report.reason
-            or "; ".join(r.reason for r in searched.report.refused)
+            or "; ".join(r.reason for r in searched.report.rejected)
             or searched.report.stop
         )
         return None, record

@@ -122,7 +122,7 @@ def prepare(folder: Path, names: Sequence[str], given: dict[str, Any]) -> dict[s
     from mirage_hf.graph.ugraph import library_ugraph
     from mirage_hf.pipeline import labels
     from mirage_hf.search.engine import SearchOptions
-    from mirage_hf.search.report import Counters
+    from mirage_hf.search.search_report import Counters
     from mirage_hf.zoo.machine import this_machine
 
     about = {}
@@ -181,7 +181,7 @@ def results(written: Path) -> dict[str, Any]:
     found = [json_format.ugraph_from_dict(u, "results") for u in data["results"]]
     kernels = [u.num_kernels for u in found if u.is_fused]
     report = data["report"]
-    refused = Counter(r["reason"] for r in report.pop("refused"))
+    refused = Counter(r["reason"] for r in report.pop("rejected"))
     return {
         **report,
         "refused": sum(refused.values()),

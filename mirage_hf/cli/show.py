@@ -63,7 +63,7 @@ def search_row(table: Table, name: str, program: Any, found: Sequence[Any], repo
         found[0].num_kernels if found else "-",
         len(program.ops),
         examined,
-        len(report.refused),
+        len(report.rejected),
     )
     table.add_row(
         name,

@@ -17,11 +17,11 @@ from mirage_hf.graph import json_format
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.engine import SearchOptions
-from mirage_hf.search.report import Counters, RejectedCandidate, SearchReport
+from mirage_hf.search.search_report import Counters, RejectedCandidate, SearchReport
 from mirage_hf.tune.restrict import Restriction
 
 CHECKPOINT = "mirage_hf.checkpoint"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def write(path: str | Path, kept: Kept, owner: str) -> None:
     _write(path, owner, kept.ugraphs, kept.report, {})
 
 
-class Journal:
+class CheckpointJournal:
     """The steps of a search that are finished, in its checkpoint: what `search(..., steps=…)` wants."""
 
     def __init__(self, path: str | Path, owner: str, steps: dict[str, Any]):
@@ -99,7 +99,7 @@ class Journal:
         _write(self.path, self.owner, (), None, self.steps)
 
 
-def read(path: str | Path, graph: KernelGraph, owner: str) -> Kept | Journal | Rejected:
+def read(path: str | Path, graph: KernelGraph, owner: str) -> Kept | CheckpointJournal | Rejected:
     """Return what is kept for `owner` in a file, as µGraphs of `graph`; its steps if the search did not end; or what is wrong."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -114,7 +114,7 @@ def read(path: str | Path, graph: KernelGraph, owner: str) -> Kept | Journal | R
         if whose != owner:
             return Rejected("belongs to another program, other options or another version")
         if data["report"] is None:
-            return Journal(path, owner, data["steps"])
+            return CheckpointJournal(path, owner, data["steps"])
         kernels = [json_format.ugraph_from_dict(u, str(path)) for u in data["ugraphs"]]
         report = _report(data["report"], len(kernels), str(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -128,7 +128,7 @@ def _report(data: dict[str, Any], found: int, path: str) -> SearchReport:
         name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
     }
     kept["counters"] = Counters(**data["counters"])
-    kept["refused"] = tuple(RejectedCandidate(**r) for r in data["refused"])
+    kept["rejected"] = tuple(RejectedCandidate(**r) for r in data["rejected"])
     return replace(
         SearchReport(**kept),
         stop="loaded",
@@ -137,10 +137,10 @@ def _report(data: dict[str, Any], found: int, path: str) -> SearchReport:
     )
 
 
-def load(path: str | Path, graph: KernelGraph, owner: str) -> Kept | Journal:
+def load(path: str | Path, graph: KernelGraph, owner: str) -> Kept | CheckpointJournal:
     """What is kept in a user's checkpoint, no steps where there is no file yet. Errors: FormatError for a file that is not it."""
     if not Path(path).exists():
-        return Journal(path, owner, {})
+        return CheckpointJournal(path, owner, {})
     found = read(path, graph, owner)
     if isinstance(found, Rejected):
         raise errors.FormatError(

@@ -364,7 +364,7 @@ def _make(
             "values": counters.values,
             "kernels": counters.kernels,
             "candidates": report.found,
-            "refused": [r.reason for r in report.refused],
+            "refused": [r.reason for r in report.rejected],
             "version": search_version(),
             **tried,
         }

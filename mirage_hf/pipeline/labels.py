@@ -25,7 +25,7 @@ LABELS = {
     "seconds": ("search", "seconds"),
     "first_seconds": ("search", "seconds to the first kernel"),
 }
-"""By the field's name in search/report.py's Counters: the group, and what is counted."""
+"""By the field's name in search/search_report.py's Counters: the group, and what is counted."""
 GROUPS = ("found", "values", "variants", "kernels", "pruned", "search", "other")
 
 

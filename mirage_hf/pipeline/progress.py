@@ -11,7 +11,7 @@ from rich.errors import LiveError
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from mirage_hf.pipeline import labels
-from mirage_hf.search.report import Counters
+from mirage_hf.search.search_report import Counters
 
 Note = Callable[..., Any]
 """Called with a stage and its detail: see verify/accept.py, and ("kernel", (number, of how many, pattern)) of optimize()."""

@@ -24,9 +24,9 @@ from mirage_hf.errors import MirageError, Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.pipeline import checkpoint
-from mirage_hf.pipeline.checkpoint import Journal, Kept
+from mirage_hf.pipeline.checkpoint import CheckpointJournal, Kept
 from mirage_hf.settings import settings
-from mirage_hf.verify.fingerprint import prove
+from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 
 MOST_IN_MEMORY, MOST_ON_DISK = 128, 1024
@@ -104,7 +104,7 @@ def load(key: str, graph: KernelGraph, seed: int) -> Kept | Rejected | None:
     except OSError as e:  # a folder on the way that may not be entered
         return Rejected(f"{path.parent} cannot be read ({e.strerror})")
     found = checkpoint.read(path, graph, key)
-    if isinstance(found, Journal):
+    if isinstance(found, CheckpointJournal):
         found = Rejected("holds a search that did not end")
     if isinstance(found, Rejected):
         return Rejected(f"{path}: {found.reason}")

@@ -24,12 +24,12 @@ from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph, check_inputs, check_tensors, library_ugraph
 from mirage_hf.pipeline import checkpoint as checkpoints
 from mirage_hf.pipeline import instances, labels, results, torch_op
-from mirage_hf.pipeline.checkpoint import Journal, Kept
+from mirage_hf.pipeline.checkpoint import CheckpointJournal, Kept
 from mirage_hf.pipeline.instances import Family
 from mirage_hf.render import html_report
 from mirage_hf.search.engine import SearchOptions
-from mirage_hf.search.report import Counters, SearchReport
-from mirage_hf.search.restrict import MapRestriction
+from mirage_hf.search.map_restriction import MapRestriction
+from mirage_hf.search.search_report import Counters, SearchReport
 from mirage_hf.settings import settings
 from mirage_hf.tune import space
 from mirage_hf.tune.restrict import Restriction
@@ -171,7 +171,7 @@ def superoptimize(
     griddims, blockdims, franges: allowed numbers of blocks per grid dim, of threads per dim, and of loop trips; every kernel of a result
     keeps to them.
     imaps, omaps, fmaps: allowed maps of every tensor that a kernel reads, stores, or walks: the first two as tensor dims by grid dim, in
-    dicts like {"x": 0, "y": None} or tuples like (0, -1, -1), the last as tensor dims; see search/restrict.py.
+    dicts like {"x": 0, "y": None} or tuples like (0, -1, -1), the last as tensor dims; see search/map_restriction.py.
     max_kernels, max_block_ops, time_limit: the most kernels of a result, ops in one kernel, and seconds of the search.
     checkpoint: a file to load the result from, or to keep it in.
     seed: of the proofs' random inputs.
@@ -265,15 +265,15 @@ def _kept(
 ) -> tuple[Kept, Allows]:
     """What is known of this program from a checkpoint or the cache on disk, else what a search finds, kept there."""
     key = results.key_of(identity)
-    loaded: Kept | Journal | errors.Rejected | None = None
+    loaded: Kept | CheckpointJournal | errors.Rejected | None = None
     if checkpoint is not None:
         loaded = checkpoints.load(checkpoint, graph, identity)
     elif use_cache:
         loaded = results.load(key, graph, seed)
     if isinstance(loaded, Kept):
         return loaded, _judged()
-    journal = loaded if isinstance(loaded, Journal) else None
-    searched = search_and_verify(graph, options, progress, seed=seed, steps=journal)
+    journal = loaded if isinstance(loaded, CheckpointJournal) else None
+    searched = search_and_verify(graph, options, progress, seed=seed, journal=journal)
     kept = Kept(searched.ugraphs(), searched.report)
     notes = [f"{loaded.reason}; searched anew"] if isinstance(loaded, errors.Rejected) else []
     if journal is not None and journal.loaded:
@@ -325,7 +325,7 @@ def _finished(
     if max_kernels is not None:
         ugraphs = tuple(u for u in ugraphs if u.num_kernels <= max_kernels)
         if not ugraphs:
-            why = report.reason or "; ".join(r.reason for r in report.refused) or report.stop
+            why = report.reason or "; ".join(r.reason for r in report.rejected) or report.stop
             raise errors.SearchError(
                 f"superoptimize: no µGraph of at most {max_kernels} kernels was found ({why}); "
                 "allow more with max_kernels"

@@ -25,9 +25,9 @@ from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp, inline
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.search.calls import VIEWS, call_us
 from mirage_hf.search.cut import Cut, Window, cut
-from mirage_hf.search.engine import Found, SearchOptions, Steps, search
+from mirage_hf.search.engine import RankedUGraph, SearchJournal, SearchOptions, search
 from mirage_hf.search.join import Joined, join
-from mirage_hf.search.report import Counters, RejectedCandidate, SearchReport
+from mirage_hf.search.search_report import Counters, RejectedCandidate, SearchReport
 from mirage_hf.verify.accept import Candidate, Progress, accept
 from mirage_hf.verify.verdict import Verdict
 
@@ -52,7 +52,7 @@ class Choice:
     us: float
     kernels: int
     candidate: Candidate | None = None
-    found: Found | None = None
+    found: RankedUGraph | None = None
 
 
 Path = tuple[Choice, ...]
@@ -67,16 +67,16 @@ def search_windows(
     seed: int = 0,
     reason: str = "",
     call_us: CallCost = call_us,
-    steps: Steps | None = None,
+    journal: SearchJournal | None = None,
 ) -> tuple[tuple[Candidate, ...], SearchReport]:
     """Search a program window by window: candidates for the whole, best estimate first, and the report.
 
     `options` bound each window, its max_kernels too; time_limit is that of all together. Windows are searched at
     width 1 only: wider searches of windows of this size may take minutes. `call_us` estimates library calls.
     `reason` says why the program was not searched as one, and stays in the report; steps that
-    `steps` has are not made again.
+    `journal` has are not made again.
     """
-    return _Windows(cut(program), options, progress, seed, call_us, steps).run(reason)
+    return _Windows(cut(program), options, progress, seed, call_us, journal).run(reason)
 
 
 class _Windows:
@@ -89,23 +89,23 @@ class _Windows:
         progress: Progress | None,
         seed: int,
         call_us: CallCost,
-        steps: Steps | None,
+        journal: SearchJournal | None,
     ):
-        self.cut, self.options, self.seed, self.call_us, self.steps = (
+        self.cut, self.options, self.seed, self.call_us, self.journal = (
             parts,
             options,
             seed,
             call_us,
-            steps,
+            journal,
         )
         self.say: Callable[[str, Any], Any] = progress or (lambda stage, detail: None)
         self.start = time.perf_counter()
         self.deadline = self.start + options.time_limit
         self.keys = {(w.start, w.stop): _key(w.graph) for w in parts.windows if w.graph is not None}
-        self.found: dict[str, list[Found]] = {}
-        self.joined: dict[str, tuple[Joined, list[Found]]] = {}
+        self.found: dict[str, list[RankedUGraph]] = {}
+        self.joined: dict[str, tuple[Joined, list[RankedUGraph]]] = {}
         self.accepted: dict[str, tuple[Candidate, ...]] = {}
-        self.refused: list[RejectedCandidate] = []
+        self.rejected: list[RejectedCandidate] = []
         self.counters, self.stop, self.proof_seconds = Counters(), "exhausted", 0.0
         self.library = [self._library(w) for w in parts.singles]
 
@@ -134,7 +134,7 @@ class _Windows:
             self.stop,
             why,
             len(best),
-            tuple(self.refused),
+            tuple(self.rejected),
             max((c.error_bound for c in candidates), default=None),
             self.proof_seconds,
             self._notes(best[0][1] if best else ()),
@@ -166,11 +166,11 @@ class _Windows:
         if why in _STOPS:  # not "not lowerable": it says that a window has no kernel
             self.stop = max(self.stop, why, key=_STOPS.index)
 
-    def _search_one(self, graph: KernelGraph, waiting: int) -> list[Found]:
+    def _search_one(self, graph: KernelGraph, waiting: int) -> list[RankedUGraph]:
         left, before = self.deadline - time.perf_counter(), self.counters
         options = replace(self.options, time_limit=min(left, _SHARE * left / waiting), max_width=1)
         found, report = search(
-            graph, options, lambda counters: self.say("search", before + counters), self.steps
+            graph, options, lambda counters: self.say("search", before + counters), self.journal
         )
         self.counters = before + report.counters
         self._stopped(report.stop)
@@ -208,8 +208,8 @@ class _Windows:
                 replace(c, ugraph=joined.split(c.ugraph)) if joined and found is wide else c
                 for c in result.candidates
             ]
-            self.refused += [
-                replace(r, reason=f"{self._named(w)}: {r.reason}") for r in result.refused
+            self.rejected += [
+                replace(r, reason=f"{self._named(w)}: {r.reason}") for r in result.rejected
             ]
             self.proof_seconds += result.seconds
         self.accepted[key] = tuple(sorted(kept, key=lambda c: c.cost_us))

@@ -203,9 +203,9 @@ def _search(result: SearchResult) -> list[str]:
     lines += [f'<p class="notice">{escape(note)}</p>' for note in report.notes]
     lines += _table(("part", "counted", "number"), labels.rows(report.counters), (2,))
     lines.append("<h3>Refused candidates</h3>")
-    if report.refused:
+    if report.rejected:
         lines += _table(
-            ("candidate", "reason"), ((r.candidate, r.reason) for r in report.refused), (0,)
+            ("candidate", "reason"), ((r.candidate, r.reason) for r in report.rejected), (0,)
         )
     else:
         lines.append('<p class="faint">None was refused.</p>')

@@ -18,7 +18,7 @@ from mirage_hf.ops import table
 
 
 @dataclass(frozen=True)
-class Apart:
+class SplitAppends:
     """`graph` is `program` without its appends; it returns the rows that it computes in their place.
 
     outputs: for each output of the program, the output of `graph`, or the append with the output that its rows are (None: they are
@@ -56,7 +56,7 @@ class Apart:
         return UGraph(self.program, kernels)
 
 
-def apart(program: KernelGraph) -> Apart | None:
+def split_appends(program: KernelGraph) -> SplitAppends | None:
     """Take the appends out of a program; None where there are none, or one of them must stay where it is."""
     appends = [op for op in program.ops if op.name == APPEND]
     inputs = {t.index: n for n, t in enumerate(program.inputs)}
@@ -101,7 +101,7 @@ def apart(program: KernelGraph) -> Apart | None:
     if not returned:
         return None
     graph.mark_output(*returned)
-    return Apart(program, graph, tuple(places))
+    return SplitAppends(program, graph, tuple(places))
 
 
 def _with_copies(kernels: KernelGraph, wanted: list[int]) -> tuple[KernelGraph, dict[int, int]]:

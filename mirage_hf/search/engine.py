@@ -15,8 +15,8 @@ from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.emit import OPS, ROLES, ugraph_of
-from mirage_hf.search.report import Counters, SearchReport
-from mirage_hf.search.restrict import MapRestriction
+from mirage_hf.search.map_restriction import MapRestriction
+from mirage_hf.search.search_report import Counters, SearchReport
 from mirage_hf.search.spec import Spec, Term, lower, small_rational
 from mirage_hf.settings import settings
 
@@ -42,7 +42,7 @@ class SearchOptions:
 
 
 @dataclass(frozen=True)
-class Found:
+class RankedUGraph:
     """One candidate µGraph for the whole program, with the cost model's estimate in µs."""
 
     ugraph: UGraph
@@ -53,7 +53,7 @@ class Found:
 SearchProgress = Callable[[Counters], bool | None]
 
 
-class Steps(Protocol):
+class SearchJournal(Protocol):
     """Where finished steps of a search are kept, by key, so that a search that was killed can go on."""
 
     def load(self, key: str) -> Any | None: ...
@@ -64,11 +64,11 @@ def search(
     graph: KernelGraph,
     options: SearchOptions | None = None,
     progress: SearchProgress | None = None,
-    steps: Steps | None = None,
-) -> tuple[list[Found], SearchReport]:
+    journal: SearchJournal | None = None,
+) -> tuple[list[RankedUGraph], SearchReport]:
     """Search for µGraphs equivalent to `graph`, best first. An empty list is an answer: the report says why.
 
-    A step is one width searched to the end; those that `steps` has are not searched again.
+    A step is one width searched to the end; those that `journal` has are not searched again.
     Errors: SearchError for roles of axes that the program does not have, and for maps that no kernel keeps to.
     """
     options = options or SearchOptions()
@@ -92,12 +92,12 @@ def search(
     start = time.perf_counter()
     own = json_format.digest(json_format.graph_to_dict(graph))
     total, stop = Counters(), ""
-    found: dict[str, Found] = {}
+    found: dict[str, RankedUGraph] = {}
     width = 1
     while width <= options.max_width:
         for forced in _roles(options, spec):
             key = f"{own} width {width}" + (f" roles {forced}" if options.maps is not None else "")
-            step = _read_step(steps.load(key), graph) if steps else None
+            step = _read_step(journal.load(key), graph) if journal else None
             if step is None:
                 limits = _limits(
                     replace(options, roles=forced),
@@ -117,13 +117,13 @@ def search(
                     result.stop,
                     _counters(result.stats, width if result.stop == "exhausted" else 0),
                     tuple(
-                        Found(m[0], cost, width)
+                        RankedUGraph(m[0], cost, width)
                         for m, cost in made
                         if m is not None and (m[1] or not some_in_range)
                     ),
                 )
-                if steps and step.stop == "exhausted":
-                    steps.save(key, _write_step(step))
+                if journal and step.stop == "exhausted":
+                    journal.save(key, _write_step(step))
             stop, total = step.stop, total + step.counters
             for f in step.found:
                 found.setdefault(str(f.ugraph.kernels), f)
@@ -134,7 +134,7 @@ def search(
         width *= 2
     best = sorted(found.values(), key=lambda f: f.cost_us)
     if options.maps is not None and best:
-        kept: dict[str, Found] = {}
+        kept: dict[str, RankedUGraph] = {}
         for f in best:
             if (u := options.maps.keep(f.ugraph)) is not None:
                 kept.setdefault(str(u), replace(f, ugraph=u))
@@ -165,7 +165,7 @@ def _roles(options: SearchOptions, spec: Spec) -> list[tuple[tuple[str, Role], .
 class _Step:
     stop: str
     counters: Counters
-    found: tuple[Found, ...]
+    found: tuple[RankedUGraph, ...]
 
 
 def _write_step(step: _Step) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _read_step(data: Any, graph: KernelGraph) -> _Step | None:
         data["stop"],
         Counters(**data["counters"]),
         tuple(
-            Found(
+            RankedUGraph(
                 UGraph(graph, json_format.graph_from_dict(f["kernels"], "checkpoint")),
                 f["cost_us"],
                 f["width"],

@@ -14,12 +14,12 @@ from mirage_hf.graph import symbolic
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
-from mirage_hf.search.append import apart
-from mirage_hf.search.engine import Found, SearchOptions, Steps, search
+from mirage_hf.search.append import split_appends
+from mirage_hf.search.engine import RankedUGraph, SearchJournal, SearchOptions, search
 from mirage_hf.search.regroup import regrouped
-from mirage_hf.search.report import RejectedCandidate, SearchReport
+from mirage_hf.search.search_report import RejectedCandidate, SearchReport
 from mirage_hf.search.spec import lower
-from mirage_hf.verify.fingerprint import prove
+from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.numeric import NumericCheck, judge_on_cpu
 from mirage_hf.verify.verdict import Accepted, Verdict
 
@@ -45,7 +45,7 @@ class Acceptance:
     (-1: none); how many were left because time was up."""
 
     candidates: tuple[Candidate, ...]
-    refused: tuple[RejectedCandidate, ...]
+    rejected: tuple[RejectedCandidate, ...]
     error_bound: float | None
     seconds: float
     first_seconds: float = -1.0
@@ -71,7 +71,7 @@ KEEP = 6
 
 
 def accept(
-    found: Sequence[Found],
+    found: Sequence[RankedUGraph],
     *,
     keep: int = KEEP,
     seed: int = 0,
@@ -129,7 +129,9 @@ def accept(
     return Acceptance(tuple(kept), tuple(refused), bound, time.perf_counter() - start, first, late)
 
 
-def _other_grouping(f: Found, checks: dict[object, NumericCheck], seed: int) -> list[Candidate]:
+def _other_grouping(
+    f: RankedUGraph, checks: dict[object, NumericCheck], seed: int
+) -> list[Candidate]:
     """What tensor cores may run instead of a form whose rounded factors leave their range, if there is such a form."""
     other = regrouped(f.ugraph)
     proof = prove(other, seed=seed) if other is not None else Rejected("nothing to regroup")
@@ -149,7 +151,7 @@ stops a search."""
 
 
 @dataclass(frozen=True)
-class Searched:
+class VerifiedCandidates:
     """Candidates that may run, best estimate first, and the report."""
 
     candidates: tuple[Candidate, ...]
@@ -158,7 +160,7 @@ class Searched:
     def ugraphs(self) -> tuple[UGraph, ...]:
         return tuple(c.ugraph for c in self.candidates)
 
-    def resized(self, program: KernelGraph) -> Searched:
+    def resized(self, program: KernelGraph) -> VerifiedCandidates:
         """The same for `program`, which may differ from what the candidates are for in the sizes of dims."""
         found = (
             c
@@ -182,11 +184,11 @@ def search_and_verify(
     progress: Progress | None = None,
     *,
     seed: int = 0,
-    steps: Steps | None = None,
+    journal: SearchJournal | None = None,
     like: KernelGraph | None = None,
     keep: int = KEEP,
-) -> Searched:
-    """Search `program` and keep candidates that are proven and whose numbers hold (`keep` as in `accept`). Steps that `steps` has are not
+) -> VerifiedCandidates:
+    """Search `program` and keep candidates that are proven and whose numbers hold (`keep` as in `accept`). Steps that `journal` has are not
     made again.
     like: the program at other sizes of dims. The larger of both is searched, as what kernels are worth having shows at size; the smaller
     is proven and its numbers are checked, as that takes less.
@@ -201,18 +203,18 @@ def search_and_verify(
     small, large = sorted(
         (program, like or program), key=lambda g: sum(math.prod(t.dims) for t in g.inputs)
     )
-    appending = apart(large)
+    appending = split_appends(large)
     searched_for = appending.graph if appending else large
     lowered = lower(searched_for)
     reason = lowered.reason if isinstance(lowered, Rejected) else ""
     if (
         reason or len(searched_for.ops) > (WHOLE_APPENDING if appending else WHOLE)
     ) and not options.roles:
-        return Searched(
-            *search_windows(small, options, progress, seed=seed, reason=reason, steps=steps)
+        return VerifiedCandidates(
+            *search_windows(small, options, progress, seed=seed, reason=reason, journal=journal)
         ).resized(program)
     say = progress or (lambda stage, detail: None)
-    found, report = search(searched_for, options, lambda counters: say("search", counters), steps)
+    found, report = search(searched_for, options, lambda counters: say("search", counters), journal)
     if appending:
         found = [replace(f, ugraph=appending.join(f.ugraph)) for f in found]
     if small is not large:
@@ -231,12 +233,12 @@ def search_and_verify(
         else ()
     )
     first = searched + accepted.first_seconds if accepted.first_seconds >= 0 else -1.0
-    return Searched(
+    return VerifiedCandidates(
         accepted.candidates,
         replace(
             report,
             found=len(accepted.candidates),
-            refused=accepted.refused,
+            rejected=accepted.rejected,
             error_bound=accepted.error_bound,
             proof_seconds=accepted.seconds,
             first_accepted_seconds=first,

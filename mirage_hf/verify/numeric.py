@@ -25,7 +25,7 @@ from mirage_hf.graph.ragged import Bounds, bounds_of, extent
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.spec import expand
 from mirage_hf.verify.narrow import narrowed
-from mirage_hf.verify.ragged import draw_all
+from mirage_hf.verify.random_bounds import draw_all
 from mirage_hf.verify.shrink import Classes, Misfit
 from mirage_hf.verify.verdict import Accepted, Verdict
 

@@ -14,7 +14,7 @@ from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.patterns.attention import LONG_SLOTS
 from mirage_hf.patterns.mla import MLA, MLA_APPEND
-from mirage_hf.search.append import apart
+from mirage_hf.search.append import split_appends
 from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.tune import space
 from mirage_hf.verify.numeric import copied
@@ -67,7 +67,7 @@ def wrong(
     g: KernelGraph, slots: int, tolerance: float, graphs: int = 2, schedules: int = 3
 ) -> tuple[list[str], int]:
     """What is off in the kernels of some µGraphs, those first that keep latents as they are, at some schedules; and how many ran."""
-    appending = apart(g)
+    appending = split_appends(g)
     found = [
         f.ugraph for f in search(appending.graph if appending else g, SearchOptions(max_width=1))[0]
     ]

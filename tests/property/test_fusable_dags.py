@@ -15,7 +15,7 @@ import mirage_hf as mi
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.search.engine import SearchOptions, search
-from mirage_hf.verify.fingerprint import prove
+from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 
 DAGS = count(200, 40)

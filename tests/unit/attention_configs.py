@@ -98,10 +98,10 @@ def kind(number: int, grid: dict) -> Kind:
 @functools.cache
 def searched(k: Kind, slots: int, checked_at: int, width: int = 1) -> tuple[Any, ...]:
     """Candidates that have schedules for so many slots, proven and checked at fewer."""
-    apart = append.apart(k.program(slots))
-    assert apart is not None, k
-    found, _ = search(apart.graph, SearchOptions(time_limit=20, threads=1, max_width=width))
-    few, joined = k.program(checked_at), ((f, apart.join(f.ugraph)) for f in found)
+    without = append.split_appends(k.program(slots))
+    assert without is not None, k
+    found, _ = search(without.graph, SearchOptions(time_limit=20, threads=1, max_width=width))
+    few, joined = k.program(checked_at), ((f, without.join(f.ugraph)) for f in found)
     usable = itertools.islice(
         ((f, u) for f, u in joined if not space.obstacle(placed(u))), 6 if width == 1 else None
     )

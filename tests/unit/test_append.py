@@ -25,11 +25,11 @@ from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, BlockOu
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.search.append import apart
+from mirage_hf.search.append import split_appends
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.tune import space
 from mirage_hf.verify.accept import search_and_verify
-from mirage_hf.verify.fingerprint import prove
+from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 
 
@@ -190,7 +190,7 @@ def test_caches_that_are_read_where_they_are_written_stay_apart(build):
     lo, slot = (g.new_input((2, 1, 1, 1), "int32", name=name) for name in ("lo", "slot"))
     y = build(g, q, keys, k, v, lo, slot)
     g.mark_output(y, g.cache_append(keys, g.exp(k), slot))
-    assert apart(g) is None
+    assert split_appends(g) is None
     for c in searched(g).candidates[:2]:
         assert sum(op.name == "cache_append" for op in c.ugraph.kernels.ops) == 1
 
@@ -236,7 +236,7 @@ def test_two_appends_to_one_cache_stay_in_order():
     )
     slots = [g.new_input((2, 1, 1, 1), "int32", name=n) for n in ("first", "second")]
     g.mark_output(*(g.cache_append(cache, g.exp(r), s) for r, s in zip(rows, slots, strict=True)))
-    assert apart(g) is None
+    assert split_appends(g) is None
 
 
 def test_a_maximum_of_what_is_within_bounds_walks_the_whole_axis():

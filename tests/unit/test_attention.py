@@ -17,9 +17,9 @@ from mirage_hf.errors import Rejected
 from mirage_hf.graph import effects
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.search.append import apart
+from mirage_hf.search.append import split_appends
 from mirage_hf.search.engine import SearchOptions, search
-from mirage_hf.verify.fingerprint import prove
+from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 
 SIZES = dict(kv_heads=2, group=3, head_dim=16, scale=0.25, norm="", eps=1e-6, dtype=torch.float16)
@@ -46,7 +46,7 @@ def kind_of(**features: object) -> configs.Kind:
 
 @functools.cache
 def one_kernel(k: configs.Kind) -> UGraph:
-    program = apart(k.program(12))
+    program = split_appends(k.program(12))
     assert program is not None
     found, report = search(program.graph, SearchOptions(time_limit=20, threads=1, max_width=1))
     u = next((u for u in (program.join(f.ugraph) for f in found) if u.num_kernels == 1), None)

@@ -19,7 +19,7 @@ from mirage_hf.graph.text import parse_graph
 from mirage_hf.ops import table
 from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.search.spec import lower
-from mirage_hf.verify.fingerprint import prove
+from mirage_hf.verify.field_proof import prove
 
 
 def linear(rows=16, k=256, n=64, grid=(8,), trips=4, eps=1e-6, dtype=mi.float16):

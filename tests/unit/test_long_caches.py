@@ -23,7 +23,7 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.patterns import attention
 from mirage_hf.patterns.masked_attention import MASKED_ATTENTION
 from mirage_hf.pipeline.kernels import cut_to
-from mirage_hf.search.append import apart
+from mirage_hf.search.append import split_appends
 from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.tune import space, tuner
 from mirage_hf.tune.cost import H200, estimate
@@ -45,7 +45,7 @@ def program(
 @functools.cache
 def searched(d: int, **sizes: int) -> list[UGraph]:
     """What is found at a short cache, cheapest first."""
-    taken = apart(program(256, d, **sizes))
+    taken = split_appends(program(256, d, **sizes))
     assert taken is not None
     return [
         taken.join(f.ugraph)

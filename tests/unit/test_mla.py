@@ -178,11 +178,11 @@ def together(ropes: str, run: Any) -> tuple[list[torch.Tensor], list[torch.Tenso
 INTERPRETED = """
 import json, test_mla as t
 from mirage_hf.codegen import compile as compiler, triton
-from mirage_hf.search.append import apart
+from mirage_hf.search.append import split_appends
 from mirage_hf.search.engine import SearchOptions, search
 
 def run(g, inputs):
-    appending = apart(g)
+    appending = split_appends(g)
     found, _ = search(appending.graph if appending else g, SearchOptions(max_width=1))
     u = max((f.ugraph for f in found if f.ugraph.num_kernels <= 3), key=lambda u: u.num_kernels)
     p = triton.generate(appending.join(u) if appending else u)

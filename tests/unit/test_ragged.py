@@ -22,10 +22,10 @@ from mirage_hf.graph.execute import TorchAlgebra, run_block_graph, run_kernel_gr
 from mirage_hf.graph.kernel import CUSTOMIZED, KernelGraph
 from mirage_hf.graph.ragged import bounds_of
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.search.engine import Found, SearchOptions, search
-from mirage_hf.verify import evaluate, numeric, ragged
+from mirage_hf.search.engine import RankedUGraph, SearchOptions, search
+from mirage_hf.verify import evaluate, numeric, random_bounds
 from mirage_hf.verify.accept import search_and_verify
-from mirage_hf.verify.fingerprint import prove
+from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 
 SEARCH = SearchOptions(time_limit=20, threads=1)
@@ -92,7 +92,7 @@ def inputs_of(g: KernelGraph, seed: int = 0, nan: str = "") -> list[torch.Tensor
     return drawn
 
 
-def found_of(g: KernelGraph) -> list[Found]:
+def found_of(g: KernelGraph) -> list[RankedUGraph]:
     found, report = search(g, SEARCH)
     assert found, report
     return found
@@ -372,7 +372,7 @@ def test_a_ratio_is_needed_for_empty_rows():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 40])
 def test_draws_have_every_kind_of_row(size):
-    lo, hi = ragged.draw(np.random.default_rng(0), size, 200, 0)
+    lo, hi = random_bounds.draw(np.random.default_rng(0), size, 200, 0)
     assert (
         (lo >= 0).all()
         and (hi <= size).all()
@@ -385,7 +385,7 @@ def test_draws_have_every_kind_of_row(size):
             and ((hi < size) & (hi > lo)).any()
             and ((lo > 0) & (hi > lo) & (hi < size)).any()
         )
-        lo, hi = ragged.draw(np.random.default_rng(0), size, 50, 0, partial=True)
+        lo, hi = random_bounds.draw(np.random.default_rng(0), size, 50, 0, partial=True)
         assert (lo > 0).all() and (hi < size).all() and (hi > lo).all()
     assert [(b.lo, b.hi) for b in bounds_of(attention())] == [(3, 4)]
 

@@ -13,9 +13,9 @@ from mirage_hf.graph.block import Role
 from mirage_hf.graph.maps import maps_of
 from mirage_hf.pipeline import superoptimizer
 from mirage_hf.search.engine import SearchOptions, search
-from mirage_hf.search.restrict import MapRestriction
+from mirage_hf.search.map_restriction import MapRestriction
 from mirage_hf.tune.restrict import Restriction
-from mirage_hf.verify.fingerprint import prove
+from mirage_hf.verify.field_proof import prove
 
 
 def small(rows=4, k=64, n=48):

@@ -35,9 +35,9 @@ from mirage_hf.graph.block import (
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.search.engine import Found, SearchOptions, search
+from mirage_hf.search.engine import RankedUGraph, SearchOptions, search
 from mirage_hf.tune import space
-from mirage_hf.verify.fingerprint import prove
+from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 
 SEARCH = SearchOptions(time_limit=20, threads=1)
@@ -107,7 +107,7 @@ def inputs_of(g: KernelGraph) -> list[torch.Tensor]:
     return inputs
 
 
-def found_of(g: KernelGraph) -> list[Found]:
+def found_of(g: KernelGraph) -> list[RankedUGraph]:
     found, report = search(g, SEARCH)
     assert found, report
     return found

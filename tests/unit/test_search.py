@@ -19,28 +19,28 @@ from mirage_hf.errors import Rejected
 from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.ops import scalar, table
-from mirage_hf.search.engine import Found, SearchOptions, search
+from mirage_hf.search.engine import RankedUGraph, SearchOptions, search
 from mirage_hf.search.spec import lower, small_rational
 from mirage_hf.verify.accept import search_and_verify
-from mirage_hf.verify.fingerprint import prove
+from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 
 SEARCH = SearchOptions(time_limit=20, threads=1)
 
 
-def found_in(graph: KernelGraph, options: SearchOptions = SEARCH) -> list[Found]:
+def found_in(graph: KernelGraph, options: SearchOptions = SEARCH) -> list[RankedUGraph]:
     found, report = search(graph, options)
     assert found, report
     return found
 
 
-def block_of(found: Found) -> BlockGraph:
+def block_of(found: RankedUGraph) -> BlockGraph:
     block = found.ugraph.block_ops[0].block
     assert block is not None and found.ugraph.num_kernels == 1
     return block
 
 
-def checked(found: Found) -> Found:
+def checked(found: RankedUGraph) -> RankedUGraph:
     """It is proven, and right in float64."""
     graph = found.ugraph.program
     assert isinstance(prove(found.ugraph), Accepted)
@@ -55,7 +55,7 @@ def best(graph: KernelGraph, options: SearchOptions = SEARCH) -> BlockGraph:
     return block_of(checked(found_in(graph, options)[0]))
 
 
-def blocks_of(found: Found) -> list[BlockGraph]:
+def blocks_of(found: RankedUGraph) -> list[BlockGraph]:
     return [op.block for op in found.ugraph.block_ops if op.block is not None]
 
 

@@ -15,8 +15,8 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.search.engine import Found, SearchOptions, search
-from mirage_hf.verify.fingerprint import prove
+from mirage_hf.search.engine import RankedUGraph, SearchOptions, search
+from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 
 SEARCH = SearchOptions(time_limit=20, threads=1)
@@ -126,13 +126,13 @@ def error_of(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
     return max(errors) if all(x.isfinite().all() for x in got) else math.inf
 
 
-def found_of(g: KernelGraph) -> list[Found]:
+def found_of(g: KernelGraph) -> list[RankedUGraph]:
     found, report = search(g, SEARCH)
     assert found, report
     return found
 
 
-def in_range(f: Found) -> bool:
+def in_range(f: RankedUGraph) -> bool:
     return any(op.fn == "max" for o in f.ugraph.block_ops for op in o.block.ops())
 
 

@@ -25,9 +25,9 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import labels, results, superoptimizer
 from mirage_hf.render import html_report
 from mirage_hf.search.engine import SearchOptions
-from mirage_hf.search.report import Counters, RejectedCandidate
+from mirage_hf.search.search_report import Counters, RejectedCandidate
 from mirage_hf.verify.accept import search_and_verify
-from mirage_hf.verify.fingerprint import prove
+from mirage_hf.verify.field_proof import prove
 
 
 @pytest.fixture(autouse=True)
@@ -716,7 +716,7 @@ def test_the_page_of_a_result(tmp_path):
     found = mi.superoptimize(g, backend="cpu")
     found.report = replace(
         found.report,
-        refused=(RejectedCandidate(7, "rounds <badly> & loudly"),),
+        rejected=(RejectedCandidate(7, "rounds <badly> & loudly"),),
         notes=("a <note>",),
     )
     path = found.to_html(tmp_path / "r.html")

@@ -16,7 +16,7 @@ from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.pipeline import superoptimizer
 from mirage_hf.search.engine import search
-from mirage_hf.verify.fingerprint import prove
+from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 
 

@@ -34,13 +34,13 @@ from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.patterns import ATTENTION
 from mirage_hf.pipeline.kernels import promising
-from mirage_hf.search.engine import Found, SearchOptions, search
+from mirage_hf.search.engine import RankedUGraph, SearchOptions, search
 from mirage_hf.search.spec import expand
 from mirage_hf.verify import accept as accepting
-from mirage_hf.verify import bound, fingerprint, numeric, shrink
+from mirage_hf.verify import error_bound, field_proof, numeric, shrink
 from mirage_hf.verify.accept import accept, kind_of
 from mirage_hf.verify.field import Element, FieldAlgebra, P, Q, Redraw
-from mirage_hf.verify.fingerprint import prove
+from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 
 SEARCH = SearchOptions(time_limit=2, threads=1)
@@ -320,7 +320,7 @@ def test_accumulators_are_exercised(monkeypatch, broken):
     """A kernel that keeps one tile of its loop only is refused: every loop runs in two tiles or more."""
     u = ugraphs.rms_norm_linear()
     assert isinstance(prove(u), Accepted)
-    monkeypatch.setattr(fingerprint, "FieldAlgebra", broken)
+    monkeypatch.setattr(field_proof, "FieldAlgebra", broken)
     assert isinstance(prove(u), Rejected)
 
 
@@ -381,7 +381,7 @@ def test_any_number_of_parts_is_proven(parts):
 def test_small_sizes_have_two_parts_or_more_of_which_none_is_empty():
     u = chains.split_attention(keys=4096, d=128, parts=16)
     classes = shrink.Classes(expand(u.program), expand(u.kernels))
-    for sizes, parts in ((fingerprint._SIZES[0], 2), (fingerprint._LARGER, 3)):
+    for sizes, parts in ((field_proof._SIZES[0], 2), (field_proof._LARGER, 3)):
         _, kernels = shrink.shrink(classes, sizes, parts)
         first, second = kernels.blocks.values()
         assert first.axis("s").size == second.axis("s").size == parts and first.part("j") >= 2
@@ -732,7 +732,7 @@ def test_a_proof_that_would_say_nothing_is_refused():
 
 def test_every_accepted_bound_is_small(found):
     for name, candidates in found.items():
-        assert all(prove(u).bound <= fingerprint.WORST for u in candidates[:2]), name
+        assert all(prove(u).bound <= field_proof.WORST for u in candidates[:2]), name
 
 
 def test_independent_exponents_are_found_with_their_relations():
@@ -745,13 +745,13 @@ def test_independent_exponents_are_found_with_their_relations():
         (basis[2:3] * half + 3 * basis[3:4]) % Q,
         basis[4:5] * 0,
     ]
-    found = bound.independent(rows, 16)
-    assert isinstance(found, bound.Exponents) and found.rank == 5
+    found = error_bound.independent(rows, 16)
+    assert isinstance(found, error_bound.Exponents) and found.rank == 5
     assert found.weight in (4, 6, 8)  # b/2 + 3c by whichever two were met first
-    assert bound.independent([], 16).rank == 0
-    assert "too many" in bound.independent([rng.integers(Q, size=(13, 16))], 16)
-    assert "small multiples" in bound.independent([basis, basis[:1] * 123457 % Q], 16)
-    numerators, denominators = bound._rational(
+    assert error_bound.independent([], 16).rank == 0
+    assert "too many" in error_bound.independent([rng.integers(Q, size=(13, 16))], 16)
+    assert "small multiples" in error_bound.independent([basis, basis[:1] * 123457 % Q], 16)
+    numerators, denominators = error_bound._rational(
         np.array([3, Q - 2, 7 * pow(9, -1, Q) % Q, 123456789, 0])
     )
     assert (
@@ -762,7 +762,7 @@ def test_independent_exponents_are_found_with_their_relations():
 
 
 def test_degrees_add_up_and_common_denominators_count_once():
-    d = bound.Degrees()
+    d = error_bound.Degrees()
     a, b = d.variable((2, 3)), d.variable((2, 1))
     quotient = d.elementwise("div", [a, b], {})
     assert d.reduce("sum", quotient, 1).n.tolist() == [[[1, 1, 0, 0]]] * 2  # one b per row
@@ -900,7 +900,7 @@ def test_attention_is_found_with_its_maximum():
     found, _ = search(g, SEARCH)
     accepted = accept(found)
     assert found and all(isinstance(prove(f.ugraph), Accepted) for f in found)
-    assert accepted.candidates and not accepted.refused
+    assert accepted.candidates and not accepted.rejected
     assert all(
         isinstance(v, Accepted) for v in verdicts(ugraphs.attention(heads=2, q=3, keys=64, d=64))
     )
@@ -1199,11 +1199,13 @@ def test_narrowing_goes_through_all_kernels():
 def test_accept_keeps_the_order_of_alternatives():
     u, v = chains.split_attention(), chains.flash(keys=50)
     wrong = rewired(chains.split_attention(), k0=(0, 2, 1))
-    accepted = accept([Found(wrong, 1.0, 1), Found(u, 2.0, 1), Found(v, 3.0, 1)])
+    accepted = accept(
+        [RankedUGraph(wrong, 1.0, 1), RankedUGraph(u, 2.0, 1), RankedUGraph(v, 3.0, 1)]
+    )
     assert [c.ugraph for c in accepted.candidates] == [u, v] and [
         c.cost_us for c in accepted.candidates
     ] == [2.0, 3.0]
-    assert [r.candidate for r in accepted.refused] == [0] and "differs" in accepted.refused[
+    assert [r.candidate for r in accepted.rejected] == [0] and "differs" in accepted.rejected[
         0
     ].reason
     assert accepted.error_bound < 1e-18

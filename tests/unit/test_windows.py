@@ -24,7 +24,7 @@ from mirage_hf.search import calls, cut
 from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.search.join import join
 from mirage_hf.tune.cost import library_us
-from mirage_hf.verify.accept import Searched, accept, search_and_verify
+from mirage_hf.verify.accept import VerifiedCandidates, accept, search_and_verify
 from mirage_hf.verify.verdict import Accepted
 
 OPTIONS = SearchOptions(time_limit=60, threads=1)
@@ -32,14 +32,14 @@ SMALL = dict(hidden=32, heads=4, kv=2, ffn=48)
 LAYERS = {"prompt": dict(tokens=5), "decode": dict(past=6), "sandwich": dict(past=6, sandwich=True)}
 
 
-def searched(graph: KernelGraph, **options) -> Searched:
+def searched(graph: KernelGraph, **options) -> VerifiedCandidates:
     result = search_and_verify(graph, replace(OPTIONS, **options))
     assert result.candidates, result.report
     return result
 
 
 @functools.cache
-def layer(**sizes) -> Searched:
+def layer(**sizes) -> VerifiedCandidates:
     """What is found for a decoder layer: several tests look at the same."""
     return searched(decoder_layer(mi, **sizes))
 
@@ -63,7 +63,7 @@ def called(ugraph: UGraph) -> Counter[str]:
     )
 
 
-def fewest(result: Searched) -> UGraph:
+def fewest(result: VerifiedCandidates) -> UGraph:
     """The candidate with the fewest launches, and the fewest library calls among them."""
     return min(
         (c.ugraph for c in result.candidates), key=lambda u: (u.num_kernels, called(u).total())

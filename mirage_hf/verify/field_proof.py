@@ -31,10 +31,10 @@ from mirage_hf.graph.ragged import Bounds, bounds_of
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.ops import table
 from mirage_hf.search.spec import expand
-from mirage_hf.verify.bound import SPARE, Degrees, Exponents, independent, trial_bound
+from mirage_hf.verify.error_bound import SPARE, Degrees, Exponents, independent, trial_bound
 from mirage_hf.verify.evaluate import SmallGraph
 from mirage_hf.verify.field import Element, FieldAlgebra, Redraw
-from mirage_hf.verify.ragged import draw_all
+from mirage_hf.verify.random_bounds import draw_all
 from mirage_hf.verify.shrink import Classes, Misfit, shrink
 from mirage_hf.verify.verdict import Accepted, Verdict
 
@@ -106,14 +106,14 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Trial:
+class ProofTrial:
     """One random evaluation of both sides: the outputs, and the exponents met."""
 
     want: list[Element]
     got: list[Element]
     algebra: FieldAlgebra
 
-    def refused(self, number: int) -> Rejected | None:
+    def disagreement(self, number: int) -> Rejected | None:
         for k, (x, y) in enumerate(zip(self.want, self.got, strict=True)):
             if x.p.shape != y.p.shape:
                 return Rejected(
@@ -136,8 +136,8 @@ def prove(
     """
     if ugraph.kernels in (ugraph.program, library_ugraph(ugraph.program).kernels):
         return Accepted(0.0, "the program itself")
-    if refused := _interface(ugraph.program, ugraph.kernels):
-        return refused
+    if rejected := _interface(ugraph.program, ugraph.kernels):
+        return rejected
     try:
         classes = Classes(expand(ugraph.program), expand(ugraph.kernels))
     except Misfit as e:
@@ -154,9 +154,9 @@ def prove(
             continue
         copies = min(small.degrees.exps, _MAX_COPIES) + SPARE if exps else 1
         first = _try(small, seed, 0, copies)
-        if refused := first if isinstance(first, Rejected) else first.refused(0):
-            return refused
-        assert isinstance(first, Trial)
+        if rejected := first if isinstance(first, Rejected) else first.disagreement(0):
+            return rejected
+        assert isinstance(first, ProofTrial)
         exponents = independent(first.algebra.exponents, copies)
         if isinstance(exponents, str):
             unclear = exponents
@@ -181,10 +181,10 @@ def prove(
     for trial in range(1, trials + 1):
         last = trial == trials
         result = _try(larger, seed, trial, 1, True) if last else _try(checked, seed, trial, copies)
-        if refused := result if isinstance(result, Rejected) else result.refused(trial):
-            return refused
+        if rejected := result if isinstance(result, Rejected) else result.disagreement(trial):
+            return rejected
         if bounds and exps and not last and target < 1:  # other bounds, other exponents
-            assert isinstance(result, Trial)
+            assert isinstance(result, ProofTrial)
             exponents = independent(result.algebra.exponents, copies)
             if isinstance(exponents, str):
                 return Rejected(f"the proof would say nothing: {exponents}")
@@ -236,7 +236,7 @@ def _pair(classes: Classes, sizes: Sequence[int], parts: int, pieces: int) -> Pa
 
 def _try(
     small: Pair, seed: int, number: int, copies: int, whole_grid: bool = False
-) -> Trial | Rejected:
+) -> ProofTrial | Rejected:
     """One random evaluation of both sides."""
     for draw in range(_MAX_REDRAWS):
         algebra = FieldAlgebra((seed % 2**64, number, draw), copies)
@@ -245,7 +245,7 @@ def _try(
             operands[n] = drawn
         try:
             want = small.program.run(operands, algebra, 1)
-            return Trial(
+            return ProofTrial(
                 want, small.kernels.run(operands, algebra, small.pieces, whole_grid), algebra
             )
         except Redraw:

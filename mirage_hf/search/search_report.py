@@ -73,7 +73,7 @@ class SearchReport:
     stop: str
     reason: str = ""
     found: int = 0
-    refused: tuple[RejectedCandidate, ...] = ()
+    rejected: tuple[RejectedCandidate, ...] = ()
     error_bound: float | None = None
     proof_seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())
@@ -94,11 +94,11 @@ class SearchReport:
             f"values: {c.values} kept of {c.examined} examined {values_cut}, {c.derivations} derivations",
             f"variants: {c.variants} from {c.expansions} states (dominated {c.dominated})",
             f"plans: {c.plans} (cut by cost {c.cost_pruned}) of {c.kernels} kernels evaluated (illegal {c.illegal})",
-            f"candidates: {self.found} kept, {len(self.refused)} refused",
+            f"candidates: {self.found} kept, {len(self.rejected)} rejected",
         ]
         if self.error_bound is not None:
             lines.append(
                 f"proof: chance of a wrong acceptance at most {self.error_bound:.1e}, {self.proof_seconds:.3f} s"
             )
-        lines += [f"refused candidate {r.candidate}: {r.reason}" for r in self.refused]
+        lines += [f"rejected candidate {r.candidate}: {r.reason}" for r in self.rejected]
         return "\n".join([*lines, *self.notes])
