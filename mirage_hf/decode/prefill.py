@@ -455,28 +455,19 @@ def _chain(
     kernels = steps.prefill_kernels(batch * tokens)
 
     def run() -> None:
-        with torch.no_grad():
-            x = torch.nn.functional.embedding(prompt.ids, steps.embedding).flatten(0, 1)
-            if steps.embedding_scale != 1:
-                x = x.mul_(steps.embedding_scale)
-            for n, (layer, found) in enumerate(zip(steps.layers, kernels, strict=True)):
-                assert layer.prefill is not None
-                x = layer.prefill(
-                    found,
-                    x,
-                    PromptInputs(
-                        cos[layer.rope],
-                        sin[layer.rope],
-                        block.keys[n],
-                        block.values[n],
-                        prompt.sources_of(block.rings[n]),
-                        None if (cut := cuts[n]) is None else bands[cut],
-                    ),
-                )
-            x = x.view(batch, tokens, -1).gather(
-                1, prompt.last[:, None, None].expand(-1, 1, x.shape[-1])
+        layer_inputs = (
+            PromptInputs(
+                cos[layer.rope_table],
+                sin[layer.rope_table],
+                block.keys[n],
+                block.values[n],
+                prompt.sources_of(block.rings[n]),
+                None if (cut := cuts[n]) is None else bands[cut],
             )
-            steps.head(batch, x[:, 0], block.logits)
+            for n, layer in enumerate(steps.layers)
+        )
+        with torch.no_grad():
+            steps.run_prompt(kernels, prompt.ids, prompt.last, layer_inputs, block.logits)
 
     return run, (cos, sin, kernels, bands)
 

@@ -18,7 +18,7 @@ from mirage_hf.decode.kernels.ends import MOST_ROWS, MOST_VOCAB, Ends, Inputs, e
 from mirage_hf.decode.kernels.written import INFINITY
 from mirage_hf.decode.program import Chooser, MaskPlan, Step, move_on
 from mirage_hf.layers.compose import Kernel
-from mirage_hf.layers.model_kernels import LayerKernels, ModelKernels
+from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.step import StepInputs
 
 
@@ -30,8 +30,10 @@ class _Buffers:
     ends: Ends
     cos: Tensor
     sin: Tensor
-    kernels: tuple[tuple[LayerKernels, dict[str, Kernel], int], ...]
-    """Of each layer its step, what runs its parts, and which of the inputs' windows it has."""
+    #: What runs the parts of each layer.
+    kernels: tuple[dict[str, Kernel], ...]
+    #: Which of the inputs' windows each layer has.
+    windows: tuple[int, ...]
 
 
 class StepProgram(Step):
@@ -70,11 +72,12 @@ class StepProgram(Step):
                 cos.dtype,
                 tables,
             )
-            chain = tuple(
-                (layer, steps.kernels(layer, block.batch, block.slots_of(n)), each.index(seen[n]))
+            kernels = tuple(
+                steps.kernels(layer, block.batch, block.slots_of(n))
                 for n, layer in enumerate(steps.layers)
             )
-            self._buffers = _Buffers(inputs, ends_of(block), cos, sin, chain)
+            indices = tuple(each.index(window) for window in seen)
+            self._buffers = _Buffers(inputs, ends_of(block), cos, sin, kernels, indices)
         return self._buffers
 
     def held(self) -> Any:
@@ -88,19 +91,19 @@ class StepProgram(Step):
             ready.ends.begin(
                 block.control, steps.embedding, ready.cos, ready.sin, inputs, steps.embedding_scale
             )
-            x = inputs.x
-            for n, (layer, kernels, window) in enumerate(ready.kernels):
-                at = StepInputs(
-                    inputs.cos[layer.rope],
-                    inputs.sin[layer.rope],
+            layer_inputs = (
+                StepInputs(
+                    inputs.cos[layer.rope_table],
+                    inputs.sin[layer.rope_table],
                     block.keys[n],
                     block.values[n],
                     inputs.lows[window],
                     inputs.slots[window],
                     inputs.ends[window],
                 )
-                x = layer.step(kernels, x, at)
-            steps.head(block.batch, x, block.logits)
+                for n, (layer, window) in enumerate(zip(steps.layers, ready.windows, strict=True))
+            )
+            steps.run_step(ready.kernels, inputs.x, layer_inputs, block.logits)
             ready.ends.turn(block.control, block.turning)
 
     def _to_logits(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from mirage_hf.errors import MirageError, Rejected
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.layers.compose import Kernel, Part, child
-from mirage_hf.layers.prefill import LayerPrefill, layer_prefill, why_no_prefill
+from mirage_hf.layers.prefill import LayerPrefill, PromptInputs, layer_prefill, why_no_prefill
 from mirage_hf.layers.row_chunks import RowChunks, prepare_row_chunks
-from mirage_hf.layers.step import LayerStep, layer_step
+from mirage_hf.layers.step import LayerStep, StepInputs, layer_step
 from mirage_hf.match.causal import CausalMatch, LengthRope, length_rope, rotary_rows
 from mirage_hf.match.matcher import Match
 from mirage_hf.match.probe import softcap_of
@@ -42,7 +42,7 @@ class LayerKernels:
     match: Match
     step: LayerStep
     prefill: LayerPrefill | None
-    rope: int
+    rope_table: int
     """Which of the tables of RoPE it is given."""
     found: Mapping[int, Mapping[str, Any]]
 
@@ -183,6 +183,53 @@ class ModelKernels:
                 for each in zip(*tables, strict=True)
             )
             return cos, sin
+
+    def run_step(
+        self,
+        kernels: Sequence[Mapping[str, Kernel]],
+        x: Tensor,
+        inputs: Iterable[StepInputs],
+        logits: Tensor,
+    ) -> None:
+        """Run every layer and the head for one token of each sequence.
+
+        Args:
+            kernels: What runs the parts of each layer (see `kernels`).
+            x: The embedded tokens (rows, width).
+            inputs: What each layer reads besides `x`. Its keys and values are appended to.
+            logits: Where the logits (rows, vocabulary) are written.
+        """
+        for layer, layer_kernels, layer_inputs in zip(self.layers, kernels, inputs, strict=True):
+            x = layer.step(layer_kernels, x, layer_inputs)
+        self.head(x.shape[0], x, logits)
+
+    def run_prompt(
+        self,
+        kernels: Sequence[Mapping[str, Kernel]],
+        ids: Tensor,
+        last: Tensor,
+        inputs: Iterable[PromptInputs],
+        logits: Tensor,
+    ) -> None:
+        """Run the embedding, every layer and the head for whole prompts.
+
+        Args:
+            kernels: What `prefill_kernels` returns for all tokens of the batch.
+            ids: The tokens (batch, tokens), each row from its own first token on.
+            last: The index of each row's last token (batch,). Its logits are computed.
+            inputs: What each layer reads besides its hidden states. It writes its keys and values.
+            logits: Where the logits (batch, vocabulary) are written.
+        """
+        x = torch.nn.functional.embedding(ids, self.embedding).flatten(0, 1)
+        if self.embedding_scale != 1:
+            x = x.mul_(self.embedding_scale)
+        for layer, layer_kernels, layer_inputs in zip(self.layers, kernels, inputs, strict=True):
+            assert layer.prefill is not None
+            x = layer.prefill(layer_kernels, x, layer_inputs)
+        batch, tokens = ids.shape
+        x = x.view(batch, tokens, -1)
+        x = x.gather(1, last[:, None, None].expand(-1, 1, x.shape[-1]))
+        self.head(batch, x[:, 0], logits)
 
     def head(self, rows: int, x: Tensor, logits: Tensor) -> None:
         """Write the logits (rows, vocabulary) of hidden states (rows, width)."""
