@@ -20,6 +20,7 @@ SETUP   := $(or $(PYTHON),python3) scripts/setup_env.py --system $(SYSTEM)
 SOURCES := pyproject.toml scripts/setup_env.py $(shell find csrc -type f -not -path 'csrc/tests/*')
 CXX     ?= g++
 SANITIZED := build/sanitize
+CPP     := $(shell find csrc -name '*.cpp' -o -name '*.h')
 # with torch from the system there may be none in .venv/bin
 CMAKE   = $(or $(wildcard $(BIN)/cmake),$(shell command -v cmake),$(BIN)/python -m cmake)
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -51,6 +52,7 @@ lint: .venv/dev.stamp
 	lint ruff check --output-format concise .; \
 	lint mypy; \
 	lint lint-imports --no-logo; \
+	lint clang-format --dry-run --Werror $(CPP); \
 	exit $$failed
 
 # without Python; a compiler that lacks the sanitizers' libraries is said, and is no failure
@@ -60,7 +62,8 @@ sanitize: .venv/dev.stamp
 	if ! $(CXX) -fsanitize=address,undefined $(SANITIZED)/probe.cpp -o $(SANITIZED)/probe 2>/dev/null || ! $(SANITIZED)/probe; then \
 	  echo "sanitize: $(CXX) has no AddressSanitizer here, skipped"; exit 0; \
 	fi; \
-	$(CMAKE) -S csrc -B $(SANITIZED) -DCMAKE_CXX_COMPILER=$(CXX) -DMIRAGE_TESTS=ON -DMIRAGE_SANITIZE=address,undefined > $(SANITIZED)/cmake.log \
+	$(CMAKE) -S csrc -B $(SANITIZED) -DCMAKE_CXX_COMPILER=$(CXX) -DMIRAGE_TESTS=ON -DMIRAGE_WERROR=ON \
+	  -DMIRAGE_SANITIZE=address,undefined > $(SANITIZED)/cmake.log \
 	  || { cat $(SANITIZED)/cmake.log; exit 1; }; \
 	$(CMAKE) --build $(SANITIZED) -j $(WORKERS) > $(SANITIZED)/build.log 2>&1 || { cat $(SANITIZED)/build.log; exit 1; }; \
 	$(SANITIZED)/tests/core_tests && \

@@ -1,9 +1,11 @@
-// Normal forms (the paper's abstract expressions, made exact): equal normal forms are equal functions over the reals.
+// Normal forms (the paper's abstract expressions, made exact): equal normal forms are equal
+// functions over the reals.
 //
-// A value is a sum of monomials; a monomial is a rational times a product of atoms to integer powers; an atom is an input
-// at its axes, a named constant, an opaque function of normal forms, exp of a monomial, a connected sum Σ over axes of a
-// product of atoms, a maximum over an axis, or a sum that was frozen because multiplying it out would be too wide.
-// Everything is hash-consed: an id identifies a normal form.
+// A value is a sum of monomials; a monomial is a rational times a product of atoms to integer
+// powers; an atom is an input at its axes, a named constant, an opaque function of normal forms,
+// exp of a monomial, a connected sum Σ over axes of a product of atoms, a maximum over an axis, or
+// a sum that was frozen because multiplying it out would be too wide. Everything is hash-consed: an
+// id identifies a normal form.
 #pragma once
 #include <map>
 #include <optional>
@@ -24,7 +26,8 @@ struct Rational {
 std::optional<Rational> multiply(Rational a, Rational b);  // none: overflow
 std::optional<Rational> add(Rational a, Rational b);
 
-using Factors = std::vector<std::pair<AtomId, int>>;  // atom, exponent; sorted by atom, no zero exponent
+using Factors =
+    std::vector<std::pair<AtomId, int>>;  // atom, exponent; sorted by atom, no zero exponent
 
 struct Monomial {
   Rational coefficient;
@@ -33,24 +36,24 @@ struct Monomial {
 
 struct Atom {
   enum class Kind { input, constant, opaque, exp, sum, max, frozen } kind = Kind::input;
-  int symbol = -1;              // input, constant, opaque
-  std::vector<int> index;       // input: axis per dim
-  std::vector<NfId> args;       // opaque, exp (one monomial), max, frozen
-  AxisSet bound = 0;            // sum, max
-  Factors factors;              // sum
+  int symbol = -1;         // input, constant, opaque
+  std::vector<int> index;  // input: axis per dim
+  std::vector<NfId> args;  // opaque, exp (one monomial), max, frozen
+  AxisSet bound = 0;       // sum, max
+  Factors factors;         // sum
   AxisSet free = 0;
   bool has_exp = false;
-  bool number = false;          // holds no input
-  bool has_sum = false;         // is, or is a function of, a sum or a maximum
+  bool number = false;   // holds no input
+  bool has_sum = false;  // is, or is a function of, a sum or a maximum
 };
 
 struct Nf {
   std::vector<Monomial> terms;  // sorted by factors; empty: zero
   AxisSet free = 0;
   bool has_exp = false;
-  bool number = false;          // holds no input
-  bool has_sum = false;         // is, or is a function of, a sum or a maximum
-  int size = 0;                 // grows with every op that builds a value, up to a limit; orders derivations
+  bool number = false;   // holds no input
+  bool has_sum = false;  // is, or is a function of, a sum or a maximum
+  int size = 0;  // grows with every op that builds a value, up to a limit; orders derivations
 };
 
 class NormalForms {
@@ -60,7 +63,8 @@ class NormalForms {
   NfId input(int symbol, const std::vector<int>& index);
   NfId constant(Rational value);
   NfId named_constant(int symbol);
-  // The binary and unary ops give none when a rational or an exponent overflows or where the form is not defined (division by zero).
+  // The binary and unary ops give none when a rational or an exponent overflows or where the form
+  // is not defined (division by zero).
   std::optional<NfId> mul(NfId a, NfId b);
   std::optional<NfId> add(NfId a, NfId b, bool negate_b);
   std::optional<NfId> inverse(NfId a);
@@ -69,14 +73,15 @@ class NormalForms {
   std::optional<NfId> sum(NfId a, int axis);
   NfId max(NfId a, int axis);
   NfId of_factors(Factors factors);  // one monomial with coefficient 1
-  // What a sum over `axis` is about: of a single monomial the sums that bind the axis, without the factors that moved past it;
-  // other forms as they are. `waits`: one of those factors is itself computed from a sum.
+  // What a sum over `axis` is about: of a single monomial the sums that bind the axis, without the
+  // factors that moved past it; other forms as they are. `waits`: one of those factors is itself
+  // computed from a sum.
   NfId core(NfId a, int axis, bool& waits);
 
   const Nf& nf(NfId id) const { return forms_[id]; }
   const Atom& atom(AtomId id) const { return atoms_[id]; }
   AxisSet free(const Factors& factors) const;
-  bool is_number(NfId id) const;     // holds no input
+  bool is_number(NfId id) const;  // holds no input
   std::int64_t count() const { return static_cast<std::int64_t>(forms_.size() + atoms_.size()); }
 
  private:

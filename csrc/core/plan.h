@@ -9,8 +9,9 @@
 
 namespace mirage {
 
-// The cheapest plans of one variant for each number of kernels, and the runner-up roles of a single kernel.
-std::vector<Candidate> plans(const Program& program, const Variant& variant, const Limits& limits, Statistics& stats,
-                             const std::function<bool()>& out_of_time);
+// The cheapest plans of one variant for each number of kernels, and the runner-up roles of a single
+// kernel.
+std::vector<Candidate> plans(const Program& program, const Variant& variant, const Limits& limits,
+                             Statistics& stats, const std::function<bool()>& out_of_time);
 
 }  // namespace mirage

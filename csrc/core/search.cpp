@@ -1,4 +1,5 @@
-// The driver: saturate, list the variants, cut each into kernels on all threads, keep the cheapest plans.
+// The driver: saturate, list the variants, cut each into kernels on all threads, keep the cheapest
+// plans.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -17,19 +18,24 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Two candidates are the same when kernels, roles, stages and ops agree up to the numbers of values.
+// Two candidates are the same when kernels, roles, stages and ops agree up to the numbers of
+// values.
 std::vector<std::int64_t> shape_of(const Candidate& c) {
   std::vector<std::int64_t> key;
   int before = 0;
   for (const FoundKernel& k : c.kernels) {
     std::map<int, std::int64_t> number;
-    const auto id = [&](int v) { return number.try_emplace(v, static_cast<std::int64_t>(number.size())).first->second; };
+    const auto id = [&](int v) {
+      return number.try_emplace(v, static_cast<std::int64_t>(number.size())).first->second;
+    };
     key.push_back(--before);
-    for (Role r : k.roles) key.push_back(static_cast<std::int64_t>(r));
+    for (Role r : k.roles)
+      key.push_back(static_cast<std::int64_t>(r));
     key.push_back(k.split);
     key.push_back(k.parts);
     std::map<int, std::int64_t> leaf;
-    for (const FoundLeaf& l : k.leaves) leaf[l.value] = l.node >= 0 ? l.node : 100000 + l.value;
+    for (const FoundLeaf& l : k.leaves)
+      leaf[l.value] = l.node >= 0 ? l.node : 100000 + l.value;
     for (const FoundStage& s : k.stages) {
       key.push_back(-1 - s.loop);
       for (const auto* list : {&s.body, &s.accumulators})
@@ -37,11 +43,15 @@ std::vector<std::int64_t> shape_of(const Candidate& c) {
           key.push_back(static_cast<std::int64_t>(f.op));
           key.push_back(f.symbol);
           key.push_back(f.axis);
-          for (int a : f.args) key.push_back(leaf.count(a) ? -1000 - leaf[a] : id(a));
+          for (int a : f.args)
+            key.push_back(leaf.count(a) ? -1000 - leaf[a] : id(a));
           key.push_back(id(f.out));
         }
     }
-    for (const FoundOutput& o : k.outputs) { key.push_back(o.output); key.push_back(id(o.value)); }
+    for (const FoundOutput& o : k.outputs) {
+      key.push_back(o.output);
+      key.push_back(id(o.value));
+    }
   }
   return key;
 }
@@ -53,14 +63,17 @@ void add(Statistics& total, const Statistics& part) {
   total.cost_pruned += part.cost_pruned;
 }
 
-// The cheapest, but for each number of kernels the best few whatever they cost: a Pareto set of cost and launches.
+// The cheapest, but for each number of kernels the best few whatever they cost: a Pareto set of
+// cost and launches.
 std::vector<Candidate> best_of(std::vector<Candidate> all, std::size_t most) {
   constexpr int kEachCount = 2;
-  std::stable_sort(all.begin(), all.end(), [](const Candidate& a, const Candidate& b) { return a.cost_us < b.cost_us; });
+  std::stable_sort(all.begin(), all.end(),
+                   [](const Candidate& a, const Candidate& b) { return a.cost_us < b.cost_us; });
   std::map<std::size_t, int> taken;
   std::vector<Candidate> kept;
   std::size_t room = most;
-  for (const Candidate& c : all) if (taken[c.kernels.size()]++ < kEachCount && room > 0) --room;
+  for (const Candidate& c : all)
+    if (taken[c.kernels.size()]++ < kEachCount && room > 0) --room;
   taken.clear();
   for (Candidate& c : all) {
     const bool first = taken[c.kernels.size()]++ < kEachCount;
@@ -85,11 +98,17 @@ SearchResult search(const Program& program, const Limits& limits, const Progress
   const std::function<bool()> out_of_time = [&] {
     if (stop) return true;
     const double now = seconds();
-    if (now > limits.seconds) { late = true; stop = true; }
+    if (now > limits.seconds) {
+      late = true;
+      stop = true;
+    }
     if (std::this_thread::get_id() == main_thread && now - reported > 0.05) {
       reported = now;
       Statistics copy;
-      { std::lock_guard guard(lock); copy = result.stats; }
+      {
+        std::lock_guard guard(lock);
+        copy = result.stats;
+      }
       copy.seconds = now;
       if (progress && progress(copy)) stop = true;
     }
@@ -104,29 +123,35 @@ SearchResult search(const Program& program, const Limits& limits, const Progress
   reason = values.stop;
   if (!values.outputs.empty()) {
     bool complete = true;
-    const std::vector<Variant> ways = variants(plain, values, forms, limits, result.stats, complete, out_of_time);
+    const std::vector<Variant> ways =
+        variants(plain, values, forms, limits, result.stats, complete, out_of_time);
     if (!complete && reason.empty()) reason = "expansions";
     std::vector<std::vector<Candidate>> found(ways.size());
     std::atomic<std::size_t> next{0};
     const auto worker = [&] {
-      for (std::size_t i; (i = next++) < ways.size() && (i == 0 || !stop);) {  // the program as written is always tried
+      for (std::size_t i; (i = next++) < ways.size() &&
+                          (i == 0 || !stop);) {  // the program as written is always tried
         Statistics stats;
         found[i] = plans(plain, ways[i], limits, stats, out_of_time);
         {
           std::lock_guard guard(lock);
           add(result.stats, stats);
-          if (!found[i].empty() && result.stats.first_seconds < 0) result.stats.first_seconds = seconds();
+          if (!found[i].empty() && result.stats.first_seconds < 0)
+            result.stats.first_seconds = seconds();
           result.stats.candidates += static_cast<std::int64_t>(found[i].size());
           for (const Candidate& c : found[i])
-            if (result.stats.best_us < 0 || c.cost_us < result.stats.best_us) result.stats.best_us = c.cost_us;
+            if (result.stats.best_us < 0 || c.cost_us < result.stats.best_us)
+              result.stats.best_us = c.cost_us;
         }
         out_of_time();  // takes the lock itself
       }
     };
     std::vector<std::thread> helpers;
-    for (int t = 1; t < limits.threads && t < static_cast<int>(ways.size()); ++t) helpers.emplace_back(worker);
+    for (int t = 1; t < limits.threads && t < static_cast<int>(ways.size()); ++t)
+      helpers.emplace_back(worker);
     worker();
-    for (std::thread& t : helpers) t.join();
+    for (std::thread& t : helpers)
+      t.join();
     std::set<std::vector<std::int64_t>> seen;
     std::vector<Candidate> all;
     for (auto& list : found)

@@ -36,14 +36,16 @@ inline int run_tests() {
       check(false, e.what(), name.c_str(), 0);
     }
   }
-  std::cout << registry().tests.size() << " tests, " << registry().checks << " checks, " << registry().failures << " failed\n";
+  std::cout << registry().tests.size() << " tests, " << registry().checks << " checks, "
+            << registry().failures << " failed\n";
   return registry().failures == 0 ? 0 : 1;
 }
 
 }  // namespace mirage::tests
 
-#define TEST(name)                                                        \
-  static void name();                                                     \
-  static const mirage::tests::Register register_##name{#name, name};      \
+#define TEST(name)                                                   \
+  static void name();                                                \
+  static const mirage::tests::Register register_##name{#name, name}; \
   static void name()
-#define CHECK(...) mirage::tests::check(static_cast<bool>(__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
+#define CHECK(...) \
+  mirage::tests::check(static_cast<bool>(__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)

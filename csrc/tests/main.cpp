@@ -1,3 +1,5 @@
 #include "tests/check.h"
 
-int main() { return mirage::tests::run_tests(); }
+int main() {
+  return mirage::tests::run_tests();
+}

@@ -1,4 +1,5 @@
-// Equal functions have equal ids, different functions different ones; what does not fit is "none", never a wrong number.
+// Equal functions have equal ids, different functions different ones; what does not fit is "none",
+// never a wrong number.
 #include "core/normal_form.h"
 #include "tests/check.h"
 
@@ -52,7 +53,8 @@ TEST(division_is_a_negative_exponent) {
   CHECK(f.inverse(f.constant({-2, 3})) == f.constant({-3, 2}));
   CHECK(!f.inverse(f.constant({0, 1})));
   const NfId wide = f.plus(a, b);
-  CHECK(f.over(f.times(c, f.inverse(wide).value()), c) == f.inverse(wide).value());  // the sum is one frozen factor
+  CHECK(f.over(f.times(c, f.inverse(wide).value()), c) ==
+        f.inverse(wide).value());  // the sum is one frozen factor
 }
 
 TEST(a_product_is_multiplied_out_within_the_width_only) {
@@ -60,10 +62,12 @@ TEST(a_product_is_multiplied_out_within_the_width_only) {
     Forms f(width);
     const NfId a = f.x(0, {m}), b = f.x(1, {m}), c = f.x(2, {m}), d = f.x(3, {m});
     const NfId whole = f.times(f.plus(a, b), f.plus(c, d));
-    const NfId out = f.plus(f.plus(f.times(a, c), f.times(a, d)), f.plus(f.times(b, c), f.times(b, d)));
+    const NfId out =
+        f.plus(f.plus(f.times(a, c), f.times(a, d)), f.plus(f.times(b, c), f.times(b, d)));
     CHECK((whole == out) == (width == 4));
     CHECK(f.nf(whole).terms.size() == (width == 4 ? 4u : 1u));
-    CHECK(f.times(f.plus(a, b), f.constant({2, 1})) == f.plus(f.plus(a, a), f.plus(b, b)));  // numbers always are
+    CHECK(f.times(f.plus(a, b), f.constant({2, 1})) ==
+          f.plus(f.plus(a, a), f.plus(b, b)));  // numbers always are
   }
 }
 
@@ -117,7 +121,8 @@ TEST(a_bound_axis_captures_nothing) {
   CHECK(f.times(f.total(a, r), f.total(a, r)) != f.total(f.times(a, a), r));
   const NfId squared = f.total(f.times(f.total(a, r), f.total(a, r)), k);
   CHECK(squared != f.total(f.total(f.times(a, a), r), k));
-  // c carries r and stands outside of Σ_k: its r stays free (the inner sum is left an atom of its own)
+  // c carries r and stands outside of Σ_k: its r stays free (the inner sum is left an atom of its
+  // own)
   const NfId outside = f.total(f.times(f.total(a, r), c), k);
   CHECK(has(f.nf(outside).free, r));
   CHECK(outside != f.total(f.total(f.times(a, c), r), k));
@@ -144,7 +149,8 @@ TEST(exponents_that_overflow_are_none) {
   Forms f;
   std::optional<NfId> power = f.x(0, {m});
   int squared = 0;
-  for (; power && squared < 64; ++squared) power = f.mul(*power, *power);
+  for (; power && squared < 64; ++squared)
+    power = f.mul(*power, *power);
   CHECK(!power);
   CHECK(squared > 16);
 }
@@ -163,7 +169,8 @@ TEST(sizes_grow_with_every_op_and_do_not_overflow) {
   CHECK(size(f.exp(minus)) > size(minus));
   CHECK(size(f.exp(difference)) > size(difference));
   NfId nested = a;
-  for (int i = 0; i < 80; ++i) nested = f.opaque(0, {nested, nested});  // doubles every time
+  for (int i = 0; i < 80; ++i)
+    nested = f.opaque(0, {nested, nested});  // doubles every time
   CHECK(size(nested) > size(b));
   CHECK(size(f.over(a, nested)) > 0);
 }
@@ -178,6 +185,7 @@ TEST(numbers_hold_no_input) {
   CHECK(!f.is_number(f.opaque(1, {half, f.plus(a, eps)})));
   CHECK(!f.is_number(f.inverse(f.plus(a, eps)).value()));
   NfId nested = eps;
-  for (int i = 0; i < 80; ++i) nested = f.opaque(0, {nested, nested});
+  for (int i = 0; i < 80; ++i)
+    nested = f.opaque(0, {nested, nested});
   CHECK(f.is_number(nested));  // linear in its depth
 }

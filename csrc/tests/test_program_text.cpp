@@ -1,4 +1,5 @@
-// The text form: what is written is read back the same, and every malformed program is refused with its line and its reason.
+// The text form: what is written is read back the same, and every malformed program is refused with
+// its line and its reason.
 #include "core/program_text.h"
 #include "tests/check.h"
 
@@ -38,7 +39,9 @@ std::string error_of(std::string_view text) {
 }
 
 // Every error, after two axes and an input.
-std::string refused(const std::string& rest) { return error_of("axis m 16\naxis k 8\nx = input @0 256 m k\n" + rest); }
+std::string refused(const std::string& rest) {
+  return error_of("axis m 16\naxis k 8\nx = input @0 256 m k\n" + rest);
+}
 
 std::string refused(const Program& program) {
   try {
@@ -55,10 +58,12 @@ TEST(text_is_read_and_written_back) {
   const Program p = parse(kEvery);
   CHECK(p.axes.size() == 2 && p.axes[1].name == "k" && p.axes[1].size == 4096);
   CHECK(p.nodes.size() == 14);
-  CHECK(p.nodes[0].op == Op::input && p.nodes[0].index == std::vector<int>{0, -1, 1} && p.nodes[0].bytes == 131072);
+  CHECK(p.nodes[0].op == Op::input && p.nodes[0].index == std::vector<int>{0, -1, 1} &&
+        p.nodes[0].bytes == 131072);
   CHECK(p.nodes[3].num == -1 && p.nodes[3].den == 3 && p.nodes[3].symbol == -1);
   CHECK(p.nodes[5].symbol == 7);
-  CHECK(p.nodes[11].op == Op::opaque && p.nodes[11].symbol == 3 && p.nodes[11].args == std::vector<int>{10, 5, 1});
+  CHECK(p.nodes[11].op == Op::opaque && p.nodes[11].symbol == 3 &&
+        p.nodes[11].args == std::vector<int>{10, 5, 1});
   CHECK(p.nodes[13].op == Op::max && p.nodes[13].axis == 1);
   CHECK(p.outputs == std::vector<int>{12, 13, 12});
   const std::string text = format(p);
@@ -84,7 +89,8 @@ output v12 v13 v12
 }
 
 TEST(blanks_line_ends_and_keywords_as_names) {
-  const std::string text = format(parse("axis axis 4\r\n\toutput = input  @0 8 axis \r\n\n# end\noutput output"));
+  const std::string text =
+      format(parse("axis axis 4\r\n\toutput = input  @0 8 axis \r\n\n# end\noutput output"));
   CHECK(text == "axis axis 4\nv0 = input @0 8 axis\noutput v0\n");
   CHECK(format(parse("v1 = constant -4611686018427387904/4611686018427387903\noutput v1")) ==
         "v0 = constant -4611686018427387904/4611686018427387903\noutput v0\n");
@@ -96,7 +102,8 @@ TEST(syntax_errors_say_where_and_what) {
   CHECK(error_of("axis") == "line 1: expected a name, found the end of the line");
   CHECK(error_of("axis m") == "line 1: expected a size, found the end of the line");
   CHECK(error_of("axis m 4x") == "line 1: expected a size, found 4x");
-  CHECK(error_of("axis m 99999999999999999999") == "line 1: expected a size, found 99999999999999999999");
+  CHECK(error_of("axis m 99999999999999999999") ==
+        "line 1: expected a size, found 99999999999999999999");
   CHECK(error_of("axis m 4 5") == "line 1: expected the end of the line, found 5");
   CHECK(refused("3 = exp x") == "line 4: expected a name of letters, digits and _, found 3");
   CHECK(refused("x = exp x") == "line 4: expected a new name, found x");
@@ -115,31 +122,45 @@ TEST(syntax_errors_say_where_and_what) {
   CHECK(refused("y = input @4294967296") == "line 4: expected @ and a number, found @4294967296");
   CHECK(refused("y = input @1 m") == "line 4: expected its bytes, found m");
   CHECK(refused("y = input @1 8 n") == "line 4: expected an axis or 1, found n");
-  CHECK(refused("y = constant") == "line 4: expected a whole number, a fraction, or @ and a number, found the end of the line");
-  CHECK(refused("y = constant 1/") == "line 4: expected a whole number, a fraction, or @ and a number, found 1/");
-  CHECK(refused("y = constant 0.5") == "line 4: expected a whole number, a fraction, or @ and a number, found 0.5");
+  CHECK(
+      refused("y = constant") ==
+      "line 4: expected a whole number, a fraction, or @ and a number, found the end of the line");
+  CHECK(refused("y = constant 1/") ==
+        "line 4: expected a whole number, a fraction, or @ and a number, found 1/");
+  CHECK(refused("y = constant 0.5") ==
+        "line 4: expected a whole number, a fraction, or @ and a number, found 0.5");
   CHECK(refused("output") == "line 4: expected a value, found the end of the line");
   CHECK(refused("output x y") == "line 4: expected a value, found y");
 }
 
 TEST(malformed_programs_are_refused_at_their_line) {
-  CHECK(refused("axis m 2\noutput x") == "line 4: expected another name than that of an earlier axis, found m");
+  CHECK(refused("axis m 2\noutput x") ==
+        "line 4: expected another name than that of an earlier axis, found m");
   CHECK(refused("axis 1 2\noutput x") == "line 4: expected a name of letters, digits and _");
   CHECK(refused("axis n 0\noutput x") == "line 4: expected a size from 1 to 2^62, found 0");
-  CHECK(refused("axis n 4611686018427387905\noutput x") == "line 4: expected a size from 1 to 2^62, found 4611686018427387905");
+  CHECK(refused("axis n 4611686018427387905\noutput x") ==
+        "line 4: expected a size from 1 to 2^62, found 4611686018427387905");
   CHECK(refused("y = input @1 8 m m\noutput x") == "line 4: expected an axis once, found m twice");
   CHECK(refused("y = input @1 -8 m\noutput x") == "line 4: expected 0 to 2^62 bytes, found -8");
-  CHECK(refused("axis a 4294967296\naxis b 4294967296\ny = input @1 8 a b\noutput x") == "line 6: expected at most 2^62 elements");
-  CHECK(refused("y = input @0 256 k m\noutput x") == "line 4: expected the sizes and bytes that this input has in an earlier node");
-  CHECK(refused("y = input @0 255 m k\noutput x") == "line 4: expected the sizes and bytes that this input has in an earlier node");
-  CHECK(refused("y = constant 2/4\noutput x") == "line 4: expected a fraction in lowest terms, found 2/4");
-  CHECK(refused("y = constant 0/2\noutput x") == "line 4: expected a fraction in lowest terms, found 0/2");
-  CHECK(refused("y = constant 1/0\noutput x") == "line 4: expected a denominator from 1 to 2^62, found 0");
-  CHECK(refused("y = constant 1/-2\noutput x") == "line 4: expected a denominator from 1 to 2^62, found -2");
+  CHECK(refused("axis a 4294967296\naxis b 4294967296\ny = input @1 8 a b\noutput x") ==
+        "line 6: expected at most 2^62 elements");
+  CHECK(refused("y = input @0 256 k m\noutput x") ==
+        "line 4: expected the sizes and bytes that this input has in an earlier node");
+  CHECK(refused("y = input @0 255 m k\noutput x") ==
+        "line 4: expected the sizes and bytes that this input has in an earlier node");
+  CHECK(refused("y = constant 2/4\noutput x") ==
+        "line 4: expected a fraction in lowest terms, found 2/4");
+  CHECK(refused("y = constant 0/2\noutput x") ==
+        "line 4: expected a fraction in lowest terms, found 0/2");
+  CHECK(refused("y = constant 1/0\noutput x") ==
+        "line 4: expected a denominator from 1 to 2^62, found 0");
+  CHECK(refused("y = constant 1/-2\noutput x") ==
+        "line 4: expected a denominator from 1 to 2^62, found -2");
   CHECK(refused("y = constant -9223372036854775808\noutput x") ==
         "line 4: expected a numerator of at most 2^62, found -9223372036854775808");
   CHECK(refused("y = opaque @0\noutput x") == "line 4: expected 1 to 16 values, found 0");
-  CHECK(refused("y = sum x k\nz = max y k\noutput x") == "line 5: expected an axis that the value carries, found k");
+  CHECK(refused("y = sum x k\nz = max y k\noutput x") ==
+        "line 5: expected an axis that the value carries, found k");
   CHECK(refused("y = exp x") == "line 4: expected an output");
 }
 
@@ -151,27 +172,49 @@ TEST(check_refuses_what_text_cannot_say) {
     change(p);
     return refused(p);
   };
-  CHECK(with([](Program& p) { p.nodes[6].args[1] = 6; }) == "node 6: expected an earlier node, found 6");
-  CHECK(with([](Program& p) { p.nodes[6].args[1] = -1; }) == "node 6: expected an earlier node, found -1");
-  CHECK(with([](Program& p) { p.nodes[6].args.pop_back(); }) == "node 6: expected 2 values, found 1");
+  CHECK(with([](Program& p) { p.nodes[6].args[1] = 6; }) ==
+        "node 6: expected an earlier node, found 6");
+  CHECK(with([](Program& p) { p.nodes[6].args[1] = -1; }) ==
+        "node 6: expected an earlier node, found -1");
+  CHECK(with([](Program& p) { p.nodes[6].args.pop_back(); }) ==
+        "node 6: expected 2 values, found 1");
   CHECK(with([](Program& p) { p.nodes[6].axis = 1; }) == "node 6: only sum and max have an axis");
-  CHECK(with([](Program& p) { p.nodes[6].index = {0}; }) == "node 6: only an input has an index and bytes");
-  CHECK(with([](Program& p) { p.nodes[6].bytes = 1; }) == "node 6: only an input has an index and bytes");
-  CHECK(with([](Program& p) { p.nodes[6].symbol = 1; }) == "node 6: only an input, a constant and an opaque function have a symbol");
-  CHECK(with([](Program& p) { p.nodes[6].num = 2; }) == "node 6: only a constant without a symbol has a value");
-  CHECK(with([](Program& p) { p.nodes[5].num = 2; }) == "node 5: only a constant without a symbol has a value");
-  CHECK(with([](Program& p) { p.nodes[5].symbol = -2; }) == "node 5: expected a symbol from 0, or -1, found -2");
-  CHECK(with([](Program& p) { p.nodes[0].symbol = -1; }) == "node 0: expected a symbol from 0, found -1");
-  CHECK(with([](Program& p) { p.nodes[11].symbol = -1; }) == "node 11: expected a symbol from 0, found -1");
-  CHECK(with([](Program& p) { p.nodes[11].args.assign(17, 0); }) == "node 11: expected 1 to 16 values, found 17");
-  CHECK(with([](Program& p) { p.nodes[0].index = {2}; }) == "node 0: expected an axis of the program or -1, found 2");
-  CHECK(with([](Program& p) { p.nodes[0].index = {-2}; }) == "node 0: expected an axis of the program or -1, found -2");
-  CHECK(with([](Program& p) { p.nodes[12].axis = 2; }) == "node 12: expected an axis of the program, found 2");
-  CHECK(with([](Program& p) { p.nodes[12].axis = -1; }) == "node 12: expected an axis of the program, found -1");
-  CHECK(with([](Program& p) { p.nodes[12].op = static_cast<Op>(10); }) == "node 12: expected an op, found 10");
-  CHECK(with([](Program& p) { p.outputs[1] = 14; }) == "output 1: expected a node of the program, found 14");
-  CHECK(with([](Program& p) { p.axes[0].name = "a b"; }) == "axis 0: expected a name of letters, digits and _");
-  CHECK(with([](Program& p) { p.axes.resize(65); }) == "program: expected at most 64 axes, found 65");
-  CHECK(with([](Program& p) { p.nodes.resize(4097); }) == "program: expected at most 4096 nodes, found 4097");
-  CHECK(with([](Program& p) { p.outputs.resize(4097); }) == "program: expected at most 4096 outputs, found 4097");
+  CHECK(with([](Program& p) { p.nodes[6].index = {0}; }) ==
+        "node 6: only an input has an index and bytes");
+  CHECK(with([](Program& p) { p.nodes[6].bytes = 1; }) ==
+        "node 6: only an input has an index and bytes");
+  CHECK(with([](Program& p) { p.nodes[6].symbol = 1; }) ==
+        "node 6: only an input, a constant and an opaque function have a symbol");
+  CHECK(with([](Program& p) { p.nodes[6].num = 2; }) ==
+        "node 6: only a constant without a symbol has a value");
+  CHECK(with([](Program& p) { p.nodes[5].num = 2; }) ==
+        "node 5: only a constant without a symbol has a value");
+  CHECK(with([](Program& p) { p.nodes[5].symbol = -2; }) ==
+        "node 5: expected a symbol from 0, or -1, found -2");
+  CHECK(with([](Program& p) { p.nodes[0].symbol = -1; }) ==
+        "node 0: expected a symbol from 0, found -1");
+  CHECK(with([](Program& p) { p.nodes[11].symbol = -1; }) ==
+        "node 11: expected a symbol from 0, found -1");
+  CHECK(with([](Program& p) { p.nodes[11].args.assign(17, 0); }) ==
+        "node 11: expected 1 to 16 values, found 17");
+  CHECK(with([](Program& p) { p.nodes[0].index = {2}; }) ==
+        "node 0: expected an axis of the program or -1, found 2");
+  CHECK(with([](Program& p) { p.nodes[0].index = {-2}; }) ==
+        "node 0: expected an axis of the program or -1, found -2");
+  CHECK(with([](Program& p) { p.nodes[12].axis = 2; }) ==
+        "node 12: expected an axis of the program, found 2");
+  CHECK(with([](Program& p) { p.nodes[12].axis = -1; }) ==
+        "node 12: expected an axis of the program, found -1");
+  CHECK(with([](Program& p) { p.nodes[12].op = static_cast<Op>(10); }) ==
+        "node 12: expected an op, found 10");
+  CHECK(with([](Program& p) { p.outputs[1] = 14; }) ==
+        "output 1: expected a node of the program, found 14");
+  CHECK(with([](Program& p) { p.axes[0].name = "a b"; }) ==
+        "axis 0: expected a name of letters, digits and _");
+  CHECK(with([](Program& p) { p.axes.resize(65); }) ==
+        "program: expected at most 64 axes, found 65");
+  CHECK(with([](Program& p) { p.nodes.resize(4097); }) ==
+        "program: expected at most 4096 nodes, found 4097");
+  CHECK(with([](Program& p) { p.outputs.resize(4097); }) ==
+        "program: expected at most 4096 outputs, found 4097");
 }

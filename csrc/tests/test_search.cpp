@@ -1,4 +1,5 @@
-// The driver on programs that people write kernels for: there is an answer, threads do not change it, and it ends when told to.
+// The driver on programs that people write kernels for: there is an answer, threads do not change
+// it, and it ends when told to.
 #include <algorithm>
 #include <chrono>
 #include <fstream>
@@ -29,14 +30,18 @@ SearchResult search_for(const Program& program, double seconds, int threads = 1)
   return search(program, limits, nullptr);
 }
 
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
 
 }  // namespace
 
 TEST(known_blocks_have_an_answer) {
-  for (const char* name : {"rms_norm_linear", "attention", "lora", "gated_mlp", "layer_norm", "gram"}) {
+  for (const char* name :
+       {"rms_norm_linear", "attention", "lora", "gated_mlp", "layer_norm", "gram"}) {
     const SearchResult result = search_for(example(name), 60);
-    std::cout << name << ": " << result.candidates.size() << " candidates, " << result.stats.seconds << " s, " << result.stop << "\n";
+    std::cout << name << ": " << result.candidates.size() << " candidates, " << result.stats.seconds
+              << " s, " << result.stop << "\n";
     CHECK(!result.candidates.empty());
     CHECK(result.stop == "exhausted");
   }
@@ -44,7 +49,8 @@ TEST(known_blocks_have_an_answer) {
 
 TEST(threads_do_not_change_the_answer) {
   for (const char* name : {"rms_norm_linear", "lora", "gated_mlp"}) {
-    const SearchResult one = search_for(example(name), 60, 1), two = search_for(example(name), 60, 2);
+    const SearchResult one = search_for(example(name), 60, 1),
+                       two = search_for(example(name), 60, 2);
     CHECK(one.candidates.size() == two.candidates.size());
     CHECK(one.stop == two.stop);
     CHECK(one.stats.values == two.stats.values);
@@ -67,7 +73,8 @@ TEST(progress_interrupts) {
   limits.threads = 2;
   int calls = 0;
   const auto start = Clock::now();
-  const SearchResult result = search(example("attention"), limits, [&](const Statistics&) { return ++calls == 1; });
+  const SearchResult result =
+      search(example("attention"), limits, [&](const Statistics&) { return ++calls == 1; });
   CHECK(calls <= 1);  // none where the search ends before the first is due
   CHECK(result.stop == (calls == 1 ? "interrupted" : "exhausted"));
   CHECK(seconds_since(start) < 30);
