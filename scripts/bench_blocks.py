@@ -46,11 +46,11 @@ from mirage_hf.codegen import triton
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.pipeline.kernels import cut_to, permitted, promising
+from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.tune import measure, tuner
 from mirage_hf.tune.cost import tensor_bytes
 from mirage_hf.tune.measure import Run
-from mirage_hf.verify.accept import search_and_verify
 from mirage_hf.verify.numeric import Case, make_inputs
 
 OURS, COMPILED = "ours", " compiled"

@@ -30,7 +30,7 @@ def plain(text: object) -> None:
 
 @contextmanager
 def searching(what: str) -> Iterator[Callable[..., None]]:
-    """Show a line that lives while work goes on; yields what to call with a stage and its detail (see verify/accept.py)."""
+    """Show a line that lives while work goes on; yields what to call with a stage and its detail (see pipeline/windows.py)."""
     if not console.is_terminal:
         plain(f"{what} …")
     with progress.bar(what, console) as note:

@@ -23,7 +23,9 @@ from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.pipeline import torch_op
 from mirage_hf.pipeline.results import search_version
+from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.pipeline.torch_op import Run
+from mirage_hf.pipeline.windows import ProgressCallback
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.settings import settings
 from mirage_hf.tune import space
@@ -31,7 +33,7 @@ from mirage_hf.tune.cost import H200, Device, estimate
 from mirage_hf.tune.measure import Timing
 from mirage_hf.tune.tuner import MOST_PARTS, Trial, TuneResult, together
 from mirage_hf.tune.tuner import tune as measure
-from mirage_hf.verify.accept import KEEP, Candidate, Progress, kind_of, search_and_verify
+from mirage_hf.verify.accept import KEEP, Candidate, kind_of
 from mirage_hf.zoo.entry import Entry, Measurement
 from mirage_hf.zoo.key import Key, key_of
 from mirage_hf.zoo.store import Chain, Store, chain, packaged_store, user_store
@@ -83,7 +85,7 @@ def resolve(
     zoo: str | Path | Sequence[str | Path] | None = None,
     tune: str = "auto",
     pattern: str = "program",
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     like: KernelGraph | None = None,
 ) -> Resolved:
     """Return the kernel of `program` on `device`: looked up (user's cache, packaged zoo, then `zoo`), else made and kept.
@@ -213,7 +215,7 @@ def make_entries(
     layer: Sequence[Entry | tuple[KernelGraph, str, KernelGraph | None]],
     device: torch.device,
     tune: str = "auto",
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> list[Entry]:
     """Search, verify and tune programs on `device` without looking anything up (what building a zoo does).
 
@@ -341,7 +343,7 @@ def _make(
     on_gpu: bool,
     tune: str,
     pattern: str,
-    progress: Progress | None,
+    progress: ProgressCallback | None,
     like: KernelGraph | None = None,
 ) -> _Made:
     options, keep = (

@@ -14,7 +14,7 @@ from mirage_hf.pipeline import labels
 from mirage_hf.search.search_report import Counters
 
 Note = Callable[..., Any]
-"""Called with a stage and its detail: see verify/accept.py, and ("kernel", (number, of how many, pattern)) of optimize()."""
+"""Called with a stage and its detail: see pipeline/windows.py, and ("kernel", (number, of how many, pattern)) of optimize()."""
 
 
 @contextmanager

@@ -26,6 +26,8 @@ from mirage_hf.pipeline import checkpoint as checkpoints
 from mirage_hf.pipeline import instances, labels, results, torch_op
 from mirage_hf.pipeline.checkpoint import CheckpointJournal, Kept
 from mirage_hf.pipeline.instances import Family
+from mirage_hf.pipeline.search_and_verify import search_and_verify
+from mirage_hf.pipeline.windows import ProgressCallback
 from mirage_hf.render import html_report
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.search.map_restriction import MapRestriction
@@ -34,7 +36,6 @@ from mirage_hf.settings import settings
 from mirage_hf.tune import space
 from mirage_hf.tune.restrict import Restriction
 from mirage_hf.tune.tuner import TuneResult, tune
-from mirage_hf.verify.accept import Progress, search_and_verify
 from mirage_hf.verify.numeric import NumericCheck, judge_on_cpu
 from mirage_hf.verify.verdict import Accepted
 
@@ -160,7 +161,7 @@ def superoptimize(
     seed: int = 0,
     verbose: bool = False,
     save_codes: bool | str | Path = False,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     cache: bool = True,
 ) -> SearchResult:
     """Search for faster kernels that are proven equivalent to `graph`.
@@ -258,7 +259,7 @@ def _kept(
     graph: KernelGraph,
     options: SearchOptions,
     seed: int,
-    progress: Progress | None,
+    progress: ProgressCallback | None,
     checkpoint: str | Path | None,
     identity: str,
     use_cache: bool,
@@ -296,7 +297,7 @@ def _finished(
     backend: str,
     restriction: Restriction | None,
     max_kernels: int | None,
-    progress: Progress | None,
+    progress: ProgressCallback | None,
 ) -> SearchResult:
     """Candidates with schedules: measured where a GPU is, else by the cost model; and the library path."""
     found, report, tuned = kept.ugraphs, kept.report, None
@@ -444,7 +445,7 @@ def _check_types(**given: Any) -> None:
             raise errors.SearchError(f"superoptimize: {name} must be {what}, it is {value!r}")
 
 
-def _printer() -> Progress:
+def _printer() -> ProgressCallback:
     last = [""]
 
     def show(stage: str, detail: object) -> None:

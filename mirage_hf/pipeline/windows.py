@@ -28,9 +28,12 @@ from mirage_hf.search.cut import Cut, Window, cut
 from mirage_hf.search.engine import RankedUGraph, SearchJournal, SearchOptions, search
 from mirage_hf.search.join import Joined, join
 from mirage_hf.search.search_report import Counters, RejectedCandidate, SearchReport
-from mirage_hf.verify.accept import Candidate, Progress, accept
+from mirage_hf.verify.accept import Candidate, accept
 from mirage_hf.verify.verdict import Verdict
 
+#: Called as progress(stage, detail): ("search", Counters), ("verify", Verdict) or
+#: ("tune", (done, total, what)). A true result stops the search.
+ProgressCallback = Callable[[str, Any], bool | None]
 CallCost = Callable[[KernelOp], float]
 """Called as call_us(op): the estimate of a library call in µs."""
 
@@ -62,7 +65,7 @@ Weight = Callable[[Choice], tuple[float, ...]]
 def search_windows(
     program: KernelGraph,
     options: SearchOptions,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     *,
     seed: int = 0,
     reason: str = "",
@@ -86,7 +89,7 @@ class _Windows:
         self,
         parts: Cut,
         options: SearchOptions,
-        progress: Progress | None,
+        progress: ProgressCallback | None,
         seed: int,
         call_us: CallCost,
         journal: SearchJournal | None,

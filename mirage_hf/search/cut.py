@@ -194,6 +194,7 @@ class _Cutting:
         before = self._effect_order()
         shapes = self._shapes()
         done: dict[int, Unit] = {}  # by the op's first output
+        units: dict[int, Unit] = {}  # the same, with those whose operands are not done yet
         phase: dict[int, int] = {}
         for root in (
             *(t.index for t in self.program.outputs),
@@ -205,7 +206,8 @@ class _Cutting:
                 if at not in self.made or (first := self.made[at].outputs[0].index) in done:
                     continue
                 op = self.made[at]
-                unit = self._unit(op)
+                unit = units.get(first) or self._unit(op)
+                units[first] = unit
                 inside = {t.index for o in unit.ops for t in o.outputs}
                 needs = [x.index for o in unit.ops for x in _tensors(o) if x.index not in inside]
                 if op.name in _COMMUTATIVE:

@@ -65,16 +65,19 @@ def search(
     options: SearchOptions | None = None,
     progress: SearchProgress | None = None,
     journal: SearchJournal | None = None,
+    *,
+    lowered: Spec | Rejected | None = None,
 ) -> tuple[list[RankedUGraph], SearchReport]:
     """Search for µGraphs equivalent to `graph`, best first. An empty list is an answer: the report says why.
 
     A step is one width searched to the end; those that `journal` has are not searched again.
+    `lowered` is what `lower(graph)` returned, if the caller has it already.
     Errors: SearchError for roles of axes that the program does not have, and for maps that no kernel keeps to.
     """
     options = options or SearchOptions()
     if options.maps is not None:
         options.maps.check(graph)
-    spec = lower(graph)
+    spec = lower(graph) if lowered is None else lowered
     if isinstance(spec, Rejected):
         return [], SearchReport(Counters(), stop="not lowerable", reason=spec.reason)
     for what, count, most in (

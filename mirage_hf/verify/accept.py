@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.errors import Rejected
-from mirage_hf.graph import symbolic
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
-from mirage_hf.search.append import split_appends
-from mirage_hf.search.engine import RankedUGraph, SearchJournal, SearchOptions, search
+from mirage_hf.search.engine import RankedUGraph
 from mirage_hf.search.regroup import regrouped
-from mirage_hf.search.search_report import RejectedCandidate, SearchReport
-from mirage_hf.search.spec import lower
+from mirage_hf.search.search_report import RejectedCandidate
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.numeric import NumericCheck, judge_on_cpu
 from mirage_hf.verify.verdict import Accepted, Verdict
@@ -143,108 +140,6 @@ def _other_grouping(
         if isinstance(cores, Accepted)
         else []
     )
-
-
-Progress = Callable[[str, Any], "bool | None"]
-"""Called as progress(stage, detail): ("search", Counters), ("verify", Verdict), ("tune", (done, total, what)). A true result
-stops a search."""
-
-
-@dataclass(frozen=True)
-class VerifiedCandidates:
-    """Candidates that may run, best estimate first, and the report."""
-
-    candidates: tuple[Candidate, ...]
-    report: SearchReport
-
-    def ugraphs(self) -> tuple[UGraph, ...]:
-        return tuple(c.ugraph for c in self.candidates)
-
-    def resized(self, program: KernelGraph) -> VerifiedCandidates:
-        """The same for `program`, which may differ from what the candidates are for in the sizes of dims."""
-        found = (
-            c
-            if c.ugraph.program is program
-            else replace(c, ugraph=symbolic.for_program(c.ugraph, program))
-            for c in self.candidates
-        )
-        return replace(self, candidates=tuple(found))
-
-
-WHOLE = 24
-"""Ops of a program that is searched as one: attention of a decoding step with q/k norms, RoPE and a cache has 21, which takes a second."""
-WHOLE_APPENDING = 56
-"""The same of a program that appends to caches: in windows its appends would be library calls. With biases, a mask, softcap and a sink
-as well, attention has 33, which take four seconds, and 47 with a norm of all heads together."""
-
-
-def search_and_verify(
-    program: KernelGraph,
-    options: SearchOptions,
-    progress: Progress | None = None,
-    *,
-    seed: int = 0,
-    journal: SearchJournal | None = None,
-    like: KernelGraph | None = None,
-    keep: int = KEEP,
-) -> VerifiedCandidates:
-    """Search `program` and keep candidates that are proven and whose numbers hold (`keep` as in `accept`). Steps that `journal` has are not
-    made again.
-    like: the program at other sizes of dims. The larger of both is searched, as what kernels are worth having shows at size; the smaller
-    is proven and its numbers are checked, as that takes less.
-
-    Programs of more than WHOLE ops, and those with ops that the search cannot lower, are searched window by window
-    (pipeline/windows.py): options.max_kernels then bounds each window. Roles name axes of the whole program, so with them it is
-    searched as one.
-    """
-    from mirage_hf.pipeline.windows import search_windows  # its windows go through `accept`
-
-    start = time.perf_counter()
-    small, large = sorted(
-        (program, like or program), key=lambda g: sum(math.prod(t.dims) for t in g.inputs)
-    )
-    appending = split_appends(large)
-    searched_for = appending.graph if appending else large
-    lowered = lower(searched_for)
-    reason = lowered.reason if isinstance(lowered, Rejected) else ""
-    if (
-        reason or len(searched_for.ops) > (WHOLE_APPENDING if appending else WHOLE)
-    ) and not options.roles:
-        return VerifiedCandidates(
-            *search_windows(small, options, progress, seed=seed, reason=reason, journal=journal)
-        ).resized(program)
-    say = progress or (lambda stage, detail: None)
-    found, report = search(searched_for, options, lambda counters: say("search", counters), journal)
-    if appending:
-        found = [replace(f, ugraph=appending.join(f.ugraph)) for f in found]
-    if small is not large:
-        found = [replace(f, ugraph=symbolic.for_program(f.ugraph, small)) for f in found]
-    searched = time.perf_counter() - start
-    accepted = accept(
-        found,
-        keep=keep,
-        seed=seed,
-        seconds=options.time_limit - searched,
-        on_candidate=lambda number, verdict: say("verify", verdict),
-    )
-    notes = (
-        (f"time was up before {accepted.late} more candidates were verified",)
-        if accepted.late
-        else ()
-    )
-    first = searched + accepted.first_seconds if accepted.first_seconds >= 0 else -1.0
-    return VerifiedCandidates(
-        accepted.candidates,
-        replace(
-            report,
-            found=len(accepted.candidates),
-            rejected=accepted.rejected,
-            error_bound=accepted.error_bound,
-            proof_seconds=accepted.seconds,
-            first_accepted_seconds=first,
-            notes=(*report.notes, *notes),
-        ),
-    ).resized(program)
 
 
 def examine(ugraph: UGraph) -> Candidate | Rejected:

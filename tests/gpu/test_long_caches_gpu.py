@@ -20,9 +20,9 @@ from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.patterns import attention
 from mirage_hf.pipeline.kernels import cut_to
+from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.tune import space
-from mirage_hf.verify.accept import search_and_verify
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -20,7 +20,7 @@ from mirage_hf.patterns.lora import LORA_DOWN, BlockAdapters
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.tune.cost import H200
 from mirage_hf.tune.tuner import rank
-from mirage_hf.verify.accept import search_and_verify
+from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.verify.numeric import Case, copied, make_inputs
 half, single = torch.float16, torch.float32
 packed = RMS_NORM_LINEAR.block(k=96, n=(40, 24, 24), bias=True, eps=1e-5, dtype=half, lora=BlockAdapters((3, 0, 3), single, True))

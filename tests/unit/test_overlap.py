@@ -13,10 +13,10 @@ from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.triton_kernel import write_kernel
 from mirage_hf.patterns import GATED_MLP, LINEAR_RESIDUAL, RMS_NORM_LINEAR
 from mirage_hf.patterns.lora import LORA_DOWN, BlockAdapters
+from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.tune.cost import H200
 from mirage_hf.tune.tuner import rank
-from mirage_hf.verify.accept import search_and_verify
 
 pytest.importorskip("triton")
 CASES = {c.name: c for c in blocks.cases()}

@@ -17,10 +17,10 @@ from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.layers import row_chunks
 from mirage_hf.patterns.prompt import PROMPT_ADDED, PROMPT_GATE, PROMPT_NORM, PROMPT_ROTATION
 from mirage_hf.pipeline import kernels
+from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.tune import space
 from mirage_hf.tune.measure import random_inputs
-from mirage_hf.verify.accept import search_and_verify
 
 DTYPE = torch.float32
 OF_NORM: dict[str, Any] = dict(
@@ -143,7 +143,7 @@ from mirage_hf.codegen import compile as compiler, triton
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.tune.measure import random_inputs
-from mirage_hf.verify.accept import search_and_verify
+from mirage_hf.pipeline.search_and_verify import search_and_verify
 
 graph = test_pieces.BLOCKS[{name!r}].program(64)
 found = kernels._unmeasured(kernels.promising(search_and_verify(graph, SearchOptions(time_limit=20), keep=1).candidates)[0], True)

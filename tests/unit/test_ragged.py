@@ -22,9 +22,9 @@ from mirage_hf.graph.execute import TorchAlgebra, run_block_graph, run_kernel_gr
 from mirage_hf.graph.kernel import CUSTOMIZED, KernelGraph
 from mirage_hf.graph.ragged import bounds_of
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.engine import RankedUGraph, SearchOptions, search
 from mirage_hf.verify import evaluate, numeric, random_bounds
-from mirage_hf.verify.accept import search_and_verify
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 

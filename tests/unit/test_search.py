@@ -19,9 +19,9 @@ from mirage_hf.errors import Rejected
 from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.ops import scalar, table
+from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.engine import RankedUGraph, SearchOptions, search
 from mirage_hf.search.spec import lower, small_rational
-from mirage_hf.verify.accept import search_and_verify
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 

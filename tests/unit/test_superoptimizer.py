@@ -23,10 +23,10 @@ from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import labels, results, superoptimizer
+from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.render import html_report
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.search.search_report import Counters, RejectedCandidate
-from mirage_hf.verify.accept import search_and_verify
 from mirage_hf.verify.field_proof import prove
 
 

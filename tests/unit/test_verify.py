@@ -33,10 +33,10 @@ from mirage_hf.graph.execute import run_block_graph, run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.patterns import ATTENTION
+from mirage_hf.pipeline import search_and_verify as searching
 from mirage_hf.pipeline.kernels import promising
 from mirage_hf.search.engine import RankedUGraph, SearchOptions, search
 from mirage_hf.search.spec import expand
-from mirage_hf.verify import accept as accepting
 from mirage_hf.verify import error_bound, field_proof, numeric, shrink
 from mirage_hf.verify.accept import accept, kind_of
 from mirage_hf.verify.field import Element, FieldAlgebra, P, Q, Redraw
@@ -1237,21 +1237,21 @@ def test_the_larger_of_two_sizes_is_searched_and_the_smaller_checked(monkeypatch
         return g
 
     seen: dict[str, object] = {}
-    found, accepted = accepting.search, accepting.accept
+    found, accepted = searching.search, searching.accept
     monkeypatch.setattr(
-        accepting,
+        searching,
         "search",
-        lambda g, *rest: seen.update(searched=g.inputs[1].dims) or found(g, *rest),
+        lambda g, *rest, **more: seen.update(searched=g.inputs[1].dims) or found(g, *rest, **more),
     )
     monkeypatch.setattr(
-        accepting,
+        searching,
         "accept",
         lambda f, **rest: (
             seen.update(checked=f[0].ugraph.program.inputs[1].dims) or accepted(f, **rest)
         ),
     )
     for program, like in ((linear(32), linear(256)), (linear(256), linear(32))):
-        candidates = accepting.search_and_verify(
+        candidates = searching.search_and_verify(
             program, SearchOptions(time_limit=20, threads=1, max_width=1), like=like
         ).candidates
         assert candidates and all(c.ugraph.program is program for c in candidates)

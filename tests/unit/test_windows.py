@@ -20,11 +20,12 @@ from mirage_hf.graph.kernel import CUSTOMIZED, KernelGraph, inline
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.ops import table
 from mirage_hf.pipeline import windows
+from mirage_hf.pipeline.search_and_verify import VerifiedCandidates, search_and_verify
 from mirage_hf.search import calls, cut
 from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.search.join import join
 from mirage_hf.tune.cost import library_us
-from mirage_hf.verify.accept import VerifiedCandidates, accept, search_and_verify
+from mirage_hf.verify.accept import accept
 from mirage_hf.verify.verdict import Accepted
 
 OPTIONS = SearchOptions(time_limit=60, threads=1)

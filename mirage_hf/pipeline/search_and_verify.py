@@ -1,0 +1,150 @@
+"""Search a program, then prove and check what the search returns."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+from mirage_hf.errors import Rejected
+from mirage_hf.graph import symbolic
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.pipeline.windows import ProgressCallback, search_windows
+from mirage_hf.search.append import SplitAppends, split_appends
+from mirage_hf.search.engine import RankedUGraph, SearchJournal, SearchOptions, search
+from mirage_hf.search.search_report import SearchReport
+from mirage_hf.search.spec import lower
+from mirage_hf.verify.accept import KEEP, Acceptance, Candidate, accept
+
+#: A program of at most this many ops is searched as one. Attention of a decoding step with q/k norms,
+#: RoPE and a cache has 21 ops and takes a second.
+MAX_WHOLE_OPS = 24
+
+#: The same limit for a program that appends to caches, because windows would leave its appends to
+#: library calls. Attention with biases, a mask, softcap and a sink has 33 ops and takes four seconds,
+#: and 47 ops with a norm over all heads.
+MAX_WHOLE_OPS_WITH_APPENDS = 56
+
+
+@dataclass(frozen=True)
+class VerifiedCandidates:
+    """What a search and its verification return.
+
+    Attributes:
+        candidates: Proven candidates that may run, lowest estimate first.
+        report: What was tried, what was rejected, and why the search stopped.
+    """
+
+    candidates: tuple[Candidate, ...]
+    report: SearchReport
+
+    def ugraphs(self) -> tuple[UGraph, ...]:
+        """Return the candidates' µGraphs, in order."""
+        return tuple(c.ugraph for c in self.candidates)
+
+    def resized(self, program: KernelGraph) -> VerifiedCandidates:
+        """Return the same candidates for `program`, which may have other sizes of symbolic dims."""
+        candidates = tuple(
+            candidate
+            if candidate.ugraph.program is program
+            else replace(candidate, ugraph=symbolic.for_program(candidate.ugraph, program))
+            for candidate in self.candidates
+        )
+        return replace(self, candidates=candidates)
+
+
+def search_and_verify(
+    program: KernelGraph,
+    options: SearchOptions,
+    progress: ProgressCallback | None = None,
+    *,
+    seed: int = 0,
+    journal: SearchJournal | None = None,
+    like: KernelGraph | None = None,
+    keep: int = KEEP,
+) -> VerifiedCandidates:
+    """Search `program` and keep the candidates that are proven and whose numbers hold.
+
+    Programs with more than `MAX_WHOLE_OPS` ops, and those with ops that the search cannot lower, are
+    searched window by window (see `windows.search_windows`). `options.max_kernels` then limits each
+    window. Options with `roles` name axes of the whole program, so such a search is never split.
+
+    Args:
+        program: The tensor program.
+        options: Limits of the search.
+        progress: Called with each stage and its detail.
+        seed: Seed of the random evaluations that prove and check candidates.
+        journal: Keeps finished steps, so that a search that was stopped can go on.
+        like: The same program at other sizes. The larger of the two is searched, because size decides
+            which kernels are worth having. The smaller one is proven and checked, because that is
+            faster.
+        keep: How many candidates to keep for each kind of arithmetic, as in `accept`.
+
+    Returns:
+        The candidates, as µGraphs of `program`, and the report.
+    """
+    start = time.perf_counter()
+    small, large = sorted((program, like or program), key=_input_elements)
+    appends = split_appends(large)
+    searched = appends.graph if appends else large
+    lowered = lower(searched)
+    reason = lowered.reason if isinstance(lowered, Rejected) else ""
+    most_ops = MAX_WHOLE_OPS_WITH_APPENDS if appends else MAX_WHOLE_OPS
+    if (reason or len(searched.ops) > most_ops) and not options.roles:
+        candidates, report = search_windows(
+            small, options, progress, seed=seed, reason=reason, journal=journal
+        )
+        return VerifiedCandidates(candidates, report).resized(program)
+    notify = progress or (lambda stage, detail: None)
+    ranked, report = search(
+        searched, options, lambda counters: notify("search", counters), journal, lowered=lowered
+    )
+    ranked = [_of_program(r, appends, None if small is large else small) for r in ranked]
+    seconds = time.perf_counter() - start
+    accepted = accept(
+        ranked,
+        keep=keep,
+        seed=seed,
+        seconds=options.time_limit - seconds,
+        on_candidate=lambda number, verdict: notify("verify", verdict),
+    )
+    report = _with_acceptance(report, accepted, seconds)
+    return VerifiedCandidates(accepted.candidates, report).resized(program)
+
+
+def _input_elements(graph: KernelGraph) -> int:
+    return sum(math.prod(t.dims) for t in graph.inputs)
+
+
+def _of_program(
+    ranked: RankedUGraph, appends: SplitAppends | None, small: KernelGraph | None
+) -> RankedUGraph:
+    """Put the appends back into a µGraph and resize it to the program that is verified."""
+    ugraph = ranked.ugraph
+    if appends:
+        ugraph = appends.join(ugraph)
+    if small is not None:
+        ugraph = symbolic.for_program(ugraph, small)
+    return replace(ranked, ugraph=ugraph)
+
+
+def _with_acceptance(
+    report: SearchReport, accepted: Acceptance, search_seconds: float
+) -> SearchReport:
+    """Add what verification did to the report of a search."""
+    notes = report.notes
+    if accepted.late:
+        notes += (f"time was up before {accepted.late} more candidates were verified",)
+    first = -1.0
+    if accepted.first_seconds >= 0:
+        first = search_seconds + accepted.first_seconds
+    return replace(
+        report,
+        found=len(accepted.candidates),
+        rejected=accepted.rejected,
+        error_bound=accepted.error_bound,
+        proof_seconds=accepted.seconds,
+        first_accepted_seconds=first,
+        notes=notes,
+    )
