@@ -76,7 +76,7 @@ compat: $(COMPAT:%=compat-%)
 $(COMPAT:%=compat-%): compat-%: .compat/%.stamp
 	@if [ -e .compat/$*/.ready ]; then \
 	  echo "transformers $*:"; \
-	  PYTHONPATH=.compat/$* $(PYTEST) -m "not slow" tests/hf; \
+	  PYTHONPATH=.compat/$* $(PYTEST) -m "models and not slow"; \
 	fi
 
 setup: .venv/dev.stamp

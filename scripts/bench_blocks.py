@@ -1,10 +1,10 @@
 """Times blocks beside torch eager, torch.compile (max-autotune), library calls, Liger and FlashInfer, in one process.
 
-    python scripts/bench_blocks.py --out blocks.json --chart blocks
-    python scripts/bench_blocks.py --blocks norm_linear,lora:1 --schedules 12 --no-compile
-    python scripts/bench_blocks.py --out blocks.json --resume --seconds 500
-    python scripts/bench_blocks.py --blocks long --no-compile --out long.json
-    python scripts/bench_blocks.py --redraw blocks.json --chart blocks        # needs no GPU
+    python -m scripts.bench_blocks --out blocks.json --chart blocks
+    python -m scripts.bench_blocks --blocks norm_linear,lora:1 --schedules 12 --no-compile
+    python -m scripts.bench_blocks --out blocks.json --resume --seconds 500
+    python -m scripts.bench_blocks --blocks long --no-compile --out long.json
+    python -m scripts.bench_blocks --redraw blocks.json --chart blocks        # needs no GPU
 
 Every contender is a CUDA graph over cold rotating inputs, checked against float64 before it is timed, and takes turns with the others.
 Ours is the best µGraph that the search found, verified and tuned; the JSON holds the time of everything tuned. Weights are stored
@@ -23,9 +23,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import benching
 import torch
-from benching import (
+
+from mirage_hf.codegen import triton
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.pipeline.kernels import cut_to, permitted, promising
+from mirage_hf.pipeline.search_and_verify import search_and_verify
+from mirage_hf.search.engine import SearchOptions
+from mirage_hf.tune import measure, tuner
+from mirage_hf.tune.cost import tensor_bytes
+from mirage_hf.tune.measure import Run
+from mirage_hf.verify.numeric import Case, make_inputs
+from scripts import benching
+from scripts.benching import (
     COMPILE,
     Budget,
     Contender,
@@ -38,20 +49,9 @@ from benching import (
     take_turns,
     within,
 )
-from block_rows import LONG, ROWS, Row
-from charts import draw_blocks
-from rivals import Rival
-
-from mirage_hf.codegen import triton
-from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.pipeline.kernels import cut_to, permitted, promising
-from mirage_hf.pipeline.search_and_verify import search_and_verify
-from mirage_hf.search.engine import SearchOptions
-from mirage_hf.tune import measure, tuner
-from mirage_hf.tune.cost import tensor_bytes
-from mirage_hf.tune.measure import Run
-from mirage_hf.verify.numeric import Case, make_inputs
+from scripts.block_rows import LONG, ROWS, Row
+from scripts.charts import draw_blocks
+from scripts.rivals import Rival
 
 OURS, COMPILED = "ours", " compiled"
 

@@ -1,7 +1,7 @@
 """Times the linears of a model's decoding step as one chain of dependent kernels in one CUDA graph, beside eager and torch.compile.
 
-    python scripts/bench_chain.py --model llama-3.2-1b,llama-3.1-8b --out chain.json
-    python scripts/bench_chain.py --model llama-3.2-1b --batch 16 --tune full --searched
+    python -m scripts.bench_chain --model llama-3.2-1b,llama-3.1-8b --out chain.json
+    python -m scripts.bench_chain --model llama-3.2-1b --batch 16 --tune full --searched
 
 A layer is RMSNorm + q, k, v | o + residual | RMSNorm + gate, up, SiLU · | down + residual; after the last one RMSNorm + head. Attention
 is left out: o reads the first numbers of the q, k, v result (at batch 1 its q columns), so every kernel still waits for the one before.
@@ -20,10 +20,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import benching
 import torch
 import torch.nn.functional as F
-from benching import (
+from torch import Tensor
+
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.patterns.gated_mlp import GATED_MLP
+from mirage_hf.patterns.linear_residual import LINEAR_RESIDUAL
+from mirage_hf.patterns.rms_norm_linear import RMS_NORM_LINEAR
+from mirage_hf.patterns.schema import PatternBlock
+from mirage_hf.pipeline import kernels
+from mirage_hf.tune import measure
+from scripts import benching
+from scripts.benching import (
     BYTES_PER_SECOND,
     COMPILE,
     Budget,
@@ -38,17 +48,7 @@ from benching import (
     take_turns,
     within,
 )
-from configs import MODELS, Sizes
-from torch import Tensor
-
-from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.patterns.gated_mlp import GATED_MLP
-from mirage_hf.patterns.linear_residual import LINEAR_RESIDUAL
-from mirage_hf.patterns.rms_norm_linear import RMS_NORM_LINEAR
-from mirage_hf.patterns.schema import PatternBlock
-from mirage_hf.pipeline import kernels
-from mirage_hf.tune import measure
+from scripts.configs import MODELS, Sizes
 
 DTYPE = torch.bfloat16
 QKV, OUT, MLP, DOWN, HEAD = "qkv", "o", "gate_up", "down", "head"

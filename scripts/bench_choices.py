@@ -1,6 +1,6 @@
 """Times what a decoding step ends with: the choice of the next token.
 
-    python scripts/bench_choices.py --what select,processors,generate --json choices.json
+    python -m scripts.bench_choices --what select,processors,generate --json choices.json
 
 select      the greatest logit by `Ends.select`, by vocabulary and batch: alone, launches that overlap as in a step and launches that do
             not; and what it adds to a chain of a model's own first and last kernel (begin, RMSNorm + head)
@@ -23,9 +23,6 @@ from typing import Any
 
 import torch
 import transformers.generation.logits_process as hf
-from bench_chain import HEAD, Chain
-from benching import DEVICE, Budget, Report, captured, need_gpu, run_all, take_turns
-from configs import MODELS, random_model
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from mirage_hf.decode import install, processors
@@ -35,6 +32,9 @@ from mirage_hf.decode.kernels.ends import Ends, Inputs
 from mirage_hf.decode.kernels.written import launch, load
 from mirage_hf.decode.processors import Now, Place
 from mirage_hf.pipeline import kernels
+from scripts.bench_chain import HEAD, Chain
+from scripts.benching import DEVICE, Budget, Report, captured, need_gpu, run_all, take_turns
+from scripts.configs import MODELS, random_model
 
 VOCABULARIES = (32000, 50257, 128256, 151936, 256000)
 CHAINED = ("qwen3-0.6b", "llama-3.2-1b")

@@ -1,11 +1,11 @@
 """Time `model.generate()` beside its rivals: one process, one set of weights, taking turns, medians and spread.
 
-    python scripts/bench_generate.py --model llama-3.2-1b --prompt 128 --new 128 --batch 1 --json out.json
-    python scripts/bench_generate.py --batch 1,2,4,8,16 --prompt 128,2048,8192,32768 --seconds 900 --json m.json --resume --chart m
-    python scripts/bench_generate.py --batch 4 --prompt 128,2048,8192 --side-by-side --json m4.json
-    python scripts/bench_generate.py --model llama-3.1-8b --lora 16 --peers eager,bare,ours --json lora.json
-    python scripts/bench_generate.py --batch 4 --prompt 512,2048 --padded --peers eager,static,ours --json padded.json
-    python scripts/bench_generate.py --redraw m.json --chart m
+    python -m scripts.bench_generate --model llama-3.2-1b --prompt 128 --new 128 --batch 1 --json out.json
+    python -m scripts.bench_generate --batch 1,2,4,8,16 --prompt 128,2048,8192,32768 --seconds 900 --json m.json --resume --chart m
+    python -m scripts.bench_generate --batch 4 --prompt 128,2048,8192 --side-by-side --json m4.json
+    python -m scripts.bench_generate --model llama-3.1-8b --lora 16 --peers eager,bare,ours --json lora.json
+    python -m scripts.bench_generate --batch 4 --prompt 512,2048 --padded --peers eager,static,ours --json padded.json
+    python -m scripts.bench_generate --redraw m.json --chart m
 
 Every model, batch size and prompt length named is a row of the JSON file, written as soon as it is measured. Peers:
   eager     HF's generate as it comes (DynamicCache)
@@ -41,7 +41,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benching import (
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.generation.streamers import BaseStreamer
+
+from mirage_hf.attention_interface import AttentionReport, attention_report
+from scripts.benching import (
     BYTES_PER_SECOND,
     Budget,
     Report,
@@ -54,12 +58,8 @@ from benching import (
     spread,
     within,
 )
-from charts import draw_generate
-from configs import MODELS, floor_bytes, random_model, with_adapters
-from transformers import DynamicCache, PreTrainedModel, StaticCache
-from transformers.generation.streamers import BaseStreamer
-
-from mirage_hf.attention_interface import AttentionReport, attention_report
+from scripts.charts import draw_generate
+from scripts.configs import MODELS, floor_bytes, random_model, with_adapters
 
 PEERS = ("eager", "static", "compile", "liger", "ours")
 BARE, ATTENTION = "bare", "attention"

@@ -1,10 +1,10 @@
 """Measures the superoptimizer's search on a CPU: times, memory, what it counted and what it found, program by program.
 
-    python scripts/bench_search.py --out docs/results/2026-11-21-search
-    python scripts/bench_search.py --programs lora_paper,llama_layer --repeat 1
+    python -m scripts.bench_search --out docs/results/2026-11-21-search
+    python -m scripts.bench_search --programs lora_paper,llama_layer --repeat 1
 
 Each run is the command line in a fresh process: `mirage-hf search PROGRAM.json --json OUT --no-cache --backend cpu`. Programs are
-those of tests/programs.py at full sizes, and some more. --out writes search.json (every run) and README.md (tables).
+those of tests/helpers/programs.py at full sizes, and some more. --out writes search.json (every run) and README.md (tables).
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import IO, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-import layers
-import programs
+from tests.helpers import decoder_layers, programs
 
 # mirage_hf and torch are imported in a process of their own: Linux counts this one's peak of memory as its children's
 
@@ -104,7 +101,7 @@ PROGRAMS: dict[str, Program] = {
     "linear_residual_stats": (linear_residual_stats, {}, None),
     "mlp": (mlp, {}, None),
     "attention_16_heads": (programs.attention, dict(heads=16), None),
-    "llama_layer": (layers.decoder_layer, dict(past=1023), None),
+    "llama_layer": (decoder_layers.decoder_layer, dict(past=1023), None),
 }
 """By name: builder, sizes, and the most kernels that a result must do with (None: nothing is asked)."""
 
@@ -296,7 +293,7 @@ RESULTS = {
     "library": "kernels of the library path, one call for each op that is not a view",
     "best": "kernels of the best result by the cost model's estimate",
     "least": "kernels of the result that has the fewest",
-    "asked": "kernels that a result must do with, by tests/programs.py; – asks nothing",
+    "asked": "kernels that a result must do with, by tests/helpers/programs.py; – asks nothing",
     "estimate_us": "estimate for the cheapest kernels, in µs on an H200, by the cost model; – where windows were searched",
     "kept": "candidates that were proven and whose numbers hold",
     "refused": "candidates that were found and refused",
@@ -486,7 +483,7 @@ def main() -> int:
         report = {
             "command": shlex.join(["mirage-hf", *command("PROGRAM.json", "OUT.json", args)]),
             "repeat": args.repeat,
-            "made_by": shlex.join(["python", "scripts/bench_search.py", *given]),
+            "made_by": shlex.join(["python", "-m", "scripts.bench_search", *given]),
             **common,
             "blocks": [],
         }

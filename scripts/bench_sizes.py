@@ -1,8 +1,8 @@
 """Checks that no size of a decoding block is slower than the library: what `resolve` would run beside the library path, size by size.
 
-    python scripts/bench_sizes.py --out sizes.json --seconds 500
-    python scripts/bench_sizes.py --out sizes.json --resume --seconds 500
-    python scripts/bench_sizes.py --rows 1,8 --hidden 896,2560 --blocks rms_norm_linear
+    python -m scripts.bench_sizes --out sizes.json --seconds 500
+    python -m scripts.bench_sizes --out sizes.json --resume --seconds 500
+    python -m scripts.bench_sizes --rows 1,8 --hidden 896,2560 --blocks rms_norm_linear
 
 bfloat16; hidden sizes of real models, and odd batch sizes. Kernels come from `mirage_hf.pipeline.kernels.resolve`, which searches and tunes
 quickly or takes what it kept; results are checked against float64, then both take turns in CUDA graphs over cold inputs. The ratio
@@ -18,19 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import benching
 import torch
-from benching import (
-    Budget,
-    Report,
-    captured,
-    error_of,
-    explained,
-    need_gpu,
-    run_all,
-    searched_run,
-    take_turns,
-)
 
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.patterns.gated_mlp import GATED_MLP
@@ -41,6 +29,18 @@ from mirage_hf.pipeline import kernels
 from mirage_hf.tune import measure
 from mirage_hf.tune.cost import H200, tensor_bytes
 from mirage_hf.verify.numeric import Case, make_inputs
+from scripts import benching
+from scripts.benching import (
+    Budget,
+    Report,
+    captured,
+    error_of,
+    explained,
+    need_gpu,
+    run_all,
+    searched_run,
+    take_turns,
+)
 
 DTYPE, EPS = torch.bfloat16, 1e-6
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import rivals
 import torch
-from rivals import Rival
 
 import mirage_hf as mi
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.patterns.attention import LONG_SLOTS
 from mirage_hf.tune.cost import H200, tensor_bytes
+from scripts import rivals
+from scripts.rivals import Rival
 
 HALF = torch.float16
 

@@ -1,7 +1,7 @@
 """Fill a kernel zoo ahead of time: search, prove and tune the blocks of models at batch sizes, and keep what was found.
 
-    python scripts/build_zoo.py --configs llama-3.2-1b,llama-3.1-8b --batch-sizes 1,8
-    torchrun --nproc-per-node 8 scripts/build_zoo.py --configs all       # spread over GPUs, and over hosts that share the folder
+    python -m scripts.build_zoo --configs llama-3.2-1b,llama-3.1-8b --batch-sizes 1,8
+    torchrun --nproc-per-node 8 -m scripts.build_zoo --configs all       # spread over GPUs, and over hosts that share the folder
 
 One layer of each model is made with random weights and matched as optimize() does it; its blocks are the whole model's. Among the
 fastest kernels of each block those are kept that make the layer fastest, its blocks one after another.
@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from configs import MODELS, random_model, with_adapters
 
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.kernel import KernelGraph
@@ -32,6 +31,7 @@ from mirage_hf.pipeline.kernels import make_entries, target_of
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import key_of
 from mirage_hf.zoo.store import Store
+from scripts.configs import MODELS, random_model, with_adapters
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,7 +1,7 @@
 """Say whether the generated kernels of two git revisions are the same code, up to names and comments.
 
-    python scripts/compare_kernels.py 53eabdb             # that revision against the working tree
-    python scripts/compare_kernels.py 53eabdb main --verbose
+    python -m scripts.compare_kernels 53eabdb             # that revision against the working tree
+    python -m scripts.compare_kernels 53eabdb main --verbose
 
 Compares every `kernel_zoo/**/kernel.py` and every golden file under `tests/golden` that holds Python or CUDA.
 

@@ -1,9 +1,9 @@
 """Mutate µGraphs and count what the proof and the numbers let through: nothing that differs, and nothing that loses range.
 
-    python scripts/mutation_test.py [--count 10000] [--programs rms_norm_linear,…] [--json FILE] [--seed 0]
+    python -m scripts.mutation_test [--count 10000] [--programs rms_norm_linear,…] [--json FILE] [--seed 0]
 
-Mutants come from hand-written µGraphs and from what the search finds for the programs of tests/programs.py, at reduced sizes.
-An independent interpreter in float64 (tests/plain.py) says of each whether it differs, is equal, or is equal but leaves the
+Mutants come from hand-written µGraphs and from what the search finds for the programs of tests/helpers/programs.py, at reduced sizes.
+An independent interpreter in float64 (tests/helpers/reference_executor.py) says of each whether it differs, is equal, or is equal but leaves the
 range of float32. Exits 1 if one that differs is proven, one that leaves the range passes both numeric checks, or an original
 is refused.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,13 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-import chains
-import mutants
-import programs
 import torch
-import ugraphs
 
 import mirage_hf as mi
 from mirage_hf.errors import Rejected
@@ -36,6 +29,7 @@ from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.numeric import judge_on_cpu
 from mirage_hf.verify.verdict import Accepted
+from tests.helpers import multi_kernel_ugraphs, mutants, programs, ugraphs
 
 
 @dataclass
@@ -111,7 +105,7 @@ def originals(names: list[str], per_program: int) -> Iterator[tuple[str, UGraph]
             found, _ = search(programs.build(mi, name), SearchOptions(time_limit=3, threads=1))
             yield from ((f"{name}[{n}]", f.ugraph) for n, f in enumerate(found[:per_program]))
         else:
-            yield name, (ugraphs.ALL | chains.ALL)[name]()
+            yield name, (ugraphs.ALL | multi_kernel_ugraphs.ALL)[name]()
 
 
 def mutate(
@@ -144,7 +138,8 @@ def main() -> int:
     )
     parser.add_argument("--count", type=int, default=10_000, help="differing mutants to make")
     parser.add_argument(
-        "--programs", default=",".join([*programs.PROGRAMS, *ugraphs.ALL, *chains.ALL])
+        "--programs",
+        default=",".join([*programs.PROGRAMS, *ugraphs.ALL, *multi_kernel_ugraphs.ALL]),
     )
     parser.add_argument(
         "--per-program", type=int, default=3, help="search results to mutate per program"
@@ -153,7 +148,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    known = (*programs.PROGRAMS, *ugraphs.ALL, *chains.ALL)
+    known = (*programs.PROGRAMS, *ugraphs.ALL, *multi_kernel_ugraphs.ALL)
     if unknown := [name for name in args.programs.split(",") if name not in known]:
         parser.error(f"unknown program {unknown[0]!r}; there are {', '.join(known)}")
     tally = mutate(

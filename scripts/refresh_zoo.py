@@ -1,7 +1,7 @@
 """Write the entries of a kernel zoo anew after the code generator's text or a name in the stored JSON changed.
 
-    python scripts/refresh_zoo.py                 # kernel_zoo/
-    python scripts/refresh_zoo.py --zoo FOLDER --check
+    python -m scripts.refresh_zoo                 # kernel_zoo/
+    python -m scripts.refresh_zoo --zoo FOLDER --check
 
 For each entry, generates `kernel.py` from the stored µGraph and schedules, and recomputes the key and all digests. A folder whose
 key changed is renamed. Schedules, timings, search statistics, machine and date stay as they are, so this is only right if the same

@@ -1,8 +1,8 @@
 """Launches every kernel of the hand-written cases once, for compute-sanitizer; needs an NVIDIA GPU.
 
-    compute-sanitizer --tool memcheck --error-exitcode 9 python scripts/sanitize_kernels.py
-    compute-sanitizer --tool racecheck --error-exitcode 9 python scripts/sanitize_kernels.py
-    for n in 1 2 3 4; do compute-sanitizer --tool racecheck python scripts/sanitize_kernels.py --part $n/4 & done; wait
+    compute-sanitizer --tool memcheck --error-exitcode 9 python -m scripts.sanitize_kernels
+    compute-sanitizer --tool racecheck --error-exitcode 9 python -m scripts.sanitize_kernels
+    for n in 1 2 3 4; do compute-sanitizer --tool racecheck python -m scripts.sanitize_kernels --part $n/4 & done; wait
 
 Blocks that share a loop are run twice, so that the second launch finds the counters that the first one left.
 """
@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit"))
-import blocks
 
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.tune import measure
+from tests.helpers import kernel_cases
 
 
 def part(text: str) -> tuple[int, int]:
@@ -41,7 +38,7 @@ def main() -> None:
     number, parts = parser.parse_args().part
     if not torch.cuda.is_available():
         sys.exit("sanitize_kernels: no GPU here")
-    cases = blocks.cases()[number - 1 :: parts]
+    cases = kernel_cases.cases()[number - 1 :: parts]
     for case in cases:
         program = triton.generate(case.ugraph, case.schedules)
         inputs = measure.random_inputs(case.ugraph.program, "cuda")

@@ -1,6 +1,6 @@
 """Many generate calls of mixed kinds on optimized models: every text is stock's, nothing is kept from one call to a later one.
 
-    python scripts/soak_generate.py --calls 1000 --device cuda
+    python -m scripts.soak_generate --calls 1000 --device cuda
 
 Two small random models in float32, their steps all by kernels where the batch has some, take calls of kinds drawn by a seed: prompts
 and batches of changing size, padding, stop tokens, processors, sampling, streamers, caches passed in and out, threads, calls within
@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "hf"))
-from decoding import FULL, Recorder, left_padded
-from features import GREEDY, KERNELS, WIDE, Pair, in_threads, small
-from swapping import prompt
 from transformers import DynamicCache
+
+from tests.helpers.generate_comparison import FULL, Recorder, left_padded
+from tests.helpers.generate_features import GREEDY, KERNELS, WIDE, Pair, in_threads, small
+from tests.helpers.tiny_models import prompt
 
 LENGTHS = (1, 2, 7, 30, 63, 64, 65, 120, 200, 250, 300)
 BATCHES = (1, 1, 2, 3, 4)

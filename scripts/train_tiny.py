@@ -1,7 +1,7 @@
 """Train the test asset: a byte-level Llama of 1.9 M parameters, and a rank-8 LoRA for it.
 
-    python scripts/train_tiny.py --seconds 100            # the model   -> tests/assets/tiny_llama
-    python scripts/train_tiny.py --lora --seconds 30      # the adapter -> tests/assets/tiny_llama_lora
+    python -m scripts.train_tiny --seconds 100            # the model   -> tests/assets/tiny_llama
+    python -m scripts.train_tiny --lora --seconds 30      # the adapter -> tests/assets/tiny_llama_lora
 
 Tests compare tokens, and tokens mean something only where the logits are not noise: hence a model that was really
 trained. The text is what every CPython carries: the model reads the language reference (`pydoc_data/topics.py`) and the
@@ -296,7 +296,7 @@ def write_readme(
 - Final loss: {done["train"]:.3f} nats a byte; on texts held out {done["held"]:.3f}{before}.
 - Saved as bfloat16, so float32 and bfloat16 see the same values. `from_pretrained` keeps bfloat16 unless told
   `dtype=torch.float32`.{untrained}
-- To make it again: `python scripts/train_tiny.py {flags}{" --bf16" * args.bf16}`.
+- To make it again: `python -m scripts.train_tiny {flags}{" --bf16" * args.bf16}`.
   Other hardware or another Python gives other weights.
 
 It writes (temperature 0.6):

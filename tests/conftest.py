@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import difflib
 import os
-import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-HERE = Path(__file__).parent
-torch.set_num_threads(
-    1
-)  # tests run in several processes; threads of one would wait for those of another
-sys.path.insert(0, str(HERE))  # programs.py and ugraphs.py are imported by tests of several folders
-from thorough import THOROUGH  # noqa: E402
+from tests.helpers.thorough import THOROUGH
 
-# results of earlier runs, and of the user's own work, are no part of a test
+HERE = Path(__file__).parent
+
+# Tests run in several processes. Threads of one process would wait for those of another.
+torch.set_num_threads(1)
+
+# A test must not read results of earlier runs or of the user's own work.
 os.environ.setdefault("MIRAGE_HF_CACHE", tempfile.mkdtemp(prefix="mirage_hf_tests_"))
 
 
@@ -30,23 +31,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+#: Files that start first when several processes share the work, so that no long one is left at the end.
 LONGEST = (
-    "test_fusable_dags",
-    "test_windows",
-    "test_superoptimizer",
-    "test_searched",
-    "test_attention",
-    "test_codegen_random",
-    "test_append",
-    "test_step",
-    "test_traced",
-    "test_kernels",
-    "test_optimize",
-    "test_cli",
-    "test_search",
-    "test_oracle",
+    "search/test_fusable_dags.py",
+    "pipeline/test_windows.py",
+    "pipeline/test_superoptimizer.py",
+    "api/test_searched.py",
+    "patterns/test_attention.py",
+    "codegen/test_random.py",
+    "codegen/test_append.py",
+    "decode/test_step.py",
+    "swap/test_traced.py",
+    "pipeline/test_kernels.py",
+    "api/test_optimize.py",
+    "cli/test_cli.py",
+    "search/test_search.py",
+    "search/test_brute_force.py",
 )
-"""Files that begin first where several processes take one file after the other, so that none is left at the end."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if "thorough" not in item.keywords or THOROUGH]
     place = {name: n for n, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    items.sort(key=lambda item: place.get(item.path.relative_to(HERE).as_posix(), len(place)))
     if torch.cuda.is_available():
         return
     for item in items:
@@ -90,3 +91,22 @@ def golden(request: pytest.FixtureRequest):
         )
 
     return compare
+
+
+@pytest.fixture
+def resolved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Replace the resolver by one whose kernels are the programs themselves.
+
+    Yields the list of programs that were resolved.
+    """
+    from mirage_hf.pipeline import kernels
+    from tests.helpers import tiny_models
+
+    asked: list[Any] = []
+
+    def resolve(program: Any, **_: Any) -> tiny_models.Resolved:
+        asked.append(program)
+        return tiny_models.Resolved(program)
+
+    monkeypatch.setattr(kernels, "resolve", resolve)
+    yield asked

@@ -1,13 +1,12 @@
 """Printed graphs, JSON, pictures and generated CUDA as they were when somebody last looked; --update-golden writes them anew."""
 
-import programs
 import pytest
-import ugraphs
 
 import mirage_hf as mi
 from mirage_hf.codegen import cuda
 from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.render import picture
+from tests.helpers import programs, ugraphs
 
 SHOWN = ("rms_norm_linear", "gated_mlp", "attention", "split_k_linear")
 

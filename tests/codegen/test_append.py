@@ -1,0 +1,400 @@
+"""Rows appended to caches in place by the kernel that computes them; loops that only visit what is within bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import mirage_hf as mi
+from mirage_hf import errors
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton
+from mirage_hf.codegen.plan import placed, plan
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.triton_kernel import write_kernel
+from mirage_hf.errors import Rejected
+from mirage_hf.graph import effects
+from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.pipeline.search_and_verify import search_and_verify
+from mirage_hf.search.append import split_appends
+from mirage_hf.search.engine import SearchOptions
+from mirage_hf.tune import space
+from mirage_hf.verify.field_proof import prove
+from mirage_hf.verify.verdict import Accepted
+from tests.codegen import test_overlap
+from tests.helpers import reference_executor, triton_interpreter, ugraphs
+
+
+def attention(
+    b=2, heads=2, group=3, slots=40, new=1, d=16, rope=True, norm=False, dtype="float16"
+) -> KernelGraph:
+    """Attention of a decoding step that appends its keys and values: to the old keys within [lo, slot), and to the new ones."""
+    g = mi.new_kernel_graph()
+    q = g.new_input((b, heads, group * new, d), dtype, name="q")
+    k, v = (
+        g.new_input((b, heads, new, d), dtype, name=name) for name in ("new_keys", "new_values")
+    )
+    keys, values = (
+        g.new_input((b, heads, slots, d), dtype, name=name) for name in ("keys", "values")
+    )
+    lo, slot = (g.new_input((b, 1, 1, 1), "int32", name=name) for name in ("lo", "slot"))
+    if norm:
+        q, k = (
+            g.rms_norm(x, g.new_input((1, d), dtype, name=name, constant=True))
+            for x, name in ((q, "qw"), (k, "kw"))
+        )
+    if rope:
+        cos, sin = (g.new_input((b, 1, 1, d), dtype, name=name) for name in ("cos", "sin"))
+        q, k = (g.rope(x, cos, sin) for x in (q, k))
+    old, fresh = (g.exp(g.mul(g.matmul(q, g.permute(x, (0, 1, 3, 2))), d**-0.5)) for x in (keys, k))
+    old = g.within(old, lo, slot, dim=3)
+    y = g.div(
+        g.add(g.matmul(old, values), g.matmul(fresh, v)),
+        g.add(g.reduction(old, 3), g.reduction(fresh, 3)),
+    )
+    g.mark_output(y, g.cache_append(keys, k, slot), g.cache_append(values, v, slot))
+    return g
+
+
+PROGRAMS = {
+    "rotated": attention(),
+    "plain": attention(rope=False, b=1, slots=33),
+    "normed, 3 new": attention(norm=True, new=3, group=1),
+    "one head": attention(heads=1, group=4, d=32),
+}
+LENGTHS = ((0, 0), (0, 1), (3, 17), (5, 5), (0, 37), (36, 37))
+
+
+def inputs_of(g: KernelGraph, lo: int, slot: int, seed: int = 0) -> list[torch.Tensor]:
+    """Row 0 of the batch has these bounds, the others end one slot earlier where they can."""
+    torch.manual_seed(seed)
+    inputs = ugraphs.random_inputs(g)
+    for t, x in zip(g.inputs, inputs, strict=True):
+        if t.name in ("lo", "slot"):
+            x.fill_(lo if t.name == "lo" else slot)
+            x[1:] -= int(slot > lo) if t.name == "slot" else 0
+    return inputs
+
+
+FOUND: dict[int, Any] = {}
+
+
+def searched(g: KernelGraph):
+    """What is found for a program; of one of PROGRAMS once."""
+    if (found := FOUND.get(id(g))) is None:
+        found = search_and_verify(g, SearchOptions(time_limit=20, threads=1))
+        assert found.candidates, found.report
+        if any(g is each for each in PROGRAMS.values()):
+            FOUND[id(g)] = found
+    return found
+
+
+def exact(g: KernelGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return run_kernel_graph(
+        g, [x.double() if x.is_floating_point() else x for x in inputs], torch.float64
+    )
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_one_kernel_computes_attends_and_appends(name):
+    g = PROGRAMS[name]
+    candidates = searched(g).candidates
+    best = min(candidates, key=lambda c: c.ugraph.num_kernels)
+    assert best.ugraph.num_kernels == 1 and len(effects.stored(best.ugraph.kernels)) == 2
+    for c in candidates[:3]:
+        assert c.error_bound < 1e-9
+        for lo, slot in (
+            (0, 0),
+            (2, 9),
+            (0, min(t.dims[-2] for t in g.inputs if t.name == "keys") - 3),
+        ):
+            inputs = [x.double() if x.is_floating_point() else x for x in inputs_of(g, lo, slot)]
+            want = exact(g, [x.clone() for x in inputs])
+            got = run_kernel_graph(c.ugraph.kernels, [x.clone() for x in inputs], torch.float64)
+            independent = reference_executor.run(c.ugraph.kernels, [x.clone() for x in inputs])
+            for y, z, x in zip(got, independent, want, strict=True):
+                assert torch.allclose(y, x, atol=1e-9) and torch.allclose(z, x, atol=1e-9)
+
+
+def test_proof_refuses_another_slot_and_other_rows():
+    g = attention(b=1, slots=8)
+    u = min(searched(g).candidates, key=lambda c: c.ugraph.num_kernels).ugraph
+    assert isinstance(prove(u), Accepted)
+    for wrong in ("swapped", "lo", "stale"):
+        kernels = KernelGraph()
+        new = {t.index: kernels.input_like(t) for t in u.kernels.inputs}
+        appended = []
+        for op in u.kernels.ops:
+            args = [new[x.index] for x in op.inputs]
+            if op.block is not None:
+                new |= {
+                    t.index: y
+                    for t, y in zip(op.outputs, kernels.customized(args, op.block), strict=True)
+                }
+                continue
+            appended.append(args)
+        (keys, k, slot), (values, v, _) = appended
+        at = next(t for t in kernels.inputs if t.name == "lo") if wrong == "lo" else slot
+        rows = (v, k) if wrong == "swapped" else (k, v)
+        raw = next(t for t in kernels.inputs if t.name == "new_keys")
+        rows = (raw, v) if wrong == "stale" else rows
+        y = new[u.kernels.outputs[0].index]
+        kernels.mark_output(
+            y, kernels.cache_append(keys, rows[0], at), kernels.cache_append(values, rows[1], at)
+        )
+        assert isinstance(prove(UGraph(g, kernels)), Rejected), wrong
+
+
+def _unbounded(g, q, keys, k, v, lo, slot):
+    return g.matmul(q, g.permute(keys, (0, 1, 3, 2)))
+
+
+def _bounded_elsewhere(g, q, keys, k, v, lo, slot):
+    return g.within(
+        g.matmul(q, g.permute(keys, (0, 1, 3, 2))),
+        lo,
+        g.new_input((2, 1, 1, 1), "int32", name="other"),
+        dim=3,
+    )
+
+
+def _summed_first(g, q, keys, k, v, lo, slot):
+    return g.within(g.exp(g.reduction(keys, 2)), lo, slot, dim=2)
+
+
+def _values_unmasked(g, q, keys, k, v, lo, slot):
+    return g.matmul(g.exp(v), keys)
+
+
+def _softmax_of_zeros(g, q, keys, k, v, lo, slot):
+    return g.matmul(g.softmax(g.within(v, lo, slot, dim=3), 2), keys)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [_unbounded, _bounded_elsewhere, _summed_first, _values_unmasked, _softmax_of_zeros],
+    ids=lambda f: f.__name__.strip("_"),
+)
+def test_caches_that_are_read_where_they_are_written_stay_apart(build):
+    g = mi.new_kernel_graph()
+    q, k = (g.new_input((2, 2, 1, 16), name=name) for name in ("q", "k"))
+    keys, v = g.new_input((2, 2, 12, 16), name="keys"), g.new_input((2, 2, 3, 12), name="v")
+    lo, slot = (g.new_input((2, 1, 1, 1), "int32", name=name) for name in ("lo", "slot"))
+    y = build(g, q, keys, k, v, lo, slot)
+    g.mark_output(y, g.cache_append(keys, g.exp(k), slot))
+    assert split_appends(g) is None
+    for c in searched(g).candidates[:2]:
+        assert sum(op.name == "cache_append" for op in c.ugraph.kernels.ops) == 1
+
+
+def _reading(masked: bool) -> UGraph:
+    """A kernel written by hand that sums a cache's rows, within bounds or all of them beside bounds that it does not use for them."""
+    g = mi.new_kernel_graph()
+    cache, row = g.new_input((2, 8, 16), name="cache"), g.new_input((2, 1, 16), name="row")
+    lo, slot = (g.new_input((2, 1, 1), "int32", name=name) for name in ("lo", "slot"))
+    given = [cache, row, lo, slot]
+    axes = (Axis("b", 2, Role.GRID), Axis("d", 16, Role.TILE), Axis("r", 8, Role.TILE))
+    inputs = (
+        BlockInput("x", (0,), ("b", "r", "d")),
+        BlockInput("new", (1,), ("b", None, "d")),
+        BlockInput("m", (2, 3), ("b", None, None), bounds="r"),
+    )
+    body = (
+        BlockOp("s", "select", ("m", "x", 0.0), ("b", "d", "r"))
+        if masked
+        else BlockOp("s", "mul", ("x", 1.0), ("b", "d", "r")),
+        BlockOp("n", "sum", ("m",), ("b",), over="r"),
+        BlockOp("t", "sum", ("s",), ("b", "d"), over="r"),
+        BlockOp("y", "add", ("t", "n"), ("b", "d")),
+        BlockOp("e", "exp", ("new",), ("b", "d")),
+    )
+    outputs = tuple(BlockOutput(name, ("b", None, "d"), "float16") for name in "ye")
+    block = BlockGraph(axes, inputs, (Stage(None, body),), outputs)
+    y, e = g.customized(given, block)
+    g.mark_output(y, g.cache_append(cache, e, slot))
+    return UGraph(g, g)
+
+
+def test_a_hand_written_kernel_stores_only_where_its_bounds_are_between():
+    assert len(effects.stored(_reading(masked=True).kernels)) == 1
+    assert not effects.stored(_reading(masked=False).kernels)
+
+
+def test_two_appends_to_one_cache_stay_in_order():
+    g = mi.new_kernel_graph()
+    cache, rows = (
+        g.new_input((2, 2, 12, 16), name="cache"),
+        [g.new_input((2, 2, 1, 16), name=n) for n in "ab"],
+    )
+    slots = [g.new_input((2, 1, 1, 1), "int32", name=n) for n in ("first", "second")]
+    g.mark_output(*(g.cache_append(cache, g.exp(r), s) for r, s in zip(rows, slots, strict=True)))
+    assert split_appends(g) is None
+
+
+def test_a_maximum_of_what_is_within_bounds_walks_the_whole_axis():
+    """0 outside is not so low that a maximum may begin with it."""
+    g = mi.new_kernel_graph()
+    x = g.new_input((2, 3, 40), "float32", name="x")
+    lo, hi = (g.new_input((2, 3, 1), "int32", name=name) for name in ("lo", "hi"))
+    g.mark_output(g.reduction(g.within(x, lo, hi, dim=2), 2, kind="max"))
+    for c in searched(g).candidates:
+        for op in placed(c.ugraph):
+            for s in space.schedules(op)[:8]:
+                assert not any(plan(op, s).trimmed(stage) for stage in op.block.stages)
+
+
+def test_capacity_reached_is_an_error_on_a_cpu():
+    g = attention(b=1, slots=8)
+    u = searched(g).candidates[0].ugraph
+    with pytest.raises(errors.InputError, match="slots 8 to 8 are outside a cache of 8 slots"):
+        run_kernel_graph(u.kernels, inputs_of(g, 0, 8))
+
+
+def schedules_of(u: UGraph) -> list[tuple[Schedule, ...]]:
+    """Both kinds of product, loops in several steps, cut among blocks or not."""
+    ops = placed(u)
+    found = []
+    for mma in (False, True):
+        for split in (1, 2, 4):
+            chosen = []
+            for op in ops:
+                ranked = [s for s in space.schedules(op) if s.mma == mma] or space.schedules(op)
+                loop = next((a.name for a in op.block.axes if a.role == "loop"), None)
+                s = ranked[0]
+                if loop is not None:
+                    s = replace(
+                        s,
+                        tiles=tuple((dict(s.tiles) | {loop: 16 if mma else 8}).items()),
+                        num_stages=2,
+                        split=split,
+                    )
+                chosen.append(s)
+            try:
+                triton.generate(u, chosen)
+            except errors.CodegenError:
+                continue
+            found.append(tuple(chosen))
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_loops_visit_only_what_is_within_bounds(name):
+    u = min(searched(PROGRAMS[name]).candidates, key=lambda c: c.ugraph.num_kernels).ugraph
+    chosen = schedules_of(u)
+    assert any(s.split > 1 for schedules in chosen for s in schedules)
+    for schedules in chosen:
+        for op, s in zip(placed(u), schedules, strict=True):
+            p = plan(op, s)
+            assert any(p.trimmed(stage) for stage in op.block.stages) or not p.walks
+        assert "_first" in triton.generate(u, schedules).source
+
+
+INTERPRETED = """
+import json, torch
+from tests.codegen import test_append as t
+from tests.helpers.thorough import THOROUGH
+from mirage_hf.codegen import compile as compiler, triton
+
+wrong = []
+for name, g in t.PROGRAMS.items():
+    candidates = t.searched(g).candidates
+    for u in [min(candidates, key=lambda c: c.ugraph.num_kernels).ugraph]:
+        slots, rows = (next(x.dims[2] for x in g.inputs if x.name == n) for n in ("keys", "new_keys"))
+        for schedules in t.schedules_of(u):
+            program = triton.generate(u, schedules)
+            run = compiler.load(program.source, program.digest).run
+            for lo, slot in t.LENGTHS[name == "rotated"::2]:
+                if slot + rows > slots:
+                    continue
+                inputs = t.inputs_of(g, lo, slot)
+                want = t.exact(g, [x.clone() for x in inputs])
+                for before in (0.0, 100.0)[not THOROUGH:]:  # what is in the slots to be written, by whoever comes first, is seen by nobody
+                    given = [x.clone() for x in inputs]
+                    for n, x in enumerate(g.inputs):
+                        if x.name in ("keys", "values"):
+                            given[n][0, :, slot:slot + rows] = before
+                    got = run(given)
+                    if got[1].data_ptr() != given[[x.name for x in g.inputs].index("keys")].data_ptr():
+                        wrong.append([name, "not in place"])
+                    for n, (y, z) in enumerate(zip(got, want)):
+                        far = float((y.double() - z).abs().max())
+                        if not far < 6e-3:
+                            wrong.append([name, str(schedules[0]), lo, slot, n, far])
+            if slots - rows >= 0:  # no room: nothing is written
+                inputs = t.inputs_of(g, 0, slots)
+                caches = [n for n, x in enumerate(g.inputs) if x.name in ("keys", "values")]
+                kept = [inputs[n][:1].clone() for n in caches]
+                run(inputs)
+                if rows == 1 and any(not torch.equal(inputs[n][:1], x) for n, x in zip(caches, kept)):
+                    wrong.append([name, "written outside"])
+print(json.dumps(wrong))
+"""
+
+
+def test_triton_text_equals_torch():
+    assert triton_interpreter.run(INTERPRETED) == []
+
+
+def test_nothing_but_constants_is_read_early_and_caches_are_only_asked_for(tmp_path, monkeypatch):
+    """Read off the PTX, for kernels that begin before the launches ahead of them are done."""
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    g = attention(1, 8, 4, slots=1024, d=64, norm=True, dtype="bfloat16")
+    for c in searched(g).candidates[:3]:
+        ops = placed(c.ugraph)
+        schedules = [
+            next((s for s in space.schedules(op) if s.preload), space.default_schedule(op))
+            for op in ops
+        ]
+        kernels = compiler.ahead_of_time(triton.generate(c.ugraph, schedules), 90)
+        for op, s, kernel in zip(ops, schedules, kernels, strict=True):
+            p = plan(op, s)
+            arguments = write_kernel(p, "k").arguments
+            constant = {
+                n
+                for n, (_, at) in enumerate(arguments)
+                if at < len(op.inputs) and op.inputs[at].constant
+            }
+            settled, caches = (
+                {n for n, (_, at) in enumerate(arguments) if at in these}
+                for these in (op.settled, op.caches)
+            )
+            seen = test_overlap.touched(kernel.ptx)
+            assert [what for what, _ in seen].count(test_overlap.WAIT) == 1
+            for what, of in seen[: [what for what, _ in seen].index(test_overlap.WAIT)]:
+                assert of and of <= constant | (
+                    caches | settled if what.startswith("prefetch") else settled
+                ), (what, of)
+                assert what.startswith(("ld", "prefetch", "cp.async")), what
+            assert not s.preload or any(
+                what.startswith("prefetch") and of & caches for what, of in seen
+            )
+
+
+def test_a_kernel_hastens_the_next_one_only_where_that_settles_nothing_early():
+    """Bounds and positions are read early once the launch ahead has waited; without that, the one before it may still write them."""
+    first, second = placed(test_overlap.CASES["squares, then linear"].ugraph)
+    assert first.followed and not second.followed
+    for c in searched(attention(1, 8, 4, slots=1024, d=64, norm=True, dtype="bfloat16")).candidates:
+        ops = placed(c.ugraph)
+        assert [op.followed for op in ops] == [
+            n + 1 < len(ops) and not ops[n + 1].settled for n in range(len(ops))
+        ]
+        for op in ops:
+            s = replace(space.default_schedule(op), hasten=True)
+            source = write_kernel(plan(op, s), "k").source
+            assert (source.index("gdc_launch_dependents") < source.index("gdc_wait")) == op.followed
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+def test_compiles_ahead_of_time(sm, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    g = attention(1, 8, 4, slots=1024, d=64, norm=True, dtype="bfloat16")
+    u = min(searched(g).candidates, key=lambda c: c.ugraph.num_kernels).ugraph
+    for kernel in compiler.ahead_of_time(triton.generate(u), sm):
+        assert kernel.asm["cubin"]

@@ -1,0 +1,275 @@
+"""Kernels that processes of their own compile: found in the cache by this one, errors and deaths among the answers."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton as compiler_of_kernels
+
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton, workers
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.triton import Program
+from mirage_hf.errors import CodegenError
+from tests.helpers import kernel_cases
+
+
+def program(n: int) -> Program:
+    """Of a kernel that no other test compiles, nor another `n`."""
+    return triton.generate(
+        kernel_cases.rms_norm_linear(1, 64, 32),
+        [Schedule((("k", 64), ("m", 1), ("n", 8)))],
+        f"worker_{os.getpid()}_{n}",
+    )
+
+
+def imports_functions_of_torch() -> Program:
+    p = triton.generate(
+        kernel_cases.gated_mlp(1, 64, 32),
+        [Schedule((("k", 64), ("m", 1), ("n", 8)))],
+        f"worker_{os.getpid()}_f",
+    )
+    assert "import torch.nn.functional as F" in p.source
+    return p
+
+
+def broken() -> Program:
+    p = program(0)
+    source = p.source.replace("tl.rsqrt", "tl.no_such_function")
+    assert source != p.source
+    return Program(source, p.launches)
+
+
+def asked(p: Program) -> Any:
+    module = compiler.load(p.source, p.digest)
+    return module.__file__, module.__name__, [*map(compiler._task, p.launches)], 90
+
+
+@pytest.fixture
+def one() -> Iterator[workers.Workers]:
+    pool = workers.Workers(1)
+    yield pool
+    pool.close()
+
+
+def process_of(pool: workers.Workers) -> Any:
+    process = pool._idle.get()
+    pool._idle.put(process)
+    return process
+
+
+def test_what_a_process_compiled_is_found_here(
+    one: workers.Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hits: list[bool] = []
+    monkeypatch.setattr(
+        compiler_of_kernels.knobs.compilation,
+        "listener",
+        lambda **what: hits.append(what["cache_hit"]),
+    )
+    assert one.compile(*asked(program(1))) is None
+    first = process_of(one)
+    (kernel,) = compiler.ahead_of_time(program(1), 90)
+    assert hits == [True] and kernel.asm["cubin"]
+    assert one.compile(*asked(imports_functions_of_torch())) is None
+    assert "no_such_function" in str(one.compile(*asked(broken())))
+    assert process_of(one) is first  # an error is an answer
+    os.kill(first.pid, signal.SIGKILL)
+    with pytest.raises(workers.Ended, match="ended with exit code -9"):
+        one.compile(*asked(program(2)))
+    assert one.compile(*asked(program(2))) is None
+    assert process_of(one) is not first
+
+
+def test_many_programs_take_processes_which_end_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
+    monkeypatch.setattr(compiler, "FEW", 3)
+    monkeypatch.setattr(workers, "IDLE_SECONDS", 0.1)
+    compiled: list[str] = []
+    right = workers.Workers.compile
+
+    def compile(self: workers.Workers, path: str, *rest: Any) -> Any:
+        compiled.append(path)
+        return right(self, path, *rest)
+
+    monkeypatch.setattr(workers.Workers, "compile", compile)
+    programs = [program(3), broken(), program(4)]
+    found = list(compiler.compiling(programs, 90, threads=2))
+    assert [isinstance(f, CodegenError) for f in found] == [False, True, False] and len(
+        compiled
+    ) == 3
+    assert "no code for sm_90: CompilationError" in str(found[1])
+    until = time.monotonic() + 20
+    while workers._shared and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not workers._shared
+    assert (
+        len(list(compiler.compiling(programs[:2], 90, threads=2))) == 2 and len(compiled) == 3
+    )  # too few
+
+
+def test_what_only_a_process_refuses_is_compiled_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
+    monkeypatch.setattr(compiler, "FEW", 1)
+    monkeypatch.setattr(workers.Workers, "compile", lambda *_: "ImportError: no such module")
+    (result,) = compiler.compiling([program(12)], 90, threads=2)
+    assert isinstance(result, list) and result[0].asm["cubin"]
+    assert "failed where this one did not: ImportError: no such module" in caplog.text
+
+
+def test_a_program_whose_process_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
+    monkeypatch.setattr(compiler, "FEW", 1)
+
+    def ended(*_: Any) -> Any:
+        raise workers.Ended("the process that compiled it ended with exit code -11")
+
+    monkeypatch.setattr(workers.Workers, "compile", ended)
+    (result,) = compiler.compiling([program(13)], 90, threads=2)
+    assert isinstance(result, CodegenError) and "exit code -11" in str(result)
+
+
+def test_threads_compile_where_no_process_can_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
+    monkeypatch.setattr(compiler, "FEW", 1)
+
+    def no() -> Any:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(workers, "_begin", no)
+    (result,) = compiler.compiling([program(5)], 90, threads=2)
+    assert isinstance(result, list) and result[0].asm["cubin"]
+
+
+@pytest.mark.parametrize("executable", [None, "", sys.executable, "/bin/false"])
+def test_threads_compile_where_python_is_part_of_another_program(
+    monkeypatch: pytest.MonkeyPatch, executable: str | None
+) -> None:
+    monkeypatch.setattr(sys, "frozen", executable == sys.executable, raising=False)
+    monkeypatch.setattr(sys, "executable", executable)
+    monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
+    monkeypatch.setattr(compiler, "FEW", 1)
+    monkeypatch.setattr(workers, "_shared", {})
+    begun: list[bool] = []
+    begin = workers._begin
+
+    def counted() -> Any:
+        begun.append(True)
+        return begin()
+
+    monkeypatch.setattr(workers, "_begin", counted)
+    for result in compiler.compiling([program(6), program(7), program(8)], 90, threads=1):
+        assert isinstance(result, list) and result[0].asm["cubin"]
+    assert len(begun) == 1  # and not again for each program
+
+
+def test_paths_that_are_no_strings_relative_or_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
+    monkeypatch.setattr(compiler, "FEW", 1)
+    monkeypatch.setattr(workers, "_shared", {})
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("no string")])
+    monkeypatch.setenv("MIRAGE_HF_CACHE", "relative")
+    first, second = program(9), program(10)
+    hits: list[bool] = []
+    monkeypatch.setattr(
+        compiler_of_kernels.knobs.compilation,
+        "listener",
+        lambda **what: hits.append(what["cache_hit"]),
+    )
+    for p, change in (
+        (first, lambda: None),
+        (second, lambda: monkeypatch.chdir("elsewhere")),
+        (
+            first,
+            lambda: (
+                Path(str(compiler.load(first.source, first.digest).__file__))
+                .resolve()
+                .unlink(missing_ok=True)
+            ),
+        ),
+    ):
+        change()
+        (result,) = compiler.compiling([p], 90, threads=1)
+        assert isinstance(result, list) and result[0].asm["cubin"]
+    assert hits == [True] * 3
+    workers._shared[1].close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_neither_keeps_processes_nor_uses_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workers, "_shared", {})
+    with workers.at_work(1) as pool:
+        assert pool.compile(*asked(program(11))) is None
+        process = process_of(pool)
+        told, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(tell, bytes([len(workers._shared), workers._using]))
+            time.sleep(60)
+            os._exit(0)
+        try:
+            assert os.read(told, 2) == bytes([0, 0]) and len(workers._shared) == 1
+            begun = time.monotonic()
+            pool.close()  # with its pipes open in the child
+            assert process.poll() is not None and time.monotonic() - begun < 30
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def test_threads_of_this_process_may_parse_at_the_same_time() -> None:
+    """While the collector runs finalizers that let other threads on: in Python 3.11.7 several of these failed each time."""
+    p = program(7)
+    kernel = getattr(compiler.load(p.source, p.digest), p.launches[0].kernel)
+    failed, over = list[BaseException](), threading.Event()
+
+    class Litter:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            time.sleep(1e-4)
+
+    def litter() -> None:
+        while not over.is_set():
+            Litter()
+            time.sleep(1e-4)
+
+    def parse(depth: int) -> None:
+        if depth:
+            return parse(depth - 1)
+        try:
+            for _ in range(60):
+                kernel.parse()
+        except SystemError as e:
+            failed.append(e)
+
+    threads = [threading.Thread(target=parse, args=(5 * n,)) for n in range(4)]
+    before = gc.get_threshold()
+    gc.set_threshold(200)
+    try:
+        for t in [threading.Thread(target=litter), *threads]:
+            t.start()
+        for t in threads:
+            t.join()
+    finally:
+        over.set()
+        gc.set_threshold(*before)
+    assert not failed

@@ -1,0 +1,190 @@
+"""Runs code where Triton's interpreter runs the kernels: in one process for all tests of a pytest process, and quickly.
+
+TRITON_INTERPRET must be set before triton is imported, and importing torch, transformers and triton takes seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 600
+
+
+def run(code: str) -> Any:
+    """The last line that `code` prints, read as JSON. It may import what tests may. Errors: AssertionError with the traceback."""
+    process = _process()
+    watch = threading.Timer(SECONDS, process.kill)
+    watch.start()
+    try:
+        process.stdin.write(json.dumps(code) + "\n")  # type: ignore[union-attr]
+        process.stdin.flush()  # type: ignore[union-attr]
+        answer = process.stdout.readline()  # type: ignore[union-attr]
+    finally:
+        watch.cancel()
+    assert answer, (
+        f"the process that interprets kernels died, or took more than {SECONDS} s; standard error has more"
+    )
+    result = json.loads(answer)
+    assert "raised" not in result, result["raised"]
+    return result["value"]
+
+
+@functools.cache
+def _process() -> subprocess.Popen[str]:
+    """It ends when its input does, so with this process, however that ends."""
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "MIRAGE_HF_CACHE": tempfile.mkdtemp(prefix="mirage_hf_tests_"),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.helpers.triton_interpreter"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def quicken() -> None:
+    """Make the interpreter of Triton 3.6 two to three times as fast, with the same results; others stay as they are."""
+    import triton
+    import triton.language as tl
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    if not triton.__version__.startswith("3.6.") or hasattr(interpreter, "quickened"):
+        return
+    interpreter.quickened = True
+
+    # every sum and product of int32 is computed in int64 too, to see whether it overflows; sizes here are far from that
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+    # tl is patched anew in each call of a function from a kernel; once for each kernel is enough
+    patch, modules = (
+        interpreter._patch_lang,
+        type("Modules", (), {"__globals__": {"tl": tl, "core": core}}),
+    )
+    interpreter._patch_lang = lambda fn: (
+        patch(modules) if core.is_builtin(tl.program_id) else interpreter._LangPatchScope()
+    )
+
+    # a table of all dtypes is made for each conversion
+    np_dtype, dtypes = interpreter._get_np_dtype, {}
+
+    def known_dtype(t):
+        if t.scalar.name not in dtypes:
+            dtypes[t.scalar.name] = np_dtype(t)
+        return dtypes[t.scalar.name]
+
+    interpreter._get_np_dtype = known_dtype
+
+    # shapes are checked, and written out, for each type and each tensor
+    block_type, blocks, scalar = core.block_type.__init__, {}, (core.tuple([]), core.constexpr(1))
+
+    def known_block_type(self, element_ty, shape):
+        key = (*(n.value if isinstance(n, core.constexpr) else n for n in shape), element_ty.name)
+        if key not in blocks:
+            block_type(self, element_ty, shape)
+            sizes = core.tuple([core.constexpr(n) for n in self.shape]), core.constexpr(self.numel)
+            blocks[key] = {
+                "shape": self.shape,
+                "numel": self.numel,
+                "name": self.name,
+                "of_tensor": sizes,
+            }
+        self.element_ty = element_ty
+        self.__dict__ |= blocks[key]
+
+    def tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.of_tensor if type.is_block() else scalar
+
+    core.block_type.__init__, core.tensor.__init__ = known_block_type, tensor
+
+    # reductions by functions of ours join numbers one by one; such a function, without branches, takes whole rows
+    one_by_one = interpreter.ReduceOps.generic_reduce
+
+    def row_by_row(self, inputs):
+        if self.axis is None:
+            return one_by_one(self, inputs)
+        arrays = [x.handle.data for x in inputs]
+        joined: Any = None
+        for n in range(arrays[0].shape[self.axis]):
+            row = [
+                self.to_tensor(a.take(n, self.axis), x.dtype)
+                for a, x in zip(arrays, inputs, strict=True)
+            ]
+            joined = row if joined is None else self.combine_fn.fn(*joined, *row)
+            joined = joined if isinstance(joined, (list, tuple)) else [joined]
+        shape = list(arrays[0].shape)
+        shape[self.axis : self.axis + 1] = [1] if self.keep_dims else []
+        return [
+            self.to_tensor(y.handle.data.reshape(shape), x.dtype)
+            for y, x in zip(joined, inputs, strict=True)
+        ]
+
+    interpreter.ReduceOps.generic_reduce = row_by_row
+
+
+def mend() -> None:
+    """Comparisons of single numbers give numbers to the interpreter of Triton 3.9, which then takes them for no masks."""
+    import numpy
+    import triton
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if not triton.__version__.startswith("3.9."):
+        return
+    binary_op = interpreter.InterpreterBuilder.binary_op
+
+    def mended(self, lhs, rhs, op):
+        found = binary_op(self, lhs, rhs, op)
+        return (
+            interpreter.TensorHandle(found.data, tl.int1)
+            if found.data.dtype == numpy.bool_
+            else found
+        )
+
+    interpreter.InterpreterBuilder.binary_op = mended
+
+
+def _serve() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(
+        True, warn_only=True
+    )  # fills what is allocated without a value with NaN: no kernel may read it
+    quicken()
+    mend()
+    answers = sys.stdout
+    for line in sys.stdin:
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                exec(
+                    compile(json.loads(line), "<interpreted>", "exec"), {"__name__": "interpreted"}
+                )
+            answer = {"value": json.loads(printed.getvalue().splitlines()[-1])}
+        except Exception:
+            answer = {"raised": traceback.format_exc()[-3000:]}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,164 @@
+"""Programs that treat every row alike, run in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen.plan import placed
+from mirage_hf.errors import MirageError
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.layers import row_chunks
+from mirage_hf.patterns.prompt import PROMPT_ADDED, PROMPT_GATE, PROMPT_NORM, PROMPT_ROTATION
+from mirage_hf.pipeline import kernels
+from mirage_hf.pipeline.search_and_verify import search_and_verify
+from mirage_hf.search.engine import SearchOptions
+from mirage_hf.tune import space
+from mirage_hf.tune.measure import random_inputs
+from tests.helpers import triton_interpreter
+
+DTYPE = torch.float32
+OF_NORM: dict[str, Any] = dict(
+    k=16, eps=1e-6, dtype=DTYPE, offset=0.0, centred=False, norm_bias=False
+)
+OF_HEADS: dict[str, Any] = dict(kv_heads=2, group=3, head_dim=32, eps=1e-6, dtype=DTYPE)
+BLOCKS = {
+    "norm": PROMPT_NORM.block(**OF_NORM),
+    "added": PROMPT_ADDED.block(**OF_NORM, scale=0.5),
+    "gate": PROMPT_GATE.block(n=24, activation="silu", dtype=DTYPE),
+    **{
+        f"rotation, {norm or 'no norm'}": PROMPT_ROTATION.block(**OF_HEADS, norm=norm)
+        for norm in ("", "rms", "full")
+    },
+    "rotation, layer": PROMPT_ROTATION.block(**OF_HEADS | {"dtype": torch.bfloat16}, norm="layer"),
+    "rotation, packed by heads": PROMPT_ROTATION.block(
+        **OF_HEADS | {"group": 1}, norm="", packing="heads", rope="pairs", rotary=4
+    ),
+}
+
+
+def resolve(program: Any) -> Any:
+    return SimpleNamespace(is_fused=True, run=lambda inputs: run_kernel_graph(program, inputs))
+
+
+@pytest.mark.parametrize("rows", [64, 192, 4096 + 64, 3 * 4096 + 2048 + 128])
+def test_rows_are_dealt_out_among_few_sizes(rows: int) -> None:
+    found = row_chunks.row_chunk_sizes(rows)
+    assert (
+        sum(found) == rows
+        and sorted(found, reverse=True) == found
+        and set(found) <= {1 << n for n in range(6, 13)}
+    )
+    assert all(found.count(size) == 1 for size in set(found) - {row_chunks.MAX_CHUNK_ROWS})
+
+
+def test_rows_that_no_piece_has_are_not_left_out_silently() -> None:
+    with pytest.raises(AssertionError, match="the last 36 would be left out"):
+        row_chunks.row_chunk_sizes(100)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_pieces_give_what_the_whole_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_chunks, "MAX_CHUNK_ROWS", 128)
+    block, asked = BLOCKS[name], []
+    kernel = row_chunks.RowChunks(
+        block,
+        torch.device("cpu"),
+        lambda program: asked.append(program.inputs[0].dims[0]) or resolve(program),
+    )
+    for rows in (64, 128, 64 + 2 * 128):
+        whole = block.program(rows)
+        inputs = random_inputs(whole, "cpu", seed=rows)
+        row_chunks.prepare_row_chunks([kernel], rows)
+        got = kernel(inputs)
+        for y, x in zip(got, run_kernel_graph(whole, inputs), strict=True):
+            assert y.shape == x.shape and torch.allclose(y, x, atol=16 * torch.finfo(x.dtype).eps)
+    assert sorted(asked) == [64, 128]  # each made once
+
+
+def test_a_kernel_that_gives_other_numbers_is_refused() -> None:
+    """In one row of thousands, in a dtype that rounds as much as that is of them all."""
+    graph = PROMPT_NORM.block(**OF_NORM | {"dtype": torch.bfloat16}).program(4096)
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        (y,) = run_kernel_graph(graph, inputs)
+        y[3] = 2 * y[3]
+        return [y]
+
+    row_chunks._check(
+        SimpleNamespace(run=lambda inputs: run_kernel_graph(graph, inputs)),
+        graph,
+        torch.device("cpu"),
+    )  # type: ignore[arg-type]
+    with pytest.raises(
+        MirageError, match="x, gamma for 4096 rows gives other numbers than torch: off by 1"
+    ):
+        row_chunks._check(SimpleNamespace(run=run), graph, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_kernels_are_compiled_together_before_they_are_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[Any] = []
+
+    def found(program: Any) -> Any:
+        ugraph = kernels.promising(
+            search_and_verify(program, SearchOptions(time_limit=20), keep=1).candidates
+        )[0].ugraph
+        entry = SimpleNamespace(
+            ugraph=ugraph, schedules=[space.schedules(op, limit=1)[0] for op in placed(ugraph)]
+        )
+        return SimpleNamespace(is_fused=True, run=None, entry=entry)
+
+    def compiling(programs: Sequence[Any], sm: int) -> Any:
+        for p in programs:
+            done.append((sm, len(compiler.ahead_of_time(p, sm))))
+            yield done[-1]
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(row_chunks, "compiling", compiling)
+    monkeypatch.setattr(
+        row_chunks, "_check", lambda kernel, graph, device: done.append(graph.inputs[0].dims[0])
+    )
+    made = [
+        row_chunks.RowChunks(BLOCKS[name], torch.device("cuda"), found) for name in ("norm", "gate")
+    ]
+    row_chunks.prepare_row_chunks(made, 64 + 128)
+    row_chunks.prepare_row_chunks(made, 128)
+    assert done == [(90, 1)] * 4 + [128, 64] * 2 and all(
+        sorted(kernel.made) == [64, 128] for kernel in made
+    )
+
+
+CODE = """
+import json, torch
+from tests.layers import test_row_chunks
+from mirage_hf.pipeline import kernels
+from mirage_hf.codegen import compile as compiler, triton
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.search.engine import SearchOptions
+from mirage_hf.tune.measure import random_inputs
+from mirage_hf.pipeline.search_and_verify import search_and_verify
+
+graph = test_row_chunks.BLOCKS[{name!r}].program(64)
+found = kernels._unmeasured(kernels.promising(search_and_verify(graph, SearchOptions(time_limit=20), keep=1).candidates)[0], True)
+program = triton.generate(found, found.schedules)
+run = compiler.load(program.source, program.digest).run
+inputs = random_inputs(graph, "cpu")
+want, room = run_kernel_graph(graph, inputs), [torch.full((192, *t.dims[1:]), 7.0, dtype=t.dtype) for t in graph.outputs]
+got = run(inputs, [y[64:128] for y in room])
+far = max(float((y - x).abs().max()) / torch.finfo(x.dtype).eps for y, x in zip(got, want))
+kept = all(bool((y[:64] == 7).all() and (y[128:] == 7).all() and torch.equal(y[64:128], g)) for y, g in zip(room, got))
+print(json.dumps([far, kept, len(program.launches)]))
+"""
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_generated_pieces_write_their_rows_only(name: str) -> None:
+    far, kept, launches = triton_interpreter.run(CODE.format(name=name))
+    assert far < 64 and kept and launches == 1

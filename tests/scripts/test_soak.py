@@ -1,0 +1,53 @@
+"""Some calls of scripts/soak_generate.py on a CPU; tests/scripts/test_soak_gpu.py makes a thousand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from scripts import soak_generate
+from tests.helpers.generate_features import KERNELS, Pair, small
+from tests.helpers.thorough import count
+
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.usefixtures("resolved"),
+    pytest.mark.slow,
+]
+
+
+def pair(family: str) -> Pair:
+    return Pair(small(family, torch.float32, "cpu"), "kernels", {"verify": False})
+
+
+def test_calls_of_all_kinds() -> None:
+    counts = soak_generate.soak([pair("llama"), pair("mistral")], count(100, 24), seed=3)
+    assert counts[f"step: {KERNELS}"] > 24
+
+
+def test_a_stale_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak_generate, "KINDS", {"greedy": soak_generate.KINDS["greedy"]})
+    one = pair("llama")
+    texts: list[Any] = []
+    real = one.ours.generate
+
+    def stale(**arguments: Any) -> Any:
+        texts.append(real(**arguments))
+        return texts[-1] if len(texts) < 12 else texts[-2]
+
+    one.ours.__dict__["generate"] = stale
+    monkeypatch.setattr(Pair, "runner", property(lambda self: real.runner))
+    with pytest.raises(
+        AssertionError, match=r"call \d+ of seed 0, greedy on llama, like .*input_ids"
+    ):
+        soak_generate.soak([one], 40, seed=0)
+
+
+def test_growing_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[torch.Tensor] = []
+    leak = {"leak": lambda pair, rng: kept.append(torch.ones(2**22))}
+    monkeypatch.setattr(soak_generate, "KINDS", leak)
+    with pytest.raises(AssertionError, match=r"memory grew in 5 calls by .*host"):
+        soak_generate.soak([pair("llama")], 10, seed=0)
