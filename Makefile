@@ -1,6 +1,9 @@
 # make demo     set up, then run the main job on a small trained model
 # make test     set up, then lint and the tests; the last line is pytest's summary
 # make thorough the same, with all that random tests try and tests that are more of the same
+# make docs     build the documentation site, with warnings as errors
+# make report   write the tables and charts of README and docs from docs/benchmarks/results.csv
+# make prose    list the longest and hardest sentences of docs and docstrings (a report, no gate)
 # make sanitize the C++ core's unit tests and fuzzer under AddressSanitizer and UBSan
 #
 # PYTHON=python3.12        another Python (3.10 to 3.13)
@@ -28,7 +31,7 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 MAKEFLAGS += --no-print-directory
 # every process would compile torch and transformers anew
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: demo test thorough lint unit sanitize compat $(COMPAT:%=compat-%) setup clean
+.PHONY: demo test thorough lint unit docs report prose sanitize compat $(COMPAT:%=compat-%) setup clean
 
 demo: .venv/run.stamp
 	@$(BIN)/mirage-hf demo
@@ -36,7 +39,7 @@ demo: .venv/run.stamp
 # everything runs even if an early part fails; parts of one process each side by side, the whole suite last
 test: .venv/dev.stamp
 	@failed=0; \
-	$(MAKE) -j4 --output-sync=target -k $(COMPAT:%=compat-%) sanitize lint || failed=1; \
+	$(MAKE) -j4 --output-sync=target -k $(COMPAT:%=compat-%) sanitize lint docs || failed=1; \
 	$(MAKE) unit || failed=1; \
 	exit $$failed
 
@@ -54,6 +57,15 @@ lint: .venv/dev.stamp
 	lint lint-imports --no-logo; \
 	lint clang-format --dry-run --Werror $(CPP); \
 	exit $$failed
+
+docs: .venv/dev.stamp
+	@$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs && echo "docs: build/docs/index.html"
+
+report: .venv/dev.stamp
+	@$(BIN)/python -m scripts.report
+
+prose: .venv/dev.stamp
+	@$(BIN)/python -m scripts.prose
 
 # without Python; a compiler that lacks the sanitizers' libraries is said, and is no failure
 sanitize: .venv/dev.stamp

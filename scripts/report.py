@@ -278,9 +278,7 @@ def main() -> None:
     from scripts.report_charts import CHARTS
 
     for page in pages():
-        page.write_text(
-            with_tables(page.read_text(encoding="utf-8"), results), encoding="utf-8"
-        )
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), results), encoding="utf-8")
     for chart in CHARTS:
         chart.draw(results)
 

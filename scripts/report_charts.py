@@ -50,7 +50,9 @@ class Chart:
 
         figure = Figure(figsize=(8, 3.2), layout="constrained")
         self.plot(figure, self.numbers(results))
-        figure.savefig(self.path, metadata={"Date": None, "Description": f"digest {self.digest(results)}"})
+        figure.savefig(
+            self.path, metadata={"Date": None, "Description": f"digest {self.digest(results)}"}
+        )
 
 
 def digest_in(path: Path) -> str:

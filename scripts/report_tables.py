@@ -136,7 +136,13 @@ def three_models(results: Sequence[Result]) -> str:
 def one_sequence(results: Sequence[Result]) -> str:
     """Every model at batch 1, with spread and the run that measured it."""
     rows = []
-    places = sorted({(r.subject, int(r.context)) for r in results if r.metric == "ms_per_token" and r.batch == 1})
+    places = sorted(
+        {
+            (r.subject, int(r.context))
+            for r in results
+            if r.metric == "ms_per_token" and r.batch == 1
+        }
+    )
     for subject, context in places:
         found = cell(results, subject, 1, context)
         if found is None:
@@ -224,7 +230,12 @@ def attention_by_name(results: Sequence[Result]) -> str:
             for peer in ("static", "attention", "ours")
         ]
         rows.append([f"{batch} : 8,192", *map(number, values)])
-    header = ["batch : prompt, ms a step", "HF static cache", "with this attention", "optimized model"]
+    header = [
+        "batch : prompt, ms a step",
+        "HF static cache",
+        "with this attention",
+        "optimized model",
+    ]
     return table(header, rows)
 
 
@@ -271,7 +282,9 @@ BLOCKS = (
     BlockRow("qk_norm_attention", "LayerNorm on q, k + attention, 4096 keys", ()),
     BlockRow("gqa_paper", "the paper's GQA, 256 queries", ("sdpa, k stored (keys, d)",)),
     BlockRow("mla_decode", "MLA decode, DeepSeek-V2-Lite, 4096 keys", ("absorbed",)),
-    BlockRow("attention_d128_8k", "32 and 8 heads, d 128, 8 k keys", ("sdpa rows", "flex_attention")),
+    BlockRow(
+        "attention_d128_8k", "32 and 8 heads, d 128, 8 k keys", ("sdpa rows", "flex_attention")
+    ),
 )
 
 
@@ -291,9 +304,25 @@ def blocks(results: Sequence[Result]) -> str:
             floor = pick(results, block.subject, count, "", "floor", "us", source)
             rival = f"{best.peer} {number(best)}" if best else "–"
             rows.append(
-                [block.title, str(count), number(eager), rival, spread(ours), number(floor), ours.date]
+                [
+                    block.title,
+                    str(count),
+                    number(eager),
+                    rival,
+                    spread(ours),
+                    number(floor),
+                    ours.date,
+                ]
             )
-    header = ["block", "rows", "torch eager", "best other rival", "searched kernels", "floor", "run"]
+    header = [
+        "block",
+        "rows",
+        "torch eager",
+        "best other rival",
+        "searched kernels",
+        "floor",
+        "run",
+    ]
     return table(header, rows)
 
 
@@ -308,8 +337,17 @@ def chains(results: Sequence[Result]) -> str:
         others = [pick(results, key, 1, "", peer, "ms") for peer in ("eager", "compiled", "floor")]
         assert others[2] is not None
         share = 100 * others[2].value / ours.value
-        rows.append([name, *map(number, others[:2]), spread(ours), number(others[2]), f"{share:.0f}%"])
-    header = ["ms a step", "torch eager", "max-autotune", "searched kernels", "floor", "of the bandwidth"]
+        rows.append(
+            [name, *map(number, others[:2]), spread(ours), number(others[2]), f"{share:.0f}%"]
+        )
+    header = [
+        "ms a step",
+        "torch eager",
+        "max-autotune",
+        "searched kernels",
+        "floor",
+        "of the bandwidth",
+    ]
     return table(header, rows)
 
 

@@ -1,6 +1,6 @@
 """The error bound of a trial: degrees of both sides, by running them on degrees, and the exponents they really have.
 
-The theorem and its proof are in docs/architecture.md (Proofs). `Degrees` is an algebra like any other, so whatever is
+The theorem and its proof are in docs/proofs.md. `Degrees` is an algebra like any other, so whatever is
 executed piece by piece (several kernels, shifts, rescaling) is counted as it is executed.
 """
 

@@ -3,7 +3,7 @@
 An element is its value in Z_p and, as long as it may still become an exponent, its values at several independent points
 ("copies") in Z_q. q divides p − 1, so exp(x) = g^(z·x), with g of order q and a random vector z, is a homomorphism from Z_q
 into Z_p that satisfies e^(a+b) = e^a e^b exactly; with as many copies as there are independent exponents, exponentials of
-independent exponents are independent (see docs/architecture.md, Proofs). Opaque functions are keyed random functions, a
+independent exponents are independent (see docs/proofs.md). Opaque functions are keyed random functions, a
 maximum over an axis is a random function of the multiset of its arguments (so it may be taken in pieces, and a maximum of
 maxima is a maximum), constants that are not small rationals are random, and every trial draws new keys. `select` by a condition
 that is neither 0 nor 1, so by data and not by bounds, is a random function too: no random element would ever take its other side.

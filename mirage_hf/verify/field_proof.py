@@ -6,7 +6,7 @@ that of the shrunk identity. It speaks for other sizes unless the identity needs
 axis multiplied together satisfy relations on three elements that they do not on four) or names the shrunk size as a number;
 one more trial, on axes of five to nine elements, loops in three pieces, is there to refuse such.
 
-What the bound rests on (statement and proof: docs/architecture.md, Proofs): let f − g, with denominators cleared, be a sum of
+What the bound rests on (statement and proof: docs/proofs.md): let f − g, with denominators cleared, be a sum of
 terms C(x)·E^(n·b(y)) with polynomials C over Z_P and integer combinations n·b of functions b_1 … b_m that are independent
 over Z_Q. Exponents are evaluated at more than m random points and exp takes a random combination of these values, so the
 E^(b_l) are independent and uniform in the subgroup of order Q; then (Schwartz–Zippel, twice) a difference that is not

@@ -650,7 +650,7 @@ def test_what_is_proven_does_not_change_with_the_graphs_it_was_made_from():
 
 def test_the_documented_example_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parents[2] / "docs" / "block_graphs.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "block-graphs.md").read_text(encoding="utf-8")
     scope: dict[str, object] = {}
     for code in re.findall(r"```python\n(.*?)```", text, re.S):
         exec(code, scope)
