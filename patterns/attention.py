@@ -11,7 +11,7 @@ import torch
 from mirage_hf.errors import GraphError
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.patterns.parts import normed as normalised
-from mirage_hf.patterns.parts import turned
+from mirage_hf.patterns.parts import rotated
 from mirage_hf.patterns.schema import Pattern, PatternBlock
 
 AXES = {
@@ -154,7 +154,7 @@ def build(
     if norm:
         q, k = normed(q, "q_norm"), normed(k, "k_norm")
     if rope:
-        q, k = (turned(g, x, cos, sin, rope == "pairs") for x in (q, k))
+        q, k = (rotated(g, x, cos, sin, rope == "pairs") for x in (q, k))
 
     last = len(q.dims) - 1
 

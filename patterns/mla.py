@@ -1,6 +1,6 @@
 """Multi-head latent attention of a decoding step: one new token of each sequence, over a cache of latents and of keys that RoPE has turned.
 
-All heads share one latent and one turned key per slot; a head's other keys and its values are products of the latent with its rows of one
+All heads share one latent and one rotated key per slot; a head's other keys and its values are products of the latent with its rows of one
 weight. The program of attention expands them, as the model does. The search moves the weight to the query and to the result, so that
 kernels read the latents only. A program before it turns q and the new key, norms the new latent, and appends both in place.
 """
@@ -35,12 +35,12 @@ APPEND_AXES = {
     "latents": "rows 1 slots latent",
     "keys…": "rows 1 slots rope",
     "slot": "rows 1 1 1",
-    "turned…": "rows heads 1 rope",
+    "rotated…": "rows heads 1 rope",
 }
-"""Of q_rope, k_rope, keys and turned there are two, of half the width, where RoPE parts pairs."""
+"""Of q_rope, k_rope, keys and rotated there are two, of half the width, where RoPE parts pairs."""
 
 ROPES = ("halves", "pairs", "parted pairs")
-"""What turns with element i of q and k: i + rope / 2; or its neighbour, 2i with 2i + 1 (DeepSeek-V2); or its neighbour, but turned elements
+"""What turns with element i of q and k: i + rope / 2; or its neighbour, 2i with 2i + 1 (DeepSeek-V2); or its neighbour, but rotated elements
 lie in halves (DeepSeek-V3). There q_rope and k_rope are two views of every second element, and keys are two of a half each."""
 
 
@@ -54,7 +54,7 @@ def strides_of(
 
 
 def parts_of(ropes: str, rope: int) -> tuple[tuple[str, int], ...]:
-    """The tensors that turned elements are: what follows their name, and their width. Errors: GraphError for another RoPE."""
+    """The tensors that rotated elements are: what follows their name, and their width. Errors: GraphError for another RoPE."""
     if ropes not in ROPES:
         raise GraphError(f"mla: rope {ropes!r} must be among {ROPES}")
     return (("_even", rope // 2), ("_odd", rope // 2)) if ropes == "parted pairs" else (("", rope),)
@@ -89,7 +89,7 @@ def build(
         strides_of(heads, latent, nope, rope, q_rank),
     )
     q = g.new_input((rows, heads, 1, nope), dtype, (q_row, head, head, 1), name="q")
-    turned = [
+    rotated = [
         g.new_input((rows, heads, 1, width), dtype, name=f"q_rope{part}")
         for part, width in parts_of(ropes, rope)
     ]
@@ -106,7 +106,7 @@ def build(
         for name, width in (("w_k", nope), ("w_v", value))
     )
     scores = g.matmul(q, g.permute(g.matmul(latents, w_k), (0, 1, 3, 2)))
-    for x, k in zip(turned, keys, strict=True):
+    for x, k in zip(rotated, keys, strict=True):
         scores = g.add(scores, g.matmul(x, g.permute(k, (0, 1, 3, 2))))
     g.mark_output(g.matmul(g.softmax(g.mul(scores, scale), 3, lo, end), g.matmul(latents, w_v)))
     return g
@@ -150,7 +150,7 @@ def build_append(
     latents, keys = _caches(g, rows, slots, latent, rope, ropes, dtype)
     slot = g.new_input((rows, 1, 1, 1), torch.int32, name="slot")
 
-    def turned(halves: list[DTensor]) -> list[DTensor]:
+    def rotated(halves: list[DTensor]) -> list[DTensor]:
         wide = halves if dtype == rope_dtype else [g.cast(x, rope_dtype) for x in halves]
         if len(wide) == 2:
             even, odd = wide
@@ -163,9 +163,9 @@ def build_append(
         return wide if dtype == rope_dtype else [g.cast(x, dtype) for x in wide]
 
     g.mark_output(
-        *turned(q),
+        *rotated(q),
         g.cache_append(latents, g.rms_norm(new, norm, eps), slot),
-        *(g.cache_append(cache, x, slot) for cache, x in zip(keys, turned(k), strict=True)),
+        *(g.cache_append(cache, x, slot) for cache, x in zip(keys, rotated(k), strict=True)),
     )
     return g
 

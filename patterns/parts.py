@@ -44,7 +44,7 @@ def activated(g: KernelGraph, x: DTensor, activation: str) -> DTensor:
     return g.square(g.relu(x)) if activation == RELU_SQUARED else getattr(g, activation)(x)  # type: ignore[no-any-return]
 
 
-def turned(
+def rotated(
     g: KernelGraph, x: DTensor, cos: DTensor, sin: DTensor, interleaved: bool = False
 ) -> DTensor:
     """RoPE by tables in the dtype of x, or in float32, in which it is then computed."""

@@ -1,4 +1,4 @@
-"""What the layers of a whole prompt do between the library's products: norms, q and k turned, an MLP's gate, and additions to the
+"""What the layers of a whole prompt do between the library's products: norms, q and k rotated, an MLP's gate, and additions to the
 residual that are more than that. All of them do the same for each row, a token of a sequence.
 
 These are not blocks that optimize() looks for: decode/prefill.py asks for them, for layers whose blocks are matched.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
-from mirage_hf.patterns.parts import activated, normed, turned
+from mirage_hf.patterns.parts import activated, normed, rotated
 from mirage_hf.patterns.schema import Pattern
 
 
@@ -87,7 +87,7 @@ def build_rotation(
     elif norm:
         q, k = with_weights_of_heads(q, "q_norm"), with_weights_of_heads(k, "k_norm")
     if tables:
-        q, k = (turned(g, x, *tables, rope == "pairs") for x in (q, k))
+        q, k = (rotated(g, x, *tables, rope == "pairs") for x in (q, k))
     g.mark_output(q, k)
     return g
 
@@ -120,8 +120,8 @@ PROMPT_ROTATION = Pattern(
         "sin": "rows 1 rotary",
         "q_norm": "1 d",
         "k_norm": "1 d",
-        "turned_q": "rows heads d",
-        "turned_k": "rows kv_heads d",
+        "rotated_q": "rows heads d",
+        "rotated_k": "rows kv_heads d",
     },
     build_rotation,
 )

@@ -66,18 +66,18 @@ def _refuse(block: BlockGraph, name: str) -> None:
     """Errors: CodegenError for what the Triton generator alone writes."""
     way_out = "CUDA C++ is not written for that; generate a Triton program instead, or choose another candidate"
     for a in block.axes:
-        if a.parts is not None:
+        if a.split_axis is not None:
             raise errors.CodegenError(
-                f"{name}: axis {a.name} is dealt out in parts numbered by {a.parts}; {way_out}"
+                f"{name}: axis {a.name} is dealt out in parts numbered by {a.split_axis}; {way_out}"
             )
     for i in block.inputs:
         if i.bounds is not None:
             raise errors.CodegenError(
                 f"{name}: {i.name} holds bounds of axis {i.bounds}; {way_out}"
             )
-        if i.turn is not None:
+        if i.rotation is not None:
             raise errors.CodegenError(
-                f"{name}: {i.name} is turned along axis {i.turn.axis}; {way_out}"
+                f"{name}: {i.name} is rotated along axis {i.rotation.axis}; {way_out}"
             )
         if i.padding is not None:
             raise errors.CodegenError(

@@ -263,7 +263,7 @@ class Plan:
         return (
             self.tile(axis)
             if cut
-            else min(self.tile(axis), next_power_of_two(self.block.part(axis)))
+            else min(self.tile(axis), next_power_of_two(self.block.split_size(axis)))
         )
 
     def gathered(self, acc: Accumulator) -> int:
@@ -307,18 +307,18 @@ class Plan:
 
     def parts(self, axis: str) -> str | None:
         """The grid axis that numbers the parts of an axis, where there is more than one."""
-        parts = self.block.axis(axis).parts
+        parts = self.block.axis(axis).split_axis
         return parts if parts is not None and self.block.axis(parts).size > 1 else None
 
     def cuts(self, grid: str, axes: Sequence[str | None]) -> bool:
         """Whether blocks at different places on a grid axis have different elements of a tensor with dims `axes`."""
         return grid in axes or (
-            self.block.splits(grid) is not None and self.block.splits(grid) in axes
+            self.block.axis_split_by(grid) is not None and self.block.axis_split_by(grid) in axes
         )
 
     def trips(self, axis: str) -> int:
         """Tiles along an axis; along a part of it where it is dealt out in parts."""
-        return -(-self.block.part(axis) // self.tile(axis))
+        return -(-self.block.split_size(axis) // self.tile(axis))
 
     def _steps(self, axis: str) -> int:
         """Tiles along an axis, or along its part, that blocks look at: as many for each block that shares a loop."""
@@ -328,7 +328,7 @@ class Plan:
         """Whether some tile of an axis reaches past the end of its part, and whether some part reaches past the end of the axis."""
         if self.dealt and axis == self.loop:
             return self.block.axis(axis).size % self.tile(axis) != 0, False
-        part = self.block.part(axis)
+        part = self.block.split_size(axis)
         return self._steps(axis) * self.tile(axis) != part, self.parts(
             axis
         ) is not None and self.block.axis(axis).size % part != 0
@@ -342,7 +342,7 @@ class Plan:
         parts = self.parts(axis)
         if self.dealt and axis == self.loop:
             return -(-self.block.axis(axis).size // self.tile(axis)) * self.tile(axis) - 1
-        before = (self.block.axis(parts).size - 1) * self.block.part(axis) if parts else 0
+        before = (self.block.axis(parts).size - 1) * self.block.split_size(axis) if parts else 0
         return before + self._steps(axis) * self.tile(axis) - 1
 
     @cached_property
@@ -435,7 +435,7 @@ class Plan:
                 i.sources == (source,)
                 and i.axes == o.axes
                 and i.bounds is None
-                and i.turn is None
+                and i.rotation is None
                 and i.padding is None
                 for i in readers
             )
@@ -481,7 +481,7 @@ class Plan:
         role = self.block.role(i.joined) if i.joined else None
         starts = [
             *i.sizes[:-1],
-            *([self.block.part(i.joined)] if i.joined and self.parts(i.joined) else []),
+            *([self.block.split_size(i.joined)] if i.joined and self.parts(i.joined) else []),
         ]
         return (
             role is not None
@@ -669,12 +669,12 @@ class Plan:
 
     def reads_as_stored(self, dot: Dot, x: str) -> bool:
         """Whether an asynchronous product reads input `x` without a conversion, which would be code of its own."""
-        turn = self.input[x].turn
+        rotation = self.input[x].rotation
         return (
             self.is_asynchronous(dot)
             and self.dtype(self.input[x]) is dot.dtype
             and len(self.value_dims(x)) == 2
-            and (turn is None or turn.swaps)
+            and (rotation is None or rotation.swaps)
         )
 
     @cached_property

@@ -68,11 +68,11 @@ class Schedule:
                 f"schedule: tiles are given for {sorted(tiles)}, the block graph's axes are {sorted(names)}"
             )
         for a in block.named(Role.TILE):
-            part = block.part(a.name)
+            part = block.split_size(a.name)
             if tiles[a.name] < part:
                 what = (
                     f"size {a.size}"
-                    if a.parts is None
+                    if a.split_axis is None
                     else f"size {a.size}, of which a block has {part},"
                 )
                 raise errors.CodegenError(
@@ -80,7 +80,7 @@ class Schedule:
                     f"give {next_power_of_two(part)}"
                 )
         for a in block.named(Role.GRID):
-            split = block.splits(a.name)
+            split = block.axis_split_by(a.name)
             if split is not None and tiles[a.name] != 1:
                 raise errors.CodegenError(
                     f"schedule: {a.name} numbers the parts of {split}, of which a block has one; its tile is "

@@ -219,7 +219,7 @@ class _Writer(Tiles):
     def _for(self, loop: str) -> None:
         """The line that a loop begins with: over what is within its bounds, this block's share, or its part."""
         axis, tile, stages = self.axis[loop], self.plan.tile(loop), self.plan.schedule.num_stages
-        ends = f"0, {self.plan.share * tile if self.plan.schedule.split > 1 else self.block.part(loop)}, {tile}"
+        ends = f"0, {self.plan.share * tile if self.plan.schedule.split > 1 else self.block.split_size(loop)}, {tile}"
         if self.trimmed is not None:
             ends = f"0, {axis}_last - {axis}_first, {tile}"
         walk = f"tl.range({ends}, num_stages={stages})" if stages > 1 else f"range({ends})"
@@ -291,7 +291,7 @@ class _Writer(Tiles):
         if parts and not plan.dealt:
             self.line(f"{axis}_first = tl.maximum({axis}_first, {axis}_start)")
             self.line(
-                f"{axis}_last = tl.minimum({axis}_last, {axis}_start + {self.block.part(loop)})"
+                f"{axis}_last = tl.minimum({axis}_last, {axis}_start + {self.block.split_size(loop)})"
             )
         self.line(f"{axis}_first = tl.maximum({axis}_first, 0)")
         self.line(f"{axis}_last = tl.minimum({axis}_last, {self.block.axis(loop).size})")

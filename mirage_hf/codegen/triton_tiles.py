@@ -235,7 +235,7 @@ class Tiles:
         """Where this block's part of an axis begins, and its elements if they are held whole."""
         parts, part, tile, var = (
             str(self.plan.parts(a.name)),
-            self.block.part(a.name),
+            self.block.split_size(a.name),
             self.plan.tile(a.name),
             self.axis[a.name],
         )
@@ -257,7 +257,7 @@ class Tiles:
         parts = self.plan.parts(axis) and not (self.plan.dealt and axis == self.plan.loop)
         # two comparisons rather than one with the smaller end: of those the compiler sees how the ends are aligned
         ends = (
-            [f"{start}_start + {self.block.part(axis)}"]
+            [f"{start}_start + {self.block.split_size(axis)}"]
             if cut and parts
             else [str(size)]
             if cut
@@ -296,9 +296,9 @@ class Tiles:
         strides: Sequence[int],
         dims: Sequence[str],
         shift: tuple[str | None, str] = (None, ""),
-        turned: BlockInput | None = None,
+        rotated: BlockInput | None = None,
     ) -> str:
-        """Pointer arithmetic for a tile; `shift` names a joined axis and what its coordinate is called here; `turned`: the input."""
+        """Pointer arithmetic for a tile; `shift` names a joined axis and what its coordinate is called here; `rotated`: the input."""
         far = sum(self.plan.reach(a) * s for a, s in zip(axes, strides, strict=True) if a) >= 2**31
         terms = [pointer]
         for a, stride in zip(axes, strides, strict=True):
@@ -306,12 +306,12 @@ class Tiles:
                 continue
             at = shift[1] if a == shift[0] else self.axis[a]
             if (
-                turned is not None
-                and turned.turn is not None
-                and turned.turn.swaps
-                and a == turned.turn.axis
+                rotated is not None
+                and rotated.rotation is not None
+                and rotated.rotation.swaps
+                and a == rotated.rotation.axis
             ):
-                at = self._partner(a, at, turned)
+                at = self._partner(a, at, rotated)
             term = self._spread(at, self.plan.dims([a]), dims)
             term += ".to(tl.int64)" if far else ""
             terms.append(term if stride == 1 else f"{term} * {stride}")
@@ -369,23 +369,27 @@ class Tiles:
         if policy is not None:
             arguments.append(f'eviction_policy="{policy}"')
         load = f"tl.load({', '.join(arguments)})"
-        if i.turn is None or i.turn.swaps:
+        if i.rotation is None or i.rotation.swaps:
             return load
         at, width = (
-            shift[1] if i.turn.axis == shift[0] else self.axis[i.turn.axis],
-            self.block.turned(i),
+            shift[1] if i.rotation.axis == shift[0] else self.axis[i.rotation.axis],
+            self.block.rotation_width(i),
         )
-        first = f"(({at} & 1) == 0) & ({at} < {width})" if i.turn.pairs else f"{at} < {width // 2}"
-        sign = self._spread(f"tl.where({first}, -1.0, 1.0)", self.plan.dims([i.turn.axis]), dims)
+        first = (
+            f"(({at} & 1) == 0) & ({at} < {width})" if i.rotation.pairs else f"{at} < {width // 2}"
+        )
+        sign = self._spread(
+            f"tl.where({first}, -1.0, 1.0)", self.plan.dims([i.rotation.axis]), dims
+        )
         narrow = f".to({triton_dtype(self.plan.dtype(i))})" if i.name in self.plan.native else ""
         return f"({load}.to(tl.float32) * {sign}){narrow}"
 
     def _partner(self, axis: str, at: str, i: BlockInput) -> str:
         """The coordinates of the partners of those in `at`; what has none stays where it is."""
-        assert i.turn is not None
-        width = self.block.turned(i)
+        assert i.rotation is not None
+        width = self.block.rotation_width(i)
         half, alone = width // 2, width < self.block.extent(i, axis)
-        if i.turn.pairs:
+        if i.rotation.pairs:
             return f"tl.where({at} < {width}, {at} ^ 1, {at})" if alone else f"({at} ^ 1)"
         second = f"tl.where({at} < {width}, {at} - {half}, {at})" if alone else f"{at} - {half}"
         text = f"tl.where({at} < {half}, {at} + {half}, {second})"
@@ -413,7 +417,7 @@ class Tiles:
             return []  # which source the tiles lie in is known only inside the loop
         if (
             (plan.unrolled and plan.unrolled in i.axes)
-            or i.turn is not None
+            or i.rotation is not None
             or i.padding is not None
         ):
             return []

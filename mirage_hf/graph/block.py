@@ -33,7 +33,7 @@ class Axis:
     name: str
     size: int
     role: Role
-    parts: str | None = None
+    split_axis: str | None = None
 
 
 SWAP_HALVES, SWAP_PAIRS, SIGN_HALVES, SIGN_PAIRS = (
@@ -42,11 +42,11 @@ SWAP_HALVES, SWAP_PAIRS, SIGN_HALVES, SIGN_PAIRS = (
     "sign halves",
     "sign pairs",
 )
-TURNS = (SWAP_HALVES, SWAP_PAIRS, SIGN_HALVES, SIGN_PAIRS)
+ROTATIONS = (SWAP_HALVES, SWAP_PAIRS, SIGN_HALVES, SIGN_PAIRS)
 
 
 @dataclass(frozen=True)
-class Turn:
+class Rotation:
     """How an input is read along an axis of even size whose elements are partners, i and i + size/2 (halves) or 2i and 2i + 1
     (pairs): each in its partner's place (swap), or the first of two negated (sign). A rotation of x by an angle (RoPE) is
     x · cos + swapped x · signed sin. With a `width` only so many elements, the first ones, have partners; the others stay."""
@@ -64,9 +64,9 @@ class Turn:
         return self.how in (SWAP_PAIRS, SIGN_PAIRS)
 
     def __post_init__(self) -> None:
-        if self.how not in TURNS:
+        if self.how not in ROTATIONS:
             raise errors.GraphError(
-                f"turn of axis {self.axis}: {self.how!r} is none of {', '.join(TURNS)}"
+                f"rotation of axis {self.axis}: {self.how!r} is none of {', '.join(ROTATIONS)}"
             )
 
 
@@ -92,8 +92,8 @@ class BlockInput:
     source tensors, None for a dim of size 1; `sizes` are the sources' extents along `joined`, in order.
 
     With `bounds`, an axis that is not among `axes`, the sources are two int32 tensors lo and hi, and the value is 1 where
-    lo ≤ index along that axis < hi, else 0. `turn`: how it is read along one of its axes. `padding`: what is behind the end
-    of its source, whose elements alone are turned.
+    lo ≤ index along that axis < hi, else 0. `rotation`: how it is read along one of its axes. `padding`: what is behind the end
+    of its source, whose elements alone are rotated.
     """
 
     name: str
@@ -102,7 +102,7 @@ class BlockInput:
     joined: str | None = None
     sizes: tuple[int, ...] = ()
     bounds: str | None = None
-    turn: Turn | None = None
+    rotation: Rotation | None = None
     padding: Padding | None = None
 
     @property
@@ -118,13 +118,13 @@ class BlockInput:
             raise errors.GraphError(
                 f"block input {self.name}: has no source; name the operand it reads"
             )
-        if self.turn is not None and (
+        if self.rotation is not None and (
             self.bounds is not None
-            or self.turn.axis not in self.axes
-            or self.turn.axis == self.joined
+            or self.rotation.axis not in self.axes
+            or self.rotation.axis == self.joined
         ):
             raise errors.GraphError(
-                f"block input {self.name}: cannot be turned along {self.turn.axis}; it must be an axis of its source"
+                f"block input {self.name}: cannot be rotated along {self.rotation.axis}; it must be an axis of its source"
             )
         if self.padding is not None and (
             self.bounds is not None or len(self.sources) > 1 or self.padding.axis not in self.axes
@@ -246,17 +246,17 @@ class BlockGraph:
 
     def reduced(self, axes: Iterable[str], over: str) -> set[str]:
         """What is carried after reducing over an axis: the number of its parts in its place, if it has any."""
-        parts = self.axis(over).parts
+        parts = self.axis(over).split_axis
         return set(axes) - {over} | ({parts} if parts is not None else set())
 
-    def part(self, name: str) -> int:
+    def split_size(self, name: str) -> int:
         """Elements of an axis that a block sees as a loop or tile axis: its part, or all."""
         a = self.axis(name)
-        return a.size if a.parts is None else -(-a.size // self.axis(a.parts).size)
+        return a.size if a.split_axis is None else -(-a.size // self.axis(a.split_axis).size)
 
-    def splits(self, name: str) -> str | None:
+    def axis_split_by(self, name: str) -> str | None:
         """The loop or tile axis whose parts an axis numbers."""
-        return next((a.name for a in self.axes if a.parts == name), None)
+        return next((a.name for a in self.axes if a.split_axis == name), None)
 
     def extent(self, i: BlockInput, axis: str) -> int:
         """How many elements the source of an input has along an axis that its sources are not joined along."""
@@ -266,10 +266,10 @@ class BlockGraph:
             else self.axis(axis).size
         )
 
-    def turned(self, i: BlockInput) -> int:
-        """How many elements of an input that is turned have partners."""
-        assert i.turn is not None
-        return self.extent(i, i.turn.axis) if i.turn.width is None else i.turn.width
+    def rotation_width(self, i: BlockInput) -> int:
+        """How many elements of an input that is rotated have partners."""
+        assert i.rotation is not None
+        return self.extent(i, i.rotation.axis) if i.rotation.width is None else i.rotation.width
 
     def input_axes(self, i: BlockInput) -> tuple[str, ...]:
         """The axes an input carries, in the graph's order."""
@@ -393,23 +393,23 @@ class _Check:
                 raise _fail(
                     f"axis {a.name!r} of size {a.size} must be an identifier and have a positive size"
                 )
-            if a.parts is None:
+            if a.split_axis is None:
                 continue
-            parts = graph._axes.get(a.parts)
+            parts = graph._axes.get(a.split_axis)
             if (
                 a.role is Role.GRID
                 or parts is None
                 or parts.role is not Role.GRID
-                or parts.parts is not None
+                or parts.split_axis is not None
             ):
                 raise _fail(
                     f"axis {a.name}: only a loop or tile axis has parts, and a grid axis of its own numbers them"
                 )
-            if [b.parts for b in graph.axes].count(a.parts) > 1 or any(
-                a.parts in i.carried for i in graph.inputs
+            if [b.split_axis for b in graph.axes].count(a.split_axis) > 1 or any(
+                a.split_axis in i.carried for i in graph.inputs
             ):
                 raise _fail(
-                    f"axis {a.parts} numbers the parts of {a.name}; no other axis and no input may name it"
+                    f"axis {a.split_axis} numbers the parts of {a.name}; no other axis and no input may name it"
                 )
             if (parts.size - 1) * -(-a.size // parts.size) >= a.size:
                 raise _fail(
@@ -428,11 +428,11 @@ class _Check:
             raise _fail(
                 f"input {i.name}: {i.padding.size} elements are no part of axis {i.padding.axis} of {sizes[i.padding.axis]}"
             )
-        if i.turn is not None:
-            there, width = self.graph.extent(i, i.turn.axis), self.graph.turned(i)
+        if i.rotation is not None:
+            there, width = self.graph.extent(i, i.rotation.axis), self.graph.rotation_width(i)
             if width % 2 or not 0 < width <= there:
                 raise _fail(
-                    f"input {i.name}: {width} of the {there} elements along axis {i.turn.axis} cannot be partners; their number "
+                    f"input {i.name}: {width} of the {there} elements along axis {i.rotation.axis} cannot be partners; their number "
                     "must be even"
                 )
         self.define(i.name, self.graph.input_axes(i))
@@ -446,7 +446,8 @@ class _Check:
         if o.value not in self.carried or sorted(self.carried[o.value]) != sorted(named):
             raise _fail(f"output {o.value} does not carry the axes {o.axes}")
         if any(
-            a.parts is not None and a.name in named and a.parts in named for a in self.graph.axes
+            a.split_axis is not None and a.name in named and a.split_axis in named
+            for a in self.graph.axes
         ):
             raise _fail(
                 f"output {o.value} carries an axis and the number of its parts; reduce over the axis first"

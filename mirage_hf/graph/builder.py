@@ -116,16 +116,16 @@ class BlockGraphBuilder:
                 f"{where} changes from trip to trip; store what is accumulated over the loop (accum, accum_max)"
             )
         given = self._map(omap, len(tensor.axes), where, "omap")
-        parts_at: list[tuple[int, Span]] = []
+        splits_at: list[tuple[int, Span]] = []
         carried = {
             a.root.grid: d for d, a in enumerate(tensor.axes) if a is not None and a.root.grid
         }
-        parts = {p.root.grid: p.root for p in tensor.parts}
+        splits = {p.root.grid: p.root for p in tensor.splits}
         for g, n in zip(GRID_DIMS, self.grid_dim, strict=False):
             d = given.get(g)
             if n == 1:
                 continue
-            if g in carried and g in parts:
+            if g in carried and g in splits:
                 raise errors.GraphError(
                     f"{where} holds the dim that grid dim {g} cuts, and sums over it; store one or the other"
                 )
@@ -133,22 +133,22 @@ class BlockGraphBuilder:
                 raise errors.GraphError(
                     f"{where}: dim {carried[g]} is cut by grid dim {g}; omap must say so ({g!r}: {carried[g]})"
                 )
-            if g in parts:
+            if g in splits:
                 if d is not None and (
-                    tensor.axes[d] is not None or any(d == at for at, _ in parts_at)
+                    tensor.axes[d] is not None or any(d == at for at, _ in splits_at)
                 ):
                     raise errors.GraphError(
                         f"{where}: one result per block of grid dim {g} has no room in dim {d} of size "
                         f"{tensor.dims[d]}; name a dim of size 1, or leave {g} out of omap for a new first dim"
                     )
-                parts_at.append((-1 if d is None else d, parts[g]))
+                splits_at.append((-1 if d is None else d, splits[g]))
             elif d is not None and g not in carried:
                 raise errors.GraphError(
                     f"{where}: grid dim {g} cuts nothing that it is made of, so it cannot fill dim {d}; "
                     f"cut an input by {g}, or leave it out of omap"
                 )
         name = None if dtype is None else table.dtype_name(table.as_dtype(dtype))
-        self.outputs.append(Output(tensor, tensor.axes, tuple(parts_at), name))
+        self.outputs.append(Output(tensor, tensor.axes, tuple(splits_at), name))
 
     # -- ops ----------------------------------------------------------------------------------------------------------------
 
@@ -202,26 +202,28 @@ class BlockGraphBuilder:
                 f"reduction: a mean over {over.first}, which is {over.how}, would depend on how it is cut; "
                 f"take the sum and divide by {over.size}"
             )
-        if over.grid and over.grid in {p.root.grid for p in x.parts}:
+        if over.grid and over.grid in {p.root.grid for p in x.splits}:
             raise errors.GraphError(
                 f"reduction: {x} already is a partial result over grid dim {over.grid}"
             )
-        parts = (*x.parts, over) if over.grid else x.parts
+        splits = (*x.splits, over) if over.grid else x.splits
         if over.walked and x.time != "after":
             if x.pending:
                 raise self._unfinished(x, "reduction")
             over.reduced = True
-            return replace(x, axes=axes, dims=dims, parts=parts, pending=kind)
+            return replace(x, axes=axes, dims=dims, splits=splits, pending=kind)
         if x.half is not None:
             if not over.walked or kind != x.half:
                 raise self._unfinished(x, "reduction")
             over.reduced = True
-            return replace(x, name=self._name("acc"), axes=axes, dims=dims, parts=parts, half=None)
+            return replace(
+                x, name=self._name("acc"), axes=axes, dims=dims, splits=splits, half=None
+            )
         if x.pending and x.pending != kind:
             raise self._unfinished(x, "reduction")
         over.reduced = True
         node = Node("max" if kind == "max" else "sum", (x,), over=over)
-        out = replace(x, name=self._name("v"), node=node, axes=axes, dims=dims, parts=parts)
+        out = replace(x, name=self._name("v"), node=node, axes=axes, dims=dims, splits=splits)
         return self._elementwise("mul", out, 1.0 / over.size) if kind == "mean" else out
 
     def permute(self, x: STensor, order: Sequence[int]) -> STensor:
@@ -277,7 +279,7 @@ class BlockGraphBuilder:
         e = self.exp(self.sub(x, self.reduction(x, d, "max")))
         return self.div(e, self.reduction(e, d))
 
-    # -- the parts of ops -----------------------------------------------------------------------------------------------------
+    # -- helpers of ops -----------------------------------------------------------------------------------------------------
 
     def _elementwise(
         self,
@@ -310,14 +312,14 @@ class BlockGraphBuilder:
                     axes[k] = a.root if axes[k] is None else self._meet(axes[k], a, where, shown)  # type: ignore[arg-type]
         time, running = self._when(tiles, where, shown)
         pending = self._linear(name, args, where)
-        parts = tuple(dict.fromkeys(p.root for t in tiles for p in t.parts))
+        splits = tuple(dict.fromkeys(p.root for t in tiles for p in t.splits))
         node = Node(name, tuple(args), tuple(sorted((row.attrs | attrs).items())))
         out = STensor(
             self._name("v"),
             node,
             tuple(axes),
             tuple(dims),
-            parts,
+            splits,
             time,
             pending,
             running=running,
@@ -407,7 +409,7 @@ class BlockGraphBuilder:
             node,
             x.axes,
             x.dims,
-            x.parts,
+            x.splits,
             "after",
             half=kind if walked else None,
             owner=self,
@@ -567,17 +569,23 @@ class BlockGraphBuilder:
         Errors: GraphError where such a tile is no power of two; kernels have no others."""
         block = self.build()
         grid = {
-            a.name: 1 if block.splits(a.name) else a.size // self._size(self._grid_of(block, a))
+            a.name: 1
+            if block.axis_split_by(a.name)
+            else a.size // self._size(self._grid_of(block, a))
             for a in block.named(Role.GRID)
         }
-        loop = {a.name: block.part(a.name) // self.forloop_range for a in block.named(Role.LOOP)}
+        loop = {
+            a.name: block.split_size(a.name) // self.forloop_range for a in block.named(Role.LOOP)
+        }
         for name, tile in (grid | loop).items():
             if tile & (tile - 1):
                 raise errors.GraphError(
                     f"schedule: {tile} elements of axis {name} in a block are not a power of two; choose a grid_dim "
                     "and a forloop_range that leave one, or leave the tiles to the tuner"
                 )
-        held = {a.name: 1 << (block.part(a.name) - 1).bit_length() for a in block.named(Role.TILE)}
+        held = {
+            a.name: 1 << (block.split_size(a.name) - 1).bit_length() for a in block.named(Role.TILE)
+        }
         return {a.name: (grid | loop | held)[a.name] for a in block.axes}
 
     def _grid_of(self, block: BlockGraph, axis: Axis) -> str | None:

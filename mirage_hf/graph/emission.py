@@ -35,8 +35,8 @@ class Emission:
             None,
         )
         self.axis_of = self.names()
-        self.parts_of = {
-            d: self._fresh(f"{name}_part", self.axis_of.values())
+        self.split_axes = {
+            d: self._fresh(f"{name}_split", self.axis_of.values())
             for d, name in self.axis_of.items()
             if d.grid and d.reduced
         }
@@ -80,12 +80,14 @@ class Emission:
         size = dict(zip("xyz", self.builder.grid_dim, strict=False))
         made = []
         for d, name in self.axis_of.items():
-            parts = self.parts_of.get(d)
-            if parts is not None:
-                made.append(Axis(parts, size[str(d.grid)], Role.GRID))
-            role = Role.LOOP if d.walked else Role.GRID if d.grid and parts is None else Role.TILE
-            made.append(Axis(name, d.size, role, parts))
-        seen = [self.parts_of[d] for d in self.parts_of]
+            split_axis = self.split_axes.get(d)
+            if split_axis is not None:
+                made.append(Axis(split_axis, size[str(d.grid)], Role.GRID))
+            role = (
+                Role.LOOP if d.walked else Role.GRID if d.grid and split_axis is None else Role.TILE
+            )
+            made.append(Axis(name, d.size, role, split_axis))
+        seen = [self.split_axes[d] for d in self.split_axes]
         for o in self.builder.outputs:
             seen += [self.axis_of[d.root] for d in o.axes if d is not None]
         return tuple(
@@ -102,7 +104,8 @@ class Emission:
     def _without(self, axes: Iterable[str], d: Span) -> tuple[str, ...]:
         """What is left after reducing over a class: the number of its part in its place, if it is dealt out."""
         return self._sorted(
-            set(axes) - {self.axis_of[d]} | ({self.parts_of[d]} if d in self.parts_of else set())
+            set(axes) - {self.axis_of[d]}
+            | ({self.split_axes[d]} if d in self.split_axes else set())
         )
 
     # -- values -------------------------------------------------------------------------------------------------------------
@@ -197,10 +200,10 @@ class Emission:
                 )  # type: ignore[arg-type]
                 name = self.bodies["after"][-1].out
             dims = [None if d is None else self.axis_of[d.root] for d in o.axes]
-            for at, d in o.parts_at:
+            for at, d in o.splits_at:
                 if at >= 0:
-                    dims[at] = self.parts_of[d]
-            lead = [self.parts_of[d] for at, d in o.parts_at if at < 0]
+                    dims[at] = self.split_axes[d]
+            lead = [self.split_axes[d] for at, d in o.splits_at if at < 0]
             outputs.append(BlockOutput(name, tuple([*lead, *dims]), dtype))
         stages = []
         if self.walked is not None and (self.accumulators or self.bodies["loop"]):
@@ -211,7 +214,7 @@ class Emission:
             )
         if self.bodies["after"]:
             stages.append(Stage(None, tuple(self.bodies["after"])))
-        used = {a for i in self.inputs for a in i.axes} | set(self.parts_of.values())
+        used = {a for i in self.inputs for a in i.axes} | set(self.split_axes.values())
         return BlockGraph(
             tuple(a for a in self.axes if a.name in used),
             tuple(self.inputs),

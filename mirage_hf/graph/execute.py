@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mirage_hf.graph.block import Accumulator, BlockGraph, BlockInput, Role, Stage, Turn
+from mirage_hf.graph.block import Accumulator, BlockGraph, BlockInput, Role, Rotation, Stage
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
 
@@ -124,9 +124,11 @@ def _cuts(start: int, stop: int, pieces: int) -> list[slice]:
     return [slice(lo, min(lo + step, stop)) for lo in range(start, stop, step)]
 
 
-def turned(algebra: Algebra, x: Any, shape: Sequence[int], dim: int, turn: Turn) -> Any:
-    """An array of that shape, read along `dim` as `turn` says."""
-    rank, width = len(shape), turn.width or shape[dim]
+def rotate_along(
+    algebra: Algebra, x: Any, shape: Sequence[int], dim: int, rotation: Rotation
+) -> Any:
+    """An array of that shape, read along `dim` as `rotation` says."""
+    rank, width = len(shape), rotation.width or shape[dim]
     half = width // 2
 
     def part(start: int, stop: int, step: int = 1) -> Any:
@@ -136,12 +138,12 @@ def turned(algebra: Algebra, x: Any, shape: Sequence[int], dim: int, turn: Turn)
 
     first, second = (
         (part(k, 2 * half, 2) for k in (0, 1))
-        if turn.pairs
+        if rotation.pairs
         else (part(0, half), part(half, 2 * half))
     )
-    both = [second, first] if turn.swaps else [algebra.elementwise("neg", [first], {}), second]
+    both = [second, first] if rotation.swaps else [algebra.elementwise("neg", [first], {}), second]
     joined = algebra.join(both, dim)
-    if turn.pairs:
+    if rotation.pairs:
         split = algebra.arrange(joined, range(rank), (*shape[:dim], 2, half, *shape[dim + 1 :]))
         joined = algebra.arrange(
             split,
@@ -174,12 +176,12 @@ class _BlockRun:
         # with numbers all parts are computed at once, as an axis of their own, where they are equally long and no output carries the
         # axis that they are of: the same sums in the same order, without a Python loop over parts
         self.together = {
-            a.name: a.parts
+            a.name: a.split_axis
             for a in graph.axes
-            if a.parts is not None
+            if a.split_axis is not None
             and pieces == 1
             and isinstance(algebra, TorchAlgebra)
-            and a.size == graph.part(a.name) * graph.axis(a.parts).size
+            and a.size == graph.split_size(a.name) * graph.axis(a.split_axis).size
             and not any(a.name in o.axes for o in graph.outputs)
         }
 
@@ -213,7 +215,7 @@ class _BlockRun:
         size = self.graph.axis(name).size
         if name in self.together.values():
             return [slice(0, size)]
-        if self.graph.splits(name) is not None:
+        if self.graph.axis_split_by(name) is not None:
             return _cuts(0, size, size)
         return _cuts(
             within.start,
@@ -244,7 +246,7 @@ class _BlockRun:
         return whole
 
     def _source(self, i: BlockInput, k: int, operand: Any, order: Sequence[int]) -> Any:
-        """The k-th source of an input, turned and padded as it says."""
+        """The k-th source of an input, rotated and padded as it says."""
         graph, algebra, index = self.graph, self.algebra, self.index
         extent = (
             {i.joined: i.sizes[k]}
@@ -255,8 +257,8 @@ class _BlockRun:
         )
         shape = self._shape(graph.input_axes(i), extent)
         x = algebra.arrange(operand, order, shape)
-        if i.turn is not None:
-            x = turned(algebra, x, shape, index[i.turn.axis], i.turn)
+        if i.rotation is not None:
+            x = rotate_along(algebra, x, shape, index[i.rotation.axis], i.rotation)
         if i.padding is not None:
             shape[index[i.padding.axis]] = graph.axis(i.padding.axis).size - i.padding.size
             x = algebra.join([x, algebra.full(shape, i.padding.value)], index[i.padding.axis])
@@ -266,14 +268,14 @@ class _BlockRun:
         """Run one block, which has the slices `at` of the grid axes, and store what it gives into `raw`."""
         graph = self.graph
         parts = {
-            a.name: slice(0, graph.part(a.name))
+            a.name: slice(0, graph.split_size(a.name))
             if a.name in self.together
             else slice(
-                at[a.parts].start * graph.part(a.name),
-                min(at[a.parts].stop * graph.part(a.name), a.size),
+                at[a.split_axis].start * graph.split_size(a.name),
+                min(at[a.split_axis].stop * graph.split_size(a.name), a.size),
             )
             for a in graph.axes
-            if a.parts is not None
+            if a.split_axis is not None
         }
         at |= {name: s for name, s in parts.items() if graph.role(name) is Role.TILE}
         values: dict[str, Any] = {}

@@ -25,15 +25,15 @@ from mirage_hf.graph.block import (
     BlockOutput,
     Padding,
     Role,
+    Rotation,
     Stage,
-    Turn,
 )
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.symbolic import Dim
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 
-VERSION = 1
+VERSION = 2
 GRAPH, UGRAPH, BLOCK = "mirage_hf.graph", "mirage_hf.ugraph", "mirage_hf.block"
 _LOADERS = {GRAPH: "load_graph", UGRAPH: "load_ugraph", BLOCK: "block_from_dict"}
 Json = dict[str, Any]
@@ -44,7 +44,10 @@ Json = dict[str, Any]
 
 def graph_to_dict(graph: KernelGraph) -> Json:
     """Return a kernel graph as plain data: its nodes in the order they were made, and the names of its outputs."""
-    return {"format": GRAPH, "version": VERSION, **_graph_body(graph)}
+    # Version 2 renamed fields of block graphs. A graph without any is the same in both versions. It is
+    # written as version 1, because the keys of kernel zoos are digests of it.
+    version = VERSION if any(op.block is not None for op in graph.ops) else 1
+    return {"format": GRAPH, "version": version, **_graph_body(graph)}
 
 
 def ugraph_to_dict(ugraph: UGraph) -> Json:
@@ -101,7 +104,7 @@ def _block_body(b: BlockGraph) -> Json:
     return {
         "axes": [
             {"name": a.name, "size": _size(a.size), "role": a.role.value}
-            | ({"parts": a.parts} if a.parts else {})
+            | ({"split_axis": a.split_axis} if a.split_axis else {})
             for a in b.axes
         ],
         "inputs": [
@@ -113,8 +116,7 @@ def _block_body(b: BlockGraph) -> Json:
                 "sizes": list(i.sizes),
             }
             | ({"bounds": i.bounds} if i.bounds else {})
-            | ({"turn": [i.turn.axis, i.turn.how]} if i.turn else {})
-            | ({"turned": i.turn.width} if i.turn and i.turn.width else {})
+            | ({"rotation": _rotation(i.rotation)} if i.rotation else {})
             | (
                 {
                     "padding": {
@@ -142,6 +144,11 @@ def _block_body(b: BlockGraph) -> Json:
         ],
         "outputs": [{"value": o.value, "axes": list(o.axes), "dtype": o.dtype} for o in b.outputs],
     }
+
+
+def _rotation(rotation: Rotation) -> Json:
+    width = {"width": rotation.width} if rotation.width else {}
+    return {"axis": rotation.axis, "how": rotation.how} | width
 
 
 def _block_op(op: BlockOp) -> Json:
@@ -365,7 +372,7 @@ def _header(data: Any, kind: str, source: str) -> _Place:
         raise errors.FormatError(
             f"{source}: version {version} is newer than this package knows ({VERSION}); update mirage_hf"
         )
-    if version != VERSION:
+    if version < 1:
         raise place.error(f"version {version} does not exist")
     return place
 
@@ -450,14 +457,19 @@ def _attr(place: _Place) -> Any:
     return _number(place) if isinstance(place.value, dict) else place.expect("scalar")
 
 
-def _read_turn(place: _Place) -> Turn | None:
-    if "turn" not in place.value:
+def _read_rotation(place: _Place) -> Rotation | None:
+    if "turn" in place.value:  # version 1
+        words = place.all("turn", "text")
+        if len(words) != 2:
+            raise place.error(f"turn names an axis and how, it is {words}")
+        width = place.get("turned", "int") if "turned" in place.value else None
+        return place.build(Rotation, *words, width)
+    if "rotation" not in place.value:
         return None
-    words = place.all("turn", "text")
-    if len(words) != 2:
-        raise place.error(f"turn names an axis and how, it is {words}")
-    return place.build(
-        Turn, *words, place.get("turned", "int") if "turned" in place.value else None
+    rotation = place.key("rotation", "object")
+    width = rotation.get("width", "int") if "width" in rotation.value else None
+    return rotation.build(
+        Rotation, rotation.get("axis", "text"), rotation.get("how", "text"), width
     )
 
 
@@ -478,9 +490,15 @@ def _read_block(place: _Place) -> BlockGraph:
     for a in place.key("axes", "list").each("object"):
         if a.get("role", "text") not in roles:
             raise a.error(f"role {a.value['role'][:60]!r} is none of {', '.join(roles)}")
-        parts = a.get("parts", "text") if "parts" in a.value else None
+        split_field = "parts" if "parts" in a.value else "split_axis"  # "parts" in version 1
+        split_axis = a.get(split_field, "text") if split_field in a.value else None
         axes.append(
-            Axis(a.get("name", "text"), _dim(a.key("size", "size")), roles[a.value["role"]], parts)
+            Axis(
+                a.get("name", "text"),
+                _dim(a.key("size", "size")),
+                roles[a.value["role"]],
+                split_axis,
+            )
         )
     inputs = [
         i.build(
@@ -491,7 +509,7 @@ def _read_block(place: _Place) -> BlockGraph:
             i.get("joined", "text?"),
             i.all("sizes", "int"),
             i.get("bounds", "text") if "bounds" in i.value else None,
-            _read_turn(i),
+            _read_rotation(i),
             _read_padding(i),
         )
         for i in place.key("inputs", "list").each("object")

@@ -49,7 +49,9 @@ def maps_of(block: BlockGraph) -> Maps:
         def dim(name: str | None) -> int | None:
             return axes.index(name) if name is not None and name in axes else None
 
-        return tuple((name, dim(name if name in axes else block.splits(name))) for name in names)
+        return tuple(
+            (name, dim(name if name in axes else block.axis_split_by(name))) for name in names
+        )
 
     return Maps(
         tuple(

@@ -197,21 +197,21 @@ def resized(op: KernelOp, operands: Sequence[DTensor]) -> BlockGraph:
     axes = []
     for axis in block.axes:
         size = found.get(axis.name, axis.size)
-        if (whole := block.splits(axis.name)) is not None:
-            size = number_of_parts(found.get(whole, block.axis(whole).size), axis.size)
-        axes.append(Axis(axis.name, size, axis.role, axis.parts))
+        if (whole := block.axis_split_by(axis.name)) is not None:
+            size = largest_num_splits(found.get(whole, block.axis(whole).size), axis.size)
+        axes.append(Axis(axis.name, size, axis.role, axis.split_axis))
     return BlockGraph(tuple(axes), tuple(inputs), block.stages, block.outputs)
 
 
-def with_parts(ugraph: UGraph, axis: str, number: int) -> UGraph:
+def with_num_splits(ugraph: UGraph, axis: str, number: int) -> UGraph:
     """The same µGraph with the axes called `axis`, which number parts, `number` long where an axis can be dealt out in so many: into how
     many parts a sum is taken apart is no part of its proof. Errors: GraphError."""
 
     def again(op: KernelOp, operands: Sequence[Operand]) -> list[DTensor]:
         if (block := op.block) is not None:
             axes = tuple(
-                replace(a, size=number_of_parts(block.axis(whole).size, number))
-                if a.name == axis and (whole := block.splits(a.name)) is not None
+                replace(a, size=largest_num_splits(block.axis(whole).size, number))
+                if a.name == axis and (whole := block.axis_split_by(a.name)) is not None
                 else a
                 for a in block.axes
             )
@@ -225,7 +225,7 @@ def with_parts(ugraph: UGraph, axis: str, number: int) -> UGraph:
     return UGraph(ugraph.program, kernels)
 
 
-def number_of_parts(size: int, most: int) -> int:
+def largest_num_splits(size: int, most: int) -> int:
     """Into how many parts, at most `most`, an axis can be dealt out so that none is empty."""
     parts = min(size, most)
     while (parts - 1) * -(-size // parts) >= size:

@@ -26,8 +26,8 @@ from mirage_hf.graph.block import (
     BlockOutput,
     Padding,
     Role,
+    Rotation,
     Stage,
-    Turn,
 )
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, row_major
 from mirage_hf.graph.symbolic import Dim
@@ -86,7 +86,7 @@ def format_block_graph(block: BlockGraph) -> str:
     lines = [
         "axes "
         + ", ".join(
-            f"{a.name}={a.size} {a.role.value}{f' parts {a.parts}' if a.parts else ''}"
+            f"{a.name}={a.size} {a.role.value}{f' split by {a.split_axis}' if a.split_axis else ''}"
             for a in block.axes
         )
     ]
@@ -100,8 +100,8 @@ def format_block_graph(block: BlockGraph) -> str:
             else ""
         )
         joined += (
-            f" turn {i.turn.axis} {i.turn.how}{f' of {i.turn.width}' if i.turn.width else ''}"
-            if i.turn
+            f" rotated {i.rotation.axis} {i.rotation.how}{f' of {i.rotation.width}' if i.rotation.width else ''}"
+            if i.rotation
             else ""
         )
         joined += (
@@ -366,7 +366,11 @@ class _Parser:
         name = self.take("word")
         self.expect("=")
         size, role = self.integer(), Role(self.expect(*(r.value for r in Role)))
-        return Axis(name, size, role, self.take("word") if self.takes("parts") else None)
+        split_axis = None
+        if self.takes("split"):
+            self.expect("by")
+            split_axis = self.take("word")
+        return Axis(name, size, role, split_axis)
 
     def axis_names(self) -> tuple[str | None, ...]:
         def one() -> str | None:
@@ -386,14 +390,14 @@ class _Parser:
         )
         bounds = self.take("word") if self.takes("bounds") else None
         return self.build(
-            BlockInput, name, sources, axes, joined, sizes, bounds, self.turn(), self.padding()
+            BlockInput, name, sources, axes, joined, sizes, bounds, self.rotation(), self.padding()
         )
 
-    def turn(self) -> Turn | None:
-        if not self.takes("turn"):
+    def rotation(self) -> Rotation | None:
+        if not self.takes("rotated"):
             return None
         axis, how = self.take("word"), f"{self.take('word')} {self.take('word')}"
-        return self.build(Turn, axis, how, self.integer() if self.takes("of") else None)
+        return self.build(Rotation, axis, how, self.integer() if self.takes("of") else None)
 
     def padding(self) -> Padding | None:
         if not self.takes("padded"):

@@ -54,7 +54,7 @@ class STensor:
     node: Node
     axes: tuple[Span | None, ...]
     dims: tuple[int, ...]
-    parts: tuple[Span, ...] = ()
+    splits: tuple[Span, ...] = ()
     time: str = "any"
     pending: str | None = None
     half: str | None = None
@@ -82,5 +82,5 @@ class Output:
 
     tensor: STensor
     axes: tuple[Span | None, ...]
-    parts_at: tuple[tuple[int, Span], ...]
+    splits_at: tuple[tuple[int, Span], ...]
     dtype: str | None

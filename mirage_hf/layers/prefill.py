@@ -145,10 +145,10 @@ class LayerPrefill(Composition):
                 p[None] if a["norm"] == "rms" else p.view(1, -1, d)
                 for p in self.parameters["attention"]
             ]
-            turned = kernels["rotation"](
+            rotated = kernels["rotation"](
                 [q.flatten(0, 1), k.flatten(0, 1), *([at.cos, at.sin] if a["rope"] else []), *norms]
             )
-            q, k = (y.unflatten(0, (batch, tokens)) for y in turned)
+            q, k = (y.unflatten(0, (batch, tokens)) for y in rotated)
         slots = [
             memory[:, :, : tokens if at.sources is None else at.sources.shape[1]]
             for memory in (at.keys, at.values)

@@ -132,7 +132,7 @@ def heads_of(packed: Tensor, sizes: Mapping[str, Any]) -> tuple[Tensor, Tensor, 
 
 
 class LatentStep(LayerStep):
-    """The same for attention whose cache holds latents as keys, and keys turned by RoPE as values."""
+    """The same for attention whose cache holds latents as keys, and keys rotated by RoPE as values."""
 
     @property
     def taking(self) -> str:
@@ -155,7 +155,7 @@ class LatentStep(LayerStep):
             return [x[..., ::2], x[..., 1::2]] if parted else [x]
 
         keys = list(at.values.chunk(2, -1)) if parted else [at.values]
-        turned = kernels["append"](
+        rotated = kernels["append"](
             [
                 *pairs(q_rope),
                 *pairs(k_rope.view(every)),
@@ -174,7 +174,7 @@ class LatentStep(LayerStep):
         return kernels["attention"](
             [
                 q,
-                *turned,
+                *rotated,
                 at.keys,
                 *keys,
                 at.lo.view(every),

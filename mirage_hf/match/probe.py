@@ -595,14 +595,14 @@ def _but_for_mlp(candidate: Any) -> Any:
 
 
 def _expanded(candidate: Any, cache: ProbeCache) -> Rejected | None:
-    """Refuse a layer that caches something else than latents and turned keys, as transformers 5.4 does."""
+    """Refuse a layer that caches something else than latents and rotated keys, as transformers 5.4 does."""
     sizes = next(dict(p.block.sizes) for p in candidate.parts if p.role == "attention")
     seen = [None if x is None else (x.shape[1], x.shape[3]) for x in (cache.keys, cache.values)]
     if seen == [(1, sizes["latent"]), (1, sizes["rope"])]:
         return None
     each = " and ".join("nothing" if s is None else f"{s[0]} heads of {s[1]}" for s in seen)
     return Rejected(
-        f"it caches {each}, not latents of {sizes['latent']} and turned keys of {sizes['rope']}, as later transformers do"
+        f"it caches {each}, not latents of {sizes['latent']} and rotated keys of {sizes['rope']}, as later transformers do"
     )
 
 

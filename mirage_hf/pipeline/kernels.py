@@ -178,9 +178,9 @@ def _same_parts(old: UGraph, new: UGraph) -> UGraph:
                 o.block for o in new.block_ops if o.block and o.block.stages == op.block.stages
             )
             size = same.axis(a.name).size
-            if a.parts is not None and size > a.size:
-                new = symbolic.with_parts(
-                    new, a.parts, min(MOST_PARTS, -(-size // op.block.part(a.name)))
+            if a.split_axis is not None and size > a.size:
+                new = symbolic.with_num_splits(
+                    new, a.split_axis, min(MOST_PARTS, -(-size // op.block.split_size(a.name)))
                 )
     return new
 

@@ -192,8 +192,12 @@ def _block_panel(number: int, op: KernelOp, schedule: Any = None) -> Panel:
 
 def _facts(b: BlockGraph, schedule: Any) -> list[str]:
     def axis(a: Axis) -> str:
-        dealt = f" in {b.axis(a.parts).size} parts of {b.part(a.name)}" if a.parts else ""
-        numbers = f" (part of {b.splits(a.name)})" if b.splits(a.name) else ""
+        dealt = (
+            f" in {b.axis(a.split_axis).size} parts of {b.split_size(a.name)}"
+            if a.split_axis
+            else ""
+        )
+        numbers = f" (part of {b.axis_split_by(a.name)})" if b.axis_split_by(a.name) else ""
         return f"{a.name} = {a.size}{dealt}{numbers}"
 
     facts = [
@@ -205,8 +209,10 @@ def _facts(b: BlockGraph, schedule: Any) -> list[str]:
 def _band_lines(b: BlockGraph, stage: Stage, schedule: Any) -> tuple[str, ...]:
     if stage.loop is None:
         return ("once per block",)
-    a, n = b.axis(stage.loop), b.part(stage.loop)
-    lines = [f"for {a.name} in {n}"] + ([f"part {a.parts} of {a.size}"] if a.parts else [])
+    a, n = b.axis(stage.loop), b.split_size(stage.loop)
+    lines = [f"for {a.name} in {n}"] + (
+        [f"part {a.split_axis} of {a.size}"] if a.split_axis else []
+    )
     if schedule is not None:
         tile = schedule.tile(a.name)
         trips = -(-n // tile)

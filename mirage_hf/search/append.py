@@ -147,7 +147,7 @@ def _owned(op: KernelOp, t: DTensor) -> BlockOutput | None:
     for i in block.inputs:
         mine = (
             i.bounds is None
-            and i.turn is None
+            and i.rotation is None
             and i.padding is None
             and len(i.sources) == 1
             and op.inputs[i.sources[0]] is t

@@ -29,8 +29,8 @@ from mirage_hf.graph.block import (
     BlockOutput,
     Padding,
     Role,
+    Rotation,
     Stage,
-    Turn,
 )
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
@@ -210,11 +210,11 @@ class _Kernel:
             for i, name in enumerate(names)
             if found.axes >> i & 1
         }
-        self.parts: str | None = None
+        self.split_axis: str | None = None
         if found.split >= 0:
-            self.parts = self._fresh_axis(f"{names[found.split]}_part", axes)
-            axes[self.parts] = Axis(self.parts, found.parts, Role.GRID)
-            axes[names[found.split]] = replace(axes[names[found.split]], parts=self.parts)
+            self.split_axis = self._fresh_axis(f"{names[found.split]}_split", axes)
+            axes[self.split_axis] = Axis(self.split_axis, found.parts, Role.GRID)
+            axes[names[found.split]] = replace(axes[names[found.split]], split_axis=self.split_axis)
         self.combined: dict[
             tuple[str, int], str
         ] = {}  # a stored tensor's parts axis and its size: what it is called here
@@ -289,14 +289,21 @@ class _Kernel:
         joined: str | None = None,
         sizes: tuple[int, ...] = (),
         bounds: str | None = None,
-        turn: Turn | None = None,
+        rotation: Rotation | None = None,
         padding: Padding | None = None,
     ) -> str:
         while name in self.carried or name in self.order:
             name += "_"
         self.inputs.append(
             BlockInput(
-                name, tuple(map(self._source, sources)), axes, joined, sizes, bounds, turn, padding
+                name,
+                tuple(map(self._source, sources)),
+                axes,
+                joined,
+                sizes,
+                bounds,
+                rotation,
+                padding,
             )
         )
         self.carried[name] = self._sorted(self.inputs[-1].carried)
@@ -354,7 +361,7 @@ class _Kernel:
             return
         joined = term.index[i.joined] if several and i.joined is not None else None
         sources = [self.plan.inputs[s] for s in i.sources]
-        turn = Turn(str(term.index[i.turn[0]]), *i.turn[1:]) if i.turn else None
+        rotation = Rotation(str(term.index[i.rotation[0]]), *i.rotation[1:]) if i.rotation else None
         padding = (
             Padding(str(term.index[i.padding[0]]), i.dims[i.padding[0]], i.padding[1])
             if i.padding
@@ -362,7 +369,14 @@ class _Kernel:
         )
         self.value[leaf.value] = _Scaled(
             self._load(
-                name, sources, term.index, joined, i.sizes if several else (), None, turn, padding
+                name,
+                sources,
+                term.index,
+                joined,
+                i.sizes if several else (),
+                None,
+                rotation,
+                padding,
             )
         )
 
@@ -397,7 +411,9 @@ class _Kernel:
         if not any(isinstance(x, str) for x in args):
             raise _Refused("an op of numbers alone")
         if over is not None:
-            axes = axes - {over} | ({self.parts} if self.parts and self._is_split(over) else set())
+            axes = axes - {over} | (
+                {self.split_axis} if self.split_axis and self._is_split(over) else set()
+            )
         out = self._fresh("v")
         self.carried[out] = self._sorted(axes)
         self.body.append(BlockOp(out, fn, args, self.carried[out], attrs, over))
@@ -615,7 +631,7 @@ class _Kernel:
         self._readable((arg,))
         out = self._fresh("acc")
         left = set(self.carried[arg]) - {self.loop} | (
-            {self.parts} if self.parts and self._is_split(str(self.loop)) else set()
+            {self.split_axis} if self.split_axis and self._is_split(str(self.loop)) else set()
         )
         self.carried[out] = self._sorted(a for a in left if a)
         self.accumulators.append(Accumulator(out, arg, kind, self.carried[out], shift))
@@ -680,8 +696,8 @@ class _Kernel:
                 x = _Scaled(self._plain(x))
             x = self._unmasked(x)
             carried = self.carried[x.mantissa] if isinstance(x.mantissa, str) else ()
-            order, dtype = self.plan.storage(o.stored, [a for a in carried if a != self.parts])
-            lead = (self.parts,) if self.parts in carried else ()
+            order, dtype = self.plan.storage(o.stored, [a for a in carried if a != self.split_axis])
+            lead = (self.split_axis,) if self.split_axis in carried else ()
             at = output(
                 x.mantissa, (*lead, *order), dtype if x.is_plain and not lead else "float32", -1
             )
@@ -693,7 +709,7 @@ class _Kernel:
                 if any(a.role is Role.GRID and a.name not in theirs for a in self.axes):
                     raise _Impossible("blocks that share a shift would all store it")
                 tops = (
-                    *((self.parts,) if self.parts in theirs else ()),
+                    *((self.split_axis,) if self.split_axis in theirs else ()),
                     *(a for a in order if a in theirs),
                 )
                 shift, origin = output(s.name, tops, "float32", -1), s.origin

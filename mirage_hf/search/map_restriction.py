@@ -171,7 +171,7 @@ class MapRestriction:
 def _with_fewer_blocks(block: BlockGraph) -> Iterator[BlockGraph]:
     """The block graph as it is, then with grid axes held whole instead, as few as possible. The search cuts every axis that it may;
     a grid dim of one block is the same as none, so what it finds stands for these as well."""
-    numbers = {a.parts for a in block.axes}
+    numbers = {a.split_axis for a in block.axes}
     free = [a for a in block.named(Role.GRID) if a.name not in numbers]
     for n in range(len(free) + 1):
         for whole in itertools.combinations(free, n):
@@ -187,7 +187,7 @@ def _largest_tile(block: BlockGraph) -> int:
     """Elements of the tile axes of a value, products that are only summed left out: they are never formed."""
     products = {c.product for c in block.contractions.values()}
     return max(
-        math.prod(block.part(a) for a in axes if block.role(a) is Role.TILE)
+        math.prod(block.split_size(a) for a in axes if block.role(a) is Role.TILE)
         for name, axes in block.carried.items()
         if name not in products
     )

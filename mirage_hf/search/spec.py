@@ -14,7 +14,14 @@ from fractions import Fraction
 from functools import partial
 
 from mirage_hf.errors import Rejected
-from mirage_hf.graph.block import SIGN_HALVES, SIGN_PAIRS, SWAP_HALVES, SWAP_PAIRS, BlockInput, Turn
+from mirage_hf.graph.block import (
+    SIGN_HALVES,
+    SIGN_PAIRS,
+    SWAP_HALVES,
+    SWAP_PAIRS,
+    BlockInput,
+    Rotation,
+)
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.symbolic import Dim
 from mirage_hf.ops import table
@@ -51,7 +58,7 @@ class SpecInput:
     sizes: tuple[int, ...] = ()
     itemsize: int = 2
     bounds: int | None = None
-    turn: tuple[int, str, int | None] | None = None  # a dim, how it is read, and how much of it
+    rotation: tuple[int, str, int | None] | None = None  # a dim, how it is read, and how much of it
     padding: tuple[int, float] | None = (
         None  # a dim that is shorter than its axis, and what is behind it
     )
@@ -111,34 +118,34 @@ _Place = tuple[int, int]  # tensor index, dim
 class _Padded:
     """A dim indexed by a longer axis, behind whose end lies `value`."""
 
-    inner: str | Turn
+    inner: str | Rotation
     value: float
 
 
-Place = str | Turn | _Padded | None
+Place = str | Rotation | _Padded | None
 """What a dim of a tensor is indexed by: an axis, one on which partners are swapped or signed, one that is longer, or nothing (size 1)."""
 Index = tuple[Place, ...]
 
 
-def _inner(place: Place) -> str | Turn | None:
+def _inner(place: Place) -> str | Rotation | None:
     return place.inner if isinstance(place, _Padded) else place
 
 
 def _named(index: Iterable[Place]) -> tuple[str | None, ...]:
     """The axes of an index."""
-    return tuple(a.axis if isinstance(a, Turn) else a for a in map(_inner, index))
+    return tuple(a.axis if isinstance(a, Rotation) else a for a in map(_inner, index))
 
 
-def _turned(axis: Place, how: str, width: int | None) -> Turn:
-    """An axis of an index, turned."""
+def _rotated(axis: Place, how: str, width: int | None) -> Rotation:
+    """An axis of an index, rotated."""
     if not isinstance(axis, str):
-        raise _Unsupported("rope of a turned dim, or of one of size 1, ends a kernel")
-    return Turn(axis, how, width)
+        raise _Unsupported("rope of a rotated dim, or of one of size 1, ends a kernel")
+    return Rotation(axis, how, width)
 
 
 def _is_of_input(place: Place) -> bool:
     """Whether only an input may be read so, as an op on what is read would give something else."""
-    return isinstance(place, _Padded) or (isinstance(place, Turn) and not place.swaps)
+    return isinstance(place, _Padded) or (isinstance(place, Rotation) and not place.swaps)
 
 
 @dataclass
@@ -305,12 +312,14 @@ class _Lowering:
         return self._term(Term("constant", value=float(value)))
 
     def _input(self, spec: SpecInput, given: Index) -> int:
-        turns = [
-            (d, a.how, a.width) for d, a in enumerate(map(_inner, given)) if isinstance(a, Turn)
+        rotations = [
+            (d, a.how, a.width) for d, a in enumerate(map(_inner, given)) if isinstance(a, Rotation)
         ]
-        if len(turns) > 1 or (turns and (spec.bounds is not None or spec.joined == turns[0][0])):
+        if len(rotations) > 1 or (
+            rotations and (spec.bounds is not None or spec.joined == rotations[0][0])
+        ):
             raise _Unsupported(
-                "an input that is turned along two dims, or along that of its sources, ends a kernel"
+                "an input that is rotated along two dims, or along that of its sources, ends a kernel"
             )
         padded = [(d, a.value) for d, a in enumerate(given) if isinstance(a, _Padded)]
         if len(padded) > 1 or (padded and (spec.bounds is not None or len(spec.sources) > 1)):
@@ -318,7 +327,11 @@ class _Lowering:
                 "an input that is padded along two dims, or lies in several tensors, ends a kernel"
             )
         spec, index = (
-            replace(spec, turn=turns[0] if turns else None, padding=padded[0] if padded else None),
+            replace(
+                spec,
+                rotation=rotations[0] if rotations else None,
+                padding=padded[0] if padded else None,
+            ),
             _named(given),
         )
         if spec not in self.inputs:
@@ -402,7 +415,7 @@ class _Lowering:
             own = tuple(index[k] if lo.dims[k - rank] > 1 else None for k in places)
             along = index[dim]
             if along is not None and not isinstance(along, str):
-                raise _Unsupported("bounds along the dim that rope turns end a kernel")
+                raise _Unsupported("bounds along the dim that rope rotates end a kernel")
             return self._op(
                 "mul",
                 self.lower(x, index),
@@ -421,7 +434,7 @@ class _Lowering:
         )
         *outer, last = index
 
-        def own(t: DTensor, along: str | Turn, behind: float) -> Index:
+        def own(t: DTensor, along: str | Rotation, behind: float) -> Index:
             place = _Padded(along, behind) if narrow else along
             return tuple(
                 a if d > 1 else None
@@ -429,8 +442,8 @@ class _Lowering:
             )
 
         swapped, signed = (
-            _turned(last, swap, cos.dims[-1] if narrow else None),
-            _turned(last, sign, None),
+            _rotated(last, swap, cos.dims[-1] if narrow else None),
+            _rotated(last, sign, None),
         )
         straight = self._op(
             "mul", self.lower(x, index), self.lower(cos, own(cos, signed.axis, 1.0))
@@ -519,7 +532,7 @@ class _Lowering:
         names: dict[str, str | None] = {
             a: i for a, i in zip(out.axes, index, strict=True) if a is not None
         }
-        parts = {a.name: a.parts for a in block.axes if a.parts is not None}
+        parts = {a.name: a.split_axis for a in block.axes if a.split_axis is not None}
         for axis, x, d in [*inline.places(op)]:
             if axis not in names:
                 names[axis] = (
@@ -568,9 +581,9 @@ class _Lowering:
             raise _Unsupported(
                 "bounds that a kernel of the program reads: the search does not look into that"
             )
-        if i.turn is not None or i.padding is not None:
+        if i.rotation is not None or i.padding is not None:
             raise _Unsupported(
-                "an input that a kernel of the program turns or pads: the search does not look into that"
+                "an input that a kernel of the program rotates or pads: the search does not look into that"
             )
         if len(tensors) == 1:
             assert isinstance(tensors[0], DTensor)

@@ -119,14 +119,14 @@ class Restriction:
                     fits
                     and tile & (tile - 1) == 0
                     and -(-axis.size // tile) == count
-                    and (tile == 1 or block.splits(axis.name) is None)
+                    and (tile == 1 or block.axis_split_by(axis.name) is None)
                 )
                 tiles[axis.name] = tile
             if not fits:
                 continue
             for trips in self.franges if self.franges and loops else (None,):
                 if trips is not None:
-                    part = block.part(loops[0].name)  # trips are those of one block
+                    part = block.split_size(loops[0].name)  # trips are those of one block
                     tile = -(-part // trips)
                     if tile & (tile - 1) or -(-part // tile) != trips:
                         continue

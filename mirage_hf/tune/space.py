@@ -201,7 +201,7 @@ def smallest(op: KernelOp) -> Schedule:
     tiles = {
         a.name: 1 if a.role is Role.GRID else whole if a.role is Role.TILE else min(32, whole)
         for a in op.block.axes
-        for whole in (next_power_of_two(op.block.part(a.name)),)
+        for whole in (next_power_of_two(op.block.split_size(a.name)),)
     }
     return Schedule(tuple(tiles.items()), lazy=False)
 
@@ -269,14 +269,14 @@ def fitted(schedule: Schedule, block: BlockGraph) -> Schedule:
     least = MMA_MIN if schedule.mma else 1
     tiles = {}
     for a in block.axes:
-        whole = next_power_of_two(block.part(a.name))
+        whole = next_power_of_two(block.split_size(a.name))
         tile = schedule.tile(a.name)
         tiles[a.name] = tile if tile <= whole else max(whole, min(least, tile))
         if a.role is Role.TILE and tiles[a.name] < whole:
             tiles[a.name] = whole
     split = schedule.split
     for loop in {s.loop for s in block.stages if s.loop}:
-        steps = -(-block.part(loop) // tiles[loop])
+        steps = -(-block.split_size(loop) // tiles[loop])
         while split > 1 and (split - 1) * -(-steps // split) >= steps:
             split //= 2
     return replace(schedule, tiles=tuple(tiles.items()), split=split)
@@ -297,7 +297,7 @@ def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:
         for tiles in itertools.product(*choices):
             named = tuple(zip(names, tiles, strict=True))
             walks = any(
-                t < block.part(a.name)
+                t < block.split_size(a.name)
                 for a, t in zip(block.axes, tiles, strict=True)
                 if a.role is Role.LOOP
             )
@@ -330,7 +330,7 @@ def _tiles(
     mma: bool,
 ) -> tuple[int, ...]:
     """The tiles to try for one axis; empty when this kind of kernel does not suit it."""
-    whole = next_power_of_two(block.part(a.name))
+    whole = next_power_of_two(block.split_size(a.name))
     multiplied = any(a.name in x ^ y for x, y in products)
     summed = any(c.over == a.name for c in block.contractions.values())
     if a.role is Role.TILE:
@@ -342,7 +342,7 @@ def _tiles(
     if a.role is Role.LOOP:
         tiles = (32, 64, 128, 256) if mma else (32, 64, 128, 256, 512, 1024, 2048, 4096)
         return tuple(t for t in tiles if t <= whole) or (max(whole, MMA_MIN) if mma else whole,)
-    if block.splits(a.name) is not None:
+    if block.axis_split_by(a.name) is not None:
         return (1,)
     if products and not multiplied:  # a batch: every product has it on both sides, or on none
         return (1,)
@@ -379,7 +379,7 @@ def _side(block: BlockGraph, side: set[str]) -> list[Axis]:
         if x.name in side
         and x.size > 1
         and x.role is not Role.LOOP
-        and block.splits(x.name) is None
+        and block.axis_split_by(x.name) is None
     ]
 
 

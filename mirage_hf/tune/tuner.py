@@ -395,14 +395,14 @@ def _regrouped(start: Trial) -> Iterator[tuple[UGraph, tuple[Schedule, ...]]]:
         for op in start.ugraph.block_ops
         if op.block
         for a in op.block.axes
-        if op.block.splits(a.name) is not None
+        if op.block.axis_split_by(a.name) is not None
     }
     for axis, size in numbers.items():
         for number in (size // 2, size * 2):
             if not 2 <= number <= MOST_PARTS:
                 continue
             try:
-                other = symbolic.with_parts(start.ugraph, axis, number)
+                other = symbolic.with_num_splits(start.ugraph, axis, number)
             except errors.GraphError:
                 continue
             if other.kernels != start.ugraph.kernels:
@@ -485,9 +485,9 @@ def _steps(start: Trial) -> Iterator[tuple[Schedule, ...]]:
             changes.append({"hasten": not s.hasten})
         for axis in op.block.axes:
             tile = s.tile(axis.name)
-            if axis.role is not Role.TILE and op.block.splits(axis.name) is None:
+            if axis.role is not Role.TILE and op.block.axis_split_by(axis.name) is None:
                 for x in (tile // 2, tile * 2):
-                    if 1 <= x <= next_power_of_two(op.block.part(axis.name)):
+                    if 1 <= x <= next_power_of_two(op.block.split_size(axis.name)):
                         changes.append({"tiles": tuple((dict(s.tiles) | {axis.name: x}).items())})
                 if (
                     axis.role is Role.LOOP and tile > 1

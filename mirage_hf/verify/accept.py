@@ -56,7 +56,7 @@ EACH = 3
 def kind_of(ugraph: UGraph) -> tuple[object, ...]:
     """What the kernels of a µGraph keep in device memory for each other: the axes of each tensor, whether whole or in parts."""
     return tuple(
-        tuple(a for a in o.axes if a is not None and op.block.splits(a) is None)
+        tuple(a for a in o.axes if a is not None and op.block.axis_split_by(a) is None)
         for op in ugraph.block_ops[:-1]
         if op.block
         for o in op.block.outputs

@@ -13,10 +13,10 @@ from mirage_hf.graph.block import (
     SWAP_PAIRS,
     BlockGraph,
     Role,
-    Turn,
+    Rotation,
 )
 from mirage_hf.graph.effects import APPEND
-from mirage_hf.graph.execute import Algebra, run_block_graph, turned
+from mirage_hf.graph.execute import Algebra, rotate_along, run_block_graph
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
 
@@ -146,7 +146,9 @@ class SmallGraph:
 
         head = rotated = part(0, width)
         for how in (SWAP_PAIRS, SIGN_PAIRS) if interleaved else (SWAP_HALVES, SIGN_HALVES):
-            rotated = turned(algebra, rotated, (*dims[0][:-1], width), rank - 1, Turn("", how))
+            rotated = rotate_along(
+                algebra, rotated, (*dims[0][:-1], width), rank - 1, Rotation("", how)
+            )
         both = [algebra.elementwise("mul", pair, {}) for pair in ([head, cos], [rotated, sin])]
         summed = algebra.elementwise("add", both, {})
         return (

@@ -242,18 +242,20 @@ class Classes:
                 elif a is not None:
                     for k in keys:
                         self.join((side, number, a), k)
-            if i.turn is not None and i.turn.width is not None:
-                turned = (side, number, i.name, "turned")
-                self.full[turned] = i.turn.width
-                self._cut((side, number, i.turn.axis), turned, (side, number, i.name, "straight"))
+            if i.rotation is not None and i.rotation.width is not None:
+                rotated = (side, number, i.name, "rotated")
+                self.full[rotated] = i.rotation.width
+                self._cut(
+                    (side, number, i.rotation.axis), rotated, (side, number, i.name, "straight")
+                )
         for t, o in zip(op.outputs, block.outputs, strict=True):
             for d, a in enumerate(o.axes):
                 if a is not None:
                     self.join((side, t.index, d), (side, number, a))
         self.dealt += [
-            ((side, number, a.name), (side, number, a.parts))
+            ((side, number, a.name), (side, number, a.split_axis))
             for a in block.axes
-            if a.parts is not None
+            if a.split_axis is not None
         ]
 
     # -- sizes ----------------------------------------------------------------------------------------------------------------
@@ -333,8 +335,10 @@ def small_block(
         if i.padding is not None:
             there = size(side, op.inputs[i.sources[0]].index, i.axes.index(i.padding.axis))  # type: ignore[union-attr]
             i = replace(i, padding=replace(i.padding, size=there))
-        if i.turn is not None and i.turn.width is not None:
-            i = replace(i, turn=replace(i.turn, width=size(side, number, i.name, "turned")))
+        if i.rotation is not None and i.rotation.width is not None:
+            i = replace(
+                i, rotation=replace(i.rotation, width=size(side, number, i.name, "rotated"))
+            )
         inputs.append(i)
     return replace(
         block,

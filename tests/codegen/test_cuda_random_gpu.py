@@ -26,7 +26,7 @@ COUNT = 64
 def is_written(graph) -> bool:
     """Whether CUDA text is written for a graph: it has no parts and no sums that shift with a running maximum."""
     block = graph.ops[0].block
-    return not any(a.parts for a in block.axes) and not any(
+    return not any(a.split_axis for a in block.axes) and not any(
         a.shift for stage in block.stages for a in stage.accumulators
     )
 

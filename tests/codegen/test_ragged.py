@@ -251,7 +251,7 @@ def test_split_keys_and_a_combining_kernel():
     split = next(
         f.ugraph
         for f in found_of(g)
-        if f.ugraph.num_kernels == 2 and any(a.parts for a in f.ugraph.block_ops[0].block.axes)
+        if f.ugraph.num_kernels == 2 and any(a.split_axis for a in f.ugraph.block_ops[0].block.axes)
     )
     assert isinstance(prove(split), Accepted)
     inputs = inputs_of(g, nan="k")

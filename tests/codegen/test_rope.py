@@ -19,15 +19,15 @@ from mirage_hf.codegen.plan import placed, plan
 from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format, text
 from mirage_hf.graph.block import (
-    TURNS,
+    ROTATIONS,
     Axis,
     BlockGraph,
     BlockInput,
     BlockOp,
     BlockOutput,
     Role,
+    Rotation,
     Stage,
-    Turn,
 )
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
@@ -111,15 +111,15 @@ def found_of(g: KernelGraph) -> list[RankedUGraph]:
     return found
 
 
-def turns(u: UGraph) -> list[Turn]:
-    return [i.turn for op in u.block_ops for i in op.block.inputs if i.turn]
+def rotations(u: UGraph) -> list[Rotation]:
+    return [i.rotation for op in u.block_ops for i in op.block.inputs if i.rotation]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_found_proven_and_right(name):
     g = PROGRAMS[name]
     found = found_of(g)
-    assert found[0].ugraph.num_kernels == 1 and turns(found[0].ugraph)
+    assert found[0].ugraph.num_kernels == 1 and rotations(found[0].ugraph)
     for f in found[:6]:
         verdict = prove(f.ugraph)
         assert isinstance(verdict, Accepted) and verdict.bound < 1e-9, verdict
@@ -145,17 +145,21 @@ def test_found_proven_and_right(name):
     "name", ["halves", "normed pairs", "part", "normed pairs of a part", "attention"]
 )
 def test_another_turn_is_refused(name):
-    """Every turned input turned in every other way, or not at all; of a part also padded with another number, or all of it turned."""
+    """Every rotated input rotated in every other way, or not at all; of a part also padded with another number, or all of it rotated."""
     u = next(f.ugraph for f in found_of(PROGRAMS[name]) if f.ugraph.num_kernels == 1)
     (op,) = u.block_ops
     for n, i in enumerate(op.block.inputs):
         others = (
-            [Turn(i.turn.axis, how) for how in TURNS if how != i.turn.how] + [None]
-            if i.turn
+            [Rotation(i.rotation.axis, how) for how in ROTATIONS if how != i.rotation.how] + [None]
+            if i.rotation
             else []
         )
-        changed = [replace(i, turn=turn) for turn in others]
-        changed += [replace(i, turn=replace(i.turn, width=None))] if i.turn and i.turn.width else []
+        changed = [replace(i, rotation=rotation) for rotation in others]
+        changed += (
+            [replace(i, rotation=replace(i.rotation, width=None))]
+            if i.rotation and i.rotation.width
+            else []
+        )
         changed += (
             [replace(i, padding=replace(i.padding, value=i.padding.value + 1.0))]
             if i.padding
@@ -190,7 +194,7 @@ def _operands(u: UGraph, block: BlockGraph) -> BlockGraph:
             "of a part of a dim a cosine too",
         ),
         (lambda g, x, c: g.rope(x, g.exp(c), g.exp(c)), "a sine that is computed"),
-        (lambda g, x, c: g.rope(g.rope(x, c, c), c, c), "rope of a turned dim"),
+        (lambda g, x, c: g.rope(g.rope(x, c, c), c, c), "rope of a rotated dim"),
         (
             lambda g, x, c: g.rope(
                 g.within(x, *(g.new_input((4, 1), "int32") for _ in range(2)), dim=1), c, c
@@ -208,33 +212,33 @@ def test_what_ends_a_kernel_says_why(build, says):
 
 def test_a_rotation_of_keys_and_queries_is_one_kernel_that_reads_each_twice():
     u = found_of(rotation(norm=True))[0].ugraph
-    assert u.num_kernels == 1 and {t.how for t in turns(u)} == {"swap halves", "sign halves"}
+    assert u.num_kernels == 1 and {t.how for t in rotations(u)} == {"swap halves", "sign halves"}
 
 
 @pytest.mark.parametrize(
-    "turn, size, says",
+    "rotation, size, says",
     [
-        (Turn("k", "swap halves"), 5, "must be even"),
-        (Turn("m", "swap halves"), 4, "an axis of its source"),
-        (Turn("k", "swap halves", 6), 4, "6 of the 4 elements along axis k cannot be partners"),
+        (Rotation("k", "swap halves"), 5, "must be even"),
+        (Rotation("m", "swap halves"), 4, "an axis of its source"),
+        (Rotation("k", "swap halves", 6), 4, "6 of the 4 elements along axis k cannot be partners"),
     ],
 )
-def test_impossible_turns_say_why(turn, size, says):
+def test_impossible_turns_say_why(rotation, size, says):
     with pytest.raises(errors.GraphError, match=says):
         BlockGraph(
             (Axis("k", size, Role.GRID),),
-            (BlockInput("x", (0,), ("k",), turn=turn),),
+            (BlockInput("x", (0,), ("k",), rotation=rotation),),
             (Stage(None, (BlockOp("y", "exp", ("x",), ("k",)),)),),
             (BlockOutput("y", ("k",), "float16"),),
         )
     with pytest.raises(errors.GraphError, match="is none of swap halves"):
-        Turn("k", "mirror")
+        Rotation("k", "mirror")
 
 
 def test_damaged_turns_in_files_say_where():
     kernels = found_of(PROGRAMS["halves"])[0].ugraph.kernels
     with pytest.raises(
-        errors.FormatError, match="line 9: turn of axis n: 'swap thirds' is none of swap halves"
+        errors.FormatError, match="line 9: rotation of axis n: 'swap thirds' is none of swap halves"
     ):
         text.parse_graph(str(kernels).replace("swap halves", "swap thirds"))
     data = json.loads(
@@ -256,7 +260,7 @@ def test_a_turned_input_is_not_written_over():
 
 
 def test_cuda_says_that_it_has_no_turns():
-    with pytest.raises(errors.CodegenError, match="is turned along axis"):
+    with pytest.raises(errors.CodegenError, match="is rotated along axis"):
         cuda.program_source(found_of(PROGRAMS["halves"])[0].ugraph)
 
 
@@ -283,8 +287,8 @@ def test_rows_in_variables_of_their_own_claim_no_alignment(tmp_path, monkeypatch
     tried = 0
     for f in [f for f in found_of(g) if f.ugraph.num_kernels == 1][:3]:
         (op,) = placed(f.ugraph)
-        turned = {i.turn.axis for i in op.block.inputs if i.turn}
-        for schedule in [s for s in space.schedules(op) if plan(op, s).unrolled in turned][:1]:
+        rotated = {i.rotation.axis for i in op.block.inputs if i.rotation}
+        for schedule in [s for s in space.schedules(op) if plan(op, s).unrolled in rotated][:1]:
             program = triton.generate(f.ugraph, [schedule])
             assert "tl.where(" in program.source and "multiple_of" not in program.source
             assert compiler.ahead_of_time(program, 90)[0].asm["cubin"]
@@ -325,7 +329,7 @@ def test_partners_are_read_from_memory_wherever_the_tile_lies(tmp_path):
     """A block of 8 of 64 elements holds no partner of its own."""
     u = found_of(rotation(d=64))[0].ugraph
     (op,) = placed(u)
-    axis = next(i.turn.axis for i in op.block.inputs if i.turn)
+    axis = next(i.rotation.axis for i in op.block.inputs if i.rotation)
     schedule = space.default_schedule(op)
     assert op.block.role(axis) is Role.GRID
     source = triton.generate(

@@ -137,7 +137,7 @@ def test_what_is_searched_is_what_the_model_has(resolved: list[Any]) -> None:
     assert {t.dims[-1] for t in attention.inputs if t.dims[-2] > 100} == {
         16,
         2,
-    }  # latents, and two halves of turned keys
+    }  # latents, and two halves of rotated keys
 
 
 @slow
@@ -253,5 +253,5 @@ def test_every_version_of_transformers_gives_stocks_tokens(kind: str, resolved: 
         assert reasons == {""} and steps(ours) == {"step: all by kernels": 2}
     else:
         assert reasons == {
-            "it caches 4 heads of 12 and 4 heads of 12, not latents of 16 and turned keys of 4, as later transformers do"
+            "it caches 4 heads of 12 and 4 heads of 12, not latents of 16 and rotated keys of 4, as later transformers do"
         }

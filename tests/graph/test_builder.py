@@ -211,11 +211,11 @@ def test_online_softmax_is_accepted():
 def test_a_grid_dim_that_no_output_names_is_a_split():
     g, kernels = split_k()
     first, second = (op.block for op in kernels.ops if op.block)
-    k = next(a for a in first.axes if a.parts)
-    assert (k.size, k.role, first.axis(k.parts).size) == (512, Role.LOOP, 4) and not any(
-        a.parts for a in second.axes
+    k = next(a for a in first.axes if a.split_axis)
+    assert (k.size, k.role, first.axis(k.split_axis).size) == (512, Role.LOOP, 4) and not any(
+        a.split_axis for a in second.axes
     )
-    assert "imap {k_part→1, n→φ}, fmap {k→1}" in str(kernels) and "omap {k_part→0, n→2}" in str(
+    assert "imap {k_split→1, n→φ}, fmap {k→1}" in str(kernels) and "omap {k_split→0, n→2}" in str(
         kernels
     )
     assert distance(g, kernels) < 1e-12

@@ -157,8 +157,8 @@ def _ugraph_dict():
 
 WRONG_FILES = [
     (
-        lambda d: d | {"version": 2},
-        "version 2 is newer than this package knows (1); update mirage_hf",
+        lambda d: d | {"version": 3},
+        "version 3 is newer than this package knows (2); update mirage_hf",
     ),
     (lambda d: d | {"version": 0}, "version 0 does not exist"),
     (

@@ -128,7 +128,7 @@ def _kernel_mutants(ugraph: UGraph) -> Iterator[Mutant]:
             for d, a in enumerate(o.axes):
                 if (
                     a is not None
-                    and op.block.splits(a) is not None
+                    and op.block.axis_split_by(a) is not None
                     and t.dims[d] > 1
                     and t not in kernels.outputs
                 ):
@@ -264,7 +264,7 @@ def _unshifted(block: BlockGraph, s: int, n: int) -> BlockGraph:
             if args == op.args:
                 return name
             new[name] = name + "_raw"
-            number = next((a.parts for a in block.axes if a.name == stage.loop), None)
+            number = next((a.split_axis for a in block.axes if a.name == stage.loop), None)
             body.append(
                 replace(op, out=new[name], args=args, axes=tuple(a for a in op.axes if a != number))
             )
@@ -282,7 +282,7 @@ def _unshifted(block: BlockGraph, s: int, n: int) -> BlockGraph:
 def _recarried(block: BlockGraph, axes: tuple[Axis, ...]) -> BlockGraph:
     """The block graph over other axes, what values carry worked out again."""
     order = [a.name for a in axes]
-    number = {a.name: a.parts for a in axes}
+    number = {a.name: a.split_axis for a in axes}
     carried = {i.name: set(block.input_axes(i)) for i in block.inputs}
 
     def sort(names) -> tuple[str, ...]:
@@ -459,8 +459,8 @@ def _changes(block: BlockGraph):
 
             yield "permuted outputs", o.value, permute
     for n, a in enumerate(block.axes):
-        for parts in {None, *(b.name for b in block.axes if b.role is Role.GRID)} - {a.parts}:
-            axes = (*block.axes[:n], replace(a, parts=parts), *block.axes[n + 1 :])
+        for parts in {None, *(b.name for b in block.axes if b.role is Role.GRID)} - {a.split_axis}:
+            axes = (*block.axes[:n], replace(a, split_axis=parts), *block.axes[n + 1 :])
             yield (
                 "parts dropped" if parts is None else "dealt out in parts",
                 a.name,

@@ -44,9 +44,9 @@ def random_schedule(block: BlockGraph, seed: int) -> Schedule:
     mma = r.random() < 0.6
     tiles = {}
     for a in block.axes:
-        whole = next_power_of_two(block.part(a.name))
+        whole = next_power_of_two(block.split_size(a.name))
         least = 16 if mma and r.random() < 0.8 else 1
-        if block.splits(a.name):
+        if block.axis_split_by(a.name):
             tiles[a.name] = 1
         elif a.role is Role.TILE:
             tiles[a.name] = max(whole, least)
@@ -60,17 +60,17 @@ def random_schedule(block: BlockGraph, seed: int) -> Schedule:
                 least, r.choice([t for t in (1, 2, 4, 8, 16, 32, 64) if t <= whole * 2])
             )
     while (
-        math.prod(-(-block.part(a.name) // tiles[a.name]) for a in block.axes) > 48
+        math.prod(-(-block.split_size(a.name) // tiles[a.name]) for a in block.axes) > 48
     ):  # the interpreter runs block after block
         most = max(
-            (a for a in block.axes if not block.splits(a.name)),
-            key=lambda a: block.part(a.name) / tiles[a.name],
+            (a for a in block.axes if not block.axis_split_by(a.name)),
+            key=lambda a: block.split_size(a.name) / tiles[a.name],
         )
         tiles[most.name] *= 2
     first, lazy, stages = r.random() < 0.5, r.random() < 0.5, r.choice((1, 3))
     split = 1
     if sum(s.loop is not None for s in block.stages) == 1:
-        trips = next(-(-block.part(a.name) // tiles[a.name]) for a in block.named(Role.LOOP))
+        trips = next(-(-block.split_size(a.name) // tiles[a.name]) for a in block.named(Role.LOOP))
         split = r.choice(
             [s for s in (1, 2, 4) if trips > 1 and (s - 1) * -(-trips // s) < trips] or [1]
         )
@@ -420,7 +420,7 @@ def main(count: int, seed: int) -> None:
         planned = plan(graph.ops[0], schedule)
         with_eight += any(planned.columns(d) == 8 for d in planned.dots.values())
         block, inputs = graph.ops[0].block, random_inputs(graph, number)
-        with_parts += any(a.parts for a in block.axes)
+        with_parts += any(a.split_axis for a in block.axes)
         with_splits += schedule.split > 1
         with_shifts += any(a.shift for stage in block.stages for a in stage.accumulators)
         try:

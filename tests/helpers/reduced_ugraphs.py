@@ -44,7 +44,7 @@ def program(graph: KernelGraph, small: Mapping[int, int]) -> KernelGraph:
 
 def _block(block: BlockGraph, operands: Sequence[tuple[int, ...]]) -> BlockGraph:
     """A block graph whose axes are as long as the dims of its operands."""
-    size: dict[str, int] = {a.parts: PARTS for a in block.axes if a.parts}
+    size: dict[str, int] = {a.split_axis: PARTS for a in block.axes if a.split_axis}
     inputs = []
     for i in block.inputs:
         for d, a in enumerate(i.axes):

@@ -56,7 +56,7 @@ class _Block:
     def __init__(self, g: BlockGraph, dtype: torch.dtype):
         self.g, self.dtype = g, dtype
         self.size = {a.name: a.size for a in g.axes}
-        self.parts = {a.name: a.parts for a in g.axes if a.parts}
+        self.parts = {a.name: a.split_axis for a in g.axes if a.split_axis}
 
     def length(self, axis: str) -> int:
         return math.ceil(self.size[axis] / self.size[self.parts[axis]])
@@ -95,7 +95,7 @@ class _Block:
         return Named(t, (*x.axes[:d], self.parts[axis], *x.axes[d + 1 :]))
 
     @staticmethod
-    def _turned(t: torch.Tensor, d: int, how: str, width: int | None) -> torch.Tensor:
+    def _rotated(t: torch.Tensor, d: int, how: str, width: int | None) -> torch.Tensor:
         """One element at a time."""
         n = t.shape[d] if width is None else width
         what, which = how.split()
@@ -126,8 +126,10 @@ class _Block:
                 for s in i.sources
             ]
             whole = torch.cat(sources, named.index(i.joined)) if len(sources) > 1 else sources[0]
-            if i.turn:
-                whole = self._turned(whole, named.index(i.turn.axis), i.turn.how, i.turn.width)
+            if i.rotation:
+                whole = self._rotated(
+                    whole, named.index(i.rotation.axis), i.rotation.how, i.rotation.width
+                )
             if i.padding:
                 d = named.index(i.padding.axis)
                 more = [

@@ -63,7 +63,7 @@ def found(d: int, kernels: int, **sizes: int) -> UGraph:
 
 
 def walks_in_parts(u: UGraph) -> bool:
-    return any(a.role is Role.LOOP and a.parts for a in u.block_ops[0].block.axes)
+    return any(a.role is Role.LOOP and a.split_axis for a in u.block_ops[0].block.axes)
 
 
 def spilled(ptx: str, sm: int) -> tuple[int, int]:
@@ -108,8 +108,8 @@ def test_a_longer_cache_gets_longer_parts_and_no_more_of_them():
     short, long = (x.block_ops[0].block for x in (tuned, ugraph))
     loop = short.named(Role.LOOP)[0]
     assert (
-        long.axis(loop.parts).size == short.axis(loop.parts).size
-        and long.part(loop.name) == LONG // short.axis(loop.parts).size
+        long.axis(loop.split_axis).size == short.axis(loop.split_axis).size
+        and long.split_size(loop.name) == LONG // short.axis(loop.split_axis).size
     )
     p = plan(placed(ugraph)[0], cut[0])
     assert (
@@ -154,7 +154,7 @@ def walking(kernels: int, split: int, mma: bool, group: int, d: int, **_: int):
     sizes = dict(rows=2, kv_heads=1, group=group)
     u = symbolic.for_program(found(d, kernels, **sizes), program(152, d, **sizes))
     if kernels == 2:
-        u = symbolic.with_parts(u, str(u.block_ops[0].block.named(Role.LOOP)[0].parts), 3)
+        u = symbolic.with_num_splits(u, str(u.block_ops[0].block.named(Role.LOOP)[0].split_axis), 3)
     first, *others = placed(u)
     s = next(s for s in space.schedules(first) if s.mma == mma)
     loop = first.block.named(Role.LOOP)[0].name
@@ -179,7 +179,7 @@ def test_a_loop_that_was_held_whole_is_pipelined_and_fits_into_shared_memory_whe
     s = next(s for s in space.schedules(first) if s.mma)
     whole = replace(
         s,
-        tiles=tuple((dict(s.tiles) | {loop: first.block.part(loop)}).items()),
+        tiles=tuple((dict(s.tiles) | {loop: first.block.split_size(loop)}).items()),
         num_stages=6,
         num_warps=8,
         split=1,

@@ -28,7 +28,7 @@ SMALL = dict(heads=2, latent=32, nope=16, rope=8, q_rank=12)
     ("ropes", "heads", "rows", "us"), [("pairs", 16, 16, 50), ("parted pairs", 128, 1, 40)]
 )
 def test_latents_are_never_expanded(ropes: str, heads: int, rows: int, us: float) -> None:
-    """The weight meets the query in one kernel and the result in another; the one over the cache reads latents and turned keys only.
+    """The weight meets the query in one kernel and the result in another; the one over the cache reads latents and rotated keys only.
     The cost model expects what bytes and products take, and not that few blocks have something of their own in flight."""
     block = MLA.block(
         **{**LITE, "heads": heads}, value=128, scale=0.07, ropes=ropes, dtype=torch.bfloat16
@@ -163,10 +163,12 @@ def together(ropes: str, run: Any) -> tuple[list[torch.Tensor], list[torch.Tenso
             inputs = [held[t.name] for t in g.inputs]
             out = run_kernel_graph(g, inputs, torch.float64) if exact else run(g, inputs)
             if number == 1:
-                turned = [t.name for t in programs(ropes)[2].inputs if t.name.startswith("q_rope")]
-                held |= dict(zip(turned, out[: len(turned)], strict=True))
+                rotated = [t.name for t in programs(ropes)[2].inputs if t.name.startswith("q_rope")]
+                held |= dict(zip(rotated, out[: len(rotated)], strict=True))
             given += (
-                [y.clone() for y in out] if number != 1 else [y.clone() for y in out[: len(turned)]]
+                [y.clone() for y in out]
+                if number != 1
+                else [y.clone() for y in out[: len(rotated)]]
             )
         caches = [
             held[n][:, :, :21] for n in sorted(held) if n == "latents" or n.startswith("keys")
@@ -205,6 +207,6 @@ def test_generated_code_equals_torch() -> None:
 
 @pytest.mark.parametrize("ropes", ROPES)
 def test_programs_append_through_views(ropes: str) -> None:
-    """Both halves of a turned key go to one cache, in half precision as in double."""
+    """Both halves of a rotated key go to one cache, in half precision as in double."""
     for y, z in zip(*together(ropes, run_kernel_graph), strict=True):
         torch.testing.assert_close(y.double(), z, rtol=2e-2, atol=6e-3)

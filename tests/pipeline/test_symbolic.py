@@ -175,7 +175,7 @@ def test_dims_that_must_be_something_else_are_refused():
 
 
 def test_parts_follow_the_size():
-    assert [symbolic.number_of_parts(size, 8) for size in (1, 2, 7, 9, 64, 100)] == [
+    assert [symbolic.largest_num_splits(size, 8) for size in (1, 2, 7, 9, 64, 100)] == [
         1,
         2,
         7,
@@ -186,13 +186,14 @@ def test_parts_follow_the_size():
     split = next(
         f.ugraph
         for f in search(attention())[0]
-        if any(a.parts for op in f.ugraph.block_ops for a in op.block.axes)
+        if any(a.split_axis for op in f.ugraph.block_ops for a in op.block.axes)
     )
     for keys in (1, 3, 100, 4096):
         block = symbolic.ugraph_at(split, {"keys": keys}).block_ops[0].block
-        axis = next(a for a in block.axes if a.parts)
+        axis = next(a for a in block.axes if a.split_axis)
         assert (
-            axis.size == keys and (block.axis(axis.parts).size - 1) * block.part(axis.name) < keys
+            axis.size == keys
+            and (block.axis(axis.split_axis).size - 1) * block.split_size(axis.name) < keys
         )
 
 

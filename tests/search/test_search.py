@@ -209,7 +209,7 @@ def test_softmax_rows_short_and_too_long_for_a_block():
             sums, scaled = blocks_of(
                 found_in(g)[0]
             )  # three rows are three blocks, unless the row is dealt out
-            assert any(a.parts for a in sums.axes) and scaled.role("k") is Role.GRID
+            assert any(a.split_axis for a in sums.axes) and scaled.role("k") is Role.GRID
 
 
 def test_layer_norm_linear():
@@ -270,11 +270,11 @@ def test_attention_with_few_queries_is_split_over_keys_and_combined(spelled_out)
         g = programs.attention(mi, heads=16)
     first = checked(found_in(g)[0])
     part, combine = blocks_of(first)
-    (keys,) = (a for a in part.axes if a.parts)
+    (keys,) = (a for a in part.axes if a.split_axis)
     assert (
         keys.role is Role.LOOP
         and keys.size == 4096
-        and part.axis(keys.parts).size > 1
+        and part.axis(keys.split_axis).size > 1
         and len(part.outputs) == 3
     )
     (loop,) = loops(part)
@@ -309,7 +309,7 @@ def test_mla_reads_only_the_latent():
     # the up-projections (4, 5) meet one row per head each; the keys' axis is only in the middle kernel
     assert reads == [{0, 4}, {1, 2, 3}, {5}]
     assert [4096 in {a.size for a in b.axes} for b in (query, part, up)] == [False, True, False]
-    assert any(a.parts for a in part.axes) and all(
+    assert any(a.split_axis for a in part.axes) and all(
         4096 not in t.dims for op in ops for t in op.outputs
     )
 
@@ -342,7 +342,7 @@ def test_linear_residual_and_statistics_have_two_outputs():
     assert first.ugraph.num_kernels == 2
     # the squares are summed in the matmul's kernel, a part per block of columns, so that y is not read again
     linear, _ = blocks_of(first)
-    (columns,) = (a for a in linear.axes if a.parts)
+    (columns,) = (a for a in linear.axes if a.split_axis)
     assert columns.role is Role.TILE and columns.size == 4096 and len(linear.outputs) == 2
     assert all(4096 not in t.dims for t in first.ugraph.block_ops[1].inputs)
 

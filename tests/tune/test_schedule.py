@@ -479,8 +479,9 @@ def test_given_outputs_are_written():
 
 def test_kinds_that_hold_in_a_ugraph_hold_in_those_with_such_block_graphs_in_any_number_of_parts():
     split = kernel_cases.split_matmul(8, 1024, 256, 4)
-    axis = next(a for a in split.block_ops[0].block.axes if split.block_ops[0].block.splits(a.name))
-    other = symbolic.with_parts(split, axis.name, axis.size // 2)
+    block = split.block_ops[0].block
+    axis = next(a for a in block.axes if block.axis_split_by(a.name))
+    other = symbolic.with_num_splits(split, axis.name, axis.size // 2)
     assert other.block_ops[0].block != split.block_ops[0].block
     assert {s.mma for s in space.schedules(placed(other)[0])} == {False, True}
     for kinds, want in (([{False}], {False}), ([{False}, {True}], {False, True}), ([set()], set())):

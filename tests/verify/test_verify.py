@@ -385,11 +385,11 @@ def test_small_sizes_have_two_parts_or_more_of_which_none_is_empty():
     for sizes, parts in ((field_proof._SIZES[0], 2), (field_proof._LARGER, 3)):
         _, kernels = shrink.shrink(classes, sizes, parts)
         first, second = kernels.blocks.values()
-        assert first.axis("s").size == second.axis("s").size == parts and first.part("j") >= 2
+        assert first.axis("s").size == second.axis("s").size == parts and first.split_size("j") >= 2
         assert (
             first.axis("j").size
             == kernels.dims[kernels.graph.inputs[1].index][1]
-            > (parts - 1) * first.part("j")
+            > (parts - 1) * first.split_size("j")
         )
 
 
@@ -1198,7 +1198,7 @@ def test_narrowing_goes_through_all_kernels():
             kept = [
                 x.name
                 for x in a.block.axes
-                if x.parts or a.block.splits(x.name) or x.role is Role.LOOP
+                if x.split_axis or a.block.axis_split_by(x.name) or x.role is Role.LOOP
             ]
             assert all(a.block.axis(n).size == b.block.axis(n).size for n in kept)
     assert numeric.narrowed(library_ugraph(programs.build(mi, "lora_paper"))) is None
