@@ -19,7 +19,7 @@
     }
     return %t3
 
-µGraph 528dcc8d36bd5307b6d1fa1e6ea462bd6fae1d596dfd346e63718007eaa01231
+µGraph f4ff2943b1cbafb92dcbf66c2f33a3033de1d7313f3a47905d329b64a5891284
 `run(inputs, out)` takes the program's inputs in order and returns its outputs, written into the tensors `out` if given; as
 a script, this file checks itself.
 """

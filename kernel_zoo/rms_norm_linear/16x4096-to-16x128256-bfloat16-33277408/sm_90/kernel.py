@@ -30,7 +30,7 @@
     }
     return %t4
 
-µGraph 1fee22a9d9b2891082255068ffaad8b2dcc4b42151c658cdc85253de29dc995e
+µGraph 58d603db3538b8901baeaa50168fd6e1364f2c5fa3f91b48c6013fd918def179
 `run(inputs, out)` takes the program's inputs in order and returns its outputs, written into the tensors `out` if given; as
 a script, this file checks itself.
 """
