@@ -91,13 +91,13 @@ def find_ours(row: Row, args: argparse.Namespace, record: dict[str, Any]) -> lis
     return [Entrant(OURS, tuner.run_of(triton.generate(ugraph, schedules)))]
 
 
-_tuned: dict[str, tuple[tuner.Trial | None, dict[str, Any]]] = {}
+_tuned: dict[str, tuple[tuner.MeasuredCandidate | None, dict[str, Any]]] = {}
 """Rows that are cut from one tuned size share what was tuned."""
 
 
 def tune(
     program: KernelGraph, args: argparse.Namespace
-) -> tuple[tuner.Trial | None, dict[str, Any]]:
+) -> tuple[tuner.MeasuredCandidate | None, dict[str, Any]]:
     """The fastest searched candidate, if there is any, and what to record."""
     record: dict[str, Any] = {}
     started = time.perf_counter()

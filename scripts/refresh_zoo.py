@@ -28,7 +28,12 @@ from mirage_hf.zoo.key import key_of
 ROOT = Path(__file__).resolve().parent.parent
 
 #: Old names of schedule fields and the present ones.
-SCHEDULE_FIELDS: dict[str, str] = {}
+SCHEDULE_FIELDS: dict[str, str] = {
+    "hasten": "trigger_early",
+    "lazy": "reduce_after_loop",
+    "preload": "prefetch_steps",
+    "split": "cooperating_blocks",
+}
 
 #: Old names of keys in ugraph.json (at any depth) and the present ones.
 UGRAPH_KEYS: dict[str, str] = {}

@@ -22,7 +22,7 @@ from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.codegen import ahead, workers
-from mirage_hf.codegen.triton import Launch, Program
+from mirage_hf.codegen.triton import GeneratedProgram, Launch
 from mirage_hf.settings import settings
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
@@ -158,7 +158,7 @@ class Compiled:
         return str(self.asm["ptx"])
 
 
-def ahead_of_time(program: Program, sm: int) -> list[Compiled]:
+def ahead_of_time(program: GeneratedProgram, sm: int) -> list[Compiled]:
     """Compile every kernel of a program for compute capability `sm` (90 for H100 and H200); needs no GPU.
 
     Pointers are taken as 16-byte aligned, as the JIT finds torch's. Errors: CodegenError with the compiler's words.
@@ -195,7 +195,7 @@ MOST_PROCESSES = 12
 
 
 def compiling(
-    programs: Sequence[Program], sm: int, threads: int | None = None
+    programs: Sequence[GeneratedProgram], sm: int, threads: int | None = None
 ) -> Iterator[list[Compiled] | errors.CodegenError]:
     """Compile many programs in parallel and give each when it is done, in order; a program that does not compile gives its error
     instead. What nobody waits for any more is not begun."""
@@ -205,7 +205,7 @@ def compiling(
         if threads >= PROCESSES_FROM and len(programs) >= FEW and not settings().interpret:
             processes = stack.enter_context(workers.at_work(min(threads, MOST_PROCESSES)))
 
-        def attempt(program: Program) -> list[Compiled] | errors.CodegenError:
+        def attempt(program: GeneratedProgram) -> list[Compiled] | errors.CodegenError:
             try:
                 beside = (
                     _beside(processes, program, sm)
@@ -228,7 +228,7 @@ def compiling(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _beside(processes: workers.Workers, program: Program, sm: int) -> str | None:
+def _beside(processes: workers.Workers, program: GeneratedProgram, sm: int) -> str | None:
     """Have a process compile a program's kernels, so that this one finds them in the cache. Returns what it raised, if anything: this one's
     word is what counts. Errors: CodegenError where the process ended, as this one might."""
     module = load(program.source, program.digest)

@@ -1,6 +1,6 @@
 """What a kernel will look like before a line of it is written: tile shapes, order of tensor dims, tensor-core products, masks.
 
-A tensor in the kernel has one dim per carried axis whose tile is larger than 1, in `Plan.order`; axes of tile 1 are scalars.
+A tensor in the kernel has one dim per carried axis whose tile is larger than 1, in `KernelPlan.order`; axes of tile 1 are scalars.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 
 import torch
 
 from mirage_hf import errors
+from mirage_hf.codegen.placement import Append, PlacedOp
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.triton_math import keeps_zero
-from mirage_hf.graph import effects
 from mirage_hf.graph.block import (
     Accumulator,
     BlockGraph,
@@ -30,9 +30,7 @@ from mirage_hf.graph.block import (
     Role,
     Stage,
 )
-from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelOp
-from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.ops import table
+from mirage_hf.graph.kernel import DTensor, KernelOp
 
 WARPGROUP_ROWS = 64
 """Rows of Hopper's asynchronous tensor-core instruction."""
@@ -52,7 +50,7 @@ def _triton_version() -> tuple[int, ...]:
     return ()
 
 
-FEW_ARE_ASYNCHRONOUS = _triton_version() >= (3, 7)
+WGMMA_TAKES_8_COLUMNS = _triton_version() >= (3, 7)
 """Whether Triton takes Hopper's asynchronous instruction for so few columns, too: 3.6 does not, 3.8 and 3.9 do (read off their PTX)."""
 
 MOST_UNROLLED = 8
@@ -91,32 +89,7 @@ class Dot:
 
 
 @dataclass(frozen=True)
-class Append:
-    """An output that is stored into a cache of `slots` slots: its dim before the last begins at the slot that operand `position` says."""
-
-    output: int
-    position: int
-    slots: int
-
-
-@dataclass(frozen=True)
-class PlacedOp(KernelOp):
-    """A `customized` op as it runs: operands with the strides that they then have, outputs with those of where they are stored."""
-
-    appends: tuple[Append, ...] = ()
-    caches: frozenset[int] = frozenset()
-    """Operands that this or another kernel of the µGraph appends to."""
-    settled: frozenset[int] = frozenset()
-    """Bounds and positions that may be read while the launch ahead still runs: those of steps that append (codegen/launching.py)."""
-    combined: bool = False
-    """Partial results, if it has any, are read by generated kernels only: which element is in which part is nobody's business."""
-    followed: bool = False
-    """Whether the launch behind settles nothing before its own wait, so that it may begin at any time: where it is of the same µGraph,
-    or the program says so (`KernelGraph.leads`)."""
-
-
-@dataclass(frozen=True)
-class Plan:
+class KernelPlan:
     """A block graph with its operands, as it runs, and a schedule. Errors: CodegenError when no kernel can be made of them."""
 
     op: PlacedOp
@@ -173,7 +146,7 @@ class Plan:
                     "give fewer rows, or warps"
                 )
 
-        if self.schedule.split > 1:
+        if self.schedule.cooperating_blocks > 1:
             self._check_split()
         for value in self.block.carried:
             if value not in self.skipped and self.numel(self.block.carried[value]) > MAX_ELEMENTS:
@@ -182,16 +155,21 @@ class Plan:
                     f"{MAX_ELEMENTS}; give smaller tiles, or make a tile axis the loop"
                 )
 
-    def alike(self, schedule: Schedule) -> Plan:
+    def alike(self, schedule: Schedule) -> KernelPlan:
         """The plan of a schedule that differs from this one's in warps, stages, shares of the loop and what is read early: what depends
         on tiles alone is not found out again. Errors: CodegenError."""
-        assert (schedule.tiles, schedule.mma, schedule.weights_first, schedule.lazy) == (
+        assert (
+            schedule.tiles,
+            schedule.mma,
+            schedule.weights_first,
+            schedule.reduce_after_loop,
+        ) == (
             self.schedule.tiles,
             self.schedule.mma,
             self.schedule.weights_first,
-            self.schedule.lazy,
+            self.schedule.reduce_after_loop,
         )
-        other = object.__new__(Plan)
+        other = object.__new__(KernelPlan)
         vars(other).update(
             {
                 n: x
@@ -204,13 +182,13 @@ class Plan:
         return other
 
     def _check_split(self) -> None:
-        split, loops = self.schedule.split, [s for s in self.block.stages if s.loop]
+        split, loops = self.schedule.cooperating_blocks, [s for s in self.block.stages if s.loop]
         if len(loops) != 1 or not self.walks:
             raise errors.CodegenError(
                 f"schedule: the loop is split among {split} blocks, so there must be one stage that walks; "
                 f"{len(loops)} stages loop" + ("" if self.walks else ", in one step")
             )
-        if (split - 1) * self.share >= self.trips(str(self.loop)):
+        if (split - 1) * self.steps_per_block >= self.trips(str(self.loop)):
             raise errors.CodegenError(
                 f"schedule: {self.trips(str(self.loop))} steps of the loop cannot be split among {split} blocks of "
                 "which none is without work"
@@ -238,16 +216,16 @@ class Plan:
         return self.op.outputs
 
     @cached_property
-    def share(self) -> int:
+    def steps_per_block(self) -> int:
         """Steps of the loop that a block does."""
-        return -(-self.trips(str(self.loop)) // self.schedule.split)
+        return -(-self.trips(str(self.loop)) // self.schedule.cooperating_blocks)
 
     @cached_property
     def shared_sums(self) -> tuple[Accumulator, ...]:
         """The accumulators that several blocks have a part of."""
         return (
             tuple(a for s in self.block.stages for a in s.accumulators)
-            if self.schedule.split > 1
+            if self.schedule.cooperating_blocks > 1
             else ()
         )
 
@@ -259,7 +237,11 @@ class Plan:
     def few(self, axis: str) -> int:
         """Elements of a tile that may count, as a power of two: fewer than the least side of a tensor-core product where the axis is short.
         Not where they are added up in a loop: Triton 3.6 finds no layouts for filling up what comes out of one."""
-        cut = self.trips(axis) > 1 or self.parts(axis) or self.schedule.split > MOST_STRAIGHT
+        cut = (
+            self.trips(axis) > 1
+            or self.parts(axis)
+            or self.schedule.cooperating_blocks > MOST_STRAIGHT
+        )
         return (
             self.tile(axis)
             if cut
@@ -274,7 +256,9 @@ class Plan:
             * self.schedule.num_warps
             // math.prod(self.few(a) for a in self.value_dims(acc.out))
         )
-        return min(self.schedule.split, MOST_STRAIGHT, 1 << max(0, fit.bit_length() - 1))
+        return min(
+            self.schedule.cooperating_blocks, MOST_STRAIGHT, 1 << max(0, fit.bit_length() - 1)
+        )
 
     @cached_property
     def scratch(self) -> int:
@@ -322,7 +306,11 @@ class Plan:
 
     def _steps(self, axis: str) -> int:
         """Tiles along an axis, or along its part, that blocks look at: as many for each block that shares a loop."""
-        return self.share * self.schedule.split if axis == self.loop else self.trips(axis)
+        return (
+            self.steps_per_block * self.schedule.cooperating_blocks
+            if axis == self.loop
+            else self.trips(axis)
+        )
 
     def bounds(self, axis: str) -> tuple[bool, bool]:
         """Whether some tile of an axis reaches past the end of its part, and whether some part reaches past the end of the axis."""
@@ -351,9 +339,9 @@ class Plan:
         return self.loop is not None and self.trips(self.loop) > 1
 
     @property
-    def hastens(self) -> bool:
+    def triggers_early(self) -> bool:
         """Whether the launch behind may begin before this one has waited."""
-        return self.schedule.hasten and self.op.followed
+        return self.schedule.trigger_early and self.op.next_may_launch_early
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
@@ -420,7 +408,7 @@ class Plan:
     @cached_property
     def grid(self) -> int:
         """Thread blocks."""
-        return self.tiles * self.schedule.split
+        return self.tiles * self.schedule.cooperating_blocks
 
     def dtype(self, i: BlockInput) -> torch.dtype:
         return self.operands[i.sources[0]].dtype
@@ -454,7 +442,7 @@ class Plan:
         """Whether an input may be read while earlier launches still run."""
         return i.bounds is None and all(self.operands[s].constant for s in i.sources)
 
-    def lies_ready(self, i: BlockInput) -> bool:
+    def prefetchable(self, i: BlockInput) -> bool:
         """Whether what is read of an input was written long before the launches ahead: constants, and the old rows of a cache. It may be
         asked for early (into the L2, where later writes would be seen); only constants may be read early."""
         return self.constant(i) or (i.bounds is None and self.op.caches.issuperset(i.sources))
@@ -645,7 +633,7 @@ class Plan:
         return (
             dot.contraction.out in looped
             and self.walks
-            and self.share > 1
+            and self.steps_per_block > 1
             and self.schedule.num_stages > 1
         )
 
@@ -664,7 +652,7 @@ class Plan:
     def is_asynchronous(self, dot: Dot) -> bool:
         """Whether Hopper may still read a product's factors while the next iteration runs: 64 rows or more, whole warpgroups, and more
         columns than those for which Triton may take the older instruction."""
-        enough = FEW_ARE_ASYNCHRONOUS or self.columns(dot) > MMA_COLUMNS
+        enough = WGMMA_TAKES_8_COLUMNS or self.columns(dot) > MMA_COLUMNS
         return self.rows(dot) >= WARPGROUP_ROWS and enough and self.schedule.num_warps >= 4
 
     def reads_as_stored(self, dot: Dot, x: str) -> bool:
@@ -786,11 +774,11 @@ class Plan:
                 found.append(op)
         return tuple(found)
 
-    def is_lazy(self, stage: Stage, acc: Accumulator) -> bool:
+    def is_reduced_after_loop(self, stage: Stage, acc: Accumulator) -> bool:
         """Whether an accumulator stays spread over the loop tile. A maximum that the body reads must be that of whole tiles, and a
         sum that shifts with it is multiplied as it grows, so neither is."""
         return (
-            self.schedule.lazy
+            self.schedule.reduce_after_loop
             and acc.out not in self.dots
             and self.loop in self.value_dims(acc.arg)
             and acc.shift is None
@@ -838,7 +826,7 @@ class Plan:
     def dealt(self) -> bool:
         """Whether what is within bounds is dealt out in parts, instead of the whole axis: so that no block is without work where only few
         elements are inside. All sums of a part are then of the same elements."""
-        parts = self.parts(self.loop) if self.loop and self.op.combined else None
+        parts = self.parts(self.loop) if self.loop and self.op.has_private_partials else None
         bounds = {self.trimmed(s) for s in self.block.stages if s.loop}
         return (
             parts is not None
@@ -930,75 +918,9 @@ _OF_TILES = frozenset(
 """The properties of a plan that tiles and the kind of product decide."""
 
 
-VIEWS = ("permute", "reshape", "slice")
-"""Library ops whose result may be a view, with strides of its own."""
-
-
-def placed(ugraph: UGraph) -> tuple[PlacedOp, ...]:
-    """The `customized` ops of a µGraph, their operands with the strides that they have when it runs: those that torch gives to
-    views; kernels write row-major tensors or into caches, and what other library calls return is made row-major."""
-    now: dict[int, DTensor] = {}
-    found = []
-    stored = effects.stored(ugraph.kernels)
-    caches = {
-        effects.parts_of(op)[0].index for op in ugraph.kernels.ops if op.name == effects.APPEND
-    }
-    # where caches are appended to, whoever moves the position does so before a step begins; elsewhere nobody says who writes bounds
-    integers = {t.index for t in ugraph.kernels.inputs if not t.dtype.is_floating_point and caches}
-    others = {
-        x.index
-        for op in ugraph.kernels.ops
-        if op.name != CUSTOMIZED
-        for x in op.inputs
-        if isinstance(x, DTensor)
-    }
-    others |= {t.index for t in ugraph.kernels.outputs}
-    for op in ugraph.kernels.ops:
-        inputs = tuple(now.get(x.index, x) if isinstance(x, DTensor) else x for x in op.inputs)
-        if op.name == CUSTOMIZED:
-            outputs, appends = list(op.outputs), []
-            for n, t in enumerate(op.outputs):
-                if t.index in stored:
-                    cache, _, position = effects.parts_of(stored[t.index])
-                    outputs[n] = replace(t, strides=cache.strides)
-                    appends.append(Append(n, len(inputs), cache.dims[-2]))
-                    inputs = (*inputs, position)
-            of_caches, settled = (
-                frozenset(
-                    n for n, x in enumerate(inputs) if isinstance(x, DTensor) and x.index in these
-                )
-                for these in (caches, integers)
-            )
-            combined = others.isdisjoint(t.index for t in op.outputs)
-            found.append(
-                PlacedOp(
-                    op.name,
-                    inputs,
-                    tuple(outputs),
-                    op.attrs,
-                    op.block,
-                    tuple(appends),
-                    of_caches,
-                    settled,
-                    combined,
-                )
-            )
-        elif op.name in VIEWS and isinstance(inputs[0], DTensor):
-            x = torch.empty_strided(
-                inputs[0].dims, inputs[0].strides, dtype=inputs[0].dtype, device="meta"
-            )
-            y = table.lookup(op.name).oracle(x, **dict(op.attrs))
-            now[op.outputs[0].index] = replace(op.outputs[0], strides=tuple(y.stride()))
-    leads = ugraph.program.leads and ugraph.kernels.ops[-1].name == CUSTOMIZED
-    return tuple(
-        replace(op, followed=leads if behind is None else not behind.settled)
-        for op, behind in itertools.zip_longest(found, found[1:])
-    )
-
-
-def plan(op: KernelOp, schedule: Schedule) -> Plan:
+def plan_kernel(op: KernelOp, schedule: Schedule) -> KernelPlan:
     """The plan of a `customized` op. Errors: CodegenError."""
-    return Plan(
+    return KernelPlan(
         op
         if isinstance(op, PlacedOp)
         else PlacedOp(op.name, op.inputs, op.outputs, op.attrs, op.block),

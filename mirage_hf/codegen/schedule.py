@@ -1,117 +1,161 @@
-"""Schedules: what is decided about a kernel after its block graph is fixed. No schedule changes algebra."""
+"""Schedules: the choices about a kernel that remain once its block graph is fixed.
+
+A schedule changes how fast a kernel is and in which order it adds, never what it computes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.graph.block import BlockGraph, Role
 
+#: Part of every key under which a tuned kernel is stored. Raised when a schedule comes to mean different code.
 VERSION = 10
-"""Part of every key under which a tuned kernel is stored; raised when the same schedule generates different code."""
 
 
-@dataclass(frozen=True)
+class Tiles(Mapping[str, int]):
+    """An immutable, hashable mapping from axis name to tile size, in alphabetical order."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._sizes = {str(axis): int(size) for axis, size in sorted(dict(sizes).items())}
+        self._hash = hash(tuple(self._sizes.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tiles, (self._sizes,)  # hashes of strings differ between processes
+
+    def __getitem__(self, axis: str) -> int:
+        return self._sizes[axis]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sizes)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Tiles):
+            return self._sizes == other._sizes
+        return NotImplemented
+
+    def __repr__(self) -> str:
+        return repr(self._sizes)
+
+
+@dataclass(frozen=True, repr=False)
 class Schedule:
     """How one block graph becomes one kernel.
 
-    tiles: elements of each axis that a block holds at a time, powers of two, by axis name (sorted pairs).
-    mma: contractions that fit go to tensor cores; otherwise all are multiply-adds and sums.
-    weights_first: with mma, the larger operand is the left side of the instruction (its 64 rows on Hopper).
-    lazy: loop accumulators stay spread over the loop tile and are summed once after the loop (not those of tensor cores).
-    evict_first: inputs that only one block reads are marked as first to leave the L2.
-    split: blocks that share the loop of a tile, a power of two; the last of them to be done adds up what all of them found.
-    preload: loop tiles of what lies ready (constants, caches) that a block asks for before it waits; a power of two or 0.
-    hasten: the next kernel may begin before this one has waited, where it is known to settle nothing before its own wait.
-    num_warps, num_stages: warps of a block, loop iterations whose loads are in flight.
+    Prints as Python that can be pasted back, with defaults left out:
+
+        Schedule(tiles={"k": 128, "n": 8}, num_warps=1, num_stages=3)
     """
 
-    tiles: tuple[tuple[str, int], ...]
+    #: Elements of each axis that a block holds at a time, by axis name. Powers of two.
+    tiles: Mapping[str, int]
+    #: Use tensor cores (MMA instructions) for the contractions that fit. Otherwise all products are multiply-adds.
     mma: bool = False
+    #: With `mma`, make the larger operand the left one, whose 64 rows Hopper's instruction takes.
     weights_first: bool = True
-    lazy: bool = True
+    #: Keep accumulators spread over the loop tile and reduce them once after the loop. Not those on tensor cores.
+    reduce_after_loop: bool = True
+    #: Mark inputs that only one block reads as first to be evicted from the L2.
     evict_first: bool = True
+    #: Warps of a block.
     num_warps: int = 4
+    #: Loop iterations whose loads are in flight (Triton's `num_stages`).
     num_stages: int = 1
-    split: int = 1
-    preload: int = 0
-    hasten: bool = False
+    #: Blocks that share the loop of one tile. The last to finish adds their partial results. A power of two.
+    cooperating_blocks: int = 1
+    #: Loop steps whose constant or cached inputs a block prefetches into the L2 before its grid dependency wait.
+    #: A power of two, or 0 for none.
+    prefetch_steps: int = 0
+    #: Let the next kernel launch before this one's grid dependency wait (PDL). Only has an effect where the placed
+    #: op says that this is safe (`PlacedOp.next_may_launch_early`).
+    trigger_early: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tiles", tuple(sorted((str(a), int(t)) for a, t in self.tiles)))
-        for name, size in (
-            *self.tiles,
-            ("num_warps", self.num_warps),
-            ("split", self.split),
-            ("preload", self.preload or 1),
-        ):
+        if not isinstance(self.tiles, Tiles):
+            object.__setattr__(self, "tiles", Tiles(self.tiles))
+        powers_of_two = {
+            **self.tiles,
+            "num_warps": self.num_warps,
+            "cooperating_blocks": self.cooperating_blocks,
+            "prefetch_steps": self.prefetch_steps or 1,
+        }
+        for name, size in powers_of_two.items():
             if size < 1 or size & (size - 1):
                 raise errors.CodegenError(
-                    f"schedule: {name} is {size}; tiles, num_warps, split and preload must be powers of two"
+                    f"schedule: {name} is {size}; tiles, num_warps, cooperating_blocks and prefetch_steps "
+                    "must be powers of two"
                 )
         if self.num_stages < 1:
             raise errors.CodegenError(
                 f"schedule: num_stages is {self.num_stages}; it must be at least 1"
             )
 
-    def tile(self, axis: str) -> int:
-        return dict(self.tiles)[axis]
-
     def check(self, block: BlockGraph) -> None:
-        """Errors: CodegenError when the tiles are not those of `block`'s axes, a tile axis (its part) is not held whole, or a block
-        has several parts."""
-        tiles, names = dict(self.tiles), {a.name for a in block.axes}
-        if set(tiles) != names:
+        """Check that the tiles fit `block`.
+
+        Raises:
+            CodegenError: The tiles do not name the axes of `block`, a tile axis (or its split) is not held whole, or
+                a block would hold several splits of an axis.
+        """
+        names = {a.name for a in block.axes}
+        if set(self.tiles) != names:
             raise errors.CodegenError(
-                f"schedule: tiles are given for {sorted(tiles)}, the block graph's axes are {sorted(names)}"
+                f"schedule: tiles are given for {sorted(self.tiles)}, the block graph's axes are {sorted(names)}"
             )
-        for a in block.named(Role.TILE):
-            part = block.split_size(a.name)
-            if tiles[a.name] < part:
-                what = (
-                    f"size {a.size}"
-                    if a.split_axis is None
-                    else f"size {a.size}, of which a block has {part},"
-                )
+        for axis in block.named(Role.TILE):
+            part = block.split_size(axis.name)
+            if self.tiles[axis.name] < part:
+                size = f"size {axis.size}"
+                if axis.split_axis is not None:
+                    size += f", of which a block has {part},"
                 raise errors.CodegenError(
-                    f"schedule: tile axis {a.name} of {what} must be held whole; its tile is {tiles[a.name]}, "
-                    f"give {next_power_of_two(part)}"
+                    f"schedule: tile axis {axis.name} of {size} must be held whole; "
+                    f"its tile is {self.tiles[axis.name]}, give {next_power_of_two(part)}"
                 )
-        for a in block.named(Role.GRID):
-            split = block.axis_split_by(a.name)
-            if split is not None and tiles[a.name] != 1:
+        for axis in block.named(Role.GRID):
+            split = block.axis_split_by(axis.name)
+            if split is not None and self.tiles[axis.name] != 1:
                 raise errors.CodegenError(
-                    f"schedule: {a.name} numbers the parts of {split}, of which a block has one; its tile is "
-                    f"{tiles[a.name]}, give 1"
+                    f"schedule: {axis.name} numbers the splits of {split}, and a block has one of them; "
+                    f"its tile is {self.tiles[axis.name]}, give 1"
                 )
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the schedule as plain JSON data."""
         return asdict(self) | {"tiles": dict(self.tiles)}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Schedule:
-        """The inverse of `to_dict`. Errors: FormatError for missing or unknown fields."""
+        """Return the schedule that `to_dict` gave `data` for.
+
+        Raises:
+            FormatError: A field is missing or unknown.
+        """
         known = {f.name for f in fields(Schedule)}
         unknown = sorted(set(data) - known)
         if unknown or "tiles" not in data:
-            what = f"unknown field {unknown[0]!r}" if unknown else "no tiles"
-            raise errors.FormatError(f"schedule: {what}; rebuild the entry with this version")
-        return Schedule(**{**data, "tiles": tuple(dict(data["tiles"]).items())})
+            problem = f"unknown field {unknown[0]!r}" if unknown else "no tiles"
+            raise errors.FormatError(f"schedule: {problem}; rebuild the entry with this version")
+        return Schedule(**data)
 
-    def __str__(self) -> str:
-        tiles = " ".join(f"{a}:{t}" for a, t in self.tiles)
-        how = ("mma" + (" weights-first" if self.weights_first else "")) if self.mma else "fma"
-        lazy = " lazy" if self.lazy else ""
-        more = "".join(
-            f" {name}:{n}"
-            for name, n, least in (("split", self.split, 1), ("preload", self.preload, 0))
-            if n > least
-        )
-        hasten = " hasten" if self.hasten else ""
-        return f"{tiles} {how}{lazy} warps:{self.num_warps} stages:{self.num_stages}{more}{hasten}"
+    def __repr__(self) -> str:
+        arguments = [f"tiles={self.tiles!r}"]
+        for f in fields(self)[1:]:
+            value = getattr(self, f.name)
+            if value != f.default:
+                arguments.append(f"{f.name}={value!r}")
+        return f"Schedule({', '.join(arguments)})"
 
 
 def next_power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least `n`."""
     return 1 << (n - 1).bit_length()

@@ -13,7 +13,8 @@ import torch
 
 from mirage_hf import errors
 from mirage_hf.codegen import launching, torch_text, triton_math
-from mirage_hf.codegen.plan import VIEWS, Plan, placed, plan
+from mirage_hf.codegen.placement import VIEWS, place_kernels
+from mirage_hf.codegen.plan import KernelPlan, plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.torch_text import local
 from mirage_hf.codegen.triton_kernel import KernelText, write_kernel
@@ -50,7 +51,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Program:
+class GeneratedProgram:
     """A generated file and the launches in it.
 
     in_place: pairs (output, input), by position, that may be the same memory: `run(inputs, out)` with `out[output]` the input.
@@ -82,13 +83,13 @@ def program_source(ugraph: UGraph, schedules: Sequence[Schedule] | None = None) 
 
 def generate(
     ugraph: UGraph, schedules: Sequence[Schedule] | None = None, name: str = "mirage"
-) -> Program:
+) -> GeneratedProgram:
     """Generate the Triton program of a µGraph; its kernels are called `name`_0, `name`_1 …
 
     Errors: CodegenError for a block graph or schedule that has no kernel, or a number of schedules that does not fit.
     """
     schedules = schedules or ugraph.schedules
-    ops = placed(ugraph)
+    ops = place_kernels(ugraph)
     if schedules is None:
         from mirage_hf.tune import space
 
@@ -97,7 +98,7 @@ def generate(
         raise errors.CodegenError(
             f"{len(schedules)} schedules for {len(ops)} block graphs; give one each, in order"
         )
-    plans = [plan(op, schedule) for op, schedule in zip(ops, schedules, strict=True)]
+    plans = [plan_kernel(op, schedule) for op, schedule in zip(ops, schedules, strict=True)]
     kernels = [write_kernel(p, f"{name}_{n}") for n, p in enumerate(plans)]
     launches = tuple(
         Launch(
@@ -141,10 +142,10 @@ def generate(
         source = source.replace("import triton\nimport triton.language as tl\n", "").replace(
             "import copy\nimport threading\n\n", ""
         )
-    return Program(source, launches, _in_place(ugraph, plans))
+    return GeneratedProgram(source, launches, _in_place(ugraph, plans))
 
 
-def _in_place(ugraph: UGraph, plans: Sequence[Plan]) -> tuple[tuple[int, int], ...]:
+def _in_place(ugraph: UGraph, plans: Sequence[KernelPlan]) -> tuple[tuple[int, int], ...]:
     ops, inputs = ugraph.kernels.ops, [t.index for t in ugraph.kernels.inputs]
     read_last = {
         x.index: n for n, op in enumerate(ops) for x in op.inputs if isinstance(x, DTensor)
@@ -223,7 +224,7 @@ def _run(ugraph: UGraph, kernels: Sequence[KernelText], launches: Sequence[Launc
             "        with torch.cuda.device(device):",
             "            return run(inputs, out)",
         ]
-    steps = iter(zip(placed(ugraph), kernels, launches, strict=True))
+    steps = iter(zip(place_kernels(ugraph), kernels, launches, strict=True))
     loaded, written, stored = _loaded(ugraph), set[int](), effects.stored(graph)
     appended = {op.outputs[0].index: effects.parts_of(op)[0] for op in stored.values()}
     for op in graph.ops:

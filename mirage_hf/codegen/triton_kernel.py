@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from mirage_hf.codegen import triton_math
-from mirage_hf.codegen.plan import MOST_STRAIGHT, Dot, Plan
+from mirage_hf.codegen.plan import MOST_STRAIGHT, Dot, KernelPlan
 from mirage_hf.codegen.triton_math import Expr
 from mirage_hf.codegen.triton_tiles import Tiles, triton_dtype
 from mirage_hf.graph.block import Accumulator, BlockInput, BlockOp, Role, Stage
@@ -39,7 +39,7 @@ class KernelText:
     counters: int
 
 
-def write_kernel(plan: Plan, name: str) -> KernelText:
+def write_kernel(plan: KernelPlan, name: str) -> KernelText:
     """Write the kernel of a plan. Errors: CodegenError."""
     return _Writer(plan, name).write()
 
@@ -110,20 +110,25 @@ class _Writer(Tiles):
     def _settled(self) -> None:
         """Read bounds and positions that may be read before the wait, so that what lies in between them can be asked for."""
         for i in self.block.inputs:
-            if i.bounds is not None and self.plan.op.settled.issuperset(i.sources):
+            if i.bounds is not None and self.plan.op.readable_before_wait.issuperset(i.sources):
                 self._load_bounds(i)
         for o, pointer in zip(self.block.outputs, self.out_pointers, strict=True):
             append = self.plan.append(o)
             if (
                 append is None
-                or append.position not in self.plan.op.settled
+                or append.position not in self.plan.op.readable_before_wait
                 or self.plan.unrolled in self.block.carried[o.value]
             ):
                 continue
             if self.plan.loop is None or o.axes[0] != self.plan.loop:
                 self._load_slot(o, pointer, append)
         first = next(
-            (i for i in self._bounds_of_loops() if self.plan.op.settled.issuperset(i.sources)), None
+            (
+                i
+                for i in self._bounds_of_loops()
+                if self.plan.op.readable_before_wait.issuperset(i.sources)
+            ),
+            None,
         )
         if first is not None:
             self._trim(first)
@@ -151,18 +156,18 @@ class _Writer(Tiles):
         unknown = (
             plan.dealt and self.trimmed is None
         )  # where this block's share begins is known with the bounds, after the wait
-        if plan.schedule.preload and plan.loop and not unknown:
+        if plan.schedule.prefetch_steps and plan.loop and not unknown:
             ready = [
                 i
                 for i in self.block.inputs
                 if plan.loop in i.axes
-                and plan.lies_ready(i)
+                and plan.prefetchable(i)
                 and (plan.walks or not plan.constant(i))
             ]
             asked = [line for i in ready for line in self._prefetch(i)]
         wait = [*asked, "tl.extra.cuda.gdc_wait()"]
         early = f"{begin}  # the next kernel, which asks for constants only before it waits"
-        self.lines_if("overlaps", [early, *wait] if plan.hastens else [*wait, begin])
+        self.lines_if("overlaps", [early, *wait] if plan.triggers_early else [*wait, begin])
 
     # -- stages ---------------------------------------------------------------------------------------------------------------
 
@@ -208,18 +213,18 @@ class _Writer(Tiles):
         self._step(stage, loop, inputs, again, small, [op for op in stage.body if op not in fixed])
         self.indent -= 1
         for acc in stage.accumulators:
-            for _ in self._lanes(acc.out) if plan.is_lazy(stage, acc) else ():
+            for _ in self._lanes(acc.out) if plan.is_reduced_after_loop(stage, acc) else ():
                 name, dims = self.value[acc.out], self._running_dims(stage, acc)
                 self.line(f"{name} = {self._reduce(acc.kind, name, dims.index(loop))}")
         self.have = {h for h in self.have if loop not in self.block.carried[h[1]]}
         self.trimmed = None
-        if plan.schedule.split > 1:
+        if plan.schedule.cooperating_blocks > 1:
             self._combine(stage)
 
     def _for(self, loop: str) -> None:
         """The line that a loop begins with: over what is within its bounds, this block's share, or its part."""
         axis, tile, stages = self.axis[loop], self.plan.tile(loop), self.plan.schedule.num_stages
-        ends = f"0, {self.plan.share * tile if self.plan.schedule.split > 1 else self.block.split_size(loop)}, {tile}"
+        ends = f"0, {self.plan.steps_per_block * tile if self.plan.schedule.cooperating_blocks > 1 else self.block.split_size(loop)}, {tile}"
         if self.trimmed is not None:
             ends = f"0, {axis}_last - {axis}_first, {tile}"
         walk = f"tl.range({ends}, num_stages={stages})" if stages > 1 else f"range({ends})"
@@ -287,7 +292,7 @@ class _Writer(Tiles):
             highs.append(hi)
         self.line(f"{axis}_first = {_extreme('minimum', lows)} // {tile} * {tile}")
         self.line(f"{axis}_last = {_extreme('maximum', highs)}")
-        parts, split = plan.parts(loop), plan.schedule.split
+        parts, split = plan.parts(loop), plan.schedule.cooperating_blocks
         if parts and not plan.dealt:
             self.line(f"{axis}_first = tl.maximum({axis}_first, {axis}_start)")
             self.line(
@@ -310,7 +315,7 @@ class _Writer(Tiles):
         """Store this block's part of each accumulator; the last block of the tile to be done adds up the parts, always in the
         same order, and does the rest of the kernel."""
         split, floats, maxima = (
-            self.plan.schedule.split,
+            self.plan.schedule.cooperating_blocks,
             self.plan.partial_floats,
             self.plan.maxima(stage),
         )
@@ -346,7 +351,7 @@ class _Writer(Tiles):
         name, dims, split = (
             self.value[acc.out],
             self.plan.value_dims(acc.out),
-            self.plan.schedule.split,
+            self.plan.schedule.cooperating_blocks,
         )
         shift = next((a for a in self.plan.shared_sums if a.out == acc.shift), None)
         together, looped = self.plan.gathered(acc), split > MOST_STRAIGHT
@@ -392,7 +397,7 @@ class _Writer(Tiles):
     def _part_of(self, acc: Accumulator, begins: Mapping[str, int], part: int, looped: bool) -> str:
         """A load of what block `part` of the tile stored of an accumulator, without rows that only fill up its tile; `looped`: of the
         blocks from `some` on."""
-        base = f"(tile * {self.plan.schedule.split} + {'some + ' if looped else ''}{part}) * {self.plan.partial_floats}"
+        base = f"(tile * {self.plan.schedule.cooperating_blocks} + {'some + ' if looped else ''}{part}) * {self.plan.partial_floats}"
         few = {a: self.plan.few(a) for a in self.plan.value_dims(acc.out)}
         place, _ = self._partial(acc, base, begins[acc.out], few)
         mask = []
@@ -521,11 +526,11 @@ class _Writer(Tiles):
 
     def _load_ahead(self, ahead: Sequence[BlockInput], first: bool) -> None:
         """Loads for the step to come, of factors that other code reads too (see `_read_again`) and of what is too small to be copied
-        (`Plan.read_ahead`). Triton copies ahead only what else products read, and these latencies would be waited for in every step."""
+        (`KernelPlan.read_ahead`). Triton copies ahead only what else products read, and these latencies would be waited for in every step."""
         loop = str(self.plan.loop)
         axis, tile = self.axis[loop], self.plan.tile(loop)
         start = " + ".join(self._loop_starts()) or "0"
-        if not ahead or not (first or self.plan.share > 1):
+        if not ahead or not (first or self.plan.steps_per_block > 1):
             return
         self.line(
             f"{axis}_next = {f'{start} + tl.arange(0, {tile})' if first else f'{axis} + {tile}'}"
@@ -611,7 +616,7 @@ class _Writer(Tiles):
             (a.arg, loop)
             for s in self.block.stages
             for a in s.accumulators
-            if a.kind == "sum" and not (plan.walks and plan.is_lazy(s, a))
+            if a.kind == "sum" and not (plan.walks and plan.is_reduced_after_loop(s, a))
         ]
         others = {*plan.skipped, *plan.narrow, *(o.value for o in self.block.outputs)}
         others |= {
@@ -678,7 +683,9 @@ class _Writer(Tiles):
 
     def _running_dims(self, stage: Stage, acc: Accumulator) -> tuple[str, ...]:
         """The dims of an accumulator inside its loop."""
-        return self.plan.value_dims(acc.arg if self.plan.is_lazy(stage, acc) else acc.out)
+        return self.plan.value_dims(
+            acc.arg if self.plan.is_reduced_after_loop(stage, acc) else acc.out
+        )
 
     def _start(self, stage: Stage, acc: Accumulator) -> None:
         shape = ", ".join(str(self.plan.tile(a)) for a in self._running_dims(stage, acc))
@@ -705,7 +712,7 @@ class _Writer(Tiles):
         if acc.out in self.plan.dots:
             self.line(f"{name} = {self._dot(self.plan.dots[acc.out], before)}")
             return
-        lazy = self.plan.is_lazy(stage, acc)
+        lazy = self.plan.is_reduced_after_loop(stage, acc)
         part = (
             self._inside(self._wide(acc.arg), acc.arg, loop, acc.kind)
             if lazy

@@ -10,7 +10,8 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 import torch
 
 from mirage_hf.codegen import triton_math
-from mirage_hf.codegen.plan import MOST_STRAIGHT, Append, Plan
+from mirage_hf.codegen.placement import Append
+from mirage_hf.codegen.plan import MOST_STRAIGHT, KernelPlan
 from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.graph.block import Axis, BlockInput, BlockOutput, Role
 
@@ -58,7 +59,7 @@ class _Names(dict[str, str]):
 class Tiles:
     """The lines of a kernel so far, and how its tensors are named, read and written."""
 
-    def __init__(self, plan: Plan, name: str):
+    def __init__(self, plan: KernelPlan, name: str):
         self.plan, self.block, self.name = plan, plan.block, name
         self.lines: list[str] = []
         self.indent = 1
@@ -187,7 +188,7 @@ class Tiles:
     def _offsets(self) -> None:
         """Where this block stands on each axis that it does not walk."""
         cut = [a for a in self.block.named(Role.GRID) if self.plan.trips(a.name) > 1]
-        before, split, pid = 1, self.plan.schedule.split, "tl.program_id(0)"
+        before, split, pid = 1, self.plan.schedule.cooperating_blocks, "tl.program_id(0)"
         if split > 1:
             pid = "tile"
             self.line(
@@ -409,7 +410,7 @@ class Tiles:
         """A line that asks for what the first steps of the loop read of an input, a cache line at a time. No line where that is known
         too late."""
         plan = self.plan
-        steps = min(plan.schedule.preload, next_power_of_two(plan.share))
+        steps = min(plan.schedule.prefetch_steps, next_power_of_two(plan.steps_per_block))
         joined = i.joined if len(i.sources) > 1 else None
         if joined is not None and not (
             self._is_selected(i) and self.block.role(joined) is Role.GRID
@@ -423,7 +424,8 @@ class Tiles:
             return []
         ends = self._ends_of(i)
         if ends is not None and (
-            plan.dims([a for a in ends.axes if a]) or not plan.op.settled.issuperset(ends.sources)
+            plan.dims([a for a in ends.axes if a])
+            or not plan.op.readable_before_wait.issuperset(ends.sources)
         ):
             ends = None  # bounds of each row, or such as are not there yet
         strides = {
@@ -469,7 +471,9 @@ class Tiles:
             if self.trimmed is None
             else f"tl.maximum({self.axis[axis]}_last - 1, 0)"
         )
-        beyond = steps > self.plan.share or self.plan.ragged(axis) or self.trimmed is not None
+        beyond = (
+            steps > self.plan.steps_per_block or self.plan.ragged(axis) or self.trimmed is not None
+        )
         return self._lines(
             " + ".join(self._loop_starts()),
             self.plan.tile(axis) * steps,
@@ -514,7 +518,9 @@ class Tiles:
             return [f"{self.axis[loop]}_first"]
         starts = [f"{self.axis[loop]}_start"] if plan.parts(loop) else []
         return starts + (
-            [f"part * {plan.share * plan.tile(loop)}"] if plan.schedule.split > 1 else []
+            [f"part * {plan.steps_per_block * plan.tile(loop)}"]
+            if plan.schedule.cooperating_blocks > 1
+            else []
         )
 
     def _is_selected(self, i: BlockInput) -> bool:
@@ -555,7 +561,7 @@ class Tiles:
 
     def _from_l2(self, operand: int) -> list[str]:
         """How what may be read before the wait is read: an L1 may hold what was there before."""
-        return ['cache_modifier=".cg"'] if operand in self.plan.op.settled else []
+        return ['cache_modifier=".cg"'] if operand in self.plan.op.readable_before_wait else []
 
     def _mask_of(self, i: BlockInput) -> str:
         """1.0 inside the bounds, 0.0 outside."""

@@ -18,7 +18,7 @@ from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.search.search_report import Counters, RejectedCandidate, SearchReport
-from mirage_hf.tune.restrict import Restriction
+from mirage_hf.tune.launch_restriction import LaunchRestriction
 
 CHECKPOINT = "mirage_hf.checkpoint"
 VERSION = 3
@@ -33,7 +33,7 @@ class Kept:
 
 
 def identity(
-    graph: KernelGraph, options: SearchOptions, restriction: Restriction | None, seed: int
+    graph: KernelGraph, options: SearchOptions, restriction: LaunchRestriction | None, seed: int
 ) -> str:
     """What a result is for: a program with its names and everything that decides what is found, threads left out."""
     return json_format.digest(

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mirage_hf import errors
-from mirage_hf.codegen.plan import placed, plan
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
@@ -49,13 +50,14 @@ def ugraph(
         )
     if tiles is not None:
         chosen = [
-            _with_tiles(op, dict(t), candidate) for op, t in zip(placed(found), tiles, strict=True)
+            _with_tiles(op, dict(t), candidate)
+            for op, t in zip(place_kernels(found), tiles, strict=True)
         ]
         return replace(found, schedules=tuple(chosen))
     try:
         schedules = [
             space.chosen(op, [mma for mma in (False, True) if candidate.allows(mma)])
-            for op in placed(found)
+            for op in place_kernels(found)
         ]
     except errors.CodegenError:
         return found  # it runs on a CPU all the same; generating code says why it cannot
@@ -74,15 +76,15 @@ def _with_tiles(op: KernelOp, tiles: dict[str, int], candidate: Candidate) -> Sc
     reason = "its rounding was refused with multiply-adds and on tensor cores"
     for base in dict.fromkeys(
         [
-            *(replace(s, tiles=tuple(tiles.items())) for s in space.schedules(op)),
-            *(Schedule(tuple(tiles.items()), mma=mma) for mma in (False, True)),
+            *(replace(s, tiles=tiles) for s in space.schedules(op)),
+            *(Schedule(tiles, mma=mma) for mma in (False, True)),
         ]
     ):
         if not candidate.allows(base.mma):
             continue
         try:
             base.check(op.block)
-            plan(op, base)
+            plan_kernel(op, base)
             return base
         except errors.CodegenError as e:
             reason = str(e)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mirage_hf import errors
-from mirage_hf.codegen.plan import plan
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.kernel import CUSTOMIZED
@@ -79,7 +79,7 @@ def _scheduled(
         assert op.block is not None
         schedules.append(fitted(schedule, op.block))
         try:
-            us += estimate(plan(op, schedules[-1]), device).us
+            us += estimate(plan_kernel(op, schedules[-1]), device).us
         except errors.CodegenError:
             return None  # an axis is too short for this kind
     us += sum(library_us(op, device) for op in ugraph.kernels.ops if op.name != CUSTOMIZED)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import FEW_ARE_ASYNCHRONOUS, placed, plan
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import WGMMA_TAKES_8_COLUMNS, plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import CodegenError, Rejected, ZooError
 from mirage_hf.graph import symbolic
@@ -31,7 +32,7 @@ from mirage_hf.settings import settings
 from mirage_hf.tune import space
 from mirage_hf.tune.cost import H200, Device, estimate
 from mirage_hf.tune.measure import Timing
-from mirage_hf.tune.tuner import MOST_PARTS, Trial, TuneResult, together
+from mirage_hf.tune.tuner import MOST_PARTS, MeasuredCandidate, TuneResult, together
 from mirage_hf.tune.tuner import tune as measure
 from mirage_hf.verify.accept import KEEP, Candidate, kind_of
 from mirage_hf.zoo.entry import Entry, Measurement
@@ -117,7 +118,7 @@ def _serves(entry: Entry, on_gpu: bool, tune: str) -> bool:
         return True
     if tune != "never" and not entry.timings:
         return False
-    if not FEW_ARE_ASYNCHRONOUS:  # as when the packaged ones were made
+    if not WGMMA_TAKES_8_COLUMNS:  # as when the packaged ones were made
         return True
     try:
         return triton.generate(entry.ugraph, entry.schedules).source == entry.kernel
@@ -164,7 +165,7 @@ def cut_to(
     resized = _same_parts(ugraph, symbolic.for_program(ugraph, program))
     chosen = [
         space.recut(s, old, op)
-        for s, old, op in zip(schedules, placed(ugraph), placed(resized), strict=True)
+        for s, old, op in zip(schedules, place_kernels(ugraph), place_kernels(resized), strict=True)
     ]
     return resized, chosen
 
@@ -266,10 +267,10 @@ def _together(
     }
 
 
-def _as_it_is(entry: Entry) -> tuple[Trial, ...]:
+def _as_it_is(entry: Entry) -> tuple[MeasuredCandidate, ...]:
     """The kernel of an entry as the only choice; none where the library runs."""
     return (
-        (Trial(entry.ugraph, entry.schedules, 0.0),)
+        (MeasuredCandidate(entry.ugraph, entry.schedules, 0.0),)
         if entry.ugraph.is_fused and entry.timings and not _library_wins(entry)
         else ()
     )
@@ -289,10 +290,10 @@ class _Made:
     ugraph: UGraph
     error_bound: float
     search: dict[str, Any]
-    tuned: tuple[Trial, ...] = ()
-    library: Trial | None = None
+    tuned: tuple[MeasuredCandidate, ...] = ()
+    library: MeasuredCandidate | None = None
 
-    def contenders(self) -> tuple[Trial, ...]:
+    def contenders(self) -> tuple[MeasuredCandidate, ...]:
         """The candidates that are faster than the library, best first, by each kind of time that both have."""
         library = self.library
         if library is None:
@@ -313,7 +314,9 @@ class _Made:
         ]
         return (*chained, *others)
 
-    def entry(self, chosen: Trial | None = None, layer_us: float | None = None) -> Entry:
+    def entry(
+        self, chosen: MeasuredCandidate | None = None, layer_us: float | None = None
+    ) -> Entry:
         """With the best or the chosen candidate; `layer_us`: the time of the layer that it was chosen for."""
         best = chosen or next(iter(self.tuned), None)
         ugraph = replace(best.ugraph, schedules=best.schedules) if best else self.ugraph
@@ -378,7 +381,10 @@ def _make(
     if not ranked:
         return made(
             library_ugraph(program),
-            next((space.obstacle(placed(c.ugraph)) for c in searched.candidates), report.reason),
+            next(
+                (space.obstacle(place_kernels(c.ugraph)) for c in searched.candidates),
+                report.reason,
+            ),
         )
     ugraph = _unmeasured(ranked[0], on_gpu)
     if not ugraph.is_fused:
@@ -418,13 +424,15 @@ def promising(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates that have a kernel, in the order in which to tune them: by the cost model's estimate of a permitted schedule
     (without one a candidate comes last), but the best of two kernels, of three kinds, third to fifth at the latest: where launches
     overlap a second one costs less than the model says, and what is best kept in between is known when it is measured."""
-    usable = [c for c in candidates if not space.obstacle(placed(c.ugraph))]
+    usable = [c for c in candidates if not space.obstacle(place_kernels(c.ugraph))]
     schedules_of = permitted(usable)
 
     def us(c: Candidate) -> float:
-        ranked = ((op, schedules_of(op, H200)) for op in placed(c.ugraph))
+        ranked = ((op, schedules_of(op, H200)) for op in place_kernels(c.ugraph))
         return sum(
-            estimate(plan(op, replace(schedules[0], hasten=True))).us if schedules else math.inf
+            estimate(plan_kernel(op, replace(schedules[0], trigger_early=True))).us
+            if schedules
+            else math.inf
             for op, schedules in ranked
         )
 
@@ -443,7 +451,7 @@ def promising(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _unmeasured(c: Candidate, on_gpu: bool) -> UGraph:
     """The candidate at its first permitted schedule; the library path on a GPU where it has none (a CPU runs no schedule)."""
     allowed = permitted([c])
-    ops = placed(c.ugraph)
+    ops = place_kernels(c.ugraph)
     if on_gpu and not all(allowed(op, H200) for op in ops):
         return library_ugraph(c.ugraph.program)
     return replace(
@@ -452,7 +460,7 @@ def _unmeasured(c: Candidate, on_gpu: bool) -> UGraph:
     )
 
 
-def _timings(name: str, c: Trial) -> tuple[Measurement, ...]:
+def _timings(name: str, c: MeasuredCandidate) -> tuple[Measurement, ...]:
     """Those that there are: the library path may have failed, as for want of memory."""
     return tuple(
         Measurement(name + how, t.us, t.low, t.high, t.replays)

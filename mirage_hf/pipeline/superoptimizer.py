@@ -17,7 +17,7 @@ import torch
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiled
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import placed
+from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.graph import json_format, symbolic
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
@@ -34,7 +34,7 @@ from mirage_hf.search.map_restriction import MapRestriction
 from mirage_hf.search.search_report import Counters, SearchReport
 from mirage_hf.settings import settings
 from mirage_hf.tune import space
-from mirage_hf.tune.restrict import Restriction
+from mirage_hf.tune.launch_restriction import LaunchRestriction
 from mirage_hf.tune.tuner import TuneResult, tune
 from mirage_hf.verify.numeric import NumericCheck, judge_on_cpu
 from mirage_hf.verify.verdict import Accepted
@@ -295,13 +295,13 @@ def _finished(
     kept: Kept,
     allows: Allows,
     backend: str,
-    restriction: Restriction | None,
+    restriction: LaunchRestriction | None,
     max_kernels: int | None,
     progress: ProgressCallback | None,
 ) -> SearchResult:
     """Candidates with schedules: measured where a GPU is, else by the cost model; and the library path."""
     found, report, tuned = kept.ugraphs, kept.report, None
-    obstacles = {u: why for u in found if (why := space.obstacle(placed(u)))}
+    obstacles = {u: why for u in found if (why := space.obstacle(place_kernels(u)))}
     found = tuple(u for u in found if u not in obstacles)
     left_out = [
         f"a µGraph of {u.num_kernels} kernels was left out: {why}" for u, why in obstacles.items()
@@ -349,7 +349,7 @@ def _scheduled(u: UGraph, allows: Allows) -> UGraph:
     """The µGraph with the cost model's first choice among schedules whose rounding holds: nothing is compiled and checked where
     there is no GPU, so the code that is generated must not be one that the numbers refused."""
     may = _kinds(u, allows)
-    schedules = tuple(space.chosen(op, may) for op in placed(u))
+    schedules = tuple(space.chosen(op, may) for op in place_kernels(u))
     return replace(u, schedules=schedules) if None not in schedules else u
 
 
@@ -363,7 +363,7 @@ def options_of(
     max_kernels: int | None,
     max_block_ops: int | None,
     time_limit: float | None,
-) -> tuple[SearchOptions, Restriction | None]:
+) -> tuple[SearchOptions, LaunchRestriction | None]:
     """Return what `superoptimize`'s options ask of the search and of schedules. Errors: SearchError for impossible ones."""
     if config is not None and (not isinstance(config, str) or config not in PRESETS):
         raise errors.SearchError(
@@ -401,7 +401,7 @@ def options_of(
     if max_block_ops is not None:
         preset["max_block_ops"] = min(max_block_ops, preset.get("max_block_ops", max_block_ops))
     restriction = (
-        Restriction.of(griddims, blockdims, franges)
+        LaunchRestriction.of(griddims, blockdims, franges)
         if any(x is not None for x in (griddims, blockdims, franges))
         else None
     )

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiled
-from mirage_hf.codegen.plan import FEW_ARE_ASYNCHRONOUS
-from mirage_hf.codegen.triton import Program as Generated
-from mirage_hf.codegen.triton import generate
+from mirage_hf.codegen.plan import WGMMA_TAKES_8_COLUMNS
+from mirage_hf.codegen.triton import GeneratedProgram, generate
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import UGraph, check_inputs
 from mirage_hf.zoo.entry import Entry
@@ -39,7 +38,7 @@ def exporting() -> bool:
 
 def launcher(source: str) -> Run:
     """Return what runs a generated source's kernels on the device of the first input. Errors: CodegenError."""
-    return compiled.load(source, Generated(source, ()).digest).run  # type: ignore[no-any-return]
+    return compiled.load(source, GeneratedProgram(source, ()).digest).run  # type: ignore[no-any-return]
 
 
 class _Program:
@@ -103,7 +102,7 @@ def _find(digest: str) -> _Program:
 def _kernels_of(entry: Entry) -> Run:
     """Return what runs an entry's searched kernels, as they are safe with the Triton that is installed (see `_serves` in kernels.py): a
     graph that names them cannot have others, so those that are not are generated here, or the program runs in torch, with a warning."""
-    if not FEW_ARE_ASYNCHRONOUS:
+    if not WGMMA_TAKES_8_COLUMNS:
         return launcher(entry.kernel)
     try:
         return launcher(generate(entry.ugraph, entry.schedules).source)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mirage_hf import errors
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import plan
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import labels
 from mirage_hf.render import picture
@@ -118,7 +118,9 @@ def estimate_us(u: UGraph) -> float | None:
             if op.block is None:
                 total += library_us(op)
             else:
-                total += estimate(plan(op, next(schedules, None) or space.default_schedule(op))).us
+                total += estimate(
+                    plan_kernel(op, next(schedules, None) or space.default_schedule(op))
+                ).us
     except errors.CodegenError:
         return None
     return total

@@ -203,7 +203,7 @@ def _facts(b: BlockGraph, schedule: Any) -> list[str]:
     facts = [
         f"{role.value:<5} " + ",  ".join(map(axis, b.named(role))) for role in Role if b.named(role)
     ]
-    return facts + ([f"tiles {schedule}"] if schedule is not None else [])
+    return facts + ([repr(schedule)] if schedule is not None else [])
 
 
 def _band_lines(b: BlockGraph, stage: Stage, schedule: Any) -> tuple[str, ...]:
@@ -214,7 +214,7 @@ def _band_lines(b: BlockGraph, stage: Stage, schedule: Any) -> tuple[str, ...]:
         [f"part {a.split_axis} of {a.size}"] if a.split_axis else []
     )
     if schedule is not None:
-        tile = schedule.tile(a.name)
+        tile = schedule.tiles[a.name]
         trips = -(-n // tile)
         lines += [f"{tile} at a time:", f"{trips} trip{'s' if trips != 1 else ''}"]
     return tuple(lines)

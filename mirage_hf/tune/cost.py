@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mirage_hf.codegen.plan import Plan
+from mirage_hf.codegen.plan import KernelPlan
 from mirage_hf.graph.block import Stage
 from mirage_hf.graph.effects import APPEND, parts_of
 from mirage_hf.graph.kernel import DTensor, KernelOp
@@ -143,27 +143,27 @@ def tensor_bytes(t: DTensor) -> int:
     return math.prod(d for d, s in zip(t.dims, t.strides, strict=True) if s) * t.dtype.itemsize
 
 
-def _loads(plan: Plan, stage: Stage) -> list[str]:
+def _loads(plan: KernelPlan, stage: Stage) -> list[str]:
     read = {a for op in stage.body for a in op.args} | {a.arg for a in stage.accumulators}
     return [i.name for i in plan.block.inputs if i.name in read and stage.loop in i.axes]
 
 
-def _tile_bytes(plan: Plan, name: str) -> int:
+def _tile_bytes(plan: KernelPlan, name: str) -> int:
     i = plan.input[name]
     return plan.numel(plan.block.carried[name]) * plan.dtype(i).itemsize
 
 
-def _running(plan: Plan, stage: Stage) -> int:
+def _running(plan: KernelPlan, stage: Stage) -> int:
     """Elements of a stage's accumulators inside its loop."""
     return sum(
-        plan.numel(plan.block.carried[a.arg if plan.is_lazy(stage, a) else a.out])
+        plan.numel(plan.block.carried[a.arg if plan.is_reduced_after_loop(stage, a) else a.out])
         for a in stage.accumulators
     )
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the tiles of a plan alone decide, whatever its warps, stages and shares of the loop (`Plan.alike`)."""
+    """What the tiles of a plan alone decide, whatever its warps, stages and shares of the loop (`KernelPlan.alike`)."""
 
     moved: int
     """Bytes between device memory and the chip."""
@@ -196,7 +196,7 @@ class Footprint:
     contiguity: float
 
 
-def footprint(plan: Plan) -> Footprint:
+def footprint(plan: KernelPlan) -> Footprint:
     """Count what a plan's tiles load, hold and compute."""
     block, looped = plan.block, [s for s in plan.block.stages if s.loop]
     loads = tuple({i: _tile_bytes(plan, i) for i in _loads(plan, s)} for s in looped)
@@ -235,7 +235,7 @@ def footprint(plan: Plan) -> Footprint:
         a.axes
         for s in looped
         for a in s.accumulators
-        if a.out not in plan.dots and not plan.is_lazy(s, a)
+        if a.out not in plan.dots and not plan.is_reduced_after_loop(s, a)
     ]
     return Footprint(
         sum(tensor_bytes(plan.operands[n]) for n in {n for i in block.inputs for n in i.sources})
@@ -264,7 +264,7 @@ def footprint(plan: Plan) -> Footprint:
     )
 
 
-def _element_work(plan: Plan) -> float:
+def _element_work(plan: KernelPlan) -> float:
     by_hand = {c.out for c in plan.block.contractions.values()} - set(plan.dots)
     # of one row scores are sums of products of two axes, which a thread mostly has to itself
     several = any(
@@ -283,10 +283,10 @@ def _element_work(plan: Plan) -> float:
     )
 
 
-def _held(plan: Plan, stage: Stage) -> float:
+def _held(plan: KernelPlan, stage: Stage) -> float:
     """Registers for a stage's accumulators, what an iteration loads, and the largest value formed on the way."""
     walked = stage.loop if plan.walks else None
-    summed = {a.arg for a in stage.accumulators if walked and plan.is_lazy(stage, a)}
+    summed = {a.arg for a in stage.accumulators if walked and plan.is_reduced_after_loop(stage, a)}
     formed = [
         plan.numel(op.axes) * (1.0 if op.over is None else 0.0)
         for op in stage.body
@@ -302,7 +302,7 @@ def _held(plan: Plan, stage: Stage) -> float:
     return elements + (_running(plan, stage) if walked else 0)
 
 
-def _registers(plan: Plan, tiles: Footprint) -> int:
+def _registers(plan: KernelPlan, tiles: Footprint) -> int:
     """Registers a thread spends on tiles, or on the partial results of several blocks that are read at a time."""
     partial = max(
         (
@@ -314,7 +314,7 @@ def _registers(plan: Plan, tiles: Footprint) -> int:
     return math.ceil(max(tiles.held, partial) / (32 * plan.schedule.num_warps))
 
 
-def _shared_bytes(plan: Plan, tiles: Footprint) -> int:
+def _shared_bytes(plan: KernelPlan, tiles: Footprint) -> int:
     """Shared memory of a block: the loads of all iterations in flight (the one at work too where a product still reads it while the next
     is asked for), the other factors of tensor-core products, and what warps tell each other in sums and maxima."""
     per_iteration = max((sum(loads.values()) for loads in tiles.loads), default=0)
@@ -336,10 +336,10 @@ def _shared_bytes(plan: Plan, tiles: Footprint) -> int:
     )  # a product held whole is fed through shared memory
 
 
-def estimate(plan: Plan, device: Device = H200, tiles: Footprint | None = None) -> Cost:
+def estimate(plan: KernelPlan, device: Device = H200, tiles: Footprint | None = None) -> Cost:
     """Estimate one launch of a planned block graph. tiles: the footprint of the plan, if it is known."""
     schedule, tiles = plan.schedule, tiles or footprint(plan)
-    trips = plan.share if plan.loop else 1
+    trips = plan.steps_per_block if plan.loop else 1
     in_loop = [sum(loads.values()) for loads in tiles.loads]
     block_bytes = (sum(in_loop) * trips if plan.walks else max(in_loop, default=0)) + tiles.once
     l2 = block_bytes * plan.grid + 8 * plan.scratch
@@ -391,7 +391,9 @@ def estimate(plan: Plan, device: Device = H200, tiles: Footprint | None = None) 
         again_us = (
             device.latency_us * (math.ceil(waves) - 1) / per_sm
         )  # blocks that follow others begin their loads anew
-    launch = 0.0 if plan.hastens else device.launch_us  # of the next one, which is then long there
+    launch = (
+        0.0 if plan.triggers_early else device.launch_us
+    )  # of the next one, which is then long there
     us = (
         launch
         + device.latency_us
@@ -402,7 +404,7 @@ def estimate(plan: Plan, device: Device = H200, tiles: Footprint | None = None) 
     return Cost(us, tiles.moved, l2, instructions, flops, regs, shared, per_sm)
 
 
-def _copies(plan: Plan) -> float:
+def _copies(plan: KernelPlan) -> float:
     """How many warps handle an element of a computed factor: it lies in the registers of warps of 16 rows, or 8 columns, each."""
     warps = plan.schedule.num_warps
     most = [plan.rows(d) // 16 for d in plan.dots.values() if d.left not in plan.input]
@@ -410,7 +412,7 @@ def _copies(plan: Plan) -> float:
     return max([1.0, *(warps / n for n in most)])
 
 
-def _contiguity(plan: Plan) -> float:
+def _contiguity(plan: KernelPlan) -> float:
     """How well the largest input's tile uses memory: 1 for runs of 1 KB or more, less for parts of a 128-byte line; a run shorter
     than a 32-byte sector moves the whole sector (measured: 230 µs where 18 were expected, one column of a (4096, 4096) matrix at a
     time)."""
@@ -430,13 +432,15 @@ def _contiguity(plan: Plan) -> float:
     )
 
 
-def _detours(plan: Plan) -> float:
+def _detours(plan: KernelPlan) -> float:
     """Small preferences among estimates that bandwidth makes equal."""
     schedule = plan.schedule
     through_shared = (
         1.02 if schedule.num_stages > 1 and not plan.dots else 1.0
     )  # multiply-adds gain nothing from staging
-    reduced_each_step = 1.01 if plan.walks and not schedule.lazy and not plan.dots else 1.0
+    reduced_each_step = (
+        1.01 if plan.walks and not schedule.reduce_after_loop and not plan.dots else 1.0
+    )
     return through_shared * reduced_each_step * (1.02 if plan.dots else 1.0)
 
 

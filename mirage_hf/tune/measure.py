@@ -265,7 +265,7 @@ def _link(size: int, x: torch.dtype, y: torch.dtype) -> Any:
         (BlockOutput("z", ("n",), table.dtype_name(x)),),
     )
     g.mark_output(*g.customized([g.new_input((size,), x), g.new_input((1,), y)], block))
-    program = triton.generate(UGraph(g, g), [Schedule((("n", 1024),))], "link")
+    program = triton.generate(UGraph(g, g), [Schedule({"n": 1024})], "link")
     return compiler.load(program.source, program.digest).run
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from mirage_hf import errors
-from mirage_hf.codegen.plan import MMA_COLUMNS, MMA_MIN, Plan, plan
+from mirage_hf.codegen.plan import MMA_COLUMNS, MMA_MIN, KernelPlan, plan_kernel
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.graph.block import Axis, BlockGraph, Role
 from mirage_hf.graph.kernel import DTensor, KernelOp
@@ -33,7 +33,7 @@ FMA_ROWS = 8
 MOST_BLOCKS_PER_SM = 4
 """Loops are split among blocks as long as there are no more blocks than this for each SM."""
 
-PRELOAD_BYTES = 48 << 10
+PREFETCH_BYTES = 48 << 10
 """What the blocks of an SM ask for together before they wait for the launches ahead of theirs: about what fills the memory system."""
 
 
@@ -100,11 +100,11 @@ def _costs(
     assert op.block is not None
     costs: dict[Schedule, float] = {}
     reason: errors.CodegenError | None = None
-    known: dict[tuple[object, ...], tuple[Plan, Footprint]] = {}
+    known: dict[tuple[object, ...], tuple[KernelPlan, Footprint]] = {}
     for whole in _candidates(op.block, op):
-        kind = whole.tiles, whole.mma, whole.weights_first, whole.lazy
+        kind = whole.tiles, whole.mma, whole.weights_first, whole.reduce_after_loop
         try:
-            alone = known[kind][0].alike(whole) if kind in known else plan(op, whole)
+            alone = known[kind][0].alike(whole) if kind in known else plan_kernel(op, whole)
             if kind not in known:
                 known[kind] = alone, footprint(alone)
             tiles = known[kind][1]
@@ -113,7 +113,9 @@ def _costs(
             for schedule in _shared(alone, device):
                 # what is asked for early has no part in the estimate
                 cost = estimate(
-                    alone.alike(schedule) if schedule.split > 1 else alone, device, tiles
+                    alone.alike(schedule) if schedule.cooperating_blocks > 1 else alone,
+                    device,
+                    tiles,
                 )
                 if cost.registers <= REGISTER_BUDGET and cost.shared <= device.shared_bytes:
                     costs[schedule] = cost.us
@@ -126,12 +128,12 @@ def _last_resort(op: KernelOp, device: Device, reason: errors.CodegenError | Non
     """The schedule where no other fits. Errors: CodegenError where it has no kernel (`reason`, if given) or a hopeless one."""
     fallback = smallest(op)
     try:
-        needed = estimate(plan(op, fallback), device).registers
+        needed = estimate(plan_kernel(op, fallback), device).registers
     except errors.CodegenError as e:
         raise reason or e from None
     if needed > HOPELESS_REGISTERS:
         raise errors.CodegenError(
-            f"the tiles of {' '.join(f'{a}:{t}' for a, t in fallback.tiles)} need {needed} registers a thread, "
+            f"the tiles of {' '.join(f'{a}:{t}' for a, t in fallback.tiles.items())} need {needed} registers a thread, "
             f"and no schedule needs fewer; more than {HOPELESS_REGISTERS} are not compiled"
         )
     return fallback
@@ -142,7 +144,7 @@ def _order(costs: Mapping[Schedule, float]) -> tuple[Schedule, ...]:
     # the best of each set of tiles before the second best of any: what the model cannot see differs most between tiles
     effective: dict[Schedule, float] = {}
     seen: Counter[tuple[bool, tuple[tuple[str, int], ...]]] = Counter()
-    for s in sorted(costs, key=lambda s: (costs[s], str(s))):
+    for s in sorted(costs, key=lambda s: (costs[s], tie_break(s))):
         effective[s] = costs[s] * (1 + REPEAT * seen[s.mma, s.tiles])
         seen[s.mma, s.tiles] += 1
     ranked = sorted(effective, key=effective.__getitem__)
@@ -157,39 +159,57 @@ def _order(costs: Mapping[Schedule, float]) -> tuple[Schedule, ...]:
     return tuple(mixed)
 
 
-def _shared(p: Plan, device: Device) -> Iterator[Schedule]:
+def tie_break(s: Schedule) -> str:
+    """Return a text by which schedules with equal estimates are ordered, so that the order is always the same."""
+    words = [f"{axis}:{tile}" for axis, tile in s.tiles.items()]
+    words.append("mma" if s.mma else "fma")
+    if s.mma and s.weights_first:
+        words.append("weights-first")
+    if s.reduce_after_loop:
+        words.append("lazy")
+    words += [f"warps:{s.num_warps}", f"stages:{s.num_stages}"]
+    if s.cooperating_blocks > 1:
+        words.append(f"split:{s.cooperating_blocks}")
+    if s.prefetch_steps:
+        words.append(f"preload:{s.prefetch_steps}")
+    if s.trigger_early:
+        words.append("hasten")
+    return " ".join(words)
+
+
+def _shared(p: KernelPlan, device: Device) -> Iterator[Schedule]:
     """A plan's schedule, and those in which several blocks share its loop, with what lies ready asked for early."""
     read = [
         i
         for i in p.block.inputs
-        if p.loop and p.loop in i.axes and p.lies_ready(i) and (p.walks or not p.constant(i))
+        if p.loop and p.loop in i.axes and p.prefetchable(i) and (p.walks or not p.constant(i))
     ]
     step = sum(p.numel(p.block.carried[i.name]) * p.dtype(i).itemsize for i in read)
     loops = sum(s.loop is not None for s in p.block.stages)
     ragged = any(
         p.trimmed(s) for s in p.block.stages
     )  # its loop is cut anew for each length, and is all there is to cut
-    for split in (1, 2, 4, 8, 16, 32) if ragged else (1, 2, 4, 8):
-        if split > 1 and (
+    for blocks in (1, 2, 4, 8, 16, 32) if ragged else (1, 2, 4, 8):
+        if blocks > 1 and (
             loops != 1
             or not p.walks
-            or p.trips(str(p.loop)) % split
-            or p.tiles * split > MOST_BLOCKS_PER_SM * device.sms
+            or p.trips(str(p.loop)) % blocks
+            or p.tiles * blocks > MOST_BLOCKS_PER_SM * device.sms
         ):
             break
-        steps = PRELOAD_BYTES // (step * math.ceil(p.tiles * split / device.sms)) if step else 0
-        preload = (
+        steps = PREFETCH_BYTES // (step * math.ceil(p.tiles * blocks / device.sms)) if step else 0
+        prefetch_steps = (
             min(
                 1 << max(0, steps.bit_length() - 1),
-                next_power_of_two(p.trips(str(p.loop)) // split),
+                next_power_of_two(p.trips(str(p.loop)) // blocks),
             )
             if step
             else 0
         )
-        yield replace(p.schedule, split=split, preload=preload)
+        yield replace(p.schedule, cooperating_blocks=blocks, prefetch_steps=prefetch_steps)
 
 
-def _busy(p: Plan) -> bool:
+def _busy(p: KernelPlan) -> bool:
     """Whether every thread has something to load in an iteration."""
     biggest = max((p.numel(p.block.carried[i.name]) for i in p.block.inputs), default=1)
     return biggest >= min(32 * p.schedule.num_warps, 128)
@@ -203,7 +223,7 @@ def smallest(op: KernelOp) -> Schedule:
         for a in op.block.axes
         for whole in (next_power_of_two(op.block.split_size(a.name)),)
     }
-    return Schedule(tuple(tiles.items()), lazy=False)
+    return Schedule(tiles, reduce_after_loop=False)
 
 
 PIPELINED = 3
@@ -217,8 +237,8 @@ def recut(schedule: Schedule, old: KernelOp, op: KernelOp, device: Device = H200
     Errors: CodegenError when there is none."""
     assert op.block is not None
     try:
-        cut = _lengthened(fitted(schedule, op.block), op, plan(old, schedule), device)
-        planned = plan(op, cut)
+        cut = _lengthened(fitted(schedule, op.block), op, plan_kernel(old, schedule), device)
+        planned = plan_kernel(op, cut)
         needed = estimate(planned, device)
         if needed.registers > HOPELESS_REGISTERS or (
             planned.dots and needed.shared > device.shared_bytes
@@ -235,33 +255,35 @@ def recut(schedule: Schedule, old: KernelOp, op: KernelOp, device: Device = H200
         return alike[0]
 
 
-def _lengthened(schedule: Schedule, op: KernelOp, before: Plan, device: Device) -> Schedule:
+def _lengthened(schedule: Schedule, op: KernelOp, before: KernelPlan, device: Device) -> Schedule:
     """What was held whole needs loads ahead where it is walked, and so many tiles that shared memory holds them."""
-    now = plan(op, schedule)
-    if not now.walks or now.share <= before.share:
+    now = plan_kernel(op, schedule)
+    if not now.walks or now.steps_per_block <= before.steps_per_block:
         return schedule
     loop = str(now.loop)
     if not before.walks and now.dots:
         schedule = replace(schedule, num_stages=max(PIPELINED, schedule.num_stages))
-    while estimate(plan(op, schedule), device).shared > device.shared_bytes:
-        stages, tile = schedule.num_stages, schedule.tile(loop)
+    while estimate(plan_kernel(op, schedule), device).shared > device.shared_bytes:
+        stages, tile = schedule.num_stages, schedule.tiles[loop]
         if tile > 2 * MMA_MIN and stages <= PIPELINED:
-            schedule = replace(
-                schedule, tiles=tuple((dict(schedule.tiles) | {loop: tile // 2}).items())
-            )
+            schedule = replace(schedule, tiles=dict(schedule.tiles) | {loop: tile // 2})
         elif stages > 1:
             schedule = replace(schedule, num_stages=stages - 1)
         else:
             break
     costs: dict[int, float] = {}
-    for split in (schedule.split, 2 * schedule.split, 4 * schedule.split):
+    for blocks in (n * schedule.cooperating_blocks for n in (1, 2, 4)):
         try:
-            planned = plan(op, replace(schedule, split=split))
+            planned = plan_kernel(op, replace(schedule, cooperating_blocks=blocks))
         except errors.CodegenError:
             continue
-        if split == schedule.split or planned.grid <= MOST_BLOCKS_PER_SM * device.sms:
-            costs[split] = estimate(planned, device).us
-    return replace(schedule, split=min(costs, key=costs.__getitem__)) if costs else schedule
+        if blocks == schedule.cooperating_blocks or planned.grid <= MOST_BLOCKS_PER_SM * device.sms:
+            costs[blocks] = estimate(planned, device).us
+    return (
+        replace(schedule, cooperating_blocks=min(costs, key=costs.__getitem__))
+        if costs
+        else schedule
+    )
 
 
 def fitted(schedule: Schedule, block: BlockGraph) -> Schedule:
@@ -270,16 +292,16 @@ def fitted(schedule: Schedule, block: BlockGraph) -> Schedule:
     tiles = {}
     for a in block.axes:
         whole = next_power_of_two(block.split_size(a.name))
-        tile = schedule.tile(a.name)
+        tile = schedule.tiles[a.name]
         tiles[a.name] = tile if tile <= whole else max(whole, min(least, tile))
         if a.role is Role.TILE and tiles[a.name] < whole:
             tiles[a.name] = whole
-    split = schedule.split
+    blocks = schedule.cooperating_blocks
     for loop in {s.loop for s in block.stages if s.loop}:
         steps = -(-block.split_size(loop) // tiles[loop])
-        while split > 1 and (split - 1) * -(-steps // split) >= steps:
-            split //= 2
-    return replace(schedule, tiles=tuple(tiles.items()), split=split)
+        while blocks > 1 and (blocks - 1) * -(-steps // blocks) >= steps:
+            blocks //= 2
+    return replace(schedule, tiles=tiles, cooperating_blocks=blocks)
 
 
 def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:
@@ -319,7 +341,9 @@ def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:
                 for warps, stages, lazy in itertools.product(
                     (1, 2, 4, 8), (1, 3) if walks else (1,), (True, False) if walks else (True,)
                 ):
-                    yield Schedule(named, lazy=lazy, num_warps=warps, num_stages=stages)
+                    yield Schedule(
+                        named, reduce_after_loop=lazy, num_warps=warps, num_stages=stages
+                    )
 
 
 def _tiles(

@@ -15,7 +15,8 @@ import torch
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import placed, plan
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.errors import Rejected
 from mirage_hf.graph import effects, symbolic
@@ -63,7 +64,7 @@ RANKED, MEASURED, REFUSED = "ranked", "measured", "refused"
 
 
 @dataclass(frozen=True)
-class Trial:
+class MeasuredCandidate:
     """A µGraph with a schedule for each of its block graphs, and what became of it.
 
     status: "ranked" (by the cost model only), "measured", or "refused" with a `reason` (does not compile, wrong numbers). timing:
@@ -112,18 +113,18 @@ class TuneResult:
     """What was tried for one program on one device, best first. Times in µs; estimates where nothing was measured."""
 
     device: str
-    best: Trial
-    best_searched: Trial | None
+    best: MeasuredCandidate
+    best_searched: MeasuredCandidate | None
     """The best with a generated kernel, kept where the library wins too; None when every one was refused."""
-    library: Trial
-    candidates: tuple[Trial, ...]
+    library: MeasuredCandidate
+    candidates: tuple[MeasuredCandidate, ...]
 
     @property
     def measured(self) -> bool:
         return self.best.timing is not None
 
     @property
-    def searched(self) -> tuple[Trial, ...]:
+    def searched(self) -> tuple[MeasuredCandidate, ...]:
         """Measured candidates with generated kernels."""
         return tuple(c for c in self.candidates if c.status == MEASURED and not c.is_library)
 
@@ -138,7 +139,7 @@ class TuneResult:
                 )
         return tuple(best.values())
 
-    def program(self) -> triton.Program:
+    def program(self) -> triton.GeneratedProgram:
         """The generated program of the winner."""
         return triton.generate(self.best.ugraph, self.best.schedules)
 
@@ -158,7 +159,7 @@ def rank(
     device: Device | None = None,
     per_graph: int = 32,
     schedules: Schedules | None = None,
-) -> list[Trial]:
+) -> list[MeasuredCandidate]:
     """Candidates by the cost model alone, best estimate first, the library path among them; needs no GPU.
 
     Errors: CodegenError when a block graph has no kernel at all.
@@ -177,14 +178,14 @@ def rank(
     )
 
 
-def _library(program: KernelGraph, model: Device) -> Trial:
+def _library(program: KernelGraph, model: Device) -> MeasuredCandidate:
     library = library_ugraph(program)
-    return Trial(library, (), sum(library_us(op, model) for op in library.kernels.ops))
+    return MeasuredCandidate(library, (), sum(library_us(op, model) for op in library.kernels.ops))
 
 
-def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[Trial]:
+def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[MeasuredCandidate]:
     """Schedules in ranked order; the n-th best of every block graph together. Nothing when a block graph has no schedule."""
-    ops = placed(ugraph)
+    ops = place_kernels(ugraph)
     ranked = [schedules(op, model) for op in ops]
     if not all(ranked):
         return
@@ -198,11 +199,11 @@ def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[
     )
     for n in range(max(map(len, ranked))):
         chosen = tuple(
-            replace(r[min(n, len(r) - 1)], hasten=op.followed)
+            replace(r[min(n, len(r) - 1)], trigger_early=op.next_may_launch_early)
             for r, op in zip(ranked, ops, strict=True)
         )
-        own = sum(estimate(plan(op, s), model).us for op, s in zip(ops, chosen, strict=True))
-        yield Trial(ugraph, chosen, own + rest)
+        own = sum(estimate(plan_kernel(op, s), model).us for op, s in zip(ops, chosen, strict=True))
+        yield MeasuredCandidate(ugraph, chosen, own + rest)
 
 
 def tune(
@@ -260,7 +261,7 @@ TOGETHER, SWEEPS = 8, 2
 """Candidates of each program, and rounds over all programs at most, that are tried when choosing for several."""
 
 
-def _diverse(found: Sequence[Trial]) -> list[Trial]:
+def _diverse(found: Sequence[MeasuredCandidate]) -> list[MeasuredCandidate]:
     """The first of every µGraph and set of tiles, then the others; neighbours mind the tiles most."""
     seen: Counter[Any] = Counter()
     rank: list[int] = []
@@ -272,8 +273,8 @@ def _diverse(found: Sequence[Trial]) -> list[Trial]:
 
 
 def together(
-    choices: Sequence[Sequence[Trial]], *, device: torch.device | str, replays: int = 7
-) -> tuple[list[Trial], Timing]:
+    choices: Sequence[Sequence[MeasuredCandidate]], *, device: torch.device | str, replays: int = 7
+) -> tuple[list[MeasuredCandidate], Timing]:
     """One candidate of each program, chosen by the time of all programs one after another, as a layer runs them; and that time.
 
     `choices` holds measured candidates, best first, of each program in the order in which they run. Starting from the first of
@@ -325,12 +326,12 @@ class _Bench:
     say: TuneProgress
 
     def measure(
-        self, candidates: Sequence[Trial], patience: int, known: float = math.inf
-    ) -> list[Trial]:
+        self, candidates: Sequence[MeasuredCandidate], patience: int, known: float = math.inf
+    ) -> list[MeasuredCandidate]:
         """Check and time candidates in order while later ones compile; stop after `patience` in a row that were no better. known: what the
         fastest of others took, µs."""
         programs = [triton.generate(c.ugraph, c.schedules) for c in candidates]
-        tried, best, since, worth = list[Trial](), math.inf, 0, known
+        tried, best, since, worth = list[MeasuredCandidate](), math.inf, 0, known
         for n, outcome in enumerate(compiler.compiling(programs, self.sm)):
             self.say(n, len(candidates), "measuring")
             tried.append(
@@ -359,7 +360,7 @@ class _Bench:
         self.say(len(candidates), len(candidates), "done")
         return tried
 
-    def chained(self, candidates: Sequence[Trial]) -> list[Trial]:
+    def chained(self, candidates: Sequence[MeasuredCandidate]) -> list[MeasuredCandidate]:
         """The fastest few and the library path measured again in a chain of dependent kernels."""
         fast = _fastest(candidates, CHAINED)
         fast = [c for c in fast if c.us <= NEARLY * fast[0].us]
@@ -377,7 +378,7 @@ class _Bench:
         return found
 
 
-def _fastest(candidates: Sequence[Trial], count: int) -> list[Trial]:
+def _fastest(candidates: Sequence[MeasuredCandidate], count: int) -> list[MeasuredCandidate]:
     """The fastest searched ones that were measured."""
     return sorted(
         (c for c in candidates if c.status == MEASURED and not c.is_library), key=lambda c: c.us
@@ -388,7 +389,7 @@ MOST_PARTS = 128
 """Parts that an axis is dealt out in at most."""
 
 
-def _regrouped(start: Trial) -> Iterator[tuple[UGraph, tuple[Schedule, ...]]]:
+def _regrouped(start: MeasuredCandidate) -> Iterator[tuple[UGraph, tuple[Schedule, ...]]]:
     """A µGraph with an axis dealt out in half or twice as many parts, and its schedules cut anew for them."""
     numbers = {
         a.name: a.size
@@ -407,7 +408,12 @@ def _regrouped(start: Trial) -> Iterator[tuple[UGraph, tuple[Schedule, ...]]]:
                 continue
             if other.kernels != start.ugraph.kernels:
                 with contextlib.suppress(errors.CodegenError):
-                    ops = zip(start.schedules, placed(start.ugraph), placed(other), strict=True)
+                    ops = zip(
+                        start.schedules,
+                        place_kernels(start.ugraph),
+                        place_kernels(other),
+                        strict=True,
+                    )
                     yield other, tuple(space.recut(s, old, new) for s, old, new in ops)
 
 
@@ -417,12 +423,12 @@ def _fits(cost: Cost, model: Device) -> bool:
 
 
 def _around(
-    starts: Sequence[Trial],
-    tried: Sequence[Trial],
+    starts: Sequence[MeasuredCandidate],
+    tried: Sequence[MeasuredCandidate],
     model: Device,
     schedules: Schedules,
     regroup: bool = True,
-) -> list[Trial]:
+) -> list[MeasuredCandidate]:
     """Candidates one step away from `starts` that were not tried: what the space samples coarsely or leaves to a rule of thumb."""
     known = {(id(c.ugraph), c.schedules) for c in tried}
     found = []
@@ -433,22 +439,23 @@ def _around(
                 have.add(str(other.kernels))
                 try:
                     costs = [
-                        estimate(plan(op, s), model)
-                        for op, s in zip(placed(other), chosen, strict=True)
+                        estimate(plan_kernel(op, s), model)
+                        for op, s in zip(place_kernels(other), chosen, strict=True)
                     ]
                 except errors.CodegenError:
                     continue
                 if all(_fits(c, model) for c in costs):
-                    found.append(Trial(other, chosen, sum(c.us for c in costs)))
+                    found.append(MeasuredCandidate(other, chosen, sum(c.us for c in costs)))
     for start in starts:
-        ops = placed(start.ugraph)
+        ops = place_kernels(start.ugraph)
         rest = start.estimate_us - sum(
-            estimate(plan(op, s), model).us for op, s in zip(ops, start.schedules, strict=True)
+            estimate(plan_kernel(op, s), model).us
+            for op, s in zip(ops, start.schedules, strict=True)
         )
         allowed = [{s.mma for s in schedules(op, model)} for op in ops]
         for chosen in _steps(start):
             try:
-                plans = [plan(op, s) for op, s in zip(ops, chosen, strict=True)]
+                plans = [plan_kernel(op, s) for op, s in zip(ops, chosen, strict=True)]
             except errors.CodegenError:
                 continue
             costs = [estimate(p, model) for p in plans]
@@ -462,15 +469,19 @@ def _around(
                 and (id(start.ugraph), chosen) not in known
             ):
                 known.add((id(start.ugraph), chosen))
-                found.append(Trial(start.ugraph, chosen, sum(c.us for c in costs) + rest))
+                found.append(
+                    MeasuredCandidate(start.ugraph, chosen, sum(c.us for c in costs) + rest)
+                )
     return found
 
 
-def _steps(start: Trial) -> Iterator[tuple[Schedule, ...]]:
-    for n, (s, op) in enumerate(zip(start.schedules, placed(start.ugraph), strict=True)):
+def _steps(start: MeasuredCandidate) -> Iterator[tuple[Schedule, ...]]:
+    for n, (s, op) in enumerate(zip(start.schedules, place_kernels(start.ugraph), strict=True)):
         assert op.block is not None
         changes: list[dict[str, Any]] = [
-            {"preload": p} for p in (0, s.preload // 2, max(1, s.preload * 2)) if p != s.preload
+            {"prefetch_steps": p}
+            for p in (0, s.prefetch_steps // 2, max(1, s.prefetch_steps * 2))
+            if p != s.prefetch_steps
         ]
         changes += [
             {"num_stages": x}
@@ -478,30 +489,34 @@ def _steps(start: Trial) -> Iterator[tuple[Schedule, ...]]:
             if x >= 1
         ]
         changes += [{"num_warps": x} for x in (s.num_warps // 2, s.num_warps * 2) if 1 <= x <= 16]
-        changes += [{"split": x} for x in (s.split // 2, s.split * 2) if x >= 1]
+        changes += [
+            {"cooperating_blocks": x}
+            for x in (s.cooperating_blocks // 2, s.cooperating_blocks * 2)
+            if x >= 1
+        ]
         if s.mma:
             changes.append({"weights_first": not s.weights_first})
-        if op.followed:
-            changes.append({"hasten": not s.hasten})
+        if op.next_may_launch_early:
+            changes.append({"trigger_early": not s.trigger_early})
         for axis in op.block.axes:
-            tile = s.tile(axis.name)
+            tile = s.tiles[axis.name]
             if axis.role is not Role.TILE and op.block.axis_split_by(axis.name) is None:
                 for x in (tile // 2, tile * 2):
                     if 1 <= x <= next_power_of_two(op.block.split_size(axis.name)):
-                        changes.append({"tiles": tuple((dict(s.tiles) | {axis.name: x}).items())})
+                        changes.append({"tiles": dict(s.tiles) | {axis.name: x}})
                 if (
                     axis.role is Role.LOOP and tile > 1
                 ):  # half a step, twice as many in flight; half the steps for each of twice the blocks
                     changes.append(
                         {
-                            "tiles": tuple((dict(s.tiles) | {axis.name: tile // 2}).items()),
+                            "tiles": dict(s.tiles) | {axis.name: tile // 2},
                             "num_stages": 2 * s.num_stages,
                         }
                     )
                     changes.append(
                         {
-                            "tiles": tuple((dict(s.tiles) | {axis.name: tile // 2}).items()),
-                            "split": 2 * s.split,
+                            "tiles": dict(s.tiles) | {axis.name: tile // 2},
+                            "cooperating_blocks": 2 * s.cooperating_blocks,
                         }
                     )
         for change in changes:
@@ -511,14 +526,14 @@ def _steps(start: Trial) -> Iterator[tuple[Schedule, ...]]:
 
 
 def _try(
-    candidate: Trial,
-    program: triton.Program,
+    candidate: MeasuredCandidate,
+    program: triton.GeneratedProgram,
     outcome: Any,
     check: NumericCheck,
     sets: Sequence[list[torch.Tensor]],
     replays: int,
     worth: float,
-) -> Trial:
+) -> MeasuredCandidate:
     if isinstance(outcome, errors.CodegenError):
         return replace(candidate, status=REFUSED, reason=str(outcome).splitlines()[0])
     run = compiler.load(program.source, program.digest).run
@@ -558,7 +573,7 @@ def _repeats(run: Run, sets: Sequence[list[torch.Tensor]]) -> bool:
     )
 
 
-def _result(device: str, candidates: Sequence[Trial]) -> TuneResult:
+def _result(device: str, candidates: Sequence[MeasuredCandidate]) -> TuneResult:
     order = {MEASURED: 0, RANKED: 1, REFUSED: 2}
     ranked = tuple(sorted(candidates, key=lambda c: (order[c.status], c.chain is None, c.us)))
     usable = [c for c in ranked if c.status != REFUSED]
@@ -567,6 +582,6 @@ def _result(device: str, candidates: Sequence[Trial]) -> TuneResult:
     return TuneResult(device, usable[0] if usable else library, searched, library, ranked)
 
 
-def run_of(program: triton.Program) -> Run:
+def run_of(program: triton.GeneratedProgram) -> Run:
     """The `run` function of a generated program."""
     return compiler.load(program.source, program.digest).run

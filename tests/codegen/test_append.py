@@ -12,7 +12,8 @@ import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import placed, plan
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.triton_kernel import write_kernel
 from mirage_hf.errors import Rejected
@@ -244,9 +245,9 @@ def test_a_maximum_of_what_is_within_bounds_walks_the_whole_axis():
     lo, hi = (g.new_input((2, 3, 1), "int32", name=name) for name in ("lo", "hi"))
     g.mark_output(g.reduction(g.within(x, lo, hi, dim=2), 2, kind="max"))
     for c in searched(g).candidates:
-        for op in placed(c.ugraph):
+        for op in place_kernels(c.ugraph):
             for s in space.schedules(op)[:8]:
-                assert not any(plan(op, s).trimmed(stage) for stage in op.block.stages)
+                assert not any(plan_kernel(op, s).trimmed(stage) for stage in op.block.stages)
 
 
 def test_capacity_reached_is_an_error_on_a_cpu():
@@ -258,7 +259,7 @@ def test_capacity_reached_is_an_error_on_a_cpu():
 
 def schedules_of(u: UGraph) -> list[tuple[Schedule, ...]]:
     """Both kinds of product, loops in several steps, cut among blocks or not."""
-    ops = placed(u)
+    ops = place_kernels(u)
     found = []
     for mma in (False, True):
         for split in (1, 2, 4):
@@ -270,9 +271,9 @@ def schedules_of(u: UGraph) -> list[tuple[Schedule, ...]]:
                 if loop is not None:
                     s = replace(
                         s,
-                        tiles=tuple((dict(s.tiles) | {loop: 16 if mma else 8}).items()),
+                        tiles=dict(s.tiles) | {loop: 16 if mma else 8},
                         num_stages=2,
-                        split=split,
+                        cooperating_blocks=split,
                     )
                 chosen.append(s)
             try:
@@ -287,10 +288,10 @@ def schedules_of(u: UGraph) -> list[tuple[Schedule, ...]]:
 def test_loops_visit_only_what_is_within_bounds(name):
     u = min(searched(PROGRAMS[name]).candidates, key=lambda c: c.ugraph.num_kernels).ugraph
     chosen = schedules_of(u)
-    assert any(s.split > 1 for schedules in chosen for s in schedules)
+    assert any(s.cooperating_blocks > 1 for schedules in chosen for s in schedules)
     for schedules in chosen:
-        for op, s in zip(placed(u), schedules, strict=True):
-            p = plan(op, s)
+        for op, s in zip(place_kernels(u), schedules, strict=True):
+            p = plan_kernel(op, s)
             assert any(p.trimmed(stage) for stage in op.block.stages) or not p.walks
         assert "_first" in triton.generate(u, schedules).source
 
@@ -346,14 +347,14 @@ def test_nothing_but_constants_is_read_early_and_caches_are_only_asked_for(tmp_p
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     g = attention(1, 8, 4, slots=1024, d=64, norm=True, dtype="bfloat16")
     for c in searched(g).candidates[:3]:
-        ops = placed(c.ugraph)
+        ops = place_kernels(c.ugraph)
         schedules = [
-            next((s for s in space.schedules(op) if s.preload), space.default_schedule(op))
+            next((s for s in space.schedules(op) if s.prefetch_steps), space.default_schedule(op))
             for op in ops
         ]
         kernels = compiler.ahead_of_time(triton.generate(c.ugraph, schedules), 90)
         for op, s, kernel in zip(ops, schedules, kernels, strict=True):
-            p = plan(op, s)
+            p = plan_kernel(op, s)
             arguments = write_kernel(p, "k").arguments
             constant = {
                 n
@@ -362,7 +363,7 @@ def test_nothing_but_constants_is_read_early_and_caches_are_only_asked_for(tmp_p
             }
             settled, caches = (
                 {n for n, (_, at) in enumerate(arguments) if at in these}
-                for these in (op.settled, op.caches)
+                for these in (op.readable_before_wait, op.caches)
             )
             seen = test_overlap.touched(kernel.ptx)
             assert [what for what, _ in seen].count(test_overlap.WAIT) == 1
@@ -371,24 +372,26 @@ def test_nothing_but_constants_is_read_early_and_caches_are_only_asked_for(tmp_p
                     caches | settled if what.startswith("prefetch") else settled
                 ), (what, of)
                 assert what.startswith(("ld", "prefetch", "cp.async")), what
-            assert not s.preload or any(
+            assert not s.prefetch_steps or any(
                 what.startswith("prefetch") and of & caches for what, of in seen
             )
 
 
 def test_a_kernel_hastens_the_next_one_only_where_that_settles_nothing_early():
     """Bounds and positions are read early once the launch ahead has waited; without that, the one before it may still write them."""
-    first, second = placed(test_overlap.CASES["squares, then linear"].ugraph)
-    assert first.followed and not second.followed
+    first, second = place_kernels(test_overlap.CASES["squares, then linear"].ugraph)
+    assert first.next_may_launch_early and not second.next_may_launch_early
     for c in searched(attention(1, 8, 4, slots=1024, d=64, norm=True, dtype="bfloat16")).candidates:
-        ops = placed(c.ugraph)
-        assert [op.followed for op in ops] == [
-            n + 1 < len(ops) and not ops[n + 1].settled for n in range(len(ops))
+        ops = place_kernels(c.ugraph)
+        assert [op.next_may_launch_early for op in ops] == [
+            n + 1 < len(ops) and not ops[n + 1].readable_before_wait for n in range(len(ops))
         ]
         for op in ops:
-            s = replace(space.default_schedule(op), hasten=True)
-            source = write_kernel(plan(op, s), "k").source
-            assert (source.index("gdc_launch_dependents") < source.index("gdc_wait")) == op.followed
+            s = replace(space.default_schedule(op), trigger_early=True)
+            source = write_kernel(plan_kernel(op, s), "k").source
+            assert (
+                source.index("gdc_launch_dependents") < source.index("gdc_wait")
+            ) == op.next_may_launch_early
 
 
 @pytest.mark.parametrize("sm", [80, 90])

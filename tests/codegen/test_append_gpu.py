@@ -11,7 +11,7 @@ from triton.runtime.errors import OutOfResources
 
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import placed
+from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.graph import symbolic
 from mirage_hf.ops import table
 from mirage_hf.patterns import ATTENTION
@@ -81,13 +81,15 @@ def test_random_configurations_are_as_close_to_float64_as_sdpa(seed):
         (c, symbolic.for_program(c.ugraph, g))
         for c in test_append.searched(program_of(shape, rows, 64, dtype)).candidates
     ]
-    usable = [(c, u) for c, u in found if not space.obstacle(placed(u))]
+    usable = [(c, u) for c, u in found if not space.obstacle(place_kernels(u))]
     c, u = (
         usable[0]
         if draw.random() < 0.5
         else next(((c, u) for c, u in usable if u.num_kernels == 2), usable[0])
     )
-    ranked = [[s for s in space.schedules(op, limit=32) if c.allows(s.mma)] for op in placed(u)]
+    ranked = [
+        [s for s in space.schedules(op, limit=32) if c.allows(s.mma)] for op in place_kernels(u)
+    ]
     tried = 0
     for n in (0, draw.randrange(min(map(len, ranked)))):
         program = triton.generate(u, [r[n] for r in ranked])

@@ -7,7 +7,8 @@ import torch
 
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import placed, plan
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.triton_kernel import write_kernel
 from mirage_hf.patterns import GATED_MLP, LINEAR_RESIDUAL, RMS_NORM_LINEAR
@@ -72,8 +73,8 @@ def too_early(ptx: str, constants: set[int]) -> list[str]:
 
 def constants_of(case) -> list[set[int]]:
     kernels = [
-        (op, write_kernel(plan(op, s), "k"))
-        for op, s in zip(placed(case.ugraph), case.schedules, strict=True)
+        (op, write_kernel(plan_kernel(op, s), "k"))
+        for op, s in zip(place_kernels(case.ugraph), case.schedules, strict=True)
     ]
     return [
         {
@@ -89,7 +90,9 @@ def constants_of(case) -> list[set[int]]:
 def test_every_kernel_waits_once_before_it_reads_what_is_not_constant(name):
     case = CASES[name]
     program = triton.generate(case.ugraph, case.schedules)
-    plans = [plan(op, s) for op, s in zip(placed(case.ugraph), case.schedules, strict=True)]
+    plans = [
+        plan_kernel(op, s) for op, s in zip(place_kernels(case.ugraph), case.schedules, strict=True)
+    ]
     for number, (kernel, constants) in enumerate(
         zip(compiler.ahead_of_time(program, 90), constants_of(case), strict=True)
     ):
@@ -97,8 +100,11 @@ def test_every_kernel_waits_once_before_it_reads_what_is_not_constant(name):
         assert seen.count(WAIT) == seen.count(TRIGGER) == 1
         if plans[
             number
-        ].schedule.hasten:  # and the next kernel reads nothing but constants before it waits
-            assert seen.index(TRIGGER) < seen.index(WAIT) and not plans[number + 1].op.settled
+        ].schedule.trigger_early:  # and the next kernel reads nothing but constants before it waits
+            assert (
+                seen.index(TRIGGER) < seen.index(WAIT)
+                and not plans[number + 1].op.readable_before_wait
+            )
         else:
             assert seen.index(TRIGGER) == seen.index(WAIT) + 1
         assert not too_early(kernel.ptx, constants)
@@ -120,7 +126,8 @@ def test_every_kernel_waits_once_before_it_reads_what_is_not_constant(name):
 def test_loads_of_a_loop_do_not_wait_for_what_is_computed_once_and_read_after_it(name, order):
     case = CASES[name]
     assert [
-        number for number, _ in plan(placed(case.ugraph)[-1], case.schedules[-1]).stages
+        number
+        for number, _ in plan_kernel(place_kernels(case.ugraph)[-1], case.schedules[-1]).stages
     ] == order
 
 
@@ -142,7 +149,7 @@ def test_weights_are_asked_for_before_the_wait(tiles, early):
     """Held whole they are loaded, else the first of their cache lines are asked for."""
     ugraph = kernel_cases.rms_norm_linear(1, 512, 64)
     (kernel,) = compiler.ahead_of_time(
-        triton.generate(ugraph, [Schedule(tuple(tiles.items()), preload=2)]), 90
+        triton.generate(ugraph, [Schedule(tiles, prefetch_steps=2)]), 90
     )
     seen = touched(kernel.ptx)
     before = seen[: [op for op, _ in seen].index(WAIT)]
@@ -161,15 +168,17 @@ def test_a_program_that_leads_lets_the_next_launch_begin_early(leads):
         c.ugraph for c in search_and_verify(adapters, SearchOptions(time_limit=20)).candidates
     ]
     for u in (next(u for u in ugraphs if u.num_kernels == n) for n in (1, 2)):
-        ops = placed(u)
-        assert [op.followed for op in ops] == [True] * (len(ops) - 1) + [leads]
+        ops = place_kernels(u)
+        assert [op.next_may_launch_early for op in ops] == [True] * (len(ops) - 1) + [leads]
         first = next(c for c in rank([u], H200, 1) if not c.is_library)
-        assert [s.hasten for s in first.schedules] == [op.followed for op in ops]
+        assert [s.trigger_early for s in first.schedules] == [
+            op.next_may_launch_early for op in ops
+        ]
         for op, kernel in zip(
             ops, compiler.ahead_of_time(triton.generate(u, first.schedules), 90), strict=True
         ):
             seen = [what for what, _ in touched(kernel.ptx)]
-            assert (seen.index(TRIGGER) < seen.index(WAIT)) == op.followed
+            assert (seen.index(TRIGGER) < seen.index(WAIT)) == op.next_may_launch_early
             assert seen.count(WAIT) == 1 and not any(
                 x.startswith("st") for x in seen[: seen.index(WAIT)]
             )
@@ -194,12 +203,12 @@ def test_what_is_launched_behind_adapters_reads_no_bounds_early():
     ]
     for block in behind:
         for c in search_and_verify(block.program(1), SearchOptions(time_limit=20)).candidates:
-            assert not any(op.settled for op in placed(c.ugraph))
+            assert not any(op.readable_before_wait for op in place_kernels(c.ugraph))
 
 
 def test_the_check_sees_a_load_that_is_too_early():
     program = triton.generate(
-        kernel_cases.rms_norm_linear(1, 512, 64), [Schedule((("m", 1), ("n", 8), ("k", 512)))]
+        kernel_cases.rms_norm_linear(1, 512, 64), [Schedule({"m": 1, "n": 8, "k": 512})]
     )
     ptx = compiler.ahead_of_time(program, 90)[0].ptx
     assert not too_early(ptx, {1, 2}) and too_early(ptx, {1}) and too_early(ptx, set())

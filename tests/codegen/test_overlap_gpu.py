@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import placed
+from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.tune import measure, space, tuner
 from tests.codegen import test_append
@@ -42,7 +42,7 @@ def slow_copy(x_ptr, y_ptr, cycles_ptr, overlaps: tl.constexpr):
 
 def program_of(ugraph, **schedule):
     tiles = {a: schedule.pop(a) for a in list(schedule) if len(a) == 1}
-    return triton.generate(ugraph, [Schedule(tuple(tiles.items()), **schedule)])
+    return triton.generate(ugraph, [Schedule(tiles, **schedule)])
 
 
 def attention(kernels: int):
@@ -53,12 +53,12 @@ def attention(kernels: int):
     )
     schedules = [
         replace(
-            next((s for s in space.schedules(op) if s.preload), space.default_schedule(op)),
-            hasten=op.followed,
+            next((s for s in space.schedules(op) if s.prefetch_steps), space.default_schedule(op)),
+            trigger_early=op.next_may_launch_early,
         )
-        for op in placed(ugraph)
+        for op in place_kernels(ugraph)
     ]
-    assert any(s.preload for s in schedules)
+    assert any(s.prefetch_steps for s in schedules)
     return g, triton.generate(ugraph, schedules)
 
 
@@ -73,20 +73,24 @@ def squares_first():
     program = triton.generate(
         ugraph,
         [
-            Schedule(tuple(first.items()), num_warps=1, hasten=True),
-            Schedule(tuple(second.items()), mma=True, num_stages=4, split=2, preload=2),
+            Schedule(first, num_warps=1, trigger_early=True),
+            Schedule(second, mma=True, num_stages=4, cooperating_blocks=2, prefetch_steps=2),
         ],
     )
     assert program.source.index("gdc_launch_dependents()") < program.source.index("gdc_wait()")
     return ugraph.program, program
 
 
-SPLIT = dict(m=1, n=16, k=256, split=4, preload=1)
-MMA_SPLIT = dict(m=16, n=64, k=64, mma=True, num_stages=4, split=4, preload=2)
+SPLIT = dict(m=1, n=16, k=256, cooperating_blocks=4, prefetch_steps=1)
+MMA_SPLIT = dict(m=16, n=64, k=64, mma=True, num_stages=4, cooperating_blocks=4, prefetch_steps=2)
 KINDS = {
     "one trip": lambda: block(kernel_cases.rms_norm_linear(1, 1024, 1024), m=1, n=4, k=1024),
     "walking": lambda: block(
-        kernel_cases.rms_norm_linear(1, 1024, 1024, residual=True), m=1, n=8, k=256, preload=2
+        kernel_cases.rms_norm_linear(1, 1024, 1024, residual=True),
+        m=1,
+        n=8,
+        k=256,
+        prefetch_steps=2,
     ),
     "split": lambda: block(kernel_cases.rms_norm_linear(1, 1024, 1024), **SPLIT),
     "mma split": lambda: block(
@@ -107,7 +111,7 @@ def test_results_hold_whatever_the_producers_take(kind, tmp_path):
     graph_of, program = KINDS[kind]()
     run = tuner.run_of(program)
     source = SLOW + "\n\n" + launching.text(with_counters=False)
-    slow = compiler.load(source, triton.Program(source, ()).digest)
+    slow = compiler.load(source, triton.GeneratedProgram(source, ()).digest)
     inputs = measure.random_inputs(graph_of, "cuda")
     x = inputs[0]
     staged = [torch.zeros(x.numel() + 1, dtype=x.dtype, device="cuda") for _ in range(2)]
@@ -219,7 +223,11 @@ def test_first_in_a_graph_after_a_copy_and_after_another_stream():
 
 @pytest.mark.parametrize(
     "schedule",
-    [dict(m=1, n=8, k=1024), dict(m=1, n=2, k=256, num_warps=8), dict(m=1, n=16, k=256, split=4)],
+    [
+        dict(m=1, n=8, k=1024),
+        dict(m=1, n=2, k=256, num_warps=8),
+        dict(m=1, n=16, k=256, cooperating_blocks=4),
+    ],
 )
 def test_outputs_over_inputs(schedule):
     ugraph = kernel_cases.rms_norm_linear(1, 1024, 1024, residual=True)

@@ -15,7 +15,8 @@ import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import cuda, triton
-from mirage_hf.codegen.plan import placed, plan
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format, text
 from mirage_hf.graph.block import (
@@ -254,8 +255,8 @@ def test_a_turned_input_is_not_written_over():
     x = g.new_input((4, 16), "float32", name="x")
     g.mark_output(g.rope(x, *(g.new_input((4, 16), "float32") for _ in range(2))))
     u = found_of(g)[0].ugraph
-    (op,) = placed(u)
-    p = plan(op, space.default_schedule(op))
+    (op,) = place_kernels(u)
+    p = plan_kernel(op, space.default_schedule(op))
     assert not p.in_place(op.block.outputs[0], [t.name for t in op.inputs].index("x"))
 
 
@@ -286,9 +287,11 @@ def test_rows_in_variables_of_their_own_claim_no_alignment(tmp_path, monkeypatch
     )
     tried = 0
     for f in [f for f in found_of(g) if f.ugraph.num_kernels == 1][:3]:
-        (op,) = placed(f.ugraph)
+        (op,) = place_kernels(f.ugraph)
         rotated = {i.rotation.axis for i in op.block.inputs if i.rotation}
-        for schedule in [s for s in space.schedules(op) if plan(op, s).unrolled in rotated][:1]:
+        for schedule in [s for s in space.schedules(op) if plan_kernel(op, s).unrolled in rotated][
+            :1
+        ]:
             program = triton.generate(f.ugraph, [schedule])
             assert "tl.where(" in program.source and "multiple_of" not in program.source
             assert compiler.ahead_of_time(program, 90)[0].asm["cubin"]
@@ -328,13 +331,11 @@ def test_triton_text_equals_torch():
 def test_partners_are_read_from_memory_wherever_the_tile_lies(tmp_path):
     """A block of 8 of 64 elements holds no partner of its own."""
     u = found_of(rotation(d=64))[0].ugraph
-    (op,) = placed(u)
+    (op,) = place_kernels(u)
     axis = next(i.rotation.axis for i in op.block.inputs if i.rotation)
     schedule = space.default_schedule(op)
     assert op.block.role(axis) is Role.GRID
-    source = triton.generate(
-        u, [replace(schedule, tiles=tuple((dict(schedule.tiles) | {axis: 8}).items()))]
-    ).source
+    source = triton.generate(u, [replace(schedule, tiles=dict(schedule.tiles) | {axis: 8})]).source
     assert f"tl.where({axis} < 32, {axis} + 32, {axis} - 32), 8), 8)" in source
     script = tmp_path / "kernel.py"
     script.write_text(source)

@@ -22,7 +22,8 @@ import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import torch_text, triton
-from mirage_hf.codegen.plan import FEW_ARE_ASYNCHRONOUS, placed, plan
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import WGMMA_TAKES_8_COLUMNS, plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.block import (
     Accumulator,
@@ -158,9 +159,7 @@ def test_a_loop_of_one_element_leaves_a_product_to_be_rounded():
     walk = b.stage(loop=True)
     walk.accumulate("sums", walk.op("product", "mul", "x", "w"))
     b.store(b.stage().op("total", "sum", "sums", over="n"), "m11", torch.float32)
-    program = triton.generate(
-        kernel_cases.ugraph(g, b), [Schedule((("m", 1), ("k", 1), ("n", 64)))]
-    )
+    program = triton.generate(kernel_cases.ugraph(g, b), [Schedule({"m": 1, "k": 1, "n": 64})])
     (kernel,) = compiler.ahead_of_time(program, 90)
     assert "shfl.sync.bfly" in kernel.ptx and not fused_with_other_threads(kernel.ptx)
 
@@ -182,7 +181,7 @@ def test_a_product_that_not_only_sums_read_keeps_the_sign_of_its_zeros(again):
     g.mark_output(
         g.reduction(product, dim=1), product if again == "stored" else g.div(1.0, product)
     )
-    program = triton.generate(kernel_cases.ugraph(g, b), [Schedule((("m", 1), ("n", 64)))])
+    program = triton.generate(kernel_cases.ugraph(g, b), [Schedule({"m": 1, "n": 64})])
     assert "product = x * w\n" in program.source and "tl.sum(rounded(product)" in program.source
     (kernel,) = compiler.ahead_of_time(program, 90)
     assert not fused_with_other_threads(kernel.ptx)
@@ -201,7 +200,7 @@ def test_what_bounds_select_is_rounded_only_where_it_may_be_a_product(fn):
         "m1",
         torch.float32,
     )
-    program = triton.generate(kernel_cases.ugraph(g, b), [Schedule((("m", 1), ("n", 64)))])
+    program = triton.generate(kernel_cases.ugraph(g, b), [Schedule({"m": 1, "n": 64})])
     assert ("tl.sum(rounded(kept)" in program.source) == (fn == "square"), program.source
     (kernel,) = compiler.ahead_of_time(program, 90)
     assert "shfl.sync.bfly" in kernel.ptx and not fused_with_other_threads(kernel.ptx)
@@ -220,9 +219,7 @@ def test_compiles_for_every_architecture(name):
 def loads(ugraph: UGraph, **schedule) -> str:
     tiles = {a: n for a, n in schedule.items() if len(a) == 1}
     rest = {a: n for a, n in schedule.items() if len(a) > 1}
-    (kernel,) = compiler.ahead_of_time(
-        triton.generate(ugraph, [Schedule(tuple(tiles.items()), **rest)]), 90
-    )
+    (kernel,) = compiler.ahead_of_time(triton.generate(ugraph, [Schedule(tiles, **rest)]), 90)
     return kernel.ptx
 
 
@@ -244,8 +241,8 @@ def test_weights_are_streamed_by_128_bit_loads(ugraph, tiles):
 def test_aligned_parts_are_streamed_by_128_bit_loads(k, aligned):
     ugraph = kernel_cases.split_matmul(1, k, 1024, 4)
     schedules = [
-        Schedule((("m", 1), ("n", 8), ("p", 1), ("k", 512))),
-        Schedule((("m", 1), ("n", 128), ("p", 4))),
+        Schedule({"m": 1, "n": 8, "p": 1, "k": 512}),
+        Schedule({"m": 1, "n": 128, "p": 4}),
     ]
     ptx = compiler.ahead_of_time(triton.generate(ugraph, schedules), 90)[0].ptx
     assert bool(re.findall(r"ld\.global\S*evict_first\S*v4\.b32", ptx)) is aligned
@@ -271,7 +268,7 @@ def asked_for(u, schedule, **names) -> list[set[int]]:
 
 def test_what_is_asked_for_lies_in_the_last_of_several_tensors():
     u = kernel_cases.norm_qkv(1, 256, (32, 20), bias=False)
-    schedule = Schedule((("m", 1), ("n", 16), ("k", 64)), preload=2)
+    schedule = Schedule({"m": 1, "n": 16, "k": 64}, prefetch_steps=2)
     for begin, rows in ((32, range(16)), (48, range(16, 20))):  # the last tile reaches past the end
         n = begin + np.arange(16)
         _, first = asked_for(u, schedule, k0=0, n=n, w_at=n - 32)
@@ -288,7 +285,7 @@ def test_blocks_ask_for_their_own_part_of_contiguous_elements():
     stages = (looped, Stage(None, (BlockOp("y", "mul", ("a", 0.5), ("r",)),)))
     inputs, outputs = (BlockInput("x", (0,), ("k", "r")),), (BlockOutput("y", ("r",), "float16"),)
     g.mark_output(*g.customized([x], BlockGraph(axes, inputs, stages, outputs)))
-    schedule = Schedule((("p", 1), ("r", 256), ("k", 16)), preload=1)
+    schedule = Schedule({"p": 1, "r": 256, "k": 16}, prefetch_steps=1)
     for part in range(4):
         columns = range(256 * part, 256 * part + 256, 64)
         (first,) = asked_for(UGraph(g, g), schedule, k0=0, r_start=256 * part)
@@ -308,7 +305,7 @@ def test_what_is_asked_for_in_long_tensors_is_counted_in_64_bits():
         (BlockOutput("a", ("r",), "float16"),),
     )
     g.mark_output(*g.customized([x], block))
-    source = triton.generate(UGraph(g, g), [Schedule((("r", 1), ("k", 1024)), preload=1)]).source
+    source = triton.generate(UGraph(g, g), [Schedule({"r": 1, "k": 1024}, prefetch_steps=1)]).source
     assert (
         re.findall(r"prefetch\(x_ptr.*", source)
         and "prefetch(x_ptr + r.to(tl.int64) * 1048576" in source
@@ -316,7 +313,7 @@ def test_what_is_asked_for_in_long_tensors_is_counted_in_64_bits():
 
 
 def test_a_product_of_another_product_behind_the_loop_is_asynchronous_only_where_the_loop_is_pipelined():
-    schedule = Schedule((("m", 64), ("n", 64), ("k", 128), ("r", 16)), True, num_stages=3)
+    schedule = Schedule({"m": 64, "n": 64, "k": 128, "r": 16}, True, num_stages=3)
     u = kernel_cases.lora(64, 512, 128)
     (kernel,) = compiler.ahead_of_time(triton.generate(u, [schedule]), 90)
     assert "wgmma.mma_async" in kernel.ptx
@@ -330,21 +327,22 @@ def test_eight_columns_take_the_instruction_that_is_planned_for():
     """Of Triton 3.6 the older one, whose factors are no longer read when the next iteration begins."""
     for columns in (8, 16):
         u = kernel_cases.rms_norm_linear(5, 1024, 128)
-        schedule = Schedule((("m", columns), ("n", 64), ("k", 128)), True, num_stages=3)
+        schedule = Schedule({"m": columns, "n": 64, "k": 128}, True, num_stages=3)
         program = triton.generate(u, [schedule])
         ptx = compiler.ahead_of_time(program, 90)[0].ptx
         new = "wgmma.mma_async" in ptx
         assert new != ("mma.sync.aligned.m16n8k16" in ptx) and new == (
-            columns == 16 or FEW_ARE_ASYNCHRONOUS
+            columns == 16 or WGMMA_TAKES_8_COLUMNS
         )
-        planned = plan(placed(u)[0], schedule)
+        planned = plan_kernel(place_kernels(u)[0], schedule)
         assert (
             all(planned.is_asynchronous(d) == new for d in planned.dots.values()) and planned.dots
         )
     fewer = replace(schedule, tiles=(("m", 4), ("n", 64), ("k", 128)))
     rows = replace(schedule, tiles=(("m", 8), ("n", 64), ("k", 128)), weights_first=False)
     assert (
-        not plan(placed(u)[0], fewer).dots and not plan(placed(u)[0], rows).dots
+        not plan_kernel(place_kernels(u)[0], fewer).dots
+        and not plan_kernel(place_kernels(u)[0], rows).dots
     )  # as rows there are at least 16
 
 
@@ -417,7 +415,7 @@ def test_header_names_the_ugraph():
     ugraph = CASES["gated mlp"].ugraph
     source = triton.program_source(ugraph, [CASES["gated mlp"].schedule])
     assert all(line.strip() in source for line in str(ugraph.kernels).splitlines())
-    assert "µGraph " in source and "k:256 m:1 n:8 fma lazy" in source
+    assert "µGraph " in source and "# Schedule(tiles={'k': 256, 'm': 1, 'n': 8}" in source
 
 
 def test_sources_are_deterministic_and_digests_are_checked():
@@ -474,7 +472,7 @@ def test_what_library_calls_return_is_made_row_major_for_kernels_and_views_keep_
     b.store(b.stage().op("z", "neg", "y"), "mn", torch.float32)
     y = m.permute(m.exp(m.slice(m.permute(m.inputs[0], (1, 0)), 1, 1, 5)), (1, 0))
     m.mark_output(*m.customized([y], b.graph()))
-    source = triton.program_source(UGraph(g, m), [Schedule((("m", 1), ("n", 4)))])
+    source = triton.program_source(UGraph(g, m), [Schedule({"m": 1, "n": 4})])
     assert "= (torch.exp(t2)).contiguous()" in source and "y_ptr + m + n * 4)" in source, source
 
 
@@ -486,7 +484,7 @@ def test_names_that_python_or_the_file_needs_are_renamed():
     b.load("lambda", "mn", 0), b.load("tl", "mn", 1)
     s = b.stage()
     b.store(s.op("n", "add", s.op("exp", "exp", "lambda"), "tl"), "mn", torch.float32)
-    program = triton.generate(kernel_cases.ugraph(g, b), [Schedule((("m", 1), ("n", 32)))])
+    program = triton.generate(kernel_cases.ugraph(g, b), [Schedule({"m": 1, "n": 32})])
     compile(program.source, "generated", "exec")
     assert compiler.ahead_of_time(program, 90)
 
@@ -626,7 +624,7 @@ def test_sources_that_were_loaded_in_passing_are_forgotten_but_by_who_holds_them
     before, tried, held = (
         triton.generate(
             kernel_cases.rms_norm_linear(1, 512, 64),
-            [Schedule((("m", 1), ("n", n), ("k", 128)), split=4)],
+            [Schedule({"m": 1, "n": n, "k": 128}, cooperating_blocks=4)],
         )
         for n in (1, 2, 4)
     )
@@ -660,7 +658,7 @@ def test_an_input_that_is_stored_as_it_is_is_not_written_over():
     g.mark_output(
         *g.customized([g.new_input((64,), "float32"), g.new_input((64,), "float32")], block)
     )
-    assert triton.generate(UGraph(g, g), [Schedule((("n", 16),))]).in_place == ((0, 1), (1, 1))
+    assert triton.generate(UGraph(g, g), [Schedule({"n": 16})]).in_place == ((0, 1), (1, 1))
 
 
 def test_a_conversion_of_what_an_asynchronous_product_reads_has_a_load_of_its_own():
@@ -692,7 +690,7 @@ def test_a_conversion_of_what_an_asynchronous_product_reads_has_a_load_of_its_ow
         ),
         (BlockOutput("o", axes("m", "n"), "float32"),),
     )
-    schedule = Schedule((("n", 64), ("m", 64), ("k", 64)), mma=True, num_warps=4, num_stages=3)
+    schedule = Schedule({"n": 64, "m": 64, "k": 64}, mma=True, num_warps=4, num_stages=3)
     for dtype, again in ((torch.float16, False), (torch.float32, True)):
         g = new_kernel_graph()
         inputs = [
@@ -710,7 +708,7 @@ def test_what_is_too_small_to_be_copied_is_loaded_a_step_ahead():
     ugraph = kernel_cases.rms_norm_linear(16, 512, 64)
     for warps, stages, ahead in ((4, 3, True), (2, 3, False), (4, 1, False)):
         schedule = Schedule(
-            (("m", 16), ("n", 64), ("k", 128)), mma=True, num_warps=warps, num_stages=stages
+            {"m": 16, "n": 64, "k": 128}, mma=True, num_warps=warps, num_stages=stages
         )
         program = triton.generate(ugraph, [schedule])
         assert ("gamma_next" in program.source) == ahead

@@ -18,38 +18,38 @@ import triton as compiler_of_kernels
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton, workers
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.codegen.triton import Program
+from mirage_hf.codegen.triton import GeneratedProgram
 from mirage_hf.errors import CodegenError
 from tests.helpers import kernel_cases
 
 
-def program(n: int) -> Program:
+def program(n: int) -> GeneratedProgram:
     """Of a kernel that no other test compiles, nor another `n`."""
     return triton.generate(
         kernel_cases.rms_norm_linear(1, 64, 32),
-        [Schedule((("k", 64), ("m", 1), ("n", 8)))],
+        [Schedule({"k": 64, "m": 1, "n": 8})],
         f"worker_{os.getpid()}_{n}",
     )
 
 
-def imports_functions_of_torch() -> Program:
+def imports_functions_of_torch() -> GeneratedProgram:
     p = triton.generate(
         kernel_cases.gated_mlp(1, 64, 32),
-        [Schedule((("k", 64), ("m", 1), ("n", 8)))],
+        [Schedule({"k": 64, "m": 1, "n": 8})],
         f"worker_{os.getpid()}_f",
     )
     assert "import torch.nn.functional as F" in p.source
     return p
 
 
-def broken() -> Program:
+def broken() -> GeneratedProgram:
     p = program(0)
     source = p.source.replace("tl.rsqrt", "tl.no_such_function")
     assert source != p.source
-    return Program(source, p.launches)
+    return GeneratedProgram(source, p.launches)
 
 
-def asked(p: Program) -> Any:
+def asked(p: GeneratedProgram) -> Any:
     module = compiler.load(p.source, p.digest)
     return module.__file__, module.__name__, [*map(compiler._task, p.launches)], 90
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from mirage_hf import errors
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import placed, plan
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.kernel import KernelGraph
@@ -103,7 +104,8 @@ def searched(k: Kind, slots: int, checked_at: int, width: int = 1) -> tuple[Any,
     found, _ = search(without.graph, SearchOptions(time_limit=20, threads=1, max_width=width))
     few, joined = k.program(checked_at), ((f, without.join(f.ugraph)) for f in found)
     usable = itertools.islice(
-        ((f, u) for f, u in joined if not space.obstacle(placed(u))), 6 if width == 1 else None
+        ((f, u) for f, u in joined if not space.obstacle(place_kernels(u))),
+        6 if width == 1 else None,
     )
     return accept(
         [replace(f, ugraph=symbolic.for_program(u, few)) for f, u in usable], keep=2
@@ -122,26 +124,26 @@ def chosen(
     for searched_at, width in (*short, (LONG_SLOTS, 1), (LONG_SLOTS, 2)):
         for c in () if options else searched(k, searched_at, reference, width):
             u = symbolic.for_program(c.ugraph, k.program(slots))
-            if not space.obstacle(placed(u)):
+            if not space.obstacle(place_kernels(u)):
                 fits = [
                     [
                         s
                         for s in space.schedules(op, limit=limit)
-                        if c.allows(s.mma) and plan(op, s).grid <= blocks
+                        if c.allows(s.mma) and plan_kernel(op, s).grid <= blocks
                     ]
-                    for op in placed(u)
+                    for op in place_kernels(u)
                 ]
                 options += [(u, fits)] if all(fits) else []
     assert options, f"{k}: no candidate has schedules of {blocks} blocks"
     u, fitting = draw.choice(options)
     schedules, other = [draw.choice(f) for f in fitting], []
-    for op, s in zip(placed(u), schedules, strict=True):
+    for op, s in zip(place_kernels(u), schedules, strict=True):
         loop = next((a.name for a in op.block.axes if a.role == "loop"), None)
         other.append(
             s
             if loop is None
             else replace(
-                s, tiles=tuple((dict(s.tiles) | {loop: 16}).items()), split=draw.choice((1, 2, 4))
+                s, tiles=dict(s.tiles) | {loop: 16}, cooperating_blocks=draw.choice((1, 2, 4))
             )
         )
     try:

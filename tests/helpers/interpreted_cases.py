@@ -109,7 +109,7 @@ def elementwise(fn: str) -> dict:
     tile = 1024
     ours = run(
         kernel_cases.elementwise(fn, len(args[0]), attrs, len(args)),
-        [Schedule((("m", tile),))],
+        [Schedule({"m": tile})],
         args,
     )[0]
     want = row.oracle(*args, **attrs)
@@ -134,26 +134,26 @@ def hard_numbers() -> dict:
     whole = dict(h=1, m=16, s=16, d=32)
     tiles = dict(h=1, m=4, p=4, d=32)
     attention = {
-        "online": (1, [Schedule(tuple((whole | {"m": 4}).items()))]),
-        "online mma": (1, [Schedule(tuple(whole.items()), mma=True)]),
+        "online": (1, [Schedule(whole | {"m": 4})]),
+        "online mma": (1, [Schedule(whole, mma=True)]),
         "split": (
             4,
             [
-                Schedule(tuple((whole | {"m": 4, "p": 1, "s": 8}).items())),
-                Schedule(tuple(tiles.items())),
+                Schedule(whole | {"m": 4, "p": 1, "s": 8}),
+                Schedule(tiles),
             ],
         ),
         "split mma": (
             4,
             [
-                Schedule(tuple((whole | {"p": 1}).items()), mma=True),
-                Schedule(tuple((tiles | {"p": 2}).items())),
+                Schedule(whole | {"p": 1}, mma=True),
+                Schedule(tiles | {"p": 2}),
             ],
         ),
     }
     softmax = [
-        Schedule((("m", 2), ("p", 1), ("n", 8))),
-        Schedule((("m", 2), ("p", 1), ("n", 8), ("t", 4))),
+        Schedule({"m": 2, "p": 1, "n": 8}),
+        Schedule({"m": 2, "p": 1, "n": 8, "t": 4}),
     ]
     found = {}
     for name in ("huge scores", "masked tiles", "masked rows", "infinite", "one NaN"):
@@ -216,9 +216,7 @@ def nan_of_maxima() -> dict:
         "lazy loop": (True, dict(m=2, n=16), True),
     }
     return {
-        kind: run(kernel_cases.row_maximum(walk), [Schedule(tuple(tiles.items()), lazy=lazy)], [x])[
-            0
-        ]
+        kind: run(kernel_cases.row_maximum(walk), [Schedule(tiles, reduce_after_loop=lazy)], [x])[0]
         .isnan()
         .flatten()
         .tolist()

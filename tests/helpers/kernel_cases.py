@@ -702,23 +702,23 @@ def _case(
     u: UGraph,
     mma: bool = False,
     interpreted: bool = True,
-    lazy: bool = True,
+    reduce_after_loop: bool = True,
     weights_first: bool = True,
     num_warps: int = 4,
     num_stages: int = 1,
-    split: int = 1,
-    preload: int = 0,
+    cooperating_blocks: int = 1,
+    prefetch_steps: int = 0,
     **tiles: int,
 ) -> Case:
     schedule = Schedule(
-        tuple(tiles.items()),
+        tiles,
         mma,
         weights_first,
-        lazy,
+        reduce_after_loop,
         num_warps=num_warps,
         num_stages=num_stages,
-        split=split,
-        preload=preload,
+        cooperating_blocks=cooperating_blocks,
+        prefetch_steps=prefetch_steps,
     )
     return Case(name, u, (schedule,), interpreted)
 
@@ -728,19 +728,19 @@ def _cases(name: str, u: UGraph, *schedules: dict, interpreted: bool = True) -> 
     known = (
         "mma",
         "weights_first",
-        "lazy",
+        "reduce_after_loop",
         "num_warps",
         "num_stages",
-        "split",
-        "preload",
-        "hasten",
+        "cooperating_blocks",
+        "prefetch_steps",
+        "trigger_early",
     )
     return Case(
         name,
         u,
         tuple(
             Schedule(
-                tuple((a, t) for a, t in s.items() if a not in known),
+                {a: t for a, t in s.items() if a not in known},
                 **{a: t for a, t in s.items() if a in known},
             )
             for s in schedules
@@ -759,7 +759,7 @@ def cases() -> list[Case]:
         _case(
             "norm linear no weight bf16, pipelined",
             rms_norm_linear(1, weight=False, dtype=BF16),
-            lazy=False,
+            reduce_after_loop=False,
             num_stages=3,
             m=1,
             n=8,
@@ -813,15 +813,23 @@ def cases() -> list[Case]:
             k=64,
             num_stages=3,
         ),
-        _case("norm linear, loop split", rms_norm_linear(1), m=1, n=8, k=64, split=4, preload=2),
+        _case(
+            "norm linear, loop split",
+            rms_norm_linear(1),
+            m=1,
+            n=8,
+            k=64,
+            cooperating_blocks=4,
+            prefetch_steps=2,
+        ),
         _case(
             "norm linear 3 rows (K, N), loop split",
             rms_norm_linear(3, stored="kn"),
             m=2,
             n=64,
             k=32,
-            split=2,
-            preload=4,
+            cooperating_blocks=2,
+            prefetch_steps=4,
         ),
         _case(
             "norm linear 16 rows mma, loop split",
@@ -832,8 +840,8 @@ def cases() -> list[Case]:
             n=64,
             k=128,
             num_stages=3,
-            split=2,
-            preload=2,
+            cooperating_blocks=2,
+            prefetch_steps=2,
         ),
         _case(
             "norm linear odd sizes mma, loop split unevenly",
@@ -843,8 +851,8 @@ def cases() -> list[Case]:
             n=16,
             k=32,
             num_stages=2,
-            split=4,
-            preload=8,
+            cooperating_blocks=4,
+            prefetch_steps=8,
         ),
         _case("norm linear residual", rms_norm_linear(1, residual=True), m=1, n=8, k=256),
         _case("norm linear odd sizes", rms_norm_linear(3, 896, 37), m=4, n=16, k=256),
@@ -854,7 +862,7 @@ def cases() -> list[Case]:
             m=2,
             n=16,
             k=256,
-            lazy=False,
+            reduce_after_loop=False,
         ),
         _case(
             "norm linear odd sizes mma",
@@ -894,8 +902,8 @@ def cases() -> list[Case]:
             m=2,
             n=8,
             k=64,
-            split=2,
-            preload=1,
+            cooperating_blocks=2,
+            prefetch_steps=1,
         ),
         _case("gated mlp 3 rows (K, N)", gated_mlp(3, stored="kn"), m=4, n=32, k=32),
         _case("gated mlp 16 rows mma", gated_mlp(16), mma=True, m=16, n=64, k=128, num_stages=3),
@@ -913,7 +921,9 @@ def cases() -> list[Case]:
         _case("lora 16 rows mma", lora(16), mma=True, m=16, n=64, k=128, r=16, num_stages=3),
         _case("lora odd sizes mma", lora(5, 100, 37, r=5), mma=True, m=16, n=32, k=32, r=16),
         _case("softmax, three passes", softmax(), m=1, n=32),
-        _case("softmax, three passes, two rows a block", softmax(), m=2, n=32, lazy=False),
+        _case(
+            "softmax, three passes, two rows a block", softmax(), m=2, n=32, reduce_after_loop=False
+        ),
         _case("softmax, loop held whole", softmax(), m=2, n=128),
         _case("softmax, row held whole", softmax(walk=False), m=2, n=128),
         _case("layer norm", layer_norm(), m=1, n=1024),
@@ -929,7 +939,7 @@ def cases() -> list[Case]:
             m=2,
             n=32,
             k=32,
-            lazy=False,
+            reduce_after_loop=False,
         ),
         _case(
             "batched mma",
@@ -942,7 +952,16 @@ def cases() -> list[Case]:
             k=32,
             num_stages=2,
         ),
-        _case("attention of few rows", attention_row(), h=1, m=4, s=32, d=32, e=32, lazy=False),
+        _case(
+            "attention of few rows",
+            attention_row(),
+            h=1,
+            m=4,
+            s=32,
+            d=32,
+            e=32,
+            reduce_after_loop=False,
+        ),
         _case("attention mma", attention_row(q=16), mma=True, h=1, m=16, s=32, d=32, e=32),
         _case("online attention", online_attention(), h=1, m=4, s=32, d=32),
         _case("online attention, keys held whole", online_attention(keys=50), h=1, m=4, s=64, d=32),
@@ -953,7 +972,7 @@ def cases() -> list[Case]:
             m=4,
             s=16,
             d=32,
-            split=2,
+            cooperating_blocks=2,
         ),
         _case(
             "online attention mma, loop split unevenly",
@@ -963,7 +982,7 @@ def cases() -> list[Case]:
             m=16,
             s=16,
             d=32,
-            split=4,
+            cooperating_blocks=4,
             num_stages=2,
         ),
         _case(
@@ -973,7 +992,7 @@ def cases() -> list[Case]:
             m=2,
             s=16,
             d=32,
-            lazy=False,
+            reduce_after_loop=False,
         ),
         _case(
             "online attention mma",
@@ -1015,7 +1034,7 @@ def cases() -> list[Case]:
             s=64,
             d=64,
             num_stages=2,
-            split=2,
+            cooperating_blocks=2,
         ),
         _cases(
             "split attention",
@@ -1032,8 +1051,8 @@ def cases() -> list[Case]:
         _cases(
             "split attention, parts held whole",
             online_attention(parts=7, bias=True),
-            dict(h=1, m=4, p=1, s=16, d=32, hasten=True),
-            dict(h=2, m=2, p=2, d=32, lazy=False),
+            dict(h=1, m=4, p=1, s=16, d=32, trigger_early=True),
+            dict(h=2, m=2, p=2, d=32, reduce_after_loop=False),
         ),
         _cases(
             "split attention mma",
@@ -1050,7 +1069,7 @@ def cases() -> list[Case]:
         _cases(
             "split matmul, its loop split again",
             split_matmul(2, 500, 48, 3),
-            dict(m=2, n=8, p=1, k=16, split=4, preload=2),
+            dict(m=2, n=8, p=1, k=16, cooperating_blocks=4, prefetch_steps=2),
             dict(m=2, n=8, p=4),
         ),
         _cases("split matmul", split_matmul(), dict(m=4, n=8, p=1, k=16), dict(m=4, n=8, p=4)),
@@ -1075,20 +1094,29 @@ def cases() -> list[Case]:
         _cases(
             "split matmul, read transposed",
             split_matmul(view=True, dtype=FP32),
-            dict(m=2, n=8, p=1, k=16, lazy=False),
+            dict(m=2, n=8, p=1, k=16, reduce_after_loop=False),
             dict(m=4, n=8, p=4),
         ),
         _cases(
             "squares, then linear",
             squares_then_linear(),
-            dict(m=4, p=1, k=64, hasten=True),
-            dict(m=4, n=8, k=64, p=4, num_stages=2, preload=1),
+            dict(m=4, p=1, k=64, trigger_early=True),
+            dict(m=4, n=8, k=64, p=4, num_stages=2, prefetch_steps=1),
         ),
         _cases(
             "squares, then linear mma, loop split",
             squares_then_linear(16),
-            dict(m=4, p=1, k=128, hasten=True),
-            dict(mma=True, m=16, n=64, k=32, p=4, num_stages=3, split=2, preload=2),
+            dict(m=4, p=1, k=128, trigger_early=True),
+            dict(
+                mma=True,
+                m=16,
+                n=64,
+                k=32,
+                p=4,
+                num_stages=3,
+                cooperating_blocks=2,
+                prefetch_steps=2,
+            ),
         ),
         _cases(
             "squares, then linear of scaled rows mma",

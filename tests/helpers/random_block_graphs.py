@@ -12,7 +12,7 @@ import torch
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import plan
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.graph.block import (
     Accumulator,
@@ -67,21 +67,21 @@ def random_schedule(block: BlockGraph, seed: int) -> Schedule:
             key=lambda a: block.split_size(a.name) / tiles[a.name],
         )
         tiles[most.name] *= 2
-    first, lazy, stages = r.random() < 0.5, r.random() < 0.5, r.choice((1, 3))
-    split = 1
+    first, after_loop, stages = r.random() < 0.5, r.random() < 0.5, r.choice((1, 3))
+    cooperating = 1
     if sum(s.loop is not None for s in block.stages) == 1:
         trips = next(-(-block.split_size(a.name) // tiles[a.name]) for a in block.named(Role.LOOP))
-        split = r.choice(
+        cooperating = r.choice(
             [s for s in (1, 2, 4) if trips > 1 and (s - 1) * -(-trips // s) < trips] or [1]
         )
     return Schedule(
-        tuple(tiles.items()),
+        tiles,
         mma,
         first,
-        lazy,
+        after_loop,
         num_stages=stages,
-        split=split,
-        preload=r.choice((0, 1, 4)),
+        cooperating_blocks=cooperating,
+        prefetch_steps=r.choice((0, 1, 4)),
     )
 
 
@@ -357,12 +357,14 @@ class Unsuitable(Exception):
 
 def with_eight_columns(op: KernelOp, schedule: Schedule) -> Schedule:
     """The schedule with a product of tensor cores of 8 columns, where it has one of 16 and a tile of 16 can be half as long."""
-    for name, tile in schedule.tiles if plan(op, schedule).dots else ():
-        other = replace(schedule, tiles=tuple((dict(schedule.tiles) | {name: 8}).items()))
+    for name, tile in schedule.tiles.items() if plan_kernel(op, schedule).dots else ():
+        other = replace(schedule, tiles=dict(schedule.tiles) | {name: 8})
         if (
             tile == 16
             and op.block.role(name) is Role.GRID
-            and any(plan(op, other).columns(d) == 8 for d in plan(op, other).dots.values())
+            and any(
+                plan_kernel(op, other).columns(d) == 8 for d in plan_kernel(op, other).dots.values()
+            )
         ):
             return other
     return schedule
@@ -377,7 +379,7 @@ def random_cases(count: int, seed: int = 0) -> list[tuple[int, KernelGraph, Sche
             graph = random_graph(seed)
             schedule = random_schedule(graph.ops[0].block, seed)
             schedule = with_eight_columns(graph.ops[0], schedule) if seed % 2 else schedule
-            planned = plan(graph.ops[0], schedule)
+            planned = plan_kernel(graph.ops[0], schedule)
         except (
             Unsuitable,
             errors.CodegenError,
@@ -417,11 +419,11 @@ def main(count: int, seed: int) -> None:
     for number, graph, schedule in random_cases(count, seed):
         program = triton.generate(UGraph(graph, graph), [schedule])
         with_dots += "tl.dot" in program.source
-        planned = plan(graph.ops[0], schedule)
+        planned = plan_kernel(graph.ops[0], schedule)
         with_eight += any(planned.columns(d) == 8 for d in planned.dots.values())
         block, inputs = graph.ops[0].block, random_inputs(graph, number)
         with_parts += any(a.split_axis for a in block.axes)
-        with_splits += schedule.split > 1
+        with_splits += schedule.cooperating_blocks > 1
         with_shifts += any(a.shift for stage in block.stages for a in stage.accumulators)
         try:
             ours = compiler.load(program.source, program.digest).run(inputs)

@@ -14,7 +14,8 @@ import torch
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import placed, plan
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
@@ -43,10 +44,10 @@ def cases(
         program = dag(r)
         for k, c in enumerate(accept(search(program, SEARCH)[0], keep=4).candidates):
             if found < count and not space.obstacle(c.ugraph.block_ops):
-                schedules = tuple(_schedule(op, c, r) for op in placed(c.ugraph))
+                schedules = tuple(_schedule(op, c, r) for op in place_kernels(c.ugraph))
                 if all(
                     c.allows(s.mma) and _steps(op, s) <= steps
-                    for op, s in zip(placed(c.ugraph), schedules, strict=True)
+                    for op, s in zip(place_kernels(c.ugraph), schedules, strict=True)
                 ):
                     yield f"{number}.{k}", c.ugraph, schedules
                     found += 1
@@ -60,14 +61,14 @@ def _schedule(op, c: Candidate, r: random.Random) -> Schedule:
     )
     for split in r.sample((2, 4), 2):
         try:
-            return plan(op, replace(chosen, split=split)).schedule
+            return plan_kernel(op, replace(chosen, cooperating_blocks=split)).schedule
         except errors.CodegenError:
             continue
     return chosen
 
 
 def _steps(op: KernelOp, schedule: Schedule) -> int:
-    p = plan(op, schedule)
+    p = plan_kernel(op, schedule)
     return p.grid * sum(p.trips(s.loop) if s.loop else 1 for s in p.block.stages)
 
 
@@ -109,7 +110,7 @@ def main(count: int, seed: int) -> None:
         (
             name,
             complaint(ugraph, schedules, "cpu"),
-            any(s.split > 1 for s in schedules),
+            any(s.cooperating_blocks > 1 for s in schedules),
             any(s.mma for s in schedules),
         )
         for name, ugraph, schedules in cases(count, seed, STEPS)

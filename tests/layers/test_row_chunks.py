@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mirage_hf.codegen import compile as compiler
-from mirage_hf.codegen.plan import placed
+from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.errors import MirageError
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.layers import row_chunks
@@ -111,7 +111,8 @@ def test_kernels_are_compiled_together_before_they_are_checked(
             search_and_verify(program, SearchOptions(time_limit=20), keep=1).candidates
         )[0].ugraph
         entry = SimpleNamespace(
-            ugraph=ugraph, schedules=[space.schedules(op, limit=1)[0] for op in placed(ugraph)]
+            ugraph=ugraph,
+            schedules=[space.schedules(op, limit=1)[0] for op in place_kernels(ugraph)],
         )
         return SimpleNamespace(is_fused=True, run=None, entry=entry)
 

@@ -9,7 +9,7 @@ from triton.runtime.errors import OutOfResources
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import placed
+from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.tune import space
@@ -44,7 +44,7 @@ def run_all(g: KernelGraph, schedules: int = 6) -> list[str]:
     """What is wrong with the generated kernels of the first µGraphs, at some schedules of the space; empty if nothing is."""
     wrong, ran = [], 0
     for f in test_shifts.found_of(g)[:4]:
-        ranked = [space.schedules(op, limit=24) for op in placed(f.ugraph)]
+        ranked = [space.schedules(op, limit=24) for op in place_kernels(f.ugraph)]
         for n in range(0, min(map(len, ranked)), max(1, min(map(len, ranked)) // schedules)):
             chosen = [r[n] for r in ranked]
             try:

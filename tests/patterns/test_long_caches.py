@@ -13,7 +13,8 @@ import torch
 
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import placed, plan
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.errors import CodegenError
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.block import Role
@@ -92,7 +93,7 @@ def test_nothing_is_spilled_for_the_longest_caches(d, kernels, sm, tmp_path, mon
     tuned = symbolic.for_program(u, program(attention.LONG_SLOTS, d))
     schedules = [
         next((s for s in space.schedules(op) if s.mma), space.default_schedule(op))
-        for op in placed(tuned)
+        for op in place_kernels(tuned)
     ]
     ugraph, cut = cut_to(tuned, schedules, program(LONG, d))
     for kernel in compiler.ahead_of_time(triton.generate(ugraph, cut), sm):
@@ -103,7 +104,7 @@ def test_a_longer_cache_gets_longer_parts_and_no_more_of_them():
     u = found(128, 2)
     tuned = symbolic.for_program(u, program(attention.LONG_SLOTS, 128))
     ugraph, cut = cut_to(
-        tuned, [space.default_schedule(op) for op in placed(tuned)], program(LONG, 128)
+        tuned, [space.default_schedule(op) for op in place_kernels(tuned)], program(LONG, 128)
     )
     short, long = (x.block_ops[0].block for x in (tuned, ugraph))
     loop = short.named(Role.LOOP)[0]
@@ -111,9 +112,9 @@ def test_a_longer_cache_gets_longer_parts_and_no_more_of_them():
         long.axis(loop.split_axis).size == short.axis(loop.split_axis).size
         and long.split_size(loop.name) == LONG // short.axis(loop.split_axis).size
     )
-    p = plan(placed(ugraph)[0], cut[0])
+    p = plan_kernel(place_kernels(ugraph)[0], cut[0])
     assert (
-        p.walks and p.dealt and not plan(ugraph.block_ops[0], cut[0]).dealt
+        p.walks and p.dealt and not plan_kernel(ugraph.block_ops[0], cut[0]).dealt
     )  # who else reads the parts is known of the whole only
 
 
@@ -141,27 +142,27 @@ print(json.dumps(wrong))
 """
 
 CASES = [
-    dict(kernels=1, split=4, mma=True, group=3, d=16, gathered=0, straight=2),
-    dict(kernels=2, split=2, mma=True, group=3, d=16, gathered=64, straight=2),
-    dict(kernels=1, split=4, mma=False, group=2, d=10, gathered=64, straight=2),
-    dict(kernels=1, split=2, mma=False, group=1, d=10, gathered=0, straight=16),
+    dict(kernels=1, cooperating_blocks=4, mma=True, group=3, d=16, gathered=0, straight=2),
+    dict(kernels=2, cooperating_blocks=2, mma=True, group=3, d=16, gathered=64, straight=2),
+    dict(kernels=1, cooperating_blocks=4, mma=False, group=2, d=10, gathered=64, straight=2),
+    dict(kernels=1, cooperating_blocks=2, mma=False, group=1, d=10, gathered=0, straight=16),
 ]
 """gathered: partial results that a thread holds at a time; 0: those of one block. straight: blocks that are added up without a loop."""
 
 
-def walking(kernels: int, split: int, mma: bool, group: int, d: int, **_: int):
-    """Attention of two sequences to caches of 152 slots, and schedules whose loop takes short steps, shared by `split` blocks."""
+def walking(kernels: int, cooperating_blocks: int, mma: bool, group: int, d: int, **_: int):
+    """Attention of two sequences to caches of 152 slots, and schedules whose loop takes short steps, shared by `cooperating_blocks` blocks."""
     sizes = dict(rows=2, kv_heads=1, group=group)
     u = symbolic.for_program(found(d, kernels, **sizes), program(152, d, **sizes))
     if kernels == 2:
         u = symbolic.with_num_splits(u, str(u.block_ops[0].block.named(Role.LOOP)[0].split_axis), 3)
-    first, *others = placed(u)
+    first, *others = place_kernels(u)
     s = next(s for s in space.schedules(first) if s.mma == mma)
     loop = first.block.named(Role.LOOP)[0].name
     s = replace(
         s,
-        tiles=tuple((dict(s.tiles) | {loop: 16 if mma else 8}).items()),
-        split=split,
+        tiles=dict(s.tiles) | {loop: 16 if mma else 8},
+        cooperating_blocks=cooperating_blocks,
         num_warps=1,
         weights_first=False,
     )
@@ -174,36 +175,36 @@ def test_parts_share_what_is_within_bounds_and_are_added_up_in_pieces():
 
 def test_a_loop_that_was_held_whole_is_pipelined_and_fits_into_shared_memory_where_it_is_walked():
     tuned = symbolic.for_program(found(128, 2), program(attention.LONG_SLOTS, 128))
-    first, second = placed(tuned)
+    first, second = place_kernels(tuned)
     loop = first.block.named(Role.LOOP)[0].name
     s = next(s for s in space.schedules(first) if s.mma)
     whole = replace(
         s,
-        tiles=tuple((dict(s.tiles) | {loop: first.block.split_size(loop)}).items()),
+        tiles=dict(s.tiles) | {loop: first.block.split_size(loop)},
         num_stages=6,
         num_warps=8,
-        split=1,
+        cooperating_blocks=1,
     )
-    assert not plan(first, whole).walks
+    assert not plan_kernel(first, whole).walks
     ugraph, (cut, _) = cut_to(tuned, [whole, space.default_schedule(second)], program(LONG, 128))
-    p = plan(placed(ugraph)[0], cut)
+    p = plan_kernel(place_kernels(ugraph)[0], cut)
     assert p.walks and cut.num_stages == space.PIPELINED and estimate(p).shared <= H200.shared_bytes
 
 
 def test_more_blocks_share_a_longer_loop_but_not_one_as_long_as_it_was(monkeypatch):
     monkeypatch.setattr(
-        "mirage_hf.codegen.plan.FEW_ARE_ASYNCHRONOUS", False
+        "mirage_hf.codegen.plan.WGMMA_TAKES_8_COLUMNS", False
     )  # with which other tiles would fit shared memory
     tuned = symbolic.for_program(
         found(128, 1, kv_heads=8), program(attention.LONG_SLOTS, 128, kv_heads=8)
     )
-    (op,) = placed(tuned)
+    (op,) = place_kernels(tuned)
     s = next(s for s in space.schedules(op) if s.mma)
     s = replace(
-        s, tiles=tuple((dict(s.tiles) | {op.block.named(Role.LOOP)[0].name: 64}).items()), split=16
+        s, tiles=dict(s.tiles) | {op.block.named(Role.LOOP)[0].name: 64}, cooperating_blocks=16
     )
     splits = {
-        slots: cut_to(tuned, [s], program(slots, 128, kv_heads=8))[1][0].split
+        slots: cut_to(tuned, [s], program(slots, 128, kv_heads=8))[1][0].cooperating_blocks
         for slots in (64, 2048, attention.LONG_SLOTS, LONG)
     }
     assert splits == {64: 1, 2048: 16, attention.LONG_SLOTS: 16, LONG: 64}
@@ -211,11 +212,15 @@ def test_more_blocks_share_a_longer_loop_but_not_one_as_long_as_it_was(monkeypat
 
 def test_a_schedule_that_is_none_for_a_short_cache_gives_way_to_one_of_its_kind():
     tuned = symbolic.for_program(found(128, 1), program(attention.LONG_SLOTS, 128))
-    (op,) = placed(tuned)
+    (op,) = place_kernels(tuned)
     s = next(s for s in space.schedules(op) if s.mma and s.weights_first)
     for slots in (2, 40):
         ugraph, (cut,) = cut_to(tuned, [s], program(slots, 128))
-        assert cut.mma and plan(placed(ugraph)[0], cut).dots and triton.generate(ugraph, [cut])
+        assert (
+            cut.mma
+            and plan_kernel(place_kernels(ugraph)[0], cut).dots
+            and triton.generate(ugraph, [cut])
+        )
 
 
 def test_what_lies_ready_is_not_asked_for_before_a_share_is_known():
@@ -229,19 +234,19 @@ def test_what_lies_ready_is_not_asked_for_before_a_share_is_known():
     lo, hi = (g.new_input((2, 1, 1), "int32") for _ in range(2))
     g.mark_output(g.matmul(g.softmax(g.mul(g.matmul(q, k), 0.125), -1, lo, hi), v))
     for f in search(g, SearchOptions(time_limit=20, threads=1, max_width=1))[0]:
-        for n, op in enumerate(placed(f.ugraph)):
+        for n, op in enumerate(place_kernels(f.ugraph)):
             s = next(
                 (
                     s
                     for s in space.schedules(op)
-                    if s.preload and plan(op, s).walks and plan(op, s).dealt
+                    if s.prefetch_steps and plan_kernel(op, s).walks and plan_kernel(op, s).dealt
                 ),
                 None,
             )
             if s is not None:
                 schedules = [
                     s if m == n else space.default_schedule(o)
-                    for m, o in enumerate(placed(f.ugraph))
+                    for m, o in enumerate(place_kernels(f.ugraph))
                 ]
                 assert compiler.ahead_of_time(triton.generate(f.ugraph, schedules), 90)
                 return
@@ -251,7 +256,7 @@ def test_what_lies_ready_is_not_asked_for_before_a_share_is_known():
 def test_the_tuner_begins_with_schedules_that_ask_for_caches_early():
     tuned = symbolic.for_program(found(128, 1), program(attention.LONG_SLOTS, 128))
     first = next(tuner._scheduled(tuned, H200, space.schedules))
-    assert all(s.preload for s in first.schedules), first.schedules
+    assert all(s.prefetch_steps for s in first.schedules), first.schedules
 
 
 def test_heads_and_queries_share_the_rows_of_a_product():
@@ -263,11 +268,11 @@ def test_heads_and_queries_share_the_rows_of_a_product():
     )
     g.mark_output(g.matmul(g.softmax(g.mul(g.matmul(q, g.permute(k, (0, 1, 3, 2))), 0.125)), v))
     best = search(g, SearchOptions(time_limit=20, threads=1, max_width=1))[0][0].ugraph
-    op = placed(best)[0]
+    op = place_kernels(best)[0]
     side = [a.name for a in op.block.axes if a.size == 4]
     assert len(side) == 2 and all(op.block.role(a) is Role.GRID for a in side)
     s = next(s for s in space.schedules(op) if s.mma)
-    assert [s.tile(a) for a in side] == [4, 4] and len(plan(op, s).dots) == 2
+    assert [s.tiles[a] for a in side] == [4, 4] and len(plan_kernel(op, s).dots) == 2
 
 
 def test_keys_held_whole_are_not_cut_to_more_than_shared_memory_holds():
@@ -285,11 +290,11 @@ def test_keys_held_whole_are_not_cut_to_more_than_shared_memory_holds():
     whole = search(
         block.program(3, slots=256), SearchOptions(time_limit=20, threads=1, max_width=1)
     )[0][0].ugraph
-    schedules = [next(s for s in space.schedules(op) if s.mma) for op in placed(whole)]
+    schedules = [next(s for s in space.schedules(op) if s.mma) for op in place_kernels(whole)]
     with pytest.raises(CodegenError, match="bytes of shared memory"):
         cut_to(whole, schedules, block.program(3, slots=1023))
     ugraph, cut = cut_to(whole, schedules, block.program(3, slots=400))
     assert all(
-        estimate(plan(op, s)).shared <= H200.shared_bytes
-        for op, s in zip(placed(ugraph), cut, strict=True)
+        estimate(plan_kernel(op, s)).shared <= H200.shared_bytes
+        for op, s in zip(place_kernels(ugraph), cut, strict=True)
     )

@@ -9,7 +9,7 @@ import torch
 
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import placed
+from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import UGraph
@@ -86,7 +86,7 @@ def copied(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def schedules_of(u: UGraph):
     """The best schedule of each kind, and some further down."""
-    ranked = [space.schedules(op, limit=24) for op in placed(u)]
+    ranked = [space.schedules(op, limit=24) for op in place_kernels(u)]
     for n in {
         0,
         *(next((n for n, s in enumerate(ranked[0]) if s.mma == mma), 0) for mma in (False, True)),

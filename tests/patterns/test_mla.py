@@ -10,7 +10,8 @@ import torch
 
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import placed, plan
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.errors import GraphError
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
@@ -44,7 +45,8 @@ def test_latents_are_never_expanded(ropes: str, heads: int, rows: int, us: float
     assert reads == [{"q", "w_k"}, {"latents", "q_rope", "keys", "lo", "end"}, {"w_v"}], reads
     assert all(4096 not in t.dims for op in kernels for t in op.outputs)
     expected = [
-        estimate(plan(op, space.schedules(op, limit=1)[0])).us for op in placed(found[0].ugraph)
+        estimate(plan_kernel(op, space.schedules(op, limit=1)[0])).us
+        for op in place_kernels(found[0].ugraph)
     ]
     assert sum(expected) < us, expected
 
@@ -56,13 +58,13 @@ def test_latents_are_copied_ahead_once_where_both_products_read_them_in_step() -
     g = block.searched(16)
     assert g is not None
     found, _ = search(g, SearchOptions(max_width=1))
-    ops = placed(found[0].ugraph)
+    ops = place_kernels(found[0].ugraph)
     first, core, last = (space.default_schedule(op) for op in ops)
     tile = 64 * (512 + 64) * 2
     for latents_first, stages in ((False, 2), (False, 3), (True, 2)):
         s = replace(
             core,
-            tiles=tuple((dict(core.tiles) | {"t": 64}).items()),
+            tiles=dict(core.tiles) | {"t": 64},
             num_stages=stages,
             num_warps=4,
             weights_first=latents_first,
@@ -71,9 +73,9 @@ def test_latents_are_copied_ahead_once_where_both_products_read_them_in_step() -
         buffers = stages if latents_first else stages - 1
         assert (
             buffers * tile
-            <= 0.95 * estimate(plan(ops[1], s)).shared
+            <= 0.95 * estimate(plan_kernel(ops[1], s)).shared
             < kernel.shared
-            <= estimate(plan(ops[1], s)).shared
+            <= estimate(plan_kernel(ops[1], s)).shared
         )
         assert kernel.shared < (buffers + 0.5) * tile
 

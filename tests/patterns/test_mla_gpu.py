@@ -9,7 +9,7 @@ from triton.runtime.errors import OutOfResources
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import placed
+from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.patterns.attention import LONG_SLOTS
@@ -82,7 +82,7 @@ def wrong(
     )
     off, ran = [], 0
     for n, u in enumerate(found):
-        ranked = [space.schedules(op, limit=24) for op in placed(u)]
+        ranked = [space.schedules(op, limit=24) for op in place_kernels(u)]
         for k in range(0, min(map(len, ranked)), max(1, min(map(len, ranked)) // schedules)):
             chosen = [r[k] for r in ranked]
             try:

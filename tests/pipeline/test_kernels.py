@@ -18,7 +18,7 @@ from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.pipeline import kernels, torch_op
 from mirage_hf.tune import space
 from mirage_hf.tune.measure import timing
-from mirage_hf.tune.tuner import MEASURED, REFUSED, Trial
+from mirage_hf.tune.tuner import MEASURED, REFUSED, MeasuredCandidate
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import key_of
 from mirage_hf.zoo.store import packaged_store, user_store
@@ -196,12 +196,12 @@ def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch, caplog
     entries = [e for e in packaged_store().entries() if isinstance(e, Entry)]
     for newer in (False, True):
         for module in (kernels, plan):
-            monkeypatch.setattr(module, "FEW_ARE_ASYNCHRONOUS", newer)
+            monkeypatch.setattr(module, "WGMMA_TAKES_8_COLUMNS", newer)
         unsafe = [e for e in entries if not kernels._serves(e, True, "auto")]
-        few = {t for e in unsafe for s in e.schedules for t in s.tiles if s.mma}
+        few = {t for e in unsafe for s in e.schedules for t in s.tiles.items() if s.mma}
         assert len(entries) > 50 and bool(unsafe) == newer
         assert not newer or (len(unsafe) < 8 and any(tile == 8 for _, tile in few))
-        monkeypatch.setattr(torch_op, "FEW_ARE_ASYNCHRONOUS", newer)
+        monkeypatch.setattr(torch_op, "WGMMA_TAKES_8_COLUMNS", newer)
         loaded: list[str] = []
         monkeypatch.setattr(torch_op, "launcher", loaded.append)
         for e in unsafe:  # graphs that were saved name them by digest
@@ -240,13 +240,15 @@ def made(k: int, *us: float, library: float | None = 9.0) -> kernels.Resolved:
     (op,) = found.ugraph.block_ops
     schedules = space.schedules(op, limit=len(us))
     tuned = tuple(
-        Trial(found.ugraph, (s,), 1.0, MEASURED, timing=timing([t], 1))
+        MeasuredCandidate(found.ugraph, (s,), 1.0, MEASURED, timing=timing([t], 1))
         for s, t in zip(schedules, us, strict=True)
     )
     theirs = (
-        Trial(library_ugraph(program), (), 1.0, REFUSED, "OutOfMemoryError")
+        MeasuredCandidate(library_ugraph(program), (), 1.0, REFUSED, "OutOfMemoryError")
         if library is None
-        else Trial(library_ugraph(program), (), 1.0, MEASURED, timing=timing([library], 1))
+        else MeasuredCandidate(
+            library_ugraph(program), (), 1.0, MEASURED, timing=timing([library], 1)
+        )
     )
     found = replace(found, tuned=tuned, library=theirs)
     return replace(kernels._resolved(found.entry(), kernels.SEARCHED, True, 3.0), made=found)

@@ -13,7 +13,7 @@ from mirage_hf.graph.maps import maps_of
 from mirage_hf.pipeline import superoptimizer
 from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.search.map_restriction import MapRestriction
-from mirage_hf.tune.restrict import Restriction
+from mirage_hf.tune.launch_restriction import LaunchRestriction
 from mirage_hf.verify.field_proof import prove
 from tests.helpers import programs
 
@@ -282,9 +282,9 @@ def test_schedules_are_restricted_in_every_kernel_of_a_ugraph():
     )
     sizes = [[a.size for a in op.block.named(Role.GRID)] for op in two.block_ops]
     assert all(4096 in grid for grid in sizes)
-    (kept,) = Restriction.of([(256,)], None, None).scheduled([two])
+    (kept,) = LaunchRestriction.of([(256,)], None, None).scheduled([two])
     assert len(kept.schedules) == 2
     for op, s in zip(kept.block_ops, kept.schedules, strict=True):
-        assert math.prod(-(-a.size // s.tile(a.name)) for a in op.block.named(Role.GRID)) == 256
+        assert math.prod(-(-a.size // s.tiles[a.name]) for a in op.block.named(Role.GRID)) == 256
     with pytest.raises(errors.SearchError, match="no kernel keeps to griddims"):
-        Restriction.of([(3,)], None, None).scheduled([two])
+        LaunchRestriction.of([(3,)], None, None).scheduled([two])

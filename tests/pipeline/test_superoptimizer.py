@@ -819,7 +819,7 @@ def test_equal_ugraphs_with_other_schedules_run_their_own(monkeypatch):
     g = mi.new_kernel_graph()
     g.exp(g.new_input((4, 64)))
     u = g.superoptimize(backend="cpu")[0]
-    ops = superoptimizer.placed(u)
+    ops = superoptimizer.place_kernels(u)
     first, second = (tuple(s[n] for s in map(superoptimizer.space.schedules, ops)) for n in (0, 1))
     for schedules in (first, second, first):
         superoptimizer._runner(replace(u, schedules=schedules), schedules)

@@ -132,7 +132,7 @@ def test_a_result_serves_every_size_without_another_search(monkeypatch):
         assert here is found.at(tokens=tokens) and here.program.inputs[0].dims == (tokens, 256)
         assert here[0].schedules is not None and triton.generate(here[0]).source
     one = found.at(tokens=1)[0].schedules[0]
-    assert not one.mma and one.tile("m") == 1  # one row needs no tensor cores
+    assert not one.mma and one.tiles["m"] == 1  # one row needs no tensor cores
 
 
 def test_sizes_that_cannot_be_are_refused():

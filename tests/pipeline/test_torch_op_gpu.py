@@ -10,7 +10,7 @@ import torch
 
 import mirage_hf as mi
 from mirage_hf import errors
-from mirage_hf.codegen.plan import placed
+from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.pipeline import torch_op
 from mirage_hf.tune import space
 
@@ -36,7 +36,13 @@ def found() -> Any:
 def sharing(found: list[Any]) -> list[Any]:
     """Those whose loops two blocks can share, with schedules by which these count who is done."""
     chosen = [
-        (u, [next((s for s in space.schedules(op) if s.split == 2), None) for op in placed(u)])
+        (
+            u,
+            [
+                next((s for s in space.schedules(op) if s.cooperating_blocks == 2), None)
+                for op in place_kernels(u)
+            ],
+        )
         for u in found
     ]
     return [replace(u, schedules=tuple(schedules)) for u, schedules in chosen if all(schedules)]

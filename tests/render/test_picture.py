@@ -144,7 +144,7 @@ def stored_input() -> UGraph:
 
 def scheduled() -> UGraph:
     u = ugraphs.rms_norm_linear()
-    return replace(u, schedules=(Schedule((("m", 1), ("n", 16), ("k", 16)), num_warps=2),))
+    return replace(u, schedules=(Schedule({"m": 1, "n": 16, "k": 16}, num_warps=2),))
 
 
 def random_ugraph(seed: int) -> UGraph:
@@ -333,7 +333,9 @@ def test_parts_running_maxima_and_rescaled_sums_are_shown():
 
 def test_trips_are_shown_once_there_is_a_schedule():
     texts = [t.text for t in ET.fromstring(picture.svg(scheduled())).iter(f"{SVG}text")]
-    assert "16 at a time:" in texts and "4 trips" in texts and any("warps:2" in t for t in texts)
+    assert (
+        "16 at a time:" in texts and "4 trips" in texts and any("num_warps=2" in t for t in texts)
+    )
 
 
 def test_panels_flow_into_columns_in_order():

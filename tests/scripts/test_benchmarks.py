@@ -178,7 +178,7 @@ def test_a_zoo_is_not_given_what_failed(monkeypatch, tmp_path):
         "program",
         ugraph,
         "# text\n",
-        (Schedule((("m", 1), ("n", 16), ("k", 64))),),
+        (Schedule({"m": 1, "n": 16, "k": 64}),),
         (),
         0.0,
         {"candidates": 3},

@@ -7,7 +7,7 @@ import torch
 
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import placed
+from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
@@ -102,7 +102,8 @@ def test_every_schedule_of_the_space(name):
     properties = torch.cuda.get_device_properties(0)
     sm = 10 * properties.major + properties.minor
     ranked = [
-        space.schedules(op, device_named(properties.name, sm), limit=48) for op in placed(ugraph)
+        space.schedules(op, device_named(properties.name, sm), limit=48)
+        for op in place_kernels(ugraph)
     ]
     schedules = [[r[min(n, len(r) - 1)] for r in ranked] for n in range(max(map(len, ranked)))]
     programs = [triton.generate(ugraph, s) for s in schedules]
@@ -141,8 +142,8 @@ def test_running_maxima_on_hard_numbers(name, parts, mma):
     )
     inputs = [x.cuda() for x in kernel_cases.attention_inputs(name, dtype, **shape)]
     tiles = dict(h=1, m=16, s=32, d=64) | ({"p": 1} if parts > 1 else {})
-    schedules = [Schedule(tuple(tiles.items()), mma=mma, num_stages=3)]
-    schedules += [Schedule((("h", 1), ("m", 4), ("p", 8), ("d", 64)))] if parts > 1 else []
+    schedules = [Schedule(tiles, mma=mma, num_stages=3)]
+    schedules += [Schedule({"h": 1, "m": 4, "p": 8, "d": 64})] if parts > 1 else []
     (ours,) = run_of(ugraph, *schedules)(inputs)
     (exact,) = run_kernel_graph(ugraph.program, inputs, torch.float64)
     (stock,) = run_kernel_graph(ugraph.program, [x.float() for x in inputs], torch.float32)
@@ -162,9 +163,7 @@ def test_a_maximum_propagates_nan():
         (True, dict(m=2, n=16), True),
         (True, dict(m=2, n=16), False),
     ):
-        (y,) = run_of(kernel_cases.row_maximum(walk), Schedule(tuple(tiles.items()), lazy=lazy))(
-            [x]
-        )
+        (y,) = run_of(kernel_cases.row_maximum(walk), Schedule(tiles, reduce_after_loop=lazy))([x])
         assert y.isnan().flatten().tolist() == [False, True, False]
 
 
@@ -216,7 +215,7 @@ def test_the_jit_finds_what_was_compiled_ahead(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     program = triton.generate(
         kernel_cases.rms_norm_linear(1, 1024, 320),
-        [Schedule((("m", 1), ("n", 4), ("k", 1024)), num_warps=8)],
+        [Schedule({"m": 1, "n": 4, "k": 1024}, num_warps=8)],
     )
     major, minor = torch.cuda.get_device_capability()
     compiler.ahead_of_time(program, 10 * major + minor)

@@ -10,13 +10,14 @@ import torch
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import placed, plan
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.tune import cost, space, tuner
-from mirage_hf.tune.restrict import Restriction
+from mirage_hf.tune.launch_restriction import LaunchRestriction
 from mirage_hf.verify.verdict import Accepted
 from tests.helpers import kernel_cases
 from tests.helpers.thorough import THOROUGH
@@ -25,9 +26,9 @@ DEVICES = (cost.H200, cost.A100, cost.RTX_4090) if THOROUGH else (cost.H200, cos
 
 
 def test_round_trip_and_order_of_tiles():
-    s = Schedule((("n", 8), ("k", 256), ("m", 1)), mma=True, num_warps=8)
+    s = Schedule({"n": 8, "k": 256, "m": 1}, mma=True, num_warps=8)
     assert Schedule.from_dict(s.to_dict()) == s
-    assert s == Schedule((("m", 1), ("k", 256), ("n", 8)), mma=True, num_warps=8)
+    assert s == Schedule({"m": 1, "k": 256, "n": 8}, mma=True, num_warps=8)
     assert s.to_dict()["tiles"] == {"k": 256, "m": 1, "n": 8}
 
 
@@ -35,11 +36,11 @@ def test_round_trip_and_order_of_tiles():
     "bad, says",
     [
         (
-            dict(tiles=(("n", 12),)),
-            "n is 12; tiles, num_warps, split and preload must be powers of two",
+            dict(tiles={"n": 12}),
+            "n is 12; tiles, num_warps, cooperating_blocks and prefetch_steps must be powers of two",
         ),
-        (dict(tiles=(("n", 8),), num_warps=3), "num_warps is 3"),
-        (dict(tiles=(("n", 8),), num_stages=0), "num_stages is 0"),
+        (dict(tiles={"n": 8}, num_warps=3), "num_warps is 3"),
+        (dict(tiles={"n": 8}, num_stages=0), "num_stages is 0"),
     ],
 )
 def test_impossible_schedules_say_why(bad, says):
@@ -58,7 +59,7 @@ def test_a_schedule_for_another_block_graph_is_refused():
         errors.CodegenError,
         match=r"tiles are given for \['n'\], the block graph's axes are \['k', 'm', 'n'\]",
     ):
-        plan(op, Schedule((("n", 8),)))
+        plan_kernel(op, Schedule({"n": 8}))
 
 
 def test_a_tile_axis_is_held_whole():
@@ -67,7 +68,7 @@ def test_a_tile_axis_is_held_whole():
         errors.CodegenError,
         match="tile axis n of size 100 must be held whole; its tile is 64, give 128",
     ):
-        plan(op, Schedule((("m", 1), ("n", 64))))
+        plan_kernel(op, Schedule({"m": 1, "n": 64}))
 
 
 def test_a_grid_axis_that_no_output_carries_is_refused():
@@ -101,11 +102,11 @@ SPACES = {
 
 @pytest.mark.parametrize("name", SPACES)
 def test_the_space_keeps_to_its_budgets(name):
-    for op, device in itertools.product(placed(SPACES[name]), DEVICES):
+    for op, device in itertools.product(place_kernels(SPACES[name]), DEVICES):
         found = space.schedules(op, device, limit=10**6)
         assert found and len(set(found)) == len(found)
         for s in found:
-            estimate = cost.estimate(plan(op, s), device)
+            estimate = cost.estimate(plan_kernel(op, s), device)
             assert (
                 estimate.registers <= space.REGISTER_BUDGET
                 and estimate.shared <= device.shared_bytes
@@ -119,16 +120,18 @@ def test_the_space_keeps_to_its_budgets(name):
 @pytest.mark.parametrize("name", ["online", "split", "split matmul"])
 def test_the_estimate_of_shared_memory_is_not_exceeded(name, tmp_path, monkeypatch):
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
-    op = placed(SPACES[name])[0]
+    op = place_kernels(SPACES[name])[0]
     for device in DEVICES:
         ranked = [s for s in space.schedules(op, device) if s.mma]
-        greedy = max(ranked, key=lambda s: cost.estimate(plan(op, s), device).shared)
-        rest = [space.default_schedule(o, device) for o in placed(SPACES[name])[1:]]
+        greedy = max(ranked, key=lambda s: cost.estimate(plan_kernel(op, s), device).shared)
+        rest = [space.default_schedule(o, device) for o in place_kernels(SPACES[name])[1:]]
         kernel = compiler.ahead_of_time(triton.generate(SPACES[name], [greedy, *rest]), device.sm)[
             0
         ]
         assert (
-            kernel.shared <= cost.estimate(plan(op, greedy), device).shared <= device.shared_bytes
+            kernel.shared
+            <= cost.estimate(plan_kernel(op, greedy), device).shared
+            <= device.shared_bytes
         )
 
 
@@ -136,7 +139,7 @@ def test_tiles_of_parts():
     ugraph = kernel_cases.split_matmul(3, 100, 37, 3, held=True)
     first, _ = ugraph.block_ops
     assert all(dict(s.tiles)["k"] == 64 and dict(s.tiles)["p"] == 1 for s in space.schedules(first))
-    planned = plan(first, Schedule((("m", 1), ("p", 1), ("n", 8), ("k", 64))))
+    planned = plan_kernel(first, Schedule({"m": 1, "p": 1, "n": 8, "k": 64}))
     assert (
         planned.trips("k") == 1
         and planned.grid == 3 * 3 * 5
@@ -147,12 +150,12 @@ def test_tiles_of_parts():
         errors.CodegenError,
         match="k of size 100, of which a block has 34, must be held whole; its tile is 32, give 64",
     ):
-        plan(first, Schedule((("m", 1), ("p", 1), ("n", 8), ("k", 32))))
+        plan_kernel(first, Schedule({"m": 1, "p": 1, "n": 8, "k": 32}))
     with pytest.raises(
         errors.CodegenError,
         match="p numbers the parts of k, of which a block has one; its tile is 4, give 1",
     ):
-        plan(first, Schedule((("m", 1), ("p", 4), ("n", 8), ("k", 64))))
+        plan_kernel(first, Schedule({"m": 1, "p": 4, "n": 8, "k": 64}))
 
 
 def test_estimates_count_parts():
@@ -160,32 +163,32 @@ def test_estimates_count_parts():
     few, many = (
         kernel_cases.online_attention(8, 1, 4096, 128, parts).block_ops[0] for parts in (4, 16)
     )
-    s = Schedule((("h", 1), ("m", 1), ("p", 1), ("s", 64), ("d", 128)))
+    s = Schedule({"h": 1, "m": 1, "p": 1, "s": 64, "d": 128})
     assert (
-        plan(few, s).trips("s") == 4 * plan(many, s).trips("s") == 16
-        and 4 * plan(few, s).grid == plan(many, s).grid == 128
+        plan_kernel(few, s).trips("s") == 4 * plan_kernel(many, s).trips("s") == 16
+        and 4 * plan_kernel(few, s).grid == plan_kernel(many, s).grid == 128
     )
-    one, other = cost.estimate(plan(few, s)), cost.estimate(plan(many, s))
+    one, other = cost.estimate(plan_kernel(few, s)), cost.estimate(plan_kernel(many, s))
     assert other.us < one.us and other.bytes - one.bytes == 12 * 8 * (128 + 2) * 4
-    assert plan(few, s).is_streamed(few.block.inputs[1]) and not plan(few, s).is_streamed(
-        few.block.inputs[0]
-    )
+    assert plan_kernel(few, s).is_streamed(few.block.inputs[1]) and not plan_kernel(
+        few, s
+    ).is_streamed(few.block.inputs[0])
 
 
 def test_shifted_sums_and_their_maxima_are_not_lazy():
     op = kernel_cases.online_attention(2, 4, 100, 32).block_ops[0]
-    planned = plan(op, Schedule((("h", 1), ("m", 4), ("s", 32), ("d", 32)), lazy=True))
+    planned = plan_kernel(op, Schedule({"h": 1, "m": 4, "s": 32, "d": 32}, reduce_after_loop=True))
     stage = op.block.stages[0]
-    assert not any(planned.is_lazy(stage, a) for a in stage.accumulators) and set(
+    assert not any(planned.is_reduced_after_loop(stage, a) for a in stage.accumulators) and set(
         planned.maxima(stage)
     ) == {"top"}
 
 
 def test_a_kernel_reads_a_view_by_the_strides_that_torch_gives_it():
     ugraph = kernel_cases.split_matmul(3, 100, 37, 3, view=True)
-    assert placed(ugraph)[1].inputs[0].strides == (37, 3 * 37, 1) and placed(ugraph)[1].inputs[
-        0
-    ].dims == (3, 3, 37)
+    assert place_kernels(ugraph)[1].inputs[0].strides == (37, 3 * 37, 1) and place_kernels(ugraph)[
+        1
+    ].inputs[0].dims == (3, 3, 37)
 
 
 def test_rank_gives_every_kernel_a_schedule():
@@ -196,22 +199,25 @@ def test_rank_gives_every_kernel_a_schedule():
         and len({c.schedules for c in ranked}) == len(ranked)
     )
     first = tuple(
-        replace(space.default_schedule(op), hasten=op.followed) for op in placed(SPACES["split"])
+        replace(space.default_schedule(op), trigger_early=op.next_may_launch_early)
+        for op in place_kernels(SPACES["split"])
     )
-    assert ranked[0].schedules == first and [s.hasten for s in first] == [True, False]
+    assert ranked[0].schedules == first and [s.trigger_early for s in first] == [True, False]
 
 
 def test_restrictions_count_parts_as_blocks():
     op = kernel_cases.online_attention(8, 1, 4096, 128, 4).block_ops[0]
-    kept = Restriction.of([(8, 4)], [(128,)], [16]).schedules(op)
-    assert kept and all(plan(op, s).grid == 32 and plan(op, s).trips("s") == 16 for s in kept)
-    assert not Restriction.of([(8, 2)], None, None).schedules(op)
+    kept = LaunchRestriction.of([(8, 4)], [(128,)], [16]).schedules(op)
+    assert kept and all(
+        plan_kernel(op, s).grid == 32 and plan_kernel(op, s).trips("s") == 16 for s in kept
+    )
+    assert not LaunchRestriction.of([(8, 2)], None, None).schedules(op)
 
 
 def test_measured_winners_rank_high():
     """FACTS: 8 rows of W, 1024 of K, 4 warps won for one row of 4096 to 4096; 16 rows want tensor cores."""
     first = space.schedules(SPACES["norm linear"].block_ops[0], limit=4)
-    assert Schedule((("m", 1), ("n", 8), ("k", 1024)), num_warps=4, preload=1) in first
+    assert Schedule({"m": 1, "n": 8, "k": 1024}, num_warps=4, prefetch_steps=1) in first
     assert all(s.mma for s in space.schedules(SPACES["16 rows"].block_ops[0], limit=10))
 
 
@@ -244,10 +250,14 @@ def test_kernels_whose_steps_are_long_are_expected_to_be_slow():
     (op,) = kernel_cases.ugraph(g, b).block_ops
     expected = {
         c: cost.estimate(
-            plan(
+            plan_kernel(
                 op,
                 Schedule(
-                    (("m", 16), ("n", n), ("k", k)), mma=True, num_warps=w, num_stages=s, split=p
+                    {"m": 16, "n": n, "k": k},
+                    mma=True,
+                    num_warps=w,
+                    num_stages=s,
+                    cooperating_blocks=p,
                 ),
             )
         ).us
@@ -262,25 +272,25 @@ def test_kernels_whose_steps_are_long_are_expected_to_be_slow():
 def test_scores_by_multiply_adds_and_products_held_whole_are_expected_to_be_slow():
     """Measured on an H200: attention of 4 rows over 4096 keys by multiply-adds took 6 to 13 times as long as on tensor cores; products that
     hold 2048 × 32 weights in the registers of 4 warps took 112 µs instead of 6."""
-    (op,) = placed(kernel_cases.online_attention(64, 4, 4096, 64))
+    (op,) = place_kernels(kernel_cases.online_attention(64, 4, 4096, 64))
     tiles = dict(h=1, s=64, d=64)
     by_hand, cores = (
         cost.estimate(
-            plan(op, Schedule(tuple((tiles | {"m": m}).items()), mma, num_warps=8, num_stages=3))
+            plan_kernel(op, Schedule(tiles | {"m": m}, mma, num_warps=8, num_stages=3))
         ).us
         for m, mma in ((4, False), (8, True))
     )
     assert by_hand > 3 * cores, (by_hand, cores)
-    (op,) = placed(kernel_cases.rms_norm_linear(8, 2048, 3072))
+    (op,) = place_kernels(kernel_cases.rms_norm_linear(8, 2048, 3072))
     whole, walked = (
         cost.estimate(
-            plan(op, Schedule((("m", 8), ("n", 32), ("k", k)), True, num_stages=3))
+            plan_kernel(op, Schedule({"m": 8, "n": 32, "k": k}, True, num_stages=3))
         ).registers
         for k in (2048, 256)
     )
     assert walked < space.REGISTER_BUDGET < 2 * space.REGISTER_BUDGET < whole
     assert all(
-        s.num_stages == 1 for s in space.schedules(op, limit=10**6) if s.tile("k") == 2048
+        s.num_stages == 1 for s in space.schedules(op, limit=10**6) if s.tiles["k"] == 2048
     )  # the same kernel for all of them
 
 
@@ -345,7 +355,7 @@ def test_long_calls_are_replayed_less_often(us, replays, monkeypatch):
 def test_steps_from_a_candidate_are_new_possible_and_permitted():
     for name, mma in (("16 rows", True), ("norm linear", False)):
         ugraph = SPACES[name]
-        (op,) = placed(ugraph)
+        (op,) = place_kernels(ugraph)
         start = next(
             c
             for c in tuner.rank([ugraph], per_graph=8)
@@ -361,10 +371,10 @@ def test_steps_from_a_candidate_are_new_possible_and_permitted():
             and len(set(schedules)) == len(schedules)
             and start.schedules[0] not in schedules
         )
-        assert all(s.mma == mma for s in schedules) and all(plan(op, s) for s in schedules)
-        assert {s.split for s in schedules} > {start.schedules[0].split} and 0 in {
-            s.preload for s in schedules
-        }
+        assert all(s.mma == mma for s in schedules) and all(plan_kernel(op, s) for s in schedules)
+        assert {s.cooperating_blocks for s in schedules} > {
+            start.schedules[0].cooperating_blocks
+        } and 0 in {s.prefetch_steps for s in schedules}
 
 
 def test_a_chain_links_through_inputs_whose_elements_share_a_place(monkeypatch):
@@ -422,55 +432,55 @@ def test_kernels_are_chosen_by_the_time_of_all_together(monkeypatch):
 @pytest.mark.parametrize(
     "schedule, k, says",
     [
-        (dict(split=8), 128, "4 steps of the loop cannot be split among 8 blocks"),
-        (dict(split=2), 512, "one stage that walks"),
-        (dict(split=3), 64, "powers of two"),
-        (dict(preload=-1), 64, "powers of two"),
+        (dict(cooperating_blocks=8), 128, "4 steps of the loop cannot be split among 8 blocks"),
+        (dict(cooperating_blocks=2), 512, "one stage that walks"),
+        (dict(cooperating_blocks=3), 64, "powers of two"),
+        (dict(prefetch_steps=-1), 64, "powers of two"),
     ],
 )
 def test_loops_that_cannot_be_shared_say_why(schedule, k, says):
     with pytest.raises(errors.CodegenError, match=says):
-        plan(
-            placed(kernel_cases.rms_norm_linear(1, 512, 64))[0],
-            Schedule((("m", 1), ("n", 8), ("k", k)), **schedule),
+        plan_kernel(
+            place_kernels(kernel_cases.rms_norm_linear(1, 512, 64))[0],
+            Schedule({"m": 1, "n": 8, "k": k}, **schedule),
         )
 
 
 def test_a_loop_of_other_length_is_shared_by_fewer_blocks():
     """A schedule for a long loop, cut to shorter ones: as many blocks as there can be with none without work."""
-    chosen = Schedule((("m", 1), ("n", 64), ("k", 128)), split=16)
+    chosen = Schedule({"m": 1, "n": 64, "k": 128}, cooperating_blocks=16)
     shared = {}
     for k in (8192, 5000, 1100, 1024, 300, 129, 128, 40):
         u = kernel_cases.rms_norm_linear(1, k, 256)
         (op,) = u.block_ops
         schedule = space.fitted(chosen, op.block)
-        plan(op, schedule)
+        plan_kernel(op, schedule)
         triton.generate(u, [schedule])
-        shared[k] = schedule.split
-        if 1 < 2 * schedule.split <= 16:
+        shared[k] = schedule.cooperating_blocks
+        if 1 < 2 * schedule.cooperating_blocks <= 16:
             with pytest.raises(errors.CodegenError, match=r"cannot be split|walks"):
-                plan(op, replace(schedule, split=2 * schedule.split))
+                plan_kernel(
+                    op, replace(schedule, cooperating_blocks=2 * schedule.cooperating_blocks)
+                )
     assert shared == {8192: 16, 5000: 8, 1100: 2, 1024: 8, 300: 2, 129: 2, 128: 1, 40: 1}
 
 
 def test_outputs_may_be_written_over_what_only_their_block_reads():
     residual = kernel_cases.rms_norm_linear(1, 512, 64, residual=True)
-    assert triton.generate(residual, [Schedule((("m", 1), ("n", 8), ("k", 512)))]).in_place == (
-        (0, 3),
-    )
+    assert triton.generate(residual, [Schedule({"m": 1, "n": 8, "k": 512})]).in_place == ((0, 3),)
     assert triton.generate(
-        residual, [Schedule((("m", 1), ("n", 8), ("k", 128)), split=2)]
+        residual, [Schedule({"m": 1, "n": 8, "k": 128}, cooperating_blocks=2)]
     ).in_place == ((0, 3),)
     square = kernel_cases.rms_norm_linear(
         1, 64, 64
     )  # x has the output's shape, but every block reads all of it
-    assert triton.generate(square, [Schedule((("m", 1), ("n", 8), ("k", 64)))]).in_place == ()
+    assert triton.generate(square, [Schedule({"m": 1, "n": 8, "k": 64})]).in_place == ()
 
 
 def test_given_outputs_are_written():
     """The text of `run`: given tensors stand in for new ones; what library calls return is copied into them."""
     source = triton.generate(
-        kernel_cases.rms_norm_linear(1, 512, 64), [Schedule((("m", 1), ("n", 8), ("k", 512)))]
+        kernel_cases.rms_norm_linear(1, 512, 64), [Schedule({"m": 1, "n": 8, "k": 512})]
     ).source
     assert "if out is None else out[0]" in source and "copy_" not in source
     library = library_ugraph(kernel_cases.rms_norm_linear(1, 512, 64).program)
@@ -483,13 +493,16 @@ def test_kinds_that_hold_in_a_ugraph_hold_in_those_with_such_block_graphs_in_any
     axis = next(a for a in block.axes if block.axis_split_by(a.name))
     other = symbolic.with_num_splits(split, axis.name, axis.size // 2)
     assert other.block_ops[0].block != split.block_ops[0].block
-    assert {s.mma for s in space.schedules(placed(other)[0])} == {False, True}
+    assert {s.mma for s in space.schedules(place_kernels(other)[0])} == {False, True}
     for kinds, want in (([{False}], {False}), ([{False}, {True}], {False, True}), ([set()], set())):
         allowed = space.permitted((split, may) for may in kinds)
-        assert [{s.mma for s in allowed(placed(u)[0], cost.H200)} for u in (split, other)] == [
+        assert [
+            {s.mma for s in allowed(place_kernels(u)[0], cost.H200)} for u in (split, other)
+        ] == [
             want,
             want,
         ]
     assert [
-        s and s.mma for s in (space.chosen(placed(split)[0], may) for may in ({True}, {False}, ()))
+        s and s.mma
+        for s in (space.chosen(place_kernels(split)[0], may) for may in ({True}, {False}, ()))
     ] == [True, False, None]

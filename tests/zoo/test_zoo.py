@@ -15,7 +15,8 @@ import pytest
 
 import mirage_hf as mi
 from mirage_hf import errors
-from mirage_hf.codegen.plan import placed, plan
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.triton import generate
 from mirage_hf.errors import Rejected
@@ -29,7 +30,7 @@ from mirage_hf.zoo.key import key_of
 from mirage_hf.zoo.store import Chain, Store, packaged_store
 from tests.helpers.ugraphs import gated_mlp, rms_norm_linear
 
-SCHEDULE = Schedule(tiles=(("m", 1), ("n", 16), ("k", 64)))
+SCHEDULE = Schedule(tiles={"m": 1, "n": 16, "k": 64})
 
 
 def entry(rows: int = 3, kernel: str = "# a kernel\nprint('µ')\n", target: str = "sm_90") -> Entry:
@@ -165,7 +166,7 @@ def test_every_entry_of_the_packaged_zoo_is_usable():
 def test_kernels_of_the_packaged_zoo_are_what_is_generated_now(monkeypatch):
     """Where they are not, raise schedule.VERSION and build the zoo again."""
     monkeypatch.setattr(
-        "mirage_hf.codegen.plan.FEW_ARE_ASYNCHRONOUS", False
+        "mirage_hf.codegen.plan.WGMMA_TAKES_8_COLUMNS", False
     )  # as of the Triton that they were tuned with
     assert not [
         str(e.folder)
@@ -178,11 +179,12 @@ def test_packaged_kernels_are_in_the_space_and_estimates_of_attention_are_near_t
     monkeypatch,
 ):
     monkeypatch.setattr(
-        "mirage_hf.codegen.plan.FEW_ARE_ASYNCHRONOUS", False
+        "mirage_hf.codegen.plan.WGMMA_TAKES_8_COLUMNS", False
     )  # as of the Triton that they were tuned with
     for e in packaged_store().entries():
         estimates = [
-            estimate(plan(op, s)) for op, s in zip(placed(e.ugraph), e.schedules, strict=True)
+            estimate(plan_kernel(op, s))
+            for op, s in zip(place_kernels(e.ugraph), e.schedules, strict=True)
         ]
         assert all(
             x.registers <= REGISTER_BUDGET and x.shared <= H200.shared_bytes for x in estimates

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mirage_hf import errors
 from mirage_hf.codegen.schedule import next_power_of_two
-from mirage_hf.codegen.triton import POINTERS, Launch, Program
+from mirage_hf.codegen.triton import POINTERS, GeneratedProgram, Launch
 from mirage_hf.decode.cache import MOST_EOS, CacheBlock, Control, Ring
 from mirage_hf.decode.kernels.written import INFINITY, as_program, launch, loading, order
 from mirage_hf.decode.program import NOTHING, Chooser, choose_greedily, draw, settle
@@ -108,7 +108,7 @@ def begin_program(
     dtype: torch.dtype,
     table_dtype: torch.dtype,
     scale: float = 1.0,
-) -> Program:
+) -> GeneratedProgram:
     """The kernel that fills `Inputs`, for an embedding (vocab, hidden) and rotary tables (tables, positions, width)."""
     count, positions, width = tables
     chunk = min(LEAST_CHUNK, next_power_of_two(hidden))
@@ -205,7 +205,9 @@ live = tl.max(tl.load(alive_ptr + m, mask=m < {batch}, other=0).to(tl.int32), ax
 """.strip()
 
 
-def turn_program(batch: int, slabs: Sequence[tuple[Ring, tuple[int, ...], torch.dtype]]) -> Program:
+def turn_program(
+    batch: int, slabs: Sequence[tuple[Ring, tuple[int, ...], torch.dtype]]
+) -> GeneratedProgram:
     """The kernel that does what `Ring.turn` does, for slabs (layers, batch, heads, slots, dim)."""
     signature = (
         ("length_ptr", "*i64"),
@@ -288,7 +290,7 @@ tl.store(report_ptr + {batch} + m, goes_on.to(tl.int64), mask=m < {batch})
 """What `program.settle` does with `token`, in one block."""
 
 
-def select_program(batch: int, vocab: int, dtype: torch.dtype) -> Program:
+def select_program(batch: int, vocab: int, dtype: torch.dtype) -> GeneratedProgram:
     """The kernel that does what `choose_greedily` does; its blocks leave the counter at 0, as they want to find it."""
     chunk = _chunk(batch, vocab)
     chunks = -(-vocab // chunk)
@@ -340,7 +342,7 @@ def select({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
     )
 
 
-def draw_program(batch: int, vocab: int) -> Program:
+def draw_program(batch: int, vocab: int) -> GeneratedProgram:
     """The kernel that does what `program.draw` does with the softmax of float32 scores; its blocks leave the counters at 0.
 
     Sums are taken in float64 and in a fixed order, so the same scores and numbers give the same tokens.
@@ -399,7 +401,7 @@ def draw({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
     return as_program(kernel, Launch("draw", signature, batch * chunks, num_warps=4, num_stages=1))
 
 
-def settle_program(batch: int) -> Program:
+def settle_program(batch: int) -> GeneratedProgram:
     """The kernel that does what `program.settle` does, and feeds token 0 where none was drawn."""
     signature = (
         ("token_ptr", "*i64"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mirage_hf import errors
 from mirage_hf.codegen.schedule import next_power_of_two
-from mirage_hf.codegen.triton import Launch, Program
+from mirage_hf.codegen.triton import GeneratedProgram, Launch
 from mirage_hf.decode.kernels.ends import MOST_ROWS, MOST_VOCAB
 from mirage_hf.decode.kernels.written import INFINITY, as_program, launch, loading, order
 
@@ -149,7 +149,7 @@ def _chunk(vocab: int) -> int:
     return max(LEAST_CHUNK, next_power_of_two(-(-vocab // MOST_PARTS)))
 
 
-def narrow_program(batch: int, vocab: int, weighed: bool) -> Program:
+def narrow_program(batch: int, vocab: int, weighed: bool) -> GeneratedProgram:
     """The kernel of one round. `weighed`: by weights too, else by the number of scores alone."""
     chunk = _chunk(vocab)
     chunks, kept = -(-vocab // chunk), "counted < keep"
@@ -220,7 +220,7 @@ def narrow({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
     )
 
 
-def totals_program(batch: int, vocab: int) -> Program:
+def totals_program(batch: int, vocab: int) -> GeneratedProgram:
     """The kernel of `totals`."""
     chunk = _chunk(vocab)
     chunks = -(-vocab // chunk)
@@ -262,7 +262,7 @@ def totals({", ".join(name for name, _ in signature)}, overlaps: tl.constexpr):
     )
 
 
-def cut_program(batch: int, vocab: int, fill: float, firsts: bool) -> Program:
+def cut_program(batch: int, vocab: int, fill: float, firsts: bool) -> GeneratedProgram:
     """The kernel that fills what does not stay, after the last round. Of equal scores at the limit some may stay; see `cut`."""
     chunk = _chunk(vocab)
     chunks = -(-vocab // chunk)

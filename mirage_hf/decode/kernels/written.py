@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import launching
-from mirage_hf.codegen.triton import Launch, Program
+from mirage_hf.codegen.triton import GeneratedProgram, Launch
 
 INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
 """What embeddings, rotary tables, logits and scores may be made of, with the bits of infinity: more of them are NaN."""
@@ -37,10 +37,10 @@ order = tl.where(size > 0x{INFINITY[dtype]:X}, 0x7FFFFFFF, tl.where(bits < 0, -s
 """.strip()
 
 
-def as_program(kernel: str, launch: Launch) -> Program:
+def as_program(kernel: str, launch: Launch) -> GeneratedProgram:
     """A file of one kernel and one set of argument types, which it names: kernels for other dtypes are other files."""
     types = f"# {launch.kernel}: {', '.join(f'{name} {kind}' for name, kind in launch.signature)}"
-    return Program(
+    return GeneratedProgram(
         "\n\n\n".join([HEAD, f"{types}\n{kernel.strip()}", launching.text(with_counters=False)])
         + "\n",
         (launch,),
@@ -50,11 +50,11 @@ def as_program(kernel: str, launch: Launch) -> Program:
 Loaded = tuple[ModuleType, Launch]
 
 
-def load(program: Program) -> Loaded:
+def load(program: GeneratedProgram) -> Loaded:
     return compiler.load(program.source, program.digest), program.launches[0]
 
 
-def loading(write: Callable[..., Program]) -> Callable[..., Loaded]:
+def loading(write: Callable[..., GeneratedProgram]) -> Callable[..., Loaded]:
     """What `write` writes, loaded: once for the same sizes."""
     return lru_cache(maxsize=256)(lambda *sizes: load(write(*sizes)))
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mirage_hf import errors
-from mirage_hf.codegen.plan import placed, plan
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.kernel import KernelOp
@@ -22,7 +23,7 @@ _BASES = 24
 
 
 @dataclass(frozen=True)
-class Restriction:
+class LaunchRestriction:
     """Allowed numbers of blocks per grid dim (ones do not count), threads of a block, and trips of the loop; empty: any.
 
     Every block graph of a µGraph must be able to keep to them, the one that combines partial results too."""
@@ -36,7 +37,7 @@ class Restriction:
         griddims: Iterable[Sequence[int]] | None,
         blockdims: Iterable[Sequence[int]] | None,
         franges: Iterable[int] | None,
-    ) -> Restriction:
+    ) -> LaunchRestriction:
         """Errors: SearchError for values that are not positive integers, or more than three dims."""
         for name, given in (("griddims", griddims), ("blockdims", blockdims), ("franges", franges)):
             if given is not None and (isinstance(given, str) or not isinstance(given, Iterable)):
@@ -56,7 +57,7 @@ class Restriction:
                     f"blockdims: {t} threads; a block has a power of two from 32 to 1024 of them"
                 )
         trips = _dims("franges", allowed[2], 64) if allowed[2] else ()
-        return Restriction(tuple(tuple(n for n in g if n > 1) for g in grids), threads, trips)
+        return LaunchRestriction(tuple(tuple(n for n in g if n > 1) for g in grids), threads, trips)
 
     def schedules(self, op: KernelOp, device: Device = H200) -> list[Schedule]:
         """The schedules of a `customized` op that keep to the restriction, best estimate first; may be empty."""
@@ -65,9 +66,9 @@ class Restriction:
         for base in space.schedules(op, device, _BASES):
             for tiles in self._tiles(op.block, dict(base.tiles)):
                 for threads in self.threads or (32 * base.num_warps,):
-                    s = replace(base, tiles=tuple(tiles.items()), num_warps=threads // 32, split=1)
+                    s = replace(base, tiles=tiles, num_warps=threads // 32, cooperating_blocks=1)
                     try:
-                        planned = plan(op, s)
+                        planned = plan_kernel(op, s)
                     except errors.CodegenError:
                         continue
                     cost = estimate(planned, device)
@@ -76,7 +77,7 @@ class Restriction:
                         and cost.shared <= device.shared_bytes
                     ):
                         found[s] = cost.us
-        return sorted(found, key=lambda s: (found[s], str(s)))
+        return sorted(found, key=lambda s: (found[s], space.tie_break(s)))
 
     def _or_none(self, op: KernelOp) -> list[Schedule]:
         try:
@@ -91,7 +92,7 @@ class Restriction:
         """
         kept = []
         for u in ugraphs:
-            choices = [self._or_none(op) for op in placed(u)]
+            choices = [self._or_none(op) for op in place_kernels(u)]
             if all(choices):
                 kept.append(replace(u, schedules=tuple(c[0] for c in choices)))
         if ugraphs and not kept:

@@ -1,0 +1,140 @@
+"""Where the kernels of a µGraph run: the strides of their operands, and which kernels surround them.
+
+A kernel is generated for more than its block graph. It also depends on the strides that its operands have when it runs,
+on the caches it appends to, and on what programmatic dependent launch (PDL) allows next to its neighbours.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from mirage_hf.graph import effects
+from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, Operand
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.ops import table
+
+#: Library ops whose result may be a view with strides of its own.
+VIEWS = ("permute", "reshape", "slice")
+
+
+@dataclass(frozen=True)
+class Append:
+    """An output that a kernel stores as new rows of a cache."""
+
+    #: Number of the output.
+    output: int
+    #: Number of the operand that holds the first slot to write.
+    position: int
+    #: Slots of the cache. They are its dim before the last.
+    slots: int
+
+
+@dataclass(frozen=True)
+class PlacedOp(KernelOp):
+    """A `customized` op as it runs.
+
+    Its operands have the strides that they have at run time, its outputs those of where they are stored.
+    """
+
+    appends: tuple[Append, ...] = ()
+    #: Operands that this or another kernel of the µGraph appends to.
+    caches: frozenset[int] = frozenset()
+    #: Bounds and positions that may be read before the grid dependency wait, while the previous kernel still runs.
+    #: Only in µGraphs that append to caches (see codegen/launching.py).
+    readable_before_wait: frozenset[int] = frozenset()
+    #: True if only generated kernels read the op's partial results, so that their layout is free.
+    has_private_partials: bool = False
+    #: True if the next kernel may launch at any time: it reads no bounds or positions before its own wait.
+    next_may_launch_early: bool = False
+
+
+def place_kernels(ugraph: UGraph, next_may_launch_early: bool = False) -> tuple[PlacedOp, ...]:
+    """Return the `customized` ops of a µGraph as they run.
+
+    Views have the strides that torch gives them. Kernels write row-major tensors or into caches. What other library
+    calls return is made row-major.
+
+    Args:
+        ugraph: The µGraph.
+        next_may_launch_early: A promise about the kernel that is launched right after this program: it is a generated
+            one that reads this program's result, and before its grid dependency wait it reads constants only. Such a
+            kernel may launch before the last kernel of this program has waited.
+    """
+    kernels = ugraph.kernels
+    stored = effects.stored(kernels)
+    appends = (effects.parts_of(op) for op in kernels.ops if op.name == effects.APPEND)
+    caches = {cache.index for cache, _, _ in appends}
+    # In µGraphs with caches positions are advanced before a step begins. Elsewhere nothing says who writes bounds.
+    integers = {t.index for t in kernels.inputs if not t.dtype.is_floating_point and caches}
+    read_elsewhere = _read_by_library(kernels)
+    strided: dict[int, DTensor] = {}
+    placed: list[PlacedOp] = []
+    for op in kernels.ops:
+        inputs = tuple(strided.get(x.index, x) if isinstance(x, DTensor) else x for x in op.inputs)
+        if op.name == CUSTOMIZED:
+            inputs, outputs, appended = _stored_outputs(op, inputs, stored)
+            placed.append(
+                PlacedOp(
+                    op.name,
+                    inputs,
+                    outputs,
+                    op.attrs,
+                    op.block,
+                    appends=appended,
+                    caches=_positions(inputs, caches),
+                    readable_before_wait=_positions(inputs, integers),
+                    has_private_partials=read_elsewhere.isdisjoint(t.index for t in op.outputs),
+                )
+            )
+        elif op.name in VIEWS and isinstance(inputs[0], DTensor):
+            view = op.outputs[0]
+            strided[view.index] = replace(view, strides=_view_strides(op, inputs[0]))
+    last_may_trigger = next_may_launch_early and kernels.ops[-1].name == CUSTOMIZED
+    return tuple(
+        replace(
+            op,
+            next_may_launch_early=last_may_trigger
+            if following is None
+            else not following.readable_before_wait,
+        )
+        for op, following in itertools.zip_longest(placed, placed[1:])
+    )
+
+
+def _read_by_library(kernels: KernelGraph) -> set[int]:
+    """Return the tensors that something other than a generated kernel reads, outputs among them."""
+    library_ops = (op for op in kernels.ops if op.name != CUSTOMIZED)
+    read = {x.index for op in library_ops for x in op.inputs if isinstance(x, DTensor)}
+    return read | {t.index for t in kernels.outputs}
+
+
+def _stored_outputs(
+    op: KernelOp, inputs: tuple[Operand, ...], stored: Mapping[int, KernelOp]
+) -> tuple[tuple[Operand, ...], tuple[DTensor, ...], tuple[Append, ...]]:
+    """Return the operands with append positions behind them, the outputs as they are stored, and the appends."""
+    outputs, appends = list(op.outputs), []
+    for n, t in enumerate(op.outputs):
+        if t.index in stored:
+            cache, _, position = effects.parts_of(stored[t.index])
+            outputs[n] = replace(t, strides=cache.strides)
+            appends.append(Append(n, len(inputs), cache.dims[-2]))
+            inputs = (*inputs, position)
+    return inputs, tuple(outputs), tuple(appends)
+
+
+def _positions(operands: Iterable[Operand], wanted: set[int]) -> frozenset[int]:
+    """Return the numbers of the operands that are among `wanted`."""
+    return frozenset(
+        n for n, x in enumerate(operands) if isinstance(x, DTensor) and x.index in wanted
+    )
+
+
+def _view_strides(op: KernelOp, x: DTensor) -> tuple[int, ...]:
+    """Return the strides that torch gives the result of a layout op."""
+    empty = torch.empty_strided(x.dims, x.strides, dtype=x.dtype, device="meta")
+    result = table.lookup(op.name).oracle(empty, **dict(op.attrs))
+    return tuple(result.stride())
