@@ -37,7 +37,7 @@ def prefetch(pointers):
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1)
 
 
-# k:256 m:4 n:4 fma lazy warps:2 stages:8 preload:4
+# Schedule(tiles={'k': 256, 'm': 4, 'n': 4}, num_warps=2, num_stages=8, prefetch_steps=4)
 @triton.jit
 def mirage_0(x_ptr, w_ptr, residual_ptr, v3_ptr, overlaps: tl.constexpr):
     m0 = tl.program_id(1)

@@ -48,7 +48,7 @@ def prefetch(pointers):
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1)
 
 
-# k:4096 m:1 fma lazy warps:8 stages:2 hasten
+# Schedule(tiles={'k': 4096, 'm': 1}, num_warps=8, num_stages=2, trigger_early=True)
 @triton.jit
 def mirage_0(x_ptr, gamma_ptr, v7_ptr, overlaps: tl.constexpr):
     m = tl.program_id(0)  # 16 of them
@@ -71,7 +71,7 @@ def mirage_0(x_ptr, gamma_ptr, v7_ptr, overlaps: tl.constexpr):
     tl.store(v7_ptr + m * 4096 + k, v7.to(tl.bfloat16))
 
 
-# k:128 m:16 n:128 mma weights-first lazy warps:4 stages:3 preload:1
+# Schedule(tiles={'k': 128, 'm': 16, 'n': 128}, mma=True, num_stages=3, prefetch_steps=1)
 @triton.jit
 def mirage_1(w0_ptr, t3_ptr, acc2_ptr, overlaps: tl.constexpr):
     m = tl.arange(0, 16)  # all 16
