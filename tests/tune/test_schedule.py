@@ -153,7 +153,7 @@ def test_tiles_of_parts():
         plan_kernel(first, Schedule({"m": 1, "p": 1, "n": 8, "k": 32}))
     with pytest.raises(
         errors.CodegenError,
-        match="p numbers the parts of k, of which a block has one; its tile is 4, give 1",
+        match="p numbers the splits of k, and a block has one of them; its tile is 4, give 1",
     ):
         plan_kernel(first, Schedule({"m": 1, "p": 4, "n": 8, "k": 64}))
 
