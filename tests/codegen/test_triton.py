@@ -522,27 +522,81 @@ def test_library_path_is_the_program_in_plain_torch():
     assert all(y.isfinite().all() for y in module.program([x.double() for x in inputs]))
 
 
-@pytest.mark.parametrize("name", table.OPS)
-def test_every_row_has_a_torch_expression(name):
-    row = table.lookup(name)
-    attrs = {
-        k: {
-            "dim": 1,
-            "kind": "sum",
-            "dims": (4, 2),
-            "order": (1, 0),
-            "dtype": "float32",
-            "start": 0,
-            "stop": 1,
-        }.get(k, v)
-        for k, v in row.attrs.items()
-    }
-    from mirage_hf.graph.kernel import KernelOp
+#: Operands (shapes, or numbers) and attributes of ops that are not elementwise.
+CALLS_OF_OPS = {
+    "cast": [(((4, 6),), dict(dtype="float16")), (((4, 6),), dict(dtype="int32"))],
+    "clamp": [
+        (((4, 6),), dict(min=-0.5, max=0.5)),
+        (((4, 6),), dict(max=0.5)),
+        (((4, 6),), dict(min=-0.5)),
+    ],
+    "matmul": [(((2, 4, 6), (6, 3)), {})],
+    "reduction": [(((4, 6),), dict(dim=1, kind=kind)) for kind in ("sum", "mean", "max")],
+    "rms_norm": [(((4, 6),), {}), (((4, 6), (1, 6)), dict(eps=0.25))],
+    "layer_norm": [(((4, 6),), {}), (((4, 6), (1, 6), (1, 6)), dict(eps=0.25))],
+    "softmax": [(((4, 6),), dict(dim=0)), (((4, 6), "lo", "hi"), dict(dim=1))],
+    "within": [(((4, 6), "lo", "hi"), dict(dim=1))],
+    "concat": [(((4, 6), (4, 2), (4, 1)), dict(dim=1))],
+    "slice": [(((4, 6),), dict(dim=1, start=2, stop=5))],
+    "reshape": [(((4, 6),), dict(dims=(3, 8)))],
+    "permute": [(((2, 4, 6),), dict(order=(2, 0, 1)))],
+    "rope": [(((4, 6), (4, 4), (4, 4)), dict(interleaved=i)) for i in (False, True)],
+    "cache_append": [(((2, 5, 6), (2, 2, 6), "position"), {})],
+    "sub": [(((4, 6), (1, 6)), {}), ((-2.0, (4, 6)), {}), (((4, 6), -2.0), {})],
+    "pow": [(("positive", (4, 6)), {}), ((2.0, (4, 6)), {}), (("positive", 1.5), {})],
+    "max": [(((4, 6), (4, 1)), {}), (((4, 6), -0.5), {}), ((0.5, (4, 6)), {})],
+    "min": [(((4, 6), (4, 1)), {}), (((4, 6), -0.5), {}), ((0.5, (4, 6)), {})],
+    "ratio": [(((4, 6), "zeros and ones"), {}), ((2.0, "zeros and ones"), {})],
+    "select": [
+        (("zeros and ones", (4, 6), (4, 6)), {}),
+        (("zeros and ones", 2.0, (4, 6)), {}),
+        (("zeros and ones", 2.0, -3.0), {}),
+    ],
+}
+#: Operands that cannot be random numbers.
+SPECIAL_OPERANDS = {
+    "lo": lambda: torch.tensor([[0], [2], [3], [4]], dtype=torch.int32),
+    "hi": lambda: torch.tensor([[6], [5], [3], [5]], dtype=torch.int32),
+    "position": lambda: torch.tensor([1, 3]),
+    "positive": lambda: torch.rand(4, 6) + 0.5,
+    "zeros and ones": lambda: torch.eye(6)[:4],
+}
 
-    text = torch_text.expression(
-        KernelOp(name, (), (), tuple(attrs.items())), ["a", "b", "c"][: max(1, row.arity[0])]
-    )
-    compile(text, name, "eval")
+
+def _value(operand: str | tuple[int, ...] | float) -> torch.Tensor | float:
+    if isinstance(operand, str):
+        return SPECIAL_OPERANDS[operand]()
+    return torch.randn(operand) if isinstance(operand, tuple) else operand
+
+
+@pytest.mark.parametrize("name", table.OPS)
+def test_the_torch_expression_of_every_row_computes_what_its_oracle_does(name):
+    row = table.lookup(name)
+    if row.kind == "elementwise":
+        default = [(((4, 6),) * row.arity[0], {})]
+    else:
+        default = []
+    calls = CALLS_OF_OPS.get(name, default)
+    assert calls, f"CALLS_OF_OPS has no operands for {name}"
+    for operands, attrs in calls:
+        torch.manual_seed(0)
+        values = [_value(x) for x in operands]
+        inputs = [x for x in values if isinstance(x, torch.Tensor)]
+        graph = new_kernel_graph()
+        taken = [
+            graph.new_input(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in values
+        ]
+        graph.mark_output(graph.apply(name, taken, attrs))
+
+        module = {"torch": torch, "F": torch.nn.functional}
+        exec("\n".join([*torch_text.functions(graph), torch_text.program(graph, "run")]), module)
+        (got,) = module["run"]([x.clone() for x in inputs])
+
+        as_tensors = [
+            x.clone() if isinstance(x, torch.Tensor) else torch.tensor(x) for x in values
+        ]
+        want = row.oracle(*as_tensors, **dict(graph.ops[-1].attrs))
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 def _text_of_library(program):
