@@ -31,8 +31,15 @@ from mirage_hf.verify.verdict import Accepted
 
 MOST_IN_MEMORY, MOST_ON_DISK = 128, 1024
 LOCK_SECONDS = 10.0
-_DECIDING = ("ops", "graph", "search", "verify")
-"""Folders of the package whose text decides what is found and accepted."""
+#: Files of the package whose text decides what is found and accepted.
+_DECIDING = (
+    "ops/*.py",
+    "graph/*.py",
+    "search/*.py",
+    "verify/*.py",
+    "pipeline/search_and_verify.py",
+    "pipeline/windows.py",
+)
 
 
 @cache
@@ -47,7 +54,7 @@ def package_version() -> str:
 def search_version() -> str:
     """A digest of the compiled core and of the Python around it: another build is another search."""
     package = Path(__file__).resolve().parent.parent
-    files = sorted(f for folder in _DECIDING for f in (package / folder).glob("*.py"))
+    files = sorted(f for pattern in _DECIDING for f in package.glob(pattern))
     core = importlib.util.find_spec(
         "mirage_hf._core"
     )  # found, not imported: search/engine.py is its only door

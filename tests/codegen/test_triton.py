@@ -592,9 +592,7 @@ def test_the_torch_expression_of_every_row_computes_what_its_oracle_does(name):
         exec("\n".join([*torch_text.functions(graph), torch_text.program(graph, "run")]), module)
         (got,) = module["run"]([x.clone() for x in inputs])
 
-        as_tensors = [
-            x.clone() if isinstance(x, torch.Tensor) else torch.tensor(x) for x in values
-        ]
+        as_tensors = [x.clone() if isinstance(x, torch.Tensor) else torch.tensor(x) for x in values]
         want = row.oracle(*as_tensors, **dict(graph.ops[-1].attrs))
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
