@@ -1,14 +1,16 @@
-"""Make the virtual environment that `make demo` and `make test` use. Standard library only; any Python from 3.10 runs it.
+"""Make the virtual environment that `make demo` and `make test` use.
 
-    python3 scripts/setup_env.py run             the package, built in place, and what it needs
-    python3 scripts/setup_env.py dev             and the tools that the tests need
-    python3 scripts/setup_env.py compat 5.4.0    another transformers beside it, in .compat/5.4.0
+    python3 scripts/setup_env.py run             the package, built in place, and its requirements
+    python3 scripts/setup_env.py dev             the same, and the tools of the tests
+    python3 scripts/setup_env.py compat 5.4.0    another transformers, in .compat/5.4.0
 
-Which torch it takes is decided when the environment is made, in this order:
-  1. TORCH_INDEX_URL, where the user names an index to take torch from;
-  2. this Python's own torch: with SYSTEM=1, or by itself on a GPU machine whose torch has CUDA (no network needed then);
-  3. with an NVIDIA driver, the package index's default build;
-  4. without one, a CPU build where the package index in use offers one, else the default build, saying so.
+The script needs only the standard library of Python 3.10 or newer. It chooses torch once, when it makes the
+environment, in this order:
+
+1. From TORCH_INDEX_URL, if it is set.
+2. This Python's own torch, if SYSTEM=1, or if the machine has a GPU and that torch has CUDA. Needs no network.
+3. The package index's default build, if there is an NVIDIA driver.
+4. A CPU build, if the package index has one. Otherwise the default build, and the script says so.
 """
 
 from __future__ import annotations
@@ -33,27 +35,31 @@ PYTHON = VENV / ("Scripts" if os.name == "nt" else "bin") / "python"
 CONSTRAINTS = ("-c", str(ROOT / ".ci" / "constraints.txt"))
 TORCH = "torch>=2.8"
 TESTED_CPU_TORCH = "torch==2.13.0+cpu"
+#: CPU builds of torch do not require triton. This version fits the CPU builds 2.11 to 2.13.
 CPU_TRITON = "triton==3.6.*"
-"""A CPU build of torch asks for no triton; this one fits the CPU builds from 2.11 to 2.13."""
+#: The build requirements of pyproject.toml and of scikit-build-core. They stay installed, so builds are incremental.
 BUILD_TOOLS = ("scikit-build-core>=0.10,<2", "pybind11>=2.13,<4", "cmake>=3.20", "ninja>=1.5")
-"""pyproject's build requirements, and what scikit-build-core asks for on top: in the environment, so that builds are incremental."""
 
 
 def say(text: str) -> None:
+    """Print a line of progress."""
     print(f"set-up: {text}", flush=True)
 
 
 def stop(text: str) -> None:
+    """Exit with an error."""
     sys.exit(f"set-up: {text}")
 
 
 def pip(*args: str, capture: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run the environment's pip."""
     command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *args]
     return subprocess.run(command, cwd=ROOT, text=True, capture_output=capture, check=False)
 
 
 def install(*args: str, quiet: bool = False) -> bool:
-    # Python compiles what is imported: compiling all of torch and transformers takes longer than installing them
+    """Install packages. Return whether pip succeeded."""
+    # Byte-compiling all of torch and transformers would take longer than installing them.
     return pip("install", "-qq", "--no-compile", *args, capture=quiet).returncode == 0
 
 
@@ -61,6 +67,7 @@ def install(*args: str, quiet: bool = False) -> bool:
 
 
 def has_driver() -> bool:
+    """Return whether the machine has an NVIDIA driver."""
     if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists():
         return True
     try:
@@ -71,7 +78,7 @@ def has_driver() -> bool:
 
 
 def base_torch() -> tuple[str, bool] | None:
-    """This Python's torch, if it is one we can use: its version and whether it has CUDA."""
+    """Return the version of this Python's torch and whether it has CUDA, or None if it is too old or absent."""
     if importlib.util.find_spec("torch") is None:
         return None
     code = "import torch; print(torch.__version__, bool(torch.version.cuda))"
@@ -84,14 +91,16 @@ def base_torch() -> tuple[str, bool] | None:
 
 
 def check_python() -> None:
+    """Stop if this Python or its compiler cannot build the package."""
     if not (3, 10) <= sys.version_info[:2] <= (3, 13):
         stop(
-            f"Python {sys.version.split()[0]} is not supported; run `make PYTHON=python3.11` with one from 3.10 to 3.13"
+            f"Python {sys.version.split()[0]} is not supported; name one from 3.10 to 3.13: "
+            "`make PYTHON=python3.11`"
         )
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         stop(
-            f"{sys.executable} has no header files (Python.h), which building the C++ core needs; install python3-dev, "
-            "or give another Python: `make PYTHON=…`"
+            f"{sys.executable} has no header files (Python.h), and the C++ core needs them; install "
+            "python3-dev, or name another Python: `make PYTHON=…`"
         )
     if (
         not any(shutil.which(c) for c in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if c)
@@ -104,12 +113,13 @@ def check_python() -> None:
 
 
 def make_venv(system: str) -> str:
-    """Create .venv and put torch into it. Returns the plan: "index", "system", "cuda" or "cpu"."""
+    """Create .venv and install torch. Return where torch came from: "index", "system", "cuda" or "cpu"."""
     check_python()
     index, driver, own = os.environ.get("TORCH_INDEX_URL"), has_driver(), base_torch()
     if system == "1" and own is None:
         stop(
-            f"SYSTEM=1, but {sys.executable} has no torch of version 2.8 or newer; leave SYSTEM out, or give that Python: `make PYTHON=…`"
+            f"SYSTEM=1, but {sys.executable} has no torch 2.8 or newer; leave SYSTEM out, or name a "
+            "Python that has it: `make PYTHON=…`"
         )
     if index:
         plan = "index"
@@ -119,7 +129,7 @@ def make_venv(system: str) -> str:
         plan = "cuda" if driver else "cpu"
     shutil.rmtree(VENV, ignore_errors=True)
     if plan == "system":
-        say(f"using this Python's torch {own[0] if own else ''} and whatever else it has that fits")
+        say(f"using this Python's torch {own[0] if own else ''} and its other packages that fit")
         create_venv("--without-pip" if importlib.util.find_spec("pip") else "--upgrade-deps")
         share_packages()
         return plan
@@ -128,7 +138,8 @@ def make_venv(system: str) -> str:
         say("taking torch from TORCH_INDEX_URL")
         if not install("--index-url", index, TORCH):
             stop(
-                f"no {TORCH} for Python {sys.version.split()[0]} in TORCH_INDEX_URL; correct it, or unset it"
+                f"TORCH_INDEX_URL has no {TORCH} for Python {sys.version.split()[0]}; correct it, or "
+                "unset it"
             )
     elif plan == "cuda" or sys.platform == "darwin":
         say(f"installing {TORCH}, the default build")
@@ -143,6 +154,7 @@ def make_venv(system: str) -> str:
 
 
 def install_cpu_torch() -> None:
+    """Install a CPU build of torch, or the default build if the index has none."""
     say("no NVIDIA driver here: looking for a CPU build of torch")
     if install(TESTED_CPU_TORCH, CPU_TRITON, quiet=True):
         return
@@ -155,8 +167,9 @@ def install_cpu_torch() -> None:
     if builds and install("torch=={}.{}.{}+cpu".format(*builds[0]), CPU_TRITON):
         return
     say(
-        "the package index in use offers no CPU build of torch for this Python: taking the default build, which may bring gigabytes of "
-        "CUDA libraries. To avoid that, interrupt, set TORCH_INDEX_URL to PyTorch's CPU wheel index, and run make again"
+        "the package index has no CPU build of torch for this Python: installing the default build, "
+        "which may bring gigabytes of CUDA libraries. To avoid that, interrupt, set TORCH_INDEX_URL "
+        "to PyTorch's CPU wheel index, and run make again"
     )
     if not install(TORCH):
         stop(
@@ -166,14 +179,16 @@ def install_cpu_torch() -> None:
 
 
 def create_venv(*options: str) -> None:
+    """Create .venv with this Python."""
     if subprocess.run([sys.executable, "-m", "venv", *options, str(VENV)], check=False).returncode:
         stop(
-            f"{sys.executable} cannot make virtual environments; install python3-venv, or give another Python: `make PYTHON=…`"
+            f"{sys.executable} cannot make virtual environments; install python3-venv, or name "
+            "another Python: `make PYTHON=…`"
         )
 
 
 def share_packages() -> None:
-    """Let the environment see this Python's packages after its own, also where this Python is itself an environment's."""
+    """Let the environment see this Python's packages after its own, even if this Python is in an environment."""
     found = {
         str(Path(str(metadata.distribution("torch").locate_file(""))).resolve()),
         *site.getsitepackages(),
@@ -195,7 +210,7 @@ def share_packages() -> None:
 
 
 def build(extra: str, plan: str) -> None:
-    """Install the package in place, with its requirements and those of `extra`."""
+    """Install the package in place, with its requirements and those of the extra."""
     package = f"{ROOT}[{extra}]" if extra else str(ROOT)
     if plan != "system":
         if not (
@@ -206,7 +221,8 @@ def build(extra: str, plan: str) -> None:
     os.environ |= {"PIP_RETRIES": "1", "PIP_DEFAULT_TIMEOUT": "15"}  # there may be no network
     if not install(*BUILD_TOOLS, quiet=True):
         stop(
-            f"this Python lacks one of {', '.join(BUILD_TOOLS)}, and no package index can be reached; install them into it"
+            f"this Python lacks one of {', '.join(BUILD_TOOLS)}, and no package index can be reached; "
+            "install them into this Python"
         )
     if install("--no-build-isolation", "-e", package, quiet=True):
         return
@@ -219,17 +235,20 @@ def build(extra: str, plan: str) -> None:
     ]
     if missing:
         stop(
-            "no package index can be reached, and this Python does not have all that is needed:\n  "
+            "no package index can be reached, and this Python lacks requirements:\n  "
             + "\n  ".join(missing)
         )
     if extra:
         say(
-            f"no package index can be reached: of the [{extra}] tools only those that this Python has will be used"
+            f"no package index can be reached: using only those [{extra}] tools that this Python has"
         )
 
 
 def add_transformers(version: str, plan: str) -> None:
-    """Put transformers `version`, and what it needs that .venv has in other versions, into .compat/<version>."""
+    """Install another transformers into .compat/<version>.
+
+    Requirements that .venv has in an unsuitable version go there too.
+    """
     folder = ROOT / ".compat" / version
     shutil.rmtree(folder, ignore_errors=True)
     target = ("--no-deps", "--target", str(folder))
@@ -252,7 +271,8 @@ def add_transformers(version: str, plan: str) -> None:
     needed = [r.strip() for r in others if r.strip()]
     if needed and not install(*target, *needed):
         stop(
-            f"could not fetch what transformers {version} needs: {', '.join(needed)}; see pip's message above"
+            f"could not install the requirements of transformers {version}: {', '.join(needed)}; see "
+            "pip's message above"
         )
     (folder / ".ready").write_text(
         f"transformers {version}, with {', '.join(needed) or 'nothing else'}\n"
@@ -260,6 +280,7 @@ def add_transformers(version: str, plan: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command that the module's docstring describes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
