@@ -1,10 +1,9 @@
 """Times blocks beside torch eager, torch.compile (max-autotune), library calls, Liger and FlashInfer, in one process.
 
-    python -m scripts.bench_blocks --out blocks.json --chart blocks
+    python -m scripts.bench_blocks --out blocks.json
     python -m scripts.bench_blocks --blocks norm_linear,lora:1 --schedules 12 --no-compile
     python -m scripts.bench_blocks --out blocks.json --resume --seconds 500
     python -m scripts.bench_blocks --blocks long --no-compile --out long.json
-    python -m scripts.bench_blocks --redraw blocks.json --chart blocks        # needs no GPU
 
 Every contender is a CUDA graph over cold rotating inputs, checked against float64 before it is timed, and takes turns with the others.
 Ours is the best µGraph that the search found, verified and tuned; the JSON holds the time of everything tuned. Weights are stored
@@ -14,7 +13,6 @@ Ours is the best µGraph that the search found, verified and tuned; the JSON hol
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -50,7 +48,6 @@ from scripts.benching import (
     within,
 )
 from scripts.block_rows import LONG, ROWS, Row
-from scripts.charts import draw_blocks
 from scripts.rivals import Rival
 
 OURS, COMPILED = "ours", " compiled"
@@ -350,19 +347,8 @@ def main() -> None:
     parser.add_argument(
         "--resume", action="store_true", help="keep the blocks that the JSON file has"
     )
-    parser.add_argument(
-        "--chart", type=Path, help="draw a bar chart: this path with .png and .svg added"
-    )
-    parser.add_argument(
-        "--redraw", type=Path, metavar="JSON", help="only draw the chart of an earlier run"
-    )
     args = parser.parse_args()
     budget = Budget(args.seconds)
-    if args.redraw:
-        if not args.chart:
-            parser.error("--redraw needs --chart PATH")
-        draw_blocks(json.loads(args.redraw.read_text(encoding="utf-8")), args.chart)
-        return
     rows = chosen(args.blocks, parser)
     need_gpu("bench_blocks")
     report = Report(args.out, vars(args), args.resume)
@@ -370,8 +356,6 @@ def main() -> None:
     with torch.no_grad():
         run_all(report, {row.name: partial(bench, row, args) for row in rows}, budget, line)
     print(summary(report.rows), flush=True)
-    if args.chart:
-        draw_blocks(report.data, args.chart)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Time `model.generate()` beside its rivals: one process, one set of weights, taking turns, medians and spread.
 
     python -m scripts.bench_generate --model llama-3.2-1b --prompt 128 --new 128 --batch 1 --json out.json
-    python -m scripts.bench_generate --batch 1,2,4,8,16 --prompt 128,2048,8192,32768 --seconds 900 --json m.json --resume --chart m
+    python -m scripts.bench_generate --batch 1,2,4,8,16 --prompt 128,2048,8192,32768 --seconds 900 --json m.json --resume
     python -m scripts.bench_generate --batch 4 --prompt 128,2048,8192 --side-by-side --json m4.json
     python -m scripts.bench_generate --model llama-3.1-8b --lora 16 --peers eager,bare,ours --json lora.json
     python -m scripts.bench_generate --batch 4 --prompt 512,2048 --padded --peers eager,static,ours --json padded.json
-    python -m scripts.bench_generate --redraw m.json --chart m
 
 Every model, batch size and prompt length named is a row of the JSON file, written as soon as it is measured. Peers:
   eager     HF's generate as it comes (DynamicCache)
@@ -28,12 +27,11 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
 import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -58,7 +56,6 @@ from scripts.benching import (
     spread,
     within,
 )
-from scripts.charts import draw_generate
 from scripts.configs import MODELS, floor_bytes, random_model, with_adapters
 
 PEERS = ("eager", "static", "compile", "liger", "ours")
@@ -561,28 +558,6 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def joined(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """The rows of several files, those of one model, batch size and prompt as one; of a peer that several measured the last. Errors:
-    SystemExit for those that made other numbers of tokens, or with other numbers of layers."""
-    rows: dict[Any, dict[str, Any]] = {}
-    for path in paths:
-        for row in [
-            r for r in json.loads(path.read_text(encoding="utf-8"))["rows"] if "peers" in r
-        ]:
-            before = rows.setdefault((row["model"], row["batch"], row["prompt"]), row)
-            for what in ("new", "layers"):
-                if before.get(what) != row.get(what):
-                    sys.exit(
-                        f"{path}: {row['name']} has {what} {row.get(what)}, in a file before it {before.get(what)}; draw them apart"
-                    )
-            before["peers"] |= {
-                peer: r
-                for peer, r in row["peers"].items()
-                if not r["failed"] or peer not in before["peers"]
-            }
-    return list(rows.values())
-
-
 def numbers(text: str) -> tuple[int, ...]:
     given = tuple(int(n) if n.strip().isdecimal() else 0 for n in text.split(","))
     if min(given) < 1:
@@ -638,16 +613,6 @@ def main() -> None:
         "--resume", action="store_true", help="keep the rows that the JSON file has"
     )
     parser.add_argument(
-        "--chart", type=Path, help="draw ms/token: this path with .png and .svg added"
-    )
-    parser.add_argument(
-        "--redraw",
-        type=Path,
-        metavar="JSON",
-        nargs="+",
-        help="only draw the chart of earlier runs; of a peer that several measured the last",
-    )
-    parser.add_argument(
         "--apart",
         action="store_true",
         help="peers one after another, their memory freed in between: where not all fit",
@@ -665,13 +630,6 @@ def main() -> None:
     )
     parser.add_argument("--strict", action="store_true", help="stop at a peer that fails")
     args = parser.parse_args()
-    if args.redraw:
-        if not args.chart:
-            parser.error("--redraw needs --chart PATH")
-        if absent := next((path for path in args.redraw if not path.is_file()), None):
-            parser.error(f"--redraw {absent}: no such file; give the JSON of an earlier run")
-        draw_generate({"rows": joined(args.redraw)}, args.chart)
-        return
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit(
             "bench_generate: no GPU here; run it on the GPU whose times you want, or give --device cpu"
@@ -709,8 +667,6 @@ def main() -> None:
         run_side_by_side(report, jobs, args.cap * len(args.peers), table)
     else:
         run_all(report, jobs, Budget(args.seconds), table)
-    if args.chart:
-        draw_generate(report.data, args.chart)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmark scripts, as far as a machine without a GPU can run them: programs, rivals, chains, resuming, budgets, charts."""
+"""The benchmark scripts, as far as a machine without a GPU can run them: programs, rivals, chains, resuming, budgets."""
 
 import argparse
 import copy
@@ -40,7 +40,6 @@ from scripts import (
     benching,
     block_rows,
     build_zoo,
-    charts,
     configs,
     rivals,
 )
@@ -498,29 +497,8 @@ def test_a_row_is_judged_by_whole_rivals_only():
     assert not missing["reached"] and "no kernel of ours: no kernel" in bench_blocks.line(missing)
 
 
-def test_the_chart_is_redrawn_from_a_file(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    rows = [made_up(name) for name in ("lora:1", "norm_linear:1", "norm_linear:16")] + [
-        {"name": "ntrans:1", "failed": "x"}
-    ]
-    source = tmp_path / "made_up.json"
-    source.write_text(json.dumps({"machine": {"gpu": "none"}, "rows": rows}))
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["bench_blocks.py", "--redraw", str(source), "--chart", str(tmp_path / "chart")],
-    )
-    bench_blocks.main()
-    assert (tmp_path / "chart.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (
-        tmp_path / "chart.svg"
-    ).read_text()
-    with pytest.raises(SystemExit, match="nothing to draw"):
-        charts.draw_blocks({"machine": {"gpu": "none"}, "rows": []}, tmp_path / "empty")
-
-
-def test_a_matrix_of_generate_is_measured_resumed_and_drawn(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    path, chart, ran = tmp_path / "m.json", tmp_path / "m", []
+def test_a_matrix_of_generate_is_measured_and_resumed(tmp_path, monkeypatch, capsys):
+    path, ran = tmp_path / "m.json", []
 
     def bench(model, batch, prompt, args):
         ran.append((batch, prompt))
@@ -564,67 +542,6 @@ def test_a_matrix_of_generate_is_measured_resumed_and_drawn(tmp_path, monkeypatc
         bench_generate.main()
         assert len([r for r in json.loads(path.read_text())["rows"] if "peers" in r]) == measured
     assert ran == [(1, 8), (2, 8), (2, 8)] and "(step)" in capsys.readouterr().out
-    later = json.loads(path.read_text())
-    for row in later["rows"]:
-        row["peers"] = {"eager": row["peers"]["ours"]}
-    other = tmp_path / "later.json"
-    other.write_text(
-        json.dumps({"rows": [*later["rows"], {"name": "one more", "failed": "out of luck"}]})
-    )
-    monkeypatch.setattr(
-        sys, "argv", ["x", "--redraw", str(path), str(other), "--chart", str(chart)]
-    )
-    bench_generate.main()
-    assert chart.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
-    drawn = chart.with_suffix(".svg").read_text()
-    assert all(
-        text in drawn
-        for text in ("max-autotune step", "smoke, prompt 8", "HF eager", "<!-- ours -->")
-    )
-
-
-def test_rows_of_several_files_are_joined_by_what_was_measured(tmp_path):
-    def written(name, new=128, **peers):
-        found = {
-            peer: asdict(
-                bench_generate.Measured(
-                    failed="" if ms else "out of memory", ms_per_token={"median": ms} if ms else {}
-                )
-            )
-            for peer, ms in peers.items()
-        }
-        path = tmp_path / name
-        path.write_text(
-            json.dumps(
-                {
-                    "rows": [
-                        {
-                            "name": "m:16",
-                            "model": "m",
-                            "batch": 16,
-                            "prompt": 8,
-                            "new": new,
-                            "peers": found,
-                        }
-                    ]
-                }
-            )
-        )
-        return path
-
-    files = [
-        written("a", eager=2.0, ours=1.0),
-        written("b", ours=0.9, static=None),
-        written("c", eager=None),
-    ]
-    (row,) = bench_generate.joined(files)
-    assert {peer: charts._ms(row, peer) for peer in row["peers"]} == {
-        "eager": 2.0,
-        "ours": 0.9,
-        "static": None,
-    }
-    with pytest.raises(SystemExit, match="d: m:16 has new 8, in a file before it 128"):
-        bench_generate.joined([*files, written("d", new=8, eager=9.0)])
 
 
 def test_rows_of_other_numbers_of_tokens_are_not_resumed(tmp_path, monkeypatch):
@@ -697,10 +614,6 @@ def test_without_a_gpu_a_script_says_so(script, monkeypatch):
     [
         (["--batch", "0"], "argument --batch: '0': give numbers of 1 and more, as 1 or 1,8"),
         (["--prompt", "8,x"], "argument --prompt: '8,x'"),
-        (
-            ["--redraw", "none.json", "--chart", "c"],
-            "--redraw none.json: no such file; give the JSON of an earlier run",
-        ),
     ],
     ids=str,
 )
