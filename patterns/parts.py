@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from mirage_hf.graph.kernel import DTensor, KernelGraph
+from mirage_hf.ops import table
 
 RELU_SQUARED = "relu squared"
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", RELU_SQUARED)
+ACTIVATIONS = (*table.activations(), RELU_SQUARED)
 """What an MLP's activation module may turn out to be: it is run on a probe, its name is not asked."""
 
 

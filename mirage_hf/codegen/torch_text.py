@@ -6,7 +6,7 @@ import inspect
 import keyword
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -50,9 +50,6 @@ _FORMS = {
     "slice": "{0}.narrow({dim}, {start}, {length})",
     "reshape": "{0}.reshape({dims})",
     "permute": "{0}.permute({order})",
-    "cast": "({0} if {0}.dtype == torch.float64 else {0}.to(torch.{dtype}))",
-    "gelu_tanh": 'F.gelu({0}, approximate="tanh")',
-    "clamp": "torch.clamp({0}, {min}, {max})",
 }
 """Ops whose oracle is not one function of torch; names in braces are operands by number and attributes."""
 
@@ -84,7 +81,7 @@ def expression(op: KernelOp, names: Sequence[str]) -> str:
         )
         bound = "min" if op.name == "max" else "max"
         return f"torch.clamp({tensor}, {bound}={number})"
-    if _has_form(op):
+    if _form(op):
         if "start" in attrs:
             attrs["length"] = attrs["stop"] - attrs["start"]
         if attrs.get("kind") == "max":
@@ -93,15 +90,13 @@ def expression(op: KernelOp, names: Sequence[str]) -> str:
             k: f'float("{v}")' if v in (float("inf"), float("-inf")) else v
             for k, v in attrs.items()
         }
-        return _FORMS[op.name].format(*names, all=", ".join(names), **attrs)
+        return _form(op).format(*names, all=", ".join(names), **attrs)
     extra = "".join(f", {k}={v!r}" for k, v in attrs.items() if v != row.attrs.get(k))
-    for where, module in (("torch", torch), ("F", F)):
-        name = getattr(row.oracle, "__name__", "")
-        if getattr(module, name, None) is row.oracle:
-            return f"{where}.{name}({', '.join(names)}{extra})"
+    if function := _library_function(row.oracle):
+        return f"{function}({', '.join(names)}{extra})"
     if row.oracle.__name__ == "<lambda>":
         raise errors.CodegenError(
-            f"{op.name} has no torch expression; give its row a named function as oracle, or a form here"
+            f"{op.name} has no torch expression; give its row a named function as oracle, or torch_form"
         )
     return f"{row.oracle.__name__.lstrip('_')}({', '.join(names)}{extra})"
 
@@ -114,20 +109,30 @@ def _fits(op: KernelOp) -> bool:
     return all(isinstance(x, DTensor) or math.isinf(x) or abs(x) <= most for x in op.inputs)
 
 
-def _has_form(op: KernelOp) -> bool:
-    return op.name in _FORMS and not (
-        op.name == "softmax" and len(op.inputs) > 1
-    )  # with bounds it is a function of ours
+def _form(op: KernelOp) -> str:
+    """Return the op as torch code with operands and attributes in braces. Empty: call its oracle."""
+    if op.name == "softmax" and len(op.inputs) > 1:  # with bounds it is a function of ours
+        return ""
+    return _FORMS.get(op.name) or table.lookup(op.name).torch_form
+
+
+def _library_function(oracle: Callable[..., torch.Tensor]) -> str:
+    """Return the name under which torch has the function `oracle`. Empty: it is a function of ours."""
+    name = getattr(oracle, "__name__", "")
+    for where, module in (("torch", torch), ("F", F)):
+        if getattr(module, name, None) is oracle:
+            return f"{where}.{name}"
+    return ""
 
 
 def functions(graph: KernelGraph) -> list[str]:
     """The source of the table's own oracle functions that `expression` calls for this graph."""
     found = {}
     for op in graph.ops:
-        if op.name == CUSTOMIZED or op.name in _INFIX or _has_form(op):
+        if op.name == CUSTOMIZED or op.name in _INFIX or _form(op):
             continue
         oracle = table.lookup(op.name).oracle
-        if getattr(oracle, "__module__", "") == table.__name__ and oracle.__name__ != "<lambda>":
+        if inspect.isfunction(oracle) and not _library_function(oracle):
             text = inspect.getsource(oracle).replace("errors.InputError", "ValueError")
             found[oracle.__name__] = text.replace(
                 f"def {oracle.__name__}", f"def {oracle.__name__.lstrip('_')}"

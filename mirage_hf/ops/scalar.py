@@ -1,8 +1,8 @@
-"""Scalar programs: the body of an elementwise op, traced once and read under several algebras.
+"""Scalar programs: the body of an elementwise op, traced once and evaluated under several algebras.
 
-A body is an ordinary Python function of `Scalar`s. Tracing it gives a `ScalarProgram` over `PRIMITIVES`; an algebra is a
-mapping from primitive to callable, so the same body runs on torch tensors, on finite-field elements, or prints as Triton
-or CUDA text.
+A body is an ordinary Python function of `Scalar`s. Tracing it gives a `ScalarProgram` over
+`PRIMITIVES`. An algebra maps each primitive to a callable, so one body runs on torch tensors and on
+elements of finite fields, and prints as Triton or CUDA text.
 """
 
 from __future__ import annotations
@@ -31,10 +31,15 @@ PRIMITIVES = (
 
 @dataclass(frozen=True)
 class ScalarProgram:
-    """A straight-line program of `arity` arguments; node i is ("arg", i), ("const", number) or (primitive, node ids…)."""
+    """A straight-line program: nodes that each read earlier ones."""
 
+    #: Number of arguments.
     arity: int
+
+    #: Node i is ("arg", number), ("const", number) or (primitive, node index, …).
     nodes: tuple[tuple[Any, ...], ...]
+
+    #: Index of the node that is the result.
     result: int
 
     def evaluate(
@@ -43,7 +48,16 @@ class ScalarProgram:
         args: Sequence[Any],
         const: Callable[[float], Any] = float,
     ) -> Any:
-        """Run under `algebra`; `const` turns a Python number into an element of it."""
+        """Evaluate the program under an algebra.
+
+        Args:
+            algebra: What each primitive does to elements.
+            args: One element per argument.
+            const: Makes an element of a Python number.
+
+        Returns:
+            The element that is the result.
+        """
         values: list[Any] = []
         for op, *operands in self.nodes:
             if op == "arg":
@@ -56,7 +70,7 @@ class ScalarProgram:
 
 
 class Scalar:
-    """A traced scalar: supports + - * / ** and the functions of this module."""
+    """A scalar that records what is computed with it: + - * / and the functions of this module."""
 
     def __init__(self, trace: list[tuple[Any, ...]], index: int):
         self._trace, self._index = trace, index
@@ -71,72 +85,81 @@ class Scalar:
         self._trace.append((op, *ids))
         return Scalar(self._trace, len(self._trace) - 1)
 
-    def __add__(self, o: Scalar | float) -> Scalar:
-        return self._node("add", self, o)
+    def __add__(self, other: Scalar | float) -> Scalar:
+        return self._node("add", self, other)
 
-    def __radd__(self, o: float) -> Scalar:
-        return self._node("add", o, self)
+    def __radd__(self, other: float) -> Scalar:
+        return self._node("add", other, self)
 
-    def __sub__(self, o: Scalar | float) -> Scalar:
-        return self._node("sub", self, o)
+    def __sub__(self, other: Scalar | float) -> Scalar:
+        return self._node("sub", self, other)
 
-    def __rsub__(self, o: float) -> Scalar:
-        return self._node("sub", o, self)
+    def __rsub__(self, other: float) -> Scalar:
+        return self._node("sub", other, self)
 
-    def __mul__(self, o: Scalar | float) -> Scalar:
-        return self._node("mul", self, o)
+    def __mul__(self, other: Scalar | float) -> Scalar:
+        return self._node("mul", self, other)
 
-    def __rmul__(self, o: float) -> Scalar:
-        return self._node("mul", o, self)
+    def __rmul__(self, other: float) -> Scalar:
+        return self._node("mul", other, self)
 
-    def __truediv__(self, o: Scalar | float) -> Scalar:
-        return self._node("div", self, o)
+    def __truediv__(self, other: Scalar | float) -> Scalar:
+        return self._node("div", self, other)
 
-    def __rtruediv__(self, o: float) -> Scalar:
-        return self._node("div", o, self)
+    def __rtruediv__(self, other: float) -> Scalar:
+        return self._node("div", other, self)
 
     def __neg__(self) -> Scalar:
         return self._node("neg", self)
 
 
 def exp(x: Scalar) -> Scalar:
+    """Return e to the power of x."""
     return x._node("exp", x)
 
 
 def sqrt(x: Scalar) -> Scalar:
+    """Return the square root of x."""
     return x._node("sqrt", x)
 
 
 def rsqrt(x: Scalar) -> Scalar:
+    """Return 1 / sqrt(x)."""
     return x._node("rsqrt", x)
 
 
 def tanh(x: Scalar) -> Scalar:
+    """Return the hyperbolic tangent of x."""
     return x._node("tanh", x)
 
 
 def erf(x: Scalar) -> Scalar:
+    """Return the error function of x."""
     return x._node("erf", x)
 
 
 def maximum(x: Scalar, y: Scalar | float) -> Scalar:
+    """Return the larger of x and y."""
     return x._node("max", x, y)
 
 
 def minimum(x: Scalar, y: Scalar | float) -> Scalar:
+    """Return the smaller of x and y."""
     return x._node("min", x, y)
 
 
 def power(x: Scalar, y: Scalar | float) -> Scalar:
+    """Return x to the power of y."""
     return x._node("pow", x, y)
 
 
 def select(m: Scalar, x: Scalar | float, y: Scalar | float) -> Scalar:
-    return m._node("select", m, x, y)  # x where m is not 0, else y
+    """Return x where m is not 0, else y."""
+    return m._node("select", m, x, y)
 
 
 def trace(body: Callable[..., Scalar], arity: int, **attrs: float) -> ScalarProgram:
-    """Trace `body(*scalars, **attrs)` to a program."""
+    """Trace `body(*scalars, **attrs)`, a function of `arity` scalars, to a program."""
     nodes: list[tuple[Any, ...]] = [("arg", i) for i in range(arity)]
     out = body(*(Scalar(nodes, i) for i in range(arity)), **attrs)
     return ScalarProgram(arity, tuple(nodes), out._index)

@@ -1,0 +1,94 @@
+"""Torch oracles that are more than one torch function.
+
+An oracle says what an op computes, independently of its scalar body or expansion. It rounds as an
+eager transformers model does. Generated kernel files hold the source of these functions as their
+reference, so each one uses only `torch`, `F` and `errors.InputError`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from mirage_hf import errors
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6
+) -> torch.Tensor:
+    """Compute RMSNorm: statistics in float32, cast to the dtype of x, then times the weight."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    y = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return y if weight is None else y * weight
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Compute LayerNorm over the last dim. Weight and bias may have leading dims of size 1."""
+    n = x.shape[-1]
+    return F.layer_norm(
+        x,
+        (n,),
+        None if weight is None else weight.reshape(n),
+        None if bias is None else bias.reshape(n),
+        eps,
+    )
+
+
+def rope(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
+    """Compute RoPE on the first elements of the last dim, as many as cos and sin have."""
+    w = cos.shape[-1]
+    head, tail = x[..., :w], x[..., w:]
+    if interleaved:
+        rotated = torch.stack((-head[..., 1::2], head[..., ::2]), -1).flatten(-2)
+    else:
+        rotated = torch.cat((-head[..., w // 2 :], head[..., : w // 2]), -1)
+    return torch.cat((head * cos + rotated * sin, tail), -1)
+
+
+def cache_append(cache: torch.Tensor, new: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Write the rows `new` into `cache` in place, from the slots `position` on."""
+    rows, position = new.shape[-2], position.reshape(-1)
+    slots = position.to(torch.int64)[:, None] + torch.arange(rows, device=new.device)
+    if cache.device.type == "cpu" and (int(slots.min()) < 0 or int(slots.max()) >= cache.shape[-2]):
+        raise errors.InputError(
+            f"cache_append: slots {int(slots.min())} to {int(slots.max())} are outside a cache of "
+            f"{cache.shape[-2]} slots; give a longer cache"
+        )
+    lead = (len(position), *[1] * (cache.dim() - 3)) if cache.dim() > 2 else ()
+    index = slots.view(*lead, rows, 1).expand(new.shape)
+    return cache.scatter_(-2, index, new)
+
+
+def within(x: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return x where lo ≤ index along `dim` < hi, 0 elsewhere."""
+    at = torch.arange(x.shape[dim], device=x.device).view(-1, *[1] * (x.dim() - 1 - dim % x.dim()))
+    return torch.where((at >= lo) & (at < hi), x, 0.0)
+
+
+def softmax(
+    x: torch.Tensor, lo: torch.Tensor | None = None, hi: torch.Tensor | None = None, dim: int = -1
+) -> torch.Tensor:
+    """Compute softmax over `dim`, or over lo ≤ index < hi with 0 elsewhere."""
+    if lo is None or hi is None:
+        return torch.softmax(x, dim)
+    at = torch.arange(x.shape[dim], device=x.device).view(-1, *[1] * (x.dim() - 1 - dim % x.dim()))
+    inside = (at >= lo) & (at < hi)
+    weights = torch.softmax(torch.where(inside, x, float("-inf")), dim)
+    return torch.where(inside, weights, 0.0)  # a row with no index inside is NaN before this
+
+
+def ratio(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return x / y, and 0 where y is 0."""
+    return torch.where(y == 0, 0.0, x / y)
+
+
+def select(m: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return x where m is not 0, else y."""
+    return torch.where(m != 0, x, y)
