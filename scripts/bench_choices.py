@@ -2,8 +2,8 @@
 
     python -m scripts.bench_choices --what select,processors,generate --json choices.json
 
-select      the greatest logit by `Ends.select`, by vocabulary and batch: alone, launches that overlap as in a step and launches that do
-            not; and what it adds to a chain of a model's own first and last kernel (begin, RMSNorm + head)
+select      the greatest logit by `argmax_kernel`, by vocabulary and batch: alone, launches that overlap as in a step and launches that do
+            not; and what it adds to a chain of a model's own first and last kernel (embedding, RMSNorm + head)
 processors  every processor that changes probabilities, as a captured step runs it, µs
 generate    ms/token of `generate` with the model's captured forward: greedy, samples, and samples chosen by the host
 
@@ -27,9 +27,10 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from mirage_hf.decode import install, processors
 from mirage_hf.decode.cache import Control, TokenHistory
-from mirage_hf.decode.kernels import ends
-from mirage_hf.decode.kernels.ends import Ends, Inputs
-from mirage_hf.decode.kernels.written import launch, load
+from mirage_hf.decode.kernels import sampling
+from mirage_hf.decode.kernels.embedding import EmbeddingOutput, embed
+from mirage_hf.decode.kernels.kernel_launch import launch
+from mirage_hf.decode.kernels.sampling import Sampler
 from mirage_hf.decode.processors import Now, Place
 from mirage_hf.pipeline import kernels
 from scripts.bench_chain import HEAD, Chain
@@ -67,37 +68,20 @@ SAMPLING: dict[str, dict[str, Any]] = {
 # -- the greatest logit -------------------------------------------------------------------------------------------------
 
 
-def selecting(batch: int, vocab: int, chunk: int, warps: int) -> Callable[[Any], None]:
-    """A launch of `select` with so many logits a block, over a state that lets it go on for ever."""
-    before, ends._chunk = ends._chunk, lambda *_: chunk
+def selecting(batch: int, vocab: int, block: int, warps: int) -> Callable[[Any], None]:
+    """Return a launch of `argmax_kernel` with so many logits a block, whose state never ends a row."""
+    usual, sampling.argmax_block = sampling.argmax_block, lambda *_: block
     try:
-        program, runner = (
-            ends.select_program(batch, vocab, torch.bfloat16),
-            Ends.allocate(batch, vocab, torch.device(DEVICE)),
-        )
+        usual_launch = sampling.argmax_launch.__wrapped__(batch, vocab)
+        sampler = Sampler.allocate(batch, vocab, torch.device(DEVICE))
     finally:
-        ends._chunk = before
-    # what is loaded is told apart by its text, and keeps its first number of warps
-    module, how = load(replace(program, source=f"{program.source}# {warps} warps\n"))
-    c = started(batch)
+        sampling.argmax_block = usual
+    what, c = replace(usual_launch, num_warps=warps), started(batch)
+    alive = c.alive.view(torch.uint8)
+    state = [c.ids, c.position, c.length, c.budget, alive, c.eos, c.pad, c.report]
 
     def run(logits: torch.Tensor) -> None:
-        launch(
-            (module, replace(how, num_warps=warps)),
-            [
-                logits,
-                c.ids,
-                c.position,
-                c.length,
-                c.budget,
-                c.alive.view(torch.uint8),
-                c.eos,
-                c.pad,
-                c.report,
-                runner.best,
-                runner.counter,
-            ],
-        )
+        launch(what, [logits, *state, sampler.best, sampler.counter])
 
     return run
 
@@ -128,7 +112,7 @@ def select(batch: int, vocab: int, rounds: int) -> dict[str, Any]:
 
 
 def chained(model: str, batch: int, rounds: int) -> dict[str, Any]:
-    """µs of begin, RMSNorm + head and nothing or `select`."""
+    """µs of the embedding, RMSNorm + head, and nothing or the choice."""
     sizes, device = MODELS[model], torch.device(DEVICE)
     chain = Chain(sizes, batch)
     block = chain.blocks()[HEAD]
@@ -141,12 +125,14 @@ def chained(model: str, batch: int, rounds: int) -> dict[str, Any]:
     )
     logits = torch.zeros(batch, sizes.vocab, dtype=torch.bfloat16, device=DEVICE)
     tables = torch.zeros(1, 1024, sizes.head_dim, dtype=torch.bfloat16, device=DEVICE)
-    inputs = Inputs.allocate(batch, sizes.hidden, sizes.head_dim, (None,), torch.bfloat16, device)
-    runner, c = Ends.allocate(batch, sizes.vocab, device), started(batch)
+    inputs = EmbeddingOutput.allocate(
+        batch, sizes.hidden, sizes.head_dim, (None,), torch.bfloat16, device
+    )
+    c = started(batch)
 
     def step(end: Callable[[Any], None] | None) -> Callable[[Any], None]:
         def run(_: Any) -> None:
-            runner.begin(c, weight, tables, tables, inputs)
+            embed(c, weight, tables, tables, inputs, by_kernel=True)
             head.run([inputs.x, norm, weight.t()], [logits]) if head.is_fused else logits.copy_(
                 head.run([inputs.x, norm, weight.t()])[0]
             )

@@ -45,11 +45,8 @@ def load(source: str, digest: str) -> ModuleType:
             f"kernel source: its SHA-256 is {actual[:12]}…, expected {digest[:12]}…; the file is damaged, "
             "generate it again"
         )
+    prepare_triton()
     with _lock:
-        if settings().interpret:
-            _let_bounds_be_loaded()
-        elif PARSER_RACES:
-            _parse_in_turns()
         if digest not in _loaded:
             path = _keep(source, digest)
             _loaded[digest] = ahead.import_text(
@@ -71,6 +68,15 @@ def passing() -> Iterator[None]:
             for digest in _loaded.keys() - known:
                 sys.modules.pop(_loaded.pop(digest).__name__, None)
         gc.collect()  # a module and its functions refer to each other
+
+
+def prepare_triton() -> None:
+    """Work around faults of Triton and Python that kernels would meet. Call it before a kernel is launched or compiled."""
+    with _lock:
+        if settings().interpret:
+            _let_bounds_be_loaded()
+        elif PARSER_RACES:
+            _parse_in_turns()
 
 
 def _let_bounds_be_loaded() -> None:

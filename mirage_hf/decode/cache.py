@@ -368,8 +368,8 @@ class CacheBlock:
     history: TokenHistory | None = None
     choosers: dict[Any, Any] = field(default_factory=dict)
     """What chose on this block so far and may have graphs here, by its key; the one used last is last."""
-    ends: Any = None
-    """The ends of steps with these logits (decode/kernels/ends.py)."""
+    sampler: Any = None
+    """Chooses the tokens of steps with these logits (decode/kernels/sampling.py)."""
     prompts: Counter[Any] = field(default_factory=Counter)
     """Prompts so far that a captured prefill could serve, by shape."""
     valid_for: object = None
@@ -402,7 +402,7 @@ class CacheBlock:
             self.logits,
             *(vars(self.history).values() if self.history is not None else ()),
             *(t for chooser in list(self.choosers.values()) for t in chooser.tensors()),
-            *(vars(self.ends).values() if self.ends is not None else ()),
+            *(vars(self.sampler).values() if self.sampler is not None else ()),
         ]
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
@@ -559,7 +559,7 @@ class CacheBlock:
     def drop_memory(self) -> None:
         self.drop_graphs()
         self.choosers.clear()
-        self.history = self.ends = None
+        self.history = self.sampler = None
         self.keys.clear()
         self.values.clear()
         self.slabs.clear()

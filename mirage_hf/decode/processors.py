@@ -1,7 +1,7 @@
 """HF's own logits processors on the device: one table from exact class to torch ops over static tensors, with nothing read by the host.
 
 What a captured graph is made for (sizes, what removed tokens get) is told from what may change between calls (temperature, penalties,
-how many to keep, lists of tokens), which lies in tensors. Where HF sorts a vocabulary, kernels search (decode/kernels/limits.py). Rounding is
+how many to keep, lists of tokens), which lies in tensors. Where HF sorts a vocabulary, kernels search (decode/kernels/radix_threshold.py). Rounding is
 that of HF's own ops in float32, but for the order of sums, and for divisions by a number, which CUDA may do as products with its
 inverse. A class that is not here, a subclass of one that is, and an instance with attributes that this table does not know are the
 host's.
@@ -19,7 +19,7 @@ import torch
 import transformers.generation.logits_process as hf
 from torch import Tensor
 
-from mirage_hf.decode.kernels import limits
+from mirage_hf.decode.kernels import radix_threshold
 from mirage_hf.default_device import on_the_cpu
 
 INFINITY = float("inf")
@@ -93,8 +93,8 @@ def _top_k(now: Now, scores: Tensor, fill: float, k: Tensor) -> Tensor:
 
 def _kth(scores: Tensor, k: Tensor) -> Tensor:
     """(batch, 1): the `k`-th greatest of each row, the least where there are fewer."""
-    if limits.fits(scores):
-        return limits.kth(scores, k)
+    if radix_threshold.fits(scores):
+        return radix_threshold.kth_greatest(scores, k)
     if scores.device.type == "cpu":
         return torch.topk(scores, min(int(k), scores.shape[-1])).values[:, -1:]
     return torch.sort(scores, descending=True).values.index_select(
@@ -103,8 +103,10 @@ def _kth(scores: Tensor, k: Tensor) -> Tensor:
 
 
 def _top_p(now: Now, scores: Tensor, fill: float, rest: Tensor, keep: Tensor) -> Tensor:
-    if limits.fits(scores):
-        return limits.cut(scores, scores, _softmax(scores), rest, keep, fill, firsts=False)
+    if radix_threshold.fits(scores):
+        return radix_threshold.mask_scores(
+            scores, scores, _softmax(scores), rest, keep, fill, lowest_index_first=False
+        )
     ordered, index = torch.sort(scores, descending=False)
     removed = (ordered.softmax(-1).cumsum(-1) <= rest) & (_ranks(scores) < scores.shape[-1] - keep)
     return scores.masked_fill(removed.scatter(1, index, removed), fill)
@@ -136,8 +138,10 @@ def _typical(now: Now, scores: Tensor, fill: float, mass: Tensor, keep: Tensor) 
     normalized = _log_softmax(scores)
     entropy = -(normalized * normalized.exp()).nansum(-1, keepdim=True)
     distance = (-normalized - entropy).abs()
-    if limits.fits(scores):
-        return limits.cut(scores, -distance, _softmax(scores), 1 - mass, keep, fill, firsts=True)
+    if radix_threshold.fits(scores):
+        return radix_threshold.mask_scores(
+            scores, -distance, _softmax(scores), 1 - mass, keep, fill, lowest_index_first=True
+        )
     ordered, index = torch.sort(distance, descending=False)
     last = (
         (scores.gather(-1, index).softmax(-1).cumsum(-1) < mass)
@@ -176,16 +180,16 @@ def _normalized(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _softmax(scores: Tensor) -> Tensor:
-    if not limits.fits(scores):
+    if not radix_threshold.fits(scores):
         return scores.softmax(-1)
-    greatest, total = limits.totals(scores)
+    greatest, total = radix_threshold.softmax_totals(scores)
     return (scores - greatest).exp_().div_(total)
 
 
 def _log_softmax(scores: Tensor) -> Tensor:
-    if not limits.fits(scores):
+    if not radix_threshold.fits(scores):
         return scores.log_softmax(-1)
-    greatest, total = limits.totals(scores)
+    greatest, total = radix_threshold.softmax_totals(scores)
     return (scores - greatest).sub_(total.log_())
 
 

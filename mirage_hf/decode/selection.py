@@ -25,7 +25,7 @@ from transformers.generation.stopping_criteria import (
 
 from mirage_hf.decode import processors as table
 from mirage_hf.decode.cache import MOST_EOS, CacheBlock, Control, TokenHistory, send
-from mirage_hf.decode.kernels.ends import Ends, ends_of
+from mirage_hf.decode.kernels.sampling import Sampler, sampler_of
 from mirage_hf.decode.processors import Now, Place
 from mirage_hf.decode.program import NOTHING, Chooser
 from mirage_hf.default_device import on_the_cpu
@@ -185,7 +185,7 @@ class Selection:
                     else None
                 )
                 block.choosers[key] = Composed(
-                    key, block.own_history(), ends_of(block), self, own, scores
+                    key, block.own_history(), sampler_of(block), self, own, scores
                 )
         chooser: Composed = block.choosers.pop(key)
         block.choosers[key] = chooser
@@ -202,13 +202,13 @@ class Composed(Chooser):
         self,
         key: tuple[Any, ...],
         history: TokenHistory,
-        ends: Ends,
+        sampler: Sampler,
         selection: Selection,
         rows: list[tuple[Any, tuple[Any, ...], list[Tensor]]],
         scores: Tensor | None,
     ):
         super().__init__(key)
-        self.history, self.ends, self.rows, self.scores = history, ends, rows, scores
+        self.history, self.sampler, self.rows, self.scores = history, sampler, rows, scores
         self.sample, self.pads = selection.sample, selection.pads
         self._writes = bool(selection.stops) or any(
             table.TABLE[type(p)].text for p in selection.processors
@@ -216,7 +216,7 @@ class Composed(Chooser):
         self.eos = (
             None
             if selection.eos is None
-            else torch.zeros(ends.vocab, dtype=torch.bool, device=history.ids.device)
+            else torch.zeros(sampler.vocab, dtype=torch.bool, device=history.ids.device)
         )
         self._sources = [c.embedding_vec for c in selection.stops]
         self.stops = [_resident(c, history.ids.device) for c in selection.stops]
@@ -252,12 +252,12 @@ class Composed(Chooser):
         if not (
             self.sample or self.stops or self.eos is not None
         ):  # one launch does all that follows
-            self.ends.select(control, scores.contiguous())
+            self.sampler.argmax(control, scores.contiguous())
             if self._writes:
                 history.ids.index_copy_(1, now.length, control.report[0][:, None])
             return
         token = (
-            self.ends.draw(scores, history.numbers.index_select(1, step))
+            self.sampler.sample(scores, history.numbers.index_select(1, step))
             if self.sample
             else scores.argmax(-1)
         )
@@ -279,7 +279,7 @@ class Composed(Chooser):
             # a token that HF knows no text of, and so no part of a stop string
             found = c(torch.where(there & (text >= 0), text, c.embedding_vec.shape[0] - 1), None)
             ended = found if ended is None else ended | found
-        self.ends.settle(control, token, ended)
+        self.sampler.advance(control, token, ended)
 
 
 def _resident(criterion: StopStringCriteria, device: torch.device) -> StopStringCriteria:

@@ -13,7 +13,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 from mirage_hf.decode import loop
 from mirage_hf.decode.cache import CacheBlock, UpdatedTwice, bucket, rings_of
 from mirage_hf.decode.call_plan import CallPlan, NotCovered
-from mirage_hf.decode.kernels.ends import Greedy, ends_of
+from mirage_hf.decode.kernels.sampling import Greedy, sampler_of
 from mirage_hf.decode.model_fingerprint import ModelFingerprint, take_fingerprint
 from mirage_hf.decode.program import NOTHING, Chooser
 from mirage_hf.decode.selection import Composed, Selection, UniformNumbers, draw_seed, uniforms
@@ -262,13 +262,13 @@ class Session:
             if self.seed is None
             else UniformNumbers(self.seed, input_ids.shape[0], input_ids.device)
         )
-        ends = ends_of(self.block)
+        sampler = sampler_of(self.block)
         self._set_out()
 
         def choose(scores: Tensor, step: int) -> Tensor:
             if numbers is None:
                 return torch.argmax(scores, dim=-1)
-            tokens = ends.draw(scores.float().contiguous(), numbers.at(step)).clone()
+            tokens = sampler.sample(scores.float().contiguous(), numbers.at(step)).clone()
             if len(nowhere := (tokens == NOTHING).nonzero()):
                 raise no_token(int(nowhere[0]), step)
             return tokens
@@ -295,7 +295,7 @@ class Session:
     def _choose_by(self, selection: Selection) -> Chooser:
         """What chooses on the block of now."""
         if selection.plain:
-            self._chooser = Greedy(ends_of(self.block))
+            self._chooser = Greedy(sampler_of(self.block))
             return self._chooser
         self._chooser = chooser = selection.on(self.block)
         if self.seed is not None:

@@ -1,6 +1,6 @@
 """The step program: a whole step of decoding as one chain of kernels, embedding to token, over a cache block.
 
-Of its kernels only the two ends (decode/kernels/ends.py) are written by hand; those of the layers and of the head were searched, proven and
+Of its kernels only the two ends (decode/kernels) are written by hand; those of the layers and of the head were searched, proven and
 tuned for the model's own parts. They are captured in one CUDA graph, in which each may begin while the one before it ends.
 """
 
@@ -14,8 +14,11 @@ from torch import Tensor
 
 from mirage_hf.decode.cache import CacheBlock
 from mirage_hf.decode.call_plan import CallPlan
-from mirage_hf.decode.kernels.ends import MOST_ROWS, MOST_VOCAB, Ends, Inputs, ends_of
-from mirage_hf.decode.kernels.written import INFINITY
+from mirage_hf.decode.kernels.embedding import EmbeddingOutput, embed
+from mirage_hf.decode.kernels.kernel_launch import MAX_ROWS, MAX_VOCAB
+from mirage_hf.decode.kernels.ring import turn_rings
+from mirage_hf.decode.kernels.sampling import Sampler, sampler_of
+from mirage_hf.decode.kernels.total_order import FLOATS
 from mirage_hf.decode.program import Chooser, MaskPlan, Step, move_on
 from mirage_hf.layers.compose import Kernel
 from mirage_hf.layers.model_kernels import ModelKernels
@@ -26,8 +29,8 @@ from mirage_hf.layers.step import StepInputs
 class _Buffers:
     """What a block's steps write besides its cache and control, at fixed addresses."""
 
-    inputs: Inputs
-    ends: Ends
+    inputs: EmbeddingOutput
+    sampler: Sampler
     cos: Tensor
     sin: Tensor
     #: What runs the parts of each layer.
@@ -62,7 +65,7 @@ class StepProgram(Step):
             seen = [ring or windows[kind] for ring, kind in zip(block.rings, kinds, strict=True)]
             each = list(dict.fromkeys(seen))
             tables, _, width = cos.shape
-            inputs = Inputs.allocate(
+            inputs = EmbeddingOutput.allocate(
                 block.batch,
                 steps.embedding.shape[1],
                 width,
@@ -77,7 +80,7 @@ class StepProgram(Step):
                 for n, layer in enumerate(steps.layers)
             )
             indices = tuple(each.index(window) for window in seen)
-            self._buffers = _Buffers(inputs, ends_of(block), cos, sin, kernels, indices)
+            self._buffers = _Buffers(inputs, sampler_of(block), cos, sin, kernels, indices)
         return self._buffers
 
     def held(self) -> Any:
@@ -88,8 +91,14 @@ class StepProgram(Step):
         ready, block, steps = self._ready(), self.block, self.steps
         inputs = ready.inputs
         with torch.no_grad():
-            ready.ends.begin(
-                block.control, steps.embedding, ready.cos, ready.sin, inputs, steps.embedding_scale
+            embed(
+                block.control,
+                steps.embedding,
+                ready.cos,
+                ready.sin,
+                inputs,
+                steps.embedding_scale,
+                by_kernel=ready.sampler.by_kernels,
             )
             layer_inputs = (
                 StepInputs(
@@ -104,7 +113,7 @@ class StepProgram(Step):
                 for n, (layer, window) in enumerate(zip(steps.layers, ready.windows, strict=True))
             )
             steps.run_step(ready.kernels, inputs.x, layer_inputs, block.logits)
-            ready.ends.turn(block.control, block.turning)
+            turn_rings(block.control, block.turning, by_kernel=ready.sampler.by_kernels)
 
     def _to_logits(self) -> None:
         self._forward()
@@ -135,8 +144,8 @@ def obstacle(
         return rope.reason
     if plan.fingerprint.model != valid_for:
         return CHANGED
-    if block.batch > MOST_ROWS or steps.vocab > MOST_VOCAB or steps.embedding.dtype not in INFINITY:
-        return f"the ends of a step are for {MOST_ROWS} rows, a vocabulary of {MOST_VOCAB} and dtypes of up to 32 bits"
+    if block.batch > MAX_ROWS or steps.vocab > MAX_VOCAB or steps.embedding.dtype not in FLOATS:
+        return f"the ends of a step are for {MAX_ROWS} rows, a vocabulary of {MAX_VOCAB} and dtypes of up to 32 bits"
     if plan.fingerprint.no_graph is not None:
         return plan.fingerprint.no_graph
     if plan.prompt.odd_positions:

@@ -104,3 +104,57 @@ def test_threads_on_one_stream_get_as_many_as_they_ask_for(now):
     for t in threads:
         t.join()
     assert not short
+
+
+# -- launches -----------------------------------------------------------------------------------
+
+
+class Kernel:
+    """A kernel that notes how it is compiled and run."""
+
+    def __init__(self, name):
+        self.__name__, self.compiled, self.runs = name, [], []
+
+    def warmup(self, *tensors, **options):
+        self.compiled.append(options)
+        run = Launcher(self)
+        return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+
+
+class Launcher:
+    def __init__(self, kernel):
+        self.kernel, self.launch_pdl = kernel, True
+
+    def __call__(self, *arguments):
+        self.kernel.runs.append((self.launch_pdl, arguments))
+
+
+def test_a_kernel_is_compiled_for_each_dtype_constant_and_number_of_warps(now, monkeypatch):
+    monkeypatch.setattr(launching, "_compiled", {})
+    monkeypatch.setattr(
+        launching.torch.cuda, "get_device_capability", lambda device: (9, 0), raising=False
+    )
+
+    def tensor(dtype, address=256):
+        return SimpleNamespace(device=GPU, dtype=dtype, data_ptr=lambda: address)
+
+    kernel = Kernel("kernel")
+    cases = [
+        (torch.float32, 4, {}),
+        (torch.bfloat16, 4, {}),
+        (torch.bfloat16, 8, {}),
+        (torch.bfloat16, 4, {"SIZE": 3, "FILL": 0.5}),
+        (torch.bfloat16, 4, {"SIZE": 4, "FILL": 0.5}),
+    ]
+    for now.capturing in (False, True):
+        for dtype, warps, constants in cases:
+            launching.launch(kernel, 7, [tensor(dtype)], warps, 1, **constants)
+    assert len(kernel.compiled) == len(cases)
+    assert [options["num_warps"] for options in kernel.compiled] == [w for _, w, _ in cases]
+    assert kernel.compiled[3]["SIZE"] == 3 and kernel.compiled[3]["launch_pdl"]
+    for (pdl, arguments), (_, _, constants), captured in zip(
+        kernel.runs, cases * 2, [False] * 5 + [True] * 5, strict=True
+    ):
+        assert pdl == captured
+        tail = (None, None, None, 256, True, *constants.values())
+        assert arguments == (7, 1, 1, 1, "function", "metadata", *tail)

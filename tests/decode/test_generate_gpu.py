@@ -14,7 +14,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from mirage_hf.decode import install, program, uninstall
 from mirage_hf.decode.cache import CachePool
-from mirage_hf.decode.kernels.ends import Greedy, ends_of
+from mirage_hf.decode.kernels.sampling import Greedy, sampler_of
 from mirage_hf.decode.program import CapturedForward, MaskPlan
 from tests.helpers.generate_comparison import (
     FAMILIES,
@@ -144,7 +144,7 @@ def test_a_step_never_waits_for_the_host(family, attention):
             eos=None,
             pad=None,
         )
-        greedy = Greedy(ends_of(block))
+        greedy = Greedy(sampler_of(block))
         greedy.choose(block.control, block.logits)
         step = CapturedForward(
             model,

@@ -13,7 +13,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, StopStri
 
 from mirage_hf.decode import install, processors, program, selection
 from mirage_hf.decode.cache import CacheBlock, TokenHistory
-from mirage_hf.decode.kernels.ends import Ends
+from mirage_hf.decode.kernels.sampling import Sampler
 from mirage_hf.decode.processors import Now, Place
 from mirage_hf.decode.program import NOTHING, draw
 from mirage_hf.decode.selection import Composed, Selection, UniformNumbers, uniforms
@@ -802,11 +802,11 @@ def test_a_choice_that_cannot_be_captured_leaves_others_captured(monkeypatch):
 
 
 def test_the_first_token_is_chosen_as_the_others(monkeypatch):
-    chosen, select = [], Ends.select
+    chosen, argmax = [], Sampler.argmax
     monkeypatch.setattr(
-        Ends,
-        "select",
-        lambda ends, control, logits: chosen.append(1) or select(ends, control, logits),
+        Sampler,
+        "argmax",
+        lambda sampler, control, logits: chosen.append(1) or argmax(sampler, control, logits),
     )
     model = tiny("llama")
     install(model, mode="eager")

@@ -15,8 +15,8 @@ from mirage_hf.decode.cache import CacheBlock
 from mirage_hf.decode.graphs import capture
 from mirage_hf.decode.selection import Selection, uniforms
 from mirage_hf.errors import SamplingError
+from tests.decode.kernels.test_radix_threshold import SHAPES, wrong_thresholds
 from tests.decode.test_generate_life import tokenizer
-from tests.decode.test_limits import SHAPES, wrong_limits
 from tests.decode.test_sampling import (
     CASES,
     EACH,
@@ -57,8 +57,8 @@ def test_processors_are_hfs(name):
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 1), (2, 7), (5, 2999), (128, 40)], ids=str)
-def test_limits_are_those_of_a_sort(shape):
-    wrong = wrong_limits(
+def test_thresholds_are_those_of_a_sort(shape):
+    wrong = wrong_thresholds(
         [shape] * 24, sum(shape), CUDA
     )  # each shape is compiled for: few of them, often
     assert not wrong, "\n".join(wrong)

@@ -1,1 +1,1 @@
-"""Hand-written Triton kernels that begin and end a decoding step."""
+"""Hand-written Triton kernels: what begins a decoding step, and what chooses its tokens."""

@@ -1,4 +1,4 @@
-"""Limits of scores found by search, and sums of exponentials: kernels in Triton's interpreter (run by test_ends), beside plain Python."""
+"""Thresholds found by radix search, and sums of exponentials: Triton's interpreter and plain Python agree."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from mirage_hf import errors
-from mirage_hf.codegen import compile as compiler
-from mirage_hf.decode.kernels import limits
+from mirage_hf.decode.kernels import radix_threshold
+from tests.helpers import triton_interpreter
+from tests.helpers.decode_states import assert_compiles_and_waits
 
 
 def place(x: float) -> float:
@@ -20,17 +21,17 @@ def place(x: float) -> float:
 
 
 def stays_by_hand(
-    order: list[float], weights: list[float], rest: float, keep: int, firsts: bool
+    order: list[float], weights: list[float], rest: float, keep: int, lowest_index_first: bool
 ) -> list[bool]:
     places = [place(x) for x in order]
-    at = sorted(range(len(order)), key=lambda n: (-places[n], n if firsts else -n))
+    at = sorted(range(len(order)), key=lambda n: (-places[n], n if lowest_index_first else -n))
     behind = list(itertools.accumulate(weights[n] for n in reversed(at)))[
         ::-1
     ]  # exact, as weights are whole numbers
     stays, first = [False] * len(order), 0
     for rank, n in enumerate(at):
         first = first if places[at[first]] == places[n] else rank  # of those that are as high
-        whole = firsts or math.isnan(behind[first])
+        whole = lowest_index_first or math.isnan(behind[first])
         stays[n] = rank < keep or not behind[first if whole else rank] <= rest
     return stays
 
@@ -56,7 +57,7 @@ def random_order(rng: random.Random, vocab: int) -> list[float]:
     return torch.tensor(x).tolist()  # as float32 has them
 
 
-def wrong_limits(
+def wrong_thresholds(
     shapes: list[tuple[int, int]], seed: int, device: torch.device | str = "cpu"
 ) -> list[str]:
     """Weights are small whole numbers, so that their sums are exact and often equal to what may fall."""
@@ -78,7 +79,7 @@ def wrong_limits(
         )
         x, w = torch.tensor(orders, device=device), torch.tensor(weights, device=device)
         k = torch.tensor([keep], device=device)
-        got = limits.kth(x, k)[:, 0].tolist()
+        got = radix_threshold.kth_greatest(x, k)[:, 0].tolist()
         want = [
             sorted(row, key=place)[vocab - keep] if keep <= vocab else -math.inf for row in orders
         ]
@@ -92,7 +93,7 @@ def wrong_limits(
             torch.tensor(orders, device=device),
             torch.tensor(orders, dtype=torch.float64, device=device),
         )
-        top, total = limits.totals(both[0])
+        top, total = radix_threshold.softmax_totals(both[0])
         want = (
             both[1].amax(-1, keepdim=True),
             (both[1] - both[1].amax(-1, keepdim=True)).exp().sum(-1, keepdim=True),
@@ -109,8 +110,14 @@ def wrong_limits(
         wrong += [] if torch.equal(total.isnan(), lost) else [f"NaN: {case}: {total}"]
         for firsts in (False, True):
             scores = torch.arange(float(batch * vocab), device=device).view(batch, vocab)
-            out = limits.cut(
-                scores, x, w, torch.tensor([rest], device=device), k, -1.5, firsts=firsts
+            out = radix_threshold.mask_scores(
+                scores,
+                x,
+                w,
+                torch.tensor([rest], device=device),
+                k,
+                -1.5,
+                lowest_index_first=firsts,
             )
             stays = torch.tensor(
                 [
@@ -131,30 +138,50 @@ def wrong_limits(
 SHAPES = [(2, 97), (1, 1025)]
 
 
-@pytest.mark.parametrize("weighed", [False, True])
-def test_compiles_and_waits_before_it_reads(weighed, tmp_path, monkeypatch):
+INTERPRETED = """
+import json
+from tests.decode.kernels import test_radix_threshold as t
+print(json.dumps(t.wrong_thresholds(t.SHAPES, seed=8)))
+"""
+
+
+def test_kernels_do_as_by_hand():
+    assert triton_interpreter.run(INTERPRETED) == []
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_compiles_and_waits_before_it_reads(flag):
     pytest.importorskip("triton")
-    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
-    programs = [
-        limits.narrow_program(1, 128256, weighed),
-        limits.cut_program(3, 50257, -math.inf, weighed),
-        limits.totals_program(2, 1 << 20),
-    ]
-    for program in programs:
-        (kernel,) = compiler.ahead_of_time(program, 90)
-        wait, load = kernel.ptx.find("griddepcontrol.wait"), kernel.ptx.find("ld.global")
-        assert 0 <= wait < load and ".ftz" not in kernel.ptx
-        assert kernel.asm["cubin"]
+    float32, int64, int32 = torch.float32, torch.int64, torch.int32
+    found = [int64, int64, int32, float32, float32]
+    assert_compiles_and_waits(
+        radix_threshold.radix_round_launch(1, 128256, flag), [float32, float32, float32, *found]
+    )
+    assert_compiles_and_waits(
+        radix_threshold.mask_launch(3, 50257, -math.inf, flag),
+        [float32, float32, float32, float32, *found],
+    )
+
+
+def test_totals_compile_and_wait_before_they_read():
+    pytest.importorskip("triton")
+    float32, int32 = torch.float32, torch.int32
+    assert_compiles_and_waits(
+        radix_threshold.softmax_totals_launch(2, 1 << 20),
+        [float32, float32, float32, int32, float32, float32],
+    )
 
 
 def test_what_does_not_fit_is_refused():
     x, k = torch.zeros(2, 9), torch.ones(1, dtype=torch.long)
     for bad in (torch.zeros(9, 2).T, torch.zeros(2, 9).half(), torch.zeros(9), torch.zeros(129, 9)):
-        with pytest.raises(errors.InputError, match="order is"):
-            limits.kth(bad, k)
+        with pytest.raises(errors.InputError, match="ranking is"):
+            radix_threshold.kth_greatest(bad, k)
     with pytest.raises(errors.InputError, match="keep is"):
-        limits.kth(x, k.int())
-    with pytest.raises(errors.InputError, match="rest is"):
-        limits.cut(x, x, x, torch.zeros(2), k, 0.0, firsts=False)
+        radix_threshold.kth_greatest(x, k.int())
+    with pytest.raises(errors.InputError, match="removable is"):
+        radix_threshold.mask_scores(x, x, x, torch.zeros(2), k, 0.0, lowest_index_first=False)
     with pytest.raises(errors.InputError, match="weights is"):
-        limits.cut(x, x, torch.zeros(2, 8), torch.zeros(1), k, 0.0, firsts=False)
+        radix_threshold.mask_scores(
+            x, x, torch.zeros(2, 8), torch.zeros(1), k, 0.0, lowest_index_first=False
+        )

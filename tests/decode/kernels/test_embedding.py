@@ -1,0 +1,286 @@
+"""The kernel that begins a step: torch, Triton's interpreter and plain Python agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from mirage_hf import errors
+from mirage_hf.decode.cache import Control, Ring
+from mirage_hf.decode.graphs import capture
+from mirage_hf.decode.kernels.embedding import EmbeddingOutput, embed, embedding_launch
+from mirage_hf.decode.kernels.sampling import Sampler
+from mirage_hf.decode.program import MaskPlan
+from tests.decode.kernels.test_sampling import random_logits
+from tests.helpers import triton_interpreter
+from tests.helpers.decode_states import (
+    CAPACITY,
+    CPU,
+    DTYPES,
+    assert_compiles_and_waits,
+    compiled,
+    differing,
+    random_control,
+    to,
+)
+
+WINDOWS = [
+    (),
+    (None,),
+    (1,),
+    (None, 8),
+    (5, 1000),
+    (Ring(2, 16),),
+    (None, Ring(7, 7)),
+    (Ring(30, 32), 30),
+]
+
+
+def random_tables(
+    batch: int,
+    vocab: int,
+    hidden: int,
+    positions: int,
+    width: int,
+    dtype: torch.dtype,
+    ropes: int = 1,
+) -> list[torch.Tensor]:
+    return [
+        torch.randn(size).to(dtype)
+        for size in ((vocab, hidden), (ropes, positions, width), (ropes, positions, width))
+    ]
+
+
+def begun(
+    c: Control, tables: list[torch.Tensor], windows: tuple[int | Ring | None, ...], scale: float
+) -> list[torch.Tensor]:
+    """What `embed` should write, row by row, with the bounds counted off the masks."""
+    embedding, cos, sin = tables
+    ids, position = (
+        c.ids[:, 0].clamp(0, len(embedding) - 1),
+        c.position[:, 0].clamp(0, cos.shape[1] - 1),
+    )
+    plan = MaskPlan(
+        tuple((str(n), None if isinstance(w, Ring) else w) for n, w in enumerate(windows)),
+        by_layer_type=True,
+    )
+    masks = plan.build(c, torch.float32, {})
+    slot = torch.full((len(ids),), int(c.length), dtype=torch.int32)
+    bounds = [slot, slot + 1]
+    for n, w in enumerate(windows):
+        if isinstance(w, Ring):
+            own = [
+                min(int(c.length) - low, w.window - 1) if any(c.alive.tolist()) else w.window - 1
+                for (low,) in c.lowest.tolist()
+            ]
+            bounds += [
+                torch.zeros_like(slot),
+                torch.tensor(own, dtype=torch.int32),
+                torch.tensor(own, dtype=torch.int32) + 1,
+            ]
+        else:
+            bounds += [(masks[str(n)][:, 0, 0] == 0).int().argmax(-1).int(), slot, slot + 1]
+    turned = [
+        torch.stack([torch.stack([rows[i] for i in position]) for rows in t]) for t in (cos, sin)
+    ]
+    return [torch.stack([embedding[i] for i in ids]) * scale, *turned, *bounds]
+
+
+def outputs(out: EmbeddingOutput) -> list[torch.Tensor]:
+    return [
+        out.x,
+        out.cos,
+        out.sin,
+        out.slot,
+        out.end,
+        *(t for each in zip(out.lows, out.slots, out.ends, strict=True) for t in each),
+    ]
+
+
+def wrong_beginnings(by_kernel: bool, count: int, seed: int) -> list[str]:
+    rng, wrong = random.Random(seed), []
+    for n in range(count):
+        batch, windows, dtype = rng.randint(1, 5), WINDOWS[n % len(WINDOWS)], DTYPES[n % 3]
+        vocab, hidden = rng.randint(1, 40), rng.choice((1, 7, 64, 1000, 1030, 2048))
+        positions, width, ropes, scale = (
+            rng.randint(1, 70),
+            rng.choice((6, 64)),
+            1 + n % 2,
+            (1.0, 1.0, 0.3, 55.4256)[n % 4],
+        )
+        c, tables = (
+            random_control(rng, batch, vocab),
+            random_tables(batch, vocab, hidden, positions, width, dtype, ropes),
+        )
+        if n % 4 == 0:  # a pad token that the embedding does not have, as some tokenizers name
+            c.ids[0] = rng.choice((-1, vocab))
+        tables[0].requires_grad_()
+        out = EmbeddingOutput.allocate(batch, hidden, width, windows, dtype, CPU, tables=ropes)
+        state = {f.name: getattr(c, f.name).tolist() for f in dataclasses.fields(c)}
+        embed(c, *tables, out, scale, by_kernel=by_kernel)
+        want = begun(c, tables, windows, scale)
+        if (
+            by_kernel and dtype == torch.bfloat16 and scale != 1
+        ):  # Triton's interpreter cuts such numbers off, a GPU rounds them
+            assert (out.x.float() - want[0].float()).abs().max() <= 2**-7 * want[0].abs().max()
+            want[0] = out.x
+        same = [
+            torch.equal(x, y) and x.dtype == y.dtype
+            for x, y in zip(outputs(out), want, strict=True)
+        ]
+        wrong += (
+            []
+            if all(same) and not differing(c, state)
+            else [f"{batch} {hidden} {width} {windows} {dtype} {ropes} {scale}: {same}"]
+        )
+    return wrong
+
+
+def test_torch_begins_as_by_hand():
+    assert not wrong_beginnings(False, 200, seed=1)
+
+
+INTERPRETED = """
+import json
+from tests.decode.kernels import test_embedding as t
+print(json.dumps(t.wrong_beginnings(True, 40, seed=3)))
+"""
+
+
+def test_kernel_does_as_torch_and_by_hand():
+    assert triton_interpreter.run(INTERPRETED) == []
+
+
+# -- compiled -----------------------------------------------------------------------------------
+
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def dtypes(x: torch.dtype, table: torch.dtype) -> list[torch.dtype]:
+    state, tables = [torch.int64] * 4, [table, table]
+    return [*state, x, *tables, x, *tables, *[torch.int32] * 2, torch.uint8, *[torch.int32] * 6]
+
+
+@pytest.mark.parametrize(
+    "sizes, windows, scale, x, table",
+    [
+        ((1, 128256, 2048, (1, 4096, 64)), (None,), 1.0, BFLOAT16, BFLOAT16),
+        ((5, 101, 1030, (2, 77, 6)), (None, 16), 0.3, FLOAT16, FLOAT32),
+        ((3, 101, 1030, (2, 77, 6)), (None, Ring(512, 512)), 1.0, BFLOAT16, BFLOAT16),
+    ],
+    ids=["one row", "odd sizes", "ring"],
+)
+def test_compiles_and_waits_before_it_reads(sizes, windows, scale, x, table):
+    pytest.importorskip("triton")
+    assert_compiles_and_waits(embedding_launch(*sizes, windows, scale), dtypes(x, table))
+
+
+def test_one_row_of_bfloat16_is_read_16_bytes_a_thread():
+    pytest.importorskip("triton")
+    what = embedding_launch(1, 128256, 2048, (1, 4096, 64), (None,))
+    assert "ld.global.v4.b32" in compiled(what, dtypes(BFLOAT16, BFLOAT16), 90).asm["ptx"]
+
+
+# -- what is refused ----------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused():
+    c, good = Control.allocate(2, CAPACITY, CPU), random_tables(2, 9, 4, 5, 6, torch.float32)
+    out = EmbeddingOutput.allocate(2, 4, 6, (None,), torch.float32, CPU)
+    embed(c, *good, out, by_kernel=False)
+    bad = {
+        "out.x": dict(x=torch.zeros(2, 5)),
+        "out.cos": dict(cos=torch.zeros(1, 2, 6).half()),
+        "out.sin": dict(sin=torch.zeros(1, 1, 6)),
+        "out.slot": dict(slot=torch.zeros(2).long()),
+        r"out.slots\[0\]": dict(slots=(torch.zeros(3).int(),)),
+        "2 lows": dict(lows=out.lows * 2),
+        "at most 2 windows": dict(
+            windows=(None, 1, 2), lows=out.lows * 3, slots=out.slots * 3, ends=out.ends * 3
+        ),
+        r"out.lows\[0\]": dict(lows=(torch.zeros(1).int(),)),
+    }
+    for match, change in bad.items():
+        with pytest.raises(errors.InputError, match=match):
+            embed(c, *good, dataclasses.replace(out, **change), by_kernel=False)
+    with pytest.raises(errors.InputError, match=r"out\.x"):
+        embed(Control.allocate(3, CAPACITY, CPU), *good, out, by_kernel=False)
+    tables = (
+        ("embedding", 0, torch.zeros(4, 9).T),
+        ("sin", 2, torch.zeros(1, 4, 6)),
+        ("rotary", 1, torch.zeros(1, 5, 6).double()),
+        ("rotary tables", 1, torch.zeros(5, 6)),
+    )
+    for match, at, table in tables:
+        with pytest.raises(errors.InputError, match=match):
+            embed(c, *good[:at], table, *good[at + 1 :], out, by_kernel=False)
+
+
+def test_memory_made_under_inference_mode_serves_outside_it():
+    with torch.inference_mode():
+        out = EmbeddingOutput.allocate(2, 4, 6, (None, 3), torch.float32, CPU)
+    assert not any(t.is_inference() for t in outputs(out))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(
+    "batch, vocab, hidden, dtype",
+    [
+        (1, 128256, 2048, torch.bfloat16),
+        (1, 50257, 768, torch.float16),
+        (5, 5003, 1030, torch.float32),
+        (64, 32001, 4096, torch.bfloat16),
+    ],
+)
+def test_captured_steps(batch, vocab, hidden, dtype):
+    """Graphs of argmax → embed → argmax → embed, nothing between them, against torch on the CPU."""
+    rng, device, windows = (
+        random.Random(batch),
+        torch.device("cuda", torch.cuda.current_device()),
+        (None, 8),
+    )
+    tables = random_tables(
+        batch, min(vocab, 20_000), hidden, 2 * CAPACITY, 64, dtype, ropes=2
+    )  # ids beyond take the last row
+    sampler, on_cpu = Sampler.allocate(batch, vocab, device), Sampler.allocate(batch, vocab, CPU)
+    steps = [
+        (
+            torch.zeros(batch, vocab, dtype=dtype, device=device),
+            EmbeddingOutput.allocate(batch, hidden, 64, windows, dtype, device, tables=2),
+        )
+        for _ in range(2)
+    ]
+    c, there = to(random_control(rng, batch, vocab), device), [t.to(device) for t in tables]
+
+    def run():
+        for logits, out in steps:
+            sampler.argmax(c, logits)
+            embed(c, *there, out, 55.4256, by_kernel=True)
+
+    graph, _ = capture(run, device, None)
+    samples = [random_logits(rng, batch, vocab, dtype) for _ in range(5)]
+    resident = [s.to(device) for s in samples]
+    for n in range(60):
+        want = random_control(rng, batch, vocab)
+        for f in dataclasses.fields(c):
+            getattr(c, f.name).copy_(getattr(want, f.name))
+        chosen = (n % 5, (n * 3 + 1) % 5)
+        for (logits, _), k in zip(steps, chosen, strict=True):
+            logits.copy_(resident[k])
+        graph.replay() if n % 4 else run()
+        for (_, out), k in zip(steps, chosen, strict=True):
+            expected = EmbeddingOutput.allocate(batch, hidden, 64, windows, dtype, CPU, tables=2)
+            on_cpu.argmax(want, samples[k])
+            embed(want, *tables, expected, 55.4256, by_kernel=False)
+            assert all(
+                torch.equal(x.cpu(), y)
+                for x, y in zip(outputs(out), outputs(expected), strict=True)
+            ), n
+        assert not differing(
+            c, {f.name: getattr(want, f.name).tolist() for f in dataclasses.fields(c)}
+        ), n
+        assert not int(sampler.counter)
