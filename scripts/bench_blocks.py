@@ -1,13 +1,14 @@
-"""Times blocks beside torch eager, torch.compile (max-autotune), library calls, Liger and FlashInfer, in one process.
+"""Time blocks beside torch eager, torch.compile, library calls, Liger and FlashInfer.
 
     python -m scripts.bench_blocks --out blocks.json
     python -m scripts.bench_blocks --blocks norm_linear,lora:1 --schedules 12 --no-compile
     python -m scripts.bench_blocks --out blocks.json --resume --seconds 500
     python -m scripts.bench_blocks --blocks long --no-compile --out long.json
 
-Every contender is a CUDA graph over cold rotating inputs, checked against float64 before it is timed, and takes turns with the others.
-Ours is the best µGraph that the search found, verified and tuned; the JSON holds the time of everything tuned. Weights are stored
-(N, K), as nn.Linear stores them, for all. A contender in brackets is the memory-bound core alone, no rival.
+Every contender is a CUDA graph over cold rotating inputs. It is checked against float64 before it
+is timed, and takes turns with the others. Ours is the best µGraph that the search found, verified
+and tuned. The JSON file holds the time of everything tuned. All weights are stored (N, K), as
+nn.Linear stores them. A contender in brackets is only the memory-bound core, and no rival.
 """
 
 from __future__ import annotations
@@ -52,13 +53,20 @@ from scripts.rivals import Rival
 
 OURS, COMPILED = "ours", " compiled"
 
+#: Inputs of more bytes are checked batch by batch.
 AT_ONCE_BYTES = 4 << 30
-"""Inputs beyond this are checked batch by batch."""
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """A contender before it is captured. `prepare` makes its arguments from the program's inputs; `whole` as in Rival."""
+    """A contender before it is captured.
+
+    Attributes:
+        name: What tables call it.
+        run: Computes the block.
+        prepare: Makes its arguments from the program's inputs, once.
+        whole: Whether it computes the whole block.
+    """
 
     name: str
     run: Run
@@ -67,7 +75,10 @@ class Entrant:
 
 
 def find_ours(row: Row, args: argparse.Namespace, record: dict[str, Any]) -> list[Entrant]:
-    """Search and tune; what came of it goes into `record`. Empty where nothing was found or everything was refused."""
+    """Search and tune, and note the result in `record`.
+
+    Return nothing if every candidate was rejected.
+    """
     program = row.program(**dict(row.tuned_at))
     if str(program) not in _tuned:
         _tuned[str(program)] = tune(program, args)
@@ -88,14 +99,14 @@ def find_ours(row: Row, args: argparse.Namespace, record: dict[str, Any]) -> lis
     return [Entrant(OURS, tuner.run_of(triton.generate(ugraph, schedules)))]
 
 
+#: Results of tuning; rows that are refitted from one size share one.
 _tuned: dict[str, tuple[tuner.MeasuredCandidate | None, dict[str, Any]]] = {}
-"""Rows that are cut from one tuned size share what was tuned."""
 
 
 def tune(
     program: KernelGraph, args: argparse.Namespace
 ) -> tuple[tuner.MeasuredCandidate | None, dict[str, Any]]:
-    """The fastest searched candidate, if there is any, and what to record."""
+    """Return the fastest searched candidate, or None, and what to record."""
     record: dict[str, Any] = {}
     started = time.perf_counter()
     searched = search_and_verify(program, SearchOptions(time_limit=args.search_seconds))
@@ -133,6 +144,8 @@ def tune(
 
 
 def entrants_of(rival: Rival, compiled: bool) -> list[Entrant]:
+    """Return a rival, and the same compiled if wanted."""
+
     def call(
         run: Callable[..., torch.Tensor], arguments: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
@@ -148,7 +161,7 @@ def entrants_of(rival: Rival, compiled: bool) -> list[Entrant]:
 
 
 def in_float64(row: Row, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The program's results; batch by batch where all of it would not fit."""
+    """Return the program's results in float64, batch by batch if they would not fit at once."""
     if row.rows == 1 or sum(x.nbytes for x in inputs) < AT_ONCE_BYTES:
         return run_kernel_graph(row.program(), inputs, torch.float64)
     one = row.program(rows=1)
@@ -163,7 +176,13 @@ def in_float64(row: Row, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def checked_error(entrant: Entrant, row: Row) -> float:
-    """Its error on random inputs against float64: of the program, or of itself where it is a part. Errors: ValueError."""
+    """Return an entrant's error against float64.
+
+    The reference is the program, or for a part of a block the entrant itself in float64.
+
+    Raises:
+        ValueError: The result is wrong.
+    """
     inputs = make_inputs(row.program(), Case("random"), 0, benching.DEVICE)
     exact = (
         in_float64(row, inputs)
@@ -174,7 +193,7 @@ def checked_error(entrant: Entrant, row: Row) -> float:
 
 
 def bench(row: Row, args: argparse.Namespace) -> dict[str, Any]:
-    """Everything about one row."""
+    """Measure one row."""
     torch._dynamo.reset()
     program = row.program()
     moved = sum(map(tensor_bytes, (*program.inputs, *program.outputs)))
@@ -212,7 +231,7 @@ def bench(row: Row, args: argparse.Namespace) -> dict[str, Any]:
 def judged(
     contenders: dict[str, dict[str, Any]], floor_us: float, target_us: float
 ) -> dict[str, Any]:
-    """Ours beside the best whole rival, the floor and the target; nothing where ours was not measured."""
+    """Compare ours with the best whole rival, the floor and the target."""
     ours = contenders.get(OURS, {}).get("us")
     others = {
         name: c["us"]
@@ -230,13 +249,14 @@ def judged(
 
 
 HEADER = (
-    f"{'block:rows, µs':22}{'ours':>9}{'eager':>9}{'compiled':>9}{'floor':>8}{'of floor':>9}{'target':>8}{'':>9}"
+    f"{'block:rows, µs':22}{'ours':>9}{'eager':>9}{'compiled':>9}{'floor':>8}{'of floor':>9}"
+    f"{'target':>8}{'':>9}"
     f"{'× best rival':>14}"
 )
 
 
 def line(r: dict[str, Any]) -> str:
-    """A row for people; under it what does not fit into columns."""
+    """Return a row for the terminal."""
     c = r["contenders"]
 
     def us(name: str) -> str:
@@ -245,7 +265,8 @@ def line(r: dict[str, Any]) -> str:
     share = f"{r['share_of_floor']:9.0%}" if "share_of_floor" in r else f"{'–':>9}"
     over = f"{r['over_best_rival']:7.2f} {r['best_rival']}" if "over_best_rival" in r else ""
     lines = [
-        f"{r['name']:22}{us(OURS)}{us('eager')}{us('eager' + COMPILED)}{r['floor_us']:8.2f}{share}{r['target_us']:8.1f}"
+        f"{r['name']:22}{us(OURS)}{us('eager')}{us('eager' + COMPILED)}{r['floor_us']:8.2f}{share}"
+        f"{r['target_us']:8.1f}"
         f"{'  reached' if r['reached'] else '   missed'}{over}"
     ]
     rest = {
@@ -274,7 +295,7 @@ def line(r: dict[str, Any]) -> str:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """How many targets were reached, and where a rival is faster."""
+    """Say how many targets were reached, and where a rival is faster."""
     told = [r for r in rows if "contenders" in r]
     slower = [
         f"{r['name']} ({r['over_best_rival']:.2f} × {r['best_rival']})"
@@ -290,7 +311,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def chosen(text: str, parser: argparse.ArgumentParser) -> list[Row]:
-    """The rows that names, or name:rows, with commas, stand for."""
+    """Return the rows that a list of names, or name:rows, stands for."""
     found = []
     for item in text.split(","):
         sets = (("all", ROWS), ("long", LONG))
@@ -304,6 +325,7 @@ def chosen(text: str, parser: argparse.ArgumentParser) -> list[Row]:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,13 +1,13 @@
-"""Times the linears of a model's decoding step as one chain of dependent kernels in one CUDA graph, beside eager and torch.compile.
+"""Time the linears of a decoding step as one chain of dependent kernels, beside torch.
 
     python -m scripts.bench_chain --model llama-3.2-1b,llama-3.1-8b --out chain.json
     python -m scripts.bench_chain --model llama-3.2-1b --batch 16 --tune full --searched
 
-A layer is RMSNorm + q, k, v | o + residual | RMSNorm + gate, up, SiLU · | down + residual; after the last one RMSNorm + head. Attention
-is left out: o reads the first numbers of the q, k, v result (at batch 1 its q columns), so every kernel still waits for the one before.
-Every layer has weights of its own, random, in bfloat16. Ours runs what `optimize()` would run: what `mirage_hf.pipeline.kernels.resolve` gives
-for each program, chosen for the layer by `for_layer`. The rivals have q, k, v and gate, up as one weight each. The floor is the bytes of
-all weights / 4.47 TB/s. Needs an NVIDIA GPU.
+A layer is RMSNorm + q, k, v; o + residual; RMSNorm + gate, up and SiLU; down + residual. After the
+last layer come RMSNorm + head. Attention is left out: o reads the first numbers of the q, k, v
+result, so every kernel still waits for the one before. Every layer has random bfloat16 weights of
+its own. Ours runs what `optimize()` would run. The rivals have q, k, v and gate, up as one weight
+each. The floor is the bytes of all weights divided by 4.47 TB/s. Needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Call = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 class Layer(NamedTuple):
-    """The weights of a layer, (N, K) each; those that read the same input lie in one memory."""
+    """The weights of one layer, (N, K) each. Weights that read the same input lie in one memory."""
 
     norm: Tensor
     qkv: Tensor
@@ -76,13 +76,20 @@ class Model(NamedTuple):
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of all weights."""
         return sum(t.nbytes for part in (*self.layers, (self.norm, self.head)) for t in part)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The programs of a model at a batch size. `separate`: q, k and v as weights of their own, as in the model, read through three
-    pointers."""
+    """The programs of a model at a batch size.
+
+    Attributes:
+        sizes: The model's sizes.
+        rows: The batch size.
+        separate: Whether q, k and v are three weights, as in the model, read through three
+            pointers.
+    """
 
     sizes: Sizes
     rows: int
@@ -95,10 +102,12 @@ class Chain:
 
     @property
     def qkv(self) -> tuple[int, ...]:
+        """Columns of q, k and v, or of all of them together."""
         kv = self.sizes.kv_heads * self.sizes.head_dim
         return (self.attended, kv, kv) if self.separate else (self.attended + 2 * kv,)
 
     def blocks(self) -> dict[str, PatternBlock]:
+        """Return the blocks of a layer, and the head."""
         s = self.sizes
 
         def norm_linear(n: tuple[int, ...]) -> PatternBlock:
@@ -125,10 +134,11 @@ class Chain:
         }
 
     def programs(self) -> dict[str, KernelGraph]:
+        """Return their tensor programs."""
         return {name: block.program(self.rows) for name, block in self.blocks().items()}
 
     def model(self, layers: int, device: torch.device | str) -> Model:
-        """Random weights that keep the size of what they multiply."""
+        """Return random weights that keep the size of what they multiply."""
 
         def matrix(n: int, k: int) -> Tensor:
             return torch.empty(n, k, dtype=DTYPE, device=device).normal_(
@@ -158,12 +168,13 @@ class Chain:
         )
 
     def first(self, qkv: Tensor) -> Tensor:
-        """What o reads instead of attention's result: the first numbers of q, k, v in memory, so that no copy is needed."""
+        """Return the first numbers of q, k, v in place of attention's result, without a copy."""
         return qkv.view(-1)[: self.rows * self.attended].view(self.rows, self.attended)
 
-    # -- by programs: ours and the reference ------------------------------------------------------------------------------
+    # -- by programs: ours and the reference ------------------------------------------------------
 
     def layer(self, h: Tensor, w: Layer, calls: Mapping[str, Call]) -> Tensor:
+        """Run one layer through the given calls."""
         (qkv,) = calls[QKV]([h, w.norm[None], *(part.t() for part in w.qkv.split(self.qkv))])
         (h,) = calls[OUT]([self.first(qkv), w.o.t(), h])
         gate, up = w.gate_up.chunk(2)
@@ -172,14 +183,16 @@ class Chain:
         return h
 
     def logits(self, h: Tensor, model: Model, calls: Mapping[str, Call]) -> Tensor:
+        """Run all layers and the head."""
         for w in model.layers:
             h = self.layer(h, w, calls)
         (y,) = calls[HEAD]([h, model.norm[None], model.head.t()])
         return y
 
-    # -- as torch users write it: the rivals ------------------------------------------------------------------------------
+    # -- as torch users write it: the rivals ------------------------------------------------------
 
     def torch_layer(self, h: Tensor, w: Layer) -> Tensor:
+        """Run one layer in torch."""
         shape, eps = (self.sizes.hidden,), self.sizes.eps
         qkv = F.linear(F.rms_norm(h, shape, w.norm, eps), w.qkv)
         h = F.linear(self.first(qkv), w.o) + h
@@ -187,12 +200,14 @@ class Chain:
         return F.linear(F.silu(gate) * up, w.down) + h
 
     def torch_logits(self, h: Tensor, model: Model) -> Tensor:
+        """Run all layers and the head in torch."""
         for w in model.layers:
             h = self.torch_layer(h, w)
         return F.linear(F.rms_norm(h, (self.sizes.hidden,), model.norm, self.sizes.eps), model.head)
 
 
 def in_float64(programs: Mapping[str, KernelGraph]) -> dict[str, Call]:
+    """Return calls that run the programs in float64."""
     return {name: partial(_exact, program) for name, program in programs.items()}
 
 
@@ -201,7 +216,10 @@ def _exact(program: KernelGraph, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def resolved(chain: Chain, args: argparse.Namespace) -> tuple[dict[str, Call], dict[str, Any]]:
-    """Our kernel of each program, and what it is; with --searched the searched one even where the library was measured faster."""
+    """Return our kernel of each program and its description.
+
+    With --searched always the searched kernel.
+    """
     calls: dict[str, Call] = {}
     found: dict[str, Any] = {}
     blocks = chain.blocks()
@@ -233,25 +251,27 @@ def resolved(chain: Chain, args: argparse.Namespace) -> tuple[dict[str, Call], d
 
 
 def program_line(name: str, found: dict[str, Any]) -> str:
+    """Describe a kernel in one line."""
     searched, library = (
         f"{us:.2f} µs" if us is not None else "not measured"
         for us in (found["searched_us"], found["library_us"])
     )
     return (
-        f"    {name:8}{found['program']}: runs the {found['runs']} ({found['source']}, {found['seconds']} s); searched {searched}, "
+        f"    {name:8}{found['program']}: runs the {found['runs']} ({found['source']}, "
+        f"{found['seconds']} s); searched {searched}, "
         f"library {library}; {'; '.join(found['schedules']) or found['reason']}"
     )
 
 
 def captured_chain(run: Callable[[], Tensor], steps: int, reads: Any) -> tuple[Contender, Tensor]:
-    """A CUDA graph of `steps` chains one after another, and the logits of the last. `run` was called before."""
+    """Capture `steps` chains one after another. Return them and the logits of the last one."""
     last: dict[str, Tensor] = {}  # and no other: the graph may use their memory again
     captured = measure.capture(lambda _: last.update(logits=run()), [reads], steps)
     return Contender(captured), last["logits"]
 
 
 def bench(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One model at one batch size."""
+    """Measure one model at one batch size."""
     torch._dynamo.reset()
     sizes = MODELS[name]
     chain = Chain(sizes, args.batch, args.qkv == "separate")
@@ -291,7 +311,8 @@ def bench(name: str, args: argparse.Namespace) -> dict[str, Any]:
                 results[who]["logits_error"] = relative_error(last, exact_logits)
                 if not results[who]["logits_error"] <= LOGITS_TOLERANCE:
                     raise ValueError(
-                        f"wrong logits: RMS error {results[who]['logits_error']:.3g} of the float64 result's RMS"
+                        f"wrong logits: RMS error {results[who]['logits_error']:.3g} of the "
+                        "float64 result's RMS"
                     )
         except Exception as e:  # one contender that cannot run must not lose the others' numbers
             contenders.pop(who, None)
@@ -319,16 +340,18 @@ def bench(name: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+#: Like benching.TOLERANCE, after all layers: bfloat16 rounds the residual twice in each.
 LOGITS_TOLERANCE = 0.15
-"""As benching.TOLERANCE, after all layers: bfloat16 rounds the residual twice in each."""
 
 
 def table(r: dict[str, Any]) -> str:
-    """A model for people."""
+    """Return a model's numbers for the terminal."""
     lines = [
-        f"{r['model']}, batch {r['batch']}, {r['layers']} layers, linears only: {r['weight_bytes'] / 1e9:.3f} GB of weights, "
+        f"{r['model']}, batch {r['batch']}, {r['layers']} layers, linears only: "
+        f"{r['weight_bytes'] / 1e9:.3f} GB of weights, "
         f"floor {r['floor_ms']:.3f} ms",
-        f"    {'':10}{'ms':>9}{'10%..90%':>18}{'of 4.47 TB/s':>14}{'layer error':>13}{'logits error':>14}",
+        f"    {'':10}{'ms':>9}{'10%..90%':>18}{'of 4.47 TB/s':>14}"
+        f"{'layer error':>13}{'logits error':>14}",
     ]
     for who, c in r["contenders"].items():
         if "ms" not in c:
@@ -336,20 +359,23 @@ def table(r: dict[str, Any]) -> str:
             continue
         between = f"{c['low']:.3f}..{c['high']:.3f}"
         lines.append(
-            f"    {who:10}{c['ms']:9.3f}{between:>18}{c['share_of_bandwidth']:14.1%}{c['layer_error']:13.2g}"
+            f"    {who:10}{c['ms']:9.3f}{between:>18}{c['share_of_bandwidth']:14.1%}"
+            f"{c['layer_error']:13.2g}"
             f"{c['logits_error']:14.2g}"
         )
     return "\n".join(lines)
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--model",
         default="llama-3.2-1b,llama-3.1-8b",
-        help=f"one or more, with commas, of {', '.join(MODELS)}; biases and norms of q and k are left out",
+        help=f"one or more, with commas, of {', '.join(MODELS)}; "
+        "biases and norms of q and k are left out",
     )
     parser.add_argument("--batch", type=int, default=1, help="rows")
     parser.add_argument("--layers", type=int, help="a model cut down to so many layers")

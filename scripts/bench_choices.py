@@ -1,11 +1,12 @@
-"""Times what a decoding step ends with: the choice of the next token.
+"""Time what a decoding step ends with: the choice of the next token.
 
     python -m scripts.bench_choices --what select,processors,generate --json choices.json
 
-select      the greatest logit by `argmax_kernel`, by vocabulary and batch: alone, launches that overlap as in a step and launches that do
-            not; and what it adds to a chain of a model's own first and last kernel (embedding, RMSNorm + head)
-processors  every processor that changes probabilities, as a captured step runs it, µs
-generate    ms/token of `generate` with the model's captured forward: greedy, samples, and samples chosen by the host
+- `select`: the greedy choice by `argmax_kernel`, by vocabulary and batch. Alone, with and without
+  overlapping launches, and what it adds to a chain of embedding, RMSNorm and head.
+- `processors`: every processor that changes probabilities, as a captured step runs it.
+- `generate`: ms per token of `generate` with the model's captured forward, greedy and sampling, on
+  the device and on the host.
 
 Needs an NVIDIA GPU.
 """
@@ -65,7 +66,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-# -- the greatest logit -------------------------------------------------------------------------------------------------
+# -- the greatest logit ---------------------------------------------------------------------------
 
 
 def selecting(batch: int, vocab: int, block: int, warps: int) -> Callable[[Any], None]:
@@ -157,7 +158,7 @@ def chained(model: str, batch: int, rounds: int) -> dict[str, Any]:
     }
 
 
-# -- processors ---------------------------------------------------------------------------------------------------------
+# -- processors -----------------------------------------------------------------------------------
 
 
 def processor(name: str, batch: int, vocab: int, rounds: int) -> dict[str, Any]:
@@ -189,7 +190,7 @@ def processor(name: str, batch: int, vocab: int, rounds: int) -> dict[str, Any]:
     return {"us": ours.result()["us"], "host_us": statistics.median(host)}
 
 
-# -- generate -----------------------------------------------------------------------------------------------------------
+# -- generate -------------------------------------------------------------------------------------
 
 
 def generates(model_name: str, batch: int, new: int, rounds: int) -> dict[str, Any]:

@@ -1,25 +1,32 @@
-"""Time `model.generate()` beside its rivals: one process, one set of weights, taking turns, medians and spread.
+"""Time `model.generate()` beside its rivals.
 
-    python -m scripts.bench_generate --model llama-3.2-1b --prompt 128 --new 128 --batch 1 --json out.json
-    python -m scripts.bench_generate --batch 1,2,4,8,16 --prompt 128,2048,8192,32768 --seconds 900 --json m.json --resume
-    python -m scripts.bench_generate --batch 4 --prompt 128,2048,8192 --side-by-side --json m4.json
-    python -m scripts.bench_generate --model llama-3.1-8b --lora 16 --peers eager,bare,ours --json lora.json
-    python -m scripts.bench_generate --batch 4 --prompt 512,2048 --padded --peers eager,static,ours --json padded.json
+All peers run in one process over one set of weights and take turns. Numbers are medians with their
+spread.
 
-Every model, batch size and prompt length named is a row of the JSON file, written as soon as it is measured. Peers:
-  eager     HF's generate as it comes (DynamicCache)
-  static    HF's generate with cache_implementation="static", which compiles by itself
-  compile   only the step: torch.compile max-autotune, captured in a CUDA graph with a static cache and argmax
-  attention HF's generate with cache_implementation="static" and attn_implementation="mirage": of ours only the attention
-  liger     HF's generate with Liger's norms and MLPs, where it is installed (its RoPE is patched for every model at once, and left out)
-  ours      generate after mirage_hf.optimize()
-  bare      with --lora: ours, of the same model without adapters
-and the floor: bytes that a step must read / 4.47 TB/s: weights (an embedding table left out, a tied head counted once) and the keys and
-values of the prompt and half of the new tokens.
+    python -m scripts.bench_generate --model llama-3.2-1b --prompt 128 --batch 1 --json out.json
+    python -m scripts.bench_generate --batch 1,4,16 --prompt 128,2048 --seconds 900 --json m.json
+    --resume python -m scripts.bench_generate --batch 4 --prompt 128,2048 --side-by-side --json
+    m4.json python -m scripts.bench_generate --model llama-3.1-8b --lora 16 --peers bare,ours --json
+    lora.json python -m scripts.bench_generate --batch 4 --prompt 512 --padded --peers static,ours
+    --json padded.json
 
-`ms_per_token` counts everything: the whole call over the new tokens, prefill and preparation included. `step_ms` is the time
-between later tokens as a streamer sees them, `first_token_ms` that until the first. Weights are random: tokens mean
-nothing, times and rounding do. Logits are compared with float32's, and kernels profiled, where a batch's prompts have few tokens.
+Each model, batch size and prompt length is a row of the JSON file, written as soon as it is
+measured. Peers:
+
+    eager      HF's generate with its default cache
+    static     HF's generate with cache_implementation="static", which compiles by itself
+    compile    only the step: torch.compile max-autotune in a CUDA graph, static cache, argmax
+    attention  static, with attn_implementation="mirage"
+    liger      HF's generate with Liger's norms and MLPs, if Liger is installed (RoPE left out)
+    ours       generate after mirage_hf.optimize()
+    bare       with --lora: ours, for the same model without adapters
+
+The floor is the bytes that a step must read, divided by 4.47 TB/s: weights (no embedding table; a
+tied head counts once), and keys and values of the prompt and half of the new tokens.
+
+`ms_per_token` is the whole call divided by its new tokens, prefill included. `step_ms` is the time
+between later tokens as a streamer sees them. `first_token_ms` is the time to the first one. Weights
+are random. If the prompts are short, logits are compared with float32, and kernels are profiled.
 """
 
 from __future__ import annotations
@@ -60,15 +67,18 @@ from scripts.configs import MODELS, floor_bytes, random_model, with_adapters
 
 PEERS = ("eager", "static", "compile", "liger", "ours")
 BARE, ATTENTION = "bare", "attention"
+#: The padding token; no prompt holds it elsewhere.
 PADDING = 0
-"""The token that no prompt holds but in front of its first one."""
+#: Up to so many tokens in a batch of prompts, logits are compared and kernels profiled.
 FEW_TOKENS = 4096
-"""Of a batch's prompts, up to which logits are compared and kernels profiled."""
 
 
 @dataclass
 class Measured:
-    """One peer's numbers, in ms; every number with the spread of its runs. `failed` says why there are none."""
+    """One peer's numbers in ms, each with the spread of its runs.
+
+    `failed` says why there are none.
+    """
 
     setup_s: float = 0.0
     ms_per_token: dict[str, float] = field(default_factory=dict)
@@ -79,23 +89,31 @@ class Measured:
 
 
 class Clock(BaseStreamer):
-    """Notes when it was made and when each token reaches the host. The first put is the prompt."""
+    """A streamer that notes when it was made and when each token arrives.
+
+    The first put is the prompt.
+    """
 
     def __init__(self) -> None:
+        """Start the clock."""
         self.started = time.perf_counter()
         self.at: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
+        """Note the time."""
         self.at.append(time.perf_counter())
 
     def end(self) -> None:
-        pass
+        """Do nothing."""
 
 
 def random_ids(
     model: PreTrainedModel, batch: int, length: int, seed: int, padded: bool = False
 ) -> torch.Tensor:
-    """Prompts (batch, length). `padded`: from the whole length down to half of it, with padding on the left."""
+    """Return prompts (batch, length).
+
+    With `padded`, rows go from the whole length down to half of it, with padding on the left.
+    """
     generator = torch.Generator(model.device).manual_seed(seed)
     ids = torch.randint(
         PADDING + 1,
@@ -111,25 +129,28 @@ def random_ids(
 
 
 def mask_of(ids: torch.Tensor) -> torch.Tensor:
+    """Return the attention mask of prompts."""
     return (ids != PADDING).long()
 
 
 def sync(device: torch.device) -> None:
+    """Wait for the GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A second model over the same weights."""
+    """Return a second model over the same weights."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
-# -- the peers: each is set up once and then called; a call makes `new` tokens ------------------------------------------
+# -- the peers: each is set up once and then called; a call makes `new` tokens --------------------
 
 
 def generate_with(
     model: PreTrainedModel, ids: torch.Tensor, new: int, **options: Any
 ) -> Callable[..., torch.Tensor]:
+    """Return a call that generates greedily with these options."""
     mask = mask_of(ids)
 
     def call(streamer: BaseStreamer | None = None) -> torch.Tensor:
@@ -146,7 +167,10 @@ def generate_with(
 
 
 def compiled_step(model: PreTrainedModel, ids: torch.Tensor, new: int) -> Callable[[], None]:
-    """Replays of one captured step at growing lengths. The prompt is already in the cache; every call starts after it again."""
+    """Return replays of one captured step at growing lengths.
+
+    Every call starts after the prompt.
+    """
     if not mask_of(ids).all():
         raise RuntimeError("the step alone is not timed behind padding")
     prompt = ids.shape[1]
@@ -187,12 +211,13 @@ def compiled_step(model: PreTrainedModel, ids: torch.Tensor, new: int) -> Callab
         for _ in range(new - 1):  # the first token comes from the prefill
             graph.replay()
 
-    call.reads = (token, cache, position)  # type: ignore[attr-defined]  # a graph does not keep alive what it reads
+    # A graph does not keep alive what it reads.
+    call.reads = (token, cache, position)  # type: ignore[attr-defined]
     return call
 
 
 def with_liger(model: PreTrainedModel) -> PreTrainedModel:
-    """A twin with Liger's kernels. What Liger changes for all models is put back, and its twin keeps what it has of its own."""
+    """Return a twin with Liger's kernels. Whatever Liger changes for all models is put back."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     module = vars(sys.modules[type(model).__module__])
@@ -209,16 +234,18 @@ def with_liger(model: PreTrainedModel) -> PreTrainedModel:
 def ours(
     model: PreTrainedModel, ids: torch.Tensor, new: int, batch: int, tune: str
 ) -> tuple[Callable[..., torch.Tensor], PreTrainedModel]:
+    """Return a call of an optimized twin, and the twin."""
     import mirage_hf as mi
 
     fast = mi.optimize(twin(model), batch_sizes=(batch,), tune=tune)
     return generate_with(fast, ids, new), fast
 
 
-# -- measuring ----------------------------------------------------------------------------------------------------------
+# -- measuring ------------------------------------------------------------------------------------
 
 
 def timed_call(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the ms that a call takes, the GPU's work included."""
     sync(device)
     started = time.perf_counter()
     call()
@@ -232,7 +259,10 @@ def measure(
     args: argparse.Namespace,
     device: torch.device,
 ) -> None:
-    """Let the peers take turns, `args.rounds` times. Unless calls are long, the whole call is timed without a streamer."""
+    """Let the peers take turns.
+
+    Unless calls are long, the whole call is timed without a streamer.
+    """
     totals: dict[str, list[float]] = {name: [] for name in calls}
     firsts: dict[str, list[float]] = {name: [] for name in calls}
     steps: dict[str, list[float]] = {name: [] for name in calls}
@@ -263,7 +293,7 @@ def measure(
 def share_in_searched_kernels(
     call: Callable[[], Any], names: tuple[str, ...], new: int
 ) -> dict[str, Any]:
-    """Where one generate spends GPU time: the part in kernels that the search found, and the longest kernels of all."""
+    """Profile one generate: the share of GPU time in searched kernels, and the longest kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -288,9 +318,10 @@ def share_in_searched_kernels(
 def closeness(
     model: PreTrainedModel, fast: PreTrainedModel, ids: torch.Tensor, tokens: int = 17
 ) -> dict[str, float]:
-    """Distances from a float32 run, for stock and for ours: of the first token's logits, which the prefill gives, and of the steps'.
+    """Return how far logits are from float32, for stock and ours, first token and steps.
 
-    Ours are those that `generate` chose its tokens by; stock and float32 are fed with the same tokens through a cache.
+    Ours are the logits that `generate` chose its tokens by. Stock and float32 are fed with the same
+    tokens.
     """
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
     mask = mask_of(ids)
@@ -333,23 +364,27 @@ def closeness(
     return found
 
 
-# -- one row ------------------------------------------------------------------------------------------------------------
+# -- one row --------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
 def weights_of(name: str, device: torch.device, layers: int | None) -> PreTrainedModel:
-    """The model that the rows of one name share; peers that change a model change a twin."""
+    """Return the model that rows of one name share. Peers that change a model change a twin."""
     return random_model(name, device, layers=layers)
 
 
 def titled(name: str, args: argparse.Namespace) -> str:
+    """Return the row's name for a model: with its adapters and padding."""
     return (
         name + (f" + LoRA {args.lora}" if args.lora else "") + (", padded" if args.padded else "")
     )
 
 
 def cache_bytes(model: PreTrainedModel, tokens: Sequence[int]) -> int:
-    """Bytes of keys and values that a step reads of texts of so many tokens: sliding layers read no more than their window."""
+    """Return the bytes of keys and values that a step reads.
+
+    Sliding layers read at most their window.
+    """
     c = model.config
     kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
     seen = sum(
@@ -357,7 +392,8 @@ def cache_bytes(model: PreTrainedModel, tokens: Sequence[int]) -> int:
         for kind in kinds
         for n in tokens
     )
-    return 2 * seen * c.num_key_value_heads * c.head_dim * model.dtype.itemsize  # type: ignore[no-any-return]
+    numbers: int = 2 * seen * c.num_key_value_heads * c.head_dim
+    return numbers * model.dtype.itemsize
 
 
 def set_up(
@@ -367,7 +403,7 @@ def set_up(
     ids: torch.Tensor,
     args: argparse.Namespace,
 ) -> tuple[Callable[..., Any], Any]:
-    """What a peer's call is, and the optimized model where it is ours."""
+    """Return a peer's call, and the optimized model if the peer is ours."""
     if peer == BARE:
         return ours(bare, ids, args.new, ids.shape[0], args.tune)[0], None
     if peer == "ours":
@@ -386,7 +422,7 @@ def set_up(
 
 
 def attention_since(before: AttentionReport) -> AttentionReport:
-    """What ran attention by name since an earlier report."""
+    """Return which attention by name ran since an earlier report."""
     now = attention_report()
     kernels = [
         replace(k, calls=k.calls - old.calls, calls_compiled=k.calls_compiled - old.calls_compiled)
@@ -400,7 +436,7 @@ def attention_since(before: AttentionReport) -> AttentionReport:
 
 
 def free() -> None:
-    """What nobody refers to any more is given back."""
+    """Free memory that nothing refers to any more."""
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -408,7 +444,7 @@ def free() -> None:
 
 
 def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One row: all peers at one batch size and prompt length."""
+    """Measure one row: all peers at one batch size and prompt length."""
     device = torch.device(args.device)
     bare = weights_of(name, device, args.layers)
     model = with_adapters(twin(bare), args.lora) if args.lora else bare
@@ -446,7 +482,7 @@ def bench_peers(
     args: argparse.Namespace,
     row: dict[str, Any],
 ) -> dict[str, Measured]:
-    """Measure some peers in turns; what is known of ours besides its times goes into the row."""
+    """Measure some peers in turns. Other facts about ours go into the row."""
     device, (batch, prompt) = ids.device, ids.shape
     weights = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     results = {peer: Measured() for peer in peers}
@@ -507,7 +543,7 @@ def beyond_times(
     ids: torch.Tensor,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """What is told of ours besides its times."""
+    """Return facts about ours other than its times: report, equal tokens, profile, logits."""
     row: dict[str, Any] = {"report": str(fast.mirage.report).splitlines()}
     if "eager" in calls and not args.long_calls:
         a, b = calls["eager"](), calls["ours"]()
@@ -525,11 +561,13 @@ def beyond_times(
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as lines for people."""
+    """Return a row as text for the terminal."""
     lines = [
-        f"{report['model']}, batch {report['batch']}, prompt {report['prompt']}, {report['new']} new tokens: "
+        f"{report['model']}, batch {report['batch']}, prompt {report['prompt']}, {report['new']} "
+        "new tokens: "
         f"floor {report['floor_ms']:.3f} ms/token",
-        f"{'peer':<10}{'ms/token':>10}{'min..max':>18}{'step ms':>10}{'first ms':>10}{'set-up s':>10}{'MiB more':>10}",
+        f"{'peer':<10}{'ms/token':>10}{'min..max':>18}{'step ms':>10}{'first ms':>10}"
+        f"{'set-up s':>10}{'MiB more':>10}",
     ]
     for peer, r in report["peers"].items():
         if r["failed"]:
@@ -541,17 +579,20 @@ def table(report: dict[str, Any]) -> str:
         step = f"{r['step_ms']['median']:10.3f}" if r["step_ms"] else f"{'-':>10}"
         between = f"{each['min']:.3f}..{each['max']:.3f}"
         lines.append(
-            f"{peer:<10}{shown}{between:>18}{step}{first}{r['setup_s']:10.1f}{r['peak_mib_over_weights']:10.0f}"
+            f"{peer:<10}{shown}{between:>18}{step}{first}{r['setup_s']:10.1f}"
+            f"{r['peak_mib_over_weights']:10.0f}"
         )
     if "searched" in report:
         s = report["searched"]
         lines.append(
-            f"GPU time in searched kernels: {s['share']:.1%} of {s['gpu_us_per_token']:.0f} µs a token"
+            f"GPU time in searched kernels: {s['share']:.1%} of {s['gpu_us_per_token']:.0f} µs a "
+            "token"
         )
     if "logits" in report:
         d = report["logits"]
         lines += [
-            f"logits of the {what}, from float32 (rms, max): stock {d[f'{what}_stock_rms']:.4g}, {d[f'{what}_stock_max']:.4g}; "
+            f"logits of the {what}, from float32 (rms, max): stock {d[f'{what}_stock_rms']:.4g}, "
+            f"{d[f'{what}_stock_max']:.4g}; "
             f"ours {d[f'{what}_ours_rms']:.4g}, {d[f'{what}_ours_max']:.4g}"
             for what in ("first", "steps")
         ]
@@ -559,6 +600,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def numbers(text: str) -> tuple[int, ...]:
+    """Parse positive numbers with commas."""
     given = tuple(int(n) if n.strip().isdecimal() else 0 for n in text.split(","))
     if min(given) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give numbers of 1 and more, as 1 or 1,8")
@@ -566,6 +608,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -632,13 +675,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit(
-            "bench_generate: no GPU here; run it on the GPU whose times you want, or give --device cpu"
+            "bench_generate: no GPU here; run it on the GPU whose times you want, or give --device "
+            "cpu"
         )
     known = (*PEERS, ATTENTION, *([BARE] if args.lora else []))
     unknown = set(args.peers) - set(known)
     if args.side_by_side and (args.apart or args.seconds < math.inf):
         parser.error(
-            "--side-by-side needs memory for all at once and ends when it ends: without --apart and --seconds"
+            "--side-by-side needs memory for all at once and ends when it ends: without --apart "
+            "and --seconds"
         )
     if unknown or args.new < 2:
         parser.error(
@@ -653,7 +698,8 @@ def main() -> None:
         if r["new"] != args.new or args.layers not in (None, r.get("layers"))
     ]:
         sys.exit(
-            f"{args.json}: of other --new or --layers: {'; '.join(others)}; give another file, or leave --resume out"
+            f"{args.json}: of other --new or --layers: {'; '.join(others)}; give another file, or "
+            "leave --resume out"
         )
     jobs = {
         f"{titled(name, args)}, batch {batch}, prompt {prompt}": partial(

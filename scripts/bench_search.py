@@ -1,10 +1,11 @@
-"""Measures the superoptimizer's search on a CPU: times, memory, what it counted and what it found, program by program.
+"""Measure the search on a CPU: times, memory, counters and results, program by program.
 
-    python -m scripts.bench_search --out docs/results/2026-11-21-search
+    python -m scripts.bench_search --out build/search
     python -m scripts.bench_search --programs lora_paper,llama_layer --repeat 1
 
-Each run is the command line in a fresh process: `mirage-hf search PROGRAM.json --json OUT --no-cache --backend cpu`. Programs are
-those of tests/helpers/programs.py at full sizes, and some more. --out writes search.json (every run) and README.md (tables).
+Each run is the command line in a fresh process: `mirage-hf search PROGRAM.json --json OUT
+--no-cache --backend cpu`. Programs are those of tests/helpers/programs.py at full size, and some
+more. --out writes search.json (every run) and README.md (tables).
 """
 
 from __future__ import annotations
@@ -31,16 +32,19 @@ from typing import IO, Any
 
 from tests.helpers import decoder_layers, programs
 
-# mirage_hf and torch are imported in a process of their own: Linux counts this one's peak of memory as its children's
+# mirage_hf and torch are imported in a process of their own: Linux counts this one's peak of memory
+# as its children's
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def weight(g, k, n, name):
+    """Add a weight as nn.Linear stores it."""
     return g.new_input((k, n), "float16", strides=(1, k), name=name)
 
 
 def two_loras(mi, rows=1, k=4096, n=4096, r=16):
+    """RMSNorm, a linear, and two adapters."""
     g = mi.new_kernel_graph()
     x, gamma = (
         g.new_input((rows, k), "float16", name="x"),
@@ -55,12 +59,14 @@ def two_loras(mi, rows=1, k=4096, n=4096, r=16):
 
 
 def softmax(mi, rows=1, n=128256):
+    """A softmax."""
     g = mi.new_kernel_graph()
     g.mark_output(g.softmax(g.new_input((rows, n), "float16", name="x")))
     return g
 
 
 def layer_norm_linear(mi, rows=16, k=4096, n=4096):
+    """LayerNorm and a linear."""
     g = mi.new_kernel_graph()
     x = g.new_input((rows, k), "float16", name="x")
     gamma, beta = (g.new_input((1, k), "float16", name=name) for name in ("gamma", "beta"))
@@ -70,6 +76,7 @@ def layer_norm_linear(mi, rows=16, k=4096, n=4096):
 
 
 def linear_residual_stats(mi, rows=16, k=4096, n=4096):
+    """A linear, its residual, and the statistics of the next norm."""
     g = mi.new_kernel_graph()
     x, r = g.new_input((rows, k), "float16", name="x"), g.new_input((rows, n), "float16", name="r")
     y = g.add(r, g.matmul(x, weight(g, k, n, "w")))
@@ -78,6 +85,7 @@ def linear_residual_stats(mi, rows=16, k=4096, n=4096):
 
 
 def mlp(mi, rows=1, hidden=2048, ffn=8192):
+    """A whole gated MLP with norm and residual."""
     g = mi.new_kernel_graph()
     x, gamma = (
         g.new_input((rows, hidden), "float16", name="x"),
@@ -93,6 +101,7 @@ def mlp(mi, rows=1, hidden=2048, ffn=8192):
 
 
 Program = tuple[Callable[..., Any], dict[str, Any], int | None]
+#: Programs by name: builder, sizes, and the most kernels that a result may have (None: any number).
 PROGRAMS: dict[str, Program] = {
     **programs.PROGRAMS,
     "norm_two_loras": (two_loras, {}, None),
@@ -103,17 +112,17 @@ PROGRAMS: dict[str, Program] = {
     "attention_16_heads": (programs.attention, dict(heads=16), None),
     "llama_layer": (decoder_layers.decoder_layer, dict(past=1023), None),
 }
-"""By name: builder, sizes, and the most kernels that a result must do with (None: nothing is asked)."""
 
+#: Seconds after the search's limit at which a run is killed. Proofs and imports are not limited
+#: otherwise.
 SLACK = 600.0
-"""Seconds beyond the search's limit after which a run is killed: only searching is limited, not proofs and imports."""
 
 
-# -- in the process that has the package ------------------------------------------------------------------------------
+# -- in the process that has the package ----------------------------------------------------------
 
 
 def prepare(folder: Path, names: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
-    """Write the programs' files; return what every run has in common."""
+    """Write the programs' files. Return what all runs have in common."""
     import mirage_hf as mi
     from mirage_hf import _core
     from mirage_hf.graph.ugraph import library_ugraph
@@ -171,7 +180,7 @@ NOT_COUNTED = ("width", "seconds", "first_seconds")
 
 
 def results(written: Path) -> dict[str, Any]:
-    """What a run wrote, without the µGraphs themselves."""
+    """Return what a run wrote, without the µGraphs."""
     from mirage_hf.graph import json_format
 
     data = json.loads(written.read_text(encoding="utf-8"))
@@ -190,18 +199,20 @@ def results(written: Path) -> dict[str, Any]:
     }
 
 
-# -- runs -------------------------------------------------------------------------------------------------------------
+# -- runs -----------------------------------------------------------------------------------------
 
 
 class Reader(threading.Thread):
-    """Reads a pipe to its end; `at`: when a line with `mark` in it came first."""
+    """A thread that reads a pipe to its end. `at` is when a line with `mark` first came."""
 
     def __init__(self, pipe: IO[str], mark: str):
+        """Start reading."""
         super().__init__(daemon=True)
         self.pipe, self.mark, self.at, self.lines = pipe, mark, -1.0, [""]
         self.start()
 
     def run(self) -> None:
+        """Read all lines."""
         for line in self.pipe:
             if self.at < 0 and self.mark in line:
                 self.at = time.perf_counter()
@@ -209,7 +220,7 @@ class Reader(threading.Thread):
 
 
 def run_once(folder: Path, name: str, command: Sequence[str], limit: float) -> dict[str, Any]:
-    """Run the command in `folder`: its times in seconds, and its peak of memory in MiB."""
+    """Run the command in a folder. Return its seconds and its peak memory in MiB."""
     started = time.perf_counter()
     child = subprocess.Popen(
         [sys.executable, "-m", "mirage_hf.cli.main", *command],
@@ -244,6 +255,7 @@ def run_once(folder: Path, name: str, command: Sequence[str], limit: float) -> d
 def measure(
     package: ProcessPoolExecutor, folder: Path, name: str, args: argparse.Namespace
 ) -> dict[str, Any]:
+    """Run every program."""
     runs = []
     for _ in range(args.repeat):
         written = folder / "out.json"
@@ -262,6 +274,7 @@ def measure(
 
 
 def command(program: str, out: str, args: argparse.Namespace) -> list[str]:
+    """Return the command of a run."""
     return [
         "search",
         program,
@@ -277,32 +290,32 @@ def command(program: str, out: str, args: argparse.Namespace) -> list[str]:
     ]
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
+# -- tables ---------------------------------------------------------------------------------------
 
 TIMES = {
-    "found_s": "seconds from the start of the search (the core's clock) to its first µGraph; searched in windows: the first one for a part",
-    "verified_s": "seconds from the start of the search to the first µGraph for the whole program that is proven and whose numbers hold",
-    "done_s": "seconds from the start of the search until candidates are proven or refused, or time is up, and the results have schedules",
-    "start_s": "seconds before that: starting Python, importing the package and torch, reading the program; in no other time but the next",
-    "command_s": "seconds of the whole command, from starting the process to its end",
-    "peak_mib": "most memory that the process had resident, in MiB, Python and torch included",
+    "found_s": "seconds until the first µGraph, or in windows the first one of a part",
+    "verified_s": "seconds until the first µGraph of the whole program is proven and checked",
+    "done_s": "seconds until all candidates are judged, or time is up, and results have schedules",
+    "start_s": "seconds before that: starting Python, importing, reading the program",
+    "command_s": "seconds of the whole command",
+    "peak_mib": "peak resident memory in MiB, Python and torch included",
 }
 RESULTS = {
-    "stop": "why the search stopped; exhausted at a width: nothing more to find with products of up to so many monomials",
+    "stop": "why the search stopped",
     "ops": "ops of the program",
-    "library": "kernels of the library path, one call for each op that is not a view",
+    "library": "kernels of the library path: one call for each op that is not a view",
     "best": "kernels of the best result by the cost model's estimate",
     "least": "kernels of the result that has the fewest",
-    "asked": "kernels that a result must do with, by tests/helpers/programs.py; – asks nothing",
-    "estimate_us": "estimate for the cheapest kernels, in µs on an H200, by the cost model; – where windows were searched",
+    "asked": "most kernels that tests/helpers/programs.py allows; – allows any number",
+    "estimate_us": "estimate of the cheapest kernels in µs on an H200; – if searched in windows",
     "kept": "candidates that were proven and whose numbers hold",
-    "refused": "candidates that were found and refused",
-    "error_bound": "chance that a wrong candidate was accepted, at most",
+    "refused": "candidates that were found and rejected",
+    "error_bound": "largest chance that a wrong candidate was accepted",
 }
 
 
 def span(values: Iterable[float | None], digits: int = 0) -> str:
-    """The median of some runs, with the least and the most where they differ."""
+    """Return the median of some runs, with the lowest and highest if they differ."""
     known = sorted(v for v in values if v is not None and v >= 0)
     if not known:
         return "–"
@@ -311,28 +324,32 @@ def span(values: Iterable[float | None], digits: int = 0) -> str:
 
 
 def same(values: Iterable[Any]) -> str:
-    """What all runs say, or everything that some say."""
+    """Return what all runs say, or all that differ."""
     return " / ".join(dict.fromkeys("–" if v is None else str(v) for v in values))
 
 
 def good(block: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the runs that did not fail."""
     return [r for r in block["runs"] if "failed" not in r]
 
 
 def windowed(run: dict[str, Any]) -> bool:
-    """Whether the program was searched part by part: its counters are then sums over parts."""
+    """Return whether the program was searched in windows; its counters are then sums."""
     return any(note.startswith("windows:") for note in run["notes"])
 
 
 def times(block: dict[str, Any]) -> list[str]:
+    """Return the columns of times."""
     return [span((r[name] for r in good(block)), 0 if name == "peak_mib" else 3) for name in TIMES]
 
 
 def counts(block: dict[str, Any], names: Iterable[str]) -> list[str]:
+    """Return the columns of counters."""
     return [span(r["counters"][name] for r in good(block)) for name in names]
 
 
 def outcome(block: dict[str, Any], about: dict[str, Any]) -> list[str]:
+    """Return the columns of results."""
     runs = good(block)
     if not runs:
         return [f"failed: {block['runs'][0]['failed']}"] + ["–"] * (len(RESULTS) - 1)
@@ -357,7 +374,7 @@ def outcome(block: dict[str, Any], about: dict[str, Any]) -> list[str]:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table; the first `left` columns hold text, the others numbers."""
+    """Return a Markdown table whose first `left` columns are text."""
     ruler = ["---"] * left + ["--:"] * (len(columns) - left)
     return "\n".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
@@ -366,11 +383,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) 
 
 
 def meanings(columns: dict[str, str]) -> str:
+    """Return the meaning of each counter."""
     return "\n".join(f"- `{name}`: {what}" for name, what in columns.items())
 
 
 def readme(report: dict[str, Any]) -> str:
-    """All that was measured, as Markdown."""
+    """Return everything as Markdown."""
     blocks, about, counters = report["blocks"], report["programs"], report["counters"]
     refusals = [
         f"- {b['program']}: {n} × {reason}"
@@ -383,6 +401,8 @@ def readme(report: dict[str, Any]) -> str:
     ]
     machine = "\n".join(f"- {name}: {value}" for name, value in report["machine"].items())
     runs = f"{report['repeat']} run{'s' if report['repeat'] != 1 else ''} of each program"
+    results = ([b["program"], *outcome(b, about[b["program"]])] for b in blocks)
+    limits = ([f"`{name}`", f"{value:,}"] for name, value in report["limits"].items())
     return f"""# The search on a CPU
 
 Written by `scripts/bench_search.py`; every run is in `search.json`. To make it again:
@@ -390,7 +410,7 @@ Written by `scripts/bench_search.py`; every run is in `search.json`. To make it 
     {report["made_by"]}
 
 A run is one fresh process: `{report["command"]}`.
-{runs[0].upper() + runs[1:]}: a number is the median, with least–most in brackets where runs differ.
+{runs[0].upper() + runs[1:]}: numbers are medians, with the lowest and highest run in brackets.
 
 {machine}
 
@@ -402,11 +422,11 @@ A run is one fresh process: `{report["command"]}`.
 
 ## What was found
 
-{table(["program", *RESULTS], ([b["program"], *outcome(b, about[b["program"]])] for b in blocks), 2)}
+{table(["program", *RESULTS], results, 2)}
 
 {meanings(RESULTS)}
 
-Refused candidates, of the first run:
+Rejected candidates of the first run:
 
 {chr(10).join(refusals) or "none"}
 
@@ -416,7 +436,7 @@ Failed runs:
 
 ## What was searched
 
-Counts over all widths; of a program searched in windows, over all its windows.
+Counters are sums over all widths, and over all windows of a program.
 
 {table(["program", *counters], ([b["program"], *counts(b, counters)] for b in blocks))}
 
@@ -424,16 +444,14 @@ Counts over all widths; of a program searched in windows, over all its windows.
 
 ## Limits of the search
 
-{table(["limit", "value"], ([f"`{name}`", f"{value:,}"] for name, value in report["limits"].items()))}
+{table(["limit", "value"], limits)}
 
-`tile`: elements of the tile axes of a value, the largest; `max_values`: distinct values kept; `max_expansions`: states of the search
-over derivations; `max_width`: 1, 2, 4 … are searched in turn, windows at 1 only; the others are explained in
-`mirage_hf/search/engine.py`.
+`SearchOptions` describes every limit.
 """
 
 
 def line(block: dict[str, Any], about: dict[str, Any]) -> str:
-    """A program on the terminal."""
+    """Return a program for the terminal."""
     cells = dict(zip(TIMES, times(block), strict=True)) | dict(
         zip(RESULTS, outcome(block, about), strict=True)
     )
@@ -454,6 +472,7 @@ def line(block: dict[str, Any], about: dict[str, Any]) -> str:
 
 
 def main() -> int:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

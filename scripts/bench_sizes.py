@@ -1,13 +1,13 @@
-"""Checks that no size of a decoding block is slower than the library: what `resolve` would run beside the library path, size by size.
+"""Check that no size of a decoding block is slower than the library.
 
     python -m scripts.bench_sizes --out sizes.json --seconds 500
     python -m scripts.bench_sizes --out sizes.json --resume --seconds 500
     python -m scripts.bench_sizes --rows 1,8 --hidden 896,2560 --blocks rms_norm_linear
 
-bfloat16; hidden sizes of real models, and odd batch sizes. Kernels come from `mirage_hf.pipeline.kernels.resolve`, which searches and tunes
-quickly or takes what it kept; results are checked against float64, then both take turns in CUDA graphs over cold inputs. The ratio
-is library / ours: below 1, ours is slower. Where resolve runs the library it is 1; the searched kernel is then timed all the same.
-Needs an NVIDIA GPU.
+bfloat16, hidden sizes of real models, odd batch sizes. Kernels are looked up, or searched and tuned
+quickly. Results are checked against float64. Ours and the library then take turns in CUDA graphs
+over cold inputs. The ratio is library / ours: below 1, ours is slower. It is 1 if the library is
+what runs. Needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ DTYPE, EPS = torch.bfloat16, 1e-6
 
 ROWS = (1, 2, 3, 5, 8, 16, 17, 32, 64)
 
+#: MLP widths by hidden size, from Qwen2.5-0.5B, SmolLM2-360M, Gemma-3-1B, Qwen3-4B, Llama-3.2-3B
+#: and Qwen2.5-7B.
 MLP_WIDTHS = {896: 4864, 960: 2560, 1152: 6912, 2560: 9728, 3072: 8192, 3584: 18944}
-"""By hidden size, the MLP's of a model that has it: Qwen2.5-0.5B, SmolLM2-360M, Gemma-3-1B, Qwen3-4B, Llama-3.2-3B, Qwen2.5-7B."""
 
 BLOCKS = (RMS_NORM_LINEAR.name, GATED_MLP.name, LINEAR_RESIDUAL.name)
 
 
 def block_of(name: str, hidden: int) -> PatternBlock:
+    """Return a block at a hidden size."""
     if name == GATED_MLP.name:
         return GATED_MLP.block(
             k=hidden,
@@ -69,7 +71,7 @@ def block_of(name: str, hidden: int) -> PatternBlock:
 
 
 def bench(name: str, rows: int, hidden: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One block at one size."""
+    """Measure one block at one size."""
     program = block_of(name, hidden).program(rows)
     r = kernels.resolve(program, device=benching.DEVICE, tune=args.tune, pattern=name)
     floor_us = 1e6 * sum(map(tensor_bytes, (*program.inputs, *program.outputs))) / H200.bandwidth
@@ -108,7 +110,7 @@ def bench(name: str, rows: int, hidden: int, args: argparse.Namespace) -> dict[s
 
 
 def ratio(results: dict[str, dict[str, Any]], runs: str) -> float | None:
-    """Library time over the time of what runs; None where one of them has none."""
+    """Return the library's time over ours, or None if one of them has no time."""
     if runs == kernels.LIBRARY:
         return 1.0
     times = [results.get(who, {}).get("us") for who in (kernels.LIBRARY, runs)]
@@ -119,6 +121,8 @@ HEADER = f"{'block, batch, hidden':34}{'library':>9}{'searched':>9}{'floor':>8}{
 
 
 def line(r: dict[str, Any]) -> str:
+    """Return a row for the terminal."""
+
     def us(who: str) -> str:
         return (
             f"{r['contenders'][who]['us']:9.2f}"
@@ -132,13 +136,13 @@ def line(r: dict[str, Any]) -> str:
     ]
     schedules = "; ".join(r["schedules"])
     return (
-        f"{r['name']:34}{us(kernels.LIBRARY)}{us(kernels.OURS)}{r['floor_us']:8.2f}{shown}  {r['runs']}, {r['source']}: {schedules}"
-        + "".join(f"\n    {f}" for f in failures)
+        f"{r['name']:34}{us(kernels.LIBRARY)}{us(kernels.OURS)}{r['floor_us']:8.2f}{shown}  "
+        f"{r['runs']}, {r['source']}: {schedules}" + "".join(f"\n    {f}" for f in failures)
     )
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The worst row, how many are slower than the library, and those without a comparison."""
+    """Name the worst row, and those slower than the library or without a comparison."""
     told = [r for r in rows if r.get("ratio") is not None]
     worst = min(told, key=lambda r: r["ratio"], default=None)
     return {
@@ -154,10 +158,12 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def numbers(text: str) -> tuple[int, ...]:
+    """Parse positive numbers with commas."""
     return tuple(int(n) for n in text.split(","))
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""What the benchmarks share: machine and clocks, results kept as they come, a time budget, turns, and what counts as right."""
+"""Share what all benchmarks need: machine, clocks, resumable results, time budget, turns."""
 
 from __future__ import annotations
 
@@ -31,34 +31,35 @@ from mirage_hf.tune import measure
 from mirage_hf.tune.cost import H200
 from mirage_hf.zoo.machine import this_machine
 
+#: Bytes per second that an H200 reads, measured. Every floor is bytes over this.
 BYTES_PER_SECOND = H200.bandwidth
-"""At which an H200 reads memory, measured; every floor is bytes over this."""
 
+#: Where everything runs. Tests put a CPU here.
 DEVICE = "cuda"
-"""Where everything runs; tests put a CPU here."""
 
 PEERS = ("liger-kernel", "flashinfer-python")
 
+#: Largest RMS error over the RMS of the float64 result that rounding explains. The roundings of a
+#: dozen ops stay below a fifth of it.
 TOLERANCE = {torch.float16: 0.01, torch.bfloat16: 0.05}
-"""RMS error over the RMS of the float64 result beyond which something is wrong and not merely rounded (the roundings of a dozen ops
-stay below a fifth of it)."""
 
+#: Mode of torch.compile. CUDA graphs are captured here, alike for all.
 COMPILE = "max-autotune-no-cudagraphs"
-"""torch.compile's mode: CUDA graphs are ours, alike for all."""
 
 
 def say(text: str) -> None:
+    """Print a line of progress on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def need_gpu(script: str) -> None:
-    """Errors: SystemExit without a GPU."""
+    """Exit with a message if there is no GPU."""
     if not torch.cuda.is_available():
         sys.exit(f"{script}: no GPU here; run it on the GPU whose times you want")
 
 
 def machine() -> dict[str, Any]:
-    """What was measured on: GPU, driver, versions of everything that runs, rivals' packages among them."""
+    """Return the GPU, the driver, and the versions of everything that runs, rivals included."""
     found: dict[str, Any] = {**this_machine(), "cores": len(os.sched_getaffinity(0))}
     for package in PEERS:
         try:
@@ -72,7 +73,7 @@ def machine() -> dict[str, Any]:
 
 
 def gpu_state() -> dict[str, str]:
-    """Clocks, temperature and power now; empty where nvidia-smi does not say."""
+    """Return clocks, temperature and power, or nothing if nvidia-smi does not answer."""
     fields = (
         "name",
         "driver_version",
@@ -96,6 +97,7 @@ def gpu_state() -> dict[str, str]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median, the lowest and the highest of some values."""
     return (
         {
             "median": statistics.median(values),
@@ -125,20 +127,24 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def sync() -> None:
-    """Wait for the GPU, so that what failed on it is over."""
+    """Wait for the GPU, so that a failed call is over."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def explained(e: Exception) -> str:
+    """Return an exception as one line."""
     return f"{type(e).__name__}: {e}"[:500]
 
 
-# -- what counts as right -------------------------------------------------------------------------------------------------
+# -- what counts as right -------------------------------------------------------------------------
 
 
 def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """RMS error over the RMS of `exact`; infinite where something is not finite or has another shape."""
+    """Return the RMS error over the RMS of `exact`.
+
+    Infinite if shapes differ or a value is not finite.
+    """
     if got.shape != exact.shape or not bool(torch.isfinite(got).all()):
         return math.inf
     exact = exact.double()
@@ -146,7 +152,11 @@ def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def error_of(got: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
-    """The worst relative error of some outputs. Errors: ValueError where it is beyond what rounding explains."""
+    """Return the worst relative error of some outputs.
+
+    Raises:
+        ValueError: An error is larger than rounding explains.
+    """
     if len(got) != len(exact):
         raise ValueError(f"{len(got)} results where there should be {len(exact)}")
     worst = max(relative_error(a, b) for a, b in zip(got, exact, strict=True))
@@ -155,17 +165,18 @@ def error_of(got: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> floa
     return worst
 
 
-# -- turns ----------------------------------------------------------------------------------------------------------------
+# -- turns ----------------------------------------------------------------------------------------
 
 
 @dataclass
 class Contender:
-    """Captured calls, and what each turn took, µs a call."""
+    """One way to compute a block, captured, with the µs per call of each turn."""
 
     captured: measure.Captured
     samples: list[float] = field(default_factory=list)
 
     def result(self) -> dict[str, Any]:
+        """Return the median and spread of all turns."""
         t = measure.timing(self.samples, self.captured.calls)
         return {
             "us": round(t.us, 3),
@@ -177,12 +188,12 @@ class Contender:
 
 
 def captured(run: Callable[..., Any], sets: Sequence[list[torch.Tensor]]) -> Contender:
-    """A contender that calls `run` on inputs that rotate through `sets`."""
+    """Capture calls of `run` on inputs that rotate through `sets`."""
     return Contender(measure.capture(run, sets))
 
 
 def take_turns(contenders: Iterable[Contender], rounds: int, replays: int = 3) -> None:
-    """Alternating rounds: a change of clocks meets all contenders alike."""
+    """Time the contenders in alternating rounds, so that a change of clocks meets all of them."""
     everyone = tuple(contenders)
     for _ in range(rounds):
         for c in everyone:
@@ -190,23 +201,31 @@ def take_turns(contenders: Iterable[Contender], rounds: int, replays: int = 3) -
 
 
 def searched_run(r: Resolved) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None:
-    """The searched kernel of a program, even where the library was measured faster; None where none was found."""
+    """Return the searched kernel, even if the library was measured faster.
+
+    None if none was found.
+    """
     if not r.ugraph.is_fused:
         return None
-    return compiler.load(r.entry.kernel, hashlib.sha256(r.entry.kernel.encode()).hexdigest()).run  # type: ignore[no-any-return]
+    digest = hashlib.sha256(r.entry.kernel.encode()).hexdigest()
+    return compiler.load(r.entry.kernel, digest).run  # type: ignore[no-any-return]
 
 
-# -- results as they come -------------------------------------------------------------------------------------------------
+# -- results as they come -------------------------------------------------------------------------
 
+#: Facts that must be equal for all rows of one file.
 SAME = ("gpu", "mirage_hf", "torch", "triton")
-"""What must not change between the rows of one file."""
 
 
 class Report:
-    """Rows of results, written after each one, so that a run that is cut short still tells and can be resumed."""
+    """Rows of results, written after each one, so an interrupted run can resume."""
 
     def __init__(self, path: Path | None, options: Mapping[str, Any], resume: bool = False):
-        """Errors: SystemExit for a file to resume that is of another machine or no report."""
+        """Start a report, with the rows of an earlier one if `resume`.
+
+        Raises:
+            SystemExit: The file to resume is no report, or was measured on another machine.
+        """
         self.path = path
         self.data: dict[str, Any] = {
             "machine": machine(),
@@ -217,7 +236,7 @@ class Report:
             self.data["rows"] = self._rows_of(path)
 
     def _rows_of(self, path: Path) -> list[dict[str, Any]]:
-        """The rows to keep: what failed is tried again."""
+        """Return the rows to keep. Failed rows are measured again."""
         try:
             old = json.loads(path.read_text(encoding="utf-8"))
             rows = [r for r in old["rows"] if "failed" not in r]
@@ -228,26 +247,32 @@ class Report:
             ]
         except (OSError, ValueError, KeyError, TypeError) as e:
             sys.exit(
-                f"{path}: no report to resume ({explained(e)}); give another file, or leave --resume out"
+                f"{path}: no report to resume ({explained(e)}); give another file, or leave "
+                "--resume out"
             )
         if other:
             sys.exit(
-                f"{path}: was measured elsewhere ({'; '.join(other)}); give another file, or leave --resume out"
+                f"{path}: was measured elsewhere ({'; '.join(other)}); give another file, or leave "
+                "--resume out"
             )
         return rows
 
     @property
     def rows(self) -> list[dict[str, Any]]:
+        """All rows so far."""
         return self.data["rows"]  # type: ignore[no-any-return]
 
     def get(self, name: str) -> dict[str, Any] | None:
+        """Return the row of this name, or None."""
         return next((r for r in self.rows if r["name"] == name), None)
 
     def add(self, row: dict[str, Any]) -> None:
+        """Add a row and write the file."""
         self.rows.append(row)
         self.write()
 
     def write(self) -> None:
+        """Write the file at once or not at all."""
         if self.path:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             partial = self.path.with_name(self.path.name + ".partial")
@@ -258,7 +283,7 @@ class Report:
 
 
 def _plain(value: Any) -> Any:
-    """An option as JSON holds it: of a path only the name, no infinity."""
+    """Return an option as JSON holds it: a path as its name, infinity as null."""
     if isinstance(value, Path):
         return value.name
     return None if value == math.inf else list(value) if isinstance(value, tuple) else value
@@ -266,18 +291,22 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Budget:
-    """Seconds after which nothing new is started."""
+    """Seconds after which no new row is started."""
 
     seconds: float = math.inf
     started: float = field(default_factory=time.perf_counter)
 
     @property
     def is_spent(self) -> bool:
+        """Whether the time is over."""
         return time.perf_counter() - self.started >= self.seconds
 
 
 def _row(name: str, job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a job gave, or why it failed: one row that fails must not lose those after it."""
+    """Run a job and return its row.
+
+    A job that fails gives a row with the reason, so later rows still run.
+    """
     started = time.perf_counter()
     try:
         row = job()
@@ -301,7 +330,10 @@ def run_all(
     budget: Budget,
     show: Callable[[dict[str, Any]], str],
 ) -> list[str]:
-    """Run the jobs that the report lacks, in order; each makes a row. Returns the names of those left out when time was up."""
+    """Run the jobs that the report lacks, in order.
+
+    Return the names left out because time was up.
+    """
     left = []
     for name, job in jobs.items():
         if (before := report.get(name)) is not None:
@@ -321,13 +353,14 @@ def run_all(
     return left
 
 
-# -- rows that are set up at the same time -------------------------------------------------------------------------------------
+# -- rows that are set up at the same time --------------------------------------------------------
 
+#: In a process that runs one of several rows: the connection to the process that gives turns.
 _turn: Connection | None = None
-"""In a process that runs one row of several: a line to the one that gives turns."""
 
 
 def _row_beside(turn: Connection, name: str, job: Callable[[], dict[str, Any]]) -> None:
+    """Run one job in a process of its own and send its row back."""
     global _turn
     _turn = turn
     row = _row(name, job)
@@ -336,8 +369,11 @@ def _row_beside(turn: Connection, name: str, job: Callable[[], dict[str, Any]]) 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """A part of a job in which no other row's job runs: those that were set up side by side take turns, each to its end. Errors: EOFError
-    where the process that gives turns has ended."""
+    """Wait until no other row's job runs; jobs that were set up side by side take turns here.
+
+    Raises:
+        EOFError: The process that gives turns has ended.
+    """
     global _turn
     turn, _turn = _turn, None  # it lasts
     if turn is not None:
@@ -352,13 +388,15 @@ def run_side_by_side(
     seconds: float,
     show: Callable[[dict[str, Any]], str],
 ) -> None:
-    """Run the jobs that the report lacks at the same time, each in a process of its own; from where they are `alone()` one after another,
-    once every job has come so far. One that has not within `seconds` is ended and fails, as does one whose process ends."""
+    """Set up all jobs at the same time, each in a process of its own; time them one after another.
+
+    A job that is not set up within `seconds` is killed and fails. So does one whose process ends.
+    """
     context = multiprocessing.get_context("spawn")  # a process that uses a GPU cannot be forked
     processes: dict[Connection, tuple[str, BaseProcess]] = {}
 
     def answer(of: Connection) -> dict[str, Any] | None:
-        """A row, or None from a job that waits for its turn."""
+        """Return a row, or None from a job that waits for its turn."""
         name, process = processes[of]
         try:
             return of.recv()  # type: ignore[no-any-return]

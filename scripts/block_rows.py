@@ -1,4 +1,7 @@
-"""The blocks that bench_blocks.py times, as data: a program, its batch sizes, targets in µs, and the rivals."""
+"""Declare the blocks that bench_blocks.py times.
+
+A program, its batch sizes, targets in µs, and rivals.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,18 @@ from scripts.rivals import Rival
 HALF = torch.float16
 
 
-# -- programs: weights are stored (N, K), as nn.Linear stores them. What is cached of earlier tokens lies ready when a step begins: it is
-# constant, as weights are, so that kernels may ask for it before they wait for the query -----------------------------------------------
+# -- programs: weights are stored (N, K), as nn.Linear stores them. What is cached of earlier token
+# constant, as weights are, so that kernels may ask for it before they wait for the query
+# -----------------------------------------------
 
 
 def weight(g: KernelGraph, k: int, n: int, name: str) -> DTensor:
+    """Add a weight stored (N, K), as nn.Linear stores it."""
     return g.new_input((k, n), HALF, strides=(1, k), name=name, constant=True)
 
 
 def norm_linear(rows: int, k: int = 4096, n: int = 4096) -> KernelGraph:
+    """RMSNorm and a linear."""
     g = mi.new_kernel_graph()
     x, gamma = (
         g.new_input((rows, k), HALF, name="x"),
@@ -38,6 +44,7 @@ def norm_linear(rows: int, k: int = 4096, n: int = 4096) -> KernelGraph:
 
 
 def gated_mlp(rows: int, k: int = 4096, n: int = 4096) -> KernelGraph:
+    """The first half of a gated MLP."""
     g = mi.new_kernel_graph()
     x = g.new_input((rows, k), HALF, name="x")
     gate, up = (g.matmul(x, weight(g, k, n, name)) for name in ("gate", "up"))
@@ -46,6 +53,7 @@ def gated_mlp(rows: int, k: int = 4096, n: int = 4096) -> KernelGraph:
 
 
 def lora(rows: int, k: int = 4096, n: int = 4096, r: int = 16) -> KernelGraph:
+    """A linear and its adapter."""
     g = mi.new_kernel_graph()
     x = g.new_input((rows, k), HALF, name="x")
     base = g.matmul(x, weight(g, k, n, "w"))
@@ -61,7 +69,10 @@ def gqa_decode(
     d: int = 128,
     dtype: torch.dtype = HALF,
 ) -> KernelGraph:
-    """One token's attention over a cache: the query heads that share a key head are the rows of one product."""
+    """One token's attention over a cache.
+
+    Query heads that share a key head are rows of one product.
+    """
     g = mi.new_kernel_graph()
     q = g.new_input((rows * kv_heads, group, d), dtype, name="q")
     k, v = (
@@ -76,7 +87,7 @@ def gqa_decode(
 def gqa_paper(
     rows: int, heads: int = 2, q: int = 256, keys: int = 4096, d: int = 64
 ) -> KernelGraph:
-    """Scores are not scaled, and keys are stored (d, keys)."""
+    """The paper's attention: scores are not scaled, and keys are stored (d, keys)."""
     g = mi.new_kernel_graph()
     Q = g.new_input((heads * rows, q, d), HALF, name="q")
     K, V = (
@@ -116,7 +127,7 @@ def mla_decode(
     rope: int = 64,
     value: int = 128,
 ) -> KernelGraph:
-    """As stock transformers spells it: keys and values expanded from the latent. The search moves the up-projections."""
+    """Latent attention as transformers spells it. The search moves the up-projections."""
     g = mi.new_kernel_graph()
     qn, qr = (
         g.new_input((rows, heads, 1, nope), HALF, name="q_nope"),
@@ -143,7 +154,7 @@ def mla_decode(
 
 
 def ntrans(rows: int, n: int = 4096) -> KernelGraph:
-    """nGPT's residual: norm(x + a · (norm(y) − x))."""
+    """The residual of nGPT: norm(x + a · (norm(y) − x))."""
     g = mi.new_kernel_graph()
     x, y, a = (g.new_input((rows, n), HALF, name=name) for name in "xya")
 
@@ -154,13 +165,24 @@ def ntrans(rows: int, n: int = 4096) -> KernelGraph:
     return g
 
 
-# -- rows -----------------------------------------------------------------------------------------------------------------
+# -- rows -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Row:
-    """A block at one batch size. `flops`: of its products, where they may take longer than its bytes. `tuned_at`: sizes at which kernels
-    are searched and tuned, to be cut to the row's own; that is how models get kernels for caches of any length."""
+    """A block at one batch size.
+
+    Attributes:
+        block: The block's name.
+        rows: The batch size.
+        build: Builds the tensor program.
+        target_us: The time to reach.
+        rivals: What it is compared with.
+        sizes: Other sizes of the program.
+        flops: Operations of its products, if they may take longer than its bytes.
+        tuned_at: Sizes at which kernels are searched and tuned before they are refitted to the
+            row's own.
+    """
 
     block: str
     rows: int
@@ -173,14 +195,15 @@ class Row:
 
     @property
     def name(self) -> str:
+        """The block and its rows."""
         return f"{self.block}:{self.rows}"
 
     def program(self, **changes: Any) -> KernelGraph:
-        """The tensor program; `changes` replace sizes."""
+        """Return the tensor program; `changes` replace sizes."""
         return self.build(**{"rows": self.rows, **dict(self.sizes), **changes})
 
     def floor_us(self, program: KernelGraph) -> float:
-        """Every input and output once at the rate at which an H200 reads, or the products at the rate of its tensor cores."""
+        """Return the µs to move every tensor once, or to compute the products if that is longer."""
         return 1e6 * max(
             sum(map(tensor_bytes, (*program.inputs, *program.outputs))) / H200.bandwidth,
             self.flops / H200.mma_rate,
@@ -245,9 +268,11 @@ def _long(d: int, keys: int, rows: int, kv_heads: int = 8) -> Row:
     return replace(row, target_us=max(floor / LONG_SHARE, floor + START_US))
 
 
+#: Share of the read bandwidth that attention over long caches is to reach, and µs to start and to
+#: join partial results.
 LONG_SHARE, START_US = 0.75, 5.0
-"""Of the read bandwidth, what attention over long caches is to reach; and what it takes to begin and to join partial results."""
 
+#: One token's attention over long caches: 32 query heads, 8 key heads.
 LONG: dict[str, Row] = {
     row.name: row
     for row in (
@@ -257,4 +282,3 @@ LONG: dict[str, Row] = {
         for rows in (1, 8, 64)
     )
 }
-"""One token's attention over long caches: 32 query heads, 8 of keys."""

@@ -1,11 +1,13 @@
-"""Fill a kernel zoo ahead of time: search, prove and tune the blocks of models at batch sizes, and keep what was found.
+"""Fill a kernel zoo ahead of time: search, prove, tune and keep the blocks of models.
 
-    python -m scripts.build_zoo --configs llama-3.2-1b,llama-3.1-8b --batch-sizes 1,8
-    torchrun --nproc-per-node 8 -m scripts.build_zoo --configs all       # spread over GPUs, and over hosts that share the folder
+    python -m scripts.build_zoo --configs llama-3.2-1b,llama-3.1-8b --batch-sizes 1,8 torchrun
+    --nproc-per-node 8 -m scripts.build_zoo --configs all       # spread over GPUs, and over hosts
+    that share the folder
 
-One layer of each model is made with random weights and matched as optimize() does it; its blocks are the whole model's. Among the
-fastest kernels of each block those are kept that make the layer fastest, its blocks one after another.
-What the zoo already has is not made again, so a run that was stopped goes on where it was; --anew makes everything again.
+One layer of each model is made with random weights and matched as optimize() does it; its blocks
+are the whole model's. Among the fastest kernels of each block those are kept that make the layer
+fastest, its blocks one after another. What the zoo already has is not made again, so a run that was
+stopped goes on where it was; --anew makes everything again.
 """
 
 from __future__ import annotations
@@ -38,8 +40,11 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def blocks_of(name: str, dtype: str, device: torch.device, lora: int) -> list[list[PatternBlock]]:
-    """The distinct blocks of a model in the order in which they occur: those of a layer, and the head. `lora`: the rank of adapters on
-    every linear, 0 for none."""
+    """Return the distinct blocks of a model's layer, in order, and its head.
+
+    Args:
+        lora: The rank of adapters on every linear, 0 for none.
+    """
     model = random_model(name, device, DTYPES[dtype], layers=1)
     if lora:
         model = with_adapters(model, lora)
@@ -59,7 +64,7 @@ def build(
     zoo: Store,
     args: argparse.Namespace,
 ) -> Iterator[str]:
-    """Make the kernels of a layer's blocks for a number of rows, those that the zoo lacks. Yields what was done."""
+    """Make the kernels of a layer's blocks that the zoo lacks. Yield a line for each."""
     layer: list[Entry | tuple[KernelGraph, str, KernelGraph | None]] = []
     for block in blocks:
         program = block.program(rows)
@@ -87,10 +92,12 @@ def build(
             else zoo.put(entry)
         )
         where = kept.relative_to(zoo.root) if isinstance(kept, Path) else kept.reason
-        yield f"{where}: made with its layer in {time.perf_counter() - started:.1f} s, {describe(entry)}"
+        seconds = time.perf_counter() - started
+        yield f"{where}: made with its layer in {seconds:.1f} s, {describe(entry)}"
 
 
 def describe(entry: Entry) -> str:
+    """Describe an entry in one line."""
     return (
         ", ".join(f"{t.name} {t.median_us:.2f} µs" for t in entry.timings)
         or f"not timed: {entry.search.get('reason') or 'no GPU'}"
@@ -98,6 +105,7 @@ def describe(entry: Entry) -> str:
 
 
 def main() -> None:
+    """Build the zoo."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -136,7 +144,8 @@ def main() -> None:
         )
     if not torch.cuda.is_available() and not args.untimed:
         sys.exit(
-            "build_zoo: no GPU here, so nothing can be timed; run it on the GPU that the zoo is for, or give --untimed"
+            "build_zoo: no GPU here, so nothing can be timed; run it on the GPU that the zoo is "
+            "for, or give --untimed"
         )
 
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -148,7 +157,8 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     zoo = Store(args.out.resolve(), writable=True)
-    # every process sees the same layers and takes its share of them; a block belongs to the first layer that has it
+    # every process sees the same layers and takes its share of them; a block belongs to the first
+    # layer that has it
     jobs: list[tuple[list[PatternBlock], int]] = []
     seen: set[PatternBlock] = set()
     for name, dtype in itertools.product(names, args.dtypes.split(",")):

@@ -1,17 +1,19 @@
-"""Say whether the generated kernels of two git revisions are the same code, up to names and comments.
+"""Say whether the kernels of two git revisions are the same code, up to names and comments.
 
     python -m scripts.compare_kernels 53eabdb             # that revision against the working tree
     python -m scripts.compare_kernels 53eabdb main --verbose
 
-Compares every `kernel_zoo/**/kernel.py` and every golden file under `tests/golden` that holds Python or CUDA.
+Compares every `kernel_zoo/**/kernel.py` and every golden file under `tests/golden` that holds
+Python or CUDA.
 
-- Python: parsed with `ast`. Docstrings, comments, formatting and the wording of messages are dropped. Names that the file binds itself
-  are numbered in the order in which they first occur; names from elsewhere (`tl.load`, `range`) and constants must be equal.
-- CUDA: cut into tokens. Comments and white space are dropped, identifiers other than C++ keywords and built-in names are numbered in the
-  order in which they first occur.
+- Python: parsed with `ast`. Docstrings, comments, formatting and the wording of messages are
+  dropped. Names that the file binds itself are numbered in the order in which they first occur;
+  names from elsewhere (`tl.load`, `range`) and constants must be equal.
+- CUDA: cut into tokens. Comments and white space are dropped, identifiers other than C++ keywords
+  and built-in names are numbered in the order in which they first occur.
 
-A zoo folder is found again after its key changed: folders are paired by pattern, shapes, dtype and target, then by equal code.
-Exits with 1 if a file differs or has no counterpart.
+A zoo folder is found again after its key changed: folders are paired by pattern, shapes, dtype and
+target, then by equal code. Exits with 1 if a file differs or has no counterpart.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ FOLDERS = ("kernel_zoo", "tests/golden")
 WORKING_TREE = "working tree"
 
 
-# -- files of a revision ----------------------------------------------------------------------------------------------
+# -- files of a revision --------------------------------------------------------------------------
 
 
 def generated_files(revision: str) -> dict[str, str]:
@@ -70,7 +72,7 @@ def git(*arguments: str) -> str:
     ).stdout
 
 
-# -- Python -----------------------------------------------------------------------------------------------------------
+# -- Python ---------------------------------------------------------------------------------------
 
 
 def python_normal_form(text: str) -> str:
@@ -209,17 +211,21 @@ def _is_unused_import(node: ast.stmt, used: set[str]) -> bool:
     return not any((a.asname or a.name).split(".")[0] in used for a in node.names)
 
 
-# -- CUDA -------------------------------------------------------------------------------------------------------------
+# -- CUDA -----------------------------------------------------------------------------------------
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _TOKEN = re.compile(
-    r'"(?:\\.|[^"\\])*"|[A-Za-z_]\w*|\.?\d(?:[eE][+-]|[\w.])*|<<<|>>>|::|->|[-+*/%&|^<>=!]=|&&|\|\||<<|>>|\S'
+    r'"(?:\\.|[^"\\])*"|[A-Za-z_]\w*|\.?\d(?:[eE][+-]|[\w.])*'
+    r"|<<<|>>>|::|->|[-+*/%&|^<>=!]=|&&|\|\||<<|>>|\S"
 )
 _KEPT = frozenset(
-    """alignas asm auto bool break case char class const constexpr continue default define do double else endif enum
-    extern false float for if ifdef ifndef include inline int long namespace operator pragma reinterpret_cast return
-    short signed sizeof static static_cast struct switch template true typedef typename union unroll unsigned using
-    void volatile while blockIdx blockDim threadIdx gridDim x y z""".split()
+    """
+    alignas asm auto bool break case char class const constexpr continue default define do
+    double else endif enum extern false float for if ifdef ifndef include inline int long
+    namespace operator pragma reinterpret_cast return short signed sizeof static static_cast
+    struct switch template true typedef typename union unroll unsigned using void volatile
+    while blockIdx blockDim threadIdx gridDim x y z
+    """.split()
 )
 
 
@@ -235,7 +241,7 @@ def cuda_normal_form(text: str) -> str:
     return "\n".join(tokens)
 
 
-# -- comparison -------------------------------------------------------------------------------------------------------
+# -- comparison -----------------------------------------------------------------------------------
 
 
 def normal_form(path: str, text: str) -> str:
@@ -286,12 +292,14 @@ def main() -> None:
     for line in differences:
         print(line)
     count = sum(line.endswith((": differs",)) or " files became " in line for line in differences)
-    kinds = f"{sum(p.endswith('.py') for p in new)} Python and {sum(p.endswith('.cu') for p in new)} CUDA files"
+    python, cuda = (sum(p.endswith(kind) for p in new) for kind in (".py", ".cu"))
+    kinds = f"{python} Python and {cuda} CUDA files"
     if count:
         print(f"{count} differences in {kinds} ({args.old} to {args.new})")
         sys.exit(1)
     print(
-        f"{kinds} are identical except for renamed identifiers and comments ({args.old} to {args.new})"
+        f"{kinds} are identical except for renamed identifiers and comments ({args.old} to "
+        f"{args.new})"
     )
 
 

@@ -1,4 +1,4 @@
-"""The real sizes of models, so that scripts can build them with random weights and no network."""
+"""Hold the real sizes of models, so that scripts can build them without a network."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a config says that matters for speed. `rope_factor`: Llama 3's stretching of 8192 trained positions. `window`: that of
-    sliding layers, which are those that the model type's own config says."""
+    """The parts of a config that matter for speed.
+
+    Attributes:
+        rope_factor: Llama 3's stretching of 8,192 trained positions, if any.
+        window: The window of sliding layers. The model type's own config says which layers slide.
+    """
 
     model_type: str
     hidden: int
@@ -30,8 +34,8 @@ class Sizes:
     window: int | None = None
 
 
+#: `smoke` is no real model: it tries a script on a CPU.
 MODELS = {
-    #                               hidden  inter  lay  h kv  hd   vocab     theta  tied    eps  positions
     "llama-3.2-1b": Sizes(
         "llama", 2048, 8192, 16, 32, 8, 64, 128256, 5e5, True, 1e-5, 131072, 32.0
     ),
@@ -54,11 +58,14 @@ MODELS = {
     ),
     "smoke": Sizes("llama", 128, 256, 2, 4, 2, 32, 512, 1e4, True, 1e-5, 2048),
 }
-"""`smoke` is no model: it tries a script out on a CPU."""
 
 
 def config_of(name: str, layers: int | None = None) -> PretrainedConfig:
-    """Return the transformers config of a model, with fewer layers if given. Errors: SystemExit for a name not in the table."""
+    """Return the transformers config of a model, with fewer layers if given.
+
+    Raises:
+        SystemExit: The table has no such model.
+    """
     if name not in MODELS:
         raise SystemExit(f"no model {name!r} in scripts/configs.py; it has {', '.join(MODELS)}")
     s = MODELS[name]
@@ -103,7 +110,10 @@ def random_model(
     layers: int | None = None,
     seed: int = 0,
 ) -> PreTrainedModel:
-    """Return the model with random weights, made on `device`: the same for a seed and a device. It never stops early."""
+    """Return the model with random weights, which depend on the seed and the device alone.
+
+    It never stops early.
+    """
     with torch.device(device), torch.no_grad():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config_of(name, layers), dtype=dtype).eval()
@@ -120,7 +130,7 @@ def random_model(
 
 
 def with_adapters(model: PreTrainedModel, rank: int) -> PreTrainedModel:
-    """The model with a random PEFT adapter on every linear but the head, unmerged and in float32, as PEFT keeps them."""
+    """Return the model with a random, unmerged float32 adapter on every linear but the head."""
     import peft
 
     config = peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False)
@@ -129,7 +139,10 @@ def with_adapters(model: PreTrainedModel, rank: int) -> PreTrainedModel:
 
 
 def floor_bytes(model: PreTrainedModel) -> int:
-    """Bytes that a decoding step must read: every weight once, but no table that is only looked up in (a tied one is the head)."""
+    """Return the bytes that a step must read.
+
+    Every weight once, and no embedding table unless it is the head.
+    """
     table = model.get_input_embeddings().weight
     tied = (
         model.get_output_embeddings() is not None and model.get_output_embeddings().weight is table

@@ -1,11 +1,13 @@
-"""Mutate µGraphs and count what the proof and the numbers let through: nothing that differs, and nothing that loses range.
+"""Mutate µGraphs and count which wrong ones the proof and the numeric check let through.
 
-    python -m scripts.mutation_test [--count 10000] [--programs rms_norm_linear,…] [--json FILE] [--seed 0]
+    python -m scripts.mutation_test [--count 10000] [--programs rms_norm_linear,…] [--json FILE]
+    [--seed 0]
 
-Mutants come from hand-written µGraphs and from what the search finds for the programs of tests/helpers/programs.py, at reduced sizes.
-An independent interpreter in float64 (tests/helpers/reference_executor.py) says of each whether it differs, is equal, or is equal but leaves the
-range of float32. Exits 1 if one that differs is proven, one that leaves the range passes both numeric checks, or an original
-is refused.
+Mutants come from hand-written µGraphs and from what the search finds for the programs of
+tests/helpers/programs.py, at reduced sizes. An independent interpreter in float64
+(tests/helpers/reference_executor.py) says of each whether it differs, is equal, or is equal but
+leaves the range of float32. Exits 1 if one that differs is proven, one that leaves the range passes
+both numeric checks, or an original is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from tests.helpers import multi_kernel_ugraphs, mutants, programs, ugraphs
 
 @dataclass
 class Tally:
-    """Counts by kind of mutant and by what it is; the mutants worth a look, by name."""
+    """Counts by kind of mutant and verdict, and the names of mutants worth a look."""
 
     seed: int = 0
     originals: int = 0
@@ -48,13 +50,16 @@ class Tally:
     proof_seconds: float = 0.0
 
     def count(self, what: str) -> int:
+        """Return how many mutants have this verdict."""
         return sum(row.get(what, 0) for row in self.kinds.values())
 
     @property
     def failed(self) -> bool:
+        """Whether a wrong mutant passed or an original was rejected."""
         return bool(self.accepted_wrongly or self.range_accepted or self.originals_refused)
 
     def original(self, name: str, ugraph: UGraph, seeds: int) -> None:
+        """Prove an original with several seeds."""
         for seed in range(self.seed, self.seed + seeds):
             self.originals += 1
             verdict = prove(ugraph, seed=seed, trials=1, target=1.0)
@@ -64,6 +69,7 @@ class Tally:
     def mutant(
         self, name: str, m: mutants.Mutant, judge: mutants.Judge, checks: dict[object, Any]
     ) -> None:
+        """Judge and prove one mutant."""
         what = judge(m.ugraph)
         start = time.perf_counter()
         verdict = prove(m.ugraph, seed=self.seed, trials=1, target=1.0)
@@ -85,21 +91,24 @@ class Tally:
             self.unclear.append(label)
 
     def table(self) -> str:
+        """Return the counts for the terminal."""
         columns = ("differs", "equal", "range only", "unclear")
         rows = [f"{'kind of mutant':36s}" + "".join(f"{c:>12s}" for c in columns)]
         for kind, row in sorted(self.kinds.items()):
             rows.append(f"{kind:36s}" + "".join(f"{row.get(c, 0):12d}" for c in columns))
         rows.append(f"{'all':36s}" + "".join(f"{self.count(c):12d}" for c in columns))
         rows.append(
-            f"differing and proven: {len(self.accepted_wrongly)}; out of range and passed by proof and numbers: "
-            f"{len(self.range_accepted)}; equal and refused: {len(self.equal_refused)}; originals: {self.originals}, "
+            f"differing and proven: {len(self.accepted_wrongly)}; out of range and passed by proof "
+            "and numbers: "
+            f"{len(self.range_accepted)}; equal and refused: {len(self.equal_refused)}; originals: "
+            f"{self.originals}, "
             f"refused {len(self.originals_refused)}; {self.proof_seconds:.1f} s of proofs"
         )
         return "\n".join(rows)
 
 
 def originals(names: list[str], per_program: int) -> Iterator[tuple[str, UGraph]]:
-    """Named µGraphs: hand-written ones, and what the search finds first."""
+    """Yield named µGraphs: hand-written ones, and the first results of searches."""
     for name in names:
         if name in programs.PROGRAMS:
             found, _ = search(programs.build(mi, name), SearchOptions(time_limit=3, threads=1))
@@ -111,7 +120,7 @@ def originals(names: list[str], per_program: int) -> Iterator[tuple[str, UGraph]
 def mutate(
     start: list[tuple[str, UGraph]], count: int, seed: int, seeds: int = 20, rounds: int = 6
 ) -> Tally:
-    """Mutants of `start`, then mutants of mutants, until `count` of them differ or `rounds` are over."""
+    """Make mutants, and mutants of mutants, until `count` of them differ or `rounds` are over."""
     tally, rng = Tally(seed), random.Random(seed)
     for name, u in start:
         tally.original(name, u, seeds)
@@ -133,6 +142,7 @@ def mutate(
 
 
 def main() -> int:
+    """Run the test. Return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,8 +2,8 @@
 
     python -m scripts.prose [--most 50] [PATH ...]
 
-A report and no gate: it points at sentences that want another look. Length counts words; hardness is the
-Flesch-Kincaid grade (textstat). Code, tables and formulas are left out.
+A report and no gate: it points at sentences that want another look. Length counts words; hardness
+is the Flesch-Kincaid grade (textstat). Code, tables and formulas are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOLDERS = ("README.md", "CHANGELOG.md", "docs", "mirage_hf", "patterns", "script
 SHORT = 20
 #: Private phrases that a newcomer cannot know; each hit is listed.
 RIDDLES = re.compile(
-    r"\bof which\b|\bthat which\b|\bbut for\b|\bnobody's\b|\bof those the\b|\bwhat \w+ of\b|\bis told\b|\bare told\b"
+    r"\b(of which|that which|but for|nobody's|of those the|what \w+ of|is told|are told)\b"
 )
 
 
@@ -130,7 +130,8 @@ def main() -> None:
     riddles = [s for s in found if s.is_riddle]
     counted = len(found) or 1
     print(
-        f"{len(found)} sentences, {len(long)} of more than {SHORT} words ({100 * len(long) / counted:.0f}%)"
+        f"{len(found)} sentences, {len(long)} of more than {SHORT} words "
+        f"({100 * len(long) / counted:.0f}%)"
     )
     for title, listed in (("longest", long), ("hardest", hard), ("riddles", riddles)):
         print(f"\n{title}:")

@@ -1,11 +1,12 @@
-"""Write the entries of a kernel zoo anew after the code generator's text or a name in the stored JSON changed.
+"""Write the entries of a kernel zoo anew after the generated text or a stored name changed.
 
     python -m scripts.refresh_zoo                 # kernel_zoo/
     python -m scripts.refresh_zoo --zoo FOLDER --check
 
-For each entry, generates `kernel.py` from the stored µGraph and schedules, and recomputes the key and all digests. A folder whose
-key changed is renamed. Schedules, timings, search statistics, machine and date stay as they are, so this is only right if the same
-schedule still generates the same code up to names and comments; `scripts/compare_kernels.py` checks that.
+For each entry, generates `kernel.py` from the stored µGraph and schedules, and recomputes the key
+and all digests. A folder whose key changed is renamed. Schedules, timings, search statistics,
+machine and date stay as they are, so this is only right if the same schedule still generates the
+same code up to names and comments; `scripts/compare_kernels.py` checks that.
 
 Names that changed in the JSON since the entry was written are mapped by the tables below.
 """
@@ -40,7 +41,7 @@ UGRAPH_KEYS: dict[str, str] = {}
 
 
 def refreshed(folder: Path) -> Entry:
-    """Return the entry in `folder` with its kernel, key and digests made by this version of the package."""
+    """Return the entry in `folder` with kernel, key and digests of this version."""
     data = json.loads((folder / ENTRY).read_text(encoding="utf-8"))
     stored = json.loads((folder / UGRAPH).read_text(encoding="utf-8"))
     ugraph = json_format.ugraph_from_dict(_with_present_names(stored), str(folder / UGRAPH))
@@ -60,7 +61,7 @@ def refreshed(folder: Path) -> Entry:
 
 
 def _with_present_names(x: Any) -> Any:
-    """Return a copy of the JSON value `x` with the keys of all its objects mapped by UGRAPH_KEYS."""
+    """Return a copy of a JSON value with all keys mapped by UGRAPH_KEYS."""
     if isinstance(x, dict):
         mapped = {key: _with_present_names(value) for key, value in x.items()}
         return _renamed(mapped, UGRAPH_KEYS)
@@ -74,7 +75,7 @@ def _renamed(data: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 
 
 def write(entry: Entry, zoo: Path, old_folder: Path) -> bool:
-    """Write the files of `entry` that differ from the stored ones, and return whether there were any."""
+    """Write the files of an entry that differ, and return whether there were any."""
     folder = zoo / entry.folder
     changed = folder != old_folder
     folder.mkdir(parents=True, exist_ok=True)

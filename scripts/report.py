@@ -2,10 +2,11 @@
 
     python -m scripts.report                      rewrite the tables and the charts
     python -m scripts.report --check              fail if a table or a chart is not up to date
-    python -m scripts.report add RAW.json [...]   copy benchmark files to docs/benchmarks/raw and add their rows
+    python -m scripts.report add RAW.json [...]   add the rows of benchmark files
 
-A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`. `scripts/report_tables.py` says which
-rows and columns it has. Charts need matplotlib (the `bench` extra); `--check` does not.
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`.
+`scripts/report_tables.py` says which rows and columns it has. Charts need matplotlib (the `bench`
+extra); `--check` does not.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ class Result:
 
     Attributes:
         date: Day of the run, as YYYY-MM-DD.
-        commit: The commit that was measured, or the one that recorded the file if the file does not name one.
+        commit: The commit that was measured, or the one that recorded the file if the file does not
+            name one.
         machine: GPU and driver, or the CPU.
         versions: Versions of torch, triton, transformers and CUDA.
         subject: Model or block.
         batch: Sequences of a model, or rows of a block.
         context: Tokens of the prompt. Empty for blocks.
-        peer: What ran: "ours", a rival, or "floor" (the bytes that must be read at the GPU's bandwidth).
+        peer: What ran: "ours", a rival, or "floor" (the bytes that must be read at the GPU's
+            bandwidth).
         metric: What was measured. Its unit is its suffix.
         value: The median.
         low: The lowest run.

@@ -1,6 +1,7 @@
 """The charts of README and docs, drawn from docs/benchmarks/results.csv.
 
-Every SVG file holds a digest of the numbers it shows, so a test can tell an old chart without drawing it.
+Every SVG file holds a digest of the numbers it shows, so a test can tell an old chart without
+drawing it.
 """
 
 from __future__ import annotations

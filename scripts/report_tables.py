@@ -1,4 +1,7 @@
-"""The tables of README and docs: which rows and columns each has, read from docs/benchmarks/results.csv."""
+"""The tables of README and docs.
+
+Which rows and columns each has, read from docs/benchmarks/results.csv.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""What users can run today for the blocks of block_rows.py: torch spelled naturally, library calls, Liger and FlashInfer kernels.
+"""Hold what users can run today for the blocks of block_rows.py.
 
-A rival takes a program's inputs in order; weights come as (K, N) views of (N, K) memory, so `w.t()` is what nn.Linear holds.
+That is torch spelled naturally, library calls, Liger and FlashInfer kernels.
+
+A rival takes a program's inputs in order; weights come as (K, N) views of (N, K) memory, so `w.t()`
+is what nn.Linear holds.
 """
 
 from __future__ import annotations
@@ -20,11 +23,15 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Rival:
-    """One way to compute a block.
+    """One way to compute a block without mirage_hf.
 
-    prepare: what is done to a set of inputs once, outside the timing (joining weights). whole: whether it computes the whole block;
-    where not, it is the memory-bound core alone, a mark to look at and no rival. compiled: time torch.compile of it too. needs: the
-    package it calls.
+    Attributes:
+        name: What tables call it.
+        run: Computes the block.
+        prepare: Changes a set of inputs once, outside the timing (for example joins weights).
+        whole: Whether it computes the whole block. Otherwise it is only the memory-bound core.
+        compiled: Whether torch.compile of it is timed too.
+        needs: The package it calls.
     """
 
     name: str
@@ -36,29 +43,33 @@ class Rival:
 
     @property
     def absent(self) -> str:
-        """Why it cannot run here; empty where it can."""
+        """Why it cannot run here; empty if it can."""
         return (
             f"{self.needs} is not installed" if self.needs and find_spec(self.needs) is None else ""
         )
 
     def arguments(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return its arguments for a set of inputs."""
         return list(self.prepare(*inputs)) if self.prepare else list(inputs)
 
 
 def core(
     name: str, run: Callable[..., Tensor], prepare: Callable[..., Sequence[Tensor]] | None = None
 ) -> Rival:
+    """Return a part of a block as a mark to compare with."""
     return Rival(name, run, prepare, whole=False)
 
 
-# -- RMSNorm + Linear ---------------------------------------------------------------------------------------------------
+# -- RMSNorm + Linear -----------------------------------------------------------------------------
 
 
 def norm_linear(x: Tensor, gamma: Tensor, w: Tensor) -> Tensor:
+    """RMSNorm and a linear in torch."""
     return F.linear(F.rms_norm(x, (x.shape[-1],), gamma[0], EPS), w.t())
 
 
 def liger_norm_linear(x: Tensor, gamma: Tensor, w: Tensor) -> Tensor:
+    """Liger's RMSNorm, then a linear."""
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     return F.linear(LigerRMSNormFunction.apply(x, gamma[0], EPS, 0.0, "llama", False), w.t())
@@ -71,23 +82,27 @@ NORM_LINEAR = (
 )
 
 
-# -- gated MLP ------------------------------------------------------------------------------------------------------------
+# -- gated MLP ------------------------------------------------------------------------------------
 
 
 def gated_mlp(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """The first half of a gated MLP."""
     return F.silu(F.linear(x, gate.t())) * F.linear(x, up.t())
 
 
 def joined(x: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Join gate and up into one weight."""
     return x, torch.cat([gate.t(), up.t()])
 
 
 def joined_mlp(x: Tensor, w: Tensor) -> Tensor:
+    """The same with gate and up as one weight."""
     gate, up = F.linear(x, w).chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def liger_mlp(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """The same with Liger's SiLU · up."""
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     return LigerSiLUMulFunction.apply(F.linear(x, gate.t()), F.linear(x, up.t()))
@@ -101,14 +116,16 @@ GATED_MLP = (
 )
 
 
-# -- LoRA -----------------------------------------------------------------------------------------------------------------
+# -- LoRA -----------------------------------------------------------------------------------------
 
 
 def lora(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """A linear and its adapter."""
     return F.linear(x, w.t()) + F.linear(F.linear(x, a.t()), b.t())
 
 
 def lora_addmm(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The same with addmm."""
     return torch.addmm(F.linear(x, w.t()), F.linear(x, a.t()), b)
 
 
@@ -119,16 +136,17 @@ LORA = (
 )
 
 
-# -- attention ------------------------------------------------------------------------------------------------------------
+# -- attention ------------------------------------------------------------------------------------
 
 
 def sdpa_heads(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
+    """SDPA with grouped heads."""
     batch = [x.view(-1, heads, *x.shape[1:]) for x in (q, k, v)]
     return F.scaled_dot_product_attention(batch[0], batch[1], batch[2]).view_as(q)
 
 
 def sdpa_gqa(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
-    """As a model calls it: one query token a head, the heads of a group told apart."""
+    """Call SDPA as a model does: one query token a head."""
     group, d = q.shape[1:]
     k, v = (x.view(-1, kv_heads, *x.shape[1:]) for x in (k, v))
     return F.scaled_dot_product_attention(
@@ -137,7 +155,7 @@ def sdpa_gqa(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
 
 
 def sdpa_rows(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
-    """The query heads of a group as rows, so that each key is read once."""
+    """Call SDPA with the query heads of a group as rows, so each key is read once."""
     return sdpa_heads(q, k, v, kv_heads)
 
 
@@ -149,6 +167,7 @@ def _flex_attention() -> Callable[..., Tensor]:
 
 
 def flex_gqa(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
+    """flex_attention with grouped heads."""
     from torch.nn.attention.flex_attention import flex_attention
 
     group, d = q.shape[1:]
@@ -167,7 +186,7 @@ def _paged_decode(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
-    """FlashInfer's decoding over a cache of one page a sequence."""
+    """Return FlashInfer's decoding over a cache of one page a sequence."""
     import flashinfer
 
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -189,6 +208,7 @@ def _paged_decode(
 
 
 def flashinfer_gqa(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
+    """FlashInfer's decode attention."""
     (_, group, d), keys, batch = q.shape, k.shape[1], q.shape[0] // kv_heads
     k, v = (x.view(batch, kv_heads, keys, d) for x in (k, v))
     return (
@@ -199,6 +219,7 @@ def flashinfer_gqa(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
 
 
 def gqa_decode(kv_heads: int = 2) -> tuple[Rival, ...]:
+    """Return the rivals of GQA decoding."""
     return (
         Rival("eager", partial(sdpa_gqa, kv_heads=kv_heads), compiled=True),
         Rival("sdpa rows", partial(sdpa_rows, kv_heads=kv_heads)),
@@ -208,15 +229,17 @@ def gqa_decode(kv_heads: int = 2) -> tuple[Rival, ...]:
 
 
 def attention_paper(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention with unscaled scores."""
     return torch.softmax(q @ k, dim=-1) @ v
 
 
 def sdpa_paper(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One batch of many heads: SDPA's fused kernels want four dims."""
+    """Call SDPA with one batch of many heads; its fused kernels want four dims."""
     return F.scaled_dot_product_attention(q[None], k.mT[None], v[None], scale=1.0)[0]
 
 
 def sdpa_stored(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same with keys stored as SDPA wants them."""
     return F.scaled_dot_product_attention(q[None], k[None], v[None], scale=1.0)[0]
 
 
@@ -230,6 +253,7 @@ GQA_PAPER = (
 def qk_norm_attention(
     q: Tensor, k: Tensor, v: Tensor, gamma_q: Tensor, gamma_k: Tensor, heads: int
 ) -> Tensor:
+    """LayerNorm on q and k, then attention."""
     d = q.shape[-1]
     q, k = (
         F.layer_norm(q, (d,), gamma_q.view(d), None, EPS),
@@ -241,6 +265,7 @@ def qk_norm_attention(
 def liger_qk_norm(
     q: Tensor, k: Tensor, v: Tensor, gamma_q: Tensor, gamma_k: Tensor, zeros: Tensor, heads: int
 ) -> Tensor:
+    """The same with Liger's LayerNorm."""
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
     q, k = (
@@ -251,6 +276,7 @@ def liger_qk_norm(
 
 
 def qk_norm(heads: int = 16) -> tuple[Rival, ...]:
+    """Return the rivals of q/k norm and attention."""
     return (
         Rival("eager", partial(qk_norm_attention, heads=heads), compiled=True),
         core(
@@ -274,11 +300,11 @@ def qk_norm(heads: int = 16) -> tuple[Rival, ...]:
     )
 
 
-# -- multi-head latent attention ------------------------------------------------------------------------------------------
+# -- multi-head latent attention ------------------------------------------------------------------
 
 
 def mla_stock(qn: Tensor, qr: Tensor, c: Tensor, kr: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
-    """As transformers does it: keys and values of all heads are expanded from the latent."""
+    """Expand keys and values of all heads from the latent, as transformers does."""
     scale = (qn.shape[-1] + qr.shape[-1]) ** -0.5
     key, value = torch.matmul(c, wk), torch.matmul(c, wv)
     key = torch.cat([key, kr.expand(-1, key.shape[1], -1, -1)], dim=-1)
@@ -286,7 +312,7 @@ def mla_stock(qn: Tensor, qr: Tensor, c: Tensor, kr: Tensor, wk: Tensor, wv: Ten
 
 
 def mla_absorbed(qn: Tensor, qr: Tensor, c: Tensor, kr: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
-    """The up-projections moved to the query and to the result by hand."""
+    """Move the up-projections to the query and the result by hand."""
     scale = (qn.shape[-1] + qr.shape[-1]) ** -0.5
     q = torch.einsum("bhqd,hld->bhql", qn, wk[0])
     scores = torch.einsum("bhql,bkl->bhqk", q, c[:, 0]) + torch.einsum(
@@ -297,13 +323,14 @@ def mla_absorbed(qn: Tensor, qr: Tensor, c: Tensor, kr: Tensor, wk: Tensor, wv: 
 
 
 def latent_core(q: Tensor, keys: Tensor, c: Tensor) -> Tensor:
+    """The products over the latent alone."""
     return torch.softmax(q @ keys.mT, dim=-1) @ c
 
 
 def _latent(
     qn: Tensor, qr: Tensor, c: Tensor, kr: Tensor, wk: Tensor, wv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of the right shape, and [latent | rope] keys stored together."""
+    """Return queries in the right shape, and [latent | rope] keys stored together."""
     keys = torch.cat([c[:, 0], kr[:, 0]], dim=-1)
     return keys[:, : qn.shape[1]] * keys.shape[-1] ** -0.5, keys, c[:, 0]
 
@@ -315,10 +342,12 @@ MLA = (
 )
 
 
-# -- nTrans ---------------------------------------------------------------------------------------------------------------
+# -- nTrans ---------------------------------------------------------------------------------------
 
 
 def ntrans(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
+    """nGPT's residual."""
+
     def norm(z: Tensor) -> Tensor:
         return z / torch.linalg.vector_norm(z, dim=-1, keepdim=True)
 

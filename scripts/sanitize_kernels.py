@@ -1,10 +1,12 @@
 """Launches every kernel of the hand-written cases once, for compute-sanitizer; needs an NVIDIA GPU.
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python -m scripts.sanitize_kernels
-    compute-sanitizer --tool racecheck --error-exitcode 9 python -m scripts.sanitize_kernels
-    for n in 1 2 3 4; do compute-sanitizer --tool racecheck python -m scripts.sanitize_kernels --part $n/4 & done; wait
+    compute-sanitizer --tool racecheck --error-exitcode 9 python -m scripts.sanitize_kernels for n
+    in 1 2 3 4; do compute-sanitizer --tool racecheck python -m scripts.sanitize_kernels --part $n/4
+    & done; wait
 
-Blocks that share a loop are run twice, so that the second launch finds the counters that the first one left.
+Blocks that share a loop are run twice, so that the second launch finds the counters that the first
+one left.
 """
 
 from __future__ import annotations

@@ -4,11 +4,12 @@
     python3 scripts/setup_env.py dev             the same, and the tools of the tests
     python3 scripts/setup_env.py compat 5.4.0    another transformers, in .compat/5.4.0
 
-The script needs only the standard library of Python 3.10 or newer. It chooses torch once, when it makes the
-environment, in this order:
+The script needs only the standard library of Python 3.10 or newer. It chooses torch once, when it
+makes the environment, in this order:
 
 1. From TORCH_INDEX_URL, if it is set.
-2. This Python's own torch, if SYSTEM=1, or if the machine has a GPU and that torch has CUDA. Needs no network.
+2. This Python's own torch, if SYSTEM=1, or if the machine has a GPU and that torch has CUDA. Needs
+   no network.
 3. The package index's default build, if there is an NVIDIA driver.
 4. A CPU build, if the package index has one. Otherwise the default build, and the script says so.
 """
@@ -37,7 +38,8 @@ TORCH = "torch>=2.8"
 TESTED_CPU_TORCH = "torch==2.13.0+cpu"
 #: CPU builds of torch do not require triton. This version fits the CPU builds 2.11 to 2.13.
 CPU_TRITON = "triton==3.6.*"
-#: The build requirements of pyproject.toml and of scikit-build-core. They stay installed, so builds are incremental.
+#: The build requirements of pyproject.toml and of scikit-build-core. They stay installed, so builds
+#: are incremental.
 BUILD_TOOLS = ("scikit-build-core>=0.10,<2", "pybind11>=2.13,<4", "cmake>=3.20", "ninja>=1.5")
 
 
@@ -63,7 +65,7 @@ def install(*args: str, quiet: bool = False) -> bool:
     return pip("install", "-qq", "--no-compile", *args, capture=quiet).returncode == 0
 
 
-# -- what the machine has ---------------------------------------------------------------------------------------------
+# -- what the machine has -------------------------------------------------------------------------
 
 
 def has_driver() -> bool:
@@ -78,7 +80,7 @@ def has_driver() -> bool:
 
 
 def base_torch() -> tuple[str, bool] | None:
-    """Return the version of this Python's torch and whether it has CUDA, or None if it is too old or absent."""
+    """Return this Python's torch version and whether it has CUDA, or None if it is too old."""
     if importlib.util.find_spec("torch") is None:
         return None
     code = "import torch; print(torch.__version__, bool(torch.version.cuda))"
@@ -99,7 +101,8 @@ def check_python() -> None:
         )
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         stop(
-            f"{sys.executable} has no header files (Python.h), and the C++ core needs them; install "
+            f"{sys.executable} has no header files (Python.h), and the C++ core needs them; "
+            "install "
             "python3-dev, or name another Python: `make PYTHON=…`"
         )
     if (
@@ -109,16 +112,20 @@ def check_python() -> None:
         stop("no C++ compiler found; install g++ (with C++20, so 10 or newer), or name one in CXX")
 
 
-# -- the environment --------------------------------------------------------------------------------------------------
+# -- the environment ------------------------------------------------------------------------------
 
 
 def make_venv(system: str) -> str:
-    """Create .venv and install torch. Return where torch came from: "index", "system", "cuda" or "cpu"."""
+    """Create .venv and install torch. Return where torch came from.
+
+    "index", "system", "cuda" or "cpu".
+    """
     check_python()
     index, driver, own = os.environ.get("TORCH_INDEX_URL"), has_driver(), base_torch()
     if system == "1" and own is None:
         stop(
-            f"SYSTEM=1, but {sys.executable} has no torch 2.8 or newer; leave SYSTEM out, or name a "
+            f"SYSTEM=1, but {sys.executable} has no torch 2.8 or newer; leave SYSTEM out, or name "
+            "a "
             "Python that has it: `make PYTHON=…`"
         )
     if index:
@@ -138,14 +145,16 @@ def make_venv(system: str) -> str:
         say("taking torch from TORCH_INDEX_URL")
         if not install("--index-url", index, TORCH):
             stop(
-                f"TORCH_INDEX_URL has no {TORCH} for Python {sys.version.split()[0]}; correct it, or "
+                f"TORCH_INDEX_URL has no {TORCH} for Python {sys.version.split()[0]}; correct it, "
+                "or "
                 "unset it"
             )
     elif plan == "cuda" or sys.platform == "darwin":
         say(f"installing {TORCH}, the default build")
         if not install(TORCH):
             stop(
-                f"could not install {TORCH}; see pip's message above. On a machine without a network, give a Python that has torch: "
+                f"could not install {TORCH}; see pip's message above. On a machine without a "
+                "network, give a Python that has torch: "
                 "`make SYSTEM=1 PYTHON=…`"
             )
     else:
@@ -167,13 +176,16 @@ def install_cpu_torch() -> None:
     if builds and install("torch=={}.{}.{}+cpu".format(*builds[0]), CPU_TRITON):
         return
     say(
-        "the package index has no CPU build of torch for this Python: installing the default build, "
-        "which may bring gigabytes of CUDA libraries. To avoid that, interrupt, set TORCH_INDEX_URL "
+        "the package index has no CPU build of torch for this Python: installing the default "
+        "build, "
+        "which may bring gigabytes of CUDA libraries. To avoid that, interrupt, set "
+        "TORCH_INDEX_URL "
         "to PyTorch's CPU wheel index, and run make again"
     )
     if not install(TORCH):
         stop(
-            f"could not install {TORCH}; see pip's message above. On a machine without a network, give a Python that has torch: "
+            f"could not install {TORCH}; see pip's message above. On a machine without a network, "
+            "give a Python that has torch: "
             "`make SYSTEM=1 PYTHON=…`"
         )
 
@@ -188,7 +200,7 @@ def create_venv(*options: str) -> None:
 
 
 def share_packages() -> None:
-    """Let the environment see this Python's packages after its own, even if this Python is in an environment."""
+    """Let the environment see this Python's packages after its own."""
     found = {
         str(Path(str(metadata.distribution("torch").locate_file(""))).resolve()),
         *site.getsitepackages(),
@@ -221,7 +233,8 @@ def build(extra: str, plan: str) -> None:
     os.environ |= {"PIP_RETRIES": "1", "PIP_DEFAULT_TIMEOUT": "15"}  # there may be no network
     if not install(*BUILD_TOOLS, quiet=True):
         stop(
-            f"this Python lacks one of {', '.join(BUILD_TOOLS)}, and no package index can be reached; "
+            f"this Python lacks one of {', '.join(BUILD_TOOLS)}, and no package index can be "
+            "reached; "
             "install them into this Python"
         )
     if install("--no-build-isolation", "-e", package, quiet=True):
@@ -240,7 +253,8 @@ def build(extra: str, plan: str) -> None:
         )
     if extra:
         say(
-            f"no package index can be reached: using only those [{extra}] tools that this Python has"
+            f"no package index can be reached: using only those [{extra}] tools that this Python "
+            "has"
         )
 
 
@@ -271,7 +285,8 @@ def add_transformers(version: str, plan: str) -> None:
     needed = [r.strip() for r in others if r.strip()]
     if needed and not install(*target, *needed):
         stop(
-            f"could not install the requirements of transformers {version}: {', '.join(needed)}; see "
+            f"could not install the requirements of transformers {version}: {', '.join(needed)}; "
+            "see "
             "pip's message above"
         )
     (folder / ".ready").write_text(

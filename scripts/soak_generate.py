@@ -1,13 +1,15 @@
-"""Many generate calls of mixed kinds on optimized models: every text is stock's, nothing is kept from one call to a later one.
+"""Make many generate calls of mixed kinds: every text is stock's, and memory stays flat.
 
     python -m scripts.soak_generate --calls 1000 --device cuda
 
-Two small random models in float32, their steps all by kernels where the batch has some, take calls of kinds drawn by a seed: prompts
-and batches of changing size, padding, stop tokens, processors, sampling, streamers, caches passed in and out, threads, calls within
-calls, calls that Ctrl-C ends in the middle, weights that change, released memory, and what stock must do itself. Greedy texts are
-compared with those of stock models that live through the same. The second half are the calls of the first again, so that libraries have
-loaded what they need for every size. Memory is measured after the same few calls at the start, after the first half and at the end; in the
-second half it may grow by what LIMITS says.
+Two small random models in float32, their steps all by kernels where the batch has some, take calls
+of kinds drawn by a seed: prompts and batches of changing size, padding, stop tokens, processors,
+sampling, streamers, caches passed in and out, threads, calls within calls, calls that Ctrl-C ends
+in the middle, weights that change, released memory, and what stock must do itself. Greedy texts are
+compared with those of stock models that live through the same. The second half are the calls of the
+first again, so that libraries have loaded what they need for every size. Memory is measured after
+the same few calls at the start, after the first half and at the end; in the second half it may grow
+by what LIMITS says.
 """
 
 from __future__ import annotations
@@ -32,23 +34,25 @@ from tests.helpers.generate_features import GREEDY, KERNELS, WIDE, Pair, in_thre
 from tests.helpers.tiny_models import prompt
 
 LENGTHS = (1, 2, 7, 30, 63, 64, 65, 120, 200, 250, 300)
+#: Kernels exist for up to so many rows.
 BATCHES = (1, 1, 2, 3, 4)
-"""There are kernels for up to 3 rows."""
 MIB = 2**20
+#: MiB by which memory may grow: of the device as torch counts it, of our pools, of the whole GPU,
+#: of this process.
 LIMITS = {"tensors": 8.0, "pools": 1.0, "driver": 32.0, "host": 64.0}
-"""MiB by which memory may grow: of the device as torch and as our pools count it, of the whole GPU, of this process."""
 
 Call = Callable[[Pair, random.Random], None]
 KINDS: dict[str, Call] = {}
 
 
 def kind(call: Call) -> Call:
+    """Register a kind of call."""
     KINDS[call.__name__] = call
     return call
 
 
 def steps_of(pair: Pair) -> dict[str, int]:
-    """How the steps of the calls so far ran, and of how many calls."""
+    """Return how the steps of the calls so far ran."""
     return {
         what.removeprefix("step: "): n
         for what, n in pair.runner.counts.items()
@@ -56,11 +60,11 @@ def steps_of(pair: Pair) -> dict[str, int]:
     }
 
 
-# -- kinds of calls -----------------------------------------------------------------------------------------------------
+# -- kinds of calls -------------------------------------------------------------------------------
 
 
 def some(rng: random.Random, batch: int | None = None) -> dict[str, Any]:
-    """A prompt, left-padded or not, and a greedy call of a few tokens."""
+    """Return a prompt, left-padded or not, and a greedy call of a few tokens."""
     batch, seed = batch or rng.choice(BATCHES), rng.randrange(10**6)
     lengths = [rng.choice(LENGTHS) for _ in range(batch)]
     given = (
@@ -73,11 +77,13 @@ def some(rng: random.Random, batch: int | None = None) -> dict[str, Any]:
 
 @kind
 def greedy(pair: Pair, rng: random.Random) -> None:
+    """Greedy decoding."""
     pair.agree({**some(rng), **(FULL if rng.random() < 0.3 else {})})
 
 
 @kind
 def stop_tokens(pair: Pair, rng: random.Random) -> None:
+    """Stop tokens."""
     pair.agree(
         {
             **some(rng),
@@ -89,6 +95,7 @@ def stop_tokens(pair: Pair, rng: random.Random) -> None:
 
 @kind
 def processors(pair: Pair, rng: random.Random) -> None:
+    """Logits processors."""
     extra = rng.choice(
         (
             {"repetition_penalty": 1.3},
@@ -102,7 +109,7 @@ def processors(pair: Pair, rng: random.Random) -> None:
 
 @kind
 def sampling(pair: Pair, rng: random.Random) -> None:
-    """The same text for the same seed, whatever came before."""
+    """Sampling: the same text for the same seed, whatever came before."""
     given = {
         **some(rng, rng.choice((1, 1, 2))),
         "do_sample": True,
@@ -117,11 +124,13 @@ def sampling(pair: Pair, rng: random.Random) -> None:
 
 @kind
 def sampling_of_one(pair: Pair, rng: random.Random) -> None:
+    """Sampling with one candidate."""
     pair.agree({**some(rng), "do_sample": True, "top_k": 1})
 
 
 @kind
 def streamed(pair: Pair, rng: random.Random) -> None:
+    """A streamer."""
     seen: list[Recorder] = []
     given = some(rng)
 
@@ -163,7 +172,7 @@ def interrupted(pair: Pair, rng: random.Random) -> None:
 
 @kind
 def conversation(pair: Pair, rng: random.Random) -> None:
-    """Two turns over a cache of the user's, or over the one that the first returns."""
+    """Two turns over a cache of the user's, or over the one that the first call returns."""
     given, returned, used = some(rng), rng.random() < 0.5, []
 
     def first() -> dict[str, Any]:
@@ -191,6 +200,7 @@ def conversation(pair: Pair, rng: random.Random) -> None:
 
 @kind
 def threads(pair: Pair, rng: random.Random) -> None:
+    """Calls from several threads."""
     calls = [{**some(rng, 1 + n), "max_new_tokens": 9} for n in range(2)]
     in_threads([lambda given=given: [pair.agree(given) for _ in range(2)] for given in calls])
 
@@ -211,18 +221,20 @@ def nested(pair: Pair, rng: random.Random) -> None:
 
 @kind
 def inference_mode(pair: Pair, rng: random.Random) -> None:
+    """A call in inference mode."""
     with torch.inference_mode():
         pair.agree(some(rng))
 
 
 @kind
 def no_time(pair: Pair, rng: random.Random) -> None:
+    """max_time of nearly nothing."""
     pair.agree({**some(rng), "max_time": 0.0})
 
 
 @kind
 def by_stock(pair: Pair, rng: random.Random) -> None:
-    """Kinds that go to stock's own method."""
+    """Calls that run stock."""
     given, torch_seed = (
         {**some(rng, 1), **rng.choice(({"num_beams": 2}, {"use_cache": False}))},
         rng.randrange(99),
@@ -236,7 +248,7 @@ def by_stock(pair: Pair, rng: random.Random) -> None:
 
 @kind
 def weights(pair: Pair, rng: random.Random) -> None:
-    """New numbers in old weights, which graphs read in place."""
+    """Write new numbers into old weights, which graphs read in place."""
     seed = rng.randrange(10**6)
     for model in (pair.stock, pair.ours):
         with torch.no_grad():
@@ -253,17 +265,17 @@ def weights(pair: Pair, rng: random.Random) -> None:
 
 @kind
 def released(pair: Pair, rng: random.Random) -> None:
-    """Free what is kept between calls. One time in four: graphs are captured anew after it."""
+    """Free what is kept between calls, one time in four: graphs are captured again after it."""
     if rng.random() < 0.25:
         pair.runner.release()
     pair.agree(some(rng))
 
 
-# -- memory -------------------------------------------------------------------------------------------------------------
+# -- memory ---------------------------------------------------------------------------------------
 
 
 def memory(pairs: list[Pair]) -> dict[str, float]:
-    """MiB in use after the same calls, by the names of LIMITS."""
+    """Return MiB in use after the same calls, by the names of LIMITS."""
     for pair in pairs:
         for batch, length in ((1, 7), (2, 7), (3, 7), (1, 300)):  # as many blocks as are kept
             for _ in range(2):
@@ -287,7 +299,11 @@ def memory(pairs: list[Pair]) -> dict[str, float]:
 
 
 def soak(pairs: list[Pair], calls: int, seed: int) -> dict[str, int]:
-    """Make that many calls and compare each; return how their steps ran. Errors: AssertionError that names the call."""
+    """Make `count` calls and compare each with stock. Return how their steps ran.
+
+    Raises:
+        AssertionError: A call differs; the message names it.
+    """
     rng, half, told = random.Random(seed), -(-calls // 2), time.perf_counter()
     before = memory(pairs)
     print(f"at the start: {shown(before)}", flush=True)
@@ -305,7 +321,8 @@ def soak(pairs: list[Pair], calls: int, seed: int) -> dict[str, int]:
         except Exception as error:
             rng.setstate(state)
             raise AssertionError(
-                f"call {n} of seed {seed}, {name} on {pair.stock.config.model_type}, like {some(rng)}: {error}\n"
+                f"call {n} of seed {seed}, {name} on {pair.stock.config.model_type}, like "
+                f"{some(rng)}: {error}\n"
                 f"counts: {dict(pair.runner.counts)}"
             ) from error
         done[name] += 1
@@ -331,10 +348,12 @@ def soak(pairs: list[Pair], calls: int, seed: int) -> dict[str, int]:
 
 
 def shown(mib: dict[str, float]) -> str:
+    """Return counts for the terminal."""
     return ", ".join(f"{what} {x:.1f} MiB" for what, x in mib.items())
 
 
 def main() -> None:
+    """Run the soak."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -354,7 +373,8 @@ def main() -> None:
     print(f"two models optimized in {time.perf_counter() - start:.0f} s", flush=True)
     counts = soak(pairs, args.calls, args.seed)
     print(
-        f"{counts}\n{args.calls} calls in {time.perf_counter() - start:.0f} s: every text is stock's"
+        f"{counts}\n{args.calls} calls in {time.perf_counter() - start:.0f} s: every text is "
+        "stock's"
     )
 
 

@@ -1,16 +1,18 @@
 """Train the test asset: a byte-level Llama of 1.9 M parameters, and a rank-8 LoRA for it.
 
     python -m scripts.train_tiny --seconds 100            # the model   -> tests/assets/tiny_llama
-    python -m scripts.train_tiny --lora --seconds 30      # the adapter -> tests/assets/tiny_llama_lora
+    python -m scripts.train_tiny --lora --seconds 30   # the adapter, tests/assets/tiny_llama_lora
 
-Tests compare tokens, and tokens mean something only where the logits are not noise: hence a model that was really
-trained. The text is what every CPython carries: the model reads the language reference (`pydoc_data/topics.py`) and the
-docstrings of a fixed list of standard modules; the adapter reads the *code* of some of them, docstrings and comments
-removed, so its effect is plain to see. Both are (c) Python Software Foundation, under the PSF licence version 2
-(https://docs.python.org/3/license.html). Site-packages are never read; another Python version gives slightly other
-text.
+Tests compare tokens, and tokens mean something only where the logits are not noise: hence a model
+that was really trained. The text is what every CPython carries: the model reads the language
+reference (`pydoc_data/topics.py`) and the docstrings of a fixed list of standard modules; the
+adapter reads the *code* of some of them, docstrings and comments removed, so its effect is plain to
+see. Both are (c) Python Software Foundation, under the PSF licence version 2
+(https://docs.python.org/3/license.html). Site-packages are never read; another Python version gives
+slightly other text.
 
-Everything is saved as bfloat16, so that a load in float32 or bfloat16 gives exactly the weights that were saved.
+Everything is saved as bfloat16, so that a load in float32 or bfloat16 gives exactly the weights
+that were saved.
 """
 
 import argparse
@@ -35,33 +37,37 @@ VOCAB = 260  # padded, as real models pad theirs; 259 occurs in no text
 
 # Modules and packages whose docstrings are read. One that a Python version lacks is skipped.
 PROSE = """
-    abc argparse ast asyncio base64 bdb bisect bz2 calendar cmd code codecs codeop collections compileall concurrent
-    configparser contextlib copy copyreg csv ctypes curses dataclasses datetime _pydatetime _pydecimal dbm difflib dis
-    doctest email encodings enum filecmp fileinput fnmatch fractions ftplib functools getopt getpass gettext glob
-    graphlib gzip hashlib heapq hmac html http imaplib importlib inspect io _pyio ipaddress json keyword linecache
-    locale logging lzma mailbox mimetypes modulefinder multiprocessing netrc ntpath numbers operator optparse os
-    pathlib pdb pickle pickletools pkgutil platform plistlib poplib posixpath pprint profile pstats pty py_compile
-    pyclbr pydoc queue quopri random re reprlib rlcompleter runpy sched secrets selectors shelve shlex shutil signal
-    site smtplib socket socketserver sqlite3 ssl stat statistics string stringprep struct subprocess symtable
-    sysconfig tabnanny tarfile tempfile textwrap threading timeit tkinter token tokenize tomllib trace traceback
-    tracemalloc tty turtle types typing unittest urllib uuid venv warnings wave weakref webbrowser wsgiref xml xmlrpc
+    abc argparse ast asyncio base64 bdb bisect bz2 calendar cmd code codecs codeop collections
+    compileall concurrent configparser contextlib copy copyreg csv ctypes curses dataclasses
+    datetime _pydatetime _pydecimal dbm difflib dis doctest email encodings enum filecmp
+    fileinput fnmatch fractions ftplib functools getopt getpass gettext glob graphlib gzip
+    hashlib heapq hmac html http imaplib importlib inspect io _pyio ipaddress json keyword
+    linecache locale logging lzma mailbox mimetypes modulefinder multiprocessing netrc ntpath
+    numbers operator optparse os pathlib pdb pickle pickletools pkgutil platform plistlib poplib
+    posixpath pprint profile pstats pty py_compile pyclbr pydoc queue quopri random re reprlib
+    rlcompleter runpy sched secrets selectors shelve shlex shutil signal site smtplib socket
+    socketserver sqlite3 ssl stat statistics string stringprep struct subprocess symtable
+    sysconfig tabnanny tarfile tempfile textwrap threading timeit tkinter token tokenize tomllib
+    trace traceback tracemalloc tty turtle types typing unittest urllib uuid venv warnings wave
+    weakref webbrowser wsgiref xml xmlrpc
     zipapp zipfile zipimport zoneinfo
 """.split()
 
 # Modules and packages whose code the adapter reads.
 CODE = """
-    argparse ast asyncio calendar collections concurrent configparser contextlib dataclasses difflib dis email enum
-    fractions functools heapq http importlib inspect ipaddress json logging mailbox multiprocessing optparse pathlib
-    pickle shutil socket statistics subprocess tarfile tempfile textwrap threading traceback typing unittest urllib
+    argparse ast asyncio calendar collections concurrent configparser contextlib dataclasses
+    difflib dis email enum fractions functools heapq http importlib inspect ipaddress json
+    logging mailbox multiprocessing optparse pathlib pickle shutil socket statistics subprocess
+    tarfile tempfile textwrap threading traceback typing unittest urllib
     xml zipfile
 """.split()
 
 
-# ---------------------------------------------------------------------------------------------------------------- text
+# -------------------------------------------------------------------------------------------------
 
 
 def sources(names: list[str]) -> list[Path]:
-    """The .py files of standard modules and packages, tests left out, in a fixed order."""
+    """Return the .py files of standard modules and packages, without tests, in a fixed order."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for name in names:
@@ -73,22 +79,25 @@ def sources(names: list[str]) -> list[Path]:
 
 
 def parse(file: Path) -> ast.Module:
+    """Parse a file, or return None."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def documented(tree: ast.Module) -> list[ast.AST]:
+    """Yield the docstrings of a file."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return [node for node in ast.walk(tree) if isinstance(node, kinds) and ast.get_docstring(node)]
 
 
 def reference_topics() -> list[str]:
-    """The language reference, one text a topic: what `help("for")` prints."""
+    """Return the language reference, one text a topic, as `help("for")` prints it."""
     file = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
     if not file.is_file():
         print(
-            "pydoc_data/topics.py: not in this Python (some Linux packages strip it; a full CPython has it); "
+            "pydoc_data/topics.py: not in this Python (some Linux packages strip it; a full "
+            "CPython has it); "
             "going on with docstrings alone, so the English will be poorer",
             flush=True,
         )
@@ -98,7 +107,7 @@ def reference_topics() -> list[str]:
 
 
 def prose() -> list[str]:
-    """Topics, then docstrings; each text once."""
+    """Return topics, then docstrings, each text once."""
     texts = reference_topics()
     for file in sources(PROSE):
         texts += [ast.get_docstring(node) for node in documented(parse(file))]
@@ -106,7 +115,7 @@ def prose() -> list[str]:
 
 
 def code() -> list[str]:
-    """Modules as code alone: no docstrings, no comments."""
+    """Return modules as code alone, without docstrings and comments."""
     texts = []
     for file in sources(CODE):
         tree = parse(file)
@@ -117,10 +126,14 @@ def code() -> list[str]:
 
 
 def streams(texts: list[str], device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(training ids, held-out ids), each text between <|bos|> and <|eos|>; every twentieth is held out."""
+    """Return training ids and held-out ids, each text between <|bos|> and <|eos|>.
+
+    Every twentieth is held out.
+    """
     if not texts:
         raise SystemExit(
-            "no text found: this Python's standard library has no .py files (is it zipped or stripped?)"
+            "no text found: this Python's standard library has no .py files (is it zipped or "
+            "stripped?)"
         )
     rows = [[BOS, *text.encode("utf-8"), EOS] for text in texts]
     train = [i for n, row in enumerate(rows) if n % 20 != 19 for i in row]
@@ -130,11 +143,14 @@ def streams(texts: list[str], device: str) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-# -------------------------------------------------------------------------------------------------- tokenizer and model
+# -------------------------------------------------------------------------------------------------
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Id b is byte b; no merges, so any UTF-8 text comes back as it was. A <|bos|> goes in front, as Llama's does."""
+    """Return a tokenizer whose id b is byte b, so any UTF-8 text comes back.
+
+    A <|bos|> goes in front, as Llama's does.
+    """
     letters = byte_letters()
     tokenizer = Tokenizer(models.BPE(vocab={letters[b]: b for b in range(256)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -153,19 +169,21 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
         model_max_length=1024,
-        chat_template="{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n\n{% endfor %}"
+        chat_template="{{ bos_token }}{% for m in messages %}"
+        "{{ m['role'] }}: {{ m['content'] }}\n\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}",
     )
 
 
 def byte_letters() -> list[str]:
-    """The printable character by which the byte-level scheme writes each byte (GPT-2's table)."""
+    """Return the printable character that stands for each byte (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     shifted = {b: 256 + n for n, b in enumerate(b for b in range(256) if b not in printable)}
     return [chr(shifted.get(b, b)) for b in range(256)]
 
 
 def new_model() -> LlamaForCausalLM:
+    """Return the untrained model."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB,
@@ -186,17 +204,19 @@ def new_model() -> LlamaForCausalLM:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- training
+# -------------------------------------------------------------------------------------------------
 
 
 def windows(
     ids: torch.Tensor, starts: torch.Tensor, context: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut a stream into windows."""
     cut = ids[starts[:, None] + torch.arange(context + 1, device=ids.device)].long()
     return cut[:, :-1], cut[:, 1:]
 
 
 def loss_of(model, x: torch.Tensor, y: torch.Tensor, bf16: bool) -> torch.Tensor:
+    """Return the loss of a batch."""
     with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
         logits = model(input_ids=x, use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
@@ -204,7 +224,7 @@ def loss_of(model, x: torch.Tensor, y: torch.Tensor, bf16: bool) -> torch.Tensor
 
 @torch.no_grad()
 def held_out_loss(model, held: torch.Tensor, args) -> float:
-    """Mean over up to 128 windows, nats a byte."""
+    """Return the mean over up to 128 windows, in nats a byte."""
     starts = torch.arange(0, len(held) - args.context - 1, args.context, device=held.device)[:128]
     parts = [
         loss_of(model, *windows(held, some, args.context), args.bf16) * len(some)
@@ -214,7 +234,10 @@ def held_out_loss(model, held: torch.Tensor, args) -> float:
 
 
 def train(model, ids: torch.Tensor, held: torch.Tensor, args) -> dict:
-    """AdamW, linear warm-up, cosine down to zero at --steps or --seconds, whichever comes first."""
+    """Train with AdamW.
+
+    Linear warm-up, then cosine down to zero at --steps or --seconds, whichever comes first.
+    """
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
@@ -260,6 +283,7 @@ def train(model, ids: torch.Tensor, held: torch.Tensor, args) -> dict:
 
 @torch.no_grad()
 def sample(model, tokenizer, prompt: str) -> str:
+    """Return a sample of the model's text."""
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     ids = model.generate(
         **inputs, min_new_tokens=200, max_new_tokens=200, do_sample=True, temperature=0.6, top_k=0
@@ -267,21 +291,24 @@ def sample(model, tokenizer, prompt: str) -> str:
     return tokenizer.decode(ids[0], skip_special_tokens=True)
 
 
-# --------------------------------------------------------------------------------------------------------------- saving
+# -------------------------------------------------------------------------------------------------
 
 
 def write_readme(
     out: Path, what: str, text: str, args, ids: torch.Tensor, done: dict, example: str
 ) -> None:
+    """Write the README of the assets."""
     limit = (
         f"--seconds {args.seconds:g}" if math.isfinite(args.seconds) else f"--steps {args.steps}"
     )
-    flags = f"{'--lora ' * args.lora}{limit} --batch {args.batch} --context {args.context} --lr {args.lr:g}"
+    flags = f"{'--lora ' * args.lora}{limit} --batch {args.batch} --context {args.context}"
+    flags += f" --lr {args.lr:g}"
     untrained = (
         ""
         if args.context == 1024
         else (
-            f"\n- Positions from {args.context} on were never trained, though `max_position_embeddings` is 1024."
+            f"\n- Positions from {args.context} on were never trained, though "
+            "`max_position_embeddings` is 1024."
         )
     )
     amount = f"{done['tokens'] / 1e6:.1f} M bytes"
@@ -292,9 +319,11 @@ def write_readme(
 
 - Text: {text} of CPython {platform.python_version()}, {len(ids) / 1e6:.2f} MB.
 - Licence of the text: Python Software Foundation License version 2, © Python Software Foundation.
-- Trained: {done["steps"]} steps of {args.batch} × {args.context} bytes ({amount} in all) on {args.device}.
+- Trained: {done["steps"]} steps of {args.batch} × {args.context} bytes, {amount} in all,
+  on {args.device}.
 - Final loss: {done["train"]:.3f} nats a byte; on texts held out {done["held"]:.3f}{before}.
-- Saved as bfloat16, so float32 and bfloat16 see the same values. `from_pretrained` keeps bfloat16 unless told
+- Saved as bfloat16, so float32 and bfloat16 see the same values. `from_pretrained` keeps bfloat16
+  unless told
   `dtype=torch.float32`.{untrained}
 - To make it again: `python -m scripts.train_tiny {flags}{" --bf16" * args.bf16}`.
   Other hardware or another Python gives other weights.
@@ -309,6 +338,7 @@ It writes (temperature 0.6):
 
 
 def make_model(args) -> None:
+    """Train and save the model."""
     ids, held = streams(prose(), args.device)
     model, tokenizer = new_model().to(args.device), byte_tokenizer()
     size = f"{model.num_parameters() / 1e6:.2f} M parameters"
@@ -330,6 +360,7 @@ def make_model(args) -> None:
 
 
 def make_lora(args) -> None:
+    """Train and save the adapter."""
     from peft import LoraConfig, get_peft_model
 
     ids, held = streams(code(), args.device)
@@ -340,7 +371,8 @@ def make_lora(args) -> None:
     )
     before = held_out_loss(base, held, args)
     print(
-        f"{len(ids) / 1e6:.2f} MB of text, on {args.device}; held out, without the adapter: {before:.3f}",
+        f"{len(ids) / 1e6:.2f} MB of text, on {args.device}; held out, without the adapter: "
+        f"{before:.3f}",
         flush=True,
     )
     done = train(model, ids, held, args) | {"before": before}
@@ -360,6 +392,7 @@ def make_lora(args) -> None:
 
 
 def main() -> None:
+    """Run the training."""
     parser = argparse.ArgumentParser(
         description="Train the tiny byte-level Llama of the tests, or its LoRA."
     )
