@@ -21,11 +21,11 @@ from mirage_hf.match.eligible import (
     single_device,
 )
 from mirage_hf.match.matcher import match
-from mirage_hf.pipeline.progress import bar_unless
+from mirage_hf.pipeline.progress_bar import bar_unless
 from mirage_hf.swap.handle import HANDLE_NAME, detach
 from mirage_hf.swap.kernels import find_kernels
 from mirage_hf.swap.optimization import Optimization
-from mirage_hf.zoo.store import chain
+from mirage_hf.zoo.store import zoo_path
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -88,7 +88,7 @@ def optimize(
     check_model(model)
     device = single_device(model)
     backend = chosen_backend(backend, device)
-    chain(zoo)  # one that cannot be had is said before anything is taken back or searched
+    zoo_path(zoo)  # one that cannot be had is said before anything is taken back or searched
     with _locked(model), on_the_cpu():
         if not dry_run:
             _take_back(model)

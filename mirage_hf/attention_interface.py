@@ -27,10 +27,10 @@ from mirage_hf.graph import symbolic
 from mirage_hf.ops.table import COMPUTE_DTYPES
 from mirage_hf.patterns.attention import LONG_FROM, LONG_SLOTS, REFERENCE_SLOTS
 from mirage_hf.patterns.masked_attention import MASKED_ATTENTION, shut
-from mirage_hf.pipeline import kernels, torch_op
+from mirage_hf.pipeline import resize, resolver, torch_op
 from mirage_hf.pipeline.torch_op import Run
 from mirage_hf.swap.traced import LAYER_ARGUMENTS
-from mirage_hf.zoo.key import key_of
+from mirage_hf.zoo.key import key_of, target_of
 
 NAME = "mirage"
 
@@ -389,7 +389,7 @@ class Attention:
         program = block.program(rows, slots=slots, strides=strides)
         try:
             with torch.inference_mode(False), torch.no_grad():
-                found = kernels.resolve(
+                found = resolver.resolve(
                     block.program(rows, slots=reference),
                     device=device,
                     backend=self.backend,
@@ -401,10 +401,10 @@ class Attention:
                 )
                 if not found.is_fused:
                     return Rejected(found.reason)
-                run = kernels.at_size(found, program, device)
+                run = resize.at_size(found, program, device)
         except (MirageError, torch.OutOfMemoryError) as e:
             return Rejected(f"no kernel: {e}")
-        digest = key_of(program, kernels.target_of(device)).digest
+        digest = key_of(program, target_of(device)).digest
 
         def compiled(inputs: Sequence[Tensor]) -> list[Tensor]:
             self._calls_compiled[digest, inputs[0].device] += (

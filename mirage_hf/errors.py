@@ -73,6 +73,12 @@ class Rejected:
 # -- wording shared by several stages ---------------------------------------------------------------------------------
 
 
+def described(error: BaseException) -> str:
+    """Return an exception in one line: its class, and the first line of its message if it has one."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def shape(dims: Sequence[int]) -> str:
     return "(" + ", ".join(str(d) for d in dims) + ")"
 

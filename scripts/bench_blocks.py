@@ -27,7 +27,8 @@ import torch
 from mirage_hf.codegen import triton
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.pipeline.kernels import cut_to, permitted, promising
+from mirage_hf.pipeline.choose import permitted, promising
+from mirage_hf.pipeline.resize import cut_to
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.tune import measure, tuner

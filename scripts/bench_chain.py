@@ -30,7 +30,7 @@ from mirage_hf.patterns.gated_mlp import GATED_MLP
 from mirage_hf.patterns.linear_residual import LINEAR_RESIDUAL
 from mirage_hf.patterns.rms_norm_linear import RMS_NORM_LINEAR
 from mirage_hf.patterns.schema import PatternBlock
-from mirage_hf.pipeline import kernels
+from mirage_hf.pipeline import layer_choice, outcome, resolver
 from mirage_hf.tune import measure
 from scripts import benching
 from scripts.benching import (
@@ -224,20 +224,20 @@ def resolved(chain: Chain, args: argparse.Namespace) -> tuple[dict[str, Call], d
     found: dict[str, Any] = {}
     blocks = chain.blocks()
     each = [
-        kernels.resolve(
+        resolver.resolve(
             b.program(chain.rows), device=benching.DEVICE, tune=args.tune, pattern=b.pattern.name
         )
         for b in blocks.values()
     ]
     *layer, head = each
     for name, r in zip(
-        blocks, [*kernels.for_layer(layer, device=benching.DEVICE), head], strict=True
+        blocks, [*layer_choice.for_layer(layer, device=benching.DEVICE), head], strict=True
     ):
         forced = searched_run(r) if args.searched else None
         calls[name] = forced or r.run
         found[name] = {
             "program": r.entry.key.title,
-            "runs": kernels.OURS if r.is_fused or forced else kernels.LIBRARY,
+            "runs": outcome.OURS if r.is_fused or forced else outcome.LIBRARY,
             "source": r.source,
             "searched_us": r.time_us,
             "library_us": r.library_us,

@@ -33,7 +33,7 @@ from mirage_hf.decode.kernels.embedding import EmbeddingOutput, embed
 from mirage_hf.decode.kernels.kernel_launch import launch
 from mirage_hf.decode.kernels.sampling import Sampler
 from mirage_hf.decode.processors import Now, Place
-from mirage_hf.pipeline import kernels
+from mirage_hf.pipeline import resolver
 from scripts.bench_chain import HEAD, Chain
 from scripts.benching import DEVICE, Budget, Report, captured, need_gpu, run_all, take_turns
 from scripts.configs import MODELS, random_model
@@ -117,7 +117,7 @@ def chained(model: str, batch: int, rounds: int) -> dict[str, Any]:
     sizes, device = MODELS[model], torch.device(DEVICE)
     chain = Chain(sizes, batch)
     block = chain.blocks()[HEAD]
-    head = kernels.resolve(
+    head = resolver.resolve(
         block.program(batch), device=DEVICE, tune="never", pattern=block.pattern.name
     )
     norm, weight = (

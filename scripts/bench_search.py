@@ -126,7 +126,7 @@ def prepare(folder: Path, names: Sequence[str], given: dict[str, Any]) -> dict[s
     import mirage_hf as mi
     from mirage_hf import _core
     from mirage_hf.graph.ugraph import library_ugraph
-    from mirage_hf.pipeline import labels
+    from mirage_hf.pipeline import counter_labels
     from mirage_hf.search.engine import SearchOptions
     from mirage_hf.search.search_report import Counters
     from mirage_hf.zoo.machine import this_machine
@@ -161,7 +161,7 @@ def prepare(folder: Path, names: Sequence[str], given: dict[str, Any]) -> dict[s
         "cores": len(os.sched_getaffinity(0)),
     }
     groups = {
-        f.name: labels.LABELS.get(f.name, ("other", f.name.replace("_", " ")))
+        f.name: counter_labels.LABELS.get(f.name, ("other", f.name.replace("_", " ")))
         for f in fields(Counters)
     }
     return {

@@ -25,7 +25,7 @@ from mirage_hf.patterns.gated_mlp import GATED_MLP
 from mirage_hf.patterns.linear_residual import LINEAR_RESIDUAL
 from mirage_hf.patterns.rms_norm_linear import RMS_NORM_LINEAR
 from mirage_hf.patterns.schema import PatternBlock
-from mirage_hf.pipeline import kernels
+from mirage_hf.pipeline import outcome, resolver
 from mirage_hf.tune import measure
 from mirage_hf.tune.cost import H200, tensor_bytes
 from mirage_hf.verify.numeric import Case, make_inputs
@@ -73,7 +73,7 @@ def block_of(name: str, hidden: int) -> PatternBlock:
 def bench(name: str, rows: int, hidden: int, args: argparse.Namespace) -> dict[str, Any]:
     """Measure one block at one size."""
     program = block_of(name, hidden).program(rows)
-    r = kernels.resolve(program, device=benching.DEVICE, tune=args.tune, pattern=name)
+    r = resolver.resolve(program, device=benching.DEVICE, tune=args.tune, pattern=name)
     floor_us = 1e6 * sum(map(tensor_bytes, (*program.inputs, *program.outputs))) / H200.bandwidth
     record = {
         "block": name,
@@ -87,9 +87,9 @@ def bench(name: str, rows: int, hidden: int, args: argparse.Namespace) -> dict[s
         "resolve_seconds": round(r.seconds, 1),
         "schedules": [str(s) for s in r.entry.schedules],
     }
-    runs: dict[str, measure.Run] = {kernels.LIBRARY: partial(run_kernel_graph, program)}
+    runs: dict[str, measure.Run] = {outcome.LIBRARY: partial(run_kernel_graph, program)}
     if (searched := searched_run(r)) is not None:
-        runs[kernels.OURS] = searched
+        runs[outcome.OURS] = searched
     inputs = make_inputs(program, Case("random"), 0, benching.DEVICE)
     exact = run_kernel_graph(program, inputs, torch.float64)
     sets = measure.cold_inputs(program, benching.DEVICE)
@@ -105,15 +105,15 @@ def bench(name: str, rows: int, hidden: int, args: argparse.Namespace) -> dict[s
     take_turns(contenders.values(), args.rounds)
     for who, c in contenders.items():
         results[who] |= c.result()
-    runs_now = kernels.OURS if r.is_fused else kernels.LIBRARY
+    runs_now = outcome.OURS if r.is_fused else outcome.LIBRARY
     return record | {"runs": runs_now, "contenders": results, "ratio": ratio(results, runs_now)}
 
 
 def ratio(results: dict[str, dict[str, Any]], runs: str) -> float | None:
     """Return the library's time over ours, or None if one of them has no time."""
-    if runs == kernels.LIBRARY:
+    if runs == outcome.LIBRARY:
         return 1.0
-    times = [results.get(who, {}).get("us") for who in (kernels.LIBRARY, runs)]
+    times = [results.get(who, {}).get("us") for who in (outcome.LIBRARY, runs)]
     return round(times[0] / times[1], 3) if times[0] and times[1] else None
 
 
@@ -136,7 +136,7 @@ def line(r: dict[str, Any]) -> str:
     ]
     schedules = "; ".join(r["schedules"])
     return (
-        f"{r['name']:34}{us(kernels.LIBRARY)}{us(kernels.OURS)}{r['floor_us']:8.2f}{shown}  "
+        f"{r['name']:34}{us(outcome.LIBRARY)}{us(outcome.OURS)}{r['floor_us']:8.2f}{shown}  "
         f"{r['runs']}, {r['source']}: {schedules}" + "".join(f"\n    {f}" for f in failures)
     )
 
@@ -147,7 +147,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     worst = min(told, key=lambda r: r["ratio"], default=None)
     return {
         "rows": len(rows),
-        "searched_runs": sum(r.get("runs") == kernels.OURS for r in rows),
+        "searched_runs": sum(r.get("runs") == outcome.OURS for r in rows),
         "slower": sorted(r["name"] for r in told if r["ratio"] < 0.98),
         "untold": sorted(r["name"] for r in rows if r not in told),
         "geometric_mean": round(math.exp(sum(math.log(r["ratio"]) for r in told) / len(told)), 3)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from mirage_hf.codegen import compile as compiler
-from mirage_hf.pipeline.kernels import Resolved
+from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.tune import measure
 from mirage_hf.tune.cost import H200
 from mirage_hf.zoo.machine import this_machine

@@ -23,15 +23,14 @@ from pathlib import Path
 import torch
 
 from mirage_hf.errors import Rejected
-from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.match.eligible import generating
 from mirage_hf.match.matcher import match
 from mirage_hf.patterns import PATTERNS
 from mirage_hf.patterns.attention import for_long_caches
 from mirage_hf.patterns.schema import PatternBlock
-from mirage_hf.pipeline.kernels import make_entries, target_of
+from mirage_hf.pipeline.layer_choice import BlockToMake, make_entries
 from mirage_hf.zoo.entry import Entry
-from mirage_hf.zoo.key import key_of
+from mirage_hf.zoo.key import key_of, target_of
 from mirage_hf.zoo.store import Store
 from scripts.configs import MODELS, random_model, with_adapters
 
@@ -65,7 +64,7 @@ def build(
     args: argparse.Namespace,
 ) -> Iterator[str]:
     """Make the kernels of a layer's blocks that the zoo lacks. Yield a line for each."""
-    layer: list[Entry | tuple[KernelGraph, str, KernelGraph | None]] = []
+    layer: list[Entry | BlockToMake] = []
     for block in blocks:
         program = block.program(rows)
         have = zoo.get(key_of(program, target_of(device)))
@@ -73,7 +72,7 @@ def build(
             yield f"{have.folder}: is there, {describe(have)}"
             layer.append(have)
         else:
-            layer.append((program, block.pattern.name, block.searched(rows)))
+            layer.append(BlockToMake(program, block.pattern.name, block.searched(rows)))
     started = time.perf_counter()
     made = make_entries(layer, device, args.tune)
     for block in blocks:
@@ -82,9 +81,8 @@ def build(
             program = long.program(rows)
             have = zoo.get(key_of(program, target_of(device)))
             if not isinstance(have, Entry) or args.anew:
-                made += make_entries(
-                    [(program, block.pattern.name, long.searched(rows))], device, args.tune
-                )
+                one = BlockToMake(program, block.pattern.name, long.searched(rows))
+                made += make_entries([one], device, args.tune)
     for entry in made:
         kept = (
             Rejected(f"{entry.folder}: not kept, every candidate failed here")

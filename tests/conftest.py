@@ -99,7 +99,7 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     Yields the list of programs that were resolved.
     """
-    from mirage_hf.pipeline import kernels
+    from mirage_hf.pipeline import resolver
     from tests.helpers import tiny_models
 
     asked: list[Any] = []
@@ -108,5 +108,5 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         asked.append(program)
         return tiny_models.Resolved(program)
 
-    monkeypatch.setattr(kernels, "resolve", resolve)
+    monkeypatch.setattr(resolver, "resolve", resolve)
     yield asked

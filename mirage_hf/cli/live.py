@@ -16,7 +16,7 @@ from rich.text import Text
 
 from mirage_hf.cli import show
 from mirage_hf.errors import Rejected
-from mirage_hf.pipeline import labels
+from mirage_hf.pipeline import counter_labels
 from mirage_hf.verify.verdict import Accepted
 
 EVERY = 5.0
@@ -61,7 +61,7 @@ class SearchView:
     def lines(self) -> list[tuple[str, str]]:
         """Pairs of label and number."""
         found = (
-            [(label, number) for _, label, number in labels.rows(self.counters)]
+            [(label, number) for _, label, number in counter_labels.rows(self.counters)]
             if self.counters is not None
             else []
         )

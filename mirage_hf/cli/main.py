@@ -236,7 +236,7 @@ def search(
     import mirage_hf as mi
     from mirage_hf.cli import live
     from mirage_hf.graph import json_format
-    from mirage_hf.pipeline.superoptimizer import options_of
+    from mirage_hf.pipeline.superoptimizer_options import search_options
     from mirage_hf.settings import settings
 
     _check_files(
@@ -254,7 +254,7 @@ def search(
         "time_limit": time_limit,
     }
     try:
-        options_of(**options, maps={})
+        search_options(**options)
     except errors.SearchError as e:
         raise typer.BadParameter(str(e).removeprefix("superoptimize: ")) from None
     if threads is not None:

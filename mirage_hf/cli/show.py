@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mirage_hf.pipeline import progress
+from mirage_hf.pipeline import progress_bar
 
 console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 errors_console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -33,7 +33,7 @@ def searching(what: str) -> Iterator[Callable[..., None]]:
     """Show a line that lives while work goes on; yields what to call with a stage and its detail (see pipeline/windows.py)."""
     if not console.is_terminal:
         plain(f"{what} …")
-    with progress.bar(what, console) as note:
+    with progress_bar.bar(what, console) as note:
         yield note
 
 

@@ -81,7 +81,7 @@ class UGraph:
 
         Errors: InputError for tensors of another shape, dtype, stride or device than the program's.
         """
-        from mirage_hf.pipeline.superoptimizer import run_ugraph
+        from mirage_hf.pipeline.run_ugraph import run_ugraph
 
         return run_ugraph(self, inputs)
 

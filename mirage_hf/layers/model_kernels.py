@@ -28,7 +28,7 @@ from mirage_hf.patterns.causal_lm import (
 )
 from mirage_hf.patterns.decoder_layer import CLIPS, MULTIPLIERS, SOFTCAPS, SWITCHES
 from mirage_hf.patterns.schema import PatternBlock
-from mirage_hf.pipeline import kernels
+from mirage_hf.pipeline import resize, resolver
 
 BlockKernels = Mapping[Any, Any]
 LONG_CACHES_ROLE = "attention, long caches"
@@ -101,7 +101,7 @@ class ModelKernels:
                 key = each.digest, slots
                 try:
                     if key not in self._attention:
-                        self._attention[key] = kernels.at_size(each, program, self.embedding.device)
+                        self._attention[key] = resize.at_size(each, program, self.embedding.device)
                     return self._attention[key]
                 except MirageError as e:
                     failed = failed or e
@@ -127,8 +127,10 @@ class ModelKernels:
     def _in_pieces(self, block: PatternBlock) -> RowChunks:
         device = self.embedding.device
 
-        def resolve(program: KernelGraph) -> kernels.Resolved:
-            return kernels.resolve(program, device=device, tune="never", pattern=block.pattern.name)
+        def resolve(program: KernelGraph) -> resolver.Resolved:
+            return resolver.resolve(
+                program, device=device, tune="never", pattern=block.pattern.name
+            )
 
         found = self._prompts[block] = RowChunks(block, device, resolve)
         return found

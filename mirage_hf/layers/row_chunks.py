@@ -15,7 +15,7 @@ from mirage_hf.errors import MirageError
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.patterns.schema import PatternBlock
-from mirage_hf.pipeline.kernels import Resolved
+from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.tune.measure import random_inputs
 
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 64, 4096

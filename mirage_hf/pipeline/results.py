@@ -1,162 +1,266 @@
-"""Results of searches that were already made: in this process's memory, and as checkpoints in the user's cache.
+"""Look up the results of earlier calls, and store new ones.
 
-A key holds the program, every option that decides what is found, the package's version, and the text of the search itself, so
-a change to any of them is a miss. What is read from disk is proven again before it is used.
+Every store is a kernel zoo: the user's cache, the packaged zoo, and those that the user names. An
+entry is used only if it passes these checks:
+
+- Its files have the digests that it names, and its key is that of the program asked for.
+- The text of its kernel equals what is generated here from its µGraph, so edited text never runs.
+- Its µGraph is proven again and its numbers are checked again, unless the store is trusted. All
+  µGraphs of a search are proven again, wherever they come from.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import os
+import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Hashable
-from dataclasses import replace
-from functools import cache
-from importlib import metadata
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from filelock import FileLock, Timeout
-
-from mirage_hf.errors import MirageError, Rejected
+from mirage_hf.codegen import triton
+from mirage_hf.errors import CodegenError, MirageError, Rejected
 from mirage_hf.graph import json_format
-from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.pipeline import checkpoint
-from mirage_hf.pipeline.checkpoint import CheckpointJournal, Kept
-from mirage_hf.settings import settings
-from mirage_hf.verify.field_proof import prove
-from mirage_hf.verify.verdict import Accepted
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.pipeline import versions
+from mirage_hf.pipeline.outcome import Outcome
+from mirage_hf.pipeline.request import Request
+from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
+from mirage_hf.search.engine import SearchJournal
+from mirage_hf.verify.accept import Candidate, examine
+from mirage_hf.verify.numeric import NumericCheck
+from mirage_hf.zoo.entry import Entry
+from mirage_hf.zoo.search_record import SearchRecord
+from mirage_hf.zoo.store import NotStored, Store, ZooPath, packaged_store, user_store
 
-MOST_IN_MEMORY, MOST_ON_DISK = 128, 1024
-LOCK_SECONDS = 10.0
-#: Files of the package whose text decides what is found and accepted.
-_DECIDING = (
-    "ops/*.py",
-    "graph/*.py",
-    "search/*.py",
-    "verify/*.py",
-    "pipeline/search_and_verify.py",
-    "pipeline/windows.py",
-)
+SEARCHED, CACHE, ZOO = "searched", "cache", "packaged zoo"
+
+_log = logging.getLogger("mirage_hf")
 
 
-@cache
-def package_version() -> str:
-    try:
-        return metadata.version("mirage_hf")
-    except metadata.PackageNotFoundError:
-        return "unknown"
+@dataclass(frozen=True)
+class StoredEntry:
+    """An entry that may be used, and the name of its store."""
+
+    entry: Entry
+    source: str
 
 
-@cache
-def search_version() -> str:
-    """A digest of the compiled core and of the Python around it: another build is another search."""
-    package = Path(__file__).resolve().parent.parent
-    files = sorted(f for pattern in _DECIDING for f in package.glob(pattern))
-    core = importlib.util.find_spec(
-        "mirage_hf._core"
-    )  # found, not imported: search/engine.py is its only door
-    found = hashlib.sha256()
-    for f in [*files, *([Path(core.origin)] if core and core.origin else [])]:
-        found.update(f.name.encode() + b"\0" + f.read_bytes() + b"\0")
-    return found.hexdigest()
+#: What a look-up gives: a finished kernel, all candidates of a search, the steps of an unfinished
+#: search, why what is there cannot be used, or None if nothing is there.
+Loaded = StoredEntry | VerifiedCandidates | SearchJournal | Rejected | None
 
 
-def key_of(identity: str) -> str:
-    """The key of a result: what it is for (checkpoint.identity), made by which version."""
-    return json_format.digest(
-        {"identity": identity, "package": package_version(), "search": search_version()}
-    )
+class Results(Protocol):
+    """Where results of earlier calls are looked up and new ones are stored."""
+
+    def load(self, request: Request) -> Loaded:
+        """Return what is stored for the request and may be used."""
+
+    def store(self, outcome: Outcome) -> Rejected | None:
+        """Keep an outcome. Return why it could not be kept, or None."""
 
 
-class Memory:
-    """The results used last, at most `most`; safe among threads."""
+class NoResults:
+    """Looks up nothing and keeps nothing."""
 
-    def __init__(self, most: int = MOST_IN_MEMORY):
-        self._most, self._lock = most, threading.Lock()
-        self._results: OrderedDict[Hashable, Any] = OrderedDict()
+    def load(self, request: Request) -> Loaded:
+        """Return None."""
+        return None
 
-    def get(self, key: Hashable) -> Any:
-        """The result, or None."""
-        with self._lock:
-            if key in self._results:
-                self._results.move_to_end(key)
-            return self._results.get(key)
-
-    def put(self, key: Hashable, result: Any) -> None:
-        with self._lock:
-            self._results[key] = result
-            self._results.move_to_end(key)
-            while len(self._results) > self._most:
-                self._results.popitem(last=False)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._results.clear()
+    def store(self, outcome: Outcome) -> Rejected | None:
+        """Do nothing."""
+        return None
 
 
-def folder() -> Path:
-    """Where results are kept on disk."""
-    return settings().cache_dir / "searches"
+@dataclass(frozen=True)
+class ZooResults:
+    """Results in kernel zoos.
 
+    Attributes:
+        zoos: The stores, in the order in which they are asked.
+        must_be_timed: True if an entry counts only if its kernel was measured.
+        looks_up: False to make everything anew.
+    """
 
-def load(key: str, graph: KernelGraph, seed: int) -> Kept | Rejected | None:
-    """Return what is kept on disk for `key` and proven again, why it cannot be used, or None where there is nothing."""
-    path = folder() / f"{key}.json"
-    try:
-        if not path.exists():
+    zoos: ZooPath
+    must_be_timed: bool = False
+    looks_up: bool = True
+
+    def load(self, request: Request) -> Loaded:
+        """Return the first entry that may be used, as its kernel or as its candidates."""
+        if not self.looks_up:
             return None
-    except OSError as e:  # a folder on the way that may not be entered
-        return Rejected(f"{path.parent} cannot be read ({e.strerror})")
-    found = checkpoint.read(path, graph, key)
-    if isinstance(found, CheckpointJournal):
-        found = Rejected("holds a search that did not end")
-    if isinstance(found, Rejected):
-        return Rejected(f"{path}: {found.reason}")
-    proven, bounds, notes = [], [], list(found.report.notes)
-    for n, u in enumerate(found.ugraphs):
+        reasons = []
+        for store in self.zoos.stores:
+            entry = store.get(request.key)
+            if isinstance(entry, Entry):
+                checked = self._checked(entry, store, request)
+                if not isinstance(checked, Rejected):
+                    return checked
+                reasons.append(checked.reason)
+            elif not isinstance(entry, NotStored):
+                reasons.append(entry.reason)
+            if reasons and not store.is_trusted:
+                _log.warning("%s: an entry was not used: %s", source_of(store), reasons[-1])
+        return Rejected("; ".join(reasons)) if reasons else None
+
+    def _checked(
+        self, entry: Entry, store: Store, request: Request
+    ) -> StoredEntry | VerifiedCandidates | Rejected:
+        if request.all_candidates:
+            if entry.record is None:
+                return Rejected(f"{store.root / entry.folder}: holds no µGraphs of a search")
+            return examined(entry.record, request, str(store.root / entry.folder))
+        if reason := obstacle(entry, request.runs_generated, self.must_be_timed):
+            return Rejected(reason)
+        if not store.is_trusted:
+            proven = proven_again(entry)
+            if isinstance(proven, Rejected):
+                return Rejected(f"{store.root / entry.folder}: {proven.reason}")
+            entry = proven
+        return StoredEntry(entry, source_of(store))
+
+    def store(self, outcome: Outcome) -> Rejected | None:
+        """Keep an outcome in the first store that can be written."""
+        if outcome.request.all_candidates and not _is_worth_keeping(outcome):
+            return None
         try:
-            verdict = prove(u, seed=seed)
-        except MirageError as e:
-            verdict = Rejected(str(e))
-        if isinstance(verdict, Accepted):
-            proven.append(u)
-            bounds.append(verdict.bound)
+            return self.keep(outcome.entry())
+        except CodegenError as e:
+            return Rejected(f"no code can be generated for it: {e}")
+
+    def keep(self, entry: Entry) -> Rejected | None:
+        """Keep an entry in the first store that can be written."""
+        if entry.failed:
+            return Rejected(
+                "every candidate failed on this GPU, which may pass; the next call tries again"
+            )
+        folder = self.zoos.put(entry)
+        return folder if isinstance(folder, Rejected) else None
+
+
+def _is_worth_keeping(outcome: Outcome) -> bool:
+    return SearchRecord(outcome.verified.ugraphs(), outcome.report).is_finished
+
+
+def source_of(store: Store) -> str:
+    """Return what reports call a store."""
+    names = {user_store().root: CACHE, packaged_store().root: ZOO}
+    return names.get(store.root, f"zoo {store.root.name}")
+
+
+def obstacle(entry: Entry, runs_generated: bool, must_be_timed: bool) -> str:
+    """Return why an entry's kernel does not serve; empty if it does.
+
+    Args:
+        entry: The entry.
+        runs_generated: True if its text would run, as on a GPU.
+        must_be_timed: True if it counts only if it was measured.
+    """
+    if not entry.ugraph.is_fused:
+        same_search = entry.search.get("version") == versions.search_version()
+        return "" if same_search else "another version of the search found nothing"
+    if not runs_generated:
+        return ""
+    if must_be_timed and not entry.timings:
+        return "it was never measured"
+    return text_differs(entry)
+
+
+def text_differs(entry: Entry) -> str:
+    """Return why an entry's text must not run: it is not what is generated here from its µGraph.
+
+    That is so for edited text, for another version of this package, and for kernels that are not
+    safe with the Triton that is installed. Empty if both are equal.
+    """
+    try:
+        source = triton.generate(entry.ugraph, entry.schedules).source
+    except CodegenError as e:
+        return f"no kernel can be generated from its µGraph here ({e})"
+    if source != entry.kernel:
+        return (
+            "its kernel.py is not what is generated here from its µGraph; "
+            "it was edited, or is of another version"
+        )
+    return ""
+
+
+# -- proving again ------------------------------------------------------------------------------
+
+_proven: dict[str, Entry | Rejected] = {}
+_proven_lock = threading.Lock()
+
+
+def proven_again(entry: Entry) -> Entry | Rejected:
+    """Prove an entry's µGraph again and check its numbers; remember the verdict in this process.
+
+    Returns:
+        The entry with the bound of the new proof, or why it must not run.
+    """
+    if not entry.ugraph.is_fused:
+        return entry  # the program itself runs
+    ugraph = json_format.ugraph_to_dict(entry.ugraph)
+    schedules = [s.to_dict() for s in entry.schedules]
+    digest = json_format.digest([ugraph, schedules])
+    with _proven_lock:
+        if digest not in _proven:
+            _proven[digest] = _prove_entry(entry)
+        verdict = _proven[digest]
+    if isinstance(verdict, Rejected):
+        return verdict
+    return replace(entry, error_bound=verdict.error_bound)
+
+
+def _prove_entry(entry: Entry) -> Entry | Rejected:
+    candidate = _examined(entry.ugraph, 0, {})
+    if isinstance(candidate, Rejected):
+        return Rejected(f"its µGraph was not proven again ({candidate.reason})")
+    for schedule in entry.schedules:
+        verdict = candidate.tensor_cores if schedule.mma else candidate.scalar
+        if isinstance(verdict, Rejected):
+            return Rejected(f"its schedule rounds worse than torch ({verdict.reason})")
+    return replace(entry, error_bound=candidate.error_bound)
+
+
+def examined(record: SearchRecord, request: Request, where: str) -> VerifiedCandidates | Rejected:
+    """Prove the µGraphs of a record again and check their numbers.
+
+    A µGraph that is not proven is left out with a note.
+
+    Args:
+        record: What was loaded.
+        request: What it is for.
+        where: The file, for messages.
+
+    Returns:
+        The candidates with the report of their search, or why none is left.
+    """
+    candidates: list[Candidate] = []
+    notes = list(record.report.notes)
+    checks: dict[object, NumericCheck] = {}
+    for number, ugraph in enumerate(record.for_program(request.program).ugraphs):
+        candidate = _examined(ugraph, request.seed, checks)
+        if isinstance(candidate, Candidate):
+            candidates.append(candidate)
         else:
             notes.append(
-                f"{path}: µGraph {n} was left out, it was not proven again ({verdict.reason})"
+                f"{where}: µGraph {number} was left out, "
+                f"it was not proven again ({candidate.reason})"
             )
-    if not proven:
-        return Rejected("; ".join(notes) or f"{path}: holds no µGraph")
-    return Kept(
-        tuple(proven),
-        replace(found.report, found=len(proven), error_bound=max(bounds), notes=tuple(notes)),
+    if record.ugraphs and not candidates:
+        return Rejected("; ".join(notes))
+    report = replace(
+        record.report,
+        found=len(candidates),
+        error_bound=max((c.error_bound for c in candidates), default=None),
+        notes=tuple(notes),
     )
+    return VerifiedCandidates(tuple(candidates), report)
 
 
-def store(key: str, kept: Kept) -> Rejected | None:
-    """Keep a result on disk, the oldest ones giving way. Returns why it could not be kept."""
-    root = folder()
+def _examined(
+    ugraph: UGraph, seed: int, checks: dict[object, NumericCheck]
+) -> Candidate | Rejected:
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / ".lock", timeout=LOCK_SECONDS):
-            for partial in root.glob("*.json.*"):  # of a process that was killed while it wrote
-                partial.unlink(missing_ok=True)
-            checkpoint.write(root / f"{key}.json", kept, key)
-            files = sorted(root.glob("*.json"), key=os.path.getmtime)
-            for f in files[:-MOST_ON_DISK]:
-                f.unlink(missing_ok=True)
-    except Timeout:
-        return Rejected(
-            f"{root} has been locked by another process for {LOCK_SECONDS:.0f} s; the result was not kept"
-        )
-    except (OSError, NotImplementedError) as e:  # the second from a file system without locks
-        return Rejected(
-            f"{root} cannot be written ({getattr(e, 'strerror', e)}); the result was not kept, set MIRAGE_HF_CACHE to a folder "
-            "that can"
-        )
-    except (ValueError, TypeError) as e:
-        return Rejected(f"the result cannot be written as JSON ({e}) and was not kept")
-    return None
+        return examine(ugraph, seed=seed, checks=checks)
+    except MirageError as e:
+        return Rejected(str(e))

@@ -20,7 +20,7 @@ from mirage_hf.match import plain
 from mirage_hf.match.adapters import scaling_of
 from mirage_hf.match.matcher import Match
 from mirage_hf.patterns.decoder_layer import EPS_NAMES, MULTIPLIERS, SWITCHES
-from mirage_hf.pipeline.kernels import Resolved
+from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.traced import LAYER_ARGUMENTS, share, width_of
 
 BINDING_KEY = "_mirage_bound"

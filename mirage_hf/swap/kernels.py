@@ -14,10 +14,10 @@ from mirage_hf.graph.effects import APPEND
 from mirage_hf.layers.compose import Part
 from mirage_hf.patterns.attention import for_long_caches
 from mirage_hf.patterns.schema import PatternBlock
-from mirage_hf.pipeline import kernels, torch_op
+from mirage_hf.pipeline import layer_choice, resolver, torch_op
 
 BlockKernels = Mapping[tuple[PatternBlock, int], Any]
-"""(block, rows) to what `kernels.resolve` gave, or Rejected."""
+"""(block, rows) to what `resolver.resolve` gave, or Rejected."""
 
 
 def find_kernels(
@@ -45,7 +45,7 @@ def find_kernels(
         if progress is not None:
             progress("kernel", (next(begun), total, block.pattern.name))
         try:
-            return kernels.resolve(
+            return resolver.resolve(
                 block.program(rows),
                 device=device,
                 backend=backend,
@@ -75,8 +75,10 @@ def find_kernels(
                 ):
                     found[for_long_caches(block), r] = resolved(for_long_caches(block), r, progress)
             if new:  # what an earlier layer chose stays
-                parts = [found[w] if w in new else replace(found[w], made=None) for w in there]
-                found |= zip(there, kernels.for_layer(parts, device=device, zoo=zoo), strict=True)
+                parts = [found[w] if w in new else replace(found[w], outcome=None) for w in there]
+                found |= zip(
+                    there, layer_choice.for_layer(parts, device=device, zoo=zoo), strict=True
+                )
     for kernel in found.values():
         if not isinstance(kernel, Rejected) and not any(
             op.name == APPEND for op in kernel.ugraph.program.ops

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from mirage_hf.match.matcher import Match
-from mirage_hf.pipeline.kernels import Resolved
+from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.guard import BINDING_KEY, Binding
 from mirage_hf.swap.module import swapped_class
 

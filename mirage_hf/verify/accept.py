@@ -142,8 +142,16 @@ def _other_grouping(
     )
 
 
-def examine(ugraph: UGraph) -> Candidate | Rejected:
-    """Prove that a µGraph equals its program and check its numbers, whoever wrote it."""
+def examine(
+    ugraph: UGraph, *, seed: int = 0, checks: dict[object, NumericCheck] | None = None
+) -> Candidate | Rejected:
+    """Prove that a µGraph equals its program and check its numbers, whoever wrote it.
+
+    Args:
+        ugraph: The µGraph.
+        seed: The seed of the proof's random inputs.
+        checks: Keeps the references of numeric checks among µGraphs of one program.
+    """
     for what, mine, theirs in (
         ("inputs", ugraph.kernels.inputs, ugraph.program.inputs),
         ("outputs", ugraph.kernels.outputs, ugraph.program.outputs),
@@ -155,12 +163,12 @@ def examine(ugraph: UGraph) -> Candidate | Rejected:
                 return Rejected(
                     f"{what[:-1]} {k} of the kernels is {_layout(a)}, the program's is {_layout(b)}"
                 )
-    proof = prove(ugraph)
+    proof = prove(ugraph, seed=seed)
     if isinstance(proof, Rejected):
         return proof
     if not ugraph.is_fused:
         return Candidate(ugraph, 0.0, proof.bound, proof, proof)
-    checks: dict[object, NumericCheck] = {}
+    checks = {} if checks is None else checks
     scalar, cores = (judge_on_cpu(ugraph, checks, mma) for mma in (False, True))
     if isinstance(scalar, Rejected) and isinstance(cores, Rejected):
         return scalar

@@ -1,7 +1,9 @@
-"""One entry of the kernel zoo: a found µGraph, its kernel, and the evidence for both, in a folder of three files.
+"""One entry of a kernel zoo: a µGraph, its kernel, and the evidence for both, in a folder of its own.
 
-`kernel.py` is readable source, `ugraph.json` the µGraph, `entry.json` all the rest with digests of both. Reading believes
-nothing that it cannot check: what does not fit is `Rejected` with a reason, and then never run. Nothing is unpickled.
+`kernel.py` is the readable source, `ugraph.json` the µGraph, and `entry.json` everything else with
+digests of the other files. An entry of `superoptimize()` also has `search.json`, all µGraphs that
+the search accepted. Reading trusts nothing it can check: an entry that does not fit is `Rejected`
+with a reason and never run. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -23,15 +25,23 @@ from mirage_hf.graph import json_format
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.zoo.key import Key, key_of
 from mirage_hf.zoo.machine import this_machine
+from mirage_hf.zoo.search_record import SearchRecord, record_from_dict
 
-KERNEL, UGRAPH, ENTRY = "kernel.py", "ugraph.json", "entry.json"
+KERNEL, UGRAPH, ENTRY, SEARCH = "kernel.py", "ugraph.json", "entry.json", "search.json"
 FORMAT, VERSION = "mirage_hf.zoo_entry", 1
 _FOLDER_NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
+_MOST_OF_A_REASON = 200
+
+#: What reading a damaged or foreign file may raise.
+_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, RecursionError, errors.MirageError)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Microseconds of one way to compute the program: the median of `runs`, and the spread (10th and 90th percentile)."""
+    """Microseconds of one way to compute the program: the median of `runs`, and the spread.
+
+    The spread is the 10th and the 90th percentile.
+    """
 
     name: str
     median_us: float
@@ -42,11 +52,23 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel with its evidence. Errors: ZooError when a field cannot be stored.
+    """A kernel with its evidence.
 
-    pattern: the block it is for, or "program". schedules: one per block graph of `ugraph`, in order. timings: the searched
-    kernel and its rivals, empty where nothing was measured. error_bound: probability that the proof let a wrong µGraph
-    through. search: candidates examined, seconds, why it stopped. machine: GPU, driver and versions.
+    Attributes:
+        key: What the entry is stored under.
+        pattern: The block it is for, or "program".
+        ugraph: The µGraph that the kernel computes. The library path if nothing better was found.
+        kernel: The generated source.
+        schedules: One schedule for each block graph of `ugraph`, in order.
+        timings: The searched kernel and its rivals. Empty if nothing was measured.
+        error_bound: The probability that the proof accepted a wrong µGraph.
+        search: Statistics of the search: candidates examined, seconds, why it stopped.
+        machine: GPU, driver and versions.
+        created: The time in UTC, ISO format.
+        record: All µGraphs that the search accepted, for `superoptimize()`.
+
+    Raises:
+        ZooError: A field cannot be stored.
     """
 
     key: Key
@@ -61,12 +83,14 @@ class Entry:
     created: str = field(
         default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
     )
+    record: SearchRecord | None = None
 
     def __post_init__(self) -> None:
         for what, name in (("pattern", self.pattern), ("target", self.key.target)):
             if not _FOLDER_NAME.fullmatch(name):
                 raise errors.ZooError(
-                    f"zoo entry: {what} {name!r} names a folder; use lower-case letters, digits and _"
+                    f"zoo entry: {what} {name!r} names a folder; "
+                    "use lower-case letters, digits and _"
                 )
         try:
             json.dumps([self.search, self.error_bound, dict(self.machine)], allow_nan=False)
@@ -82,19 +106,26 @@ class Entry:
 
     @property
     def failed(self) -> bool:
-        """Whether the library runs for want of anything else: candidates were found, but each failed on this GPU, which may pass."""
+        """True if candidates were found, but each failed on this GPU. The failure may pass."""
         return bool(self.search.get("candidates")) and not self.ugraph.is_fused
 
     @property
     def folder(self) -> Path:
-        """Where the entry lies inside a zoo: pattern, shape and dtype (made unique by the key), target."""
+        """The entry's place in a zoo: pattern, then shape and dtype with a short key, then target."""
         return Path(self.pattern, f"{self.key.title}-{self.key.digest[:8]}", self.key.target)
 
     @cached_property
     def files(self) -> dict[str, str]:
-        """The text of each file."""
+        """The text of each file.
+
+        Raises:
+            ValueError, TypeError: The record cannot be written as JSON.
+        """
         ugraph = json_format.save_json(json_format.ugraph_to_dict(self.ugraph))
-        data = {
+        files = {KERNEL: self.kernel, UGRAPH: ugraph}
+        if self.record is not None:
+            files[SEARCH] = json_format.save_json(self.record.to_dict())
+        data: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
             "pattern": self.pattern,
@@ -108,60 +139,50 @@ class Entry:
             "search": dict(self.search),
             "machine": dict(self.machine),
             "created": self.created,
-            "sha256": {KERNEL: _sha256(self.kernel), UGRAPH: _sha256(ugraph)},
+            "sha256": {name: _sha256(text) for name, text in files.items()},
         }
+        if self.key.options:
+            data["options"] = self.key.options
         entry = json_format.save_json(data | {"digest": json_format.digest(data)})
-        return {KERNEL: self.kernel, UGRAPH: ugraph, ENTRY: entry}
+        return {**files, ENTRY: entry}
+
+
+class _NotUsableError(Exception):
+    """An entry that was read and must not be used. Its text becomes the reason."""
 
 
 def read_entry(folder: Path) -> Entry | Rejected:
     """Return the entry in `folder`, or why it cannot be used."""
-    texts = {}
-    for name in (ENTRY, UGRAPH, KERNEL):
-        try:
-            texts[name] = (folder / name).read_bytes().decode("utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            return Rejected(
-                f"{folder / name}: cannot be read ({e.strerror if isinstance(e, OSError) else 'not UTF-8'})"
-            )
     try:
-        return _checked(folder, texts)
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RecursionError,
-        errors.MirageError,
-    ) as e:
-        return Rejected(f"{folder}: is damaged ({type(e).__name__}: {str(e)[:200]})")
+        data = _checked_data(folder, _read_text(folder / ENTRY))
+        return _entry(folder, data, _checked_files(folder, data))
+    except _NotUsableError as e:
+        return Rejected(str(e))
+    except _DAMAGE as e:
+        reason = errors.described(e)[:_MOST_OF_A_REASON]
+        return Rejected(f"{folder}: is damaged ({reason})")
 
 
-def _checked(folder: Path, texts: Mapping[str, str]) -> Entry | Rejected:
-    data = json.loads(texts[ENTRY])
-    if data["format"] != FORMAT or data["version"] != VERSION:
-        return Rejected(
-            f"{folder}: is {data['format']} version {data['version']}, this package reads {FORMAT} version {VERSION}"
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as e:
+        raise _NotUsableError(f"{path}: cannot be read ({e.strerror})") from None
+    except UnicodeDecodeError:
+        raise _NotUsableError(f"{path}: cannot be read (not UTF-8)") from None
+
+
+def _checked_data(folder: Path, text: str) -> dict[str, Any]:
+    """Return what entry.json holds, after its format and its own digest were checked."""
+    data: dict[str, Any] = json.loads(text)
+    if (data["format"], data["version"]) != (FORMAT, VERSION):
+        raise _NotUsableError(
+            f"{folder}: is {data['format']} version {data['version']}, "
+            f"this package reads {FORMAT} version {VERSION}"
         )
-    told = data.pop("digest")
-    if told != json_format.digest(data):
-        return Rejected(
+    if data.pop("digest") != json_format.digest(data):
+        raise _NotUsableError(
             f"{folder / ENTRY}: does not match its own digest; it is damaged or was edited"
-        )
-    for name in (KERNEL, UGRAPH):
-        if data["sha256"][name] != _sha256(texts[name]):
-            return Rejected(
-                f"{folder / name}: is not the file that {ENTRY} was written for; it is damaged or was edited"
-            )
-    ugraph = json_format.ugraph_from_dict(json.loads(texts[UGRAPH]), str(folder / UGRAPH))
-    key = replace(
-        key_of(ugraph.program, data["target"]),
-        schedule_version=data["schedule_version"],
-        kernel_format=data["kernel_format"],
-    )
-    if key.digest != data["key"]:
-        return Rejected(
-            f"{folder}: its key is not that of its program; it is damaged, or was written by another version"
         )
     search = data["search"]
     if (
@@ -169,13 +190,48 @@ def _checked(folder: Path, texts: Mapping[str, str]) -> Entry | Rejected:
         or not isinstance(search.get("candidates", 0), int)
         or not isinstance(data["created"], str)
     ):
-        return Rejected(
-            f"{folder / ENTRY}: search must be an object with a number of candidates, and created a string; it was edited"
+        raise _NotUsableError(
+            f"{folder / ENTRY}: search must be an object with a number of candidates, "
+            "and created a string; it was edited"
+        )
+    return data
+
+
+def _checked_files(folder: Path, data: Mapping[str, Any]) -> dict[str, str]:
+    """Return the text of every other file, after its digest was checked."""
+    texts = {}
+    for name in (KERNEL, UGRAPH, SEARCH):
+        if name == SEARCH and SEARCH not in data["sha256"]:
+            continue
+        texts[name] = _read_text(folder / name)
+        if data["sha256"][name] != _sha256(texts[name]):
+            raise _NotUsableError(
+                f"{folder / name}: is not the file that {ENTRY} was written for; "
+                "it is damaged or was edited"
+            )
+    return texts
+
+
+def _entry(folder: Path, data: Mapping[str, Any], texts: Mapping[str, str]) -> Entry:
+    ugraph = json_format.ugraph_from_dict(json.loads(texts[UGRAPH]), str(folder / UGRAPH))
+    key = replace(
+        key_of(ugraph.program, data["target"], data.get("options", "")),
+        schedule_version=data["schedule_version"],
+        kernel_format=data["kernel_format"],
+    )
+    if key.digest != data["key"]:
+        raise _NotUsableError(
+            f"{folder}: its key is not that of its program; it is damaged, "
+            "or was written by another version"
         )
     if len(data["schedules"]) != len(ugraph.block_ops):
-        return Rejected(
-            f"{folder / ENTRY}: has {len(data['schedules'])} schedules for {len(ugraph.block_ops)} block graphs; it was edited"
+        raise _NotUsableError(
+            f"{folder / ENTRY}: has {len(data['schedules'])} schedules for "
+            f"{len(ugraph.block_ops)} block graphs; it was edited"
         )
+    record = None
+    if SEARCH in texts:
+        record = record_from_dict(json.loads(texts[SEARCH]), str(folder / SEARCH))
     return Entry(
         key,
         data["pattern"],
@@ -187,11 +243,12 @@ def _checked(folder: Path, texts: Mapping[str, str]) -> Entry | Rejected:
         data["search"],
         data["machine"],
         data["created"],
+        record,
     )
 
 
 def _measurement(name: str, **numbers: float) -> Measurement:
-    """Errors: TypeError for what cannot be compared."""
+    """Return a measurement, or raise TypeError for values that cannot be compared."""
     if not isinstance(name, str) or not all(isinstance(x, (int, float)) for x in numbers.values()):
         raise TypeError(f"the timing {name!r} has {numbers}")
     return Measurement(name, **numbers)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Keys of the kernel zoo: which program on which hardware, in which versions. Equal keys may share a kernel."""
+"""Keys of kernel zoos: which program, for which hardware, in which versions."""
 
 from __future__ import annotations
 
@@ -7,20 +7,34 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from mirage_hf.codegen import schedule
 from mirage_hf.graph import json_format
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.ops import table
 
+#: Raised when kernels of an earlier form can no longer be called.
 KERNEL_FORMAT = 1
-"""Raised when kernels of an earlier form can no longer be called."""
+
+#: The target of results that hold on every device: all µGraphs of a search.
+ANY_TARGET = "any"
 
 
 @dataclass(frozen=True)
 class Key:
-    """A canonical program (its JSON without names; exact shapes, strides and dtypes), a target, and two versions.
+    """What a result is stored under. Programs with equal keys may share a kernel.
 
-    `target` is "sm_90", "sm_80", … or "cpu". `title` is for people: what comes in, what goes out, in which dtype.
+    Attributes:
+        program: The canonical program as JSON text, without names, with exact shapes, strides and
+            dtypes.
+        target: "sm_90", "sm_80", … for a GPU, "cpu", or `ANY_TARGET`.
+        title: For people: the shapes of the first input and of the outputs, and the dtype. Not part
+            of the digest.
+        schedule_version: The version of schedules and of the kernels generated from them.
+        kernel_format: The version of how kernels are called.
+        options: A digest of whatever else decides the result. Empty for the kernels of
+            `optimize()`, which have nothing else.
     """
 
     program: str
@@ -28,48 +42,57 @@ class Key:
     title: str
     schedule_version: int = schedule.VERSION
     kernel_format: int = KERNEL_FORMAT
+    options: str = ""
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of everything but the title, in hex."""
-        return json_format.digest(
-            {
-                "program": json.loads(self.program),
-                "target": self.target,
-                "schedule_version": self.schedule_version,
-                "kernel_format": self.kernel_format,
-            }
-        )
+        """The SHA-256 of everything except the title, in hex."""
+        content: dict[str, Any] = {
+            "program": json.loads(self.program),
+            "target": self.target,
+            "schedule_version": self.schedule_version,
+            "kernel_format": self.kernel_format,
+        }
+        if self.options:
+            content["options"] = self.options
+        return json_format.digest(content)
 
 
-def key_of(program: KernelGraph, target: str) -> Key:
+def key_of(program: KernelGraph, target: str, options: str = "") -> Key:
     """Return the key of `program` on `target`."""
-    shapes = ["x".join(map(str, t.dims)) for t in (*program.inputs[:1], *program.outputs)]
+    shapes = ["x".join(str(int(d)) for d in t.dims) for t in program.inputs[:1]]
+    shapes += ["x".join(str(int(d)) for d in t.dims) for t in program.outputs]
     title = f"{shapes[0]}-to-{'-'.join(shapes[1:])}" if program.inputs else "-".join(shapes)
     text = json.dumps(canonical(program), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return Key(text, target, f"{title}-{table.dtype_name(program.outputs[0].dtype)}")
+    dtype = table.dtype_name(program.outputs[0].dtype)
+    return Key(text, target, f"{title}-{dtype}", options=options)
+
+
+def target_of(device: torch.device) -> str:
+    """Return the zoo's name of a device: "sm_90" …, or "cpu"."""
+    if device.type != "cuda":
+        return "cpu"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 def canonical(program: KernelGraph) -> dict[str, Any]:
-    """Return the program's JSON with inputs first and tensors named by position: the same however it was built and named."""
+    """Return the program's JSON with inputs first and tensors named by position.
+
+    It is the same however the program was built and named.
+    """
     data = json_format.graph_to_dict(program)
     inputs = [node for node in data["nodes"] if node["op"] == "input"]
     others = [node for node in data["nodes"] if node["op"] != "input"]
-    made = [node["name"] for node in inputs] + [
-        t["name"] for node in others for t in node["outputs"]
-    ]
-    position = {name: f"t{i}" for i, name in enumerate(made)}
+    names = [node["name"] for node in inputs]
+    names += [t["name"] for node in others for t in node["outputs"]]
+    position = {name: f"t{i}" for i, name in enumerate(names)}
 
     def operand(x: Any) -> Any:
         return position[x] if isinstance(x, str) else x
 
     nodes = [node | {"name": position[node["name"]]} for node in inputs]
-    nodes += [
-        node
-        | {
-            "inputs": [operand(x) for x in node["inputs"]],
-            "outputs": [t | {"name": position[t["name"]]} for t in node["outputs"]],
-        }
-        for node in others
-    ]
+    for node in others:
+        outputs = [t | {"name": position[t["name"]]} for t in node["outputs"]]
+        nodes.append(node | {"inputs": [operand(x) for x in node["inputs"]], "outputs": outputs})
     return data | {"nodes": nodes, "outputs": [position[name] for name in data["outputs"]]}

@@ -1,4 +1,4 @@
-"""What a measurement was made on: GPU, driver and versions, as plain text."""
+"""The machine a measurement was made on: GPU, driver and versions, as plain text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import torch
 
 @cache
 def this_machine() -> dict[str, str]:
-    """Return what this process runs on: GPU, driver, and the versions that a kernel may depend on."""
-    system = f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}".strip(
-        ", "
-    )
-    found = {
+    """Return the GPU and driver of this process, and the versions that a kernel may depend on."""
+    libc = " ".join(platform.libc_ver())
+    system = f"{platform.system()} {platform.machine()}, {libc}".strip(", ")
+    machine = {
         "gpu": "none",
         "driver": "none",
         "python": platform.python_version(),
@@ -24,23 +23,22 @@ def this_machine() -> dict[str, str]:
     }
     for package in ("mirage_hf", "torch", "triton", "transformers"):
         try:
-            found[package] = metadata.version(package)
+            machine[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "none"
+            machine[package] = "none"
     if torch.cuda.is_available():
-        found |= {
+        machine |= {
             "gpu": torch.cuda.get_device_name(),
             "driver": _driver(),
             "cuda": torch.version.cuda or "none",
         }
-    return found
+    return machine
 
 
 def _driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(
-            command, text=True, capture_output=True, timeout=10, check=True
-        ).stdout.split()[0]
+        shown = subprocess.run(command, text=True, capture_output=True, timeout=10, check=True)
+        return shown.stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return "unknown"

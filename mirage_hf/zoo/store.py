@@ -1,4 +1,7 @@
-"""Kernel zoos on disk, and the order in which they are asked. Writes are atomic and safe among processes."""
+"""Kernel zoos on disk, and the order in which they are searched.
+
+Writes are atomic and safe among processes.
+"""
 
 from __future__ import annotations
 
@@ -16,90 +19,139 @@ from filelock import FileLock, Timeout
 from mirage_hf import errors
 from mirage_hf.errors import Rejected
 from mirage_hf.settings import settings
-from mirage_hf.zoo.entry import Entry, read_entry
-from mirage_hf.zoo.key import Key
+from mirage_hf.zoo.entry import ENTRY, Entry, read_entry
+from mirage_hf.zoo.key import ANY_TARGET, Key
 
 _PARTIAL = ".partial-"
+_MOST_OF_A_REASON = 200
 LOCK_SECONDS = 30.0
+
+#: Searches of `superoptimize()` that a store keeps; the oldest go first. They are bulkier than the
+#: kernels of `optimize()`, which all stay.
+MOST_SEARCHES = 1024
+
+
+@dataclass(frozen=True)
+class NotStored(Rejected):
+    """No entry is stored under the key. Every other `Rejected` is about an entry that is there."""
 
 
 @dataclass(frozen=True)
 class Store:
-    """A folder of entries: <pattern>/<shape>-<dtype>-<key>/<target>/. Entries that do not check are skipped, never run."""
+    """A folder of entries, <pattern>/<shape>-<dtype>-<key>/<target>/.
+
+    Entries that fail a check are skipped with a reason and never run.
+
+    Attributes:
+        root: The folder.
+        writable: True if new entries may go here.
+        is_trusted: True for the user's own cache and the packaged zoo. µGraphs of other stores are
+            proven again before they run.
+    """
 
     root: Path
     writable: bool = False
+    is_trusted: bool = False
 
     def get(self, key: Key) -> Entry | Rejected:
         """Return the entry for `key`, or why there is none."""
         return self.find(key.digest, key.target)
 
     def find(self, digest: str, target: str = "*") -> Entry | Rejected:
-        """Return the entry whose key has `digest`, or why there is none. `target`, where it is known, narrows the look-up."""
-        reasons = []
+        """Return the entry whose key has `digest`, or why there is none.
+
+        Args:
+            digest: `Key.digest`.
+            target: The key's target if it is known, which narrows the look-up.
+        """
         try:
             folders = self._folders(f"*/*-{digest[:8]}/{target}")
         except OSError as e:  # a folder on the way that may not be entered
             return Rejected(f"{self.root} cannot be read ({e.strerror})")
+        reasons = []
         for folder in folders:
-            found = read_entry(folder)
-            if isinstance(found, Rejected) and folder.exists():
-                found = read_entry(folder)  # another process may have replaced it while it was read
-            if isinstance(found, Entry) and found.key.digest == digest:
-                return found
-            reasons.append(
-                found.reason if isinstance(found, Rejected) else f"{folder}: is for another program"
-            )
-        return Rejected("; ".join(reasons) or f"not in {self.root}")
+            entry = read_entry(folder)
+            if isinstance(entry, Rejected) and folder.exists():
+                entry = read_entry(folder)  # another process may have replaced it meanwhile
+            if isinstance(entry, Rejected):
+                reasons.append(entry.reason)
+            elif entry.key.digest == digest:
+                return entry
+            else:
+                reasons.append(f"{folder}: is for another program")
+        return Rejected("; ".join(reasons)) if reasons else NotStored(f"not in {self.root}")
 
     def _folders(self, pattern: str) -> list[Path]:
-        """Those that fit, none where there is no root. Errors: OSError where the root may not be read, over which `glob` passes since
-        Python 3.13."""
+        """Return the folders that fit, none if there is no root.
+
+        Raises:
+            OSError: The root may not be read. `glob` alone ignores that since Python 3.13.
+        """
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.root):
             pass
         return sorted(self.root.glob(pattern))
 
     def put(self, entry: Entry) -> Path | Rejected:
-        """Write `entry` in place of an earlier one with its key. Returns its folder, or why it could not be written."""
+        """Write `entry` in place of an earlier one with its key.
+
+        Returns:
+            The folder of the entry, or why it could not be written.
+        """
         if not self.writable:
             return Rejected(f"{self.root} is read-only")
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with FileLock(self.root / ".lock", timeout=LOCK_SECONDS):
-                return self._replace(entry)
+                folder = self._replace(entry)
+                if entry.key.target == ANY_TARGET:
+                    self._drop_oldest_searches()
+                return folder
         except Timeout:
             return Rejected(
-                f"{self.root} has been locked by another process for {LOCK_SECONDS:.0f} s; end it, or set MIRAGE_HF_CACHE"
+                f"{self.root} has been locked by another process for {LOCK_SECONDS:.0f} s; "
+                "end it, or set MIRAGE_HF_CACHE"
             )
         except (OSError, NotImplementedError) as e:  # the second from a file system without locks
             return Rejected(
-                f"{self.root} cannot be written ({getattr(e, 'strerror', e)}); set MIRAGE_HF_CACHE to a folder that can"
+                f"{self.root} cannot be written ({getattr(e, 'strerror', e)}); "
+                "set MIRAGE_HF_CACHE to a folder that can"
             )
+        except (ValueError, TypeError) as e:
+            return Rejected(f"the result cannot be written as JSON ({e})")
 
     def _replace(self, entry: Entry) -> Path:
-        """Write aside, then rename: readers see the old entry, none, or the new one. Called with the lock held."""
+        """Write the entry to a temporary folder, then rename it. The caller holds the lock.
+
+        Readers see the old entry, none, or the new one.
+        """
         for leftover in self.root.glob(f"{_PARTIAL}*"):  # of a process that was killed
             shutil.rmtree(leftover, ignore_errors=True)
-        aside = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=self.root))
-        new, old, folder = aside / "new", aside / "old", self.root / entry.folder
+        temporary = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=self.root))
+        new, old, folder = temporary / "new", temporary / "old", self.root / entry.folder
         new.mkdir()
         for name, text in entry.files.items():
             (new / name).write_text(text, encoding="utf-8", newline="")
-        for i, earlier in enumerate(
-            self.root.glob(f"*/*-{entry.key.digest[:8]}/{entry.key.target}")
-        ):
-            os.replace(earlier, old.with_suffix(f".{i}"))
+        earlier = self.root.glob(f"*/*-{entry.key.digest[:8]}/{entry.key.target}")
+        for number, earlier_folder in enumerate(list(earlier)):
+            os.replace(earlier_folder, old.with_suffix(f".{number}"))
         folder.parent.mkdir(parents=True, exist_ok=True)
         os.replace(new, folder)
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         return folder
 
+    def _drop_oldest_searches(self) -> None:
+        folders = sorted(self.root.glob(f"*/*/{ANY_TARGET}"), key=os.path.getmtime)
+        for folder in folders[:-MOST_SEARCHES]:
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # other targets of the program are there
+                folder.parent.rmdir()
+
     def entries(self) -> Iterator[Entry]:
-        """The entries that check, in the order of their folders."""
-        return (found for _, found in self.verify() if isinstance(found, Entry))
+        """Yield the entries that pass every check, in the order of their folders."""
+        return (entry for _, entry in self.verify() if isinstance(entry, Entry))
 
     def verify(self) -> Iterator[tuple[Path, Entry | Rejected]]:
-        """Every folder that holds or should hold an entry, with the entry or what is wrong with it."""
+        """Yield every folder that should hold an entry, with the entry or what is wrong with it."""
         try:
             folders = self._folders("[!.]*/*/*")
         except OSError as e:
@@ -109,10 +161,30 @@ class Store:
             if folder.is_dir() and folder.name != "__pycache__":
                 yield folder, read_entry(folder)
 
+    def misplaced(self) -> str:
+        """Return what is wrong if the root is a folder inside a zoo, or one that holds a zoo.
+
+        Empty for a zoo, and for an empty folder.
+        """
+        inside = [
+            *self.root.glob(ENTRY),
+            *self.root.glob(f"*/{ENTRY}"),
+            *self.root.glob(f"*/*/{ENTRY}"),
+        ]
+        if inside:
+            levels = len(inside[0].relative_to(self.root).parts)
+            zoo = self.root.resolve().parents[3 - levels]
+            return f"{self.root} is a folder inside a zoo; name the zoo itself, {zoo}"
+        if not any(self.root.glob(f"*/*/*/{ENTRY}")):
+            below = next(self.root.glob(f"*/*/*/*/{ENTRY}"), None)
+            if below is not None:
+                return f"{self.root} holds a zoo; name the zoo itself, {below.parents[3]}"
+        return ""
+
 
 @dataclass(frozen=True)
-class Chain:
-    """Stores asked in order. What is new goes into the first that can be written."""
+class ZooPath:
+    """Stores that are asked in order. A new entry goes to the first store that can be written."""
 
     stores: tuple[Store, ...]
 
@@ -124,42 +196,57 @@ class Chain:
         """Return the first entry found whose key has `digest`, or every store's reason."""
         reasons = []
         for store in self.stores:
-            found = store.find(digest, target)
-            if isinstance(found, Entry):
-                return found
-            reasons.append(found.reason)
+            entry = store.find(digest, target)
+            if isinstance(entry, Entry):
+                return entry
+            reasons.append(entry.reason)
         return Rejected("; ".join(reasons) or "no zoo is in use")
 
     def put(self, entry: Entry) -> Path | Rejected:
-        """Write `entry` into the first writable store. Returns its folder, or why it was not kept."""
+        """Write `entry` to the first writable store.
+
+        Returns:
+            The folder of the entry, or why it was not stored.
+        """
         for store in self.stores:
             if store.writable:
                 return store.put(entry)
         return Rejected("no zoo in use can be written")
 
 
-def chain(zoo: str | Path | Sequence[str | Path] | None = None) -> Chain:
-    """Return the stores in force: the user's cache, the packaged zoo, then those that the user names (folders or Hub repos)."""
+def zoo_path(zoo: str | Path | Sequence[str | Path] | None = None) -> ZooPath:
+    """Return the stores in force: the user's cache, the packaged zoo, then the named ones.
+
+    Args:
+        zoo: Folders or Hub repos.
+
+    Raises:
+        ZooError: A named zoo is neither a folder nor a repo that can be fetched.
+    """
     named = [zoo] if isinstance(zoo, (str, Path)) else list(zoo or [])
-    return Chain((user_store(), packaged_store(), *(named_store(z) for z in named)))
+    return ZooPath((user_store(), packaged_store(), *(named_store(z) for z in named)))
 
 
 def user_store() -> Store:
-    """The cache in which this user's searched and tuned kernels are kept."""
-    return Store(settings().cache_dir / "zoo", writable=True)
+    """Return the cache in which this user's searched and tuned kernels are kept."""
+    return Store(settings().cache_dir / "zoo", writable=True, is_trusted=True)
 
 
 def packaged_store() -> Store:
-    """The zoo that comes with the package: inside it once installed, beside it in a checkout."""
+    """Return the zoo that comes with the package: inside it once installed, next to it in a checkout."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "kernel_zoo"
-    return Store(installed if installed.is_dir() else package.parent / "kernel_zoo")
+    root = installed if installed.is_dir() else package.parent / "kernel_zoo"
+    return Store(root, is_trusted=True)
 
 
 def named_store(zoo: str | Path) -> Store:
-    """Return the zoo in a folder, or in a Hub repo "user/name" or "user/name@revision", fetched into the Hub's cache.
+    """Return the zoo in a folder, or in a Hub repo "user/name" or "user/name@revision".
 
-    A zoo holds code that runs: name only those you trust. Errors: ZooError when it is neither or cannot be fetched.
+    A Hub repo is fetched into the Hub's cache.
+
+    Raises:
+        ZooError: `zoo` is neither, or cannot be fetched.
     """
     folder = Path(zoo).expanduser()
     if folder.is_dir():
@@ -167,24 +254,23 @@ def named_store(zoo: str | Path) -> Store:
     repo, _, revision = str(zoo).removeprefix("hf://").partition("@")
     if repo.count("/") != 1 or repo.startswith((".", "/", "~")):
         raise errors.ZooError(
-            f'zoo {str(zoo)!r} is neither a folder nor a Hub repo; give a folder that exists, or "user/name"'
+            f"zoo {str(zoo)!r} is neither a folder nor a Hub repo; "
+            'give a folder that exists, or "user/name"'
         )
     try:
         return Store(_fetched(repo, revision))
     except Exception as e:  # the Hub's client raises its own, the HTTP library's and OSError
+        reason = errors.described(e)[:_MOST_OF_A_REASON]
         raise errors.ZooError(
-            f"zoo {str(zoo)!r} could not be fetched from the Hub ({type(e).__name__}: {str(e).splitlines()[0][:200]}); "
+            f"zoo {str(zoo)!r} could not be fetched from the Hub ({reason}); "
             "check the name and the network, or give a local copy's folder"
         ) from e
 
 
 @cache
 def _fetched(repo: str, revision: str) -> Path:
-    """A repo's zoo in the Hub's cache: the Hub is asked once in a process, not for every kernel."""
+    """Return a repo's zoo in the Hub's cache. The Hub is asked once a process, not for every kernel."""
     from huggingface_hub import snapshot_download
 
-    return Path(
-        snapshot_download(
-            repo, revision=revision or None, allow_patterns=["*/*/*/*.json", "*/*/*/kernel.py"]
-        )
-    )
+    files = ["*/*/*/*.json", "*/*/*/kernel.py"]
+    return Path(snapshot_download(repo, revision=revision or None, allow_patterns=files))

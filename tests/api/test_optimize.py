@@ -22,7 +22,7 @@ import mirage_hf.api as api
 from mirage_hf.api import optimize, optimized, restore
 from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected, SearchError
 from mirage_hf.patterns import PATTERNS
-from mirage_hf.pipeline import kernels, progress
+from mirage_hf.pipeline import progress_bar, resolver
 from mirage_hf.swap import check, optimization
 from mirage_hf.swap.swap_report import Report, ReportRow
 from tests.helpers.tiny_models import (
@@ -252,7 +252,7 @@ def test_options_reach_the_resolver(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         seen.append(options)
         return Resolved(program, time_us=2.0, library_us=3.0)
 
-    monkeypatch.setattr(kernels, "resolve", resolve)
+    monkeypatch.setattr(resolver, "resolve", resolve)
     model = optimize(tiny("llama"), zoo=tmp_path, tune="never", progress=print)
     layer = ["rms_norm_linear", "attention", "linear_residual", "gated_mlp", "linear_residual"]
     given = dict(
@@ -271,7 +271,7 @@ def test_the_library_path_leaves_its_part_to_stock(monkeypatch: pytest.MonkeyPat
             program, is_fused=fused, reason="" if fused else "the library path was measured faster"
         )
 
-    monkeypatch.setattr(kernels, "resolve", resolve)
+    monkeypatch.setattr(resolver, "resolve", resolve)
     stock = tiny("llama")
     model = optimize(twin_of(stock))
     assert {(r.pattern, r.status) for r in model.mirage.report.rows} == {
@@ -304,7 +304,7 @@ def test_any_subset_of_parts_is_right(kept: str, family: str) -> None:
 
 
 def test_a_wrong_kernel_is_swapped_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "resolve", lambda program, **_: Resolved(program, scale=1.001))
+    monkeypatch.setattr(resolver, "resolve", lambda program, **_: Resolved(program, scale=1.001))
     model = tiny("llama")
     before = snapshot(model)
     with pytest.warns(
@@ -338,7 +338,7 @@ def test_a_block_without_a_kernel_stays_stock(monkeypatch: pytest.MonkeyPatch) -
             raise SearchError("nothing found in 60 s")
         return Resolved(program)
 
-    monkeypatch.setattr(kernels, "resolve", resolve)
+    monkeypatch.setattr(resolver, "resolve", resolve)
     model = optimize(tiny("llama"))
     row = next(r for r in model.mirage.report.rows if r.pattern == "gated_mlp")
     assert row.status == "stock" and row.reason == "no kernel: nothing found in 60 s"
@@ -359,7 +359,7 @@ def test_any_failure_leaves_the_model_untouched(
         return Resolved(_[0]) if where == "resolve" else originals(*_, **__)  # type: ignore[return-value]
 
     target = {
-        "resolve": (kernels, "resolve"),
+        "resolve": (resolver, "resolve"),
         "swap": (optimization.Ledger, "swap"),
         "check": (optimization, "check"),
         "install": (api.decoding, "install"),
@@ -662,14 +662,17 @@ def test_a_terminal_shows_a_bar_unless_something_else_lives_there(
 ) -> None:
     shown = io.StringIO()
     terminal = Console(file=shown, force_terminal=True, width=120)
-    monkeypatch.setattr(progress, "Console", lambda **_: terminal)
+    monkeypatch.setattr(progress_bar, "Console", lambda **_: terminal)
     optimize(tiny("llama"))
     assert re.search(r"optimize: kernel 2 of \d, attention: looked up", shown.getvalue())
-    with Live(console=terminal, auto_refresh=False), progress.bar_unless(None, "optimize") as note:
+    with (
+        Live(console=terminal, auto_refresh=False),
+        progress_bar.bar_unless(None, "optimize") as note,
+    ):
         assert note is None or callable(note)  # newer releases of rich nest what lives
     transformers_logging.disable_progress_bar()
     try:
-        with progress.bar_unless(None, "optimize") as note:
+        with progress_bar.bar_unless(None, "optimize") as note:
             assert note is None
     finally:
         transformers_logging.enable_progress_bar()

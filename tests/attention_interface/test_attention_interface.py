@@ -26,7 +26,7 @@ from mirage_hf.attention_interface import (
     spelled_out,
 )
 from mirage_hf.errors import InputError, SearchError
-from mirage_hf.pipeline import kernels, torch_op
+from mirage_hf.pipeline import resolver, torch_op
 from tests.helpers import triton_interpreter
 from tests.helpers.generate_comparison import left_padded
 from tests.helpers.tiny_models import SIZES, Resolved, prompt, tiny, twin_of
@@ -304,7 +304,7 @@ def test_many_slots_and_rows_without_keys(monkeypatch):
         asked.append(tuple(p.inputs[1].dims[2] for p in (program, like) if p is not None))
         return Resolved(program)
 
-    monkeypatch.setattr(kernels, "resolve", resolve)
+    monkeypatch.setattr(resolver, "resolve", resolve)
     attention, slots = Attention("cpu"), 1200
     given, mask = call(slots=slots), step_mask(attention, slots, at=1100)
     got = attention.attend(**given, attention_mask=mask)[0]
@@ -406,7 +406,7 @@ def test_no_kernel_is_said_once(monkeypatch):
         asked.append(program)
         raise SearchError("nothing found")
 
-    monkeypatch.setattr(kernels, "resolve", resolve)
+    monkeypatch.setattr(resolver, "resolve", resolve)
     attention, given = Attention("cpu"), call()
     mask = step_mask(attention)
     for _ in range(3):

@@ -18,7 +18,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from mirage_hf import attention_interface
 from mirage_hf.attention_interface import Attention, spelled_out
-from mirage_hf.pipeline import kernels
+from mirage_hf.pipeline import resolver
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +46,7 @@ ALLOWED = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5}
 @pytest.fixture
 def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedules are the cost model's choice: many sizes in little time."""
-    monkeypatch.setattr(kernels, "resolve", partial(kernels.resolve, tune="never"))
+    monkeypatch.setattr(resolver, "resolve", partial(resolver.resolve, tune="never"))
 
 
 def call(
@@ -351,7 +351,7 @@ def test_generate_with_a_static_cache_is_compiled_with_the_kernels(monkeypatch, 
     """generate compiles the step by itself; kernels were found while the prompt ran, and are in its graph."""
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     if not tuned:
-        monkeypatch.setattr(kernels, "resolve", partial(kernels.resolve, tune="never"))
+        monkeypatch.setattr(resolver, "resolve", partial(resolver.resolve, tune="never"))
     torch._dynamo.reset()
     attention, model = Attention(), model_of("llama").half()
     attention.register("mirage_compiled")

@@ -15,7 +15,7 @@ from mirage_hf import errors
 from mirage_hf.cli import live, models
 from mirage_hf.cli.main import app
 from mirage_hf.errors import Rejected
-from mirage_hf.pipeline import superoptimizer
+from mirage_hf.pipeline import find_outcome, superoptimizer
 from mirage_hf.verify.verdict import Accepted
 from tests.helpers import programs
 
@@ -289,13 +289,13 @@ def test_what_is_impossible_for_the_program_is_a_failure(capture, program):
 
 
 def test_an_interrupted_search_shows_what_it_found(capture, program, monkeypatch):
-    real = superoptimizer.search_and_verify
+    real = find_outcome.search_and_verify
 
     def interrupted(*args, **options):
         searched = real(*args, **options)
         return replace(searched, report=replace(searched.report, stop="interrupted"))
 
-    monkeypatch.setattr(superoptimizer, "search_and_verify", interrupted)
+    monkeypatch.setattr(find_outcome, "search_and_verify", interrupted)
     out, _ = capture("search", program)
     assert (
         out.startswith("interrupted: this is what was found until then")

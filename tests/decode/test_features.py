@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mirage_hf.pipeline import kernels
+from mirage_hf.pipeline import resolver
 from tests.helpers import generate_features
 from tests.helpers.tiny_models import Resolved
 
@@ -30,7 +30,7 @@ slow = pytest.mark.slow  # on the main version of transformers only
 def pair(request: pytest.FixtureRequest) -> Iterator[generate_features.Pair]:
     family, dtype, how = PAIRS[request.param]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "resolve", lambda program, **_: Resolved(program))
+        patch.setattr(resolver, "resolve", lambda program, **_: Resolved(program))
         if "captured" in request.param:
             generate_features.fake_captures(patch)
         pair = generate_features.Pair(

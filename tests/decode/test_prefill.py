@@ -15,7 +15,7 @@ from mirage_hf.api import optimize
 from mirage_hf.decode import cache, call_plan, generate, install, prefill, program, session
 from mirage_hf.errors import CodegenError, MirageError
 from mirage_hf.layers import prefill as layer_prefill
-from mirage_hf.pipeline import kernels
+from mirage_hf.pipeline import resolver
 from tests.helpers import tiny_models
 from tests.helpers.generate_comparison import (
     FAMILIES,
@@ -518,9 +518,9 @@ def test_a_wrong_kernel_of_a_prompt_is_found(
     called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock, ours = optimized("llama", {})
-    right = kernels.resolve
+    right = resolver.resolve
     monkeypatch.setattr(
-        kernels,
+        resolver,
         "resolve",
         lambda program, **how: (
             tiny_models.Resolved(program, scale=1.01)
@@ -811,9 +811,9 @@ def test_kernels_that_a_capture_found_wrong_are_not_called(
 ) -> None:
     """Here only those of 128 rows are, of a model whose own forward cannot be captured either."""
     stock, ours = optimized("llama", {}, batch_sizes=(1,))
-    right = kernels.resolve
+    right = resolver.resolve
     monkeypatch.setattr(
-        kernels,
+        resolver,
         "resolve",
         lambda program, **how: (
             tiny_models.Resolved(program, scale=1.5)
@@ -885,7 +885,7 @@ def test_prompts_that_kernels_do_not_give_are_hfs(
     what: str, only_called: None, resolved: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock, ours = optimized("llama", {})
-    right = kernels.resolve
+    right = resolver.resolve
 
     def resolve(program: Any, **how: Any) -> Any:
         if how["pattern"] != "prompt_gate":
@@ -896,7 +896,7 @@ def test_prompts_that_kernels_do_not_give_are_hfs(
             raise torch.OutOfMemoryError("none left")
         return tiny_models.Resolved(program, scale=1.01)
 
-    monkeypatch.setattr(kernels, "resolve", resolve)
+    monkeypatch.setattr(resolver, "resolve", resolve)
     for length in (7, 8, 9, 70):
         agree(stock, ours, 1, length)
     ((why, count),) = ours.generate.runner.prefills.items()

@@ -11,7 +11,7 @@ from mirage_hf.api import optimize
 from mirage_hf.decode import prefill
 from mirage_hf.layers import row_chunks
 from mirage_hf.patterns.prompt import PROMPT_GATE, PROMPT_NORM
-from mirage_hf.pipeline import kernels
+from mirage_hf.pipeline import resolver
 from mirage_hf.tune.measure import random_inputs
 from tests.helpers.generate_comparison import left_padded
 from tests.helpers.tiny_models import prompt, tiny, twin_of
@@ -174,7 +174,7 @@ def test_first_prompts_of_a_bucket_are_called_and_later_ones_captured() -> None:
 def test_pieces_are_bits_of_the_whole(block: Any) -> None:
     device = torch.device("cuda")
     kernel = row_chunks.RowChunks(
-        block, device, lambda program: kernels.resolve(program, device=device, tune="never")
+        block, device, lambda program: resolver.resolve(program, device=device, tune="never")
     )
     rows = 4096 + 1024 + 64
     inputs = random_inputs(block.program(rows), device)

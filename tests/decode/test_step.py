@@ -24,7 +24,7 @@ from mirage_hf.api import optimize, restore
 from mirage_hf.decode.model_fingerprint import take_fingerprint
 from mirage_hf.errors import CodegenError, SearchError
 from mirage_hf.layers.model_kernels import LONG_CACHES_ROLE
-from mirage_hf.pipeline import kernels
+from mirage_hf.pipeline import resize, resolver
 from mirage_hf.swap import check
 from tests.helpers.generate_comparison import (
     Recorder,
@@ -722,7 +722,7 @@ def test_patterns_that_make_no_whole_step(patterns: list[str]) -> None:
 
 def resolve_but(monkeypatch: pytest.MonkeyPatch, other: Callable[[Any], Any]) -> None:
     monkeypatch.setattr(
-        kernels,
+        resolver,
         "resolve",
         lambda program, pattern="", **_: other((pattern, program)) or Resolved(program),
     )
@@ -799,7 +799,7 @@ def test_a_second_thread_waits_for_what_a_cache_has_no_kernels_for(
         time.sleep(0.3)
         raise CodegenError("too large")
 
-    monkeypatch.setattr(kernels, "at_size", at_size)
+    monkeypatch.setattr(resize, "at_size", at_size)
     seen: list[Any] = []
     first = threading.Thread(target=lambda: seen.append(ours.generate(prompt(), **GREEDY)))
     first.start()
@@ -823,7 +823,7 @@ def test_attention_takes_the_other_kernel_where_one_cannot_be_cut(
             raise CodegenError("too large")
         return found.digest
 
-    monkeypatch.setattr(kernels, "at_size", at_size)
+    monkeypatch.setattr(resize, "at_size", at_size)
     all_steps = ours.mirage.runner.steps
     layer = all_steps.layers[0]
     found = {
@@ -836,7 +836,7 @@ def test_attention_takes_the_other_kernel_where_one_cannot_be_cut(
     assert all_steps.kernels(layer, 1, slots)["attention"] == other and tried == [first, other]
     with pytest.raises(CodegenError, match="too large"):
         monkeypatch.setattr(
-            kernels, "at_size", lambda *_: (_ for _ in ()).throw(CodegenError("too large"))
+            resize, "at_size", lambda *_: (_ for _ in ()).throw(CodegenError("too large"))
         )
         all_steps.kernels(layer, 1, slots + 256)
 
@@ -873,7 +873,7 @@ def test_a_wrong_kernel_of_a_step_is_found_by_the_check(
 
     resolve_but(monkeypatch, other)
     monkeypatch.setattr(
-        kernels, "at_size", lambda found, program, device: Resolved(program, scale=found.scale).run
+        resize, "at_size", lambda found, program, device: Resolved(program, scale=found.scale).run
     )
     stock, ours = pair(verify=True)
     agree(stock, ours, {"inputs": prompt(), **GREEDY})

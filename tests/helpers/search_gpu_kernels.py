@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mirage_hf import errors
 from mirage_hf.match.eligible import generating
 from mirage_hf.match.matcher import match
 from mirage_hf.patterns import PATTERNS
 from mirage_hf.patterns.attention import for_long_caches
-from mirage_hf.pipeline import kernels
+from mirage_hf.pipeline import layer_choice, resolver
 from mirage_hf.swap.optimization import Optimization
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import key_of
@@ -79,16 +77,14 @@ def main() -> None:
                 key = key_of(program, args.target)
                 if not isinstance(zoo.get(key), Entry):
                     try:
-                        found = kernels._make(
+                        request = resolver.kernel_request(
                             program,
-                            key,
-                            torch.device("cpu"),
-                            True,
-                            "never",
-                            block.pattern.name,
-                            None,
-                            block.searched(r),
+                            target=args.target,
+                            pattern=block.pattern.name,
+                            like=block.searched(r),
+                            tune="never",
                         )
+                        found = layer_choice.make_outcome(request)
                         made += isinstance(zoo.put(found.entry()), Path)
                     except errors.MirageError as e:
                         print(f"{name}: {block.pattern.name}, {r} rows: {e}")

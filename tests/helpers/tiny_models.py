@@ -188,7 +188,7 @@ def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **chang
 
 @dataclass
 class Resolved:
-    """What `mirage_hf.pipeline.kernels.resolve` returns, computed by the program itself. `scale` ≠ 1 makes a wrong kernel."""
+    """What `mirage_hf.pipeline.resolver.resolve` returns, computed by the program itself. `scale` ≠ 1 makes a wrong kernel."""
 
     program: Any
     is_fused: bool = True
@@ -200,7 +200,7 @@ class Resolved:
     library_us: float | None = None
     error_bound: float = 1e-30
     candidates: int = 1
-    made: None = None
+    outcome: None = None
     unkept: str = ""
 
     @property

@@ -15,7 +15,7 @@ from mirage_hf.errors import MirageError
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.layers import row_chunks
 from mirage_hf.patterns.prompt import PROMPT_ADDED, PROMPT_GATE, PROMPT_NORM, PROMPT_ROTATION
-from mirage_hf.pipeline import kernels
+from mirage_hf.pipeline import choose
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.tune import space
@@ -107,7 +107,7 @@ def test_kernels_are_compiled_together_before_they_are_checked(
     done: list[Any] = []
 
     def found(program: Any) -> Any:
-        ugraph = kernels.promising(
+        ugraph = choose.promising(
             search_and_verify(program, SearchOptions(time_limit=20), keep=1).candidates
         )[0].ugraph
         entry = SimpleNamespace(
@@ -139,7 +139,7 @@ def test_kernels_are_compiled_together_before_they_are_checked(
 CODE = """
 import json, torch
 from tests.layers import test_row_chunks
-from mirage_hf.pipeline import kernels
+from mirage_hf.pipeline import choose
 from mirage_hf.codegen import compile as compiler, triton
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.search.engine import SearchOptions
@@ -147,7 +147,7 @@ from mirage_hf.tune.measure import random_inputs
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 
 graph = test_row_chunks.BLOCKS[{name!r}].program(64)
-found = kernels._unmeasured(kernels.promising(search_and_verify(graph, SearchOptions(time_limit=20), keep=1).candidates)[0], True)
+found = choose.first_scheduled(choose.promising(search_and_verify(graph, SearchOptions(time_limit=20), keep=1).candidates)[0], True)
 program = triton.generate(found, found.schedules)
 run = compiler.load(program.source, program.digest).run
 inputs = random_inputs(graph, "cpu")

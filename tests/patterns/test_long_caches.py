@@ -22,7 +22,7 @@ from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.patterns import attention
 from mirage_hf.patterns.masked_attention import MASKED_ATTENTION
-from mirage_hf.pipeline.kernels import cut_to
+from mirage_hf.pipeline.resize import cut_to
 from mirage_hf.search.append import split_appends
 from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.tune import space, tuner

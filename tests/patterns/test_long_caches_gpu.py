@@ -14,7 +14,7 @@ from mirage_hf.graph import symbolic
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.patterns import attention
-from mirage_hf.pipeline.kernels import cut_to
+from mirage_hf.pipeline.resize import cut_to
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.tune import space

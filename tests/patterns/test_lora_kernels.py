@@ -14,7 +14,7 @@ import torch
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.pipeline.kernels import promising
+from mirage_hf.pipeline.choose import promising
 from mirage_hf.patterns import GATED_MLP, LINEAR_RESIDUAL, RMS_NORM_LINEAR
 from mirage_hf.patterns.lora import LORA_DOWN, BlockAdapters
 from mirage_hf.search.engine import SearchOptions

@@ -15,12 +15,19 @@ import torch
 import mirage_hf as mi
 from mirage_hf.codegen import plan
 from mirage_hf.graph.ugraph import library_ugraph
-from mirage_hf.pipeline import kernels, torch_op
+from mirage_hf.pipeline import (
+    find_outcome,
+    layer_choice,
+    outcome,
+    resolver,
+    results,
+    torch_op,
+    versions,
+)
 from mirage_hf.tune import space
 from mirage_hf.tune.measure import timing
-from mirage_hf.tune.tuner import MEASURED, REFUSED, MeasuredCandidate
+from mirage_hf.tune.tuner import MEASURED, REFUSED, MeasuredCandidate, TuneResult
 from mirage_hf.zoo.entry import Entry
-from mirage_hf.zoo.key import key_of
 from mirage_hf.zoo.store import packaged_store, user_store
 from tests.helpers import programs
 
@@ -29,13 +36,13 @@ ROOT = Path(__file__).parents[2]
 FRESH = """
 import torch, mirage_hf as mi
 from tests.helpers import programs
-from mirage_hf.pipeline import kernels
+from mirage_hf.pipeline import find_outcome, layer_choice, outcome, resolver, results, versions
 def refuse(*args, **kwargs):
     raise AssertionError("searched")
-kernels.search_and_verify = refuse
+find_outcome.search_and_verify = refuse
 import mirage_hf.search.engine as engine
 engine._core.search = refuse
-r = kernels.resolve(programs.build(mi, "rms_norm_linear"), device="cpu")
+r = resolver.resolve(programs.build(mi, "rms_norm_linear"), device="cpu")
 print(r.source, r.is_fused, r.digest, r.ugraph.num_kernels)
 """
 
@@ -49,13 +56,13 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def searches(monkeypatch):
     made = []
-    real = kernels.search_and_verify
+    real = find_outcome.search_and_verify
 
     def counted(*args, **kwargs):
         made.append(args)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(kernels, "search_and_verify", counted)
+    monkeypatch.setattr(find_outcome, "search_and_verify", counted)
     return made
 
 
@@ -66,7 +73,7 @@ def tensors(graph):
 
 def test_searched_once_then_read_by_a_fresh_process(searches):
     g = programs.build(mi, "rms_norm_linear")
-    first = kernels.resolve(g, device="cpu")
+    first = resolver.resolve(g, device="cpu")
     assert (
         first.source == "searched"
         and first.is_fused
@@ -75,7 +82,7 @@ def test_searched_once_then_read_by_a_fresh_process(searches):
         and not first.reason
     )
     assert (
-        kernels.resolve(programs.build(mi, "rms_norm_linear"), device="cpu").source == "cache"
+        resolver.resolve(programs.build(mi, "rms_norm_linear"), device="cpu").source == "cache"
         and len(searches) == 1
     )
     done = subprocess.run([sys.executable, "-c", FRESH], cwd=ROOT, capture_output=True, text=True)
@@ -84,7 +91,7 @@ def test_searched_once_then_read_by_a_fresh_process(searches):
 
 def test_what_was_found_and_does_not_fit_is_told(monkeypatch):
     monkeypatch.setattr(space, "obstacle", lambda ops: "needs 9764 registers")
-    r = kernels.resolve(programs.build(mi, "rms_norm_linear"), device="cpu")
+    r = resolver.resolve(programs.build(mi, "rms_norm_linear"), device="cpu")
     assert not r.is_fused and r.reason.startswith(
         "no single kernel was found: needs 9764 registers"
     ), r.reason
@@ -93,7 +100,7 @@ def test_what_was_found_and_does_not_fit_is_told(monkeypatch):
 def test_what_runs_is_right():
     for name in ("rms_norm_linear", "lora_paper", "gated_mlp", "attention_decode"):
         g = programs.build(mi, name)
-        r = kernels.resolve(g, device="cpu")
+        r = resolver.resolve(g, device="cpu")
         inputs = tensors(g)
         want = mi.superoptimize(g, backend="cpu")[-1](inputs)
         got = r.run(inputs)
@@ -111,9 +118,9 @@ def test_a_program_without_a_kernel_is_kept_too(searches, monkeypatch):
     g = mi.new_kernel_graph()
     g.mark_output(g.cast(g.new_input((4, 8)), "int32"))
     for version in ("this", "another"):
-        monkeypatch.setattr(kernels, "search_version", lambda version=version: version)
+        monkeypatch.setattr(versions, "search_version", lambda version=version: version)
         for source in ("searched", "cache"):
-            r = kernels.resolve(g, device="cpu")
+            r = resolver.resolve(g, device="cpu")
             assert r.source == source and not r.is_fused and "cast to int32" in r.reason
             assert r.run(tensors(g))[0].shape == (4, 8)
     assert len(searches) == 2
@@ -126,7 +133,7 @@ def test_other_shapes_and_dtypes_are_other_entries(searches):
         dict(rows=1, k=64, n=32, dtype=mi.bfloat16),
     ):
         assert (
-            kernels.resolve(programs.rms_norm_linear(mi, **sizes), device="cpu").source
+            resolver.resolve(programs.rms_norm_linear(mi, **sizes), device="cpu").source
             == "searched"
         )
     assert len(searches) == 3
@@ -134,19 +141,19 @@ def test_other_shapes_and_dtypes_are_other_entries(searches):
 
 def test_a_damaged_entry_is_made_anew(cache, searches):
     g = programs.build(mi, "lora_paper")
-    first = kernels.resolve(g, device="cpu")
+    first = resolver.resolve(g, device="cpu")
     files = [p for p in cache.rglob("*") if p.is_file() and p.suffix in (".json", ".py")]
     assert files
     for n, path in enumerate(files, 1):
         good = path.read_bytes()
         path.write_bytes(good[: len(good) // 2])
-        again = kernels.resolve(g, device="cpu")
+        again = resolver.resolve(g, device="cpu")
         assert (
             again.source == "searched" and again.digest == first.digest and len(searches) == n + 1
         ), path.name
-        assert kernels.resolve(g, device="cpu").source == "cache"
+        assert resolver.resolve(g, device="cpu").source == "cache"
     assert torch.equal(
-        first.run(tensors(g))[0], kernels.resolve(g, device="cpu").run(tensors(g))[0]
+        first.run(tensors(g))[0], resolver.resolve(g, device="cpu").run(tensors(g))[0]
     )
 
 
@@ -156,14 +163,14 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch, searches)
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(blocker / "cache"))
     g = programs.build(mi, "lora_paper")
     for _ in range(2):
-        r = kernels.resolve(g, device="cpu")
+        r = resolver.resolve(g, device="cpu")
         assert r.source == "searched" and r.is_fused and r.reason.startswith("not kept: ")
     assert len(searches) == 2 and r.run(tensors(g))[0].shape == (4, 40)
 
 
 def test_a_named_zoo_and_a_full_search(tmp_path, monkeypatch, searches):
     g = programs.build(mi, "gated_mlp")
-    kernels.resolve(g, device="cpu")
+    resolver.resolve(g, device="cpu")
     zoo = Path(os.environ["MIRAGE_HF_CACHE"])
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / "empty"))
     from mirage_hf.zoo.store import user_store
@@ -171,17 +178,17 @@ def test_a_named_zoo_and_a_full_search(tmp_path, monkeypatch, searches):
     root = user_store().root
     named = zoo / root.relative_to(tmp_path / "empty")
     assert (
-        kernels.resolve(g, device="cpu", zoo=named).source.startswith("zoo") and len(searches) == 1
+        resolver.resolve(g, device="cpu", zoo=named).source.startswith("zoo") and len(searches) == 1
     )
     assert (
-        kernels.resolve(g, device="cpu", zoo=named, tune="full").source == "searched"
+        resolver.resolve(g, device="cpu", zoo=named, tune="full").source == "searched"
         and len(searches) == 2
     )
 
 
 def test_rounding_decides_which_schedule_is_taken():
     """x·γ in float16 may not go to tensor cores: 16 rows take a form that divides first, or one that multiplies γ by W."""
-    r = kernels.resolve(programs.rms_norm_linear(mi, rows=16, k=512, n=256), device="cpu")
+    r = resolver.resolve(programs.rms_norm_linear(mi, rows=16, k=512, n=256), device="cpu")
     (schedule,) = r.ugraph.schedules
     block = r.ugraph.block_ops[0].block
     x, gamma, _ = (i.name for i in block.inputs)
@@ -195,26 +202,24 @@ def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch, caplog
     anew, and no other."""
     entries = [e for e in packaged_store().entries() if isinstance(e, Entry)]
     for newer in (False, True):
-        for module in (kernels, plan):
-            monkeypatch.setattr(module, "WGMMA_TAKES_8_COLUMNS", newer)
-        unsafe = [e for e in entries if not kernels._serves(e, True, "auto")]
+        monkeypatch.setattr(plan, "WGMMA_TAKES_8_COLUMNS", newer)
+        unsafe = [e for e in entries if results.obstacle(e, True, True)]
         few = {t for e in unsafe for s in e.schedules for t in s.tiles.items() if s.mma}
         assert len(entries) > 50 and bool(unsafe) == newer
         assert not newer or (len(unsafe) < 8 and any(tile == 8 for _, tile in few))
-        monkeypatch.setattr(torch_op, "WGMMA_TAKES_8_COLUMNS", newer)
         loaded: list[str] = []
         monkeypatch.setattr(torch_op, "launcher", loaded.append)
         for e in unsafe:  # graphs that were saved name them by digest
             before = len(loaded)
-            torch_op._kernels_of(e)
+            torch_op.run_of_entry(e)
             assert (
                 len(loaded) > before or f"program {e.key.digest[:12]}… runs in torch" in caplog.text
             )
         assert not {e.kernel for e in unsafe} & set(loaded)
-        torch_op._kernels_of(entries[0])
+        torch_op.run_of_entry(entries[0])
         assert loaded[-1] == entries[0].kernel
     untimed = replace(entries[0], timings=())
-    assert not kernels._serves(untimed, True, "auto") and kernels._serves(untimed, True, "never")
+    assert results.obstacle(untimed, True, True) and not results.obstacle(untimed, True, False)
 
 
 # -- kernels chosen for a layer --------------------------------------------------------------------------------------------------
@@ -222,25 +227,21 @@ def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch, caplog
 
 @functools.cache
 def searched(program):
-    return kernels._make(
-        program,
-        key_of(program, "sm_90"),
-        torch.device("cpu"),
-        False,
-        "auto",
-        "rms_norm_linear",
-        None,
+    request = resolver.kernel_request(
+        program, target="sm_90", pattern="rms_norm_linear", tune="never"
     )
+    return layer_choice.make_outcome(request)
 
 
-def made(k: int, *us: float, library: float | None = 9.0) -> kernels.Resolved:
+def made(k: int, *us: float, library: float | None = 9.0) -> resolver.Resolved:
     """A program whose kernel was just tuned: a candidate for each of the times, best first. `library`: None where that path failed."""
     program = programs.rms_norm_linear(mi, rows=1, k=k, n=256)
     found = searched(program)
-    (op,) = found.ugraph.block_ops
+    ugraph = found.ugraphs[0]
+    (op,) = ugraph.block_ops
     schedules = space.schedules(op, limit=len(us))
     tuned = tuple(
-        MeasuredCandidate(found.ugraph, (s,), 1.0, MEASURED, timing=timing([t], 1))
+        MeasuredCandidate(ugraph, (s,), 1.0, MEASURED, timing=timing([t], 1))
         for s, t in zip(schedules, us, strict=True)
     )
     theirs = (
@@ -250,8 +251,9 @@ def made(k: int, *us: float, library: float | None = 9.0) -> kernels.Resolved:
             library_ugraph(program), (), 1.0, MEASURED, timing=timing([library], 1)
         )
     )
-    found = replace(found, tuned=tuned, library=theirs)
-    return replace(kernels._resolved(found.entry(), kernels.SEARCHED, True, 3.0), made=found)
+    tune_result = TuneResult("a GPU", tuned[0], tuned[0], theirs, (*tuned, theirs))
+    found = replace(found, tuned=tune_result)
+    return resolver.resolved(found.entry(), results.SEARCHED, True, 3.0, found)
 
 
 @pytest.fixture
@@ -259,7 +261,7 @@ def offered(monkeypatch):
     """What `together` is asked to choose among; it takes the last of each."""
     asked = []
     monkeypatch.setattr(
-        kernels,
+        layer_choice,
         "together",
         lambda choices, device: (
             asked.append(choices) or ([c[-1] for c in choices], timing([7.5], 1))
@@ -270,14 +272,19 @@ def offered(monkeypatch):
 
 def test_kernels_are_chosen_for_the_layer_and_kept(offered):
     layer = [made(512, 1.0, 2.0), made(1024, 3.0, 4.0, 5.0)]
-    chosen = kernels.for_layer(layer, device="cpu")
+    chosen = layer_choice.for_layer(layer, device="cpu")
     assert [len(c) for c in offered[0]] == [2, 3]
     for before, after in zip(layer, chosen, strict=True):
         assert (
             after.is_fused
-            and after.entry.schedules == before.made.tuned[-1].schedules != before.entry.schedules
+            and after.entry.schedules
+            == before.outcome.measured[-1].schedules
+            != before.entry.schedules
         )
-        assert after.time_us == before.made.tuned[-1].us and after.entry.search["layer_us"] == 7.5
+        assert (
+            after.time_us == before.outcome.measured[-1].us
+            and after.entry.search["layer_us"] == 7.5
+        )
         assert after.seconds >= before.seconds
         assert (
             isinstance(user_store().find(before.digest), Entry)
@@ -287,7 +294,7 @@ def test_kernels_are_chosen_for_the_layer_and_kept(offered):
 
 def test_what_is_slower_than_the_library_is_not_offered(offered):
     layer = [made(512, 1.0, 2.0, 30.0), made(768, 10.0, 11.0), made(1024, 3.0, 4.0)]
-    chosen = kernels.for_layer(layer, device="cpu")
+    chosen = layer_choice.for_layer(layer, device="cpu")
     assert [len(c) for c in offered[0]] == [2, 2]  # the second program runs the library
     assert (
         not chosen[1].is_fused
@@ -299,32 +306,34 @@ def test_what_is_slower_than_the_library_is_not_offered(offered):
 def test_a_library_path_that_failed_is_no_rival(cache):
     """As for want of memory, which kernels that form no intermediate results need less of."""
     resolved = made(512, 1.0, 2.0, library=None)
-    found, entry = resolved.made, resolved.entry
-    assert found.contenders() == found.tuned
-    assert [t.name for t in entry.timings] == [kernels.OURS] and kernels._serves(
-        entry, True, "auto"
+    found, entry = resolved.outcome, resolved.entry
+    assert found.contenders() == found.measured
+    assert [t.name for t in entry.timings] == [outcome.OURS] and not results.obstacle(
+        entry, True, True
     )
     assert resolved.is_fused and (resolved.time_us, resolved.reason) == (1.0, "")
-    assert kernels._as_it_is(entry)
+    assert layer_choice.only_choice(entry)
 
 
 def test_what_was_looked_up_stays_and_counts(offered):
-    there = replace(made(512, 1.0, 2.0), made=None)
-    chosen = kernels.for_layer([there, made(1024, 3.0, 4.0)], device="cpu")
+    there = replace(made(512, 1.0, 2.0), outcome=None)
+    chosen = layer_choice.for_layer([there, made(1024, 3.0, 4.0)], device="cpu")
     assert [len(c) for c in offered[0]] == [1, 2] and offered[0][0][
         0
     ].schedules == there.entry.schedules
     assert chosen[0] is there and chosen[1].entry.search["layer_us"] == 7.5
-    assert kernels.for_layer([there, there], device="cpu") == [there, there] and len(offered) == 1
+    assert (
+        layer_choice.for_layer([there, there], device="cpu") == [there, there] and len(offered) == 1
+    )
 
 
 def test_a_layer_that_cannot_be_timed_says_so(monkeypatch):
     def full(choices, device):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(kernels, "together", full)
+    monkeypatch.setattr(layer_choice, "together", full)
     layer = [made(512, 1.0), made(1024, 3.0)]
-    for before, after in zip(layer, kernels.for_layer(layer, device="cpu"), strict=True):
+    for before, after in zip(layer, layer_choice.for_layer(layer, device="cpu"), strict=True):
         assert (
             after.is_fused and after.entry == before.entry and "CUDA out of memory" in after.reason
         )

@@ -10,7 +10,7 @@ import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.maps import maps_of
-from mirage_hf.pipeline import superoptimizer
+from mirage_hf.pipeline import superoptimizer_options
 from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.search.map_restriction import MapRestriction
 from mirage_hf.tune.launch_restriction import LaunchRestriction
@@ -22,28 +22,8 @@ def small(rows=4, k=64, n=48):
     return programs.rms_norm_linear(mi, rows=rows, k=k, n=n)
 
 
-def options(
-    config=None,
-    backend="cpu",
-    griddims=None,
-    blockdims=None,
-    franges=None,
-    maps=None,
-    max_kernels=None,
-    max_block_ops=None,
-    time_limit=None,
-):
-    return superoptimizer.options_of(
-        config,
-        backend,
-        griddims,
-        blockdims,
-        franges,
-        maps or {},
-        max_kernels,
-        max_block_ops,
-        time_limit,
-    )
+def options(config=None, **given):
+    return superoptimizer_options.search_options(config=config, backend="cpu", **given)
 
 
 def found(graph, max_kernels=4, **maps):

@@ -19,15 +19,32 @@ from filelock import FileLock
 
 import mirage_hf as mi
 from mirage_hf import errors
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton
+from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.pipeline import labels, results, superoptimizer
+from mirage_hf.pipeline import (
+    counter_labels,
+    find_outcome,
+    html_report,
+    results,
+    run_ugraph,
+    superoptimizer,
+    superoptimizer_options,
+    versions,
+)
+from mirage_hf.pipeline.memory import ResultMemory
 from mirage_hf.pipeline.search_and_verify import search_and_verify
-from mirage_hf.render import html_report
+from mirage_hf.pipeline.superoptimizer_options import search_options
 from mirage_hf.search.engine import SearchOptions
 from mirage_hf.search.search_report import Counters, RejectedCandidate
-from mirage_hf.verify.field_proof import prove
+from mirage_hf.tune import space
+from mirage_hf.verify.accept import examine
+from mirage_hf.zoo import store
+from mirage_hf.zoo.entry import ENTRY, SEARCH
+from mirage_hf.zoo.store import user_store
 from tests.helpers import programs
 
 
@@ -124,15 +141,12 @@ def test_without_a_gpu_no_code_is_generated_whose_rounding_was_refused(tmp_path,
 
 
 def test_presets_restrict():
-    seen = {
-        c: superoptimizer.options_of(c, "cpu", None, None, None, {}, None, None, None)[0]
-        for c in superoptimizer.PRESETS
-    }
+    seen = {c: search_options(config=c)[0] for c in superoptimizer_options.PRESETS}
     assert (
         seen["lora"].max_block_ops < seen["attention"].max_block_ops
         and seen["mlp"].max_width < seen["lora"].max_width
     )
-    merged, _ = superoptimizer.options_of("lora", "cpu", None, None, None, {}, None, 20, 3.0)
+    merged, _ = search_options(config="lora", max_block_ops=20, time_limit=3.0)
     assert (merged.max_block_ops, merged.time_limit) == (20, 3.0)
 
 
@@ -277,10 +291,10 @@ def no_search(monkeypatch):
         def refuse(*args, **kwargs):
             raise AssertionError("searched although the result was known")
 
-        monkeypatch.setattr(superoptimizer, "search_and_verify", refuse)
+        monkeypatch.setattr(find_outcome, "search_and_verify", refuse)
 
     yield start
-    monkeypatch.setattr(superoptimizer, "search_and_verify", search_and_verify)
+    monkeypatch.setattr(find_outcome, "search_and_verify", search_and_verify)
 
 
 def test_a_checkpoint_is_loaded_without_searching(tmp_path, no_search):
@@ -346,13 +360,13 @@ def test_a_foreign_or_damaged_checkpoint_is_refused(tmp_path):
     refused("damaged")
     path.write_bytes(b"\xff\xfe\x00")
     refused("damaged")
-    for key in ("identity", "ugraphs", "report", "digest"):
+    for key in ("identity", "record", "steps", "digest"):
         data = json.loads(good)
         del data[key]
         path.write_text(json.dumps(data))
         refused("damaged")
     data = json.loads(good)
-    data["report"]["counters"]["unheard_of"] = 1
+    data["record"]["report"]["counters"]["unheard_of"] = 1
     path.write_text(json.dumps(data))
     refused("damaged")
     changed = good.replace('"rsqrt"', '"sqrt"')
@@ -372,7 +386,7 @@ def test_a_search_that_was_killed_goes_on_from_its_checkpoint(tmp_path):
     path = tmp_path / "c.json"
     with pytest.raises(KeyboardInterrupt):  # while candidates are verified
         mi.superoptimize(small(), checkpoint=path, progress=interrupt)
-    assert json.loads(path.read_text())["report"] is None and json.loads(path.read_text())["steps"]
+    assert json.loads(path.read_text())["record"] is None and json.loads(path.read_text())["steps"]
     resumed = mi.superoptimize(small(), checkpoint=path)
     assert resumed.report.stop == "exhausted" and any(
         "went on from 2 finished steps" in note for note in resumed.report.notes
@@ -390,7 +404,7 @@ def anew():
 
 
 def kept():
-    return sorted(results.folder().glob("*.json"))
+    return sorted(user_store().root.glob("*/*/any"))
 
 
 @pytest.fixture
@@ -402,7 +416,7 @@ def searches(monkeypatch):
         seen.append(program)
         return search_and_verify(program, *args, **kwargs)
 
-    monkeypatch.setattr(superoptimizer, "search_and_verify", count)
+    monkeypatch.setattr(find_outcome, "search_and_verify", count)
     return seen
 
 
@@ -500,7 +514,7 @@ def test_another_program_is_a_miss(searches, other):
 @pytest.mark.parametrize("what", ["package_version", "search_version"])
 def test_another_version_is_a_miss(searches, monkeypatch, what):
     mi.superoptimize(small())
-    monkeypatch.setattr(results, what, lambda: "another")
+    monkeypatch.setattr(versions, what, lambda: "another")
     assert mi.superoptimize(small()).report.stop == "exhausted"
     assert len(searches) == len(kept()) == 2
 
@@ -508,84 +522,91 @@ def test_another_version_is_a_miss(searches, monkeypatch, what):
 def test_the_version_of_the_search_changes_with_the_text_of_each_deciding_file(
     tmp_path, monkeypatch
 ):
-    assert results.search_version() == results.search_version.__wrapped__()
-    package = Path(results.__file__).parent.parent
+    package = Path(versions.__file__).parent.parent
     copy = tmp_path / "package"
     shutil.copytree(
         package, copy, ignore=shutil.ignore_patterns("kernel_zoo", "patterns", "__pycache__")
     )
-    monkeypatch.setattr(results, "__file__", str(copy / "pipeline" / "results.py"))
-    versions = {results.search_version.__wrapped__()}
-    for pattern in results._DECIDING:
+    monkeypatch.setattr(versions, "__file__", str(copy / "pipeline" / "versions.py"))
+    seen = {versions.search_version.__wrapped__()}
+    for pattern in versions._DECIDING:
         file = next(copy.glob(pattern))
         file.write_text(file.read_text(encoding="utf-8") + "# changed", encoding="utf-8")
-        versions.add(results.search_version.__wrapped__())
-    assert len(versions) == 1 + len(results._DECIDING)
+        seen.add(versions.search_version.__wrapped__())
+    assert len(seen) == 1 + len(versions._DECIDING)
 
 
-def _cut(path):
-    path.write_text(path.read_text()[:-200])
+def _cut(folder):
+    (folder / SEARCH).write_text((folder / SEARCH).read_text()[:-200])
 
 
-def _foreign(path):
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"identity": "0" * 64}))
+def _signed(folder, **changes):
+    """Edit entry.json, and sign what is there."""
+    data = json.loads((folder / ENTRY).read_text()) | changes
+    data["sha256"] = {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in data["sha256"]
+    }
+    del data["digest"]
+    (folder / ENTRY).write_text(json.dumps(data | {"digest": json_format.digest(data)}))
 
 
-def _older(path):
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 0}))
+def _foreign(folder):
+    _signed(folder, options="0" * 64)
 
 
-def _changed(path):
-    text = path.read_text()
-    path.write_text(text.replace('"rsqrt"', '"sqrt"'))
-    assert path.read_text() != text
+def _older(folder):
+    _signed(folder, version=0)
 
 
-def _no_dict(path):
-    path.write_text("[[]]")
+def _changed(folder):
+    text = (folder / SEARCH).read_text()
+    (folder / SEARCH).write_text(text.replace('"rsqrt"', '"sqrt"'))
+    assert (folder / SEARCH).read_text() != text
 
 
-def _binary(path):
-    path.write_bytes(b"\xff\xfe\x00")
+def _no_dict(folder):
+    (folder / ENTRY).write_text("[[]]")
 
 
-def _wrong_but_signed(path):
-    data = json.loads(path.read_text())
-    changed = json.loads(json.dumps(data["ugraphs"]).replace('"rsqrt"', '"sqrt"'))
-    path.write_text(
-        json.dumps(
-            data
-            | {
-                "ugraphs": changed,
-                "digest": json_format.digest([changed, data["report"], data["steps"]]),
-            }
-        )
-    )
+def _binary(folder):
+    (folder / SEARCH).write_bytes(b"\xff\xfe\x00")
+
+
+def _wrong_but_signed(folder):
+    _changed(folder)
+    _signed(folder)
+
+
+def _without_record(folder):
+    data = json.loads((folder / ENTRY).read_text())
+    del data["sha256"][SEARCH]
+    _signed(folder, sha256=data["sha256"])
 
 
 @pytest.mark.parametrize(
     "harm, says",
     [
         (_cut, "is damaged"),
-        (_foreign, "another program"),
+        (_foreign, "its key is not that of its program"),
         (_older, "version 0"),
-        (_changed, "digest"),
-        (_no_dict, "not a checkpoint"),
-        (_binary, "not a checkpoint"),
-        (_wrong_but_signed, "not proven again|differ"),
+        (_changed, "is not the file"),
+        (_no_dict, "is damaged"),
+        (_binary, "not UTF-8"),
+        (_wrong_but_signed, "not proven again .*differ"),
+        (_without_record, "holds no µGraphs of a search"),
     ],
 )
 def test_what_does_not_check_is_never_used_and_made_anew(searches, harm, says):
     first = mi.superoptimize(small())
-    (path,) = kept()
-    harm(path)
+    (folder,) = kept()
+    harm(folder)
     anew()
     again = mi.superoptimize(small())
     assert len(searches) == 2 and list(again) == list(first) and again.report.stop == "exhausted"
     (note,) = again.report.notes
     assert (
         re.search(says, note)
-        and str(path) in note
+        and str(folder) in note
         and note.endswith("searched anew")
         and note in str(again.report)
     )
@@ -598,9 +619,9 @@ def test_a_ugraph_that_is_not_proven_again_is_left_out(monkeypatch):
     anew()
     monkeypatch.setattr(
         results,
-        "prove",
-        lambda u, seed: (
-            Rejected("it is Friday") if u.kernels == first[0].kernels else prove(u, seed=seed)
+        "examine",
+        lambda u, **options: (
+            Rejected("it is Friday") if u.kernels == first[0].kernels else examine(u, **options)
         ),
     )
     again = mi.superoptimize(small())
@@ -630,16 +651,14 @@ def test_a_cache_that_cannot_be_read_is_no_failure(tmp_path, monkeypatch, caplog
         and "MIRAGE_HF_CACHE" in str(found.report)
     )
     source = "def run(inputs): return inputs\n# of a test\n"
-    assert superoptimizer.compiled.load(source, hashlib.sha256(source.encode()).hexdigest()).run(
-        [1]
-    ) == [1]
+    assert compiler.load(source, hashlib.sha256(source.encode()).hexdigest()).run([1]) == [1]
     assert "for this process only" in caplog.text
 
 
 def test_a_locked_cache_is_no_failure(monkeypatch):
-    results.folder().mkdir(parents=True)
-    monkeypatch.setattr(results, "LOCK_SECONDS", 0.05)
-    with FileLock(results.folder() / ".lock"):
+    user_store().root.mkdir(parents=True)
+    monkeypatch.setattr(store, "LOCK_SECONDS", 0.05)
+    with FileLock(user_store().root / ".lock"):
         found = mi.superoptimize(small())
     assert found[0].is_fused and "locked by another process" in str(found.report)
 
@@ -648,7 +667,7 @@ def test_a_cache_where_nothing_can_be_locked_is_no_failure(monkeypatch):
     def no_lock(*_, **__):
         raise NotImplementedError("FileSystem does not appear to support flock")
 
-    monkeypatch.setattr(results, "FileLock", no_lock)
+    monkeypatch.setattr(store, "FileLock", no_lock)
     found = mi.superoptimize(small())
     assert found[
         0
@@ -662,26 +681,25 @@ def test_an_interrupted_search_and_one_that_found_nothing_are_not_kept(monkeypat
         searched = search_and_verify(program, *args, **kwargs)
         return replace(searched, report=replace(searched.report, stop="interrupted"))
 
-    monkeypatch.setattr(superoptimizer, "search_and_verify", interrupted)
+    monkeypatch.setattr(find_outcome, "search_and_verify", interrupted)
     assert mi.superoptimize(small())[0].is_fused and not kept()
     assert mi.superoptimize(small()).report.stop == "interrupted"
-    monkeypatch.setattr(superoptimizer, "search_and_verify", search_and_verify)
+    monkeypatch.setattr(find_outcome, "search_and_verify", search_and_verify)
     assert not mi.superoptimize(small(), max_block_ops=1, max_kernels=2)[0].is_fused and not kept()
 
 
 def test_the_caches_are_bounded(monkeypatch):
-    memory = results.Memory(2)
+    memory = ResultMemory(2)
     for n in range(3):
         memory.put(n, n)
         memory.get(1)
     assert [memory.get(n) for n in range(3)] == [None, 1, 2]
-    monkeypatch.setattr(results, "MOST_ON_DISK", 2)
+    monkeypatch.setattr(store, "MOST_SEARCHES", 2)
     for rows in (1, 2, 3):
         mi.superoptimize(small(rows=rows))
-        (results.folder() / "killed.json.a8f3").touch()  # a process that ended while it wrote
-    assert len(kept()) == 2 and len(list(results.folder().iterdir())) == 2 + len(
-        {"killed", ".lock"}
-    )
+        (user_store().root / ".partial-a8f3").mkdir()  # a process that ended while it wrote
+    assert len(kept()) == 2
+    assert {p.name for p in user_store().root.iterdir()} == {".lock", ".partial-a8f3", "program"}
 
 
 # -- the page -------------------------------------------------------------------------------------------------------------------
@@ -750,7 +768,7 @@ def test_the_page_of_a_result(tmp_path):
         "Not measured",
     ):
         assert part in page.text
-    for _, label, number in labels.rows(found.report.counters):
+    for _, label, number in counter_labels.rows(found.report.counters):
         assert label in page.text and number in page.text
 
 
@@ -761,13 +779,13 @@ def test_counters_without_a_label_are_shown_by_their_name():
         rings_drawn: int = 5
         never: float = -1.0
 
-    assert labels.rows(Other()) == [
+    assert counter_labels.rows(Other()) == [
         ("values", "values kept", "1,234"),
         ("other", "rings drawn", "5"),
     ]
-    assert labels.rows(Counters(values=7)) and {
-        group for group, _ in labels.LABELS.values()
-    } <= set(labels.GROUPS)
+    assert counter_labels.rows(Counters(values=7)) and {
+        group for group, _ in counter_labels.LABELS.values()
+    } <= set(counter_labels.GROUPS)
 
 
 def test_a_users_default_device_changes_nothing():
@@ -814,22 +832,22 @@ def test_a_folder_for_codes_that_cannot_be_is_refused_before_the_search(tmp_path
 def test_equal_ugraphs_with_other_schedules_run_their_own(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        superoptimizer.triton,
+        triton,
         "generate",
         lambda u, schedules: asked.append(schedules) or SimpleNamespace(source="", digest=""),
     )
     monkeypatch.setattr(
-        superoptimizer.compiled,
+        compiler,
         "load",
         lambda source, digest: SimpleNamespace(run=lambda inputs: []),
     )
     g = mi.new_kernel_graph()
     g.exp(g.new_input((4, 64)))
-    u = g.superoptimize(backend="cpu")[0]
-    ops = superoptimizer.place_kernels(u)
-    first, second = (tuple(s[n] for s in map(superoptimizer.space.schedules, ops)) for n in (0, 1))
+    u = g.superoptimize(backend="cpu", cache=False)[0]
+    ops = place_kernels(u)
+    first, second = (tuple(s[n] for s in map(space.schedules, ops)) for n in (0, 1))
     for schedules in (first, second, first):
-        superoptimizer._runner(replace(u, schedules=schedules), schedules)
+        run_ugraph._runner(replace(u, schedules=schedules), schedules)
     assert asked == [first, second]
 
 

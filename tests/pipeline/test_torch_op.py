@@ -18,7 +18,7 @@ import mirage_hf as mi
 from mirage_hf.errors import InputError, ZooError
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import library_ugraph
-from mirage_hf.pipeline import kernels, torch_op
+from mirage_hf.pipeline import resolver, torch_op
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -144,7 +144,7 @@ def test_kernels_are_found_by_digest_in_the_users_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
-    digest = kernels.resolve(linear(), device="cpu").digest
+    digest = resolver.resolve(linear(), device="cpu").digest
     inputs = [torch.randn(4, 8), torch.randn(6, 8).t()]
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: torch_op.run(inputs, digest)[0], range(8)))

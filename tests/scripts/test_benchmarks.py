@@ -22,7 +22,7 @@ from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import library_ugraph
-from mirage_hf.pipeline import kernels
+from mirage_hf.pipeline import outcome, resolver
 from mirage_hf.search.spec import lower
 from mirage_hf.tune import measure
 from mirage_hf.tune.cost import H200
@@ -157,7 +157,7 @@ def test_the_chain_is_the_same_as_programs_and_as_torch(rows, separate):
     exact = bench_chain.in_float64(chain.programs())
     torch.testing.assert_close(chain.logits(h, model, exact), chain.torch_logits(h, wide))
     calls = {
-        name: kernels.resolve(p, device="cpu", tune="never").run
+        name: resolver.resolve(p, device="cpu", tune="never").run
         for name, p in chain.programs().items()
     }
     got = chain.layer(h.to(bench_chain.DTYPE), model.layers[0], calls)
@@ -278,7 +278,7 @@ def test_a_size_is_benchmarked_to_the_end(on_cpu, monkeypatch):
         record = {"name": name} | bench_sizes.bench(
             name, 3, 32, argparse.Namespace(tune="never", rounds=3)
         )
-        assert record["contenders"][kernels.LIBRARY]["us"] == 1.0 and name in bench_sizes.line(
+        assert record["contenders"][outcome.LIBRARY]["us"] == 1.0 and name in bench_sizes.line(
             record
         )
         json.dumps(record)
@@ -288,15 +288,15 @@ def test_sizes_are_programs_and_their_summary_names_the_worst():
     for hidden in bench_sizes.MLP_WIDTHS:
         for name in bench_sizes.BLOCKS:
             assert not isinstance(lower(bench_sizes.block_of(name, hidden).program(3)), Rejected)
-    results = {kernels.LIBRARY: {"us": 6.0}, kernels.OURS: {"us": 8.0}}
+    results = {outcome.LIBRARY: {"us": 6.0}, outcome.OURS: {"us": 8.0}}
     assert (
-        bench_sizes.ratio(results, kernels.OURS) == 0.75
-        and bench_sizes.ratio(results, kernels.LIBRARY) == 1.0
+        bench_sizes.ratio(results, outcome.OURS) == 0.75
+        and bench_sizes.ratio(results, outcome.LIBRARY) == 1.0
     )
-    assert bench_sizes.ratio({kernels.LIBRARY: {"us": 6.0}}, kernels.OURS) is None
+    assert bench_sizes.ratio({outcome.LIBRARY: {"us": 6.0}}, outcome.OURS) is None
     told = bench_sizes.summary(
         [
-            {"name": "a", "ratio": 0.75, "runs": kernels.OURS},
+            {"name": "a", "ratio": 0.75, "runs": outcome.OURS},
             {"name": "b", "ratio": 1.0},
             {"name": "c", "failed": "x"},
         ]

@@ -29,7 +29,7 @@ from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.patterns import ATTENTION
 from mirage_hf.pipeline import search_and_verify as searching
-from mirage_hf.pipeline.kernels import promising
+from mirage_hf.pipeline.choose import promising
 from mirage_hf.search.engine import RankedUGraph, SearchOptions, search
 from mirage_hf.search.spec import expand
 from mirage_hf.verify import error_bound, field_proof, numeric, shrink

@@ -27,7 +27,7 @@ from mirage_hf.tune.tuner import rank
 from mirage_hf.zoo import store
 from mirage_hf.zoo.entry import ENTRY, KERNEL, UGRAPH, Entry, Measurement, read_entry
 from mirage_hf.zoo.key import key_of
-from mirage_hf.zoo.store import Chain, Store, packaged_store
+from mirage_hf.zoo.store import Store, ZooPath, packaged_store
 from tests.helpers.ugraphs import gated_mlp, rms_norm_linear
 
 SCHEDULE = Schedule(tiles={"m": 1, "n": 16, "k": 64})
@@ -146,13 +146,15 @@ def test_an_entry_that_cannot_be_stored_is_refused(change):
 
 def test_chain_asks_in_order_and_writes_to_the_first_that_it_can(tmp_path):
     packaged, user = Store(tmp_path / "packaged"), Store(tmp_path / "user", writable=True)
-    both = Chain((packaged, user))
+    both = ZooPath((packaged, user))
     e = entry()
     found = both.get(e.key)
     assert isinstance(found, Rejected) and "packaged" in found.reason and "user" in found.reason
     assert both.put(e) == user.root / e.folder
     assert both.get(e.key) == e
-    assert all(isinstance(z.put(e), Rejected) for z in (packaged, Chain((packaged,)), Chain(())))
+    assert all(
+        isinstance(z.put(e), Rejected) for z in (packaged, ZooPath((packaged,)), ZooPath(()))
+    )
 
 
 def test_every_entry_of_the_packaged_zoo_is_usable():

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.errors import LiveError
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from mirage_hf.pipeline import labels
+from mirage_hf.pipeline import counter_labels
 from mirage_hf.search.search_report import Counters
 
 Note = Callable[..., Any]
@@ -64,7 +64,7 @@ def _detail(detail: Any) -> str:
         case Counters():
             shown = [
                 f"{number} {label}"
-                for group, label, number in labels.rows(detail)
+                for group, label, number in counter_labels.rows(detail)
                 if group in ("found", "values", "kernels")
             ]
             return ", " + ", ".join(shown[:4])

@@ -1,0 +1,172 @@
+"""Choose among verified candidates: order them, give them schedules, measure them on a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph.kernel import KernelOp
+from mirage_hf.graph.ugraph import UGraph, library_ugraph
+from mirage_hf.pipeline.outcome import Outcome
+from mirage_hf.pipeline.request import Request
+from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
+from mirage_hf.pipeline.windows import ProgressCallback
+from mirage_hf.tune import space
+from mirage_hf.tune.cost import H200, Device, estimate
+from mirage_hf.tune.tuner import tune
+from mirage_hf.verify.accept import Candidate, kind_of
+
+#: Pairs of kernels, of different kinds, that are moved forward in the order, and the place of the
+#: first.
+_PAIRS_MOVED, _FIRST_PLACE = 3, 2
+
+
+def schedule_candidates(request: Request, verified: VerifiedCandidates) -> Outcome:
+    """Return the outcome of a search without measuring: candidates with schedules, best first.
+
+    Raises:
+        SearchError: No kernel keeps to the request's restriction.
+    """
+    verified, obstacle = _without_obstacles(verified)
+    library = library_ugraph(request.program)
+    if not verified.candidates:
+        return Outcome(request, verified, (library,), obstacle or verified.report.reason)
+    if request.restriction is not None:
+        restricted = request.restriction.scheduled(verified.ugraphs())
+        verified = _only(verified, restricted)
+        return Outcome(request, verified, (*restricted, library))
+    if request.all_candidates:
+        scheduled = [_scheduled(c) for c in verified.candidates]
+        return Outcome(request, verified, (*scheduled, library))
+    best = first_scheduled(promising(verified.candidates)[0], request.runs_generated)
+    if not best.is_fused:
+        reason = "the numbers of every candidate were rejected for all of its schedules"
+        return Outcome(request, verified, (library,), reason)
+    return Outcome(request, verified, (best, library))
+
+
+def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = None) -> Outcome:
+    """Return the outcome with its candidates and the library path measured on the request's GPU.
+
+    An outcome without a searched kernel stays as it is, and so does any if no GPU is named.
+    """
+    request, candidates = outcome.request, outcome.verified.candidates
+    if request.device is None or not outcome.ugraphs[0].is_fused:
+        return outcome
+    restriction, effort = request.restriction, request.effort
+    if restriction is not None:
+        ugraphs: Sequence[UGraph] = [u for u in outcome.ugraphs if u.is_fused]
+    elif request.all_candidates:
+        ugraphs = outcome.verified.ugraphs()
+    else:
+        ugraphs = [c.ugraph for c in promising(candidates)]
+    result = tune(
+        ugraphs[: effort.graphs],
+        device=request.device,
+        per_graph=effort.schedules,
+        rounds=effort.rounds,
+        schedules=restriction.schedules if restriction else permitted(candidates),
+        regroup=restriction is None,
+        progress=(lambda *detail: progress("tune", detail)) if progress else None,
+    )
+    reason = "" if result.searched else next((c.reason for c in result.candidates if c.reason), "")
+    return replace(outcome, ugraphs=result.ugraphs(), reason=reason, tuned=result)
+
+
+def _without_obstacles(verified: VerifiedCandidates) -> tuple[VerifiedCandidates, str]:
+    """Return the candidates that have a kernel, and the first reason why one has none."""
+    obstacles = {id(c): space.obstacle(place_kernels(c.ugraph)) for c in verified.candidates}
+    usable = tuple(c for c in verified.candidates if not obstacles[id(c)])
+    notes = [
+        f"a µGraph of {c.ugraph.num_kernels} kernels was left out: {obstacles[id(c)]}"
+        for c in verified.candidates
+        if obstacles[id(c)]
+    ]
+    report = replace(verified.report, notes=(*verified.report.notes, *notes))
+    first = next((reason for reason in obstacles.values() if reason), "")
+    return replace(verified, candidates=usable, report=report), first
+
+
+def _only(verified: VerifiedCandidates, ugraphs: Sequence[UGraph]) -> VerifiedCandidates:
+    """Return the candidates whose kernels are those of one of the µGraphs."""
+    kernels = {id(u.kernels) for u in ugraphs}
+    kept = [c for c in verified.candidates if id(c.ugraph.kernels) in kernels]
+    return replace(verified, candidates=tuple(kept))
+
+
+def _scheduled(candidate: Candidate) -> UGraph:
+    """Give a µGraph the cost model's first choice among schedules whose rounding holds.
+
+    Without a GPU nothing is compiled and checked, so the numbers must not have rejected the code
+    that is generated.
+    """
+    kinds = kinds_of_product(candidate)
+    schedules = tuple(space.chosen(op, kinds) for op in place_kernels(candidate.ugraph))
+    if None in schedules:
+        return candidate.ugraph
+    return replace(candidate.ugraph, schedules=schedules)
+
+
+def first_scheduled(candidate: Candidate, runs_generated: bool) -> UGraph:
+    """Return the candidate at its first permitted schedules.
+
+    If it has none, return the library path when generated kernels will run. A CPU runs no schedule,
+    so there any will do.
+    """
+    allowed = permitted([candidate])
+    schedules = []
+    for op in place_kernels(candidate.ugraph):
+        choices = allowed(op, H200)
+        if not choices and runs_generated:
+            return library_ugraph(candidate.ugraph.program)
+        schedules.append((choices or space.schedules(op, limit=1))[0])
+    return replace(candidate.ugraph, schedules=tuple(schedules))
+
+
+def kinds_of_product(candidate: Candidate) -> set[bool]:
+    """Return the kinds of product whose rounding holds, as values of `Schedule.mma`."""
+    return {mma for mma in (False, True) if candidate.allows(mma)}
+
+
+def permitted(candidates: Sequence[Candidate]) -> Callable[[KernelOp, Device], list[Schedule]]:
+    """Return a function of op and device that gives the schedules whose rounding is known to hold.
+
+    Schedules on tensor cores are among them only if the numbers allow it.
+    """
+    return space.permitted((c.ugraph, kinds_of_product(c)) for c in candidates)
+
+
+def promising(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates that have a kernel, in the order in which to tune them.
+
+    The cost model's estimate of a permitted schedule decides; a candidate without one comes last.
+    The best candidates of two kernels, of three different kinds, come fifth at the latest. Where
+    launches overlap, a second kernel costs less than the model says, and which intermediate result
+    is best kept is known only once it is measured.
+    """
+    usable = [c for c in candidates if not space.obstacle(place_kernels(c.ugraph))]
+    schedules_of = permitted(usable)
+
+    def estimated_us(c: Candidate) -> float:
+        total = 0.0
+        for op in place_kernels(c.ugraph):
+            schedules = schedules_of(op, H200)
+            if not schedules:
+                return math.inf
+            total += estimate(plan_kernel(op, replace(schedules[0], trigger_early=True))).us
+        return total
+
+    ordered = sorted(usable, key=estimated_us)
+    pairs: dict[object, Candidate] = {}
+    for c in ordered:
+        if c.ugraph.num_kernels == 2:
+            pairs.setdefault(kind_of(c.ugraph), c)
+    for place, pair in enumerate(list(pairs.values())[:_PAIRS_MOVED], _FIRST_PLACE):
+        if ordered.index(pair) > place:
+            ordered.remove(pair)
+            ordered.insert(place, pair)
+    return ordered

@@ -1,0 +1,80 @@
+"""The one way from a program to its kernels: look up, else search, verify, tune and store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mirage_hf.errors import Rejected
+from mirage_hf.pipeline.checkpoint import CheckpointJournal
+from mirage_hf.pipeline.choose import measure_candidates, schedule_candidates
+from mirage_hf.pipeline.outcome import Outcome
+from mirage_hf.pipeline.request import Request
+from mirage_hf.pipeline.results import Results, StoredEntry
+from mirage_hf.pipeline.search_and_verify import VerifiedCandidates, search_and_verify
+from mirage_hf.pipeline.windows import ProgressCallback
+
+
+@dataclass(frozen=True)
+class NewOutcome:
+    """An outcome that was not looked up.
+
+    Attributes:
+        outcome: What came of the request.
+        unkept: Why it could not be stored, so that it is made again next time. Empty if it was.
+    """
+
+    outcome: Outcome
+    unkept: str = ""
+
+
+def find_outcome(
+    request: Request, results: Results, progress: ProgressCallback | None = None
+) -> StoredEntry | NewOutcome:
+    """Return what is stored for the request; if nothing is, search, verify, tune and store.
+
+    Candidates of `superoptimize()` are stored as soon as they are verified, and measured in every
+    process anew. The kernel of `optimize()` is stored after it was measured.
+
+    Args:
+        request: What is asked for.
+        results: Where to look, and where to store.
+        progress: Called with a stage and its detail.
+
+    Raises:
+        SearchError: The search cannot take the program, or nothing keeps to the restriction.
+        FormatError: A checkpoint cannot be used.
+    """
+    loaded = results.load(request)
+    if isinstance(loaded, StoredEntry):
+        return loaded
+    if isinstance(loaded, VerifiedCandidates):
+        return NewOutcome(measure_candidates(schedule_candidates(request, loaded), progress))
+    no_journal = loaded is None or isinstance(loaded, Rejected)
+    verified = search_and_verify(
+        request.program,
+        request.options,
+        progress,
+        seed=request.seed,
+        like=request.like,
+        keep=request.keep,
+        journal=None if no_journal else loaded,
+    )
+    outcome = schedule_candidates(request, verified)
+    if request.all_candidates:
+        unkept = results.store(outcome)
+        outcome = measure_candidates(outcome, progress)
+    else:
+        outcome = measure_candidates(outcome, progress)
+        unkept = results.store(outcome)
+    if isinstance(loaded, Rejected):
+        outcome = with_notes(outcome, f"{loaded.reason}; searched anew")
+    elif isinstance(loaded, CheckpointJournal) and loaded.loaded:
+        steps = f"{loaded.loaded} finished steps of {loaded.path}"
+        outcome = with_notes(outcome, f"went on from {steps}")
+    return NewOutcome(outcome, unkept.reason if unkept is not None else "")
+
+
+def with_notes(outcome: Outcome, *notes: str) -> Outcome:
+    """Return the outcome with further notes in its report."""
+    report = replace(outcome.report, notes=(*outcome.report.notes, *notes))
+    return replace(outcome, verified=replace(outcome.verified, report=report))

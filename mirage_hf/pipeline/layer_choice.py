@@ -1,0 +1,154 @@
+"""Choose kernels for a layer as a whole: how they overlap matters as much as their own times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from mirage_hf.errors import Rejected, ZooError, described
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.pipeline.find_outcome import NewOutcome, find_outcome
+from mirage_hf.pipeline.outcome import Outcome, library_wins
+from mirage_hf.pipeline.request import Request
+from mirage_hf.pipeline.resolver import Resolved, kernel_request, resolved
+from mirage_hf.pipeline.results import SEARCHED, NoResults, ZooResults
+from mirage_hf.pipeline.windows import ProgressCallback
+from mirage_hf.tune.tuner import MeasuredCandidate, together
+from mirage_hf.zoo.entry import Entry
+from mirage_hf.zoo.key import target_of
+from mirage_hf.zoo.store import zoo_path
+
+
+@dataclass(frozen=True)
+class BlockToMake:
+    """A block of a layer whose kernel is to be made: its program, its name, and `Request.like`."""
+
+    program: KernelGraph
+    pattern: str
+    like: KernelGraph | None = None
+
+
+def for_layer(
+    layer: Sequence[Resolved],
+    *,
+    device: torch.device | str,
+    zoo: str | Path | Sequence[str | Path] | None = None,
+) -> list[Resolved]:
+    """Choose again among kernels that were just tuned, by the time of the whole layer.
+
+    The choice is stored. Kernels that were looked up stay, and so do blocks that run the library.
+
+    Args:
+        layer: What `resolve` gave for the programs that a layer runs, in order.
+        device: The GPU that they were tuned on.
+        zoo: As for `resolve`.
+    """
+    started = time.perf_counter()
+    if not any(r.outcome and r.outcome.measured for r in layer):
+        return list(layer)
+    chosen = _chosen_together([r.outcome or r.entry for r in layer], device)
+    if isinstance(chosen, Rejected):
+        return [_with_reason(r, chosen.reason) if r.outcome else r for r in layer]
+    results = ZooResults(zoo_path(zoo))
+    kernels = list(layer)
+    for n, entry in chosen.items():
+        before = layer[n]
+        unkept = results.keep(entry)
+        seconds = before.seconds + time.perf_counter() - started
+        reason = unkept.reason if unkept is not None else ""
+        kernels[n] = resolved(entry, SEARCHED, True, seconds, before.outcome, reason)
+    return kernels
+
+
+def _with_reason(kernel: Resolved, reason: str) -> Resolved:
+    return replace(kernel, reason="; ".join(filter(None, (kernel.reason, reason))))
+
+
+def make_entries(
+    layer: Sequence[Entry | BlockToMake],
+    device: torch.device,
+    tune: str = "auto",
+    progress: ProgressCallback | None = None,
+) -> list[Entry]:
+    """Search, verify and tune blocks without looking anything up, as building a zoo does.
+
+    Args:
+        layer: In the order in which a layer runs them, the blocks to make, and the entries of
+            blocks that are there. If a GPU times them, the new kernels are chosen for the layer as
+            a whole.
+        device: Where they will run.
+        tune: As for `resolve`.
+        progress: Called with a stage and its detail.
+
+    Raises:
+        ZooError: The layer cannot be timed.
+    """
+    parts: list[Outcome | Entry] = []
+    for block in layer:
+        if isinstance(block, Entry):
+            parts.append(block)
+            continue
+        request = kernel_request(
+            block.program,
+            target=target_of(device),
+            pattern=block.pattern,
+            like=block.like,
+            tune=tune,
+            device=device if device.type == "cuda" else None,
+        )
+        parts.append(make_outcome(request, progress))
+    chosen = _chosen_together(parts, device)
+    if isinstance(chosen, Rejected):
+        raise ZooError(
+            f"build a zoo: {chosen.reason}; free memory on {device}, or build on another GPU"
+        )
+    return [
+        chosen.get(n) or part.entry() for n, part in enumerate(parts) if isinstance(part, Outcome)
+    ]
+
+
+def make_outcome(request: Request, progress: ProgressCallback | None = None) -> Outcome:
+    """Search, verify and tune without looking anything up or storing anything."""
+    found = find_outcome(request, NoResults(), progress)
+    assert isinstance(found, NewOutcome)
+    return found.outcome
+
+
+def _chosen_together(
+    parts: Sequence[Outcome | Entry], device: torch.device | str
+) -> dict[int, Entry] | Rejected:
+    """Return new entries for outcomes, by position, chosen by the time of all parts together.
+
+    Parts that run the library are left out. Returns nothing if there is no choice.
+    """
+    choices: dict[int, tuple[MeasuredCandidate, ...]] = {}
+    for n, part in enumerate(parts):
+        candidates = part.contenders() if isinstance(part, Outcome) else only_choice(part)
+        if candidates:
+            choices[n] = candidates
+    if len(choices) < 2 or not any(isinstance(parts[n], Outcome) for n in choices):
+        return {}
+    failed = ""
+    try:
+        found, whole = together(list(choices.values()), device=device)
+    except RuntimeError as e:  # out of memory is one
+        failed = described(e)
+    torch.cuda.empty_cache()  # what was timed is as large as a few layers
+    if failed:
+        return Rejected(f"chosen on its own, as the whole layer could not be timed ({failed})")
+    entries = {}
+    for n, candidate in zip(choices, found, strict=True):
+        part = parts[n]
+        if isinstance(part, Outcome):
+            entries[n] = part.entry(candidate, whole.us)
+    return entries
+
+
+def only_choice(entry: Entry) -> tuple[MeasuredCandidate, ...]:
+    """Return the kernel of an entry as the only choice; nothing if the library runs."""
+    runs_kernel = entry.ugraph.is_fused and entry.timings and not library_wins(entry)
+    return (MeasuredCandidate(entry.ugraph, entry.schedules, 0.0),) if runs_kernel else ()

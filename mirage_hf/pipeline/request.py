@@ -1,0 +1,69 @@
+"""What is asked of the pipeline: a program, and everything that decides which kernels it gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.search.engine import SearchOptions
+from mirage_hf.tune.launch_restriction import LaunchRestriction
+from mirage_hf.verify.accept import KEEP
+from mirage_hf.zoo.key import Key
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured on a GPU."""
+
+    #: The most µGraphs that are measured. None: all.
+    graphs: int | None
+    #: Schedules of each µGraph.
+    schedules: int
+    #: The most rounds that try what is one step from the fastest.
+    rounds: int
+
+
+#: For `superoptimize()`, whose results are all shown.
+EVERY_GRAPH = Effort(graphs=None, schedules=24, rounds=3)
+#: For `optimize(tune="auto")`.
+QUICK = Effort(graphs=5, schedules=16, rounds=2)
+#: For `optimize(tune="full")`.
+FULL = Effort(graphs=8, schedules=48, rounds=6)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A program, and everything that decides which kernels are found for it.
+
+    Attributes:
+        program: The tensor program.
+        key: What the result is stored under.
+        options: What bounds the search.
+        pattern: The block that the program is, or "program".
+        seed: The seed of the proofs' random inputs.
+        like: A program that differs in the sizes of some dims. The larger of both is searched, and
+            numbers are checked at the smaller.
+        keep: How many verified candidates are kept.
+        restriction: Allowed numbers of blocks, threads and loop trips.
+        device: The GPU that candidates are measured on. None: the cost model ranks them.
+        effort: How much is measured.
+        runs_generated: True if generated kernels will run, so that their schedules must be ones
+            whose rounding holds. False on a CPU, which runs no schedule.
+        all_candidates: True if every accepted µGraph is wanted, as by `superoptimize()`. False if
+            only the kernel to run is.
+    """
+
+    program: KernelGraph
+    key: Key
+    options: SearchOptions
+    pattern: str = "program"
+    seed: int = 0
+    like: KernelGraph | None = None
+    keep: int = KEEP
+    restriction: LaunchRestriction | None = None
+    device: torch.device | None = None
+    effort: Effort = EVERY_GRAPH
+    runs_generated: bool = True
+    all_candidates: bool = False

@@ -1,0 +1,82 @@
+"""Cut the kernels found for a program to another that differs in the sizes of some dims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from mirage_hf.codegen import triton
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.errors import CodegenError
+from mirage_hf.graph import symbolic
+from mirage_hf.graph.block import BlockGraph, Role
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.pipeline import torch_op
+from mirage_hf.pipeline.resolver import Resolved
+from mirage_hf.pipeline.torch_op import Run
+from mirage_hf.tune import space
+from mirage_hf.tune.tuner import MOST_PARTS
+
+
+def at_size(resolved: Resolved, program: KernelGraph, device: torch.device) -> Run:
+    """Return what runs a program by the kernels found for another that differs in sizes.
+
+    The µGraph is the same, because its proof holds for every size. Its schedules are cut to the
+    sizes of `program`.
+
+    Raises:
+        CodegenError: The kernels cannot be cut to these sizes.
+        GraphError: The programs differ in more than sizes.
+    """
+    if not resolved.is_fused:
+        return partial(run_kernel_graph, program)
+    if device.type != "cuda":
+        return partial(run_kernel_graph, symbolic.for_program(resolved.ugraph, program).kernels)
+    schedules = resolved.ugraph.schedules or resolved.entry.schedules
+    try:
+        ugraph, cut_schedules = cut_to(resolved.ugraph, schedules, program)
+    except CodegenError as e:
+        raise CodegenError(f"{resolved.entry.pattern}: {e}") from e
+    return torch_op.launcher(triton.generate(ugraph, cut_schedules).source)
+
+
+def cut_to(
+    ugraph: UGraph, schedules: Sequence[Schedule], program: KernelGraph
+) -> tuple[UGraph, list[Schedule]]:
+    """Return a µGraph and its schedules for a program that differs in the sizes of some dims.
+
+    Raises:
+        CodegenError: No schedule fits.
+        GraphError: The programs differ in more than sizes.
+    """
+    resized = _with_equal_splits(ugraph, symbolic.for_program(ugraph, program))
+    cut_schedules = [
+        space.recut(schedule, old, new)
+        for schedule, old, new in zip(
+            schedules, place_kernels(ugraph), place_kernels(resized), strict=True
+        )
+    ]
+    return resized, cut_schedules
+
+
+def _with_equal_splits(old: UGraph, new: UGraph) -> UGraph:
+    """Return `new` with as many splits of each split axis as keep the splits as long as in `old`."""
+    for op in old.block_ops:
+        assert op.block is not None
+        for axis in op.block.named(Role.TILE):
+            size = _same_block(op.block, new).axis(axis.name).size
+            if axis.split_axis is not None and size > axis.size:
+                number = -(-size // op.block.split_size(axis.name))
+                new = symbolic.with_num_splits(new, axis.split_axis, min(MOST_PARTS, number))
+    return new
+
+
+def _same_block(block: BlockGraph, ugraph: UGraph) -> BlockGraph:
+    """Return the block graph of `ugraph` that has the stages of `block`."""
+    blocks = (op.block for op in ugraph.block_ops if op.block is not None)
+    return next(b for b in blocks if b.stages == block.stages)

@@ -1,0 +1,199 @@
+"""Find the kernel that runs a program: `optimize()`'s view of an outcome."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.pipeline import torch_op
+from mirage_hf.pipeline.find_outcome import find_outcome
+from mirage_hf.pipeline.outcome import LIBRARY, OURS, Outcome, library_wins
+from mirage_hf.pipeline.request import FULL, QUICK, Request
+from mirage_hf.pipeline.results import SEARCHED, StoredEntry, ZooResults
+from mirage_hf.pipeline.torch_op import Run
+from mirage_hf.pipeline.windows import ProgressCallback
+from mirage_hf.search.engine import SearchOptions
+from mirage_hf.settings import settings
+from mirage_hf.verify.accept import KEEP
+from mirage_hf.zoo.entry import Entry
+from mirage_hf.zoo.key import key_of, target_of
+from mirage_hf.zoo.store import zoo_path
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A program's kernel: how to run it, where it came from, and the evidence.
+
+    Attributes:
+        run: Runs the program on a list of inputs.
+        source: "searched", "cache", "packaged zoo" or "zoo <name>".
+        is_fused: True if a searched kernel runs. False if the library does.
+        reason: Why the library runs, and why a new kernel could not be stored.
+        seconds: The time it took to look the kernel up or to make it.
+        entry: The kernel with its evidence.
+        outcome: What the search gave. None if the kernel was looked up.
+        unkept: Why a new kernel could not be stored, so that it is made again next time.
+    """
+
+    run: Run
+    source: str
+    is_fused: bool
+    reason: str
+    seconds: float
+    entry: Entry
+    outcome: Outcome | None = None
+    unkept: str = ""
+
+    @property
+    def ugraph(self) -> UGraph:
+        """The µGraph that was found."""
+        return self.entry.ugraph
+
+    @property
+    def time_us(self) -> float | None:
+        """The searched kernel's time with cold caches, or None if it was not measured."""
+        return self._time(OURS)
+
+    @property
+    def library_us(self) -> float | None:
+        """The library path's time with cold caches, or None if it was not measured."""
+        return self._time(LIBRARY)
+
+    def _time(self, name: str) -> float | None:
+        return next((t.median_us for t in self.entry.timings if t.name == name), None)
+
+    @property
+    def error_bound(self) -> float:
+        """The probability that the proof accepted a wrong µGraph."""
+        return self.entry.error_bound
+
+    @property
+    def digest(self) -> str:
+        """The digest of the entry's key, which names the kernel in compiled graphs."""
+        return self.entry.key.digest
+
+    @property
+    def candidates(self) -> int:
+        """How many candidates the search accepted."""
+        return int(self.entry.search.get("candidates", 0))
+
+
+def kernel_request(
+    program: KernelGraph,
+    *,
+    target: str,
+    pattern: str = "program",
+    like: KernelGraph | None = None,
+    tune: str = "auto",
+    device: torch.device | None = None,
+) -> Request:
+    """Return the request for the one kernel that runs a program.
+
+    Args:
+        program: The tensor program.
+        target: The zoo's name of the device that it will run on.
+        pattern: The block that the program is.
+        like: A program that differs in the sizes of some dims.
+        tune: "auto" or "full" measure, "never" trusts the cost model.
+        device: The GPU to measure on, if there is one.
+    """
+    runs_generated = target != "cpu"
+    return Request(
+        program,
+        key_of(program, target),
+        SearchOptions(time_limit=settings().search_seconds),
+        pattern=pattern,
+        like=like,
+        keep=KEEP if runs_generated else 1,  # a candidate that nobody times is not worth a proof
+        device=device if tune != "never" else None,
+        effort=FULL if tune == "full" else QUICK,
+        runs_generated=runs_generated,
+    )
+
+
+def resolve(
+    program: KernelGraph,
+    *,
+    device: torch.device | str,
+    backend: str = "auto",
+    zoo: str | Path | Sequence[str | Path] | None = None,
+    tune: str = "auto",
+    pattern: str = "program",
+    progress: ProgressCallback | None = None,
+    like: KernelGraph | None = None,
+) -> Resolved:
+    """Return the kernel of `program` on `device`: looked up, else made and stored.
+
+    The user's cache is asked first, then the packaged zoo, then `zoo`.
+
+    Args:
+        program: The tensor program.
+        device: Where it will run.
+        backend: "cpu" runs µGraphs in torch, "triton" runs generated kernels, "auto" decides by
+            device.
+        zoo: Further kernel zoos. Their kernels are proven again before they run.
+        tune: "auto" measures what was never measured, "never" trusts the cost model, "full"
+            measures anew and more.
+        pattern: The block that the program is.
+        progress: Called with a stage and its detail.
+        like: A program that differs in the sizes of some dims only. The larger of both is searched
+            and numbers are checked at the smaller; a µGraph serves every size.
+
+    Raises:
+        ZooError: `zoo` is neither a folder nor a Hub repo that can be fetched.
+    """
+    started = time.perf_counter()
+    device = torch.device(device)
+    on_gpu = device.type == "cuda" and backend != "cpu"
+    request = kernel_request(
+        program,
+        target=target_of(device) if on_gpu else "cpu",
+        pattern=pattern,
+        like=like,
+        tune=tune,
+        device=device if on_gpu else None,
+    )
+    results = ZooResults(
+        zoo_path(zoo), must_be_timed=on_gpu and tune != "never", looks_up=tune != "full"
+    )
+    found = find_outcome(request, results, progress)
+    seconds = time.perf_counter() - started
+    if isinstance(found, StoredEntry):
+        return resolved(found.entry, found.source, on_gpu, seconds)
+    return resolved(found.outcome.entry(), SEARCHED, on_gpu, seconds, found.outcome, found.unkept)
+
+
+def resolved(
+    entry: Entry,
+    source: str,
+    on_gpu: bool,
+    seconds: float,
+    outcome: Outcome | None = None,
+    unkept: str = "",
+) -> Resolved:
+    """Return the kernel of an entry, ready to run. The arguments are the fields of `Resolved`."""
+    reason = library_wins(entry) if entry.ugraph.is_fused else _why_nothing_was_found(entry)
+    is_fused = not reason
+    if is_fused and on_gpu:
+        run = torch_op.launcher(entry.kernel)  # the text that is generated here, see results.py
+    else:
+        graph = entry.ugraph.kernels if is_fused else entry.ugraph.program
+        run = partial(run_kernel_graph, graph)
+    not_kept = f"not kept: {unkept}" if unkept else ""
+    all_reasons = "; ".join(filter(None, (reason, not_kept)))
+    return Resolved(run, source, is_fused, all_reasons, seconds, entry, outcome, unkept)
+
+
+def _why_nothing_was_found(entry: Entry) -> str:
+    statistics = entry.search
+    rejections = "; ".join(dict.fromkeys(statistics.get("refused", ())))
+    why = statistics.get("reason") or rejections or statistics.get("stop")
+    return f"no single kernel was found: {why}"

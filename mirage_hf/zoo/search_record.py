@@ -1,0 +1,67 @@
+"""All µGraphs that one search accepted, with its report, as zoo entries and checkpoints store them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mirage_hf.graph import json_format
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.search.search_report import Counters, RejectedCandidate, SearchReport
+
+
+@dataclass(frozen=True)
+class SearchRecord:
+    """The µGraphs that a search accepted, best first, and its report.
+
+    The report of a loaded record says "loaded" as its stop, and keeps the counters of the search.
+    """
+
+    ugraphs: tuple[UGraph, ...]
+    report: SearchReport
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the record is worth storing: µGraphs were found, and nobody interrupted."""
+        return bool(self.ugraphs) and self.report.stop != "interrupted"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain values for JSON."""
+        return {
+            "ugraphs": [json_format.ugraph_to_dict(u) for u in self.ugraphs],
+            "report": self.report.to_dict(),
+        }
+
+    def for_program(self, program: KernelGraph) -> SearchRecord:
+        """Return the record with `program`, an equal graph, in place of the one it was made for."""
+        return replace(self, ugraphs=tuple(UGraph(program, u.kernels) for u in self.ugraphs))
+
+
+def record_from_dict(data: dict[str, Any], where: str) -> SearchRecord:
+    """Return the record that `SearchRecord.to_dict` wrote.
+
+    Args:
+        data: The parsed JSON.
+        where: The file that it was read from, for messages and the report.
+
+    Raises:
+        FormatError: The µGraphs do not parse.
+        KeyError, TypeError, ValueError, AttributeError: The data has another form.
+    """
+    ugraphs = tuple(json_format.ugraph_from_dict(u, where) for u in data["ugraphs"])
+    return SearchRecord(ugraphs, _loaded_report(data["report"], len(ugraphs), where))
+
+
+def _loaded_report(data: dict[str, Any], found: int, where: str) -> SearchReport:
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
+    }
+    fields["counters"] = Counters(**data["counters"])
+    fields["rejected"] = tuple(RejectedCandidate(**r) for r in data["rejected"])
+    return replace(
+        SearchReport(**fields),
+        stop="loaded",
+        reason=f"from {where}; that search stopped: {data['stop']}",
+        found=found,
+    )
