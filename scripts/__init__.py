@@ -1,0 +1,1 @@
+"""Benchmarks, reports and tools. Run them as modules: `python -m scripts.NAME`."""

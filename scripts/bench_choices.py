@@ -40,8 +40,8 @@ from scripts.configs import MODELS, random_model
 
 VOCABULARIES = (32000, 50257, 128256, 151936, 256000)
 CHAINED = ("qwen3-0.6b", "llama-3.2-1b")
+#: Pairs of logits a block and warps.
 CHUNKS = ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (8192, 8))
-"""Logits of a block, and warps."""
 
 WARPERS: dict[str, Callable[[], Any]] = {
     "temperature": lambda: hf.TemperatureLogitsWarper(0.7),
@@ -70,7 +70,14 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 
 def selecting(batch: int, vocab: int, block: int, warps: int) -> Callable[[Any], None]:
-    """Return a launch of `argmax_kernel` with so many logits a block, whose state never ends a row."""
+    """Return a launch of the greedy choice over a state that never ends.
+
+    Args:
+        batch: Rows.
+        vocab: Logits of a row.
+        block: Logits of a thread block.
+        warps: Warps of a thread block.
+    """
     usual, sampling.argmax_block = sampling.argmax_block, lambda *_: block
     try:
         usual_launch = sampling.argmax_launch.__wrapped__(batch, vocab)
@@ -88,6 +95,7 @@ def selecting(batch: int, vocab: int, block: int, warps: int) -> Callable[[Any],
 
 
 def started(batch: int) -> Control:
+    """Return the control block of a call that has begun."""
     c = Control.allocate(batch, 1024, torch.device(DEVICE))
     c.start(
         length=100,
@@ -101,7 +109,7 @@ def started(batch: int) -> Control:
 
 
 def select(batch: int, vocab: int, rounds: int) -> dict[str, Any]:
-    """µs a launch of each kind, alone."""
+    """Return µs of a launch of each kind, alone."""
     logits = [torch.randn(batch, vocab, device=DEVICE).bfloat16() for _ in range(4)]
     kinds = {
         f"{chunk} by {warps} warps": captured(selecting(batch, vocab, chunk, warps), logits * 50)
@@ -113,7 +121,7 @@ def select(batch: int, vocab: int, rounds: int) -> dict[str, Any]:
 
 
 def chained(model: str, batch: int, rounds: int) -> dict[str, Any]:
-    """µs of the embedding, RMSNorm + head, and nothing or the choice."""
+    """Return µs of the first kernel, RMSNorm + head, and nothing or a greedy choice."""
     sizes, device = MODELS[model], torch.device(DEVICE)
     chain = Chain(sizes, batch)
     block = chain.blocks()[HEAD]
@@ -162,7 +170,10 @@ def chained(model: str, batch: int, rounds: int) -> dict[str, Any]:
 
 
 def processor(name: str, batch: int, vocab: int, rounds: int) -> dict[str, Any]:
-    """µs of one processor over float32 scores in a graph, and of HF's own class called from the host, its copy of the scores included."""
+    """Return µs of one processor in a graph, and of HF's class called from the host.
+
+    The host's time includes a copy of the scores.
+    """
     scores = [4 * torch.randn(batch, vocab, device=DEVICE).bfloat16().float() for _ in range(4)]
     p = WARPERS[name]()
     row, history = (
@@ -194,7 +205,7 @@ def processor(name: str, batch: int, vocab: int, rounds: int) -> dict[str, Any]:
 
 
 def generates(model_name: str, batch: int, new: int, rounds: int) -> dict[str, Any]:
-    """ms/token of calls that choose in different ways, on the device and by the host."""
+    """Return ms per token of calls that choose in different ways, on device and host."""
     model = random_model(model_name, torch.device(DEVICE))
     runner = install(model)
     ids = torch.randint(1000, (batch, 128), device=DEVICE)
@@ -235,6 +246,8 @@ def generates(model_name: str, batch: int, new: int, rounds: int) -> dict[str, A
 
 
 def show(row: dict[str, Any]) -> str:
+    """Return a row for the terminal."""
+
     def text(value: Any) -> str:
         if isinstance(value, dict):
             return "{" + ", ".join(f"{k} {text(v)}" for k, v in value.items()) + "}"
@@ -246,6 +259,7 @@ def show(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -59,8 +59,10 @@ def need_gpu(script: str) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Return the GPU, the driver, and the versions of everything that runs, rivals included."""
+    """Return the GPU, the driver, the commit, and the versions of everything that runs."""
     found: dict[str, Any] = {**this_machine(), "cores": len(os.sched_getaffinity(0))}
+    if commit := measured_commit():
+        found["commit"] = commit
     for package in PEERS:
         try:
             found[package] = metadata.version(package)
@@ -70,6 +72,17 @@ def machine() -> dict[str, Any]:
         p = torch.cuda.get_device_properties(0)
         found |= {"sms": p.multi_processor_count, "l2_bytes": p.L2_cache_size}
     return found
+
+
+def measured_commit() -> str:
+    """Return the commit that is checked out, with "+" if files differ; empty without git."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    try:
+        head = subprocess.check_output([*git, "rev-parse", "--short=7", "HEAD"], text=True)
+        changed = subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head.strip() + ("+" if changed.strip() else "")
 
 
 def gpu_state() -> dict[str, str]:

@@ -1,7 +1,4 @@
-"""Declare the blocks that bench_blocks.py times.
-
-A program, its batch sizes, targets in µs, and rivals.
-"""
+"""Declare the blocks that bench_blocks.py times: programs, batch sizes, targets, rivals."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """Fill a kernel zoo ahead of time: search, prove, tune and keep the blocks of models.
 
-    python -m scripts.build_zoo --configs llama-3.2-1b,llama-3.1-8b --batch-sizes 1,8 torchrun
-    --nproc-per-node 8 -m scripts.build_zoo --configs all       # spread over GPUs, and over hosts
-    that share the folder
+    python -m scripts.build_zoo --configs llama-3.2-1b,llama-3.1-8b --batch-sizes 1,8
+    torchrun --nproc-per-node 8 -m scripts.build_zoo --configs all
 
-One layer of each model is made with random weights and matched as optimize() does it; its blocks
-are the whole model's. Among the fastest kernels of each block those are kept that make the layer
-fastest, its blocks one after another. What the zoo already has is not made again, so a run that was
-stopped goes on where it was; --anew makes everything again.
+Under torchrun the work is spread over GPUs, and over hosts that share the folder. One layer of each
+model is made with random weights and matched as optimize() does it. Among the fastest kernels of
+each block, those are kept that make the whole layer fastest. Entries that the zoo has are kept, so
+a stopped run can go on; --anew makes everything again.
 """
 
 from __future__ import annotations
@@ -42,6 +41,9 @@ def blocks_of(name: str, dtype: str, device: torch.device, lora: int) -> list[li
     """Return the distinct blocks of a model's layer, in order, and its head.
 
     Args:
+        name: A model of scripts/configs.py.
+        dtype: "bfloat16" or "float16".
+        device: Where the layer is made.
         lora: The rank of adapters on every linear, 0 for none.
     """
     model = random_model(name, device, DTYPES[dtype], layers=1)

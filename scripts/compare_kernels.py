@@ -280,6 +280,7 @@ def compare(old: Mapping[str, str], new: Mapping[str, str], verbose: bool) -> li
 
 
 def main() -> None:
+    """Compare two revisions. Return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,13 +1,13 @@
 """Mutate µGraphs and count which wrong ones the proof and the numeric check let through.
 
-    python -m scripts.mutation_test [--count 10000] [--programs rms_norm_linear,…] [--json FILE]
-    [--seed 0]
+    python -m scripts.mutation_test --count 10000 --programs rms_norm_linear --json FILE --seed 0
 
-Mutants come from hand-written µGraphs and from what the search finds for the programs of
-tests/helpers/programs.py, at reduced sizes. An independent interpreter in float64
-(tests/helpers/reference_executor.py) says of each whether it differs, is equal, or is equal but
-leaves the range of float32. Exits 1 if one that differs is proven, one that leaves the range passes
-both numeric checks, or an original is refused.
+Mutants come from hand-written µGraphs and from what the search finds for reduced programs of
+tests/helpers/programs.py. An independent float64 interpreter (tests/helpers/reference_executor.py)
+says of each mutant whether it differs, is equal, or is equal but leaves the range of float32.
+
+The exit status is 1 in three cases: a mutant that differs is proven, one that leaves the range
+passes both numeric checks, or an original is rejected.
 """
 
 from __future__ import annotations

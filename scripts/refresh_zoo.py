@@ -92,6 +92,7 @@ def write(entry: Entry, zoo: Path, old_folder: Path) -> bool:
 
 
 def main() -> None:
+    """Refresh a zoo, or with --check say what would change."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""The charts of README and docs, drawn from docs/benchmarks/results.csv.
+"""Draw the charts of README and docs from docs/benchmarks/results.csv.
 
 Every SVG file holds a digest of the numbers it shows, so a test can tell an old chart without
 drawing it.

@@ -1,7 +1,4 @@
-"""The tables of README and docs.
-
-Which rows and columns each has, read from docs/benchmarks/results.csv.
-"""
+"""Declare the tables of README and docs: their rows and columns, read from results.csv."""
 
 from __future__ import annotations
 

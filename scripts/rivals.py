@@ -1,9 +1,8 @@
 """Hold what users can run today for the blocks of block_rows.py.
 
-That is torch spelled naturally, library calls, Liger and FlashInfer kernels.
-
-A rival takes a program's inputs in order; weights come as (K, N) views of (N, K) memory, so `w.t()`
-is what nn.Linear holds.
+Rivals are torch code as users write it, library calls, Liger and FlashInfer kernels. A rival takes
+a program's inputs in order. Weights come as (K, N) views of (N, K) memory, so `w.t()` is what
+nn.Linear holds.
 """
 
 from __future__ import annotations
@@ -346,7 +345,7 @@ MLA = (
 
 
 def ntrans(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
-    """nGPT's residual."""
+    """The residual of nGPT."""
 
     def norm(z: Tensor) -> Tensor:
         return z / torch.linalg.vector_norm(z, dim=-1, keepdim=True)

@@ -1,11 +1,10 @@
-"""Launches every kernel of the hand-written cases once, for compute-sanitizer; needs an NVIDIA GPU.
+"""Launch every kernel of the hand-written cases once, for compute-sanitizer. Needs a GPU.
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python -m scripts.sanitize_kernels
-    compute-sanitizer --tool racecheck --error-exitcode 9 python -m scripts.sanitize_kernels for n
-    in 1 2 3 4; do compute-sanitizer --tool racecheck python -m scripts.sanitize_kernels --part $n/4
-    & done; wait
+    compute-sanitizer --tool racecheck --error-exitcode 9 python -m scripts.sanitize_kernels
+    compute-sanitizer --tool racecheck python -m scripts.sanitize_kernels --part 1/4
 
-Blocks that share a loop are run twice, so that the second launch finds the counters that the first
+Kernels whose blocks share a loop run twice, so the second launch finds the counters that the first
 one left.
 """
 
@@ -31,6 +30,7 @@ def part(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
+    """Run all cases."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,14 +2,14 @@
 
     python -m scripts.soak_generate --calls 1000 --device cuda
 
-Two small random models in float32, their steps all by kernels where the batch has some, take calls
-of kinds drawn by a seed: prompts and batches of changing size, padding, stop tokens, processors,
-sampling, streamers, caches passed in and out, threads, calls within calls, calls that Ctrl-C ends
-in the middle, weights that change, released memory, and what stock must do itself. Greedy texts are
-compared with those of stock models that live through the same. The second half are the calls of the
-first again, so that libraries have loaded what they need for every size. Memory is measured after
-the same few calls at the start, after the first half and at the end; in the second half it may grow
-by what LIMITS says.
+Two small random float32 models take calls whose kind is drawn by a seed: other sizes, padding, stop
+tokens, processors, sampling, streamers, caches passed in and out, threads, nested calls, Ctrl-C,
+changed weights, released memory, and calls that run stock. Greedy texts are compared with those of
+stock models that go through the same changes.
+
+The second half repeats the calls of the first, so libraries have loaded what they need. Memory is
+measured at the start, after the first half and at the end. In the second half it may grow by
+LIMITS.
 """
 
 from __future__ import annotations

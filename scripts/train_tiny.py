@@ -1,18 +1,16 @@
 """Train the test asset: a byte-level Llama of 1.9 M parameters, and a rank-8 LoRA for it.
 
-    python -m scripts.train_tiny --seconds 100            # the model   -> tests/assets/tiny_llama
+    python -m scripts.train_tiny --seconds 100         # the model, tests/assets/tiny_llama
     python -m scripts.train_tiny --lora --seconds 30   # the adapter, tests/assets/tiny_llama_lora
 
-Tests compare tokens, and tokens mean something only where the logits are not noise: hence a model
-that was really trained. The text is what every CPython carries: the model reads the language
-reference (`pydoc_data/topics.py`) and the docstrings of a fixed list of standard modules; the
-adapter reads the *code* of some of them, docstrings and comments removed, so its effect is plain to
-see. Both are (c) Python Software Foundation, under the PSF licence version 2
-(https://docs.python.org/3/license.html). Site-packages are never read; another Python version gives
-slightly other text.
+Tests compare tokens, so logits must not be noise, and the model must be really trained. The text
+comes with every CPython. The model reads the language reference (`pydoc_data/topics.py`) and the
+docstrings of a fixed list of standard modules. The adapter reads the code of some of them without
+docstrings and comments, so its effect is plain to see. Both texts are (c) Python Software
+Foundation, under the PSF licence version 2 (https://docs.python.org/3/license.html). Another Python
+version gives slightly other text.
 
-Everything is saved as bfloat16, so that a load in float32 or bfloat16 gives exactly the weights
-that were saved.
+Everything is saved as bfloat16, so loading in float32 or bfloat16 gives exactly the saved weights.
 """
 
 import argparse
