@@ -1,168 +1,245 @@
-// The driver: saturate, list the variants, cut each into kernels on all threads, keep the cheapest
-// plans.
+// The driver: saturate, list the variants, cut each into kernels on all threads, keep the cheapest.
+#include "core/search.h"
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <map>
 #include <mutex>
 #include <set>
+#include <string>
 #include <thread>
+#include <utility>
 
-#include "core/ir.h"
-#include "core/plan.h"
-#include "core/saturate.h"
-#include "core/variants.h"
+#include "core/algebra/normal_form.h"
+#include "core/algebra/program_forms.h"
+#include "core/algebra/saturate.h"
+#include "core/algebra/variants.h"
+#include "core/kernel/planner.h"
 
 namespace mirage {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Two candidates are the same when kernels, roles, stages and ops agree up to the numbers of
-// values.
-std::vector<std::int64_t> shape_of(const Candidate& c) {
-  std::vector<std::int64_t> key;
-  int before = 0;
-  for (const FoundKernel& k : c.kernels) {
-    std::map<int, std::int64_t> number;
-    const auto id = [&](int v) {
-      return number.try_emplace(v, static_cast<std::int64_t>(number.size())).first->second;
-    };
-    key.push_back(--before);
-    for (Role r : k.roles)
-      key.push_back(static_cast<std::int64_t>(r));
-    key.push_back(k.split);
-    key.push_back(k.parts);
-    std::map<int, std::int64_t> leaf;
-    for (const FoundLeaf& l : k.leaves)
-      leaf[l.value] = l.node >= 0 ? l.node : 100000 + l.value;
-    for (const FoundStage& s : k.stages) {
-      key.push_back(-1 - s.loop);
-      for (const auto* list : {&s.body, &s.accumulators})
-        for (const FoundOp& f : *list) {
-          key.push_back(static_cast<std::int64_t>(f.op));
-          key.push_back(f.symbol);
-          key.push_back(f.axis);
-          for (int a : f.args)
-            key.push_back(leaf.count(a) ? -1000 - leaf[a] : id(a));
-          key.push_back(id(f.out));
-        }
+constexpr double kProgressSeconds = 0.05;  // between two calls of the progress callback
+constexpr int kKeptPerCount = 2;           // candidates kept for each number of kernels
+
+// Writes a candidate down so that two are equal if their kernels, roles, stages and ops are, whatever
+// the numbers of their values.
+class Signature {
+ public:
+  explicit Signature(const Candidate& candidate) {
+    for (const FoundKernel& kernel : candidate.kernels) add(kernel);
+  }
+  auto operator<=>(const Signature&) const = default;
+
+ private:
+  enum class Tag : std::uint8_t { kernel, input, stored, value };
+
+  struct KernelNames {
+    std::map<ValueName, const FoundLeaf*> leaves;
+    std::map<ValueName, std::size_t> values;  // in order of first use
+  };
+
+  template <typename T>
+  void put(T part) {
+    parts_.push_back(static_cast<std::int64_t>(part));
+  }
+
+  void add(const FoundKernel& kernel) {
+    KernelNames names;
+    for (const FoundLeaf& leaf : kernel.leaves) names.leaves[leaf.value] = &leaf;
+    put(Tag::kernel);
+    for (const Role role : kernel.roles) put(role);
+    put(kernel.split.index());
+    put(kernel.parts);
+    put(kernel.stages.size());
+    for (const FoundStage& stage : kernel.stages) {
+      put(stage.loop.index());
+      put(stage.body.size());
+      for (const FoundOp& op : stage.body) add(op, names);
+      put(stage.accumulators.size());
+      for (const FoundOp& op : stage.accumulators) add(op, names);
     }
-    for (const FoundOutput& o : k.outputs) {
-      key.push_back(o.output);
-      key.push_back(id(o.value));
+    for (const FoundOutput& output : kernel.outputs) {
+      put(output.output);
+      add_value(output.value, names);
     }
   }
-  return key;
+
+  void add(const FoundOp& op, KernelNames& names) {
+    put(op.op);
+    put(op.symbol);
+    put(op.axis.index());
+    for (const ValueName& arg : op.args) add_arg(arg, names);
+    add_value(op.out, names);
+  }
+
+  void add_arg(const ValueName& arg, KernelNames& names) {
+    const auto it = names.leaves.find(arg);
+    if (it == names.leaves.end()) {
+      put(Tag::value);
+      add_value(arg, names);
+    } else if (it->second->source.valid()) {
+      put(Tag::input);
+      put(it->second->source.index());
+    } else {
+      put(Tag::stored);
+      put(arg.node.index());
+    }
+  }
+
+  void add_value(const ValueName& value, KernelNames& names) {
+    put(names.values.try_emplace(value, names.values.size()).first->second);
+  }
+
+  std::vector<std::int64_t> parts_;
+};
+
+std::vector<Candidate> without_duplicates(std::vector<std::vector<Candidate>> by_variant) {
+  std::set<Signature> seen;
+  std::vector<Candidate> all;
+  for (std::vector<Candidate>& list : by_variant)
+    for (Candidate& candidate : list)
+      if (seen.insert(Signature(candidate)).second) all.push_back(std::move(candidate));
+  return all;
 }
 
-void add(Statistics& total, const Statistics& part) {
-  total.kernels += part.kernels;
-  total.illegal += part.illegal;
-  total.plans += part.plans;
-  total.cost_pruned += part.cost_pruned;
-}
-
-// The cheapest, but for each number of kernels the best few whatever they cost: a Pareto set of
-// cost and launches.
+// Returns the cheapest, and the best few for each number of kernels whatever they cost: the Pareto
+// set of cost and launches.
 std::vector<Candidate> best_of(std::vector<Candidate> all, std::size_t most) {
-  constexpr int kEachCount = 2;
-  std::stable_sort(all.begin(), all.end(),
-                   [](const Candidate& a, const Candidate& b) { return a.cost_us < b.cost_us; });
-  std::map<std::size_t, int> taken;
+  const auto cheaper = [](const auto& a, const auto& b) { return a.cost_us < b.cost_us; };
+  std::stable_sort(all.begin(), all.end(), cheaper);
+  std::map<std::size_t, int> counts;
+  std::size_t room = most;  // for candidates that are not among the best of their number
+  for (const Candidate& candidate : all)
+    if (counts[candidate.kernels.size()]++ < kKeptPerCount && room > 0) --room;
+  counts.clear();
   std::vector<Candidate> kept;
-  std::size_t room = most;
-  for (const Candidate& c : all)
-    if (taken[c.kernels.size()]++ < kEachCount && room > 0) --room;
-  taken.clear();
-  for (Candidate& c : all) {
-    const bool first = taken[c.kernels.size()]++ < kEachCount;
-    if (!first && room == 0) continue;
-    if (!first) --room;
-    kept.push_back(std::move(c));
+  for (Candidate& candidate : all) {
+    const bool is_among_best = counts[candidate.kernels.size()]++ < kKeptPerCount;
+    if (!is_among_best && room == 0) continue;
+    if (!is_among_best) --room;
+    kept.push_back(std::move(candidate));
   }
   if (kept.size() > most) kept.resize(most);
   return kept;
 }
 
-}  // namespace
+// One search, whose threads share the counters.
+class Driver {
+ public:
+  Driver(const Program& program, const Limits& limits, const Progress& progress)
+      : program_(without_shifts(program)), limits_(limits), progress_(progress) {}
 
-SearchResult search(const Program& program, const Limits& limits, const Progress& progress) {
-  const auto start = Clock::now();
-  const auto seconds = [&] { return std::chrono::duration<double>(Clock::now() - start).count(); };
-  SearchResult result;
-  std::atomic<bool> stop{false}, late{false};
-  std::mutex lock;
-  const auto main_thread = std::this_thread::get_id();
-  double reported = 0;
-  const std::function<bool()> out_of_time = [&] {
-    if (stop) return true;
+  SearchResult run() {
+    NormalForms forms(program_.axes, limits_.width);
+    const EGraph graph = saturate(program_, forms, limits_, stats_, out_of_time_);
+    stats_.forms = forms.count();
+    std::optional<StopReason> stop = graph.stop;
+    std::vector<Candidate> candidates;
+    if (!graph.outputs.empty()) {
+      const Variants found = variants(program_, graph, forms, limits_, stats_, out_of_time_);
+      if (!found.complete && !stop) stop = StopReason::expansions;
+      candidates = best_of(without_duplicates(plan_all(found.all)),
+                           static_cast<std::size_t>(limits_.max_candidates));
+    }
+    stats_.candidates = static_cast<std::int64_t>(candidates.size());
+    stats_.seconds = seconds();
+    if (stopped_) stop = is_late_ ? StopReason::time : StopReason::interrupted;
+    return {std::move(candidates), stats_, stop.value_or(StopReason::exhausted)};
+  }
+
+ private:
+  double seconds() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
+
+  bool is_stopped() {
+    if (stopped_) return true;
     const double now = seconds();
-    if (now > limits.seconds) {
-      late = true;
-      stop = true;
+    if (now > limits_.seconds) {
+      is_late_ = true;
+      stopped_ = true;
     }
-    if (std::this_thread::get_id() == main_thread && now - reported > 0.05) {
-      reported = now;
-      Statistics copy;
-      {
-        std::lock_guard guard(lock);
-        copy = result.stats;
-      }
-      copy.seconds = now;
-      if (progress && progress(copy)) stop = true;
+    if (std::this_thread::get_id() == main_thread_ && now - reported_ > kProgressSeconds) {
+      reported_ = now;
+      report(now);
     }
-    return stop.load();
-  };
+    return stopped_;
+  }
 
-  std::string reason;
-  NormalForms forms(program.axes, limits.width);
-  const Program plain = without_shifts(program);
-  const Values values = saturate(plain, forms, limits, result.stats, out_of_time);
-  result.stats.forms = forms.count();
-  reason = values.stop;
-  if (!values.outputs.empty()) {
-    bool complete = true;
-    const std::vector<Variant> ways =
-        variants(plain, values, forms, limits, result.stats, complete, out_of_time);
-    if (!complete && reason.empty()) reason = "expansions";
-    std::vector<std::vector<Candidate>> found(ways.size());
+  void report(double now) {
+    Statistics copy;
+    {
+      const std::lock_guard guard(lock_);
+      copy = stats_;
+    }
+    copy.seconds = now;
+    if (progress_ && progress_(copy)) stopped_ = true;
+  }
+
+  // Cuts each variant into kernels. The first, which is the program as written, is always tried.
+  std::vector<std::vector<Candidate>> plan_all(const std::vector<Variant>& all) {
+    std::vector<std::vector<Candidate>> found(all.size());
     std::atomic<std::size_t> next{0};
-    const auto worker = [&] {
-      for (std::size_t i; (i = next++) < ways.size() &&
-                          (i == 0 || !stop);) {  // the program as written is always tried
+    const auto work = [&] {
+      for (std::size_t i; (i = next++) < all.size() && (i == 0 || !stopped_);) {
         Statistics stats;
-        found[i] = plans(plain, ways[i], limits, stats, out_of_time);
-        {
-          std::lock_guard guard(lock);
-          add(result.stats, stats);
-          if (!found[i].empty() && result.stats.first_seconds < 0)
-            result.stats.first_seconds = seconds();
-          result.stats.candidates += static_cast<std::int64_t>(found[i].size());
-          for (const Candidate& c : found[i])
-            if (result.stats.best_us < 0 || c.cost_us < result.stats.best_us)
-              result.stats.best_us = c.cost_us;
-        }
-        out_of_time();  // takes the lock itself
+        found[i] = plans(program_, all[i], limits_, stats, out_of_time_);
+        add(stats, found[i]);
+        out_of_time_();  // reports
       }
     };
     std::vector<std::thread> helpers;
-    for (int t = 1; t < limits.threads && t < static_cast<int>(ways.size()); ++t)
-      helpers.emplace_back(worker);
-    worker();
-    for (std::thread& t : helpers)
-      t.join();
-    std::set<std::vector<std::int64_t>> seen;
-    std::vector<Candidate> all;
-    for (auto& list : found)
-      for (Candidate& c : list)
-        if (seen.insert(shape_of(c)).second) all.push_back(std::move(c));
-    result.candidates = best_of(std::move(all), static_cast<std::size_t>(limits.max_candidates));
+    for (int t = 1; t < limits_.threads && t < static_cast<int>(all.size()); ++t)
+      helpers.emplace_back(work);
+    work();
+    for (std::thread& helper : helpers) helper.join();
+    return found;
   }
-  result.stats.candidates = static_cast<std::int64_t>(result.candidates.size());
-  result.stats.seconds = seconds();
-  result.stop = stop ? (late ? "time" : "interrupted") : reason.empty() ? "exhausted" : reason;
-  return result;
+
+  void add(const Statistics& stats, const std::vector<Candidate>& found) {
+    const std::lock_guard guard(lock_);
+    stats_.kernels += stats.kernels;
+    stats_.illegal += stats.illegal;
+    stats_.plans += stats.plans;
+    stats_.cost_pruned += stats.cost_pruned;
+    stats_.candidates += static_cast<std::int64_t>(found.size());
+    if (!found.empty() && stats_.first_seconds < 0) stats_.first_seconds = seconds();
+    for (const Candidate& candidate : found)
+      if (stats_.best_us < 0 || candidate.cost_us < stats_.best_us)
+        stats_.best_us = candidate.cost_us;
+  }
+
+  const Clock::time_point start_ = Clock::now();
+  const std::thread::id main_thread_ = std::this_thread::get_id();
+  const Program program_;
+  const Limits& limits_;
+  const Progress& progress_;
+  const StopCheck out_of_time_ = [this] { return is_stopped(); };
+  std::mutex lock_;  // of stats_ while threads run
+  Statistics stats_;
+  std::atomic<bool> stopped_{false}, is_late_{false};
+  double reported_ = 0;
+};
+
+}  // namespace
+
+std::string_view to_string(StopReason reason) {
+  switch (reason) {
+    case StopReason::exhausted: return "exhausted";
+    case StopReason::time: return "time";
+    case StopReason::values: return "values";
+    case StopReason::memory: return "memory";
+    case StopReason::expansions: return "expansions";
+    case StopReason::interrupted: return "interrupted";
+    case StopReason::constants_overflow: return "constants overflow";
+  }
+  return "";
+}
+
+SearchResult search(const Program& program, const Limits& limits, const Progress& progress) {
+  return Driver(program, limits, progress).run();
 }
 
 }  // namespace mirage

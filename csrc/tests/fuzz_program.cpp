@@ -13,6 +13,7 @@
 #include <string_view>
 
 #include "core/program_text.h"
+#include "core/search.h"
 
 namespace {
 
@@ -52,7 +53,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   limits.max_candidates = 4;
   limits.threads = size % 8 == 0 ? 2 : 1;
   const SearchResult result = search(program, limits, nullptr);
-  require(!result.stop.empty(), "a search ended without a reason");
+  require(!to_string(result.stop).empty(), "a search ended without a reason");
   require(result.stats.seconds < kPatience, "the search does not keep its time limit");
   ++counts.parsed;
   counts.with_candidates += !result.candidates.empty();
@@ -101,8 +102,7 @@ Lines split(const std::string& text) {
 std::string join(const Lines& lines) {
   std::string out;
   for (const Words& words : lines) {
-    for (const std::string& w : words)
-      out += w + " ";
+    for (const std::string& w : words) out += w + " ";
     out.back() = '\n';
   }
   return out;
@@ -116,13 +116,11 @@ class Mutator {
   std::string operator()(const std::vector<std::string>& pool) {
     Lines lines = split(pick(pool));
     const Lines other = split(pick(pool));
-    for (std::size_t n = 1 + below(3); n > 0; --n)
-      change(lines, other);
+    for (std::size_t n = 1 + below(3); n > 0; --n) change(lines, other);
     if (lines.size() > kMaxLines) lines.resize(kMaxLines);
     std::string text = join(lines);
     if (below(8) == 0)
-      for (std::size_t n = 1 + below(3); n > 0; --n)
-        damage(text);
+      for (std::size_t n = 1 + below(3); n > 0; --n) damage(text);
     return text;
   }
 
@@ -141,27 +139,16 @@ class Mutator {
     const std::size_t at = below(lines.size());
     Words& words = lines[at];
     switch (below(18)) {
-      case 0:
-        lines.erase(lines.begin() + static_cast<std::ptrdiff_t>(at));
-        break;
-      case 1:
-        lines.insert(lines.begin() + static_cast<std::ptrdiff_t>(at), pick(other));
-        break;
-      case 2:
-        std::swap(words, lines[below(lines.size())]);
-        break;
-      case 3:
-        words[below(words.size())] = pick(pick(lines));
-        break;
-      case 4:
-        words[below(words.size())] = number();
-        break;
+      case 0: lines.erase(lines.begin() + static_cast<std::ptrdiff_t>(at)); break;
+      case 1: lines.insert(lines.begin() + static_cast<std::ptrdiff_t>(at), pick(other)); break;
+      case 2: std::swap(words, lines[below(lines.size())]); break;
+      case 3: words[below(words.size())] = pick(pick(lines)); break;
+      case 4: words[below(words.size())] = number(); break;
       case 5:
         if (words.size() > 1)
           words.erase(words.begin() + static_cast<std::ptrdiff_t>(below(words.size())));
         break;
-      default:
-        grow(lines);  // most often: a further value of those there
+      default: grow(lines);  // most often: a further value of those there
     }
   }
 
@@ -175,9 +162,7 @@ class Mutator {
     static const Words binary{"add", "sub", "mul", "div", "mul"}, reduction{"sum", "max", "sum"};
     Words made{"g" + std::to_string(made_++), "="};
     switch (below(6)) {
-      case 0:
-        made.insert(made.end(), {"exp", pick(values)});
-        break;
+      case 0: made.insert(made.end(), {"exp", pick(values)}); break;
       case 1:
         made.insert(made.end(),
                     {"opaque", "@" + std::to_string(below(3)), pick(values), pick(values)});
@@ -188,8 +173,7 @@ class Mutator {
           break;
         }
         [[fallthrough]];
-      default:
-        made.insert(made.end(), {pick(binary), pick(values), pick(values)});
+      default: made.insert(made.end(), {pick(binary), pick(values), pick(values)});
     }
     lines.push_back(made);
     lines.push_back({"output", made[0]});
@@ -218,14 +202,9 @@ class Mutator {
     if (text.empty()) return;
     const std::size_t at = below(text.size());
     switch (below(3)) {
-      case 0:
-        text[at] = static_cast<char>(below(256));
-        break;
-      case 1:
-        text.erase(at, 1 + below(8));
-        break;
-      default:
-        text.insert(at, 1, static_cast<char>(below(256)));
+      case 0: text[at] = static_cast<char>(below(256)); break;
+      case 1: text.erase(at, 1 + below(8)); break;
+      default: text.insert(at, 1, static_cast<char>(below(256)));
     }
   }
 

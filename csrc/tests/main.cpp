@@ -1,5 +1,3 @@
 #include "tests/check.h"
 
-int main() {
-  return mirage::tests::run_tests();
-}
+int main() { return mirage::tests::run_tests(); }

@@ -1,11 +1,15 @@
-// The text form: what is written is read back the same, and every malformed program is refused with
-// its line and its reason.
+// The text form: a program is read back as it was written, and a malformed one is refused with its
+// line and the reason.
 #include "core/program_text.h"
+
+#include "core/program_check.h"
 #include "tests/check.h"
 
 namespace {
 
 using namespace mirage;
+
+ProgramNodeId n(int index) { return ProgramNodeId(index); }
 
 constexpr std::string_view kEvery = R"(# every statement once
 axis m 16
@@ -25,7 +29,7 @@ e = exp d
 f = opaque @3 e eps w
 s = sum f k
 t = max f k
-output s t
+output s t:4
 output s
 )";
 
@@ -56,16 +60,19 @@ std::string refused(const Program& program) {
 
 TEST(text_is_read_and_written_back) {
   const Program p = parse(kEvery);
-  CHECK(p.axes.size() == 2 && p.axes[1].name == "k" && p.axes[1].size == 4096);
+  CHECK(p.axes.size() == 2 && p.axes[AxisId(1)].name == "k" && p.axes[AxisId(1)].size == 4096);
   CHECK(p.nodes.size() == 14);
-  CHECK(p.nodes[0].op == Op::input && p.nodes[0].index == std::vector<int>{0, -1, 1} &&
-        p.nodes[0].bytes == 131072);
-  CHECK(p.nodes[3].num == -1 && p.nodes[3].den == 3 && p.nodes[3].symbol == -1);
-  CHECK(p.nodes[5].symbol == 7);
-  CHECK(p.nodes[11].op == Op::opaque && p.nodes[11].symbol == 3 &&
-        p.nodes[11].args == std::vector<int>{10, 5, 1});
-  CHECK(p.nodes[13].op == Op::max && p.nodes[13].axis == 1);
-  CHECK(p.outputs == std::vector<int>{12, 13, 12});
+  CHECK(p.nodes[n(0)].op == Op::input &&
+        p.nodes[n(0)].index == std::vector<AxisId>{AxisId(0), AxisId(), AxisId(1)} &&
+        p.nodes[n(0)].bytes == 131072);
+  CHECK(p.nodes[n(3)].num == -1 && p.nodes[n(3)].den == 3 && p.nodes[n(3)].symbol == -1);
+  CHECK(p.nodes[n(5)].symbol == 7);
+  CHECK(p.nodes[n(11)].op == Op::opaque && p.nodes[n(11)].symbol == 3 &&
+        p.nodes[n(11)].args == std::vector<ProgramNodeId>{n(10), n(5), n(1)});
+  CHECK(p.nodes[n(13)].op == Op::max && p.nodes[n(13)].axis == AxisId(1));
+  CHECK(p.outputs.size() == 3);
+  CHECK(p.outputs[0].node == n(12) && p.outputs[1].node == n(13) && p.outputs[2].node == n(12));
+  CHECK(p.outputs[0].itemsize == 2 && p.outputs[1].itemsize == 4);
   const std::string text = format(p);
   CHECK(text == format(parse(text)));
   CHECK(text == R"(axis m 16
@@ -84,7 +91,7 @@ v10 = exp v9
 v11 = opaque @3 v10 v5 v1
 v12 = sum v11 k
 v13 = max v11 k
-output v12 v13 v12
+output v12 v13:4 v12
 )");
 }
 
@@ -130,6 +137,7 @@ TEST(syntax_errors_say_where_and_what) {
   CHECK(refused("y = constant 0.5") ==
         "line 4: expected a whole number, a fraction, or @ and a number, found 0.5");
   CHECK(refused("output") == "line 4: expected a value, found the end of the line");
+  CHECK(refused("output x:two") == "line 4: expected the bytes of an element, found x:two");
   CHECK(refused("output x y") == "line 4: expected a value, found y");
 }
 
@@ -172,44 +180,47 @@ TEST(check_refuses_what_text_cannot_say) {
     change(p);
     return refused(p);
   };
-  CHECK(with([](Program& p) { p.nodes[6].args[1] = 6; }) ==
+  CHECK(with([](Program& p) { p.nodes[n(6)].args[1] = n(6); }) ==
         "node 6: expected an earlier node, found 6");
-  CHECK(with([](Program& p) { p.nodes[6].args[1] = -1; }) ==
+  CHECK(with([](Program& p) { p.nodes[n(6)].args[1] = n(-1); }) ==
         "node 6: expected an earlier node, found -1");
-  CHECK(with([](Program& p) { p.nodes[6].args.pop_back(); }) ==
+  CHECK(with([](Program& p) { p.nodes[n(6)].args.pop_back(); }) ==
         "node 6: expected 2 values, found 1");
-  CHECK(with([](Program& p) { p.nodes[6].axis = 1; }) == "node 6: only sum and max have an axis");
-  CHECK(with([](Program& p) { p.nodes[6].index = {0}; }) ==
+  CHECK(with([](Program& p) { p.nodes[n(6)].axis = AxisId(1); }) ==
+        "node 6: only sum and max have an axis");
+  CHECK(with([](Program& p) { p.nodes[n(6)].index = {AxisId(0)}; }) ==
         "node 6: only an input has an index and bytes");
-  CHECK(with([](Program& p) { p.nodes[6].bytes = 1; }) ==
+  CHECK(with([](Program& p) { p.nodes[n(6)].bytes = 1; }) ==
         "node 6: only an input has an index and bytes");
-  CHECK(with([](Program& p) { p.nodes[6].symbol = 1; }) ==
+  CHECK(with([](Program& p) { p.nodes[n(6)].symbol = 1; }) ==
         "node 6: only an input, a constant and an opaque function have a symbol");
-  CHECK(with([](Program& p) { p.nodes[6].num = 2; }) ==
+  CHECK(with([](Program& p) { p.nodes[n(6)].num = 2; }) ==
         "node 6: only a constant without a symbol has a value");
-  CHECK(with([](Program& p) { p.nodes[5].num = 2; }) ==
+  CHECK(with([](Program& p) { p.nodes[n(5)].num = 2; }) ==
         "node 5: only a constant without a symbol has a value");
-  CHECK(with([](Program& p) { p.nodes[5].symbol = -2; }) ==
+  CHECK(with([](Program& p) { p.nodes[n(5)].symbol = -2; }) ==
         "node 5: expected a symbol from 0, or -1, found -2");
-  CHECK(with([](Program& p) { p.nodes[0].symbol = -1; }) ==
+  CHECK(with([](Program& p) { p.nodes[n(0)].symbol = -1; }) ==
         "node 0: expected a symbol from 0, found -1");
-  CHECK(with([](Program& p) { p.nodes[11].symbol = -1; }) ==
+  CHECK(with([](Program& p) { p.nodes[n(11)].symbol = -1; }) ==
         "node 11: expected a symbol from 0, found -1");
-  CHECK(with([](Program& p) { p.nodes[11].args.assign(17, 0); }) ==
+  CHECK(with([](Program& p) { p.nodes[n(11)].args.assign(17, n(0)); }) ==
         "node 11: expected 1 to 16 values, found 17");
-  CHECK(with([](Program& p) { p.nodes[0].index = {2}; }) ==
+  CHECK(with([](Program& p) { p.nodes[n(0)].index = {AxisId(2)}; }) ==
         "node 0: expected an axis of the program or -1, found 2");
-  CHECK(with([](Program& p) { p.nodes[0].index = {-2}; }) ==
+  CHECK(with([](Program& p) { p.nodes[n(0)].index = {AxisId(-2)}; }) ==
         "node 0: expected an axis of the program or -1, found -2");
-  CHECK(with([](Program& p) { p.nodes[12].axis = 2; }) ==
+  CHECK(with([](Program& p) { p.nodes[n(12)].axis = AxisId(2); }) ==
         "node 12: expected an axis of the program, found 2");
-  CHECK(with([](Program& p) { p.nodes[12].axis = -1; }) ==
+  CHECK(with([](Program& p) { p.nodes[n(12)].axis = AxisId(); }) ==
         "node 12: expected an axis of the program, found -1");
-  CHECK(with([](Program& p) { p.nodes[12].op = static_cast<Op>(10); }) ==
+  CHECK(with([](Program& p) { p.nodes[n(12)].op = static_cast<Op>(10); }) ==
         "node 12: expected an op, found 10");
-  CHECK(with([](Program& p) { p.outputs[1] = 14; }) ==
+  CHECK(with([](Program& p) { p.outputs[1].node = n(14); }) ==
         "output 1: expected a node of the program, found 14");
-  CHECK(with([](Program& p) { p.axes[0].name = "a b"; }) ==
+  CHECK(with([](Program& p) { p.outputs[1].itemsize = 0; }) ==
+        "output 1: expected 1 to 16 bytes for an element, found 0");
+  CHECK(with([](Program& p) { p.axes[AxisId(0)].name = "a b"; }) ==
         "axis 0: expected a name of letters, digits and _");
   CHECK(with([](Program& p) { p.axes.resize(65); }) ==
         "program: expected at most 64 axes, found 65");

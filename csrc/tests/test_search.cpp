@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "core/program_text.h"
+#include "core/search.h"
 #include "tests/check.h"
 
 namespace {
@@ -41,9 +42,9 @@ TEST(known_blocks_have_an_answer) {
        {"rms_norm_linear", "attention", "lora", "gated_mlp", "layer_norm", "gram"}) {
     const SearchResult result = search_for(example(name), 60);
     std::cout << name << ": " << result.candidates.size() << " candidates, " << result.stats.seconds
-              << " s, " << result.stop << "\n";
+              << " s, " << to_string(result.stop) << "\n";
     CHECK(!result.candidates.empty());
-    CHECK(result.stop == "exhausted");
+    CHECK(result.stop == StopReason::exhausted);
   }
 }
 
@@ -64,7 +65,7 @@ TEST(no_time_ends_at_once) {
     const auto start = Clock::now();
     const SearchResult result = search_for(example("attention"), 0, threads);
     CHECK(seconds_since(start) < 2);
-    CHECK(result.stop == "time");
+    CHECK(result.stop == StopReason::time);
   }
 }
 
@@ -76,6 +77,6 @@ TEST(progress_interrupts) {
   const SearchResult result =
       search(example("attention"), limits, [&](const Statistics&) { return ++calls == 1; });
   CHECK(calls <= 1);  // none where the search ends before the first is due
-  CHECK(result.stop == (calls == 1 ? "interrupted" : "exhausted"));
+  CHECK(result.stop == (calls == 1 ? StopReason::interrupted : StopReason::exhausted));
   CHECK(seconds_since(start) < 30);
 }

@@ -1,0 +1,82 @@
+#include "core/kernel/kernel_search.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/kernel/kernel_cost.h"
+#include "core/kernel/legality.h"
+#include "core/kernel/parallelism.h"
+#include "core/kernel/tile_sizes.h"
+#include "core/kernel/tiles.h"
+
+namespace mirage {
+
+std::vector<KernelChoice> KernelSearch::choices(const KernelTask& task, std::size_t most) const {
+  const KernelNodes nodes(program_, variant_, task);
+  std::vector<KernelChoice> found;
+  if (nodes.op_count() > static_cast<std::size_t>(limits_.max_block_ops)) return found;
+  std::vector<AxisId> candidates{AxisId()};  // for the loop, and for the split axis
+  for (const AxisId axis : nodes.axes() - nodes.grid()) candidates.push_back(axis);
+  std::vector<LoopPasses> passes;
+  for (const AxisId loop : candidates) passes.emplace_back(nodes, loop);
+  for (std::size_t loop = 0; loop < candidates.size(); ++loop) {
+    for (std::size_t split = 0; split < candidates.size(); ++split) {
+      const KernelShape shape{nodes.grid(), candidates[loop], candidates[split]};
+      const auto best = best_part(nodes, passes[loop], passes[split], shape);
+      if (best) found.push_back(*best);
+    }
+  }
+  const auto cheaper = [](const auto& a, const auto& b) { return a.cost_us < b.cost_us; };
+  std::stable_sort(found.begin(), found.end(), cheaper);
+  if (found.size() > most) found.resize(most);
+  return found;
+}
+
+// Tries the sizes of parts of a split tile axis. `walked`: the passes if that axis is the loop.
+std::optional<KernelChoice> KernelSearch::best_part(const KernelNodes& nodes,
+                                                    const LoopPasses& passes,
+                                                    const LoopPasses& walked,
+                                                    KernelShape shape) const {
+  const bool splits_tile = shape.split.valid() && shape.split != shape.loop;
+  std::optional<KernelChoice> best;
+  for (const std::int64_t part : kTileParts) {
+    ++stats_.kernels;
+    shape.part = splits_tile ? part : 0;
+    auto choice = evaluate(nodes, passes, shape);
+    if (!choice) {
+      ++stats_.illegal;
+      break;
+    }
+    if (splits_tile && !shape.loop.valid()) {
+      // Walk a part if that costs no more: a schedule may still hold it whole, and a longer axis is
+      // walked anyway.
+      const auto loop = evaluate(nodes, walked, {shape.grid, shape.split, shape.split, part});
+      if (loop && loop->cost_us <= choice->cost_us) choice = loop;
+    }
+    if (!best || choice->cost_us < best->cost_us) best = choice;
+    if (!splits_tile) break;  // there are as many parts of a loop axis as the grid needs
+  }
+  return best;
+}
+
+std::optional<KernelChoice> KernelSearch::evaluate(const KernelNodes& nodes,
+                                                   const LoopPasses& passes,
+                                                   const KernelShape& shape) const {
+  if (!keeps_forced_roles(nodes, shape, limits_.forced)) return std::nullopt;
+  if (shape.split.valid() && !parts_are_independent(nodes, shape.split)) return std::nullopt;
+  if (!is_walked(passes, shape.loop)) return std::nullopt;
+  const double tile = largest_tile(nodes, shape);
+  if (tile > kLargestTile) return std::nullopt;
+
+  double blocks = grid_blocks(nodes, shape);
+  std::int64_t parts = 1;
+  if (shape.split.valid()) {
+    parts = split_parts(program_, shape, blocks, limits_.gpu);
+    if (parts < 2) return std::nullopt;
+    blocks *= static_cast<double>(parts);
+  }
+  const KernelWork work = kernel_work(nodes, passes, shape, parts, limits_.gpu);
+  return KernelChoice{shape, parts, kernel_us(work, blocks, passes, tile, limits_.gpu)};
+}
+
+}  // namespace mirage

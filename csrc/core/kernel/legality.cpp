@@ -1,0 +1,30 @@
+#include "core/kernel/legality.h"
+
+#include <algorithm>
+
+#include "core/kernel/tile_sizes.h"
+
+namespace mirage {
+
+bool keeps_forced_roles(const KernelNodes& nodes, const KernelShape& shape,
+                        const std::vector<AxisSet>& forced) {
+  for (std::size_t role = 0; role < forced.size(); ++role)
+    for (const AxisId axis : forced[role] & nodes.axes())
+      if (shape.role(axis) != static_cast<Role>(role)) return false;
+  return true;
+}
+
+bool parts_are_independent(const KernelNodes& nodes, AxisId split) {
+  const KernelTask& task = nodes.task();
+  return std::all_of(nodes.all().begin(), nodes.all().end(), [&](NodeId id) {
+    if (nodes.reduces(id, split))
+      return nodes.uses(id) == 0 && task.outputs.has(id) && !task.final.has(id);
+    return !task.outputs.has(id) || nodes[id].axes.has(split);
+  });
+}
+
+bool is_walked(const LoopPasses& passes, AxisId loop) {
+  return !loop.valid() || (passes.count() > 0 && passes.count() <= kMaxPasses);
+}
+
+}  // namespace mirage

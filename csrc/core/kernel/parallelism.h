@@ -1,0 +1,19 @@
+// How many blocks a kernel has.
+#pragma once
+#include <cstdint>
+
+#include "core/gpu_rates.h"
+#include "core/kernel/kernel_nodes.h"
+#include "core/kernel/kernel_task.h"
+
+namespace mirage {
+
+// Returns the blocks of a kernel, not counting parts of a split axis. Axes that the largest input
+// carries are cut fine; axes whose blocks would all read its tiles are not.
+double grid_blocks(const KernelNodes& nodes, const KernelShape& shape);
+
+// Returns the number of parts of a split axis, none of which is empty. `blocks` are those of the grid.
+std::int64_t split_parts(const Program& program, const KernelShape& shape, double blocks,
+                         const GpuRates& gpu);
+
+}  // namespace mirage
