@@ -150,7 +150,8 @@ def prepare(folder: Path, names: Sequence[str], given: dict[str, Any]) -> dict[s
     }
     limits |= {name: getattr(core, name) for name in ("max_values", "max_expansions")}
     tile = re.search(
-        r"kLargestTile = (\d+)", (ROOT / "csrc/core/rates.h").read_text(encoding="utf-8")
+        r"kLargestTile = (\d+)",
+        (ROOT / "csrc/core/kernel/tile_sizes.h").read_text(encoding="utf-8"),
     )
     limits |= {"tile": int(tile[1])} if tile else {}
     compilers = re.findall(rb"(?:GCC: \(|clang version )[ -~]*", Path(_core.__file__).read_bytes())

@@ -11,7 +11,7 @@ VIEWS = ("permute", "reshape", "slice")
 
 _LAUNCH_US, _LATENCY_US = 1.16, 1.5
 _BYTES, _MATRIX_OPS = 4.47e6, 345e6
-"""Per µs, of the H200 that csrc/core/rates.h describes; tests keep them equal."""
+"""Per µs, of the H200 that csrc/core/gpu_rates.h describes; tests keep them equal."""
 _REACHED = 0.85
 """The part of the bandwidth that library kernels reach (as in tune/cost.py)."""
 

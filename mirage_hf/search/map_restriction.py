@@ -25,7 +25,7 @@ GridMap = tuple[tuple[int, int], ...]
 """Sorted pairs of a grid dim's place and the tensor dim that it cuts."""
 
 LARGEST_TILE = 16384
-"""Elements that a block may hold of a value along axes that are held whole, as in csrc/core/rates.h."""
+"""Elements that a block may hold of a value along axes that are held whole, as in csrc/core/kernel/tile_sizes.h."""
 
 
 @dataclass(frozen=True)
