@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from mirage_hf.gpus import H200
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.patterns.gated_mlp import GATED_MLP
 from mirage_hf.patterns.linear_residual import LINEAR_RESIDUAL
@@ -27,7 +28,7 @@ from mirage_hf.patterns.rms_norm_linear import RMS_NORM_LINEAR
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline import outcome, resolver
 from mirage_hf.tune import measure
-from mirage_hf.tune.cost import H200, tensor_bytes
+from mirage_hf.tune.cost import tensor_bytes
 from mirage_hf.verify.numeric import Case, make_inputs
 from scripts import benching
 from scripts.benching import (

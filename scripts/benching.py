@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from mirage_hf.codegen import compile as compiler
+from mirage_hf.gpus import H200
 from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.tune import measure
-from mirage_hf.tune.cost import H200
 from mirage_hf.zoo.machine import this_machine
 
 #: Bytes per second that an H200 reads, measured. Every floor is bytes over this.

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 import mirage_hf as mi
+from mirage_hf.gpus import H200
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.patterns.attention import LONG_SLOTS
-from mirage_hf.tune.cost import H200, tensor_bytes
+from mirage_hf.tune.cost import tensor_bytes
 from scripts import rivals
 from scripts.rivals import Rival
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.kernel import KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.pipeline.outcome import Outcome
@@ -16,7 +17,7 @@ from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
 from mirage_hf.pipeline.windows import ProgressCallback
 from mirage_hf.tune import space
-from mirage_hf.tune.cost import H200, Device, estimate
+from mirage_hf.tune.cost import estimate
 from mirage_hf.tune.tuner import tune
 from mirage_hf.verify.accept import Candidate, kind_of
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from mirage_hf import errors
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.gpus import H200, Device
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.kernel import CUSTOMIZED
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune import space
-from mirage_hf.tune.cost import H200, Device, estimate, library_us
+from mirage_hf.tune.cost import estimate, library_us
 from mirage_hf.verify.accept import Candidate
 
 #: A dim of at most this size counts rows. Schedules for one row are kept along with those for the

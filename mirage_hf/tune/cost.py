@@ -7,100 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mirage_hf.codegen.plan import KernelPlan
+from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import Stage
 from mirage_hf.graph.effects import APPEND, parts_of
 from mirage_hf.graph.kernel import DTensor, KernelOp
-
-
-@dataclass(frozen=True)
-class Device:
-    """The numbers of a GPU that the model uses; bandwidths in bytes/s, rates in operations/s, times in µs."""
-
-    name: str
-    sm: int
-    sms: int
-    bandwidth: float
-    l2_bandwidth: float
-    lane_rate: float
-    mma_rate: float
-    launch_us: float = 1.16
-    latency_us: float = 1.5
-    """From the first load of a kernel to its last store when there is nothing to wait for but latency."""
-    meeting_us: float = 0.8
-    """What it takes blocks to tell each other that their partial results are stored, and the last one to read them."""
-    flight_bytes: int = 32 * 1024
-    """Bytes of streamed inputs in flight per SM that fill the memory system."""
-    sm_bandwidth: float = 55e9
-    """Bytes/s that one SM can draw: fewer blocks than SMs cannot fill the memory system."""
-    l2_bytes: int = 60 << 20
-    shared_bytes: int = 227 * 1024
-    registers: int = 65536
-
-
-H200 = Device("NVIDIA H200", 90, 132, 4.47e12, 8e12, 132 * 128 * 1.7e9, 690e12)
-"""Measured: bandwidth, tensor-core rate, launch time (one machine, November 2026). Lanes: 4 × 32 a cycle and SM."""
-
-H100 = Device("NVIDIA H100", 90, 132, 3.0e12, 7e12, 132 * 128 * 1.7e9, 690e12, l2_bytes=50 << 20)
-A100 = Device(
-    "NVIDIA A100",
-    80,
-    108,
-    1.75e12,
-    4e12,
-    108 * 64 * 1.4e9,
-    280e12,
-    l2_bytes=40 << 20,
-    shared_bytes=163 * 1024,
-)
-B200 = Device(
-    "NVIDIA B200", 100, 148, 7.0e12, 10e12, 148 * 128 * 1.8e9, 1500e12, l2_bytes=126 << 20
-)
-L40S = Device(
-    "NVIDIA L40S",
-    89,
-    142,
-    0.75e12,
-    3.5e12,
-    142 * 128 * 2.2e9,
-    280e12,
-    l2_bytes=96 << 20,
-    shared_bytes=99 * 1024,
-    sm_bandwidth=20e9,
-)
-RTX_4090 = Device(
-    "NVIDIA GeForce RTX 4090",
-    89,
-    128,
-    0.9e12,
-    3.5e12,
-    128 * 128 * 2.4e9,
-    130e12,
-    l2_bytes=72 << 20,
-    shared_bytes=99 * 1024,
-    sm_bandwidth=20e9,
-)
-RTX_5090 = Device(
-    "NVIDIA GeForce RTX 5090",
-    120,
-    170,
-    1.6e12,
-    5e12,
-    170 * 128 * 2.3e9,
-    180e12,
-    l2_bytes=96 << 20,
-    shared_bytes=99 * 1024,
-    sm_bandwidth=25e9,
-)
-"""Not measured: these four are data sheets, less 10 to 15% of their bandwidths; that of the L2 and of one SM is a guess. Shared
-memory is what one block may ask for (CUDA programming guide, compute capabilities 8.9, 10.0 and 12.0)."""
-
-DEVICES = (H200, H100, A100, B200, L40S, RTX_4090, RTX_5090)
-
-
-def device_named(name: str, sm: int) -> Device:
-    """The known device whose name begins `name`, else the known one nearest in compute capability."""
-    by_name = [d for d in DEVICES if name.startswith(d.name)]
-    return by_name[0] if by_name else min(DEVICES, key=lambda d: abs(d.sm - sm))
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from mirage_hf import errors
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.kernel import KernelOp
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune import space
-from mirage_hf.tune.cost import H200, Device, estimate
+from mirage_hf.tune.cost import estimate
 
 _BASES = 24
 """Schedules of the unrestricted space whose other choices are taken over."""

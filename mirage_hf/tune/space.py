@@ -12,10 +12,11 @@ from functools import lru_cache
 from mirage_hf import errors
 from mirage_hf.codegen.plan import MMA_COLUMNS, MMA_MIN, KernelPlan, plan_kernel
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
+from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import Axis, BlockGraph, Role
 from mirage_hf.graph.kernel import DTensor, KernelOp
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.tune.cost import H200, Device, Footprint, estimate, footprint
+from mirage_hf.tune.cost import Footprint, estimate, footprint
 
 REGISTER_BUDGET = 160
 """Registers a thread may spend on float32 tiles; beyond it tiles spill."""

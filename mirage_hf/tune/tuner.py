@@ -19,12 +19,13 @@ from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.errors import Rejected
+from mirage_hf.gpus import H200, Device, device_named
 from mirage_hf.graph import effects, symbolic
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.tune import measure, space
-from mirage_hf.tune.cost import H200, Cost, Device, device_named, estimate, library_us
+from mirage_hf.tune.cost import Cost, estimate, library_us
 from mirage_hf.tune.measure import Run, Timing
 from mirage_hf.verify.numeric import NumericCheck
 from mirage_hf.verify.verdict import Accepted

@@ -16,6 +16,7 @@ from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.errors import CodegenError
+from mirage_hf.gpus import H200
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import new_kernel_graph
@@ -26,7 +27,7 @@ from mirage_hf.pipeline.resize import cut_to
 from mirage_hf.search.append import split_appends
 from mirage_hf.search.engine import SearchOptions, search
 from mirage_hf.tune import space, tuner
-from mirage_hf.tune.cost import H200, estimate
+from mirage_hf.tune.cost import estimate
 from tests.helpers import triton_interpreter
 
 LONG = 131072

@@ -18,7 +18,7 @@ from mirage_hf.pipeline.choose import promising
 from mirage_hf.patterns import GATED_MLP, LINEAR_RESIDUAL, RMS_NORM_LINEAR
 from mirage_hf.patterns.lora import LORA_DOWN, BlockAdapters
 from mirage_hf.search.engine import SearchOptions
-from mirage_hf.tune.cost import H200
+from mirage_hf.gpus import H200
 from mirage_hf.tune.tuner import rank
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.verify.numeric import Case, copied, make_inputs

@@ -20,12 +20,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import Rejected
+from mirage_hf.gpus import H200
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.pipeline import outcome, resolver
 from mirage_hf.search.spec import lower
 from mirage_hf.tune import measure
-from mirage_hf.tune.cost import H200
 from mirage_hf.tune.tuner import rank
 from mirage_hf.verify.numeric import Case, make_inputs
 from mirage_hf.zoo.entry import Entry

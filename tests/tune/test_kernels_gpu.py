@@ -9,11 +9,11 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.gpus import device_named
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune import measure, space, tuner
-from mirage_hf.tune.cost import device_named
 from tests.helpers import kernel_cases
 
 pytestmark = pytest.mark.gpu

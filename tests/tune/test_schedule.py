@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mirage_hf import errors
+from mirage_hf import errors, gpus
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
@@ -22,7 +22,7 @@ from mirage_hf.verify.verdict import Accepted
 from tests.helpers import kernel_cases
 from tests.helpers.thorough import THOROUGH
 
-DEVICES = (cost.H200, cost.A100, cost.RTX_4090) if THOROUGH else (cost.H200, cost.RTX_4090)
+DEVICES = (gpus.H200, gpus.A100, gpus.RTX_4090) if THOROUGH else (gpus.H200, gpus.RTX_4090)
 
 
 def test_round_trip_and_order_of_tiles():
@@ -363,7 +363,7 @@ def test_steps_from_a_candidate_are_new_possible_and_permitted():
         )
         only = [s for s in space.schedules(op) if s.mma == mma]
         found = tuner._around(
-            [start, start], [start], cost.H200, lambda op, device, only=only: only
+            [start, start], [start], gpus.H200, lambda op, device, only=only: only
         )
         schedules = [c.schedules[0] for c in found]
         assert (
@@ -497,7 +497,7 @@ def test_kinds_that_hold_in_a_ugraph_hold_in_those_with_such_block_graphs_in_any
     for kinds, want in (([{False}], {False}), ([{False}, {True}], {False, True}), ([set()], set())):
         allowed = space.permitted((split, may) for may in kinds)
         assert [
-            {s.mma for s in allowed(place_kernels(u)[0], cost.H200)} for u in (split, other)
+            {s.mma for s in allowed(place_kernels(u)[0], gpus.H200)} for u in (split, other)
         ] == [
             want,
             want,

@@ -20,8 +20,9 @@ from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.triton import generate
 from mirage_hf.errors import Rejected
+from mirage_hf.gpus import H200
 from mirage_hf.graph import json_format
-from mirage_hf.tune.cost import H200, estimate
+from mirage_hf.tune.cost import estimate
 from mirage_hf.tune.space import REGISTER_BUDGET
 from mirage_hf.tune.tuner import rank
 from mirage_hf.zoo import store
