@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from mirage_hf.errors import InputError, MirageError, Rejected
+from mirage_hf.errors import InputError, MirageError, Rejected, described
 from mirage_hf.graph import symbolic
 from mirage_hf.ops.table import COMPUTE_DTYPES
 from mirage_hf.patterns.attention import LONG_FROM, LONG_SLOTS, REFERENCE_SLOTS
@@ -403,7 +403,7 @@ class Attention:
                     return Rejected(found.reason)
                 run = resize.at_size(found, program, device)
         except (MirageError, torch.OutOfMemoryError) as e:
-            return Rejected(f"no kernel: {e}")
+            return Rejected(f"no kernel: {e if isinstance(e, MirageError) else described(e)}")
         digest = key_of(program, target_of(device)).digest
 
         def compiled(inputs: Sequence[Tensor]) -> list[Tensor]:

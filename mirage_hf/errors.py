@@ -73,10 +73,16 @@ class Rejected:
 # -- wording shared by several stages ---------------------------------------------------------------------------------
 
 
-def described(error: BaseException) -> str:
-    """Return an exception in one line: its class, and the first line of its message if it has one."""
+def described(error: BaseException, *, whole: bool = False) -> str:
+    """Return an exception as text: its class, and its message if it has one.
+
+    Args:
+        error: The exception.
+        whole: True for the whole message, False for its first line.
+    """
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    message = "\n".join(lines if whole else lines[:1])
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def shape(dims: Sequence[int]) -> str:

@@ -88,7 +88,7 @@ def serve(asked: Iterable[str]) -> None:
             for task in tasks:
                 compile_kernel(module, task, sm)
         except Exception as e:
-            failed = f"{type(e).__name__}: {str(e).strip()}"
+            failed = f"{type(e).__name__}: {str(e).strip() or 'no message'}"
         answers.write(json.dumps(failed) + "\n")
         answers.flush()
 

@@ -181,7 +181,7 @@ def _compile(module: ModuleType, launch: Launch, sm: int) -> Compiled:
     try:
         kernel = ahead.compile_kernel(module, _task(launch), sm)
     except Exception as e:
-        raise _refused(launch.kernel, sm, f"{type(e).__name__}: {str(e).strip()}") from e
+        raise _refused(launch.kernel, sm, errors.described(e, whole=True)) from e
     return Compiled(launch.kernel, sm, dict(kernel.asm), kernel.metadata.shared, launch.num_warps)
 
 

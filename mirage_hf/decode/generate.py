@@ -28,7 +28,7 @@ from mirage_hf.decode.program import CapturedForward, Chooser, Step
 from mirage_hf.decode.routing import effective, refused_arguments, refused_model, refused_options
 from mirage_hf.decode.session import Outdated, Session
 from mirage_hf.decode.step_program import CHANGED, StepProgram, obstacle
-from mirage_hf.errors import MirageError
+from mirage_hf.errors import MirageError, described
 from mirage_hf.layers.model_kernels import ModelKernels
 
 GraphKey = tuple[Any, Any]
@@ -354,7 +354,7 @@ class DecodeRunner:
     ) -> None:
         """Count the call as one of called steps, and remember that this state of the model cannot be captured with this chooser. `again`:
         for a call that has been counted so."""
-        why = f"capture failed ({type(error).__name__}: {(str(error) or '-').splitlines()[0]})"
+        why = f"capture failed ({described(error)})"
         if not isinstance(error, torch.OutOfMemoryError):  # another time there may be more
             self._uncapturable[_way(chooser)] = step.graph_key, why
         if again:

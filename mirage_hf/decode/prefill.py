@@ -34,7 +34,7 @@ from torch import Tensor
 from mirage_hf.decode.cache import CacheBlock, Ring
 from mirage_hf.decode.graphs import capture
 from mirage_hf.decode.program import MaskPlan
-from mirage_hf.errors import MirageError
+from mirage_hf.errors import MirageError, described
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.prefill import PromptInputs, WindowAttention
 from mirage_hf.layers.row_chunks import MIN_CHUNK_ROWS
@@ -250,9 +250,7 @@ class Prompts:
             self.count("not by kernels: out of memory")  # another time there may be more
             return False
         except Exception as error:  # whatever there is against it, HF's own prefill is the way out
-            self.count(
-                f"not by kernels: {type(error).__name__}: {(str(error) or '-').splitlines()[0]}"
-            )
+            self.count(f"not by kernels: {described(error)}")
             self._checked[kind] = key, False
             return False
         self._checked[kind] = key, True

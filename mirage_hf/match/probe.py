@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirage_hf.errors import Rejected
+from mirage_hf.errors import Rejected, described
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.layers.compose import Kernel, MlpStandIn, any_norm, in_dtype, stand_in, torch_kernels
@@ -265,10 +265,7 @@ class Probes:
                 with torch.no_grad():
                     self.outcomes[key] = probe()
             except Exception as e:  # foreign code on made-up inputs may raise anything; whatever it is, it is a "no"
-                text = (str(e).splitlines() or [""])[0]
-                self.outcomes[key] = Rejected(
-                    f"could not be run on a probe ({type(e).__name__}: {text})"
-                )
+                self.outcomes[key] = Rejected(f"could not be run on a probe ({described(e)})")
         return self.outcomes[key]
 
     def norm(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mirage_hf.errors import Rejected
+from mirage_hf.errors import Rejected, described
 from mirage_hf.layers.compose import any_norm
 from mirage_hf.layers.model_kernels import LayerKernels, ModelKernels
 from mirage_hf.layers.step import StepInputs
@@ -81,9 +81,7 @@ def check(match: Match, binding: Binding) -> Checked | Rejected:
                     )
                 outcome = max(outcome, seen, key=lambda c: c.error)
     except Exception as e:  # a module that cannot be checked is not kept, whatever its code or its wide twin raises
-        return Rejected(
-            f"the check could not run ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})"
-        )
+        return Rejected(f"the check could not run ({described(e)})")
     return outcome
 
 
@@ -212,9 +210,7 @@ def check_step(layer: LayerKernels, rows: int) -> Checked | Rejected:
                 torch.cat(ours), sampled.stock[:, 0], sampled.exact[:, 0], dtype, layer=True
             )
     except Exception as e:  # as in check
-        return Rejected(
-            f"the check could not run ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})"
-        )
+        return Rejected(f"the check could not run ({described(e)})")
     if not seen.error <= seen.allowed:
         return Rejected(
             f"off by {seen.error:.2g} with {rows} rows, stock by {seen.stock_error:.2g}; {seen.allowed:.2g} is allowed"
@@ -247,9 +243,7 @@ def check_head(steps: ModelKernels, causal: Any, rows: int) -> Checked | Rejecte
             )
             seen = _compare(torch.cat(ours), causal.own_head(x), exact, dtype)
     except Exception as e:  # as in check
-        return Rejected(
-            f"the check could not run ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})"
-        )
+        return Rejected(f"the check could not run ({described(e)})")
     if not seen.error <= seen.allowed:
         return Rejected(
             f"off by {seen.error:.2g} with {rows} rows, stock by {seen.stock_error:.2g}; {seen.allowed:.2g} is allowed"

@@ -555,7 +555,7 @@ def _try(
         return replace(
             candidate,
             status=REFUSED,
-            reason=f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}",
+            reason=errors.described(e),
         )
 
 
