@@ -548,7 +548,7 @@ def test_the_documented_row_for_a_new_architecture_works(monkeypatch):
     model.eval()
     monkeypatch.setattr(decoder_layer, "LAYOUTS", decoder_layer.LAYOUTS)
     assert {r.pattern for r in mi.optimize(model, dry_run=True).rows} == {"gated_mlp"}
-    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "new-architecture.md").read_text(encoding="utf-8")
     exec(re.search(r"```python\n(.*?)```", text, re.S)[1], {"mi": mi, "model": model})
     assert {"rms_norm_linear", "attention", "linear_residual"} < {
         r.pattern for r in mi.optimize(model, dry_run=True).rows

@@ -114,7 +114,7 @@ def test_rms_norm_linear_divides_after_the_matmul(rows):
     assert any(op.fn == "rsqrt" for op in epilogue.body)
     scaling = next(op for op in epilogue.body if product.out in op.args)
     assert scaling.fn in ("mul", "div") and squares.out in depends(block, scaling.out)
-    assert product.out in block.contractions or rows == 1
+    assert product.out in block.contractions
     assert all(len(loaders(block, n)) == passes(block, n) == 1 for n in range(3))
 
 
@@ -651,7 +651,7 @@ def test_memory_is_bounded_and_the_report_says_so():
         and report.counters.examined < 2 * 20000 + 1000
         and report.counters.seconds < 15
     )
-    assert "memory" in str(report) and (found or "memory" in report.reason)
+    assert "memory" in str(report) and found
 
 
 def test_the_time_limit_holds():

@@ -74,7 +74,7 @@ def test_every_kind_of_mutant_of_several_kernels_is_made_and_judged():
         "permuted outputs of the µGraph",
         "swapped operands of a kernel",
     ):
-        assert "differs" in kinds[kind] or "range only" in kinds[kind], (kind, kinds[kind])
+        assert "differs" in kinds[kind], (kind, kinds[kind])
 
 
 def test_the_judge_shares_no_code_with_the_interpreter_and_agrees_with_it():

@@ -1009,9 +1009,7 @@ def test_a_mean_that_no_float32_sum_gives_is_refused(dtype, by):
 
     for seed in range(3):
         verdict = numeric.NumericCheck(g, seed=seed).judge(run)
-        assert isinstance(verdict, Rejected) and (
-            "constant rows" in verdict.reason or "mean far above spread" in verdict.reason
-        ), verdict
+        assert isinstance(verdict, Rejected) and "constant rows" in verdict.reason, verdict
 
 
 def test_sums_in_the_run_dtype_are_refused():
@@ -1160,7 +1158,7 @@ def test_huge_scores_ask_for_the_maximum_wherever_their_size_comes_from():
                 for a in st.accumulators
             )
             bounded |= any(o.fn == "max" for op in f.ugraph.block_ops for o in op.block.ops())
-            assert bounded or all(isinstance(v, Rejected) for v in verdicts(f.ugraph))
+            assert bounded
     g = mi.new_kernel_graph()
     g.matmul(g.new_input((4, 8)), g.new_input((8, 4)))
     assert not any(case.scores for case, _ in numeric.NumericCheck(g).each())
