@@ -1,1 +1,1 @@
-
+"""Estimate, measure and choose schedules."""

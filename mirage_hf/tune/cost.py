@@ -1,4 +1,7 @@
-"""What a kernel should take on a GPU: bytes, instructions, launches and occupancy, as microseconds. Ranks; does not promise."""
+"""Estimate what a kernel takes on a GPU, in µs: from bytes, instructions, launches and occupancy.
+
+Estimates rank candidates. They promise nothing; the tuner measures.
+"""
 
 from __future__ import annotations
 
@@ -15,56 +18,69 @@ from mirage_hf.graph.kernel import DTensor, KernelOp
 
 @dataclass(frozen=True)
 class Cost:
-    """An estimate for one launch, and what it was made of."""
+    """An estimate for one launch, and what it was made of.
+
+    Attributes:
+        us: Estimated microseconds.
+        bytes: Bytes that must move between device memory and the chip.
+        l2_bytes: Bytes that all blocks together load.
+        instructions: Instructions of all lanes.
+        mma_flops: Operations on tensor cores.
+        registers: Registers that a thread needs for tiles.
+        shared: Bytes of shared memory of a block.
+        blocks_per_sm: Blocks that fit on one SM at a time.
+    """
 
     us: float
     bytes: int
-    """Bytes that must move between device memory and the chip."""
     l2_bytes: int
-    """Bytes that all blocks together load."""
     instructions: float
     mma_flops: float
     registers: int
-    """Registers a thread needs for tiles."""
     shared: int
     blocks_per_sm: int
 
 
+#: Least µs of a loop step with a running maximum: two products, the second of what the first gives,
+#: and maxima and sums that warps exchange. Measured 1.0 to 1.2 on an H200 with 1 to 4 warps and
+#: tiles of 32 to 128. Blocks on one SM do it side by side.
 RESCALED_US = 1.1
-"""What a step of a loop with a running maximum takes at least: two products, one of what the other gives, and maxima and sums that warps
-tell each other. Measured 1.0 to 1.2 on an H200 with 1 to 4 warps and tiles of 32 to 128; blocks on one SM do it side by side."""
 
 
+#: µs of a step of another tensor-core loop without sums of its own: per product, and per other
+#: element (scaled factors, squares that are added up). Blocks on one SM take turns. AHEAD_US is the
+#: least if something is loaded only one step ahead. Fitted to 415 kernels of linears of 16 and 32
+#: rows after a norm, measured on an H200: steps took 0.2 to 1.5 µs. The rank correlation of
+#: estimates and times rose from -0.6..-0.3 to 0.6..0.9.
 STEP_US, ELEMENT_US, AHEAD_US = 0.15, 4.5e-5, 0.5
-"""What a step of another loop of tensor-core products takes a block, where it has no sums of its own: for each product, and for each
-element besides (factors that are scaled, squares that are added up); blocks on one SM take turns. And at least, where something is
-loaded only a step ahead. Fitted to 415 kernels of linears of 16 and 32 rows behind a norm, measured on an H200: steps took 0.2 to
-1.5 µs. Without these the rank correlation of estimates and times was -0.3 to -0.6, with them it is 0.6 to 0.9."""
 
 
+#: Instructions that an element takes in a kernel whose products are multiply-adds: per product and
+#: sum, and if threads share sums in each step, as scores of attention of several rows. Fitted to
+#: 560 kernels measured on an H200, which took 2.8 to 8 times, and 13 to 26 times, what one
+#: instruction each would take.
 MULTIPLY_ADD, REDUCED_EACH_STEP = 3.0, 12.0
-"""Instructions, or the time of so many, that an element takes in a kernel whose products are multiply-adds: of each product and sum, and
-where sums are shared among threads in each step of a loop, as scores of attention of several rows are. Fitted to 560 kernels measured on
-an H200: they took 2.8 to 8 times, and 13 to 26 times, what one instruction for each would."""
 
 
 def tensor_bytes(t: DTensor) -> int:
-    """Bytes of the distinct elements of a tensor."""
+    """Return the bytes of the distinct elements of a tensor."""
     return math.prod(d for d, s in zip(t.dims, t.strides, strict=True) if s) * t.dtype.itemsize
 
 
 def _loads(plan: KernelPlan, stage: Stage) -> list[str]:
+    """Return the inputs that a stage reads in its loop."""
     read = {a for op in stage.body for a in op.args} | {a.arg for a in stage.accumulators}
     return [i.name for i in plan.block.inputs if i.name in read and stage.loop in i.axes]
 
 
 def _tile_bytes(plan: KernelPlan, name: str) -> int:
+    """Return the bytes of an input's tile."""
     i = plan.input[name]
     return plan.numel(plan.block.carried[name]) * plan.dtype(i).itemsize
 
 
 def _running(plan: KernelPlan, stage: Stage) -> int:
-    """Elements of a stage's accumulators inside its loop."""
+    """Return the elements of a stage's accumulators inside its loop."""
     return sum(
         plan.numel(plan.block.carried[a.arg if plan.is_reduced_after_loop(stage, a) else a.out])
         for a in stage.accumulators
@@ -73,36 +89,43 @@ def _running(plan: KernelPlan, stage: Stage) -> int:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the tiles of a plan alone decide, whatever its warps, stages and shares of the loop (`KernelPlan.alike`)."""
+    """What the tiles of a plan decide alone, whatever its warps, stages and cooperating blocks.
+
+    Attributes:
+        moved: Bytes between device memory and the chip.
+        loads: For each loop, the bytes that one step loads of each input.
+        once: Bytes that a block loads once.
+        streamed: Bytes of a step that no other block reads. All bytes of a loop if blocks share
+            everything.
+        step_work: Elements computed in one step of the loops.
+        once_work: Elements computed once.
+        step_flops: Tensor-core operations of one step.
+        once_flops: Tensor-core operations done once.
+        held: 32-bit registers that all threads together need for the tiles of the largest stage.
+        factors: Elements of all factors of tensor-core products.
+        unstaged: Elements of those factors that no loop loads.
+        exchanged: Elements of the largest sum or maximum in a loop that several warps share.
+        rescales: Whether tensor-core sums shift with a running maximum.
+        accumulating: Tensor-core sums in loops that have no other sums.
+        element_work: Instructions that one element takes, in the loops if there are any.
+        contiguity: How well the largest input's tile uses memory, from 0 to 1.
+    """
 
     moved: int
-    """Bytes between device memory and the chip."""
     loads: tuple[Mapping[str, int], ...]
-    """Bytes that a step of each loop loads of each input."""
     once: int
-    """Bytes that a block loads once."""
     streamed: int
-    """Bytes of a step that no other block reads; all of a loop's where blocks share everything."""
     step_work: int
     once_work: int
-    """Elements computed in a step of the loops, and once."""
     step_flops: float
     once_flops: float
-    """Of tensor cores, likewise."""
     held: float
-    """Registers of 32 bits that all threads together need for the tiles of the stage that needs most."""
     factors: int
-    """Elements of all factors of tensor-core products."""
     unstaged: int
-    """Elements of those that loops do not load."""
     exchanged: int
-    """Elements of the largest sum or maximum in a loop whose parts warps have."""
     rescales: bool
-    """Whether sums of tensor cores shift with a running maximum."""
     accumulating: int
-    """Sums of tensor cores in loops that have no other sums."""
     element_work: float
-    """Instructions that an element takes: of the loops where there are some, which is where most are."""
     contiguity: float
 
 
@@ -175,8 +198,9 @@ def footprint(plan: KernelPlan) -> Footprint:
 
 
 def _element_work(plan: KernelPlan) -> float:
+    """Return the instructions that one element takes."""
     by_hand = {c.out for c in plan.block.contractions.values()} - set(plan.dots)
-    # of one row scores are sums of products of two axes, which a thread mostly has to itself
+    # Scores of one row are products of two axes; one thread mostly holds them alone.
     several = any(
         sum(plan.tile(a) > 1 for a in plan.block.carried[c.product]) > 2
         for c in plan.block.contractions.values()
@@ -194,7 +218,7 @@ def _element_work(plan: KernelPlan) -> float:
 
 
 def _held(plan: KernelPlan, stage: Stage) -> float:
-    """Registers for a stage's accumulators, what an iteration loads, and the largest value formed on the way."""
+    """Return the registers for accumulators, one step's loads, and the largest other value."""
     walked = stage.loop if plan.walks else None
     summed = {a.arg for a in stage.accumulators if walked and plan.is_reduced_after_loop(stage, a)}
     formed = [
@@ -203,9 +227,8 @@ def _held(plan: KernelPlan, stage: Stage) -> float:
         if op.out not in plan.skipped and op.out not in summed
     ]
     loaded = _loads(plan, stage) if walked else list(plan.input)
-    copied = (
-        plan.native if plan.walks else ()
-    )  # into shared memory; where loops are held whole they go through registers
+    # Walked loops copy into shared memory; loops held whole load through registers.
+    copied = plan.native if plan.walks else ()
     elements = sum(_tile_bytes(plan, i) / 4 for i in loaded if i not in copied) + max(
         formed, default=0.0
     )
@@ -213,7 +236,10 @@ def _held(plan: KernelPlan, stage: Stage) -> float:
 
 
 def _registers(plan: KernelPlan, tiles: Footprint) -> int:
-    """Registers a thread spends on tiles, or on the partial results of several blocks that are read at a time."""
+    """Return the registers that a thread spends on tiles.
+
+    Reading the partial results of several blocks may need more.
+    """
     partial = max(
         (
             plan.gathered(a) * math.prod(plan.few(x) for x in plan.value_dims(a.out))
@@ -225,15 +251,18 @@ def _registers(plan: KernelPlan, tiles: Footprint) -> int:
 
 
 def _shared_bytes(plan: KernelPlan, tiles: Footprint) -> int:
-    """Shared memory of a block: the loads of all iterations in flight (the one at work too where a product still reads it while the next
-    is asked for), the other factors of tensor-core products, and what warps tell each other in sums and maxima."""
+    """Return the shared memory of a block.
+
+    It holds the loads of all steps in flight, other factors of tensor-core products, and what warps
+    exchange in sums and maxima. The step at work counts too if a product still reads it while the
+    next one is copied.
+    """
     per_iteration = max((sum(loads.values()) for loads in tiles.loads), default=0)
     stages, itemsize = plan.schedule.num_stages, plan.run_dtype.itemsize
     if plan.walks and stages > 1:
         exchanged = tiles.exchanged * plan.schedule.num_warps * 4
-        again = sum(
-            _tile_bytes(plan, i) for i in plan.read_again
-        )  # from registers into the layout of the product
+        # Inputs read twice move from registers into the layout of the product.
+        again = sum(_tile_bytes(plan, i) for i in plan.read_again)
         late = any(plan.is_asynchronous(d) for d in plan.dots.values())
         return (
             per_iteration * (stages if late else stages - 1)
@@ -241,13 +270,18 @@ def _shared_bytes(plan: KernelPlan, tiles: Footprint) -> int:
             + tiles.unstaged * itemsize
             + exchanged
         )
-    return max(
-        per_iteration, tiles.factors * itemsize
-    )  # a product held whole is fed through shared memory
+    # A product held whole is fed through shared memory.
+    return max(per_iteration, tiles.factors * itemsize)
 
 
 def estimate(plan: KernelPlan, device: Device = H200, tiles: Footprint | None = None) -> Cost:
-    """Estimate one launch of a planned block graph. tiles: the footprint of the plan, if it is known."""
+    """Estimate one launch of a planned block graph.
+
+    Args:
+        plan: The block graph with its schedule.
+        device: The GPU.
+        tiles: The footprint of the plan, if it is known.
+    """
     schedule, tiles = plan.schedule, tiles or footprint(plan)
     trips = plan.steps_per_block if plan.loop else 1
     in_loop = [sum(loads.values()) for loads in tiles.loads]
@@ -269,7 +303,9 @@ def estimate(plan: KernelPlan, device: Device = H200, tiles: Footprint | None = 
     )
     ahead = schedule.num_stages - 1.0 if plan.walks and schedule.num_stages > 1 else 1.0
     if plan.dots and plan.walks and schedule.num_stages > 1:
-        ahead -= 0.5  # what tensor cores read is waited for before the next copy begins: measured 36 µs with three tiles ahead, 58 with one
+        # A tile that tensor cores read must be done before the next copy begins. Measured: 36 µs
+        # with three tiles ahead, 58 with one.
+        ahead -= 0.5
     concurrent = min(plan.grid, device.sms * per_sm)
     fill = min(
         1.0,
@@ -298,12 +334,10 @@ def estimate(plan: KernelPlan, device: Device = H200, tiles: Footprint | None = 
         step_us = STEP_US * tiles.accumulating + ELEMENT_US * tiles.step_work * _copies(plan)
         ahead_us = AHEAD_US if plan.read_again or plan.read_ahead else 0.0
         body = max(body, 1e-6 * trips * max(ahead_us, step_us * max(1.0, plan.grid / device.sms)))
-        again_us = (
-            device.latency_us * (math.ceil(waves) - 1) / per_sm
-        )  # blocks that follow others begin their loads anew
-    launch = (
-        0.0 if plan.triggers_early else device.launch_us
-    )  # of the next one, which is then long there
+        # Blocks of a later wave begin their loads anew.
+        again_us = device.latency_us * (math.ceil(waves) - 1) / per_sm
+    # The launch of the next kernel, which an early trigger hides.
+    launch = 0.0 if plan.triggers_early else device.launch_us
     us = (
         launch
         + device.latency_us
@@ -315,7 +349,10 @@ def estimate(plan: KernelPlan, device: Device = H200, tiles: Footprint | None = 
 
 
 def _copies(plan: KernelPlan) -> float:
-    """How many warps handle an element of a computed factor: it lies in the registers of warps of 16 rows, or 8 columns, each."""
+    """Return how many warps handle one element of a computed factor.
+
+    Such a factor lies in the registers of warps that take 16 rows, or 8 columns, each.
+    """
     warps = plan.schedule.num_warps
     most = [plan.rows(d) // 16 for d in plan.dots.values() if d.left not in plan.input]
     most += [plan.columns(d) // 8 for d in plan.dots.values() if d.right not in plan.input]
@@ -323,9 +360,12 @@ def _copies(plan: KernelPlan) -> float:
 
 
 def _contiguity(plan: KernelPlan) -> float:
-    """How well the largest input's tile uses memory: 1 for runs of 1 KB or more, less for parts of a 128-byte line; a run shorter
-    than a 32-byte sector moves the whole sector (measured: 230 µs where 18 were expected, one column of a (4096, 4096) matrix at a
-    time)."""
+    """Return how well the largest input's tile uses memory.
+
+    It is 1 for runs of 1 KB or more, and less for parts of a 128-byte line. A run shorter than a
+    32-byte sector moves the whole sector. Measured: 230 µs where 18 were expected, one column of a
+    (4096, 4096) matrix at a time.
+    """
     big = max(
         plan.block.inputs, key=lambda i: sum(tensor_bytes(plan.operands[s]) for s in i.sources)
     )
@@ -343,11 +383,10 @@ def _contiguity(plan: KernelPlan) -> float:
 
 
 def _detours(plan: KernelPlan) -> float:
-    """Small preferences among estimates that bandwidth makes equal."""
+    """Return a factor of small preferences among estimates that bandwidth makes equal."""
     schedule = plan.schedule
-    through_shared = (
-        1.02 if schedule.num_stages > 1 and not plan.dots else 1.0
-    )  # multiply-adds gain nothing from staging
+    # Multiply-adds gain nothing from staging.
+    through_shared = 1.02 if schedule.num_stages > 1 and not plan.dots else 1.0
     reduced_each_step = (
         1.01 if plan.walks and not schedule.reduce_after_loop and not plan.dots else 1.0
     )
@@ -360,7 +399,7 @@ def library_us(op: KernelOp, device: Device = H200) -> float:
     if op.name in ("reshape", "permute", "slice"):
         return 0.0
     if op.name == APPEND:
-        tensors = [parts_of(op)[1]] * 2  # the rest of the cache stays where it is
+        tensors = [parts_of(op)[1]] * 2  # only the new rows move
     flops = (
         2.0 * math.prod(op.outputs[0].dims) * tensors[0].dims[-1] if op.name == "matmul" else 0.0
     )

@@ -1,4 +1,4 @@
-"""A user's restrictions on schedules: numbers of blocks, threads and loop trips, in Mirage's terms."""
+"""Restrict schedules to a user's numbers of blocks, threads and loop trips."""
 
 from __future__ import annotations
 
@@ -19,15 +19,21 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune import space
 from mirage_hf.tune.cost import estimate
 
+#: Schedules of the unrestricted space whose other choices are kept.
 _BASES = 24
-"""Schedules of the unrestricted space whose other choices are taken over."""
 
 
 @dataclass(frozen=True)
 class LaunchRestriction:
-    """Allowed numbers of blocks per grid dim (ones do not count), threads of a block, and trips of the loop; empty: any.
+    """Allowed launches. An empty field allows any.
 
-    Every block graph of a µGraph must be able to keep to them, the one that combines partial results too."""
+    Every block graph of a µGraph must keep to them, also one that combines partial results.
+
+    Attributes:
+        griddims: Allowed blocks per grid dim; dims of one block do not count.
+        threads: Allowed threads of a block.
+        franges: Allowed trips of the loop.
+    """
 
     griddims: tuple[tuple[int, ...], ...] = ()
     threads: tuple[int, ...] = ()
@@ -39,7 +45,11 @@ class LaunchRestriction:
         blockdims: Iterable[Sequence[int]] | None,
         franges: Iterable[int] | None,
     ) -> LaunchRestriction:
-        """Errors: SearchError for values that are not positive integers, or more than three dims."""
+        """Return the restriction for a user's arguments.
+
+        Raises:
+            SearchError: A value is not a positive integer, or there are more than three dims.
+        """
         for name, given in (("griddims", griddims), ("blockdims", blockdims), ("franges", franges)):
             if given is not None and (isinstance(given, str) or not isinstance(given, Iterable)):
                 raise errors.SearchError(
@@ -48,7 +58,8 @@ class LaunchRestriction:
         allowed = [None if g is None else tuple(g) for g in (griddims, blockdims, franges)]
         if () in allowed:
             raise errors.SearchError(
-                "griddims, blockdims and franges: an empty list allows nothing; leave it None to allow any"
+                "griddims, blockdims and franges: an empty list allows nothing; leave it None to "
+                "allow any"
             )
         grids = tuple(_dims("griddims", d) for d in allowed[0] or ())
         threads = tuple(math.prod(_dims("blockdims", d)) for d in allowed[1] or ())
@@ -61,7 +72,7 @@ class LaunchRestriction:
         return LaunchRestriction(tuple(tuple(n for n in g if n > 1) for g in grids), threads, trips)
 
     def schedules(self, op: KernelOp, device: Device = H200) -> list[Schedule]:
-        """The schedules of a `customized` op that keep to the restriction, best estimate first; may be empty."""
+        """Return the schedules of an op that keep to the restriction, best estimate first."""
         assert op.block is not None
         found: dict[Schedule, float] = {}
         for base in space.schedules(op, device, _BASES):
@@ -81,15 +92,17 @@ class LaunchRestriction:
         return sorted(found, key=lambda s: (found[s], space.tie_break(s)))
 
     def _or_none(self, op: KernelOp) -> list[Schedule]:
+        """Return the schedules, or none if the op has no kernel at all."""
         try:
             return self.schedules(op)
         except errors.CodegenError:
-            return []  # no kernel at all
+            return []
 
     def scheduled(self, ugraphs: Sequence[UGraph]) -> tuple[UGraph, ...]:
-        """Those µGraphs whose kernels can all keep to the restriction, each with its best such schedules.
+        """Return the µGraphs whose kernels keep to the restriction, with their best schedules.
 
-        Errors: SearchError when there are µGraphs and none can.
+        Raises:
+            SearchError: There are µGraphs, and none can keep to it.
         """
         kept = []
         for u in ugraphs:
@@ -103,15 +116,17 @@ class LaunchRestriction:
                 f"{a.name} {a.role.value} {a.size}" for a in ugraphs[0].block_ops[0].block.axes
             )  # type: ignore[union-attr]
             raise errors.SearchError(
-                f"no kernel keeps to {wanted}: tiles are powers of two and the axes are {axes}; allow other numbers"
+                f"no kernel keeps to {wanted}: tiles are powers of two and the axes are {axes}; "
+                "allow other numbers"
             )
         return tuple(kept)
 
     def _tiles(self, block: BlockGraph, base: dict[str, int]) -> Iterator[dict[str, int]]:
+        """Yield the tiles that give an allowed grid and allowed trips."""
         grid = block.named(Role.GRID)
         loops = block.named(Role.LOOP)
         if self.franges and not loops and 1 not in self.franges:
-            return  # held whole: one trip
+            return  # without a loop there is one trip
         for counts in self._counts(len(grid)):
             tiles = dict(base)
             fits = True
@@ -128,7 +143,9 @@ class LaunchRestriction:
                 continue
             for trips in self.franges if self.franges and loops else (None,):
                 if trips is not None:
-                    part = block.split_size(loops[0].name)  # trips are those of one block
+                    part = block.split_size(
+                        loops[0].name
+                    )  # a block makes the trips of its own split
                     tile = -(-part // trips)
                     if tile & (tile - 1) or -(-part // tile) != trips:
                         continue
@@ -136,6 +153,7 @@ class LaunchRestriction:
                 yield dict(tiles)
 
     def _counts(self, axes: int) -> Iterator[tuple[int, ...] | None]:
+        """Yield blocks per grid axis in every order; None allows any."""
         if not self.griddims:
             yield None
             return
@@ -149,6 +167,7 @@ class LaunchRestriction:
 
 
 def _dims(name: str, dims: Any, most: int = 3) -> tuple[int, ...]:
+    """Return dims as a tuple of positive integers."""
     dims = tuple(dims) if isinstance(dims, Iterable) else (dims,)
     if not 1 <= len(dims) <= most or any(
         isinstance(d, bool) or not isinstance(d, int) or d < 1 for d in dims

@@ -1,4 +1,4 @@
-"""Times on a GPU: many calls in one CUDA graph, cold caches, median and spread."""
+"""Measure times on a GPU: many calls in one CUDA graph, cold caches, median and spread."""
 
 from __future__ import annotations
 
@@ -25,15 +25,23 @@ from mirage_hf.ops import table
 Run = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 Inputs = TypeVar("Inputs")
 
+#: Inputs rotate over this many times the L2, so nothing of a call's inputs is left in it.
 COLD_FACTOR = 2.2
-"""Rotating over this many times the L2 in distinct inputs leaves nothing of a call's inputs in it."""
 
 MAX_SETS, MIN_CALLS = 128, 24
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds per call: the median over replays, and the 10th and 90th percentile."""
+    """Microseconds per call.
+
+    Attributes:
+        us: The median over replays.
+        low: The 10th percentile.
+        high: The 90th percentile.
+        calls: Calls in one replay.
+        replays: Replays measured.
+    """
 
     us: float
     low: float
@@ -50,8 +58,11 @@ class Timing:
 def random_inputs(
     graph: KernelGraph, device: torch.device | str, seed: int = 0
 ) -> list[torch.Tensor]:
-    """One set of inputs: normal numbers in the dtype and strides of each input, bounds that keep all, appends at the end, zeros
-    for other integers."""
+    """Return one set of inputs for a program.
+
+    Floats are normal numbers in the dtype and strides of each input. Bounds keep everything,
+    appends go to the end of their cache, other integers are 0.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     inputs = []
     for t in graph.inputs:
@@ -66,29 +77,40 @@ def random_inputs(
 
 
 def cold_inputs(graph: KernelGraph, device: torch.device | str) -> list[list[torch.Tensor]]:
-    """As many sets of inputs as exceed twice the L2 (at most MAX_SETS)."""
+    """Return as many sets of inputs as exceed twice the L2, at most MAX_SETS."""
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     return [inputs for (inputs,) in _sets([random_inputs(graph, device)], COLD_FACTOR * l2)]
 
 
 def _sets(first: list[list[torch.Tensor]], least: float) -> list[list[list[torch.Tensor]]]:
-    """The inputs of some programs, and copies of them all: in sum more than `least` bytes (but at most MAX_SETS sets)."""
+    """Return the inputs of some programs and copies of them.
+
+    Together they have more than `least` bytes, but there are at most MAX_SETS sets.
+    """
     size = sum(x.nbytes for inputs in first for x in inputs)
     count = min(MAX_SETS, max(2, math.ceil(least / max(1, size)) + 1))
     return [first] + [[[copied(x) for x in inputs] for inputs in first] for _ in range(count - 1)]
 
 
+#: Replays that tell whether more are worth their time.
 GLANCE = 3
-"""Replays that tell whether more are worth their time."""
 
+#: The fewest replays, and the µs of GPU time after which there are no more. Long calls need no more
+#: replays.
 FEW, ENOUGH_US = 5, 10_000.0
-"""Replays at least, and microseconds of GPU time after which there are no more: long calls need no more of them than short ones."""
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A CUDA graph of calls that rotate over sets of inputs, between two events of its own; `reads` holds what a graph does not keep
-    alive."""
+    """A CUDA graph of calls that rotate over sets of inputs, between two events of its own.
+
+    Attributes:
+        graph: The captured graph.
+        calls: Calls in one replay.
+        start: Event before the first call.
+        end: Event after the last call.
+        reads: Tensors that the graph reads and does not keep alive.
+    """
 
     graph: torch.cuda.CUDAGraph
     calls: int
@@ -97,9 +119,13 @@ class Captured:
     reads: Any
 
     def times(self, replays: int, worth: float = math.inf) -> list[float]:
-        """Microseconds a call in each of up to `replays` replays (FEW where they are long, GLANCE where none takes less than `worth`),
-        after two more. The graph records the events itself: while the tuner's threads compile, this thread may wait for milliseconds
-        between a replay and an event behind it, and a kernel of 15 µs was seen to take 900."""
+        """Return microseconds per call of each replay, after two replays to warm up.
+
+        At most `replays` are made: FEW of long calls, and GLANCE if none takes less than `worth`
+        µs. The graph records its events itself. While the tuner's threads compile, this thread may
+        wait for milliseconds between a replay and an event after it; a kernel of 15 µs was seen to
+        take 900.
+        """
         samples: list[float] = []
         for n in range(2 + replays):
             self.graph.replay()
@@ -112,7 +138,14 @@ class Captured:
 
 
 def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs], calls: int = 0) -> Captured:
-    """Capture so many calls of `run` on each of `sets` in turn, by default each as often as the others and MIN_CALLS at least."""
+    """Capture calls of `run` on each of `sets` in turn.
+
+    Args:
+        run: What is called.
+        sets: The inputs.
+        calls: How many calls. By default every set has equally many, and at least MIN_CALLS are
+            made.
+    """
     calls = calls or len(sets) * max(1, math.ceil(MIN_CALLS / len(sets)))
     start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -120,7 +153,8 @@ def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs], calls: int = 0
     with torch.cuda.stream(stream):
         run(sets[0])
         torch.cuda.synchronize()
-        graph.capture_begin()  # torch.cuda.graph() would collect garbage each time, longer than the measurement takes
+        # torch.cuda.graph() would collect garbage each time, which takes longer than measuring.
+        graph.capture_begin()
         try:
             start.record()
             for n in range(calls):
@@ -133,6 +167,7 @@ def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs], calls: int = 0
 
 
 def timing(samples: Sequence[float], calls: int) -> Timing:
+    """Return the median and spread of some samples."""
     ordered = sorted(samples)
     last = len(ordered) - 1
     return Timing(
@@ -144,17 +179,21 @@ def timing(samples: Sequence[float], calls: int) -> Timing:
     )
 
 
+#: Inputs that are no constants and not larger are results of the kernel before in a chain: they lie
+#: in the L2.
 HOT_BYTES = 1 << 20
-"""Inputs that are no constants and not larger are results of the kernel before in a chain: they lie in the L2."""
 
 
 class Chain:
-    """Calls that depend on each other. After each, a small kernel of ours (the link) reads one element of the result and writes
-    the first input that is no constant; weights are cold, what flows is hot. Times are those of the whole chain less those of
-    the links alone, so what a kernel overlaps with its neighbours counts for it.
+    """Calls of one program that depend on each other.
+
+    After each call a small kernel of ours (the link) reads one element of the result and writes the
+    first input that is no constant. Weights are cold; what flows from call to call is hot. A time
+    is that of the whole chain minus that of the links alone, so overlap with neighbours counts.
     """
 
     def __init__(self, program: KernelGraph, sets: Sequence[list[torch.Tensor]]):
+        """Prepare the chain over sets of inputs."""
         hot = [
             n
             for n, t in enumerate(program.inputs)
@@ -165,13 +204,13 @@ class Chain:
         self._links: dict[torch.dtype, tuple[Any, float]] = {}
 
     def time(self, run: Run, replays: int = 15) -> Timing | None:
-        """None where nothing can flow."""
+        """Return the time per call, or None if no input can carry a dependence."""
         if self._at is None:
             return None
         y = run(self._sets[0])[0]
         if not y.is_floating_point():
             return None
-        x = flat(self._sets[0][self._at])  # elements of an input may share a place
+        x = flat(self._sets[0][self._at])  # strides may let elements overlap
         if y.dtype not in self._links:
             link = _link(len(x), x.dtype, y.dtype)
             one = y.as_strided((1,), (1,))
@@ -189,17 +228,20 @@ class Chain:
         return Timing(median, low, high, whole.calls, whole.replays)
 
 
+#: Bytes of weights that a layer rotates over, if memory allows. Over 360 MB an H200, whose L2 has
+#: 60, still ran 4% faster than over 2 GB, and another choice of kernels was the fastest.
 LAYER_BYTES = 3 << 29
-"""So many bytes of weights a layer rotates over, where they are free: over 360 MB an H200, whose L2 has 60, still ran 4% faster than
-over 2 GB, and another choice of kernels was the fastest."""
 
 
 class Layer:
-    """Calls of several programs in turn, as a layer of a model runs them: each reads, as the first input that is no constant, what
-    the one before wrote (through a link where that is too small or of another dtype). Weights are cold, what flows is hot.
+    """Calls of several programs in turn, as a layer of a model runs them.
+
+    Each reads what the one before wrote as its first input that is no constant, through a link if
+    that result is too small or of another dtype. Weights are cold; what flows is hot.
     """
 
     def __init__(self, programs: Sequence[KernelGraph], device: torch.device | str):
+        """Make inputs for all programs on a device."""
         self._at = [
             next(
                 (n for n, t in enumerate(p.inputs) if not t.constant and t.dtype.is_floating_point),
@@ -217,14 +259,16 @@ class Layer:
         for n, inputs in enumerate(first):
             for k, x in enumerate(inputs):
                 if (n, k) not in hot and x.is_floating_point():
-                    x.mul_(max(1, x.numel()) ** -0.25)  # so that what flows keeps its size
+                    x.mul_(
+                        max(1, x.numel()) ** -0.25
+                    )  # so results keep their size from program to program
         self._sets = _sets(first, min(LAYER_BYTES, torch.cuda.mem_get_info(device)[0] // 4))
         for inputs in self._sets[1:]:
             for n, k in hot:
                 inputs[n][k] = first[n][k]
 
     def time(self, runs: Sequence[Run], replays: int = 15, worth: float = math.inf) -> Timing:
-        """Microseconds of all programs together; `worth` as in `time_run`."""
+        """Return microseconds of all programs together; `worth` as in `time_run`."""
 
         def layer(inputs: Sequence[list[torch.Tensor]]) -> None:
             for run, x, n in zip(runs, inputs, self._at, strict=True):
@@ -235,12 +279,12 @@ class Layer:
                 )
                 flowed.append(run(at)[0])
 
-        flowed: list[torch.Tensor] = []  # all of them: the graph does not keep alive what it reads
+        flowed: list[torch.Tensor] = []  # kept, because a graph does not keep alive what it reads
         return time_run(layer, self._sets, replays, worth)
 
 
 def _flowed(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """An input like x that is there only once y is (x itself where y is of whole numbers)."""
+    """Return an input like `x` that is ready only once `y` is. Integers give `x` itself."""
     if not y.is_floating_point():
         return x
     own = flat(x)
@@ -252,7 +296,7 @@ def _flowed(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @lru_cache
 def _link(size: int, x: torch.dtype, y: torch.dtype) -> Any:
-    """x + 0 · y, written over x: like every kernel of ours it may begin early and waits for what it reads."""
+    """Return a kernel that writes x + 0 · y over x, and waits for both like any kernel of ours."""
     g = KernelGraph()
     block = BlockGraph(
         (Axis("n", size, Role.GRID),),
@@ -272,6 +316,6 @@ def _link(size: int, x: torch.dtype, y: torch.dtype) -> Any:
 def time_run(
     run: Callable[[Inputs], Any], sets: Sequence[Inputs], replays: int = 15, worth: float = math.inf
 ) -> Timing:
-    """Time `run` over cold `sets` inside a CUDA graph; GLANCE replays are enough where it takes `worth` µs or more."""
+    """Time `run` over cold sets in a CUDA graph, by GLANCE replays if it takes `worth` µs or more."""
     captured = capture(run, sets)
     return timing(captured.times(replays, worth), captured.calls)

@@ -1,4 +1,4 @@
-"""The schedules worth trying for a block graph on a device: few, ranked by the cost model."""
+"""List the schedules worth trying for a block graph on a device: few, ranked by the cost model."""
 
 from __future__ import annotations
 
@@ -18,36 +18,40 @@ from mirage_hf.graph.kernel import DTensor, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune.cost import Footprint, estimate, footprint
 
+#: Registers that a thread may spend on float32 tiles. Beyond it tiles spill.
 REGISTER_BUDGET = 160
-"""Registers a thread may spend on float32 tiles; beyond it tiles spill."""
 
+#: A kernel of last resort that needs more is not compiled. One that needed 9,764 was not done after
+#: eight minutes. Where it becomes bearable was not measured.
 HOPELESS_REGISTERS = 1024
-"""With more, a kernel of last resort is not compiled: one that needed 9,764 was not done after eight minutes, and nothing would be left of
-its speed. Where it becomes bearable was not measured."""
 
+#: How much worse each further schedule with the same tiles counts when choosing which to try.
 REPEAT = 0.05
-"""How much worse each further schedule with the same tiles counts when choosing which to try."""
 
+#: Most rows that multiply-adds are tried for.
 FMA_ROWS = 8
-"""Most rows that multiply-adds are tried for."""
 
+#: Loops are shared among blocks as long as there are no more blocks than this for each SM.
 MOST_BLOCKS_PER_SM = 4
-"""Loops are split among blocks as long as there are no more blocks than this for each SM."""
 
+#: Bytes that the blocks of an SM prefetch together before they wait: about what fills the memory
+#: system.
 PREFETCH_BYTES = 48 << 10
-"""What the blocks of an SM ask for together before they wait for the launches ahead of theirs: about what fills the memory system."""
 
 
 def schedules(op: KernelOp, device: Device = H200, limit: int = 256) -> list[Schedule]:
-    """The schedules of a `customized` op, best estimate first; both kinds of product are kept where both apply.
+    """Return the schedules of a `customized` op, best estimate first.
 
-    Errors: CodegenError when the block graph has no kernel at all.
+    Both multiply-adds and tensor cores are kept if both apply.
+
+    Raises:
+        CodegenError: The block graph has no kernel at all.
     """
     return list(_ranked(op, device)[:limit])
 
 
 def obstacle(ops: Iterable[KernelOp], device: Device = H200) -> str:
-    """Why one of these `customized` ops has no kernel at all; empty when each has one."""
+    """Return why one of these `customized` ops has no kernel at all; empty if each has one."""
     for op in ops:
         try:
             schedules(op, device, 1)
@@ -57,17 +61,19 @@ def obstacle(ops: Iterable[KernelOp], device: Device = H200) -> str:
 
 
 def default_schedule(op: KernelOp, device: Device = H200) -> Schedule:
-    """The cost model's first choice."""
+    """Return the cost model's first choice."""
     return schedules(op, device, 1)[0]
 
 
 def permitted(
     kinds: Iterable[tuple[UGraph, Collection[bool]]],
 ) -> Callable[[KernelOp, Device], list[Schedule]]:
-    """The schedules of the µGraphs' `customized` ops whose rounding holds, best estimate first, as a function of op and device.
+    """Return a function that lists an op's schedules whose rounding holds, best estimate first.
 
-    kinds: each µGraph with the kinds of product whose rounding was found to hold in it (`Schedule.mma`). An op may have a kind that any
-    µGraph with such a block graph has, whatever the sizes of axes: those of parts are the tuner's choice.
+    Args:
+        kinds: Each µGraph with the kinds of product (`Schedule.mma`) whose rounding was found to
+            hold in it. An op may use a kind that any µGraph with such a block graph may use,
+            whatever the sizes of its axes.
     """
     known: dict[object, set[bool]] = {}
     for ugraph, may in kinds:
@@ -77,19 +83,25 @@ def permitted(
 
 
 def _form(op: KernelOp) -> object:
-    """A block graph without the sizes of its axes."""
+    """Return a block graph without the sizes of its axes."""
     assert op.block is not None
     return op.block.inputs, op.block.stages, op.block.outputs
 
 
 def chosen(op: KernelOp, may: Collection[bool]) -> Schedule | None:
-    """The cost model's first choice, the schedule of last resort at the end, among those of the kinds of product `may` (`Schedule.mma`).
-    Errors: CodegenError when the block graph has no kernel at all."""
+    """Return the cost model's first choice among the permitted kinds of product, or None.
+
+    The schedule of last resort comes at the end.
+
+    Raises:
+        CodegenError: The block graph has no kernel at all.
+    """
     return next((s for s in (*schedules(op), smallest(op)) if s.mma in may), None)
 
 
 @lru_cache(maxsize=256)
 def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
+    """Return all schedules of an op in the order to try them."""
     costs, reason = _costs(op, device)
     return _order(costs) if costs else (_last_resort(op, device, reason),)
 
@@ -97,7 +109,7 @@ def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
 def _costs(
     op: KernelOp, device: Device
 ) -> tuple[dict[Schedule, float], errors.CodegenError | None]:
-    """Estimated µs of every schedule that fits the device, and why one that has no plan has none."""
+    """Return the estimated µs of every schedule that fits, and why the last other one does not."""
     assert op.block is not None
     costs: dict[Schedule, float] = {}
     reason: errors.CodegenError | None = None
@@ -112,7 +124,7 @@ def _costs(
             if (whole.mma and not alone.dots) or not _busy(alone):
                 continue
             for schedule in _shared(alone, device):
-                # what is asked for early has no part in the estimate
+                # Early prefetches have no part in the estimate.
                 cost = estimate(
                     alone.alike(schedule) if schedule.cooperating_blocks > 1 else alone,
                     device,
@@ -126,7 +138,11 @@ def _costs(
 
 
 def _last_resort(op: KernelOp, device: Device, reason: errors.CodegenError | None) -> Schedule:
-    """The schedule where no other fits. Errors: CodegenError where it has no kernel (`reason`, if given) or a hopeless one."""
+    """Return the schedule to use if no other fits.
+
+    Raises:
+        CodegenError: It has no kernel, or needs a hopeless number of registers.
+    """
     fallback = smallest(op)
     try:
         needed = estimate(plan_kernel(op, fallback), device).registers
@@ -134,15 +150,17 @@ def _last_resort(op: KernelOp, device: Device, reason: errors.CodegenError | Non
         raise reason or e from None
     if needed > HOPELESS_REGISTERS:
         raise errors.CodegenError(
-            f"the tiles of {' '.join(f'{a}:{t}' for a, t in fallback.tiles.items())} need {needed} registers a thread, "
+            f"the tiles of {' '.join(f'{a}:{t}' for a, t in fallback.tiles.items())} need {needed} "
+            "registers a thread, "
             f"and no schedule needs fewer; more than {HOPELESS_REGISTERS} are not compiled"
         )
     return fallback
 
 
 def _order(costs: Mapping[Schedule, float]) -> tuple[Schedule, ...]:
-    """Schedules in the order in which to try them."""
-    # the best of each set of tiles before the second best of any: what the model cannot see differs most between tiles
+    """Return schedules in the order to try them."""
+    # Try the best of each set of tiles before the second best of any, because what the model cannot
+    # see differs most between tiles.
     effective: dict[Schedule, float] = {}
     seen: Counter[tuple[bool, tuple[tuple[str, int], ...]]] = Counter()
     for s in sorted(costs, key=lambda s: (costs[s], tie_break(s))):
@@ -151,7 +169,7 @@ def _order(costs: Mapping[Schedule, float]) -> tuple[Schedule, ...]:
     ranked = sorted(effective, key=effective.__getitem__)
     kinds = [[s for s in ranked if s.mma == mma] for mma in (False, True)]
     kinds.sort(key=lambda kind: effective[kind[0]] if kind else math.inf)
-    # two schedules of the likelier kind for each of the other, so that a wrong estimate costs time and not the result
+    # Two schedules of the likelier kind for each of the other, so a wrong estimate costs only time.
     first, second = kinds
     mixed: list[Schedule] = []
     while first or second:
@@ -161,7 +179,7 @@ def _order(costs: Mapping[Schedule, float]) -> tuple[Schedule, ...]:
 
 
 def tie_break(s: Schedule) -> str:
-    """Return a text by which schedules with equal estimates are ordered, so that the order is always the same."""
+    """Return a text that orders schedules with equal estimates, so the order is always the same."""
     words = [f"{axis}:{tile}" for axis, tile in s.tiles.items()]
     words.append("mma" if s.mma else "fma")
     if s.mma and s.weights_first:
@@ -179,7 +197,7 @@ def tie_break(s: Schedule) -> str:
 
 
 def _shared(p: KernelPlan, device: Device) -> Iterator[Schedule]:
-    """A plan's schedule, and those in which several blocks share its loop, with what lies ready asked for early."""
+    """Yield a plan's schedule, and those with cooperating blocks and with early prefetches."""
     read = [
         i
         for i in p.block.inputs
@@ -187,9 +205,8 @@ def _shared(p: KernelPlan, device: Device) -> Iterator[Schedule]:
     ]
     step = sum(p.numel(p.block.carried[i.name]) * p.dtype(i).itemsize for i in read)
     loops = sum(s.loop is not None for s in p.block.stages)
-    ragged = any(
-        p.trimmed(s) for s in p.block.stages
-    )  # its loop is cut anew for each length, and is all there is to cut
+    # A trimmed loop is shared by blocks anew for each length.
+    ragged = any(p.trimmed(s) for s in p.block.stages)
     for blocks in (1, 2, 4, 8, 16, 32) if ragged else (1, 2, 4, 8):
         if blocks > 1 and (
             loops != 1
@@ -217,7 +234,7 @@ def _busy(p: KernelPlan) -> bool:
 
 
 def smallest(op: KernelOp) -> Schedule:
-    """The schedule of last resort, with multiply-adds: one element of each grid axis, short loops."""
+    """Return the schedule with the smallest tiles."""
     assert op.block is not None
     tiles = {
         a.name: 1 if a.role is Role.GRID else whole if a.role is Role.TILE else min(32, whole)
@@ -227,15 +244,27 @@ def smallest(op: KernelOp) -> Schedule:
     return Schedule(tiles, reduce_after_loop=False)
 
 
+#: Loop steps in flight for a tensor-core loop that is walked now and was held whole when it was
+#: tuned.
 PIPELINED = 3
-"""Loop iterations in flight where a loop of tensor-core products is walked that was held whole when its schedule was tuned."""
 
 
 def recut(schedule: Schedule, old: KernelOp, op: KernelOp, device: Device = H200) -> Schedule:
-    """A schedule that was tuned for `old` for the same block graph with axes of other sizes: cut to them, with more blocks to a loop where
-    the cost model says so, as the longer one pays for joining them; the cost model's choice of the same kind where that is no schedule, or
-    takes far too many registers or, on tensor cores, more shared memory than there is.
-    Errors: CodegenError when there is none."""
+    """Return a schedule for axes of other sizes, from one that was tuned for the same block graph.
+
+    Tiles are refitted. A longer loop is shared by more blocks if the cost model says so. If the
+    result is no schedule, or needs far too many registers or too much shared memory, the cost model
+    chooses one of the same kind.
+
+    Args:
+        schedule: The schedule that was tuned.
+        old: The op that it was tuned for.
+        op: The op with other sizes.
+        device: The GPU.
+
+    Raises:
+        CodegenError: There is no schedule of this kind.
+    """
     assert op.block is not None
     try:
         cut = _lengthened(fitted(schedule, op.block), op, plan_kernel(old, schedule), device)
@@ -245,7 +274,8 @@ def recut(schedule: Schedule, old: KernelOp, op: KernelOp, device: Device = H200
             planned.dots and needed.shared > device.shared_bytes
         ):
             raise errors.CodegenError(
-                f"a kernel for these sizes would need {needed.registers} registers a thread and {needed.shared} "
+                f"a kernel for these sizes would need {needed.registers} registers a thread and "
+                f"{needed.shared} "
                 "bytes of shared memory"
             )
         return cut
@@ -257,7 +287,11 @@ def recut(schedule: Schedule, old: KernelOp, op: KernelOp, device: Device = H200
 
 
 def _lengthened(schedule: Schedule, op: KernelOp, before: KernelPlan, device: Device) -> Schedule:
-    """What was held whole needs loads ahead where it is walked, and so many tiles that shared memory holds them."""
+    """Adapt a schedule to a longer loop.
+
+    A loop that was held whole and is now walked needs loads ahead, and tiles that fit in shared
+    memory.
+    """
     now = plan_kernel(op, schedule)
     if not now.walks or now.steps_per_block <= before.steps_per_block:
         return schedule
@@ -288,7 +322,10 @@ def _lengthened(schedule: Schedule, op: KernelOp, before: KernelPlan, device: De
 
 
 def fitted(schedule: Schedule, block: BlockGraph) -> Schedule:
-    """The schedule with no tile longer than its axis and no block without a step of the loop; an axis held whole is held whole."""
+    """Return a schedule without tiles longer than their axis and blocks without a loop step.
+
+    An axis that must be held whole is held whole.
+    """
     least = MMA_MIN if schedule.mma else 1
     tiles = {}
     for a in block.axes:
@@ -306,6 +343,7 @@ def fitted(schedule: Schedule, block: BlockGraph) -> Schedule:
 
 
 def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:
+    """Yield every schedule to estimate."""
     operands = tuple(t for t in op.inputs if isinstance(t, DTensor))
     big = max(block.inputs, key=lambda i: sum(math.prod(operands[s].dims) for s in i.sources))
     products = [
@@ -354,7 +392,7 @@ def _tiles(
     products: list[tuple[set[str], set[str]]],
     mma: bool,
 ) -> tuple[int, ...]:
-    """The tiles to try for one axis; empty when this kind of kernel does not suit it."""
+    """Return the tiles to try for one axis; empty if this kind of kernel does not suit it."""
     whole = next_power_of_two(block.split_size(a.name))
     multiplied = any(a.name in x ^ y for x, y in products)
     summed = any(c.over == a.name for c in block.contractions.values())
@@ -369,7 +407,7 @@ def _tiles(
         return tuple(t for t in tiles if t <= whole) or (max(whole, MMA_MIN) if mma else whole,)
     if block.axis_split_by(a.name) is not None:
         return (1,)
-    if products and not multiplied:  # a batch: every product has it on both sides, or on none
+    if products and not multiplied:  # a batch axis: on both sides of every product, or on none
         return (1,)
     if mma and any(
         set(_side(block, side)) - {a}
@@ -379,7 +417,7 @@ def _tiles(
     ):
         least = _least(block, a, big, products)
         return tuple(t for t in (1, 2, 4, 8, 16, 32, 64, 128) if least <= t <= max(whole, least))
-    if a.name not in big:  # rows: each tile of the largest input is read for all of them at once
+    if a.name not in big:  # rows: one tile of the largest input serves all of them
         if mma:
             return tuple(
                 t
@@ -392,12 +430,12 @@ def _tiles(
     return tuple(t for t in (1, 2, 4, 8, 16, 32, 64, 128) if t <= whole)
 
 
+#: Most elements of a side of a tensor-core product that several axes share.
 LONGEST_SIDE = 128
-"""Elements of a side of a product on tensor cores that are several axes' together, at most."""
 
 
 def _side(block: BlockGraph, side: set[str]) -> list[Axis]:
-    """The axes of a side of a product that have tiles of their own."""
+    """Return the axes of one side of a product that have tiles of their own."""
     return [
         x
         for x in block.axes
@@ -414,8 +452,11 @@ def _least(
     big: tuple[str | None, ...],
     products: list[tuple[set[str], set[str]]],
 ) -> int:
-    """The least tile of an axis with which all sides of products that it is part of can be long enough for tensor cores: where all of a
-    side is too short, one axis is padded for all of them, the last that is held whole, else the last."""
+    """Return the smallest tile with which all products of an axis suit tensor cores.
+
+    If all axes of a side are too short, one is padded: the last that is held whole, otherwise the
+    last.
+    """
     least = 1
     for side in (side for x, y in products for side in (x - y, y - x) if a.name in side):
         axes = sorted(
@@ -430,7 +471,10 @@ def _least(
 
 
 def _shortest(block: BlockGraph, side: set[str], big: tuple[str | None, ...]) -> int:
-    """Fewest elements of a side of a product on tensor cores: the largest input has its rows where the other side is short."""
+    """Return the fewest elements that a side of a tensor-core product may have.
+
+    Fewer are allowed if the largest input has its rows on the other side.
+    """
     short = math.prod(next_power_of_two(x.size) for x in _side(block, side)) <= MMA_COLUMNS
     return MMA_COLUMNS if short and not side & set(big) else MMA_MIN
 
@@ -438,7 +482,7 @@ def _shortest(block: BlockGraph, side: set[str], big: tuple[str | None, ...]) ->
 def _fits_side(
     block: BlockGraph, side: set[str], big: tuple[str | None, ...], tiles: dict[str, int]
 ) -> bool:
-    """Whether the tiles of a side of several axes make it long enough for tensor cores, and no longer than they need it."""
+    """Return whether a side of several axes is long enough for tensor cores, and not too long."""
     axes = _side(block, side)
     held = math.prod(tiles[x.name] for x in axes if x.role is Role.TILE)
     return len(axes) < 2 or _shortest(block, side, big) <= math.prod(

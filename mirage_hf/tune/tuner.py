@@ -1,4 +1,7 @@
-"""Choosing: searched µGraphs × ranked schedules, and always the library path, compiled in parallel, checked, timed."""
+"""Choose kernels by measuring: searched µGraphs × ranked schedules, and always the library path.
+
+Candidates compile in parallel, are checked, and are timed on cold inputs.
+"""
 
 from __future__ import annotations
 
@@ -30,46 +33,52 @@ from mirage_hf.tune.measure import Run, Timing
 from mirage_hf.verify.numeric import NumericCheck
 from mirage_hf.verify.verdict import Accepted
 
+#: Called as progress(done, total, what).
 TuneProgress = Callable[[int, int, str], Any]
-"""Called as progress(done, total, what)."""
 
+#: The schedules to try for an op on a device, best first.
 Schedules = Callable[[KernelOp, Device], Sequence[Schedule]]
-"""The schedules to try for an op on a device, best first."""
 
+#: Candidates estimated to take this many times the best estimate are not tried.
 HOPELESS = 3.0
-"""Candidates estimated to take this many times the best estimate are not tried."""
 
+#: So many candidates in a row that are no better, in the order of estimates, end the measuring.
 PATIENCE = 24
-"""Candidates in a row that are no better, in the order of their estimates, after which no more are tried."""
 
+#: Least relative gain that counts as better.
 LEAST_GAIN = 0.005
-"""What counts as better."""
 
+#: Least relative gain of a whole layer that counts as better.
 LEAST_OF_LAYER = 0.002
-"""What counts as better for a whole layer."""
 
+#: Times the fastest's time, alone and as a layer, at which measuring a candidate stops.
 SLOW, SLOW_LAYER = 1.3, 1.02
-"""What is seen to take this many times the fastest's time, on its own or as a layer, is not measured to the end."""
 
+#: How many of the fastest are improved step by step.
 CLIMBERS = 3
-"""Of the fastest, how many are improved step by step."""
 
+#: Candidates to measure in a chain as well: so many of the fastest, up to so many times the best
+#: time. Kernels that hold their weights while they wait gain in a chain, so the order changes.
 CHAINED, NEARLY = 16, 1.06
-"""Candidates that are measured in a chain too: the fastest on their own, up to so many times the time of the first. In a chain the
-order changes: kernels that hold their weights while they wait gain there."""
 
+#: Fewest calls whose results are compared with each other.
 _REPEATS = 16
-"""Calls at least whose results are compared with each other."""
 
 RANKED, MEASURED, REFUSED = "ranked", "measured", "refused"
 
 
 @dataclass(frozen=True)
 class MeasuredCandidate:
-    """A µGraph with a schedule for each of its block graphs, and what became of it.
+    """A µGraph with a schedule for each of its block graphs, and what measuring it gave.
 
-    status: "ranked" (by the cost model only), "measured", or "refused" with a `reason` (does not compile, wrong numbers). timing:
-    calls on their own; chain: in a chain of dependent kernels (measure.Chain), measured for the fastest only.
+    Attributes:
+        ugraph: The µGraph.
+        schedules: One per block graph.
+        estimate_us: The cost model's estimate.
+        status: "ranked" (estimated only), "measured", or "refused".
+        reason: Why it was refused: it does not compile, or its numbers are wrong.
+        timing: The time of calls on their own.
+        chain: The time in a chain of dependent kernels, measured for the fastest only.
     """
 
     ugraph: UGraph
@@ -82,13 +91,16 @@ class MeasuredCandidate:
 
     @property
     def us(self) -> float:
+        """The best known time: in a chain, alone, or the estimate."""
         return self.chain.us if self.chain else self.timing.us if self.timing else self.estimate_us
 
     @property
     def is_library(self) -> bool:
+        """Whether this is the library path."""
         return not self.ugraph.is_fused
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the candidate as plain data."""
         timing = (
             {"us": self.timing.us, "low": self.timing.low, "high": self.timing.high}
             if self.timing
@@ -111,17 +123,26 @@ class MeasuredCandidate:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What was tried for one program on one device, best first. Times in µs; estimates where nothing was measured."""
+    """What was tried for one program on one device: times in µs, or estimates without a GPU.
+
+    Attributes:
+        device: The GPU's name.
+        best: The fastest candidate.
+        best_searched: The fastest with a generated kernel, kept even if the library is faster. None
+            if all were refused.
+        library: The library path.
+        candidates: All candidates, best first.
+    """
 
     device: str
     best: MeasuredCandidate
     best_searched: MeasuredCandidate | None
-    """The best with a generated kernel, kept where the library wins too; None when every one was refused."""
     library: MeasuredCandidate
     candidates: tuple[MeasuredCandidate, ...]
 
     @property
     def measured(self) -> bool:
+        """Whether anything was measured."""
         return self.best.timing is not None
 
     @property
@@ -130,7 +151,7 @@ class TuneResult:
         return tuple(c for c in self.candidates if c.status == MEASURED and not c.is_library)
 
     def ugraphs(self) -> tuple[UGraph, ...]:
-        """Every µGraph that was not refused, once, at its best schedules, best first."""
+        """Return every µGraph that was not refused, once, with its best schedules, best first."""
         best: dict[int, UGraph] = {}
         for c in self.candidates:
             if c.status != REFUSED:
@@ -141,10 +162,11 @@ class TuneResult:
         return tuple(best.values())
 
     def program(self) -> triton.GeneratedProgram:
-        """The generated program of the winner."""
+        """Return the generated program of the fastest candidate."""
         return triton.generate(self.best.ugraph, self.best.schedules)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the result as plain data."""
         return {
             "device": self.device,
             "best_us": self.best.us,
@@ -161,9 +183,10 @@ def rank(
     per_graph: int = 32,
     schedules: Schedules | None = None,
 ) -> list[MeasuredCandidate]:
-    """Candidates by the cost model alone, best estimate first, the library path among them; needs no GPU.
+    """Return candidates and the library path by the cost model alone, best estimate first.
 
-    Errors: CodegenError when a block graph has no kernel at all.
+    Raises:
+        CodegenError: A block graph has no kernel at all.
     """
     model = device or H200
     found = [_library(ugraphs[0].program, model)] if ugraphs else []
@@ -180,19 +203,19 @@ def rank(
 
 
 def _library(program: KernelGraph, model: Device) -> MeasuredCandidate:
+    """Return the library path as a candidate."""
     library = library_ugraph(program)
     return MeasuredCandidate(library, (), sum(library_us(op, model) for op in library.kernels.ops))
 
 
 def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[MeasuredCandidate]:
-    """Schedules in ranked order; the n-th best of every block graph together. Nothing when a block graph has no schedule."""
+    """Yield a µGraph with the n-th best schedule of every block graph, if all have one."""
     ops = place_kernels(ugraph)
     ranked = [schedules(op, model) for op in ops]
     if not all(ranked):
         return
-    stored = set(
-        map(id, effects.stored(ugraph.kernels).values())
-    )  # kernels write these rows themselves
+    # Kernels store these rows themselves.
+    stored = set(map(id, effects.stored(ugraph.kernels).values()))
     rest = sum(
         library_us(op, model)
         for op in ugraph.kernels.ops
@@ -218,11 +241,21 @@ def tune(
     rounds: int = 3,
     regroup: bool = True,
 ) -> TuneResult:
-    """Measure candidates for one program on a GPU; `ugraphs` all compute the same program. `schedules` gives the ranked
-    schedules of a block graph's op, by default the whole space. After those, `rounds` times at most, what is one step from the
-    fastest, with `regroup` also other numbers of parts.
+    """Measure candidates for one program on a GPU.
 
-    Errors: CodegenError when there is no µGraph; a candidate that fails is refused with a reason, never raised.
+    Args:
+        ugraphs: µGraphs of the same program.
+        device: The GPU. Without one, the cost model ranks.
+        progress: Called as progress(done, total, what).
+        per_graph: Schedules of each µGraph to try.
+        replays: Replays of each timing.
+        schedules: The schedules to try for an op, best first. By default the whole space.
+        rounds: Afterwards, so many rounds of candidates one step away from the fastest.
+        regroup: Also try other numbers of splits.
+
+    Raises:
+        CodegenError: There is no µGraph. A candidate that fails is refused with a reason, never
+            raised.
     """
     if not ugraphs:
         raise errors.CodegenError(
@@ -258,12 +291,15 @@ def tune(
         return _result(properties.name, bench.chained(tried))
 
 
+#: Candidates of each program to try, and most rounds over all programs, when choosing for a layer.
 TOGETHER, SWEEPS = 8, 2
-"""Candidates of each program, and rounds over all programs at most, that are tried when choosing for several."""
 
 
 def _diverse(found: Sequence[MeasuredCandidate]) -> list[MeasuredCandidate]:
-    """The first of every µGraph and set of tiles, then the others; neighbours mind the tiles most."""
+    """Return the first of every µGraph and set of tiles, then others.
+
+    Tiles affect neighbours most.
+    """
     seen: Counter[Any] = Counter()
     rank: list[int] = []
     for c in found:
@@ -276,10 +312,19 @@ def _diverse(found: Sequence[MeasuredCandidate]) -> list[MeasuredCandidate]:
 def together(
     choices: Sequence[Sequence[MeasuredCandidate]], *, device: torch.device | str, replays: int = 7
 ) -> tuple[list[MeasuredCandidate], Timing]:
-    """One candidate of each program, chosen by the time of all programs one after another, as a layer runs them; and that time.
+    """Choose one candidate of each program by the time of all programs run as one layer.
 
-    `choices` holds measured candidates, best first, of each program in the order in which they run. Starting from the first of
-    each, those of two neighbours are changed at a time, as long as that helps: how they overlap matters as much as either's time.
+    Starting from the first of each, the candidates of two neighbours are changed at a time as long
+    as that helps: how they overlap matters as much as either's time.
+
+    Args:
+        choices: Measured candidates of each program, best first, in the order in which the programs
+            run.
+        device: The GPU.
+        replays: Replays of each timing.
+
+    Returns:
+        The chosen candidates, and the time of all programs.
     """
     with torch.cuda.device(device), torch.no_grad(), compiler.passing():
         layer = measure.Layer([c[0].ugraph.program for c in choices], device)
@@ -303,10 +348,8 @@ def together(
                         1 - LEAST_OF_LAYER
                     ):
                         continue
-                    again, t = (
-                        time(chosen),
-                        time(other),
-                    )  # one lucky reading among many decides nothing
+                    # Measure both again, so that one lucky reading decides nothing.
+                    again, t = time(chosen), time(other)
                     best = again
                     if t.us < again.us * (1 - LEAST_OF_LAYER):
                         chosen, best = other, t
@@ -317,7 +360,16 @@ def together(
 
 @dataclass(frozen=True)
 class _Bench:
-    """What candidates of one program are measured with."""
+    """What candidates of one program are measured with.
+
+    Attributes:
+        sm: Compute capability, as 90.
+        check: The numeric check of compiled kernels.
+        sets: Cold inputs.
+        chain: The chain of dependent calls.
+        replays: Replays of each timing.
+        say: Called with progress.
+    """
 
     sm: int
     check: NumericCheck
@@ -329,8 +381,13 @@ class _Bench:
     def measure(
         self, candidates: Sequence[MeasuredCandidate], patience: int, known: float = math.inf
     ) -> list[MeasuredCandidate]:
-        """Check and time candidates in order while later ones compile; stop after `patience` in a row that were no better. known: what the
-        fastest of others took, µs."""
+        """Check and time candidates in order while later ones compile.
+
+        Args:
+            candidates: In the order of their estimates.
+            patience: Stop after so many in a row that were no better; 0 never stops.
+            known: The fastest other time, in µs.
+        """
         programs = [triton.generate(c.ugraph, c.schedules) for c in candidates]
         tried, best, since, worth = list[MeasuredCandidate](), math.inf, 0, known
         for n, outcome in enumerate(compiler.compiling(programs, self.sm)):
@@ -362,7 +419,7 @@ class _Bench:
         return tried
 
     def chained(self, candidates: Sequence[MeasuredCandidate]) -> list[MeasuredCandidate]:
-        """The fastest few and the library path measured again in a chain of dependent kernels."""
+        """Return all candidates, the fastest few and the library measured in a chain as well."""
         fast = _fastest(candidates, CHAINED)
         fast = [c for c in fast if c.us <= NEARLY * fast[0].us]
         found = []
@@ -380,18 +437,18 @@ class _Bench:
 
 
 def _fastest(candidates: Sequence[MeasuredCandidate], count: int) -> list[MeasuredCandidate]:
-    """The fastest searched ones that were measured."""
+    """Return the fastest searched candidates that were measured."""
     return sorted(
         (c for c in candidates if c.status == MEASURED and not c.is_library), key=lambda c: c.us
     )[:count]
 
 
+#: Most splits of an axis.
 MOST_PARTS = 128
-"""Parts that an axis is dealt out in at most."""
 
 
 def _regrouped(start: MeasuredCandidate) -> Iterator[tuple[UGraph, tuple[Schedule, ...]]]:
-    """A µGraph with an axis dealt out in half or twice as many parts, and its schedules cut anew for them."""
+    """Yield a µGraph with half or twice as many splits of an axis, and its schedules refitted."""
     numbers = {
         a.name: a.size
         for op in start.ugraph.block_ops
@@ -419,7 +476,7 @@ def _regrouped(start: MeasuredCandidate) -> Iterator[tuple[UGraph, tuple[Schedul
 
 
 def _fits(cost: Cost, model: Device) -> bool:
-    """Whether a kernel has the shared memory and the registers for its tiles; one that has not may take minutes to compile."""
+    """Return whether a kernel's tiles fit. Kernels that do not fit may take minutes to compile."""
     return cost.shared <= model.shared_bytes and cost.registers <= space.REGISTER_BUDGET
 
 
@@ -430,7 +487,7 @@ def _around(
     schedules: Schedules,
     regroup: bool = True,
 ) -> list[MeasuredCandidate]:
-    """Candidates one step away from `starts` that were not tried: what the space samples coarsely or leaves to a rule of thumb."""
+    """Return untried candidates one step away, which the space samples only coarsely."""
     known = {(id(c.ugraph), c.schedules) for c in tried}
     found = []
     have = {str(c.ugraph.kernels) for c in tried if c.ugraph.is_fused}
@@ -477,6 +534,7 @@ def _around(
 
 
 def _steps(start: MeasuredCandidate) -> Iterator[tuple[Schedule, ...]]:
+    """Yield schedules that differ in one choice of one kernel."""
     for n, (s, op) in enumerate(zip(start.schedules, place_kernels(start.ugraph), strict=True)):
         assert op.block is not None
         changes: list[dict[str, Any]] = [
@@ -505,21 +563,11 @@ def _steps(start: MeasuredCandidate) -> Iterator[tuple[Schedule, ...]]:
                 for x in (tile // 2, tile * 2):
                     if 1 <= x <= next_power_of_two(op.block.split_size(axis.name)):
                         changes.append({"tiles": dict(s.tiles) | {axis.name: x}})
-                if (
-                    axis.role is Role.LOOP and tile > 1
-                ):  # half a step, twice as many in flight; half the steps for each of twice the blocks
-                    changes.append(
-                        {
-                            "tiles": dict(s.tiles) | {axis.name: tile // 2},
-                            "num_stages": 2 * s.num_stages,
-                        }
-                    )
-                    changes.append(
-                        {
-                            "tiles": dict(s.tiles) | {axis.name: tile // 2},
-                            "cooperating_blocks": 2 * s.cooperating_blocks,
-                        }
-                    )
+                if axis.role is Role.LOOP and tile > 1:
+                    # Half the tile, with twice the loads in flight or twice the blocks.
+                    half = {"tiles": dict(s.tiles) | {axis.name: tile // 2}}
+                    changes.append(half | {"num_stages": 2 * s.num_stages})
+                    changes.append(half | {"cooperating_blocks": 2 * s.cooperating_blocks})
         for change in changes:
             yield tuple(
                 replace(x, **change) if k == n else x for k, x in enumerate(start.schedules)
@@ -535,6 +583,7 @@ def _try(
     replays: int,
     worth: float,
 ) -> MeasuredCandidate:
+    """Check and time one compiled candidate."""
     if isinstance(outcome, errors.CodegenError):
         return replace(candidate, status=REFUSED, reason=str(outcome).splitlines()[0])
     run = compiler.load(program.source, program.digest).run
@@ -547,10 +596,10 @@ def _try(
             return replace(
                 candidate,
                 status=REFUSED,
-                reason="not the same result for the same inputs each time: a race",
+                reason="gives different results for the same inputs, so it has a race",
             )
         return replace(candidate, status=MEASURED, timing=timing)
-    except Exception as e:  # out of registers or shared memory is known only at launch
+    except Exception as e:  # for example out of shared memory, which is known only at launch
         torch.cuda.synchronize()
         return replace(
             candidate,
@@ -560,8 +609,11 @@ def _try(
 
 
 def _repeats(run: Run, sets: Sequence[list[torch.Tensor]]) -> bool:
-    """Whether equal inputs give equal bits in every one of many calls on cold caches: generated kernels have a fixed order of
-    sums, so one that does not is a race that a single check may miss. `sets` are copies of the same inputs."""
+    """Return whether equal inputs give equal bits in every one of many calls on cold caches.
+
+    Generated kernels have a fixed order of sums, so a kernel that does not repeat has a race that
+    one check may miss. `sets` are copies of the same inputs.
+    """
 
     def bits(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         return [y.view(torch.uint8) for y in run(inputs)]  # NaN equals itself
@@ -575,6 +627,7 @@ def _repeats(run: Run, sets: Sequence[list[torch.Tensor]]) -> bool:
 
 
 def _result(device: str, candidates: Sequence[MeasuredCandidate]) -> TuneResult:
+    """Sort candidates and name the best ones."""
     order = {MEASURED: 0, RANKED: 1, REFUSED: 2}
     ranked = tuple(sorted(candidates, key=lambda c: (order[c.status], c.chain is None, c.us)))
     usable = [c for c in ranked if c.status != REFUSED]
@@ -584,5 +637,5 @@ def _result(device: str, candidates: Sequence[MeasuredCandidate]) -> TuneResult:
 
 
 def run_of(program: triton.GeneratedProgram) -> Run:
-    """The `run` function of a generated program."""
+    """Return the `run` function of a generated program."""
     return compiler.load(program.source, program.digest).run
