@@ -30,11 +30,12 @@ from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.pipeline.choose import permitted, promising
 from mirage_hf.pipeline.resize import cut_to
 from mirage_hf.pipeline.search_and_verify import search_and_verify
-from mirage_hf.search.engine import SearchOptions
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import measure, tuner
 from mirage_hf.tune.cost import tensor_bytes
 from mirage_hf.tune.measure import Run
-from mirage_hf.verify.numeric import Case, make_inputs
+from mirage_hf.verify.case_inputs import make_inputs
+from mirage_hf.verify.numeric_cases import Case
 from scripts import benching
 from scripts.benching import (
     COMPILE,

@@ -127,7 +127,7 @@ def prepare(folder: Path, names: Sequence[str], given: dict[str, Any]) -> dict[s
     from mirage_hf import _core
     from mirage_hf.graph.ugraph import library_ugraph
     from mirage_hf.pipeline import counter_labels
-    from mirage_hf.search.engine import SearchOptions
+    from mirage_hf.search.search_options import SearchOptions
     from mirage_hf.search.search_report import Counters
     from mirage_hf.zoo.machine import this_machine
 

@@ -27,7 +27,8 @@ import torch
 import mirage_hf as mi
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.search.engine import SearchOptions, search
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.numeric import judge_on_cpu
 from mirage_hf.verify.verdict import Accepted

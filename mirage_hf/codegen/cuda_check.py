@@ -9,7 +9,7 @@ from mirage_hf import errors
 from mirage_hf.codegen.cuda_math import DOUBLE
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
-from mirage_hf.search.spec import expand
+from mirage_hf.search.expand import expand
 
 HOST_HELPERS = """\
 // a tensor in row-major order

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.search.engine import SearchOptions
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune.launch_restriction import LaunchRestriction
 from mirage_hf.verify.accept import KEEP
 from mirage_hf.zoo.key import Key

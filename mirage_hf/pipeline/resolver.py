@@ -20,7 +20,7 @@ from mirage_hf.pipeline.request import FULL, QUICK, Request
 from mirage_hf.pipeline.results import SEARCHED, StoredEntry, ZooResults
 from mirage_hf.pipeline.torch_op import Run
 from mirage_hf.pipeline.windows import ProgressCallback
-from mirage_hf.search.engine import SearchOptions
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.settings import settings
 from mirage_hf.verify.accept import KEEP
 from mirage_hf.zoo.entry import Entry

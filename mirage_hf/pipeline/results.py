@@ -24,7 +24,7 @@ from mirage_hf.pipeline import versions
 from mirage_hf.pipeline.outcome import Outcome
 from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
-from mirage_hf.search.engine import SearchJournal
+from mirage_hf.search.search_journal import SearchJournal
 from mirage_hf.verify.accept import Candidate, examine
 from mirage_hf.verify.numeric import NumericCheck
 from mirage_hf.zoo.entry import Entry

@@ -11,10 +11,12 @@ from mirage_hf.graph import symbolic
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline.windows import ProgressCallback, search_windows
-from mirage_hf.search.append import SplitAppends, split_appends
-from mirage_hf.search.engine import RankedUGraph, SearchJournal, SearchOptions, search
+from mirage_hf.search.engine import search
+from mirage_hf.search.lowering import lower
+from mirage_hf.search.search_journal import RankedUGraph, SearchJournal
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.search.search_report import SearchReport
-from mirage_hf.search.spec import lower
+from mirage_hf.search.split_appends import SplitAppends, split_appends
 from mirage_hf.verify.accept import KEEP, Acceptance, Candidate, accept
 
 #: A program of at most this many ops is searched as one. Attention of a decoding step with q/k norms,

@@ -21,7 +21,7 @@ from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.results import NoResults, Results, ZooResults
 from mirage_hf.pipeline.search_result import SearchResult, result_of
 from mirage_hf.pipeline.windows import ProgressCallback
-from mirage_hf.search.engine import SearchOptions
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.search.search_report import Counters
 from mirage_hf.tune.launch_restriction import LaunchRestriction
 from mirage_hf.zoo.key import ANY_TARGET, key_of

@@ -23,10 +23,12 @@ from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp, inline
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
-from mirage_hf.search.calls import VIEWS, call_us
 from mirage_hf.search.cut import Cut, Window, cut
-from mirage_hf.search.engine import RankedUGraph, SearchJournal, SearchOptions, search
-from mirage_hf.search.join import Joined, join
+from mirage_hf.search.engine import search
+from mirage_hf.search.join import JoinedProducts, join
+from mirage_hf.search.library_cost import VIEWS, call_us
+from mirage_hf.search.search_journal import RankedUGraph, SearchJournal
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.search.search_report import Counters, RejectedCandidate, SearchReport
 from mirage_hf.verify.accept import Candidate, accept
 from mirage_hf.verify.verdict import Verdict
@@ -106,7 +108,7 @@ class _Windows:
         self.deadline = self.start + options.time_limit
         self.keys = {(w.start, w.stop): _key(w.graph) for w in parts.windows if w.graph is not None}
         self.found: dict[str, list[RankedUGraph]] = {}
-        self.joined: dict[str, tuple[Joined, list[RankedUGraph]]] = {}
+        self.joined: dict[str, tuple[JoinedProducts, list[RankedUGraph]]] = {}
         self.accepted: dict[str, tuple[Candidate, ...]] = {}
         self.rejected: list[RejectedCandidate] = []
         self.counters, self.stop, self.proof_seconds = Counters(), "exhausted", 0.0

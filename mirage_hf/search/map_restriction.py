@@ -1,15 +1,16 @@
-"""A user's restrictions on how kernels cut their tensors: allowed imaps, omaps and fmaps (Mirage, arXiv 2405.05751, section 4.3).
+"""Restrict how kernels cut their tensors: allowed imaps, omaps and fmaps.
 
-An imap or omap is a dict from grid dims x, y, z to tensor dims, or a tuple in that order; None, -1 and what is left out are
-replicas. The grid axes of our block graphs have no order, so a kernel keeps to a restriction if its grid axes can be called x, y
-and z such that the map of every tensor it reads is one of the imaps and of every tensor it stores one of the omaps.
+The maps are those of Mirage (arXiv 2405.05751, section 4.3). An imap or omap sends the grid dims x, y
+and z to tensor dims. Our grid axes have no order. So a kernel keeps to a restriction if its grid axes
+can be called x, y and z such that every tensor it reads has one of the imaps and every tensor it
+stores has one of the omaps.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,20 +18,26 @@ from mirage_hf import errors
 from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.maps import TensorMap, maps_of
+from mirage_hf.graph.tiles import GRID_DIMS
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.search.spec import Spec
+from mirage_hf.search.grid_maps import GridMap, maps_text, read_grid_maps, read_loop_dims
+from mirage_hf.search.lowered_program import LoweredProgram
+from mirage_hf.search.search_report import StopReason
 
-GRID_DIMS = ("x", "y", "z")
-GridMap = tuple[tuple[int, int], ...]
-"""Sorted pairs of a grid dim's place and the tensor dim that it cuts."""
-
+#: Elements of a value that a block may hold along its tile axes, as in
+#: csrc/core/kernel/tile_sizes.h.
 LARGEST_TILE = 16384
-"""Elements that a block may hold of a value along axes that are held whole, as in csrc/core/kernel/tile_sizes.h."""
 
 
 @dataclass(frozen=True)
 class MapRestriction:
-    """Allowed maps of every kernel of a µGraph; None: any. `fmaps` are dims that the loop may walk, None among them a replica."""
+    """The maps that every kernel of a µGraph may have.
+
+    Attributes:
+        imaps: Allowed maps of the tensors that a kernel reads, or None for any.
+        omaps: Allowed maps of the tensors that it stores, or None for any.
+        fmaps: Tensor dims that the loop may walk, None among them for a replica; or None for any.
+    """
 
     imaps: tuple[GridMap, ...] | None = None
     omaps: tuple[GridMap, ...] | None = None
@@ -38,219 +45,170 @@ class MapRestriction:
 
     @staticmethod
     def of(imaps: Any = None, omaps: Any = None, fmaps: Any = None) -> MapRestriction | None:
-        """Errors: SearchError for what are not maps. None when nothing is restricted."""
+        """Return the restriction that a user asks for, or None if everything is allowed.
+
+        Args:
+            imaps: A list of dicts such as {"x": 0, "y": None}, or of tuples such as (0, -1, -1).
+                None, -1 and grid dims that are left out are replicas.
+            omaps: The same for stored tensors.
+            fmaps: A list of tensor dims.
+
+        Raises:
+            SearchError: If an argument is not such a list.
+        """
         if imaps is None and omaps is None and fmaps is None:
             return None
-
-        def grid_maps(name: str, given: Any) -> tuple[GridMap, ...] | None:
-            return (
-                None
-                if given is None
-                else tuple(dict.fromkeys(_grid_map(name, m) for m in _list(name, given)))
-            )
-
-        walked = (
-            None
-            if fmaps is None
-            else tuple(dict.fromkeys(_dim("fmaps", d) for d in _list("fmaps", fmaps)))
+        return MapRestriction(
+            None if imaps is None else read_grid_maps("imaps", imaps),
+            None if omaps is None else read_grid_maps("omaps", omaps),
+            None if fmaps is None else read_loop_dims("fmaps", fmaps),
         )
-        return MapRestriction(grid_maps("imaps", imaps), grid_maps("omaps", omaps), walked)
 
     def check(self, graph: KernelGraph) -> None:
-        """Errors: SearchError for a dim that no tensor of the program has, nor a tensor of partial results, which has one more."""
-        for name, tensors in (
-            ("imaps", graph.inputs),
-            ("omaps", graph.outputs),
-            ("fmaps", graph.inputs),
-        ):
-            allowed = getattr(self, name) or ()
-            dims = (
-                [d for d in allowed if d is not None]
-                if name == "fmaps"
-                else [d for m in allowed for _, d in m]
-            )
-            rank = max(len(t.dims) for t in (*graph.inputs, *graph.outputs))
+        """Raise SearchError if a map names a dim that no tensor of the program can have.
+
+        Partial results have one dim more than the tensors of the program.
+        """
+        rank = max(len(t.dims) for t in (*graph.inputs, *graph.outputs))
+        for name, dims in self._dims().items():
             if dims and max(dims) > rank:
                 what = "outputs" if name == "omaps" else "inputs"
+                tensors = getattr(graph, what)
+                shapes = ", ".join(f"{t.name} {errors.shape(t.dims)}" for t in tensors)
                 raise errors.SearchError(
-                    f"{name}: dim {max(dims)} is one that no tensor has; the program's {what} are "
-                    + ", ".join(f"{t.name} {errors.shape(t.dims)}" for t in tensors)
+                    f"{name}: dim {max(dims)} is one that no tensor has; "
+                    f"the program's {what} are {shapes}"
                 )
 
+    def _dims(self) -> dict[str, list[int]]:
+        """Return the tensor dims that each option names."""
+        return {
+            "imaps": [dim for m in self.imaps or () for _, dim in m],
+            "omaps": [dim for m in self.omaps or () for _, dim in m],
+            "fmaps": [dim for dim in self.fmaps or () if dim is not None],
+        }
+
     def keep(self, ugraph: UGraph) -> UGraph | None:
-        """The µGraph if every kernel keeps to it, or the same one where it does because axes that were cut are held whole instead."""
-        blocks = [
-            next(filter(self._fits, _with_fewer_blocks(op.block)), None)
-            for op in ugraph.block_ops
-            if op.block is not None
-        ]
-        if None in blocks:
-            return None
-        if blocks == [op.block for op in ugraph.block_ops]:
-            return ugraph
-        return ugraph.with_blocks(blocks)  # type: ignore[arg-type]
+        """Return a µGraph whose kernels all have allowed maps, or None if there is none.
 
-    def _fits(self, block: BlockGraph) -> bool:
+        It is `ugraph` itself, or the same kernels with some grid axes held whole by each block.
+        """
+        old = [op.block for op in ugraph.block_ops if op.block is not None]
+        new = []
+        for block in old:
+            allowed = next(filter(self._allows, _with_fewer_blocks(block)), None)
+            if allowed is None:
+                return None
+            new.append(allowed)
+        return ugraph if new == old else ugraph.with_blocks(new)
+
+    def _allows(self, block: BlockGraph) -> bool:
         maps = maps_of(block)
-        return self._holds(
-            [a.name for a in block.named(Role.GRID)],
-            [dict(m.grid) for m in maps.inputs],
-            [dict(m.grid) for m in maps.outputs],
-            [_walked(m) for m in maps.inputs],
-        )
-
-    def _holds(
-        self,
-        grid: Sequence[str],
-        inputs: Sequence[Mapping[str, int | None]],
-        outputs: Sequence[Mapping[str, int | None]],
-        walked: Iterable[int | None],
-    ) -> bool:
-        if self.fmaps is not None and any(d not in self.fmaps for d in walked):
+        if self.fmaps is not None and any(_loop_dim(m) not in self.fmaps for m in maps.inputs):
             return False
-
-        def among(
-            m: Mapping[str, int | None],
-            allowed: tuple[GridMap, ...] | None,
-            place: Mapping[str, int],
-        ) -> bool:
-            return (
-                allowed is None
-                or tuple(sorted((place[a], d) for a, d in m.items() if d is not None)) in allowed
-            )
-
         if self.imaps is None and self.omaps is None:
             return True
         return any(
-            all(among(m, self.imaps, place) for m in inputs)
-            and all(among(m, self.omaps, place) for m in outputs)
-            for place in (
-                dict(zip(grid, order, strict=True))
-                for order in itertools.permutations(
-                    range(max(len(GRID_DIMS), len(grid))), len(grid)
-                )
-            )
+            _all_among(maps.inputs, self.imaps, names)
+            and _all_among(maps.outputs, self.omaps, names)
+            for names in _namings([a.name for a in block.named(Role.GRID)])
         )
 
-    def roles(self, spec: Spec) -> list[tuple[tuple[str, Role], ...]]:
-        """Roles to force, in turn: the core keeps only the cheapest loops of each kernel, so each loop that a single kernel may have
-        is searched by itself. It leaves no choice of grid axes (see `_with_fewer_blocks`)."""
+    def roles(self, lowered: LoweredProgram) -> list[tuple[tuple[str, Role], ...]]:
+        """Return the roles to force, in turn, so that the search meets every allowed loop.
+
+        The core keeps only the cheapest loops of each kernel, so each loop that a single kernel may
+        have is searched by itself. Grid axes need no forcing, see `_with_fewer_blocks`.
+        """
         if self.fmaps is None:
             return []
-        reads = [t.index for t in spec.terms if t.op == "input"]
-        reduced = [a for a in spec.sizes if not all(a in index for _, index, _ in spec.outputs)]
-        loops = [
-            a
-            for a in spec.sizes
-            if all((index.index(a) if a in index else None) in self.fmaps for index in reads)
+        reads = [term.index for term in lowered.terms if term.op == "input"]
+        forced: list[tuple[tuple[str, Role], ...]] = []
+        for axis in lowered.sizes:
+            dims = [index.index(axis) if axis in index else None for index in reads]
+            if all(dim in self.fmaps for dim in dims):
+                forced.append(((axis, Role.LOOP),))
+        reduced = [
+            axis
+            for axis in lowered.sizes
+            if not all(axis in output.index for output in lowered.outputs)
         ]
-        none = [tuple((a, Role.TILE) for a in reduced)] if None in self.fmaps and reduced else []
-        return [*(((a, Role.LOOP),) for a in loops), *none]
+        if None in self.fmaps and reduced:
+            forced.append(tuple((axis, Role.TILE) for axis in reduced))
+        return forced
 
-    def refusal(self, ugraph: UGraph, stop: str) -> errors.SearchError:
-        """What to raise when no kernel keeps to it, `ugraph` being the best one that was found without."""
-        given = {name: getattr(self, name) for name in ("imaps", "omaps", "fmaps")}
+    def no_kernel_error(self, best: UGraph, stop: StopReason) -> errors.SearchError:
+        """Return the error for a search in which no kernel has allowed maps.
+
+        Args:
+            best: The best µGraph that was found without the restriction.
+            stop: Why the search stopped.
+        """
+        options = {name: getattr(self, name) for name in ("imaps", "omaps", "fmaps")}
         wanted = ", ".join(
-            f"{name}={_shown(name, allowed)}"
-            for name, allowed in given.items()
+            f"{name}={maps_text(name, allowed)}"
+            for name, allowed in options.items()
             if allowed is not None
         )
-        op = next(
-            op for op in ugraph.block_ops if op.block is not None and not self._fits(op.block)
-        )
-        assert op.block is not None
-        maps = maps_of(op.block)
+        blocks = [op.block for op in best.block_ops if op.block is not None]
+        maps = maps_of(next(block for block in blocks if not self._allows(block)))
         tensors = "; ".join(f"{m.tensor} {m}" for m in (*maps.inputs, *maps.outputs))
-        early = "" if stop == "exhausted" else f" before the search stopped ({stop})"
+        early = "" if stop == StopReason.EXHAUSTED else f" before the search stopped ({stop})"
         return errors.SearchError(
             f"no kernel that was found keeps to {wanted}{early}: the best has {tensors}; "
             "allow those maps, or leave a list None"
         )
 
 
+def _loop_dim(m: TensorMap) -> int | None:
+    """Return the tensor dim that the loop walks, None for a replica."""
+    return next((dim for _, dim in m.loop), None)
+
+
+def _namings(grid: Sequence[str]) -> Iterator[dict[str, int]]:
+    """Yield every way to call grid axes x, y, z (as 0, 1, 2)."""
+    numbers = range(max(len(GRID_DIMS), len(grid)))
+    for order in itertools.permutations(numbers, len(grid)):
+        yield dict(zip(grid, order, strict=True))
+
+
+def _all_among(
+    maps: Sequence[TensorMap], allowed: tuple[GridMap, ...] | None, names: Mapping[str, int]
+) -> bool:
+    """True if every map is allowed when the grid axes are called as `names` says."""
+    if allowed is None:
+        return True
+    for m in maps:
+        pairs = sorted((names[axis], dim) for axis, dim in m.grid if dim is not None)
+        if tuple(pairs) not in allowed:
+            return False
+    return True
+
+
 def _with_fewer_blocks(block: BlockGraph) -> Iterator[BlockGraph]:
-    """The block graph as it is, then with grid axes held whole instead, as few as possible. The search cuts every axis that it may;
-    a grid dim of one block is the same as none, so what it finds stands for these as well."""
+    """Yield the block graph as it is, then with grid axes held whole, as few as possible.
+
+    The search cuts every axis that it may. A grid dim of one block is the same as none, so what it
+    finds stands for these block graphs as well.
+    """
     numbers = {a.split_axis for a in block.axes}
     free = [a for a in block.named(Role.GRID) if a.name not in numbers]
     for n in range(len(free) + 1):
         for whole in itertools.combinations(free, n):
-            held = replace(
-                block,
-                axes=tuple(replace(a, role=Role.TILE) if a in whole else a for a in block.axes),
-            )
+            axes = tuple(replace(a, role=Role.TILE) if a in whole else a for a in block.axes)
+            held = replace(block, axes=axes)
             if not whole or _largest_tile(held) <= LARGEST_TILE:
                 yield held
 
 
 def _largest_tile(block: BlockGraph) -> int:
-    """Elements of the tile axes of a value, products that are only summed left out: they are never formed."""
+    """Return the most elements that a value has along its tile axes.
+
+    Products that are only summed do not count, because they are never formed.
+    """
     products = {c.product for c in block.contractions.values()}
     return max(
         math.prod(block.split_size(a) for a in axes if block.role(a) is Role.TILE)
         for name, axes in block.carried.items()
         if name not in products
-    )
-
-
-def _walked(m: TensorMap) -> int | None:
-    return next((d for _, d in m.loop), None)
-
-
-def _list(name: str, given: Any) -> list[Any]:
-    if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
-        raise errors.SearchError(
-            f"{name}: {given!r} is not a list of maps; leave it None to allow any"
-        )
-    given = list(given)
-    if not given:
-        raise errors.SearchError(
-            f"{name}: the list is empty, so nothing would be allowed; leave it None to allow any"
-        )
-    return given
-
-
-def _dim(name: str, d: Any) -> int | None:
-    if d is None or (d == -1 and not isinstance(d, (bool, float))):
-        return None
-    if isinstance(d, bool) or not isinstance(d, int) or d < 0:
-        raise errors.SearchError(
-            f"{name}: {d!r} is not a tensor dim; use 0, 1, …, or None (or -1) for a replica"
-        )
-    return d
-
-
-def _grid_map(name: str, given: Any) -> GridMap:
-    if isinstance(given, Mapping):
-        unknown = [g for g in given if g not in GRID_DIMS]
-        if unknown:
-            raise errors.SearchError(
-                f"{name}: {given!r} names the grid dim {unknown[0]!r}; they are x, y and z"
-            )
-        pairs = [(GRID_DIMS.index(g), _dim(name, d)) for g, d in given.items()]
-    elif (
-        isinstance(given, Sequence)
-        and not isinstance(given, str)
-        and 1 <= len(given) <= len(GRID_DIMS)
-    ):
-        pairs = [(g, _dim(name, d)) for g, d in enumerate(given)]
-    else:
-        raise errors.SearchError(
-            f"{name}: {given!r} is not a map; give a dict like {{'x': 0, 'y': None}} or a tuple like (0, -1, -1)"
-        )
-    cut = [d for _, d in pairs if d is not None]
-    if len(set(cut)) < len(cut):
-        raise errors.SearchError(
-            f"{name}: {given!r} sends two grid dims to one tensor dim; a dim is cut by one of them"
-        )
-    return tuple(sorted((g, d) for g, d in pairs if d is not None))
-
-
-def _shown(name: str, allowed: Sequence[Any]) -> str:
-    if name == "fmaps":
-        return str(list(allowed))
-    return (
-        "["
-        + ", ".join("{" + ", ".join(f"{GRID_DIMS[g]}→{d}" for g, d in m) + "}" for m in allowed)
-        + "]"
     )

@@ -1,7 +1,8 @@
-"""The other grouping of a product of three: (x · γ) · W as x · (γ · W).
+"""Group a product of three the other way: (x · γ) · W as x · (γ · W).
 
-Factors of tensor-core products are rounded to the run dtype. x · γ leaves the range of float16 for inputs on which the stock
-module, which divides x by its norm first, does not; x as it is and γ · W stay inside.
+Factors of tensor-core products are rounded to the run dtype. x · γ leaves the range of float16 for
+inputs on which the stock module does not, because the module divides x by its norm first. x alone and
+γ · W stay in range.
 """
 
 from __future__ import annotations
@@ -9,69 +10,76 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from mirage_hf.graph.block import BlockGraph, BlockOp
+from mirage_hf.graph.block import BlockGraph, BlockOp, Stage
 from mirage_hf.graph.ugraph import UGraph
 
 
 def regrouped(ugraph: UGraph) -> UGraph | None:
-    """The µGraph with every computed factor of a contraction moved to the other side where it fits; None where there is none."""
+    """Return the µGraph with computed factors of contractions moved to the other side.
+
+    Returns:
+        The new µGraph, or None if no factor can be moved.
+    """
     blocks = [op.block for op in ugraph.block_ops if op.block is not None]
-    changed = [_regrouped(b) for b in blocks]
+    changed = [_Regrouping(block).run() for block in blocks]
     return ugraph.with_blocks(changed) if changed != blocks else None
 
 
-def _regrouped(block: BlockGraph) -> BlockGraph:
-    products = {c.product: c for c in block.contractions.values()}
-    ops = {op.out: op for op in block.ops()}
-    uses = Counter(a for op in ops.values() for a in op.args) + Counter(
-        a.arg for s in block.stages for a in s.accumulators
-    )
-    uses += Counter(o.value for o in block.outputs)
-    by_products = Counter(a for p in products for a in ops[p].args)
+class _Regrouping:
+    def __init__(self, block: BlockGraph):
+        self.block = block
+        self.ops = {op.out: op for op in block.ops()}
+        self.products = {c.product for c in block.contractions.values()}
+        args = [a for op in self.ops.values() for a in op.args]
+        args += [acc.arg for stage in block.stages for acc in stage.accumulators]
+        args += [output.value for output in block.outputs]
+        self.uses = Counter(args)
+        self.uses_by_products = Counter(a for p in self.products for a in self.ops[p].args)
 
-    def moved(product: BlockOp) -> tuple[BlockOp, BlockOp] | None:
-        """The new factor and the new product."""
+    def run(self) -> BlockGraph:
+        old_args: set[str | float] = set()
+        stages = []
+        for stage in self.block.stages:
+            moved = self._moved_in(stage)
+            body = tuple(new for op in stage.body for new in moved.get(op.out, (op,)))
+            stages.append(replace(stage, body=body))
+            old_args |= {a for op in stage.body if op.out in moved for a in op.args}
+        # A factor may still be read by a product of a later stage.
+        unread = old_args - {a for stage in stages for op in stage.body for a in op.args}
+        return replace(self.block, stages=tuple(_without(stage, unread) for stage in stages))
+
+    def _moved_in(self, stage: Stage) -> dict[str, tuple[BlockOp, BlockOp]]:
+        """Return the new factor and the new product for each product of a stage that changes.
+
+        Only products that have a factor of the same stage change.
+        """
+        made = {op.out for op in stage.body}
+        moved = {}
+        for op in stage.body:
+            if op.out in self.products and not made.isdisjoint(op.args):
+                pair = self._move_factor(op)
+                if pair is not None:
+                    moved[op.out] = pair
+        return moved
+
+    def _move_factor(self, product: BlockOp) -> tuple[BlockOp, BlockOp] | None:
+        """Return the new factor and the new product, or None if no factor can be moved."""
+        carried = self.block.carried
         for factor, other in (product.args, product.args[::-1]):
-            scaled = ops.get(str(factor))
-            if (
-                scaled is None
-                or scaled.fn != "mul"
-                or scaled.over
-                or uses[factor] != by_products[factor]
-                or not isinstance(other, str)
-            ):
+            scaled = self.ops.get(str(factor))
+            if scaled is None or scaled.fn != "mul" or scaled.over or not isinstance(other, str):
+                continue
+            if self.uses[factor] != self.uses_by_products[factor]:
                 continue
             for stays, moves in (scaled.args, scaled.args[::-1]):
-                if (
-                    isinstance(stays, str)
-                    and isinstance(moves, str)
-                    and set(block.carried[moves]) <= set(block.carried[other])
-                ):
-                    new = BlockOp(
-                        f"{product.out}_scaled", "mul", (moves, other), block.carried[other]
-                    )
+                if not isinstance(stays, str) or not isinstance(moves, str):
+                    continue
+                if set(carried[moves]) <= set(carried[other]):
+                    name = f"{product.out}_scaled"
+                    new = BlockOp(name, "mul", (moves, other), carried[other])
                     return new, replace(product, args=(stays, new.out))
         return None
 
-    stages, taken = [], set[str | float]()
-    for stage in block.stages:
-        pairs = {
-            op.out: moved(op)
-            for op in stage.body
-            if op.out in products and any(o.out in op.args for o in stage.body)
-        }
-        stages.append(
-            replace(
-                stage, body=tuple(new for op in stage.body for new in pairs.get(op.out) or (op,))
-            )
-        )
-        taken |= {a for op in stage.body if pairs.get(op.out) for a in op.args}
-    unread = taken - {
-        a for stage in stages for op in stage.body for a in op.args
-    }  # by products of later stages too
-    return replace(
-        block,
-        stages=tuple(
-            replace(s, body=tuple(op for op in s.body if op.out not in unread)) for s in stages
-        ),
-    )
+
+def _without(stage: Stage, unread: set[str | float]) -> Stage:
+    return replace(stage, body=tuple(op for op in stage.body if op.out not in unread))

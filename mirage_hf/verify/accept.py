@@ -1,30 +1,47 @@
-"""From found to trusted: every candidate is proven, then checked by numbers; what is refused says why."""
+"""Decide which µGraphs may run: each is proven equal to its program, then its rounding is checked."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.errors import Rejected
-from mirage_hf.graph.kernel import DTensor, KernelGraph
+from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.ops import table
-from mirage_hf.search.engine import RankedUGraph
 from mirage_hf.search.regroup import regrouped
+from mirage_hf.search.search_journal import RankedUGraph
 from mirage_hf.search.search_report import RejectedCandidate
 from mirage_hf.verify.field_proof import prove
+from mirage_hf.verify.interface import interface_differs
 from mirage_hf.verify.numeric import NumericCheck, judge_on_cpu
 from mirage_hf.verify.verdict import Accepted, Verdict
+
+#: Candidates that are kept for each kind of arithmetic, to be measured.
+KEEP = 6
+
+#: Candidates of each number of kernels that are kept although there are enough with other numbers,
+#: if each of them stores something else between its kernels.
+KEEP_OF_EACH_COUNT = 3
+
+#: Without and with tensor cores.
+_ARITHMETIC = (False, True)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A µGraph that equals its program. `scalar` and `tensor_cores` say whether its rounding may run when contractions are
-    float32 multiply-adds, and when their factors are rounded to the run dtype."""
+    """A µGraph that is proven to compute its program, and how its contractions may be computed.
+
+    Attributes:
+        ugraph: The program and its kernels.
+        cost_us: The search's estimate in µs.
+        error_bound: The probability that the proof is wrong is at most this.
+        scalar: Whether its rounding is good enough with float32 multiply-adds.
+        tensor_cores: The same with factors rounded to the run dtype, as tensor cores need them.
+    """
 
     ugraph: UGraph
     cost_us: float
@@ -33,13 +50,22 @@ class Candidate:
     tensor_cores: Verdict
 
     def allows(self, mma: bool) -> bool:
+        """True if contractions may run on tensor cores (`mma`), or as multiply-adds."""
         return isinstance(self.tensor_cores if mma else self.scalar, Accepted)
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Candidates in the search's order, refusals with reasons, the worst error bound, seconds spent, and those to the first candidate
-    (-1: none); how many were left because time was up."""
+    """What `accept` decided.
+
+    Attributes:
+        candidates: The accepted µGraphs, in the search's order.
+        rejected: The others that were examined, each with its reason.
+        error_bound: The largest error bound of the candidates, or None if there are none.
+        seconds: Wall time.
+        first_seconds: Wall time until the first candidate was accepted, or -1.
+        late: How many µGraphs were not examined because time was up.
+    """
 
     candidates: tuple[Candidate, ...]
     rejected: tuple[RejectedCandidate, ...]
@@ -49,152 +75,177 @@ class Acceptance:
     late: int = 0
 
 
-EACH = 3
-"""Candidates of each number of kernels that are checked although there are enough of other numbers, each of a kind of its own."""
-
-
 def kind_of(ugraph: UGraph) -> tuple[object, ...]:
-    """What the kernels of a µGraph keep in device memory for each other: the axes of each tensor, whether whole or in parts."""
+    """Return what the kernels of a µGraph store for each other: the axes of each tensor.
+
+    An axis that numbers splits does not count, so a value and its partial results are one kind.
+    """
     return tuple(
-        tuple(a for a in o.axes if a is not None and op.block.axis_split_by(a) is None)
+        tuple(a for a in output.axes if a is not None and op.block.axis_split_by(a) is None)
         for op in ugraph.block_ops[:-1]
         if op.block
-        for o in op.block.outputs
+        for output in op.block.outputs
     )
 
 
-KEEP = 6
-"""Candidates that are kept to be measured."""
-
-
 def accept(
-    found: Sequence[RankedUGraph],
+    ranked: Sequence[RankedUGraph],
     *,
     keep: int = KEEP,
     seed: int = 0,
     seconds: float = math.inf,
     on_candidate: Callable[[int, Verdict], Any] | None = None,
 ) -> Acceptance:
-    """Prove and check candidates, best first, until `keep` may run on multiply-adds and `keep` on tensor cores, or `seconds` are
-    over and there is one; where more than one is kept, of each number of kernels as many as `EACH`, which keep different things in
-    between, while there is time.
+    """Prove and check µGraphs, best first, until enough of them may run.
 
-    One that adds to neither is left out, so the forms that only multiply-adds may run do not push out a range-safe one.
+    A µGraph is skipped if there are enough that allow what it could allow. So forms that only
+    multiply-adds may run do not push out a form that tensor cores may run.
+
+    Args:
+        ranked: The search's results, best first.
+        keep: How many candidates to keep for multiply-adds, and how many for tensor cores. If it is
+            more than one, up to `KEEP_OF_EACH_COUNT` of each number of kernels are kept as well.
+        seed: Seed of the proofs' random inputs.
+        seconds: Stop after this time if there is a candidate.
+        on_candidate: Called with each examined µGraph's place and verdict.
+
+    Returns:
+        The accepted and the rejected µGraphs.
     """
-    start, first = time.perf_counter(), -1.0
-    kept: list[Candidate] = []
-    refused: list[RejectedCandidate] = []
+    start = time.perf_counter()
+    selection = _Selection(keep)
+    rejected: list[RejectedCandidate] = []
     checks: dict[object, NumericCheck] = {}
-    late, each = 0, min(EACH, keep - 1)
-    for number, f in enumerate(found):
-        kinds = {
-            mma: {
-                kind_of(c.ugraph)
-                for c in kept
-                if c.ugraph.num_kernels == f.ugraph.num_kernels and c.allows(mma)
-            }
-            for mma in (False, True)
-        }
-        room = {
-            mma: sum(c.allows(mma) for c in kept) < keep
-            or (len(kinds[mma]) < each and kind_of(f.ugraph) not in kinds[mma])
-            for mma in (False, True)
-        }
-        if not any(room.values()):
+    first_seconds, late = -1.0, 0
+    for number, r in enumerate(ranked):
+        room = selection.room_for(r.ugraph)
+        if not room:
             continue
-        if kept and time.perf_counter() - start > seconds:
-            late = len(found) - number
+        if selection.candidates and time.perf_counter() - start > seconds:
+            late = len(ranked) - number
             break
-        proof = prove(f.ugraph, seed=seed)
-        verdict: Verdict = proof
-        if isinstance(proof, Accepted):
-            scalar, cores = (judge_on_cpu(f.ugraph, checks, mma) for mma in (False, True))
-            if isinstance(scalar, Rejected) and isinstance(cores, Rejected):
-                verdict = scalar
+        verdict = prove(r.ugraph, seed=seed)
+        if isinstance(verdict, Accepted):
+            candidate = _check_rounding(r.ugraph, verdict, r.cost_us, checks)
+            if isinstance(candidate, Rejected):
+                verdict = candidate
             else:
-                candidate = Candidate(f.ugraph, f.cost_us, proof.bound, scalar, cores)
-                if isinstance(cores, Rejected) and room[True]:
-                    kept += _other_grouping(f, checks, seed)
-                if any(room[mma] and candidate.allows(mma) for mma in room):
-                    kept.append(candidate)
-                    first = first if first >= 0 else time.perf_counter() - start
+                if True in room and not candidate.allows(mma=True):
+                    selection.candidates += _other_grouping(r, checks, seed)
+                if any(candidate.allows(mma) for mma in room):
+                    selection.candidates.append(candidate)
+                    if first_seconds < 0:
+                        first_seconds = time.perf_counter() - start
         if isinstance(verdict, Rejected):
-            refused.append(RejectedCandidate(number, verdict.reason))
+            rejected.append(RejectedCandidate(number, verdict.reason))
         if on_candidate:
             on_candidate(number, verdict)
-    bound = max((c.error_bound for c in kept), default=None)
-    return Acceptance(tuple(kept), tuple(refused), bound, time.perf_counter() - start, first, late)
+    candidates = tuple(selection.candidates)
+    bound = max((c.error_bound for c in candidates), default=None)
+    elapsed = time.perf_counter() - start
+    return Acceptance(candidates, tuple(rejected), bound, elapsed, first_seconds, late)
+
+
+@dataclass
+class _Selection:
+    """The candidates that are kept so far."""
+
+    keep: int
+    candidates: list[Candidate] = field(default_factory=list)
+
+    def room_for(self, ugraph: UGraph) -> set[bool]:
+        """Return the kinds of arithmetic for which one more candidate like `ugraph` is wanted."""
+        each = min(KEEP_OF_EACH_COUNT, self.keep - 1)
+        room = set()
+        for mma in _ARITHMETIC:
+            allowed = [c.ugraph for c in self.candidates if c.allows(mma)]
+            kinds = {kind_of(u) for u in allowed if u.num_kernels == ugraph.num_kernels}
+            is_new_kind = len(kinds) < each and kind_of(ugraph) not in kinds
+            if len(allowed) < self.keep or is_new_kind:
+                room.add(mma)
+        return room
+
+
+def _check_rounding(
+    ugraph: UGraph, proof: Accepted, cost_us: float, checks: dict[object, NumericCheck]
+) -> Candidate | Rejected:
+    """Return a proven µGraph as a candidate, or the reason if neither arithmetic may run it."""
+    scalar, tensor_cores = (judge_on_cpu(ugraph, checks, mma) for mma in _ARITHMETIC)
+    if isinstance(scalar, Rejected) and isinstance(tensor_cores, Rejected):
+        return scalar
+    return Candidate(ugraph, cost_us, proof.bound, scalar, tensor_cores)
 
 
 def _other_grouping(
-    f: RankedUGraph, checks: dict[object, NumericCheck], seed: int
+    ranked: RankedUGraph, checks: dict[object, NumericCheck], seed: int
 ) -> list[Candidate]:
-    """What tensor cores may run instead of a form whose rounded factors leave their range, if there is such a form."""
-    other = regrouped(f.ugraph)
-    proof = prove(other, seed=seed) if other is not None else Rejected("nothing to regroup")
-    if other is None or isinstance(proof, Rejected):
+    """Return the form that tensor cores may run instead, if there is one.
+
+    It is for a µGraph whose rounded factors leave their range.
+    """
+    other = regrouped(ranked.ugraph)
+    proof = None if other is None else prove(other, seed=seed)
+    if other is None or not isinstance(proof, Accepted):
         return []
-    scalar, cores = (judge_on_cpu(other, checks, mma) for mma in (False, True))
-    return (
-        [Candidate(other, f.cost_us, proof.bound, scalar, cores)]
-        if isinstance(cores, Accepted)
-        else []
-    )
+    candidate = _check_rounding(other, proof, ranked.cost_us, checks)
+    if isinstance(candidate, Rejected) or not candidate.allows(mma=True):
+        return []
+    return [candidate]
 
 
 def examine(
     ugraph: UGraph, *, seed: int = 0, checks: dict[object, NumericCheck] | None = None
 ) -> Candidate | Rejected:
-    """Prove that a µGraph equals its program and check its numbers, whoever wrote it.
+    """Prove that a µGraph computes its program and check its rounding, whoever wrote it.
 
     Args:
-        ugraph: The µGraph.
-        seed: The seed of the proof's random inputs.
-        checks: Keeps the references of numeric checks among µGraphs of one program.
+        ugraph: The program and its kernels.
+        seed: Seed of the proof's random inputs.
+        checks: Keeps references of numeric checks, so that µGraphs of one program share them.
     """
-    for what, mine, theirs in (
-        ("inputs", ugraph.kernels.inputs, ugraph.program.inputs),
-        ("outputs", ugraph.kernels.outputs, ugraph.program.outputs),
-    ):
-        if len(mine) != len(theirs):
-            return Rejected(f"the kernels have {len(mine)} {what}, the program has {len(theirs)}")
-        for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            if (a.dims, a.dtype, a.strides, a.constant) != (b.dims, b.dtype, b.strides, b.constant):
-                return Rejected(
-                    f"{what[:-1]} {k} of the kernels is {_layout(a)}, the program's is {_layout(b)}"
-                )
+    if differs := interface_differs(ugraph.program, ugraph.kernels):
+        return differs
     proof = prove(ugraph, seed=seed)
     if isinstance(proof, Rejected):
         return proof
     if not ugraph.is_fused:
         return Candidate(ugraph, 0.0, proof.bound, proof, proof)
-    checks = {} if checks is None else checks
-    scalar, cores = (judge_on_cpu(ugraph, checks, mma) for mma in (False, True))
-    if isinstance(scalar, Rejected) and isinstance(cores, Rejected):
-        return scalar
-    return Candidate(ugraph, 0.0, proof.bound, scalar, cores)
-
-
-def _layout(t: DTensor) -> str:
-    return f"{table.dtype_name(t.dtype)} {errors.shape(t.dims)} with strides {errors.shape(t.strides)}{', constant' if t.constant else ''}"
+    return _check_rounding(ugraph, proof, 0.0, {} if checks is None else checks)
 
 
 def verify(program: KernelGraph, kernels: KernelGraph) -> Verdict:
-    """Whether `kernels`, a kernel graph with customized ops, computes what `program` says: proven, and its numbers checked.
+    """Verify that `kernels` computes what `program` says.
 
-    Returns Accepted with the bound on the chance that the proof is wrong, or Rejected with the reason. Errors: GraphError for what
-    are not kernel graphs.
+    Equality is proven, and rounding is checked in the dtypes of the kernels.
+
+        >>> mi.verify(program, kernels)
+        Accepted(bound=2.6e-31, detail='multiply-adds: largest error 1.00× eager's; …')
+
+    Args:
+        program: A tensor program.
+        kernels: A kernel graph with customized ops on the same inputs.
+
+    Returns:
+        `Accepted` with the bound on the probability that the proof is wrong, or `Rejected` with the
+        reason.
+
+    Raises:
+        GraphError: If an argument is not a kernel graph.
     """
     for what, graph in (("program", program), ("kernels", kernels)):
         if not isinstance(graph, KernelGraph):
             raise errors.GraphError(
-                f"verify: {what} must be a graph made by mi.new_kernel_graph(), it is {type(graph).__name__}"
+                f"verify: {what} must be a graph made by mi.new_kernel_graph(), "
+                f"it is {type(graph).__name__}"
             )
-    found = examine(UGraph(program, kernels))
-    if isinstance(found, Rejected):
-        return found
+    candidate = examine(UGraph(program, kernels))
+    if isinstance(candidate, Rejected):
+        return candidate
     details = [
-        f"{how}: {v.detail if isinstance(v, Accepted) else v.reason}"
-        for how, v in (("multiply-adds", found.scalar), ("tensor cores", found.tensor_cores))
+        f"{name}: {v.detail if isinstance(v, Accepted) else v.reason}"
+        for name, v in (
+            ("multiply-adds", candidate.scalar),
+            ("tensor cores", candidate.tensor_cores),
+        )
     ]
-    return Accepted(found.error_bound, "; ".join(details))
+    return Accepted(candidate.error_bound, "; ".join(details))

@@ -1,18 +1,26 @@
-"""Proof: the kernels of a µGraph, executed piece by piece in a finite field, equal its program on random inputs.
+"""Prove that the kernels of a µGraph compute its program, by evaluating both over finite fields.
 
-Program and kernels are shrunk to a few elements per axis, every grid and loop axis still cut in two pieces and every axis
-that is dealt out in parts in two parts, so that accumulators, rescaling and partial results are exercised. The error bound is
-that of the shrunk identity. It speaks for other sizes unless the identity needs an axis to be as short (four sums over one
-axis multiplied together satisfy relations on three elements that they do not on four) or names the shrunk size as a number;
-one more trial, on axes of five to nine elements, loops in three pieces, is there to refuse such.
+**What is done.** Program and kernels are shrunk to a few elements per axis. Both are evaluated on
+random elements of Z_P × Z_Q (see `field`), and every output is compared exactly. The kernels are
+executed as they would run: every grid and loop axis in two pieces, every split axis in two splits. So
+accumulators, rescaling and partial results are exercised.
 
-What the bound rests on (statement and proof: docs/proofs.md): let f − g, with denominators cleared, be a sum of
-terms C(x)·E^(n·b(y)) with polynomials C over Z_P and integer combinations n·b of functions b_1 … b_m that are independent
-over Z_Q. Exponents are evaluated at more than m random points and exp takes a random combination of these values, so the
-E^(b_l) are independent and uniform in the subgroup of order Q; then (Schwartz–Zippel, twice) a difference that is not
-identically zero vanishes with probability at most D/P + (m + 1)·E/Q, however many exponentials it has. m and the integers n
-are read off the exponents of the first trial. Opaque functions and maxima are random functions, so a maximum in an exponent
-is one more variable: what is proven holds whatever the value of the maximum, so it holds for the maximum.
+**What follows.** If an output of the shrunk program and kernels differs as a function, all trials
+find it equal with a probability of at most the bound in `Accepted.bound`. `error_bound` states the
+theorem. The bound holds for any number of exponentials, and for whatever value a maximum has, because
+opaque functions and maxima are random functions.
+
+**What is assumed.** The bound speaks about the shrunk sizes. Three things can make other sizes behave
+differently, and each is met separately:
+
+- An identity may hold only on short axes. For example, four sums over one axis, multiplied together,
+  satisfy relations on three elements that they do not satisfy on four. One more trial on axes of five
+  to nine elements, with loops in three pieces, rejects such µGraphs.
+- A program may name a size as a number, such as 1/n of a mean. Numbers stay those of the full sizes.
+- Bounds of ragged axes are data. Each draw of bounds is an identity of its own, and at least eight
+  draws are tried: partial, full and empty rows, and rows with only one end cut.
+
+Rounding is not proven. `numeric` checks it.
 """
 
 from __future__ import annotations
@@ -24,232 +32,284 @@ from typing import Any
 
 import numpy as np
 
-from mirage_hf import errors
 from mirage_hf.errors import Rejected
-from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.kernel import KernelOp
 from mirage_hf.graph.ragged import Bounds, bounds_of
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
-from mirage_hf.ops import table
-from mirage_hf.search.spec import expand
-from mirage_hf.verify.error_bound import SPARE, Degrees, Exponents, independent, trial_bound
+from mirage_hf.search.expand import expand
+from mirage_hf.verify.degrees import Degree, Degrees
+from mirage_hf.verify.error_bound import (
+    SPARE,
+    Exponents,
+    TrialBound,
+    independent,
+    trial_bound,
+)
 from mirage_hf.verify.evaluate import SmallGraph
-from mirage_hf.verify.field import Element, FieldAlgebra, Redraw
+from mirage_hf.verify.field import DivisionByZeroError, Element, FieldAlgebra
+from mirage_hf.verify.interface import interface_differs
 from mirage_hf.verify.random_bounds import draw_all
-from mirage_hf.verify.shrink import Classes, Misfit, shrink
+from mirage_hf.verify.shrink import shrink
+from mirage_hf.verify.size_classes import CannotResize, SizeClasses
 from mirage_hf.verify.verdict import Accepted, Verdict
 
+#: Sizes of shrunk axes, used in turn. The next list is tried if the first leads to more than
+#: `_MANY_EXPS` exponentials, or to exponents whose relations stay unclear.
 _SIZES = ((3, 4, 2, 3, 5), (2, 3, 2, 2, 3), (2,))
-"""Sizes of shrunk axes, in turn; the next list where the first leads to too many exponentials."""
+
+#: Sizes of the one trial on longer axes.
 _LARGER = (6, 7, 5, 8, 9)
+
+#: More exponentials than this make a proof slow, so shorter axes are tried first.
 _MANY_EXPS = 96
-"""More exponentials than this make a proof slow, so shorter axes are tried first."""
+
 _MAX_COPIES = 256
+
+#: A proof whose bound stays above this, and above the target asked for, is no proof.
 WORST = 1e-6
-"""A proof whose bound stays above this (and above the target asked for) is no proof."""
+
 _MAX_TRIALS = 32
 _MAX_REDRAWS = 16
+
+#: The least number of trials if there are bounds, so that a single row meets each of the five kinds
+#: of bounds, and most of them more than once.
 _BOUNDS_TRIALS = 8
-"""Trials at least where there are bounds, so that a single row meets each kind of bounds, and most more than once."""
+
+#: A proof needs no copies of exponents, and no error bound, if its target is at least this.
+_ANY_BOUND = 1.0
+
+
+def prove(
+    ugraph: UGraph, *, trials: int = 4, seed: int = 0, target: float = 1e-9, pieces: int = 2
+) -> Verdict:
+    """Prove that all kernels of `ugraph` together compute its program.
+
+    Args:
+        ugraph: The program and its kernels.
+        trials: The least number of random evaluations.
+        seed: Equal seeds give equal evaluations.
+        target: Trials are added until the error bound is below this. With 1 or more the bound may
+            be anything.
+        pieces: How many pieces each grid and loop axis is executed in.
+
+    Returns:
+        `Accepted` with the error bound, or `Rejected` with where the two differ or why the proof
+        would say nothing.
+    """
+    if ugraph.kernels in (ugraph.program, library_ugraph(ugraph.program).kernels):
+        return Accepted(0.0, "the program itself")
+    if differs := interface_differs(ugraph.program, ugraph.kernels, output_strides=False):
+        return differs
+    try:
+        classes = SizeClasses(expand(ugraph.program), expand(ugraph.kernels))
+    except CannotResize as e:
+        return Rejected(str(e))
+    return _FieldProof(classes, trials, seed, target, pieces).run()
+
+
+class _FieldProof:
+    """The trials of one proof."""
+
+    def __init__(self, classes: SizeClasses, trials: int, seed: int, target: float, pieces: int):
+        self.classes, self.seed, self.target, self.pieces = classes, seed, target, pieces
+        self.has_exps = _has_exps(classes)
+        self.has_bounds = bool(bounds_of(classes.program))
+        self.trials = max(trials, _BOUNDS_TRIALS) if self.has_bounds else trials
+        self.most_trials = max(trials, _MAX_TRIALS)
+
+    def run(self) -> Verdict:
+        start = self._start()
+        if isinstance(start, Rejected):
+            return start
+        larger = self._shrink(_LARGER, 3, self.pieces + 1)
+        if isinstance(larger, Rejected):
+            return larger
+        trials = self.trials
+        while start.bound.after(trials) > self.target and trials < _MAX_TRIALS:
+            trials += 1
+        bound = start.bound
+        for number in range(1, trials):
+            trial = self._try(start.pair, number, start.copies)
+            if isinstance(trial, Rejected):
+                return trial
+            if self.has_bounds and self.has_exps and self.target < _ANY_BOUND:
+                # Other bounds have other exponents.
+                exponents = independent(trial.algebra.exponents, start.copies)
+                if isinstance(exponents, Rejected):
+                    return _no_proof(exponents.reason)
+                bound = bound.or_larger(start.pair.bound(exponents))
+        last = self._try(larger, trials, copies=1, whole_grid=True)
+        if isinstance(last, Rejected):
+            return last
+        error = bound.after(trials)
+        if error > max(self.target, WORST) and self.target < _ANY_BOUND:
+            return _no_proof(f"after {trials} trials its error bound is {error:.1e}")
+        return Accepted(error, f"{trials} trials")
+
+    def _start(self) -> _Start | Rejected:
+        """Find sizes at which a first trial succeeds and the error bound can become small."""
+        unclear = ""
+        for number, sizes in enumerate(_SIZES):
+            pair = self._shrink(sizes, 2, self.pieces)
+            if isinstance(pair, Rejected):
+                return pair
+            is_last = number + 1 == len(_SIZES)
+            if self.has_exps and pair.degrees.exps > _MANY_EXPS and not is_last:
+                continue
+            copies = 1
+            if self.has_exps:
+                copies = min(pair.degrees.exps, _MAX_COPIES) + SPARE
+            first = self._try(pair, 0, copies)
+            if isinstance(first, Rejected):
+                return first
+            exponents = independent(first.algebra.exponents, copies)
+            if isinstance(exponents, Rejected):
+                unclear = exponents.reason
+                continue
+            if not self.has_bounds:  # later trials need no more copies than the rank asks for
+                copies = min(copies, exponents.rank + SPARE)
+            bound = pair.bound(replace(exponents, copies=copies))
+            error = bound.after(self.most_trials)
+            if error <= max(self.target, WORST):
+                return _Start(pair, copies, bound)
+            unclear = (
+                f"after {self.most_trials} trials its error bound is {error:.1e}, "
+                f"more than {WORST:.0e}"
+            )
+        if self.target < _ANY_BOUND:
+            return _no_proof(unclear)
+        return _Start(pair, copies, TrialBound(1.0, 0.0))
+
+    def _shrink(self, sizes: Sequence[int], split_size: int, pieces: int) -> Pair | Rejected:
+        small = shrink(self.classes, sizes, split_size)
+        return small if isinstance(small, Rejected) else Pair(*small, pieces)
+
+    def _try(
+        self, pair: Pair, number: int, copies: int, whole_grid: bool = False
+    ) -> ProofTrial | Rejected:
+        """Evaluate both sides at random, and return the trial if they agree."""
+        for draw in range(_MAX_REDRAWS):
+            algebra = FieldAlgebra((self.seed % 2**64, number, draw), copies)
+            operands: list[Any] = [algebra.random(dims) for dims in pair.inputs()]
+            for n, drawn in pair.bounds(algebra.rng, number).items():
+                operands[n] = drawn
+            try:
+                want = pair.program.run(operands, algebra, 1)
+                got = pair.kernels.run(operands, algebra, pair.pieces, whole_grid)
+            except DivisionByZeroError:
+                continue
+            trial = ProofTrial(want, got, algebra)
+            return trial.disagreement(number) or trial
+        return Rejected(
+            f"a denominator was zero in {_MAX_REDRAWS} draws in a row: the program divides by zero"
+        )
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A program and its kernels at small sizes, and into how many pieces their loops are cut."""
+    """A program and its kernels at small sizes.
+
+    Attributes:
+        program: The program.
+        kernels: The kernels.
+        pieces: How many pieces each loop axis of the kernels is executed in.
+    """
 
     program: SmallGraph
     kernels: SmallGraph
     pieces: int
 
     def inputs(self) -> list[tuple[int, ...]]:
+        """Return the small dims of the inputs."""
         return [self.program.dims[t.index] for t in self.program.graph.inputs]
 
-    def bounds(self, rng: np.random.Generator, turn: int) -> dict[int, np.ndarray]:
-        """Random bounds for the inputs that are bounds."""
-        graph, dims = self.program.graph, self.program.dims
+    def bounds(self, rng: np.random.Generator, first: int) -> dict[int, np.ndarray]:
+        """Draw the inputs that are bounds or positions, by number (see `draw_all`)."""
+        dims, blocks = self.program.dims, self.program.blocks
 
         def extent(b: Bounds) -> int:
-            return (
-                self.program.blocks[b.op].axis(b.axis).size
-                if b.x is None
-                else dims[b.x.index][b.dim]
-            )
+            return blocks[b.op].axis(b.axis).size if b.x is None else dims[b.x.index][b.dim]
 
+        inputs = self.inputs()
         return draw_all(
-            graph,
-            lambda n: dims[graph.inputs[n].index],
+            self.program.graph,
+            lambda n: inputs[n],
             extent,
             rng,
-            turn,
+            first,
             slots=lambda t: dims[t.index][-2],
         )
 
     @cached_property
     def degrees(self) -> Degrees:
-        """What both sides count, executed as in a trial."""
+        """What both sides count when they are executed on degrees as in a trial."""
         return self._counted[0]
 
     @cached_property
-    def _counted(self) -> tuple[Degrees, list, list]:  # type: ignore[type-arg]
+    def _counted(self) -> tuple[Degrees, list[Degree], list[Degree]]:
         degrees = Degrees()
         bounds = self.bounds(np.random.default_rng(0), 0)
         operands = [bounds.get(n, degrees.variable(dims)) for n, dims in enumerate(self.inputs())]
-        return (
-            degrees,
-            self.program.run(operands, degrees, 1),
-            self.kernels.run(operands, degrees, self.pieces, True),
-        )
+        want = self.program.run(operands, degrees, 1)
+        got = self.kernels.run(operands, degrees, self.pieces, True)
+        return degrees, want, got
 
-    def bound(self, exponents: Exponents) -> tuple[float, float]:
-        """Of one trial, and that `exponents` is wrong."""
+    def bound(self, exponents: Exponents) -> TrialBound:
+        """Return the error bound of a trial whose exponents depend on each other so."""
         degrees, want, got = self._counted
         return trial_bound(want, got, degrees, exponents)
 
 
 @dataclass(frozen=True)
 class ProofTrial:
-    """One random evaluation of both sides: the outputs, and the exponents met."""
+    """One random evaluation of both sides.
+
+    Attributes:
+        want: The program's outputs.
+        got: The kernels' outputs.
+        algebra: The algebra, with the exponents it met.
+    """
 
     want: list[Element]
     got: list[Element]
     algebra: FieldAlgebra
 
     def disagreement(self, number: int) -> Rejected | None:
-        for k, (x, y) in enumerate(zip(self.want, self.got, strict=True)):
-            if x.p.shape != y.p.shape:
+        """Return where the outputs differ, or None; `number` is the trial's, for the reason."""
+        for k, (want, got) in enumerate(zip(self.want, self.got, strict=True)):
+            if want.p.shape != got.p.shape:
                 return Rejected(
-                    f"output {k} has shape {y.p.shape}, the program's has {x.p.shape} (shrunk sizes)"
+                    f"output {k} has shape {got.p.shape}, "
+                    f"the program's has {want.p.shape} (shrunk sizes)"
                 )
-            if (x.p != y.p).any():
+            differ = int((want.p != got.p).sum())
+            if differ:
                 return Rejected(
-                    f"output {k} differs from the program in {int((x.p != y.p).sum())} of {x.p.size} elements of trial {number}"
+                    f"output {k} differs from the program in {differ} of {want.p.size} elements "
+                    f"of trial {number}"
                 )
         return None
 
 
-def prove(
-    ugraph: UGraph, *, trials: int = 4, seed: int = 0, target: float = 1e-9, pieces: int = 2
-) -> Verdict:
-    """Prove that every kernel of `ugraph` together computes its program, or say where it does not.
+@dataclass(frozen=True)
+class _Start:
+    """The sizes that a proof settled on, the copies its trials need, and the bound of each."""
 
-    Runs at least `trials` random evaluations, and more until the error bound is below `target`. Rejected when it is above
-    both `target` and WORST after all of them.
-    """
-    if ugraph.kernels in (ugraph.program, library_ugraph(ugraph.program).kernels):
-        return Accepted(0.0, "the program itself")
-    if rejected := _interface(ugraph.program, ugraph.kernels):
-        return rejected
-    try:
-        classes = Classes(expand(ugraph.program), expand(ugraph.kernels))
-    except Misfit as e:
-        return Rejected(str(e))
-    most, unclear, exps = max(trials, _MAX_TRIALS), "", _has_exps(classes)
-    bounds = bool(bounds_of(classes.program))
-    trials = max(trials, _BOUNDS_TRIALS) if bounds else trials
-    for number, sizes in enumerate(_SIZES):
-        small = _pair(classes, sizes, 2, pieces)
-        if isinstance(small, Rejected):
-            return small
-        checked = small
-        if exps and small.degrees.exps > _MANY_EXPS and number + 1 < len(_SIZES):
-            continue
-        copies = min(small.degrees.exps, _MAX_COPIES) + SPARE if exps else 1
-        first = _try(small, seed, 0, copies)
-        if rejected := first if isinstance(first, Rejected) else first.disagreement(0):
-            return rejected
-        assert isinstance(first, ProofTrial)
-        exponents = independent(first.algebra.exponents, copies)
-        if isinstance(exponents, str):
-            unclear = exponents
-            continue
-        copies = (
-            copies if bounds else min(copies, exponents.rank + SPARE)
-        )  # as many as later trials need
-        exponents = replace(exponents, copies=copies)
-        bound, wrong = small.bound(exponents)
-        if bound**most + wrong <= max(target, WORST):
-            break
-        unclear = f"after {most} trials its error bound is {bound**most + wrong:.1e}, more than {WORST:.0e}"
-    else:
-        if target < 1:
-            return Rejected(f"the proof would say nothing: {unclear}")
-        bound, wrong = 1.0, 0.0  # whoever asks for no bound gets none
-    larger = _pair(classes, _LARGER, 3, pieces + 1)
-    if isinstance(larger, Rejected):
-        return larger
-    while bound**trials + wrong > target and trials < _MAX_TRIALS:
-        trials += 1
-    for trial in range(1, trials + 1):
-        last = trial == trials
-        result = _try(larger, seed, trial, 1, True) if last else _try(checked, seed, trial, copies)
-        if rejected := result if isinstance(result, Rejected) else result.disagreement(trial):
-            return rejected
-        if bounds and exps and not last and target < 1:  # other bounds, other exponents
-            assert isinstance(result, ProofTrial)
-            exponents = independent(result.algebra.exponents, copies)
-            if isinstance(exponents, str):
-                return Rejected(f"the proof would say nothing: {exponents}")
-            bound, wrong = map(max, (bound, wrong), checked.bound(exponents))
-    if bound**trials + wrong > max(target, WORST) and target < 1:
-        return Rejected(
-            f"the proof would say nothing: after {trials} trials its error bound is {bound**trials + wrong:.1e}"
-        )
-    return Accepted(bound**trials + wrong, f"{trials} trials")
+    pair: Pair
+    copies: int
+    bound: TrialBound
 
 
-def _interface(program: KernelGraph, kernels: KernelGraph) -> Rejected | None:
-    for what, mine, theirs in (
-        ("input", kernels.inputs, program.inputs),
-        ("output", kernels.outputs, program.outputs),
-    ):
-        if len(mine) != len(theirs):
-            return Rejected(f"{len(mine)} {what}s, the program has {len(theirs)}")
-        for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            if (a.dims, a.dtype) != (b.dims, b.dtype) or (
-                what == "input" and (a.strides, a.constant) != (b.strides, b.constant)
-            ):
-                return Rejected(
-                    f"{what} {k} is {errors.shape(a.dims)} {table.dtype_name(a.dtype)}, the program's is "
-                    f"{errors.shape(b.dims)} {table.dtype_name(b.dtype)}, or has other strides or is not constant in both"
-                )
-    return None
+def _no_proof(why: str) -> Rejected:
+    return Rejected(f"the proof would say nothing: {why}")
 
 
-def _has_exps(classes: Classes) -> bool:
-    ops = (*classes.program.ops, *classes.kernels.ops)
-    return any(
-        op.name == "exp"
-        or (
-            op.block is not None
-            and (
-                any(b.fn == "exp" for b in op.block.ops())
-                or any(a.shift for st in op.block.stages for a in st.accumulators)
-            )
-        )
-        for op in ops
-    )
+def _has_exps(classes: SizeClasses) -> bool:
+    return any(_op_has_exps(op) for op in (*classes.program.ops, *classes.kernels.ops))
 
 
-def _pair(classes: Classes, sizes: Sequence[int], parts: int, pieces: int) -> Pair | Rejected:
-    small = shrink(classes, sizes, parts)
-    return small if isinstance(small, Rejected) else Pair(*small, pieces)
-
-
-def _try(
-    small: Pair, seed: int, number: int, copies: int, whole_grid: bool = False
-) -> ProofTrial | Rejected:
-    """One random evaluation of both sides."""
-    for draw in range(_MAX_REDRAWS):
-        algebra = FieldAlgebra((seed % 2**64, number, draw), copies)
-        operands: list[Any] = [algebra.random(dims) for dims in small.inputs()]
-        for n, drawn in small.bounds(algebra.rng, number).items():
-            operands[n] = drawn
-        try:
-            want = small.program.run(operands, algebra, 1)
-            return ProofTrial(
-                want, small.kernels.run(operands, algebra, small.pieces, whole_grid), algebra
-            )
-        except Redraw:
-            continue
-    return Rejected(
-        f"a denominator was zero in {_MAX_REDRAWS} draws in a row: the program divides by zero"
-    )
+def _op_has_exps(op: KernelOp) -> bool:
+    if op.block is None:
+        return op.name == "exp"
+    rescales = any(acc.shift for stage in op.block.stages for acc in stage.accumulators)
+    return rescales or any(b.fn == "exp" for b in op.block.ops())

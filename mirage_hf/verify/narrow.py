@@ -7,107 +7,149 @@ from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
-from mirage_hf.verify.shrink import Classes, Key, Misfit, small_block
+from mirage_hf.verify.shrink import Sizes, resized_block, resized_dims
+from mirage_hf.verify.size_classes import (
+    KERNELS,
+    PROGRAM,
+    BlockAxis,
+    CannotResize,
+    Key,
+    SizeClasses,
+    SizeRule,
+    TensorDim,
+)
 
+#: Grid axes are cut to this many elements. More columns of the same matrix product show nothing new.
 _WIDE_AXIS = 32
-"""Grid axes are narrowed to this many elements: more columns of the same matrix product show nothing new."""
+
+#: Batch dims of matrix products are cut to this many elements.
 _WIDE_BATCH = 2
 
 
 def narrowed(ugraph: UGraph) -> UGraph | None:
-    """The µGraph with the dims that its program reduces nowhere cut short, through program and kernels alike; None where that does
-    not apply. Axes that anything is reduced over and numbers of parts keep their sizes."""
+    """Return the µGraph with the dims that its program does not reduce cut short.
+
+    Program and kernels are cut alike. Axes that anything is reduced over, and numbers of splits,
+    keep their sizes.
+
+    Returns:
+        The smaller µGraph with row-major tensors, or None if its dims cannot be cut.
+    """
     if not ugraph.block_ops:
         return None
     try:
-        classes = Classes(ugraph.program, ugraph.kernels)
-        sizes = _sizes(classes, ugraph.program)
-        graphs = [
-            _rebuilt(classes, side, graph, sizes)
-            for side, graph in (("program", ugraph.program), ("kernels", ugraph.kernels))
+        classes = SizeClasses(ugraph.program, ugraph.kernels)
+        sizes = _NarrowSizes(classes).run()
+        program = _resized(classes, PROGRAM, sizes)
+        kernels = _resized(classes, KERNELS, sizes)
+    except (CannotResize, errors.MirageError):
+        return None  # dims that contradict each other, or an op that names the full sizes
+    outputs, wanted = ([(t.dims, t.dtype) for t in g.outputs] for g in (kernels, program))
+    return UGraph(program, kernels) if outputs == wanted else None
+
+
+class _NarrowSizes:
+    """A size for each class, by what the program does with it.
+
+    Kernels do not matter here, so all candidates of a program share one reference.
+    """
+
+    def __init__(self, classes: SizeClasses):
+        self.classes = classes
+        self.full = classes.roots()
+        #: Classes that keep their size.
+        self.kept = {classes.find(key) for key in self._keys_to_keep()}
+        #: The sizes of classes that are cut to something other than `_WIDE_AXIS`.
+        self.wide = {classes.find(key): _WIDE_BATCH for key in self._batch_dims()}
+
+    def run(self) -> dict[Key, int]:
+        """Return the sizes. Raises CannotResize if they contradict each other."""
+        sizes = {
+            root: n if root in self.kept else min(n, self._limit(root))
+            for root, n in self.full.items()
+        }
+        for rule in self.classes.rules:
+            self._apply(rule, sizes)
+        for rule in self.classes.rules:
+            self._check(rule, sizes)
+        return sizes
+
+    def _limit(self, root: Key) -> int:
+        return self.wide.get(root, _WIDE_AXIS)
+
+    def _keys_to_keep(self) -> list[Key]:
+        classes = self.classes
+        keys: list[Key] = [*classes.reduced, *classes.fixed]
+        keys += [key for pair in classes.splits for key in pair]
+        for number, op in enumerate(classes.program.ops):
+            if op.name == "matmul":
+                a, b = (t for t in op.inputs if isinstance(t, DTensor))
+                keys.append(TensorDim(PROGRAM, a.index, len(a.dims) - 1))
+                keys.append(TensorDim(PROGRAM, b.index, len(b.dims) - 2))
+            if op.block is not None:
+                held = [a.name for a in op.block.axes if a.role is not Role.GRID]
+                keys += [BlockAxis(PROGRAM, number, name) for name in held]
+        return keys
+
+    def _batch_dims(self) -> list[Key]:
+        return [
+            TensorDim(PROGRAM, t.index, d)
+            for op in self.classes.program.ops
+            if op.name == "matmul"
+            for t in (*op.inputs, *op.outputs)
+            if isinstance(t, DTensor)
+            for d in range(len(t.dims) - 2)
         ]
-    except (Misfit, errors.MirageError):
-        return None  # dims that do not meet, or an op that names the full sizes
-    program, kernels = graphs
-    if [(t.dims, t.dtype) for t in program.outputs] != [(t.dims, t.dtype) for t in kernels.outputs]:
-        return None
-    return UGraph(program, kernels)
 
-
-def _sizes(classes: Classes, program: KernelGraph) -> dict[Key, int]:
-    """A size per class, by what the program does with it, so that all candidates of a program share one reference. Errors: Misfit."""
-    full = classes.roots()
-    wide: dict[Key, int] = {}
-    kept = {
-        classes.find(k)
-        for k in (
-            *classes.reduced,
-            *classes.fixed,
-            *(key for pair in classes.dealt for key in pair),
-        )
-    }
-    for number, op in enumerate(program.ops):
-        if op.name == "matmul":
-            a, b = (t for t in op.inputs if isinstance(t, DTensor))
-            kept |= {
-                classes.find(("program", a.index, len(a.dims) - 1)),
-                classes.find(("program", b.index, len(b.dims) - 2)),
-            }
-            for t in (a, b, *op.outputs):
-                wide |= {
-                    classes.find(("program", t.index, d)): _WIDE_BATCH
-                    for d in range(len(t.dims) - 2)
-                }
-        if op.block is not None:
-            kept |= {
-                classes.find(("program", number, x.name))
-                for x in op.block.axes
-                if x.role is not Role.GRID
-            }
-    sizes = {
-        root: n if root in kept else min(n, wide.get(root, _WIDE_AXIS)) for root, n in full.items()
-    }
-    for r in (
-        classes.rules
-    ):  # a dim that is joined is as long as its parts; what is split or cut keeps its size
-        total, parts = classes.find(r.total), [classes.find(p) for p in r.parts]
-        if r.kind == "sum" and total not in kept and not kept & set(parts):
+    def _apply(self, rule: SizeRule, sizes: dict[Key, int]) -> None:
+        """Make a joined dim as long as its parts. What is split or cut keeps its size."""
+        total, parts = self._roots_of(rule)
+        if rule.kind == "sum" and total not in self.kept and self.kept.isdisjoint(parts):
             for p in parts:
-                sizes[p] = min(full[p], max(wide.get(total, _WIDE_AXIS) // 2, 1))
+                sizes[p] = min(self.full[p], max(self._limit(total) // 2, 1))
             sizes[total] = sum(sizes[p] for p in parts)
         else:
-            kept |= {total, *parts}
-            sizes |= {root: full[root] for root in (total, *parts)}
-    for r in classes.rules:
-        if r.kind == "sum" and sizes[classes.find(r.total)] != sum(
-            sizes[classes.find(p)] for p in r.parts
-        ):
-            raise Misfit("a dim is joined in two ways")
-        if r.kind == "product" and any(
-            sizes[root] != full[root] for root in map(classes.find, (r.total, *r.parts))
-        ):
-            raise Misfit("a dim is split")
-    return sizes
+            self.kept |= {total, *parts}
+            sizes |= {root: self.full[root] for root in (total, *parts)}
+
+    def _check(self, rule: SizeRule, sizes: dict[Key, int]) -> None:
+        total, parts = self._roots_of(rule)
+        if rule.kind == "sum" and sizes[total] != sum(sizes[p] for p in parts):
+            raise CannotResize("a dim is joined in two ways")
+        if rule.kind == "product" and any(sizes[r] != self.full[r] for r in (total, *parts)):
+            raise CannotResize("a dim is split")
+
+    def _roots_of(self, rule: SizeRule) -> tuple[Key, list[Key]]:
+        find = self.classes.find
+        return find(rule.total), [find(p) for p in rule.parts]
 
 
-def _rebuilt(classes: Classes, side: str, graph: KernelGraph, sizes: dict[Key, int]) -> KernelGraph:
-    """The graph at other sizes, all tensors row-major. Errors: GraphError where an op names the full sizes, Misfit."""
+def _resized(classes: SizeClasses, side: str, sizes: Sizes) -> KernelGraph:
+    """Return the program or the kernels (`side`) at other sizes, all tensors row-major.
+
+    Raises:
+        GraphError: If an op names the full sizes.
+        CannotResize: If a slice does.
+    """
+    graph = classes.program if side == PROGRAM else classes.kernels
     small = KernelGraph()
 
     def dims(t: DTensor) -> tuple[int, ...]:
-        return tuple(sizes[classes.find((side, t.index, d))] for d in range(len(t.dims)))
+        return resized_dims(classes, side, t, sizes)
 
     new = {t.index: small.new_input(dims(t), t.dtype, name=t.name) for t in graph.inputs}
     for number, op in enumerate(graph.ops):
-        args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
+        tensors = [x for x in op.inputs if isinstance(x, DTensor)]
         attrs = dict(op.attrs)
-        if op.name == "slice" and dims(op.inputs[0]) != op.inputs[0].dims:  # type: ignore[union-attr, arg-type]
-            raise Misfit("a slice names full sizes")
+        if op.name == "slice" and dims(tensors[0]) != tensors[0].dims:
+            raise CannotResize("a slice names full sizes")
         if op.name == "reshape":
             attrs["dims"] = dims(op.outputs[0])
         if op.name == CUSTOMIZED:
-            made = small.customized(args, small_block(classes, side, number, op, sizes))  # type: ignore[arg-type]
+            block = resized_block(classes, side, number, op, sizes)
+            made = small.customized([new[t.index] for t in tensors], block)
         else:
+            args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
             made = [small.apply(table.lookup(op.name).name, args, attrs)]
         new |= {t.index: y for t, y in zip(op.outputs, made, strict=True)}
     small.mark_output(*(new[t.index] for t in graph.outputs))

@@ -1,4 +1,4 @@
-"""Bounds and positions of appends for proofs and numbers: draws with empty, full and partial rows."""
+"""Draw bounds of ragged axes and positions of cache appends, for proofs and numeric checks."""
 
 from __future__ import annotations
 
@@ -12,25 +12,39 @@ from mirage_hf.graph.ragged import Bounds, bounds_of
 
 
 def draw(
-    rng: np.random.Generator, size: int, rows: int, turn: int, partial: bool = False
+    rng: np.random.Generator, size: int, rows: int, first: int, partial: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds of `rows` rows over an axis of `size` elements: in turn some elements inside, all, none, the last, the first ones.
-    With `partial`, no row has the first or the last element where there are three or more."""
+    """Draw bounds [lo, hi) for several rows over an axis.
+
+    Rows take turns among five kinds: some elements inside, all, none, the last ones, the first ones.
+
+    Args:
+        rng: Source of randomness.
+        size: Elements of the axis.
+        rows: The number of rows.
+        first: The kind of the first row, modulo five.
+        partial: Draw the first kind for every row, and leave out the first and the last element if
+            there are three or more.
+
+    Returns:
+        lo and hi, one element a row.
+    """
     lo, hi = np.zeros(rows, dtype=np.int64), np.full(rows, size, dtype=np.int64)
-    for r in range(rows):
+    for row in range(rows):
         a = int(rng.integers(1, size)) if size > 1 else 0
         b = int(rng.integers(a, size)) if size > 1 else size
-        kind = 0 if partial else (r + turn) % 5
-        if kind == 0:
-            lo[r], hi[r] = (a, max(b, a + 1)) if size > 2 else (0, 1)
-            if partial and size > 2:
-                lo[r], hi[r] = min(a, size - 2), max(min(b, size - 1), min(a, size - 2) + 1)
+        kind = 0 if partial else (row + first) % 5
+        if kind == 0 and partial and size > 2:
+            lo[row] = min(a, size - 2)
+            hi[row] = max(min(b, size - 1), min(a, size - 2) + 1)
+        elif kind == 0:
+            lo[row], hi[row] = (a, max(b, a + 1)) if size > 2 else (0, 1)
         elif kind == 2:
-            lo[r], hi[r] = b, a  # b ≥ a: none inside
+            lo[row], hi[row] = b, a  # b ≥ a, so no element is inside
         elif kind == 3:
-            lo[r] = a
+            lo[row] = a
         elif kind == 4:
-            hi[r] = max(a, 1)
+            hi[row] = max(a, 1)
     return lo, hi
 
 
@@ -39,20 +53,33 @@ def draw_all(
     shape: Callable[[int], tuple[int, ...]],
     extent: Callable[[Bounds], int],
     rng: np.random.Generator,
-    turn: int,
+    first: int,
     partial: bool = False,
     slots: Callable[[DTensor], int] = lambda t: t.dims[-2],
 ) -> dict[int, np.ndarray]:
-    """Bounds, and positions of appends, for the inputs that are, by number; `shape` of an input, `extent` of what is bounded and
-    `slots` of a cache or of new rows, at the sizes at hand. Rows that are appended fit."""
+    """Draw every input of a program that is a bound or a position of an append.
+
+    Args:
+        graph: The program.
+        shape: Returns the shape of an input, by number.
+        extent: Returns the size of the axis that is bounded.
+        rng: Source of randomness.
+        first: As in `draw`.
+        partial: As in `draw`.
+        slots: Returns the slots of a cache, or the number of rows that are appended.
+
+    Returns:
+        The inputs, by number. Rows that are appended fit into their cache.
+    """
     drawn: dict[int, np.ndarray] = {}
     for number, b in enumerate(bounds_of(graph)):
-        lo, hi = draw(rng, extent(b), int(np.prod(shape(b.lo))), turn + number, partial)
+        rows = int(np.prod(shape(b.lo)))
+        lo, hi = draw(rng, extent(b), rows, first + number, partial)
         drawn.setdefault(b.lo, lo.reshape(shape(b.lo)))
         drawn.setdefault(b.hi, hi.reshape(shape(b.hi)))
-    for n, cache, rows in positions_of(graph):
-        room = slots(cache) - slots(rows)
+    for n, cache, rows_appended in positions_of(graph):
+        last = slots(cache) - slots(rows_appended)
         if n not in drawn:
-            drawn[n] = rng.integers(0, room + 1, size=shape(n))
-        drawn[n] = np.clip(drawn[n], 0, room)
+            drawn[n] = rng.integers(0, last + 1, size=shape(n))
+        drawn[n] = np.clip(drawn[n], 0, last)
     return drawn

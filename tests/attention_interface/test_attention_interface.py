@@ -447,7 +447,8 @@ from mirage_hf.codegen import compile as compiler, triton
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.patterns.masked_attention import MASKED_ATTENTION
-from mirage_hf.search.engine import SearchOptions, search
+from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.search.engine import search
 from mirage_hf.tune import space
 
 block = MASKED_ATTENTION.block(kv_heads=2, group=2, head_dim=16, value_dim=32, dtype=torch.float16, sinks=True, scale=0.3, softcap=30.0)

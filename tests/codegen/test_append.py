@@ -23,8 +23,8 @@ from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline.search_and_verify import search_and_verify
-from mirage_hf.search.append import split_appends
-from mirage_hf.search.engine import SearchOptions
+from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.search.split_appends import split_appends
 from mirage_hf.tune import space
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted

@@ -21,8 +21,10 @@ from mirage_hf.graph.kernel import CUSTOMIZED, KernelGraph
 from mirage_hf.graph.ragged import bounds_of
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline.search_and_verify import search_and_verify
-from mirage_hf.search.engine import RankedUGraph, SearchOptions, search
-from mirage_hf.verify import evaluate, numeric, random_bounds
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_journal import RankedUGraph
+from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.verify import case_inputs, evaluate, numeric, numeric_cases, random_bounds
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 from tests.helpers import reference_executor, triton_interpreter
@@ -77,7 +79,7 @@ PROGRAMS = {
 def inputs_of(g: KernelGraph, seed: int = 0, nan: str = "") -> list[torch.Tensor]:
     """Random inputs and bounds: the first row of bounds is partial, the second full, the third empty. With `nan`, this input is NaN
     where no row has keys; the second row is empty, the others are partial."""
-    drawn = numeric.make_inputs(g, numeric.Case("", outside=bool(nan)), seed)
+    drawn = case_inputs.make_inputs(g, numeric_cases.Case("", outside=bool(nan)), seed)
     at = {t.name: n for n, t in enumerate(g.inputs)}
     if nan:
         lo, hi = drawn[at["lo"]], drawn[at["hi"]]

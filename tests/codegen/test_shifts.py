@@ -12,7 +12,9 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.search.engine import RankedUGraph, SearchOptions, search
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_journal import RankedUGraph
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 from tests.helpers import reference_executor, triton_interpreter, ugraphs

@@ -16,8 +16,9 @@ from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.text import parse_graph
 from mirage_hf.ops import table
-from mirage_hf.search.engine import SearchOptions, search
-from mirage_hf.search.spec import lower
+from mirage_hf.search.engine import search
+from mirage_hf.search.lowering import lower
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.verify.field_proof import prove
 from tests.helpers import ugraphs
 

@@ -23,8 +23,9 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 from mirage_hf.patterns import ATTENTION
 from mirage_hf.patterns.attention import LONG_FROM, LONG_SLOTS, NORMS, ROPES
-from mirage_hf.search import append
-from mirage_hf.search.engine import SearchOptions, search
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.search.split_appends import split_appends
 from mirage_hf.tune import space
 from mirage_hf.verify.accept import accept
 
@@ -99,7 +100,7 @@ def kind(number: int, grid: dict) -> Kind:
 @functools.cache
 def searched(k: Kind, slots: int, checked_at: int, width: int = 1) -> tuple[Any, ...]:
     """Candidates that have schedules for so many slots, proven and checked at fewer."""
-    without = append.split_appends(k.program(slots))
+    without = split_appends(k.program(slots))
     assert without is not None, k
     found, _ = search(without.graph, SearchOptions(time_limit=20, threads=1, max_width=width))
     few, joined = k.program(checked_at), ((f, without.join(f.ugraph)) for f in found)

@@ -20,7 +20,8 @@ from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.search.engine import SearchOptions, search
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import space
 from mirage_hf.verify.accept import Candidate, accept
 from tests.helpers import random_block_graphs, triton_interpreter

@@ -12,7 +12,7 @@ from mirage_hf.graph.block import BlockGraph
 from mirage_hf.graph.execute import TorchAlgebra, run_block_graph
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.search.spec import expand
+from mirage_hf.search.expand import expand
 
 PARTS = 2
 """In how many parts a reduced axis is dealt out where the µGraph deals out the whole one."""

@@ -17,7 +17,7 @@ from mirage_hf.layers import row_chunks
 from mirage_hf.patterns.prompt import PROMPT_ADDED, PROMPT_GATE, PROMPT_NORM, PROMPT_ROTATION
 from mirage_hf.pipeline import choose
 from mirage_hf.pipeline.search_and_verify import search_and_verify
-from mirage_hf.search.engine import SearchOptions
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import space
 from mirage_hf.tune.measure import random_inputs
 from tests.helpers import triton_interpreter
@@ -142,7 +142,7 @@ from tests.layers import test_row_chunks
 from mirage_hf.pipeline import choose
 from mirage_hf.codegen import compile as compiler, triton
 from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.search.engine import SearchOptions
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune.measure import random_inputs
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 

@@ -14,8 +14,9 @@ from mirage_hf.errors import Rejected
 from mirage_hf.graph import effects
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.search.append import split_appends
-from mirage_hf.search.engine import SearchOptions, search
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.search.split_appends import split_appends
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 from tests.helpers import attention_configs as configs

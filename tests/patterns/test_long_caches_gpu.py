@@ -16,7 +16,7 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.patterns import attention
 from mirage_hf.pipeline.resize import cut_to
 from mirage_hf.pipeline.search_and_verify import search_and_verify
-from mirage_hf.search.engine import SearchOptions
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import space
 from tests.helpers.tolerances import as_close_as
 

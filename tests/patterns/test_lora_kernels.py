@@ -17,11 +17,12 @@ from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.pipeline.choose import promising
 from mirage_hf.patterns import GATED_MLP, LINEAR_RESIDUAL, RMS_NORM_LINEAR
 from mirage_hf.patterns.lora import LORA_DOWN, BlockAdapters
-from mirage_hf.search.engine import SearchOptions
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.gpus import H200
 from mirage_hf.tune.tuner import rank
 from mirage_hf.pipeline.search_and_verify import search_and_verify
-from mirage_hf.verify.numeric import Case, copied, make_inputs
+from mirage_hf.verify.numeric_cases import Case
+from mirage_hf.verify.case_inputs import copied, make_inputs
 half, single = torch.float16, torch.float32
 packed = RMS_NORM_LINEAR.block(k=96, n=(40, 24, 24), bias=True, eps=1e-5, dtype=half, lora=BlockAdapters((3, 0, 3), single, True))
 blocks = {"down": LORA_DOWN.block(k=96, r=(3, 5), eps=1e-5, dtype=half, adapter_dtype=single), "packed": packed,

@@ -16,7 +16,8 @@ from mirage_hf.errors import GraphError
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.patterns.mla import MLA, MLA_APPEND, MLA_QUERY, ROPES, strides_of
-from mirage_hf.search.engine import SearchOptions, search
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import space
 from mirage_hf.tune.cost import estimate
 from tests.helpers import triton_interpreter
@@ -183,8 +184,9 @@ INTERPRETED = """
 import json
 from tests.patterns import test_mla as t
 from mirage_hf.codegen import compile as compiler, triton
-from mirage_hf.search.append import split_appends
-from mirage_hf.search.engine import SearchOptions, search
+from mirage_hf.search.split_appends import split_appends
+from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.search.engine import search
 
 def run(g, inputs):
     appending = split_appends(g)

@@ -14,10 +14,11 @@ from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.patterns.attention import LONG_SLOTS
 from mirage_hf.patterns.mla import MLA, MLA_APPEND
-from mirage_hf.search.append import split_appends
-from mirage_hf.search.engine import SearchOptions, search
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.search.split_appends import split_appends
 from mirage_hf.tune import space
-from mirage_hf.verify.numeric import copied
+from mirage_hf.verify.case_inputs import copied
 
 pytestmark = pytest.mark.gpu
 

@@ -38,7 +38,7 @@ from mirage_hf.pipeline import (
 from mirage_hf.pipeline.memory import ResultMemory
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.pipeline.superoptimizer_options import search_options
-from mirage_hf.search.engine import SearchOptions
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.search.search_report import Counters, RejectedCandidate
 from mirage_hf.tune import space
 from mirage_hf.verify.accept import examine

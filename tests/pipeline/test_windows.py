@@ -19,9 +19,10 @@ from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.ops import table
 from mirage_hf.pipeline import windows
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates, search_and_verify
-from mirage_hf.search import calls, cut
-from mirage_hf.search.engine import SearchOptions, search
+from mirage_hf.search import cut, library_cost
+from mirage_hf.search.engine import search
 from mirage_hf.search.join import join
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune.cost import library_us
 from mirage_hf.verify.accept import accept
 from mirage_hf.verify.verdict import Accepted
@@ -60,7 +61,9 @@ def same_as_float64(ugraph: UGraph) -> bool:
 def called(ugraph: UGraph) -> Counter[str]:
     """The library calls of a µGraph."""
     return Counter(
-        op.name for op in ugraph.kernels.ops if op.name != CUSTOMIZED and op.name not in calls.VIEWS
+        op.name
+        for op in ugraph.kernels.ops
+        if op.name != CUSTOMIZED and op.name not in library_cost.VIEWS
     )
 
 
@@ -525,8 +528,8 @@ def test_inline_keeps_names_and_makes_them_unique():
 def test_calls_cost_what_the_tuner_thinks():
     g = decoder_layer(mi)
     for op in g.ops:
-        assert calls.call_us(op) == pytest.approx(library_us(op), rel=0.02)
-    assert calls.copy_us(g.inputs[0]) > 0
+        assert library_cost.call_us(op) == pytest.approx(library_us(op), rel=0.02)
+    assert library_cost.copy_us(g.inputs[0]) > 0
 
 
 def test_every_window_is_its_part_of_the_program():

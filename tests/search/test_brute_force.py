@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.kernel import DTensor, KernelGraph
-from mirage_hf.search import engine
-from mirage_hf.search.spec import lower
+from mirage_hf.search.core_program import core_limits, core_program
+from mirage_hf.search.engine import search
+from mirage_hf.search.lowering import lower
+from mirage_hf.search.search_options import SearchOptions
 from tests.helpers import brute_force_search
 from tests.helpers.thorough import count
 
@@ -29,7 +31,7 @@ PROGRAMS = count(200, 80)
 PRIMITIVES = 6
 WAYS = 300
 LEAST = 2.66  # µs: launch and latency, which every kernel pays
-SEARCH = engine.SearchOptions(time_limit=20, threads=1, max_kernels=3, max_cuts=2)
+SEARCH = SearchOptions(time_limit=20, threads=1, max_kernels=3, max_cuts=2)
 SCALARS = 0.01
 DEARER = 0.02
 SIZES = (1, 4, 16, 64, 256, 1024, 4096)
@@ -77,10 +79,10 @@ def small_program(rng: random.Random) -> KernelGraph:
             return g
 
 
-def core_program(g: KernelGraph):
-    spec = lower(g)
-    names = list(spec.sizes)
-    return engine._program(spec, names), engine._limits(SEARCH, names, 1, SEARCH.time_limit)
+def core_call(g: KernelGraph):
+    lowered = lower(g)
+    limits = core_limits(SEARCH, SEARCH.roles, list(lowered.sizes), 1, SEARCH.time_limit)
+    return core_program(lowered), limits
 
 
 def sums_meet(g: KernelGraph) -> bool:
@@ -97,12 +99,12 @@ def sums_meet(g: KernelGraph) -> bool:
 
 def compare(g: KernelGraph) -> tuple[float | None, brute_force_search.Plan, int, bool]:
     """The search's best cost (None: it found nothing), the oracle's cheapest plan of at most that cost, ways tried, whether all."""
-    found, report = engine.search(g, SEARCH)
+    found, report = search(g, SEARCH)
     assert report.stop == "exhausted", report
     if not found:  # an output is an input or a number
         return None, brute_force_search.Plan(float("inf")), 0, True
     return found[0].cost_us, *brute_force_search.cheapest(
-        *core_program(g), found[0].cost_us * (1 + 1e-9), LEAST, WAYS
+        *core_call(g), found[0].cost_us * (1 + 1e-9), LEAST, WAYS
     )
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import mirage_hf as mi
 from mirage_hf.graph.kernel import DTensor, KernelGraph
-from mirage_hf.search.engine import SearchOptions, search
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_options import SearchOptions
 from tests.helpers import programs
 from tests.helpers.thorough import THOROUGH
 from tests.search.test_brute_force import small_program

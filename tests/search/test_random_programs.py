@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import mirage_hf as mi
 from mirage_hf.graph import json_format, text
 from mirage_hf.graph.kernel import DTensor, KernelGraph
-from mirage_hf.search.engine import SearchOptions, search
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 from tests.helpers import mutants

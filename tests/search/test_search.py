@@ -18,8 +18,11 @@ from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.ops import scalar, table
 from mirage_hf.pipeline.search_and_verify import search_and_verify
-from mirage_hf.search.engine import RankedUGraph, SearchOptions, search
-from mirage_hf.search.spec import lower, small_rational
+from mirage_hf.search.engine import search
+from mirage_hf.search.lowered_program import small_rational
+from mirage_hf.search.lowering import lower
+from mirage_hf.search.search_journal import RankedUGraph
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 from tests.helpers import mutants, programs
@@ -807,7 +810,7 @@ def test_constants_are_exact_where_they_are_small():
 def test_lowering_names_axes_a_reader_knows():
     spec = lower(programs.build(mi, "gated_mlp"))
     assert not isinstance(spec, Rejected)
-    assert spec.sizes == {"m": 4, "n": 40, "k": 32} and spec.outputs[0][1] == ("m", "n")
+    assert spec.sizes == {"m": 4, "n": 40, "k": 32} and spec.outputs[0].index == ("m", "n")
 
 
 def test_many_axes_do_not_share_names():

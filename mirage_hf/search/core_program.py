@@ -1,0 +1,155 @@
+"""The C++ core's form of a lowered program: nodes, axes and symbols by number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from mirage_hf import _core, errors
+from mirage_hf.graph.block import Role
+from mirage_hf.search.lowered_program import LoweredProgram, Term, small_rational
+from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.search.search_report import Counters
+from mirage_hf.settings import settings
+
+CORE_ROLES = {Role.GRID: _core.Role.grid, Role.LOOP: _core.Role.loop, Role.TILE: _core.Role.tile}
+CORE_OPS = {
+    "input": _core.Op.input,
+    "constant": _core.Op.constant,
+    "add": _core.Op.add,
+    "sub": _core.Op.sub,
+    "mul": _core.Op.mul,
+    "div": _core.Op.div,
+    "exp": _core.Op.exp,
+    "opaque": _core.Op.opaque,
+    "sum": _core.Op.sum,
+    "max": _core.Op.max,
+}
+
+#: How many candidates the core is asked for if a restriction on maps may leave most of them out.
+_CANDIDATES_WITH_MAPS = 256
+
+_LIMITS = (
+    "max_kernels",
+    "max_cuts",
+    "max_variants",
+    "max_candidates",
+    "max_block_ops",
+    "max_forms",
+)
+
+#: What tells symbols apart: an opaque function with its attributes, or the value of a constant.
+_Symbol = tuple[str, tuple[tuple[str, float], ...], float]
+
+
+def too_large(lowered: LoweredProgram) -> str:
+    """Return why the core cannot hold a program, or "" if it can."""
+    for what, count, most in (
+        ("axes", len(lowered.sizes), _core.max_axes),
+        ("terms", len(lowered.terms), _core.max_nodes),
+    ):
+        if count > most:
+            return f"{count} {what}; the search takes up to {most}"
+    return ""
+
+
+def symbols(lowered: LoweredProgram) -> list[Term]:
+    """Return the terms that the core knows by number only, each different one once.
+
+    These are opaque functions and the constants that are no small rational.
+    """
+    return list(_numbered(lowered).values())
+
+
+def _numbered(lowered: LoweredProgram) -> dict[_Symbol, Term]:
+    return {
+        _symbol(term): term
+        for term in lowered.terms
+        if term.op == "opaque" or (term.op == "constant" and small_rational(term.value) is None)
+    }
+
+
+def _symbol(term: Term) -> _Symbol:
+    return (term.fn, term.attrs, term.value)
+
+
+def core_program(lowered: LoweredProgram) -> _core.Program:
+    """Return a lowered program as the core reads it, its axes in the order of `lowered.sizes`."""
+    axes = list(lowered.sizes)
+    numbers = {symbol: number for number, symbol in enumerate(_numbered(lowered))}
+    program = _core.Program()
+    program.axes = [_core.AxisInfo(a, lowered.sizes[a]) for a in axes]
+    program.nodes = [_node(term, lowered, axes, numbers) for term in lowered.terms]
+    program.outputs = [output.term for output in lowered.outputs]
+    return program
+
+
+def _node(
+    term: Term, lowered: LoweredProgram, axes: Sequence[str], numbers: dict[_Symbol, int]
+) -> _core.Node:
+    node = _core.Node()
+    node.op, node.args = CORE_OPS[term.op], list(term.args)
+    if term.op == "input":
+        read = lowered.inputs[term.source]
+        node.symbol = term.source
+        node.index = [-1 if a is None else axes.index(a) for a in term.index]
+        node.bytes = read.itemsize * math.prod(read.dims)
+    elif term.op == "constant":
+        fraction = small_rational(term.value)
+        if fraction is None:
+            node.symbol = numbers[_symbol(term)]
+        else:
+            node.num, node.den = fraction.numerator, fraction.denominator
+    elif term.op == "opaque":
+        node.symbol = numbers[_symbol(term)]
+    elif term.op in ("sum", "max"):
+        node.axis = axes.index(term.axis)
+    return node
+
+
+def core_limits(
+    options: SearchOptions,
+    roles: Iterable[tuple[str, Role]],
+    axes: Sequence[str],
+    width: int,
+    seconds: float,
+) -> _core.Limits:
+    """Return the core's limits for one width.
+
+    Args:
+        options: The user's limits.
+        roles: Axes by name, with the roles that they must have.
+        axes: The program's axes, in the core's order.
+        width: How many monomials a product may be multiplied out to.
+        seconds: Wall time that is left.
+
+    Raises:
+        SearchError: If `roles` names an axis that the program does not have.
+    """
+    limits = _core.Limits()
+    limits.seconds, limits.width = seconds, width
+    for name in _LIMITS:
+        setattr(limits, name, getattr(options, name))
+    if options.maps is not None:
+        limits.max_candidates = max(options.max_candidates, _CANDIDATES_WITH_MAPS)
+    limits.threads = options.threads or settings().threads
+    limits.forced = _axis_sets(roles, axes)
+    return limits
+
+
+def _axis_sets(roles: Iterable[tuple[str, Role]], axes: Sequence[str]) -> list[int]:
+    """Return a bit set of axes for each of the core's roles, or no sets if none is forced."""
+    sets = [0] * len(CORE_ROLES)
+    for name, role in roles:
+        if name not in axes:
+            raise errors.SearchError(
+                f"axis {name!r} is not an axis of this program; it has {', '.join(axes)}"
+            )
+        sets[list(CORE_ROLES).index(role)] |= 1 << axes.index(name)
+    return sets if any(sets) else []
+
+
+def counters_of(statistics: _core.Statistics, width: int = 0) -> Counters:
+    """Return the core's statistics as counters; `width` is the width that was searched to the end."""
+    names = (name for name in Counters.__dataclass_fields__ if name != "width")
+    return Counters(width=width, **{name: getattr(statistics, name) for name in names})

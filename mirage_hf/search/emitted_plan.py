@@ -1,0 +1,107 @@
+"""A plan of the core on its way to a µGraph: what its kernels share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mirage_hf import _core
+from mirage_hf.graph.kernel import DTensor, KernelGraph
+from mirage_hf.ops import table
+from mirage_hf.search.core_program import CORE_OPS
+from mirage_hf.search.lowered_program import LoweredProgram, Term
+
+
+@dataclass(frozen=True)
+class StoredValue:
+    """A value that a kernel stores in device memory for later kernels.
+
+    Attributes:
+        mantissa: The tensor of the value, or of its mantissa.
+        axes: The axis of each dim of `mantissa`.
+        shift: The tensor of its shift, or None.
+        shift_axes: The axis of each dim of `shift`.
+        origin: What the shift is a bound of, as in `Shift.origin`.
+    """
+
+    mantissa: DTensor
+    axes: tuple[str | None, ...]
+    shift: DTensor | None = None
+    shift_axes: tuple[str | None, ...] = ()
+    origin: tuple[object, ...] = ()
+
+
+class EmittedPlan:
+    """The kernel graph of a plan, one kernel after the other.
+
+    With `scaled`, exponentials that a division cancels are kept in range.
+    """
+
+    def __init__(
+        self,
+        plan: _core.Candidate,
+        lowered: LoweredProgram,
+        functions: Sequence[Term],
+        program: KernelGraph,
+        scaled: bool,
+    ):
+        self.plan, self.lowered, self.functions = plan, lowered, functions
+        self.program, self.scaled = program, scaled
+        self.axes = list(lowered.sizes)
+        self.division = "ratio" if lowered.ratios else "div"
+        self.num_kernels = len(plan.kernels)
+        self.kernels = KernelGraph()
+        self.inputs = [self.kernels.input_like(t) for t in program.inputs]
+        #: Values in device memory, by the plan's number.
+        self.stored: dict[int, StoredValue] = {}
+        #: The program's outputs that kernels have stored, by number.
+        self.results: dict[int, DTensor] = {}
+        #: Nodes that are computed from an exponential.
+        self.of_exponential: set[int] = set()
+
+    def node_of(self, value: int) -> int:
+        """Return the node that a value is.
+
+        A value that is computed again in a later pass over a loop has a higher number.
+        """
+        return int(value % self.plan.nodes)
+
+    def layout(self, number: int, axes: Sequence[str]) -> tuple[tuple[str, ...], str]:
+        """Return the order of dims and the dtype of a value that later kernels read.
+
+        The dims that they sum over come last. A factor of products with a 16-bit input has the
+        input's dtype, and everything else is float32.
+        """
+        summed: set[str] = set()
+        sources: set[int] = set()
+        for kernel in self.plan.kernels:
+            leaves = {leaf.value: leaf for leaf in kernel.leaves}
+            if number in leaves and leaves[number].node < 0:
+                ops = [op for stage in kernel.stages for op in (*stage.body, *stage.accumulators)]
+                summed |= {self.axes[op.axis] for op in ops if op.op == CORE_OPS["sum"]}
+                sources |= self._multiplied_inputs(number, ops, leaves)
+        order = sorted(axes, key=lambda a: (a in summed, list(axes).index(a)))
+        dtypes = {self._dtype_of(s) for s in sources if self.lowered.inputs[s].bounds is None}
+        return tuple(order), dtypes.pop() if len(dtypes) == 1 else "float32"
+
+    def _multiplied_inputs(
+        self,
+        number: int,
+        ops: Sequence[_core.FoundOp],
+        leaves: dict[int, _core.FoundLeaf],
+    ) -> set[int]:
+        """Return the inputs that a kernel multiplies with a stored value."""
+        factors = {
+            a
+            for op in ops
+            if op.op == CORE_OPS["mul"] and number in op.args
+            for a in op.args
+            if a != number
+        }
+        nodes = [leaves[a].node for a in factors if a in leaves and leaves[a].node >= 0]
+        terms = [self.lowered.terms[node] for node in nodes]
+        return {term.source for term in terms if term.op == "input"}
+
+    def _dtype_of(self, source: int) -> str:
+        first = self.lowered.inputs[source].sources[0]
+        return table.dtype_name(self.program.inputs[first].dtype)

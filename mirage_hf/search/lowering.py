@@ -1,0 +1,286 @@
+"""Lower a kernel graph to a program over named axes, or say which op cannot be part of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mirage_hf.errors import Rejected
+from mirage_hf.graph.block import SIGN_HALVES, SIGN_PAIRS, SWAP_HALVES, SWAP_PAIRS, Rotation
+from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
+from mirage_hf.ops import table
+from mirage_hf.search.dim_classes import DimClasses, reshape_pairs, tensors_of
+from mirage_hf.search.expand import expand
+from mirage_hf.search.lower_customized import lower_customized
+from mirage_hf.search.lowered_program import (
+    LoweredInput,
+    LoweredOutput,
+    LoweredProgram,
+    NotLowerable,
+)
+from mirage_hf.search.tensor_index import (
+    Index,
+    PaddedAxis,
+    Place,
+    aligned,
+    axes_of,
+    only_inputs_have,
+    rotated,
+)
+from mirage_hf.search.terms import TermBuilder, without_partials
+
+_COMPUTED_SINE = (
+    "rope whose sine is computed ends a kernel (of a part of a dim, one whose cosine is computed "
+    "too): the search takes a sine that is an input"
+)
+_COMPUTED_CONCAT = (
+    "concat of computed tensors ends a kernel: the search fuses only concats of inputs"
+)
+
+
+def lower(graph: KernelGraph) -> LoweredProgram | Rejected:
+    """Lower a program.
+
+    Returns:
+        The program over named axes, or the reason why an op of it cannot be part of a fused kernel.
+        Such a program, or that part of it, is left to library calls.
+    """
+    try:
+        return Lowering(expand(graph)).run()
+    except NotLowerable as e:
+        return Rejected(str(e))
+
+
+class Lowering:
+    """An expanded program on its way to terms.
+
+    Raises:
+        NotLowerable: If an op cannot be part of a fused kernel.
+    """
+
+    def __init__(self, graph: KernelGraph):
+        self.graph = graph
+        self.classes = DimClasses(graph)
+        self.terms = TermBuilder()
+        self._made = {t.index: op for op in graph.ops for t in op.outputs}
+        self._positions = {t.index: n for n, t in enumerate(graph.inputs)}
+        self._lowered: dict[tuple[int, Index], int] = {}
+
+    def run(self) -> LoweredProgram:
+        outputs = []
+        for t in self.graph.outputs:
+            index: list[str | None] = []
+            for d, size in enumerate(t.dims):
+                index.append(self.classes.axis(t, d, index) if size > 1 else None)
+            term = self.tensor(t, tuple(index))
+            outputs.append(LoweredOutput(term, tuple(index), table.dtype_name(t.dtype)))
+        program = LoweredProgram(
+            dict(self.classes.sizes),
+            tuple(self.terms.inputs),
+            tuple(self.terms.terms),
+            tuple(outputs),
+            _has_ratios(self.graph),
+        )
+        return without_partials(program)
+
+    def tensor(self, t: DTensor, index: Index) -> int:
+        """Return the term of a tensor under an index."""
+        key = (t.index, index)
+        if key not in self._lowered:
+            op = self._made.get(t.index)
+            self._lowered[key] = self._input(t, index) if op is None else self._op(op, t, index)
+        return self._lowered[key]
+
+    def _input(self, t: DTensor, index: Index) -> int:
+        if t.dtype not in table.COMPUTE_DTYPES:
+            raise NotLowerable(
+                f"{t.name} is {table.dtype_name(t.dtype)}: "
+                "kernels compute with floating-point numbers only"
+            )
+        source = LoweredInput((self._positions[t.index],), t.dims, itemsize=t.dtype.itemsize)
+        return self.terms.read(source, index)
+
+    def _op(self, op: KernelOp, t: DTensor, index: Index) -> int:
+        if op.name == CUSTOMIZED:
+            return lower_customized(self, op, t, index)
+        if table.OPS[op.name].kind == "elementwise":
+            return self._elementwise(op, index)
+        if op.name not in _LAYOUT and any(map(only_inputs_have, index)):
+            raise NotLowerable(_COMPUTED_SINE)
+        rule = _RULES.get(op.name)
+        if rule is None:
+            raise NotLowerable(f"{op.name} ends a kernel: the search does not fuse it yet")
+        return rule(self, op, index)
+
+    # -- ops that compute --------------------------------------------------------------------------
+
+    def _elementwise(self, op: KernelOp, index: Index) -> int:
+        if op.name != "cast" and any(map(only_inputs_have, index)):
+            raise NotLowerable(_COMPUTED_SINE)
+        args = [
+            self.tensor(x, aligned(index, x.dims))
+            if isinstance(x, DTensor)
+            else self.terms.constant(x)
+            for x in op.inputs
+        ]
+        return self.terms.elementwise(op.name, args, op.attrs)
+
+    def _matmul(self, op: KernelOp, index: Index) -> int:
+        x, y = tensors_of(op)
+        *batch, row, column = index
+        k = None
+        if x.dims[-1] > 1:
+            k = self.classes.axis(x, len(x.dims) - 1, axes_of(index))
+        rows = (row if x.dims[-2] > 1 else None, k)
+        columns = (k, column if y.dims[-1] > 1 else None)
+        left = self.tensor(x, aligned(tuple(batch), x.dims[:-2]) + rows)
+        right = self.tensor(y, aligned(tuple(batch), y.dims[:-2]) + columns)
+        product = self.terms.op("mul", left, right)
+        return product if k is None else self.terms.reduce("sum", product, k)
+
+    def _reduction(self, op: KernelOp, index: Index) -> int:
+        (x,), attrs = tensors_of(op), dict(op.attrs)
+        kind, dim = attrs["kind"], attrs["dim"] % len(x.dims)
+        if x.dims[dim] == 1:
+            return self.tensor(x, index)
+        axis = self.classes.axis(x, dim, axes_of(index))
+        arg = self.tensor(x, (*index[:dim], axis, *index[dim + 1 :]))
+        if kind == "max":
+            return self.terms.reduce("max", arg, axis)
+        symbol = self.classes.symbol(x, dim)
+        if kind == "mean" and symbol is not None:
+            raise NotLowerable(
+                f"the mean over dim {symbol}, whose size is not fixed, divides by another number "
+                "for every size; give the dim a size, or sum and multiply by an input"
+            )
+        total = self.terms.reduce("sum", arg, axis)
+        if kind == "sum":
+            return total
+        return self.terms.op("mul", total, self.terms.constant(1.0 / x.dims[dim]))
+
+    def _rope(self, op: KernelOp, index: Index) -> int:
+        """Return x · cos + swapped x · signed sin.
+
+        If cos and sin are narrower than x, the cosine goes on as 1 and the sine as 0.
+        """
+        x, cos, sin = tensors_of(op)
+        interleaved = dict(op.attrs)["interleaved"]
+        swap, sign = (SWAP_PAIRS, SIGN_PAIRS) if interleaved else (SWAP_HALVES, SIGN_HALVES)
+        narrow = cos.dims[-1] < x.dims[-1]
+        *outer, last = index
+        swapped = rotated(last, swap, cos.dims[-1] if narrow else None)
+        signed = rotated(last, sign, None)
+
+        def factor(t: DTensor, along: str | Rotation, after: float) -> int:
+            place: Place = PaddedAxis(along, after) if narrow else along
+            return self.tensor(t, aligned((*outer, place), t.dims))
+
+        straight = self.terms.op("mul", self.tensor(x, index), factor(cos, signed.axis, 1.0))
+        crossed = self.terms.op("mul", self.tensor(x, (*outer, swapped)), factor(sin, signed, 0.0))
+        return self.terms.op("add", straight, crossed)
+
+    def _within(self, op: KernelOp, index: Index) -> int:
+        """Return x times the 0/1 mask of its bounds."""
+        x, lo, hi = tensors_of(op)
+        dim = dict(op.attrs)["dim"] % len(index)
+        axis = index[dim]
+        if axis is not None and not isinstance(axis, str):
+            raise NotLowerable("bounds along the dim that rope rotates end a kernel")
+        bounded_dim = dim - (len(index) - len(lo.dims))  # of lo and hi, negative if they lack it
+        value = self.tensor(x, index)
+        mask = self._mask(lo, hi, aligned(index, lo.dims), axis, bounded_dim)
+        return self.terms.op("mul", value, mask)
+
+    def _mask(self, lo: DTensor, hi: DTensor, index: Index, axis: str | None, dim: int) -> int:
+        if axis is None:
+            raise NotLowerable("bounds of a dim of size 1 end a kernel")
+        if lo.index in self._made or hi.index in self._made:
+            raise NotLowerable(
+                "bounds that are computed end a kernel: the search fuses only those that are inputs"
+            )
+        dims = lo.dims
+        if dim < 0:
+            dims, index, dim = (1, *dims), (None, *index), 0
+        source = LoweredInput(
+            (self._positions[lo.index], self._positions[hi.index]),
+            dims,
+            itemsize=lo.dtype.itemsize * 2,
+            bounds=dim,
+        )
+        return self.terms.read(source, (*index[:dim], axis, *index[dim + 1 :]))
+
+    # -- layout ops --------------------------------------------------------------------------------
+
+    def _permute(self, op: KernelOp, index: Index) -> int:
+        (x,) = tensors_of(op)
+        inner: list[Place] = [None] * len(x.dims)
+        for place, source in zip(index, dict(op.attrs)["order"], strict=True):
+            inner[source] = place
+        return self.tensor(x, tuple(inner))
+
+    def _reshape(self, op: KernelOp, index: Index) -> int:
+        (x,) = tensors_of(op)
+        inner: list[Place] = [None] * len(x.dims)
+        for before, after in reshape_pairs(x.dims, op.outputs[0].dims):
+            inner[before] = index[after]
+        return self.tensor(x, tuple(inner))
+
+    def _concat(self, op: KernelOp, index: Index) -> int:
+        return self.joined(tensors_of(op), dict(op.attrs)["dim"], index)
+
+    def joined(self, tensors: Sequence[DTensor], dim: int, index: Index) -> int:
+        """Return inputs that lie end to end along a dim as one input with several sources.
+
+        Each may be permuted, all in the same way.
+        """
+        inputs, orders = zip(*map(self._input_behind, tensors), strict=True)
+        if len(set(orders)) > 1:
+            raise NotLowerable("concat of inputs in different dim orders ends a kernel")
+        if index[dim] is None:
+            raise NotLowerable("concat to a dim of size 1")
+        sizes = tuple(t.dims[dim] for t in tensors)
+        whole = [sum(sizes) if d == dim else n for d, n in enumerate(tensors[0].dims)]
+        # Dim order[d] of a source is dim d of the result.
+        order = orders[0]
+        source_dims = [0] * len(order)
+        source_index: list[Place] = [None] * len(order)
+        for d, source_dim in enumerate(order):
+            source_dims[source_dim], source_index[source_dim] = whole[d], index[d]
+        source = LoweredInput(
+            tuple(self._positions[t.index] for t in inputs),
+            tuple(source_dims),
+            order[dim],
+            sizes,
+            tensors[0].dtype.itemsize,
+        )
+        return self.terms.read(source, tuple(source_index))
+
+    def _input_behind(self, t: DTensor) -> tuple[DTensor, tuple[int, ...]]:
+        """Return the graph input that permutes make `t` of, and which of its dims each dim is."""
+        order = tuple(range(len(t.dims)))
+        while (op := self._made.get(t.index)) is not None:
+            if op.name != "permute":
+                raise NotLowerable(_COMPUTED_CONCAT)
+            inner = dict(op.attrs)["order"]
+            order = tuple(inner[d] for d in order)
+            (t,) = tensors_of(op)
+        return t, order
+
+
+_LAYOUT = ("permute", "reshape", "concat")
+
+_RULES: dict[str, Callable[[Lowering, KernelOp, Index], int]] = {
+    "matmul": Lowering._matmul,
+    "reduction": Lowering._reduction,
+    "rope": Lowering._rope,
+    "within": Lowering._within,
+    "permute": Lowering._permute,
+    "reshape": Lowering._reshape,
+    "concat": Lowering._concat,
+}
+
+
+def _has_ratios(graph: KernelGraph) -> bool:
+    """True if an op of the program or of its block graphs gives 0 for a division by 0."""
+    names = {op.name for op in graph.ops}
+    names |= {b.fn for op in graph.ops if op.block is not None for b in op.block.ops()}
+    return "ratio" in names

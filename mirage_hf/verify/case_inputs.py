@@ -1,0 +1,224 @@
+"""Make the inputs of numeric cases: draw them, and fit cases to what a program computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from mirage_hf.graph import strided
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
+from mirage_hf.graph.ragged import Bounds, bounds_of, extent
+from mirage_hf.verify.numeric_cases import Case
+from mirage_hf.verify.random_bounds import draw_all
+from mirage_hf.verify.size_classes import (
+    PROGRAM,
+    BlockAxis,
+    CannotResize,
+    SizeClasses,
+    TensorDim,
+)
+
+#: An input "grows" the arguments of exp if doubling it makes them larger by more than this.
+_GROWS = 1.3
+
+
+class CaseInputs:
+    """The inputs of a program for any case, in its shapes and strides.
+
+    They are drawn on the device, because a CPU takes seconds for the caches of a batch. Inputs that
+    are alike in every case, mostly weights, are drawn once and shared, so callers must copy what they
+    let anything write.
+    """
+
+    def __init__(self, program: KernelGraph, seed: int = 0, device: torch.device | str = "cpu"):
+        self.program, self.seed, self.device = program, seed, device
+        #: Shared inputs by position, with the generator's state after each.
+        self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, case: Case) -> list[torch.Tensor]:
+        """Return the inputs of a case."""
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        bounds = self._bounds(case)
+        inputs = []
+        number = 0  # among those of floating point
+        for position, t in enumerate(self.program.inputs):
+            if not t.dtype.is_floating_point:
+                x = torch.zeros(t.dims, device="cpu")
+                if position in bounds:
+                    x = torch.from_numpy(bounds[position])
+                inputs.append(self._laid_out(t, x))
+                continue
+            changes = number == 0 or number in case.grown
+            changes = changes or position in case.garbage or position == case.zero
+            if not changes and position in self._shared:
+                x, state = self._shared[position]
+                generator.set_state(state)
+            else:
+                x = self._laid_out(t, self._drawn(case, position, number, bounds, generator))
+                if not changes:
+                    self._shared[position] = x, generator.get_state()
+            inputs.append(x)
+            number += 1
+        return inputs
+
+    def _bounds(self, case: Case) -> dict[int, np.ndarray]:
+        program, rng = self.program, np.random.default_rng(self.seed % 2**64)
+
+        def shape(n: int) -> tuple[int, ...]:
+            return program.inputs[n].dims
+
+        return draw_all(program, shape, partial(extent, program), rng, 0, case.outside)
+
+    def _drawn(
+        self,
+        case: Case,
+        position: int,
+        number: int,
+        bounds: Mapping[int, Any],
+        generator: torch.Generator,
+    ) -> torch.Tensor:
+        """Draw a floating-point input, by its position and by its number among such inputs."""
+        t = self.program.inputs[position]
+        most = torch.finfo(t.dtype).max
+        x = torch.randn(t.dims, generator=generator, dtype=torch.float32, device=self.device)
+        if number == 0:
+            x = x[..., :1].expand(t.dims) if case.constant_rows else x
+            x = (x * case.factor + case.offset).clamp_(-most, most)
+        elif len(t.dims) >= 2 and t.dims[-2] > 1:
+            x = x / max(t.dims[-2:]) ** 0.5
+        if number in case.grown:
+            sign = case.sign if number == case.grown[-1] else 1
+            x = (x.abs() * sign * case.by).clamp_(-most, most)
+        if position in case.garbage:
+            for b, d in bounded_dims(self.program, position):
+                x.transpose(0, d)[: int(bounds[b.lo].min())] = math.nan
+                x.transpose(0, d)[int(bounds[b.hi].max()) :] = math.nan
+        return x if position != case.zero else torch.zeros_like(x)
+
+    def _laid_out(self, t: DTensor, x: torch.Tensor) -> torch.Tensor:
+        return strided.laid_out(x, t.strides, t.dtype, self.device)
+
+
+def make_inputs(
+    program: KernelGraph, case: Case, seed: int = 0, device: torch.device | str = "cpu"
+) -> list[torch.Tensor]:
+    """Return the inputs of one case."""
+    return CaseInputs(program, seed, device).of(case)
+
+
+def copied(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies with the same strides, which kernels have as constants."""
+    return [strided.copied(x) for x in inputs]
+
+
+def bounded_dims(program: KernelGraph, position: int) -> list[tuple[Bounds, int]]:
+    """Return the dims of an input along which an op of the program has bounds.
+
+    Raises:
+        CannotResize: If the program has an op that cannot be proven.
+    """
+    classes = SizeClasses(program, program)
+    t = program.inputs[position]
+    found = []
+    for b in bounds_of(program):
+        key = (
+            BlockAxis(PROGRAM, b.op, b.axis)
+            if b.x is None
+            else TensorDim(PROGRAM, b.x.index, b.dim)
+        )
+        for d in range(len(t.dims)):
+            if classes.find(TensorDim(PROGRAM, t.index, d)) == classes.find(key):
+                found.append((b, d))
+    return found
+
+
+def with_garbage(inputs: CaseInputs, case: Case) -> Case | None:
+    """Return the case with NaN outside of the bounds of some inputs.
+
+    These are the inputs whose NaN leaves no trace in what torch eager computes.
+
+    Returns:
+        The case, or None if there is no such input.
+    """
+    program = inputs.program
+    if not bounds_of(program):
+        return None
+    try:
+        bounded = [
+            n
+            for n, t in enumerate(program.inputs)
+            if t.dtype.is_floating_point and bounded_dims(program, n)
+        ]
+    except CannotResize:
+        return None
+    harmless = []
+    for n in bounded:
+        drawn = copied(inputs.of(replace(case, garbage=(n,))))
+        eager = run_kernel_graph(program, drawn, as_on_gpu=True)
+        if all(bool(torch.isfinite(y).all()) for y in eager):
+            harmless.append(n)
+    return replace(case, garbage=tuple(harmless)) if harmless else None
+
+
+def exponents(program: KernelGraph) -> KernelGraph | None:
+    """Return the part of a program that computes the arguments of exp, or None if it has none."""
+    part = KernelGraph()
+    new = {t.index: part.input_like(t) for t in program.inputs}
+    found = []
+    for op in program.ops:
+        if op.name == CUSTOMIZED:
+            return None
+        args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
+        if op.name in ("exp", "softmax") and isinstance(args[0], DTensor):
+            found.append(args[0])
+        new[op.outputs[0].index] = part.apply(op.name, args, dict(op.attrs))
+    part.mark_output(*found)
+    return part if found else None
+
+
+def with_scores(inputs: CaseInputs, case: Case) -> Case | None:
+    """Return the case with the factors that bring the arguments of exp to `case.scores`.
+
+    If torch eager overflows on the way there, the factor is the largest at which it stays finite.
+
+    Returns:
+        The case, or None if no input makes the arguments of exp grow.
+    """
+    part = exponents(inputs.program)
+    if part is None:
+        return None
+
+    def largest(grown: tuple[int, ...], by: float, dtype: torch.dtype | None) -> float:
+        drawn = inputs.of(replace(case, grown=grown, by=by))
+        if dtype is None:  # as on a GPU, where appends write into their caches
+            drawn = copied(drawn)
+        found = run_kernel_graph(part, drawn, dtype, as_on_gpu=True)
+        return max(float(x.abs().max()) for x in found)
+
+    def growth(grown: tuple[int, ...]) -> tuple[float, float]:
+        once, twice = (largest(grown, by, torch.float64) for by in (1.0, 2.0))
+        return once, twice / once if once > 0 else 1.0
+
+    count = sum(t.dtype.is_floating_point for t in inputs.program.inputs)
+    grown = tuple(range(min(count, 2)))
+    size, ratio = growth(grown)
+    if not ratio > _GROWS:  # a norm takes the scale of its input away, but its weight has a scale
+        grown = tuple(n for n in range(count) if growth((n,))[1] > _GROWS)[:2]
+        if not grown:
+            return None
+        size, ratio = growth(grown)
+    if not (math.isfinite(size) and _GROWS < ratio < math.inf):
+        return None
+    by = (case.scores / size) ** (1 / math.log2(ratio))
+    for _ in range(10):
+        if math.isfinite(largest(grown, by, None)):
+            return replace(case, grown=grown, by=by)
+        by *= 0.8
+    return None

@@ -1,0 +1,66 @@
+"""The inputs on which candidates are compared with torch eager: ordinary ones and hard ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of inputs.
+
+    The factor, the offset and constant rows apply to the first floating-point input, usually the
+    activations. All others are random, scaled so that products keep their size.
+    """
+
+    #: What reasons call it.
+    name: str
+    #: The first input is multiplied by this.
+    factor: float = 1.0
+    #: Then this is added.
+    offset: float = 0.0
+    #: Every row of the first input is one number.
+    constant_rows: bool = False
+    #: Only infinities and NaN count. So near the largest number most results overflow, and the errors
+    #: of the few cancellations that do not are a matter of luck.
+    range_only: bool = False
+    #: Inputs with which the arguments of exp grow are scaled until these reach this size.
+    scores: float = 0.0
+    #: The sign of the last input that is scaled so. The others are made positive, so that products of
+    #: them are far from 0 in every row.
+    sign: int = 0
+    #: Which inputs are scaled so, counted among those of floating point.
+    grown: tuple[int, ...] = ()
+    #: The factor by which they are scaled.
+    by: float = 1.0
+    #: Inputs, by position, that are NaN wherever no row's bounds reach.
+    garbage: tuple[int, ...] = ()
+    #: No row's bounds reach the ends of their axis.
+    outside: bool = False
+    #: The input, by position, that is 0 throughout.
+    zero: int | None = None
+
+    @property
+    def cancels(self) -> bool:
+        """True if a mean is so near the values it is subtracted from that its rounding shows."""
+        return self.constant_rows or self.offset != 0
+
+
+def cases(dtype: torch.dtype) -> tuple[Case, ...]:
+    """Return the cases for outputs of a dtype."""
+    is_half = dtype == torch.float16
+    found = [
+        Case("random"),
+        Case("large", factor=300.0 if is_half else 1e4),
+        Case("tiny", factor=1e-3),
+        Case("constant rows", constant_rows=True),
+        Case("mean far above spread", offset=1000.0),
+        Case("huge positive scores", scores=3e4, sign=1, range_only=True),
+        Case("huge negative scores", scores=3e4, sign=-1, range_only=True),
+        Case("NaN out of bounds", outside=True),
+    ]
+    if is_half:
+        found.append(Case("nearly the largest", factor=12000.0, range_only=True))
+    return tuple(found)
