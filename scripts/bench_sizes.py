@@ -29,8 +29,8 @@ from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline import outcome, resolver
 from mirage_hf.tune import measure
 from mirage_hf.tune.cost import tensor_bytes
-from mirage_hf.verify.numeric_cases import Case
 from mirage_hf.verify.case_inputs import make_inputs
+from mirage_hf.verify.numeric_cases import Case
 from scripts import benching
 from scripts.benching import (
     Budget,

@@ -9,8 +9,8 @@ from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.search.map_restriction import MapRestriction
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.settings import settings
 from mirage_hf.tune.launch_restriction import LaunchRestriction
 

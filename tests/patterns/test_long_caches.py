@@ -24,9 +24,9 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.patterns import attention
 from mirage_hf.patterns.masked_attention import MASKED_ATTENTION
 from mirage_hf.pipeline.resize import cut_to
-from mirage_hf.search.split_appends import split_appends
-from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.search.engine import search
+from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.search.split_appends import split_appends
 from mirage_hf.tune import space, tuner
 from mirage_hf.tune.cost import estimate
 from tests.helpers import triton_interpreter

@@ -11,9 +11,9 @@ from mirage_hf import errors
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.maps import maps_of
 from mirage_hf.pipeline import superoptimizer_options
-from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.search.engine import search
 from mirage_hf.search.map_restriction import MapRestriction
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune.launch_restriction import LaunchRestriction
 from mirage_hf.verify.field_proof import prove
 from tests.helpers import programs

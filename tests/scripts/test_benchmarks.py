@@ -27,8 +27,8 @@ from mirage_hf.pipeline import outcome, resolver
 from mirage_hf.search.lowering import lower
 from mirage_hf.tune import measure
 from mirage_hf.tune.tuner import rank
-from mirage_hf.verify.numeric_cases import Case
 from mirage_hf.verify.case_inputs import make_inputs
+from mirage_hf.verify.numeric_cases import Case
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import key_of
 from mirage_hf.zoo.store import Store
