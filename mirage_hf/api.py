@@ -22,7 +22,7 @@ from mirage_hf.match.eligible import (
 )
 from mirage_hf.match.matcher import match
 from mirage_hf.pipeline.progress_bar import bar_unless
-from mirage_hf.swap.handle import HANDLE_NAME, detach
+from mirage_hf.swap.handle import attach, detach
 from mirage_hf.swap.kernels import find_kernels
 from mirage_hf.swap.optimization import Optimization
 from mirage_hf.zoo.store import zoo_path
@@ -113,7 +113,7 @@ def optimize(
             if handle is None:
                 optimization.nothing_done(on_unsupported, report)
                 return model
-            model.__dict__[HANDLE_NAME] = handle
+            attach(model, handle)
             if (inner := generating(model)) is not None:
                 try:
                     handle.runner = decoding.install(

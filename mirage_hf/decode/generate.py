@@ -30,6 +30,7 @@ from mirage_hf.decode.session import Outdated, Session
 from mirage_hf.decode.step_program import CHANGED, StepProgram, obstacle
 from mirage_hf.errors import MirageError, described
 from mirage_hf.layers.model_kernels import ModelKernels
+from mirage_hf.swap.plain_copies import leave_out_of_copies, restore_in_copies
 
 GraphKey = tuple[Any, Any]
 """What captured graphs depend on: what a walk over the model found, and the masks it wants."""
@@ -110,10 +111,6 @@ class DecodeRunner:
         self._last: ModelFingerprint | None = None
         self._looked_at: object = None
         self._uncapturable: dict[object, tuple[object, str]] = {}
-
-    def fresh(self) -> DecodeRunner:
-        """Return a runner with the same options and nothing else in common."""
-        return DecodeRunner(mode=self.mode, max_cache_len=self.max_cache_len, depth=self.depth)
 
     @property
     def bytes(self) -> int:
@@ -411,8 +408,7 @@ class CoveredCall:
 class Generate:
     """An instance-level `generate`: a small object in the model's `__dict__`, bound to the model by a weak reference.
 
-    It is no closure, so that a deep copy of the model gets one of its own, bound to the copy, with an empty pool and
-    empty counts. A pickled model gets its class's own `generate` back. The weak reference lets `del model` free memory.
+    Copies and pickled models have their class's own `generate`. The weak reference lets `del model` free memory.
     """
 
     def __init__(self, model: Any, runner: DecodeRunner):
@@ -439,11 +435,10 @@ class Generate:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(type(self._owner()).generate.__get__(self._owner()))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Generate:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return stock's `generate`, of the copy of the model if there is one."""
         model = self._owner()
-        twin = Generate(memo.get(id(model), model), self.runner.fresh())
-        memo[id(self)] = twin
-        return twin
+        return type(model).generate.__get__(memo.get(id(model), model))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._owner(), "generate")
@@ -593,6 +588,7 @@ def install(
         valid_for=take_fingerprint(model).model if steps is not None else None,
     )
     model.__dict__["generate"] = Generate(model, runner)
+    leave_out_of_copies(model, "generate")
     return runner
 
 
@@ -602,3 +598,4 @@ def uninstall(model: Any) -> None:
     if isinstance(present, Generate):
         present.runner.release()
         del model.__dict__["generate"]
+        restore_in_copies(model, "generate")

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from mirage_hf.swap.guard import Binding
+from mirage_hf.swap.plain_copies import leave_out_of_copies, restore_in_copies
 from mirage_hf.swap.swap import Ledger, put_back, strays
 from mirage_hf.swap.swap_report import STOCK, SWAPPED, Report, ReportRow, with_counts
 
@@ -16,7 +17,7 @@ PUT_BACK = "put back by restore() or optimize() of a part of the model"
 
 
 class Handle:
-    """What optimize() leaves on a model, as a plain attribute. Copies and pickles of the model carry None in its place.
+    """What optimize() leaves on a model, as a plain attribute. Copies and pickles of the model lack it.
 
     `runner` is the decode runner, None for a model that does not generate.
     """
@@ -60,10 +61,17 @@ class Handle:
         return f"<mirage_hf: {len(self._bindings)} modules swapped; print(model.mirage.report)>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
+        """Return None: a copy belongs to no optimized model."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # without us, so that a saved model loads where we are not installed
+        """Pickle as None, so that what holds the handle loads where we are not installed."""
+        return type(None), ()
+
+
+def attach(model: nn.Module, handle: Handle) -> None:
+    """Put the handle on the model as `model.mirage`. Copies and pickles of the model lack it."""
+    model.__dict__[HANDLE_NAME] = handle
+    leave_out_of_copies(model, HANDLE_NAME)
 
 
 def detach(model: nn.Module) -> None:
@@ -76,5 +84,6 @@ def detach(model: nn.Module) -> None:
             handle, Handle
         ):  # what a copy carries, or ours; anything else is the user's
             module.__dict__.pop(HANDLE_NAME, None)
+            restore_in_copies(module, HANDLE_NAME)
     for module, stock in list(strays(model)):
         put_back(module, stock)

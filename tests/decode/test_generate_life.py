@@ -355,42 +355,53 @@ def test_a_call_that_begins_again_draws_and_counts_once(monkeypatch):
 # -- copies -------------------------------------------------------------------------------------------------------------
 
 
-def test_deepcopy_has_its_own():
+def pickle_and_load(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle_and_load])
+def test_copies_and_pickles_are_stock_models(copied, monkeypatch):
+    """They have no attribute of ours, and follow a later patch of the class."""
     model = tiny("llama")
-    runner = install(model, depth=2)
-    model.generate(**GREEDY)
+    keys = set(model.__dict__)
+    install(model)
+    expected = model.generate(**GREEDY)
+    twin = copied(model)
+    assert set(twin.__dict__) == keys and type(twin) is type(model)
+    assert twin.generate.__func__ is type(model).generate and twin.generate.__self__ is twin
+    assert_same(expected, twin.generate(**GREEDY))
+    again = copied(twin)
+    assert again.generate.__self__ is again and set(again.__dict__) == keys
+    monkeypatch.setattr(LlamaForCausalLM, "generate", lambda self, **_: "patched")
+    assert twin.generate(**GREEDY) == "patched"
+    del model
+    gc.collect()
+    uninstall(twin)  # nothing happens
+
+
+def test_a_deep_copy_has_weights_of_its_own():
+    model = tiny("llama")
+    install(model)
     twin = copy.deepcopy(model)
-    assert twin.generate is not model.generate and twin.generate.runner is not runner
-    assert (
-        twin.generate.runner.bytes == 0
-        and not twin.generate.runner.counts
-        and twin.generate.runner.depth == 2
-    )
     with torch.no_grad():
         for p in twin.parameters():
             p.mul_(-1.3)
+    runner = install(twin)
     assert_same(*both(twin, GREEDY))
     assert_same(*both(model, GREEDY))
     assert model.generate(**GREEDY).tolist() != twin.generate(**GREEDY).tolist()
-    assert handled(twin.generate.runner) == 2
-    del model
-    gc.collect()
-    assert_same(*both(twin, GREEDY))
+    assert handled(runner) == 2
 
 
-def test_pickle_gives_a_stock_model(tmp_path):
+def test_pickles_name_nothing_of_ours(tmp_path):
     model = tiny("llama")
     install(model)
     expected = model.generate(**GREEDY)
-    data = pickle.dumps(model)
-    assert b"mirage_hf" not in data
-    back = pickle.loads(data)
-    assert_same(expected, back.generate(**GREEDY))
-    assert back.generate.__func__ is type(model).generate and back.generate.__self__ is back
-    twin = copy.deepcopy(back)
-    assert twin.generate.__self__ is twin
+    assert b"mirage_hf" not in pickle.dumps(model)
     torch.save(model, tmp_path / "model.pt")
     assert_same(expected, torch.load(tmp_path / "model.pt", weights_only=False).generate(**GREEDY))
+    uninstall(model)
+    assert "__getstate__" not in model.__dict__
 
 
 def test_save_and_reload(tmp_path):

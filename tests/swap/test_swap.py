@@ -100,7 +100,7 @@ def test_only_the_layers_class_and_one_entry_change() -> None:
     changed = {n for n in before["classes"] if before["classes"][n] is not after["classes"][n]}
     assert changed == {f"model.layers.{i}" for i in range(3)}
     assert all(
-        after["keys"][n] - before["keys"][n] <= {BINDING_KEY, "mirage", "generate"}
+        after["keys"][n] - before["keys"][n] <= {BINDING_KEY, "mirage", "generate", "__getstate__"}
         for n in before["keys"]
     )
 
@@ -111,7 +111,7 @@ def test_copies_are_stock_and_use_their_own_weights() -> None:
     assert (
         type(layer_of(twin)) is type(layer_of(stock))
         and BINDING_KEY not in layer_of(twin).__dict__
-        and twin.mirage is None
+        and not {"mirage", "generate", "__getstate__"} & set(twin.__dict__)
     )
     with torch.no_grad():
         for p in twin.parameters():
@@ -121,6 +121,13 @@ def test_copies_are_stock_and_use_their_own_weights() -> None:
     optimize(twin)
     assert twin.mirage.report.swapped
     assert "mirage" not in restore(twin).__dict__
+
+
+def test_a_shallow_copy_of_a_model_lacks_our_attributes() -> None:
+    stock, ours = swapped()
+    twin = copy.copy(ours)
+    assert set(twin.__dict__) == set(stock.__dict__) and not hasattr(twin, "mirage")
+    assert ours.mirage.report.swapped
 
 
 @pytest.mark.parametrize("how", ["pickle", "torch.save", "copy"])
@@ -145,7 +152,7 @@ def test_a_saved_model_loads_without_us() -> None:
     data = pickle.dumps(ours)
     assert b"mirage_hf" not in data
     back = pickle.loads(data)
-    assert back.mirage is None and torch.equal(decode_logits(back), decode_logits(stock))
+    assert not hasattr(back, "mirage") and torch.equal(decode_logits(back), decode_logits(stock))
 
 
 def test_save_pretrained_writes_the_stock_model(tmp_path: Any) -> None:
