@@ -19,13 +19,13 @@ from mirage_hf.search.search_report import SearchReport
 from mirage_hf.search.split_appends import SplitAppends, split_appends
 from mirage_hf.verify.accept import KEEP, Acceptance, Candidate, accept
 
-#: A program of at most this many ops is searched as one. Attention of a decoding step with q/k norms,
-#: RoPE and a cache has 21 ops and takes a second.
+#: A program of at most this many ops is searched as one. Attention of a decoding step with q/k
+#: norms, RoPE and a cache has 21 ops and takes a second.
 MAX_WHOLE_OPS = 24
 
 #: The same limit for a program that appends to caches, because windows would leave its appends to
-#: library calls. Attention with biases, a mask, softcap and a sink has 33 ops and takes four seconds,
-#: and 47 ops with a norm over all heads.
+#: library calls. Attention with biases, a mask, softcap and a sink has 33 ops and takes four
+#: seconds, and 47 ops with a norm over all heads.
 MAX_WHOLE_OPS_WITH_APPENDS = 56
 
 
@@ -68,9 +68,10 @@ def search_and_verify(
 ) -> VerifiedCandidates:
     """Search `program` and keep the candidates that are proven and whose numbers hold.
 
-    Programs with more than `MAX_WHOLE_OPS` ops, and those with ops that the search cannot lower, are
-    searched window by window (see `windows.search_windows`). `options.max_kernels` then limits each
-    window. Options with `roles` name axes of the whole program, so such a search is never split.
+    Programs with more than `MAX_WHOLE_OPS` ops, and those with ops that the search cannot lower,
+    are searched window by window (see `windows.search_windows`). `options.max_kernels` then limits
+    each window. Options with `roles` name axes of the whole program, so such a search is never
+    split.
 
     Args:
         program: The tensor program.
@@ -78,9 +79,9 @@ def search_and_verify(
         progress: Called with each stage and its detail.
         seed: Seed of the random evaluations that prove and check candidates.
         journal: Keeps finished steps, so that a search that was stopped can go on.
-        like: The same program at other sizes. The larger of the two is searched, because size decides
-            which kernels are worth having. The smaller one is proven and checked, because that is
-            faster.
+        like: The same program at other sizes. The larger of the two is searched, because size
+            decides which kernels are worth having. The smaller one is proven and checked, because
+            that is faster.
         keep: How many candidates to keep for each kind of arithmetic, as in `accept`.
 
     Returns:

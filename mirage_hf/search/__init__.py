@@ -1,1 +1,1 @@
-
+"""Search for µGraphs that compute a tensor program."""

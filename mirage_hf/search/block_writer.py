@@ -18,7 +18,7 @@ from mirage_hf.graph.block import (
 from mirage_hf.graph.kernel import DTensor
 
 
-class CannotEmitForm(Exception):
+class EmissionFormError(Exception):
     """A plan has no block graph in the form that is tried. It may have one in another form."""
 
 
@@ -29,8 +29,8 @@ class BlockWriter:
     Reading it in a later stage is an error.
 
     Raises:
-        CannotEmitForm: If an op has only numbers as arguments, or reads a local value of an earlier
-            stage.
+        EmissionFormError: If an op has only numbers as arguments, or reads a local value of an
+            earlier stage.
     """
 
     def __init__(self, axes: Sequence[Axis], loop: str | None, operands: Sequence[DTensor]):
@@ -55,6 +55,7 @@ class BlockWriter:
 
     @property
     def num_inputs(self) -> int:
+        """The number of block inputs so far."""
         return len(self._inputs)
 
     def axes_of(self, values: Iterable[str | float]) -> set[str]:
@@ -110,7 +111,7 @@ class BlockWriter:
             return self._known[key]
         self._check_readable(args)
         if not any(isinstance(x, str) for x in args):
-            raise CannotEmitForm("an op of numbers alone")
+            raise EmissionFormError("an op of numbers alone")
         axes = self.axes_of(args)
         if over is not None:
             axes = self._reduced(axes, over)
@@ -144,7 +145,7 @@ class BlockWriter:
         if key in self._known:
             return self._known[key]
         if self.loop is None or not isinstance(arg, str) or self.loop not in self.carried[arg]:
-            raise CannotEmitForm("a sum of something that does not change along the loop")
+            raise EmissionFormError("a sum of something that does not change along the loop")
         self._check_readable((arg,))
         out = self._fresh("acc")
         self.carried[out] = self._in_order(self._reduced(self.carried[arg], self.loop))
@@ -156,7 +157,7 @@ class BlockWriter:
 
     def _check_readable(self, values: Iterable[str | float]) -> None:
         if any(v in self._local_before for v in values):
-            raise CannotEmitForm("a value that changes along the loop is read after it")
+            raise EmissionFormError("a value that changes along the loop is read after it")
 
     def _reduced(self, axes: Iterable[str], over: str) -> set[str]:
         """Return what is carried after reducing over an axis: the number of its split, if any."""
@@ -179,10 +180,10 @@ class BlockWriter:
         """End the stage that is being written and forget its local values.
 
         Raises:
-            CannotEmitForm: If the stage has no loop but a value of it changes along the loop.
+            EmissionFormError: If the stage has no loop but a value of it changes along the loop.
         """
         if not loops and any(self.loop in op.axes for op in self._body):
-            raise CannotEmitForm("a value that changes along the loop is made outside of it")
+            raise EmissionFormError("a value that changes along the loop is made outside of it")
         if self._body or self._accumulators:
             loop = self.loop if loops else None
             self._stages.append(Stage(loop, tuple(self._body), tuple(self._accumulators)))

@@ -150,6 +150,9 @@ def _axis_sets(roles: Iterable[tuple[str, Role]], axes: Sequence[str]) -> list[i
 
 
 def counters_of(statistics: _core.Statistics, width: int = 0) -> Counters:
-    """Return the core's statistics as counters; `width` is the width that was searched to the end."""
+    """Return the core's statistics as counters.
+
+    `width` is the width that was searched to the end.
+    """
     names = (name for name in Counters.__dataclass_fields__ if name != "width")
     return Counters(width=width, **{name: getattr(statistics, name) for name in names})

@@ -1,9 +1,9 @@
 """Cut a program into windows: ranges of its units that are searched as programs of their own.
 
 Windows lie between *boundaries*. A boundary is where few computed tensors are live, between two
-phases, or next to a unit that stands alone (see `units`). Views at the edges of a window are left to
-torch if the search cannot lower them or if others read them too. They are free there, and the window
-reads or writes the tensor behind the view.
+phases, or next to a unit that stands alone (see `units`). Views at the edges of a window are left
+to torch if the search cannot lower them or if others read them too. They are free there, and the
+window reads or writes the tensor behind the view.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mirage_hf.search.subprogram import subprogram
 from mirage_hf.search.units import EFFECTS, Unit, keeps_axes, order_units
 
 #: Ops of one window, with composites written out and without views. At the sizes of Llama-3.2-1B
-#: every such window of a Llama or Gemma layer was searched to the end in 0.23 s or less on one core.
-#: Two norms around a gated MLP have 18 ops and took 1 to 20 s.
+#: every such window of a Llama or Gemma layer was searched to the end in 0.23 s or less on one
+#: core. Two norms around a gated MLP have 18 ops and took 1 to 20 s.
 MAX_OPS = 14
 
 #: Computed tensors that cross a boundary inside a phase: a residual and the current value. A gated

@@ -8,7 +8,7 @@ from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.symbolic import Dim
 from mirage_hf.ops import table
 from mirage_hf.search.block_definitions import axis_uses
-from mirage_hf.search.lowered_program import NotLowerable
+from mirage_hf.search.lowered_program import NotLowerableError
 
 #: A dim of a tensor: the tensor's index and the dim.
 _TensorDim = tuple[int, int]
@@ -26,7 +26,7 @@ class DimClasses:
     twice, as in X·Xᵀ, the second is a copy of the class with a number appended.
 
     Raises:
-        NotLowerable: If an op cannot be part of a fused kernel.
+        NotLowerableError: If an op cannot be part of a fused kernel.
     """
 
     def __init__(self, graph: KernelGraph):
@@ -83,7 +83,7 @@ class DimClasses:
         kind = table.OPS[op.name].kind if op.name in table.OPS else op.name
         rule = _UNIFY.get(op.name) or _UNIFY.get(kind)
         if rule is None:
-            raise NotLowerable(f"{op.name} ends a kernel: the search does not fuse it yet")
+            raise NotLowerableError(f"{op.name} ends a kernel: the search does not fuse it yet")
         rule(self, op)
 
     def _unify_customized(self, op: KernelOp) -> None:
@@ -180,12 +180,12 @@ def reshape_pairs(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int
     """Return the dims of more than one element that a reshape keeps, as (before, after).
 
     Raises:
-        NotLowerable: If the reshape splits or merges dims.
+        NotLowerableError: If the reshape splits or merges dims.
     """
     before = [i for i, size in enumerate(old) if size > 1]
     after = [i for i, size in enumerate(new) if size > 1]
     if [old[i] for i in before] != [new[i] for i in after]:
-        raise NotLowerable(
+        raise NotLowerableError(
             "reshape that splits or merges axes ends a kernel: the search does not fuse it yet"
         )
     return list(zip(before, after, strict=True))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from mirage_hf import _core
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.search.block_writer import CannotEmitForm
-from mirage_hf.search.emit_kernel import CannotEmit, KernelEmitter
+from mirage_hf.search.block_writer import EmissionFormError
+from mirage_hf.search.emit_kernel import EmissionError, KernelEmitter
 from mirage_hf.search.emitted_plan import EmittedPlan
 from mirage_hf.search.lowered_program import LoweredProgram, Term
 
@@ -54,9 +54,9 @@ def ugraph_of(
         try:
             for kernel in plan.kernels:
                 KernelEmitter(emitted, kernel).emit()
-        except CannotEmitForm:
+        except EmissionFormError:
             continue
-        except CannotEmit:
+        except EmissionError:
             return None
         results = [emitted.results[n] for n in range(len(lowered.outputs))]
         emitted.kernels.mark_output(*results)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from mirage_hf import _core
 from mirage_hf.graph.block import Axis, BlockOutput, Padding, Role, Rotation
 from mirage_hf.graph.kernel import DTensor
-from mirage_hf.search.block_writer import BlockWriter, CannotEmitForm
+from mirage_hf.search.block_writer import BlockWriter, EmissionFormError
 from mirage_hf.search.core_program import CORE_OPS, CORE_ROLES
 from mirage_hf.search.emitted_plan import EmittedPlan, StoredValue
 from mirage_hf.search.lowered_program import LoweredInput, Term
@@ -19,7 +19,7 @@ _ROLES = {core: role for role, core in CORE_ROLES.items()}
 _ROLE_ORDER = {Role.GRID: 0, Role.TILE: 1, Role.LOOP: 2}
 
 
-class CannotEmit(Exception):
+class EmissionError(Exception):
     """A plan has no block graphs in any form."""
 
 
@@ -36,8 +36,8 @@ class KernelEmitter:
     """One kernel of a plan on its way to a block graph.
 
     Raises:
-        CannotEmitForm: If the kernel has no block graph in the form that is tried.
-        CannotEmit: If it has none in any form.
+        EmissionFormError: If the kernel has no block graph in the form that is tried.
+        EmissionError: If it has none in any form.
     """
 
     def __init__(self, plan: EmittedPlan, kernel: _core.FoundKernel):
@@ -222,7 +222,7 @@ class KernelEmitter:
         """Return e^arg as the mantissa 1 with the shift `arg`."""
         exponent = self.scaled.plain(arg)
         if isinstance(exponent, float):
-            raise CannotEmitForm("exp of a number")
+            raise EmissionFormError("exp of a number")
         return ScaledValue(1.0, (Shift(exponent, (self.plan.node_of(op.args[0]),)),))
 
 
@@ -242,7 +242,8 @@ class _KernelAxes:
             self.split_axis = _fresh_axis(f"{whole}_split", axes)
             axes[self.split_axis] = Axis(self.split_axis, kernel.parts, Role.GRID)
             axes[whole] = replace(axes[whole], split_axis=self.split_axis)
-        #: The names that this kernel gives to axes of stored partial results, by name and size there.
+        #: The names that this kernel gives to axes of stored partial results, by name and size
+        #: there.
         self._combined: dict[tuple[str, int], str] = {}
         for leaf in kernel.leaves:
             if leaf.partial >= 0:
@@ -327,7 +328,7 @@ class _KernelOutputs:
         carried = self.writer.carried[shift.name]
         grid = [a.name for a in self.writer.axes if a.role is Role.GRID]
         if any(axis not in carried for axis in grid):
-            raise CannotEmit("blocks that share a shift would all store it")
+            raise EmissionError("blocks that share a shift would all store it")
         axes = (*_leading(split, carried), *(a for a in order if a in carried))
         return _Place(at, self._add(shift.name, axes, "float32"), shift.origin)
 
@@ -341,7 +342,7 @@ class _KernelOutputs:
         """Add a block output and return its number."""
         stored = sorted(a for a in axes if a)
         if not self.writer.is_computed(value) or sorted(self.writer.carried[str(value)]) != stored:
-            raise CannotEmitForm(
+            raise EmissionFormError(
                 "a kernel would store an input, a number, or a value that repeats along an axis"
             )
         output = (BlockOutput(str(value), axes or (None,), dtype), program_output)

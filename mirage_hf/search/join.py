@@ -1,8 +1,8 @@
-"""Compute products of one tensor with several weights as one product: q, k and v read their row once.
+"""Join products of one tensor with several weights: q, k and v read their row once.
 
-The search takes a concat of inputs as one input with several sources, so no weight moves. The results
-are slices of the joined product, which are views. So this applies to products that a window returns
-and does not use itself. The joined program equals the given one because x·[V W] = [x·V x·W].
+The search takes a concat of inputs as one input with several sources, so no weight moves. The
+results are slices of the joined product, which are views. So this applies to products that a window
+returns and does not use itself. Joining is correct because x·[V W] = [x·V x·W].
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from mirage_hf.search.dim_classes import tensors_of
 
 @dataclass(frozen=True)
 class JoinedOutput:
-    """An output of the program: an output of the joined graph, or some columns [start, stop) of it."""
+    """Where an output of the program is in the joined graph.
+
+    It is an output of that graph, or the columns [start, stop) of one.
+    """
 
     output: int
     columns: tuple[int, int] | None = None

@@ -9,7 +9,7 @@ from mirage_hf.graph.block import BlockInput
 from mirage_hf.graph.kernel import DTensor, KernelOp
 from mirage_hf.search.block_definitions import Reduction, axis_uses, definitions
 from mirage_hf.search.dim_classes import DimClasses
-from mirage_hf.search.lowered_program import NotLowerable
+from mirage_hf.search.lowered_program import NotLowerableError
 from mirage_hf.search.tensor_index import Index, aligned, axes_of
 from mirage_hf.search.terms import TermBuilder
 
@@ -37,11 +37,11 @@ def lower_customized(lowering: ProgramLowering, op: KernelOp, t: DTensor, index:
         index: What the dims of `t` are indexed by.
 
     Raises:
-        NotLowerable: If the kernel does something that terms cannot express.
+        NotLowerableError: If the kernel does something that terms cannot express.
     """
     axes = axes_of(index)
     if axes != index:
-        raise NotLowerable(
+        raise NotLowerableError(
             "rope of what a kernel of the program stores: the search does not look into that"
         )
     return _StoredValue(lowering, op, t, axes).term()
@@ -78,7 +78,7 @@ class _StoredValue:
                 )
         for a in self.block.axes:
             if a.name not in names and a.name not in self.splits.values() and a.size > 1:
-                raise NotLowerable(
+                raise NotLowerableError(
                     f"axis {a.name} of a kernel is that of joined inputs alone: "
                     "the search does not fuse it yet"
                 )
@@ -111,11 +111,11 @@ class _StoredValue:
 
     def _loaded(self, i: BlockInput) -> int:
         if i.bounds is not None:
-            raise NotLowerable(
+            raise NotLowerableError(
                 "bounds that a kernel of the program reads: the search does not look into that"
             )
         if i.rotation is not None or i.padding is not None:
-            raise NotLowerable(
+            raise NotLowerableError(
                 "an input that a kernel of the program rotates or pads: "
                 "the search does not look into that"
             )

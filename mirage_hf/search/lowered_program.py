@@ -1,7 +1,7 @@
 """A program over named axes: the form that the search and its core work on.
 
-A tensor becomes a function of axes. A dim of size 1 has no axis, a permutation only renames axes, and
-a matmul is a product summed over an axis. Composites such as softmax are written out.
+A tensor becomes a function of axes. A dim of size 1 has no axis, a permutation only renames axes,
+and a matmul is a product summed over an axis. Composites such as softmax are written out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fractions import Fraction
 _LARGEST_EXACT = 10**9
 
 
-class NotLowerable(Exception):
+class NotLowerableError(Exception):
     """A program has an op that cannot be part of a fused kernel. The message says which and why."""
 
 
@@ -23,8 +23,8 @@ class NotLowerable(Exception):
 class Term:
     """One node of a lowered program.
 
-    `op` is "input", "constant", "add", "sub", "mul", "div", "exp", "opaque", "sum" or "max". While a
-    program is being lowered it may also be "partial": a reduction over one split of an axis.
+    `op` is "input", "constant", "add", "sub", "mul", "div", "exp", "opaque", "sum" or "max". While
+    a program is being lowered it may also be "partial": a reduction over one split of an axis.
     """
 
     op: str
@@ -66,8 +66,8 @@ class LoweredInput:
     itemsize: int = 2
     #: Of a mask: the dim that it bounds, which has size 1 in `dims`.
     bounds: int | None = None
-    #: A dim read with its halves or pairs swapped or signed (RoPE): the dim, how, and how many of its
-    #: first elements (None for all).
+    #: A dim read with its halves or pairs swapped or signed (RoPE): the dim, how, and how many of
+    #: its first elements (None for all).
     rotation: tuple[int, str, int | None] | None = None
     #: A dim that is shorter than its axis, and the value read after its end.
     padding: tuple[int, float] | None = None

@@ -15,7 +15,7 @@ from mirage_hf.search.lowered_program import (
     LoweredInput,
     LoweredOutput,
     LoweredProgram,
-    NotLowerable,
+    NotLowerableError,
 )
 from mirage_hf.search.tensor_index import (
     Index,
@@ -46,7 +46,7 @@ def lower(graph: KernelGraph) -> LoweredProgram | Rejected:
     """
     try:
         return Lowering(expand(graph)).run()
-    except NotLowerable as e:
+    except NotLowerableError as e:
         return Rejected(str(e))
 
 
@@ -54,7 +54,7 @@ class Lowering:
     """An expanded program on its way to terms.
 
     Raises:
-        NotLowerable: If an op cannot be part of a fused kernel.
+        NotLowerableError: If an op cannot be part of a fused kernel.
     """
 
     def __init__(self, graph: KernelGraph):
@@ -66,6 +66,7 @@ class Lowering:
         self._lowered: dict[tuple[int, Index], int] = {}
 
     def run(self) -> LoweredProgram:
+        """Lower the outputs, and all that they need."""
         outputs = []
         for t in self.graph.outputs:
             index: list[str | None] = []
@@ -92,7 +93,7 @@ class Lowering:
 
     def _input(self, t: DTensor, index: Index) -> int:
         if t.dtype not in table.COMPUTE_DTYPES:
-            raise NotLowerable(
+            raise NotLowerableError(
                 f"{t.name} is {table.dtype_name(t.dtype)}: "
                 "kernels compute with floating-point numbers only"
             )
@@ -105,17 +106,17 @@ class Lowering:
         if table.OPS[op.name].kind == "elementwise":
             return self._elementwise(op, index)
         if op.name not in _LAYOUT and any(map(only_inputs_have, index)):
-            raise NotLowerable(_COMPUTED_SINE)
+            raise NotLowerableError(_COMPUTED_SINE)
         rule = _RULES.get(op.name)
         if rule is None:
-            raise NotLowerable(f"{op.name} ends a kernel: the search does not fuse it yet")
+            raise NotLowerableError(f"{op.name} ends a kernel: the search does not fuse it yet")
         return rule(self, op, index)
 
     # -- ops that compute --------------------------------------------------------------------------
 
     def _elementwise(self, op: KernelOp, index: Index) -> int:
         if op.name != "cast" and any(map(only_inputs_have, index)):
-            raise NotLowerable(_COMPUTED_SINE)
+            raise NotLowerableError(_COMPUTED_SINE)
         args = [
             self.tensor(x, aligned(index, x.dims))
             if isinstance(x, DTensor)
@@ -148,7 +149,7 @@ class Lowering:
             return self.terms.reduce("max", arg, axis)
         symbol = self.classes.symbol(x, dim)
         if kind == "mean" and symbol is not None:
-            raise NotLowerable(
+            raise NotLowerableError(
                 f"the mean over dim {symbol}, whose size is not fixed, divides by another number "
                 "for every size; give the dim a size, or sum and multiply by an input"
             )
@@ -184,7 +185,7 @@ class Lowering:
         dim = dict(op.attrs)["dim"] % len(index)
         axis = index[dim]
         if axis is not None and not isinstance(axis, str):
-            raise NotLowerable("bounds along the dim that rope rotates end a kernel")
+            raise NotLowerableError("bounds along the dim that rope rotates end a kernel")
         bounded_dim = dim - (len(index) - len(lo.dims))  # of lo and hi, negative if they lack it
         value = self.tensor(x, index)
         mask = self._mask(lo, hi, aligned(index, lo.dims), axis, bounded_dim)
@@ -192,9 +193,9 @@ class Lowering:
 
     def _mask(self, lo: DTensor, hi: DTensor, index: Index, axis: str | None, dim: int) -> int:
         if axis is None:
-            raise NotLowerable("bounds of a dim of size 1 end a kernel")
+            raise NotLowerableError("bounds of a dim of size 1 end a kernel")
         if lo.index in self._made or hi.index in self._made:
-            raise NotLowerable(
+            raise NotLowerableError(
                 "bounds that are computed end a kernel: the search fuses only those that are inputs"
             )
         dims = lo.dims
@@ -234,9 +235,9 @@ class Lowering:
         """
         inputs, orders = zip(*map(self._input_behind, tensors), strict=True)
         if len(set(orders)) > 1:
-            raise NotLowerable("concat of inputs in different dim orders ends a kernel")
+            raise NotLowerableError("concat of inputs in different dim orders ends a kernel")
         if index[dim] is None:
-            raise NotLowerable("concat to a dim of size 1")
+            raise NotLowerableError("concat to a dim of size 1")
         sizes = tuple(t.dims[dim] for t in tensors)
         whole = [sum(sizes) if d == dim else n for d, n in enumerate(tensors[0].dims)]
         # Dim order[d] of a source is dim d of the result.
@@ -259,7 +260,7 @@ class Lowering:
         order = tuple(range(len(t.dims)))
         while (op := self._made.get(t.index)) is not None:
             if op.name != "permute":
-                raise NotLowerable(_COMPUTED_CONCAT)
+                raise NotLowerableError(_COMPUTED_CONCAT)
             inner = dict(op.attrs)["order"]
             order = tuple(inner[d] for d in order)
             (t,) = tensors_of(op)

@@ -1,9 +1,9 @@
 """Restrict how kernels cut their tensors: allowed imaps, omaps and fmaps.
 
-The maps are those of Mirage (arXiv 2405.05751, section 4.3). An imap or omap sends the grid dims x, y
-and z to tensor dims. Our grid axes have no order. So a kernel keeps to a restriction if its grid axes
-can be called x, y and z such that every tensor it reads has one of the imaps and every tensor it
-stores has one of the omaps.
+The maps are those of Mirage (arXiv 2405.05751, section 4.3). An imap or omap sends the grid dims x,
+y and z to tensor dims. Our grid axes have no order. So a kernel keeps to a restriction if its grid
+axes can be called x, y and z such that every tensor it reads has one of the imaps and every tensor
+it stores has one of the omaps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Group a product of three the other way: (x · γ) · W as x · (γ · W).
 
 Factors of tensor-core products are rounded to the run dtype. x · γ leaves the range of float16 for
-inputs on which the stock module does not, because the module divides x by its norm first. x alone and
-γ · W stay in range.
+inputs on which the stock module does not, because the module divides x by its norm first. x alone
+and γ · W stay in range.
 """
 
 from __future__ import annotations

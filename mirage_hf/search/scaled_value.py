@@ -3,10 +3,10 @@
 A plan is exact algebra and knows no rounding. An exponential that a later division cancels, as in
 softmax, is emitted as a *scaled value*: a mantissa and a shift that stand for mantissa · e^shift.
 
-- exp(s) is the mantissa 1 with shift s. Products add shifts, divisions subtract them, and a division
-  of two values of the same shift has none left.
-- A sum over an axis that the shift carries first takes the maximum of the shift over that axis, over
-  the loop a running one. The mantissa takes up the difference, which is at most e^0 = 1.
+- exp(s) is the mantissa 1 with shift s. Products add shifts, divisions subtract them, and a
+  division of two values of the same shift has none left.
+- A sum over an axis that the shift carries first takes the maximum of the shift over that axis,
+  over the loop a running one. The mantissa takes up the difference, which is at most e^0 = 1.
 - Values of different shifts are added at the larger shift.
 
 So online softmax and the combination of split attention need no rule of their own. A program that
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mirage_hf.search.block_writer import BlockWriter, CannotEmitForm
+from mirage_hf.search.block_writer import BlockWriter, EmissionFormError
 
 #: The maximum of no scores at all. It is finite, so rows without any score have a finite shift, and
 #: it is below any score that matters.
@@ -66,14 +66,17 @@ class ScaledValue:
 
     @property
     def has_shift(self) -> bool:
+        """True unless the value is its mantissa, apart from masks."""
         return bool(self.plus or self.minus)
 
     @property
     def is_plain(self) -> bool:
+        """True if the value is its mantissa."""
         return not self.has_shift and not self.masks
 
     @property
     def shifts(self) -> tuple[Shift, ...]:
+        """All shifts in the exponent."""
         return (*self.plus, *self.minus)
 
 
@@ -81,7 +84,7 @@ class ScaledArithmetic:
     """Ops on scaled values, written into a block graph.
 
     Raises:
-        CannotEmitForm: If a value would leave the range of floats because nothing cancels its
+        EmissionFormError: If a value would leave the range of floats because nothing cancels its
             exponential.
     """
 
@@ -103,7 +106,7 @@ class ScaledArithmetic:
         if len(x.plus) == 1 and not x.minus:
             return x.plus[0]
         if not x.plus:
-            raise CannotEmitForm("a negative exponent alone")
+            raise EmissionFormError("a negative exponent alone")
         name = x.plus[0].name
         for s in x.plus[1:]:
             name = self.writer.op("add", (name, s.name))
@@ -149,7 +152,7 @@ class ScaledArithmetic:
         if not x.has_shift:
             return self.writer.select(x.masks, x.mantissa)
         if not self.is_at_most_one(x):
-            raise CannotEmitForm("an exponential that nothing cancels")
+            raise EmissionFormError("an exponential that nothing cancels")
         exponential = self.writer.op("exp", (self.exponent(x).name,))
         return self.writer.times(self.writer.select(x.masks, exponential), x.mantissa)
 
@@ -209,10 +212,12 @@ class ScaledArithmetic:
         return self.writer.times(self.writer.select(masks, exponential), mantissa)
 
     def product(self, a: ScaledValue, b: ScaledValue) -> ScaledValue:
+        """Return a · b."""
         mantissa = self.writer.times(a.mantissa, b.mantissa)
         return _with_shifts(mantissa, a, b, b.plus, b.minus)
 
     def quotient(self, a: ScaledValue, b: ScaledValue) -> ScaledValue:
+        """Return a / b."""
         b = self.unmasked(b)  # outside its bounds b is 0, and a ratio with it is 0
         mantissa = a.mantissa
         if b.mantissa != 1.0:

@@ -158,7 +158,8 @@ class SearchReport:
         lines = [
             f"stopped: {self.stop}{width}{reason}",
             f"search: {c.seconds:.3f} s{first}",
-            f"values: {c.values} kept of {c.examined} examined {pruned}, {c.derivations} derivations",
+            f"values: {c.values} kept of {c.examined} examined {pruned}, {c.derivations} "
+            "derivations",
             f"variants: {c.variants} from {c.expansions} states (dominated {c.dominated})",
             f"plans: {c.plans} (cut by cost {c.cost_pruned}) "
             f"of {c.kernels} kernels evaluated (illegal {c.illegal})",

@@ -1,7 +1,8 @@
 """Take the cache appends out of a program, so that the search sees only what it computes.
 
-The program without appends returns the rows that it would append. Once kernels are found for it, the
-appends are put back, and the kernel that computes the rows may store them into the cache itself.
+The program without appends returns the rows that it would append. Once kernels are found for it,
+the appends are put back, and the kernel that computes the rows may store them into the cache
+itself.
 
 This needs that the program does not read the slots it writes (see `written_slots`). Appends for
 which that does not hold stay library calls, in the program's order.

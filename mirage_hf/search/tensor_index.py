@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mirage_hf.graph.block import Rotation
-from mirage_hf.search.lowered_program import NotLowerable
+from mirage_hf.search.lowered_program import NotLowerableError
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,18 @@ def rotated(place: Place, how: str, width: int | None) -> Rotation:
     """Return an axis along which the first `width` elements (None: all) are swapped or signed.
 
     Raises:
-        NotLowerable: If the dim has no axis, or is rotated or padded already.
+        NotLowerableError: If the dim has no axis, or is rotated or padded already.
     """
     if not isinstance(place, str):
-        raise NotLowerable("rope of a rotated dim, or of one of size 1, ends a kernel")
+        raise NotLowerableError("rope of a rotated dim, or of one of size 1, ends a kernel")
     return Rotation(place, how, width)
 
 
 def only_inputs_have(place: Place) -> bool:
     """True if only an input may be read so, because an op does not commute with reading it so.
 
-    exp of padding is not the padding, and exp of a negated value is not the negated exp. A swap only
-    moves elements, so any elementwise op commutes with it.
+    exp of padding is not the padding, and exp of a negated value is not the negated exp. A swap
+    only moves elements, so any elementwise op commutes with it.
     """
     signed = isinstance(place, Rotation) and not place.swaps
     return signed or isinstance(place, PaddedAxis)

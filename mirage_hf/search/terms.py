@@ -8,7 +8,7 @@ from functools import partial
 
 from mirage_hf.graph.block import Rotation
 from mirage_hf.ops import table
-from mirage_hf.search.lowered_program import LoweredInput, LoweredProgram, NotLowerable, Term
+from mirage_hf.search.lowered_program import LoweredInput, LoweredProgram, NotLowerableError, Term
 from mirage_hf.search.tensor_index import Index, PaddedAxis, axes_of, unpadded
 
 #: Powers that are multiplied out.
@@ -72,8 +72,8 @@ class TermBuilder:
         """Return a value of device memory under an index.
 
         Raises:
-            NotLowerable: If one input would be rotated or padded along two dims, or along the dim
-                of its sources.
+            NotLowerableError: If one input would be rotated or padded along two dims, or along the
+                dim of its sources.
         """
         rotations = [
             (d, place.how, place.width)
@@ -83,7 +83,7 @@ class TermBuilder:
         if len(rotations) > 1 or (
             rotations and (source.bounds is not None or source.joined == rotations[0][0])
         ):
-            raise NotLowerable(
+            raise NotLowerableError(
                 "an input that is rotated along two dims, or along the dim of its sources, "
                 "ends a kernel"
             )
@@ -91,7 +91,7 @@ class TermBuilder:
         if len(paddings) > 1 or (
             paddings and (source.bounds is not None or len(source.sources) > 1)
         ):
-            raise NotLowerable(
+            raise NotLowerableError(
                 "an input that is padded along two dims, or lies in several tensors, ends a kernel"
             )
         source = replace(
@@ -111,13 +111,15 @@ class TermBuilder:
         """Return an elementwise op of the table, written out unless it is opaque.
 
         Raises:
-            NotLowerable: If it is a cast to an integer dtype.
+            NotLowerableError: If it is a cast to an integer dtype.
         """
         row = table.OPS[fn]
         if fn == "cast":
             dtype = dict(attrs)["dtype"]
             if table.as_dtype(dtype) not in table.COMPUTE_DTYPES:  # type: ignore[arg-type]
-                raise NotLowerable(f"cast to {dtype} ends a kernel: it rounds to whole numbers")
+                raise NotLowerableError(
+                    f"cast to {dtype} ends a kernel: it rounds to whole numbers"
+                )
             return args[0]
         if fn == "pow" and self._is_small_power(args[1]):
             power = args[0]
@@ -142,7 +144,7 @@ def without_partials(program: LoweredProgram) -> LoweredProgram:
     """Remove the placeholders of partial results, which nothing reads once they are combined.
 
     Raises:
-        NotLowerable: If an output needs partial results that are not combined.
+        NotLowerableError: If an output needs partial results that are not combined.
     """
     if all(term.op != "partial" for term in program.terms):
         return program
@@ -163,7 +165,7 @@ def _used(program: LoweredProgram) -> set[int]:
         number = waiting.pop()
         term = program.terms[number]
         if term.op == "partial":
-            raise NotLowerable(
+            raise NotLowerableError(
                 f"a kernel of the program stores the {term.fn} over each split of axis "
                 f"{term.index[1]}, and they are not combined by a {term.fn} over the splits alone: "
                 "the search does not look into that"

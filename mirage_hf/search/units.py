@@ -1,13 +1,13 @@
-"""The units of a program: ops that no window cuts apart, ordered so that kernels can hold neighbours.
+"""The units of a program: ops that no window cuts apart, with neighbours kernels can hold together.
 
 A unit is an op with the layout ops between it and the program's inputs. A concat of weights belongs
-to each matmul that reads it. What the search cannot lower, such as a concat of computed tensors, is a
-unit that stands alone.
+to each matmul that reads it. What the search cannot lower, such as a concat of computed tensors, is
+a unit that stands alone.
 
 Units are ordered in phases. Each unit is as early as the units that stand alone before it allow, so
-the projections of q, k and v come together although reshapes lie between them in the program. Inside
-a phase the order is depth first. Operands of commutative ops are visited in the order of their
-structure, not in the order in which they were written.
+the projections of q, k and v come together although reshapes lie between them in the program.
+Inside a phase the order is depth first. Operands of commutative ops are visited in the order of
+their structure, not in the order in which they were written.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ EFFECTS = ("cache_append",)
 
 _COMMUTATIVE = ("add", "mul", "max", "min")
 
-#: How many ops back operands are compared. Gate and up of an MLP differ in the first one. Projections
-#: differ in none, and keep the order in which they were written.
+#: How many ops back operands are compared. Gate and up of an MLP differ in the first one.
+#: Projections differ in none, and keep the order in which they were written.
 _DEPTH = 3
 
 
@@ -48,6 +48,7 @@ class Unit:
 
     @property
     def is_view(self) -> bool:
+        """True if every op of the unit is a view."""
         return all(op.name in VIEWS for op in self.ops)
 
 

@@ -1,4 +1,7 @@
-"""Decide which µGraphs may run: each is proven equal to its program, then its rounding is checked."""
+"""Decide which µGraphs may run.
+
+Each is proven equal to its program, then its rounding is checked.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from mirage_hf.verify.random_bounds import draw_all
 from mirage_hf.verify.size_classes import (
     PROGRAM,
     BlockAxis,
-    CannotResize,
+    ResizeError,
     SizeClasses,
     TensorDim,
 )
@@ -33,8 +33,8 @@ class CaseInputs:
     """The inputs of a program for any case, in its shapes and strides.
 
     They are drawn on the device, because a CPU takes seconds for the caches of a batch. Inputs that
-    are alike in every case, mostly weights, are drawn once and shared, so callers must copy what they
-    let anything write.
+    are alike in every case, mostly weights, are drawn once and shared, so callers must copy what
+    they let anything write.
     """
 
     def __init__(self, program: KernelGraph, seed: int = 0, device: torch.device | str = "cpu"):
@@ -122,7 +122,7 @@ def bounded_dims(program: KernelGraph, position: int) -> list[tuple[Bounds, int]
     """Return the dims of an input along which an op of the program has bounds.
 
     Raises:
-        CannotResize: If the program has an op that cannot be proven.
+        ResizeError: If the program has an op that cannot be proven.
     """
     classes = SizeClasses(program, program)
     t = program.inputs[position]
@@ -156,7 +156,7 @@ def with_garbage(inputs: CaseInputs, case: Case) -> Case | None:
             for n, t in enumerate(program.inputs)
             if t.dtype.is_floating_point and bounded_dims(program, n)
         ]
-    except CannotResize:
+    except ResizeError:
         return None
     harmless = []
     for n in bounded:

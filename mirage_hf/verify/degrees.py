@@ -25,8 +25,8 @@ _POLYNOMIAL = np.uint64(0)  # the denominator 1
 class Degree:
     """An array of quotients.
 
-    `numerator` and `denominator` have one dim more at the end, with two entries: the degree, and the
-    largest number of exponentials in a product.
+    `numerator` and `denominator` have one dim more at the end, with two entries: the degree, and
+    the largest number of exponentials in a product.
 
     Attributes:
         numerator: Of the numerators.
@@ -40,6 +40,7 @@ class Degree:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
         return self.denominator_id.shape
 
     @property
@@ -122,17 +123,20 @@ class Degrees:
     # -- views -------------------------------------------------------------------------------------
 
     def arrange(self, x: Degree, order: Sequence[int], shape: Sequence[int]) -> Degree:
+        """Permute the dims by `order`, then reshape to `shape`."""
         return x.map(
             lambda a: a.transpose(tuple(order)).reshape(tuple(shape)),
             lambda a: a.transpose((*order, len(order))).reshape((*shape, 2)),
         )
 
     def spread(self, x: Degree, shape: Sequence[int]) -> Degree:
+        """Repeat dims of size 1 until the array has this shape."""
         return x.map(
             lambda a: np.broadcast_to(a, tuple(shape)), lambda a: np.broadcast_to(a, (*shape, 2))
         )
 
     def join(self, xs: Sequence[Degree], dim: int) -> Degree:
+        """Concatenate arrays along a dim."""
         return Degree(
             np.concatenate([x.numerator for x in xs], dim),
             np.concatenate([x.denominator for x in xs], dim),
@@ -140,16 +144,20 @@ class Degrees:
         )
 
     def cut(self, x: Degree, slices: tuple[slice, ...]) -> Degree:
+        """Return the elements that `slices` names."""
         return x.map(lambda a: a[slices])
 
     def empty(self, shape: Sequence[int]) -> Degree:
+        """Return an array whose elements are set by `put`."""
         pairs = (*shape, 2)
         return Degree(np.zeros(pairs), np.zeros(pairs), np.full(tuple(shape), _POLYNOMIAL))
 
     def full(self, shape: Sequence[int], value: float) -> Degree:
+        """Return an array of one number."""
         return self.spread(self._constant(value), shape)
 
     def put(self, out: Degree, slices: tuple[slice, ...], x: Degree) -> None:
+        """Set the elements that `slices` names."""
         out.numerator[slices] = x.numerator
         out.denominator[slices] = x.denominator
         out.denominator_id[slices] = x.denominator_id
@@ -157,6 +165,7 @@ class Degrees:
     # -- arithmetic --------------------------------------------------------------------------------
 
     def elementwise(self, fn: str, args: Sequence[Any], attrs: Mapping[str, float]) -> Degree:
+        """Apply an elementwise op of the table, with broadcasting. Numbers may be arguments."""
         if fn == "pow" and not isinstance(args[1], Degree) and float(args[1]) in (2.0, 3.0, 4.0):
             return self._power(args[0], int(args[1]))
         degrees = [a if isinstance(a, Degree) else self._constant(float(a)) for a in args]
@@ -187,6 +196,7 @@ class Degrees:
         return Degree(x.numerator * n, x.denominator * n, x.denominator_id * np.uint64(n))
 
     def add(self, a: Degree, b: Degree) -> Degree:
+        """Return the degrees of a + b or a − b."""
         same = a.denominator_id == b.denominator_id
         over_common = np.maximum(a.numerator, b.numerator)
         over_both = np.maximum(a.numerator + b.denominator, b.numerator + a.denominator)
@@ -223,6 +233,7 @@ class Degrees:
         dim: int,
         size: int,
     ) -> Degree:
+        """Return the mask of bounds, which has no variables."""
         return self.empty(bounds_mask(lo, hi, order, shape, dim, size).shape)
 
     def _exp(self, x: Degree) -> Degree:
@@ -242,6 +253,7 @@ class Degrees:
     # -- reductions --------------------------------------------------------------------------------
 
     def reduce(self, kind: str, x: Degree, dim: int) -> Degree:
+        """Return the sum or the maximum over a dim, which stays with size 1."""
         if kind == "max":  # a random function of each argument, and one of their sum
             self._opaque([x])
             first = (*[slice(None)] * dim, slice(0, 1))
@@ -258,14 +270,17 @@ class Degrees:
         return Degree(numerator, denominator, ids)
 
     def accumulate(self, kind: str, total: Degree | None, x: Degree) -> Degree:
+        """Add a tile of a loop to the sum or the maximum so far (None before the first tile)."""
         if total is None:
             return x
         return self._opaque([total, x]) if kind == "max" else self.add(total, x)
 
     def shift(self, maximum: Degree) -> Degree:
+        """Return a running maximum as what a tile subtracts."""
         return maximum
 
     def rescale(self, total: Degree, old: Degree, new: Degree) -> Degree:
+        """Return total · e^(old − new)."""
         return self._mul(total, self._exp(self.add(old, new)))
 
     def contract(self, a: Degree, b: Degree, dim: int) -> None:

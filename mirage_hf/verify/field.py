@@ -13,10 +13,11 @@ The operations:
   are independent exponents, the exponentials of independent exponents are independent.
 - An opaque function (sqrt, tanh, exp of something that depends on an exponential, …) is a keyed
   random function of its argument's residue mod P.
-- A maximum over an axis is a random function of the multiset of its arguments. So it may be taken in
-  pieces, and a maximum of maxima is a maximum.
-- `select` by a condition that is neither 0 nor 1, so by data and not by bounds, is a random function
-  of its three arguments. A random condition is never 0, so the other side would never be taken.
+- A maximum over an axis is a random function of the multiset of its arguments. So it may be taken
+  in pieces, and a maximum of maxima is a maximum.
+- `select` by a condition that is neither 0 nor 1, so by data and not by bounds, is a random
+  function of its three arguments. A random condition is never 0, so the other side would never be
+  taken.
 - A constant that is no small rational is random.
 
 Every trial draws new keys. `field_proof` says what follows if two functions agree.
@@ -125,6 +126,7 @@ class FieldAlgebra:
 
     @property
     def copies(self) -> int:
+        """The number of points mod Q at which elements are evaluated."""
         return len(self._z)
 
     def random(self, shape: Sequence[int]) -> Element:
@@ -135,6 +137,7 @@ class FieldAlgebra:
     # -- views -------------------------------------------------------------------------------------
 
     def arrange(self, x: Element, order: Sequence[int], shape: Sequence[int]) -> Element:
+        """Permute the dims by `order`, then reshape to `shape`."""
         return x.map(
             lambda a: a.transpose(tuple(order)).reshape(tuple(shape)),
             lambda a: a.transpose((*order, len(order))).reshape((*shape, self.copies)),
@@ -148,6 +151,8 @@ class FieldAlgebra:
         )
 
     def join(self, xs: Sequence[Element], dim: int) -> Element:
+        """Concatenate arrays along a dim."""
+
         def joined(arrays: list[np.ndarray | None]) -> np.ndarray | None:
             there = [a for a in arrays if a is not None]
             return np.concatenate(there, dim) if len(there) == len(arrays) else None
@@ -156,16 +161,20 @@ class FieldAlgebra:
         return Element(p, joined([x.q for x in xs]), joined([x.multiset for x in xs]))
 
     def cut(self, x: Element, slices: tuple[slice, ...]) -> Element:
+        """Return the elements that `slices` names."""
         return x.map(lambda a: a[slices])
 
     def empty(self, shape: Sequence[int]) -> Element:
+        """Return an array whose elements are set by `put`."""
         unset = np.full((*shape, self.copies + 2), -1, dtype=np.int64)
         return Element(unset[..., 0], unset[..., 2:], unset[..., 1])
 
     def full(self, shape: Sequence[int], value: float) -> Element:
+        """Return an array of one number."""
         return self.spread(self.constant(value), shape)
 
     def put(self, out: Element, slices: tuple[slice, ...], x: Element) -> None:
+        """Set the elements that `slices` names."""
         out.p[slices] = x.p
         if out.q is not None and x.q is not None:
             out.q[slices] = x.q
@@ -179,6 +188,7 @@ class FieldAlgebra:
     # -- arithmetic --------------------------------------------------------------------------------
 
     def constant(self, value: float) -> Element:
+        """Return a number as an element: a small fraction, or else a random element."""
         f = _fraction(value)
         if f is None:
             return self._random_function("constant", (), [Element(np.array(hash(value) % P), None)])
@@ -187,6 +197,7 @@ class FieldAlgebra:
         return Element(np.array(mod_p), np.full(self.copies, mod_q, dtype=np.int64))
 
     def elementwise(self, fn: str, args: Sequence[Any], attrs: Mapping[str, float]) -> Element:
+        """Apply an elementwise op of the table, with broadcasting. Numbers may be arguments."""
         if fn == "pow" and not isinstance(args[1], Element) and float(args[1]) in (2.0, 3.0, 4.0):
             return functools.reduce(self.mul, [args[0]] * int(args[1]))
         elements = [a if isinstance(a, Element) else self.constant(float(a)) for a in args]
@@ -214,15 +225,19 @@ class FieldAlgebra:
         return Element(f(a.p, b.p) % P, q)
 
     def add(self, a: Element, b: Element) -> Element:
+        """Return a + b."""
         return self._binary(np.add, a, b)
 
     def sub(self, a: Element, b: Element) -> Element:
+        """Return a − b."""
         return self._binary(np.subtract, a, b)
 
     def mul(self, a: Element, b: Element) -> Element:
+        """Return a · b."""
         return self._binary(np.multiply, a, b)
 
     def div(self, a: Element, b: Element) -> Element:
+        """Return a / b. Raises DivisionByZeroError if b is 0 somewhere."""
         if (b.p == 0).any() or (b.q is not None and (b.q == 0).any()):
             raise DivisionByZeroError
         inverse = Element(_power(b.p, P - 2, P), None if b.q is None else _power(b.q, Q - 2, Q))
@@ -260,6 +275,7 @@ class FieldAlgebra:
         return Element(inside, np.broadcast_to(inside[..., None], (*inside.shape, self.copies)))
 
     def exp(self, x: Element) -> Element:
+        """Return w^(z·x), or a random function of x if x depends on an exponential."""
         if x.q is None:  # it depends on an exponential, so it cannot be an exponent
             return Element(self._random_function("exp", (), [x]).p, None)
         self.exponents.append(x.q.reshape(-1, self.copies))
@@ -302,6 +318,7 @@ class FieldAlgebra:
     # -- reductions --------------------------------------------------------------------------------
 
     def reduce(self, kind: str, x: Element, dim: int) -> Element:
+        """Return the sum or the maximum over a dim, which stays with size 1."""
         if kind == "max":
             multiset = x.multiset
             if multiset is None:
@@ -315,6 +332,7 @@ class FieldAlgebra:
         return Element(value.p, value.q, multiset)
 
     def accumulate(self, kind: str, total: Element | None, x: Element) -> Element:
+        """Add a tile of a loop to the sum or the maximum so far (None before the first tile)."""
         if total is None:
             return x
         if kind == "max" and total.multiset is not None and x.multiset is not None:
@@ -322,9 +340,11 @@ class FieldAlgebra:
         return self.add(total, x)
 
     def shift(self, maximum: Element) -> Element:
+        """Return a running maximum as what a tile subtracts."""
         return maximum
 
     def rescale(self, total: Element, old: Element, new: Element) -> Element:
+        """Return total · e^(old − new)."""
         return self.mul(total, self.exp(self.sub(old, new)))
 
     def contract(self, a: Element, b: Element, dim: int) -> None:

@@ -2,21 +2,22 @@
 
 **What is done.** Program and kernels are shrunk to a few elements per axis. Both are evaluated on
 random elements of Z_P × Z_Q (see `field`), and every output is compared exactly. The kernels are
-executed as they would run: every grid and loop axis in two pieces, every split axis in two splits. So
-accumulators, rescaling and partial results are exercised.
+executed as they would run: every grid and loop axis in two pieces, every split axis in two splits.
+So accumulators, rescaling and partial results are exercised.
 
 **What follows.** If an output of the shrunk program and kernels differs as a function, all trials
 find it equal with a probability of at most the bound in `Accepted.bound`. `error_bound` states the
-theorem. The bound holds for any number of exponentials, and for whatever value a maximum has, because
-opaque functions and maxima are random functions.
+theorem. The bound holds for any number of exponentials, and for whatever value a maximum has,
+because opaque functions and maxima are random functions.
 
-**What is assumed.** The bound speaks about the shrunk sizes. Three things can make other sizes behave
-differently, and each is met separately:
+**What is assumed.** The bound speaks about the shrunk sizes. Three things can make other sizes
+behave differently, and each is met separately:
 
-- An identity may hold only on short axes. For example, four sums over one axis, multiplied together,
-  satisfy relations on three elements that they do not satisfy on four. One more trial on axes of five
-  to nine elements, with loops in three pieces, rejects such µGraphs.
-- A program may name a size as a number, such as 1/n of a mean. Numbers stay those of the full sizes.
+- An identity may hold only on short axes. For example, four sums over one axis, multiplied
+  together, satisfy relations on three elements that they do not satisfy on four. One more trial on
+  axes of five to nine elements, with loops in three pieces, rejects such µGraphs.
+- A program may name a size as a number, such as 1/n of a mean. Numbers stay those of the full
+  sizes.
 - Bounds of ragged axes are data. Each draw of bounds is an identity of its own, and at least eight
   draws are tried: partial, full and empty rows, and rows with only one end cut.
 
@@ -50,7 +51,7 @@ from mirage_hf.verify.field import DivisionByZeroError, Element, FieldAlgebra
 from mirage_hf.verify.interface import interface_differs
 from mirage_hf.verify.random_bounds import draw_all
 from mirage_hf.verify.shrink import shrink
-from mirage_hf.verify.size_classes import CannotResize, SizeClasses
+from mirage_hf.verify.size_classes import ResizeError, SizeClasses
 from mirage_hf.verify.verdict import Accepted, Verdict
 
 #: Sizes of shrunk axes, used in turn. The next list is tried if the first leads to more than
@@ -102,7 +103,7 @@ def prove(
         return differs
     try:
         classes = SizeClasses(expand(ugraph.program), expand(ugraph.kernels))
-    except CannotResize as e:
+    except ResizeError as e:
         return Rejected(str(e))
     return _FieldProof(classes, trials, seed, target, pieces).run()
 

@@ -1,4 +1,4 @@
-"""The same µGraph with its grid axes cut short, for numeric checks that should not move gigabytes."""
+"""The same µGraph with its grid axes cut short, so that numeric checks do not move gigabytes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from mirage_hf.verify.size_classes import (
     KERNELS,
     PROGRAM,
     BlockAxis,
-    CannotResize,
+    ResizeError,
     Key,
     SizeClasses,
     SizeRule,
     TensorDim,
 )
 
-#: Grid axes are cut to this many elements. More columns of the same matrix product show nothing new.
+#: Grid axes are cut to this many elements. More columns of the same matrix product show nothing
+#: new.
 _WIDE_AXIS = 32
 
 #: Batch dims of matrix products are cut to this many elements.
@@ -42,7 +43,7 @@ def narrowed(ugraph: UGraph) -> UGraph | None:
         sizes = _NarrowSizes(classes).run()
         program = _resized(classes, PROGRAM, sizes)
         kernels = _resized(classes, KERNELS, sizes)
-    except (CannotResize, errors.MirageError):
+    except (ResizeError, errors.MirageError):
         return None  # dims that contradict each other, or an op that names the full sizes
     outputs, wanted = ([(t.dims, t.dtype) for t in g.outputs] for g in (kernels, program))
     return UGraph(program, kernels) if outputs == wanted else None
@@ -63,7 +64,7 @@ class _NarrowSizes:
         self.wide = {classes.find(key): _WIDE_BATCH for key in self._batch_dims()}
 
     def run(self) -> dict[Key, int]:
-        """Return the sizes. Raises CannotResize if they contradict each other."""
+        """Return the sizes. Raises ResizeError if they contradict each other."""
         sizes = {
             root: n if root in self.kept else min(n, self._limit(root))
             for root, n in self.full.items()
@@ -115,9 +116,9 @@ class _NarrowSizes:
     def _check(self, rule: SizeRule, sizes: dict[Key, int]) -> None:
         total, parts = self._roots_of(rule)
         if rule.kind == "sum" and sizes[total] != sum(sizes[p] for p in parts):
-            raise CannotResize("a dim is joined in two ways")
+            raise ResizeError("a dim is joined in two ways")
         if rule.kind == "product" and any(sizes[r] != self.full[r] for r in (total, *parts)):
-            raise CannotResize("a dim is split")
+            raise ResizeError("a dim is split")
 
     def _roots_of(self, rule: SizeRule) -> tuple[Key, list[Key]]:
         find = self.classes.find
@@ -129,7 +130,7 @@ def _resized(classes: SizeClasses, side: str, sizes: Sizes) -> KernelGraph:
 
     Raises:
         GraphError: If an op names the full sizes.
-        CannotResize: If a slice does.
+        ResizeError: If a slice does.
     """
     graph = classes.program if side == PROGRAM else classes.kernels
     small = KernelGraph()
@@ -142,7 +143,7 @@ def _resized(classes: SizeClasses, side: str, sizes: Sizes) -> KernelGraph:
         tensors = [x for x in op.inputs if isinstance(x, DTensor)]
         attrs = dict(op.attrs)
         if op.name == "slice" and dims(tensors[0]) != tensors[0].dims:
-            raise CannotResize("a slice names full sizes")
+            raise ResizeError("a slice names full sizes")
         if op.name == "reshape":
             attrs["dims"] = dims(op.outputs[0])
         if op.name == CUSTOMIZED:

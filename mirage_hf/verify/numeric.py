@@ -163,7 +163,8 @@ class NumericCheck:
         data = self._run_torch(case)
         if bool((data.where[k] & ~torch.isfinite(got)).any()):
             return Rejected(
-                f"numbers: inf or NaN in output {k} on {case.name} inputs where torch eager has none"
+                f"numbers: inf or NaN in output {k} on {case.name} inputs where torch eager has "
+                "none"
             )
         if case.range_only:
             return None
@@ -193,9 +194,9 @@ class NumericCheck:
     def _sums(self, case: Case) -> list[Errors]:
         """Return the errors of results whose sums are off by as much as float32 sums may be.
 
-        A sum over n elements is off by log2(n) / 2 ulps of float32, the most that adding up in pairs
-        loses. torch's own norms are off by less in most rows and by nothing in some, in an order of
-        their own.
+        A sum over n elements is off by log2(n) / 2 ulps of float32, the most that adding up in
+        pairs loses. torch's own norms are off by less in most rows and by nothing in some, in an
+        order of their own.
         """
         if case not in self._sum_errors:
             data = self._run_torch(case)

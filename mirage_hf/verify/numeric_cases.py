@@ -23,13 +23,13 @@ class Case:
     offset: float = 0.0
     #: Every row of the first input is one number.
     constant_rows: bool = False
-    #: Only infinities and NaN count. So near the largest number most results overflow, and the errors
-    #: of the few cancellations that do not are a matter of luck.
+    #: Only infinities and NaN count. So near the largest number most results overflow, and the
+    #: errors of the few cancellations that do not are a matter of luck.
     range_only: bool = False
     #: Inputs with which the arguments of exp grow are scaled until these reach this size.
     scores: float = 0.0
-    #: The sign of the last input that is scaled so. The others are made positive, so that products of
-    #: them are far from 0 in every row.
+    #: The sign of the last input that is scaled so. The others are made positive, so that products
+    #: of them are far from 0 in every row.
     sign: int = 0
     #: Which inputs are scaled so, counted among those of floating point.
     grown: tuple[int, ...] = ()

@@ -16,7 +16,8 @@ def draw(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw bounds [lo, hi) for several rows over an axis.
 
-    Rows take turns among five kinds: some elements inside, all, none, the last ones, the first ones.
+    Rows take turns among five kinds: some elements inside, all, none, the last ones, the first
+    ones.
 
     Args:
         rng: Source of randomness.

@@ -14,7 +14,7 @@ from mirage_hf.verify.size_classes import (
     KERNELS,
     PROGRAM,
     BlockAxis,
-    CannotResize,
+    ResizeError,
     Key,
     SizeClasses,
     TensorDim,
@@ -35,7 +35,7 @@ def shrink(
     try:
         small = classes.small_sizes(sizes, split_size)
         return small_graph(classes, PROGRAM, small), small_graph(classes, KERNELS, small)
-    except CannotResize as e:
+    except ResizeError as e:
         return Rejected(str(e))
     except errors.GraphError as e:
         return Rejected(f"it cannot be shrunk: {e}")

@@ -1,9 +1,9 @@
-"""Which dims of a program and of its kernels must have one size, and how sizes depend on each other.
+"""Which dims of a program and its kernels must have one size, and how sizes follow from others.
 
 Proofs run on a few elements per axis. For that every dim of every tensor and every axis of every
 block graph belongs to a class, and all of a class get one small size. The size of some classes
-follows from others: where dims are joined (concat), split (reshape, rope) or cut (slice). The size of
-a split axis follows from the number of its splits.
+follows from others: where dims are joined (concat), split (reshape, rope) or cut (slice). The size
+of a split axis follows from the number of its splits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mirage_hf.ops import table
 PROGRAM, KERNELS = "program", "kernels"
 
 
-class CannotResize(Exception):
+class ResizeError(Exception):
     """The dims of a program and its kernels cannot be resized together. The message says why."""
 
 
@@ -44,7 +44,7 @@ class BlockAxis:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A part of a tensor's dim that no tensor has as a dim of its own, such as the rest of a slice."""
+    """A part of a dim that no tensor has as a dim of its own, such as the rest of a slice."""
 
     side: str
     tensor: int
@@ -83,7 +83,7 @@ class SizeClasses:
     Both graphs must have the same inputs and outputs, and composites written out.
 
     Raises:
-        CannotResize: If an op cannot be proven, or sizes contradict each other.
+        ResizeError: If an op cannot be proven, or sizes contradict each other.
 
     Attributes:
         program: The program.
@@ -121,7 +121,7 @@ class SizeClasses:
         """Put two dims or axes into one class."""
         if self.full[a] != self.full[b]:
             sizes = sorted((self.full[a], self.full[b]))
-            raise CannotResize(f"axes of sizes {sizes} meet in one dim")
+            raise ResizeError(f"axes of sizes {sizes} meet in one dim")
         self._parent[self.find(a)] = self.find(b)
 
     def roots(self) -> dict[Key, int]:
@@ -169,7 +169,7 @@ class SizeClasses:
         _check_dtypes(op)
         rule = _RULES.get(op.name) or _RULES.get(table.OPS[op.name].kind)
         if rule is None:
-            raise CannotResize(f"{op.name} cannot be proven yet")
+            raise ResizeError(f"{op.name} cannot be proven yet")
         rule(self, side, op)
 
     def _add_elementwise(self, side: str, op: KernelOp) -> None:
@@ -251,7 +251,7 @@ class SizeClasses:
                 else:
                     after.append(new.pop(0))
             if len(before) > 1 and len(after) > 1:
-                raise CannotResize("a reshape mixes dims that have no common factors")
+                raise ResizeError("a reshape mixes dims that have no common factors")
             left = [TensorDim(side, x.index, d) for d in before]
             right = [TensorDim(side, out.index, d) for d in after]
             total, parts = (left, right) if len(left) == 1 else (right, left)
@@ -324,7 +324,10 @@ class SizeClasses:
                 self.splits.append(pair)
 
     def _cut(self, total: Key, first: Key, rest: Key) -> None:
-        """Cut a dim: its first elements are a dim of their own, and `rest` stands for the others."""
+        """Cut a dim.
+
+        Its first elements are a dim of their own, and `rest` stands for the others.
+        """
         self.full[rest] = self.full[total] - self.full[first]
         self._add_rule("sum", total, [first, rest])
 
@@ -339,7 +342,7 @@ class SizeClasses:
                 split is empty. If there are more than two, the last one is shorter.
 
         Raises:
-            CannotResize: If the rules contradict each other at small sizes.
+            ResizeError: If the rules contradict each other at small sizes.
         """
         return _SmallSizes(self, sizes, split_size).run()
 
@@ -373,13 +376,13 @@ def _product(t: DTensor, dims: Sequence[int]) -> int:
 
 
 def _check_dtypes(op: KernelOp) -> None:
-    """Raise CannotResize if an op computes with integers. Bounds and positions are no values."""
+    """Raise ResizeError if an op computes with integers. Bounds and positions are no values."""
     indices = ragged(op.name, op.inputs)
     if op.name == APPEND:
         indices = (*indices, parts_of(op)[2])
     values = [t for t in (*_tensors(op), op.outputs[0]) if t not in indices]
     if any(t.dtype not in table.COMPUTE_DTYPES for t in values):
-        raise CannotResize(
+        raise ResizeError(
             f"{op.name} works on whole numbers: proofs are about floating-point tensors"
         )
 
@@ -402,7 +405,7 @@ class _SmallSizes:
         find = self.classes.find
         for rule in self.classes.rules:
             if find(rule.total) in {find(p) for p in rule.parts}:
-                raise CannotResize("a dim is joined from or split into itself")
+                raise ResizeError("a dim is joined from or split into itself")
         for root, size in self.full.items():
             if size > 1:
                 self._settle(root, ())
@@ -411,7 +414,7 @@ class _SmallSizes:
         for rule in self.classes.rules:
             parts = [self.small[find(p)] for p in rule.parts]
             if rule.value(parts) != self.small[find(rule.total)]:
-                raise CannotResize(
+                raise ResizeError(
                     "a dim is joined, split or cut in two ways that do not shrink together"
                 )
         return self.small
@@ -420,7 +423,7 @@ class _SmallSizes:
         """Return the small size of a class, and of those it follows from first."""
         if root not in self.small:
             if root in above:
-                raise CannotResize("dims are made of each other")
+                raise ResizeError("dims are made of each other")
             self.small[root] = self._size(root, (*above, root))
         return self.small[root]
 
