@@ -84,8 +84,8 @@ def build_down(
     norm_bias: bool = False,
 ) -> KernelGraph:
     """`r`: the ranks of the linears that have adapters; `offset`, `centred`, `norm_bias`: what the norm is, as in `parts.normed`.
-    What is launched next is the block of those linears."""
-    g = new_kernel_graph(leads=True)
+    The kernel that is launched next is that of those linears."""
+    g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
     if norm:
         x = normed(g, x, "gamma", eps, offset, centred, norm_bias)
@@ -167,4 +167,4 @@ class BlockAdapters:
 
 
 LORA = Pattern("lora", AXES, build)
-LORA_DOWN = Pattern("lora_down", DOWN_AXES, build_down)
+LORA_DOWN = Pattern("lora_down", DOWN_AXES, build_down, next_may_launch_early=True)

@@ -17,12 +17,14 @@ class Pattern:
     `build(rows=…, dtype=…, **sizes)` uses the public graph API only. Weights of an nn.Linear enter as "k n", stored (n, k).
     `searched_at`: of what is over a cache, the slots beside which it is searched, whatever number of them kernels are tuned for: the
     larger of both is searched, the smaller is checked.
+    `next_may_launch_early`: a promise about the kernel that is launched right after this block's (see `placement.place_kernels`).
     """
 
     name: str
     axes: Mapping[str, str]
     build: Callable[..., KernelGraph]
     searched_at: int | None = None
+    next_may_launch_early: bool = False
 
     @property
     def over_cache(self) -> bool:

@@ -225,7 +225,11 @@ def resolved(chain: Chain, args: argparse.Namespace) -> tuple[dict[str, Call], d
     blocks = chain.blocks()
     each = [
         resolver.resolve(
-            b.program(chain.rows), device=benching.DEVICE, tune=args.tune, pattern=b.pattern.name
+            b.program(chain.rows),
+            device=benching.DEVICE,
+            tune=args.tune,
+            pattern=b.pattern.name,
+            next_may_launch_early=b.pattern.next_may_launch_early,
         )
         for b in blocks.values()
     ]

@@ -29,7 +29,7 @@ from mirage_hf.patterns.attention import for_long_caches
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline.layer_choice import BlockToMake, make_entries
 from mirage_hf.zoo.entry import Entry
-from mirage_hf.zoo.key import key_of, target_of
+from mirage_hf.zoo.key import Key, key_of, target_of
 from mirage_hf.zoo.store import Store
 from scripts.configs import MODELS, random_model, with_adapters
 
@@ -58,6 +58,22 @@ def blocks_of(name: str, dtype: str, device: torch.device, lora: int) -> list[li
     return [list(dict.fromkeys(part.block for m in found.modules for part in m.parts)), *heads]
 
 
+def block_to_make(block: PatternBlock, rows: int) -> BlockToMake:
+    """Return what to make for a block at a number of rows."""
+    return BlockToMake(
+        block.program(rows),
+        block.pattern.name,
+        block.searched(rows),
+        block.pattern.next_may_launch_early,
+    )
+
+
+def key_to_make(wanted: BlockToMake, device: torch.device) -> Key:
+    """Return the key under which the kernel of a block is stored."""
+    early = wanted.next_may_launch_early
+    return key_of(wanted.program, target_of(device), next_may_launch_early=early)
+
+
 def build(
     blocks: Sequence[PatternBlock],
     rows: int,
@@ -68,23 +84,21 @@ def build(
     """Make the kernels of a layer's blocks that the zoo lacks. Yield a line for each."""
     layer: list[Entry | BlockToMake] = []
     for block in blocks:
-        program = block.program(rows)
-        have = zoo.get(key_of(program, target_of(device)))
+        wanted = block_to_make(block, rows)
+        have = zoo.get(key_to_make(wanted, device))
         if isinstance(have, Entry) and (have.timings or args.untimed) and not args.anew:
             yield f"{have.folder}: is there, {describe(have)}"
             layer.append(have)
         else:
-            layer.append(BlockToMake(program, block.pattern.name, block.searched(rows)))
+            layer.append(wanted)
     started = time.perf_counter()
     made = make_entries(layer, device, args.tune)
     for block in blocks:
         if block.pattern.searched_at is not None:
-            long = for_long_caches(block)
-            program = long.program(rows)
-            have = zoo.get(key_of(program, target_of(device)))
+            wanted = block_to_make(for_long_caches(block), rows)
+            have = zoo.get(key_to_make(wanted, device))
             if not isinstance(have, Entry) or args.anew:
-                one = BlockToMake(program, block.pattern.name, long.searched(rows))
-                made += make_entries([one], device, args.tune)
+                made += make_entries([wanted], device, args.tune)
     for entry in made:
         kept = (
             Rejected(f"{entry.folder}: not kept, every candidate failed here")

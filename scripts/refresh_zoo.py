@@ -46,11 +46,13 @@ def refreshed(folder: Path) -> Entry:
     stored = json.loads((folder / UGRAPH).read_text(encoding="utf-8"))
     ugraph = json_format.ugraph_from_dict(_with_present_names(stored), str(folder / UGRAPH))
     schedules = tuple(Schedule.from_dict(_renamed(s, SCHEDULE_FIELDS)) for s in data["schedules"])
+    # Entries of version 1 have this promise in the program.
+    early = data.get("next_may_launch_early", stored["program"].get("leads", False))
     return Entry(
-        key=key_of(ugraph.program, data["target"]),
+        key=key_of(ugraph.program, data["target"], next_may_launch_early=early),
         pattern=data["pattern"],
         ugraph=ugraph,
-        kernel=triton.generate(ugraph, schedules).source,
+        kernel=triton.generate(ugraph, schedules, next_may_launch_early=early).source,
         schedules=schedules,
         timings=tuple(Measurement(**t) for t in data["timings"]),
         error_bound=data["error_bound"],

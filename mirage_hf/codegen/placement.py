@@ -93,8 +93,7 @@ def place_kernels(ugraph: UGraph, next_may_launch_early: bool = False) -> tuple[
         elif op.name in VIEWS and isinstance(inputs[0], DTensor):
             view = op.outputs[0]
             strided[view.index] = replace(view, strides=_view_strides(op, inputs[0]))
-    promised = next_may_launch_early or ugraph.program.leads
-    last_may_trigger = promised and kernels.ops[-1].name == CUSTOMIZED
+    last_may_trigger = next_may_launch_early and kernels.ops[-1].name == CUSTOMIZED
     return tuple(
         replace(
             op,

@@ -82,14 +82,18 @@ def program_source(ugraph: UGraph, schedules: Sequence[Schedule] | None = None) 
 
 
 def generate(
-    ugraph: UGraph, schedules: Sequence[Schedule] | None = None, name: str = "mirage"
+    ugraph: UGraph,
+    schedules: Sequence[Schedule] | None = None,
+    name: str = "mirage",
+    next_may_launch_early: bool = False,
 ) -> GeneratedProgram:
     """Generate the Triton program of a µGraph; its kernels are called `name`_0, `name`_1 …
 
+    `next_may_launch_early`: a promise about what is launched next, see `place_kernels`.
     Errors: CodegenError for a block graph or schedule that has no kernel, or a number of schedules that does not fit.
     """
     schedules = schedules or ugraph.schedules
-    ops = place_kernels(ugraph)
+    ops = place_kernels(ugraph, next_may_launch_early)
     if schedules is None:
         from mirage_hf.tune import space
 

@@ -71,7 +71,7 @@ def _graph_body(graph: KernelGraph) -> Json:
     return {
         "nodes": [made[i] for i in sorted(made)],
         "outputs": [t.name for t in graph.outputs],
-    } | ({"leads": True} if graph.leads else {})
+    }
 
 
 def _input(t: DTensor) -> Json:
@@ -378,7 +378,7 @@ def _header(data: Any, kind: str, source: str) -> _Place:
 
 
 def _read_graph(place: _Place) -> KernelGraph:
-    graph = KernelGraph("leads" in place.value and place.get("leads", "flag"))
+    graph = KernelGraph()
     tensors: dict[str, DTensor] = {}
     for node in place.key("nodes", "list").each("object"):
         for t in _read_node(graph, tensors, node):

@@ -75,14 +75,10 @@ def row_major(dims: Sequence[int]) -> tuple[int, ...]:
 class KernelGraph:
     """A tensor program under construction. Every method that adds an op returns the tensor it makes.
 
-    leads: a promise about what is launched right behind this program: a generated kernel that reads this program's result, and that reads
-    constants only (no bounds or positions, see `cache_append`) before it waits for the launches ahead. Such a kernel may be launched before
-    this program's last one has waited (programmatic dependent launch).
     Errors: GraphError for shapes that do not fit (with both shapes and the way out), UnknownOpError, DTypeError.
     """
 
-    def __init__(self, leads: bool = False) -> None:
-        self.leads = leads
+    def __init__(self) -> None:
         self._uid = next(_uids)
         self._tensors: list[DTensor] = []
         self._inputs: list[DTensor] = []
@@ -405,7 +401,7 @@ class KernelGraph:
 
     def copy(self) -> KernelGraph:
         """An equal graph of the same tensors: ops that are added to one are not in the other."""
-        graph = KernelGraph(self.leads)
+        graph = KernelGraph()
         graph._uid, graph._tensors, graph._inputs, graph._ops, graph._marked = (
             self._uid,
             [*self._tensors],
@@ -436,11 +432,10 @@ class KernelGraph:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, KernelGraph):
             return NotImplemented
-        return (self._inputs, self._ops, self.outputs, self.leads) == (
+        return (self._inputs, self._ops, self.outputs) == (
             other._inputs,
             other._ops,
             other.outputs,
-            other.leads,
         )
 
     __hash__ = object.__hash__
@@ -530,9 +525,9 @@ def number(x: Any, where: str) -> float:
     return number
 
 
-def new_kernel_graph(leads: bool = False) -> KernelGraph:
-    """Return an empty tensor program. `leads`: as in `KernelGraph`."""
-    return KernelGraph(leads)
+def new_kernel_graph() -> KernelGraph:
+    """Return an empty tensor program."""
+    return KernelGraph()
 
 
 def inline(graph: KernelGraph, part: KernelGraph, tensors: Sequence[DTensor]) -> list[DTensor]:

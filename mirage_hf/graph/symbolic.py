@@ -134,7 +134,7 @@ def sizes_of(graph: KernelGraph, shapes: Sequence[Sequence[int]]) -> dict[str, i
 def at(graph: KernelGraph, sizes: Mapping[str, int]) -> KernelGraph:
     """The graph with its symbolic dims given sizes. Errors: GraphError where an op does not fit them."""
     sizes = check_sizes(graph, sizes)
-    out, size = KernelGraph(graph.leads), _giving(sizes)
+    out, size = KernelGraph(), _giving(sizes)
     inputs = [
         out.new_input(
             size(t.dims),

@@ -42,7 +42,7 @@ def format_graph(graph: KernelGraph) -> str:
         op.outputs[0].index: _op(op) for op in graph.ops
     }
     lines = [made[i] for i in sorted(made)]
-    outputs = "return " + ", ".join(map(str, graph.outputs)) + (" leads" if graph.leads else "")
+    outputs = "return " + ", ".join(map(str, graph.outputs))
     return "\n".join([*lines, outputs]).rstrip()
 
 
@@ -254,7 +254,6 @@ class _Parser:
                 tensors[t.name] = t
         if self.tokens[self.at].kind == "name":
             graph.mark_output(*self.many(lambda: self.tensor(tensors)))
-        graph.leads = self.takes("leads")
         self.take("end")
         return graph
 

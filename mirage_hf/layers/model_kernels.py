@@ -129,7 +129,11 @@ class ModelKernels:
 
         def resolve(program: KernelGraph) -> resolver.Resolved:
             return resolver.resolve(
-                program, device=device, tune="never", pattern=block.pattern.name
+                program,
+                device=device,
+                tune="never",
+                pattern=block.pattern.name,
+                next_may_launch_early=block.pattern.next_may_launch_early,
             )
 
         found = self._prompts[block] = RowChunks(block, device, resolve)

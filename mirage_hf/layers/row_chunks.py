@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mirage_hf.codegen import triton
 from mirage_hf.codegen.compile import compiling
 from mirage_hf.errors import MirageError
 from mirage_hf.graph.execute import run_kernel_graph
@@ -100,9 +99,7 @@ def prepare_row_chunks(each: Iterable[RowChunks], rows: int) -> None:
         if kernel.device.type == "cuda" and found[n].is_fused
     ]
     if on_gpu:
-        programs = [
-            triton.generate(found[n].entry.ugraph, found[n].entry.schedules) for n in on_gpu
-        ]
+        programs = [found[n].entry.generate() for n in on_gpu]
         major, minor = torch.cuda.get_device_capability(missing[0][0].device)
         for _ in compiling(
             programs, 10 * major + minor

@@ -43,7 +43,8 @@ def schedule_candidates(request: Request, verified: VerifiedCandidates) -> Outco
     if request.all_candidates:
         scheduled = [_scheduled(c) for c in verified.candidates]
         return Outcome(request, verified, (*scheduled, library))
-    best = first_scheduled(promising(verified.candidates)[0], request.runs_generated)
+    ranked = promising(verified.candidates, request.key.next_may_launch_early)
+    best = first_scheduled(ranked[0], request.runs_generated)
     if not best.is_fused:
         reason = "the numbers of every candidate were rejected for all of its schedules"
         return Outcome(request, verified, (library,), reason)
@@ -64,7 +65,7 @@ def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = Non
     elif request.all_candidates:
         ugraphs = outcome.verified.ugraphs()
     else:
-        ugraphs = [c.ugraph for c in promising(candidates)]
+        ugraphs = [c.ugraph for c in promising(candidates, request.key.next_may_launch_early)]
     result = tune(
         ugraphs[: effort.graphs],
         device=request.device,
@@ -73,6 +74,7 @@ def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = Non
         schedules=restriction.schedules if restriction else permitted(candidates),
         regroup=restriction is None,
         progress=(lambda *detail: progress("tune", detail)) if progress else None,
+        next_may_launch_early=request.key.next_may_launch_early,
     )
     reason = "" if result.searched else next((c.reason for c in result.candidates if c.reason), "")
     return replace(outcome, ugraphs=result.ugraphs(), reason=reason, tuned=result)
@@ -141,20 +143,26 @@ def permitted(candidates: Sequence[Candidate]) -> Callable[[KernelOp, Device], l
     return space.permitted((c.ugraph, kinds_of_product(c)) for c in candidates)
 
 
-def promising(candidates: Sequence[Candidate]) -> list[Candidate]:
+def promising(
+    candidates: Sequence[Candidate], next_may_launch_early: bool = False
+) -> list[Candidate]:
     """Return the candidates that have a kernel, in the order in which to tune them.
 
     The cost model's estimate of a permitted schedule decides; a candidate without one comes last.
     The best candidates of two kernels, of three different kinds, come fifth at the latest. Where
     launches overlap, a second kernel costs less than the model says, and which intermediate result
     is best kept is known only once it is measured.
+
+    Args:
+        candidates: Verified candidates for one program.
+        next_may_launch_early: See `placement.place_kernels`.
     """
     usable = [c for c in candidates if not space.obstacle(place_kernels(c.ugraph))]
     schedules_of = permitted(usable)
 
     def estimated_us(c: Candidate) -> float:
         total = 0.0
-        for op in place_kernels(c.ugraph):
+        for op in place_kernels(c.ugraph, next_may_launch_early):
             schedules = schedules_of(op, H200)
             if not schedules:
                 return math.inf

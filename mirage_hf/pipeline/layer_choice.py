@@ -25,11 +25,12 @@ from mirage_hf.zoo.store import zoo_path
 
 @dataclass(frozen=True)
 class BlockToMake:
-    """A block of a layer whose kernel is to be made: its program, its name, and `Request.like`."""
+    """A block of a layer whose kernel is to be made. The fields are arguments of `resolve`."""
 
     program: KernelGraph
     pattern: str
     like: KernelGraph | None = None
+    next_may_launch_early: bool = False
 
 
 def for_layer(
@@ -97,6 +98,7 @@ def make_entries(
             target=target_of(device),
             pattern=block.pattern,
             like=block.like,
+            next_may_launch_early=block.next_may_launch_early,
             tune=tune,
             device=device if device.type == "cuda" else None,
         )
@@ -151,4 +153,7 @@ def _chosen_together(
 def only_choice(entry: Entry) -> tuple[MeasuredCandidate, ...]:
     """Return the kernel of an entry as the only choice; nothing if the library runs."""
     runs_kernel = entry.ugraph.is_fused and entry.timings and not library_wins(entry)
-    return (MeasuredCandidate(entry.ugraph, entry.schedules, 0.0),) if runs_kernel else ()
+    if not runs_kernel:
+        return ()
+    early = entry.key.next_may_launch_early
+    return (MeasuredCandidate(entry.ugraph, entry.schedules, 0.0, next_may_launch_early=early),)

@@ -97,13 +97,18 @@ class Outcome:
         search = self._statistics()
         if layer_us:
             search["layer_us"] = round(layer_us, 3)
+        generated = triton.generate(
+            ugraph,
+            schedules or None,
+            next_may_launch_early=self.request.key.next_may_launch_early,
+        )
         report = self.report
         record = SearchRecord(self.verified.ugraphs(), report)
         return Entry(
             self.request.key,
             self.request.pattern,
             UGraph(ugraph.program, ugraph.kernels, schedules or None),
-            triton.generate(ugraph, schedules or None).source,
+            generated.source,
             schedules,
             timings,
             report.error_bound or 0.0,

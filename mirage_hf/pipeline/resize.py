@@ -38,28 +38,39 @@ def at_size(resolved: Resolved, program: KernelGraph, device: torch.device) -> R
     if device.type != "cuda":
         return partial(run_kernel_graph, symbolic.for_program(resolved.ugraph, program).kernels)
     schedules = resolved.ugraph.schedules or resolved.entry.schedules
+    early = resolved.entry.key.next_may_launch_early
     try:
-        ugraph, cut_schedules = cut_to(resolved.ugraph, schedules, program)
+        ugraph, cut_schedules = cut_to(resolved.ugraph, schedules, program, early)
     except CodegenError as e:
         raise CodegenError(f"{resolved.entry.pattern}: {e}") from e
-    return torch_op.launcher(triton.generate(ugraph, cut_schedules).source)
+    generated = triton.generate(ugraph, cut_schedules, next_may_launch_early=early)
+    return torch_op.launcher(generated.source)
 
 
 def cut_to(
-    ugraph: UGraph, schedules: Sequence[Schedule], program: KernelGraph
+    ugraph: UGraph,
+    schedules: Sequence[Schedule],
+    program: KernelGraph,
+    next_may_launch_early: bool = False,
 ) -> tuple[UGraph, list[Schedule]]:
     """Return a µGraph and its schedules for a program that differs in the sizes of some dims.
+
+    Args:
+        ugraph: The µGraph.
+        schedules: One schedule for each of its block graphs.
+        program: The program of other sizes.
+        next_may_launch_early: See `placement.place_kernels`.
 
     Raises:
         CodegenError: No schedule fits.
         GraphError: The programs differ in more than sizes.
     """
     resized = _with_equal_splits(ugraph, symbolic.for_program(ugraph, program))
+    before = place_kernels(ugraph, next_may_launch_early)
+    after = place_kernels(resized, next_may_launch_early)
     cut_schedules = [
         space.recut(schedule, old, new)
-        for schedule, old, new in zip(
-            schedules, place_kernels(ugraph), place_kernels(resized), strict=True
-        )
+        for schedule, old, new in zip(schedules, before, after, strict=True)
     ]
     return resized, cut_schedules
 

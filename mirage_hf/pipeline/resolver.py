@@ -92,6 +92,7 @@ def kernel_request(
     target: str,
     pattern: str = "program",
     like: KernelGraph | None = None,
+    next_may_launch_early: bool = False,
     tune: str = "auto",
     device: torch.device | None = None,
 ) -> Request:
@@ -102,13 +103,14 @@ def kernel_request(
         target: The zoo's name of the device that it will run on.
         pattern: The block that the program is.
         like: A program that differs in the sizes of some dims.
+        next_may_launch_early: See `placement.place_kernels`.
         tune: "auto" or "full" measure, "never" trusts the cost model.
         device: The GPU to measure on, if there is one.
     """
     runs_generated = target != "cpu"
     return Request(
         program,
-        key_of(program, target),
+        key_of(program, target, next_may_launch_early=next_may_launch_early),
         SearchOptions(time_limit=settings().search_seconds),
         pattern=pattern,
         like=like,
@@ -129,6 +131,7 @@ def resolve(
     pattern: str = "program",
     progress: ProgressCallback | None = None,
     like: KernelGraph | None = None,
+    next_may_launch_early: bool = False,
 ) -> Resolved:
     """Return the kernel of `program` on `device`: looked up, else made and stored.
 
@@ -146,6 +149,8 @@ def resolve(
         progress: Called with a stage and its detail.
         like: A program that differs in the sizes of some dims only. The larger of both is searched
             and numbers are checked at the smaller; a µGraph serves every size.
+        next_may_launch_early: A promise about the kernel that is launched after this program, see
+            `placement.place_kernels`.
 
     Raises:
         ZooError: `zoo` is neither a folder nor a Hub repo that can be fetched.
@@ -158,6 +163,7 @@ def resolve(
         target=target_of(device) if on_gpu else "cpu",
         pattern=pattern,
         like=like,
+        next_may_launch_early=next_may_launch_early,
         tune=tune,
         device=device if on_gpu else None,
     )

@@ -16,7 +16,6 @@ import threading
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from mirage_hf.codegen import triton
 from mirage_hf.errors import CodegenError, MirageError, Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.ugraph import UGraph
@@ -173,7 +172,7 @@ def text_differs(entry: Entry) -> str:
     safe with the Triton that is installed. Empty if both are equal.
     """
     try:
-        source = triton.generate(entry.ugraph, entry.schedules).source
+        source = entry.generate().source
     except CodegenError as e:
         return f"no kernel can be generated from its µGraph here ({e})"
     if source != entry.kernel:

@@ -141,7 +141,7 @@ def run_of_entry(entry: Entry) -> Run:
     be generated the program runs in torch, with a warning.
     """
     try:
-        return launcher(triton.generate(entry.ugraph, entry.schedules).source)
+        return launcher(entry.generate().source)
     except errors.CodegenError as e:
         _log.warning(
             "mirage_hf::run: program %s… runs in torch: its kernel was made for another Triton "

@@ -54,6 +54,7 @@ def find_kernels(
                 pattern=block.pattern.name,
                 progress=progress,
                 like=block.searched(rows),
+                next_may_launch_early=block.pattern.next_may_launch_early,
             )
         except (SearchError, VerificationError, CodegenError) as e:
             return Rejected(f"no kernel: {e}")

@@ -18,7 +18,7 @@ import torch
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.placement import PlacedOp, place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.errors import Rejected
@@ -88,6 +88,18 @@ class MeasuredCandidate:
     reason: str = ""
     timing: Timing | None = None
     chain: Timing | None = None
+    #: A promise about what is launched next, see `place_kernels`.
+    next_may_launch_early: bool = False
+
+    def placed(self) -> tuple[PlacedOp, ...]:
+        """Return the kernels as they run."""
+        return place_kernels(self.ugraph, self.next_may_launch_early)
+
+    def generate(self) -> triton.GeneratedProgram:
+        """Generate the candidate's kernels."""
+        return triton.generate(
+            self.ugraph, self.schedules, next_may_launch_early=self.next_may_launch_early
+        )
 
     @property
     def us(self) -> float:
@@ -163,7 +175,7 @@ class TuneResult:
 
     def program(self) -> triton.GeneratedProgram:
         """Return the generated program of the fastest candidate."""
-        return triton.generate(self.best.ugraph, self.best.schedules)
+        return self.best.generate()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain data."""
@@ -182,6 +194,7 @@ def rank(
     device: Device | None = None,
     per_graph: int = 32,
     schedules: Schedules | None = None,
+    next_may_launch_early: bool = False,
 ) -> list[MeasuredCandidate]:
     """Return candidates and the library path by the cost model alone, best estimate first.
 
@@ -193,7 +206,8 @@ def rank(
     for ugraph in ugraphs:
         if ugraph.is_fused:
             found += itertools.islice(
-                _scheduled(ugraph, model, schedules or space.schedules), per_graph
+                _scheduled(ugraph, model, schedules or space.schedules, next_may_launch_early),
+                per_graph,
             )
     best = min((c.estimate_us for c in found if not c.is_library), default=0.0)
     return sorted(
@@ -208,9 +222,11 @@ def _library(program: KernelGraph, model: Device) -> MeasuredCandidate:
     return MeasuredCandidate(library, (), sum(library_us(op, model) for op in library.kernels.ops))
 
 
-def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[MeasuredCandidate]:
+def _scheduled(
+    ugraph: UGraph, model: Device, schedules: Schedules, next_may_launch_early: bool
+) -> Iterator[MeasuredCandidate]:
     """Yield a µGraph with the n-th best schedule of every block graph, if all have one."""
-    ops = place_kernels(ugraph)
+    ops = place_kernels(ugraph, next_may_launch_early)
     ranked = [schedules(op, model) for op in ops]
     if not all(ranked):
         return
@@ -227,7 +243,9 @@ def _scheduled(ugraph: UGraph, model: Device, schedules: Schedules) -> Iterator[
             for r, op in zip(ranked, ops, strict=True)
         )
         own = sum(estimate(plan_kernel(op, s), model).us for op, s in zip(ops, chosen, strict=True))
-        yield MeasuredCandidate(ugraph, chosen, own + rest)
+        yield MeasuredCandidate(
+            ugraph, chosen, own + rest, next_may_launch_early=next_may_launch_early
+        )
 
 
 def tune(
@@ -240,6 +258,7 @@ def tune(
     schedules: Schedules | None = None,
     rounds: int = 3,
     regroup: bool = True,
+    next_may_launch_early: bool = False,
 ) -> TuneResult:
     """Measure candidates for one program on a GPU.
 
@@ -252,6 +271,7 @@ def tune(
         schedules: The schedules to try for an op, best first. By default the whole space.
         rounds: Afterwards, so many rounds of candidates one step away from the fastest.
         regroup: Also try other numbers of splits.
+        next_may_launch_early: See `placement.place_kernels`.
 
     Raises:
         CodegenError: There is no µGraph. A candidate that fails is refused with a reason, never
@@ -263,14 +283,19 @@ def tune(
         )
     device = torch.device(device)
     if device.type != "cuda":
-        candidates = rank(ugraphs, per_graph=per_graph, schedules=schedules)
+        candidates = rank(
+            ugraphs,
+            per_graph=per_graph,
+            schedules=schedules,
+            next_may_launch_early=next_may_launch_early,
+        )
         return _result("cost model (no GPU)", candidates)
     say = progress or (lambda done, total, what: None)
     with torch.cuda.device(device), torch.no_grad(), compiler.passing():
         properties = torch.cuda.get_device_properties(device)
         sm = 10 * properties.major + properties.minor
         model = device_named(properties.name, sm)
-        candidates = rank(ugraphs, model, per_graph, schedules)
+        candidates = rank(ugraphs, model, per_graph, schedules, next_may_launch_early)
         program = candidates[0].ugraph.program
         sets = measure.cold_inputs(program, device)
         bench = _Bench(
@@ -329,7 +354,7 @@ def together(
     with torch.cuda.device(device), torch.no_grad(), compiler.passing():
         layer = measure.Layer([c[0].ugraph.program for c in choices], device)
         tried = [_diverse(found) for found in choices]
-        runs = [[run_of(triton.generate(c.ugraph, c.schedules)) for c in found] for found in tried]
+        runs = [[run_of(c.generate()) for c in found] for found in tried]
 
         def time(at: Sequence[int], worth: float = math.inf) -> Timing:
             return layer.time([run[k] for run, k in zip(runs, at, strict=True)], replays, worth)
@@ -388,7 +413,7 @@ class _Bench:
             patience: Stop after so many in a row that were no better; 0 never stops.
             known: The fastest other time, in µs.
         """
-        programs = [triton.generate(c.ugraph, c.schedules) for c in candidates]
+        programs = [c.generate() for c in candidates]
         tried, best, since, worth = list[MeasuredCandidate](), math.inf, 0, known
         for n, outcome in enumerate(compiler.compiling(programs, self.sm)):
             self.say(n, len(candidates), "measuring")
@@ -425,7 +450,7 @@ class _Bench:
         found = []
         for c in candidates:
             if c.status == MEASURED and (c in fast or c.is_library):
-                program = triton.generate(c.ugraph, c.schedules)
+                program = c.generate()
                 c = replace(
                     c,
                     chain=self.chain.time(
@@ -466,12 +491,8 @@ def _regrouped(start: MeasuredCandidate) -> Iterator[tuple[UGraph, tuple[Schedul
                 continue
             if other.kernels != start.ugraph.kernels:
                 with contextlib.suppress(errors.CodegenError):
-                    ops = zip(
-                        start.schedules,
-                        place_kernels(start.ugraph),
-                        place_kernels(other),
-                        strict=True,
-                    )
+                    resplit = place_kernels(other, start.next_may_launch_early)
+                    ops = zip(start.schedules, start.placed(), resplit, strict=True)
                     yield other, tuple(space.recut(s, old, new) for s, old, new in ops)
 
 
@@ -495,17 +516,23 @@ def _around(
         for other, chosen in _regrouped(start) if regroup else ():
             if str(other.kernels) not in have:
                 have.add(str(other.kernels))
+                ops = place_kernels(other, start.next_may_launch_early)
                 try:
                     costs = [
                         estimate(plan_kernel(op, s), model)
-                        for op, s in zip(place_kernels(other), chosen, strict=True)
+                        for op, s in zip(ops, chosen, strict=True)
                     ]
                 except errors.CodegenError:
                     continue
                 if all(_fits(c, model) for c in costs):
-                    found.append(MeasuredCandidate(other, chosen, sum(c.us for c in costs)))
+                    us = sum(c.us for c in costs)
+                    found.append(
+                        MeasuredCandidate(
+                            other, chosen, us, next_may_launch_early=start.next_may_launch_early
+                        )
+                    )
     for start in starts:
-        ops = place_kernels(start.ugraph)
+        ops = start.placed()
         rest = start.estimate_us - sum(
             estimate(plan_kernel(op, s), model).us
             for op, s in zip(ops, start.schedules, strict=True)
@@ -527,15 +554,21 @@ def _around(
                 and (id(start.ugraph), chosen) not in known
             ):
                 known.add((id(start.ugraph), chosen))
+                us = sum(c.us for c in costs) + rest
                 found.append(
-                    MeasuredCandidate(start.ugraph, chosen, sum(c.us for c in costs) + rest)
+                    MeasuredCandidate(
+                        start.ugraph,
+                        chosen,
+                        us,
+                        next_may_launch_early=start.next_may_launch_early,
+                    )
                 )
     return found
 
 
 def _steps(start: MeasuredCandidate) -> Iterator[tuple[Schedule, ...]]:
     """Yield schedules that differ in one choice of one kernel."""
-    for n, (s, op) in enumerate(zip(start.schedules, place_kernels(start.ugraph), strict=True)):
+    for n, (s, op) in enumerate(zip(start.schedules, start.placed(), strict=True)):
         assert op.block is not None
         changes: list[dict[str, Any]] = [
             {"prefetch_steps": p}

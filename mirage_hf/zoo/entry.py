@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from mirage_hf import errors
+from mirage_hf.codegen import triton
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.triton import GeneratedProgram
 from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.ugraph import UGraph
@@ -28,7 +30,7 @@ from mirage_hf.zoo.machine import this_machine
 from mirage_hf.zoo.search_record import SearchRecord, record_from_dict
 
 KERNEL, UGRAPH, ENTRY, SEARCH = "kernel.py", "ugraph.json", "entry.json", "search.json"
-FORMAT, VERSION = "mirage_hf.zoo_entry", 1
+FORMAT, VERSION = "mirage_hf.zoo_entry", 2
 _FOLDER_NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
 _MOST_OF_A_REASON = 200
 
@@ -114,6 +116,16 @@ class Entry:
         """The entry's place in a zoo: pattern, then shape and dtype with a short key, then target."""
         return Path(self.pattern, f"{self.key.title}-{self.key.digest[:8]}", self.key.target)
 
+    def generate(self) -> GeneratedProgram:
+        """Generate the kernel again from the µGraph and its schedules.
+
+        Raises:
+            CodegenError: No kernel can be generated here.
+        """
+        return triton.generate(
+            self.ugraph, self.schedules, next_may_launch_early=self.key.next_may_launch_early
+        )
+
     @cached_property
     def files(self) -> dict[str, str]:
         """The text of each file.
@@ -134,6 +146,7 @@ class Entry:
             "schedule_version": self.key.schedule_version,
             "kernel_format": self.key.kernel_format,
             "schedules": [s.to_dict() for s in self.schedules],
+            "next_may_launch_early": self.key.next_may_launch_early,
             "timings": [asdict(t) for t in self.timings],
             "error_bound": self.error_bound,
             "search": dict(self.search),
@@ -215,7 +228,12 @@ def _checked_files(folder: Path, data: Mapping[str, Any]) -> dict[str, str]:
 def _entry(folder: Path, data: Mapping[str, Any], texts: Mapping[str, str]) -> Entry:
     ugraph = json_format.ugraph_from_dict(json.loads(texts[UGRAPH]), str(folder / UGRAPH))
     key = replace(
-        key_of(ugraph.program, data["target"], data.get("options", "")),
+        key_of(
+            ugraph.program,
+            data["target"],
+            data.get("options", ""),
+            data["next_may_launch_early"],
+        ),
         schedule_version=data["schedule_version"],
         kernel_format=data["kernel_format"],
     )

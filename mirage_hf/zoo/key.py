@@ -35,6 +35,8 @@ class Key:
         kernel_format: The version of how kernels are called.
         options: A digest of whatever else decides the result. Empty for the kernels of
             `optimize()`, which have nothing else.
+        next_may_launch_early: The promise that the kernel relies on, see
+            `placement.place_kernels`.
     """
 
     program: str
@@ -43,6 +45,7 @@ class Key:
     schedule_version: int = schedule.VERSION
     kernel_format: int = KERNEL_FORMAT
     options: str = ""
+    next_may_launch_early: bool = False
 
     @cached_property
     def digest(self) -> str:
@@ -55,17 +58,27 @@ class Key:
         }
         if self.options:
             content["options"] = self.options
+        if self.next_may_launch_early:
+            content["next_may_launch_early"] = True
         return json_format.digest(content)
 
 
-def key_of(program: KernelGraph, target: str, options: str = "") -> Key:
-    """Return the key of `program` on `target`."""
+def key_of(
+    program: KernelGraph, target: str, options: str = "", next_may_launch_early: bool = False
+) -> Key:
+    """Return the key of `program` on `target`. The arguments are fields of `Key`."""
     shapes = ["x".join(str(int(d)) for d in t.dims) for t in program.inputs[:1]]
     shapes += ["x".join(str(int(d)) for d in t.dims) for t in program.outputs]
     title = f"{shapes[0]}-to-{'-'.join(shapes[1:])}" if program.inputs else "-".join(shapes)
     text = json.dumps(canonical(program), sort_keys=True, separators=(",", ":"), allow_nan=False)
     dtype = table.dtype_name(program.outputs[0].dtype)
-    return Key(text, target, f"{title}-{dtype}", options=options)
+    return Key(
+        text,
+        target,
+        f"{title}-{dtype}",
+        options=options,
+        next_may_launch_early=next_may_launch_early,
+    )
 
 
 def target_of(device: torch.device) -> str:

@@ -156,27 +156,24 @@ def test_weights_are_asked_for_before_the_wait(tiles, early):
     assert {min(of) for op, of in before if op.startswith(early)} >= {2}  # the weights
 
 
-@pytest.mark.parametrize("leads", [False, True])
-def test_a_program_that_leads_lets_the_next_launch_begin_early(leads):
-    """Each kernel of it may, the last one too; without the promise the last one lets it begin behind its own wait."""
+@pytest.mark.parametrize("promised", [False, True])
+def test_the_last_kernel_triggers_early_only_with_the_promise_that_it_may(promised):
+    """Kernels before the last one trigger the next one early without it."""
     adapters = LORA_DOWN.build(
         rows=1, k=512, r=(4, 8), eps=1e-5, dtype=torch.bfloat16, adapter_dtype=torch.float32
     )
-    assert adapters.leads
-    adapters.leads = leads
     ugraphs = [
         c.ugraph for c in search_and_verify(adapters, SearchOptions(time_limit=20)).candidates
     ]
     for u in (next(u for u in ugraphs if u.num_kernels == n) for n in (1, 2)):
-        ops = place_kernels(u)
-        assert [op.next_may_launch_early for op in ops] == [True] * (len(ops) - 1) + [leads]
-        first = next(c for c in rank([u], H200, 1) if not c.is_library)
+        ops = place_kernels(u, promised)
+        assert [op.next_may_launch_early for op in ops] == [True] * (len(ops) - 1) + [promised]
+        ranked = rank([u], H200, 1, next_may_launch_early=promised)
+        first = next(c for c in ranked if not c.is_library)
         assert [s.trigger_early for s in first.schedules] == [
             op.next_may_launch_early for op in ops
         ]
-        for op, kernel in zip(
-            ops, compiler.ahead_of_time(triton.generate(u, first.schedules), 90), strict=True
-        ):
+        for op, kernel in zip(ops, compiler.ahead_of_time(first.generate(), 90), strict=True):
             seen = [what for what, _ in touched(kernel.ptx)]
             assert (seen.index(TRIGGER) < seen.index(WAIT)) == op.next_may_launch_early
             assert seen.count(WAIT) == 1 and not any(

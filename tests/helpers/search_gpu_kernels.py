@@ -74,7 +74,8 @@ def main() -> None:
         for block in blocks:
             for r in rows:
                 program = block.program(r)
-                key = key_of(program, args.target)
+                early = block.pattern.next_may_launch_early
+                key = key_of(program, args.target, next_may_launch_early=early)
                 if not isinstance(zoo.get(key), Entry):
                     try:
                         request = resolver.kernel_request(
@@ -82,6 +83,7 @@ def main() -> None:
                             target=args.target,
                             pattern=block.pattern.name,
                             like=block.searched(r),
+                            next_may_launch_early=early,
                             tune="never",
                         )
                         found = layer_choice.make_outcome(request)

@@ -58,13 +58,6 @@ def test_a_dim_is_its_maximum_with_a_name():
             mi.Dim(name, max=most)
 
 
-def test_a_program_at_a_size_leads_as_it_did():
-    for leads in (False, True):
-        g = mi.new_kernel_graph(leads)
-        g.mark_output(g.exp(g.new_input((mi.Dim("tokens", max=16), 8))))
-        assert symbolic.at(g, {"tokens": 3}).leads == leads
-
-
 def test_text_and_json_keep_dims():
     g = norm_linear()
     assert "(tokens<=16, 256)" in str(g)

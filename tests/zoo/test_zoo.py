@@ -18,7 +18,6 @@ from mirage_hf import errors
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.codegen.triton import generate
 from mirage_hf.errors import Rejected
 from mirage_hf.gpus import H200
 from mirage_hf.graph import json_format
@@ -90,14 +89,15 @@ def test_programs_that_differ_have_other_keys(other):
     assert key_of(program(**other), "sm_90").digest != key_of(program(), "sm_90").digest
 
 
-def test_target_and_versions_are_part_of_the_key():
+def test_target_versions_and_promise_are_part_of_the_key():
     key = key_of(program(), "sm_90")
     others = [
         key_of(program(), "sm_80"),
+        key_of(program(), "sm_90", next_may_launch_early=True),
         replace(key, schedule_version=key.schedule_version + 1),
         replace(key, kernel_format=99),
     ]
-    assert len({key.digest, *(o.digest for o in others)}) == 4
+    assert len({key.digest, *(o.digest for o in others)}) == 5
 
 
 # -- entries and stores -----------------------------------------------------------------------------------------------
@@ -172,9 +172,7 @@ def test_kernels_of_the_packaged_zoo_are_what_is_generated_now(monkeypatch):
         "mirage_hf.codegen.plan.WGMMA_TAKES_8_COLUMNS", False
     )  # as of the Triton that they were tuned with
     assert not [
-        str(e.folder)
-        for e in packaged_store().entries()
-        if generate(e.ugraph, e.schedules).source != e.kernel
+        str(e.folder) for e in packaged_store().entries() if e.generate().source != e.kernel
     ]
 
 
@@ -187,7 +185,9 @@ def test_packaged_kernels_are_in_the_space_and_estimates_of_attention_are_near_t
     for e in packaged_store().entries():
         estimates = [
             estimate(plan_kernel(op, s))
-            for op, s in zip(place_kernels(e.ugraph), e.schedules, strict=True)
+            for op, s in zip(
+                place_kernels(e.ugraph, e.key.next_may_launch_early), e.schedules, strict=True
+            )
         ]
         assert all(
             x.registers <= REGISTER_BUDGET and x.shared <= H200.shared_bytes for x in estimates
