@@ -35,7 +35,7 @@ _TAKEN = (
     "device",
     "launch",
     "counters",
-    "lasting",
+    "lasting_zeros",
     "float",
 )
 

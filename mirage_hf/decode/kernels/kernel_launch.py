@@ -49,13 +49,13 @@ def launch(what: KernelLaunch, tensors: Sequence[Tensor]) -> None:
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(what, tensors)
-    launching.launch(
+    launching.launch_with_constants(
         what.kernel,
         what.grid,
         tensors,
         num_warps=what.num_warps,
         num_stages=what.num_stages,
-        **what.constants,
+        constants=what.constants,
     )
 
 
