@@ -96,31 +96,25 @@ def mirage_0(x_ptr, w_ptr, residual_ptr, v3_ptr, overlaps: tl.constexpr):
 _compiled, _zeros, _lock = {}, {}, threading.Lock()
 
 
-def launch(kernel, grid, tensors, num_warps, num_stages, **constants):
-    """Launch a kernel on the current stream; the tensors are on the current device.
+def launch(kernel, grid, tensors, num_warps, num_stages):
+    """Launch a kernel on the current stream. The tensors are on the current device.
 
-    What a CUDA graph captures may begin before the launch ahead of it is done, where the GPU can (programmatic dependent
-    launch, sm_90): the kernel itself waits before it reads anything but constants and, where it is part of a step that appends to
-    caches, bounds and positions. Those must not be written by the launch right ahead of one that reads them. No generated kernel
-    writes integers; where a kernel that waits stands between, what was written before that one is there.
-
-    constants: the kernel's other constexprs, in the order of its parameters; they follow `overlaps`.
+    In a CUDA graph, on sm_90 and newer, launches use programmatic dependent launch (PDL): a kernel may start before
+    the previous one is done. The kernel itself waits (`gdc_wait`) before it reads anything except constants. In a step
+    that appends to caches it also reads bounds and positions before it waits, so the previous launch must not write
+    them. No generated kernel writes integers, and what was written before an earlier kernel that waits is visible.
     """
     device = tensors[0].device.index
     if device is None:  # the interpreter, on a CPU
-        kernel[(grid,)](
-            *tensors, overlaps=False, num_warps=num_warps, num_stages=num_stages, **constants
-        )
+        kernel[(grid,)](*tensors, overlaps=False, num_warps=num_warps, num_stages=num_stages)
         return
     pointers = [x.data_ptr() for x in tensors]
     unaligned = tuple([p % 16 for p in pointers]) if any([p & 15 for p in pointers]) else ()
-    dtypes = tuple([x.dtype for x in tensors])
-    key = kernel.__name__, num_warps, device, dtypes, unaligned, *constants.values()
+    key = kernel.__name__, device, tuple([x.dtype for x in tensors]), unaligned
     if key not in _compiled:
         overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
-        options = (
-            {"launch_pdl": True} if overlaps else {}
-        )  # multiply-adds are one instruction by default up to Triton 3.9 only
+        options = {"launch_pdl": True} if overlaps else {}
+        # up to Triton 3.9 only, enable_fp_fusion (multiply-adds as one instruction) is the default
         ready = kernel.warmup(
             *tensors,
             overlaps=overlaps,
@@ -128,7 +122,6 @@ def launch(kernel, grid, tensors, num_warps, num_stages, **constants):
             num_stages=num_stages,
             enable_fp_fusion=True,
             grid=(grid,),
-            **constants,
             **options,
         )
         dependent = ready.run
@@ -149,7 +142,6 @@ def launch(kernel, grid, tensors, num_warps, num_stages, **constants):
         None,
         *pointers,
         overlaps,
-        *constants.values(),
     )
 
 
