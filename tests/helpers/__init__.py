@@ -1,1 +1,1 @@
-"""What tests share: programs, µGraphs, tiny models, and other ways to compute what the package computes."""
+"""Programs, µGraphs, tiny models and reference implementations that several tests share."""

@@ -1,4 +1,7 @@
-"""Random configurations of attention of a decoding step, and what stock torch gives for them: shared by the CPU and the GPU tests."""
+"""Random configurations of decoding attention, and their results in stock torch.
+
+The tests on a CPU and those on a GPU share them.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +50,13 @@ LARGE = dict(
     slots=(64, 130, 300, 1024, 4096, 16384, 131072),
     dtype=(torch.float16, torch.bfloat16),
 )
+#: Most elements of the keys of all heads of a batch.
 MOST_ELEMENTS = 1 << 29
-"""Of the keys of all heads of a batch."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a µGraph is searched for: everything but the number of slots."""
+    """All that a µGraph is searched for, except the number of cache slots."""
 
     rows: int
     sizes: tuple[tuple[str, Any], ...]
@@ -99,7 +102,7 @@ def kind(number: int, grid: dict) -> Kind:
 
 @functools.cache
 def searched(k: Kind, slots: int, checked_at: int, width: int = 1) -> tuple[Any, ...]:
-    """Candidates that have schedules for so many slots, proven and checked at fewer."""
+    """Return candidates with schedules for a number of slots, proven and checked at fewer slots."""
     without = split_appends(k.program(slots))
     assert without is not None, k
     found, _ = search(without.graph, SearchOptions(time_limit=20, threads=1, max_width=width))
@@ -116,8 +119,10 @@ def searched(k: Kind, slots: int, checked_at: int, width: int = 1) -> tuple[Any,
 def chosen(
     k: Kind, slots: int, draw: random.Random, reference: int, limit: int, blocks: int = 1 << 31
 ) -> tuple[UGraph, list[Schedule]]:
-    """One of the candidates at so many slots, and a schedule of at most `blocks` blocks of each of its kernels, with the loop cut among
-    them or not."""
+    """Return one candidate at a number of slots, with a schedule for each of its kernels.
+
+    A schedule has at most `blocks` blocks. Its loop may be shared among blocks.
+    """
     options: list[
         tuple[UGraph, list[list[Schedule]]]
     ] = []  # where short keys cannot be held whole, they are walked
@@ -157,7 +162,7 @@ def chosen(
 def inputs_of(
     k: Kind, g: KernelGraph, draw: random.Random, device: str = "cpu"
 ) -> list[torch.Tensor]:
-    """Random numbers; each row has bounds of its own, among them empty and full ones."""
+    """Return random inputs. Each row has its own bounds, among them empty and full ones."""
     generator = torch.Generator(device).manual_seed(draw.randrange(1 << 30))
     t, slots = k["queries"], next(x.dims[-2] for x in g.inputs if x.name == "keys")
     room = slots - t
@@ -208,7 +213,10 @@ def inputs_of(
 
 
 def stock(k: Kind, g: KernelGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What torch gives in the dtype of the inputs: SDPA (with a softcap, eager attention as transformers has it), then both caches."""
+    """Return what torch computes in the dtype of the inputs, followed by both caches.
+
+    This is SDPA, or with a softcap the eager attention of transformers.
+    """
     x = {t.name: y for t, y in zip(g.inputs, inputs, strict=True)}
     rows, kv, group, t, d = k.rows, k["kv_heads"], k["group"], k["queries"], k["head_dim"]
     slots, heads = x["keys"].shape[-2], kv * group
@@ -291,7 +299,7 @@ def _normed(
 
 
 def copied(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies with the same strides."""
+    """Copy tensors and keep their strides."""
     return [
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
         for x in inputs
@@ -301,7 +309,7 @@ def copied(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 def both(
     k: Kind, g: KernelGraph, inputs: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Stock's results, and those in float64."""
+    """Return the results of stock torch and those in float64."""
     return (
         stock(k, g, [x.clone() for x in inputs]),
         stock(k, g, [x.double() if x.is_floating_point() else x for x in inputs]),
@@ -311,7 +319,7 @@ def both(
 def untouched(
     k: Kind, g: KernelGraph, before: list[torch.Tensor], after: list[torch.Tensor]
 ) -> bool:
-    """Whether caches hold what they held in all slots but those of the new rows."""
+    """Tell whether the caches are unchanged in every slot except those of the new rows."""
     slot = (
         next(x for t, x in zip(g.inputs, before, strict=True) if t.name == "slot")
         .flatten()

@@ -1,8 +1,9 @@
-"""A search by brute force, for tests: it shares with the core the cost of one kernel, and nothing else.
+"""A search by brute force. It shares only the cost of one kernel with the core.
 
-Ways to compute a program: breadth-first rewriting of expression DAGs by a few textbook rules, to closure or a cap. Plans of each
-way: every set of values that are kept, every grouping of what is stored into kernels, and for each kernel every choice of which of
-the kept values it reads rather than computes again.
+It finds ways to compute a program by breadth-first rewriting of expression DAGs with a few textbook
+rules, to closure or up to a cap. For each way it tries all plans: every set of values that are
+kept, every grouping of what is stored into kernels, and for each kernel every choice of which kept
+values it reads and which it computes again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ LEAVES = ("input", "constant")
 
 
 class Terms:
-    """Expressions, each once: (op, what it is over or which leaf or function, arguments). Sums and products are unordered."""
+    """A table that holds each expression once.
+
+    An expression is (op, its axis, leaf or function, arguments). Sums and products are unordered.
+    """
 
     def __init__(self, core: _core.Program):
         self.core = core
@@ -129,7 +133,7 @@ class Terms:
             )
 
     def below(self, roots: Sequence[int]) -> list[int]:
-        """Everything that `roots` are computed from, arguments first."""
+        """Return all terms that `roots` are computed from, arguments first."""
         found: dict[int, None] = {}
 
         def visit(t: int) -> None:
@@ -151,7 +155,7 @@ class Terms:
         return tuple(changed.get(r, r) for r in roots)
 
     def ways(self, cap: int) -> tuple[list[tuple[int, ...]], bool]:
-        """Ways to compute the outputs, the program's own first; whether these are all."""
+        """Return ways to compute the outputs, the program's own first, and whether these are all."""
         known = {self.start: None}
         queue = [self.start]
         for way in queue:
@@ -168,7 +172,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Plan:
-    """Its cost in µs, the way to compute the outputs, and what each kernel stores and reads, as text."""
+    """Cost in µs, the way to compute the outputs, and the reads and stores of each kernel as text."""
 
     cost: float
     way: tuple[int, ...] = ()
@@ -232,7 +236,10 @@ class _Way:
     def plans(
         self, best: float, least: float, max_kernels: int, max_cuts: int
     ) -> Iterator[tuple[float, tuple[str, ...]]]:
-        """Plans that cost less than `best`, each cheaper than the one before. No kernel costs less than `least`."""
+        """Yield plans that cost less than `best`, each cheaper than the one before.
+
+        No kernel costs less than `least`.
+        """
         most = min(max_kernels, int(best / least))
         finals = frozenset(self.outputs)
         for size in range(max_cuts + 1 if most > 1 else 1):
@@ -304,8 +311,11 @@ def _groups(count: int, most: int) -> Iterator[tuple[int, ...]]:
 def cheapest(
     core: _core.Program, limits: _core.Limits, below: float, least: float, ways: int
 ) -> tuple[Plan, int, bool]:
-    """The cheapest plan of a program that costs less than `below` (cost inf: there is none), the number of ways to compute the
-    outputs that were tried, and whether these are all that the rules give."""
+    """Return the cheapest plan of a program that costs less than `below`.
+
+    Also return the number of ways tried, and whether these are all that the rules give. The cost is
+    inf if there is no such plan.
+    """
     terms = Terms(core)
     found, complete = terms.ways(ways)
     best = Plan(float("inf"))

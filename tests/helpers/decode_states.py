@@ -1,4 +1,4 @@
-"""Random states of a decoding step for tests of its hand-written kernels, and these compiled without a GPU."""
+"""Random states of a decoding step, and its hand-written kernels compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def differing(c: Control, want: dict[str, list]) -> list[str]:
 
 
 def compiled(what: KernelLaunch, dtypes: list[torch.dtype], sm: int) -> Any:
-    """Compile a kernel as the launch helper does, for tensors of these dtypes."""
+    """Compile a kernel for tensors of these dtypes, as the launch helper does."""
     compiler = pytest.importorskip("triton.compiler")
     from triton.backends.compiler import GPUTarget
 
@@ -79,7 +79,7 @@ def compiled(what: KernelLaunch, dtypes: list[torch.dtype], sm: int) -> Any:
 
 
 def assert_compiles_and_waits(what: KernelLaunch, dtypes: list[torch.dtype]) -> None:
-    """A kernel waits for the one before it, lets the next one begin, and only then touches memory."""
+    """Assert that a kernel waits before it touches memory, and lets the next one begin early."""
     for sm in (80, 90):
         kernel = compiled(what, dtypes, sm)
         ptx = kernel.asm["ptx"]

@@ -1,4 +1,7 @@
-"""Decoder layers as kernel graphs, spelled as transformers spells them: reshape, permute, rotary embedding, grouped heads."""
+"""Decoder layers as kernel graphs, spelled as transformers spells them.
+
+They use reshape, permute, rotary embedding and grouped heads.
+"""
 
 import math
 
@@ -15,9 +18,10 @@ def decoder_layer(
     dtype="float16",
     swapped=False,
 ):
-    """A Llama layer (two norms), or with `sandwich` a Gemma layer (four), on `tokens` new rows after `past` cached ones.
+    """Build a Llama layer (two norms), or with `sandwich` a Gemma layer (four norms).
 
-    `swapped` commutes what commutes and computes values before queries; the function is the same.
+    It has `tokens` new rows after `past` cached ones. `swapped` commutes operands and computes
+    values before queries; the function is the same.
     """
     g = mi.new_kernel_graph()
     d, group, keys = hidden // heads, heads // kv, past + tokens

@@ -1,4 +1,4 @@
-"""Tiny models, and the comparison of an installed `generate` with the stock one on the same model."""
+"""Tiny models, and the comparison of an installed `generate` with stock on the same model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 
 
 def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
-    """Return a random float32 model in eval mode. Mistral's and half of Gemma2's layers slide over WINDOW tokens."""
+    """Return a random float32 model in eval mode.
+
+    All layers of Mistral and half of the layers of Gemma2 slide over WINDOW tokens.
+    """
     sizes = {**SIZES, **changes}
     kinds = {
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes)),
@@ -112,7 +115,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Recorder(BaseStreamer):
-    """A streamer that writes down every call it gets, in order, with those of its processor and its criterion."""
+    """A streamer that records every call it gets, and those of its processor and criterion."""
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
@@ -150,7 +153,10 @@ Arguments = dict[str, Any] | Callable[[], dict[str, Any]]
 
 @contextmanager
 def our_numbers() -> Iterator[None]:
-    """Within it one call of stock's sampling takes, from stock's own probabilities, the tokens that our numbers choose."""
+    """Make one call of stock sampling use our random numbers.
+
+    Inside, stock computes its own probabilities and picks the tokens that our numbers choose.
+    """
     numbers: list[UniformNumbers] = []
     steps = itertools.count()
     stock = torch.multinomial
@@ -172,7 +178,7 @@ def our_numbers() -> Iterator[None]:
 
 
 def both(model: Any, arguments: Arguments, seed: int = 5) -> tuple[Any, Any]:
-    """Run stock and ours on fresh arguments with the same seed and the same numbers to sample by, and return both outputs."""
+    """Run stock and ours with the same seed and the same random numbers, and return both outputs."""
 
     def run(generate: Callable[..., Any]) -> Any:
         given = arguments() if callable(arguments) else arguments
@@ -185,12 +191,12 @@ def both(model: Any, arguments: Arguments, seed: int = 5) -> tuple[Any, Any]:
 
 
 def handled(runner: Any) -> int:
-    """Calls that went through the pool."""
+    """Return the number of calls that the pool served."""
     return sum(n for what, n in runner.counts.items() if not what.startswith("stock"))
 
 
 def assert_same(stock: Any, ours: Any) -> None:
-    """Same tokens exactly; scores, logits and cache contents to rounding; same types everywhere."""
+    """Assert equal tokens and types, and scores, logits and caches that are equal up to rounding."""
     assert type(stock) is type(ours)
     if isinstance(stock, torch.Tensor):
         assert stock.dtype == ours.dtype and stock.tolist() == ours.tolist()
@@ -215,7 +221,10 @@ def assert_same(stock: Any, ours: Any) -> None:
 def assert_same_cache(
     stock: DynamicCache, ours: DynamicCache, mask: torch.Tensor | None = None
 ) -> None:
-    """`mask` (batch, tokens): 0 where a row has padding on its left, whose keys nobody sees and which need not be the same."""
+    """Assert that two caches hold the same keys and values, up to rounding.
+
+    `mask` (batch, tokens) is 0 at left padding. No token sees those keys, so they may differ.
+    """
     assert type(stock) is type(ours) and len(stock.layers) == len(ours.layers)
     assert stock.get_seq_length() == ours.get_seq_length()
     for a, b in zip(stock.layers, ours.layers, strict=True):

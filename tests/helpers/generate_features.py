@@ -1,7 +1,8 @@
-"""What generate() of an optimized model must do, a function for each feature of transformers' generate, on a CPU and on a GPU alike.
+"""What generate() of an optimized model must do, one function for each feature.
 
-Each compares with stock on the same weights and asks the counts how the calls ran. In 16 bits tokens may part from stock's where stock
-itself is no surer of its choice than it is exact.
+The checks run on a CPU and on a GPU. Each compares with stock on the same weights, and asks the
+counters how the calls ran. In 16 bits, tokens may differ from stock's only where the choice of
+stock is within its own error.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ from tests.helpers.generate_comparison import (
 from tests.helpers.tiny_models import prompt, rows_parted, tiny, twin_of
 
 KERNELS, CHANGED = "all by kernels", "the model has changed since optimize()"
+#: Batch sizes that have kernels.
 ROWS = (1, 2, 3)
-"""The batches that kernels are made for."""
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
+#: Sizes of `small` that give a layer enough numbers for the check of optimize().
 WIDE = dict(
     hidden_size=256,
     intermediate_size=640,
@@ -56,23 +58,25 @@ WIDE = dict(
     num_hidden_layers=2,
     initializer_range=0.05,
 )
-"""Sizes of `small` with enough numbers in a layer for the check of optimize()."""
 
 
 @dataclass(repr=False)
 class Pair:
-    """A stock model and its twin whose generate is ours: "kernels" (steps all by kernels) or "forward" (the model's own forward)."""
+    """A stock model and its twin whose generate is ours.
+
+    Steps run "kernels" (all by kernels) or "forward" (the model's own forward).
+    """
 
     stock: Any
     how: str
+    #: Options of optimize().
     options: dict[str, Any] = field(default_factory=dict)
-    """For optimize()."""
+    #: A copy of stock that becomes ours. It is made if not given.
     ours: Any = None
-    """A copy of stock that becomes ours; made if not given."""
+    #: How the steps of the calls so far should have run.
     wanted: Counter[str] = field(default_factory=Counter)
-    """How the calls so far should have run their steps."""
+    #: Number of calls so far.
     asked: int = 0
-    """Calls so far."""
 
     def __post_init__(self) -> None:
         model = twin_of(self.stock) if self.ours is None else self.ours
@@ -84,7 +88,7 @@ class Pair:
         self._lock = threading.Lock()
 
     def again(self) -> Pair:
-        """The same, of models that a test may change."""
+        """Return a pair of copies that a test may change."""
         return Pair(twin_of(self.stock), self.how, self.options)
 
     @property
@@ -93,7 +97,7 @@ class Pair:
 
     @property
     def half(self) -> bool:
-        """Whether tokens may part at ties."""
+        """Tell whether tokens may differ at ties."""
         return self.stock.dtype in (torch.bfloat16, torch.float16)
 
     @property
@@ -103,14 +107,14 @@ class Pair:
     # -- calls
 
     def fresh(self, arguments: Arguments) -> dict[str, Any]:
-        """Arguments of one call, tensors on the models' device."""
+        """Return the arguments of one call, with tensors on the device of the models."""
         given = arguments() if callable(arguments) else arguments
         return {
             k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in given.items()
         }
 
     def expect(self, batch: int, step: str | None = None, calls: int = 1) -> None:
-        """Note how the steps of calls that follow should run."""
+        """Say how the steps of the following calls should run."""
         without = f"no kernels for a batch of {batch}; optimize(batch_sizes=…) makes them"
         with self._lock:
             self.asked += calls
@@ -118,14 +122,17 @@ class Pair:
                 self.wanted[step or (KERNELS if batch in ROWS else without)] += calls
 
     def generate(self, arguments: Arguments, step: str | None = None, seed: int = 5) -> Any:
-        """Our output for arguments, which is counted."""
+        """Return our output, and count the call."""
         torch.manual_seed(seed)
         out = self.ours.generate(**self.fresh(arguments))
         self.expect(len(out if isinstance(out, torch.Tensor) else out.sequences), step)
         return out
 
     def agree(self, arguments: Arguments, step: str | None = None, whole: bool = True) -> Any:
-        """Our output, compared with stock's for the same arguments. Not `whole`: ours may have stopped earlier."""
+        """Return our output after comparing it with stock's for the same arguments.
+
+        Unless `whole`, ours may have stopped earlier.
+        """
         given = self.fresh(arguments)
         torch.manual_seed(5)
         stock = type(self.stock).generate(self.stock, **{**given, **(FULL if self.half else {})})
@@ -145,7 +152,7 @@ class Pair:
         return ours
 
     def _where(self, stock: Any, ours: Any, given: dict[str, Any]) -> str:
-        """Where tokens part, and by how much stock preferred its own, for the message of a failed test."""
+        """Say where tokens differ and how much stock preferred its own, for a failure message."""
         a, b = (out if isinstance(out, torch.Tensor) else out.sequences for out in (stock, ours))
         told = {k: list(v.shape) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
         if a.shape != b.shape or torch.equal(a, b):
@@ -163,7 +170,11 @@ class Pair:
         return f"{told}: row {row} parts at position {at}, {a[row, at]} and {b[row, at]}, whose logits differ by {gap:.3g} in stock"
 
     def check_counts(self) -> None:
-        """Every call ran as expected, in graphs where there are any. Errors: AssertionError with all counts."""
+        """Assert that every call ran as expected, in graphs if there are any.
+
+        Raises:
+            AssertionError: with all counts.
+        """
         counts = self.runner.counts
         steps = {
             what.removeprefix("step: "): n
@@ -191,12 +202,16 @@ def feature(check: Check) -> Check:
 
 
 class Recording(TorchDispatchMode):
-    """The ops that run meanwhile, to be run again on the same memory: as in a CUDA graph, whatever Python has computed stays as it was."""
+    """Record the ops that run inside, so that they can be run again on the same memory.
+
+    As in a CUDA graph, values that Python computed are not computed again.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        #: Operands and results of each op; a result that is no view by its place among the
+        #: results.
         self.ops: list[tuple[Any, Any, Any, dict[int, torch.Tensor]]] = []
-        """With what each is given, and what it makes that is no view, by its place among the results."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -231,7 +246,11 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def fake_captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let "graphs" on a CPU run the ops again that they captured; returns a list that gets the module's name at each capture."""
+    """Make "graphs" on a CPU run the captured ops again.
+
+    Returns:
+        A list that gets the name of the module at each capture.
+    """
     made: list[str] = []
 
     def capture_for(name: str) -> Callable[..., Any]:
@@ -252,7 +271,7 @@ def fake_captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def in_threads(jobs: list[Callable[[], None]]) -> None:
-    """Run jobs at once, and raise what the first that failed raised."""
+    """Run jobs at once, and raise the first error."""
     errors: list[BaseException] = []
 
     def run(job: Callable[[], None]) -> None:
@@ -485,7 +504,7 @@ def max_time(pair: Pair) -> None:
 
 @feature
 def interrupted_calls(pair: Pair) -> None:
-    """Ctrl-C in mid-call leaves the model usable and no memory leased."""
+    """Press Ctrl-C in a call. The model stays usable and no memory stays leased."""
     for at, extra in (
         (0, {}),
         (1, {}),
@@ -549,7 +568,7 @@ def caches_passed_in(pair: Pair) -> None:
 
 @feature
 def caches_handed_back(pair: Pair) -> None:
-    """A returned cache is the user's: later calls leave it alone, and it serves as the next turn's."""
+    """Keep returned caches. Later calls leave them alone, and the next turn can use them."""
     out = pair.agree({"inputs": prompt(2), **GREEDY, **FULL})
     kept = [layer.keys.clone() for layer in out.past_key_values.layers]
     pair.agree({"inputs": prompt(2, 20, seed=8), "do_sample": False, "max_new_tokens": 30})
@@ -634,7 +653,7 @@ def two_models_at_once(pair: Pair) -> None:
 
 
 def different(pair: Pair) -> Any:
-    """Another stock model of the same sizes."""
+    """Return another stock model of the same sizes."""
     model = twin_of(pair.stock)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -698,7 +717,7 @@ def inference_mode(pair: Pair) -> None:
 
 @feature
 def a_deep_copy(pair: Pair) -> None:
-    """Is stock's class over weights of its own; optimized in its turn it has kernels."""
+    """Copy the model. The copy is of stock's class; optimizing it gives it kernels."""
     pair.agree({"inputs": prompt(), **GREEDY})
     mine, stocks = copy.deepcopy(pair.ours), different(pair)
     with torch.no_grad():
@@ -777,8 +796,11 @@ def taken_back(pair: Pair) -> None:
 
 @contextmanager
 def alone(cache: Path) -> Iterator[pytest.MonkeyPatch]:
-    """Kernels found by the tests inside alone (and by tests/helpers/search_gpu_kernels.py, if MIRAGE_HF_TEST_KERNELS says where), kept from one model to
-    the next; exact float32."""
+    """Let the tests inside see only the kernels that they find, kept from one model to the next.
+
+    MIRAGE_HF_TEST_KERNELS may name a folder of kernels found by
+    tests/helpers/search_gpu_kernels.py. Float32 is exact.
+    """
     if prepared := os.environ.get("MIRAGE_HF_TEST_KERNELS"):
         shutil.copytree(prepared, cache, dirs_exist_ok=True)
     before = torch.backends.cuda.matmul.allow_tf32
@@ -790,5 +812,5 @@ def alone(cache: Path) -> Iterator[pytest.MonkeyPatch]:
 
 
 def small(family: str, dtype: torch.dtype, device: str, **sizes: Any) -> Any:
-    """A random model whose caches reach over two sizes of blocks."""
+    """Return a random model whose caches reach over two sizes of blocks."""
     return tiny(family, dtype=dtype, max_position_embeddings=1024, **sizes).to(device)

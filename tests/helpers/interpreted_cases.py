@@ -1,6 +1,7 @@
-"""Runs generated programs through Triton's interpreter (TRITON_INTERPRET=1), for the tests of their text.
+"""Run generated programs through Triton's interpreter, for the tests of their text.
 
-Prints one JSON object: for each case the error of each output, the error allowed, or what was raised.
+It prints one JSON object: for each case the error of each output and the error allowed, or what was
+raised.
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ HARD = [
 
 
 def elementwise(fn: str) -> dict:
-    """Each op on hard numbers, in pairs for two operands: the worst relative error, and where finiteness or NaN differ."""
+    """Run an op on hard numbers, in pairs if it has two operands.
+
+    Return the worst relative error, and where finiteness or NaN differ from torch.
+    """
     row = table.lookup(fn)
     attrs = (
         {"min": -1.5, "max": 2.5} if fn == "clamp" else {"dtype": "float32"} if fn == "cast" else {}
@@ -129,7 +133,7 @@ def elementwise(fn: str) -> dict:
 
 
 def hard_numbers() -> dict:
-    """Attention and softmax with running maxima, against torch in float32 and float64 on the same inputs."""
+    """Compare attention and softmax with running maxima with torch in float32 and float64."""
     shape = dict(heads=2, q=3, keys=75, d=32)
     whole = dict(h=1, m=16, s=16, d=32)
     tiles = dict(h=1, m=4, p=4, d=32)
@@ -190,7 +194,7 @@ def _judge(ugraph: UGraph, schedules: Sequence[Schedule], inputs: list[torch.Ten
 
 
 def powers() -> dict:
-    """The largest relative error of x ** n and n ** x with numbers."""
+    """Return the largest relative error of x ** n and n ** x for numbers n."""
     found = {}
     for what, of in {
         "x ** 1.5": lambda g, x: g.pow(x, 1.5),
@@ -207,7 +211,10 @@ def powers() -> dict:
 
 
 def nan_of_maxima() -> dict:
-    """Which rows of softmax are NaN where one row has a NaN: with the row held whole, walked, walked with a lazy maximum."""
+    """Tell which rows of softmax are NaN if one row has a NaN.
+
+    The row is held whole, walked, or walked with a lazy maximum.
+    """
     x = torch.randn(3, 100, dtype=torch.float16)
     x[1, 40] = math.nan
     kinds = {

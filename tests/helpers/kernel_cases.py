@@ -1,4 +1,4 @@
-"""µGraphs written by hand, of the kinds that the search finds: a program and the block graphs that compute it."""
+"""Hand-written programs with block graphs that compute them, of the kinds that the search finds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EPS = 1e-6
 
 
 class Body:
-    """Builds a stage: each op's axes follow from its arguments."""
+    """Build a stage. The axes of each op follow from its arguments."""
 
     def __init__(
         self,
@@ -67,7 +67,10 @@ class Body:
 
 
 class Block:
-    """Builds a block graph; axes have one letter. `parts`: the grid axis that numbers the parts of an axis, by that axis."""
+    """Build a block graph whose axes have names of one letter.
+
+    `splits` maps an axis to the grid axis that numbers its splits.
+    """
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class Block:
         joined: str | None = None,
         sizes: tuple[int, ...] = (),
     ) -> str:
-        """`axes`: a letter per dim of the tensor, 1 for a dim of size 1."""
+        """Add an input. `axes` has a letter for each dim of the tensor, and 1 for a dim of size 1."""
         self.inputs.append(
             BlockInput(name, sources, tuple(None if a == "1" else a for a in axes), joined, sizes)
         )
@@ -126,7 +129,7 @@ class Block:
 
 
 def ugraph(program: KernelGraph, *blocks: Block) -> UGraph:
-    """The µGraph that runs the blocks, one after the other, each on all inputs of the program."""
+    """Return the µGraph that runs the blocks in order, each on all inputs of the program."""
     kernels = new_kernel_graph()
     inputs = [kernels.input_like(t) for t in program.inputs]
     for block in blocks:
@@ -137,8 +140,11 @@ def ugraph(program: KernelGraph, *blocks: Block) -> UGraph:
 def chain(
     program: KernelGraph, *steps: tuple[Block, tuple[int, ...]] | tuple[str, int, dict]
 ) -> UGraph:
-    """The µGraph that runs blocks and library ops one after the other: each reads tensors by number, the program's inputs first,
-    then all results in order; the last step's are the outputs."""
+    """Return the µGraph that runs blocks and library ops in order.
+
+    Each step names the tensors that it reads by number: first the inputs of the program, then all
+    results in order. The results of the last step are the outputs.
+    """
     kernels = new_kernel_graph()
     tensors = [kernels.input_like(t) for t in program.inputs]
     for step in steps:
@@ -160,7 +166,7 @@ def linear_weight(
 
 
 def scale(body: Body, square: str, size: int) -> str:
-    """1 / sqrt(mean + eps) from a sum of squares."""
+    """Add 1 / sqrt(mean + eps), computed from a sum of squares."""
     return body.op(
         "scale", "rsqrt", body.op("spread", "add", body.op("mean", "mul", square, 1 / size), EPS)
     )
@@ -294,7 +300,7 @@ def lora(
 
 
 def softmax(rows: int = 3, n: int = 100, dtype=torch.float16, walk: bool = True) -> UGraph:
-    """In three passes over the row (walk), or with the row held whole."""
+    """Compute softmax in three passes over the row (walk), or with the row held whole."""
     g = new_kernel_graph()
     g.mark_output(g.softmax(g.new_input((rows, n), dtype, name="x"), 1))
     b = Block({"m": rows}, {"n": n}) if walk else Block({"m": rows}, None, {"n": n})
@@ -405,7 +411,7 @@ def batched_matmul(
 def attention_row(
     heads: int = 2, q: int = 4, keys: int = 100, d: int = 32, dtype=torch.float16
 ) -> UGraph:
-    """Unshifted softmax attention in one pass over the keys."""
+    """Compute softmax attention without a maximum, in one pass over the keys."""
     g = new_kernel_graph()
     shapes = (("q", (heads, q, d)), ("key", (heads, d, keys)), ("v", (heads, keys, d)))
     Q, K, V = (g.new_input(dims, dtype, name=name) for name, dims in shapes)
@@ -436,7 +442,10 @@ def grouped_attention(
     dtype=torch.float16,
     online: bool = False,
 ) -> UGraph:
-    """Attention of several queries of several heads that share their keys: unshifted and unnormed, or with a running maximum."""
+    """Compute attention of several queries and heads that share their keys.
+
+    The exponentials are plain and not normalized, or follow a running maximum.
+    """
     g = new_kernel_graph()
     shapes = (("q", (heads, group, q, d)), ("key", (heads, 1, d, keys)), ("v", (heads, 1, keys, d)))
     Q, K, V = (g.new_input(dims, dtype, name=name) for name, dims in shapes)
@@ -467,7 +476,10 @@ def online_attention(
     bias: bool = False,
     scaling: float = 0.125,
 ) -> UGraph:
-    """Softmax attention with a running maximum in one pass over the keys; with `parts`, dealt out in parts and combined."""
+    """Compute softmax attention with a running maximum in one pass over the keys.
+
+    With `parts`, the keys are split and a second kernel combines the partial results.
+    """
     g = new_kernel_graph()
     Q, K = (
         g.new_input((heads, q, d), dtype, name="q"),
@@ -529,7 +541,10 @@ def split_matmul(
     held: bool = False,
     view: bool = False,
 ) -> UGraph:
-    """Partial sums over parts of k, then their sum. `held`: a part is a tile; `view`: the partial sums are read transposed."""
+    """Compute partial sums over splits of k, then add them.
+
+    `held`: a split is one tile. `view`: the second kernel reads the partial sums transposed.
+    """
     g = new_kernel_graph()
     x, w = g.new_input((rows, k), dtype, name="x"), linear_weight(g, k, n, dtype, "w")
     g.mark_output(g.gelu_tanh(g.matmul(x, w)))
@@ -563,8 +578,11 @@ def squares_then_linear(
     dtype=torch.float16,
     scaled_before: bool = False,
 ) -> UGraph:
-    """RMSNorm + Linear as two kernels: sums of squares over parts of k, then all the rest. `scaled_before`: rows are scaled inside the
-    loop, so that it reads what is computed once before it; else only what comes after it does."""
+    """Compute RMSNorm + Linear as two kernels: sums of squares over splits of k, then the rest.
+
+    With `scaled_before`, rows are scaled inside the loop, so the loop reads a value that is
+    computed once before it. Otherwise only the epilogue reads it.
+    """
     g = new_kernel_graph()
     x, gamma = (
         g.new_input((rows, k), dtype, name="x"),
@@ -598,7 +616,10 @@ def squares_then_linear(
 def split_softmax(
     rows: int = 3, n: int = 100, parts: int = 3, dtype=torch.float16, walk: bool = True
 ) -> UGraph:
-    """Maximum and sum of each part of a row, then every block finishes its part; an output carries the axis that has parts."""
+    """Compute maximum and sum of each split of a row, then finish the split in every block.
+
+    An output carries the axis that is split.
+    """
     g = new_kernel_graph()
     g.mark_output(g.softmax(g.new_input((rows, n), dtype, name="x"), 1))
     grid, held = {"m": rows, "p": parts}, {"n": n}
@@ -628,7 +649,7 @@ def split_softmax(
 
 
 def row_maximum(walk: bool) -> UGraph:
-    """The maximum of each row, walked or held whole."""
+    """Compute the maximum of each row, walked or held whole."""
     g = new_kernel_graph()
     g.mark_output(g.reduction(g.new_input((3, 100), torch.float16), 1, "max"))
     b = Block({"m": 3}, {"n": 100} if walk else None, None if walk else {"n": 100})
@@ -645,7 +666,11 @@ def row_maximum(walk: bool) -> UGraph:
 def attention_inputs(
     name: str, dtype: torch.dtype, heads: int, q: int, keys: int, d: int
 ) -> list[torch.Tensor]:
-    """q, k, v and a bias: scores up to ±1e4; keys hidden by -inf, some rows altogether; numbers that make NaN in torch."""
+    """Return q, k, v and a bias that are hard for softmax.
+
+    Scores reach ±1e4. -inf hides some keys, and all keys of some rows. Some numbers make NaN in
+    torch.
+    """
     generator = torch.Generator().manual_seed(1)
     x, k, v = (
         torch.randn(dims, generator=generator).to(dtype)
@@ -668,7 +693,7 @@ def attention_inputs(
 
 
 def elementwise(fn: str, n: int, attrs: dict[str, float] | None = None, arity: int = 1) -> UGraph:
-    """One op of the table on float32 rows."""
+    """Apply one op of the table to float32 rows."""
     g = new_kernel_graph()
     names = ("x", "y", "z")[:arity]
     g.mark_output(
@@ -683,7 +708,10 @@ def elementwise(fn: str, n: int, attrs: dict[str, float] | None = None, arity: i
 
 @dataclass(frozen=True)
 class Case:
-    """A µGraph and its schedules. `interpreted`: Triton's interpreter can run it (it has no bfloat16 tensor cores)."""
+    """A µGraph with its schedules.
+
+    `interpreted` is False if Triton's interpreter cannot run it: it has no bfloat16 tensor cores.
+    """
 
     name: str
     ugraph: UGraph
@@ -692,7 +720,7 @@ class Case:
 
     @property
     def schedule(self) -> Schedule:
-        """That of a µGraph of one kernel."""
+        """The schedule of a µGraph of one kernel."""
         (schedule,) = self.schedules
         return schedule
 

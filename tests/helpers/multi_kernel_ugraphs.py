@@ -1,4 +1,7 @@
-"""Hand-written µGraphs of several kernels and of kernels with a running shift: split-K, split-KV, online softmax, a norm in two kernels."""
+"""Hand-written µGraphs of several kernels, and of kernels with a running maximum.
+
+They cover split-K, split-KV, online softmax and a norm in two kernels.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def finished(program: KernelGraph, kernels: KernelGraph, outputs: Sequence[DTens
 
 
 def split_k(rows=3, k=50, n=20, parts=4, dtype="float16") -> UGraph:
-    """Partial sums over parts of k, and a kernel that adds them."""
+    """Compute partial sums over splits of k, and add them in a second kernel."""
     g = KernelGraph()
     g.mark_output(
         g.matmul(g.new_input((rows, k), dtype, name="x"), g.new_input((k, n), dtype, name="w"))
@@ -77,7 +80,7 @@ def _attention(heads: int, q: int, keys: int, d: int, dtype: str) -> KernelGraph
 
 
 def _online(d: int, parts: str | None) -> Stage:
-    """One walk over the keys: scores, their running maximum, and two sums that follow it."""
+    """Compute scores, their running maximum, and two sums that follow it, in one loop over keys."""
     s = (parts,) if parts else ()
     return Stage(
         "j",
@@ -105,7 +108,7 @@ _QKV = (
 
 
 def flash(heads=2, q=3, keys=24, d=8, dtype="float16") -> UGraph:
-    """Attention in one kernel and one walk over the keys."""
+    """Compute attention in one kernel with one loop over the keys."""
     g = _attention(heads, q, keys, d, dtype)
     block = BlockGraph(
         (
@@ -124,7 +127,7 @@ def flash(heads=2, q=3, keys=24, d=8, dtype="float16") -> UGraph:
 
 
 def split_attention(heads=2, q=3, keys=50, d=8, parts=4, dtype="float16") -> UGraph:
-    """Parts of the keys in one kernel, their combination by another."""
+    """Split the keys in one kernel, and combine the splits in another."""
     g = _attention(heads, q, keys, d, dtype)
     first = BlockGraph(
         (
@@ -174,7 +177,10 @@ def split_attention(heads=2, q=3, keys=50, d=8, parts=4, dtype="float16") -> UGr
 
 
 def softmax_two_passes(rows=3, n=40, dtype="float16") -> UGraph:
-    """The maximum and the sum in one walk, the quotients in another; the sum of the exponentials is left to it."""
+    """Compute maximum and sum in one loop and the quotients in another.
+
+    Only the sum of the exponentials crosses from the first loop to the second.
+    """
     g = KernelGraph()
     x = g.new_input((rows, n), dtype, name="x")
     g.mark_output(g.softmax(x), g.reduction(x, 1, "max"))
@@ -209,7 +215,10 @@ def softmax_two_passes(rows=3, n=40, dtype="float16") -> UGraph:
 
 
 def norm_in_two(rows=3, k=64, n=48, parts=4, eps=1e-5, dtype="float16") -> UGraph:
-    """RMSNorm and two projections: sums of squares over parts, then both products, scaled; the sums end in a library op."""
+    """Compute RMSNorm and two projections: split sums of squares, then both products, scaled.
+
+    A library op adds the partial sums at the end.
+    """
     g = KernelGraph()
     x, gamma = g.new_input((rows, k), dtype, name="x"), g.new_input((1, k), dtype, name="gamma")
     w, u = (g.new_input((k, n), dtype, name=name) for name in "wu")
@@ -271,7 +280,7 @@ def norm_in_two(rows=3, k=64, n=48, parts=4, eps=1e-5, dtype="float16") -> UGrap
 
 
 def library_between(rows=4, k=32, n=24, dtype="float16") -> UGraph:
-    """A kernel, a library matmul with a permuted weight, and a kernel: gated MLP with its down projection."""
+    """Put a library matmul with a permuted weight between two kernels: a gated MLP."""
     g = KernelGraph()
     x, gate, up = (
         g.new_input((rows, k), dtype, name="x"),
@@ -324,7 +333,7 @@ def library_between(rows=4, k=32, n=24, dtype="float16") -> UGraph:
 
 
 def split_maximum(rows=3, n=50, parts=4, dtype="float16") -> UGraph:
-    """A maximum of maxima, and a sum of sums."""
+    """Compute a maximum of maxima, and a sum of sums."""
     g = KernelGraph()
     x = g.new_input((rows, n), dtype, name="x")
     g.mark_output(g.reduction(x, 1, "max"), g.reduction(x, 1))

@@ -1,4 +1,7 @@
-"""Mutants of µGraphs: small changes of block graphs and of kernel graphs, most of them wrong, each a valid µGraph."""
+"""Mutants of µGraphs: small changes of block graphs and kernel graphs, most of them wrong.
+
+Every mutant is a valid µGraph.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class Mutant:
 
 
 def fuse(program: KernelGraph, block: BlockGraph) -> UGraph:
-    """The µGraph that runs `block` as the only kernel of `program`."""
+    """Return the µGraph that runs `block` as the only kernel of `program`."""
     kernels = KernelGraph()
     made = kernels.customized(
         [kernels.new_input(t.dims, t.dtype, t.strides, t.name) for t in program.inputs], block
@@ -49,7 +52,7 @@ def fuse(program: KernelGraph, block: BlockGraph) -> UGraph:
 
 
 def mutants(ugraph: UGraph) -> Iterator[Mutant]:
-    """Every mutant of a µGraph that is a µGraph: changes of its block graphs, then of its kernel graph."""
+    """Yield every valid mutant of a µGraph: changes of its block graphs, then of its kernel graph."""
     kernels = ugraph.kernels
     for number, op in enumerate(kernels.ops):
         if op.block is None:
@@ -76,7 +79,12 @@ def mutants(ugraph: UGraph) -> Iterator[Mutant]:
 def _with_ops(
     kernels: KernelGraph, changed: dict[int, KernelOp], outputs: Sequence[DTensor] | None = None
 ) -> KernelGraph:
-    """The kernel graph with other ops at some places, and other outputs. Errors: GraphError, DTypeError."""
+    """Return the kernel graph with other ops at some places, and other outputs.
+
+    Raises:
+        GraphError: the ops do not fit together.
+        DTypeError: the dtypes do not.
+    """
     made = KernelGraph()
     new = {t.index: made.new_input(t.dims, t.dtype, t.strides, t.name) for t in kernels.inputs}
     for number, op in enumerate(kernels.ops):
@@ -93,7 +101,7 @@ def _with_ops(
 
 
 def _with_a_part_twice(kernels: KernelGraph, partial: DTensor, dim: int) -> KernelGraph:
-    """The first part of a partial result stands in the place of the last."""
+    """Put the first split of a partial result in the place of the last."""
     made = KernelGraph()
     new = {t.index: made.new_input(t.dims, t.dtype, t.strides, t.name) for t in kernels.inputs}
     for op in kernels.ops:
@@ -114,7 +122,10 @@ def _with_a_part_twice(kernels: KernelGraph, partial: DTensor, dim: int) -> Kern
 
 
 def _kernel_mutants(ugraph: UGraph) -> Iterator[Mutant]:
-    """Operands swapped or replaced, library ops changed, outputs permuted, dropped or doubled."""
+    """Yield mutants of a kernel graph.
+
+    Operands are swapped or replaced, library ops changed, outputs permuted, dropped or doubled.
+    """
     kernels = ugraph.kernels
     for kind, where, changed, outputs in _kernel_changes(kernels):
         try:
@@ -225,7 +236,7 @@ def _with_stage(block: BlockGraph, s: int, **changes) -> BlockGraph:
 
 
 def _renamed(block: BlockGraph, old: str, new: str) -> BlockGraph:
-    """Everything that reads `old` reads `new`."""
+    """Let all readers of `old` read `new`."""
 
     def swap(a):
         return new if a == old else a
@@ -246,7 +257,7 @@ def _renamed(block: BlockGraph, old: str, new: str) -> BlockGraph:
 
 
 def _unshifted(block: BlockGraph, s: int, n: int) -> BlockGraph:
-    """The sum follows no maximum: what it sums is not shifted by the one that the others follow."""
+    """Let one sum follow no maximum. What it adds is then not shifted like what the others add."""
     stage = block.stages[s]
     acc = stage.accumulators[n]
     made = {op.out: op for op in stage.body}
@@ -280,7 +291,7 @@ def _unshifted(block: BlockGraph, s: int, n: int) -> BlockGraph:
 
 
 def _recarried(block: BlockGraph, axes: tuple[Axis, ...]) -> BlockGraph:
-    """The block graph over other axes, what values carry worked out again."""
+    """Return the block graph over other axes, with the axes of all values worked out again."""
     order = [a.name for a in axes]
     number = {a.name: a.split_axis for a in axes}
     carried = {i.name: set(block.input_axes(i)) for i in block.inputs}
@@ -521,8 +532,8 @@ def _op_changes(block: BlockGraph, s: int, n: int, op: BlockOp, carried):
 
 # -- the judge ------------------------------------------------------------------------------------------------------------
 
+#: Relative float64 errors: functions differ above the first, and are equal below the second.
 DIFFERS, EQUAL = 1e-9, 1e-11
-"""Relative errors in float64 above which functions differ, and below which they are equal."""
 
 
 def float64_inputs(program: KernelGraph, seed: int = 0, scale: float = 1.0) -> list[torch.Tensor]:
@@ -540,9 +551,11 @@ def reference(program: KernelGraph, inputs: list[torch.Tensor]) -> list[torch.Te
 def distance(
     ugraph: UGraph, inputs: list[torch.Tensor], want: list[torch.Tensor], pieces: int = 0
 ) -> float:
-    """Largest error of a µGraph in float64 relative to the output's scale; inf where it has other outputs. Both may be NaN.
+    """Return the largest float64 error of a µGraph, relative to the scale of the output.
 
-    Block graphs are run by the interpreter of these tests, or in `pieces` by the package's."""
+    It is inf if the outputs have other shapes. Both sides may be NaN. Block graphs are run by the
+    reference executor of these tests, or by the package in `pieces`.
+    """
 
     def piecewise(block, operands):
         return run_block_graph(block, operands, TorchAlgebra(torch.float64), pieces)
@@ -567,8 +580,11 @@ def distance(
 
 
 class Judge:
-    """Says what mutants of a program's µGraphs are: "differs", "equal", "unclear", or "range only" (equal as a function, but
-    infinite or NaN in float32 on large inputs on which the program is finite in its own dtype)."""
+    """Classify mutants of a program's µGraphs.
+
+    A mutant is "differs", "equal", "unclear" or "range only". The last one is equal as a function,
+    but infinite or NaN in float32 on large inputs for which the program is finite in its own dtype.
+    """
 
     def __init__(self, program: KernelGraph, seeds: Sequence[int] = (0, 1, 2)):
         self.program = program

@@ -1,7 +1,8 @@
-"""The tensor programs that the superoptimizer must handle, as calls to its public API, and reduced sizes to test them at.
+"""The tensor programs that the superoptimizer must handle, written with its public API.
 
-Each builder takes the module (`import mirage_hf as mi`) and sizes, and returns a kernel graph; `PROGRAMS` lists them with
-the sizes of the original paper or of a real model, and a number of kernels.
+Each builder takes the module (`import mirage_hf as mi`) and sizes, and returns a kernel graph.
+`PROGRAMS` lists them with the sizes of the original paper or of a real model, and a number of
+kernels. `SMALL` has reduced sizes for tests.
 """
 
 import math
@@ -19,7 +20,7 @@ def rms_norm_linear(mi, rows=16, k=4096, n=4096, weight=True, dtype=None):
 
 
 def gqa_exp(mi, heads=2, q=256, keys=4096, d=64):
-    """Softmax spelled out, no mark_output: what nothing else uses is the output."""
+    """Softmax spelled out, without mark_output: a result that nothing reads is an output."""
     g = mi.new_graph()
     Q = g.new_input(dims=(heads, q, d), dtype=mi.float16)
     K = g.new_input(dims=(heads, d, keys), dtype=mi.float16)
@@ -74,7 +75,10 @@ def gated_mlp(mi, rows=8, k=4096, n=4096, norm=False):
 
 
 def mla_decode(mi, batch=1, heads=16, keys=4096, latent=512, nope=128, rope=64, v=128):
-    """As stock transformers computes it: keys and values re-expanded from the latent. The search must move the up-projections."""
+    """Latent attention as stock transformers computes it: keys and values are expanded again.
+
+    The search must move the up-projections.
+    """
     g = mi.new_kernel_graph()
     qn = g.new_input(dims=(batch, heads, 1, nope), dtype=mi.float16)
     qr = g.new_input(dims=(batch, heads, 1, rope), dtype=mi.float16)

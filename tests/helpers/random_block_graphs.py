@@ -1,4 +1,7 @@
-"""Random block graphs, valid by construction: any axes, roles, parts, strides, joined inputs, stages, accumulators and outputs."""
+"""Random block graphs, valid by construction.
+
+They draw axes, roles, splits, strides, joined inputs, stages, accumulators and outputs.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,15 @@ SIZES = (1, 2, 3, 5, 8, 16, 20)
 
 
 def random_graph(seed: int) -> KernelGraph:
-    """A kernel graph with one random block graph as its only op."""
+    """Return a kernel graph with one random block graph as its only op."""
     return _Builder(random.Random(seed)).build()
 
 
 def random_schedule(block: BlockGraph, seed: int) -> Schedule:
-    """Any schedule: tiles smaller or larger than the axes, tensor cores where they happen to fit."""
+    """Return a random schedule.
+
+    Its tiles may be smaller or larger than the axes. It uses tensor cores if they happen to fit.
+    """
     r = random.Random(seed)
     mma = r.random() < 0.6
     tiles = {}
@@ -121,7 +127,7 @@ class _Builder:
         return self.sorted((set(axes) - {over}) | ({"p"} if over == self.split else set()))
 
     def storable(self, axes) -> bool:
-        """Whether each block stores elements of its own: its part of an axis, or the number of its part."""
+        """Tell whether each block stores its own elements: its range of an axis, or its split."""
         return all(a in axes or (a == "p" and self.split in axes) for a in self.grid) and not (
             self.split is not None and {"p", self.split} <= set(axes)
         )
@@ -161,7 +167,7 @@ class _Builder:
         return g
 
     def _tensor(self, g: KernelGraph, dims: list[int]):
-        """Strides in any order of the dims, sometimes with gaps or broadcast."""
+        """Add a tensor with strides in any order of its dims, sometimes with gaps or broadcast."""
         order = list(range(len(dims)))
         if self.r.random() < 0.5:
             self.r.shuffle(order)
@@ -226,7 +232,7 @@ class _Builder:
     def _shifted(
         self, local: list[str], accumulators: list[Accumulator], loop: str
     ) -> list[BlockOp]:
-        """A running maximum, and sums of what it shifts."""
+        """Add a running maximum, and sums that follow it."""
         r, body = self.r, []
         walked = [v for v in local if loop in self.carried[v]]
         if not walked:
@@ -266,7 +272,7 @@ class _Builder:
         accumulators: list[Accumulator],
         loop: str | None,
     ) -> None:
-        """A sum of products that nothing else reads: what tensor cores may take."""
+        """Add a sum of products that nothing else reads, so that tensor cores can compute it."""
         r = self.r
         pairs = [
             (a, b, over)
@@ -318,7 +324,7 @@ class _Builder:
         return BlockOp(out, r.choice(BINARY), (a, b), self.carried[out])
 
     def _finish(self, usable: list[str], outputs: list[BlockOutput]) -> Stage:
-        """Add values up until one carries every grid axis, and store it."""
+        """Add up values until one carries every grid axis, and store it."""
         body: list[BlockOp] = []
         if not usable:
             if not outputs:
@@ -356,7 +362,10 @@ class Unsuitable(Exception):
 
 
 def with_eight_columns(op: KernelOp, schedule: Schedule) -> Schedule:
-    """The schedule with a product of tensor cores of 8 columns, where it has one of 16 and a tile of 16 can be half as long."""
+    """Halve a tile of 16 in the schedule so that a tensor-core product has 8 columns.
+
+    The schedule stays as it is if no product has 16 columns.
+    """
     for name, tile in schedule.tiles.items() if plan_kernel(op, schedule).dots else ():
         other = replace(schedule, tiles=dict(schedule.tiles) | {name: 8})
         if (
@@ -371,7 +380,7 @@ def with_eight_columns(op: KernelOp, schedule: Schedule) -> Schedule:
 
 
 def random_cases(count: int, seed: int = 0) -> list[tuple[int, KernelGraph, Schedule]]:
-    """`count` pairs of a graph and a schedule; the number tells how to make one again."""
+    """Yield `count` graphs with schedules, numbered so that each can be made again."""
     found = []
     while len(found) < count:
         seed += 1
@@ -414,7 +423,10 @@ def relative_error(y: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def main(count: int, seed: int) -> None:
-    """Run random cases through the interpreter (TRITON_INTERPRET=1) and print what differs from the executor in float64."""
+    """Run random cases through Triton's interpreter and print those that are wrong.
+
+    The executor in float64 gives the expected results. TRITON_INTERPRET=1 must be set.
+    """
     wrong, with_dots, with_eight, with_parts, with_shifts, with_splits = [], 0, 0, 0, 0, 0
     for number, graph, schedule in random_cases(count, seed):
         program = triton.generate(UGraph(graph, graph), [schedule])

@@ -1,4 +1,7 @@
-"""What the search finds for random programs, as generated kernels: on a GPU, or through Triton's interpreter (as a script)."""
+"""Generated kernels of what the search finds for random programs.
+
+Tests run them on a GPU or through Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,18 @@ from tests.search.test_fusable_dags import dag
 SEARCH = SearchOptions(time_limit=0.6, threads=1, max_candidates=4, max_cuts=2, max_kernels=3)
 
 
+#: Most steps (blocks times loop steps) of one kernel in the interpreter, about 1 ms each.
 STEPS = 4000
-"""Blocks times steps of their loops that the interpreter gets to do for one kernel, at about a millisecond each."""
 
 
 def cases(
     count: int, seed: int, steps: float = math.inf
 ) -> Iterator[tuple[str, UGraph, tuple[Schedule, ...]]]:
-    """`count` found µGraphs, each with schedules drawn from the best of the space, with loops shared among blocks where they can be;
-    without those whose kernels take more than so many steps."""
+    """Yield `count` found µGraphs with random schedules among the best of the space.
+
+    Loops are shared among blocks if possible. A µGraph is left out if a kernel takes more than
+    `steps` steps.
+    """
     found, number = 0, seed
     while found < count:
         r = random.Random(number)
@@ -83,7 +89,7 @@ def inputs_of(program: KernelGraph, device: str) -> list[torch.Tensor]:
 
 
 def complaint(ugraph: UGraph, schedules: tuple[Schedule, ...], device: str) -> str:
-    """What is wrong with the results of the generated kernels; empty if nothing is."""
+    """Return what is wrong with the results of the generated kernels, or an empty text."""
     inputs = inputs_of(ugraph.program, device)
     try:
         program = triton.generate(ugraph, schedules)

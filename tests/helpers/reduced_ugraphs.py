@@ -1,4 +1,4 @@
-"""µGraphs of any number of kernels at reduced sizes, run in float64 however their axes are cut."""
+"""µGraphs at reduced sizes, run in float64 with their axes cut in any way."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.expand import expand
 
+#: Number of splits of a reduced axis if the µGraph splits the full one.
 PARTS = 2
-"""In how many parts a reduced axis is dealt out where the µGraph deals out the whole one."""
 
 
 def sizes(program: KernelGraph) -> dict[int, int]:
-    """A reduced size for each size of the program's inputs: different for different ones, and long enough for several pieces."""
+    """Map each size of the program's inputs to a reduced size.
+
+    Different sizes stay different, and are long enough for several pieces.
+    """
     given = sorted({d for t in program.inputs for d in t.dims if d > 1})
     return {1: 1} | {n: min(n, 3 + k) for k, n in enumerate(given)}
 
 
 def program(graph: KernelGraph, small: Mapping[int, int]) -> KernelGraph:
-    """The program with composites written out, at reduced sizes. A mean still divides by the whole size, as in its kernels."""
+    """Return the program with composites expanded, at reduced sizes.
+
+    A mean still divides by the full size, as in its kernels.
+    """
     whole, out = expand(graph), KernelGraph()
     new: dict[int, DTensor] = {
         t.index: out.new_input([small[d] for d in t.dims], t.dtype) for t in whole.inputs
@@ -43,7 +49,7 @@ def program(graph: KernelGraph, small: Mapping[int, int]) -> KernelGraph:
 
 
 def _block(block: BlockGraph, operands: Sequence[tuple[int, ...]]) -> BlockGraph:
-    """A block graph whose axes are as long as the dims of its operands."""
+    """Return a block graph whose axes are as long as the dims of its operands."""
     size: dict[str, int] = {a.split_axis: PARTS for a in block.axes if a.split_axis}
     inputs = []
     for i in block.inputs:
@@ -64,7 +70,7 @@ def _block(block: BlockGraph, operands: Sequence[tuple[int, ...]]) -> BlockGraph
 
 
 def ugraph(found: UGraph, small: Mapping[int, int]) -> KernelGraph:
-    """The kernels of a found µGraph at reduced sizes."""
+    """Return the kernels of a found µGraph at reduced sizes."""
     out = KernelGraph()
     new = {
         t.index: out.new_input([small[d] for d in t.dims], t.dtype) for t in found.kernels.inputs
@@ -81,7 +87,7 @@ def ugraph(found: UGraph, small: Mapping[int, int]) -> KernelGraph:
 
 
 def run(kernels: KernelGraph, inputs: Sequence[torch.Tensor], pieces: int) -> list[torch.Tensor]:
-    """Run block graphs one after another in float64; grid and loop axes are cut in `pieces`."""
+    """Run block graphs one after another in float64, with grid and loop axes cut in `pieces`."""
     values = {t.index: x for t, x in zip(kernels.inputs, inputs, strict=True)}
     for op in kernels.ops:
         assert op.block is not None
@@ -96,7 +102,10 @@ def run(kernels: KernelGraph, inputs: Sequence[torch.Tensor], pieces: int) -> li
 
 
 def distance(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
-    """Largest error relative to each output's scale; inf where a result is not finite or of another shape."""
+    """Return the largest error, relative to the scale of each output.
+
+    It is inf if a result is not finite or has another shape.
+    """
     worst = 0.0
     for a, b in zip(got, want, strict=True):
         if a.shape != b.shape or not bool(torch.isfinite(a).all()):

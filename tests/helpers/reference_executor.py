@@ -1,7 +1,8 @@
-"""What a µGraph means, a second time: whole arrays with named axes, no blocks, no tiles. Shares no code with graph/execute.py.
+"""A second executor of µGraphs: whole arrays with named axes, without blocks or tiles.
 
-A value that carries an axis and the number of its parts is kept by element of the axis alone: an element knows its part.
-A running maximum is the final one, as the definition of a shifted sum says.
+It shares no code with graph/execute.py. A value that carries an axis and the number of its split is
+kept by element of the axis alone, because the element determines the split. A running maximum is
+the final maximum, as the definition of a shifted sum says.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Named:
     axes: tuple[str, ...]
 
     def along(self, axes: tuple[str, ...]) -> torch.Tensor:
-        """The array with a dim for each of `axes`, of size 1 where it has none."""
+        """Return the array with a dim for each of `axes`, of size 1 for an axis that it lacks."""
         t = self.t.permute([self.axes.index(a) for a in axes if a in self.axes])
         return t[tuple(slice(None) if a in self.axes else None for a in axes)]
 
@@ -96,7 +97,7 @@ class _Block:
 
     @staticmethod
     def _rotated(t: torch.Tensor, d: int, how: str, width: int | None) -> torch.Tensor:
-        """One element at a time."""
+        """Rotate one element at a time."""
         n = t.shape[d] if width is None else width
         what, which = how.split()
         partner = {
@@ -185,7 +186,10 @@ def run(
     dtype: torch.dtype = torch.float64,
     run_block=None,
 ) -> list[torch.Tensor]:
-    """The outputs of a program or of a µGraph's kernels, everything in `dtype`; block graphs by `run_block` if given."""
+    """Compute the outputs of a program or of a µGraph's kernels in `dtype`.
+
+    Block graphs are run by `run_block` if it is given.
+    """
     values = {t.index: x.to(dtype) for t, x in zip(graph.inputs, inputs, strict=True)}
     for op in graph.ops:
         args = [

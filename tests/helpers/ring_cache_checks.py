@@ -1,4 +1,7 @@
-"""What caches in rings must do, a function for each thing that can go wrong, on a CPU and on a GPU alike."""
+"""Checks of caches in rings, one function for each thing that can go wrong.
+
+They run on a CPU and on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ from tests.helpers.generate_features import Pair
 
 @dataclass
 class Rings:
-    """Two models of which those layers slide that `sliding` says, over `window` keys, which lie in `slots` slots."""
+    """A stock model and ours, in which the layers named by `sliding` use rings.
+
+    Their window is `window` keys, and each ring has `slots` slots.
+    """
 
     pair: Pair
     window: int
@@ -35,7 +41,10 @@ class Rings:
     def agree(
         self, given: dict[str, Any] | Callable[[], dict[str, Any]], tokens: int, **more: Any
     ) -> Any:
-        """Our output, compared with stock's; the cache that is returned too, where tokens must be the same."""
+        """Return our output after comparing it with stock's.
+
+        If the tokens must be the same, the returned caches are compared too.
+        """
 
         def arguments() -> dict[str, Any]:
             return {
@@ -49,7 +58,10 @@ class Rings:
         return self.pair.agree(arguments)
 
     def check(self) -> None:
-        """Every call ran as it should, and the block used last, which is beyond the slots of a ring, has rings where layers slide."""
+        """Assert that every call ran as expected and that the last block has rings.
+
+        The text in that block is longer than a ring.
+        """
         self.pair.check_counts()
         block = self.pair.runner.pool._idle[-1]
         held = tuple(block.keys[i].shape[2] for i in range(len(self.sliding)))
@@ -82,7 +94,7 @@ def prompts_shorter_and_longer_than_the_window(r: Rings) -> None:
 
 @check
 def prompts_that_are_replayed(r: Rings) -> None:
-    """A prompt that fills a window is more than a ring begins with."""
+    """Replay prompts that fill a window, which is more than a ring has at first."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill, "GRAIN", r.window // 3)
         for less in (r.window // 3 + 2, r.window // 3, 0, 0, 1, r.window // 3 + 1):
@@ -91,7 +103,7 @@ def prompts_that_are_replayed(r: Rings) -> None:
 
 @check
 def left_padding(r: Rings) -> None:
-    """Rows turn each at its own time, and padding lies in the cache that is returned."""
+    """Pad on the left. Each row wraps around at another time, and the returned cache has padding."""
     w = r.window
     for lengths in ((1, w - 3, w // 2), (w - 1, 2, w), (1, 2 * w + 1, w + 2)):
         r.agree(padded(lengths), 2 * w + 3)
@@ -100,7 +112,10 @@ def left_padding(r: Rings) -> None:
 
 @check
 def steps_that_find_no_row_alive(r: Rings) -> None:
-    """Steps behind the last token, and those that a capture is warmed up by, leave no trace in the cache that is returned."""
+    """Run steps after the last token. They must leave no trace in the returned cache.
+
+    The warm-up before a capture runs such steps too.
+    """
     r.pair.runner.release()
     for given in ({"inputs": prompt(3, r.slots, seed=1)}, padded((r.window - 2, 1, r.slots))):
         for eos in (list(range(3, 20)), list(range(3, 90))):
@@ -140,7 +155,7 @@ def caches_passed_in(r: Rings) -> None:
 
 @check
 def caches_that_keep_everything(r: Rings) -> None:
-    """A cache made without a config slides nowhere, and so it is handed back."""
+    """Use a cache made without a config. It has no windows, and must be returned so."""
     used: list[DynamicCache] = []
 
     def given() -> dict[str, Any]:
@@ -154,7 +169,10 @@ def caches_that_keep_everything(r: Rings) -> None:
 
 @check
 def blocks_that_grow(r: Rings) -> None:
-    """From full-length layers to rings, and from rings to rings; where all layers slide there is nothing to wait with."""
+    """Grow blocks from full-length layers to rings, and from rings to rings.
+
+    If all layers slide, no layer needs to grow.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mirage_hf.decode.call_plan.FIRST_REACH", 3)
         length = r.slots - 5
@@ -187,7 +205,7 @@ def what_an_earlier_call_left_behind(r: Rings) -> None:
 
 @check
 def calls_that_the_host_ends(r: Rings) -> None:
-    """A cache that is returned holds what it should, though steps may be ahead of the host's decision to stop."""
+    """Stop a call from the host. The returned cache must not hold later steps."""
 
     class Slow(Recorder):
         def put(self, value: torch.Tensor) -> None:
@@ -218,7 +236,7 @@ def calls_that_the_host_ends(r: Rings) -> None:
 
 @check
 def memory(r: Rings) -> None:
-    """A text of many windows takes no more of the layers that slide."""
+    """Generate many windows of text. Sliding layers must not take more memory."""
     r.agree({"inputs": prompt(1, 3)}, 2 * r.slots)
     block = r.pair.runner.pool._idle[-1]
     slides, stays = r.sliding.count(True), r.sliding.count(False)
@@ -231,5 +249,5 @@ def memory(r: Rings) -> None:
 
 
 def small(patch: pytest.MonkeyPatch, slots: int) -> None:
-    """Let blocks have multiples of few slots."""
+    """Make blocks in multiples of few slots."""
     patch.setattr(cache, "GRAIN", slots)

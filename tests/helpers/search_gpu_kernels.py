@@ -1,6 +1,7 @@
-"""Search what models of the GPU tests need on a machine without a GPU.
+"""Search on a machine without a GPU what the models of the GPU tests need.
 
-With MIRAGE_HF_TEST_KERNELS=FOLDER these tests begin with what is there, instead of searching on the GPU's time. Folders are resumed.
+With MIRAGE_HF_TEST_KERNELS=FOLDER the tests start with the kernels in that folder and spend no GPU
+time on searches. An interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.helpers.tiny_models import tiny
 
 
 def models() -> Iterator[tuple[str, Any, tuple[int, ...]]]:
-    """Names, models and numbers of rows."""
+    """Yield names, models and numbers of rows."""
     for name, (family, dtype, how) in test_features_gpu.PAIRS.items():
         if how == "kernels":
             yield (

@@ -1,4 +1,7 @@
-"""How much tests try: some in `make test`, which has ten minutes on two cores, all of it in `make thorough`."""
+"""How much the tests try.
+
+`make test` tries some of it, because it has ten minutes on two cores. `make thorough` tries all.
+"""
 
 from __future__ import annotations
 
@@ -8,5 +11,5 @@ THOROUGH = os.environ.get("MIRAGE_HF_THOROUGH") == "1"
 
 
 def count(full: int, short: int) -> int:
-    """How many random programs a test tries."""
+    """Return how many random programs a test tries."""
     return full if THOROUGH else short

@@ -1,4 +1,7 @@
-"""Tiny models of many families, and kernels that are their programs run op by op: swapping is tested apart from search."""
+"""Tiny models of many families, and kernels that run their program op by op.
+
+With these kernels, swapping is tested without a search.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +38,17 @@ SIZES: dict[str, Any] = dict(
 )
 WINDOW = 9
 FOUR = ("llama", "mistral", "qwen2", "qwen3")
+#: Families that match in full, besides the first four.
 OTHERS = ("granite", "gemma", "gemma2", "gemma3", "olmo2", "phi3")
-"""Families that match in full besides the first four."""
+#: Families with mechanisms of others, or with RoPE over pairs or in some layers only.
 MORE = ("olmo3", "exaone4", "smollm3", "glm", "glm4", "ernie4_5")
-"""Families whose mechanisms are those of others, or a matter of RoPE: of pairs, or of some layers only."""
+#: Families with LayerNorm: with or without a gate in the MLP, with attention and MLP parallel or
+#: not.
 CENTRED = ("starcoder2", "stablelm", "cohere", "cohere2", "gpt_neox", "phi", "nemotron")
-"""Families with LayerNorm: with and without a gate in the MLP, with attention and MLP side by side or not."""
 
 
 def longrope(family: str, reach: int, seed: int = 0) -> Any:
-    """A model whose RoPE has other frequencies for texts of more than `reach` tokens."""
+    """Return a model whose RoPE uses other frequencies for texts longer than `reach` tokens."""
     part = {"partial_rotary_factor": 0.5} if family == "phi3" else {}
     pairs = SIZES["hidden_size"] // SIZES["num_attention_heads"] // (4 if part else 2)
     rope = {
@@ -67,7 +71,7 @@ def longrope(family: str, reach: int, seed: int = 0) -> Any:
 
 
 class Louder(LlamaDecoderLayer):
-    """A layer that is not known as one; its MLP is."""
+    """A decoder layer that no pattern knows. Its MLP is known."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return 1.05 * super().forward(*args, **kwargs)
@@ -80,7 +84,10 @@ def louder(model: Any) -> Any:
 
 
 def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """Return a random model of a family in eval mode; norm weights and biases random too. Sliding windows are WINDOW wide."""
+    """Return a random model of a family in eval mode.
+
+    Norm weights and biases are random too. Sliding windows are WINDOW tokens wide.
+    """
     s = {**SIZES, **changes}
     mixed = ["full_attention", "sliding_attention", "full_attention"][: s["num_hidden_layers"]]
     kinds = {
@@ -188,7 +195,10 @@ def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **chang
 
 @dataclass
 class Resolved:
-    """What `mirage_hf.pipeline.resolver.resolve` returns, computed by the program itself. `scale` ≠ 1 makes a wrong kernel."""
+    """Stand in for the result of `resolve`: run the program itself.
+
+    A `scale` other than 1 makes a wrong kernel.
+    """
 
     program: Any
     is_fused: bool = True
@@ -227,7 +237,7 @@ def prompt(batch: int = 1, length: int = 7, seed: int = 0) -> torch.Tensor:
 
 
 def decode_logits(model: Any, batch: int = 1, steps: int = 4, **kwargs: Any) -> torch.Tensor:
-    """Logits of a prefill and some single-token steps with a dynamic cache."""
+    """Return the logits of a prefill and some single-token steps over a dynamic cache."""
     ids, outputs = prompt(batch, 6, seed=5), []
     with torch.no_grad():
         out = model(ids, use_cache=True, **kwargs)
@@ -239,7 +249,7 @@ def decode_logits(model: Any, batch: int = 1, steps: int = 4, **kwargs: Any) -> 
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
-    """All that restore() must bring back: classes, dictionaries, weights, addresses."""
+    """Return all that restore() must bring back: classes, dictionaries, weights, addresses."""
     return {
         "classes": {n: type(m) for n, m in model.named_modules()},
         "dicts": {
@@ -266,15 +276,19 @@ def twin_of(model: Any) -> Any:
 
 
 def parted_at_a_tie(model: Any, ids: torch.Tensor, change: Any, tokens: int = 256) -> int | None:
-    """Where 16-bit greedy tokens of one row part before and after `change(model)`, None if nowhere. Asserts that it is a tie, and that
-    the logits of the whole text are about as close to float32 as stock's.
+    """Find where greedy 16-bit tokens of one row differ before and after `change(model)`.
 
-    A tie: in stock's run the two tokens' logits differ by less than stock's logits there differ from float32's.
+    Assert that they differ only at a tie, and that the logits of the whole text are about as close
+    to float32 as those of stock. At a tie, the logits of the two tokens in the stock run differ by
+    less than the error of the stock logits there.
+
+    Returns:
+        The position of the first difference, or None.
     """
     exact = twin_of(model).float()
 
     def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The new tokens, their logits, and how far these are from float32's for the same text."""
+        """Return the new tokens, their logits, and the distance of the logits from float32."""
         out = model.generate(
             ids,
             do_sample=False,
@@ -305,10 +319,11 @@ def parted_at_a_tie(model: Any, ids: torch.Tensor, change: Any, tokens: int = 25
 
 
 def rows_parted(model: Any, stock: Any, tokens: torch.Tensor, arguments: dict[str, Any]) -> int:
-    """Count rows whose tokens part, and assert that each parts where one that is as exact as stock may choose either.
+    """Count rows whose tokens differ, and assert that each differs only at a tie.
 
-    `stock`: what `model` in 16 bits gave for `arguments`, with its logits. In float32 the two tokens' logits (after a repetition penalty,
-    if there is one) must differ by no more than twice what stock's are off in that row.
+    `stock` is the 16-bit output of `model` for `arguments`, with its logits. In float32, the logits
+    of the two tokens (after a repetition penalty, if any) must differ by at most twice the error of
+    the stock logits in that row.
     """
     given, penalty = (
         arguments.get("input_ids", arguments.get("inputs")),

@@ -1,4 +1,4 @@
-"""How close is close enough: what numeric checks of the package ask for, as an assertion."""
+"""The numeric criterion of the package as an assertion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ def as_close_as(
     exact: Sequence[torch.Tensor],
     what: str,
 ) -> None:
-    """Assert that results are as close to float64 as those of the same ops in torch, give or take one rounding, and finite where it is."""
+    """Assert that results are as close to float64 as those of torch, within one rounding.
+
+    They must be finite where the float64 results are.
+    """
     for n, (y, s, x) in enumerate(zip(got, stock, exact, strict=True)):
         error, theirs = ((z.double() - x).abs().max().item() for z in (y, s))
         allowed = 1.25 * theirs + torch.finfo(y.dtype).eps * x.abs().max().item()

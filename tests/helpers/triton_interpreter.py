@@ -1,6 +1,7 @@
-"""Runs code where Triton's interpreter runs the kernels: in one process for all tests of a pytest process, and quickly.
+"""Run code in a process in which Triton's interpreter runs the kernels.
 
-TRITON_INTERPRET must be set before triton is imported, and importing torch, transformers and triton takes seconds.
+All tests of a pytest process share one such process: TRITON_INTERPRET must be set before triton is
+imported, and importing torch, transformers and triton takes seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ SECONDS = 600
 
 
 def run(code: str) -> Any:
-    """The last line that `code` prints, read as JSON. It may import what tests may. Errors: AssertionError with the traceback."""
+    """Run `code` there and return the last line that it prints, read as JSON.
+
+    The code may import what tests may.
+
+    Raises:
+        AssertionError: the code raised; the message holds its traceback.
+    """
     process = _process()
     watch = threading.Timer(SECONDS, process.kill)
     watch.start()
@@ -44,7 +51,7 @@ def run(code: str) -> Any:
 
 @functools.cache
 def _process() -> subprocess.Popen[str]:
-    """It ends when its input does, so with this process, however that ends."""
+    """Start the process. It ends when its input does, hence also when this process dies."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "MIRAGE_HF_CACHE": tempfile.mkdtemp(prefix="mirage_hf_tests_"),
@@ -60,7 +67,10 @@ def _process() -> subprocess.Popen[str]:
 
 
 def quicken() -> None:
-    """Make the interpreter of Triton 3.6 two to three times as fast, with the same results; others stay as they are."""
+    """Make the interpreter of Triton 3.6 two to three times as fast, with the same results.
+
+    Other versions stay as they are.
+    """
     import triton
     import triton.language as tl
     from triton.language import core
@@ -142,7 +152,10 @@ def quicken() -> None:
 
 
 def mend() -> None:
-    """Comparisons of single numbers give numbers to the interpreter of Triton 3.9, which then takes them for no masks."""
+    """Mend the interpreter of Triton 3.9.
+
+    Its comparisons of scalars return numbers, which it then rejects as masks.
+    """
     import numpy
     import triton
     import triton.language as tl

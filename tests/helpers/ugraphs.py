@@ -1,4 +1,4 @@
-"""Hand-written µGraphs for tests: small programs and block graphs that compute them, each showing one feature of the IR."""
+"""Hand-written µGraphs: small programs with block graphs, each showing one feature of the IR."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRID, LOOP, TILE = Role.GRID, Role.LOOP, Role.TILE
 
 
 def fuse(program: KernelGraph, block: BlockGraph) -> UGraph:
-    """The µGraph that runs `block` as the only kernel of `program`."""
+    """Return the µGraph that runs `block` as the only kernel of `program`."""
     kernels = KernelGraph()
     made = kernels.customized(
         [kernels.new_input(t.dims, t.dtype, t.strides, t.name) for t in program.inputs], block
@@ -34,7 +34,7 @@ def fuse(program: KernelGraph, block: BlockGraph) -> UGraph:
 
 
 def rms_norm_linear(rows=3, k=64, n=48, dtype="float16", transposed=False) -> UGraph:
-    """The division moved past the matmul: two accumulators in one loop, then an epilogue."""
+    """Divide after the matmul: two accumulators in one loop, then an epilogue."""
     g = KernelGraph()
     x, gamma = g.new_input((rows, k), dtype, name="x"), g.new_input((1, k), dtype, name="gamma")
     w = g.new_input((k, n), dtype, strides=(1, k) if transposed else None, name="w")
@@ -72,7 +72,7 @@ def rms_norm_linear(rows=3, k=64, n=48, dtype="float16", transposed=False) -> UG
 
 
 def gated_mlp(rows=4, k=32, n=40, dtype="float16") -> UGraph:
-    """Two contractions that read x once."""
+    """Compute two contractions that read x once."""
     g = KernelGraph()
     x = g.new_input((rows, k), dtype, name="x")
     gate, up = (g.new_input((k, n), dtype, name=name) for name in ("gate", "up"))
@@ -110,7 +110,7 @@ def gated_mlp(rows=4, k=32, n=40, dtype="float16") -> UGraph:
 
 
 def lora(rows=4, k=32, n=40, r=4, dtype="float16") -> UGraph:
-    """x read once for x·W and x·A; a sum over a tile axis in the epilogue."""
+    """Read x once for x·W and x·A, and sum over a tile axis in the epilogue."""
     g = KernelGraph()
     x, w = g.new_input((rows, k), dtype, name="x"), g.new_input((k, n), dtype, name="w")
     a, b = g.new_input((k, r), dtype, name="a"), g.new_input((r, n), dtype, name="b")
@@ -150,7 +150,7 @@ def lora(rows=4, k=32, n=40, r=4, dtype="float16") -> UGraph:
 
 
 def attention(heads=2, q=3, keys=24, d=8, dtype="float16") -> UGraph:
-    """Safe softmax attention: a max accumulator in a first walk over the keys, two sums in a second."""
+    """Compute softmax attention: a max accumulator in a first loop, two sums in a second."""
     g = KernelGraph()
     Q, K, V = (
         g.new_input(dims, dtype, name=name)
@@ -202,7 +202,7 @@ def attention(heads=2, q=3, keys=24, d=8, dtype="float16") -> UGraph:
 
 
 def qkv(rows=3, k=32, sizes=(24, 8, 8), dtype="float16") -> UGraph:
-    """Three weights in nn.Linear's order read as one joined input, through one pointer each."""
+    """Read three weights in the order of nn.Linear as one joined input, with a pointer each."""
     g = KernelGraph()
     x = g.new_input((rows, k), dtype, name="x")
     ws = [g.new_input((s, k), dtype, name=f"w{i}") for i, s in enumerate(sizes)]
@@ -226,7 +226,10 @@ def qkv(rows=3, k=32, sizes=(24, 8, 8), dtype="float16") -> UGraph:
 
 
 def softmax_rows(rows=3, n=40, dtype="float16") -> UGraph:
-    """Outputs that carry the loop axis: a walk for the sum, a walk that stores tile by tile; a second output of size 1."""
+    """Store outputs that carry the loop axis.
+
+    One loop computes the sum, another one stores tile by tile. A second output has size 1.
+    """
     g = KernelGraph()
     x = g.new_input((rows, n), dtype, name="x")
     g.mark_output(g.softmax(x), g.reduction(g.exp(x), 1))
@@ -253,7 +256,7 @@ def softmax_rows(rows=3, n=40, dtype="float16") -> UGraph:
 
 
 def ntrans(rows=3, n=40, dtype="float16") -> UGraph:
-    """Everything held whole in a block: only stages without a loop, sums over a tile axis."""
+    """Hold everything whole in a block: stages without a loop, sums over a tile axis."""
     g = KernelGraph()
     x, y, a = (g.new_input((rows, n), dtype, name=name) for name in "xya")
 
@@ -291,7 +294,7 @@ def ntrans(rows=3, n=40, dtype="float16") -> UGraph:
 
 
 def split_k_linear(rows=2, k=24, n=20, parts=4, dtype="float16") -> UGraph:
-    """Two kernels: partial sums over a grid axis kept in float32, and a kernel that adds them."""
+    """Use two kernels: float32 partial sums over a grid axis, and a kernel that adds them."""
     g = KernelGraph()
     x, w = g.new_input((rows, k), dtype, name="x"), g.new_input((k, n), dtype, name="w")
     g.mark_output(g.matmul(x, w))
@@ -330,7 +333,7 @@ def split_k_linear(rows=2, k=24, n=20, parts=4, dtype="float16") -> UGraph:
 
 
 def every_op() -> UGraph:
-    """One kernel that applies every elementwise op."""
+    """Apply every elementwise op in one kernel."""
     g = KernelGraph()
     x, y = (g.new_input((3, 40), "float32", name=name) for name in "xy")
     ops, total, outs = [], None, []
@@ -390,7 +393,7 @@ ALL = {
 
 
 def random_inputs(graph: KernelGraph, seed: int = 0) -> list[torch.Tensor]:
-    """Normal inputs with the dims, dtypes and strides of `graph`."""
+    """Return normal random inputs with the dims, dtypes and strides of `graph`."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for t in graph.inputs:
