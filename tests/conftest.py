@@ -31,7 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-#: Files that start first when several processes share the work, so that no long one is left at the end.
+#: Files that start first when several processes share the work, so that no long one is left at the
+#: end.
 LONGEST = (
     "search/test_fusable_dags.py",
     "pipeline/test_windows.py",
@@ -87,7 +88,8 @@ def golden(request: pytest.FixtureRequest):
             difflib.unified_diff(want.splitlines(), text.splitlines(), "golden", "now", lineterm="")
         )
         assert text == want, (
-            f"{name} changed; if that is meant, use --update-golden and look at the diff:\n{diff[:4000]}"
+            f"{name} changed; if that is meant, use --update-golden and look at the "
+            f"diff:\n{diff[:4000]}"
         )
 
     return compare

@@ -1,4 +1,7 @@
-"""Wrong input to optimize(): an error that says what, where and the way out, and an untouched model."""
+"""Wrong input to optimize().
+
+An error that says what, where and the way out, and an untouched model.
+"""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def padded(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-# -- the same tokens ----------------------------------------------------------------------------------------------------
+# -- the same tokens ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_experts_stay_stock_inside_a_swapped_layer() -> None:
     assert torch.equal(want, got) and exact.mirage.report.decode["step: all by kernels"] == 1
 
 
-# -- the report ---------------------------------------------------------------------------------------------------------
+# -- the report -----------------------------------------------------------------------------------
 
 
 def test_the_report_has_a_row_per_block_and_reads_as_a_table() -> None:
@@ -300,7 +300,7 @@ def test_any_subset_of_parts_is_right(kept: str, family: str) -> None:
     torch.testing.assert_close(decode_logits(model), decode_logits(stock), atol=2e-5, rtol=1e-4)
 
 
-# -- kernels that are wrong or missing ----------------------------------------------------------------------------------
+# -- kernels that are wrong or missing ------------------------------------------------------------
 
 
 def test_a_wrong_kernel_is_swapped_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +389,7 @@ def test_ctrl_c_while_a_model_is_taken_back_leaves_no_generate(
     assert same(before, snapshot(model))
 
 
-# -- life cycle ---------------------------------------------------------------------------------------------------------
+# -- life cycle -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FOUR)
@@ -494,8 +494,8 @@ def test_a_dry_run_says_what_is_left_out_as_optimize_does() -> None:
     )
     report = str(optimize(model, ["attention"], dry_run=True))
     assert (
-        "would be replaced (decoder_layer: attention's kernels run in steps of generate that are all by kernels; ask for"
-        in report
+        "would be replaced (decoder_layer: attention's kernels run in steps of generate that are "
+        "all by kernels; ask for" in report
     )
     report = str(optimize(torch.nn.Linear(3, 3).eval(), dry_run=True))
     assert (
@@ -578,7 +578,7 @@ def test_threads_that_optimize_one_model_take_turns() -> None:
     assert same(before, snapshot(model))
 
 
-# -- what cannot be replaced --------------------------------------------------------------------------------------------
+# -- what cannot be replaced ----------------------------------------------------------------------
 
 
 def test_unsupported_blocks_are_skipped_warned_of_or_an_error() -> None:
@@ -604,7 +604,10 @@ def test_the_random_state_is_left_alone() -> None:
 
 @contextmanager
 def default(other: Any) -> Iterator[None]:
-    """A default device or dtype that a user has set. On "meta" nothing can be read: what is there by mistake raises."""
+    """A default device or dtype that a user has set. On "meta" nothing can be read.
+
+    What is there by mistake raises.
+    """
     if isinstance(other, torch.dtype):
         torch.set_default_dtype(other)
     else:
@@ -641,7 +644,7 @@ def test_a_users_default_device_and_dtype_change_nothing(family: str, other: Any
     }
 
 
-# -- progress -----------------------------------------------------------------------------------------------------------
+# -- progress -------------------------------------------------------------------------------------
 
 
 def test_what_is_reached_is_told() -> None:

@@ -1,4 +1,7 @@
-"""optimize() on the device: kernels as resolved there, inside captured steps, and every change of a model seen by them."""
+"""optimize() on the device.
+
+Kernels as resolved there, inside captured steps, and every change of a model seen by them.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,10 @@ def test_captured_steps_give_the_tokens_of_called_ones(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_samples_of_captured_steps_are_those_of_called_ones(family: str) -> None:
-    """Step programs that end in sampling, behind processors and without: the same tokens captured or called, however deep."""
+    """Step programs that end in sampling, behind processors and without.
+
+    The same tokens captured or called, however deep.
+    """
     model = on_gpu(
         family, torch.float32
     )  # the first prompt runs HF's forward, later ones kernels, which round differently
@@ -132,7 +138,10 @@ def trained_and_ids(dtype: torch.dtype, text: str) -> tuple[Any, torch.Tensor]:
 
 
 def by_kernels(model: Any, tune: str) -> None:
-    """One captured call; its steps all by kernels where no measured time could speak for a library's attention."""
+    """One captured call.
+
+    Its steps all by kernels where no measured time could speak for a library's attention.
+    """
     counts = model.mirage.report.decode
     assert counts.get("captured") == 1, str(model.mirage.report)
     assert tune != "never" or counts.get("step: all by kernels") == 1, str(model.mirage.report)

@@ -1,4 +1,7 @@
-"""optimize() with kernels that were really searched: found once, then taken from the cache, and right."""
+"""optimize() with kernels that were really searched.
+
+Found once, then taken from the cache, and right.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""attn_implementation="mirage": what eager attention gives; decoding steps over static caches by kernels, all else by torch, counted."""
+"""attn_implementation="mirage": what eager attention gives.
+
+Decoding steps over static caches by kernels, all else by torch, counted.
+"""
 
 from __future__ import annotations
 
@@ -84,13 +87,16 @@ def generated(model: Any, cache: str | None) -> tuple[Tensor, Tensor]:
     return out.sequences, torch.stack(out.logits)
 
 
-# -- whole models -------------------------------------------------------------------------------------------------------
+# -- whole models ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
 @pytest.mark.parametrize("cache", ["static", None])
 def test_left_padded_batches(ours, family, cache):
-    """Windows of 9 (one layer of qwen3's, two of gemma2's) are left behind by 21 tokens; gemma2 has softcap."""
+    """Windows of 9 (one layer of qwen3's, two of gemma2's) are left behind by 21 tokens.
+
+    Gemma2 has softcap.
+    """
     eager, model = pair(family)
     want, counted = generated(eager, cache), Counted(ours)
     got = generated(model, cache)
@@ -163,7 +169,10 @@ def test_holes_in_the_mask(ours):
 
 
 def test_registered_by_the_import():
-    """A model may ask for it by name when it is made; without a GPU it is sdpa, bit for bit, and counted as such."""
+    """A model may ask for it by name when it is made.
+
+    Without a GPU it is sdpa, bit for bit, and counted as such.
+    """
     config = tf.LlamaConfig(**SIZES)
     torch.manual_seed(0)
     model = tf.AutoModelForCausalLM.from_config(config, attn_implementation="mirage").eval()
@@ -213,13 +222,16 @@ def test_compiled_steps_keep_the_kernels(ours):
     ) == 3
 
 
-# -- single calls -------------------------------------------------------------------------------------------------------
+# -- single calls ---------------------------------------------------------------------------------
 
 HEADS, KV_HEADS, D, SLOTS = 4, 2, 8, 21
 
 
 def call(slots: int = SLOTS, rows: int = 2) -> dict[str, Any]:
-    """A decoding step over a static cache, as a layer calls for it: row 0 sees keys 4 to 12, row 1 all up to 12."""
+    """A decoding step over a static cache, as a layer calls for it.
+
+    Row 0 sees keys 4 to 12, row 1 all up to 12.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(rows, h, n, D, generator=generator)
@@ -437,7 +449,7 @@ def test_bounds_of_a_mask():
     assert all(x.is_contiguous() and x.shape[0] == 4 for x in spread) and spread[2].isfinite().all()
 
 
-# -- generated kernels --------------------------------------------------------------------------------------------------
+# -- generated kernels ----------------------------------------------------------------------------
 
 INTERPRETED = """
 import json

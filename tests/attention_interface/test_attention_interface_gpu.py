@@ -1,4 +1,7 @@
-"""attn_implementation="mirage" on the GPU: generated kernels against float64, without synchronising, in CUDA graphs and compiled models."""
+"""attn_implementation="mirage" on the GPU.
+
+Generated kernels against float64, without synchronising, in CUDA graphs and compiled models.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,10 @@ def mask_of(
 
 
 def masks(attention: Attention, given: dict[str, Any]) -> dict[str, Tensor]:
-    """Of a step: as many tokens as there are slots, few, padding on the left, holes, and a window."""
+    """Of a step.
+
+    As many tokens as there are slots, few, padding on the left, holes, and a window.
+    """
     rows, slots = given["key"].shape[0], given["key"].shape[2]
     last, few = torch.tensor(slots - 1, device="cuda"), torch.tensor(slots // 3, device="cuda")
     first = torch.arange(rows, device="cuda") * (slots // 16) + slots // 9
@@ -165,7 +171,8 @@ def test_steps_against_float64(untuned, size, kind, dtype):
             error, theirs = (float((x.double() - want).abs().max()) for x in (got, by_torch))
             if not error <= ALLOWED[dtype] * max(1.0, float(want.abs().max())):
                 wrong.append(
-                    f"mask {name}: error {error:.3g}, torch's {theirs:.3g}, largest value {float(want.abs().max()):.3g}"
+                    f"mask {name}: error {error:.3g}, torch's {theirs:.3g}, largest value "
+                    f"{float(want.abs().max()):.3g}"
                 )
             if got.shape != by_torch.shape or not got.is_contiguous():
                 wrong.append(f"mask {name}: shape {tuple(got.shape)}, strides {got.stride()}")
@@ -224,7 +231,10 @@ def captured(run: Callable[[], Tensor]) -> tuple[Any, Tensor]:
 
 
 def test_cuda_graphs(untuned):
-    """A captured step follows the length on the device. One whose mask was made before the capture is SDPA's, and follows the mask."""
+    """A captured step follows the length on the device.
+
+    One whose mask was made before the capture is SDPA's, and follows the mask.
+    """
     attention, given = Attention(), call((2, 8, 4, 64, 256), torch.float16)
     at, padding = (
         torch.tensor(100, device="cuda"),
@@ -259,7 +269,7 @@ def test_cuda_graphs(untuned):
         assert max(errors) < 4e-3, (length, errors)
 
 
-# -- models -------------------------------------------------------------------------------------------------------------
+# -- models ---------------------------------------------------------------------------------------
 
 
 def model_of(kind: str) -> Any:
@@ -319,7 +329,10 @@ def padded() -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt-oss"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_models_beside_float32(untuned, kind, dtype):
-    """Left-padded, windows of 32 left behind: logits as near to those of float32 as eager's in the same dtype."""
+    """Left-padded, windows of 32 left behind.
+
+    Logits as near to those of float32 as eager's in the same dtype.
+    """
     exact = model_of(kind)
     exact.set_attn_implementation("eager")
     tokens = torch.randint(1, 500, (3, 30), generator=torch.Generator().manual_seed(4)).cuda()
@@ -348,7 +361,10 @@ def test_models_beside_float32(untuned, kind, dtype):
 
 @pytest.mark.parametrize("tuned", [False, True])
 def test_generate_with_a_static_cache_is_compiled_with_the_kernels(monkeypatch, tmp_path, tuned):
-    """generate compiles the step by itself; kernels were found while the prompt ran, and are in its graph."""
+    """generate compiles the step by itself.
+
+    Kernels were found while the prompt ran, and are in its graph.
+    """
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     if not tuned:
         monkeypatch.setattr(resolver, "resolve", partial(resolver.resolve, tune="never"))

@@ -35,7 +35,10 @@ def run(*args: object, code: int = 0) -> Result:
 
 @pytest.fixture
 def capture(capsys, monkeypatch):
-    """What a command prints, rich's consoles included: they hold on to the streams that they were made with."""
+    """What a command prints, rich's consoles included.
+
+    They hold on to the streams that they were made with.
+    """
     from rich.console import Console
 
     from mirage_hf.cli import show

@@ -1,4 +1,7 @@
-"""Rows appended to caches in place by the kernel that computes them; loops that only visit what is within bounds."""
+"""Rows appended to caches in place by the kernel that computes them.
+
+Loops that only visit what is within bounds.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ from tests.helpers import reference_executor, triton_interpreter, ugraphs
 def attention(
     b=2, heads=2, group=3, slots=40, new=1, d=16, rope=True, norm=False, dtype="float16"
 ) -> KernelGraph:
-    """Attention of a decoding step that appends its keys and values: to the old keys within [lo, slot), and to the new ones."""
+    """Attention of a decoding step that appends its keys and values.
+
+    To the old keys within [lo, slot), and to the new ones.
+    """
     g = mi.new_kernel_graph()
     q = g.new_input((b, heads, group * new, d), dtype, name="q")
     k, v = (
@@ -378,7 +384,10 @@ def test_nothing_but_constants_is_read_early_and_caches_are_only_asked_for(tmp_p
 
 
 def test_a_kernel_hastens_the_next_one_only_where_that_settles_nothing_early():
-    """Bounds and positions are read early once the launch ahead has waited; without that, the one before it may still write them."""
+    """Bounds and positions are read early once the launch ahead has waited.
+
+    Without that, the one before it may still write them.
+    """
     first, second = place_kernels(test_overlap.CASES["squares, then linear"].ugraph)
     assert first.next_may_launch_early and not second.next_may_launch_early
     for c in searched(attention(1, 8, 4, slots=1024, d=64, norm=True, dtype="bfloat16")).candidates:

@@ -1,4 +1,7 @@
-"""Steps of attention that append to caches in place, on the GPU: random configurations beside SDPA, and captured graphs."""
+"""Steps of attention that append to caches in place, on the GPU.
+
+Random configurations beside SDPA, and captured graphs.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ def inputs_of(g, lo: int, slot: int) -> list[torch.Tensor]:
 
 
 def by_sdpa(g, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What torch gives in the dtype of its inputs: norms, RoPE, then SDPA over the keys that each row sees."""
+    """What torch gives in the dtype of its inputs.
+
+    Norms, RoPE, then SDPA over the keys that each row sees.
+    """
     q, k, v, cos, sin, keys, values, lo, slot, *norms = inputs
     scale, keys, values = q.shape[-1] ** -0.5, keys.clone(), values.clone()
     if norms:

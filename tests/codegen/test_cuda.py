@@ -1,4 +1,7 @@
-"""CUDA C++ text: readable, stand-alone, compiles for every architecture; it runs in tests/codegen/test_cuda_gpu.py."""
+"""CUDA C++ text: readable, stand-alone, compiles for every architecture.
+
+It runs in tests/codegen/test_cuda_gpu.py.
+"""
 
 import re
 import shutil
@@ -55,8 +58,8 @@ def test_masks_where_sizes_do_not_divide():
 def test_joined_inputs_select_their_pointer():
     text = cuda.program_source(ugraphs.qkv())
     assert (
-        "at_n < 24 ? w_ptr0 + at_n * 32 + at_k : at_n < 32 ? w_ptr1 + (at_n - 24) * 32 + at_k : w_ptr2 + (at_n - 32) * 32 + at_k"
-        in text
+        "at_n < 24 ? w_ptr0 + at_n * 32 + at_k : at_n < 32 ? w_ptr1 + (at_n - 24) * 32 + at_k : "
+        "w_ptr2 + (at_n - 32) * 32 + at_k" in text
     )
 
 

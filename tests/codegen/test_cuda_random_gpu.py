@@ -24,7 +24,10 @@ COUNT = 64
 
 
 def is_written(graph) -> bool:
-    """Whether CUDA text is written for a graph: it has no parts and no sums that shift with a running maximum."""
+    """Whether CUDA text is written for a graph.
+
+    It has no parts and no sums that shift with a running maximum.
+    """
     block = graph.ops[0].block
     return not any(a.split_axis for a in block.axes) and not any(
         a.shift for stage in block.stages for a in stage.accumulators

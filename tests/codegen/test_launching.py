@@ -18,7 +18,10 @@ GPU = SimpleNamespace(type="cuda", index=0)
 
 @pytest.fixture
 def now(monkeypatch):
-    """What the code sees of a GPU: the stream, whether it is captured, and the threads that have allocated."""
+    """What the code sees of a GPU.
+
+    The stream, whether it is captured, and the threads that have allocated.
+    """
     now = SimpleNamespace(stream=1, capturing=False, threads=[], seconds={})
 
     def zeros(count, dtype, device):
@@ -60,7 +63,10 @@ def test_launches_of_a_stream_share_counters_and_captured_ones_do_not(now):
 
 
 def test_captured_launches_get_aligned_counters_whatever_those_before_took(now):
-    """Elsewhere Triton takes the kernel as another one: eleven of a head's hundred candidates were compiled twice."""
+    """Elsewhere Triton takes the kernel as another one.
+
+    Eleven of a head's hundred candidates were compiled twice.
+    """
     launching.counters(64, GPU)
     places = [captured(now, count).data_ptr() for count in (3, 75, 1, 16, 5)]
     assert [(b - a) // 4 for a, b in pairwise(places)] == [4, 76, 4, 16]
@@ -90,7 +96,10 @@ def test_memory_that_stays_is_allocated_by_another_thread(now):
 
 
 def test_threads_on_one_stream_get_as_many_as_they_ask_for(now):
-    """Whoever needs fewer gets them while the other waits for the stock: what is kept must not become those."""
+    """Whoever needs fewer gets them while the other waits for the stock.
+
+    What is kept must not become those.
+    """
     now.seconds = {1024: 0.1, 1 << 18: 0.3}
     counts, short = [64, 5000], []
 

@@ -1,4 +1,7 @@
-"""Kernels that may begin before the launches ahead of them are done: what they read before they wait, read off their PTX."""
+"""Kernels that may begin before the launches ahead of them are done.
+
+What they read before they wait, read off their PTX.
+"""
 
 import re
 
@@ -30,7 +33,10 @@ def cache(tmp_path, monkeypatch):
 
 
 def touched(ptx: str) -> list[tuple[str, frozenset[int]]]:
-    """The instructions that wait or touch global memory, in order: the opcode, and the parameters that its address comes from."""
+    """The instructions that wait or touch global memory, in order.
+
+    The opcode, and the parameters that its address comes from.
+    """
     taint: dict[str, frozenset[int]] = {}
     found = []
     for line in ptx.splitlines():

@@ -1,4 +1,7 @@
-"""Launches that overlap, blocks that share a loop, outputs written over inputs: with other launches, streams and threads about."""
+"""Launches that overlap, blocks that share a loop, outputs written over inputs.
+
+With other launches, streams and threads about.
+"""
 
 from __future__ import annotations
 

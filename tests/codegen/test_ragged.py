@@ -1,4 +1,7 @@
-"""Ragged axes: one attention graph for left padding, valid lengths and sliding windows; nothing outside the bounds gets in."""
+"""Ragged axes: one attention graph for left padding, valid lengths and sliding windows.
+
+Nothing outside the bounds gets in.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,7 @@ def block_of(u: UGraph) -> BlockGraph:
     return block
 
 
-# -- ops ------------------------------------------------------------------------------------------------------------------
+# -- ops ------------------------------------------------------------------------------------------
 
 
 def test_softmax_within_bounds():
@@ -188,7 +191,7 @@ def test_block_inputs_are_checked():
         g.customized(wrong, op.block)
 
 
-# -- search, proof, numbers -----------------------------------------------------------------------------------------------
+# -- search, proof, numbers -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -284,7 +287,7 @@ def test_nan_scores_out_of_bounds_leave_no_trace(name):
     assert case.garbage == (1,)  # k; NaN in v is in eager's result too
 
 
-# -- mutants --------------------------------------------------------------------------------------------------------------
+# -- mutants --------------------------------------------------------------------------------------
 
 
 def with_block(u: UGraph, block: BlockGraph) -> UGraph:
@@ -330,7 +333,10 @@ def test_bounds_off_by_one_are_refused(monkeypatch, name, end, by):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_mask_that_is_dropped_is_refused(name):
-    """By the proof where it takes elements out; by numbers where it only keeps the maximum to what counts."""
+    """By the proof where it takes elements out.
+
+    By numbers where it only keeps the maximum to what counts.
+    """
     u = one_kernel(name)
     block = block_of(u)
     dropped = 0
@@ -358,7 +364,10 @@ def test_a_mask_that_is_dropped_is_refused(name):
 
 
 def test_a_ratio_is_needed_for_empty_rows():
-    """Division by the sum of no weights: the proof says that it divides by zero, or that rows differ."""
+    """Division by the sum of no weights.
+
+    The proof says that it divides by zero, or that rows differ.
+    """
     u = one_kernel("decode")
     block = block_of(u)
     stages = tuple(
@@ -368,7 +377,7 @@ def test_a_ratio_is_needed_for_empty_rows():
     assert isinstance(prove(with_block(u, replace(block, stages=stages))), Rejected)
 
 
-# -- draws ----------------------------------------------------------------------------------------------------------------
+# -- draws ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 40])
@@ -391,7 +400,7 @@ def test_draws_have_every_kind_of_row(size):
     assert [(b.lo, b.hi) for b in bounds_of(attention())] == [(3, 4)]
 
 
-# -- symbolic dims, other stages ------------------------------------------------------------------------------------------
+# -- symbolic dims, other stages ------------------------------------------------------------------
 
 
 def test_bounds_of_a_symbolic_dim():

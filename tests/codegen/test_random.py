@@ -1,4 +1,7 @@
-"""Random block graphs: Triton text through the interpreter = the block graph's executor, and it compiles with no GPU."""
+"""Random block graphs.
+
+Triton text through the interpreter = the block graph's executor, and it compiles with no GPU.
+"""
 
 import pytest
 
@@ -39,7 +42,8 @@ def test_random_block_graphs_compile_ahead_of_time(tmp_path, monkeypatch):
 def test_what_is_found_for_random_programs_through_the_interpreter():
     """On the GPU 320 of them (tests/codegen/test_random_gpu.py)."""
     result = triton_interpreter.run(
-        f"from tests.helpers import random_searched_kernels; random_searched_kernels.main({FOUND}, 0)"
+        f"from tests.helpers import random_searched_kernels; random_searched_kernels.main({FOUND}, "
+        "0)"
     )
     assert result["ran"] == FOUND and not result["wrong"], result["wrong"]
     assert result["with_splits"] >= FOUND / 6 and result["with_dots"] >= FOUND / 6

@@ -1,4 +1,7 @@
-"""Random kernels on a GPU: what the search finds for random programs, and random block graphs that nobody searched for."""
+"""Random kernels on a GPU.
+
+What the search finds for random programs, and random block graphs that nobody searched for.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,8 @@ def test_random_block_graphs(seed):
                     (
                         number,
                         str(schedule),
-                        f"{random_block_graphs.relative_error(y, exact):.3g}, {allowed:.3g} is allowed",
+                        f"{random_block_graphs.relative_error(y, exact):.3g}, {allowed:.3g} is "
+                        "allowed",
                     )
                 )
     assert not wrong, f"{len(wrong)}:\n" + "\n".join(map(str, wrong[:5]))

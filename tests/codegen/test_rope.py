@@ -1,4 +1,7 @@
-"""Rotary embeddings inside kernels: inputs that are read with partners swapped or signed, searched, proven, generated."""
+"""Rotary embeddings inside kernels.
+
+Inputs that are read with partners swapped or signed, searched, proven, generated.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +151,10 @@ def test_found_proven_and_right(name):
     "name", ["halves", "normed pairs", "part", "normed pairs of a part", "attention"]
 )
 def test_another_turn_is_refused(name):
-    """Every rotated input rotated in every other way, or not at all; of a part also padded with another number, or all of it rotated."""
+    """Every rotated input rotated in every other way, or not at all.
+
+    Of a part also padded with another number, or all of it rotated.
+    """
     u = next(f.ugraph for f in found_of(PROGRAMS[name]) if f.ugraph.num_kernels == 1)
     (op,) = u.block_ops
     for n, i in enumerate(op.block.inputs):

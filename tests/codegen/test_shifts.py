@@ -1,4 +1,7 @@
-"""Sums of exponentials from several places: keys of a cache and new ones, attention sinks; each kept in range, in one kernel."""
+"""Sums of exponentials from several places: keys of a cache and new ones, attention sinks.
+
+Each kept in range, in one kernel.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ def decoding(
     dtype="float16",
 ) -> KernelGraph:
     """Attention of a decoding step: to the keys of a cache within bounds, and to new ones that are not in it yet; with a sink, to
-    nothing as well. The new keys, normed and rotated, are an output: they go into the cache. `group` queries share a key."""
+    nothing as well. The new keys, normed and rotated, are an output: they go into the cache.
+    `group` queries share a key."""
     g = mi.new_kernel_graph()
     q = g.new_input((heads, group, d), dtype, name="q")
     k, v = (g.new_input((heads, keys, d), dtype, name=name) for name in ("keys", "values"))
@@ -118,7 +122,10 @@ def exact(g: KernelGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def error_of(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
-    """The largest, over the size of the output where that is more than 1; infinite where something is not finite."""
+    """The largest, over the size of the output where that is more than 1.
+
+    Infinite where something is not finite.
+    """
     errors = [
         float((x - y).abs().max()) / max(1.0, float(y.abs().max()))
         for x, y in zip(got, want, strict=True)

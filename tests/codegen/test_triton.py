@@ -57,7 +57,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
 
 
-# -- numbers, through the interpreter ------------------------------------------------------------------------------------------
+# -- numbers, through the interpreter -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.interpreted])
@@ -83,7 +83,8 @@ def test_schedules_of_the_space_agree(interpreted):
 def test_elementwise_text_on_hard_numbers(interpreted, fn):
     result = interpreted["ops"][fn]
     assert result["relative"] < 2e-5, result
-    # torch gives gelu(inf) = NaN; a negative zero to an odd negative power is of the other sign here
+    # torch gives gelu(inf) = NaN; a negative zero to an odd negative power is of the other sign
+    # here
     allowed = {"gelu": 1, "pow": 2}.get(fn, 0)
     assert len(result["differs"]) <= allowed, result
 
@@ -107,7 +108,7 @@ def test_a_maximum_propagates_nan(interpreted):
     }
 
 
-# -- compilation without a GPU ----------------------------------------------------------------------------------------------------
+# -- compilation without a GPU --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -125,7 +126,10 @@ def test_compiles_ahead_of_time(name):
 
 
 def fused_with_other_threads(ptx: str) -> list[str]:
-    """Multiply-adds whose addend comes from another thread: the two threads' sums then differ in their last bits."""
+    """Multiply-adds whose addend comes from another thread.
+
+    The two threads' sums then differ in their last bits.
+    """
     given = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+)", ptx))
     return [
         line
@@ -136,7 +140,10 @@ def fused_with_other_threads(ptx: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["split matmul, read transposed", "ntrans"])
 def test_products_are_rounded_before_threads_add_them_up(name):
-    """The sums of some threads are the same bits because addition commutes; a multiply-add does not. ("rounded" in triton_math.py)"""
+    """The sums of some threads are the same bits because addition commutes.
+
+    A multiply-add does not. ("rounded" in triton_math.py)
+    """
     program = triton.generate(CASES[name].ugraph, CASES[name].schedules)
     naive = re.sub(r"tl\.fma\((.*), (.*), 0\.0\)", r"\1 * \2", program.source)
     assert naive != program.source
@@ -256,7 +263,10 @@ def test_weights_first_uses_the_64_row_instruction_fed_asynchronously():
 
 
 def asked_for(u, schedule, **names) -> list[set[int]]:
-    """The elements that each `prefetch` of a kernel asks for, counted from its tensor's first; `names`: where the block stands."""
+    """The elements that each `prefetch` of a kernel asks for, counted from its tensor's first.
+
+    `names`: where the block stands.
+    """
     tl = SimpleNamespace(arange=np.arange, minimum=np.minimum, maximum=np.maximum)
     found = []
     for text in re.findall(
@@ -346,7 +356,7 @@ def test_eight_columns_take_the_instruction_that_is_planned_for():
     )  # as rows there are at least 16
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------------------
+# -- the file -------------------------------------------------------------------------------------
 
 
 def test_file_stands_alone_and_checks_itself(tmp_path):
@@ -462,7 +472,10 @@ def test_the_number_of_schedules_must_fit():
 
 
 def test_what_library_calls_return_is_made_row_major_for_kernels_and_views_keep_their_strides():
-    """torch.exp keeps the order of strides; a kernel is generated for row-major ones, or for those that torch gives to a view."""
+    """torch.exp keeps the order of strides.
+
+    A kernel is generated for row-major ones, or for those that torch gives to a view.
+    """
     g, m = new_kernel_graph(), new_kernel_graph()
     for graph in (g, m):
         graph.new_input((6, 4), torch.float32, name="x")
@@ -489,7 +502,7 @@ def test_names_that_python_or_the_file_needs_are_renamed():
     assert compiler.ahead_of_time(program, 90)
 
 
-# -- library ops as torch expressions -------------------------------------------------------------------------------------------------
+# -- library ops as torch expressions -------------------------------------------------------------
 
 
 def test_library_path_is_the_program_in_plain_torch():
@@ -610,7 +623,10 @@ def test_powers_of_and_by_numbers_run_in_the_interpreter(interpreted):
     "name", [n for n, row in table.OPS.items() if row.kind == "elementwise" and row.arity[0] > 1]
 )
 def test_library_ops_take_numbers_as_the_cpu_backend_does(name):
-    """Any operand, also one that the dtype cannot hold; the result has the dtype of the program's."""
+    """Any operand, also one that the dtype cannot hold.
+
+    The result has the dtype of the program's.
+    """
     for dtype, numbers in itertools.product(
         ("float32", "float16"),
         itertools.product(
@@ -710,7 +726,10 @@ def test_an_input_that_is_stored_as_it_is_is_not_written_over():
 
 
 def test_a_conversion_of_what_an_asynchronous_product_reads_has_a_load_of_its_own():
-    """x is a factor as it is stored of one product and converted for another: the second must not share the first's buffer."""
+    """x is a factor as it is stored of one product and converted for another.
+
+    The second must not share the first's buffer.
+    """
 
     def axes(*names):
         return names
@@ -752,7 +771,10 @@ def test_a_conversion_of_what_an_asynchronous_product_reads_has_a_load_of_its_ow
 
 
 def test_what_is_too_small_to_be_copied_is_loaded_a_step_ahead():
-    """128 elements of γ are 2 bytes for each of 128 threads, 4 for each of 64: an asynchronous copy has 4 at least."""
+    """128 elements of γ are 2 bytes for each of 128 threads, 4 for each of 64.
+
+    An asynchronous copy has 4 at least.
+    """
     ugraph = kernel_cases.rms_norm_linear(16, 512, 64)
     for warps, stages, ahead in ((4, 3, True), (2, 3, False), (4, 1, False)):
         schedule = Schedule(

@@ -1,4 +1,7 @@
-"""Kernels that processes of their own compile: found in the cache by this one, errors and deaths among the answers."""
+"""Kernels that processes of their own compile.
+
+Found in the cache by this one, errors and deaths among the answers.
+"""
 
 from __future__ import annotations
 
@@ -235,7 +238,10 @@ def test_a_forked_process_neither_keeps_processes_nor_uses_them(
 
 
 def test_threads_of_this_process_may_parse_at_the_same_time() -> None:
-    """While the collector runs finalizers that let other threads on: in Python 3.11.7 several of these failed each time."""
+    """While the collector runs finalizers that let other threads on.
+
+    In Python 3.11.7 several of these failed each time.
+    """
     p = program(7)
     kernel = getattr(compiler.load(p.source, p.digest), p.launches[0].kernel)
     failed, over = list[BaseException](), threading.Event()

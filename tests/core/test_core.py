@@ -1,4 +1,7 @@
-"""What stands between Python and the C++ core: programs as text, and the check that nothing malformed passes."""
+"""What stands between Python and the C++ core.
+
+Programs as text, and the check that nothing malformed passes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Multi-head latent attention in models: DeepSeek-V2 and V3, dense layers and mixtures of experts, by kernels over HF's latent cache."""
+"""Multi-head latent attention in models.
+
+DeepSeek-V2 and V3, dense layers and mixtures of experts, by kernels over HF's latent cache.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,10 @@ def steps(model: Any) -> dict[str, int]:
 @slow
 @pytest.mark.parametrize("kind", ["V2 Lite", "V3"])
 def test_half_precision(kind: str, resolved: list[Any]) -> None:
-    """A complex RoPE is of float32 there, in checks as in steps: kernels take what their programs say (`Resolved` looks)."""
+    """A complex RoPE is of float32 there, in checks as in steps.
+
+    Kernels take what their programs say (`Resolved` looks).
+    """
     ours = optimize(tiny(kind).bfloat16(), batch_sizes=(1, 3))
     rows = [r for r in ours.mirage.report.rows if r.pattern.startswith("mla")]
     assert rows and all(r.status == "swapped" for r in rows), str(ours.mirage.report)
@@ -124,7 +130,10 @@ def test_half_precision_parts_from_stock_at_ties_only(resolved: list[Any]) -> No
 
 @slow
 def test_what_is_searched_is_what_the_model_has(resolved: list[Any]) -> None:
-    """The weight that expands latents is read where it is, by two views; caches are HF's, and nothing of the size of keys is made."""
+    """The weight that expands latents is read where it is, by two views.
+
+    Caches are HF's, and nothing of the size of keys is made.
+    """
     model = optimize(tiny("V3"), verify=False)
     programs = {p.inputs[0].name + str(len(p.inputs)): p for p in resolved}
     attention = next(p for p in resolved if any(t.name == "w_k" for t in p.inputs))
@@ -242,7 +251,10 @@ def test_attention_that_computes_something_else_is_refused_by_the_probe(
 
 @pytest.mark.parametrize("kind", ["V2 Lite", "V3, YaRN, experts"])
 def test_every_version_of_transformers_gives_stocks_tokens(kind: str, resolved: list[Any]) -> None:
-    """5.4 caches keys and values expanded: steps are the model's own forward there, and the report says why."""
+    """5.4 caches keys and values expanded.
+
+    Steps are the model's own forward there, and the report says why.
+    """
     stock = tiny(kind)
     ours = optimize(twin_of(stock), batch_sizes=(1, 2))
     for given in ({"inputs": prompt()}, left_padded((4, 9))):
@@ -253,5 +265,6 @@ def test_every_version_of_transformers_gives_stocks_tokens(kind: str, resolved: 
         assert reasons == {""} and steps(ours) == {"step: all by kernels": 2}
     else:
         assert reasons == {
-            "it caches 4 heads of 12 and 4 heads of 12, not latents of 16 and rotated keys of 4, as later transformers do"
+            "it caches 4 heads of 12 and 4 heads of 12, not latents of 16 and rotated keys of 4, "
+            "as later transformers do"
         }

@@ -1,4 +1,7 @@
-"""Steps of DeepSeek models on the GPU: captured, by kernels, attention over latents, experts by the model's own forward."""
+"""Steps of DeepSeek models on the GPU.
+
+Captured, by kernels, attention over latents, experts by the model's own forward.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,10 @@ VERSIONS = pytest.mark.parametrize(
 def test_kernels_of_a_step_give_the_same_numbers_every_time(
     version: str, more: dict[str, Any], batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole steps of V2 gave NaN now and then; here each kernel is alone, and what it does not write is NaN."""
+    """Whole steps of V2 gave NaN now and then.
+
+    Here each kernel is alone, and what it does not write is NaN.
+    """
     monkeypatch.setattr(deterministic, "fill_uninitialized_memory", True)
     model = optimize(model_of(version, **more), tune="never", batch_sizes=(batch,))
     device, slots, off = next(model.parameters()).device, 256, []
@@ -102,7 +108,8 @@ def test_kernels_of_a_step_give_the_same_numbers_every_time(
                     )
                     if not far < 0.05 or others:
                         off.append(
-                            f"{role} at {end}: off by {far:.3g} of its size, {others} of 99 runs gave other numbers"
+                            f"{role} at {end}: off by {far:.3g} of its size, {others} of 99 runs "
+                            "gave other numbers"
                         )
     finally:
         torch.use_deterministic_algorithms(False)
@@ -135,7 +142,8 @@ def test_tokens_are_stocks_but_for_ties(version: str, more: dict[str, Any], batc
         )
         at, same = None, int((got.sequences == want.sequences).all(0).sum())
         assert far < 0.1 and same > 42, (
-            f"logits of the first steps are {far:.3g} of their size off, {same} columns of tokens are stock's"
+            f"logits of the first steps are {far:.3g} of their size off, {same} columns of tokens "
+            "are stock's"
         )
     report = model.mirage.report
     rows = [r for r in report.rows if r.pattern.startswith("mla")]

@@ -1,4 +1,7 @@
-"""Steps and prompts of the families beside Llama's: all by kernels, as stock's, in bfloat16 and float32."""
+"""Steps and prompts of the families beside Llama's.
+
+All by kernels, as stock's, in bfloat16 and float32.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,10 @@ BY_KERNELS = (
     "phi",
     "nemotron",
 )
-"""Models whose prompts are by kernels too: those with a softcap or experts are not, nor those of more tokens than a window has."""
+"""Models whose prompts are by kernels too.
+
+Those with a softcap or experts are not, nor those of more tokens than a window has.
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,7 +77,8 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def may_stay(row: ReportRow, name: str, dtype: torch.dtype) -> bool:
     """Experts run their own forward. Of a row whose numbers are all the same torch's LayerNorm gives exact zeros, and a sum in float32 that
-    adds many of them one by one may be further off than is allowed: there the library may run the norm and what reads it."""
+    adds many of them one by one may be further off than is allowed: there the library may run the
+    norm and what reads it."""
     return "experts" in row.reason or (
         row.kernel == "library" and dtype == torch.float32 and name.partition(",")[0] in CENTRED
     )

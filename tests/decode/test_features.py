@@ -1,4 +1,7 @@
-"""Every feature of generate on a CPU: the same code as on a GPU (tests/decode/test_features_gpu.py), where "graphs" are calls or fakes."""
+"""Every feature of generate on a CPU.
+
+The same code as on a GPU (tests/decode/test_features_gpu.py), where "graphs" are calls or fakes.
+"""
 
 from __future__ import annotations
 

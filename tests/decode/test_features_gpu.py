@@ -1,4 +1,7 @@
-"""Every feature of generate on a GPU: the checks of tests/decode/test_features.py with real kernels and real graphs."""
+"""Every feature of generate on a GPU.
+
+The checks of tests/decode/test_features.py with real kernels and real graphs.
+"""
 
 from __future__ import annotations
 

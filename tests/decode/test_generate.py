@@ -1,4 +1,7 @@
-"""The installed `generate` gives what stock's gives: tokens, scores, caches, call counts, stream order."""
+"""The installed `generate` gives what stock's gives.
+
+Tokens, scores, caches, call counts, stream order.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +154,7 @@ def test_text_longer_than_the_window_by_far():
         )
 
 
-# -- streamers, processors, criteria ------------------------------------------------------------------------------------
+# -- streamers, processors, criteria --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -253,7 +256,7 @@ def test_ties_take_the_lowest_index(dtype):
     )
 
 
-# -- caches -------------------------------------------------------------------------------------------------------------
+# -- caches ---------------------------------------------------------------------------------------
 
 
 def caches(model):

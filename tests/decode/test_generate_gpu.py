@@ -1,4 +1,7 @@
-"""The captured step on a GPU: the same tokens as stock, no host synchronisation, and what only graphs can get wrong."""
+"""The captured step on a GPU.
+
+The same tokens as stock, no host synchronisation, and what only graphs can get wrong.
+"""
 
 from __future__ import annotations
 
@@ -199,7 +202,8 @@ def test_trained_model_writes_the_same_256_tokens():
     model.to(torch.bfloat16)
     stock, ours = both(model, {**arguments, **FULL})
     print(
-        f"trained, bfloat16: {rows_parted(model, stock, ours.sequences, arguments)} of 2 rows parted within 256 tokens, all at ties"
+        f"trained, bfloat16: {rows_parted(model, stock, ours.sequences, arguments)} of 2 rows "
+        "parted within 256 tokens, all at ties"
     )
     captured_only(runner)
 
@@ -351,7 +355,10 @@ def test_threads_and_two_models(own_streams):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_capture_that_runs_out_of_memory(times, monkeypatch):
-    """Idle blocks are freed and it is tried again; then the call runs its steps without a graph. Later calls are captured as ever."""
+    """Idle blocks are freed and it is tried again; then the call runs its steps without a graph.
+
+    Later calls are captured as ever.
+    """
     model = tiny("gemma2").cuda()
     runner, captured, failed = install(model), program.capture, []
 
@@ -512,7 +519,10 @@ def test_ctrl_c(extra):
 
 
 def test_speed_of_a_1b_shape():
-    """Prints ms per token (bfloat16, random weights, prompt 128): the captured forward must beat both called ones."""
+    """Prints ms per token (bfloat16, random weights, prompt 128).
+
+    The captured forward must beat both called ones.
+    """
     config = LlamaConfig(
         vocab_size=128256,
         hidden_size=2048,

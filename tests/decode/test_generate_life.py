@@ -1,4 +1,7 @@
-"""The installed `generate` through a model's life: wrapped, copied, moved, shared by threads, interrupted, taken away."""
+"""The installed `generate` through a model's life.
+
+Wrapped, copied, moved, shared by threads, interrupted, taken away.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def stock(model, **arguments):
     return type(model).generate(model, **arguments)
 
 
-# -- coming and going ---------------------------------------------------------------------------------------------------
+# -- coming and going -----------------------------------------------------------------------------
 
 
 def test_uninstall_leaves_the_instance_as_it_was():
@@ -140,7 +143,7 @@ def test_release_in_mid_call():
     assert runner.bytes == 0
 
 
-# -- memory -------------------------------------------------------------------------------------------------------------
+# -- memory ---------------------------------------------------------------------------------------
 
 
 def test_memory_is_counted_while_a_call_takes_another_way_to_choose():
@@ -282,7 +285,10 @@ def out_of_memory():
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_capture_without_memory(monkeypatch, times):
-    """Idle blocks go first; then the call runs its steps without a graph, and the next one is captured again."""
+    """Idle blocks go first.
+
+    Then the call runs its steps without a graph, and the next one is captured again.
+    """
     fake_captures(monkeypatch)
     model = tiny("llama")
     runner = install(model)
@@ -352,7 +358,7 @@ def test_a_call_that_begins_again_draws_and_counts_once(monkeypatch):
     assert torch.equal(none[0], stock(model, **given))
 
 
-# -- copies -------------------------------------------------------------------------------------------------------------
+# -- copies ---------------------------------------------------------------------------------------
 
 
 def pickle_and_load(model):
@@ -416,7 +422,7 @@ def test_save_and_reload(tmp_path):
     assert_same(expected, back.generate(**GREEDY))
 
 
-# -- changes to the model -----------------------------------------------------------------------------------------------
+# -- changes to the model -------------------------------------------------------------------------
 
 
 def test_dtype_changes():
@@ -532,7 +538,10 @@ def test_rope_that_reads_the_length_is_not_captured():
 
 
 def test_rope_that_remembers_the_longest_text_sees_no_steps_ahead_of_the_host():
-    """On a GPU steps run ahead: one that finds no row alive is no text, and the next call would have other frequencies for it."""
+    """On a GPU steps run ahead.
+
+    One that finds no row alive is no text, and the next call would have other frequencies for it.
+    """
     model = tiny(
         "llama",
         rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
@@ -554,7 +563,7 @@ def test_rope_that_remembers_the_longest_text_sees_no_steps_ahead_of_the_host():
         assert twin.model.rotary_emb.max_seq_len_cached == model.model.rotary_emb.max_seq_len_cached
 
 
-# -- PEFT ---------------------------------------------------------------------------------------------------------------
+# -- PEFT -----------------------------------------------------------------------------------------
 
 
 def test_peft_life_cycle():
@@ -636,7 +645,7 @@ def test_install_after_peft_and_prompt_learning():
         install(model)
 
 
-# -- surroundings -------------------------------------------------------------------------------------------------------
+# -- surroundings ---------------------------------------------------------------------------------
 
 
 def test_inference_mode_and_back():
@@ -677,7 +686,10 @@ def test_a_failed_prefill_leaves_nothing_behind():
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("past", [0, 3])
 def test_layers_that_the_config_still_has(family, past, monkeypatch):
-    """A model may lose layers while its config keeps their number; a cache made from that has layers that nothing fills."""
+    """A model may lose layers while its config keeps their number.
+
+    A cache made from that has layers that nothing fills.
+    """
     monkeypatch.setattr("mirage_hf.decode.call_plan.FIRST_REACH", 64)
     model = tiny(family, max_position_embeddings=1024)
     model.model.layers = model.model.layers[:1]
@@ -814,7 +826,7 @@ def test_stop_strings():
     assert runner.counts["stock: stop_strings in the model's generation_config"] == 1
 
 
-# -- the trained model --------------------------------------------------------------------------------------------------
+# -- the trained model ----------------------------------------------------------------------------
 
 trained = pytest.mark.skipif(
     not (ASSET / "config.json").exists(), reason="tests/assets/tiny_llama is not built"

@@ -576,7 +576,8 @@ def test_phi3_is_covered_up_to_the_length_at_which_it_drops_its_cache():
     assert handled(runner) == 1
     assert (
         runner.counts[
-            "stock: the model's own prepare_inputs_for_generation takes more than 16 tokens in its own way"
+            "stock: the model's own prepare_inputs_for_generation takes more than 16 tokens in its "
+            "own way"
         ]
         == 1
     )

@@ -1,4 +1,7 @@
-"""Prefills of short prompts that are replayed: the same code on a CPU, where a "graph" calls what was captured."""
+"""Prefills of short prompts that are replayed.
+
+The same code on a CPU, where a "graph" calls what was captured.
+"""
 
 from __future__ import annotations
 
@@ -191,7 +194,7 @@ def test_a_forward_that_cannot_be_captured_is_hfs(monkeypatch: pytest.MonkeyPatc
     assert runner.prefills == {"called: capture failed (TypeError: no tensors here)": 1}
 
 
-# -- prompts by kernels -------------------------------------------------------------------------------------------------
+# -- prompts by kernels ---------------------------------------------------------------------------
 
 EVERY: dict[str, Any] = dict(layer_types=["full_attention"] * 3)
 PROMPTED: dict[str, dict[str, Any]] = {
@@ -246,7 +249,8 @@ def test_prompts_by_kernels(name: str, called: list[str], resolved: list[Any]) -
     ):
         agree(stock, ours, batch, length)
     runner = ours.generate.runner
-    # two prompts and more of 64 tokens, of one row and of three, and of 128 of three; none by kernels of two rows
+    # two prompts and more of 64 tokens, of one row and of three, and of 128 of three; none by
+    # kernels of two rows
     assert (
         runner.prefills == {"captured, by kernels": 3 + 1 + 1, "captured": 1}
         and called.count("prefill") == 4
@@ -612,7 +616,7 @@ def test_numbers_that_change_after_a_capture(called: list[str], resolved: list[A
     assert ours.generate.runner.prefills == {"captured, by kernels": 2, "captured": 2}
 
 
-# -- prompts whose kernels are called ------------------------------------------------------------------------------------
+# -- prompts whose kernels are called -------------------------------------------------------------
 
 
 @pytest.fixture
@@ -938,7 +942,7 @@ def test_what_fails_in_a_called_prompt_is_hfs(
     )
 
 
-# -- prompts that run while the host looks at the model ------------------------------------------------------------------
+# -- prompts that run while the host looks at the model -------------------------------------------
 
 CHANGES: dict[str, tuple[bool, Any]] = {
     "nothing": (True, lambda model: None),
@@ -1098,7 +1102,10 @@ def ahead_of_the_look(depth: int = 2) -> tuple[Any, Any]:
 
 
 def test_no_module_is_run_before_a_look(called: list[str], resolved: list[Any]) -> None:
-    """A step that is captured asks the model's own RoPE for its tables: a hook there is called as often as by stock."""
+    """A step that is captured asks the model's own RoPE for its tables.
+
+    A hook there is called as often as by stock.
+    """
     models, seen = ahead_of_the_look(), ([], [])
     for model, calls in zip(models, seen, strict=True):
         model.model.rotary_emb.register_forward_hook(
@@ -1200,7 +1207,10 @@ def test_a_call_s_fingerprint_is_its_own() -> None:
 
 
 def test_no_prompt_is_captured_before_a_look(called: list[str], resolved: list[Any]) -> None:
-    """A number that kernels were made for has changed, so their graph is gone: what takes its place runs the model's own forward."""
+    """A number that kernels were made for has changed, so their graph is gone.
+
+    What takes its place runs the model's own forward.
+    """
     stock, ours = models = ahead_of_the_look()
     seen: tuple[list[int], list[int]] = ([], [])
     numbers = [model.model.layers[1].post_attention_layernorm.__dict__ for model in models]

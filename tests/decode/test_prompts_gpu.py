@@ -1,4 +1,7 @@
-"""Prompts by kernels on the device: of any length, called or captured, as close to float32 as stock's."""
+"""Prompts by kernels on the device.
+
+Of any length, called or captured, as close to float32 as stock's.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def first_logits(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """What the first new token is chosen by, and the second: which reads the keys and values that the prompt has left."""
+    """What the first new token is chosen by, and the second.
+
+    Which reads the keys and values that the prompt has left.
+    """
     out = model.generate(
         ids,
         do_sample=False,

@@ -1,4 +1,7 @@
-"""Caches of sliding layers in rings of as many slots as their window: stock's tokens, logits and caches."""
+"""Caches of sliding layers in rings of as many slots as their window.
+
+Stock's tokens, logits and caches.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Caches of sliding layers in rings on a GPU: the checks of tests/helpers/ring_cache_checks.py with real kernels and graphs, and windows of real sizes."""
+"""Caches of sliding layers in rings on a GPU.
+
+The checks of tests/helpers/ring_cache_checks.py with real kernels and graphs, and windows of real
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -109,9 +113,11 @@ def test_windows_of_real_sizes(
         r.agree({"inputs": prompt(1, length, seed=length)}, tokens)
         blocks = len(r.pair.runner.pool.blocks)
         assert len(captures) == blocks, (
-            f"{name}, window {window}, prompt {length}: {len(captures)} captures for {blocks} blocks"
+            f"{name}, window {window}, prompt {length}: {len(captures)} captures for {blocks} "
+            "blocks"
         )
     r.check()
     print(
-        f"{name}, window {window}: blocks {r.pair.runner.pool.blocks}, {r.pair.runner.bytes / 2**20:.1f} MiB"
+        f"{name}, window {window}: blocks {r.pair.runner.pool.blocks}, "
+        f"{r.pair.runner.bytes / 2**20:.1f} MiB"
     )

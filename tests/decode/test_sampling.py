@@ -1,4 +1,7 @@
-"""Choices made on the device: HF's processors and stop strings as stock has them, samples by stock's probabilities."""
+"""Choices made on the device.
+
+HF's processors and stop strings as stock has them, samples by stock's probabilities.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ ON_DEVICE = "on the device"
 VOCAB = 61
 
 
-# -- processors ---------------------------------------------------------------------------------------------------------
+# -- processors -----------------------------------------------------------------------------------
 
 
 def bad_words() -> list[list[int]]:
@@ -244,7 +247,7 @@ def test_what_the_table_does_not_know_is_the_hosts():
     )
 
 
-# -- drawing ------------------------------------------------------------------------------------------------------------
+# -- drawing --------------------------------------------------------------------------------------
 
 
 def chi_square(counts: torch.Tensor, p: torch.Tensor) -> tuple[float, int]:
@@ -337,7 +340,10 @@ def test_draws_from_a_large_vocabulary():
 
 
 def philox(key: tuple[int, int], counter: int) -> list[int]:
-    """Philox4x64-10 as its paper has it (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3)."""
+    """Philox4x64-10 as its paper has it (Salmon et al., Parallel Random Numbers.
+
+    As Easy as 1, 2, 3).
+    """
     mask, x, (k0, k1) = (1 << 64) - 1, [counter, 0, 0, 0], key
     for _ in range(10):
         a, b = 0xD2E7470EE14C6C93 * x[0], 0xCA5A826395121157 * x[2]
@@ -378,7 +384,7 @@ def test_draws_at_the_edges():
     assert draw(many, torch.tensor([[1 - 2.0**-40]], dtype=torch.float64)).tolist() == [149_999]
 
 
-# -- generate -----------------------------------------------------------------------------------------------------------
+# -- generate -------------------------------------------------------------------------------------
 
 CASES = {
     "as the defaults are": {"temperature": 0.6, "top_p": 0.9},
@@ -550,7 +556,7 @@ def test_only_the_new_tokens_beside_a_cache():
     assert handled(runner) == 2 and runner.selections == {ON_DEVICE: 1}
 
 
-# -- stopping -----------------------------------------------------------------------------------------------------------
+# -- stopping -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -645,7 +651,10 @@ def test_stop_strings_of_a_text_shorter_than_they_are():
 
 
 def test_many_stop_tokens_of_two_devices():
-    """Those of generate's options are on the GPU, a user's on the CPU; there is none here, but another device is."""
+    """Those of generate's options are on the GPU, a user's on the CPU.
+
+    There is none here, but another device is.
+    """
     criteria = [EosTokenCriteria(torch.arange(40)), EosTokenCriteria(torch.arange(9))]
     criteria[1].eos_token_id = criteria[1].eos_token_id.to("meta")
     selection = Selection.of(
@@ -683,7 +692,7 @@ def test_time_is_read_by_the_host_while_steps_run_ahead():
     assert ours.sequences.shape[1] == 8 and not runner.selections and len(ours.scores) == 1
 
 
-# -- what cannot be drawn, and what is kept -----------------------------------------------------------------------------
+# -- what cannot be drawn, and what is kept -------------------------------------------------------
 
 
 @pytest.mark.parametrize(

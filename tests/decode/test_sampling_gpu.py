@@ -1,4 +1,7 @@
-"""Choices in captured steps: each of HF's processors beside stock, chi-squares, one seed at any depth, no waiting for the host."""
+"""Choices in captured steps.
+
+Each of HF's processors beside stock, chi-squares, one seed at any depth, no waiting for the host.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,10 @@ def test_thresholds_are_those_of_a_sort(shape):
 @pytest.mark.parametrize("vocab", [50_257, 128_256, 151_936, 1 << 20])
 @pytest.mark.parametrize("kind", ["plain", "bfloat16", "flat", "few"])
 def test_what_stays_of_a_large_vocabulary(kind, vocab):
-    """Beside HF's classes: top k exactly, others but for tokens at the limit, by rounding of sums in float32."""
+    """Beside HF's classes.
+
+    Top k exactly, others but for tokens at the limit, by rounding of sums in float32.
+    """
     generator = torch.Generator(CUDA).manual_seed(vocab)
     scores = 3 * torch.randn(2, vocab, device=CUDA, generator=generator)
     scores = {
@@ -95,7 +101,8 @@ def test_what_stays_of_a_large_vocabulary(kind, vocab):
         allowed = 0 if isinstance(p, hf.TopKLogitsWarper) else 2e-5
         if mass > allowed or not got.any(-1).all():
             wrong.append(
-                f"{type(p).__name__}: HF keeps {want.sum(-1).tolist()}, ours {got.sum(-1).tolist()}; they differ by {mass:.3g} of "
+                f"{type(p).__name__}: HF keeps {want.sum(-1).tolist()}, ours "
+                f"{got.sum(-1).tolist()}; they differ by {mass:.3g} of "
                 f"the probability, {allowed} is allowed"
             )
     assert not wrong, f"{kind}, vocabulary {vocab}, seed {vocab}:\n" + "\n".join(wrong)
@@ -121,7 +128,10 @@ def choosing(selection: Selection, rows: int, vocab: int = VOCAB) -> tuple[Cache
 @pytest.mark.parametrize("vocab", [VOCAB, 40_000])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_choices_never_wait_for_the_host_and_can_be_captured(rows, vocab):
-    """Called and replayed choices give the same tokens; a wrong line names processor, rows and vocabulary."""
+    """Called and replayed choices give the same tokens.
+
+    A wrong line names processor, rows and vocabulary.
+    """
     tok = tokenizer()
     kinds = {
         name: Selection((make(CUDA),), sample=sample, pads=sample)
@@ -162,11 +172,13 @@ def test_choices_never_wait_for_the_host_and_can_be_captured(rows, vocab):
                 a, b = getattr(block.control, n), getattr(twin.control, n)
                 if not torch.equal(a, b):
                     wrong.append(
-                        f"{name}, {rows} rows of {vocab}: {n} called {a.tolist()}, replayed {b.tolist()}"
+                        f"{name}, {rows} rows of {vocab}: {n} called {a.tolist()}, replayed "
+                        f"{b.tolist()}"
                     )
         except RuntimeError as error:
             wrong.append(
-                f"{name}, {rows} rows of {vocab}: {type(error).__name__}: {str(error).splitlines()[0]}"
+                f"{name}, {rows} rows of {vocab}: {type(error).__name__}: "
+                f"{str(error).splitlines()[0]}"
             )
     assert not wrong, "\n".join(wrong)
 

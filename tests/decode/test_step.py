@@ -1,4 +1,7 @@
-"""Steps of generate by kernels: what stock's generate gives, or the model's own forward with a counted reason; nothing left behind."""
+"""Steps of generate by kernels.
+
+What stock's generate gives, or the model's own forward with a counted reason; nothing left behind.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,10 @@ def many_samples(resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
 def pair(
     make: str | Callable[[], Any] = "llama", batch_sizes: tuple[int, ...] = (1, 3), **options: Any
 ) -> tuple[Any, Any]:
-    """A stock model and its optimized copy, which is not checked unless a test asks for it: the fakes are right."""
+    """A stock model and its optimized copy, which is not checked unless a test asks for it.
+
+    The fakes are right.
+    """
     stock = tiny(make) if isinstance(make, str) else make()
     return stock, optimize(twin_of(stock), batch_sizes=batch_sizes, **{"verify": False, **options})
 
@@ -109,7 +115,7 @@ def stocks(model: Any) -> list[str]:
     return [what for what in model.mirage.report.decode if what.startswith("stock: ")]
 
 
-# -- the same as stock --------------------------------------------------------------------------------------------------
+# -- the same as stock ----------------------------------------------------------------------------
 
 
 def rescaled() -> Any:
@@ -333,7 +339,7 @@ def test_streamers_processors_and_criteria_get_the_same_calls(extra: dict[str, A
     assert steps(ours) == {KERNELS: 4}
 
 
-# -- caches and positions -----------------------------------------------------------------------------------------------
+# -- caches and positions -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
@@ -464,7 +470,7 @@ def test_windows_that_change() -> None:
     assert seen[0] != seen[1] and steps(ours) == {KERNELS: 3}
 
 
-# -- models whose steps run their own forward ---------------------------------------------------------------------------
+# -- models whose steps run their own forward -----------------------------------------------------
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -886,7 +892,7 @@ def test_a_wrong_kernel_of_a_step_is_found_by_the_check(
     } == {"stock"}
 
 
-# -- after changes ------------------------------------------------------------------------------------------------------
+# -- after changes --------------------------------------------------------------------------------
 
 
 def test_the_numbers_of_a_model_are_read_alike_whatever_other_models_were_read() -> None:
@@ -1208,7 +1214,7 @@ def test_optimizing_again_takes_the_model_as_it_is() -> None:
     assert steps(ours) == {KERNELS: 1, no_kernels(1): 1}
 
 
-# -- coming and going ---------------------------------------------------------------------------------------------------
+# -- coming and going -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FOUR)
@@ -1297,7 +1303,7 @@ def test_released_memory_comes_back() -> None:
     assert steps(ours) == {KERNELS: 2}
 
 
-# -- kernels that were really searched ----------------------------------------------------------------------------------
+# -- kernels that were really searched ------------------------------------------------------------
 
 
 def test_searched_kernels_step_as_stock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

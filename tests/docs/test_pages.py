@@ -1,4 +1,7 @@
-"""README and docs: every code block runs, every table and chart is up to date, every link leads somewhere."""
+"""README and docs.
+
+Every code block runs, every table and chart is up to date, every link leads somewhere.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,10 @@ def test_pages_have_code():
 
 @pytest.fixture(scope="module")
 def namespace() -> dict[str, Any]:
-    """Return the names that short examples use without making them: a model, its tokenizer, inputs."""
+    """Return the names that short examples use without making them.
+
+    A model, its tokenizer, inputs.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)

@@ -1,4 +1,7 @@
-"""Printed graphs, JSON, pictures and generated CUDA as they were when somebody last looked; --update-golden writes them anew."""
+"""Printed graphs, JSON, pictures and generated CUDA as they were when somebody last looked.
+
+--update-golden writes them anew.
+"""
 
 import pytest
 

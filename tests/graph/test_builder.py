@@ -1,4 +1,7 @@
-"""Block graphs written by hand: what tiles become, that numbers do not depend on how the work is cut, and what is refused."""
+"""Block graphs written by hand.
+
+What tiles become, that numbers do not depend on how the work is cut, and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,7 @@ def only_block(graph) -> BlockGraph:
     return block
 
 
-# -- what tiles become ----------------------------------------------------------------------------------------------------------
+# -- what tiles become ----------------------------------------------------------------------------
 
 
 def test_tiles_become_axes_with_roles():
@@ -320,7 +323,10 @@ def test_numbers_take_either_side():
 
 
 def test_what_is_linear_may_follow_the_product_of_a_trip():
-    """The paper accumulates late; sums of one trip may be scaled and added before, and tiles accumulated before they are summed."""
+    """The paper accumulates late.
+
+    Sums of one trip may be scaled and added before, and tiles accumulated before they are summed.
+    """
     g, kernels = mi.new_kernel_graph(), mi.new_kernel_graph()
     for graph in (g, kernels):
         graph.new_input((16, 64), "float32", name="x")
@@ -410,7 +416,7 @@ def test_a_tensor_may_be_loaded_twice():
     assert isinstance(prove(mi.UGraph(g, kernels)), mi.Accepted)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------------------
+# -- what is refused ------------------------------------------------------------------------------
 
 
 def X16(graph=None):
@@ -582,7 +588,7 @@ def test_an_axis_cut_in_one_input_and_whole_in_another():
         bg.matmul(x, w)
 
 
-# -- programs with kernels in them ------------------------------------------------------------------------------------------------
+# -- programs with kernels in them ----------------------------------------------------------------
 
 
 def test_a_program_with_a_kernel_in_it_is_searched_as_if_spelled_out():
@@ -633,7 +639,7 @@ def test_partial_results_that_are_not_just_summed_are_not_lowered():
         kernels._marked.clear()
 
 
-# -- documentation ------------------------------------------------------------------------------------------------------------------
+# -- documentation --------------------------------------------------------------------------------
 
 
 def test_what_is_proven_does_not_change_with_the_graphs_it_was_made_from():

@@ -1,4 +1,7 @@
-"""The executor: block graphs in any number of pieces equal their programs, and layout ops equal transformers'."""
+"""The executor.
+
+Block graphs in any number of pieces equal their programs, and layout ops equal transformers'.
+"""
 
 import pytest
 import torch

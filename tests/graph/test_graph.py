@@ -98,7 +98,7 @@ def test_graphs_compare_by_content():
     assert programs.build(mi, "lora_paper") != programs.build(mi, "lora_4096")
 
 
-# -- block graphs -------------------------------------------------------------------------------------------------------
+# -- block graphs ---------------------------------------------------------------------------------
 
 
 def test_customized_checks_operands():
@@ -258,7 +258,7 @@ def test_block_inputs_need_a_size_per_source():
     assert Stage(None, ()).accumulators == ()
 
 
-# -- inputs at call time ----------------------------------------------------------------------------------------------------
+# -- inputs at call time --------------------------------------------------------------------------
 
 WRONG_CALLS = [
     (lambda x, w: x, "expected a list of 2 tensors in the order of graph.inputs, got one tensor"),

@@ -87,7 +87,11 @@ def test_block_graph_numbers_and_attributes_round_trip():
 
 @st.composite
 def graphs(draw) -> KernelGraph:
-    """Random programs: every step applies a random op to random earlier tensors, and is dropped where shapes do not fit."""
+    """Random programs.
+
+    Every step applies a random op to random earlier tensors, and is dropped where shapes do not
+    fit.
+    """
     g = KernelGraph()
     size = st.sampled_from((1, 2, 3, 4, 8))
     tensors = [
@@ -143,7 +147,7 @@ def test_digest_is_of_content():
     assert len(json_format.digest(d)) == 64
 
 
-# -- damaged files ------------------------------------------------------------------------------------------------------------
+# -- damaged files --------------------------------------------------------------------------------
 
 
 def _ugraph_dict():

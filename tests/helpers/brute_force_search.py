@@ -60,7 +60,7 @@ class Terms:
             self.number.append(op != "input" and all(self.number[a] for a in args))
         return self.known[term]
 
-    # -- rules: what an expression equals -----------------------------------------------------------------------------------
+    # -- rules: what an expression equals ---------------------------------------------------------
 
     def equals(self, t: int) -> Iterator[int]:
         op, what, args = self.terms[t]

@@ -99,7 +99,10 @@ class Block:
         joined: str | None = None,
         sizes: tuple[int, ...] = (),
     ) -> str:
-        """Add an input. `axes` has a letter for each dim of the tensor, and 1 for a dim of size 1."""
+        """Add an input.
+
+        `axes` has a letter for each dim of the tensor, and 1 for a dim of size 1.
+        """
         self.inputs.append(
             BlockInput(name, sources, tuple(None if a == "1" else a for a in axes), joined, sizes)
         )

@@ -52,7 +52,10 @@ def fuse(program: KernelGraph, block: BlockGraph) -> UGraph:
 
 
 def mutants(ugraph: UGraph) -> Iterator[Mutant]:
-    """Yield every valid mutant of a µGraph: changes of its block graphs, then of its kernel graph."""
+    """Yield every valid mutant of a µGraph.
+
+    Changes of its block graphs, then of its kernel graph.
+    """
     kernels = ugraph.kernels
     for number, op in enumerate(kernels.ops):
         if op.block is None:
@@ -530,7 +533,7 @@ def _op_changes(block: BlockGraph, s: int, n: int, op: BlockOp, carried):
             )
 
 
-# -- the judge ------------------------------------------------------------------------------------------------------------
+# -- the judge ------------------------------------------------------------------------------------
 
 #: Relative float64 errors: functions differ above the first, and are equal below the second.
 DIFFERS, EQUAL = 1e-9, 1e-11

@@ -105,7 +105,8 @@ def ntrans(mi, rows=8, n=4096):
     return g
 
 
-# name: (builder, sizes, k): a µGraph with at most k kernels must be among the results; ranking is by cost, not by count
+# name: (builder, sizes, k): a µGraph with at most k kernels must be among the results; ranking is
+# by cost, not by count
 PROGRAMS = {
     "rms_norm_linear": (rms_norm_linear, {}, 1),
     "rms_norm_linear_plain": (rms_norm_linear, dict(weight=False), 1),

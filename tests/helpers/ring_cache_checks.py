@@ -103,7 +103,10 @@ def prompts_that_are_replayed(r: Rings) -> None:
 
 @check
 def left_padding(r: Rings) -> None:
-    """Pad on the left. Each row wraps around at another time, and the returned cache has padding."""
+    """Pad on the left.
+
+    Each row wraps around at another time, and the returned cache has padding.
+    """
     w = r.window
     for lengths in ((1, w - 3, w // 2), (w - 1, 2, w), (1, 2 * w + 1, w + 2)):
         r.agree(padded(lengths), 2 * w + 3)

@@ -21,5 +21,6 @@ def as_close_as(
         error, theirs = ((z.double() - x).abs().max().item() for z in (y, s))
         allowed = 1.25 * theirs + torch.finfo(y.dtype).eps * x.abs().max().item()
         assert error <= allowed, (
-            f"{what}: output {n} is off by {error:.3g}, torch by {theirs:.3g}; {allowed:.3g} is allowed"
+            f"{what}: output {n} is off by {error:.3g}, torch by {theirs:.3g}; {allowed:.3g} is "
+            "allowed"
         )

@@ -42,7 +42,8 @@ def run(code: str) -> Any:
     finally:
         watch.cancel()
     assert answer, (
-        f"the process that interprets kernels died, or took more than {SECONDS} s; standard error has more"
+        f"the process that interprets kernels died, or took more than {SECONDS} s; standard error "
+        "has more"
     )
     result = json.loads(answer)
     assert "raised" not in result, result["raised"]
@@ -80,7 +81,8 @@ def quicken() -> None:
         return
     interpreter.quickened = True
 
-    # every sum and product of int32 is computed in int64 too, to see whether it overflows; sizes here are far from that
+    # every sum and product of int32 is computed in int64 too, to see whether it overflows; sizes
+    # here are far from that
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
@@ -126,7 +128,8 @@ def quicken() -> None:
 
     core.block_type.__init__, core.tensor.__init__ = known_block_type, tensor
 
-    # reductions by functions of ours join numbers one by one; such a function, without branches, takes whole rows
+    # reductions by functions of ours join numbers one by one; such a function, without branches,
+    # takes whole rows
     one_by_one = interpreter.ReduceOps.generic_reduce
 
     def row_by_row(self, inputs):

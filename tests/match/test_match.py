@@ -1,4 +1,7 @@
-"""Matching: families in full, others in the parts that a probe proves, and a reason for every "no"."""
+"""Matching.
+
+Families in full, others in the parts that a probe proves, and a reason for every "no".
+"""
 
 from __future__ import annotations
 
@@ -314,7 +317,10 @@ def test_attention_backends_match(implementation: str) -> None:
 
 @pytest.mark.parametrize("bound", [None, 100.0])
 def test_bounds_that_no_probe_reaches_are_refused(bound: float | None) -> None:
-    """OLMoE's config has such a bound; transformers 5.4.0 cannot make one (it takes no bool for `tie_word_embeddings`)."""
+    """OLMoE's config has such a bound.
+
+    Transformers 5.4.0 cannot make one (it takes no bool for `tie_word_embeddings`).
+    """
     model = tiny("llama", num_hidden_layers=1)
     model.config.clip_qkv = bound
     matches = match(model, ALL, model)

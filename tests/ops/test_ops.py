@@ -133,12 +133,14 @@ def test_shape_rules_agree_with_the_oracle(name, dims, attrs, want):
 WRONG = [
     (
         lambda g, x, w: g.matmul(x, w),
-        "matmul: inner sizes differ, X (16, 4096) and W (406, 4096): X has 4096 columns, W has 406 rows; "
+        "matmul: inner sizes differ, X (16, 4096) and W (406, 4096): X has 4096 columns, W has 406 "
+        "rows; "
         "the sizes fit if W is transposed (graph.permute, or strides=(1, 4096) at new_input)",
     ),
     (
         lambda g, x, w: g.add(x, w),
-        "add: shapes (16, 4096) and (406, 4096) do not broadcast; sizes must be equal or 1, aligned at the right",
+        "add: shapes (16, 4096) and (406, 4096) do not broadcast; sizes must be equal or 1, "
+        "aligned at the right",
     ),
     (
         lambda g, x, w: g.reduction(x, 2),
@@ -158,7 +160,8 @@ WRONG = [
     (lambda g, x, w: g.permute(x, (0, 0)), "permute: (0, 0) is not an order of 2 dims"),
     (
         lambda g, x, w: g.rms_norm(x, w),
-        "rms_norm: weight or bias (406, 4096) does not fit the last dim of (16, 4096); give it as (1, 4096)",
+        "rms_norm: weight or bias (406, 4096) does not fit the last dim of (16, 4096); give it as "
+        "(1, 4096)",
     ),
     (lambda g, x, w: g.rms_norm(x, eps=0), "rms_norm: eps must be positive, it is 0"),
     (
@@ -174,13 +177,15 @@ WRONG = [
     ),
     (
         lambda g, x, w: g.add(1, 2),
-        "add: needs tensors of this graph, got (1.0, 2.0); elementwise ops take numbers too, beside a tensor",
+        "add: needs tensors of this graph, got (1.0, 2.0); elementwise ops take numbers too, "
+        "beside a tensor",
     ),
     (lambda g, x, w: g.add(x, math.nan), "add: the number is NaN"),
     (lambda g, x, w: g.add(x, 10**400), "add: the number does not fit in a float64"),
     (
         lambda g, x, w: g.rope(x, w, w),
-        "rope: shapes (16) and (406) do not broadcast; sizes must be equal or 1, aligned at the right",
+        "rope: shapes (16) and (406) do not broadcast; sizes must be equal or 1, aligned at the "
+        "right",
     ),
     (
         lambda g, x, w: g.cast(x, "float8"),

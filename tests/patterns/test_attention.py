@@ -1,4 +1,7 @@
-"""Attention of a decoding step in its breadth: each feature in one searched and proven kernel; random configurations beside SDPA."""
+"""Attention of a decoding step in its breadth: each feature in one searched and proven kernel.
+
+Random configurations beside SDPA.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Attention of decoding steps on the GPU: rotations, norms, new keys beside a cache, sinks, softcap; against float64."""
+"""Attention of decoding steps on the GPU.
+
+Rotations, norms, new keys beside a cache, sinks, softcap; against float64.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,8 @@ def run_all(g: KernelGraph, schedules: int = 6) -> list[str]:
                     test_shifts.error_of([y.cpu() for y in run_kernel_graph(g, inputs)], want),
                 )
                 ran += 1
-                # large numbers rotated and rounded to 16 bits before they are multiplied lose as much in torch
+                # large numbers rotated and rounded to 16 bits before they are multiplied lose as
+                # much in torch
                 if not error < max(
                     4e-2 if g.inputs[0].dtype is torch.bfloat16 else 6e-3, 1.25 * torchs
                 ):

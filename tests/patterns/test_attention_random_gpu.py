@@ -1,4 +1,7 @@
-"""Attention of decoding steps in its breadth on the GPU: random configurations beside SDPA in the same dtype, and float64."""
+"""Attention of decoding steps in its breadth on the GPU.
+
+Random configurations beside SDPA in the same dtype, and float64.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from tests.helpers.tolerances import as_close_as
 pytestmark = pytest.mark.gpu
 
 RANDOM, OF_A_KIND = 500, 10
-"""Random configurations, each with a schedule of its own and three draws of inputs and bounds; neighbours share what is searched."""
+"""Random configurations, each with a schedule of its own and three draws of inputs and bounds.
+
+Neighbours share what is searched.
+"""
 REFERENCE_SLOTS = 128
 
 

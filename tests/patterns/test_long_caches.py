@@ -1,4 +1,8 @@
-"""Attention over long caches: loops in parts that share what is within bounds, partial results added up in pieces, no spilled registers."""
+"""Attention over long caches.
+
+Loops in parts that share what is within bounds, partial results added up in pieces, no spilled
+registers.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +153,10 @@ CASES = [
     dict(kernels=1, cooperating_blocks=4, mma=False, group=2, d=10, gathered=64, straight=2),
     dict(kernels=1, cooperating_blocks=2, mma=False, group=1, d=10, gathered=0, straight=16),
 ]
-"""gathered: partial results that a thread holds at a time; 0: those of one block. straight: blocks that are added up without a loop."""
+"""gathered: partial results that a thread holds at a time; 0: those of one block. straight.
+
+Blocks that are added up without a loop.
+"""
 
 
 def walking(kernels: int, cooperating_blocks: int, mma: bool, group: int, d: int, **_: int):
@@ -262,7 +269,10 @@ def test_the_tuner_begins_with_schedules_that_ask_for_caches_early():
 
 
 def test_heads_and_queries_share_the_rows_of_a_product():
-    """Axes of the grid on one side of a product: together as many rows as tensor cores want, not each of them."""
+    """Axes of the grid on one side of a product.
+
+    Together as many rows as tensor cores want, not each of them.
+    """
     g = new_kernel_graph()
     q, k, v = (
         g.new_input(dims, "float16")
@@ -278,7 +288,10 @@ def test_heads_and_queries_share_the_rows_of_a_product():
 
 
 def test_keys_held_whole_are_not_cut_to_more_than_shared_memory_holds():
-    """Masked attention tuned at 256 slots serves up to 1,023: the cost model's first kernel holds all keys in a tile, 290 KiB there."""
+    """Masked attention tuned at 256 slots serves up to 1,023.
+
+    The cost model's first kernel holds all keys in a tile, 290 KiB there.
+    """
     block = MASKED_ATTENTION.block(
         kv_heads=2,
         group=3,

@@ -1,4 +1,7 @@
-"""Decoding attention at the edges of its range on the GPU, against float64: one key to 128k, batch 64, head dims of 64 to 256."""
+"""Decoding attention at the edges of its range on the GPU, against float64.
+
+One key to 128k, batch 64, head dims of 64 to 256.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,10 @@ def program(name: str, slots: int | None = None):
 
 
 def inputs_of(g, lo: int, slot: int) -> list[torch.Tensor]:
-    """Every second sequence is one key shorter where it can be. Cosine and sine are those of angles."""
+    """Every second sequence is one key shorter where it can be.
+
+    Cosine and sine are those of angles.
+    """
     generator = torch.Generator("cuda").manual_seed(7)
     inputs = {}
     for t in g.inputs:

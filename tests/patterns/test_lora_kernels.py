@@ -1,4 +1,7 @@
-"""Blocks with PEFT adapters: generated kernels against torch in float64, and the memory of inputs whose elements share a place."""
+"""Blocks with PEFT adapters.
+
+Generated kernels against torch in float64, and the memory of inputs whose elements share a place.
+"""
 
 from __future__ import annotations
 

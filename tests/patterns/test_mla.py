@@ -1,4 +1,7 @@
-"""Multi-head latent attention: what the search makes of the program, and generated code over views of packed rows and of one cache."""
+"""Multi-head latent attention.
+
+What the search makes of the program, and generated code over views of packed rows and of one cache.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,8 @@ SMALL = dict(heads=2, latent=32, nope=16, rope=8, q_rank=12)
 )
 def test_latents_are_never_expanded(ropes: str, heads: int, rows: int, us: float) -> None:
     """The weight meets the query in one kernel and the result in another; the one over the cache reads latents and rotated keys only.
-    The cost model expects what bytes and products take, and not that few blocks have something of their own in flight."""
+    The cost model expects what bytes and products take, and not that few blocks have something of
+    their own in flight."""
     block = MLA.block(
         **{**LITE, "heads": heads}, value=128, scale=0.07, ropes=ropes, dtype=torch.bfloat16
     )
@@ -54,7 +58,8 @@ def test_latents_are_never_expanded(ropes: str, heads: int, rows: int, us: float
 
 def test_latents_are_copied_ahead_once_where_both_products_read_them_in_step() -> None:
     """Rows first: a tile has as many buffers as tiles are in flight, and both products read it there, although one sums what the other
-    keeps. With the latents first, products of 64 rows still read a tile while the next is asked for: a buffer more."""
+    keeps. With the latents first, products of 64 rows still read a tile while the next is asked
+    for: a buffer more."""
     block = MLA.block(**LITE, value=128, scale=0.07, ropes="pairs", dtype=torch.bfloat16)
     g = block.searched(16)
     assert g is not None
@@ -87,7 +92,10 @@ def test_another_rope_is_an_error() -> None:
 
 
 def memory(sizes: dict[str, Any], ropes: str, rows: int, slots: int) -> dict[str, torch.Tensor]:
-    """Inputs as a model's step has them: q and new latents are views of packed rows, both keys of one cache."""
+    """Inputs as a model's step has them.
+
+    Q and new latents are views of packed rows, both keys of one cache.
+    """
     heads, latent, nope, rope, rank = (
         sizes[n] for n in ("heads", "latent", "nope", "rope", "q_rank")
     )

@@ -40,7 +40,10 @@ NAMES = [
 
 
 def inputs_of(g: KernelGraph, slots: int) -> list[torch.Tensor]:
-    """Unit normal numbers, weights of unit gain; rows that see all of the cache, most, some and one slot of it."""
+    """Unit normal numbers, weights of unit gain.
+
+    Rows that see all of the cache, most, some and one slot of it.
+    """
     generator, found = torch.Generator().manual_seed(0), []
     bounds = {
         "lo": [0, 3, slots // 2, slots - 3],
@@ -98,7 +101,8 @@ def wrong(
             ]
             if not max(far) < tolerance:
                 off.append(
-                    f"µGraph {n} ({u.num_kernels} kernels), {[*map(str, chosen)]}: outputs off by {far} of their size"
+                    f"µGraph {n} ({u.num_kernels} kernels), {[*map(str, chosen)]}: outputs off by "
+                    f"{far} of their size"
                 )
     return off, ran
 

@@ -1,4 +1,7 @@
-"""resolve(): searched once, then looked up, also by another process; what is damaged is made anew, what cannot be kept says so."""
+"""resolve(): searched once, then looked up, also by another process.
+
+What is damaged is made anew, what cannot be kept says so.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +190,10 @@ def test_a_named_zoo_and_a_full_search(tmp_path, monkeypatch, searches):
 
 
 def test_rounding_decides_which_schedule_is_taken():
-    """x·γ in float16 may not go to tensor cores: 16 rows take a form that divides first, or one that multiplies γ by W."""
+    """x·γ in float16 may not go to tensor cores.
+
+    16 rows take a form that divides first, or one that multiplies γ by W.
+    """
     r = resolver.resolve(programs.rms_norm_linear(mi, rows=16, k=512, n=256), device="cpu")
     (schedule,) = r.ugraph.schedules
     block = r.ugraph.block_ops[0].block
@@ -222,7 +228,7 @@ def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch, caplog
     assert results.obstacle(untimed, True, True) and not results.obstacle(untimed, True, False)
 
 
-# -- kernels chosen for a layer --------------------------------------------------------------------------------------------------
+# -- kernels chosen for a layer -------------------------------------------------------------------
 
 
 @functools.cache
@@ -234,7 +240,10 @@ def searched(program):
 
 
 def made(k: int, *us: float, library: float | None = 9.0) -> resolver.Resolved:
-    """A program whose kernel was just tuned: a candidate for each of the times, best first. `library`: None where that path failed."""
+    """A program whose kernel was just tuned: a candidate for each of the times, best first.
+
+    `library`: None where that path failed.
+    """
     program = programs.rms_norm_linear(mi, rows=1, k=k, n=256)
     found = searched(program)
     ugraph = found.ugraphs[0]

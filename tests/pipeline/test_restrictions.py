@@ -1,4 +1,7 @@
-"""What a user may restrict: maps of tensors, numbers of blocks, threads and trips, kernels, time; and what is refused, with the reason."""
+"""What a user may restrict: maps of tensors, numbers of blocks, threads and trips, kernels, time.
+
+And what is refused, with the reason.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def maps(u):
     )
 
 
-# -- maps -------------------------------------------------------------------------------------------------------------------------
+# -- maps -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -57,7 +60,10 @@ def maps(u):
     ids=str,
 )
 def test_imaps_keep_the_rows_whole(imaps):
-    """Our grid dims have no names: an axis that may not be cut is held whole, and the kernel is the same."""
+    """Our grid dims have no names.
+
+    An axis that may not be cut is held whole, and the kernel is the same.
+    """
     us = found(small(), imaps=imaps)
     assert all(cut <= {1} for u in us for cut in maps(u)[0])
     block = us[0].block_ops[0].block
@@ -176,7 +182,7 @@ def test_impossible_maps_say_why(given, says):
         mi.superoptimize(small(), backend="cpu", **given)
 
 
-# -- every other parameter ----------------------------------------------------------------------------------------------------------
+# -- every other parameter ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""superoptimize(): the code block of the README as typed, options that act, inputs that are checked, checkpoints."""
+"""superoptimize().
+
+The code block of the README as typed, options that act, inputs that are checked, checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +115,7 @@ def test_numbers_of_a_result_are_the_programs():
         torch.testing.assert_close(u(inputs)[0], want, rtol=1e-4, atol=1e-4)
 
 
-# -- options --------------------------------------------------------------------------------------------------------------------
+# -- options --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [None, "attention", "lora", "mlp"])
@@ -258,7 +261,7 @@ def test_save_codes(tmp_path):
     assert len(files) == len(result) and all(compile(f.read_text(), f.name, "exec") for f in files)
 
 
-# -- wrong inputs -------------------------------------------------------------------------------------------------------------
+# -- wrong inputs ---------------------------------------------------------------------------------
 
 
 def test_wrong_inputs_are_refused_with_the_way_out():
@@ -281,7 +284,7 @@ def test_wrong_inputs_are_refused_with_the_way_out():
     assert result([x, gamma, w])[0].shape == (4, 48)
 
 
-# -- checkpoints ----------------------------------------------------------------------------------------------------------------
+# -- checkpoints ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -394,7 +397,7 @@ def test_a_search_that_was_killed_goes_on_from_its_checkpoint(tmp_path):
     assert mi.superoptimize(small(), checkpoint=path).report.stop == "loaded"
 
 
-# -- the cache ------------------------------------------------------------------------------------------------------------------
+# -- the cache ------------------------------------------------------------------------------------
 
 
 def anew():
@@ -701,7 +704,7 @@ def test_the_caches_are_bounded(monkeypatch):
     assert {p.name for p in user_store().root.iterdir()} == {".lock", ".partial-a8f3", "program"}
 
 
-# -- the page -------------------------------------------------------------------------------------------------------------------
+# -- the page -------------------------------------------------------------------------------------
 
 
 class Page(HTMLParser):

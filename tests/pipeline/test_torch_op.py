@@ -1,4 +1,7 @@
-"""The op `mirage_hf::run`: its fake, its errors, no aliasing, and µGraphs that call it while they are compiled."""
+"""The op `mirage_hf::run`.
+
+Its fake, its errors, no aliasing, and µGraphs that call it while they are compiled.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a kernel zoo or a checkpoint holds is checked before it runs: its text, its µGraph, its rounding."""
+"""What a kernel zoo or a checkpoint holds is checked before it runs.
+
+Its text, its µGraph, its rounding.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Programs larger than one search: windows, the path through them, library calls where they must be, and what is verified."""
+"""Programs larger than one search.
+
+Windows, the path through them, library calls where they must be, and what is verified.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ def fewest(result: VerifiedCandidates) -> UGraph:
     )
 
 
-# -- whole layers -----------------------------------------------------------------------------------------------------------
+# -- whole layers ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -167,7 +170,7 @@ def test_two_equal_layers_are_searched_once(monkeypatch):
     assert same_as_float64(three.candidates[0].ugraph)
 
 
-# -- what cannot be lowered ---------------------------------------------------------------------------------------------------
+# -- what cannot be lowered -----------------------------------------------------------------------
 
 
 def _mid_rope(g):
@@ -292,7 +295,7 @@ def test_nothing_to_search_is_an_answer_with_a_reason():
     )
 
 
-# -- which way a program goes --------------------------------------------------------------------------------------------------
+# -- which way a program goes ---------------------------------------------------------------------
 
 
 def _chain(ops):
@@ -330,7 +333,7 @@ def test_max_kernels_bounds_a_window_there_and_the_whole_in_superoptimize():
         mi.superoptimize(g, backend="cpu", max_kernels=3)
 
 
-# -- the path ---------------------------------------------------------------------------------------------------------------------
+# -- the path -------------------------------------------------------------------------------------
 
 
 def test_a_refused_window_is_replaced(monkeypatch):
@@ -400,7 +403,7 @@ def test_candidates_differ_and_come_in_order():
     assert [c.cost_us for c in result.candidates] == sorted(c.cost_us for c in result.candidates)
 
 
-# -- products of one tensor -------------------------------------------------------------------------------------------------------
+# -- products of one tensor -----------------------------------------------------------------------
 
 
 def test_projections_of_one_row_are_one_kernel_that_reads_it_once():
@@ -459,7 +462,7 @@ def test_what_is_not_joined(build):
     assert join(g) is None
 
 
-# -- limits -----------------------------------------------------------------------------------------------------------------------
+# -- limits ---------------------------------------------------------------------------------------
 
 
 def test_no_time_is_no_error():
@@ -494,7 +497,7 @@ def test_progress_is_told_and_an_interrupted_search_returns_the_best_so_far():
     )
 
 
-# -- helpers ----------------------------------------------------------------------------------------------------------------------
+# -- helpers --------------------------------------------------------------------------------------
 
 
 def test_inline_keeps_names_and_makes_them_unique():

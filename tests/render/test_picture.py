@@ -1,4 +1,7 @@
-"""Pictures: valid SVG, every tensor and map in it; no two boxes or texts overlap, no text is cut off, no edge runs through a box."""
+"""Pictures: valid SVG, every tensor and map in it.
+
+No two boxes or texts overlap, no text is cut off, no edge runs through a box.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def split_attention(heads=3, keys=50, d=8, parts=4) -> UGraph:
-    """Two kernels: keys dealt out in parts, sums rescaled as the maximum grows, then the parts brought together."""
+    """Two kernels.
+
+    Keys dealt out in parts, sums rescaled as the maximum grows, then the parts brought together.
+    """
     first = BlockGraph(
         (
             Axis("h", heads, Role.GRID),
@@ -395,7 +401,10 @@ def luminance(colour):
 
 
 def test_text_has_contrast_on_every_box():
-    """WCAG's 4.5 to 1, for normal and for small text; borders differ from their fill by 1.6 to 1."""
+    """WCAG's 4.5 to 1, for normal and for small text.
+
+    Borders differ from their fill by 1.6 to 1.
+    """
     for fill, stroke, _ in drawing.STYLES.values():
         for text in ("#17202b", "#43515f"):
             assert (luminance(fill) + 0.05) / (luminance(text) + 0.05) > 4.5

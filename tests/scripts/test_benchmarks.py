@@ -1,4 +1,7 @@
-"""The benchmark scripts, as far as a machine without a GPU can run them: programs, rivals, chains, resuming, budgets."""
+"""The benchmark scripts, as far as a machine without a GPU can run them.
+
+Programs, rivals, chains, resuming, budgets.
+"""
 
 import argparse
 import copy
@@ -753,7 +756,8 @@ def test_padded_prompts_of_bench_generate():
         * model.config.head_dim
         * 2
     )
-    # a model in float32 in place of ours is as far from float32 as its steps behind padding are from a forward
+    # a model in float32 in place of ours is as far from float32 as its steps behind padding are
+    # from a forward
     wide = copy.deepcopy(model).float()
     ids = bench_generate.random_ids(wide, 3, 12, seed=0, padded=True)
     far = bench_generate.closeness(model, wide, ids, 4)

@@ -1,4 +1,7 @@
-"""Some calls of scripts/soak_generate.py on a CPU; tests/scripts/test_soak_gpu.py makes a thousand."""
+"""Some calls of scripts/soak_generate.py on a CPU.
+
+Tests/scripts/test_soak_gpu.py makes a thousand.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A thousand generate calls of mixed kinds on a GPU, 500 made twice (scripts/soak_generate.py); it needs the GPU for itself."""
+"""A thousand generate calls of mixed kinds on a GPU, 500 made twice (scripts/soak_generate.py).
+
+It needs the GPU for itself.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,17 @@
 """On small programs a search by brute force (tests/helpers/brute_force_search.py) finds no cheaper plan than the search does.
 
-The oracle tries up to WAYS expression DAGs that equal the program by its rules, and of each every plan of at most three kernels and
-two values kept in between; only the cost of one kernel is the core's. Two differences are known and allowed for:
+The oracle tries up to WAYS expression DAGs that equal the program by its rules, and of each every
+plan of at most three kernels and two values kept in between; only the cost of one kernel is the
+core's. Two differences are known and allowed for:
 
-- SCALARS: of the ways that form the same sums the search keeps the one with the least scalar work on a whole GPU (`op_work`), before
-  it knows the kernels. Another order of the same products may cost a kernel up to 1% less.
-- DEARER: on at most 2% of the programs the search may miss a plan that is cheaper by more. Known causes: normal forms do not merge
-  Σ_k a · Σ_k b, whose bound axis has one name, so ways that differ in which of the two an outer sum takes in are not found from each
-  other (`sums_meet`); and `op_work` may drop the order of three factors that is cheaper in kernels (f(x)·W·V with a large W: 5%).
+- SCALARS: of the ways that form the same sums the search keeps the one with the least scalar work
+  on a whole GPU (`op_work`), before it knows the kernels. Another order of the same products may
+  cost a kernel up to 1% less.
+- DEARER: on at most 2% of the programs the search may miss a plan that is cheaper by more. Known
+  causes: normal forms do not merge Σ_k a · Σ_k b, whose bound axis has one name, so ways that
+  differ in which of the two an outer sum takes in are not found from each other (`sums_meet`); and
+  `op_work` may drop the order of three factors that is cheaper in kernels (f(x)·W·V with a large W:
+  5%).
 """
 
 from __future__ import annotations
@@ -38,7 +42,10 @@ SIZES = (1, 4, 16, 64, 256, 1024, 4096)
 
 
 def small_program(rng: random.Random) -> KernelGraph:
-    """A program that is lowered to 2 to 6 primitives: sums, products, quotients, exponentials and opaque functions."""
+    """A program that is lowered to 2 to 6 primitives.
+
+    Sums, products, quotients, exponentials and opaque functions.
+    """
     while True:
         g = KernelGraph()
         tensors: list[DTensor] = [g.new_input((rng.choice(SIZES[:5]), rng.choice(SIZES[2:])))]
@@ -98,7 +105,12 @@ def sums_meet(g: KernelGraph) -> bool:
 
 
 def compare(g: KernelGraph) -> tuple[float | None, brute_force_search.Plan, int, bool]:
-    """The search's best cost (None: it found nothing), the oracle's cheapest plan of at most that cost, ways tried, whether all."""
+    """Search, and compare with the brute-force search.
+
+    Returns:
+        The search's best cost (None if it found nothing), the oracle's cheapest plan of at most
+        that cost, the number of ways tried, and whether these are all.
+    """
     found, report = search(g, SEARCH)
     assert report.stop == "exhausted", report
     if not found:  # an output is an input or a number

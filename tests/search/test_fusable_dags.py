@@ -1,4 +1,7 @@
-"""Programs that nobody wrote rules for: random DAGs of realistic shapes come back fused, and everything that comes back is right."""
+"""Programs that nobody wrote rules for.
+
+Random DAGs of realistic shapes come back fused, and everything that comes back is right.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,11 @@ UNARY = ("silu", "gelu", "sigmoid", "tanh", "relu", "exp", "square", "neg")
 
 
 def dag(rng: random.Random) -> KernelGraph:
-    """A DAG of 3 to 10 ops: rows × columns, matrices, norms, softmax, scalar work, residuals, reductions; one or more outputs."""
+    """A DAG of 3 to 10 ops.
+
+    Rows × columns, matrices, norms, softmax, scalar work, residuals, reductions; one or more
+    outputs.
+    """
     g = KernelGraph()
     rows, columns = rng.choice(ROWS), rng.sample(COLUMNS, rng.randint(1, 3))
     tensors: list[DTensor] = [g.new_input((rows, rng.choice(columns)))]  # of that many rows
@@ -96,7 +103,10 @@ def dag(rng: random.Random) -> KernelGraph:
 
 
 def provable(ugraph: UGraph) -> bool:
-    """Whether `prove` takes it on. Once it takes all (several kernels, running maxima), this goes."""
+    """Whether `prove` takes it on.
+
+    Once it takes all (several kernels, running maxima), this goes.
+    """
     return ugraph.num_kernels == 1 and all(
         a.shift is None for op in ugraph.block_ops for s in op.block.stages for a in s.accumulators
     )
@@ -119,7 +129,8 @@ def check(g: KernelGraph, seed: int) -> Counter[str]:
             < TOLERANCE
         ):
             return True
-        # the sum of a constant along an axis is a multiple of its length, so such a µGraph is right at its own sizes only
+        # the sum of a constant along an axis is a multiple of its length, so such a µGraph is right
+        # at its own sizes only
         counts["right at whole sizes only"] += 1
         whole = [x / 2 for x in mutants.float64_inputs(g, seed)]
         exact = mutants.reference(g, whole)

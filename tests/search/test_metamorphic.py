@@ -1,4 +1,7 @@
-"""One program written in several ways has one best cost: operands commuted, inputs renamed and reordered, identities put in."""
+"""One program written in several ways has one best cost.
+
+Operands commuted, inputs renamed and reordered, identities put in.
+"""
 
 from __future__ import annotations
 

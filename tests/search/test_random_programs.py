@@ -1,4 +1,8 @@
-"""Random programs: whatever the search finds is proven, right in float64 however it is cut, and survives its text and JSON."""
+"""Random programs.
+
+Whatever the search finds is proven, right in float64 however it is cut, and survives its text and
+JSON.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The search finds by itself what people write by hand: the tests look at the structure found, never at names of blocks."""
+"""The search finds by itself what people write by hand.
+
+The tests look at the structure found, never at names of blocks.
+"""
 
 # ruff: noqa: B023, RUF043 — a program on a line
 from __future__ import annotations
@@ -101,7 +104,7 @@ def depends(block: BlockGraph, value: str) -> set[str]:
     return known
 
 
-# -- structures -----------------------------------------------------------------------------------------------------------
+# -- structures -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -309,7 +312,8 @@ def test_mla_reads_only_the_latent():
     query, part, up = blocks_of(first)
     ops = first.ugraph.block_ops
     reads = [{g.inputs.index(t) for t in op.inputs if t in g.inputs} for op in ops]
-    # the up-projections (4, 5) meet one row per head each; the keys' axis is only in the middle kernel
+    # the up-projections (4, 5) meet one row per head each; the keys' axis is only in the middle
+    # kernel
     assert reads == [{0, 4}, {1, 2, 3}, {5}]
     assert [4096 in {a.size for a in b.axes} for b in (query, part, up)] == [False, True, False]
     assert any(a.split_axis for a in part.axes) and all(
@@ -343,7 +347,8 @@ def test_linear_residual_and_statistics_have_two_outputs():
     g.mark_output(y, g.reduction(g.square(y), 1, "mean"))
     first = checked(found_in(g)[0])
     assert first.ugraph.num_kernels == 2
-    # the squares are summed in the matmul's kernel, a part per block of columns, so that y is not read again
+    # the squares are summed in the matmul's kernel, a part per block of columns, so that y is not
+    # read again
     linear, _ = blocks_of(first)
     (columns,) = (a for a in linear.axes if a.split_axis)
     assert columns.role is Role.TILE and columns.size == 4096 and len(linear.outputs) == 2
@@ -379,7 +384,7 @@ def test_programs_at_full_size(name):
     assert searched.report.error_bound < 1e-9 and "exhausted at width 2" in str(searched.report)
 
 
-# -- squares, copies of an axis, sizes of 1 ---------------------------------------------------------------------------------
+# -- squares, copies of an axis, sizes of 1 -------------------------------------------------------
 
 
 def _gram(g):
@@ -486,7 +491,7 @@ def test_odd_programs(build):
         assert max(mutants.distance(f.ugraph, inputs, want, pieces) for pieces in (1, 2, 3)) < 1e-9
 
 
-# -- what cannot be one kernel ------------------------------------------------------------------------------------------------
+# -- what cannot be one kernel --------------------------------------------------------------------
 
 
 def _split(g):
@@ -573,7 +578,7 @@ def test_the_library_path_is_always_there_and_right():
     assert torch.equal(y, table.OPS["rope"].oracle(*inputs))
 
 
-# -- equal programs, equal cost -------------------------------------------------------------------------------------------------
+# -- equal programs, equal cost -------------------------------------------------------------------
 
 
 def _lora(g, x, w, a, b, *, order=False, pads=False):
@@ -620,7 +625,7 @@ def test_commuted_renamed_and_padded_programs_cost_the_same(name):
     assert cost(order=True, pads=True, permuted=(3, 1, 2, 0)) == pytest.approx(plain, rel=1e-12)
 
 
-# -- determinism, limits, interruption --------------------------------------------------------------------------------------------
+# -- determinism, limits, interruption ------------------------------------------------------------
 
 
 def _described(graph, **options):
@@ -726,7 +731,7 @@ def test_fewer_ops_in_a_block():
     )
 
 
-# -- an op the package does not know ----------------------------------------------------------------------------------------------
+# -- an op the package does not know --------------------------------------------------------------
 
 
 @pytest.fixture
@@ -792,7 +797,7 @@ def test_an_op_registered_at_run_time(softplus, tmp_path):
     torch.testing.assert_close(got, torch.nn.functional.softplus(z), rtol=1e-6, atol=1e-9)
 
 
-# -- lowering ---------------------------------------------------------------------------------------------------------------------
+# -- lowering -------------------------------------------------------------------------------------
 
 
 def test_constants_are_exact_where_they_are_small():
@@ -829,7 +834,10 @@ def test_many_axes_do_not_share_names():
 
 
 def test_a_slow_machine_does_not_stop_the_search():
-    """Progress is told between role assignments too; a callback slower than its interval used to meet a lock held."""
+    """Progress is told between role assignments too.
+
+    A callback slower than its interval used to meet a lock held.
+    """
     for threads in (1, 2):
         told = []
         found, report = search(

@@ -1,4 +1,7 @@
-"""PEFT: one plain unmerged adapter runs in kernels, within its layer or alone; whatever else PEFT does is stock's, right at any moment."""
+"""PEFT: one plain unmerged adapter runs in kernels, within its layer or alone.
+
+Whatever else PEFT does is stock's, right at any moment.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ def kinds(model: Any, patterns: Any = tuple(PATTERNS)) -> dict[str, list[str]]:
     return {m.name: [p.role for p in m.parts] for m in match(model, list(patterns))[0]}
 
 
-# -- what is matched ----------------------------------------------------------------------------------------------------
+# -- what is matched ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,10 @@ def test_layers_with_adapters_are_whole(targets: tuple[str, ...], low: set[str])
 
 
 def test_linears_whose_layer_cannot_be_are_swapped_alone() -> None:
-    """Of q, k and v, which are one product, adapters must be alike; other patterns may not be asked for."""
+    """Of q, k and v, which are one product, adapters must be alike.
+
+    Other patterns may not be asked for.
+    """
     found = kinds(with_lora(rank_pattern={"v_proj": 8}))
     layer = "base_model.model.model.layers.0"
     assert found[layer] == ["out", "gated", "down"]
@@ -114,7 +120,11 @@ def test_linears_whose_layer_cannot_be_are_swapped_alone() -> None:
 
 
 def test_kernels_serve_adapters_of_any_scaling() -> None:
-    """Scalings are operands: blocks, which say what kernels are for, are the same, and linears of one block may differ in them."""
+    """Scalings are operands.
+
+    Blocks, which say what kernels are for, are the same, and linears of one block may differ in
+    them.
+    """
 
     def blocks(**options: Any) -> list[Any]:
         return [
@@ -208,7 +218,10 @@ def test_decoding_gives_the_stock_logits(family: str, targets: Any, patterns: An
     ],
 )
 def test_every_linear_of_other_layers_too(family: str, low: set[str]) -> None:
-    """MLPs without a gate, and packed projections: gate and up in one linear have one adapter, and are swapped alone."""
+    """MLPs without a gate, and packed projections.
+
+    Gate and up in one linear have one adapter, and are swapped alone.
+    """
     as_stock(family, "all-linear", low)
 
 
@@ -357,7 +370,10 @@ def test_other_states_of_peft_say_why_not(change: Callable[[Any], Any], reason: 
 @pytest.mark.parametrize("prepared", ["before", "after"])
 @pytest.mark.parametrize("patterns", [None, ALONE])
 def test_scalings_that_are_tensors_and_written_in_place(prepared: str, patterns: Any) -> None:
-    """PEFT's preparation for hot-swapping makes tensors of them; swapping, and `scale_layer`, write into those."""
+    """PEFT's preparation for hot-swapping makes tensors of them.
+
+    Swapping, and `scale_layer`, write into those.
+    """
     from peft.utils.hotswap import (
         hotswap_adapter_from_state_dict,
         prepare_model_for_compiled_hotswap,
@@ -397,7 +413,7 @@ def test_scalings_that_are_tensors_and_written_in_place(prepared: str, patterns:
     assert not compare()
 
 
-# -- the life cycle after optimize() ------------------------------------------------------------------------------------
+# -- the life cycle after optimize() --------------------------------------------------------------
 
 
 def _disable(m: Any) -> None:

@@ -1,4 +1,7 @@
-"""A swapped layer: what it changes of a module (nothing that others see), and when its guard calls the stock forward."""
+"""A swapped layer.
+
+What it changes of a module (nothing that others see), and when its guard calls the stock forward.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def swapped(family: str = "llama", **options: Any) -> tuple[Any, Any]:
     return stock, optimize(twin_of(stock), **options)
 
 
-# -- what others see ----------------------------------------------------------------------------------------------------
+# -- what others see ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FOUR)
@@ -165,7 +168,7 @@ def test_save_pretrained_writes_the_stock_model(tmp_path: Any) -> None:
     assert torch.equal(decode_logits(loaded), decode_logits(stock))
 
 
-# -- the guard ----------------------------------------------------------------------------------------------------------
+# -- the guard ------------------------------------------------------------------------------------
 
 
 def _train(m: Any) -> None:
@@ -522,7 +525,7 @@ def test_the_guard_costs_little() -> None:
     assert seconds < 12e-6  # 2.8 µs on an idle core of 2026; the rest is for a loaded machine
 
 
-# -- the fingerprint ----------------------------------------------------------------------------------------------------
+# -- the fingerprint ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("event", EVENTS)

@@ -1,4 +1,7 @@
-"""torch.compile and torch.export of swapped modules: kernels stay in the graph as `mirage_hf::run`, and nothing else changes."""
+"""torch.compile and torch.export of swapped modules.
+
+Kernels stay in the graph as `mirage_hf::run`, and nothing else changes.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def hidden(rows: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, 1, 32, generator=torch.Generator().manual_seed(seed))
 
 
-# -- compiled graphs hold kernels -----------------------------------------------------------------------------------------
+# -- compiled graphs hold kernels -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -191,7 +194,7 @@ def test_restored_and_retired_modules_are_stock() -> None:
     assert seen == [4, 0]
 
 
-# -- what must be traced as stock -----------------------------------------------------------------------------------------
+# -- what must be traced as stock -----------------------------------------------------------------
 
 
 def _hook(m: Any) -> None:
@@ -336,7 +339,7 @@ def test_weights_are_inputs_of_the_graph() -> None:
     assert seen == [4]
 
 
-# -- adapters -------------------------------------------------------------------------------------------------------------
+# -- adapters -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -432,7 +435,7 @@ def test_scalings_that_are_tensors_are_read_by_the_graph() -> None:
     assert seen == [0]
 
 
-# -- torch.export ---------------------------------------------------------------------------------------------------------
+# -- torch.export ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

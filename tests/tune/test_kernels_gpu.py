@@ -1,4 +1,7 @@
-"""Generated kernels on a GPU: every hand-written case, every schedule of the space, the tuner, graphs, streams."""
+"""Generated kernels on a GPU.
+
+Every hand-written case, every schedule of the space, the tuner, graphs, streams.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +185,8 @@ def test_tuner_measures_and_keeps_the_library_path(name):
     result = tuner.tune(
         [SHAPES[name]()], per_graph=8, replays=5, progress=lambda *args: seen.append(args)
     )
-    # tensor cores overflow float16 where x·γ comes before the division: those candidates are rightly refused
+    # tensor cores overflow float16 where x·γ comes before the division: those candidates are
+    # rightly refused
     refused = [
         c.reason
         for c in result.candidates
@@ -196,7 +200,8 @@ def test_tuner_measures_and_keeps_the_library_path(name):
     )
     assert any(not u.is_fused for u in result.ugraphs())
     print(
-        f"{name}: searched {result.best_searched.us:.2f} µs, library {result.library.us:.2f} µs, {result.best_searched.schedules[0]}"
+        f"{name}: searched {result.best_searched.us:.2f} µs, library {result.library.us:.2f} µs, "
+        f"{result.best_searched.schedules[0]}"
     )
 
 

@@ -37,7 +37,8 @@ def test_round_trip_and_order_of_tiles():
     [
         (
             dict(tiles={"n": 12}),
-            "n is 12; tiles, num_warps, cooperating_blocks and prefetch_steps must be powers of two",
+            "n is 12; tiles, num_warps, cooperating_blocks and prefetch_steps must be powers of "
+            "two",
         ),
         (dict(tiles={"n": 8}, num_warps=3), "num_warps is 3"),
         (dict(tiles={"n": 8}, num_stages=0), "num_stages is 0"),
@@ -215,7 +216,10 @@ def test_restrictions_count_parts_as_blocks():
 
 
 def test_measured_winners_rank_high():
-    """FACTS: 8 rows of W, 1024 of K, 4 warps won for one row of 4096 to 4096; 16 rows want tensor cores."""
+    """FACTS: 8 rows of W, 1024 of K, 4 warps won for one row of 4096 to 4096.
+
+    16 rows want tensor cores.
+    """
     first = space.schedules(SPACES["norm linear"].block_ops[0], limit=4)
     assert Schedule({"m": 1, "n": 8, "k": 1024}, num_warps=4, prefetch_steps=1) in first
     assert all(s.mma for s in space.schedules(SPACES["16 rows"].block_ops[0], limit=10))
@@ -447,7 +451,10 @@ def test_loops_that_cannot_be_shared_say_why(schedule, k, says):
 
 
 def test_a_loop_of_other_length_is_shared_by_fewer_blocks():
-    """A schedule for a long loop, cut to shorter ones: as many blocks as there can be with none without work."""
+    """A schedule for a long loop, cut to shorter ones.
+
+    As many blocks as there can be with none without work.
+    """
     chosen = Schedule({"m": 1, "n": 64, "k": 128}, cooperating_blocks=16)
     shared = {}
     for k in (8192, 5000, 1100, 1024, 300, 129, 128, 40):
@@ -478,7 +485,10 @@ def test_outputs_may_be_written_over_what_only_their_block_reads():
 
 
 def test_given_outputs_are_written():
-    """The text of `run`: given tensors stand in for new ones; what library calls return is copied into them."""
+    """The text of `run`: given tensors stand in for new ones.
+
+    What library calls return is copied into them.
+    """
     source = triton.generate(
         kernel_cases.rms_norm_linear(1, 512, 64), [Schedule({"m": 1, "n": 8, "k": 512})]
     ).source

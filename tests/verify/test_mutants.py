@@ -1,4 +1,8 @@
-"""Mutated µGraphs: none that differs is proven, none that leaves the range passes the numbers, all originals are accepted."""
+"""Mutated µGraphs.
+
+None that differs is proven, none that leaves the range passes the numbers, all originals are
+accepted.
+"""
 
 from __future__ import annotations
 

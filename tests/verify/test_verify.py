@@ -1,4 +1,8 @@
-"""Proofs and numbers: the field is a field, what is equal is accepted, what differs is not, and rounding is judged as stock's."""
+"""Proofs and numbers.
+
+The field is a field, what is equal is accepted, what differs is not, and rounding is judged as
+stock's.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,7 @@ from tests.helpers import multi_kernel_ugraphs, mutants, programs, reference_exe
 SEARCH = SearchOptions(time_limit=2, threads=1)
 
 
-# -- the field ------------------------------------------------------------------------------------------------------------
+# -- the field ------------------------------------------------------------------------------------
 
 
 def is_prime(n: int) -> bool:
@@ -194,11 +198,14 @@ def test_a_zero_denominator_asks_for_other_inputs():
     assert isinstance(verdict, Rejected) and "divides by zero" in verdict.reason
 
 
-# -- what is equal is accepted ------------------------------------------------------------------------------------------------
+# -- what is equal is accepted --------------------------------------------------------------------
 
 
 def extra() -> dict[str, KernelGraph]:
-    """Programs whose µGraphs have what the listed ones lack: attributes, joins, several outputs, squares, maxima."""
+    """Programs whose µGraphs have what the listed ones lack.
+
+    Attributes, joins, several outputs, squares, maxima.
+    """
     made = {}
 
     def program(name):
@@ -289,7 +296,7 @@ def test_the_library_path_needs_no_proof():
     )
 
 
-# -- what differs is not ------------------------------------------------------------------------------------------------------
+# -- what differs is not --------------------------------------------------------------------------
 
 
 def test_no_mutant_that_differs_is_accepted(found):
@@ -325,7 +332,10 @@ class _FirstPart(FieldAlgebra):
 
 @pytest.mark.parametrize("broken", [_LastPart, _FirstPart])
 def test_accumulators_are_exercised(monkeypatch, broken):
-    """A kernel that keeps one tile of its loop only is refused: every loop runs in two tiles or more."""
+    """A kernel that keeps one tile of its loop only is refused.
+
+    Every loop runs in two tiles or more.
+    """
     u = ugraphs.rms_norm_linear()
     assert isinstance(prove(u), Accepted)
     monkeypatch.setattr(field_proof, "FieldAlgebra", broken)
@@ -358,7 +368,7 @@ def test_two_outputs_keep_their_order():
     assert isinstance(prove(mutants.fuse(g, replace(block, outputs=block.outputs[::-1]))), Rejected)
 
 
-# -- µGraphs of several kernels ---------------------------------------------------------------------------------------------------
+# -- µGraphs of several kernels -------------------------------------------------------------------
 
 
 def test_several_kernels_are_proven_with_a_small_bound_under_many_seeds():
@@ -559,7 +569,10 @@ def test_a_maximum_of_maxima_is_one_and_a_sum_of_maxima_is_not():
 
 
 def test_library_ops_between_kernels_are_evaluated():
-    """Every library op with a fused kernel behind it: the same µGraph with another attribute is refused."""
+    """Every library op with a fused kernel behind it.
+
+    The same µGraph with another attribute is refused.
+    """
 
     def built(change):
         g = mi.new_kernel_graph()
@@ -682,7 +695,7 @@ def test_exponents_may_hold_the_values_of_opaque_functions():
     assert isinstance(prove(ugraphs.fuse(g, block)), Accepted)
 
 
-# -- the bound ------------------------------------------------------------------------------------------------------------------
+# -- the bound ------------------------------------------------------------------------------------
 
 
 def test_the_error_bound_falls_with_trials_and_grows_with_the_program(found):
@@ -714,7 +727,10 @@ def test_the_bound_counts_exps_and_opaque_arguments():
 
 
 def test_opaque_functions_of_many_exponentials_are_proven():
-    """The number of exponentials in an argument does not matter: they are independent, and count by their degree."""
+    """The number of exponentials in an argument does not matter.
+
+    They are independent, and count by their degree.
+    """
     g = mi.new_kernel_graph()
     g.mark_output(g.silu(g.reduction(g.softmax(g.new_input((7, 6))), 0)))
     for f in search(g, SEARCH)[0]:
@@ -861,7 +877,7 @@ def test_what_holds_only_on_short_axes_is_refused():
         assert isinstance(prove(mutants.fuse(constant, block)), Rejected), n
 
 
-# -- numbers --------------------------------------------------------------------------------------------------------------------
+# -- numbers --------------------------------------------------------------------------------------
 
 
 def verdicts(ugraph):
@@ -884,7 +900,10 @@ def multiplies(ugraph, *inputs):
 
 
 def test_a_product_that_overflows_before_the_division_is_refused_and_others_take_its_place():
-    """x·γ leaves float16 where torch, which divides first, does not: fine in float32, refused for tensor cores. γ·W does not."""
+    """x·γ leaves float16 where torch, which divides first, does not.
+
+    Fine in float32, refused for tensor cores. γ·W does not.
+    """
     g = programs.rms_norm_linear(mi, rows=16, k=256, n=64)
     accepted = accept(search(g, SEARCH)[0])
     alone = [c for c in accepted.candidates if c.ugraph.num_kernels == 1]
@@ -1118,7 +1137,10 @@ def test_cases_share_what_they_do_not_change_and_draw_what_each_would_alone(name
 
 
 def test_no_case_writes_into_what_others_share():
-    """Rows have slots of their own, and others where bounds lie elsewhere: what is left there would be read in other cases."""
+    """Rows have slots of their own, and others where bounds lie elsewhere.
+
+    What is left there would be read in other cases.
+    """
     sizes = dict(
         kv_heads=1,
         group=2,
@@ -1184,7 +1206,10 @@ def test_huge_scores_ask_for_the_maximum_wherever_their_size_comes_from():
 
 
 def test_a_sum_that_follows_no_maximum_is_refused_by_its_numbers():
-    """exp(s) summed beside exp(s − m): equal as functions once divided, out of range on large scores."""
+    """exp(s) summed beside exp(s − m).
+
+    Equal as functions once divided, out of range on large scores.
+    """
     for u in (multi_kernel_ugraphs.flash(), multi_kernel_ugraphs.split_attention()):
         judge = mutants.Judge(u.program)
         lost = [
@@ -1285,7 +1310,10 @@ def test_the_larger_of_two_sizes_is_searched_and_the_smaller_checked(monkeypatch
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_numbers_of_programs_with_whole_numbers_among_their_outputs(dtype):
-    """Computed ones, and an input that is an output, first: the tuner refused every candidate of such programs with a TypeError."""
+    """Computed ones, and an input that is an output, first.
+
+    The tuner refused every candidate of such programs with a TypeError.
+    """
     g = mi.new_kernel_graph()
     x, whole = g.new_input((8, 16)), g.new_input((4,), dtype)
     y = g.cast(g.square(x), dtype)

@@ -55,7 +55,7 @@ def zoo(tmp_path: Path) -> Store:
     return Store(tmp_path / "zoo", writable=True)
 
 
-# -- keys -------------------------------------------------------------------------------------------------------------
+# -- keys -----------------------------------------------------------------------------------------
 
 
 def program(
@@ -100,7 +100,7 @@ def test_target_versions_and_promise_are_part_of_the_key():
     assert len({key.digest, *(o.digest for o in others)}) == 5
 
 
-# -- entries and stores -----------------------------------------------------------------------------------------------
+# -- entries and stores ---------------------------------------------------------------------------
 
 
 def test_what_is_put_is_got(zoo):
@@ -221,7 +221,7 @@ def test_a_named_zoo_is_a_folder_or_a_clear_error(tmp_path, monkeypatch):
     ] * 3 and len(asked) == 1
 
 
-# -- damage -----------------------------------------------------------------------------------------------------------
+# -- damage ---------------------------------------------------------------------------------------
 
 
 def edit(folder: Path, **changes) -> None:
@@ -297,7 +297,7 @@ def test_fuzzed_files_never_raise_and_never_pass(zoo):
     assert zoo.get(e.key) == e
 
 
-# -- processes --------------------------------------------------------------------------------------------------------
+# -- processes ------------------------------------------------------------------------------------
 
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["mirage_hf.zoo.store"])  # imported once for all processes

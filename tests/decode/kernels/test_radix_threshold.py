@@ -1,4 +1,7 @@
-"""Thresholds found by radix search, and sums of exponentials: Triton's interpreter and plain Python agree."""
+"""Thresholds found by radix search, and sums of exponentials.
+
+Triton's interpreter and plain Python agree.
+"""
 
 from __future__ import annotations
 

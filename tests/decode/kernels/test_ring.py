@@ -1,4 +1,7 @@
-"""The kernel that ends a step of caches in rings: torch, Triton's interpreter and plain Python agree."""
+"""The kernel that ends a step of caches in rings.
+
+Torch, Triton's interpreter and plain Python agree.
+"""
 
 from __future__ import annotations
 

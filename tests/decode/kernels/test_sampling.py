@@ -29,7 +29,10 @@ from tests.helpers.decode_states import (
 
 
 def random_logits(rng: random.Random, batch: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of few values, hence ties; all equal; infinite; with NaN of either sign; with zeros of either sign; and plain ones."""
+    """Rows of few values, hence ties; all equal; infinite; with NaN of either sign.
+
+    With zeros of either sign; and plain ones.
+    """
     rows = []
     for _ in range(batch):
         x = (
@@ -181,7 +184,10 @@ def random_scores(rng: random.Random, batch: int, vocab: int) -> torch.Tensor:
 def wrong_samples(
     by_kernels: bool, shapes: list[tuple[int, int]], seed: int, device: torch.device = CPU
 ) -> list[str]:
-    """Tokens beside sums of probabilities in float64: the number must lie in the token's share, up to rounding."""
+    """Tokens beside sums of probabilities in float64.
+
+    The number must lie in the token's share, up to rounding.
+    """
     rng, wrong = random.Random(seed), []
     for batch, vocab in shapes:
         sampler = Sampler.allocate(batch, vocab, device, by_kernels)
