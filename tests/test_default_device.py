@@ -1,3 +1,5 @@
+"""Tensors of the package are on the CPU whatever the user's default device is."""
+
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

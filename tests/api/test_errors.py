@@ -1,6 +1,6 @@
 """Wrong input to optimize().
 
-An error that says what, where and the way out, and an untouched model.
+Each error says what is wrong, where, and the way out, and leaves the model untouched.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""optimize() and restore() end to end: same tokens, one report, all or nothing, no trace after."""
+"""optimize() and restore() end to end.
+
+The tokens stay the same, one report covers all, a failure changes nothing, restore() leaves no
+trace.
+"""
 
 from __future__ import annotations
 
@@ -536,7 +540,10 @@ def test_the_handle_is_no_part_of_the_model() -> None:
 
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_rope_that_knows_the_longest_text_goes_on_knowing_it(dry_run: bool) -> None:
-    """Its module keeps frequencies for the longest text so far, and forgets them when it sees a short one: probes are no texts."""
+    """Its module keeps frequencies for the longest text so far. A probe must not reset them.
+
+    A short text does.
+    """
     model = tiny(
         "llama",
         max_position_embeddings=16,

@@ -1,6 +1,6 @@
-"""optimize() on the device.
+"""optimize() on a GPU, with kernels resolved there inside captured steps.
 
-Kernels as resolved there, inside captured steps, and every change of a model seen by them.
+Every later change of the model must take effect.
 """
 
 from __future__ import annotations

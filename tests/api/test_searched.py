@@ -1,6 +1,6 @@
-"""optimize() with kernels that were really searched.
+"""optimize() with kernels from a real search.
 
-Found once, then taken from the cache, and right.
+They are found once, then taken from the cache, and are right.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""attn_implementation="mirage": what eager attention gives.
+"""attn_implementation="mirage" gives what eager attention gives.
 
-Decoding steps over static caches by kernels, all else by torch, counted.
+Kernels run decoding steps over static caches, torch runs all else, and both are counted.
 """
 
 from __future__ import annotations
@@ -352,7 +352,10 @@ def test_a_call_of_a_compiled_graph_is_counted_once(resolved):
 
 
 def test_keys_selected_by_index_are_refused(ours):
-    """As DeepSeek-V3.2 names them where attention is neither sdpa nor eager, to which the mask tells them: SDPA would attend to all."""
+    """DeepSeek-V3.2 passes an index if attention is neither sdpa nor eager.
+
+    SDPA would attend to all keys.
+    """
     with pytest.raises(
         InputError, match=r"SimpleNamespace selects keys by index.*use attn_implementation="
     ):
@@ -363,7 +366,10 @@ def test_keys_selected_by_index_are_refused(ours):
 
 
 def test_models_that_know_no_attention_by_name_stay_eager(caplog):
-    """Bloom adds the mask to its scores whatever the name, and `from_config` does not refuse the name."""
+    """Bloom adds its mask to the scores under any name.
+
+    `from_config` does not refuse the name.
+    """
     config = tf.BloomConfig(vocab_size=SIZES["vocab_size"], hidden_size=32, n_layer=1, n_head=4)
     torch.manual_seed(0)
     eager = tf.BloomForCausalLM._from_config(

@@ -1,6 +1,7 @@
-"""attn_implementation="mirage" on the GPU.
+"""attn_implementation="mirage" on a GPU.
 
-Generated kernels against float64, without synchronising, in CUDA graphs and compiled models.
+Generated kernels are compared with float64, run without synchronizing, in CUDA graphs and in
+compiled models.
 """
 
 from __future__ import annotations

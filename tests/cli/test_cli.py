@@ -1,4 +1,4 @@
-"""The command line: what it prints, its exit codes, and its errors."""
+"""The command line: its output, exit codes and errors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rows appended to caches in place by the kernel that computes them.
-
-Loops that only visit what is within bounds.
-"""
+"""Kernels that append rows to caches in place, and loops that visit only what is within bounds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Steps of attention that append to caches in place, on the GPU.
+"""Attention that appends to caches in place, on a GPU.
 
-Random configurations beside SDPA, and captured graphs.
+Random configurations are compared with SDPA, and captured graphs are replayed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""CUDA C++ text: readable, stand-alone, compiles for every architecture.
+"""Generated CUDA C++: readable, self-contained, and compiled for every architecture.
 
-It runs in tests/codegen/test_cuda_gpu.py.
+tests/codegen/test_cuda_gpu.py runs it.
 """
 
 import re

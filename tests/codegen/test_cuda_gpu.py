@@ -1,4 +1,4 @@
-"""Generated CUDA on the device: every file is compiled with its own check and run."""
+"""Generated CUDA on a GPU: every file is compiled with its own check and run."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Random block graphs as CUDA on the device, against the executor in float64."""
+"""Random block graphs as CUDA on a GPU, compared with the executor in float64."""
 
 import ctypes
 import math

@@ -1,4 +1,7 @@
-"""Counters of blocks that share a loop: who gets which, where streams and captures are played."""
+"""Counters of blocks that share a loop: which launch gets which.
+
+Streams and captures are faked.
+"""
 
 from __future__ import annotations
 

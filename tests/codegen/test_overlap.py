@@ -1,6 +1,6 @@
-"""Kernels that may begin before the launches ahead of them are done.
+"""Kernels that may start before earlier launches are done.
 
-What they read before they wait, read off their PTX.
+Their PTX shows what they read before they wait.
 """
 
 import re

@@ -1,6 +1,6 @@
-"""Launches that overlap, blocks that share a loop, outputs written over inputs.
+"""Launches that overlap, blocks that share a loop, and outputs written over inputs, on a GPU.
 
-With other launches, streams and threads about.
+Other launches, streams and threads run beside them.
 """
 
 from __future__ import annotations
@@ -107,7 +107,10 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_hold_whatever_the_producers_take(kind, tmp_path):
-    """1,000 replays of slow producer → kernel → slow producer → kernel, with random delays and random data each time."""
+    """Replay slow producer → kernel → slow producer → kernel 1,000 times.
+
+    Delays and data are random each time.
+    """
     from mirage_hf.codegen import compile as compiler
     from mirage_hf.codegen import launching
 

@@ -1,6 +1,6 @@
-"""Ragged axes: one attention graph for left padding, valid lengths and sliding windows.
+"""Ragged axes: left padding, valid lengths and sliding windows in one attention graph.
 
-Nothing outside the bounds gets in.
+Nothing outside the bounds may affect a result.
 """
 
 from __future__ import annotations
@@ -80,8 +80,11 @@ PROGRAMS = {
 
 
 def inputs_of(g: KernelGraph, seed: int = 0, nan: str = "") -> list[torch.Tensor]:
-    """Random inputs and bounds: the first row of bounds is partial, the second full, the third empty. With `nan`, this input is NaN
-    where no row has keys; the second row is empty, the others are partial."""
+    """Return random inputs and bounds.
+
+    The first row of bounds is partial, the second full, the third empty. With `nan`, this input is
+    NaN where no row has keys; then the second row is empty and the others are partial.
+    """
     drawn = case_inputs.make_inputs(g, numeric_cases.Case("", outside=bool(nan)), seed)
     at = {t.name: n for n, t in enumerate(g.inputs)}
     if nan:
@@ -229,7 +232,10 @@ def test_found_proven_and_right(name):
 
 
 def test_flash_attention_keeps_its_products():
-    """The mask is applied to the exponential, not to its product with v, which stays a contraction; the maximum is of what counts."""
+    """The mask applies to the exponential, so its product with v stays a contraction.
+
+    The maximum is over the keys within bounds.
+    """
     found = found_of(attention(heads=8, q=64, keys=512, d=64))
     flash = next(
         f.ugraph

@@ -1,6 +1,6 @@
-"""Random block graphs.
+"""Random block graphs and searched programs as Triton, through the interpreter.
 
-Triton text through the interpreter = the block graph's executor, and it compiles with no GPU.
+The text must give what the executor gives, and compile without a GPU.
 """
 
 import pytest

@@ -1,7 +1,4 @@
-"""Random kernels on a GPU.
-
-What the search finds for random programs, and random block graphs that nobody searched for.
-"""
+"""Random kernels on a GPU: results of searches, and random block graphs without a search."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rotary embeddings inside kernels.
+"""Rotary embeddings inside kernels: searched, proven and generated.
 
-Inputs that are read with partners swapped or signed, searched, proven, generated.
+Such a kernel reads an input with partners swapped and signed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Sums of exponentials from several places: keys of a cache and new ones, attention sinks.
+"""Sums of exponentials over several operands in one kernel, each kept in range.
 
-Each kept in range, in one kernel.
+The operands are keys of a cache, new keys and attention sinks.
 """
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+"""Generated Triton: its numbers, its compiled code, and the file that holds it."""
+
 import hashlib
 import importlib.util
 import itertools
@@ -94,7 +96,10 @@ def test_elementwise_text_on_hard_numbers(interpreted, fn):
 )
 @pytest.mark.parametrize("kind", ["online", "online mma", "split", "split mma", "softmax"])
 def test_running_maxima_on_hard_numbers(interpreted, kind, name):
-    """inf and NaN only where torch has them, and as close to float64 as torch's kernels in float32."""
+    """inf and NaN appear only where torch has them.
+
+    Results are as close to float64 as those of torch's float32 kernels.
+    """
     result = interpreted["hard"][f"{kind}: {name}"]
     assert "raised" not in result and result["same_finite"], result
     assert result["error"] <= result["allowed"], result
@@ -157,7 +162,10 @@ def test_products_are_rounded_before_threads_add_them_up(name):
 
 
 def test_a_loop_of_one_element_leaves_a_product_to_be_rounded():
-    """An accumulator that adds up nothing is the product itself, which threads may then add up along another axis."""
+    """An accumulator of one element is the product itself.
+
+    Threads may then add it up along another axis.
+    """
     g = new_kernel_graph()
     x, w = (g.new_input((2, 1, 64), torch.float32, name=name) for name in "xw")
     g.mark_output(g.reduction(g.reduction(g.mul(x, w), dim=1), dim=2))
@@ -334,7 +342,10 @@ def test_a_product_of_another_product_behind_the_loop_is_asynchronous_only_where
 
 
 def test_eight_columns_take_the_instruction_that_is_planned_for():
-    """Of Triton 3.6 the older one, whose factors are no longer read when the next iteration begins."""
+    """With Triton 3.6 this is the older instruction.
+
+    It no longer reads its factors when the next iteration begins.
+    """
     for columns in (8, 16):
         u = kernel_cases.rms_norm_linear(5, 1024, 128)
         schedule = Schedule({"m": columns, "n": 64, "k": 128}, True, num_stages=3)

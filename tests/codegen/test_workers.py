@@ -1,6 +1,6 @@
-"""Kernels that processes of their own compile.
+"""Kernels compiled by worker processes.
 
-Found in the cache by this one, errors and deaths among the answers.
+This process finds them in the cache. Errors and deaths of workers are handled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What stands between Python and the C++ core.
-
-Programs as text, and the check that nothing malformed passes.
-"""
+"""The Python bindings of the C++ core: programs as text, and the refusal of malformed ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Multi-head latent attention in models.
+"""DeepSeek-V2 and V3: multi-head latent attention over HF's latent cache.
 
-DeepSeek-V2 and V3, dense layers and mixtures of experts, by kernels over HF's latent cache.
+The models have dense layers and mixtures of experts.
 """
 
 from __future__ import annotations

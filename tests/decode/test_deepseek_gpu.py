@@ -1,6 +1,6 @@
-"""Steps of DeepSeek models on the GPU.
+"""Captured steps of DeepSeek models on a GPU.
 
-Captured, by kernels, attention over latents, experts by the model's own forward.
+Kernels run attention over latents; the model's own forward runs the experts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Steps and prompts of the families beside Llama's.
+"""Steps and prompts of families other than Llama on a GPU.
 
-All by kernels, as stock's, in bfloat16 and float32.
+All run by kernels and give stock's tokens in bfloat16 and float32.
 """
 
 from __future__ import annotations

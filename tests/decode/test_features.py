@@ -1,6 +1,6 @@
 """Every feature of generate on a CPU.
 
-The same code as on a GPU (tests/decode/test_features_gpu.py), where "graphs" are calls or fakes.
+The checks are those of tests/decode/test_features_gpu.py. "Graphs" are calls or fakes here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every feature of generate on a GPU.
 
-The checks of tests/decode/test_features.py with real kernels and real graphs.
+The checks are those of tests/decode/test_features.py, with real kernels and graphs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The installed `generate` gives what stock's gives.
+"""The installed `generate` returns what stock returns.
 
-Tokens, scores, caches, call counts, stream order.
+Tokens, scores, caches, the number of calls and the order of streamer calls are compared.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The captured step on a GPU.
+"""Captured steps on a GPU.
 
-The same tokens as stock, no host synchronisation, and what only graphs can get wrong.
+They give stock's tokens and never synchronize with the host. The rest is what only graphs can get
+wrong.
 """
 
 from __future__ import annotations

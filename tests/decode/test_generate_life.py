@@ -1,6 +1,6 @@
 """The installed `generate` through a model's life.
 
-Wrapped, copied, moved, shared by threads, interrupted, taken away.
+The model is wrapped, copied, moved, shared by threads, interrupted and restored.
 """
 
 from __future__ import annotations

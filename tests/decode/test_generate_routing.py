@@ -1,4 +1,7 @@
-"""What the pool does not cover reaches the stock method with exactly what it was given, and is counted with a reason."""
+"""Calls that the pool does not cover.
+
+Stock gets exactly the arguments of the user, and the call is counted with a reason.
+"""
 
 from __future__ import annotations
 
@@ -436,8 +439,10 @@ def test_a_window_of_one_is_stocks():
     ],
 )
 def test_a_cache_that_was_reset(family, reason):
-    """Before transformers 5.23 it keeps zeros for keys, which full layers take for a text; sliding ones forget its length, so that stock
-    cannot add to it."""
+    """Before transformers 5.23 a reset cache keeps zeros as keys.
+
+    Full layers take them for a text. Sliding layers forget the length, so stock cannot append.
+    """
     model = tiny(family)
     runner, caches = install(model), []
     for _ in range(2):

@@ -1,6 +1,6 @@
 """Prefills of short prompts that are replayed.
 
-The same code on a CPU, where a "graph" calls what was captured.
+On a CPU a "graph" calls what was captured; the code is the same.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def alike(model: Any, batch: int, length: int) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_of_changing_length(family: str, batch: int, called: list[str]) -> None:
-    """Tokens, logits and the keys that are left, whatever an earlier and longer prompt has left in the block."""
+    """Compare tokens, logits and remaining keys.
+
+    An earlier and longer prompt may have left data in the block.
+    """
     model = tiny(family)
     runner = install(model)
     for length in LENGTHS:
@@ -139,7 +142,7 @@ def test_prompts_that_see_what_comes_after_them_are_not_filled_up(
 
 
 def test_prompts_are_compared_over_tokens_that_there_are(called: list[str]) -> None:
-    """The head has more rows than the table of tokens, as where it was filled up to a round number."""
+    """The head has more rows than the table of tokens, as if padded to a round number."""
     model = tiny("llama")
     head = torch.nn.Linear(32, 999)
     with torch.no_grad():
@@ -337,7 +340,7 @@ def test_keys_of_padded_rows_that_go_to_wrong_slots_are_found(
 
 @pytest.mark.slow
 def test_padded_prompts_where_layers_have_rings(called: list[str], resolved: list[Any]) -> None:
-    """Behind texts that went round and left what is no number, and ones that go round the ring themselves."""
+    """Earlier texts wrapped around the ring and left NaN. Some prompts wrap around themselves."""
     kinds = ["full_attention", "sliding_attention"]
     stock, ours = optimized(
         "gemma3", dict(layer_types=kinds, num_hidden_layers=2, sliding_window=100), batch_sizes=(3,)
@@ -414,7 +417,10 @@ def test_prompts_beyond_a_window(
     calling: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By runs of tokens, into rings and into caches that keep everything, with padding and without; behind what is no number."""
+    """Prompts run in chunks of tokens, into rings and into full caches.
+
+    They run with and without padding, over slots that hold NaN.
+    """
     monkeypatch.setattr(cache, "GRAIN", 64)
     monkeypatch.setattr(layer_prefill, "LEAST_RUN", 64)
     if not captured:
@@ -1048,7 +1054,7 @@ def test_a_model_is_looked_at_while_the_prompt_runs(
 def test_the_first_prompts_of_a_model_are_not_early(
     called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor those of a model without kernels for steps, nor where there is an obstacle before one looks."""
+    """The same holds without kernels for steps, or if an obstacle is known beforehand."""
     stock, ours = optimized("llama", {})
     seen = []
     plan_call = generate.plan_call
@@ -1148,7 +1154,7 @@ def test_what_fails_before_a_look_fails_for_the_model_that_is_there(
 def test_tokens_that_the_kernels_have_no_row_for(
     how: str, called: list[str], resolved: list[Any]
 ) -> None:
-    """A table with more rows took the place of the one that captured prompts read, or a hook says which row a token is."""
+    """A table with more rows replaced the captured one, or a hook changes the row of a token."""
     models = ahead_of_the_look()
     table = models[0].model.embed_tokens
     larger = torch.nn.Embedding.from_pretrained(
@@ -1197,7 +1203,7 @@ def test_calls_that_are_stock_s_begin_early_once(
 
 
 def test_a_call_s_fingerprint_is_its_own() -> None:
-    """Of two calls in two threads one may expect the model that was there while the other knows the one that is."""
+    """Two threads call. One may expect the earlier model while the other knows the present one."""
 
     class Raced(generate.DecodeRunner):
         _graph_key = property(lambda self: ("another thread's", None), lambda self, found: None)  # type: ignore[assignment]

@@ -1,6 +1,6 @@
-"""Prompts by kernels on the device.
+"""Prompts by kernels on a GPU, of any length, called or captured.
 
-Of any length, called or captured, as close to float32 as stock's.
+They are as close to float32 as stock.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Caches of sliding layers in rings of as many slots as their window.
+"""Sliding layers whose caches are rings of as many slots as their window.
 
-Stock's tokens, logits and caches.
+They give stock's tokens, logits and caches.
 """
 
 from __future__ import annotations

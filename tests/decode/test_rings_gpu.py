@@ -1,7 +1,7 @@
-"""Caches of sliding layers in rings on a GPU.
+"""Sliding layers with ring caches on a GPU.
 
-The checks of tests/helpers/ring_cache_checks.py with real kernels and graphs, and windows of real
-sizes.
+The checks of tests/helpers/ring_cache_checks.py run with real kernels and graphs, and with windows
+of real sizes.
 """
 
 from __future__ import annotations

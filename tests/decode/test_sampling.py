@@ -1,6 +1,6 @@
-"""Choices made on the device.
+"""Tokens chosen on the device.
 
-HF's processors and stop strings as stock has them, samples by stock's probabilities.
+Processors and stop strings are those of HF, and samples have stock's probabilities.
 """
 
 from __future__ import annotations

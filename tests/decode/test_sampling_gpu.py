@@ -1,6 +1,7 @@
-"""Choices in captured steps.
+"""Tokens chosen in captured steps on a GPU.
 
-Each of HF's processors beside stock, chi-squares, one seed at any depth, no waiting for the host.
+Each HF processor is compared with stock, samples by chi-square. A seed gives the same tokens at any
+depth, and no step waits for the host.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Steps of generate by kernels.
 
-What stock's generate gives, or the model's own forward with a counted reason; nothing left behind.
+They give what stock gives. Otherwise the model's own forward runs, and the reason is counted.
+Nothing is left behind.
 """
 
 from __future__ import annotations

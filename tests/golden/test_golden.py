@@ -1,6 +1,6 @@
-"""Printed graphs, JSON, pictures and generated CUDA as they were when somebody last looked.
+"""Printed graphs, JSON, pictures and generated CUDA, compared with reviewed files.
 
---update-golden writes them anew.
+--update-golden writes the files anew.
 """
 
 import pytest

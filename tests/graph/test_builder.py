@@ -1,6 +1,6 @@
 """Block graphs written by hand.
 
-What tiles become, that numbers do not depend on how the work is cut, and what is refused.
+The tests cover what tiles become, numbers that do not depend on how the work is cut, and errors.
 """
 
 from __future__ import annotations

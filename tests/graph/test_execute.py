@@ -1,6 +1,6 @@
-"""The executor.
+"""The executor: block graphs in any number of pieces equal their programs.
 
-Block graphs in any number of pieces equal their programs, and layout ops equal transformers'.
+Layout ops equal those of transformers.
 """
 
 import pytest

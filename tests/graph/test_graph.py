@@ -1,4 +1,4 @@
-"""Building kernel graphs and block graphs: every program, and what is refused."""
+"""Building kernel graphs and block graphs: every program, and every error."""
 
 from dataclasses import replace
 

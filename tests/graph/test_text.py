@@ -1,4 +1,4 @@
-"""Text and JSON: graphs come back equal, and nothing but a valid graph comes back at all."""
+"""Graphs as text and JSON: they come back equal, and damaged files are refused."""
 
 import contextlib
 import copy

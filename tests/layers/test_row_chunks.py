@@ -1,4 +1,4 @@
-"""Programs that treat every row alike, run in pieces."""
+"""Programs that treat every row alike, run in chunks of rows."""
 
 from __future__ import annotations
 

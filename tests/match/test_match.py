@@ -1,6 +1,6 @@
-"""Matching.
+"""Matching: some families match in full, others in the parts that a probe confirms.
 
-Families in full, others in the parts that a probe proves, and a reason for every "no".
+Every "no" has a reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The op table: traced bodies against their oracles, shape rules, and the wording of errors."""
+"""The op table: traced bodies against their oracles, shape rules, and error texts."""
 
 import math
 import pydoc

@@ -1,6 +1,6 @@
-"""Attention of a decoding step in its breadth: each feature in one searched and proven kernel.
+"""Decoding attention: each feature in one searched and proven kernel.
 
-Random configurations beside SDPA.
+Random configurations are compared with SDPA.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Attention of decoding steps on the GPU.
+"""Decoding attention on a GPU, compared with float64.
 
-Rotations, norms, new keys beside a cache, sinks, softcap; against float64.
+The programs have rotations, norms, new keys beside a cache, sinks and softcap.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Attention of decoding steps in its breadth on the GPU.
+"""Random configurations of decoding attention on a GPU.
 
-Random configurations beside SDPA in the same dtype, and float64.
+They are compared with SDPA in the same dtype, and with float64.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Attention over long caches.
 
-Loops in parts that share what is within bounds, partial results added up in pieces, no spilled
-registers.
+Splits share the keys within bounds, partial results are added in pieces, and no registers spill.
 """
 
 from __future__ import annotations
@@ -233,7 +232,7 @@ def test_a_schedule_that_is_none_for_a_short_cache_gives_way_to_one_of_its_kind(
 
 
 def test_what_lies_ready_is_not_asked_for_before_a_share_is_known():
-    """Bounds that may not be read before the wait say where a block's share of constant keys begins."""
+    """Bounds that may not be read before the wait say where a block's share of keys begins."""
     g = new_kernel_graph()
     q, k = (
         g.new_input((2, 4, 64), "float16"),

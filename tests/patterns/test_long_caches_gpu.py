@@ -1,6 +1,6 @@
-"""Decoding attention at the edges of its range on the GPU, against float64.
+"""Decoding attention on a GPU at the limits of its range, compared with float64.
 
-One key to 128k, batch 64, head dims of 64 to 256.
+Caches have one key to 128k, batches up to 64 rows, head dims are 64 to 256.
 """
 
 from __future__ import annotations

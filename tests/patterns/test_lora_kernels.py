@@ -1,6 +1,6 @@
-"""Blocks with PEFT adapters.
+"""Blocks with PEFT adapters: generated kernels against torch in float64.
 
-Generated kernels against torch in float64, and the memory of inputs whose elements share a place.
+The last tests are about the memory of inputs whose elements overlap.
 """
 
 from __future__ import annotations

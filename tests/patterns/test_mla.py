@@ -1,6 +1,6 @@
-"""Multi-head latent attention.
+"""Multi-head latent attention: what the search finds, and the generated code.
 
-What the search makes of the program, and generated code over views of packed rows and of one cache.
+Inputs are views of packed rows and of one cache.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ SMALL = dict(heads=2, latent=32, nope=16, rope=8, q_rank=12)
     ("ropes", "heads", "rows", "us"), [("pairs", 16, 16, 50), ("parted pairs", 128, 1, 40)]
 )
 def test_latents_are_never_expanded(ropes: str, heads: int, rows: int, us: float) -> None:
-    """The weight meets the query in one kernel and the result in another; the one over the cache reads latents and rotated keys only.
-    The cost model expects what bytes and products take, and not that few blocks have something of
-    their own in flight."""
+    """The weight meets the query in one kernel and the result in another.
+
+    The kernel over the cache reads latents and rotated keys only. The cost model expects the time
+    of bytes and products; it does not know that few blocks have little in flight.
+    """
     block = MLA.block(
         **{**LITE, "heads": heads}, value=128, scale=0.07, ropes=ropes, dtype=torch.bfloat16
     )
@@ -57,9 +59,11 @@ def test_latents_are_never_expanded(ropes: str, heads: int, rows: int, us: float
 
 
 def test_latents_are_copied_ahead_once_where_both_products_read_them_in_step() -> None:
-    """Rows first: a tile has as many buffers as tiles are in flight, and both products read it there, although one sums what the other
-    keeps. With the latents first, products of 64 rows still read a tile while the next is asked
-    for: a buffer more."""
+    """With rows first, a tile has as many buffers as tiles are in flight.
+
+    Both products read it there, although one sums what the other keeps. With the latents first,
+    products of 64 rows still read a tile while the next is loaded: one more buffer.
+    """
     block = MLA.block(**LITE, value=128, scale=0.07, ropes="pairs", dtype=torch.bfloat16)
     g = block.searched(16)
     assert g is not None

@@ -1,4 +1,7 @@
-"""Multi-head latent attention on the GPU at the shapes of DeepSeek-V2-Lite, V2 and V3, against float64: what precedes it, and itself."""
+"""Multi-head latent attention and the ops before it on a GPU, compared with float64.
+
+The shapes are those of DeepSeek-V2-Lite, V2 and V3.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""resolve(): searched once, then looked up, also by another process.
+"""resolve(): a program is searched once and then looked up, also by another process.
 
-What is damaged is made anew, what cannot be kept says so.
+Damaged entries are made anew, and the result says why it was not stored.
 """
 
 from __future__ import annotations
@@ -204,8 +204,10 @@ def test_rounding_decides_which_schedule_is_taken():
 
 
 def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch, caplog):
-    """Newer ones read factors of 8 columns while the next are copied, so a packaged kernel that relies on the older instruction is made
-    anew, and no other."""
+    """Newer versions of Triton read factors of 8 columns while the next ones are copied.
+
+    A packaged kernel that relies on the older instruction is made anew, and no other.
+    """
     entries = [e for e in packaged_store().entries() if isinstance(e, Entry)]
     for newer in (False, True):
         monkeypatch.setattr(plan, "WGMMA_TAKES_8_COLUMNS", newer)

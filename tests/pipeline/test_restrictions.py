@@ -1,6 +1,7 @@
-"""What a user may restrict: maps of tensors, numbers of blocks, threads and trips, kernels, time.
+"""What a user may restrict, and the reason of each refusal.
 
-And what is refused, with the reason.
+There are restrictions of tensor maps, of numbers of blocks, threads and trips, of kernels and of
+time.
 """
 
 from __future__ import annotations
@@ -125,7 +126,10 @@ def test_a_restriction_costs_no_result_that_keeps_to_it():
 
 
 def test_plans_that_have_no_block_graph_are_left_out():
-    """With other loops than the cheapest, a plan may store along its loop what only a shift of another kernel would cancel."""
+    """With a loop other than the cheapest, a plan may have no block graph.
+
+    It would store along its loop what only a shift in another kernel cancels.
+    """
     g = programs.build(mi, "mla_decode", small=False)
     assert search(
         g, SearchOptions(time_limit=20, threads=1, max_candidates=256, roles=(("k", Role.TILE),))

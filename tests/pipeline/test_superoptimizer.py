@@ -1,7 +1,4 @@
-"""superoptimize().
-
-The code block of the README as typed, options that act, inputs that are checked, checkpoints.
-"""
+"""superoptimize(): the example of the README, options, checked inputs, checkpoints, the cache."""
 
 from __future__ import annotations
 
@@ -126,7 +123,10 @@ def test_presets(config):
 
 
 def test_without_a_gpu_no_code_is_generated_whose_rounding_was_refused(tmp_path, monkeypatch):
-    """x·γ overflows float16 in the one-pass form, which the cost model would give to tensor cores."""
+    """x·γ overflows float16 in the one-pass form.
+
+    The cost model would give that form to tensor cores.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     g = programs.rms_norm_linear(mi, rows=16, k=512, n=512)
     for attempt in range(2):  # searched, then loaded
@@ -644,7 +644,10 @@ def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path, monkeypatch):
 
 
 def test_a_cache_that_cannot_be_read_is_no_failure(tmp_path, monkeypatch, caplog):
-    """A name that is too long, as a folder that may not be entered is for those who are not root, is an OSError of every look-up."""
+    """Every look-up raises OSError for a name that is too long.
+
+    For users other than root, a folder without permission does the same.
+    """
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / ("x" * 300)))
     found = mi.superoptimize(small())
     assert (

@@ -1,4 +1,4 @@
-"""Symbolic dims: one search for every size, with the same kernels and no new proof."""
+"""Symbolic dims: one search serves every size, with the same kernels and no new proof."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The op `mirage_hf::run`.
+"""The op `mirage_hf::run`: its fake, its errors, and no aliasing.
 
-Its fake, its errors, no aliasing, and µGraphs that call it while they are compiled.
+Compiled µGraphs call it.
 """
 
 from __future__ import annotations

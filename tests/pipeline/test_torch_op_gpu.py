@@ -1,4 +1,4 @@
-"""`mirage_hf::run` with Triton kernels inside graphs of inductor, also replayed as CUDA graphs."""
+"""`mirage_hf::run` with Triton kernels in graphs of inductor, also replayed as CUDA graphs."""
 
 from __future__ import annotations
 

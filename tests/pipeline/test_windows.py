@@ -1,6 +1,7 @@
 """Programs larger than one search.
 
-Windows, the path through them, library calls where they must be, and what is verified.
+The tests cover the windows, the path through them, library calls between them, and their
+verification.
 """
 
 from __future__ import annotations
@@ -337,7 +338,7 @@ def test_max_kernels_bounds_a_window_there_and_the_whole_in_superoptimize():
 
 
 def test_a_refused_window_is_replaced(monkeypatch):
-    """The windows that the best path wants are refused one after the other, and the path goes round them."""
+    """Refuse one window of the best path after the other. The path must go around them."""
     g, free = decoder_layer(mi, **SMALL, past=6), layer(**SMALL, past=6).candidates[0]
 
     def no_gate(found, **more):

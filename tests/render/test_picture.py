@@ -1,6 +1,6 @@
-"""Pictures: valid SVG, every tensor and map in it.
+"""Pictures: valid SVG that shows every tensor and map.
 
-No two boxes or texts overlap, no text is cut off, no edge runs through a box.
+No two boxes or texts overlap, no text is cut off, and no edge runs through a box.
 """
 
 from __future__ import annotations

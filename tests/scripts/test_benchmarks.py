@@ -1,7 +1,4 @@
-"""The benchmark scripts, as far as a machine without a GPU can run them.
-
-Programs, rivals, chains, resuming, budgets.
-"""
+"""The benchmark scripts, as far as a machine without a GPU can run them."""
 
 import argparse
 import copy
@@ -563,7 +560,10 @@ def test_rows_of_other_numbers_of_tokens_are_not_resumed(tmp_path, monkeypatch):
 
 
 def test_attention_by_name_that_torch_runs_is_no_peer():
-    """Else, on a CPU or beyond the lengths that compiled graphs hold, HF's static cache is timed under our name."""
+    """Otherwise HF's static cache would be timed under our name.
+
+    That happens on a CPU, and beyond the lengths of compiled graphs.
+    """
     args = argparse.Namespace(
         device="cpu",
         layers=1,
@@ -642,8 +642,10 @@ def test_rivals_that_are_not_installed_say_so():
 
 
 def test_attention_of_one_row_behind_norms_is_tried_with_keys_read_once():
-    """Estimates of it were three times its time once (66.7 µs were measured on an H200), and nothing that reads keys and values once was
-    tried: 80 µs."""
+    """Its estimates were once three times its time (66.7 µs measured on an H200).
+
+    The tuner then tried no kernel that reads keys and values once, and took 80 µs.
+    """
     program = bench_blocks.ROWS["qk_norm_attention:8"].program()
     found = bench_blocks.search_and_verify(program, bench_blocks.SearchOptions(time_limit=60))
     ranked = rank(

@@ -1,6 +1,6 @@
 """Some calls of scripts/soak_generate.py on a CPU.
 
-Tests/scripts/test_soak_gpu.py makes a thousand.
+tests/scripts/test_soak_gpu.py makes a thousand.
 """
 
 from __future__ import annotations

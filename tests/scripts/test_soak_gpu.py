@@ -1,6 +1,6 @@
-"""A thousand generate calls of mixed kinds on a GPU, 500 made twice (scripts/soak_generate.py).
+"""A thousand mixed generate calls on a GPU (scripts/soak_generate.py).
 
-It needs the GPU for itself.
+500 calls are made twice. The test needs the GPU for itself.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""On small programs a search by brute force (tests/helpers/brute_force_search.py) finds no cheaper plan than the search does.
+"""A search by brute force finds no cheaper plan than the search does.
 
-The oracle tries up to WAYS expression DAGs that equal the program by its rules, and of each every
-plan of at most three kernels and two values kept in between; only the cost of one kernel is the
-core's. Two differences are known and allowed for:
+It is tests/helpers/brute_force_search.py. It tries up to WAYS expression DAGs that equal the
+program by its rules. For each DAG it tries every plan of at most three kernels and two values kept
+in between. Only the cost of one kernel is the core's. Two differences are known and allowed for:
 
-- SCALARS: of the ways that form the same sums the search keeps the one with the least scalar work
-  on a whole GPU (`op_work`), before it knows the kernels. Another order of the same products may
-  cost a kernel up to 1% less.
-- DEARER: on at most 2% of the programs the search may miss a plan that is cheaper by more. Known
-  causes: normal forms do not merge Σ_k a · Σ_k b, whose bound axis has one name, so ways that
-  differ in which of the two an outer sum takes in are not found from each other (`sums_meet`); and
-  `op_work` may drop the order of three factors that is cheaper in kernels (f(x)·W·V with a large W:
-  5%).
+- SCALARS: among ways that form the same sums, the search keeps the one with the least scalar
+  work on a whole GPU (`op_work`), before it knows the kernels. Another order of the same
+  products may cost a kernel up to 1% less.
+- DEARER: on at most 2% of the programs the search may miss a plan that is cheaper by more.
+  Known causes: normal forms do not merge Σ_k a · Σ_k b, whose bound axis has one name, so ways
+  that differ in which of the two an outer sum takes in are not found from each other
+  (`sums_meet`). `op_work` may drop the order of three factors that is cheaper in kernels
+  (f(x)·W·V with a large W: 5%).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def core_call(g: KernelGraph):
 
 
 def sums_meet(g: KernelGraph) -> bool:
-    """Whether two sums over one axis are multiplied, divided or summed into one another somewhere."""
+    """Tell whether two sums over one axis are multiplied, divided or summed somewhere."""
     spec = lower(g)
     below: list[set[str]] = []
     for t in spec.terms:

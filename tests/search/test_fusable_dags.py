@@ -1,6 +1,6 @@
-"""Programs that nobody wrote rules for.
+"""Random DAGs of realistic shapes, for which nobody wrote rules.
 
-Random DAGs of realistic shapes come back fused, and everything that comes back is right.
+They come back fused, and every result is right.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One program written in several ways has one best cost.
 
-Operands commuted, inputs renamed and reordered, identities put in.
+Operands are commuted, inputs renamed and reordered, identities inserted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Random programs.
+"""Random programs: all that the search finds is proven and right in float64.
 
-Whatever the search finds is proven, right in float64 however it is cut, and survives its text and
-JSON.
+Results do not depend on how the work is cut, and survive their text and JSON.
 """
 
 from __future__ import annotations

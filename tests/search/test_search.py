@@ -1,6 +1,6 @@
-"""The search finds by itself what people write by hand.
+"""The search finds what people write by hand.
 
-The tests look at the structure found, never at names of blocks.
+The tests look at the structure found, never at the names of blocks.
 """
 
 # ruff: noqa: B023, RUF043 — a program on a line

@@ -1,6 +1,6 @@
-"""PEFT: one plain unmerged adapter runs in kernels, within its layer or alone.
+"""PEFT adapters: one plain unmerged adapter runs in kernels, within its layer or alone.
 
-Whatever else PEFT does is stock's, right at any moment.
+Stock runs whatever else PEFT does. The result is right at any moment.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def test_kernels_serve_adapters_of_any_scaling() -> None:
 def test_layers_that_differ_in_scalings_are_probed_each(
     scaling: float, patterns: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that scales its adapters by 0 says nothing about others, nor does one with a scaling that is no number."""
+    """A layer with scaling 0 says nothing about others, nor does one without a number."""
     model = with_lora()
     for name in QV:
         getattr(model.get_base_model().model.layers[0].self_attn, name).scaling["default"] = scaling
@@ -529,7 +529,7 @@ def test_adapters_that_come_back_are_fast_again(patterns: Any) -> None:
 
 
 def test_what_holds_nothing_is_seen_once_it_does() -> None:
-    """PEFT has a dozen modules in each linear, with nothing in most, which the look at a model passes over."""
+    """PEFT has a dozen mostly empty modules in each linear. The fingerprint skips empty ones."""
     model = with_lora()
     linear, before = lora_layer(model), take_fingerprint(model).model
     assert type(linear.lora_dropout["default"]) is torch.nn.Identity

@@ -1,6 +1,6 @@
-"""A swapped layer.
+"""A swapped layer: nothing that others see changes.
 
-What it changes of a module (nothing that others see), and when its guard calls the stock forward.
+The guard decides when the stock forward runs.
 """
 
 from __future__ import annotations

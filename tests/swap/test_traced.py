@@ -384,7 +384,10 @@ def test_adapters_that_change_are_seen(alone: bool) -> None:
 def test_what_adapters_are_scaled_by_is_a_constant_of_the_graph(
     strict: bool | None, tmp_path: Path
 ) -> None:
-    """A kernel in a CUDA graph may read it before what is launched ahead of it is done, so nothing in the graph may write it."""
+    """A kernel in a CUDA graph may read it before earlier launches are done.
+
+    Hence nothing in the graph may write it.
+    """
     peft = pytest.importorskip("peft")
     adapters = peft.LoraConfig(
         r=4,

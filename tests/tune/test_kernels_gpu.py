@@ -1,6 +1,6 @@
-"""Generated kernels on a GPU.
+"""Generated kernels on a GPU: hand-written cases, every schedule of the space, the tuner.
 
-Every hand-written case, every schedule of the space, the tuner, graphs, streams.
+Kernels also run in graphs and on other streams.
 """
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+"""Schedules, the space of schedules, the cost model and the tuner, without a GPU."""
+
 import contextlib
 import itertools
 import math
@@ -274,8 +276,12 @@ def test_kernels_whose_steps_are_long_are_expected_to_be_slow():
 
 
 def test_scores_by_multiply_adds_and_products_held_whole_are_expected_to_be_slow():
-    """Measured on an H200: attention of 4 rows over 4096 keys by multiply-adds took 6 to 13 times as long as on tensor cores; products that
-    hold 2048 × 32 weights in the registers of 4 warps took 112 µs instead of 6."""
+    """Measured on an H200.
+
+    Attention of 4 rows over 4096 keys by multiply-adds took 6 to 13 times as long as on tensor
+    cores. Products that hold 2048 × 32 weights in the registers of 4 warps took 112 µs instead of
+    6.
+    """
     (op,) = place_kernels(kernel_cases.online_attention(64, 4, 4096, 64))
     tiles = dict(h=1, s=64, d=64)
     by_hand, cores = (
@@ -382,7 +388,7 @@ def test_steps_from_a_candidate_are_new_possible_and_permitted():
 
 
 def test_a_chain_links_through_inputs_whose_elements_share_a_place(monkeypatch):
-    """The link between kernels writes the memory of such an input once, and no more than there is."""
+    """The link between kernels writes the memory of such an input once and not beyond it."""
     g = new_kernel_graph()
     g.mark_output(g.exp(g.new_input((4, 8), "float32", strides=(0, 1))))
     linked = []

@@ -1,7 +1,6 @@
-"""Mutated µGraphs.
+"""Mutated µGraphs: no mutant that differs is proven, and all originals are accepted.
 
-None that differs is proven, none that leaves the range passes the numbers, all originals are
-accepted.
+No mutant that leaves the range passes the numeric check.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tests.helpers import multi_kernel_ugraphs, mutants, reference_executor, ugr
 
 
 def test_no_mutant_gets_through_and_no_original_is_refused():
-    """A tenth of what `python -m scripts.mutation_test` does, on hand-written µGraphs of one and of several kernels."""
+    """Run a tenth of `python -m scripts.mutation_test`, on hand-written µGraphs."""
     some = multi_kernel_ugraphs.ALL | {
         n: ugraphs.ALL[n] for n in ("rms_norm_linear", "attention", "lora", "qkv")
     }

@@ -1,7 +1,7 @@
-"""Proofs and numbers.
+"""Proofs and numeric checks.
 
-The field is a field, what is equal is accepted, what differs is not, and rounding is judged as
-stock's.
+The field is a field, equal µGraphs are accepted, different ones are not, and rounding is judged
+like that of stock.
 """
 
 from __future__ import annotations
@@ -763,7 +763,10 @@ def two_exponentials(c: float) -> UGraph:
 
 
 def test_a_proof_that_would_say_nothing_is_refused():
-    """e^x and e^(cx) are powers of one number, of a degree that no bound survives unless c is a simple fraction."""
+    """e^x and e^(cx) are powers of one number.
+
+    Unless c is a simple fraction, no bound survives their degree.
+    """
     assert one_trial(two_exponentials(0.5)) < one_trial(two_exponentials(0.0625)) < 1e-5
     u = two_exponentials(0.123457)
     verdict = prove(u)
@@ -1011,8 +1014,11 @@ def layer_norm_linear(rows, k, n=24, dtype="float32"):
 
 @pytest.mark.parametrize("rows, k", [(1, 256), (3, 256), (3, 768)])
 def test_a_float32_mean_may_round_as_float32_means_do(monkeypatch, rows, k):
-    """In constant rows F.layer_norm's mean is exact on a CPU, x.mean() of families that write their norm out is not: an ulp that is 300
-    times as large behind the norm. Every kernel was refused for it with most seeds."""
+    """F.layer_norm computes the mean of constant rows exactly on a CPU; x.mean() does not.
+
+    Families that write out their norm use x.mean(). The error of one ulp is 300 times as large
+    after the norm. Every kernel was refused for it with most seeds.
+    """
     monkeypatch.setattr(
         numeric,
         "cases",
@@ -1051,7 +1057,7 @@ def test_a_mean_that_no_float32_sum_gives_is_refused(dtype, by):
 
 
 def test_sums_in_the_run_dtype_are_refused():
-    """A kernel that rounds its partial results to float16 is worse than stock, and the check says by how much."""
+    """A kernel that rounds partial results to float16 is worse than stock, and the check says so."""
     g = programs.rms_norm_linear(mi, rows=4, k=512, n=32, dtype=mi.bfloat16)
     u = search(g, SEARCH)[0][0].ugraph
     check = numeric.NumericCheck(g)

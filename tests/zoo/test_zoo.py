@@ -402,7 +402,10 @@ def test_a_file_system_without_locks_is_a_reason_not_a_crash(zoo, monkeypatch):
 
 
 def test_a_root_that_cannot_be_read_is_a_reason_not_a_crash(tmp_path):
-    """A name that is too long, as a folder that may not be entered is for those who are not root, is an OSError of every look-up."""
+    """Every look-up raises OSError for a name that is too long.
+
+    For users other than root, a folder without permission does the same.
+    """
     blocked = Store(tmp_path / ("x" * 300), writable=True)
     found = blocked.get(entry().key)
     assert isinstance(found, Rejected) and "cannot be read" in found.reason
