@@ -1,7 +1,8 @@
-"""One kernel of a generated file compiled without a GPU; and, as a script, a process that does so for others.
+"""Compile kernels of a generated file without a GPU. As a script, serve other processes.
 
-Imports Triton and nothing else that is large, so that such a process is there in a fraction of a second: Triton holds Python's lock
-for a third of a compilation, and threads alone gain little beyond three.
+This file imports Triton and nothing else that is large, so a worker starts in a fraction of a
+second. Triton holds Python's lock for a third of a compilation, so threads alone gain little beyond
+three.
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+#: A kernel's name, its arguments with their Triton types (without `overlaps`), warps and pipeline
+#: stages.
 Task = tuple[str, Sequence[tuple[str, str]], int, int]
-"""A kernel's name, its arguments with their Triton types but for `overlaps`, warps and stages."""
 
+#: The first line that a worker prints. A program that is not Python, or has no Triton, does not
+#: print it.
 READY = "ready"
-"""The first line of a process that compiles: another program than Python's, or one without Triton, does not say it."""
 
 
 def import_text(text: str, path: str, name: str) -> ModuleType:
-    """A module of `text`, which `path` holds: no bytecode cache is read. Triton reads the functions' lines at `path`, and keeps what it
-    compiles under the module's name."""
+    """Return a module of `text`, which lies at `path`. No bytecode cache is read.
+
+    Triton reads the functions' lines at `path`, and caches what it compiles under the module's
+    name.
+    """
     module = ModuleType(name)
     module.__file__ = path
     sys.modules[name] = module
@@ -37,9 +43,10 @@ def import_text(text: str, path: str, name: str) -> ModuleType:
 
 
 def compile_kernel(module: ModuleType, task: Task, sm: int) -> Any:
-    """Triton's compiled kernel for compute capability `sm`. Pointers are taken as 16-byte aligned, as the JIT finds torch's.
+    """Return a compiled kernel for a compute capability. Pointers are 16-byte aligned.
 
-    Errors: whatever Triton raises: RuntimeError, CompilationError, OutOfResources, errors of its passes …
+    Raises:
+        Exception: Whatever Triton raises: RuntimeError, CompilationError, OutOfResources …
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -60,23 +67,29 @@ def compile_kernel(module: ModuleType, task: Task, sm: int) -> Any:
 
 
 class HollowTorch(MetaPathFinder, Loader):
-    """torch and what lies in it as empty modules: generated files import them, but need them for launches and checks only, and torch
-    takes seconds and hundreds of MB."""
+    """Import torch and its modules as empty ones.
+
+    Generated files import torch, but need it only for launches and checks. It takes seconds and
+    hundreds of MB.
+    """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return a spec for torch and its modules."""
         return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "torch" else None
 
-    def create_module(self, spec: ModuleSpec) -> None: ...
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Use the default module."""
 
-    def exec_module(self, module: ModuleType) -> None: ...
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave the module empty."""
 
 
 def serve(asked: Iterable[str]) -> None:
-    """Compile what each line of JSON asks for, into Triton's cache on disk, and answer with a line: what went wrong, or null."""
+    """Compile what each line of JSON asks for, and answer with null or the error."""
     from triton import knobs
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a compiler's own words are no answers
+    os.dup2(2, 1)  # keep the compiler's own output out of the answers
     sys.meta_path.insert(0, HollowTorch())
     print(READY, file=answers, flush=True)
     for line in asked:
@@ -94,7 +107,6 @@ def serve(asked: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:] = json.loads(
-        sys.argv[1]
-    )  # where the process that began this one finds Triton; not the folder of this file
+    # Find Triton where the parent finds it, and not in the folder of this file.
+    sys.path[:] = json.loads(sys.argv[1])
     serve(sys.stdin)

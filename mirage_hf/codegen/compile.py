@@ -1,4 +1,4 @@
-"""Generated sources as modules, and ahead-of-time compilation for any GPU without one."""
+"""Import generated sources, and compile them ahead of time for any GPU without one."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from mirage_hf.codegen import ahead, workers
 from mirage_hf.codegen.triton import GeneratedProgram, Launch
 from mirage_hf.settings import settings
 
+#: Compute capabilities that every kernel must compile for.
 ARCHITECTURES = (80, 89, 90, 100, 120)
-"""Compute capabilities that every kernel must compile for."""
 
 _log = logging.getLogger("mirage_hf")
 
@@ -35,30 +35,36 @@ _lock = threading.Lock()
 
 
 def load(source: str, digest: str) -> ModuleType:
-    """Import a generated source; the module has `run(inputs)`. The file is kept under the cache directory by its digest.
+    """Import a generated source and return its module, which has `run(inputs)`.
 
-    Errors: CodegenError when the source is not the one that `digest` (SHA-256) names.
+    The file is kept in the cache directory under its digest.
+
+    Raises:
+        CodegenError: The source does not have this digest (SHA-256).
     """
     actual = hashlib.sha256(source.encode()).hexdigest()
     if actual != digest:
         raise errors.CodegenError(
-            f"kernel source: its SHA-256 is {actual[:12]}…, expected {digest[:12]}…; the file is damaged, "
+            f"kernel source: its SHA-256 is {actual[:12]}…, expected {digest[:12]}…; the file is "
+            "damaged, "
             "generate it again"
         )
     prepare_triton()
     with _lock:
         if digest not in _loaded:
             path = _keep(source, digest)
-            _loaded[digest] = ahead.import_text(
-                source, str(path), f"mirage_hf_generated_{digest[:16]}"
-            )  # the text that was checked
+            name = f"mirage_hf_generated_{digest[:16]}"
+            _loaded[digest] = ahead.import_text(source, str(path), name)
         return _loaded[digest]
 
 
 @contextlib.contextmanager
 def passing() -> Iterator[None]:
-    """Sources that are first loaded in this block are forgotten behind it, but by those who still hold their functions: each whose kernels
-    share loops holds a megabyte of a GPU's memory for its counters (launching.py), and a tuner loads hundreds."""
+    """Forget sources first loaded in this block, unless their functions are still held.
+
+    A kernel whose blocks share loops holds a megabyte of GPU memory for counters (launching.py),
+    and a tuner loads hundreds of sources.
+    """
     with _lock:
         known = set(_loaded)
     try:
@@ -71,7 +77,7 @@ def passing() -> Iterator[None]:
 
 
 def prepare_triton() -> None:
-    """Work around faults of Triton and Python that kernels would meet. Call it before a kernel is launched or compiled."""
+    """Work around faults of Triton and Python. Call it before a kernel is launched or compiled."""
     with _lock:
         if settings().interpret:
             _let_bounds_be_loaded()
@@ -80,8 +86,11 @@ def prepare_triton() -> None:
 
 
 def _let_bounds_be_loaded() -> None:
-    """Let the interpreter of Triton 3.6 take loaded numbers as ends of a loop: to it they are arrays of one element, which NumPy 2.4
-    and newer do not convert."""
+    """Let the interpreter of Triton 3.6 take loaded numbers as ends of a loop.
+
+    To the interpreter they are arrays of one element, which NumPy 2.4 and newer do not convert to
+    an index.
+    """
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -95,8 +104,9 @@ def _let_bounds_be_loaded() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+#: Threads of these Python versions that parse at the same time lose count of each other's depth,
+#: and one ends with a SystemError (Python issue gh-106905).
 PARSER_RACES = (3, 11) <= sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2)
-"""Threads of these that parse at the same time lose count of each other's depth, and one ends with a SystemError (Python's gh-106905)."""
 
 _parsing = threading.Lock()
 
@@ -117,12 +127,15 @@ def _parse_in_turns() -> None:
 
 
 def _keep(source: str, digest: str) -> Path:
+    """Write a source to the cache, or to a folder of this process if that fails."""
     folder = settings().cache_dir / "kernels"
     try:
         return _kept_in(folder, source, digest)
     except OSError as e:
         _log.warning(
-            "%s cannot be written (%s): kernels are kept for this process only; set MIRAGE_HF_CACHE to a folder that can",
+            "%s cannot be written (%s): kernels are kept for this process only; set "
+            "MIRAGE_HF_CACHE "
+            "to a folder that can be written",
             folder,
             e.strerror,
         )
@@ -131,13 +144,14 @@ def _keep(source: str, digest: str) -> Path:
 
 @cache
 def _own_folder() -> Path:
-    """A folder of this process, removed when it ends."""
+    """Return a folder of this process, removed when it ends."""
     folder = tempfile.mkdtemp(prefix="mirage_hf_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
 
 def _kept_in(folder: Path, source: str, digest: str) -> Path:
+    """Write a source to a folder, at once or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{digest}.py"
     if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
@@ -150,33 +164,46 @@ def _kept_in(folder: Path, source: str, digest: str) -> Path:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel for one architecture: texts by kind ("ptx", "ttgir" …), the cubin, and what ptxas says of its use."""
+    """A kernel compiled for one architecture.
+
+    Attributes:
+        kernel: Its name.
+        sm: The compute capability, as 90.
+        asm: Texts by kind ("ptx", "ttgir" …), and the cubin.
+        shared: Bytes of shared memory that a block uses.
+        num_warps: Warps of a block.
+    """
 
     kernel: str
     sm: int
     asm: dict[str, Any]
     shared: int
-    """Bytes of shared memory a block uses."""
     num_warps: int
 
     @property
     def ptx(self) -> str:
+        """The PTX text."""
         return str(self.asm["ptx"])
 
 
 def ahead_of_time(program: GeneratedProgram, sm: int) -> list[Compiled]:
-    """Compile every kernel of a program for compute capability `sm` (90 for H100 and H200); needs no GPU.
+    """Compile every kernel of a program for a compute capability, without a GPU.
 
-    Pointers are taken as 16-byte aligned, as the JIT finds torch's. Errors: CodegenError with the compiler's words.
+    Pointers are taken as 16-byte aligned, as torch's are.
+
+    Raises:
+        CodegenError: The compiler refused; the message has its words.
     """
     module = load(program.source, program.digest)
     return [_compile(module, launch, sm) for launch in program.launches]
 
 
 def _compile(module: ModuleType, launch: Launch, sm: int) -> Compiled:
+    """Compile one kernel."""
     if not hasattr(getattr(module, launch.kernel), "cache_key"):
         raise errors.CodegenError(
-            f"{launch.kernel}: the Triton interpreter is on, it cannot compile; unset TRITON_INTERPRET"
+            f"{launch.kernel}: the Triton interpreter is on and cannot compile; unset "
+            "TRITON_INTERPRET"
         )
     try:
         kernel = ahead.compile_kernel(module, _task(launch), sm)
@@ -186,25 +213,36 @@ def _compile(module: ModuleType, launch: Launch, sm: int) -> Compiled:
 
 
 def _task(launch: Launch) -> ahead.Task:
+    """Return a launch as a task for ahead.py."""
     return launch.kernel, launch.signature, launch.num_warps, launch.num_stages
 
 
 def _refused(kernels: str, sm: int, why: str) -> errors.CodegenError:
+    """Return the error for kernels that do not compile."""
     return errors.CodegenError(f"{kernels}: no code for sm_{sm}: {why[:2000]}")
 
 
+#: Threads from which worker processes compile, and programs below which starting them is not worth
+#: it.
 PROCESSES_FROM, FEW = 2, 8
-"""Threads from which processes compile, and programs below which it is not worth beginning any."""
 
+#: Most worker processes; each takes 80 to 130 MB.
 MOST_PROCESSES = 12
-"""Each takes 80 to 130 MB."""
 
 
 def compiling(
     programs: Sequence[GeneratedProgram], sm: int, threads: int | None = None
 ) -> Iterator[list[Compiled] | errors.CodegenError]:
-    """Compile many programs in parallel and give each when it is done, in order; a program that does not compile gives its error
-    instead. What nobody waits for any more is not begun."""
+    """Compile many programs in parallel and yield each result in order.
+
+    A program that does not compile yields its error. Once the caller stops iterating, no further
+    one is started.
+
+    Args:
+        programs: The programs.
+        sm: The compute capability.
+        threads: Threads to use; by default MIRAGE_HF_THREADS.
+    """
     threads = threads or settings().threads
     with contextlib.ExitStack() as stack:
         processes: workers.Workers | None = None
@@ -213,17 +251,18 @@ def compiling(
 
         def attempt(program: GeneratedProgram) -> list[Compiled] | errors.CodegenError:
             try:
-                beside = (
-                    _beside(processes, program, sm)
+                worker_error = (
+                    _in_worker(processes, program, sm)
                     if processes is not None and program.launches
                     else None
                 )
                 compiled = ahead_of_time(program, sm)
             except errors.CodegenError as e:
                 return e
-            if beside is not None:
+            if worker_error is not None:
                 _log.warning(
-                    "a process that compiles kernels failed where this one did not: %s", beside
+                    "a worker could not compile a kernel that this process compiled: %s",
+                    worker_error,
                 )
             return compiled
 
@@ -234,16 +273,21 @@ def compiling(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _beside(processes: workers.Workers, program: GeneratedProgram, sm: int) -> str | None:
-    """Have a process compile a program's kernels, so that this one finds them in the cache. Returns what it raised, if anything: this one's
-    word is what counts. Errors: CodegenError where the process ended, as this one might."""
+def _in_worker(processes: workers.Workers, program: GeneratedProgram, sm: int) -> str | None:
+    """Let a worker compile a program, so that this process finds it in Triton's cache.
+
+    Returns:
+        What the worker raised, if anything. This process decides for itself.
+
+    Raises:
+        CodegenError: The worker ended, as this process might.
+    """
     module = load(program.source, program.digest)
     try:
-        path = _keep(
-            program.source, program.digest
-        )  # what was loaded long ago may have been deleted
+        # The file of a source that was loaded long ago may have been deleted.
+        path = _keep(program.source, program.digest)
         return processes.compile(str(path), module.__name__, [*map(_task, program.launches)], sm)
-    except workers.Ended as e:
+    except workers.WorkerEnded as e:
         raise _refused(", ".join(launch.kernel for launch in program.launches), sm, str(e)) from e
-    except OSError:  # no more processes, or no memory for them: threads do
+    except OSError:  # no process can be started, so threads do the work
         return None

@@ -1,4 +1,4 @@
-"""The program of a µGraph in double precision on the host, as C++ that a generated file checks itself with."""
+"""Write a program in double precision C++, with which a generated file checks itself."""
 
 from __future__ import annotations
 
@@ -119,9 +119,10 @@ inline Array rope(const Array& x, const Array& cosine, const Array& sine, bool i
 
 
 def reference(program: KernelGraph) -> list[str]:
-    """Lines of C++ that compute `program` from Arrays in_0, in_1, … and end by returning its outputs.
+    """Return lines of C++ that compute `program` from Arrays in_0, in_1, … and return its outputs.
 
-    Errors: CodegenError for an op that has no host form.
+    Raises:
+        CodegenError: An op has no host form.
     """
     graph = expand(program)
     names = {t.index: f"in_{i}" for i, t in enumerate(graph.inputs)}
@@ -134,10 +135,12 @@ def reference(program: KernelGraph) -> list[str]:
 
 
 def _braces(dims: Sequence[int]) -> str:
+    """Return a C++ initializer list."""
     return "{" + ", ".join(map(str, dims)) + "}"
 
 
 def _call(op: KernelOp, names: dict[int, str]) -> str:
+    """Return the call that computes one op."""
     row, dims = table.OPS.get(op.name), _braces(op.outputs[0].dims)
     args = [names[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
     if row is not None and row.kind == "elementwise":
@@ -145,15 +148,18 @@ def _call(op: KernelOp, names: dict[int, str]) -> str:
         operands = [next(letters) if isinstance(a, str) else a for a in args]
         body = DOUBLE.apply(op.name, operands, dict(op.attrs))
         parameters = ", ".join(f"double {p}" for p in operands if isinstance(p, str))
-        return f"elementwise({dims}, []({parameters}) {{ return {body}; }}, {', '.join(a for a in args if isinstance(a, str))})"
+        arrays = ", ".join(a for a in args if isinstance(a, str))
+        return f"elementwise({dims}, []({parameters}) {{ return {body}; }}, {arrays})"
     if op.name not in _FORMS:
         raise errors.CodegenError(
-            f"{op.name}: the CUDA self-check has no host form of it; generate a Triton program instead"
+            f"{op.name}: the CUDA self-check has no host form of it; generate a Triton program "
+            "instead"
         )
     return _FORMS[op.name](dims, args, dict(op.attrs), op)
 
 
 def _concat(dims: str, args: Sequence[Any], attrs: dict[str, Any], op: KernelOp) -> str:
+    """Return a lambda that pastes operands side by side."""
     dim, start, pastes = attrs["dim"] % len(op.outputs[0].dims), 0, []
     for name, x in zip(args, op.inputs, strict=True):
         assert isinstance(x, DTensor)
@@ -162,6 +168,7 @@ def _concat(dims: str, args: Sequence[Any], attrs: dict[str, Any], op: KernelOp)
     return f"[&] {{ Array out({dims}); {' '.join(pastes)} return out; }}()"
 
 
+#: Ops of the host reference that are not elementwise.
 _FORMS: dict[str, Callable[[str, Sequence[Any], dict[str, Any], KernelOp], str]] = {
     "matmul": lambda dims, args, attrs, op: f"matmul({dims}, {args[0]}, {args[1]})",
     "reduction": lambda dims, args, attrs, op: (
@@ -179,4 +186,3 @@ _FORMS: dict[str, Callable[[str, Sequence[Any], dict[str, Any], KernelOp], str]]
         f"rope({args[0]}, {args[1]}, {args[2]}, {str(attrs['interleaved']).lower()})"
     ),
 }
-"""Ops of the host reference beside the elementwise ones."""

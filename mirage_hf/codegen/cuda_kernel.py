@@ -1,7 +1,8 @@
-"""One block graph as a CUDA kernel: a thread block per tile of the grid axes, its threads working together on each value.
+"""Write one block graph as a CUDA kernel: a thread block per tile of the grid axes.
 
-Stages become nests (cuda_nests.py): values that are read more than once per element are staged, then each reduction runs with
-every thread owning elements of the result and lanes of the reduced axis, and what a later stage reads lies in shared memory.
+Stages become nests of loops (cuda_nests.py). Values that are read more than once per element are
+staged in shared memory. In a reduction, each thread owns elements of the result and lanes of the
+reduced axis. What a later stage reads lies in shared memory.
 """
 
 from __future__ import annotations
@@ -19,13 +20,20 @@ from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, Role, Stage
 from mirage_hf.graph.text import format_block_graph
 
 THREADS = 256
+#: Bytes of shared memory that any kernel gets, and that a kernel may ask for on sm_90 and sm_100
+#: (CUDA programming guide).
 SHARED_PLAIN, SHARED_MOST = 48 * 1024, 227 * 1024
-"""Shared memory in bytes that any kernel gets, and that a kernel may ask for on sm_90 and sm_100 (CUDA programming guide)."""
 
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """Generated text of one kernel, and what its launch needs."""
+    """Generated text of one kernel, and what its launch needs.
+
+    Attributes:
+        source: The text.
+        grid: Thread blocks.
+        shared: Bytes of dynamic shared memory.
+    """
 
     source: str
     grid: int
@@ -35,9 +43,13 @@ class CudaKernel:
 def write_kernel(
     block: BlockGraph, operands: Sequence[Operand], outputs: Sequence[Operand], name: str
 ) -> CudaKernel:
-    """Return `block` as a CUDA kernel in namespace `name`, with the largest loop tile whose staged values fit.
+    """Return a block graph as a CUDA kernel in namespace `name`.
 
-    Errors: CodegenError when a value that must be held whole does not fit in shared memory, or for parts and running maxima.
+    It takes the largest loop tile whose staged values fit in shared memory.
+
+    Raises:
+        CodegenError: A value that must be held whole does not fit, or the block graph uses
+            something that only the Triton generator writes.
     """
     _refuse(block, name)
     tiles = _grid_tiles(block)
@@ -63,12 +75,19 @@ def write_kernel(
 
 
 def _refuse(block: BlockGraph, name: str) -> None:
-    """Errors: CodegenError for what the Triton generator alone writes."""
-    way_out = "CUDA C++ is not written for that; generate a Triton program instead, or choose another candidate"
+    """Check that CUDA C++ can be written for a block graph.
+
+    Raises:
+        CodegenError: Only the Triton generator writes it.
+    """
+    way_out = (
+        "the CUDA generator does not write that; generate a Triton program, or choose another "
+        "candidate"
+    )
     for a in block.axes:
         if a.split_axis is not None:
             raise errors.CodegenError(
-                f"{name}: axis {a.name} is dealt out in parts numbered by {a.split_axis}; {way_out}"
+                f"{name}: axis {a.name} is split by {a.split_axis}; {way_out}"
             )
     for i in block.inputs:
         if i.bounds is not None:
@@ -88,12 +107,13 @@ def _refuse(block: BlockGraph, name: str) -> None:
         for acc in stage.accumulators:
             if acc.out in read:
                 raise errors.CodegenError(
-                    f"{name}: {acc.out} is read while it is accumulated, a running maximum; {way_out}"
+                    f"{name}: {acc.out} is read while it is accumulated, a running maximum; "
+                    f"{way_out}"
                 )
 
 
 def _grid_tiles(block: BlockGraph) -> dict[str, int]:
-    """Tile sizes of the grid axes: wide along axes that let a contraction read a factor again, 1 along the others."""
+    """Return tile sizes of grid axes: wide where a product can reuse a factor, otherwise 1."""
     reused = {
         axis
         for c in block.contractions.values()
@@ -101,7 +121,7 @@ def _grid_tiles(block: BlockGraph) -> dict[str, int]:
     }
     grid = block.named(Role.GRID)
     wide = sorted((a for a in grid if a.name in reused), key=lambda a: -a.size)
-    if not wide:  # nothing to read again: the last dim of an output for the sake of its stores
+    if not wide:  # nothing is reused, so widen the last dim of an output for its stores
         wide = [a for a in grid if any(o.axes[-1] == a.name for o in block.outputs)][:1]
     tiles = {a.name: 1 for a in grid} | {
         a.name: 64 if i == 0 else min(a.size, 16) for i, a in enumerate(wide)
@@ -126,6 +146,7 @@ class _Writer(Nests):
     """Writes the text of one kernel, top to bottom."""
 
     def kernel(self) -> CudaKernel:
+        """Return the kernel."""
         for stage in self.block.stages:
             self.stage(stage)
         for o in self.block.outputs:
@@ -140,6 +161,7 @@ class _Writer(Nests):
         )
 
     def head(self) -> list[str]:
+        """Return everything before the kernel's body."""
         graph = [line.partition("  # ")[0] for line in format_block_graph(self.block).splitlines()]
         lines = [
             *(f"// {line}" for line in graph),
@@ -190,7 +212,7 @@ class _Writer(Nests):
         return lines + ["  " + self.address(i) for i in self.block.inputs]
 
     def address(self, i: BlockInput) -> str:
-        """A lambda from coordinates to the address of an element of an input, whichever source it lies in."""
+        """Return a C++ lambda from coordinates to the address of an input's element."""
         axes = [a for a in i.axes if a is not None]
 
         def at(source: int, k: int, start: int) -> str:
@@ -212,12 +234,13 @@ class _Writer(Nests):
             piece = at(source, k, start)
             start += i.sizes[k] if i.sizes else 0
             text += piece if k == len(i.sources) - 1 else f"at_{i.joined} < {start} ? {piece} : "
-        return f"const auto {self.var(i.name)}_at = [&]({', '.join(f'int at_{a}' for a in axes)}) {{ return {text}; }};"
+        parameters = ", ".join(f"int at_{a}" for a in axes)
+        return f"const auto {self.var(i.name)}_at = [&]({parameters}) {{ return {text}; }};"
 
-    # -- stages -----------------------------------------------------------------------------------------------------------
+    # -- stages -----------------------------------------------------------------------------------
 
     def stage(self, stage: Stage) -> None:
-        """Values that do not carry the loop axis first, once; then the loop."""
+        """Write values that do not carry the loop axis once, then the loop."""
         wanted = self.wanted(stage)
         self.planned = set(wanted)
         loop = stage.loop
@@ -255,7 +278,7 @@ class _Writer(Nests):
         earlier = [v for v in self.ops if v in wanted and v not in here and v not in self.staged]
         for value in fresh:
             self.fill(value)
-        for value in earlier:  # made in an earlier stage and not needed whole until now
+        for value in earlier:  # computed in an earlier stage, and needed whole only now
             self.put("__syncthreads();")
             self.fill(value)
         dirty = bool(fresh or earlier)
@@ -276,7 +299,10 @@ class _Writer(Nests):
             self.put("__syncthreads();")
 
     def wanted(self, stage: Stage) -> list[str]:
-        """Values that the reductions of a stage read more than once per element: they must lie in shared memory."""
+        """Return the values that a stage's reductions read more than once per element.
+
+        They must be staged.
+        """
         sums = [op.args[0] for op in stage.body if op.over is not None] + [
             a.arg for a in stage.accumulators
         ]
@@ -298,10 +324,10 @@ class _Writer(Nests):
             visit(str(arg), self.block.carried[str(arg)])
         return found
 
-    # -- reductions ---------------------------------------------------------------------------------------------------------
+    # -- reductions -------------------------------------------------------------------------------
 
     def reduce(self, op: BlockOp) -> None:
-        """A sum or maximum over a tile axis."""
+        """Write a sum or maximum over a tile axis."""
         arg = str(op.args[0])
         with self.scope(""):
             nest, lanes = self.reduce_plan(op.out, arg, str(op.over))
@@ -310,7 +336,7 @@ class _Writer(Nests):
             self.combine(op.out, op.fn, nest, lanes)
 
     def reduce_plan(self, out: str, arg: str, over: str) -> tuple[Nest, _Lanes]:
-        """How threads share the work: `own` groups of elements and `across` lanes of the reduced axis; `own * across` = THREADS."""
+        """Return how threads share a reduction: `own` groups times `across` lanes are THREADS."""
         nest = self.plan(arg, self.block.carried[arg], over, vectors=True)
         inner = nest.fast == over
         units = max(1, self.extent(nest.axes) // (1 if inner else nest.vector))
@@ -321,13 +347,12 @@ class _Writer(Nests):
             and self.tile[over] % 4 == 0
             and self.size[over] % 4 == 0
         ):
-            step = 4  # everything staged: read 4 neighbours at once
+            step = 4  # everything is staged, so read 4 neighbours at once
         steps = max(1, self.tile[over] // step)
         if inner:
             across = min(max(32, THREADS // _pow2(units)), _pow2(steps), THREADS)
-        elif (
-            nest.fast is None
-        ):  # each thread owns up to 8 elements, so that what it reads serves several
+        elif nest.fast is None:
+            # Each thread owns up to 8 elements, so one read serves several.
             across = min(THREADS // min(THREADS, max(32, _pow2(units) // 8)), _pow2(steps))
         else:
             across = THREADS // min(THREADS, _pow2(units))
@@ -335,16 +360,19 @@ class _Writer(Nests):
         return nest, _Lanes(own, across, -(-units // own), units, inner, step)
 
     def declare(self, out: str, kind: str, nest: Nest, lanes: _Lanes) -> None:
+        """Declare and clear a thread's accumulators."""
         slots = lanes.rounds * (1 if lanes.inner else nest.vector)
         self.put(f"float {self.var(out)}_acc[{slots}];")
         with self.repeat("r", slots):
             self.put(f"{self.var(out)}_acc[{'r' if slots > 1 else 0}] = {_OPS[kind]}::zero();")
 
     def owned(self, nest: Nest, lanes: _Lanes) -> str:
+        """Return the element that a thread owns in round r."""
         text = lanes.element + (f" + r * {lanes.own}" if lanes.rounds > 1 else "")
         return f"min({text}, {lanes.units - 1})" if lanes.rounds * lanes.own > lanes.units else text
 
     def accumulate(self, out: str, arg: str, kind: str, nest: Nest, lanes: _Lanes) -> None:
+        """Write the loop in which each lane reduces its part."""
         over, name = str(nest.over), self.var(out)
         nest.known, nest.vectors = {}, []
         width = lanes.step
@@ -355,10 +383,9 @@ class _Writer(Nests):
         )
         start = lanes.lane + (f" * {width}" if width > 1 else "")
         self.put(f"// {out} [{', '.join(self.block.carried[out])}]: {kind} of {arg} over {over}")
-        with self.scope(
-            f"for (int {'j' if width > 1 else 'i'}_{over} = {start}; {'j' if width > 1 else 'i'}_{over} < {end}; "
-            f"{'j' if width > 1 else 'i'}_{over} += {lanes.across * width})"
-        ):
+        walker = f"{'j' if width > 1 else 'i'}_{over}"
+        step = lanes.across * width
+        with self.scope(f"for (int {walker} = {start}; {walker} < {end}; {walker} += {step})"):
             if width == 1:
                 self.global_coordinate_over(over)
             with self.repeat("r", lanes.rounds):
@@ -377,11 +404,12 @@ class _Writer(Nests):
                     )
 
     def global_coordinate_over(self, over: str) -> None:
+        """Define the coordinate of the reduced axis in the tensor."""
         base = f"{over}_0 + " if self.block.role(over) is Role.LOOP else ""
         self.put(f"const int at_{over} = {base}i_{over};")
 
     def combine(self, out: str, kind: str, nest: Nest, lanes: _Lanes) -> None:
-        """Join the lanes' parts and keep the result in shared memory."""
+        """Join the lanes' partial results and keep the result in shared memory."""
         name, op = self.var(out), _OPS[kind]
         array = self.keep(out, "float", self.block.carried[out])
         shuffled = min(lanes.across, 32) if lanes.inner else 1
@@ -398,9 +426,8 @@ class _Writer(Nests):
             )
             with self.repeat("v", width):
                 part = f"{name}_acc[{lanes.slot(width)}]"
-                self.put(
-                    f"const float joined = {f'join_lanes<{op}, {shuffled}>({part})' if shuffled > 1 else part};"
-                )
+                joined = f"join_lanes<{op}, {shuffled}>({part})" if shuffled > 1 else part
+                self.put(f"const float joined = {joined};")
                 guards = [f"e < {lanes.units}"] if lanes.rounds * lanes.own > lanes.units else []
                 guards += (
                     [f"{lanes.lane} == 0" if groups == 1 else f"{lanes.lane} % {shuffled} == 0"]
@@ -421,7 +448,8 @@ class _Writer(Nests):
                 self.coordinates(Nest(nest.axes, None, 1), "e", clamp=False)
                 self.put(
                     "float joined = shared.partial[e];",
-                    f"for (int g = 1; g < {groups}; ++g) joined = {op}::join(joined, shared.partial[g * {total} + e]);",
+                    f"for (int g = 1; g < {groups}; ++g) "
+                    f"joined = {op}::join(joined, shared.partial[g * {total} + e]);",
                     f"{array.at()} = joined;",
                 )
             self.put("__syncthreads();")
@@ -430,8 +458,16 @@ class _Writer(Nests):
 
 @dataclass(frozen=True)
 class _Lanes:
-    """`own` threads own elements, each `rounds` of `units`; `across` threads share the reduced axis, as neighbours if `inner`,
-    and take `step` of its elements at a time."""
+    """How threads share a reduction.
+
+    Attributes:
+        own: Threads that own different elements.
+        across: Threads that share the reduced axis.
+        rounds: Elements that one thread owns.
+        units: Elements in all.
+        inner: Whether lanes that share an axis are neighbours.
+        step: Elements of the reduced axis that a lane takes at a time.
+    """
 
     own: int
     across: int
@@ -442,18 +478,20 @@ class _Lanes:
 
     @property
     def element(self) -> str:
+        """The first element that a thread owns."""
         if self.across == 1:
             return "tid"
         return f"tid / {self.across}" if self.inner else f"tid % {self.own}"
 
     @property
     def lane(self) -> str:
+        """A thread's lane along the reduced axis."""
         if self.across == 1:
             return "0"
         return f"tid % {self.across}" if self.inner else f"tid / {self.own}"
 
     def slot(self, width: int) -> str:
-        """Which of a thread's registers holds the current element."""
+        """Return which of a thread's registers holds the current element."""
         if self.rounds == 1:
             return "v" if width > 1 else "0"
         return f"r * {width} + v" if width > 1 else "r"
@@ -463,9 +501,9 @@ _OPS = {"sum": "Sum", "max": "Max"}
 
 
 def _used(lines: Sequence[str]) -> list[str]:
-    """The lines without those that define a coordinate which nothing in its scope reads."""
+    """Return the lines without coordinates that nothing in their scope reads."""
     kept: list[str] = []
-    names: list[set[str]] = [set()]  # read below, one set per open scope; walking from the end
+    names: list[set[str]] = [set()]  # names read further down, one set per open scope
     depths = [0]
     for line in reversed(lines):
         depth = len(line) - len(line.lstrip())
@@ -487,4 +525,5 @@ def _used(lines: Sequence[str]) -> list[str]:
 
 
 def _pow2(n: int) -> int:
+    """Return the next power of two."""
     return 1 << max(0, n - 1).bit_length()

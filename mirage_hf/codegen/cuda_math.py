@@ -1,4 +1,4 @@
-"""Scalar programs as C++ text, for kernels in float and for the host check in double, and the helpers that a file needs."""
+"""Write scalar programs as C++: in float for kernels, in double for the host check."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from mirage_hf.codegen.triton_math import ATOM, PRODUCT, SUM, UNARY, Expr
 from mirage_hf.ops import table
 
+#: C++ type of each dtype.
 TYPES = {
     torch.float16: "half",
     torch.bfloat16: "__nv_bfloat16",
@@ -18,19 +19,24 @@ TYPES = {
     torch.int32: "int",
     torch.int64: "long long",
 }
-"""C++ type of each dtype."""
 
 _FLOAT_MAX = 3.4028234663852886e38
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """One kind of C++ number: the suffix of its literals, of its math functions, and its largest value."""
+class CppNumbers:
+    """One kind of C++ number.
+
+    Attributes:
+        suffix: The suffix of literals and math functions.
+        largest: The largest finite value.
+    """
 
     suffix: str
     largest: float
 
     def constant(self, x: float) -> Expr:
+        """Return a literal."""
         if abs(x) > self.largest:
             return Expr("INFINITY" if x > 0 else "-INFINITY", ATOM if x > 0 else UNARY, x)
         text = repr(float(x))
@@ -39,6 +45,7 @@ class Numbers:
 
     @property
     def algebra(self) -> Mapping[str, Callable[..., Expr]]:
+        """The text of each primitive."""
         return {
             "add": lambda x, y: Expr(f"{x.at(SUM)} + {y.at(PRODUCT)}", SUM),
             "sub": lambda x, y: Expr(f"{x.at(SUM)} - {y.at(PRODUCT)}", SUM),
@@ -57,10 +64,11 @@ class Numbers:
         }
 
     def _call(self, function: str) -> Callable[..., Expr]:
+        """Return a function that writes a call."""
         return lambda *args: Expr(f"{function}{self.suffix}({', '.join(a.text for a in args)})")
 
     def apply(self, fn: str, args: Sequence[str | float], attrs: Mapping[str, float]) -> str:
-        """The text of elementwise op `fn` on values called by name and on numbers."""
+        """Return the text of an elementwise op on values, given by name, and on numbers."""
         if fn == "cast":
             kind = TYPES[table.as_dtype(attrs["dtype"])]  # type: ignore[arg-type]
             return (
@@ -74,7 +82,7 @@ class Numbers:
         )
 
 
-FLOAT, DOUBLE = Numbers("f", _FLOAT_MAX), Numbers("", math.inf)
+FLOAT, DOUBLE = CppNumbers("f", _FLOAT_MAX), CppNumbers("", math.inf)
 
 DEVICE_HELPERS = """\
 __host__ __device__ inline float to_float(half x) { return __half2float(x); }

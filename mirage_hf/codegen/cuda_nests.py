@@ -1,6 +1,7 @@
-"""Nests: loops of all threads of a block over the elements of a value's tile, which stage values and store them.
+"""Write nests: loops of all threads of a block that stage a value's tile or store it.
 
-What a reduction reads again and again is staged in shared memory; everything else is computed where it is needed, in float.
+Values that a reduction reads repeatedly are staged in shared memory. Everything else is computed in
+float where it is needed.
 """
 
 from __future__ import annotations
@@ -17,21 +18,31 @@ from mirage_hf.codegen.cuda_math import FLOAT, TYPES
 from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOutput, Role
 
 _RESERVED = frozenset(
-    "alignas and asm auto bool break case catch char class const continue default delete do double else enum explicit export extern false "
-    "float for friend goto if inline int long mutable namespace new not operator or private protected public register return short "
-    "signed sizeof static struct switch template this throw true try typedef union unsigned using virtual void volatile while xor "
-    "half uint4 threads tid block memory shared partial run load to_float from_float maximum minimum join_lanes Sum Max Shared e r v g x_ "
-    "min max exp sqrt tanh erf pow".split()
+    """
+    alignas and asm auto bool break case catch char class const continue default delete do
+    double else enum explicit export extern false float for friend goto if inline int long
+    mutable namespace new not operator or private protected public register return short
+    signed sizeof static struct switch template this throw true try typedef union unsigned
+    using virtual void volatile while xor half uint4 threads tid block memory shared partial
+    run load to_float from_float maximum minimum join_lanes Sum Max Shared e r v g x_ min
+    max exp sqrt tanh erf pow
+    """.split()
 )
 
 
+#: Names that a kernel gives to coordinates, constants and pointers.
 _OURS = re.compile(r"(i_|at_|j_)|.*(_size|_tile|_0|_count|_at|_ptr\d*|_out\d*|_acc|_v)$")
-"""Names that a kernel gives to coordinates, constants and pointers."""
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor as a kernel sees it: elements of `dtype` at `offset` + Σ index · stride behind its pointer."""
+    """A tensor as a kernel sees it.
+
+    Attributes:
+        dtype: The element type.
+        strides: Elements between neighbours along each dim.
+        offset: The first element after the pointer.
+    """
 
     dtype: torch.dtype
     strides: tuple[int, ...]
@@ -40,7 +51,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class Array:
-    """A value's tile in shared memory; the last axis is contiguous, the one before it steps by `pitch`."""
+    """A value's tile in shared memory. The last axis is contiguous.
+
+    The one before it steps by `pitch`.
+    """
 
     name: str
     ctype: str
@@ -50,26 +64,17 @@ class Array:
 
     @property
     def elements(self) -> int:
+        """How many elements it has, gaps included."""
         return math.prod(self.extents[:-1]) * self.pitch if self.extents else 1
 
     @property
     def bytes(self) -> int:
-        return (
-            -(
-                -self.elements
-                * (
-                    2
-                    if self.ctype in ("half", "__nv_bfloat16")
-                    else 8
-                    if self.ctype == "long long"
-                    else 4
-                )
-                // 16
-            )
-            * 16
-        )
+        """How many bytes it takes, rounded up to 16."""
+        itemsize = {"half": 2, "__nv_bfloat16": 2, "long long": 8}.get(self.ctype, 4)
+        return -(-self.elements * itemsize // 16) * 16
 
     def at(self, axes: Sequence[str] | None = None) -> str:
+        """Return the text of the current element."""
         terms, step = [], 1
         for d in reversed(range(len(self.axes))):
             if self.extents[d] > 1:
@@ -80,7 +85,17 @@ class Array:
 
 @dataclass
 class Nest:
-    """All threads over the tile of `axes`, `fast` varying fastest and `vector` elements of it at a time."""
+    """A loop of all threads over the tile of some axes.
+
+    Attributes:
+        axes: The axes, the last one varying fastest.
+        fast: The axis along which memory is contiguous.
+        vector: Elements of it that are read at a time.
+        over: The axis that is reduced, if any.
+        lines: Text so far.
+        known: C++ names of values at the current element.
+        vectors: Inputs that were read as vectors.
+    """
 
     axes: tuple[str, ...]
     fast: str | None
@@ -92,7 +107,7 @@ class Nest:
 
 
 class Nests:
-    """A kernel's text so far, what lies in shared memory, and the nests that fill it and store outputs."""
+    """A kernel's text so far, its shared memory, and the nests that fill it and store outputs."""
 
     def __init__(
         self,
@@ -102,6 +117,15 @@ class Nests:
         tiles: dict[str, int],
         name: str,
     ):
+        """Start a kernel.
+
+        Args:
+            block: The block graph.
+            operands: Its inputs' tensors.
+            outputs: Its outputs' tensors.
+            tiles: Tile sizes of the axes that are not held whole.
+            name: The kernel's namespace.
+        """
         self.block, self.operands, self.outputs, self.name = block, operands, outputs, name
         self.tile = {a.name: tiles.get(a.name, a.size) for a in block.axes}
         self.size = {a.name: a.size for a in block.axes}
@@ -114,13 +138,15 @@ class Nests:
         self.depth = 1
         self.lines: list[str] = []
 
-    # -- text -------------------------------------------------------------------------------------------------------------
+    # -- text -------------------------------------------------------------------------------------
 
     def put(self, *lines: str) -> None:
+        """Add lines at the current depth."""
         self.lines += [("" if line.startswith("#") else "  " * self.depth) + line for line in lines]
 
     @contextmanager
     def scope(self, head: str) -> Iterator[None]:
+        """Write a braced scope."""
         self.put(f"{head} {{".lstrip())
         self.depth += 1
         yield
@@ -129,7 +155,7 @@ class Nests:
 
     @contextmanager
     def repeat(self, index: str, count: int) -> Iterator[None]:
-        """An unrolled loop, or just its body where it runs once."""
+        """Write an unrolled loop, or only its body if it runs once."""
         if count == 1:
             yield
             return
@@ -138,31 +164,41 @@ class Nests:
             yield
 
     def var(self, name: str) -> str:
-        """A C++ name for a value."""
+        """Return a C++ name for a value."""
         name = re.sub(r"[^A-Za-z0-9_]", lambda m: f"u{ord(m.group()):x}", name)
         return name + "_" if name in _RESERVED or _OURS.match(name) else name
 
     def pointer(self, i: BlockInput, k: int) -> str:
+        """Return the name of an input's pointer."""
         return f"{self.var(i.name)}_ptr{k if len(i.sources) > 1 else ''}"
 
     def trips(self, axis: str) -> int:
+        """Return how many tiles an axis has."""
         return -(-self.size[axis] // self.tile[axis])
 
     def ragged(self, axis: str) -> bool:
+        """Return whether the last tile of an axis is partial."""
         return self.size[axis] % self.tile[axis] != 0
 
     def extent(self, axes: Sequence[str]) -> int:
+        """Return the elements of a tile over some axes."""
         return math.prod(self.tile[a] for a in axes)
 
     def is_reduced(self, value: str) -> bool:
+        """Return whether a value is the result of a reduction."""
         return value not in self.inputs and (
             value not in self.ops or self.ops[value].over is not None
         )
 
-    # -- nests ------------------------------------------------------------------------------------------------------------
+    # -- nests ------------------------------------------------------------------------------------
 
     def direct(self, value: str, filling: bool = False) -> list[str]:
-        """Inputs that computing `value` reads from device memory; `filling`: to stage it."""
+        """Return the inputs that computing a value reads from device memory.
+
+        Args:
+            value: The value.
+            filling: Whether it is computed in order to stage it.
+        """
         found: list[str] = []
 
         def visit(v: str) -> None:
@@ -180,7 +216,7 @@ class Nests:
         return found
 
     def contiguous(self, value: str) -> str | None:
-        """The axis along which an input's elements lie side by side."""
+        """Return the axis along which an input's elements lie side by side."""
         i = self.inputs[value]
         sides = [
             {
@@ -193,7 +229,10 @@ class Nests:
         return next((a for a in i.axes if a and all(a in side for side in sides)), None)
 
     def vector(self, value: str, axis: str) -> int:
-        """How many elements of an input along `axis` fit in one load of 16 bytes everywhere; 1 if alignment does not allow it."""
+        """Return how many elements along an axis every load of 16 bytes can take.
+
+        1 if alignment forbids it.
+        """
         i = self.inputs[value]
         n = min(16 // self.operands[k].dtype.itemsize for k in i.sources)
         steps = [
@@ -207,7 +246,7 @@ class Nests:
         return n if self.contiguous(value) == axis and all(s % n == 0 for s in steps) else 1
 
     def plan(self, value: str, axes: Sequence[str], over: str | None, vectors: bool) -> Nest:
-        """Which axis varies fastest: that along which the largest input read directly is contiguous."""
+        """Return a nest whose fastest axis is contiguous in the largest input read directly."""
         read = sorted(
             self.direct(value, filling=over is None),
             key=lambda v: -self.extent(self.block.carried[v]),
@@ -221,7 +260,8 @@ class Nests:
             widths = {self.vector(v, fast) for v in carrying}
             width = widths.pop() if len(widths) == 1 else 1
         elements = tuple(a for a in axes if a != over)
-        if fast is None or fast == over:  # neighbouring lanes walk along rows of what is staged
+        if fast is None or fast == over:
+            # Neighbouring lanes walk along rows of staged values.
             rows = {self.contiguous(v) for v in self.planned if v in self.inputs}
             columns = {a for v in self.planned if v in self.inputs for a in self.block.carried[v]}
             last = max(
@@ -234,7 +274,7 @@ class Nests:
         )
 
     def coordinates(self, nest: Nest, index: str, clamp: bool) -> None:
-        """Define i_a (inside the tile) and at_a (in the tensor) of every element axis from a linear index."""
+        """Define i_a (in the tile) and at_a (in the tensor) of every axis from a linear index."""
         rest = index
         for a in reversed(nest.axes):
             step = nest.vector if a == nest.fast else 1
@@ -250,6 +290,7 @@ class Nests:
                 self.global_coordinate(a, "i", clamp, 1)
 
     def global_coordinate(self, a: str, local: str, clamp: bool, width: int) -> None:
+        """Define the coordinate of an axis in the tensor."""
         base = f"{a}_0" if self.block.role(a) is not Role.TILE and self.trips(a) > 1 else ""
         inner = f"{local}_{a}" if self.tile[a] > 1 else ""
         text = " + ".join(t for t in (base, inner) if t) or "0"
@@ -275,13 +316,18 @@ class Nests:
         nest.vectors = names
 
     def ctype(self, value: str) -> str:
+        """Return an input's C++ type."""
         return TYPES[self.operands[self.inputs[value].sources[0]].dtype]
 
     def element(self, value: str) -> str:
+        """Return the address of an input's current element."""
         return f"{self.var(value)}_at({', '.join(f'at_{a}' for a in self.inputs[value].axes if a)})"
 
     def ref(self, nest: Nest, value: str) -> str:
-        """Text of a value at the nest's current element; defines what it needs first, each value once."""
+        """Return the text of a value at the current element.
+
+        Values it needs are defined first, each once.
+        """
         if value in nest.known:
             return nest.known[value]
         if value in self.staged:
@@ -302,7 +348,7 @@ class Nests:
 
     @contextmanager
     def elements(self, nest: Nest, value: str) -> Iterator[None]:
-        """Every element of a nest without reduction, those beyond the end of an axis left out."""
+        """Write a loop over every element of a nest, without those beyond the end of an axis."""
         count = self.extent(nest.axes) // nest.vector
         with self.scope(f"for (int e = tid; e < {count}; e += threads)"):
             self.coordinates(nest, "e", clamp=False)
@@ -327,7 +373,7 @@ class Nests:
         )
         pitch = self.tile[order[-1]]
         if value in self.inputs and len(order) > 1 and self.reduced_over(value, order[-1]):
-            pitch += 2 if half else 1  # rows start in different banks when lanes walk down a column
+            pitch += 2 if half else 1  # so lanes that walk down a column meet different banks
         array = self.keep(
             value, self.ctype(value) if value in self.inputs else "float", order, pitch
         )
@@ -354,12 +400,13 @@ class Nests:
         self.staged[value] = array
 
     def reduced_over(self, value: str, axis: str) -> bool:
-        """Whether some reduction that reads an input runs over `axis`."""
+        """Return whether a reduction that reads an input runs over an axis."""
         return self.block.role(axis) is Role.LOOP or any(
             op.over == axis for op in self.ops.values()
         )
 
     def keep(self, value: str, ctype: str, order: Sequence[str], pitch: int | None = None) -> Array:
+        """Reserve shared memory for a value."""
         extents = tuple(self.tile[a] for a in order)
         array = Array(
             self.var(value), ctype, tuple(order), extents, pitch or (extents[-1] if extents else 1)
@@ -367,7 +414,10 @@ class Nests:
         return self.arrays.setdefault(value, array)
 
     def store(self, o: BlockOutput) -> None:
-        """Write a value to device memory; where blocks differ in an axis that it lacks, the first of them does."""
+        """Write a value to device memory.
+
+        If blocks differ in an axis that it lacks, the first block writes.
+        """
         n = self.block.outputs.index(o)
         t = self.outputs[n]
         axes = tuple(a for a in o.axes if a is not None)
@@ -392,6 +442,5 @@ class Nests:
                 )
                 or "0"
             )
-            self.put(
-                f"{self.var(o.value)}_out{n}[{at}] = from_float<{TYPES[t.dtype]}>({self.ref(nest, o.value)});"
-            )
+            value = self.ref(nest, o.value)
+            self.put(f"{self.var(o.value)}_out{n}[{at}] = from_float<{TYPES[t.dtype]}>({value});")

@@ -1,4 +1,4 @@
-"""Scalar programs as Triton text: one algebra over expressions, and the helper functions that a kernel file may need."""
+"""Write scalar programs as Triton: an algebra of expressions, and helpers of kernel files."""
 
 from __future__ import annotations
 
@@ -14,18 +14,25 @@ ATOM, UNARY, PRODUCT, SUM = 3, 2, 1, 0
 
 @dataclass(frozen=True)
 class Expr:
-    """An expression: its text, how tightly its outermost operator binds, its value if it is a number."""
+    """An expression.
+
+    Attributes:
+        text: Its text.
+        level: How tightly its outermost operator binds.
+        number: Its value, if it is a number.
+    """
 
     text: str
     level: int = ATOM
     number: float | None = None
 
     def at(self, level: int) -> str:
-        """The text, in parentheses unless it binds at least as tightly as `level`."""
+        """Return the text, in parentheses unless it binds at least as tightly as `level`."""
         return self.text if self.level >= level else f"({self.text})"
 
 
 def constant(x: float) -> Expr:
+    """Return a number as an expression."""
     if math.isinf(x) or math.isnan(x):
         return Expr(f'float("{x}")', ATOM, x)
     return Expr(repr(float(x)), ATOM if x >= 0 else UNARY, x)
@@ -78,6 +85,7 @@ TRITON_ALGEBRA: Mapping[str, Callable[..., Expr]] = {
     "select": lambda m, x, y: Expr(f"tl.where({m.at(SUM)} != 0.0, {x.text}, {y.text})"),
 }
 
+#: Functions that kernels may call, by name. A file carries those that it uses.
 HELPERS: Mapping[str, str] = {
     "prefetch": '''
 @triton.jit
@@ -127,19 +135,23 @@ def power(x, y):
     return tl.where((y == 0.0) | (x == 1.0), 1.0, signed)
 ''',
 }
-"""Functions that kernels may call, by name; a file carries those that it uses."""
 
 
 def last(fn: str, attrs: Mapping[str, float]) -> str:
-    """The last primitive of an elementwise op. An addition that follows "mul", "div" or "neg" could be fused with it; "exp", "sqrt" and
-    "rsqrt" are calls."""
+    """Return the last primitive of an elementwise op.
+
+    An addition that follows "mul", "div" or "neg" could be fused with it. "exp", "sqrt" and "rsqrt"
+    are calls.
+    """
     program = _program(fn, attrs)
     return str(program.nodes[program.result][0])
 
 
 def exact_product(fn: str, args: Sequence[Expr], attrs: Mapping[str, float]) -> Expr:
-    """An op that ends in a multiplication, as a multiply-add of 0: rounded like the product (-0 becomes 0), and no addition that follows
-    can be fused with it."""
+    """Return an op that ends in a multiplication as a multiply-add of 0.
+
+    It is rounded like the product (-0 becomes 0), and no later addition can be fused with it.
+    """
     program = _program(fn, attrs)
     x, y = (
         replace(program, result=n).evaluate(TRITON_ALGEBRA, args, constant)
@@ -149,7 +161,7 @@ def exact_product(fn: str, args: Sequence[Expr], attrs: Mapping[str, float]) -> 
 
 
 def elementwise(fn: str, args: Sequence[Expr], attrs: Mapping[str, float]) -> Expr:
-    """The text of a table row's body on `args`, in float32."""
+    """Return the text of a table row's body on `args`, in float32."""
     return _program(fn, attrs).evaluate(TRITON_ALGEBRA, args, constant)
 
 
@@ -159,7 +171,7 @@ def _program(fn: str, attrs: Mapping[str, float]) -> ScalarProgram:
 
 
 def keeps_zero(fn: str, args: Sequence[float | None], attrs: Mapping[str, float]) -> bool:
-    """Whether the op gives 0 where its value arguments (None) are 0 and its numbers are as given."""
+    """Return whether an op gives 0 if its value arguments (None) are 0."""
     import torch
 
     row = table.lookup(fn)

@@ -1,4 +1,4 @@
-"""Processes that compile beside this one (codegen/ahead.py), shared by all that ask and ended when idle."""
+"""Compile in worker processes (codegen/ahead.py) that all callers share and that end when idle."""
 
 from __future__ import annotations
 
@@ -14,30 +14,47 @@ from pathlib import Path
 
 from mirage_hf.codegen import ahead
 
+#: Seconds after which idle workers end.
 IDLE_SECONDS = 30.0
-"""After which processes without work end."""
 
 
-class Ended(Exception):
-    """A process ended while it compiled."""
+class WorkerEnded(Exception):
+    """A worker ended while it compiled."""
 
 
 class Workers:
-    """Up to `count` processes, begun as they are needed. What they compile lies in Triton's cache on disk, where compiling it in this
-    process finds it. Safe from several threads; `close` when done."""
+    """Up to `count` worker processes, started when needed. Safe from several threads.
+
+    What they compile lies in Triton's cache on disk, where this process finds it. Call `close` when
+    done.
+    """
 
     def __init__(self, count: int):
+        """Reserve places for workers."""
         self._idle: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
         for _ in range(count):
             self._idle.put(None)
         self._refused = False
 
     def compile(self, path: str, name: str, tasks: Sequence[ahead.Task], sm: int) -> str | None:
-        """Compile kernels of the file at `path`, which this process has imported as `name`, for compute capability `sm`. Returns what it
-        raised. Errors: Ended, as when a compiler crashes; OSError where none can be begun."""
+        """Compile kernels of a file.
+
+        Args:
+            path: The file.
+            name: The module name under which this process has imported it.
+            tasks: The kernels.
+            sm: The compute capability.
+
+        Returns:
+            What the compiler raised, or None.
+
+        Raises:
+            WorkerEnded: The worker ended, for example because a compiler crashed.
+            OSError: No worker can be started.
+        """
         from triton import knobs
 
-        # the folder that relative paths are of may have changed since the process began
+        # The working directory may have changed since the worker started.
         asked = json.dumps(
             [os.path.abspath(path), name, tasks, sm, os.path.abspath(knobs.cache.dir)]
         )
@@ -49,15 +66,16 @@ class Workers:
             except (OSError, ValueError):
                 ended, process = process, None
                 _end(ended)
-                raise Ended(
-                    f"the process that compiled it ended with exit code {ended.returncode}"
+                raise WorkerEnded(
+                    f"the worker that compiled it ended with exit code {ended.returncode}"
                 ) from None
         finally:
             self._idle.put(process)
 
     def _begin(self) -> subprocess.Popen[str]:
+        """Start a worker, unless that failed before."""
         if self._refused:
-            raise OSError("processes that compile cannot be begun")
+            raise OSError("workers cannot be started")
         try:
             return _begin()
         except OSError:
@@ -65,18 +83,20 @@ class Workers:
             raise
 
     def close(self) -> None:
-        """End the processes that are idle."""
+        """End the workers that are idle."""
         for process in [self._idle.get() for _ in range(self._idle.qsize())]:
             if process is not None:
-                process.kill()  # a process that was forked meanwhile may have its pipes open, too
+                process.kill()  # a forked process may hold its pipes open too
                 _end(process)
             self._idle.put(None)
 
 
 def _begin() -> subprocess.Popen[str]:
+    """Start a worker."""
     if not sys.executable or getattr(sys, "frozen", False):
-        raise OSError("no interpreter is known, as in a program that has one built in")
-    # not multiprocessing, whose processes run the user's script again, up to its `if __name__ == "__main__"`; Ctrl-C is for this one
+        raise OSError("sys.executable names no Python interpreter")
+    # multiprocessing would run the user's script again. A session of its own keeps Ctrl-C from
+    # workers.
     command = [
         sys.executable,
         str(Path(ahead.__file__).resolve()),
@@ -92,11 +112,12 @@ def _begin() -> subprocess.Popen[str]:
     )
     if process.stdout.readline() != ahead.READY + "\n":  # type: ignore[union-attr]
         _end(process)
-        raise OSError(f"a process that compiles could not begin: exit code {process.returncode}")
+        raise OSError(f"a worker could not start: exit code {process.returncode}")
     return process
 
 
 def _answer(process: subprocess.Popen[str], asked: str) -> str | None:
+    """Send a request and return the answer."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(asked + "\n")
     process.stdin.flush()
@@ -105,8 +126,9 @@ def _answer(process: subprocess.Popen[str], asked: str) -> str | None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
+    """End a worker."""
     for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # what was not sent to a process that died
+        with contextlib.suppress(OSError):  # unsent text of a worker that died
             pipe.close()  # type: ignore[union-attr]
     try:
         process.wait(1)
@@ -123,7 +145,7 @@ _timer: threading.Timer | None = None
 
 @contextlib.contextmanager
 def at_work(count: int) -> Iterator[Workers]:
-    """Processes that all callers share, kept for IDLE_SECONDS after the last is done."""
+    """Give the workers that all callers share. They stay for IDLE_SECONDS after the last use."""
     global _using, _timer
     with _lock:
         if _timer is not None:
@@ -142,6 +164,7 @@ def at_work(count: int) -> Iterator[Workers]:
 
 
 def _rest() -> None:
+    """End idle workers."""
     with _lock:
         if not _using:
             for workers in _shared.values():
@@ -150,7 +173,7 @@ def _rest() -> None:
 
 
 def _forget() -> None:
-    """In a forked process: the others answer the one that began them."""
+    """Forget the workers in a forked process: they answer the process that started them."""
     global _lock, _using, _timer
     _lock, _using, _timer = threading.Lock(), 0, None
     _shared.clear()
