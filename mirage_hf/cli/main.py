@@ -1,4 +1,7 @@
-"""The command line: `mirage-hf demo | optimize | bench | search | zoo | env`. It only calls the public API and shows results."""
+"""The command line: `mirage-hf demo | optimize | bench | search | zoo | env`.
+
+It only calls the public API and shows results.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -17,15 +20,19 @@ from typer.core import TyperGroup
 from mirage_hf import errors
 from mirage_hf.cli import show
 
-_UsageError: Any = typer.BadParameter.__base__
-"""typer's class for misuse of the command line; newer versions bring a click of their own."""
+if TYPE_CHECKING:
+    from mirage_hf.zoo.store import Store
 
+#: typer's class for misuse of the command line. Newer versions bring a click of their own.
+_UsageError: Any = typer.BadParameter.__base__
+
+#: Exit codes.
 MISUSE, FAILURE = 2, 1
 
 
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """The package's own errors and misuse are one line on stderr and an exit code, not a traceback or a panel."""
+    """Show the package's own errors and misuse as one line on stderr, and exit with a code."""
     try:
         yield
     except (errors.MirageError, OSError) as e:
@@ -41,11 +48,15 @@ def _one_line() -> Iterator[None]:
 
 
 class Commands(TyperGroup):
+    """The commands, with errors in one line."""
+
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Parse the command line."""
         with _one_line():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
         with _one_line():
             return super().invoke(ctx)
 
@@ -64,12 +75,16 @@ zoo_app = typer.Typer(
 app.add_typer(zoo_app, name="zoo")
 
 Model = Annotated[str, typer.Argument(help="A folder or a Hub id of a causal language model.")]
-Prompt = Annotated[str, typer.Option(help="What the model goes on from.")]
-Device = Annotated[str | None, typer.Option(help="cuda or cpu; a GPU if there is one.")]
+Prompt = Annotated[str, typer.Option(help="The text that the model continues.")]
+Device = Annotated[
+    str | None,
+    typer.Option(help="cuda, cuda:1 or cpu. Default: the first GPU, or the CPU if there is none."),
+]
 DType = Annotated[
     str | None,
     typer.Option(
-        help="Weights: float32, bfloat16 or float16 (GPU: as stored; demo and CPU: float32)."
+        help="The dtype of weights: float32, bfloat16 or float16. "
+        "Default: as stored on a GPU, float32 on a CPU and in the demo."
     ),
 ]
 
@@ -78,11 +93,16 @@ DType = Annotated[
 def demo(
     model: Annotated[
         str | None,
-        typer.Option(help="A folder or a Hub id; the repository's small model unless given."),
+        typer.Option(help="A folder or a Hub id. Default: the repository's small model."),
     ] = None,
     prompt: Prompt = "The ",
-    tokens: Annotated[int, typer.Option(min=1)] = 200,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds for each search.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            help="The most seconds of each search. Default: MIRAGE_HF_SEARCH_SECONDS, else 60."
+        ),
+    ] = None,
     device: Device = None,
     dtype: DType = None,
 ) -> None:
@@ -94,28 +114,40 @@ def demo(
         model or models.demo_model(), prompt, device=device, dtype=dtype or "float32"
     )
     if not steps.run(loaded, tokens, time_limit):
-        raise typer.Exit(1)
+        raise typer.Exit(FAILURE)
 
 
 @app.command()
 def optimize(
     model: Model,
     batch_size: Annotated[
-        list[int] | None, typer.Option(help="Rows to make kernels for; may be repeated.")
+        list[int] | None,
+        typer.Option(
+            help="Sequences that decode together, up to 1,024. May be repeated. Default: 1."
+        ),
     ] = None,
-    backend: str = "auto",
+    backend: Annotated[
+        str, typer.Option(help="triton on a GPU, cpu elsewhere. auto decides by device.")
+    ] = "auto",
     tune: Annotated[
         str,
         typer.Option(
-            help="On a GPU: auto measures what was never measured, never takes the cost model's word, full measures anew."
+            help="What is measured on a GPU. auto: kernels that were never measured. "
+            "never: nothing, the cost model chooses. full: everything anew, and more candidates."
         ),
     ] = "auto",
     zoo: Annotated[
-        str | None, typer.Option(help="A further kernel zoo: a folder or a Hub repo.")
+        str | None,
+        typer.Option(
+            help="A further kernel zoo, a folder or a Hub repo. Its kernels are proven again. "
+            "Default: none."
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option(help="Only say what would be done.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option(help="Say what would be done, and change nothing.")
+    ] = False,
     report_json: Annotated[
-        Path | None, typer.Option(help="Write the report there as JSON.")
+        Path | None, typer.Option(help="Write the report to this file as JSON. Default: no file.")
     ] = None,
     device: Device = None,
     dtype: DType = None,
@@ -125,10 +157,8 @@ def optimize(
     from mirage_hf.cli import models
     from mirage_hf.match.eligible import check_options
 
-    _check_files(
-        {f"the model's {f.name}": f for kind in models.FILES for f in Path(model).glob(kind)},
-        {"--report-json": report_json},
-    )
+    model_files = [f for kind in models.FILES for f in Path(model).glob(kind)]
+    _check_files({f"the model's {f.name}": f for f in model_files}, {"--report-json": report_json})
     rows = tuple(batch_size or (1,))
     try:
         check_options(None, rows, None, zoo, None, backend=backend, tune=tune)
@@ -155,36 +185,43 @@ def optimize(
 def bench(
     model: Model,
     prompt: Prompt = "The ",
-    tokens: Annotated[int, typer.Option(min=1)] = 128,
-    batch: Annotated[int, typer.Option(min=1)] = 1,
-    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate in each call.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed calls, before and after.")] = 5,
     device: Device = None,
     dtype: DType = None,
 ) -> None:
-    """Time generate() before and after optimize(), greedy, taking everything into account."""
+    """Time greedy generate() before and after optimize(), everything included."""
     import mirage_hf as mi
     from mirage_hf.cli import models
 
     loaded = models.load(model, prompt, batch, device, dtype)
     loaded.model.generation_config.eos_token_id = None  # every run makes all the tokens
 
-    def rounds_of(name: str) -> float:
+    def median_ms(name: str) -> float:
         loaded.generate(tokens)
         ms, times = show.median_ms(lambda: loaded.generate(tokens), rounds, loaded.device)
+        fastest, slowest = min(times) / tokens, max(times) / tokens
         show.plain(
-            f"{name:<7} {ms / tokens:8.3f} ms a token ({min(times) / tokens:.3f} to {max(times) / tokens:.3f}, {rounds} runs)"
+            f"{name:<7} {ms / tokens:8.3f} ms a token "
+            f"({fastest:.3f} to {slowest:.3f}, {rounds} runs)"
         )
         return ms
 
-    before = rounds_of("before")
+    before = median_ms("before")
     with show.searching("optimize") as note:
         mi.optimize(loaded.model, batch_sizes=(batch,), progress=note)
-    after = rounds_of("after")
-    show.plain(
-        f"{before / after:.2f} times as fast; {loaded.device}, {loaded.model.dtype}, batch {batch}, {tokens} new tokens"
-    )
-    if loaded.device.type == "cpu":
-        show.plain("without a GPU kernels run as torch code, which is right but slower")
+    after = median_ms("after")
+    where = f"{loaded.device}, {loaded.model.dtype}, batch {batch}, {tokens} new tokens"
+    show.plain(f"{_compared(before, after, loaded.device.type)}; {where}")
+
+
+def _compared(before: float, after: float, device_type: str) -> str:
+    """Return in words how two times compare."""
+    if before >= after:
+        return f"{before / after:.2f} times as fast"
+    slower = f"{after / before:.1f} times slower"
+    return f"{slower}: the cpu backend is for checking" if device_type == "cpu" else slower
 
 
 @app.command()
@@ -196,46 +233,79 @@ def search(
         ),
     ],
     config: Annotated[
-        str | None, typer.Option(help="A preset of restrictions: attention, lora or mlp.")
+        str | None,
+        typer.Option(help="A preset of restrictions: attention, lora or mlp. Default: none."),
     ] = None,
-    backend: Annotated[str, typer.Option(help="auto, triton or cpu")] = "auto",
-    time_limit: Annotated[float | None, typer.Option(help="Seconds.")] = None,
-    max_kernels: Annotated[int | None, typer.Option(help="Most kernels of a result.")] = None,
-    max_block_ops: Annotated[int | None, typer.Option(help="Most ops in one kernel.")] = None,
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="auto and triton measure candidates if there is a GPU. cpu never measures."
+        ),
+    ] = "auto",
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            help="The most seconds of the search. Default: MIRAGE_HF_SEARCH_SECONDS, else 60."
+        ),
+    ] = None,
+    max_kernels: Annotated[
+        int | None, typer.Option(help="The most kernels of a result. Default: 4, or the preset's.")
+    ] = None,
+    max_block_ops: Annotated[
+        int | None, typer.Option(help="The most ops in one kernel. Default: 64, or the preset's.")
+    ] = None,
     griddims: Annotated[
         list[str] | None,
-        typer.Option(help="Allowed blocks per grid dim, as 64 or 32,4; may be repeated."),
+        typer.Option(
+            help="Allowed numbers of blocks per grid dim, as 64 or 32,4. May be repeated. "
+            "Default: any."
+        ),
     ] = None,
     blockdims: Annotated[
-        list[str] | None, typer.Option(help="Allowed threads per dim, as 128; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="Allowed numbers of threads per dim, as 128. May be repeated. Default: any."
+        ),
     ] = None,
     franges: Annotated[
-        list[int] | None, typer.Option(help="Allowed trips of the loop; may be repeated.")
+        list[int] | None,
+        typer.Option(help="Allowed numbers of loop trips. May be repeated. Default: any."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the proofs' random inputs.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of the proofs' random inputs.")] = 0,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of the search; all cores unless given.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Threads of the search. Default: MIRAGE_HF_THREADS, else one for each core.",
+        ),
     ] = None,
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Use and keep results of earlier searches.")
     ] = True,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Load the result from this file, or keep it there.")
+        Path | None,
+        typer.Option(
+            help="Load the result from this file, or keep it there. Default: the user's cache."
+        ),
     ] = None,
     json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write results and report there.")
+        Path | None,
+        typer.Option(
+            "--json", help="Write results and report to this file as JSON. Default: no file."
+        ),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Write a page with results, pictures and code there.")
+        Path | None,
+        typer.Option(help="Write a page with results, pictures and code. Default: no file."),
     ] = None,
     triton: Annotated[
-        Path | None, typer.Option(help="Write the best kernel there as a Triton file.")
+        Path | None,
+        typer.Option(help="Write the best kernel as a Triton file. Default: no file."),
     ] = None,
 ) -> None:
     """Search for faster kernels of a tensor program."""
     import mirage_hf as mi
     from mirage_hf.cli import live
-    from mirage_hf.graph import json_format
     from mirage_hf.pipeline.superoptimizer_options import search_options
     from mirage_hf.settings import settings
 
@@ -261,46 +331,64 @@ def search(
         os.environ["MIRAGE_HF_THREADS"] = str(threads)
     graph = mi.load_graph(program)
     with live.searching(program.name, time_limit or settings().search_seconds) as view:
-        found = mi.superoptimize(
+        result = mi.superoptimize(
             graph, progress=view, seed=seed, checkpoint=checkpoint, cache=cache, **options
         )
-    if found.report.stop == "interrupted":
-        show.plain(
-            "interrupted: this is what was found until then; it was not kept, the same command searches anew\n"
-        )
-    table = show.search_table()
-    show.search_row(table, program.name, graph, found, found.report)
-    show.console.print(table)
-    show.plain(f"\n{found.report}")
-    show.heading("The best µGraph" if found[0].is_fused else "The library path is the best µGraph")
-    show.plain(found[0])
-    if json_out:
-        data = {
-            "report": found.report.to_dict(),
-            "results": [json_format.ugraph_to_dict(u) for u in found],
-        }
-        json_out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    written = [json_out] if json_out else []
-    written += [found.to_html(html)] if html else []
-    written += [found[0].generate_triton_program(triton)] if triton else []
-    for path in written:
+    _show_result(program.name, graph, result)
+    for path in _write_result(result, json_out, html, triton):
         show.plain(f"\nwritten: {path}")
 
 
+def _show_result(name: str, graph: Any, result: Any) -> None:
+    if result.report.stop == "interrupted":
+        show.plain(
+            "interrupted: these are the results until then; they were not kept, "
+            "so the same command searches anew\n"
+        )
+    table = show.search_table()
+    show.search_row(table, name, graph, result, result.report)
+    show.console.print(table)
+    show.plain(f"\n{result.report}")
+    best = "The best µGraph" if result[0].is_fused else "The library path is the best µGraph"
+    show.heading(best)
+    show.plain(result[0])
+
+
+def _write_result(
+    result: Any, json_out: Path | None, html: Path | None, triton: Path | None
+) -> list[Path]:
+    """Write the files that were asked for. Return their paths."""
+    from mirage_hf.graph import json_format
+
+    written = []
+    if json_out:
+        ugraphs = [json_format.ugraph_to_dict(u) for u in result]
+        data = {"report": result.report.to_dict(), "results": ugraphs}
+        json_out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        written.append(json_out)
+    if html:
+        written.append(result.to_html(html))
+    if triton:
+        written.append(result[0].generate_triton_program(triton))
+    return written
+
+
 def _check_files(read: Mapping[str, Path], written: Mapping[str, Path | None]) -> None:
-    """Before anything is loaded or searched. Errors: misuse where an option's file cannot be one, or is one that is read, or another
-    option's."""
+    """Check the files of options before anything is loaded or searched.
+
+    Raises:
+        typer.BadParameter: An option's file cannot be written, or is one that is read, or another
+            option's.
+    """
     taken = {path.resolve(): name for name, path in read.items()}
     for name, path in written.items():
         if path is None:
             continue
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            what = (
-                "is a folder, give a file"
-                if path.is_dir()
-                else f"has no folder {path.parent}, make it first"
-            )
-            raise typer.BadParameter(f"{name} {path}: {what}")
+        if path.is_dir():
+            raise typer.BadParameter(f"{name} {path}: is a folder, give a file")
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise typer.BadParameter(f"{name} {path}: has no folder {path.parent}, make it first")
         if (other := taken.setdefault(path.resolve(), name)) != name:
             raise typer.BadParameter(
                 f"{name} {path}: is {other}, which would be overwritten; give another file"
@@ -308,36 +396,50 @@ def _check_files(read: Mapping[str, Path], written: Mapping[str, Path | None]) -
 
 
 def _dims(name: str, given: list[str] | None) -> list[tuple[int, ...]] | None:
-    """Sizes as "64", "32,4" or "32x4"."""
+    """Parse sizes that are written as "64", "32,4" or "32x4"."""
     for text in given or ():
         if not re.fullmatch(r"\d+([,x]\d+)*", text):
             raise typer.BadParameter(f"{name} {text}: give numbers as 64, 32,4 or 32x4")
     return [tuple(map(int, re.split("[,x]", text))) for text in given] if given else None
 
 
-# -- zoos -------------------------------------------------------------------------------------------------------------
+# -- zoos -----------------------------------------------------------------------------------------
 
 Root = Annotated[
     Path | None,
-    typer.Argument(help="A zoo's folder; the user's cache and the packaged zoo unless given."),
+    typer.Argument(
+        help="A zoo's folder or Hub repo. Default: the user's cache and the packaged zoo."
+    ),
 ]
 
 
-def _stores(root: Path | None) -> list[Any]:
+def _stores(root: Path | None) -> list[Store]:
+    """Return the stores to look into.
+
+    Raises:
+        ZooError: `root` is not a zoo.
+    """
     from mirage_hf.zoo import store
 
-    return [store.named_store(root)] if root else [store.user_store(), store.packaged_store()]
+    if root is None:
+        return [store.user_store(), store.packaged_store()]
+    named = store.named_store(root)
+    if reason := named.misplaced():
+        raise errors.ZooError(reason)
+    return [named]
 
 
 @zoo_app.command("list")
 def zoo_list(root: Root = None) -> None:
-    """List entries: what they are for, how fast, found where."""
+    """List entries: what they are for, how fast they are, and where they were measured."""
     for store in _stores(root):
         table = Table(box=None, pad_edge=False)
         for column in ("pattern", "program", "target", "kernels", "times", "GPU", "created"):
             table.add_column(column)
-        found = [entry for _, entry in store.verify()]
-        for e in (x for x in found if not isinstance(x, errors.Rejected)):
+        entries = [entry for _, entry in store.verify()]
+        for e in entries:
+            if isinstance(e, errors.Rejected):
+                continue
             times = ", ".join(f"{t.name} {t.median_us:.2f} µs" for t in e.timings) or "not timed"
             table.add_row(
                 e.pattern,
@@ -348,33 +450,39 @@ def zoo_list(root: Root = None) -> None:
                 e.machine.get("gpu", "-"),
                 e.created,
             )
-        damaged = len(found) - table.row_count
-        show.plain(
-            f"{store.root}: {table.row_count} entries"
-            + (f", and {damaged} that `mirage-hf zoo verify` refuses" if damaged else "")
-        )
+        damaged = len(entries) - table.row_count
+        rejected = f", and {damaged} that `mirage-hf zoo verify` rejects" if damaged else ""
+        show.plain(f"{store.root}: {table.row_count} entries{rejected}")
         if table.row_count:
             show.console.print(table)
 
 
 @zoo_app.command("verify")
 def zoo_verify(root: Root = None) -> None:
-    """Check every entry: digests, keys, µGraphs. The exit code is 1 if one does not check."""
+    """Check digests, key, µGraph and kernel text of every entry. Exit with 1 if one is rejected."""
+    from mirage_hf.pipeline.results import text_differs
+
     bad = 0
     for store in _stores(root):
         good = 0
-        for _, found in store.verify():
-            if isinstance(found, errors.Rejected):
+        for folder, entry in store.verify():
+            if isinstance(entry, errors.Rejected):
+                reason = entry.reason
+            else:
+                differs = text_differs(entry)
+                reason = f"{folder}: {differs}" if differs else ""
+            if reason:
                 bad += 1
-                show.plain(found.reason)
+                show.plain(reason)
             else:
                 good += 1
         show.plain(f"{store.root}: {good} entries check")
     if bad:
         show.plain(
-            f"{bad} entries do not check; they are never used, and the next optimize() that needs them makes them anew"
+            f"{bad} entries do not check; they are never used, "
+            "and the next optimize() that needs them makes them anew"
         )
-        raise typer.Exit(1)
+        raise typer.Exit(FAILURE)
 
 
 @app.command()

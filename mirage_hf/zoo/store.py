@@ -162,9 +162,11 @@ class Store:
                 yield folder, read_entry(folder)
 
     def misplaced(self) -> str:
-        """Return what is wrong if the root is a folder inside a zoo, or one that holds a zoo.
+        """Return what is wrong with the root if it is not a zoo with entries.
 
-        Empty for a zoo, and for an empty folder.
+        It may be a folder inside a zoo, a folder that holds a zoo, or have nothing to do with one.
+
+        Empty if there is nothing wrong.
         """
         inside = [
             *self.root.glob(ENTRY),
@@ -179,6 +181,10 @@ class Store:
             below = next(self.root.glob(f"*/*/*/*/{ENTRY}"), None)
             if below is not None:
                 return f"{self.root} holds a zoo; name the zoo itself, {below.parents[3]}"
+            return (
+                f"{self.root} holds no entry of a kernel zoo; name the folder above "
+                "<pattern>/<shape>-<dtype>-<key>/<target>/entry.json"
+            )
         return ""
 
 
