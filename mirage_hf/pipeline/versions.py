@@ -15,6 +15,7 @@ _DECIDING = (
     "search/*.py",
     "verify/*.py",
     "pipeline/search_and_verify.py",
+    "pipeline/window_paths.py",
     "pipeline/windows.py",
 )
 

@@ -1,19 +1,20 @@
-"""Larger programs: their windows are searched, and the cheapest sequence of windows and library calls is chosen and verified.
+"""Search larger programs window by window, and stitch the cheapest sequence of windows together.
 
-Windows overlap, and a shortest path over the boundaries chooses among them, so the result is the best over all ways to
-stitch them by the cost model's estimates. Only what a path chooses is verified: each window's candidates are proven and
-checked as programs of their own (verify/accept.py); a window without an accepted one is left out and the path chosen again.
+Windows overlap. A shortest path over the boundaries between units chooses among them, so the result
+is the best of all ways to stitch windows and library calls, by the cost model's estimates. Only what
+a path chooses is verified: each window's µGraphs are proven and checked as programs of their own (see
+`verify.accept`). If a window has no accepted µGraph, it is left out and the path is chosen again.
 
-The proof of the whole is by composition. The windows and the library calls between them compute every tensor that the
-program computes between them from the same tensors, in an order that keeps each read after its write and on its side of a
-write in place; a library call is the program's own op. So if every window equals its part, the stitched µGraph equals the
-program, and the chance that it does not is at most the sum of the windows' bounds. Its rounding may run with multiply-adds
-(on tensor cores) where that of every window may.
+**Why the whole is proven.** The windows and the library calls between them compute every tensor that
+the program computes between them, from the same tensors. Their order keeps each read after its write,
+and on its side of a write in place. A library call is the program's own op. So if every window equals
+its part, the stitched µGraph equals the program. The probability that it does not is at most the sum
+of the windows' error bounds. Its rounding may run as multiply-adds (or on tensor cores) if that of
+every window may.
 """
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,45 +24,56 @@ from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp, inline
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
+from mirage_hf.pipeline.window_paths import (
+    Choice,
+    Path,
+    Weight,
+    by_launches,
+    by_time,
+    lightest_paths,
+)
 from mirage_hf.search.cut import Cut, Window, cut
 from mirage_hf.search.engine import search
 from mirage_hf.search.join import JoinedProducts, join
 from mirage_hf.search.library_cost import VIEWS, call_us
 from mirage_hf.search.search_journal import RankedUGraph, SearchJournal
 from mirage_hf.search.search_options import SearchOptions
-from mirage_hf.search.search_report import Counters, RejectedCandidate, SearchReport
+from mirage_hf.search.search_report import (
+    Counters,
+    RejectedCandidate,
+    SearchReport,
+    StopReason,
+)
 from mirage_hf.verify.accept import Candidate, accept
 from mirage_hf.verify.verdict import Verdict
 
 #: Called as progress(stage, detail): ("search", Counters), ("verify", Verdict) or
 #: ("tune", (done, total, what)). A true result stops the search.
 ProgressCallback = Callable[[str, Any], bool | None]
+
+#: Returns the estimate of a library call in µs.
 CallCost = Callable[[KernelOp], float]
-"""Called as call_us(op): the estimate of a library call in µs."""
 
+#: How many of the best paths become candidates, for each kind of arithmetic.
 _PATHS = 3
-"""Best paths that become candidates, per kind of arithmetic."""
+
+#: Candidates that a window keeps for each kind of arithmetic. The second one serves where a path for
+#: one kind of arithmetic wants another candidate than the path for the other kind.
 _KEEP = 2
-"""Candidates that a window keeps per kind of arithmetic: the second serves where a path of one kind wants another."""
-_SHARE = 8
-"""A window may take this many times its even share of the time that is left: most take far less."""
-_STOPS = ("exhausted", "expansions", "values", "memory", "time", "interrupted")
-"""Why a search stopped, worst last."""
 
+#: A window may take this many times its even share of the time that is left. Most take far less.
+_TIME_SHARE = 8
 
-@dataclass(frozen=True)
-class Choice:
-    """One way to compute a window: a candidate, one that is not verified yet, or (both None) library calls."""
-
-    window: Window
-    us: float
-    kernels: int
-    candidate: Candidate | None = None
-    found: RankedUGraph | None = None
-
-
-Path = tuple[Choice, ...]
-Weight = Callable[[Choice], tuple[float, ...]]
+#: Why the search of a window may stop, the worst reason last. "not lowerable" is missing, because it
+#: only says that one window has no kernel.
+_STOPS = (
+    StopReason.EXHAUSTED,
+    StopReason.EXPANSIONS,
+    StopReason.VALUES,
+    StopReason.MEMORY,
+    StopReason.TIME,
+    StopReason.INTERRUPTED,
+)
 
 
 def search_windows(
@@ -74,18 +86,47 @@ def search_windows(
     call_us: CallCost = call_us,
     journal: SearchJournal | None = None,
 ) -> tuple[tuple[Candidate, ...], SearchReport]:
-    """Search a program window by window: candidates for the whole, best estimate first, and the report.
+    """Search a program window by window.
 
-    `options` bound each window, its max_kernels too; time_limit is that of all together. Windows are searched at
-    width 1 only: wider searches of windows of this size may take minutes. `call_us` estimates library calls.
-    `reason` says why the program was not searched as one, and stays in the report; steps that
-    `journal` has are not made again.
+    Windows are searched at width 1 only, because wider searches of windows of this size may take
+    minutes.
+
+    Args:
+        program: The tensor program.
+        options: Limits of each window, also for `max_kernels`. `time_limit` is that of all together.
+        progress: Called with each stage and its detail.
+        seed: Seed of the random evaluations that prove and check candidates.
+        reason: Why the program was not searched as one. It stays in the report.
+        call_us: Estimates library calls.
+        journal: Steps that it holds are not searched again.
+
+    Returns:
+        Candidates for the whole program, lowest estimate first, and the report.
     """
-    return _Windows(cut(program), options, progress, seed, call_us, journal).run(reason)
+    return _WindowSearch(cut(program), options, progress, seed, call_us, journal).run(reason)
 
 
-class _Windows:
-    """The windows of one program: what was found for each, what of it was accepted."""
+@dataclass
+class _WindowResults:
+    """What is known about a window, and about all windows that are equal except for names.
+
+    Attributes:
+        window: One of the windows.
+        ranked: What the search returned.
+        joined: The window with products joined, if it has such products.
+        ranked_joined: What the search returned for that.
+        candidates: What is accepted, or None as long as nothing is verified.
+    """
+
+    window: Window
+    ranked: list[RankedUGraph]
+    joined: JoinedProducts | None = None
+    ranked_joined: Sequence[RankedUGraph] = ()
+    candidates: tuple[Candidate, ...] | None = None
+
+
+class _WindowSearch:
+    """The windows of one program and what was found for each."""
 
     def __init__(
         self,
@@ -96,259 +137,235 @@ class _Windows:
         call_us: CallCost,
         journal: SearchJournal | None,
     ):
-        self.cut, self.options, self.seed, self.call_us, self.journal = (
-            parts,
-            options,
-            seed,
-            call_us,
-            journal,
-        )
-        self.say: Callable[[str, Any], Any] = progress or (lambda stage, detail: None)
+        self.cut, self.options, self.seed, self.journal = parts, options, seed, journal
+        self.notify: ProgressCallback = progress or (lambda stage, detail: None)
         self.start = time.perf_counter()
         self.deadline = self.start + options.time_limit
-        self.keys = {(w.start, w.stop): _key(w.graph) for w in parts.windows if w.graph is not None}
-        self.found: dict[str, list[RankedUGraph]] = {}
-        self.joined: dict[str, tuple[JoinedProducts, list[RankedUGraph]]] = {}
-        self.accepted: dict[str, tuple[Candidate, ...]] = {}
+        self.keys = {
+            (w.start, w.stop): graph_key(w.graph) for w in parts.windows if w.graph is not None
+        }
+        #: By key, the windows that were searched.
+        self.results: dict[str, _WindowResults] = {}
         self.rejected: list[RejectedCandidate] = []
-        self.counters, self.stop, self.proof_seconds = Counters(), "exhausted", 0.0
-        self.library = [self._library(w) for w in parts.singles]
+        self.counters, self.stop, self.proof_seconds = Counters(), StopReason.EXHAUSTED, 0.0
+        self.library_choices = [_library_choice(w, call_us) for w in parts.singles]
 
     def run(self, reason: str) -> tuple[tuple[Candidate, ...], SearchReport]:
-        self._search()
-        made: dict[str, tuple[Candidate, Path]] = {}
-        first = -1.0
+        self._search_all()
+        stitched: dict[str, tuple[Candidate, Path]] = {}
+        first_seconds = -1.0
         for mma in (False, True):
-            for weight, count in ((_by_time, _PATHS), (_by_launches, 1)):
-                for path in self._settle(mma, weight, count):
-                    if any(c.candidate for c in path):
+            for weight, count in ((by_time, _PATHS), (by_launches, 1)):
+                for path in self._verified_paths(mma, weight, count):
+                    if any(choice.candidate for choice in path):
                         candidate = self._stitch(path)
-                        made.setdefault(str(candidate.ugraph.kernels), (candidate, path))
-                        first = first if first >= 0 else time.perf_counter() - self.start
-        best = sorted(made.values(), key=lambda m: (m[0].cost_us, m[0].ugraph.num_kernels))
-        candidates = tuple(c for c, _ in best)
-        if reason and not best and self.stop == "exhausted":
-            self.stop = "not lowerable"
-        why = reason or (
-            ""
-            if best
-            else "no window has a kernel that was accepted and estimated to be faster than library calls"
-        )
-        return candidates, SearchReport(
+                        text = str(candidate.ugraph.kernels)
+                        stitched.setdefault(text, (candidate, path))
+                        if first_seconds < 0:
+                            first_seconds = time.perf_counter() - self.start
+        best = sorted(stitched.values(), key=lambda s: (s[0].cost_us, s[0].ugraph.num_kernels))
+        candidates = tuple(candidate for candidate, _ in best)
+        if reason and not best and self.stop == StopReason.EXHAUSTED:
+            self.stop = StopReason.NOT_LOWERABLE
+        if not reason and not best:
+            reason = (
+                "no window has a kernel that was accepted and estimated to be faster than "
+                "library calls"
+            )
+        report = SearchReport(
             self.counters,
             self.stop,
-            why,
-            len(best),
-            tuple(self.rejected),
-            max((c.error_bound for c in candidates), default=None),
-            self.proof_seconds,
-            self._notes(best[0][1] if best else ()),
-            first,
+            reason,
+            found=len(best),
+            rejected=tuple(self.rejected),
+            error_bound=max((c.error_bound for c in candidates), default=None),
+            proof_seconds=self.proof_seconds,
+            notes=self._notes(best[0][1] if best else ()),
+            first_accepted_seconds=first_seconds,
         )
+        return candidates, report
 
-    # -- searching --------------------------------------------------------------------------------------------------------
+    # -- searching ---------------------------------------------------------------------------------
 
-    def _search(self) -> None:
-        """Every different window at width 1, the shortest first: when time runs out, what is missing are long ones."""
+    def _search_all(self) -> None:
+        """Search each different window, the shortest first.
+
+        If time runs out, only long ones are missing.
+        """
         different: dict[str, Window] = {}
-        for w in sorted(self.cut.windows, key=lambda w: (w.stop - w.start, w.start)):
-            different.setdefault(self.keys[w.start, w.stop], w)
-        for n, (key, w) in enumerate(different.items()):
+        for window in sorted(self.cut.windows, key=lambda w: (w.stop - w.start, w.start)):
+            different.setdefault(self._key(window), window)
+        for n, (key, window) in enumerate(different.items()):
             if not self._may_go_on():
                 return
-            assert w.graph is not None
-            self.found[key] = self._search_one(w.graph, len(different) - n)
-            joined = join(w.graph)
+            assert window.graph is not None
+            waiting = len(different) - n
+            results = self.results[key] = _WindowResults(
+                window, self._search_one(window.graph, waiting)
+            )
+            joined = join(window.graph)
             if joined is not None and self._may_go_on():
-                self.joined[key] = joined, self._search_one(joined.graph, len(different) - n)
+                results.joined = joined
+                results.ranked_joined = self._search_one(joined.graph, waiting)
+
+    def _key(self, window: Window) -> str:
+        return self.keys[window.start, window.stop]
 
     def _may_go_on(self) -> bool:
-        if self.stop != "interrupted" and time.perf_counter() >= self.deadline:
-            self._stopped("time")
-        return self.stop not in ("interrupted", "time")
+        if self.stop != StopReason.INTERRUPTED and time.perf_counter() >= self.deadline:
+            self._note_stop(StopReason.TIME)
+        return self.stop not in (StopReason.INTERRUPTED, StopReason.TIME)
 
-    def _stopped(self, why: str) -> None:
-        if why in _STOPS:  # not "not lowerable": it says that a window has no kernel
-            self.stop = max(self.stop, why, key=_STOPS.index)
+    def _note_stop(self, stop: StopReason) -> None:
+        """Keep the worst reason."""
+        if stop in _STOPS:
+            self.stop = max(self.stop, stop, key=_STOPS.index)
 
     def _search_one(self, graph: KernelGraph, waiting: int) -> list[RankedUGraph]:
+        """Search one window; `waiting` windows share the time that is left."""
         left, before = self.deadline - time.perf_counter(), self.counters
-        options = replace(self.options, time_limit=min(left, _SHARE * left / waiting), max_width=1)
-        found, report = search(
-            graph, options, lambda counters: self.say("search", before + counters), self.journal
-        )
+        limit = min(left, _TIME_SHARE * left / waiting)
+        options = replace(self.options, time_limit=limit, max_width=1)
+
+        def progress(counters: Counters) -> bool | None:
+            return self.notify("search", before + counters)
+
+        ranked, report = search(graph, options, progress, self.journal)
         self.counters = before + report.counters
-        self._stopped(report.stop)
-        return found
+        self._note_stop(report.stop)
+        return ranked
 
-    # -- choosing ---------------------------------------------------------------------------------------------------------
+    # -- choosing ----------------------------------------------------------------------------------
 
-    def _settle(self, mma: bool, weight: Weight, count: int) -> list[Path]:
-        """The best paths of which every window is verified for this arithmetic."""
+    def _verified_paths(self, mma: bool, weight: Weight, count: int) -> list[Path]:
+        """Return the lightest paths of which every window is verified for this arithmetic."""
         while True:
-            paths = self._paths(mma, weight, count)
+            choices = [c for window in self.cut.windows for c in self._choices(window, mma)]
+            choices += self.library_choices
+            paths = lightest_paths(choices, len(self.cut.units), weight, count)
             unverified = {
-                self.keys[c.window.start, c.window.stop]: c.window
-                for p in paths
-                for c in p
-                if c.found
+                self._key(choice.window): choice.window
+                for path in paths
+                for choice in path
+                if choice.unverified
             }
             if not unverified:
                 return paths
-            for key, w in unverified.items():
-                self._verify(key, w)
+            for key, window in unverified.items():
+                self._verify(self.results[key], window)
 
-    def _verify(self, key: str, w: Window) -> None:
-        """Prove and check what was found for a chosen window."""
-        kept: list[Candidate] = []
-        joined, wide = self.joined.get(key, (None, []))
-        for found in (self.found[key], wide):
-            result = accept(
-                found,
-                keep=_KEEP,
-                seed=self.seed,
-                on_candidate=lambda number, verdict: self.say("verify", verdict),
-            )
-            kept += [
-                replace(c, ugraph=joined.split(c.ugraph)) if joined and found is wide else c
-                for c in result.candidates
-            ]
-            self.rejected += [
-                replace(r, reason=f"{self._named(w)}: {r.reason}") for r in result.rejected
-            ]
-            self.proof_seconds += result.seconds
-        self.accepted[key] = tuple(sorted(kept, key=lambda c: c.cost_us))
-
-    def _choices(self, w: Window, mma: bool) -> list[Choice]:
-        key = self.keys[w.start, w.stop]
-        if key in self.accepted:
+    def _choices(self, window: Window, mma: bool) -> list[Choice]:
+        """Return the µGraphs of a window: the accepted ones, or the cheapest if none is verified."""
+        results = self.results.get(self._key(window))
+        if results is None:
+            return []
+        if results.candidates is not None:
             return [
-                Choice(w, c.cost_us + w.view_us, c.ugraph.num_kernels, c)
-                for c in self.accepted[key]
+                Choice(window, c.cost_us + window.view_us, c.ugraph.num_kernels, candidate=c)
+                for c in results.candidates
                 if c.allows(mma)
             ]
-        first = [*self.found.get(key, [])[:1], *self.joined.get(key, (None, []))[1][:1]]
-        return [Choice(w, f.cost_us + w.view_us, f.ugraph.num_kernels, None, f) for f in first]
+        return [
+            Choice(window, r.cost_us + window.view_us, r.ugraph.num_kernels, unverified=r)
+            for r in (*results.ranked[:1], *results.ranked_joined[:1])
+        ]
 
-    def _library(self, w: Window) -> Choice:
-        ops = library_ugraph(w.graph).kernels.ops if w.graph is not None else ()
-        return Choice(
-            w, sum(map(self.call_us, ops)) + w.view_us, sum(op.name not in VIEWS for op in ops)
+    def _verify(self, results: _WindowResults, window: Window) -> None:
+        """Prove and check what was found for a chosen window."""
+        kept = self._accepted(results.ranked, window)
+        of_joined = self._accepted(results.ranked_joined, window)
+        if results.joined is not None:
+            kept += [replace(c, ugraph=results.joined.split(c.ugraph)) for c in of_joined]
+        results.candidates = tuple(sorted(kept, key=lambda c: c.cost_us))
+
+    def _accepted(self, ranked: Sequence[RankedUGraph], window: Window) -> list[Candidate]:
+        result = accept(
+            ranked,
+            keep=_KEEP,
+            seed=self.seed,
+            on_candidate=lambda number, verdict: self.notify("verify", verdict),
         )
+        name = self._name(window)
+        self.rejected += [replace(r, reason=f"{name}: {r.reason}") for r in result.rejected]
+        self.proof_seconds += result.seconds
+        return list(result.candidates)
 
-    def _paths(self, mma: bool, weight: Weight, count: int) -> list[Path]:
-        """The `count` lightest sequences of choices from the first unit to the last."""
-        ending: list[list[Choice]] = [[] for _ in range(len(self.cut.units) + 1)]
-        for w in self.cut.windows:
-            ending[w.stop] += self._choices(w, mma)
-        for c in self.library:
-            ending[c.window.stop].append(c)
-        best: list[list[tuple[tuple[float, ...], Path]]] = [[((0.0, 0.0, 0.0), ())]]
-        for choices in ending[1:]:
-            ways: list[tuple[tuple[float, ...], Path]] = []
-            for c in choices:
-                own = weight(c)
-                ways += [
-                    (tuple(map(operator.add, total, own)), (*path, c))
-                    for total, path in best[c.window.start]
-                ]
-            best.append(
-                sorted(ways, key=lambda way: way[0])[:count]
-            )  # stable: the same for equal weights in every run
-        return [path for _, path in best[-1]]
-
-    # -- stitching --------------------------------------------------------------------------------------------------------
+    # -- stitching ---------------------------------------------------------------------------------
 
     def _stitch(self, path: Path) -> Candidate:
+        """Return the candidate for the whole program that a path is."""
         program, kernels = self.cut.program, KernelGraph()
         now: dict[int, DTensor] = {t.index: kernels.input_like(t) for t in program.inputs}
 
-        def view(op: KernelOp) -> None:
-            if op.outputs[0].index not in now:
-                args = [now[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
-                now[op.outputs[0].index] = kernels.apply(op.name, args, dict(op.attrs))
+        def make_views(views: Sequence[KernelOp]) -> None:
+            for op in views:
+                if op.outputs[0].index not in now:
+                    args = [now[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
+                    now[op.outputs[0].index] = kernels.apply(op.name, args, dict(op.attrs))
 
-        for c in path:
-            for op in c.window.before:
-                view(op)
-            if c.window.graph is not None:
-                ugraph = c.candidate.ugraph if c.candidate else library_ugraph(c.window.graph)
-                now |= zip(
-                    c.window.writes,
-                    inline(kernels, ugraph.kernels, [now[n] for n in c.window.reads]),
-                    strict=True,
-                )
-            for op in c.window.after:
-                view(op)
+        for choice in path:
+            window = choice.window
+            make_views(window.before)
+            if window.graph is not None:
+                candidate = choice.candidate
+                ugraph = candidate.ugraph if candidate else library_ugraph(window.graph)
+                made = inline(kernels, ugraph.kernels, [now[n] for n in window.reads])
+                now |= zip(window.writes, made, strict=True)
+            make_views(window.after)
         kernels.mark_output(*(now[t.index] for t in program.outputs))
-        chosen = [c.candidate for c in path if c.candidate]
+        chosen = [choice.candidate for choice in path if choice.candidate]
         return Candidate(
             UGraph(program, kernels),
-            sum(c.us for c in path),
-            sum(c.error_bound for c in chosen),
-            _all([c.scalar for c in chosen]),
-            _all([c.tensor_cores for c in chosen]),
+            cost_us=sum(choice.us for choice in path),
+            error_bound=sum(c.error_bound for c in chosen),
+            scalar=_all_of([c.scalar for c in chosen]),
+            tensor_cores=_all_of([c.tensor_cores for c in chosen]),
         )
 
-    # -- telling ----------------------------------------------------------------------------------------------------------
+    # -- reporting ---------------------------------------------------------------------------------
 
-    def _named(self, w: Window) -> str:
-        return "window " + ", ".join(
-            op.name
-            for u in self.cut.units[w.start : w.stop]
-            for op in u.ops
-            if op.name not in VIEWS
-        )
+    def _name(self, window: Window) -> str:
+        units = self.cut.units[window.start : window.stop]
+        ops = [op.name for unit in units for op in unit.ops if op.name not in VIEWS]
+        return "window " + ", ".join(ops)
 
     def _notes(self, path: Path) -> tuple[str, ...]:
+        """Say what was searched, what computes each window, and why the library computes others."""
         different = len(set(self.keys.values()))
+        verified = sum(r.candidates is not None for r in self.results.values())
         notes = [
-            f"windows: {len(self.keys)} over {len(self.cut.units)} units, {len(self.found)} of {different} different ones searched, "
-            f"{len(self.accepted)} verified"
+            f"windows: {len(self.keys)} over {len(self.cut.units)} units, "
+            f"{len(self.results)} of {different} different ones searched, {verified} verified"
         ]
-        notes += [
-            f"{self._named(c.window)}: {c.kernels} kernel{'s' if c.kernels != 1 else ''}, {c.us:.1f} µs"
-            for c in path
-            if c.candidate
-        ]
-        why: dict[str, list[str]] = {}
-        for c in path:
-            unit = self.cut.units[c.window.start]
-            if c.candidate is None and not unit.is_view:
-                why.setdefault(
-                    unit.alone or "a library call was estimated to be as fast", []
-                ).append(unit.ops[-1].name)
-        return (
-            *notes,
-            *(f"library: {', '.join(names)} ({reason})" for reason, names in why.items()),
-        )
+        calls: dict[str, list[str]] = {}
+        for choice in path:
+            unit = self.cut.units[choice.window.start]
+            if choice.candidate:
+                kernels = f"{choice.kernels} kernel{'s' if choice.kernels != 1 else ''}"
+                notes.append(f"{self._name(choice.window)}: {kernels}, {choice.us:.1f} µs")
+            elif not unit.is_view:
+                why = unit.alone or "a library call was estimated to be as fast"
+                calls.setdefault(why, []).append(unit.ops[-1].name)
+        notes += [f"library: {', '.join(names)} ({why})" for why, names in calls.items()]
+        return tuple(notes)
 
 
-def _by_time(c: Choice) -> tuple[float, ...]:
-    return c.us, c.kernels, 0.0
+def _library_choice(window: Window, call_us: CallCost) -> Choice:
+    ops = library_ugraph(window.graph).kernels.ops if window.graph is not None else ()
+    calls = sum(op.name not in VIEWS for op in ops)
+    return Choice(window, sum(map(call_us, ops)) + window.view_us, calls)
 
 
-def _by_launches(c: Choice) -> tuple[float, ...]:
-    """Launches, and of as many those that are library calls: what the estimates know least about."""
-    return c.kernels, 0.0 if c.candidate or c.found else c.kernels, c.us
-
-
-def _key(graph: KernelGraph) -> str:
-    """The same for graphs that differ in names only."""
+def graph_key(graph: KernelGraph) -> str:
+    """Return a digest that is the same for graphs that differ in names only."""
     plain = KernelGraph()
-    plain.mark_output(
-        *inline(
-            plain,
-            graph,
-            [
-                plain.new_input(t.dims, t.dtype, t.strides, constant=t.constant)
-                for t in graph.inputs
-            ],
-        )
-    )
+    inputs = [
+        plain.new_input(t.dims, t.dtype, t.strides, constant=t.constant) for t in graph.inputs
+    ]
+    plain.mark_output(*inline(plain, graph, inputs))
     return json_format.digest(json_format.graph_to_dict(plain))
 
 
-def _all(verdicts: Sequence[Verdict]) -> Verdict:
-    """Accepted when all are; else the first refusal."""
+def _all_of(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return the first rejection, or the first verdict if all are accepted."""
     return next((v for v in verdicts if isinstance(v, Rejected)), verdicts[0])

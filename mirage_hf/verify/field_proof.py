@@ -179,6 +179,7 @@ class _FieldProof:
             )
         if self.target < _ANY_BOUND:
             return _no_proof(unclear)
+        assert isinstance(pair, Pair)
         return _Start(pair, copies, TrialBound(1.0, 0.0))
 
     def _shrink(self, sizes: Sequence[int], split_size: int, pieces: int) -> Pair | Rejected:

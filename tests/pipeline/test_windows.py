@@ -147,7 +147,7 @@ def test_two_equal_layers_are_searched_once(monkeypatch):
     monkeypatch.setattr(
         windows,
         "search",
-        lambda graph, *rest: seen.append(windows._key(graph)) or search(graph, *rest),
+        lambda graph, *rest: seen.append(windows.graph_key(graph)) or search(graph, *rest),
     )
 
     def layers(count):
