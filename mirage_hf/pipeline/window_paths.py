@@ -1,4 +1,4 @@
-"""Choose how to compute each part of a program: the lightest sequences of windows and library calls."""
+"""Choose how to compute each part of a program: paths of windows and library calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def by_time(choice: Choice) -> tuple[float, float, float]:
 
 
 def by_launches(choice: Choice) -> tuple[float, float, float]:
-    """Weigh a choice by its launches, then by its library calls, whose estimates are the weakest."""
+    """Weigh a choice by its launches, then by library calls, whose estimates are the weakest."""
     return choice.kernels, choice.kernels if choice.is_library else 0.0, choice.us
 
 

@@ -1,16 +1,17 @@
 """Search larger programs window by window, and stitch the cheapest sequence of windows together.
 
 Windows overlap. A shortest path over the boundaries between units chooses among them, so the result
-is the best of all ways to stitch windows and library calls, by the cost model's estimates. Only what
-a path chooses is verified: each window's µGraphs are proven and checked as programs of their own (see
-`verify.accept`). If a window has no accepted µGraph, it is left out and the path is chosen again.
+is the best of all ways to stitch windows and library calls, by the cost model's estimates. Only
+what a path chooses is verified: each window's µGraphs are proven and checked as programs of their
+own (see `verify.accept`). If a window has no accepted µGraph, it is left out and the path is chosen
+again.
 
-**Why the whole is proven.** The windows and the library calls between them compute every tensor that
-the program computes between them, from the same tensors. Their order keeps each read after its write,
-and on its side of a write in place. A library call is the program's own op. So if every window equals
-its part, the stitched µGraph equals the program. The probability that it does not is at most the sum
-of the windows' error bounds. Its rounding may run as multiply-adds (or on tensor cores) if that of
-every window may.
+**Why the whole is proven.** The windows and the library calls between them compute every tensor
+that the program computes between them, from the same tensors. Their order keeps each read after its
+write, and on its side of a write in place. A library call is the program's own op. So if every
+window equals its part, the stitched µGraph equals the program. The probability that it does not is
+at most the sum of the windows' error bounds. Its rounding may run as multiply-adds (or on tensor
+cores) if that of every window may.
 """
 
 from __future__ import annotations
@@ -57,15 +58,15 @@ CallCost = Callable[[KernelOp], float]
 #: How many of the best paths become candidates, for each kind of arithmetic.
 _PATHS = 3
 
-#: Candidates that a window keeps for each kind of arithmetic. The second one serves where a path for
-#: one kind of arithmetic wants another candidate than the path for the other kind.
+#: Candidates that a window keeps for each kind of arithmetic. The second one serves where a path
+#: for one kind of arithmetic wants another candidate than the path for the other kind.
 _KEEP = 2
 
 #: A window may take this many times its even share of the time that is left. Most take far less.
 _TIME_SHARE = 8
 
-#: Why the search of a window may stop, the worst reason last. "not lowerable" is missing, because it
-#: only says that one window has no kernel.
+#: Why the search of a window may stop, the worst reason last. "not lowerable" is missing, because
+#: it only says that one window has no kernel.
 _STOPS = (
     StopReason.EXHAUSTED,
     StopReason.EXPANSIONS,
@@ -93,7 +94,8 @@ def search_windows(
 
     Args:
         program: The tensor program.
-        options: Limits of each window, also for `max_kernels`. `time_limit` is that of all together.
+        options: Limits of each window, also for `max_kernels`. `time_limit` is that of all
+            together.
         progress: Called with each stage and its detail.
         seed: Seed of the random evaluations that prove and check candidates.
         reason: Why the program was not searched as one. It stays in the report.
@@ -255,7 +257,10 @@ class _WindowSearch:
                 self._verify(self.results[key], window)
 
     def _choices(self, window: Window, mma: bool) -> list[Choice]:
-        """Return the µGraphs of a window: the accepted ones, or the cheapest if none is verified."""
+        """Return the µGraphs of a window.
+
+        The accepted ones, or the cheapest if none is verified.
+        """
         results = self.results.get(self._key(window))
         if results is None:
             return []
