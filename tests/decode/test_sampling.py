@@ -340,9 +340,9 @@ def test_draws_from_a_large_vocabulary():
 
 
 def philox(key: tuple[int, int], counter: int) -> list[int]:
-    """Philox4x64-10 as its paper has it (Salmon et al., Parallel Random Numbers.
+    """Compute Philox4x64-10 as in its paper.
 
-    As Easy as 1, 2, 3).
+    Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3.
     """
     mask, x, (k0, k1) = (1 << 64) - 1, [counter, 0, 0, 0], key
     for _ in range(10):

@@ -1,0 +1,306 @@
+"""What is decided about a call of generate before its prefill.
+
+The whole of generate is not run here, so that each decision is checked by itself.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
+
+from mirage_hf.decode import call_plan
+from mirage_hf.decode.call_plan import NotCovered, PromptPlan, plan_call
+from tests.helpers.generate_comparison import tiny
+
+pytestmark = pytest.mark.models
+BATCH, LENGTH = 2, 4
+
+
+# -- the prompt -----------------------------------------------------------------------------------
+
+
+def ids(length: int = LENGTH) -> torch.Tensor:
+    return torch.ones(BATCH, length, dtype=torch.long)
+
+
+def counted(length: int = LENGTH, rows: int = BATCH, start: int = 0) -> torch.Tensor:
+    return torch.arange(start, start + length).expand(rows, -1)
+
+
+def prompt_plan(
+    input_ids: torch.Tensor, past: int = 0, mask_length: int = LENGTH, **given: Any
+) -> PromptPlan:
+    return PromptPlan.of(input_ids, past, mask_length, given)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_plain_prompt_counts_from_zero(masked: bool) -> None:
+    mask = {"attention_mask": torch.ones(BATCH, LENGTH)} if masked else {}
+    plan = prompt_plan(ids(), position_ids=counted(), **mask)
+    assert (plan.past, plan.length, plan.lowest) == (0, LENGTH, None)
+    assert plan.position.tolist() == [[LENGTH - 1]] * BATCH
+    assert plan.from_zero is True and not plan.odd_positions
+
+
+def test_one_row_of_positions_serves_all_rows() -> None:
+    plan = prompt_plan(ids(), position_ids=counted(rows=1))
+    assert plan.from_zero and plan.position.tolist() == [[LENGTH - 1]]
+
+
+def test_left_padding_is_counted_by_row() -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    positions = torch.tensor([[1, 1, 0, 1], [0, 1, 2, 3]])
+    plan = prompt_plan(ids(), attention_mask=mask, position_ids=positions)
+    assert plan.lowest is not None and plan.lowest.tolist() == [[2], [0]]
+    assert plan.position.tolist() == [[1], [3]]
+    assert plan.from_zero and not plan.odd_positions
+
+
+def test_padding_whose_positions_count_otherwise_does_not_count_from_zero() -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    plan = prompt_plan(ids(), attention_mask=mask, position_ids=counted())
+    assert not plan.from_zero and not plan.odd_positions
+
+
+@pytest.mark.parametrize("start, odd", [(0, False), (-1, False), (1, True), (-4, True), (90, True)])
+def test_positions_beyond_the_text_or_below_zero_are_odd(start: int, odd: bool) -> None:
+    """Only the last position of a row is used after the prompt."""
+    plan = prompt_plan(ids(), position_ids=counted(start=start))
+    assert plan.odd_positions is odd and plan.from_zero is (start == 0)
+
+
+def test_one_odd_row_is_enough() -> None:
+    positions = torch.stack([torch.arange(4), torch.arange(-4, 0)])
+    assert prompt_plan(ids(), position_ids=positions).odd_positions
+
+
+def test_the_whole_text_may_be_given_beside_a_cache_of_its_beginning() -> None:
+    plan = prompt_plan(ids(4), past=3, position_ids=counted(), attention_mask=torch.ones(BATCH, 4))
+    assert (plan.past, plan.length, plan.from_zero) == (3, 4, False)
+    assert plan.lowest is None
+
+
+def test_only_the_new_tokens_may_be_given_beside_a_cache() -> None:
+    """The mask covers the whole text; without a mask its length does."""
+    for given in ({"attention_mask": torch.ones(BATCH, 7)}, {}):
+        plan = prompt_plan(ids(4), past=3, mask_length=7, position_ids=counted(start=3), **given)
+        assert (plan.past, plan.length, plan.from_zero) == (3, 7, False)
+        assert not plan.odd_positions
+
+
+def test_the_length_of_the_mask_decides_before_the_counted_length() -> None:
+    plan = prompt_plan(
+        ids(4), past=3, mask_length=4, position_ids=counted(), attention_mask=torch.ones(BATCH, 7)
+    )
+    assert plan.length == 7
+
+
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        ({}, "no position_ids"),
+        ({"position_ids": counted()[0]}, "position_ids of 1 dimensions"),
+        ({"position_ids": counted()[None]}, "position_ids of 3 dimensions"),
+        ({"position_ids": counted().float()}, "torch.float32"),
+        ({"position_ids": counted().to("meta")}, "meta"),
+        ({"position_ids": counted(), "attention_mask": torch.ones(2, 4).to("meta")}, "meta"),
+        ({"position_ids": counted(), "attention_mask": torch.ones(3, 4)}, "mask for 3 rows of 2"),
+        ({"position_ids": counted(rows=3)}, "position_ids for 3 rows of 2"),
+        (
+            {
+                "position_ids": counted(),
+                "attention_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]]),
+            },
+            "holes",
+        ),
+    ],
+)
+def test_a_prompt_that_is_not_covered_says_why(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NotCovered, match=reason):
+        prompt_plan(ids(), **given)
+
+
+@pytest.mark.parametrize("past", [4, 5])
+def test_a_cache_must_be_shorter_than_the_text(past: int) -> None:
+    with pytest.raises(NotCovered, match="cache"):
+        prompt_plan(ids(4), past=past, position_ids=counted())
+    assert prompt_plan(ids(4), past=3, position_ids=counted()).length == 4
+
+
+# -- the call -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny("llama")
+
+
+class Options(GenerationConfig):
+    """A generation config as generate hands it to its decoding method."""
+
+    _pad_token_tensor: torch.Tensor | None = torch.tensor(0)
+
+
+def call(model: Any, length: int = LENGTH, **changes: Any) -> call_plan.CallPlan:
+    """Plan a call that is covered, except for `changes`."""
+    wanted: dict[str, Any] = dict(
+        criteria=[MaxLengthCriteria(20)],
+        users_cache=False,
+        max_cache_len=None,
+        expected=SimpleNamespace(obstacle=None),
+        config=Options(),
+        input_ids=ids(length),
+    )
+    given: dict[str, Any] = dict(
+        past_key_values=DynamicCache(config=model.config),
+        use_cache=True,
+        position_ids=counted(length),
+    )
+    for name, value in changes.items():
+        (wanted if name in wanted else given)[name] = value
+    return plan_call(
+        model,
+        wanted["input_ids"],
+        LogitsProcessorList(),
+        StoppingCriteriaList(wanted["criteria"]),
+        wanted["config"],
+        given,
+        users_cache=wanted["users_cache"],
+        max_cache_len=wanted["max_cache_len"],
+        expected=wanted["expected"],
+    )
+
+
+def test_a_covered_call(model: Any) -> None:
+    cache = DynamicCache(config=model.config)
+    plan = call(model, past_key_values=cache, users_cache=True)
+    assert plan.cache is cache and plan.cache_is_users
+    assert (plan.budget, plan.most_slots, plan.slots) == (16, 19, 19)
+    assert plan.windows == (None,) * model.config.num_hidden_layers
+    assert plan.eos is None and not isinstance(plan.selection, str)
+    assert plan.expected and not plan.logits_to_keep and not plan.prompt_alone
+
+
+def test_a_prompt_is_alone_if_only_its_last_logits_are_wanted(model: Any) -> None:
+    assert call(model, logits_to_keep=1).prompt_alone
+    assert not call(model, logits_to_keep=1, position_ids=counted(start=1)).prompt_alone
+
+
+def test_memory_for_a_long_text_is_reserved_step_by_step(model: Any) -> None:
+    plan = call(model, criteria=[MaxLengthCriteria(5000)], max_cache_len=4999)
+    assert plan.most_slots == 4999
+    assert plan.slots == LENGTH + call_plan.FIRST_REACH
+
+
+def test_the_shortest_of_several_lengths_counts_and_fractions_are_rounded_up(model: Any) -> None:
+    criteria = [MaxLengthCriteria(30), MaxLengthCriteria(8.5), MaxLengthCriteria(40)]
+    assert call(model, criteria=criteria).budget == 5
+
+
+@pytest.mark.parametrize("most", [1, 4, 5])
+def test_one_token_at_least_is_chosen(model: Any, most: int) -> None:
+    plan = call(model, criteria=[MaxLengthCriteria(most)])
+    assert (plan.budget, plan.most_slots) == (1, LENGTH)
+
+
+def test_max_cache_len_is_the_most_slots(model: Any) -> None:
+    assert call(model, max_cache_len=19).most_slots == 19
+    with pytest.raises(NotCovered, match="max_cache_len=18"):
+        call(model, max_cache_len=18)
+
+
+def test_an_unexpected_model_is_looked_at(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = SimpleNamespace(obstacle=None)
+    monkeypatch.setattr(call_plan, "take_fingerprint", lambda model: seen)
+    plan = call(model, expected=None)
+    assert plan.fingerprint is seen and plan.expected is False
+    seen.obstacle = "two layers are one"
+    with pytest.raises(NotCovered, match="two layers are one"):
+        call(model, expected=None)
+
+
+def filled(model: Any, rows: int) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    heads, dim = model.config.num_key_value_heads, model.config.head_dim
+    for layer in range(model.config.num_hidden_layers):
+        cache.update(torch.zeros(rows, heads, 2, dim), torch.zeros(rows, heads, 2, dim), layer)
+    return cache
+
+
+def test_the_rows_of_a_cache_are_those_of_the_prompt(model: Any) -> None:
+    assert call(model, past_key_values=filled(model, BATCH), users_cache=True).prompt.past == 2
+    with pytest.raises(NotCovered, match="a cache of 3 rows for 2"):
+        call(model, past_key_values=filled(model, 3), users_cache=True)
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"past_key_values": None}, "no cache"),
+        ({"use_cache": False}, "no cache"),
+        ({"criteria": []}, "no maximum length"),
+        ({"config": Options(num_beams=2)}, "beam"),
+        ({"inputs_embeds": torch.ones(1)}, "inputs_embeds"),
+        ({"logits_to_keep": None}, "logits_to_keep=None"),
+        ({"input_ids": torch.ones(4, dtype=torch.long)}, "an empty prompt"),
+        ({"input_ids": torch.ones(2, 0, dtype=torch.long)}, "an empty prompt"),
+        ({"input_ids": torch.ones(2, 4)}, "torch.float32"),
+        ({"input_ids": ids().to("meta")}, "input_ids on meta"),
+    ],
+)
+def test_a_call_that_is_not_covered_says_why(
+    model: Any, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(NotCovered, match=reason):
+        call(model, **changes)
+
+
+def test_input_ids_may_be_int32_and_absent_inputs_are_none(model: Any) -> None:
+    assert call(model, input_ids=ids().int(), inputs_embeds=None).budget == 16
+
+
+def test_stop_tokens_need_a_pad_token(model: Any) -> None:
+    criteria = [MaxLengthCriteria(20), EosTokenCriteria(torch.tensor([5, 7]))]
+    assert call(model, criteria=criteria).budget == 16
+    config = Options()
+    config._pad_token_tensor = None
+    assert call(model, config=config).budget == 16
+    with pytest.raises(NotCovered, match="pad token"):
+        call(model, config=config, criteria=criteria)
+
+
+@pytest.mark.parametrize(
+    "selection, eos",
+    [
+        (SimpleNamespace(eos=None), [5, 7, 9]),
+        (SimpleNamespace(eos=(5, 7, 9)), None),
+        ("a processor of the user's", None),
+    ],
+)
+def test_stop_tokens_are_kept_unless_the_selection_or_the_host_has_them(
+    model: Any, monkeypatch: pytest.MonkeyPatch, selection: Any, eos: list[int] | None
+) -> None:
+    monkeypatch.setattr(call_plan.Selection, "of", lambda *_: selection)
+    criteria = [
+        EosTokenCriteria(torch.tensor([5, 7])),
+        MaxLengthCriteria(20),
+        EosTokenCriteria(torch.tensor([9])),
+    ]
+    plan = call(model, criteria=criteria)
+    assert (None if plan.eos is None else plan.eos.tolist()) == eos
+    assert plan.selection is selection
+
+
+def test_layers_that_all_slide_reserve_their_rings_at_once() -> None:
+    model = tiny("mistral")
+    plan = call(model, criteria=[MaxLengthCriteria(5000)])
+    assert None not in plan.windows and plan.slots == plan.most_slots == 4999
