@@ -1,0 +1,59 @@
+"""What drives a search and its verification: how often it does the same work."""
+
+from __future__ import annotations
+
+import pytest
+
+import mirage_hf as mi
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.pipeline import search_and_verify
+from mirage_hf.pipeline.windows import graph_key
+from mirage_hf.search import engine, units
+from mirage_hf.search.cut import cut
+from mirage_hf.search.join import join
+from mirage_hf.search.library_cost import VIEWS
+from mirage_hf.search.lowering import lower
+from tests.helpers import programs
+from tests.helpers.decoder_layers import decoder_layer
+
+
+@pytest.fixture
+def lowered(monkeypatch) -> list[KernelGraph]:
+    """The graphs that are lowered, in order."""
+    graphs: list[KernelGraph] = []
+
+    def recorded(graph: KernelGraph):
+        graphs.append(graph)
+        return lower(graph)
+
+    for module in (search_and_verify, engine, units):
+        monkeypatch.setattr(module, "lower", recorded)
+    return graphs
+
+
+@pytest.mark.parametrize("name", ["gated_mlp", "attention_decode"])
+def test_a_program_is_lowered_once(lowered, name):
+    result = mi.superoptimize(programs.build(mi, name), backend="cpu", cache=False)
+    assert len(result) and len(lowered) == 1
+
+
+def test_a_program_that_cannot_be_lowered_is_lowered_once_as_a_whole(lowered):
+    g = mi.new_kernel_graph()
+    x = g.new_input((4, 6))
+    g.mark_output(g.exp(g.reshape(g.silu(x), (6, 4))))
+    mi.superoptimize(g, backend="cpu", cache=False)
+    assert sum(len(graph.ops) == len(g.ops) for graph in lowered) == 1
+
+
+def test_no_part_of_a_larger_program_is_lowered_twice(lowered):
+    """Each unit is lowered to see whether a kernel may compute it, each different window to search it."""
+    g = decoder_layer(mi, hidden=32, heads=4, kv=2, ffn=48, past=6)
+    parts = cut(g)
+    layouts = sum(op.name in (*VIEWS, "concat") for op in g.ops)
+    of_units = len(lowered)
+    assert 0 < of_units <= len(parts.units) + layouts
+    graphs = {graph_key(w.graph): w.graph for w in parts.windows if w.graph is not None}
+    joined = sum(join(graph) is not None for graph in graphs.values())
+    lowered.clear()
+    mi.superoptimize(g, backend="cpu", cache=False)
+    assert len(lowered) == 1 + of_units + len(graphs) + joined
