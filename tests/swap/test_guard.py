@@ -1,0 +1,456 @@
+"""The guard of a swapped layer: whether a call runs kernels or the stock forward, and why."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+import timeit
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import BaseTorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from mirage_hf.api import optimize
+from mirage_hf.swap.guard import BINDING_KEY
+from tests.helpers.swapped_models import EVENTS, counts, layer_of, swapped
+from tests.helpers.tiny_models import decode_logits, prompt, tiny, twin_of
+
+pytestmark = [pytest.mark.models, pytest.mark.usefixtures("resolved"), pytest.mark.slow]
+CLOSE = dict(atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("reason", EVENTS)
+def test_what_happens_to_a_model_afterwards_sends_it_to_stock(reason: str) -> None:
+    stock, ours = swapped()
+    for model in (stock, ours):
+        EVENTS[reason](model)
+    torch.testing.assert_close(decode_logits(ours).float(), decode_logits(stock).float(), **CLOSE)
+    assert counts(ours)[reason] == (5 if reason == "training mode" else 4)
+
+
+def test_children_given_another_class_are_not_bypassed() -> None:
+    class Doubling(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    stock, ours = swapped()
+    for model in (stock, ours):
+        layer_of(model).mlp.up_proj.__class__ = Doubling
+    torch.testing.assert_close(decode_logits(ours), decode_logits(stock), **CLOSE)
+    assert counts(ours)["up_proj has changed its class"] == 4
+
+
+def test_dropouts_that_are_switched_on_drop() -> None:
+    stock = tiny("phi3", num_hidden_layers=2, resid_pdrop=0.5)
+    ours = optimize(twin_of(stock), verify=False)
+    seen = []
+    for model in (stock, ours):
+        layer_of(model).resid_mlp_dropout.train()  # the model itself stays in eval mode
+        torch.manual_seed(0)
+        seen.append(decode_logits(model))
+    torch.testing.assert_close(seen[1], seen[0], **CLOSE)
+    assert counts(ours) == {"prefill": 1, "dropout is active": 4}
+    layer_of(ours).resid_mlp_dropout.p = 0.0
+    decode_logits(ours)
+    assert counts(ours) == {"prefill": 2, "dropout is active": 4}
+
+
+def test_dropouts_that_are_functions_drop() -> None:
+    stock = tiny("starcoder2", num_hidden_layers=2, residual_dropout=0.5)
+    ours = optimize(twin_of(stock), verify=False)
+    for part in ("mlp", "self_attn"):
+        seen = []
+        for model in (stock, ours):
+            getattr(layer_of(model), part).train()
+            torch.manual_seed(0)
+            seen.append(decode_logits(model))
+            getattr(layer_of(model), part).eval()
+        torch.testing.assert_close(seen[1], seen[0], **CLOSE)
+    assert counts(ours) == {"prefill": 2, "a part is in training mode": 8}
+
+
+def _norm(m: Any) -> None:
+    layer_of(m).input_layernorm = copy.deepcopy(layer_of(m).input_layernorm)
+    layer_of(m).input_layernorm.weight.data.mul_(3)
+
+
+def _attention(m: Any) -> None:
+    layer_of(m).self_attn = copy.deepcopy(layer_of(m).self_attn)
+    layer_of(m).self_attn.q_proj.weight.data.mul_(3)
+
+
+def _attention_hook(m: Any) -> None:
+    layer_of(m).self_attn.register_forward_hook(lambda module, args, out: (2 * out[0], *out[1:]))
+
+
+def _down(m: Any) -> None:
+    layer_of(m).mlp.down_proj = copy.deepcopy(layer_of(m).mlp.down_proj)
+    layer_of(m).mlp.down_proj.weight.data.mul_(3)
+
+
+@pytest.mark.parametrize("family", ["llama", "louder"])
+@pytest.mark.parametrize("change", [_norm, _attention, _attention_hook, _down])
+def test_children_that_stayed_stock_may_change(family: str, change: Callable[[Any], None]) -> None:
+    stock, ours = swapped(family, patterns=["gated_mlp"])
+    plain = decode_logits(ours)
+    for model in (stock, ours):
+        change(model)
+    torch.testing.assert_close(decode_logits(ours), decode_logits(stock), **CLOSE)
+    assert not torch.allclose(decode_logits(ours), plain)
+    bound = (layer_of(ours) if family == "llama" else layer_of(ours).mlp).__dict__[BINDING_KEY]
+    assert set(bound.fallbacks) == {"prefill"} and bound.calls == 12
+
+
+def test_classes_patched_later_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, ours = swapped()
+    plain = decode_logits(stock)
+    for inner in (
+        type(layer_of(stock)),
+        type(layer_of(stock).mlp),
+        type(layer_of(stock).self_attn),
+        type(layer_of(stock).input_layernorm),
+    ):
+        forward = inner.forward
+
+        def patched(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
+            out = forward(*args, **kwargs)
+            return (1.5 * out[0], *out[1:]) if isinstance(out, tuple) else 1.5 * out
+
+        with monkeypatch.context() as patch:
+            patch.setattr(inner, "forward", patched)
+            assert torch.equal(decode_logits(ours), decode_logits(stock)) and not torch.equal(
+                decode_logits(stock), plain
+            )
+            assert counts(ours)[f"the forward of class {inner.__name__} was replaced"] == 4
+    layer_of(ours).input_layernorm.variance_epsilon = layer_of(
+        stock
+    ).input_layernorm.variance_epsilon = 0.5
+    torch.testing.assert_close(decode_logits(ours), decode_logits(stock), **CLOSE)
+    assert counts(ours)["a variance_epsilon was changed"] == 4
+
+
+def test_strided_inputs_are_right() -> None:
+    stock, ours = swapped()
+    x, cos = torch.randn(1, 1, 64)[..., ::2], torch.ones(1, 1, 8)
+    with torch.no_grad():
+        a, b = (layer_of(m)(x, position_embeddings=(cos, cos)) for m in (stock, ours))
+    torch.testing.assert_close(a, b, **CLOSE)
+    assert counts(ours) == {}
+
+
+def test_weights_changed_in_place_are_seen() -> None:
+    stock, ours = swapped()
+    for model in (stock, ours):
+        with torch.no_grad():
+            layer_of(model).mlp.gate_proj.weight.mul_(1.5)
+            model.load_state_dict({k: v * 0.9 for k, v in model.state_dict().items()})
+    torch.testing.assert_close(decode_logits(ours), decode_logits(stock), **CLOSE)
+    assert counts(ours) == {"prefill": 1}
+
+
+def test_a_replaced_child_is_not_kept_alive() -> None:
+    _, ours = swapped()
+    old = weakref.ref(layer_of(ours).mlp.gate_proj)
+    EVENTS["gate_proj was replaced"](ours)
+    decode_logits(ours)
+    assert old() is None
+
+
+def test_moved_weights_free_their_old_memory() -> None:
+    _, ours = swapped()
+    old = weakref.ref(layer_of(ours).mlp.gate_proj.weight.data.untyped_storage())
+    ours.bfloat16()
+    assert old() is None
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "granite"]
+)  # the second one's layers have numbers of their own
+def test_a_deleted_model_frees_its_memory(family: str) -> None:
+    model = optimize(tiny(family))
+    model.generate(prompt(), max_new_tokens=3)
+    alive = weakref.ref(
+        layer_of(model).mlp.gate_proj.weight
+    )  # not of the layer: its dictionary may outlive it
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def run_once(model: Any, **kwargs: Any) -> Any:
+    return model(prompt(1, 1), use_cache=False, **kwargs).logits
+
+
+def test_gradients_go_the_stock_way() -> None:
+    stock, ours = swapped()
+    for model in (stock, ours):
+        run_once(model).sum().backward()
+    assert counts(ours) == {"gradients needed": 1}
+    assert torch.equal(
+        layer_of(ours).mlp.gate_proj.weight.grad, layer_of(stock).mlp.gate_proj.weight.grad
+    )
+    frozen = twin_of(stock).requires_grad_(False)
+    layer_of(frozen).self_attn.k_proj.weight.requires_grad_(True)  # of a part that stays stock
+    optimize(frozen, patterns=["gated_mlp"])
+    run_once(frozen)
+    assert counts(frozen) == {"gradients needed": 1}
+    frozen.requires_grad_(False)
+    optimize(frozen)
+    run_once(frozen)
+    assert counts(frozen) == {}
+
+
+def test_gradient_checkpointing_trains_as_stock() -> None:
+    stock, ours = swapped()
+    for model in (stock, ours):
+        model.gradient_checkpointing_enable()
+        model.train()
+        model(prompt(2, 5), labels=prompt(2, 5)).loss.backward()
+    for a, b in zip(stock.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@torch.no_grad()
+def test_modes_and_transforms_go_the_stock_way() -> None:
+    stock, ours = swapped()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(run_once(ours), run_once(stock))
+    with BaseTorchDispatchMode():
+        assert torch.equal(run_once(ours), run_once(stock))
+    with FlopCounterMode(display=False) as seen:
+        run_once(ours)
+    with FlopCounterMode(display=False) as wanted:
+        run_once(stock)
+    assert seen.get_total_flops() == wanted.get_total_flops() > 0
+    handle = nn.modules.module.register_module_forward_hook(lambda *a: None)
+    run_once(ours)
+    handle.remove()
+    assert counts(ours) == {
+        "autocast": 1,
+        "a torch mode or transform is active": 1,
+        "global forward hooks": 2,
+    }
+
+
+@torch.no_grad()
+def test_unknown_arguments_and_other_shapes_go_the_stock_way() -> None:
+    stock, ours = swapped()
+    for model in (stock, ours):
+        run_once(model, colour="blue")
+        model(prompt(4, 1), use_cache=False)
+    cos = torch.ones(1, 1, 8)
+    x = torch.randn(1, 1, 32)
+    a = layer_of(stock)(x, None, position_embeddings=(cos, cos))
+    b = layer_of(ours)(x, None, position_embeddings=(cos, cos))
+    c = layer_of(ours)(hidden_states=x, position_embeddings=(cos, cos))
+    assert torch.equal(a, b) and torch.equal(a, c)
+    assert counts(ours) == {
+        "unknown argument colour": 1,
+        "no kernel for 4 rows": 1,
+        "arguments given by position or keyword in another way": 2,
+    }
+
+
+@torch.no_grad()
+def test_inner_outputs_are_those_of_stock() -> None:
+    stock, ours = swapped()
+    for model in (stock, ours):
+        model.set_attn_implementation("eager")
+    a, b = (
+        m(prompt(1, 1), use_cache=False, output_attentions=True, output_hidden_states=True)
+        for m in (stock, ours)
+    )
+    assert len(b.attentions) == 3 and all(
+        torch.equal(x, y) for x, y in zip(a.attentions, b.attentions, strict=True)
+    )
+    assert counts(ours) == {"output_attentions": 1} or counts(ours) == {
+        "attentions or other inner outputs asked for": 1
+    }
+    before = dict(counts(ours))
+    a, b = (m(prompt(1, 1), use_cache=False, output_hidden_states=True) for m in (stock, ours))
+    assert len(b.hidden_states) == 4
+    torch.testing.assert_close(torch.stack(a.hidden_states), torch.stack(b.hidden_states), **CLOSE)
+    run_once(ours)
+    assert (
+        counts(ours) == before and layer_of(ours).__dict__[BINDING_KEY].calls == 2
+    )  # the hooks stay, and do not count
+
+
+@torch.no_grad()
+def test_hooks_on_the_layer_itself_still_run() -> None:
+    _, ours = swapped()
+    seen: list[int] = []
+    layer_of(ours).register_forward_hook(lambda m, args, out: seen.append(1))
+    layer_of(ours).register_forward_hook(lambda m, args, out: out * 2)
+    a = run_once(ours)
+    assert seen == [1] and counts(ours) == {}
+    layer_of(ours)._forward_hooks.clear()
+    assert not torch.equal(a, run_once(ours))
+
+
+@torch.no_grad()
+def test_the_guard_costs_little() -> None:
+    model = optimize(tiny("llama").requires_grad_(False))
+    layer = layer_of(model)
+    bound, state, args = layer.__dict__[BINDING_KEY], layer.__dict__, (torch.randn(1, 1, 32),)
+    kwargs = dict(
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        use_cache=True,
+        position_embeddings=None,
+    )
+    # The time of this thread on its core, because other processes may use the cores too.
+    timer = timeit.Timer(lambda: bound.choose(state, args, kwargs), timer=time.thread_time)
+    seconds = min(timer.repeat(number=2000, repeat=15)) / 2000
+    assert type(bound.choose(state, args, kwargs)) is not str
+    assert seconds < 12e-6  # 2.8 µs on an idle core of 2026; the rest is for a loaded machine
+
+
+# -- one decision at a time -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def swapped_layer() -> Any:
+    """A swapped layer with kernels for one and three rows; nothing wants gradients."""
+    return layer_of(optimize(tiny("llama").requires_grad_(False), batch_sizes=(1, 3)))
+
+
+def choose(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module.__dict__[BINDING_KEY].choose(module.__dict__, args, kwargs)
+
+
+def rows(*dims: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*dims, dtype=dtype)
+
+
+def test_the_kernels_are_those_for_the_number_of_rows(swapped_layer: Any) -> None:
+    kernels = swapped_layer.__dict__[BINDING_KEY].kernels
+    assert sorted(kernels) == [1, 3] and kernels[1] is not kernels[3]
+    assert choose(swapped_layer, rows(1, 1, 32)) is kernels[1]
+    assert choose(swapped_layer, rows(3, 1, 32), use_cache=True) is kernels[3]
+    assert choose(swapped_layer, rows(1, 3, 32)) is kernels[3]  # three tokens of one text
+
+
+@pytest.mark.parametrize(
+    "x, reason",
+    [
+        (rows(1, 5, 32), "prefill"),
+        (rows(2, 1, 32), "no kernel for 2 rows"),
+        (rows(1, 32), "no kernel for 1 rows"),
+        (rows(1, 1, 1, 32), "no kernel for 1 rows"),
+        (rows(2, 1, 16), "no kernel for 1 rows"),
+        (rows(1, 1, 32, dtype=torch.float64), "input is torch.float64 on cpu"),
+        (nn.Parameter(rows(1, 1, 32)), "input is a Parameter"),
+        (None, "input is a NoneType"),
+    ],
+)
+def test_inputs_that_no_kernel_takes_name_the_reason(
+    swapped_layer: Any, x: Any, reason: str
+) -> None:
+    assert choose(swapped_layer, x) == reason
+
+
+@pytest.mark.parametrize("args", [(), (rows(1, 1, 32), None)])
+def test_a_call_has_one_positional_argument(swapped_layer: Any, args: tuple[Any, ...]) -> None:
+    assert "position" in choose(swapped_layer, *args)
+
+
+def test_an_input_that_wants_gradients_is_stocks_unless_they_are_off(swapped_layer: Any) -> None:
+    x = rows(1, 1, 32).requires_grad_()
+    assert choose(swapped_layer, x) == "gradients needed"
+    with torch.no_grad():
+        assert type(choose(swapped_layer, x)) is dict
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
+def test_global_hooks_are_stocks(swapped_layer: Any, kind: str) -> None:
+    handle = getattr(nn.modules.module, f"register_module_{kind}")(lambda *_: None)
+    assert choose(swapped_layer, rows(1, 1, 32)) == "global forward hooks"
+    handle.remove()
+    assert type(choose(swapped_layer, rows(1, 1, 32))) is dict
+
+
+def test_traces_and_transforms_are_stocks(swapped_layer: Any) -> None:
+    seen: list[Any] = []
+    given = rows(1, 1, 32)
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(choose(swapped_layer, given))
+        return x
+
+    torch.func.vmap(look)(rows(2, 3))
+    torch.jit.trace(look, rows(2, 3), check_trace=False)
+    assert seen == ["a torch mode or transform is active"] * 2
+
+
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        ({"colour": "blue"}, "unknown argument colour"),
+        ({"zeal": 1, "colour": "blue"}, "unknown argument colour"),
+        ({"output_attentions": True}, "output_attentions"),
+        ({"output_attentions": False, "use_cache": True}, None),
+    ],
+)
+def test_keyword_arguments_that_kernels_cannot_serve(
+    swapped_layer: Any, given: dict[str, Any], reason: str | None
+) -> None:
+    chosen = choose(swapped_layer, rows(1, 1, 32), **given)
+    assert chosen == reason if reason else type(chosen) is dict
+
+
+def test_a_part_of_a_layer_takes_no_keyword_arguments() -> None:
+    model = optimize(tiny("louder").requires_grad_(False), patterns=["gated_mlp"])
+    mlp = layer_of(model).mlp
+    assert type(choose(mlp, rows(1, 32))) is dict and type(choose(mlp, rows(1, 1, 32))) is dict
+    assert choose(mlp, rows(1, 32), use_cache=True) == "keyword arguments"
+
+
+def test_a_removed_child_retires_the_kernels_for_good(swapped_layer: Any) -> None:
+    binding = swapped_layer.__dict__[BINDING_KEY]
+    mlp = swapped_layer.mlp
+    del swapped_layer.mlp
+    assert choose(swapped_layer, rows(1, 1, 32)) == "mlp was removed"
+    swapped_layer.mlp = mlp
+    assert choose(swapped_layer, rows(1, 1, 32)) == "mlp was removed"
+    assert binding.composition is None and binding.traced == "" and binding.kernels == {}
+    kept = ("watched", "dropouts", "containers", "parameters", "absent", "classes", "constants")
+    assert not any(getattr(binding, name) for name in (*kept, "tuners"))
+
+
+def test_a_moved_weight_may_come_back_and_a_replaced_one_may_not(swapped_layer: Any) -> None:
+    weight = swapped_layer.mlp.down_proj.weight
+    where = weight.data
+    weight.data = where.clone()
+    assert choose(swapped_layer, rows(1, 1, 32)) == "mlp.down_proj.weight has moved"
+    weight.data = where
+    assert type(choose(swapped_layer, rows(1, 1, 32))) is dict
+    swapped_layer.mlp.down_proj.weight = nn.Parameter(where, requires_grad=False)
+    assert choose(swapped_layer, rows(1, 1, 32)) == "mlp.down_proj.weight was replaced"
+    swapped_layer.mlp.down_proj.weight = weight
+    assert choose(swapped_layer, rows(1, 1, 32)) == "mlp.down_proj.weight was replaced"
+
+
+def test_a_hook_that_is_removed_gives_the_kernels_back(swapped_layer: Any) -> None:
+    handle = swapped_layer.mlp.up_proj.register_forward_hook(lambda *_: None)
+    assert choose(swapped_layer, rows(1, 1, 32)) == "forward hook on up_proj"
+    handle.remove()
+    assert type(choose(swapped_layer, rows(1, 1, 32))) is dict
+
+
+def test_counts_begin_anew_when_asked(swapped_layer: Any) -> None:
+    binding = swapped_layer.__dict__[BINDING_KEY]
+    binding.calls, binding.fallbacks["prefill"] = 4, 2
+    binding.forget()
+    assert binding.calls == 0 and binding.fallbacks == {}
