@@ -116,7 +116,7 @@ def print_previews(previews: list[KernelPreview]) -> None:
         "Compiled here for sm_90. launches unfused: kernels that torch launches for the program. "
         "registers: of a thread. shared KB: of a block.\n"
         "µs: predicted for an H200, not measured. of the roof: the part of it that moving the "
-        "bytes alone would take."
+        "bytes alone would take; launch and latency are the rest, so it is small for small models."
     )
     for p in previews:
         if p.failure:
