@@ -1,4 +1,22 @@
-"""Searched and proven fused GPU kernels: a tensor superoptimizer, and `optimize(model)` for Hugging Face models."""
+"""Searched and proven fused GPU kernels: a tensor superoptimizer, and `optimize` for transformers.
+
+Make a Hugging Face model use fused kernels, and take them out again:
+
+    import mirage_hf
+
+    mirage_hf.optimize(model)                # in place, for decoding one sequence at a time
+    model.generate(**inputs)                 # decoding steps run searched kernels
+    print(model.mirage.report)               # which module runs which kernel, and how fast
+    mirage_hf.restore(model)                 # the stock model again, bit for bit
+
+Search for kernels of a tensor program of your own:
+
+    graph = mirage_hf.new_kernel_graph()
+    x, w = graph.new_input((1, 4096)), graph.new_input((4096, 4096))
+    graph.mark_output(graph.matmul(graph.rms_norm(x), w))
+    result = mirage_hf.superoptimize(graph)  # µGraphs that are proven equal, best first
+    [y] = result([x_tensor, w_tensor])
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""optimize() and restore(): match, find kernels, swap, check, decode. A failure anywhere leaves the model as it was."""
+"""optimize() and restore(): match, find kernels, swap, check, decode.
+
+A failure anywhere leaves the model as it was.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from mirage_hf.match.eligible import (
 )
 from mirage_hf.match.matcher import match
 from mirage_hf.pipeline.progress_bar import bar_unless
-from mirage_hf.swap.handle import attach, detach
+from mirage_hf.swap.handle import Handle, attach, detach
 from mirage_hf.swap.kernels import find_kernels
 from mirage_hf.swap.optimization import Optimization
 from mirage_hf.zoo.store import zoo_path
@@ -35,7 +38,10 @@ _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 @contextmanager
 def _locked(model: nn.Module) -> Iterator[None]:
-    """Threads that optimize or restore one model take turns: a module swapped twice is never quite put back."""
+    """Let threads that optimize or restore one model take turns.
+
+    A module that is swapped twice at a time is never quite put back.
+    """
     with _one_at_a_time:
         lock = _locks.setdefault(model, threading.RLock())
     with lock:
@@ -56,21 +62,50 @@ def optimize(
     dry_run: bool = False,
     progress: Callable[..., Any] | None = None,
 ) -> Any:
-    """Make a model's forward and generate use searched kernels, in place, and return it. `model.mirage.report` says what was done.
-    Where nothing could be done a warning says why, the model stays as it was, and there is no `model.mirage`.
+    """Make a model's forward and generate use searched kernels, in place.
 
-    patterns: names of the blocks to look for (None: all). batch_sizes: batches to make decoding kernels for, up to 1,024.
-    backend: "triton" on a GPU, "cpu" elsewhere; "auto" chooses. zoo: a kernel zoo beside the packaged one.
-    tune: a block without a stored kernel is searched for. On a GPU, "auto" measures what was found, "never" trusts the cost model instead,
-    and "full" measures all blocks anew, and more candidates of each. verify: check each swapped module against the one it replaces.
-    on_unsupported: what is done about a module that looks like a block and cannot be replaced: nothing ("skip"), a warning, or an error.
-    decode: steps of generate are replayed CUDA graphs where they can be, or called ("eager"). max_cache_len: the most cache slots (prompt
-    and new tokens together) that a call of generate may use; longer ones run stock, None sets no limit. dry_run: change nothing and
-    return the Report of what would be done. progress: called with what was reached, as progress("kernel", (1, 9, "attention")), and during
-    a search as `superoptimize` calls it; without it a terminal shows a bar. An optimized model is restored first, then optimized anew.
-    Errors: OptimizeError for a model or option it cannot take, ZooError for a zoo that cannot be had; the model is then untouched. One that
-    was optimized before stays so where an option or the zoo is at fault, and is as restore() leaves it behind other errors.
-    Warns: OptimizeWarning.
+    `model.mirage.report` then says what was done. If nothing could be done, a warning says why, the
+    model stays as it was, and there is no `model.mirage`. A model that is optimized already is
+    restored first.
+
+    Example:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16").cuda()
+        mirage_hf.optimize(model)
+        model.generate(**inputs)
+        print(model.mirage.report)
+
+    Args:
+        model: The model, or a part of one, on one device.
+        patterns: The names of the blocks to look for. None: all.
+        batch_sizes: The numbers of sequences to make decoding kernels for, up to 1,024.
+        backend: "triton" on a GPU, "cpu" elsewhere. "auto" decides by device.
+        zoo: Further kernel zoos, as folders or Hub repos. Their kernels are proven again.
+        tune: A block without a stored kernel is searched for. On a GPU, "auto" measures the results
+            of the search, "never" trusts the cost model instead, and "full" measures all blocks
+            anew, and more candidates of each.
+        verify: Check each swapped module against the one that it replaces.
+        on_unsupported: What to do about a module that looks like a block and cannot be replaced:
+            "skip" nothing, "warn", or "error".
+        decode: "graph" replays the steps of generate from CUDA graphs if they can be captured,
+            "eager" calls them.
+        max_cache_len: The most cache slots, of prompt and new tokens together, that a call of
+            generate may use. Longer calls run stock. None: no limit.
+        dry_run: Change nothing, and return the report of what would be done.
+        progress: Called as progress("kernel", (number, total, pattern)), and during a search as
+            `superoptimize` calls it. Without it a terminal shows a bar.
+
+    Returns:
+        The model, or with `dry_run` the report.
+
+    Raises:
+        OptimizeError: The model or an option cannot be taken.
+        ZooError: A zoo cannot be read or fetched.
+
+    The model is untouched after an error. If it was optimized before and an option or the zoo is at
+    fault, it stays optimized; after other errors it is as `restore` leaves it.
+
+    Warns:
+        OptimizeWarning: Less was changed than one may expect.
     """
     names, rows = check_options(
         patterns,
@@ -88,7 +123,7 @@ def optimize(
     check_model(model)
     device = single_device(model)
     backend = chosen_backend(backend, device)
-    zoo_path(zoo)  # one that cannot be had is said before anything is taken back or searched
+    zoo_path(zoo)  # an unusable zoo fails before anything is restored or searched
     with _locked(model), on_the_cpu():
         if not dry_run:
             _take_back(model)
@@ -98,7 +133,7 @@ def optimize(
         if dry_run:
             return optimization.plan()
         with bar_unless(progress, "optimize") as note:
-            found = find_kernels(
+            kernels = find_kernels(
                 optimization.wanted,
                 rows,
                 device=device,
@@ -107,22 +142,14 @@ def optimize(
                 tune=tune,
                 progress=note,
             )
-        optimization.complain_of_unkept(found)
+        optimization.complain_of_unkept(kernels)
         try:
-            handle, report = optimization.swap(found, verify=verify)
+            handle, report = optimization.swap(kernels, verify=verify)
             if handle is None:
                 optimization.nothing_done(on_unsupported, report)
                 return model
             attach(model, handle)
-            if (inner := generating(model)) is not None:
-                try:
-                    handle.runner = decoding.install(
-                        inner, mode=decode, max_cache_len=max_cache_len, steps=optimization.steps
-                    )
-                except (
-                    decoding.DecodeError
-                ) as e:  # someone else's generate is kept; forwards are faster all the same
-                    handle.add_note(f"generate is not replaced: {e}")
+            _install_decoding(model, handle, optimization, decode, max_cache_len)
         except BaseException:
             optimization.undo()
             _take_back(model)
@@ -130,8 +157,36 @@ def optimize(
     return model
 
 
+def _install_decoding(
+    model: nn.Module,
+    handle: Handle,
+    optimization: Optimization,
+    mode: str,
+    max_cache_len: int | None,
+) -> None:
+    """Give a model that generates a `generate` of ours. Somebody else's is kept, with a note."""
+    inner = generating(model)
+    if inner is None:
+        return
+    try:
+        handle.runner = decoding.install(
+            inner, mode=mode, max_cache_len=max_cache_len, steps=optimization.steps
+        )
+    except decoding.DecodeError as e:  # forwards are faster all the same
+        handle.add_note(f"generate is not replaced: {e}")
+
+
 def restore(model: Model) -> Model:
-    """Make a model exactly what it was before optimize(), and return it. One that is not optimized stays as it is."""
+    """Make a model exactly what it was before optimize().
+
+    A model that is not optimized stays as it is.
+
+    Returns:
+        The model.
+
+    Raises:
+        OptimizeError: `model` is not a torch module.
+    """
     if not isinstance(model, nn.Module):
         raise OptimizeError(
             f"restore: expected the model given to optimize(), got a {type(model).__name__}"
@@ -144,14 +199,22 @@ def restore(model: Model) -> Model:
 def _take_back(model: nn.Module) -> None:
     try:
         detach(model)
-    finally:  # Ctrl-C in between left a generate of ours without the modules that it ran
+    finally:  # after Ctrl-C in between, generate must not stay without the modules that it runs
         for module in model.modules():
             decoding.uninstall(module)
 
 
 @contextmanager
 def optimized(model: Model, **options: Any) -> Iterator[Model]:
-    """`with optimized(model):` optimizes for the block and restores after it. Options are those of optimize()."""
+    """Optimize a model for the length of a `with` block, and restore it afterwards.
+
+    Args:
+        model: The model.
+        options: Those of `optimize`.
+
+    Yields:
+        The optimized model.
+    """
     done = optimize(model, **options)  # if this fails, the model is as it was
     try:
         yield done

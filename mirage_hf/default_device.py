@@ -9,8 +9,11 @@ import torch
 
 
 def on_the_cpu() -> AbstractContextManager[Any]:
-    """Within it tensors are made on the CPU, whatever default a user has set. Where none is set it does nothing: it would make torch go
-    through Python at each call, a fifth of the time that optimize() takes."""
-    return (
-        nullcontext() if torch.empty(0).device.type == "cpu" else torch.device("cpu")
-    )  # asked so: old kinds of defaults are no devices
+    """Return a context in which tensors are made on the CPU, whatever default a user has set.
+
+    If no default is set the context does nothing. Otherwise torch would go through Python at each
+    call, which takes a fifth of the time of optimize().
+    """
+    # asked in this way because old kinds of defaults are no devices
+    is_cpu = torch.empty(0).device.type == "cpu"
+    return nullcontext() if is_cpu else torch.device("cpu")

@@ -1,4 +1,7 @@
-"""Every exception of the package and its wording: what is wrong, where, and the way out."""
+"""The exceptions of the package, and wording that they share.
+
+A message says what is wrong, where, and what to do about it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class DTypeError(GraphError, TypeError):
 
 
 class FormatError(MirageError, ValueError):
-    """A file or text that is not what it should be: damaged, of another kind, or of a newer version."""
+    """A file or text that is damaged, of another kind, or of a newer version."""
 
 
 class InputError(MirageError, ValueError):
@@ -48,7 +51,10 @@ class SamplingError(MirageError, RuntimeError):
 
 
 class ZooError(MirageError):
-    """A kernel zoo that cannot be read or written. Single bad entries are skipped with a reason instead."""
+    """A kernel zoo that cannot be read or written.
+
+    A single bad entry is skipped with a reason instead.
+    """
 
 
 class SettingsError(MirageError, ValueError):
@@ -65,12 +71,12 @@ class OptimizeWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Rejected:
-    """ "No", with its reason. A value that stages return and reports show, not an exception."""
+    """A "no" with its reason: a value that stages return and reports show, not an exception."""
 
     reason: str
 
 
-# -- wording shared by several stages ---------------------------------------------------------------------------------
+# -- wording shared by several stages --------------------------------------------------------------
 
 
 def described(error: BaseException, *, whole: bool = False) -> str:
@@ -86,24 +92,31 @@ def described(error: BaseException, *, whole: bool = False) -> str:
 
 
 def shape(dims: Sequence[int]) -> str:
+    """Return dims as text, like (2, 3)."""
     return "(" + ", ".join(str(d) for d in dims) + ")"
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean …?" with the known names that are close. Empty if none is."""
     close = get_close_matches(name, list(known), n=3)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def inner_sizes_differ(a_name: str, a: Sequence[int], b_name: str, b: Sequence[int]) -> GraphError:
+    """Return the error of a matmul whose inner sizes differ."""
     hint = ""
     if len(b) >= 2 and a[-1] == b[-1]:
-        hint = f"; the sizes fit if {b_name} is transposed (graph.permute, or strides=(1, {b[-1]}) at new_input)"
+        hint = (
+            f"; the sizes fit if {b_name} is transposed "
+            f"(graph.permute, or strides=(1, {b[-1]}) at new_input)"
+        )
     return GraphError(
         f"matmul: inner sizes differ, {a_name} {shape(a)} and {b_name} {shape(b)}: "
         f"{a_name} has {a[-1]} columns, {b_name} has {b[-2] if len(b) > 1 else b[0]} rows{hint}"
     )
 
 
+#: Ops by the names that they have in torch.
 _ELSEWHERE = {
     "sum": 'reduction(x, dim, "sum")',
     "mean": 'reduction(x, dim, "mean")',
@@ -122,10 +135,10 @@ _ELSEWHERE = {
     "minimum": "min",
     "narrow": "slice",
 }
-"""Ops by the names that they have in torch."""
 
 
 def unknown_op(name: str, known: Iterable[str]) -> UnknownOpError:
+    """Return the error of an op that the op table does not have, with what to write instead."""
     known = sorted(known)
     hint = (
         f"; here it is {_ELSEWHERE[name]}." if name in _ELSEWHERE else suggest(name, known) or "."
@@ -134,4 +147,5 @@ def unknown_op(name: str, known: Iterable[str]) -> UnknownOpError:
 
 
 def unknown_dtype(dtype: object, known: Iterable[str]) -> DTypeError:
+    """Return the error of a dtype that is not supported."""
     return DTypeError(f"unsupported dtype {dtype!r}; supported: {', '.join(known)}")

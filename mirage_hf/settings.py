@@ -1,4 +1,4 @@
-"""Every environment variable the package reads, typed. Nothing else reads `os.environ`."""
+"""The environment variables that the package reads. Nothing else reads `os.environ`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from mirage_hf.errors import SettingsError
 
 @dataclass(frozen=True)
 class Settings:
-    """The values in force. Source: environment, read anew at every call of `settings()`."""
+    """The settings in force, read from the environment at every call of `settings()`."""
 
+    #: Where searched and tuned kernels are kept: MIRAGE_HF_CACHE, else the user cache of the
+    #: platform.
     cache_dir: Path
-    """Where searched and tuned kernels are kept: MIRAGE_HF_CACHE, else the platform's user cache."""
+    #: Threads of the C++ search: MIRAGE_HF_THREADS, else all cores that this process may use.
     threads: int
-    """Threads of the C++ search: MIRAGE_HF_THREADS, else all cores this process may use."""
+    #: The default time limit of one search in seconds: MIRAGE_HF_SEARCH_SECONDS, else 60.
     search_seconds: float
-    """Default time limit of one search in seconds: MIRAGE_HF_SEARCH_SECONDS, else 60."""
+    #: True if Triton interprets kernels instead of compiling them: TRITON_INTERPRET.
     interpret: bool
-    """Whether Triton interprets kernels instead of compiling them: TRITON_INTERPRET."""
 
 
 def _number(name: str, default: str, kind: type) -> float:
@@ -37,7 +38,8 @@ def _number(name: str, default: str, kind: type) -> float:
         ) from None
     if not 0 < value < math.inf:
         raise SettingsError(
-            f"environment variable {name} must be positive and finite, it is {text!r}; unset it for {default}"
+            f"environment variable {name} must be positive and finite, it is {text!r}; "
+            f"unset it for {default}"
         )
     return value
 
@@ -50,15 +52,16 @@ def _cache_dir() -> Path:
         return Path(given).expanduser()
     except RuntimeError:  # a user that is not known
         raise SettingsError(
-            f"environment variable MIRAGE_HF_CACHE is {given!r}, a home folder that is not known; give the folder in full, "
-            "or unset it for the default"
+            f"environment variable MIRAGE_HF_CACHE is {given!r}, a home folder that is not known; "
+            "give the folder in full, or unset it for the default"
         ) from None
 
 
 def settings() -> Settings:
     """Return the settings in force.
 
-    Errors: SettingsError, a ValueError, when a variable does not parse.
+    Raises:
+        SettingsError: A variable does not parse.
     """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

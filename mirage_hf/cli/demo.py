@@ -1,4 +1,4 @@
-"""`mirage-hf demo`: the main job on a small trained model, step by step, with the result of each."""
+"""`mirage-hf demo`: the main job on a small trained model, step by step."""
 
 from __future__ import annotations
 

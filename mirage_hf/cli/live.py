@@ -1,4 +1,4 @@
-"""A search as it goes, on stderr: a live table where that is a terminal, plain lines elsewhere."""
+"""Show a search in progress on stderr: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from mirage_hf.errors import Rejected
 from mirage_hf.pipeline import counter_labels
 from mirage_hf.verify.verdict import Accepted
 
+#: Seconds between plain lines.
 EVERY = 5.0
-"""Seconds between plain lines."""
 
 
 class SearchView:
-    """What is known of a search so far. Call it as superoptimize calls `progress`; `lines` is what a terminal shows."""
+    """What is known of a search so far.
+
+    Call it as `superoptimize` calls `progress`. `lines` is what a terminal shows.
+    """
 
     def __init__(self, what: str, limit: float | None = None, console: Console | None = None):
         self.what, self.limit, self.console = what, limit, console or show.errors_console
-        self.stage, self.tuned, self.last_refusal = "starting", "", ""
+        self.stage, self.tuned, self.last_rejection = "starting", "", ""
         self.counters: Any = None
         self.verdicts: Counter[str] = Counter()
         self._started = time.monotonic()
@@ -39,13 +42,14 @@ class SearchView:
             )
 
     def __call__(self, stage: str, detail: Any = None) -> None:
+        """Take in what was reached."""
         self.stage = stage
         match detail:
             case Accepted():
                 self.verdicts["verified"] += 1
             case Rejected(reason=reason):
-                self.verdicts["refused"] += 1
-                self.last_refusal = reason
+                self.verdicts["rejected"] += 1
+                self.last_rejection = reason
             case (int() as done, int() as total, str() as name):
                 self.tuned = f"{done} of {total}, {name}"
             case _ if is_dataclass(detail) and not isinstance(detail, type) and fields(detail):
@@ -55,11 +59,12 @@ class SearchView:
 
     @property
     def elapsed(self) -> str:
+        """Seconds since the start, and the limit."""
         limit = f" of {self.limit:g} s" if self.limit else " s"
         return f"{time.monotonic() - self._started:.1f}{limit}"
 
     def lines(self) -> list[tuple[str, str]]:
-        """Pairs of label and number."""
+        """Return pairs of a label and a number."""
         found = (
             [(label, number) for _, label, number in counter_labels.rows(self.counters)]
             if self.counters is not None
@@ -69,13 +74,13 @@ class SearchView:
             (f"candidates {what}", str(n))
             for what, n in sorted(self.verdicts.items(), reverse=True)
         ]
-        if self.last_refusal:
+        if self.last_rejection:
             found.append(
                 (
-                    "last refusal",
-                    self.last_refusal
-                    if len(self.last_refusal) <= 90
-                    else self.last_refusal[:89] + "…",
+                    "last rejection",
+                    self.last_rejection
+                    if len(self.last_rejection) <= 90
+                    else self.last_rejection[:89] + "…",
                 )
             )
         return found + ([("tuning", self.tuned)] if self.tuned else [])
@@ -103,7 +108,7 @@ class SearchView:
 
 @contextmanager
 def searching(what: str, limit: float | None) -> Iterator[SearchView]:
-    """Show a search while it goes on; nothing of it stays on a terminal."""
+    """Show a search while it runs. Nothing of it stays on a terminal."""
     view = SearchView(what, limit)
     if not view.console.is_terminal:
         yield view

@@ -1,4 +1,4 @@
-"""Models as the command line loads them: a folder or a Hub id, on a device, ready to generate."""
+"""Load a model from a folder or a Hub id, on a device and ready to generate."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 from mirage_hf import errors
 from mirage_hf.ops import table
 
+#: Part of a checkout, not of the installed package.
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "tests" / "assets" / "tiny_llama"
-"""Part of a checkout, not of the installed package."""
 
+#: The files in a model's folder that it is loaded from.
 FILES = (
     "*config.json",
     "*.safetensors*",
@@ -27,12 +28,11 @@ FILES = (
     "*.model",
     "*.py",
 )
-"""What models are loaded from, in their folder."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A causal language model, and where there is a prompt, its tokenizer and the prompt as tensors."""
+    """A causal language model, and if there is a prompt, its tokenizer and the prompt."""
 
     model: Any
     tokenizer: Any
@@ -41,21 +41,30 @@ class Loaded:
 
     @property
     def device(self) -> torch.device:
+        """The device of the model."""
         return self.model.device
 
     def generate(self, tokens: int, **options: Any) -> torch.Tensor:
-        """Return `tokens` new greedy tokens of every row. Errors: MirageError for a prompt without tokens."""
+        """Return `tokens` new greedy tokens of every row.
+
+        Raises:
+            MirageError: The prompt has no tokens.
+        """
         if not self.inputs["input_ids"].numel():
             raise errors.MirageError(
-                f"the tokenizer makes no tokens of the prompt {self.prompt!r}; give another with --prompt, or look at "
-                "the tokenizer beside the model"
+                f"the tokenizer makes no tokens of the prompt {self.prompt!r}; "
+                "give another with --prompt, or check the tokenizer in the model's folder"
             )
         ids = self.model.generate(**self.inputs, max_new_tokens=tokens, do_sample=False, **options)
         return ids[:, self.inputs["input_ids"].shape[1] :]
 
     @property
     def report(self) -> Any:
-        """What optimize() did. Errors: MirageError when it replaced nothing; it has warned why."""
+        """What optimize() did.
+
+        Raises:
+            MirageError: It replaced nothing. A warning has said why.
+        """
         if "mirage" not in self.model.__dict__:
             raise errors.MirageError(
                 "nothing in this model was replaced, it runs as before; the warning above says why"
@@ -63,21 +72,31 @@ class Loaded:
         return self.model.mirage.report
 
     def text(self, ids: torch.Tensor) -> str:
+        """Return the text of the first row of tokens."""
         return self.tokenizer.decode(ids[0], skip_special_tokens=True)
 
 
 def demo_model() -> str:
-    """Where the demo's model is. Errors: MirageError where only the package is installed."""
+    """Return the folder of the demo's model.
+
+    Raises:
+        MirageError: Only the package is installed, not a checkout.
+    """
     if not DEMO_MODEL.is_dir():
         raise errors.MirageError(
-            "demo: its small model is part of the repository, not of the installed package; run `make demo` in a "
-            "checkout, or give a model: mirage-hf demo --model FOLDER-OR-HUB-ID"
+            "demo: its small model is part of the repository, not of the installed package; "
+            "run `make demo` in a checkout, or give a model: "
+            "mirage-hf demo --model FOLDER-OR-HUB-ID"
         )
     return str(DEMO_MODEL)
 
 
 def _place(device: str | None) -> torch.device:
-    """Errors: MirageError for what is no device of this machine that kernels run on."""
+    """Return a device by name.
+
+    Raises:
+        MirageError: This machine has no such device, or kernels do not run on it.
+    """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, index = device.partition(":")
@@ -91,13 +110,18 @@ def _place(device: str | None) -> torch.device:
         )
     if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
         raise errors.MirageError(
-            f"--device {device}: torch sees {torch.cuda.device_count()} GPUs here, which are numbered from 0"
+            f"--device {device}: torch sees {torch.cuda.device_count()} GPUs here, "
+            "which are numbered from 0"
         )
     return torch.device(device)
 
 
 def _of_transformers(name: str, what: str, way_out: str, load: Callable[[], Any]) -> Any:
-    """Errors: MirageError with the reason of transformers in one line."""
+    """Return what `load` returns.
+
+    Raises:
+        MirageError: It failed. The message has transformers' reason in one line.
+    """
     try:
         return load()
     except (OSError, ValueError, KeyError, ImportError) as e:
@@ -112,9 +136,17 @@ def load(
     device: str | None = None,
     dtype: str | None = None,
 ) -> Loaded:
-    """Load a model in eval mode, without a prompt without its tokenizer. `dtype` None: float32 on a CPU, the checkpoint's own on a GPU.
+    """Load a model in eval mode.
 
-    Errors: MirageError when it cannot be loaded.
+    Args:
+        name: A folder or a Hub id.
+        prompt: The text that it continues. None: the tokenizer is not loaded.
+        batch: How often the prompt is repeated.
+        device: As `--device` says.
+        dtype: The dtype of weights. None: float32 on a CPU, the checkpoint's own on a GPU.
+
+    Raises:
+        MirageError: It cannot be loaded.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

@@ -1,4 +1,4 @@
-"""How the command line shows things: the console, a search in progress, its result, times."""
+"""Print to the console: headings, plain text, a search in progress, its result, times."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ errors_console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def heading(text: str) -> None:
+    """Print a heading."""
     console.print(f"\n[bold]{text}[/bold]")
 
 
@@ -30,7 +31,11 @@ def plain(text: object) -> None:
 
 @contextmanager
 def searching(what: str) -> Iterator[Callable[..., None]]:
-    """Show a line that lives while work goes on; yields what to call with a stage and its detail (see pipeline/windows.py)."""
+    """Show a line while work goes on.
+
+    Yields:
+        The function to call with a stage and its detail, see pipeline/windows.py.
+    """
     if not console.is_terminal:
         plain(f"{what} …")
     with progress_bar.bar(what, console) as note:
@@ -38,14 +43,14 @@ def searching(what: str) -> Iterator[Callable[..., None]]:
 
 
 def search_table() -> Table:
-    """An empty table for the results of searches; `search_row` fills it."""
+    """Return an empty table for the results of searches. `search_row` fills it."""
     table = Table(box=None, pad_edge=False)
     for name, side in (
         ("program", "left"),
         ("kernels", "right"),
         ("ops", "right"),
         ("examined", "right"),
-        ("refused", "right"),
+        ("rejected", "right"),
         ("search", "right"),
         ("proof", "right"),
         ("wrong at most", "right"),
@@ -56,6 +61,7 @@ def search_table() -> Table:
 
 
 def search_row(table: Table, name: str, program: Any, found: Sequence[Any], report: Any) -> None:
+    """Add the result of a search to the table."""
     c = report.counters
     bound = "-" if report.error_bound is None else f"{report.error_bound:.0e}"
     examined = sum(getattr(c, name, 0) for name in ("examined", "kernels"))
@@ -78,7 +84,7 @@ def search_row(table: Table, name: str, program: Any, found: Sequence[Any], repo
 def median_ms(
     call: Callable[[], Any], runs: int, device: torch.device
 ) -> tuple[float, list[float]]:
-    """Median and all times of `runs` calls, in ms."""
+    """Return the median and all times of `runs` calls in ms."""
     times = []
     for _ in range(runs):
         if device.type == "cuda":

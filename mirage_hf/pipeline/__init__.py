@@ -1,7 +1,7 @@
-"""Run the one way from a program to its kernels: look up, else search, verify, tune and store.
+"""The way from a program to its kernels: look up, else search, verify, tune and store.
 
-`find_outcome.find_outcome` is that way. `superoptimizer.superoptimize` and `resolver.resolve` ask it
-for all µGraphs of a program, and for the one kernel to run. In the order of processing:
+`find_outcome.find_outcome` is that way. `superoptimizer.superoptimize` and `resolver.resolve`
+ask it for all µGraphs of a program, and for the one kernel to run. In the order of processing:
 
 - `request`: what is asked for.
 - `results`: look up results of earlier calls and prove them again; store new ones.

@@ -1,10 +1,14 @@
-"""What the counters of a search mean, in words. A counter that is not named here is shown under its own name."""
+"""What the counters of a search mean, in words.
+
+A counter that is not named here is shown under its own name.
+"""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from typing import Any
 
+#: For each field of `Counters`: the group, and what is counted.
 LABELS = {
     "candidates": ("found", "candidates found"),
     "best_us": ("found", "best estimate so far (µs)"),
@@ -25,12 +29,15 @@ LABELS = {
     "seconds": ("search", "seconds"),
     "first_seconds": ("search", "seconds to the first kernel"),
 }
-"""By the field's name in search/search_report.py's Counters: the group, and what is counted."""
+#: The groups in the order in which they are shown.
 GROUPS = ("found", "values", "variants", "kernels", "pruned", "search", "other")
 
 
 def rows(counters: Any) -> list[tuple[str, str, str]]:
-    """Return (group, label, number) of every counter, in the order of groups; what was never reached is left out."""
+    """Return (group, label, number) of every counter, in the order of groups.
+
+    Counters that were never reached are left out.
+    """
     found = []
     for f in fields(counters):
         value = getattr(counters, f.name)

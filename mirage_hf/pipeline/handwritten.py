@@ -1,8 +1,8 @@
-"""µGraphs whose kernels somebody wrote: accepted like found ones, then run, compiled, drawn and saved like them."""
+"""µGraphs whose kernels the user wrote: checked like searched ones, then used like them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mirage_hf import errors
@@ -19,49 +19,59 @@ from mirage_hf.verify.accept import Candidate, examine
 def ugraph(
     program: KernelGraph, kernels: KernelGraph, tiles: Sequence[Mapping[str, int]] | None = None
 ) -> UGraph:
-    """The µGraph that computes `program` by `kernels`, a kernel graph with customized ops on the same inputs.
+    """Return the µGraph that computes `program` by kernels that the user wrote.
 
-    tiles: for each customized op in order, what `BlockGraphBuilder.schedule` returns, so that kernels have the numbers of blocks and
-    trips that were written; without it the cost model chooses, and grid_dim and forloop_range decide roles only.
-    Errors: VerificationError with the reason when the kernels compute something else or round worse; CodegenError for `tiles` that
-    no kernel can have.
+    It is proven equivalent, and its numbers are checked.
+
+    Args:
+        program: The tensor program.
+        kernels: A kernel graph with customized ops on the same inputs.
+        tiles: What `BlockGraphBuilder.schedule` returns for each customized op in order, so that
+            kernels have the numbers of blocks and trips that were written. Without it the cost
+            model chooses them, and grid_dim and forloop_range decide roles only.
+
+    Raises:
+        GraphError: An argument is no kernel graph.
+        VerificationError: The kernels compute something else or round worse than torch.
+        CodegenError: No kernel can have these `tiles`.
     """
     for what, graph in (("program", program), ("kernels", kernels)):
         if not isinstance(graph, KernelGraph):
             raise errors.GraphError(
-                f"ugraph: {what} must be a graph made by mi.new_kernel_graph(), it is {type(graph).__name__}"
+                f"ugraph: {what} must be a graph made by mi.new_kernel_graph(), "
+                f"it is {type(graph).__name__}"
             )
-    found = UGraph(
-        program.copy(), kernels.copy()
-    )  # what is proven stays as it is, whatever is added to theirs
-    if tiles is not None and not (isinstance(tiles, (list, tuple)) and all(map(_is_tiles, tiles))):
-        raise errors.CodegenError(
-            f"ugraph: tiles is {tiles!r}; give a list of one mapping for each customized op, from axes to integers, "
-            "as BlockGraphBuilder.schedule returns it"
-        )
-    if tiles is not None and len(tiles) != len(found.block_ops):
-        raise errors.CodegenError(
-            f"ugraph: {len(tiles)} tiles for {len(found.block_ops)} customized ops; give one mapping each, in order"
-        )
-    candidate = examine(found)
+    # copies, so that the µGraph stays as it is proven when ops are added to the user's graphs
+    written = UGraph(program.copy(), kernels.copy())
+    if tiles is not None:
+        _check_tiles(tiles, len(written.block_ops))
+    candidate = examine(written)
     if isinstance(candidate, Rejected):
         raise errors.VerificationError(
             f"these kernels are not accepted for the program: {candidate.reason}"
         )
     if tiles is not None:
-        chosen = [
-            _with_tiles(op, dict(t), candidate)
-            for op, t in zip(place_kernels(found), tiles, strict=True)
-        ]
-        return replace(found, schedules=tuple(chosen))
+        ops = place_kernels(written)
+        chosen = [_with_tiles(op, dict(t), candidate) for op, t in zip(ops, tiles, strict=True)]
+        return replace(written, schedules=tuple(chosen))
+    kinds = [mma for mma in (False, True) if candidate.allows(mma)]
     try:
-        schedules = [
-            space.chosen(op, [mma for mma in (False, True) if candidate.allows(mma)])
-            for op in place_kernels(found)
-        ]
+        schedules = [space.chosen(op, kinds) for op in place_kernels(written)]
     except errors.CodegenError:
-        return found  # it runs on a CPU all the same; generating code says why it cannot
-    return found if None in schedules else replace(found, schedules=tuple(schedules))
+        return written  # it runs on a CPU all the same; generating code says why it cannot
+    return written if None in schedules else replace(written, schedules=tuple(schedules))
+
+
+def _check_tiles(tiles: object, ops: int) -> None:
+    if not isinstance(tiles, (list, tuple)) or not all(map(_is_tiles, tiles)):
+        raise errors.CodegenError(
+            f"ugraph: tiles is {tiles!r}; give a list of one mapping for each customized op, "
+            "from axes to integers, as BlockGraphBuilder.schedule returns it"
+        )
+    if len(tiles) != ops:
+        raise errors.CodegenError(
+            f"ugraph: {len(tiles)} tiles for {ops} customized ops; give one mapping each, in order"
+        )
 
 
 def _is_tiles(given: object) -> bool:
@@ -71,23 +81,29 @@ def _is_tiles(given: object) -> bool:
 
 
 def _with_tiles(op: KernelOp, tiles: dict[str, int], candidate: Candidate) -> Schedule:
-    """The best schedule that has these tiles; what else it decides is the cost model's choice for other tiles."""
+    """Return the best schedule with these tiles.
+
+    Everything else in it is the cost model's choice for other tiles.
+    """
     assert op.block is not None
-    reason = "its rounding was refused with multiply-adds and on tensor cores"
-    for base in dict.fromkeys(
-        [
-            *(replace(s, tiles=tiles) for s in space.schedules(op)),
-            *(Schedule(tiles, mma=mma) for mma in (False, True)),
-        ]
-    ):
-        if not candidate.allows(base.mma):
+    reason = "its rounding was rejected with multiply-adds and on tensor cores"
+    for schedule in _schedules_with_tiles(op, tiles):
+        if not candidate.allows(schedule.mma):
             continue
         try:
-            base.check(op.block)
-            plan_kernel(op, base)
-            return base
+            schedule.check(op.block)
+            plan_kernel(op, schedule)
+            return schedule
         except errors.CodegenError as e:
             reason = str(e)
     raise errors.CodegenError(
-        f"no kernel has the tiles {tiles}: {reason}; write other counts, or leave tiles to the cost model"
+        f"no kernel has the tiles {tiles}: {reason}; "
+        "write other counts, or leave tiles to the cost model"
     )
+
+
+def _schedules_with_tiles(op: KernelOp, tiles: dict[str, int]) -> Iterator[Schedule]:
+    """Yield each schedule of the op with `tiles` in place of its own, then the plainest ones."""
+    ranked = [replace(s, tiles=tiles) for s in space.schedules(op)]
+    plain = [Schedule(tiles, mma=mma) for mma in (False, True)]
+    yield from dict.fromkeys([*ranked, *plain])

@@ -1,4 +1,4 @@
-"""One HTML page about a search: the program, what was found with pictures and code, and why it stopped.
+"""One HTML page about a search: program, results with pictures and code, why it stopped.
 
 The page stands alone: no script, no font, no image from elsewhere.
 """

@@ -1,4 +1,4 @@
-"""The µGraphs of a search for one size of their symbolic dims, scheduled and ranked in milliseconds.
+"""Schedule and rank the µGraphs of a search for one size of their symbolic dims.
 
 The µGraphs and their proofs hold for every size. Their schedules were chosen at the maximum. For
 another size each keeps its kind of product (multiply-adds or tensor cores) and its tiles as far as
@@ -37,7 +37,7 @@ class Family:
 
 
 def family(candidate: Candidate) -> Family:
-    """Return the best schedules of each kind whose rounding holds, at the maximum and for one row."""
+    """Return the best schedules of each kind whose rounding holds, at the maximum and one row."""
     ugraph = candidate.ugraph
     kinds_of_product = [mma for mma in (False, True) if candidate.allows(mma)]
     one_row = {name: 1 for name, d in symbolic.dims_of(ugraph.program).items() if d <= FEW}

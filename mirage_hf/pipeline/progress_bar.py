@@ -13,13 +13,18 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from mirage_hf.pipeline import counter_labels
 from mirage_hf.search.search_report import Counters
 
+#: Called with a stage and its detail: as pipeline/windows.py says, and for optimize() also with
+#: ("kernel", (number, total, pattern)).
 Note = Callable[..., Any]
-"""Called with a stage and its detail: see pipeline/windows.py, and ("kernel", (number, of how many, pattern)) of optimize()."""
 
 
 @contextmanager
 def bar(what: str, console: Console) -> Iterator[Note]:
-    """Show what is being done on a console, if it is a terminal; yields what to tell it."""
+    """Show what is being done on a console, if it is a terminal.
+
+    Yields:
+        The function to call with a stage and its detail.
+    """
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -45,8 +50,10 @@ def bar(what: str, console: Console) -> Iterator[Note]:
 
 @contextmanager
 def bar_unless(progress: Note | None, what: str) -> Iterator[Note | None]:
-    """The caller's `progress`; without one a bar on stderr, where that is a terminal and transformers' progress bars are not switched
-    off."""
+    """Yield the caller's `progress`, or a bar on stderr if there is none.
+
+    There is no bar if stderr is no terminal, or if transformers' progress bars are switched off.
+    """
     from transformers.utils import logging
 
     console = Console(stderr=True, highlight=False)
@@ -54,7 +61,7 @@ def bar_unless(progress: Note | None, what: str) -> Iterator[Note | None]:
         yield progress
         return
     with ExitStack() as stack:
-        with suppress(LiveError):  # the caller shows something alive already
+        with suppress(LiveError):  # the caller shows something live already
             progress = stack.enter_context(bar(what, console))
         yield progress
 

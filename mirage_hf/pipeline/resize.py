@@ -76,7 +76,7 @@ def cut_to(
 
 
 def _with_equal_splits(old: UGraph, new: UGraph) -> UGraph:
-    """Return `new` with as many splits of each split axis as keep the splits as long as in `old`."""
+    """Return `new` with as many splits of each axis as keep them as long as in `old`."""
     for op in old.block_ops:
         assert op.block is not None
         for axis in op.block.named(Role.TILE):

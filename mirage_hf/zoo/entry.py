@@ -1,4 +1,4 @@
-"""One entry of a kernel zoo: a µGraph, its kernel, and the evidence for both, in a folder of its own.
+"""One entry of a kernel zoo: a µGraph, its kernel, and the evidence for both, in a folder.
 
 `kernel.py` is the readable source, `ugraph.json` the µGraph, and `entry.json` everything else with
 digests of the other files. An entry of `superoptimize()` also has `search.json`, all µGraphs that
@@ -113,7 +113,7 @@ class Entry:
 
     @property
     def folder(self) -> Path:
-        """The entry's place in a zoo: pattern, then shape and dtype with a short key, then target."""
+        """The place in a zoo: pattern, then shape and dtype with a short key, then target."""
         return Path(self.pattern, f"{self.key.title}-{self.key.digest[:8]}", self.key.target)
 
     def generate(self) -> GeneratedProgram:

@@ -1,4 +1,4 @@
-"""All µGraphs that one search accepted, with its report, as zoo entries and checkpoints store them."""
+"""All µGraphs that one search accepted and its report, for zoo entries and checkpoints."""
 
 from __future__ import annotations
 

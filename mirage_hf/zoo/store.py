@@ -239,7 +239,10 @@ def user_store() -> Store:
 
 
 def packaged_store() -> Store:
-    """Return the zoo that comes with the package: inside it once installed, next to it in a checkout."""
+    """Return the zoo that comes with the package.
+
+    It is inside the package once installed, and next to it in a checkout.
+    """
     package = Path(__file__).resolve().parent.parent
     installed = package / "kernel_zoo"
     root = installed if installed.is_dir() else package.parent / "kernel_zoo"
@@ -275,7 +278,7 @@ def named_store(zoo: str | Path) -> Store:
 
 @cache
 def _fetched(repo: str, revision: str) -> Path:
-    """Return a repo's zoo in the Hub's cache. The Hub is asked once a process, not for every kernel."""
+    """Return a repo's zoo in the Hub's cache. The Hub is asked once in a process."""
     from huggingface_hub import snapshot_download
 
     files = ["*/*/*/*.json", "*/*/*/kernel.py"]

@@ -344,7 +344,7 @@ def test_progress_on_a_terminal_and_elsewhere(monkeypatch):
             "12,345",
             "schedules cut",
             "candidates verified",
-            "refused",
+            "rejected",
             "[badly]",
             "3 of 7, measuring",
         ):
