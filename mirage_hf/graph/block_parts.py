@@ -1,0 +1,293 @@
+"""The parts of a block graph: axes, inputs, ops, accumulators, stages and outputs. Frozen values.
+
+`graph/block.py` puts them together and says what they mean as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from mirage_hf import errors
+
+
+class Role(str, Enum):
+    """What a kernel does with an axis."""
+
+    #: Cut among thread blocks.
+    GRID = "grid"
+    #: Walked by the stages that name it.
+    LOOP = "loop"
+    #: Held whole by a block.
+    TILE = "tile"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A named axis: its size and its role."""
+
+    name: str
+    size: int
+    role: Role
+
+    #: The GRID axis that numbers the splits of this LOOP or TILE axis (split-K, split-KV). None: it
+    #: is not split. The size of that axis is the number of splits. Split s holds the elements [s·n,
+    #: (s+1)·n) with n = ceil(size / number of splits), and none is empty.
+    split_axis: str | None = None
+
+
+class AxisTable:
+    """The axes of a block graph, looked up by name."""
+
+    def __init__(self, axes: Iterable[Axis]) -> None:
+        self._axes = {a.name: a for a in axes}
+
+    def get(self, name: str) -> Axis | None:
+        """Return the axis called `name`, None if there is none."""
+        return self._axes.get(name)
+
+    def axis(self, name: str) -> Axis:
+        """Return the axis called `name`."""
+        return self._axes[name]
+
+    def in_order(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return `names` in the order of the graph's axes, each once."""
+        wanted = set(names)
+        return tuple(name for name in self._axes if name in wanted)
+
+    def reduced(self, axes: Iterable[str], over: str) -> set[str]:
+        """Return what is carried after a reduction: an axis gives way to its split axis, if any."""
+        split_axis = self._axes[over].split_axis
+        added = set() if split_axis is None else {split_axis}
+        return set(axes) - {over} | added
+
+    def split_size(self, name: str) -> int:
+        """Return how many elements of a LOOP or TILE axis one block sees: one split, or all."""
+        a = self._axes[name]
+        return a.size if a.split_axis is None else -(-a.size // self._axes[a.split_axis].size)
+
+    def axis_split_by(self, name: str) -> str | None:
+        """Return the axis whose splits the axis `name` numbers, None if it numbers none."""
+        return next((a.name for a in self._axes.values() if a.split_axis == name), None)
+
+
+SWAP_HALVES = "swap halves"
+SWAP_PAIRS = "swap pairs"
+SIGN_HALVES = "sign halves"
+SIGN_PAIRS = "sign pairs"
+
+#: The values of `Rotation.how`.
+ROTATIONS = (SWAP_HALVES, SWAP_PAIRS, SIGN_HALVES, SIGN_PAIRS)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How an input is read along one axis so that RoPE becomes elementwise ("rotate half").
+
+    The elements of the axis are partners: i and i + size/2 ("halves"), or 2i and 2i + 1 ("pairs").
+    A "swap" puts each element in its partner's place. A "sign" negates the first of the two. RoPE
+    of x is then x · cos + swapped x · signed sin.
+    """
+
+    #: The axis. The number of elements that have partners is even.
+    axis: str
+
+    #: One of ROTATIONS.
+    how: str
+
+    #: Only this many elements, the first ones, have partners. The others stay. None: all have.
+    width: int | None = None
+
+    @property
+    def swaps(self) -> bool:
+        """True if elements change places, False if some are negated."""
+        return self.how in (SWAP_HALVES, SWAP_PAIRS)
+
+    @property
+    def pairs(self) -> bool:
+        """True if neighbours are partners, False if halves are."""
+        return self.how in (SWAP_PAIRS, SIGN_PAIRS)
+
+    def __post_init__(self) -> None:
+        if self.how not in ROTATIONS:
+            raise errors.GraphError(
+                f"rotation of axis {self.axis}: {self.how!r} is none of {', '.join(ROTATIONS)}"
+            )
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Makes an input that is shorter than one of its axes as long as the axis."""
+
+    #: The axis.
+    axis: str
+
+    #: Elements that the source has along it.
+    size: int
+
+    #: The value of the elements after them.
+    value: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise errors.GraphError(f"padding of axis {self.axis}: {self.value} is not finite")
+
+
+@dataclass(frozen=True)
+class BlockInput:
+    """A value loaded from device memory."""
+
+    name: str
+
+    #: Positions in the kernel's operand list. Several sources lie end to end along `joined`:
+    #: weights of q, k and v, for example, are read through one pointer each, selected by row block.
+    sources: tuple[int, ...]
+
+    #: The axis of each dim of the source tensors. None: the dim has size 1.
+    axes: tuple[str | None, ...]
+
+    #: The axis along which the sources are joined.
+    joined: str | None = None
+
+    #: The size of each source along `joined`.
+    sizes: tuple[int, ...] = ()
+
+    #: An axis that is not among `axes`. The sources are then two int32 tensors lo and hi, and the
+    #: value is 1 where lo ≤ index along this axis < hi, else 0.
+    bounds: str | None = None
+
+    #: How the source is read along one of its axes. It applies before the padding.
+    rotation: Rotation | None = None
+
+    #: What comes after the end of the only source along one of its axes.
+    padding: Padding | None = None
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """The axes of the value. Their order has no meaning."""
+        own = tuple(a for a in self.axes if a is not None)
+        return own if self.bounds is None else (*own, self.bounds)
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise self._error("has no source; name the operand it reads")
+        self._check_rotation_and_padding()
+        if self.bounds is not None:
+            joins = self.joined is not None or bool(self.sizes)
+            if len(self.sources) != 2 or joins or self.bounds in self.axes:
+                raise self._error(
+                    f"bounds of axis {self.bounds} are two tensors, lo and hi, "
+                    "which are not joined and do not have that axis themselves"
+                )
+        elif len(self.sources) > 1 or self.sizes:
+            named = self.joined is not None and self.joined in self.axes
+            if not named or len(self.sizes) != len(self.sources):
+                raise self._error(f"{len(self.sources)} sources need a joined axis and a size each")
+
+    def _check_rotation_and_padding(self) -> None:
+        if self.rotation is not None:
+            axis = self.rotation.axis
+            if self.bounds is not None or axis not in self.axes or axis == self.joined:
+                raise self._error(
+                    f"cannot be rotated along {axis}; it must be an axis of its source"
+                )
+        if self.padding is not None:
+            axis = self.padding.axis
+            if self.bounds is not None or len(self.sources) > 1 or axis not in self.axes:
+                raise self._error(
+                    f"cannot be padded along {axis}; it must be an axis of its only source"
+                )
+
+    def _error(self, what: str) -> errors.GraphError:
+        return errors.GraphError(f"block input {self.name}: {what}")
+
+
+@dataclass(frozen=True)
+class BlockOp:
+    """An op: `out = fn(args)`, elementwise by axis name, or a reduction over a TILE axis."""
+
+    out: str
+
+    #: The name of an elementwise op of the table. With `over`: "sum" or "max".
+    fn: str
+
+    #: Names of values, and numbers.
+    args: tuple[str | float, ...]
+
+    #: The axes that `out` carries, in the order of the graph's axes.
+    axes: tuple[str, ...]
+
+    attrs: tuple[tuple[str, float], ...] = ()
+
+    #: The TILE axis that is reduced. None: the op is elementwise.
+    over: str | None = None
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """A sum or maximum over the loop axis of a stage. Later stages may read it.
+
+    A maximum may also be read by the body of its own stage. There it is the running maximum, and
+    what depends on it may only flow into sums whose `shift` it is (online softmax). Such a sum is
+    multiplied by e^(old − new) whenever the maximum grows, so it ends as if the final maximum had
+    been known from the start.
+    """
+
+    out: str
+
+    #: The value of the stage's body that is accumulated.
+    arg: str
+
+    #: "sum" or "max".
+    kind: str
+
+    #: The axes that `out` carries.
+    axes: tuple[str, ...]
+
+    #: Sums only: the maximum of the same stage that `arg` is relative to.
+    shift: str | None = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A body that runs once, or once per tile of a loop axis. Inputs load where first read."""
+
+    #: The loop axis. None: the body runs once.
+    loop: str | None
+
+    body: tuple[BlockOp, ...]
+
+    accumulators: tuple[Accumulator, ...] = ()
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """A value stored to device memory."""
+
+    value: str
+
+    #: The axis of each dim of the tensor. None: the dim has size 1.
+    axes: tuple[str | None, ...]
+
+    #: The dtype of the tensor, by name.
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A sum of products of two values. A schedule may give it to FMAs or to tensor cores."""
+
+    #: The sum.
+    out: str
+
+    #: The factors.
+    a: str
+    b: str
+
+    #: The axis that is summed.
+    over: str
+
+    #: The product.
+    product: str
