@@ -17,7 +17,7 @@ from mirage_hf.codegen import cuda_check
 from mirage_hf.codegen.cuda_kernel import SHARED_PLAIN, CudaKernel, write_kernel
 from mirage_hf.codegen.cuda_math import DEVICE_HELPERS, TYPES
 from mirage_hf.codegen.cuda_nests import Operand
-from mirage_hf.graph import json_format
+from mirage_hf.graph import conveniences, json_format
 from mirage_hf.graph.kernel import DTensor, KernelOp, row_major
 from mirage_hf.graph.ugraph import UGraph
 
@@ -29,6 +29,7 @@ ALIGN = 256
 TOLERANCE = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6, torch.float32: 2.0**-13}
 
 
+@conveniences.write_cuda_program.register
 def write_program(ugraph: UGraph, path: str | Path) -> Path:
     """Write a readable, stand-alone CUDA C++ file, and return its path.
 

@@ -18,9 +18,9 @@ from mirage_hf.codegen.plan import KernelPlan, plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.torch_text import local
 from mirage_hf.codegen.triton_kernel import KernelText, write_kernel
-from mirage_hf.graph import effects, json_format
+from mirage_hf.graph import conveniences, effects, json_format
+from mirage_hf.graph.bounds import bounds_of, extent
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelOp
-from mirage_hf.graph.ragged import bounds_of, extent
 from mirage_hf.graph.ugraph import UGraph
 
 POINTERS = {
@@ -67,6 +67,7 @@ class GeneratedProgram:
         return hashlib.sha256(self.source.encode()).hexdigest()
 
 
+@conveniences.write_triton_program.register
 def write_program(
     ugraph: UGraph, path: str | Path, schedules: Sequence[Schedule] | None = None
 ) -> Path:

@@ -1,106 +1,132 @@
-"""Appends to caches: which of them the kernel that computes the rows does with its own store."""
+"""Appends to caches, and which of them a kernel does by storing the rows that it computes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mirage_hf.graph.block import BlockGraph
+from mirage_hf.graph.block import BlockGraph, BlockOp
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 
+#: The op that writes rows into a cache.
 APPEND = "cache_append"
 
 
 def parts_of(append: KernelOp) -> tuple[DTensor, DTensor, DTensor]:
-    """The cache, the new rows and the position of a cache_append."""
+    """Return the cache, the new rows and the position of an append."""
     cache, rows, position = append.inputs
-    assert (
-        isinstance(cache, DTensor) and isinstance(rows, DTensor) and isinstance(position, DTensor)
-    )
+    assert isinstance(cache, DTensor)
+    assert isinstance(rows, DTensor)
+    assert isinstance(position, DTensor)
     return cache, rows, position
 
 
 def positions_of(graph: KernelGraph) -> Iterator[tuple[int, DTensor, DTensor]]:
-    """Each append whose position is an input: the number of that input, the cache and the rows."""
-    at = {t.index: n for n, t in enumerate(graph.inputs)}
+    """Iterate over the appends whose position is an input: that input's number, cache and rows."""
+    numbers = {t.index: n for n, t in enumerate(graph.inputs)}
     for op in graph.ops:
         if op.name == APPEND:
             cache, rows, position = parts_of(op)
-            if position.index in at:
-                yield at[position.index], cache, rows
+            if position.index in numbers:
+                yield numbers[position.index], cache, rows
 
 
 def stored(kernels: KernelGraph) -> dict[int, KernelOp]:
-    """The appends that the kernel which computes the rows does by storing them into the cache, by the index of the rows.
+    """Return the appends that a kernel does with its own store, by the index of the rows.
 
-    That is so where nothing else reads the rows, and where no kernel can see the slots that are written change: every kernel that reads
-    the cache comes before the one that stores, or lets nothing through from where the append begins (`_bounded`).
+    The kernel that computes the rows stores them into the cache if nothing else reads them and no
+    kernel can see the written slots change. For that, each kernel that reads the cache either runs
+    before the one that stores, or lets nothing through from where the append begins
+    (`_ignores_from`).
     """
-    made = {
+    made_by = {
         t.index: n for n, op in enumerate(kernels.ops) if op.name == CUSTOMIZED for t in op.outputs
     }
-    readers: dict[int, list[tuple[int, KernelOp]]] = {}
-    for n, op in enumerate(kernels.ops):
-        for x in {x.index: x for x in op.inputs if isinstance(x, DTensor)}.values():
-            readers.setdefault(x.index, []).append((n, op))
-    inputs, outputs = {t.index for t in kernels.inputs}, {t.index for t in kernels.outputs}
-    found = {}
+    readers = _readers(kernels)
+    inputs = {t.index for t in kernels.inputs}
+    outputs = {t.index for t in kernels.outputs}
+    appends = {}
     for op in kernels.ops:
         if op.name != APPEND:
             continue
         cache, rows, position = parts_of(op)
-        if (
-            rows.index not in made
-            or len(readers[rows.index]) > 1
-            or rows.index in outputs
-            or cache.index not in inputs
-        ):
+        private = len(readers[rows.index]) == 1 and rows.index not in outputs
+        given = cache.index in inputs and position.index in inputs
+        if rows.index not in made_by or not private or not given:
             continue
-        others = [(n, r) for n, r in readers[cache.index] if r is not op]
-        if position.index in inputs and all(
-            n < made[rows.index] or _bounded(r, cache, position) for n, r in others
+        if all(
+            n < made_by[rows.index] or _ignores_from(reader, cache, position)
+            for n, reader in readers[cache.index]
+            if reader is not op
         ):
-            found[rows.index] = op
-    return found
+            appends[rows.index] = op
+    return appends
 
 
-def _bounded(op: KernelOp, cache: DTensor, position: DTensor) -> bool:
-    """Whether what a kernel gives is the same whatever finite numbers a cache has from `position` on: before anything is reduced over its
-    slots or stored, bounds that end there have selected something else, or made a factor 0."""
-    block: BlockGraph | None = op.block
+def _readers(kernels: KernelGraph) -> dict[int, list[tuple[int, KernelOp]]]:
+    """Return the ops that read each tensor, with their numbers."""
+    readers: dict[int, list[tuple[int, KernelOp]]] = {}
+    for n, op in enumerate(kernels.ops):
+        for index in {x.index for x in op.inputs if isinstance(x, DTensor)}:
+            readers.setdefault(index, []).append((n, op))
+    return readers
+
+
+def _ignores_from(op: KernelOp, cache: DTensor, position: DTensor) -> bool:
+    """Return whether a kernel's result does not depend on a cache's slots from `position` on.
+
+    This holds for all finite numbers in these slots: before anything is reduced over the slots or
+    stored, bounds that end at `position` have selected something else or made a factor 0.
+    """
+    block = op.block
     if block is None:
         return False
     for i in block.inputs:
-        if i.bounds is None and any(op.inputs[s] is cache for s in i.sources):
-            slots = i.axes[-2]
-            ends = {
-                b.name
-                for b in block.inputs
-                if b.bounds is not None
-                and b.bounds == slots
-                and op.inputs[b.sources[1]] is position
-            }
-            if len(i.sources) > 1 or slots is None or not _closed(block, i.name, slots, ends):
-                return False
+        reads = any(op.inputs[s] is cache for s in i.sources)
+        if i.bounds is not None or not reads:
+            continue
+        slots = i.axes[-2]
+        if len(i.sources) > 1 or slots is None:
+            return False
+        masks = {
+            b.name
+            for b in block.inputs
+            if b.bounds == slots and op.inputs[b.sources[1]] is position
+        }
+        if not _masked(block, i.name, slots, masks):
+            return False
     return True
 
 
-def _closed(block: BlockGraph, cache: str, slots: str, ends: set[str]) -> bool:
-    """Whether bounds (the values `ends`) come between a cache and every reduction over its slots, and every output."""
-    seeing, zero = (
-        {cache},
-        set(ends),
-    )  # values that depend on slots out of bounds, and those that are 0 there
+def _masked(block: BlockGraph, cache: str, slots: str, masks: set[str]) -> bool:
+    """Return whether masks come before each reduction over a cache's slots and each output."""
+    #: Values that depend on slots out of bounds, and values that are 0 there.
+    exposed, zero = {cache}, set(masks)
     for stage in block.stages:
-        for b in stage.body:
-            chosen = b.fn == "select" and b.args[0] in ends and not isinstance(b.args[2], str)
-            kept = b.fn == "select" and b.args[1] in zero and b.args[2] == 0.0
-            if chosen or kept or (b.fn == "mul" and zero & set(b.args)):
-                zero |= {b.out} if kept or b.fn == "mul" or b.args[2] == 0.0 else set()
-            elif seeing & set(b.args):
-                if b.over == slots:
+        for op in stage.body:
+            if _masks(op, masks, zero):
+                if _is_zero_outside(op, zero):
+                    zero.add(op.out)
+            elif exposed & set(op.args):
+                if op.over == slots:
                     return False
-                seeing.add(b.out)
-        if any(a.arg in seeing for a in stage.accumulators if stage.loop == slots):
+                exposed.add(op.out)
+        accumulated = [a for a in stage.accumulators if a.arg in exposed]
+        if accumulated and stage.loop == slots:
             return False
-        seeing |= {a.out for a in stage.accumulators if a.arg in seeing}
-    return not any(o.value in seeing for o in block.outputs)
+        exposed |= {a.out for a in accumulated}
+    return not any(o.value in exposed for o in block.outputs)
+
+
+def _masks(op: BlockOp, masks: set[str], zero: set[str]) -> bool:
+    """Return whether an op's result does not depend on slots out of bounds."""
+    if op.fn == "mul":
+        return bool(zero & set(op.args))
+    if op.fn != "select":
+        return False
+    chosen, inside, outside = op.args
+    return (chosen in masks and not isinstance(outside, str)) or (inside in zero and outside == 0.0)
+
+
+def _is_zero_outside(op: BlockOp, zero: set[str]) -> bool:
+    """Return whether the result of an op that masks is 0 for slots out of bounds."""
+    return op.fn == "mul" or op.args[2] == 0.0

@@ -1,9 +1,8 @@
-"""From tiles to named axes: the block graph that a `BlockGraphBuilder` describes."""
+"""From tiles to named axes: the block graph of a block written in tiles."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from mirage_hf.graph.block import (
     Accumulator,
@@ -15,30 +14,75 @@ from mirage_hf.graph.block import (
     Role,
     Stage,
 )
+from mirage_hf.graph.tiles import GRID_DIMS, Node, Span, STensor, TiledBlock
 from mirage_hf.ops import table
 
-if TYPE_CHECKING:
-    from mirage_hf.graph.builder import BlockGraphBuilder
-    from mirage_hf.graph.tiles import Node, Span, STensor
+#: The order of roles among a block graph's axes.
+_ROLES = (Role.GRID, Role.TILE, Role.LOOP)
 
-_RANK = {Role.GRID: 0, Role.TILE: 1, Role.LOOP: 2}
+
+def axis_names(block: TiledBlock) -> dict[Span, str]:
+    """Return a name for every span of a tiled block.
+
+    The loop walks k; rows and columns of what is stored are m and n, and batches start at b.
+    """
+    walked = _walked(block)
+    names: dict[Span, str] = {} if walked is None else {walked: "k"}
+    pools = {
+        "column": iter("nopq"),
+        "row": iter("mij"),
+        "batch": iter("bhgf"),
+        "inside": iter("rcdestuvw"),
+    }
+
+    def add(axes: Sequence[Span | None], stored: bool) -> None:
+        for position, span in enumerate(reversed(axes)):
+            if span is None or span.root in names:
+                continue
+            kind = ("column", "row", "batch")[min(position, 2)] if stored else "inside"
+            names[span.root] = next(pools[kind], None) or f"a{len(names)}"
+
+    for output in block.outputs:
+        add(output.axes, stored=True)
+    for tile, _ in block.inputs:
+        add(tile.axes, stored=False)
+    return names
+
+
+def _walked(block: TiledBlock) -> Span | None:
+    """Return the span that the loop walks."""
+    spans = (d.root for tile, _ in block.inputs for d in tile.axes if d is not None)
+    return next((d for d in spans if d.walked), None)
+
+
+def _unused(name: str, taken: Iterable[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
 
 
 class Emission:
-    """Values are emitted where outputs and accumulators need them: in the loop, or after it. What depends on nothing that the loop
-    changes is computed once in whichever needs it first; what depends on a running maximum exists in both, as different values."""
+    """Emits the values of a tiled block where outputs and accumulators need them.
 
-    def __init__(self, builder: BlockGraphBuilder, positions: Sequence[int]):
-        self.builder, self.positions = builder, positions
-        self.walked = next(
-            (d.root for t, _ in builder.inputs for d in t.axes if d is not None and d.root.walked),
-            None,
-        )
-        self.axis_of = self.names()
+    A value is computed in the loop or after it. What depends on nothing that the loop changes is
+    computed once, in whichever of the two needs it first. What depends on a running maximum exists
+    in both, as different values.
+    """
+
+    def __init__(self, block: TiledBlock, positions: Sequence[int]):
+        """Prepare to emit.
+
+        Args:
+            block: The tiled block.
+            positions: The position among the kernel's operands of each operand of the block.
+        """
+        self.block, self.positions = block, positions
+        self.walked = _walked(block)
+        self.axis_of = axis_names(block)
         self.split_axes = {
-            d: self._fresh(f"{name}_split", self.axis_of.values())
-            for d, name in self.axis_of.items()
-            if d.grid and d.reduced
+            span: _unused(f"{name}_split", self.axis_of.values())
+            for span, name in self.axis_of.items()
+            if span.grid and span.reduced
         }
         self.axes = self._axes()
         self.order = [a.name for a in self.axes]
@@ -46,178 +90,165 @@ class Emission:
         self.inputs: list[BlockInput] = []
         self.bodies: dict[str, list[BlockOp]] = {"loop": [], "after": []}
         self.accumulators: list[Accumulator] = []
-        self.known: dict[tuple[Node, str], str] = {}
+        #: Names of the values emitted so far, by node and phase.
+        self.emitted: dict[tuple[Node, str], str] = {}
 
-    @staticmethod
-    def _fresh(name: str, taken: Iterable[str]) -> str:
-        while name in taken:
-            name += "_"
-        return name
+    def block_graph(self) -> BlockGraph:
+        """Return the block graph: the loop first, then what follows it.
 
-    # -- axes ---------------------------------------------------------------------------------------------------------------
-
-    def names(self) -> dict[Span, str]:
-        """A name for every class of dims: k for the loop, m and n for rows and columns of what is stored, b for batches."""
-        found: dict[Span, str] = {} if self.walked is None else {self.walked: "k"}
-        pools = {
-            "column": iter("nopq"),
-            "row": iter("mij"),
-            "batch": iter("bhgf"),
-            "inside": iter("rcdestuvw"),
-        }
-        stored = [o.axes for o in self.builder.outputs]
-        for axes, pool in [
-            *((a, None) for a in stored),
-            *((t.axes, "inside") for t, _ in self.builder.inputs),
-        ]:
-            for at, d in enumerate(reversed(axes)):
-                if d is not None and d.root not in found:
-                    kind = pool or ("column" if at == 0 else "row" if at == 1 else "batch")
-                    found[d.root] = next(pools[kind], None) or f"a{len(found)}"
-        return found
-
-    def _axes(self) -> tuple[Axis, ...]:
-        size = dict(zip("xyz", self.builder.grid_dim, strict=False))
-        made = []
-        for d, name in self.axis_of.items():
-            split_axis = self.split_axes.get(d)
-            if split_axis is not None:
-                made.append(Axis(split_axis, size[str(d.grid)], Role.GRID))
-            role = (
-                Role.LOOP if d.walked else Role.GRID if d.grid and split_axis is None else Role.TILE
-            )
-            made.append(Axis(name, d.size, role, split_axis))
-        seen = [self.split_axes[d] for d in self.split_axes]
-        for o in self.builder.outputs:
-            seen += [self.axis_of[d.root] for d in o.axes if d is not None]
-        return tuple(
-            sorted(
-                made,
-                key=lambda a: (_RANK[a.role], seen.index(a.name) if a.name in seen else len(seen)),
-            )
+        Raises:
+            GraphError: If it is not one.
+        """
+        self._emit_accumulators()
+        outputs = tuple(self._outputs())
+        used = {a for i in self.inputs for a in i.axes} | set(self.split_axes.values())
+        return BlockGraph(
+            tuple(a for a in self.axes if a.name in used),
+            tuple(self.inputs),
+            tuple(self._stages()),
+            outputs,
         )
 
-    def _sorted(self, axes: Iterable[str]) -> tuple[str, ...]:
+    # -- axes --------------------------------------------------------------------------------------
+
+    def _axes(self) -> tuple[Axis, ...]:
+        size = dict(zip(GRID_DIMS, self.block.grid_dim, strict=False))
+        axes = []
+        for span, name in self.axis_of.items():
+            split_axis = self.split_axes.get(span)
+            role = Role.TILE
+            if split_axis is not None:
+                axes.append(Axis(split_axis, size[str(span.grid)], Role.GRID))
+            elif span.grid:
+                role = Role.GRID
+            if span.walked:
+                role = Role.LOOP
+            axes.append(Axis(name, span.size, role, split_axis))
+        stored = [self.split_axes[span] for span in self.split_axes]
+        for o in self.block.outputs:
+            stored += [self.axis_of[span.root] for span in o.axes if span is not None]
+
+        def place(a: Axis) -> tuple[int, int]:
+            first = stored.index(a.name) if a.name in stored else len(stored)
+            return _ROLES.index(a.role), first
+
+        return tuple(sorted(axes, key=place))
+
+    def _in_order(self, axes: Iterable[str]) -> tuple[str, ...]:
         wanted = set(axes)
         return tuple(a for a in self.order if a in wanted)
 
-    def _without(self, axes: Iterable[str], d: Span) -> tuple[str, ...]:
-        """What is left after reducing over a class: the number of its part in its place, if it is dealt out."""
-        return self._sorted(
-            set(axes) - {self.axis_of[d]}
-            | ({self.split_axes[d]} if d in self.split_axes else set())
-        )
+    def _reduced(self, axes: Iterable[str], span: Span) -> tuple[str, ...]:
+        """Return the axes left after a reduction. A split span leaves its split axis."""
+        added = {self.split_axes[span]} if span in self.split_axes else set()
+        return self._in_order(set(axes) - {self.axis_of[span]} | added)
 
-    # -- values -------------------------------------------------------------------------------------------------------------
+    # -- values ------------------------------------------------------------------------------------
 
-    def _define(self, base: str, axes: tuple[str, ...]) -> str:
-        name = self._fresh(base if base.isidentifier() else "v", {*self.carried, *self.order})
-        self.carried[name] = axes
-        return name
+    def _emit_accumulators(self) -> None:
+        """Emit all accumulators that the outputs depend on, those that others read first."""
+        seen: set[Node] = set()
 
-    def value(self, t: STensor, phase: str) -> str:
+        def visit(t: STensor) -> None:
+            if t.node in seen:
+                return
+            seen.add(t.node)
+            for x in t.node.args:
+                if isinstance(x, STensor):
+                    visit(x)
+            if t.node.op == "accumulate":
+                self._value(t, "loop")
+
+        for o in self.block.outputs:
+            visit(o.tensor)
+
+    def _value(self, t: STensor, phase: str) -> str:
+        """Return the name of a tile's value in the phase "loop" or "after". Emit it if needed."""
         node = t.node
         if node.op in ("input", "accumulate"):
             phase = "any"
-        elif phase == "after" and t.time == "any" and (node, "loop") in self.known:
-            phase = "loop"  # the same in every trip, so it still holds
-        if (node, phase) not in self.known:
-            self.known[node, phase] = (
-                self._input(t)
-                if node.op == "input"
-                else self._accumulator(t)
-                if node.op == "accumulate"
-                else self._op(t, phase)
-            )
-        return self.known[node, phase]
+        elif phase == "after" and t.time == "any" and (node, "loop") in self.emitted:
+            phase = "loop"  # it is the same in every trip, so it still holds
+        if (node, phase) not in self.emitted:
+            if node.op == "input":
+                name = self._input(t)
+            elif node.op == "accumulate":
+                name = self._accumulator(t)
+            else:
+                name = self._op(t, phase)
+            self.emitted[node, phase] = name
+        return self.emitted[node, phase]
+
+    def _define(self, base: str, axes: tuple[str, ...]) -> str:
+        name = base if base.isidentifier() else "v"
+        name = _unused(name, {*self.carried, *self.order})
+        self.carried[name] = axes
+        return name
 
     def _input(self, t: STensor) -> str:
-        axes = tuple(None if d is None else self.axis_of[d.root] for d in self._loaded(t))
-        name = self._define(t.name, self._sorted(a for a in axes if a))
+        # `t` may be a permutation of what is in memory.
+        loaded = next(tile.axes for tile, _ in self.block.inputs if tile.node is t.node)
+        axes = tuple(None if span is None else self.axis_of[span.root] for span in loaded)
+        name = self._define(t.name, self._in_order(a for a in axes if a))
         self.inputs.append(BlockInput(name, (self.positions[t.node.source],), axes))
         return name
 
-    def _loaded(self, t: STensor) -> tuple[Span | None, ...]:
-        """The axes of an input as it is in memory; `t` may be a permutation of it."""
-        return next(i.axes for i, _ in self.builder.inputs if i.node is t.node)
-
     def _op(self, t: STensor, phase: str) -> str:
         node = t.node
-        args = tuple(x if isinstance(x, float) else self.value(x, phase) for x in node.args)
-        axes = self._sorted(a for x in args if isinstance(x, str) for a in self.carried[x])
+        args = tuple(x if isinstance(x, float) else self._value(x, phase) for x in node.args)
+        axes = self._in_order(a for x in args if isinstance(x, str) for a in self.carried[x])
+        over = None
         if node.over is not None:
-            axes = self._without(axes, node.over.root)
+            axes = self._reduced(axes, node.over.root)
+            over = self.axis_of[node.over.root]
         out = self._define(f"v{sum(map(len, self.bodies.values())) + 1}", axes)
-        over = None if node.over is None else self.axis_of[node.over.root]
         self.bodies[phase].append(BlockOp(out, node.op, args, axes, node.attrs, over))
         return out
 
     def _accumulator(self, t: STensor) -> str:
         node = t.node
         arg = node.args[0]
-        assert not isinstance(arg, float) and self.walked is not None
-        shift = None if node.shift is None else self.value(node.shift, "loop")
-        name = self.value(arg, "loop")
-        axes = self._without(self.carried[name], self.walked)
+        assert isinstance(arg, STensor)
+        assert self.walked is not None
+        shift = None if node.shift is None else self._value(node.shift, "loop")
+        name = self._value(arg, "loop")
+        axes = self._reduced(self.carried[name], self.walked)
         out = self._define(f"acc{len(self.accumulators) + 1}", axes)
-        self.accumulators.append(Accumulator(out, name, dict(node.attrs)["kind"], axes, shift))
+        kind = dict(node.attrs)["kind"]
+        self.accumulators.append(Accumulator(out, name, kind, axes, shift))
         return out
 
-    # -- the whole ------------------------------------------------------------------------------------------------------------
+    # -- stages and outputs ------------------------------------------------------------------------
 
-    def block_graph(self) -> BlockGraph:
-        """Loop first, then what follows it. Errors: GraphError."""
-        seen: set[Node] = set()
-
-        def accumulators(t: STensor) -> None:
-            if t.node in seen:
-                return
-            seen.add(t.node)
-            for x in t.node.args:
-                if not isinstance(x, float):
-                    accumulators(x)
-            if t.node.op == "accumulate":
-                self.value(t, "loop")
-
-        for o in self.builder.outputs:
-            accumulators(o.tensor)
-        outputs = []
-        first = next(
-            (
-                table.dtype_name(x.dtype)
-                for _, x in self.builder.inputs
-                if x.dtype in table.COMPUTE_DTYPES
-            ),
-            "float32",
-        )
-        for o in self.builder.outputs:
-            dtype = o.dtype or first
-            name = self.value(o.tensor, "after")
-            if o.tensor.node.op == "input":  # kernels store what they compute
-                axes = self.carried[name]
-                self.bodies["after"].append(
-                    BlockOp(self._define("copy", axes), "cast", (name,), axes, (("dtype", dtype),))
-                )  # type: ignore[arg-type]
-                name = self.bodies["after"][-1].out
-            dims = [None if d is None else self.axis_of[d.root] for d in o.axes]
-            for at, d in o.splits_at:
-                if at >= 0:
-                    dims[at] = self.split_axes[d]
-            lead = [self.split_axes[d] for at, d in o.splits_at if at < 0]
-            outputs.append(BlockOutput(name, tuple([*lead, *dims]), dtype))
+    def _stages(self) -> list[Stage]:
         stages = []
         if self.walked is not None and (self.accumulators or self.bodies["loop"]):
-            stages.append(
-                Stage(
-                    self.axis_of[self.walked], tuple(self.bodies["loop"]), tuple(self.accumulators)
-                )
-            )
+            loop = self.axis_of[self.walked]
+            stages.append(Stage(loop, tuple(self.bodies["loop"]), tuple(self.accumulators)))
         if self.bodies["after"]:
             stages.append(Stage(None, tuple(self.bodies["after"])))
-        used = {a for i in self.inputs for a in i.axes} | set(self.split_axes.values())
-        return BlockGraph(
-            tuple(a for a in self.axes if a.name in used),
-            tuple(self.inputs),
-            tuple(stages),
-            tuple(outputs),
-        )
+        return stages
+
+    def _outputs(self) -> list[BlockOutput]:
+        floats = [x.dtype for _, x in self.block.inputs if x.dtype in table.COMPUTE_DTYPES]
+        default = table.dtype_name(floats[0]) if floats else "float32"
+        outputs = []
+        for o in self.block.outputs:
+            dtype = o.dtype or default
+            name = self._value(o.tensor, "after")
+            if o.tensor.node.op == "input":  # kernels store what they compute
+                name = self._copy(name, dtype)
+            dims = [None if span is None else self.axis_of[span.root] for span in o.axes]
+            for position, span in o.splits_at:
+                if position >= 0:
+                    dims[position] = self.split_axes[span]
+            new = [self.split_axes[span] for position, span in o.splits_at if position < 0]
+            outputs.append(BlockOutput(name, (*new, *dims), dtype))
+        return outputs
+
+    def _copy(self, name: str, dtype: str) -> str:
+        axes = self.carried[name]
+        out = self._define("copy", axes)
+        attrs: tuple[tuple[str, str], ...] = (("dtype", dtype),)
+        self.bodies["after"].append(BlockOp(out, "cast", (name,), axes, attrs))  # type: ignore[arg-type]
+        return out

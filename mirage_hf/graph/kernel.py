@@ -1,6 +1,7 @@
-"""Kernel graphs: tensors in device memory and the ops among them. A tensor program and a found µGraph are both one.
+"""Kernel graphs: tensors in device memory and the ops among them.
 
-Ops on a `KernelGraph` are its methods, one per row of the op table; `customized` runs a block graph as one kernel.
+A tensor program and a µGraph that was found for it are both kernel graphs. The ops of the op table
+are methods of `KernelGraph`; `customized` runs a block graph as one kernel.
 """
 
 from __future__ import annotations
@@ -9,73 +10,61 @@ import itertools
 import math
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from mirage_hf import errors
-from mirage_hf.graph.block import BlockGraph
+from mirage_hf.graph import conveniences
+from mirage_hf.graph.block import BlockGraph, BlockInput
+from mirage_hf.graph.json_files import save_json
+from mirage_hf.graph.json_writer import graph_to_dict
+from mirage_hf.graph.operands import computed_dtype, number, several
+from mirage_hf.graph.printing import format_graph
+from mirage_hf.graph.tensors import CUSTOMIZED, DTensor, KernelOp, Operand, row_major
 from mirage_hf.ops import table
 
-if TYPE_CHECKING:
-    from mirage_hf.graph.builder import BlockGraphBuilder
+__all__ = [
+    "CUSTOMIZED",
+    "DTensor",
+    "KernelGraph",
+    "KernelOp",
+    "Operand",
+    "new_kernel_graph",
+    "row_major",
+]
 
 _uids = itertools.count()
 
 
-@dataclass(frozen=True)
-class DTensor:
-    """A tensor in device memory: `dims`, `dtype`, `name`, and a stride per dim in elements (row-major unless given).
+class BuildsBlockGraph(Protocol):
+    """A block graph under construction, as `mirage_hf.new_block_graph` makes it."""
 
-    `constant`: an input that no other kernel of a captured CUDA graph writes, a weight. Kernels may read it before the kernels
-    ahead of them are done.
-    """
-
-    index: int
-    dims: tuple[int, ...]
-    dtype: torch.dtype
-    name: str
-    strides: tuple[int, ...]
-    graph_uid: int = field(compare=False, repr=False)
-    constant: bool = False
-
-    def __str__(self) -> str:
-        return f"%{self.name}"
-
-
-Operand = DTensor | float
-
-
-@dataclass(frozen=True)
-class KernelOp:
-    """One op: its row's name, operands, outputs, and attributes (sorted pairs); `block` for "customized"."""
-
-    name: str
-    inputs: tuple[Operand, ...]
-    outputs: tuple[DTensor, ...]
-    attrs: tuple[tuple[str, Any], ...] = ()
-    block: BlockGraph | None = None
-
-
-CUSTOMIZED = "customized"
-
-
-def row_major(dims: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for d in reversed(dims):
-        strides.append(step)
-        step *= d
-    return tuple(reversed(strides))
+    def build(self, operands: Sequence[DTensor] | None = None) -> BlockGraph:
+        """Return the block graph whose sources are positions in `operands`."""
 
 
 class KernelGraph:
-    """A tensor program under construction. Every method that adds an op returns the tensor it makes.
+    """A tensor program under construction.
 
-    Errors: GraphError for shapes that do not fit (with both shapes and the way out), UnknownOpError, DTypeError.
+    Every method that adds an op returns the tensor that it makes. Tensors that nothing reads are
+    the outputs, unless `mark_output` names them.
+
+    Example:
+        ```python
+        g = mirage_hf.new_graph()
+        x = g.new_input((16, 4096))
+        w = g.new_input((4096, 1024), constant=True)
+        g.mark_output(g.matmul(g.rms_norm(x), w))
+        result = g.superoptimize()
+        ```
+
+    Raises:
+        GraphError: If shapes do not fit. The message names both shapes and the way out.
+        UnknownOpError: If the op table has no such op.
+        DTypeError: If dtypes differ or are not supported.
     """
 
     def __init__(self) -> None:
@@ -85,7 +74,7 @@ class KernelGraph:
         self._ops: list[KernelOp] = []
         self._marked: list[DTensor] = []
 
-    # -- building -------------------------------------------------------------------------------------------------------
+    # -- inputs and outputs ------------------------------------------------------------------------
 
     def new_input(
         self,
@@ -96,30 +85,33 @@ class KernelGraph:
         *,
         constant: bool = False,
     ) -> DTensor:
-        """Add an input of shape `dims`; `strides` in elements, row-major unless given ((1, k) reads an nn.Linear weight).
+        """Add an input.
 
-        dtype: torch's, or its name. name: an identifier of no other tensor of the graph; without it t0, t1 …
-        constant: a weight, which nothing writes while kernels run; it is read early where a launch overlaps the one before.
+        Args:
+            dims: Its shape.
+            dtype: Its dtype, torch's or by name.
+            strides: A stride per dim in elements, row-major if None. (1, k) reads an nn.Linear
+                weight.
+            name: An identifier that no other tensor of the graph has. None: t0, t1, …
+            constant: True for a weight, which nothing writes while kernels run. If launches
+                overlap, it is read before the previous kernel is done.
         """
         if isinstance(dims, int):
             raise errors.GraphError(
                 f"new_input: dims is the number {dims}; give a tuple, as dims=({dims},)"
             )
         dims = several(dims, "new_input", "dims")
-        if (
-            not dims
-            or any(not isinstance(d, int) or isinstance(d, bool) or d < 1 for d in dims)
-            or math.prod(dims) >= 1 << 63
-        ):
+        positive = all(isinstance(d, int) and not isinstance(d, bool) and d > 0 for d in dims)
+        if not dims or not positive or math.prod(dims) >= 1 << 63:
             raise errors.GraphError(
-                f"new_input: dims must be positive integers with a product below 2^63, got {errors.shape(dims)}"
+                "new_input: dims must be positive integers with a product below 2^63, "
+                f"got {errors.shape(dims)}"
             )
         strides = row_major(dims) if strides is None else several(strides, "new_input", "strides")
-        if len(strides) != len(dims) or any(
-            not isinstance(s, int) or isinstance(s, bool) or not 0 <= s < 1 << 63 for s in strides
-        ):
+        if len(strides) != len(dims) or not all(map(_is_stride, strides)):
             raise errors.GraphError(
-                f"new_input: strides {errors.shape(strides)} must be one non-negative integer per dim of {errors.shape(dims)}"
+                f"new_input: strides {errors.shape(strides)} must be one non-negative integer "
+                f"per dim of {errors.shape(dims)}"
             )
         tensor = self._tensor(dims, table.as_dtype(dtype), name, strides, bool(constant))
         self._inputs.append(tensor)
@@ -134,19 +126,29 @@ class KernelGraph:
         return self.new_input(t.dims, t.dtype, t.strides, t.name, constant=t.constant)
 
     def mark_output(self, *tensors: DTensor) -> None:
-        """Make tensors outputs, in this order. Without it, the tensors that nothing reads are the outputs."""
+        """Make tensors outputs, in this order."""
         self._marked += [self._own(t, "mark_output") for t in tensors]
+
+    # -- ops ---------------------------------------------------------------------------------------
 
     def customized(
         self,
         inputs: Sequence[DTensor],
-        block_graph: BlockGraph | BlockGraphBuilder,
+        block_graph: BlockGraph | BuildsBlockGraph,
         names: Sequence[str | None] = (),
     ) -> list[DTensor]:
-        """Run a block graph, found or written with `mirage_hf.new_block_graph`, as one kernel on `inputs`; returns its outputs,
-        called `names` if given.
+        """Run a block graph as one kernel.
 
-        Errors: GraphError when the operands do not fit.
+        Args:
+            inputs: Its operands.
+            block_graph: A block graph, or one under construction (`mirage_hf.new_block_graph`).
+            names: Names of the outputs. Empty: names are made.
+
+        Returns:
+            Its outputs.
+
+        Raises:
+            GraphError: If the operands do not fit.
         """
         inputs = tuple(self._own(t, CUSTOMIZED) for t in several(inputs, CUSTOMIZED, "inputs"))
         if not isinstance(block_graph, BlockGraph):
@@ -157,43 +159,21 @@ class KernelGraph:
                 )
             block_graph = block_graph.build(inputs)
         for i in block_graph.inputs:
-            for source, extent in zip(i.sources, i.sizes or (None,) * len(i.sources), strict=True):
-                if not 0 <= source < len(inputs):
-                    raise errors.GraphError(
-                        f"customized: block input {i.name} reads operand {source}, there are {len(inputs)}"
-                    )
-                want = tuple(
-                    1
-                    if a is None
-                    else extent
-                    if a == i.joined and extent
-                    else block_graph.extent(i, a)
-                    for a in i.axes
-                )
-                if want != inputs[source].dims:
-                    raise errors.GraphError(
-                        f"customized: block input {i.name} wants {errors.shape(want)}, "
-                        f"operand {source} is {errors.shape(inputs[source].dims)}"
-                    )
-                if i.bounds is not None and inputs[source].dtype != torch.int32:
-                    raise errors.DTypeError(
-                        f"customized: block input {i.name} holds bounds, which are int32; operand {source} is "
-                        f"{table.dtype_name(inputs[source].dtype)}"
-                    )
-        if names and len(names) != len(block_graph.outputs):
+            _check_operands(block_graph, i, inputs)
+        count = len(block_graph.outputs)
+        if names and len(names) != count:
             raise errors.GraphError(
-                f"customized: {len(names)} names for {len(block_graph.outputs)} outputs; give one each, or none"
+                f"customized: {len(names)} names for {count} outputs; give one each, or none"
             )
-        named = zip(block_graph.outputs, names or [None] * len(block_graph.outputs), strict=True)
         outputs = tuple(
             self._tensor(block_graph.output_dims(o), table.as_dtype(o.dtype), name)
-            for o, name in named
+            for o, name in zip(block_graph.outputs, names or [None] * count, strict=True)
         )
         self._ops.append(KernelOp(CUSTOMIZED, inputs, outputs, (), block_graph))
         return list(outputs)
 
     def matmul(self, a: DTensor, b: DTensor) -> DTensor:
-        """The product of (… m k) and (… k n), which is (… m n); leading dims broadcast."""
+        """Multiply (… m k) by (… k n), which gives (… m n). Leading dims broadcast."""
         return self._apply("matmul", a, b)
 
     def reduction(self, x: DTensor, dim: int, kind: str = "sum") -> DTensor:
@@ -201,7 +181,10 @@ class KernelGraph:
         return self._apply("reduction", x, dim=dim, kind=kind)
 
     def rms_norm(self, x: DTensor, weight: DTensor | None = None, eps: float = 1e-6) -> DTensor:
-        """x / sqrt(mean(x²) + eps) over the last dim, times `weight` (1, d). Statistics in float32, cast, then the weight."""
+        """Compute x / sqrt(mean(x²) + eps) over the last dim, times `weight` (1, d).
+
+        Statistics are in float32 and cast to x's dtype before the weight.
+        """
         return self._apply("rms_norm", x, *(() if weight is None else (weight,)), eps=eps)
 
     def layer_norm(
@@ -211,7 +194,10 @@ class KernelGraph:
         bias: DTensor | None = None,
         eps: float = 1e-6,
     ) -> DTensor:
-        """(x − mean) / sqrt(var + eps) over the last dim, times `weight`, plus `bias`, each (1, d)."""
+        """Compute (x − mean) / sqrt(var + eps) over the last dim, times `weight`, plus `bias`.
+
+        Weight and bias are (1, d).
+        """
         if weight is None and bias is not None:
             raise errors.GraphError("layer_norm: a bias needs a weight; give a weight of ones")
         return self._apply("layer_norm", x, *(p for p in (weight, bias) if p is not None), eps=eps)
@@ -219,53 +205,55 @@ class KernelGraph:
     def softmax(
         self, x: DTensor, dim: int = -1, lo: DTensor | None = None, hi: DTensor | None = None
     ) -> DTensor:
-        """Softmax over `dim`; with int32 bounds (size 1 at `dim`) over lo ≤ index < hi: 0 elsewhere, and where there is none."""
+        """Compute softmax over `dim`, or over lo ≤ index < hi along it.
+
+        The int32 bounds have size 1 at `dim`. The result is 0 outside of them, and everywhere in a
+        row with no index inside.
+        """
         if (lo is None) != (hi is None):
             raise errors.GraphError("softmax: a bound lo needs a bound hi; give both or none")
         bounds = () if lo is None or hi is None else (lo, hi)
-        return self._apply(
-            "softmax", x, *bounds, dim=table.axis(dim, len(self._own(x, "softmax").dims), "softmax")
-        )
+        return self._apply("softmax", x, *bounds, dim=self._dim(x, dim, "softmax"))
 
     def within(self, x: DTensor, lo: DTensor, hi: DTensor, dim: int = -1) -> DTensor:
-        """x where lo ≤ index along `dim` < hi, 0 elsewhere; lo and hi are int32, broadcast to x, and have size 1 at `dim`."""
-        return self._apply(
-            "within", x, lo, hi, dim=table.axis(dim, len(self._own(x, "within").dims), "within")
-        )
+        """Return x where lo ≤ index along `dim` < hi, 0 elsewhere.
+
+        lo and hi are int32, broadcast to x, and have size 1 at `dim`.
+        """
+        return self._apply("within", x, lo, hi, dim=self._dim(x, dim, "within"))
 
     def concat(self, tensors: Sequence[DTensor], dim: int) -> DTensor:
         """Join tensors along `dim`."""
         tensors = several(tensors, "concat", "tensors")
         if not tensors:
             raise errors.GraphError("concat: needs at least one tensor")
-        return self._apply(
-            "concat",
-            *tensors,
-            dim=table.axis(dim, len(self._own(tensors[0], "concat").dims), "concat"),
-        )
+        return self._apply("concat", *tensors, dim=self._dim(tensors[0], dim, "concat"))
 
     def slice(self, x: DTensor, dim: int, start: int, stop: int) -> DTensor:
-        """Elements [start, stop) of `dim`."""
+        """Return elements [start, stop) of `dim`."""
         return self._apply("slice", x, dim=dim, start=start, stop=stop)
 
     def reshape(self, x: DTensor, dims: Sequence[int]) -> DTensor:
-        """The same elements in row-major order under other dims."""
+        """Return the same elements, in row-major order, under other dims."""
         return self._apply("reshape", x, dims=several(dims, "reshape", "dims"))
 
     def permute(self, x: DTensor, order: Sequence[int]) -> DTensor:
-        """Dims in another order; no data moves."""
-        rank = len(self._own(x, "permute").dims)
-        return self._apply(
-            "permute",
-            x,
-            order=tuple(table.axis(o, rank, "permute") for o in several(order, "permute", "order")),
-        )
+        """Return x with its dims in another order. No data moves."""
+        order = several(order, "permute", "order")
+        return self._apply("permute", x, order=tuple(self._dim(x, d, "permute") for d in order))
 
     def rope(self, x: DTensor, cos: DTensor, sin: DTensor, interleaved: bool = False) -> DTensor:
-        """Rotary position embedding: x · cos + partner(x) · sin on the first r elements of the last dim; those behind stay.
+        """Apply rotary position embedding: x · cos + partner(x) · sin.
 
-        cos, sin: (… r), of one shape that broadcasts to x, r even. The partner of element i is −x[i + r/2] in the first half and
-        x[i − r/2] in the second; with `interleaved`, −x[i + 1] for even and x[i − 1] for odd i.
+        The first r elements of the last dim are rotated; later ones stay.
+
+        Args:
+            x: (… d).
+            cos: (… r), of a shape that broadcasts to x, r even.
+            sin: Like cos.
+            interleaved: Which element is the partner. If False, element i has −x[i + r/2] in the
+                first half and x[i − r/2] in the second. If True, it has −x[i + 1] for even i and
+                x[i − 1] for odd i.
         """
         return self._apply("rope", x, cos, sin, interleaved=interleaved)
 
@@ -274,19 +262,31 @@ class KernelGraph:
         return self._apply("cast", x, dtype=table.dtype_name(table.as_dtype(dtype)))
 
     def cache_append(self, cache: DTensor, new: DTensor, position: DTensor) -> DTensor:
-        """Write rows `new` (b … t d) at slots position… of `cache` (b … s d), in place; returns the new version of the cache.
+        """Write the rows `new` (b … t d) into `cache` (b … s d) in place, from slot `position` on.
 
-        `position`: (1,), or one for each b, as (b,) or (b, 1, …), so that it can be a bound too: where `cache` is read within bounds
-        that end at `position` only, the kernel that computes the rows writes them. In a CUDA graph the launch right ahead of such a
-        program's kernel must not write `position` or bounds: they are read before that one is done.
+        If `cache` is read within bounds that end at `position` only, the kernel that computes the
+        rows writes them. In a CUDA graph, the launch right before such a program's kernel must not
+        write `position` or bounds: they are read before that launch is done.
+
+        Args:
+            cache: The cache.
+            new: The rows.
+            position: (1,), or one per b as (b,) or (b, 1, …), so that it can be a bound too.
+
+        Returns:
+            The new version of the cache.
         """
         return self._apply("cache_append", cache, new, position)
 
     def __getattr__(self, name: str) -> Callable[..., DTensor]:
-        """The elementwise ops (add, mul, exp, silu …) are methods by their names in the table: see `table.add_methods`."""
+        """Return the method of an elementwise op that was registered after this class was made.
+
+        The elementwise ops (add, mul, exp, silu, …) are methods by their names in the table: see
+        `table.add_methods`.
+        """
         if name.startswith("_"):
             raise AttributeError(name)
-        return partial(self._apply, table.lookup(name).name)  # a row of later
+        return partial(self._apply, table.lookup(name).name)
 
     def _apply(self, name: str, *operands: Operand, **attrs: Any) -> DTensor:
         return self.apply(name, operands, attrs)
@@ -298,19 +298,16 @@ class KernelGraph:
         attrs: dict[str, Any],
         out_name: str | None = None,
     ) -> DTensor:
-        """Add the op called `name` in the table; its result is called `out_name` if given."""
+        """Add the op called `name` in the table.
+
+        Args:
+            name: The op.
+            operands: Tensors of this graph, and numbers for elementwise ops.
+            attrs: Attributes by name.
+            out_name: The name of the result. None: one is made.
+        """
         row = table.lookup(name)
-        low, high = row.arity
-        if not low <= len(operands) <= high:
-            count = low if low == high else f"{low} to {high}"
-            named = (
-                f"; give {', '.join(row.attrs)} by name, as {next(iter(row.attrs))}=…"
-                if row.attrs and len(operands) > high
-                else ""
-            )
-            raise errors.GraphError(
-                f"{name}: takes {count} operand{'s' * (high != 1)} ({row.signature}), got {len(operands)}{named}"
-            )
+        _check_arity(row, len(operands))
         table.check_attrs(name, attrs)
         attrs = row.attrs | attrs
         operands = tuple(
@@ -322,33 +319,31 @@ class KernelGraph:
                 f"{name}: needs tensors of this graph, got {operands!r}; "
                 "elementwise ops take numbers too, beside a tensor"
             )
-        given = _dtype_of(row, operands)
-        shapes = [x.dims if isinstance(x, DTensor) else () for x in operands]
-        try:
-            dims = row.infer(*shapes, **attrs)
-        except errors.GraphError as e:
-            if (
-                name == "matmul"
-                and len(shapes[0]) > 1
-                and len(shapes[1]) > 1
-                and shapes[0][-1] != shapes[1][-2]
-            ):
-                raise errors.inner_sizes_differ(
-                    tensors[0].name, shapes[0], tensors[1].name, shapes[1]
-                ) from None
-            raise e
-        dtype = row.out_dtype(given, **attrs) if row.out_dtype else given
-        out = self._tensor(dims, dtype, out_name)
+        dtype = computed_dtype(row, operands)
+        if row.out_dtype:
+            dtype = row.out_dtype(dtype, **attrs)
+        out = self._tensor(_result_dims(row, operands, attrs), dtype, out_name)
         self._ops.append(KernelOp(name, operands, (out,), tuple(sorted(attrs.items()))))
         return out
 
     def op_like(
         self, op: KernelOp, operands: Sequence[Operand], names: Sequence[str | None] = ()
     ) -> list[DTensor]:
-        """Add an op like one of another graph on `operands`; returns its outputs, called `names` if given."""
+        """Add an op like one of another graph.
+
+        Args:
+            op: The other graph's op.
+            operands: The operands that the new op has.
+            names: Names of its outputs. Empty: names are made.
+
+        Returns:
+            Its outputs.
+        """
         if op.block is not None:
             return self.customized(operands, op.block, names)  # type: ignore[arg-type]
         return [self.apply(op.name, operands, dict(op.attrs), *names)]
+
+    # -- tensors -----------------------------------------------------------------------------------
 
     def _tensor(
         self,
@@ -359,61 +354,52 @@ class KernelGraph:
         constant: bool = False,
     ) -> DTensor:
         index = len(self._tensors)
-        taken = {t.name for t in self._tensors}
+        taken = self.names
         if name is None:
-            name = next(
-                n for n in (f"t{index}" + "_" * i for i in itertools.count()) if n not in taken
-            )
-        elif (
-            not isinstance(name, str)
-            or name in taken
-            or not name.isidentifier()
-            or unicodedata.normalize("NFKC", name) != name
-        ):
-            # Python reads identifiers in that form, so in generated files two names could be one
+            names = (f"t{index}" + "_" * i for i in itertools.count())
+            name = next(n for n in names if n not in taken)
+        elif name in taken or not _is_identifier(name):
             raise errors.GraphError(
                 f"tensor name {name!r} is taken or not an identifier (of NFKC form); choose another"
             )
-        t = DTensor(
-            index,
-            dims,
-            dtype,
-            name,
-            row_major(dims) if strides is None else strides,
-            self._uid,
-            constant,
-        )
+        strides = row_major(dims) if strides is None else strides
+        t = DTensor(index, dims, dtype, name, strides, self._uid, constant)
         self._tensors.append(t)
         return t
 
     def _own(self, t: Any, where: str) -> DTensor:
+        """Return `t`, a tensor of this graph."""
         if not isinstance(t, DTensor):
             raise errors.GraphError(
-                f"{where}: expected a tensor of this graph, got {type(t).__name__}; make one with graph.new_input"
+                f"{where}: expected a tensor of this graph, got {type(t).__name__}; "
+                "make one with graph.new_input"
             )
         if t.graph_uid != self._uid:
             raise errors.GraphError(
-                f"{where}: tensor {t} belongs to another graph; build the whole program in one graph"
+                f"{where}: tensor {t} belongs to another graph; "
+                "build the whole program in one graph"
             )
         return t
 
-    # -- reading --------------------------------------------------------------------------------------------------------
+    def _dim(self, x: Any, dim: int, where: str) -> int:
+        """Return a dim of `x`, counted from the left."""
+        return table.axis(dim, len(self._own(x, where).dims), where)
+
+    # -- reading -----------------------------------------------------------------------------------
 
     def copy(self) -> KernelGraph:
-        """An equal graph of the same tensors: ops that are added to one are not in the other."""
+        """Return an equal graph of the same tensors. Ops added to one are not in the other."""
         graph = KernelGraph()
-        graph._uid, graph._tensors, graph._inputs, graph._ops, graph._marked = (
-            self._uid,
-            [*self._tensors],
-            [*self._inputs],
-            [*self._ops],
-            [*self._marked],
-        )
+        graph._uid = self._uid
+        graph._tensors = [*self._tensors]
+        graph._inputs = [*self._inputs]
+        graph._ops = [*self._ops]
+        graph._marked = [*self._marked]
         return graph
 
     @property
     def inputs(self) -> tuple[DTensor, ...]:
-        """The inputs, in the order in which they were added; calls take their tensors in it."""
+        """The inputs, in the order in which they were added. Calls take tensors in this order."""
         return tuple(self._inputs)
 
     @property
@@ -423,106 +409,44 @@ class KernelGraph:
 
     @property
     def outputs(self) -> tuple[DTensor, ...]:
-        """What was marked as output, in that order; where nothing was, the tensors that no op reads."""
+        """The tensors marked as outputs, in that order. If none is, those that no op reads."""
         if self._marked:
             return tuple(self._marked)
         read = {x.index for op in self._ops for x in op.inputs if isinstance(x, DTensor)}
         return tuple(o for op in self._ops for o in op.outputs if o.index not in read)
 
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return {t.name for t in self._tensors}
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, KernelGraph):
             return NotImplemented
-        return (self._inputs, self._ops, self.outputs) == (
-            other._inputs,
-            other._ops,
-            other.outputs,
-        )
+        ours = self._inputs, self._ops, self.outputs
+        return ours == (other._inputs, other._ops, other.outputs)
 
     __hash__ = object.__hash__
 
     def __str__(self) -> str:
-        from mirage_hf.graph import text
-
-        return text.format_graph(self)
+        return format_graph(self)
 
     def __repr__(self) -> str:
-        return f"<KernelGraph: {len(self._inputs)} inputs, {len(self._ops)} ops, {len(self.outputs)} outputs>"
+        return (
+            f"<KernelGraph: {len(self._inputs)} inputs, {len(self._ops)} ops, "
+            f"{len(self.outputs)} outputs>"
+        )
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Return the graph as JSON, and write it to `path` if given."""
-        from mirage_hf.graph import json_format
-
-        return json_format.save_json(json_format.graph_to_dict(self), path)
+        """Return the graph as JSON, and write it to `path` if given. `load_graph` reads it."""
+        return save_json(graph_to_dict(self), path)
 
     def superoptimize(self, config: str | None = None, **options: Any) -> Any:
         """Search for faster kernels: see `mirage_hf.superoptimize`."""
-        from mirage_hf.pipeline.superoptimizer import superoptimize
-
-        return superoptimize(self, config=config, **options)
+        return conveniences.superoptimize(self, config=config, **options)
 
 
 table.add_methods(KernelGraph, "_apply")
-
-
-def ragged(name: str, operands: Sequence[Operand]) -> tuple[DTensor, ...]:
-    """The bounds among the operands of an op of the table: lo and hi, or none."""
-    has = table.lookup(name).kind == "bounds" or name == "softmax"
-    return tuple(x for x in operands[1:3] if isinstance(x, DTensor)) if has else ()
-
-
-def _dtype_of(row: table.Op, operands: Sequence[Operand]) -> torch.dtype:
-    """The one dtype that an op of the table computes in, or moves. Errors: DTypeError where there are several, or one it cannot have."""
-    tensors, bounds = [x for x in operands if isinstance(x, DTensor)], ragged(row.name, operands)
-    for t in bounds:
-        if t.dtype != torch.int32:
-            raise errors.DTypeError(
-                f"{row.name}: bound {t.name} is {table.dtype_name(t.dtype)}; bounds are int32"
-            )
-    floats = {t.dtype for t in tensors if t.dtype in table.COMPUTE_DTYPES}
-    if row.kind == "effect":
-        if tensors[2].dtype in table.COMPUTE_DTYPES:
-            raise errors.DTypeError(
-                f"{row.name}: position {tensors[2].name} is {table.dtype_name(tensors[2].dtype)}; positions are int32"
-            )
-        dtypes = {t.dtype for t in tensors[:2]}
-    elif row.name == "cast" or (row.kind == "layout" and row.name != "rope"):
-        dtypes = floats or {t.dtype for t in tensors}
-    else:
-        whole = next((t for t in tensors if t.dtype not in floats and t not in bounds), None)
-        if whole is not None and not (floats and row.kind == "elementwise"):
-            raise errors.DTypeError(
-                f"{row.name}: {whole.name} is {table.dtype_name(whole.dtype)}, and ops compute with floating-point "
-                "numbers; convert it with graph.cast"
-            )
-        dtypes = floats
-    if len(dtypes) > 1:
-        found = ", ".join(sorted(map(table.dtype_name, dtypes)))
-        raise errors.DTypeError(
-            f"{row.name}: operands have dtypes {found}; bring them to one with graph.cast"
-        )
-    return dtypes.pop()
-
-
-def several(x: Any, where: str, what: str) -> tuple[Any, ...]:
-    """`x` as a tuple. Errors: GraphError where it is none and no list."""
-    try:
-        return tuple(x)
-    except TypeError:
-        raise errors.GraphError(f"{where}: {what} must be a tuple or list, it is {x}") from None
-
-
-def number(x: Any, where: str) -> float:
-    if isinstance(x, bool) or not isinstance(x, Real):
-        raise errors.GraphError(
-            f"{where}: expected a tensor of this graph or a number, got {type(x).__name__}"
-        )
-    try:
-        number = float(x)
-    except OverflowError:
-        raise errors.GraphError(f"{where}: the number does not fit in a float64") from None
-    if math.isnan(number):
-        raise errors.GraphError(f"{where}: the number is NaN")
-    return number
 
 
 def new_kernel_graph() -> KernelGraph:
@@ -530,45 +454,71 @@ def new_kernel_graph() -> KernelGraph:
     return KernelGraph()
 
 
-def inline(graph: KernelGraph, part: KernelGraph, tensors: Sequence[DTensor]) -> list[DTensor]:
-    """Add the ops of `part` to `graph`, reading `tensors` for its inputs; returns what stands for its outputs.
-
-    Names that somebody gave are kept, with an underscore where they are taken; others are made anew. Block graphs stay as they are.
-    Errors: GraphError when `tensors` do not fit the inputs of `part`.
-    """
-    if [(t.dims, t.dtype) for t in tensors] != [(t.dims, t.dtype) for t in part.inputs]:
-        given, wanted = (
-            ", ".join(f"{table.dtype_name(t.dtype)} {errors.shape(t.dims)}" for t in ts)
-            for ts in (tensors, part.inputs)
-        )
-        raise errors.GraphError(
-            f"inline: the graph reads {wanted or 'nothing'}, it was given {given or 'nothing'}; "
-            "give a tensor like each of its inputs, in their order"
-        )
-
-    def named(op: KernelOp, operands: Sequence[Operand]) -> list[DTensor]:
-        taken = {t.name for t in graph._tensors}
-        names: list[str | None] = []
-        for t in op.outputs:
-            name = None if t.name.rstrip("_") == f"t{t.index}" else t.name
-            while name is not None and name in taken:
-                name += "_"
-            names.append(name)
-            taken |= {name} if name is not None else set()
-        return graph.op_like(op, operands, names)
-
-    return rebuilt(part, tensors, named)
+# -- checks ----------------------------------------------------------------------------------------
 
 
-def rebuilt(
-    graph: KernelGraph,
-    inputs: Sequence[DTensor],
-    again: Callable[[KernelOp, list[Operand]], Sequence[DTensor]],
-) -> list[DTensor]:
-    """What stands for the outputs of `graph` when every op is made again, in order: by `again`, which is given the op and, for its
-    operands, what stands for them; for the inputs of `graph` that are `inputs`."""
-    new = {t.index: x for t, x in zip(graph.inputs, inputs, strict=True)}
-    for op in graph.ops:
-        made = again(op, [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs])
-        new |= {t.index: x for t, x in zip(op.outputs, made, strict=True)}
-    return [new[t.index] for t in graph.outputs]
+def _is_stride(s: Any) -> bool:
+    return isinstance(s, int) and not isinstance(s, bool) and 0 <= s < 1 << 63
+
+
+def _is_identifier(name: Any) -> bool:
+    # Python normalizes identifiers to NFKC, so other forms could become equal in generated files.
+    return (
+        isinstance(name, str)
+        and name.isidentifier()
+        and unicodedata.normalize("NFKC", name) == name
+    )
+
+
+def _check_arity(row: table.Op, count: int) -> None:
+    low, high = row.arity
+    if low <= count <= high:
+        return
+    takes = str(low) if low == high else f"{low} to {high}"
+    by_name = ""
+    if row.attrs and count > high:
+        by_name = f"; give {', '.join(row.attrs)} by name, as {next(iter(row.attrs))}=…"
+    raise errors.GraphError(
+        f"{row.name}: takes {takes} operand{'s' * (high != 1)} ({row.signature}), "
+        f"got {count}{by_name}"
+    )
+
+
+def _result_dims(
+    row: table.Op, operands: Sequence[Operand], attrs: dict[str, Any]
+) -> tuple[int, ...]:
+    shapes = [x.dims if isinstance(x, DTensor) else () for x in operands]
+    if row.name == "matmul":
+        (a, b), names = shapes, [x.name for x in operands if isinstance(x, DTensor)]
+        if len(a) > 1 and len(b) > 1 and a[-1] != b[-2]:  # the shape rule knows no names
+            raise errors.inner_sizes_differ(names[0], a, names[1], b)
+    return row.infer(*shapes, **attrs)
+
+
+def _check_operands(block: BlockGraph, i: BlockInput, operands: Sequence[DTensor]) -> None:
+    """Check the operands that a block input reads."""
+    for number_in_input, source in enumerate(i.sources):
+        if not 0 <= source < len(operands):
+            raise errors.GraphError(
+                f"customized: block input {i.name} reads operand {source}, "
+                f"there are {len(operands)}"
+            )
+        operand = operands[source]
+        wanted = tuple(_source_size(block, i, a, number_in_input) for a in i.axes)
+        if wanted != operand.dims:
+            raise errors.GraphError(
+                f"customized: block input {i.name} wants {errors.shape(wanted)}, "
+                f"operand {source} is {errors.shape(operand.dims)}"
+            )
+        if i.bounds is not None and operand.dtype != torch.int32:
+            raise errors.DTypeError(
+                f"customized: block input {i.name} holds bounds, which are int32; "
+                f"operand {source} is {table.dtype_name(operand.dtype)}"
+            )
+
+
+def _source_size(block: BlockGraph, i: BlockInput, axis: str | None, source: int) -> int:
+    """Return how many elements a source of a block input has along an axis."""
+    if axis is None:
+        return 1
+    return i.sizes[source] if axis == i.joined and i.sizes else block.extent(i, axis)

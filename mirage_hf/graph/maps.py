@@ -1,7 +1,8 @@
-"""imap, omap and fmap: how a kernel's tensors are cut, in the terms of the Mirage paper (section 2), derived from axis roles.
+"""The maps imap, omap and fmap of the Mirage paper (section 2): how tensors are cut.
 
-An imap sends each grid axis to the tensor dim it cuts, or to φ where every block reads the same (a replica); an fmap does so
-for the loop axis; an omap says which dim of an output each grid axis fills. A grid axis that numbers the parts of another axis
+The maps follow from the roles of axes. An imap sends each grid axis to the tensor dim that it cuts,
+or to φ if every block reads the same (a replica). An fmap does so for the loop axis. An omap says
+which dim of an output each grid axis fills. A grid axis that numbers the splits of another axis
 cuts the dim of that one.
 """
 
@@ -14,26 +15,33 @@ from mirage_hf.graph.block import BlockGraph, Role
 
 REPLICA = "φ"
 
+#: Pairs of an axis and the tensor dim that it cuts. None: a replica.
+AxisMap = tuple[tuple[str, int | None], ...]
+
 
 @dataclass(frozen=True)
 class TensorMap:
-    """One tensor's maps: pairs of axis and tensor dim (None: a replica). `kind` is "imap" or "omap"."""
+    """The maps of one tensor."""
 
     tensor: str
+
+    #: "imap" for inputs, "omap" for outputs.
     kind: str
-    grid: tuple[tuple[str, int | None], ...]
-    loop: tuple[tuple[str, int | None], ...]
+
+    #: Where the grid axes go.
+    grid: AxisMap
+
+    #: Where the loop axis goes: the fmap. Empty for outputs that are stored after the loop.
+    loop: AxisMap
 
     def __str__(self) -> str:
-        parts = [f"{self.kind} {_pairs(self.grid)}"] + (
-            [f"fmap {_pairs(self.loop)}"] if self.loop else []
-        )
-        return ", ".join(parts)
+        text = f"{self.kind} {_text(self.grid)}"
+        return f"{text}, fmap {_text(self.loop)}" if self.loop else text
 
 
 @dataclass(frozen=True)
 class Maps:
-    """The maps of a block graph: one per input (imap, fmap) and one per output (omap; fmap where it is stored in the loop)."""
+    """The maps of a block graph, one per input and one per output."""
 
     inputs: tuple[TensorMap, ...]
     outputs: tuple[TensorMap, ...]
@@ -41,30 +49,29 @@ class Maps:
 
 def maps_of(block: BlockGraph) -> Maps:
     """Return the maps of every input and output of `block`."""
-    grid, loop = ([a.name for a in block.named(role)] for role in (Role.GRID, Role.LOOP))
-
-    def dims(
-        names: Sequence[str], axes: Sequence[str | None]
-    ) -> tuple[tuple[str, int | None], ...]:
-        def dim(name: str | None) -> int | None:
-            return axes.index(name) if name is not None and name in axes else None
-
-        return tuple(
-            (name, dim(name if name in axes else block.axis_split_by(name))) for name in names
+    grid = [a.name for a in block.named(Role.GRID)]
+    loop = [a.name for a in block.named(Role.LOOP)]
+    inputs = [
+        TensorMap(i.name, "imap", _cut(block, grid, i.axes), _cut(block, loop, i.axes))
+        for i in block.inputs
+    ]
+    outputs = []
+    for o in block.outputs:
+        in_loop = [a for a in loop if a in o.axes]
+        outputs.append(
+            TensorMap(o.value, "omap", _cut(block, grid, o.axes), _cut(block, in_loop, o.axes))
         )
-
-    return Maps(
-        tuple(
-            TensorMap(i.name, "imap", dims(grid, i.axes), dims(loop, i.axes)) for i in block.inputs
-        ),
-        tuple(
-            TensorMap(
-                o.value, "omap", dims(grid, o.axes), dims([a for a in loop if a in o.axes], o.axes)
-            )
-            for o in block.outputs
-        ),
-    )
+    return Maps(tuple(inputs), tuple(outputs))
 
 
-def _pairs(pairs: Sequence[tuple[str, int | None]]) -> str:
+def _cut(block: BlockGraph, names: Sequence[str], axes: Sequence[str | None]) -> AxisMap:
+    """Return which dim of a tensor with `axes` each axis of `names` cuts."""
+    pairs = []
+    for name in names:
+        cuts = name if name in axes else block.axis_split_by(name)
+        pairs.append((name, axes.index(cuts) if cuts is not None and cuts in axes else None))
+    return tuple(pairs)
+
+
+def _text(pairs: AxisMap) -> str:
     return "{" + ", ".join(f"{axis}→{REPLICA if dim is None else dim}" for axis, dim in pairs) + "}"

@@ -1,7 +1,8 @@
-"""Symbolic dims: one graph, and the µGraphs found for it, for every size up to a maximum.
+"""Graphs with symbolic dims, and their sizes: one µGraph serves every size up to a maximum.
 
-A `Dim` is an int, its maximum, with a name; graphs are built and searched at the maximum, and a µGraph fixes roles and values
-but no size, so giving a dim another size only rebuilds the graphs: milliseconds, no search, no new proof.
+A graph is built and searched at the maximum of each `Dim`. A µGraph fixes roles and values but no
+size, so giving a dim another size only rebuilds the graphs. That takes milliseconds, and needs no
+search and no new proof.
 """
 
 from __future__ import annotations
@@ -11,61 +12,42 @@ from dataclasses import replace
 from typing import Any
 
 from mirage_hf import errors
-from mirage_hf.graph.block import Axis, BlockGraph
-from mirage_hf.graph.kernel import (
-    CUSTOMIZED,
-    DTensor,
-    KernelGraph,
-    KernelOp,
-    Operand,
-    rebuilt,
-    row_major,
-)
+from mirage_hf.graph.block import BlockGraph, BlockInput
+from mirage_hf.graph.dim import Dim
+from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, Operand, row_major
+from mirage_hf.graph.rebuild import rebuilt
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 
 
-class Dim(int):
-    """A dim whose size is known when a kernel runs: `Dim("tokens", max=16)`. Dims of the same name have the same size.
-
-    As a number it is its maximum. Errors: GraphError for a name that is no identifier or a maximum below 2.
-    """
-
-    name: str
-
-    def __new__(cls, name: str, max: int) -> Dim:
-        if not isinstance(name, str) or not name.isidentifier():
-            raise errors.GraphError(f"Dim: the name {name!r} must be an identifier")
-        if isinstance(max, bool) or not isinstance(max, int) or max < 2:
-            raise errors.GraphError(
-                f"Dim {name}: max is {max!r}; it must be an integer of at least 2"
-            )
-        self = super().__new__(cls, max)
-        self.name = name
-        return self
-
-    def __getnewargs__(self) -> tuple[str, int]:  # type: ignore[override]
-        return (self.name, int(self))
-
-    def __deepcopy__(self, memo: Any) -> Dim:
-        return self
-
-
 def dims_of(graph: KernelGraph) -> dict[str, Dim]:
-    """The symbolic dims of a graph's inputs, by name. Errors: GraphError when one name has two maxima."""
-    found: dict[str, Dim] = {}
+    """Return the symbolic dims of a graph's inputs, by name.
+
+    Raises:
+        GraphError: If one name has two maxima.
+    """
+    dims: dict[str, Dim] = {}
     for t in graph.inputs:
         for d in t.dims:
-            if isinstance(d, Dim) and found.setdefault(d.name, d) != d:
+            if isinstance(d, Dim) and dims.setdefault(d.name, d) != d:
                 raise errors.GraphError(
-                    f"input {t.name}: dim {d.name} has maximum {int(d)} here, {int(found[d.name])} in an earlier input"
+                    f"input {t.name}: dim {d.name} has maximum {int(d)} here, "
+                    f"{int(dims[d.name])} in an earlier input"
                 )
-    return found
+    return dims
+
+
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def check(graph: KernelGraph) -> None:
-    """Errors: GraphError where a symbolic dim cannot have every size: it must equal a fixed one, or one of another name, or be longer than
-    something."""
+    """Check that each symbolic dim of a graph can have every size up to its maximum.
+
+    Raises:
+        GraphError: If one cannot, because it must equal a fixed dim or one of another name, or must
+        be
+            longer than something.
+    """
     for name, d in dims_of(graph).items():
         for size in sorted({1, d - 1}):
             try:
@@ -74,69 +56,95 @@ def check(graph: KernelGraph) -> None:
                 raise errors.GraphError(
                     f"dim {name} cannot have every size up to {int(d)}: {e}"
                 ) from e
-            for op, now in zip(graph.ops, small.ops, strict=True):
-                if op.name != CUSTOMIZED and table.lookup(op.name).kind in (
-                    "elementwise",
-                    "contract",
-                ):
-                    _check_broadcast(op, now, d)
+            for op, small_op in zip(graph.ops, small.ops, strict=True):
+                if op.name == CUSTOMIZED:
+                    continue
+                if table.lookup(op.name).kind in ("elementwise", "contract"):
+                    _check_broadcast(op, small_op, d)
 
 
-def _check_broadcast(op: KernelOp, now: KernelOp, d: Dim) -> None:
-    """Errors: GraphError where dims that were equal and no 1 differ now that `d` is 1, which broadcasts and so hides it."""
-    rows = 2 if op.name == "matmul" else 0  # whose last two dims do not broadcast
-    shapes = [[x.dims[::-1][rows:] for x in o.inputs if isinstance(x, DTensor)] for o in (op, now)]
-    for k in range(max(map(len, shapes[0]))):
-        pairs = [
-            (was[k], n[k]) for was, n in zip(*shapes, strict=True) if k < len(was) and was[k] > 1
-        ]
-        if len({n for _, n in pairs}) > 1:
+def _check_broadcast(op: KernelOp, small_op: KernelOp, d: Dim) -> None:
+    """Check that dims of `op` that were equal and not 1 are equal in `small_op` too.
+
+    If `d` is 1, a dim that depends on it broadcasts, which would hide that it must equal another
+    one.
+    """
+    kept = 2 if op.name == "matmul" else 0  # its last two dims do not broadcast
+    shapes, small_shapes = (
+        [x.dims[::-1][kept:] for x in o.inputs if isinstance(x, DTensor)] for o in (op, small_op)
+    )
+    for k in range(max(map(len, shapes))):
+        sizes = {
+            small[k]
+            for dims, small in zip(shapes, small_shapes, strict=True)
+            if k < len(dims) and dims[k] > 1
+        }
+        if len(sizes) > 1:
             raise errors.GraphError(
-                f"dim {d.name} cannot have every size up to {int(d)}: {op.name}: it must equal another dim of {int(d)}"
+                f"dim {d.name} cannot have every size up to {int(d)}: {op.name}: "
+                f"it must equal another dim of {int(d)}"
             )
 
 
 def check_sizes(graph: KernelGraph, sizes: Mapping[str, int]) -> dict[str, int]:
-    """`sizes` with every dim of the graph in it (those left out at their maximum). Errors: GraphError."""
+    """Return `sizes` with every dim of the graph in it, those left out at their maximum.
+
+    Raises:
+        GraphError: If the graph has no such dim, or a size is out of range.
+    """
     known = dims_of(graph)
     for name, n in sizes.items():
         if name not in known:
             raise errors.GraphError(
-                f"the graph has no dim {name!r}{errors.suggest(name, known)}; it has {', '.join(known) or 'none'}"
+                f"the graph has no dim {name!r}{errors.suggest(name, known)}; "
+                f"it has {', '.join(known) or 'none'}"
             )
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= known[name]:
             raise errors.GraphError(
-                f"dim {name} is {n!r}; it may be 1 to {int(known[name])}, build the graph with a larger max for more"
+                f"dim {name} is {n!r}; it may be 1 to {int(known[name])}, "
+                "build the graph with a larger max for more"
             )
     return {name: sizes.get(name, int(d)) for name, d in known.items()}
 
 
 def sizes_of(graph: KernelGraph, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-    """The sizes of the graph's dims in tensors of these shapes. Errors: InputError where two disagree or one is too large."""
-    found: dict[str, int] = {}
+    """Return the sizes of the graph's symbolic dims in tensors of these shapes, one per input.
+
+    Ranks are not compared here.
+
+    Raises:
+        InputError: If two tensors disagree, or a size is too large.
+    """
+    sizes: dict[str, int] = {}
     for t, shape in zip(graph.inputs, shapes, strict=True):
-        for d, n in zip(
-            t.dims, shape, strict=False
-        ):  # ranks are compared with everything else, later
+        for d, n in zip(t.dims, shape, strict=False):
             if not isinstance(d, Dim):
                 continue
-            if found.setdefault(d.name, n) != n:
+            if sizes.setdefault(d.name, n) != n:
                 raise errors.InputError(
-                    f"input {t.name}: dim {d.name} is {n}, in an earlier input it is {found[d.name]}"
+                    f"input {t.name}: dim {d.name} is {n}, in an earlier input it is "
+                    f"{sizes[d.name]}"
                 )
             if not 1 <= n <= d:
                 raise errors.InputError(
                     f"input {t.name}: dim {d.name} is {n}; the graph was built for 1 to {int(d)}"
                 )
-    return found
+    return sizes
+
+
+# -- graphs at given sizes -------------------------------------------------------------------------
 
 
 def at(graph: KernelGraph, sizes: Mapping[str, int]) -> KernelGraph:
-    """The graph with its symbolic dims given sizes. Errors: GraphError where an op does not fit them."""
+    """Return the graph with its symbolic dims given sizes.
+
+    Raises:
+        GraphError: If an op does not fit them.
+    """
     sizes = check_sizes(graph, sizes)
-    out, size = KernelGraph(), _giving(sizes)
+    resized_graph, size = KernelGraph(), _giving(sizes)
     inputs = [
-        out.new_input(
+        resized_graph.new_input(
             size(t.dims),
             t.dtype,
             None if t.strides == row_major(t.dims) else t.strides,
@@ -145,113 +153,158 @@ def at(graph: KernelGraph, sizes: Mapping[str, int]) -> KernelGraph:
         )
         for t in graph.inputs
     ]
-    out.mark_output(*rebuilt(graph, inputs, lambda op, operands: _again(out, op, operands, size)))
-    return out
-
-
-def _giving(sizes: Mapping[str, int]) -> Callable[[Any], Any]:
-    """A function that gives sizes to dims, and to those in tuples, by their names; whatever else it is given stays."""
-
-    def size(d: Any) -> Any:
-        return (
-            sizes.get(d.name, d)
-            if isinstance(d, Dim)
-            else tuple(map(size, d))
-            if isinstance(d, tuple)
-            else d
-        )
-
-    return size
-
-
-def _again(
-    out: KernelGraph, op: KernelOp, operands: Sequence[Operand], size: Callable[[Any], Any]
-) -> list[DTensor]:
-    """The op in another graph, on tensors that may have other dims."""
-    if op.block is not None:
-        op = replace(op, block=resized(op, operands))  # type: ignore[arg-type]
-    op = replace(op, attrs=tuple((k, size(v)) for k, v in op.attrs))
-    return out.op_like(op, operands, [t.name for t in op.outputs])
-
-
-def resized(op: KernelOp, operands: Sequence[DTensor]) -> BlockGraph:
-    """The block graph of a `customized` op for operands of other sizes. Errors: GraphError where they do not agree."""
-    block = op.block
-    assert block is not None
-    found: dict[str, int] = {}
-    inputs = []
-    for i in block.inputs:
-        extents = (
-            tuple(operands[s].dims[i.axes.index(i.joined)] for s in i.sources)
-            if i.joined is not None and i.sizes
-            else ()
-        )
-        inputs.append(replace(i, sizes=extents))
-        for a, n in zip(i.axes, operands[i.sources[0]].dims, strict=True):
-            if a is not None and (i.padding is None or a != i.padding.axis):
-                n = sum(extents) if a == i.joined and extents else n
-                if found.setdefault(a, n) != n:
-                    raise errors.GraphError(
-                        f"block input {i.name}: axis {a} is {n}, elsewhere {found[a]}"
-                    )
-    axes = []
-    for axis in block.axes:
-        size = found.get(axis.name, axis.size)
-        if (whole := block.axis_split_by(axis.name)) is not None:
-            size = largest_num_splits(found.get(whole, block.axis(whole).size), axis.size)
-        axes.append(Axis(axis.name, size, axis.role, axis.split_axis))
-    return BlockGraph(tuple(axes), tuple(inputs), block.stages, block.outputs)
-
-
-def with_num_splits(ugraph: UGraph, axis: str, number: int) -> UGraph:
-    """The same µGraph with the axes called `axis`, which number parts, `number` long where an axis can be dealt out in so many: into how
-    many parts a sum is taken apart is no part of its proof. Errors: GraphError."""
-
-    def again(op: KernelOp, operands: Sequence[Operand]) -> list[DTensor]:
-        if (block := op.block) is not None:
-            axes = tuple(
-                replace(a, size=largest_num_splits(block.axis(whole).size, number))
-                if a.name == axis and (whole := block.axis_split_by(a.name)) is not None
-                else a
-                for a in block.axes
-            )
-            op = replace(op, block=replace(block, axes=axes))
-        return _again(kernels, op, operands, lambda d: d)
-
-    kernels = KernelGraph()
-    kernels.mark_output(
-        *rebuilt(ugraph.kernels, [kernels.input_like(t) for t in ugraph.kernels.inputs], again)
+    outputs = rebuilt(
+        graph, inputs, lambda op, operands: _resized_op(resized_graph, op, operands, size)
     )
-    return UGraph(ugraph.program, kernels)
-
-
-def largest_num_splits(size: int, most: int) -> int:
-    """Into how many parts, at most `most`, an axis can be dealt out so that none is empty."""
-    parts = min(size, most)
-    while (parts - 1) * -(-size // parts) >= size:
-        parts -= 1
-    return parts
+    resized_graph.mark_output(*outputs)
+    return resized_graph
 
 
 def ugraph_at(ugraph: UGraph, sizes: Mapping[str, int]) -> UGraph:
-    """A µGraph with the symbolic dims of its program given sizes; schedules are chosen anew. Errors: GraphError."""
+    """Return a µGraph with the symbolic dims of its program given sizes, without schedules.
+
+    Raises:
+        GraphError: If an op does not fit them.
+    """
     return for_program(ugraph, at(ugraph.program, sizes), sizes)
 
 
 def for_program(
     ugraph: UGraph, program: KernelGraph, sizes: Mapping[str, int] | None = None
 ) -> UGraph:
-    """The kernels of a µGraph for another program that differs from its own in the sizes of dims only. Errors: GraphError."""
+    """Return the kernels of a µGraph for another program, without schedules.
+
+    Args:
+        ugraph: The µGraph.
+        program: A program that differs from the µGraph's own in the sizes of dims only.
+        sizes: The sizes of symbolic dims.
+
+    Raises:
+        GraphError: If the kernels do not fit the program.
+    """
     if ugraph.kernels is ugraph.program:
         return UGraph(program, program)
-    # the kernels' inputs are the program's, whose dims know their names
     kernels, size = KernelGraph(), _giving(sizes or {})
-    theirs = zip(ugraph.kernels.inputs, program.inputs, strict=True)
+    # The dims come from the program, whose symbolic dims know their names.
     inputs = [
-        kernels.new_input(u.dims, u.dtype, u.strides, t.name, constant=u.constant)
-        for t, u in theirs
+        kernels.new_input(
+            theirs.dims, theirs.dtype, theirs.strides, t.name, constant=theirs.constant
+        )
+        for t, theirs in zip(ugraph.kernels.inputs, program.inputs, strict=True)
     ]
-    kernels.mark_output(
-        *rebuilt(ugraph.kernels, inputs, lambda op, operands: _again(kernels, op, operands, size))
+    outputs = rebuilt(
+        ugraph.kernels, inputs, lambda op, operands: _resized_op(kernels, op, operands, size)
     )
+    kernels.mark_output(*outputs)
     return UGraph(program, kernels)
+
+
+def _giving(sizes: Mapping[str, int]) -> Callable[[Any], Any]:
+    """Return a function that replaces symbolic dims, alone or in tuples, by their sizes."""
+
+    def size(x: Any) -> Any:
+        if isinstance(x, Dim):
+            return sizes.get(x.name, x)
+        return tuple(map(size, x)) if isinstance(x, tuple) else x
+
+    return size
+
+
+def _resized_op(
+    graph: KernelGraph, op: KernelOp, operands: Sequence[Operand], size: Callable[[Any], Any]
+) -> list[DTensor]:
+    """Add an op of another graph to `graph`, on operands that may have other dims."""
+    if op.block is not None:
+        op = replace(op, block=resized(op, operands))  # type: ignore[arg-type]
+    op = replace(op, attrs=tuple((name, size(value)) for name, value in op.attrs))
+    return graph.op_like(op, operands, [t.name for t in op.outputs])
+
+
+def resized(op: KernelOp, operands: Sequence[DTensor]) -> BlockGraph:
+    """Return the block graph of a `customized` op for operands of other sizes.
+
+    Raises:
+        GraphError: If the operands disagree about the size of an axis.
+    """
+    block = op.block
+    assert block is not None
+    sizes: dict[str, int] = {}
+    inputs = []
+    for i in block.inputs:
+        i = replace(i, sizes=_joined_sizes(i, operands))
+        inputs.append(i)
+        for axis, n in zip(i.axes, operands[i.sources[0]].dims, strict=True):
+            if axis is None or (i.padding is not None and axis == i.padding.axis):
+                continue
+            n = sum(i.sizes) if axis == i.joined and i.sizes else n
+            if sizes.setdefault(axis, n) != n:
+                raise errors.GraphError(
+                    f"block input {i.name}: axis {axis} is {n}, elsewhere {sizes[axis]}"
+                )
+    axes = []
+    for a in block.axes:
+        n = sizes.get(a.name, a.size)
+        if (whole := block.axis_split_by(a.name)) is not None:
+            n = largest_num_splits(sizes.get(whole, block.axis(whole).size), a.size)
+        axes.append(replace(a, size=n))
+    return BlockGraph(tuple(axes), tuple(inputs), block.stages, block.outputs)
+
+
+def _joined_sizes(i: BlockInput, operands: Sequence[DTensor]) -> tuple[int, ...]:
+    """Return the size of each source of an input along its joined axis."""
+    if i.joined is None or not i.sizes:
+        return ()
+    dim = i.axes.index(i.joined)
+    return tuple(operands[s].dims[dim] for s in i.sources)
+
+
+# -- numbers of splits -----------------------------------------------------------------------------
+
+
+def with_num_splits(ugraph: UGraph, axis: str, number: int) -> UGraph:
+    """Return the µGraph with another number of splits of an axis, without schedules.
+
+    The number of splits is no part of a µGraph's proof.
+
+    Args:
+        ugraph: The µGraph.
+        axis: The name of the axes that number the splits.
+        number: The number of splits. An axis that cannot have as many gets the largest number
+            below.
+
+    Raises:
+        GraphError: If the µGraph cannot be built so.
+    """
+    blocks = []
+    for op in ugraph.block_ops:
+        block = op.block
+        assert block is not None
+        axes = []
+        for a in block.axes:
+            whole = block.axis_split_by(a.name) if a.name == axis else None
+            if whole is not None:
+                a = replace(a, size=largest_num_splits(block.axis(whole).size, number))
+            axes.append(a)
+        blocks.append(replace(block, axes=tuple(axes)))
+    return _with_blocks_of_other_sizes(ugraph, blocks)
+
+
+def _with_blocks_of_other_sizes(ugraph: UGraph, blocks: Sequence[BlockGraph]) -> UGraph:
+    """Return a µGraph with other block graphs, whose results may have other sizes."""
+    kernels, changed = KernelGraph(), iter(blocks)
+
+    def make(op: KernelOp, operands: Sequence[Operand]) -> list[DTensor]:
+        op = op if op.block is None else replace(op, block=next(changed))
+        return _resized_op(kernels, op, operands, lambda x: x)
+
+    inputs = [kernels.input_like(t) for t in ugraph.kernels.inputs]
+    kernels.mark_output(*rebuilt(ugraph.kernels, inputs, make))
+    return UGraph(ugraph.program, kernels)
+
+
+def largest_num_splits(size: int, most: int) -> int:
+    """Return in how many splits, at most `most`, an axis can be split so that none is empty."""
+    number = min(size, most)
+    while (number - 1) * -(-size // number) >= size:
+        number -= 1
+    return number

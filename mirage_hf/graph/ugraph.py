@@ -4,35 +4,49 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mirage_hf import errors
-from mirage_hf.graph import effects
+from mirage_hf.graph import conveniences, effects
 from mirage_hf.graph.block import BlockGraph
-from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, Operand, rebuilt
-from mirage_hf.ops import table
+from mirage_hf.graph.json_files import save_json
+from mirage_hf.graph.json_writer import ugraph_to_dict
+from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, Operand
+from mirage_hf.graph.rebuild import rebuilt
 
-_NO_LAUNCH = ("permute", "reshape", "slice")
-"""Layout ops that are views: they launch nothing (a reshape of a permuted tensor copies, and is then a launch of its own)."""
-
-
-_numbered: weakref.WeakValueDictionary[int, UGraph] = weakref.WeakValueDictionary()
+#: Layout ops that are views, so they launch nothing. A reshape of a permuted tensor copies; it is
+#: then a launch of its own, which `UGraph.num_kernels` does not count.
+_VIEWS = ("permute", "reshape", "slice")
 
 
 @dataclass(frozen=True)
 class UGraph:
-    """`kernels` computes what `program` says: a kernel graph with the same inputs and outputs whose ops are library calls
-    and block graphs (op "customized"). `schedules` holds the codegen Schedule of each block graph once one was chosen by
-    tuning or by the user; without it the cost model chooses when code is generated."""
+    """A tensor program and kernels that compute it.
+
+    Calling a µGraph with a list of tensors, in the order of `program.inputs`, runs it.
+
+    Example:
+        ```python
+        best = graph.superoptimize()[0]
+        y, = best([x, w])
+        best.generate_triton_program("kernel.py")
+        ```
+    """
 
     program: KernelGraph
+
+    #: A kernel graph with the same inputs and outputs. Its ops are library calls and block graphs.
     kernels: KernelGraph
+
+    #: The codegen schedule of each block graph, once tuning or the user has chosen them. None: the
+    #: cost model chooses when code is generated.
     schedules: tuple[Any, ...] | None = field(default=None, compare=False)
+
+    #: A number of its own in this process. A copy has another one.
     uid: int = field(
         default_factory=itertools.count().__next__, init=False, compare=False, repr=False
     )
@@ -41,23 +55,21 @@ class UGraph:
         _numbered[self.uid] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return UGraph, (
-            self.program,
-            self.kernels,
-            self.schedules,
-        )  # a copy, here or in another process, has a number of its own
+        return UGraph, (self.program, self.kernels, self.schedules)
 
     @staticmethod
     def numbered(uid: int) -> UGraph:
-        """The µGraph of that number."""
+        """Return the µGraph with that number."""
         return _numbered[uid]
 
     @property
     def num_kernels(self) -> int:
-        """Kernels launched: block graphs and library calls; views are not counted, nor appends that a kernel's store does."""
-        return sum(op.name not in _NO_LAUNCH for op in self.kernels.ops) - len(
-            effects.stored(self.kernels)
-        )
+        """How many kernels are launched: block graphs and library calls.
+
+        Views are not counted, nor are appends that a kernel's store does.
+        """
+        launched = sum(op.name not in _VIEWS for op in self.kernels.ops)
+        return launched - len(effects.stored(self.kernels))
 
     @property
     def block_ops(self) -> tuple[KernelOp, ...]:
@@ -66,7 +78,7 @@ class UGraph:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a searched block graph is among the kernels (False: the library path)."""
+        """True if a block graph is among the kernels, False for the library path."""
         return bool(self.block_ops)
 
     def __str__(self) -> str:
@@ -74,155 +86,118 @@ class UGraph:
 
     def __repr__(self) -> str:
         count = self.num_kernels
-        return f"<UGraph: {count} kernel{'s' * (count != 1)}, {len(self.block_ops)} of them block graphs>"
-
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run on `inputs` (order of `program.inputs`): generated kernels on a GPU, the cpu backend on a CPU.
-
-        Errors: InputError for tensors of another shape, dtype, stride or device than the program's.
-        """
-        from mirage_hf.pipeline.run_ugraph import run_ugraph
-
-        return run_ugraph(self, inputs)
-
-    def generate_triton_program(self, path: str | Path) -> Path:
-        """Write a readable, stand-alone Triton file with its own check as a script. Errors: CodegenError."""
-        from mirage_hf.codegen import triton
-
-        return triton.write_program(self, path)
-
-    def generate_cuda_program(self, path: str | Path) -> Path:
-        """Write a readable, stand-alone CUDA C++ file. Errors: CodegenError."""
-        from mirage_hf.codegen import cuda
-
-        return cuda.write_program(self, path)
+        return (
+            f"<UGraph: {count} kernel{'s' * (count != 1)}, "
+            f"{len(self.block_ops)} of them block graphs>"
+        )
 
     def with_blocks(self, blocks: Sequence[BlockGraph]) -> UGraph:
-        """The same µGraph with other block graphs for its customized ops, in order, which take and give the same tensors."""
+        """Return a µGraph with other block graphs for its block ops, in order.
+
+        They take and give the same tensors.
+        """
         kernels, changed = KernelGraph(), iter(blocks)
 
-        def again(op: KernelOp, operands: Sequence[Operand]) -> list[DTensor]:
+        def make(op: KernelOp, operands: Sequence[Operand]) -> list[DTensor]:
             op = op if op.block is None else replace(op, block=next(changed))
             return kernels.op_like(op, operands, [t.name for t in op.outputs])
 
-        kernels.mark_output(
-            *rebuilt(self.kernels, [kernels.input_like(t) for t in self.kernels.inputs], again)
-        )
+        inputs = [kernels.input_like(t) for t in self.kernels.inputs]
+        kernels.mark_output(*rebuilt(self.kernels, inputs, make))
         return UGraph(self.program, kernels)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return the µGraph as JSON, and write it to `path` if given. `load_ugraph` reads it."""
+        return save_json(ugraph_to_dict(self), path)
+
+    # -- what later stages do ----------------------------------------------------------------------
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run on `inputs`: generated kernels on a GPU, torch on a CPU.
+
+        Raises:
+            InputError: If a tensor has another shape, dtype, stride or device than the program's.
+        """
+        return conveniences.run_ugraph(self, inputs)
+
+    def generate_triton_program(self, path: str | Path) -> Path:
+        """Write a readable, stand-alone Triton file that checks itself when run as a script.
+
+        Raises:
+            CodegenError: If a block graph has no kernel.
+        """
+        return conveniences.write_triton_program(self, path)
+
+    def generate_cuda_program(self, path: str | Path) -> Path:
+        """Write a readable, stand-alone CUDA C++ file.
+
+        Raises:
+            CodegenError: If a block graph has no CUDA kernel.
+        """
+        return conveniences.write_cuda_program(self, path)
 
     def visualize(self, path: str | Path) -> Path:
         """Draw kernels and block graphs as SVG."""
-        from mirage_hf.render import picture
+        return conveniences.write_svg(self, path)
 
-        return picture.write_svg(self, path)
 
-    def to_json(self, path: str | Path | None = None) -> str:
-        """Return the µGraph as JSON, and write it to `path` if given; `load_ugraph` reads it."""
-        from mirage_hf.graph import json_format
-
-        return json_format.save_json(json_format.ugraph_to_dict(self), path)
+#: The µGraphs that are alive, by their numbers.
+_numbered: weakref.WeakValueDictionary[int, UGraph] = weakref.WeakValueDictionary()
 
 
 def library_ugraph(program: KernelGraph) -> UGraph:
-    """The library path: every op of the program as a torch call of its own, always correct.
+    """Return the library path: every op of the program as a torch call of its own, always correct.
 
-    A matmul with a concat of weights becomes a concat of matmuls, as stock modules compute it: no weight is copied.
+    A matmul with a concat of weights becomes a concat of matmuls, as stock modules compute it. No
+    weight is copied.
     """
-    made = {t.index: op for op in program.ops for t in op.outputs}
-
-    def parts(op: KernelOp) -> tuple[Any, ...]:
-        right = op.inputs[1] if op.name == "matmul" else None
-        source = made.get(right.index) if isinstance(right, DTensor) else None
-        if (
-            source is None
-            or source.name != "concat"
-            or dict(source.attrs)["dim"] != len(source.outputs[0].dims) - 1
-        ):
-            return ()
-        return source.inputs
-
-    if not any(parts(op) for op in program.ops):
+    weights_of = _concatenated_weights(program)
+    if not weights_of:
         return UGraph(program, program)
     kernels = KernelGraph()
     new = {t.index: kernels.input_like(t) for t in program.inputs}
-    read = {
-        x.index for op in program.ops if not parts(op) for x in op.inputs if isinstance(x, DTensor)
-    }
-    read |= {
-        x.index
-        for op in program.ops
-        for x in (op.inputs[:1] + parts(op) if parts(op) else ())
-        if isinstance(x, DTensor)
-    }
-    read |= {t.index for t in program.outputs}
+    read = _read_tensors(program, weights_of)
     for op in program.ops:
-        if op.outputs[0].index not in read:
+        out = op.outputs[0]
+        if out.index not in read:
             continue  # a concat of weights that only matmuls read
-        args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs if not parts(op)]
-        if weights := parts(op):
-            out = [
-                kernels.concat(
-                    [kernels.matmul(new[op.inputs[0].index], new[w.index]) for w in weights], -1
-                )
-            ]  # type: ignore[union-attr]
+        if out.index in weights_of:
+            x = op.inputs[0]
+            assert isinstance(x, DTensor)
+            products = [kernels.matmul(new[x.index], new[w.index]) for w in weights_of[out.index]]
+            new[out.index] = kernels.concat(products, -1)
         else:
-            out = kernels.op_like(op, args)
-        new |= {t.index: r for t, r in zip(op.outputs, out, strict=True)}
+            args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
+            made = kernels.op_like(op, args)
+            new |= {t.index: y for t, y in zip(op.outputs, made, strict=True)}
     kernels.mark_output(*(new[t.index] for t in program.outputs))
     return UGraph(program, kernels)
 
 
-def check_tensors(graph: KernelGraph, inputs: Sequence[torch.Tensor]) -> None:
-    """Errors: InputError unless `inputs` is a list of tensors, as many as `graph.inputs`."""
-    if not isinstance(inputs, (list, tuple)) or len(inputs) != len(graph.inputs):
-        got = (
-            "one tensor"
-            if isinstance(inputs, torch.Tensor)
-            else (
-                f"{len(inputs)} inputs"
-                if isinstance(inputs, (list, tuple))
-                else type(inputs).__name__
-            )
-        )
-        raise errors.InputError(
-            f"expected a list of {len(graph.inputs)} tensors in the order of graph.inputs, got {got}"
-        )
-    for i, (t, x) in enumerate(zip(graph.inputs, inputs, strict=True)):
-        if not isinstance(x, torch.Tensor):
-            raise errors.InputError(
-                f"input {i} ({t.name}): expected a torch tensor, got {type(x).__name__}"
-            )
+def _concatenated_weights(program: KernelGraph) -> dict[int, tuple[DTensor, ...]]:
+    """Return the weights whose columns are joined for a matmul, by the matmul's result."""
+    made_by = {t.index: op for op in program.ops for t in op.outputs}
+    weights_of = {}
+    for op in program.ops:
+        right = op.inputs[1] if op.name == "matmul" else None
+        concat = made_by.get(right.index) if isinstance(right, DTensor) else None
+        if concat is None or concat.name != "concat":
+            continue
+        if dict(concat.attrs)["dim"] == len(concat.outputs[0].dims) - 1:
+            weights_of[op.outputs[0].index] = tuple(_tensors(concat.inputs))
+    return weights_of
 
 
-def check_inputs(
-    graph: KernelGraph, inputs: Sequence[torch.Tensor], device_type: str | None = None
-) -> None:
-    """Errors: InputError unless `inputs` have the dims, dtypes and strides of `graph.inputs` and lie on one device."""
-    check_tensors(graph, inputs)
-    device = None
-    for i, (t, x) in enumerate(zip(graph.inputs, inputs, strict=True)):
-        where = f"input {i} ({t.name})"
-        if tuple(x.shape) != t.dims:
-            raise errors.InputError(
-                f"{where}: built for shape {errors.shape(t.dims)}, got {errors.shape(x.shape)}; "
-                "superoptimize a graph of that shape"
-            )
-        if x.dtype != t.dtype:
-            raise errors.InputError(
-                f"{where}: built for {table.dtype_name(t.dtype)}, got {table.dtype_name(x.dtype)}; "
-                "convert it, or build the graph with that dtype"
-            )
-        if any(a != b for a, b, d in zip(x.stride(), t.strides, t.dims, strict=True) if d > 1):
-            raise errors.InputError(
-                f"{where}: built for strides {errors.shape(t.strides)}, got {errors.shape(x.stride())}; "
-                "call .contiguous(), or give strides= at new_input"
-            )
-        if device is not None and x.device != device:
-            raise errors.InputError(
-                f"{where}: is on {x.device}, earlier inputs are on {device}; move all inputs to one device"
-            )
-        device = x.device
-    if device_type is not None and device is not None and device.type != device_type:
-        raise errors.InputError(
-            f"inputs are on {device}, this kernel runs on {device_type}; move them, or choose another backend"
-        )
+def _read_tensors(program: KernelGraph, weights_of: Mapping[int, tuple[DTensor, ...]]) -> set[int]:
+    """Return the tensors that are read if matmuls read the weights of `weights_of` one by one."""
+    read = {t.index for t in program.outputs}
+    for op in program.ops:
+        operands: Iterable[Operand] = op.inputs
+        if weights := weights_of.get(op.outputs[0].index):
+            operands = (op.inputs[0], *weights)
+        read |= {x.index for x in _tensors(operands)}
+    return read
+
+
+def _tensors(operands: Iterable[Operand]) -> list[DTensor]:
+    return [x for x in operands if isinstance(x, DTensor)]

@@ -12,15 +12,17 @@ import torch
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
-from mirage_hf.graph import json_format
+from mirage_hf.graph import conveniences, json_format
 from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.graph.ugraph import UGraph, check_inputs
+from mirage_hf.graph.inputs import check_inputs
+from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import torch_op
 from mirage_hf.pipeline.torch_op import Run
 
 _lock = threading.Lock()
 
 
+@conveniences.run_ugraph.register
 def run_ugraph(ugraph: UGraph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run a µGraph where its inputs are.
 

@@ -12,8 +12,9 @@ import torch
 
 from mirage_hf.errors import SearchError
 from mirage_hf.graph import symbolic
+from mirage_hf.graph.inputs import check_tensors
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.graph.ugraph import UGraph, check_tensors, library_ugraph
+from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.pipeline import html_report, instances, run_ugraph, torch_op
 from mirage_hf.pipeline.instances import Family
 from mirage_hf.pipeline.outcome import Outcome

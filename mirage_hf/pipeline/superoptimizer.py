@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mirage_hf.graph import json_format, symbolic
+from mirage_hf.graph import conveniences, json_format, symbolic
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.pipeline import checkpoint as checkpoints
 from mirage_hf.pipeline import counter_labels, superoptimizer_options, versions
@@ -30,6 +30,7 @@ from mirage_hf.zoo.store import ZooPath, user_store
 _memory: ResultMemory[SearchResult] = ResultMemory()
 
 
+@conveniences.superoptimize.register
 def superoptimize(
     graph: KernelGraph,
     config: str | None = None,

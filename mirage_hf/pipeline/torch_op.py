@@ -21,7 +21,8 @@ from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.graph.ugraph import UGraph, check_inputs
+from mirage_hf.graph.inputs import check_inputs
+from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import KERNEL_FORMAT
 from mirage_hf.zoo.store import zoo_path

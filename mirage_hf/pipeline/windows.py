@@ -23,7 +23,8 @@ from typing import Any
 
 from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
-from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp, inline
+from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
+from mirage_hf.graph.rebuild import inline
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.pipeline.window_paths import (
     Choice,

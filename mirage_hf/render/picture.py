@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mirage_hf import errors
+from mirage_hf.graph import conveniences
 from mirage_hf.graph.block import Accumulator, Axis, BlockGraph, BlockOp, Role, Stage
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.maps import TensorMap, maps_of
@@ -21,6 +22,7 @@ _WRAP = 44
 """Characters after which a list of operands goes on in the next line."""
 
 
+@conveniences.write_svg.register
 def write_svg(ugraph: UGraph, path: str | Path) -> Path:
     """Draw a µGraph as SVG: its kernels, and every block graph with its stages and maps. Returns the path. Errors: GraphError for a path
     with another ending than .svg."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from mirage_hf.graph.dim import Dim
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
-from mirage_hf.graph.symbolic import Dim
 from mirage_hf.ops import table
 from mirage_hf.search.block_definitions import axis_uses
 from mirage_hf.search.lowered_program import NotLowerableError

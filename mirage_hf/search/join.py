@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp, inline
+from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
+from mirage_hf.graph.rebuild import inline
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.dim_classes import tensors_of
 

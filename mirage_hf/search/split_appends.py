@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 from mirage_hf.graph.block import BlockOutput, Role
 from mirage_hf.graph.effects import APPEND, parts_of
-from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp, inline
+from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
+from mirage_hf.graph.rebuild import inline
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 from mirage_hf.search.written_slots import WrittenSlots

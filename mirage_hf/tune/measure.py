@@ -15,9 +15,9 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
+from mirage_hf.graph.bounds import bounds_of, extent
 from mirage_hf.graph.effects import positions_of
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.graph.ragged import bounds_of, extent
 from mirage_hf.graph.strided import blank, copied, flat
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table

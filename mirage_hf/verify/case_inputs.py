@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from mirage_hf.graph import strided
+from mirage_hf.graph.bounds import Bounds, bounds_of, extent
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
-from mirage_hf.graph.ragged import Bounds, bounds_of, extent
 from mirage_hf.verify.numeric_cases import Case
 from mirage_hf.verify.random_bounds import draw_all
 from mirage_hf.verify.size_classes import (

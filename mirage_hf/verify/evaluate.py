@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mirage_hf.graph.algebra import Algebra
 from mirage_hf.graph.block import (
     SIGN_HALVES,
     SIGN_PAIRS,
@@ -16,7 +17,7 @@ from mirage_hf.graph.block import (
     Rotation,
 )
 from mirage_hf.graph.effects import APPEND
-from mirage_hf.graph.execute import Algebra, rotate_along, run_block_graph
+from mirage_hf.graph.execute_block import rotate_along, run_block_graph
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
 

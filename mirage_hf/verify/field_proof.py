@@ -34,8 +34,8 @@ from typing import Any
 import numpy as np
 
 from mirage_hf.errors import Rejected
+from mirage_hf.graph.bounds import Bounds, bounds_of
 from mirage_hf.graph.kernel import KernelOp
-from mirage_hf.graph.ragged import Bounds, bounds_of
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.search.expand import expand
 from mirage_hf.verify.degrees import Degree, Degrees

@@ -18,7 +18,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from mirage_hf.errors import Rejected
-from mirage_hf.graph.execute import TorchAlgebra, run_block_graph, run_kernel_graph, run_library
+from mirage_hf.graph.algebra import TorchAlgebra
+from mirage_hf.graph.execute import run_kernel_graph, run_library
+from mirage_hf.graph.execute_block import run_block_graph
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.expand import expand

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mirage_hf.graph.bounds import Bounds, bounds_of
 from mirage_hf.graph.effects import positions_of
 from mirage_hf.graph.kernel import DTensor, KernelGraph
-from mirage_hf.graph.ragged import Bounds, bounds_of
 
 
 def draw(

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from mirage_hf.graph.effects import APPEND, parts_of
-from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, ragged
+from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
+from mirage_hf.graph.operands import bound_operands
 from mirage_hf.ops import table
 
 PROGRAM, KERNELS = "program", "kernels"
@@ -377,7 +378,7 @@ def _product(t: DTensor, dims: Sequence[int]) -> int:
 
 def _check_dtypes(op: KernelOp) -> None:
     """Raise ResizeError if an op computes with integers. Bounds and positions are no values."""
-    indices = ragged(op.name, op.inputs)
+    indices = bound_operands(op.name, op.inputs)
     if op.name == APPEND:
         indices = (*indices, parts_of(op)[2])
     values = [t for t in (*_tensors(op), op.outputs[0]) if t not in indices]

@@ -18,10 +18,12 @@ from mirage_hf import errors
 from mirage_hf.codegen import cuda
 from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format, symbolic, text
+from mirage_hf.graph.algebra import TorchAlgebra
 from mirage_hf.graph.block import BlockGraph, BlockInput
-from mirage_hf.graph.execute import TorchAlgebra, run_block_graph, run_kernel_graph
+from mirage_hf.graph.bounds import bounds_of
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.execute_block import run_block_graph
 from mirage_hf.graph.kernel import CUSTOMIZED, KernelGraph
-from mirage_hf.graph.ragged import bounds_of
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.engine import search

@@ -8,7 +8,8 @@ from triton.runtime.errors import OutOfResources
 
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
-from mirage_hf.graph.execute import TorchAlgebra, run_block_graph
+from mirage_hf.graph.algebra import TorchAlgebra
+from mirage_hf.graph.execute_block import run_block_graph
 from mirage_hf.graph.ugraph import UGraph
 from tests.helpers import random_block_graphs, random_searched_kernels
 

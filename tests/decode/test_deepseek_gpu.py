@@ -13,8 +13,8 @@ import transformers as tf
 from torch.utils import deterministic
 
 from mirage_hf import optimize
+from mirage_hf.graph.bounds import bounds_of
 from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.graph.ragged import bounds_of
 from mirage_hf.tune.measure import random_inputs
 from mirage_hf.verify.case_inputs import copied
 from tests.helpers.tiny_models import parted_at_a_tie

@@ -8,7 +8,9 @@ import torch
 
 import mirage_hf as mi
 from mirage_hf import errors
-from mirage_hf.graph.execute import TorchAlgebra, run_block_graph, run_kernel_graph
+from mirage_hf.graph.algebra import TorchAlgebra
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.execute_block import run_block_graph
 from tests.helpers import ugraphs
 
 

@@ -9,8 +9,9 @@ import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.graph.block import Accumulator, Axis, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.inputs import check_inputs
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.graph.ugraph import check_inputs, library_ugraph
+from mirage_hf.graph.ugraph import library_ugraph
 from tests.helpers import programs, ugraphs
 
 

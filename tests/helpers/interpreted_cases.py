@@ -15,7 +15,9 @@ import torch
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.graph.execute import TorchAlgebra, run_block_graph, run_kernel_graph
+from mirage_hf.graph.algebra import TorchAlgebra
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.execute_block import run_block_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table

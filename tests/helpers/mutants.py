@@ -13,8 +13,10 @@ from itertools import combinations, permutations
 import torch
 
 from mirage_hf.errors import GraphError, MirageError
+from mirage_hf.graph.algebra import TorchAlgebra
 from mirage_hf.graph.block import Axis, BlockGraph, BlockOp, Role
-from mirage_hf.graph.execute import TorchAlgebra, run_block_graph, run_kernel_graph
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.execute_block import run_block_graph
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 from tests.helpers import reference_executor

@@ -17,6 +17,7 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
+from mirage_hf.graph.algebra import TorchAlgebra
 from mirage_hf.graph.block import (
     Accumulator,
     Axis,
@@ -27,7 +28,7 @@ from mirage_hf.graph.block import (
     Role,
     Stage,
 )
-from mirage_hf.graph.execute import TorchAlgebra, run_block_graph
+from mirage_hf.graph.execute_block import run_block_graph
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 

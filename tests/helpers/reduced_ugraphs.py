@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import torch
 
+from mirage_hf.graph.algebra import TorchAlgebra
 from mirage_hf.graph.block import BlockGraph
-from mirage_hf.graph.execute import TorchAlgebra, run_block_graph
+from mirage_hf.graph.execute_block import run_block_graph
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.expand import expand

@@ -18,7 +18,8 @@ import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.graph.kernel import CUSTOMIZED, KernelGraph, inline
+from mirage_hf.graph.kernel import CUSTOMIZED, KernelGraph
+from mirage_hf.graph.rebuild import inline
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.ops import table
 from mirage_hf.pipeline import windows

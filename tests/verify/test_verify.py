@@ -18,6 +18,7 @@ import torch
 
 import mirage_hf as mi
 from mirage_hf.errors import Rejected
+from mirage_hf.graph.algebra import TorchAlgebra
 from mirage_hf.graph.block import (
     Accumulator,
     Axis,
@@ -28,7 +29,8 @@ from mirage_hf.graph.block import (
     Role,
     Stage,
 )
-from mirage_hf.graph.execute import TorchAlgebra, run_block_graph, run_kernel_graph
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.execute_block import run_block_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.patterns import ATTENTION

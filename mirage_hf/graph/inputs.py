@@ -1,0 +1,85 @@
+"""Checks of the tensors that a graph is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mirage_hf import errors
+from mirage_hf.graph.kernel import DTensor, KernelGraph
+from mirage_hf.ops import table
+
+
+def check_tensors(graph: KernelGraph, inputs: Sequence[torch.Tensor]) -> None:
+    """Check that `inputs` is a list of tensors, as many as `graph.inputs`.
+
+    Raises:
+        InputError: If it is not.
+    """
+    if not isinstance(inputs, (list, tuple)) or len(inputs) != len(graph.inputs):
+        got = type(inputs).__name__
+        if isinstance(inputs, torch.Tensor):
+            got = "one tensor"
+        elif isinstance(inputs, (list, tuple)):
+            got = f"{len(inputs)} inputs"
+        raise errors.InputError(
+            f"expected a list of {len(graph.inputs)} tensors in the order of graph.inputs, "
+            f"got {got}"
+        )
+    for i, (t, x) in enumerate(zip(graph.inputs, inputs, strict=True)):
+        if not isinstance(x, torch.Tensor):
+            raise errors.InputError(
+                f"input {i} ({t.name}): expected a torch tensor, got {type(x).__name__}"
+            )
+
+
+def check_inputs(
+    graph: KernelGraph, inputs: Sequence[torch.Tensor], device_type: str | None = None
+) -> None:
+    """Check that `inputs` are what a graph was built for, and on one device.
+
+    Args:
+        graph: The graph.
+        inputs: One tensor per input of the graph, with its dims, dtype and strides.
+        device_type: "cuda" or "cpu". None: any.
+
+    Raises:
+        InputError: If one of them differs.
+    """
+    check_tensors(graph, inputs)
+    device = None
+    for i, (t, x) in enumerate(zip(graph.inputs, inputs, strict=True)):
+        where = f"input {i} ({t.name})"
+        _check_input(t, x, where)
+        if device is not None and x.device != device:
+            raise errors.InputError(
+                f"{where}: is on {x.device}, earlier inputs are on {device}; "
+                "move all inputs to one device"
+            )
+        device = x.device
+    if device_type is not None and device is not None and device.type != device_type:
+        raise errors.InputError(
+            f"inputs are on {device}, this kernel runs on {device_type}; "
+            "move them, or choose another backend"
+        )
+
+
+def _check_input(t: DTensor, x: torch.Tensor, where: str) -> None:
+    if tuple(x.shape) != t.dims:
+        raise errors.InputError(
+            f"{where}: built for shape {errors.shape(t.dims)}, got {errors.shape(x.shape)}; "
+            "superoptimize a graph of that shape"
+        )
+    if x.dtype != t.dtype:
+        raise errors.InputError(
+            f"{where}: built for {table.dtype_name(t.dtype)}, got {table.dtype_name(x.dtype)}; "
+            "convert it, or build the graph with that dtype"
+        )
+    strides = zip(x.stride(), t.strides, t.dims, strict=True)
+    if any(ours != theirs for ours, theirs, size in strides if size > 1):
+        raise errors.InputError(
+            f"{where}: built for strides {errors.shape(t.strides)}, "
+            f"got {errors.shape(x.stride())}; "
+            "call .contiguous(), or give strides= at new_input"
+        )

@@ -1,0 +1,98 @@
+"""Checks of what users give to the methods of graphs: lists, numbers, dtypes and bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+
+from mirage_hf import errors
+from mirage_hf.graph.tensors import DTensor, Operand
+from mirage_hf.ops import table
+
+
+def several(x: Any, where: str, what: str) -> tuple[Any, ...]:
+    """Return `x`, a tuple or list, as a tuple.
+
+    Args:
+        x: What a user gave.
+        where: The method that it was given to, for the message.
+        what: The argument's name, for the message.
+
+    Raises:
+        GraphError: If `x` is neither a tuple nor a list.
+    """
+    try:
+        return tuple(x)
+    except TypeError:
+        raise errors.GraphError(f"{where}: {what} must be a tuple or list, it is {x}") from None
+
+
+def number(x: Any, where: str) -> float:
+    """Return `x`, a number given as an operand of `where`, as a float.
+
+    Raises:
+        GraphError: If `x` is not a number, is NaN, or does not fit in a float64.
+    """
+    if isinstance(x, bool) or not isinstance(x, Real):
+        raise errors.GraphError(
+            f"{where}: expected a tensor of this graph or a number, got {type(x).__name__}"
+        )
+    try:
+        as_float = float(x)
+    except OverflowError:
+        raise errors.GraphError(f"{where}: the number does not fit in a float64") from None
+    if math.isnan(as_float):
+        raise errors.GraphError(f"{where}: the number is NaN")
+    return as_float
+
+
+def bound_operands(op: str, operands: Sequence[Operand]) -> tuple[DTensor, ...]:
+    """Return the bounds lo and hi among the operands of an op of the table, if it has any."""
+    if table.lookup(op).kind != "bounds" and op != "softmax":
+        return ()
+    return tuple(x for x in operands[1:3] if isinstance(x, DTensor))
+
+
+def computed_dtype(row: table.Op, operands: Sequence[Operand]) -> torch.dtype:
+    """Return the one dtype that an op of the table computes in, or moves.
+
+    Raises:
+        DTypeError: If the operands have several dtypes, or one that the op cannot have.
+    """
+    tensors = [x for x in operands if isinstance(x, DTensor)]
+    bounds = bound_operands(row.name, operands)
+    for t in bounds:
+        if t.dtype != torch.int32:
+            raise errors.DTypeError(
+                f"{row.name}: bound {t.name} is {table.dtype_name(t.dtype)}; bounds are int32"
+            )
+    floats = {t.dtype for t in tensors if t.dtype in table.COMPUTE_DTYPES}
+    if row.kind == "effect":
+        position = tensors[2]
+        if position.dtype in table.COMPUTE_DTYPES:
+            raise errors.DTypeError(
+                f"{row.name}: position {position.name} is {table.dtype_name(position.dtype)}; "
+                "positions are int32"
+            )
+        dtypes = {t.dtype for t in tensors[:2]}
+    elif row.name == "cast" or (row.kind == "layout" and row.name != "rope"):
+        dtypes = floats or {t.dtype for t in tensors}
+    else:
+        integers = [t for t in tensors if t.dtype not in floats and t not in bounds]
+        if integers and not (floats and row.kind == "elementwise"):
+            t = integers[0]
+            raise errors.DTypeError(
+                f"{row.name}: {t.name} is {table.dtype_name(t.dtype)}, and ops compute with "
+                "floating-point numbers; convert it with graph.cast"
+            )
+        dtypes = floats
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(map(table.dtype_name, dtypes)))
+        raise errors.DTypeError(
+            f"{row.name}: operands have dtypes {names}; bring them to one with graph.cast"
+        )
+    return dtypes.pop()

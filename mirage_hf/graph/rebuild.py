@@ -1,0 +1,73 @@
+"""Making the ops of a kernel graph again in another graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mirage_hf import errors
+from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp, Operand
+from mirage_hf.ops import table
+
+
+def rebuilt(
+    graph: KernelGraph,
+    inputs: Sequence[DTensor],
+    make: Callable[[KernelOp, list[Operand]], Sequence[DTensor]],
+) -> list[DTensor]:
+    """Make every op of `graph` again, in order.
+
+    Args:
+        graph: The graph whose ops are made again.
+        inputs: What stands for its inputs.
+        make: Makes an op again, given the op and what stands for its operands. It returns what
+            stands for the op's outputs.
+
+    Returns:
+        What stands for the outputs of `graph`.
+    """
+    new = {t.index: x for t, x in zip(graph.inputs, inputs, strict=True)}
+    for op in graph.ops:
+        made = make(op, [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs])
+        new |= {t.index: x for t, x in zip(op.outputs, made, strict=True)}
+    return [new[t.index] for t in graph.outputs]
+
+
+def inline(graph: KernelGraph, part: KernelGraph, tensors: Sequence[DTensor]) -> list[DTensor]:
+    """Add the ops of `part` to `graph`. Block graphs stay as they are.
+
+    Names that somebody gave are kept, with an underscore if they are taken. Others are made anew.
+
+    Args:
+        graph: The graph that gets the ops.
+        part: The graph whose ops are added.
+        tensors: Tensors of `graph` that the ops read for the inputs of `part`.
+
+    Returns:
+        The tensors of `graph` that stand for the outputs of `part`.
+
+    Raises:
+        GraphError: If `tensors` do not fit the inputs of `part`.
+    """
+    if [(t.dims, t.dtype) for t in tensors] != [(t.dims, t.dtype) for t in part.inputs]:
+        raise errors.GraphError(
+            f"inline: the graph reads {_types(part.inputs)}, it was given {_types(tensors)}; "
+            "give a tensor like each of its inputs, in their order"
+        )
+
+    def add(op: KernelOp, operands: Sequence[Operand]) -> list[DTensor]:
+        taken = graph.names
+        names: list[str | None] = []
+        for t in op.outputs:
+            name = None if t.name.rstrip("_") == f"t{t.index}" else t.name
+            while name is not None and name in taken:
+                name += "_"
+            names.append(name)
+            taken |= {name} if name is not None else set()
+        return graph.op_like(op, operands, names)
+
+    return rebuilt(part, tensors, add)
+
+
+def _types(tensors: Sequence[DTensor]) -> str:
+    types = (f"{table.dtype_name(t.dtype)} {errors.shape(t.dims)}" for t in tensors)
+    return ", ".join(types) or "nothing"
