@@ -634,7 +634,7 @@ def test_partial_results_that_are_not_just_summed_are_not_lowered():
         spec = lower(kernels)
         assert (
             isinstance(spec, Rejected)
-            and "over parts of axis k, and they are not combined by a sum" in spec.reason
+            and "over each split of axis k, and they are not combined by a sum" in spec.reason
         )
         kernels._marked.clear()
 
