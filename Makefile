@@ -31,7 +31,7 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 MAKEFLAGS += --no-print-directory
 # every process would compile torch and transformers anew
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: demo test thorough lint unit docs report prose sanitize compat $(COMPAT:%=compat-%) setup clean
+.PHONY: demo test thorough lint unit docs report prose sanitize tidy compat $(COMPAT:%=compat-%) setup clean
 
 demo: .venv/run.stamp
 	@$(BIN)/mirage-hf demo
@@ -44,7 +44,7 @@ test: .venv/dev.stamp
 	exit $$failed
 
 thorough: export MIRAGE_HF_THOROUGH := 1
-thorough: test
+thorough: test tidy
 
 unit: .venv/dev.stamp
 	@$(PYTEST) -n $(WORKERS) --dist loadfile
@@ -57,6 +57,13 @@ lint: .venv/dev.stamp
 	lint lint-imports --no-logo; \
 	lint clang-format --dry-run --Werror $(CPP); \
 	exit $$failed
+
+# reads every file for minutes, so it is part of `make thorough` only
+tidy: .venv/dev.stamp
+	@if [ ! -x $(BIN)/clang-tidy ]; then echo "tidy: clang-tidy is not installed here, skipped"; exit 0; fi; \
+	$(CMAKE) -S csrc -B build/tidy -DMIRAGE_TESTS=ON > /dev/null && \
+	ls csrc/core/*.cpp csrc/core/*/*.cpp | xargs -n 1 -P $(WORKERS) $(BIN)/clang-tidy -p build/tidy --quiet && \
+	echo "tidy: clean"
 
 docs: .venv/dev.stamp
 	@$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs && echo "docs: build/docs/index.html"

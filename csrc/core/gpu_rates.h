@@ -1,4 +1,4 @@
-// What one GPU can do in a microsecond. mirage_hf/devices.py has the table of GPUs and its sources.
+// What one GPU can do in a microsecond. mirage_hf/gpus.py has the table of GPUs and its sources.
 #pragma once
 
 namespace mirage {

@@ -12,7 +12,7 @@ class Hasher {
     state_ = (state_ ^ part) * 0xff51afd7ed558ccdU;
     state_ ^= state_ >> 32U;
   }
-  [[nodiscard]] std::size_t hash() const { return static_cast<std::size_t>(state_); }
+  std::size_t hash() const { return static_cast<std::size_t>(state_); }
 
  private:
   std::uint64_t state_ = 0x9e3779b97f4a7c15U;

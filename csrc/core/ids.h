@@ -21,8 +21,8 @@ class Id {
   template <std::integral Int>
   constexpr explicit Id(Int index) : index_(static_cast<int>(index)) {}
 
-  [[nodiscard]] constexpr bool valid() const { return index_ >= 0; }
-  [[nodiscard]] constexpr int index() const { return index_; }
+  constexpr bool valid() const { return index_ >= 0; }
+  constexpr int index() const { return index_; }
   auto operator<=>(const Id&) const = default;
 
  private:
@@ -55,8 +55,8 @@ class IdRange {
   };
 
   explicit IdRange(std::size_t count) : count_(static_cast<int>(count)) {}
-  [[nodiscard]] Iterator begin() const { return Iterator(0); }
-  [[nodiscard]] Iterator end() const { return Iterator(count_); }
+  Iterator begin() const { return Iterator(0); }
+  Iterator end() const { return Iterator(count_); }
 
  private:
   int count_;
@@ -81,16 +81,16 @@ class IdVector {
   void resize(std::size_t count) { items_.resize(count); }
   void reserve(std::size_t count) { items_.reserve(count); }
   void clear() { items_.clear(); }
-  [[nodiscard]] std::size_t size() const { return items_.size(); }
-  [[nodiscard]] bool empty() const { return items_.empty(); }
-  [[nodiscard]] IdRange<I> ids() const { return IdRange<I>(items_.size()); }
-  [[nodiscard]] bool contains(I id) const {
+  std::size_t size() const { return items_.size(); }
+  bool empty() const { return items_.empty(); }
+  IdRange<I> ids() const { return IdRange<I>(items_.size()); }
+  bool contains(I id) const {
     return id.valid() && static_cast<std::size_t>(id.index()) < items_.size();
   }
   auto begin() { return items_.begin(); }
   auto end() { return items_.end(); }
-  [[nodiscard]] auto begin() const { return items_.begin(); }
-  [[nodiscard]] auto end() const { return items_.end(); }
+  auto begin() const { return items_.begin(); }
+  auto end() const { return items_.end(); }
   bool operator==(const IdVector&) const = default;
 
  private:
@@ -103,22 +103,22 @@ constexpr int kMaxAxes = 64;
 class AxisSet {
  public:
   constexpr AxisSet() = default;
-  constexpr AxisSet(AxisId axis) : bits_(std::uint64_t{1} << axis.index()) {}
+  constexpr AxisSet(AxisId axis) : bits_(std::uint64_t{1} << static_cast<unsigned>(axis.index())) {}
   static constexpr AxisSet of_bits(std::uint64_t bits) {
     AxisSet set;
     set.bits_ = bits;
     return set;
   }
 
-  [[nodiscard]] constexpr std::uint64_t bits() const { return bits_; }
-  [[nodiscard]] constexpr bool empty() const { return bits_ == 0; }
-  [[nodiscard]] constexpr int count() const { return std::popcount(bits_); }
+  constexpr std::uint64_t bits() const { return bits_; }
+  constexpr bool empty() const { return bits_ == 0; }
+  constexpr int count() const { return std::popcount(bits_); }
   // False for an id that names nothing.
-  [[nodiscard]] constexpr bool has(AxisId axis) const {
-    return axis.valid() && (bits_ >> axis.index() & 1) != 0;
+  constexpr bool has(AxisId axis) const {
+    return axis.valid() && (bits_ >> static_cast<unsigned>(axis.index()) & 1U) != 0;
   }
-  [[nodiscard]] constexpr bool within(AxisSet other) const { return (bits_ & ~other.bits_) == 0; }
-  [[nodiscard]] constexpr bool meets(AxisSet other) const { return (bits_ & other.bits_) != 0; }
+  constexpr bool within(AxisSet other) const { return (bits_ & ~other.bits_) == 0; }
+  constexpr bool meets(AxisSet other) const { return (bits_ & other.bits_) != 0; }
 
   constexpr AxisSet& operator|=(AxisSet other) { return *this = *this | other; }
   constexpr AxisSet& operator&=(AxisSet other) { return *this = *this & other; }
@@ -134,7 +134,7 @@ class AxisSet {
     explicit Iterator(std::uint64_t rest) : rest_(rest) {}
     AxisId operator*() const { return AxisId(std::countr_zero(rest_)); }
     Iterator& operator++() {
-      rest_ &= rest_ - 1;
+      rest_ &= rest_ - 1U;
       return *this;
     }
     bool operator==(const Iterator&) const = default;
@@ -142,8 +142,8 @@ class AxisSet {
    private:
     std::uint64_t rest_;
   };
-  [[nodiscard]] Iterator begin() const { return Iterator(bits_); }
-  [[nodiscard]] Iterator end() const { return Iterator(0); }
+  Iterator begin() const { return Iterator(bits_); }
+  Iterator end() const { return Iterator(0); }
 
  private:
   std::uint64_t bits_ = 0;

@@ -21,7 +21,7 @@ class Arena {
     chunks_.back().push_back(std::move(item));
     return I(size_++);
   }
-  [[nodiscard]] std::size_t size() const { return size_; }
+  std::size_t size() const { return size_; }
 
  private:
   static constexpr std::size_t kChunk = 256;
@@ -35,7 +35,7 @@ template <typename I, typename T>
 class Interner {
  public:
   const T& operator[](I id) const { return arena_[id]; }
-  [[nodiscard]] std::size_t size() const { return arena_.size(); }
+  std::size_t size() const { return arena_.size(); }
 
   // Returns the id of `value`. Calls `complete` on a value that is new, before it is stored.
   template <typename Complete>
@@ -67,7 +67,7 @@ class Interner {
   }
 
   void grow() {
-    std::vector<Slot> old = std::exchange(slots_, {});
+    const std::vector<Slot> old = std::exchange(slots_, {});
     slots_.resize(old.empty() ? kFirstSlots : 2 * old.size());
     for (const Slot& slot : old)
       if (slot.id.valid()) find(slot.hash, [](I) { return false; }) = slot;

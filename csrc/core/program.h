@@ -40,9 +40,9 @@ struct Program {
   IdVector<ProgramNodeId, Node> nodes;
   std::vector<Output> outputs;
 
-  [[nodiscard]] double size(AxisId axis) const { return static_cast<double>(axes[axis].size); }
+  double size(AxisId axis) const { return static_cast<double>(axes[axis].size); }
   // The elements of a value that carries these axes.
-  [[nodiscard]] double elements(AxisSet carried) const {
+  double elements(AxisSet carried) const {
     double count = 1;
     for (const AxisId axis : carried) count *= size(axis);
     return count;

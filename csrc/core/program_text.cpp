@@ -13,12 +13,12 @@ namespace mirage {
 namespace {
 
 std::vector<std::string_view> words(std::string_view line) {
-  constexpr std::string_view blanks = " \t\r";
+  constexpr std::string_view kBlanks = " \t\r";
   line = line.substr(0, line.find('#'));
   std::vector<std::string_view> found;
-  for (std::size_t from = 0; (from = line.find_first_not_of(blanks)) != line.npos;) {
+  for (std::size_t from = 0; (from = line.find_first_not_of(kBlanks)) != line.npos;) {
     line.remove_prefix(from);
-    const std::size_t to = std::min(line.find_first_of(blanks), line.size());
+    const std::size_t to = std::min(line.find_first_of(kBlanks), line.size());
     found.push_back(line.substr(0, to));
     line.remove_prefix(to);
   }

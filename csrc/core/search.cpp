@@ -4,12 +4,16 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
-#include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "core/algebra/normal_form.h"
 #include "core/algebra/program_forms.h"
@@ -171,7 +175,7 @@ class Driver {
   void report(double now) {
     Statistics copy;
     {
-      const std::lock_guard guard(lock_);
+      const std::scoped_lock guard(lock_);
       copy = stats_;
     }
     copy.seconds = now;
@@ -183,7 +187,7 @@ class Driver {
     std::vector<std::vector<Candidate>> found(all.size());
     std::atomic<std::size_t> next{0};
     const auto work = [&] {
-      for (std::size_t i; (i = next++) < all.size() && (i == 0 || !stopped_);) {
+      for (std::size_t i = next++; i < all.size() && (i == 0 || !stopped_); i = next++) {
         Statistics stats;
         found[i] = plans(program_, all[i], limits_, stats, out_of_time_);
         add(stats, found[i]);
@@ -199,7 +203,7 @@ class Driver {
   }
 
   void add(const Statistics& stats, const std::vector<Candidate>& found) {
-    const std::lock_guard guard(lock_);
+    const std::scoped_lock guard(lock_);
     stats_.kernels += stats.kernels;
     stats_.illegal += stats.illegal;
     stats_.plans += stats.plans;

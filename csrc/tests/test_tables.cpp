@@ -8,8 +8,8 @@ namespace {
 using namespace mirage;
 
 struct Word {
-  [[nodiscard]] std::size_t hash() const { return text.size(); }  // collides on purpose
-  [[nodiscard]] bool same_as(const Word& other) const { return text == other.text; }
+  std::size_t hash() const { return text.size(); }  // collides on purpose
+  bool same_as(const Word& other) const { return text == other.text; }
 
   std::string text;
   int completed = 0;

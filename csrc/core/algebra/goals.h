@@ -15,16 +15,16 @@ class Goals {
 
   // Adds a form, and every sum, frozen sum and argument inside it.
   void add(FormId form);
-  [[nodiscard]] bool inside(FormId form) const;
-  [[nodiscard]] bool is_goal(FormId form) const { return goals_.contains(form); }
+  bool inside(FormId id) const;
+  bool is_goal(FormId form) const { return goals_.contains(form); }
 
  private:
   void add_sum(const Factor& sum, std::set<AtomId>& held);
-  [[nodiscard]] bool inside_terms(const Monomial& value, AtomId atom) const;
-  [[nodiscard]] bool inside(const Monomial& value, const Monomial& goal) const;
-  [[nodiscard]] bool inside_sum(const Factors& rest, const Atom& sum) const;
-  [[nodiscard]] bool is_whole(const Atom& partial, const Atom& sum) const;
-  [[nodiscard]] bool divides_a_goal(const Form& value) const;
+  bool inside_terms(const Monomial& value, AtomId atom) const;
+  bool inside(const Monomial& value, const Monomial& goal) const;
+  bool inside_sum(const Factors& rest, const Atom& sum) const;
+  bool is_whole(const Atom& partial, const Atom& sum) const;
+  bool divides_a_goal(const Form& value) const;
 
   NormalForms& forms_;
   std::set<FormId> goals_;

@@ -59,8 +59,8 @@ struct Atom {
   static Atom max(AxisId bound, FormId arg);
   static Atom frozen(FormId form);
 
-  [[nodiscard]] std::size_t hash() const;
-  [[nodiscard]] bool same_as(const Atom& other) const;
+  std::size_t hash() const;
+  bool same_as(const Atom& other) const;
 
   Kind kind = Kind::input;
   int symbol = -1;            // input, constant, opaque
@@ -72,10 +72,10 @@ struct Atom {
 };
 
 struct Form {
-  [[nodiscard]] std::size_t hash() const;
-  [[nodiscard]] bool same_as(const Form& other) const { return terms == other.terms; }
-  [[nodiscard]] bool is_zero() const { return terms.empty(); }
-  [[nodiscard]] bool is_monomial() const { return terms.size() == 1; }
+  std::size_t hash() const;
+  bool same_as(const Form& other) const { return terms == other.terms; }
+  bool is_zero() const { return terms.empty(); }
+  bool is_monomial() const { return terms.size() == 1; }
 
   std::vector<Monomial> terms;  // sorted by factors; empty: zero
   Traits traits;
@@ -110,9 +110,7 @@ class NormalForms {
 
   const Form& form(FormId id) const { return forms_[id]; }
   const Atom& atom(AtomId id) const { return atoms_[id]; }
-  [[nodiscard]] std::int64_t count() const {
-    return static_cast<std::int64_t>(forms_.size() + atoms_.size());
-  }
+  std::int64_t count() const { return static_cast<std::int64_t>(forms_.size() + atoms_.size()); }
 
  private:
   AtomId intern(Atom atom);

@@ -12,9 +12,9 @@ struct Variant {
   struct Node {
     static Node of(const Value& value, const Derivation& derivation, std::vector<NodeId> args);
 
-    [[nodiscard]] bool is_leaf() const { return mirage::is_leaf(op); }
-    [[nodiscard]] bool reduces() const { return is_reduction(op); }
-    [[nodiscard]] bool reduces(AxisId over) const { return reduces() && axis == over; }
+    bool is_leaf() const { return mirage::is_leaf(op); }
+    bool reduces() const { return is_reduction(op); }
+    bool reduces(AxisId over) const { return reduces() && axis == over; }
 
     Op op = Op::input;
     int symbol = -1;       // opaque

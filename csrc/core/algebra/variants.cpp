@@ -1,6 +1,8 @@
 #include "core/algebra/variants.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <queue>
@@ -168,11 +170,13 @@ class VariantSearch {
       } else if (state.frontier->first.undecided.empty()) {
         found.push_back(build(graph_, chosen_by(at)));
         ++complete_ones;
-      } else if (++expansions > limits_.max_expansions ||
-                 (expansions % kExpansionsPerCheck == 0 && out_of_time_())) {
-        complete = false;
-        break;
       } else {
+        ++expansions;
+        if (expansions > limits_.max_expansions ||
+            (expansions % kExpansionsPerCheck == 0 && out_of_time_())) {
+          complete = false;
+          break;
+        }
         expand(at);
       }
     }

@@ -18,31 +18,31 @@ class KernelNodes {
  public:
   KernelNodes(const Program& program, const Variant& variant, const KernelTask& task);
 
-  [[nodiscard]] const Program& program() const { return program_; }
-  [[nodiscard]] const KernelTask& task() const { return task_; }
-  [[nodiscard]] const Variant::Node& operator[](NodeId id) const { return variant_.nodes[id]; }
+  const Program& program() const { return program_; }
+  const KernelTask& task() const { return task_; }
+  const Variant::Node& operator[](NodeId id) const { return variant_.nodes[id]; }
   // Computed or read, arguments first.
-  [[nodiscard]] const std::vector<NodeId>& all() const { return all_; }
+  const std::vector<NodeId>& all() const { return all_; }
   // The nodes of the whole variant.
-  [[nodiscard]] std::size_t variant_size() const { return variant_.nodes.size(); }
-  [[nodiscard]] bool is_computed(NodeId id) const { return computed_.has(id); }
-  [[nodiscard]] std::size_t op_count() const { return computed_.count(); }
+  std::size_t variant_size() const { return variant_.nodes.size(); }
+  bool is_computed(NodeId id) const { return computed_.has(id); }
+  std::size_t op_count() const { return computed_.count(); }
   // How often ops of this kernel use a node.
-  [[nodiscard]] int uses(NodeId id) const { return uses_[id]; }
+  int uses(NodeId id) const { return uses_[id]; }
   // Axes that a node carries.
-  [[nodiscard]] AxisSet axes() const { return axes_; }
+  AxisSet axes() const { return axes_; }
   // Axes that every output carries and nothing sums.
-  [[nodiscard]] AxisSet grid() const { return grid_; }
+  AxisSet grid() const { return grid_; }
   // The elements of a node's value.
-  [[nodiscard]] double elements(NodeId id) const { return elements_[id]; }
+  double elements(NodeId id) const { return elements_[id]; }
   // True if a node is computed here by reducing this axis.
-  [[nodiscard]] bool reduces(NodeId id, AxisId axis) const {
+  bool reduces(NodeId id, AxisId axis) const {
     return is_computed(id) && variant_.nodes[id].reduces(axis);
   }
   // True if a node is a product that runs on the tensor cores once it is summed.
-  [[nodiscard]] bool is_matrix_product(NodeId id) const;
+  bool is_matrix_product(NodeId id) const;
   // Bytes of an element of an output as this kernel stores it.
-  [[nodiscard]] int stored_itemsize(NodeId id) const;
+  int stored_itemsize(NodeId id) const;
 
  private:
   const Program& program_;

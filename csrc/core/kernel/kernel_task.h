@@ -15,11 +15,11 @@ constexpr std::size_t kMaxNodes = 256;  // of a variant that is cut into kernels
 
 class NodeSet {
  public:
-  [[nodiscard]] bool has(NodeId node) const { return bits_[position(node)]; }
+  bool has(NodeId node) const { return bits_[position(node)]; }
   void insert(NodeId node) { bits_.set(position(node)); }
-  [[nodiscard]] bool empty() const { return bits_.none(); }
-  [[nodiscard]] std::size_t count() const { return bits_.count(); }
-  [[nodiscard]] bool within(const NodeSet& other) const { return (bits_ & ~other.bits_).none(); }
+  bool empty() const { return bits_.none(); }
+  std::size_t count() const { return bits_.count(); }
+  bool within(const NodeSet& other) const { return (bits_ & ~other.bits_).none(); }
   NodeSet& operator|=(const NodeSet& other) {
     bits_ |= other.bits_;
     return *this;
@@ -29,7 +29,7 @@ class NodeSet {
     return a;
   }
   bool operator==(const NodeSet&) const = default;
-  [[nodiscard]] std::size_t hash() const { return std::hash<std::bitset<kMaxNodes>>{}(bits_); }
+  std::size_t hash() const { return std::hash<std::bitset<kMaxNodes>>{}(bits_); }
 
  private:
   static std::size_t position(NodeId node) { return static_cast<std::size_t>(node.index()); }
@@ -61,7 +61,7 @@ struct KernelShape {
   // Elements of the split axis in one part; 0: as many parts as fill the GPU.
   std::int64_t part = 0;
 
-  [[nodiscard]] Role role(AxisId axis) const {
+  Role role(AxisId axis) const {
     if (axis == loop) return Role::loop;
     return grid.has(axis) ? Role::grid : Role::tile;
   }

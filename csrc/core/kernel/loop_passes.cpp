@@ -18,13 +18,16 @@ LoopPasses::LoopPasses(const KernelNodes& nodes, AxisId loop)
     }
     count_ = std::max(count_, node.axes.has(loop) ? pass_[id] + 1 : pass_[id]);
   }
-  if (count_ > kMaxPasses) return;  // not legal, so nothing asks for its loads
+  if (count_ <= kMaxPasses) count_loads();  // else it is not legal, and nothing asks for loads
+}
+
+void LoopPasses::count_loads() {
   for (int pass = 0; pass < count_; ++pass) {
     NodeSet loaded;
     for (const NodeId id : body(pass))
-      for (const NodeId arg : nodes[id].args)
-        if (!nodes.is_computed(arg) && nodes[arg].axes.has(loop)) loaded.insert(arg);
-    for (const NodeId id : nodes.all())
+      for (const NodeId arg : nodes_[id].args)
+        if (!nodes_.is_computed(arg) && nodes_[arg].axes.has(loop_)) loaded.insert(arg);
+    for (const NodeId id : nodes_.all())
       if (loaded.has(id)) ++loads_[id];
   }
 }

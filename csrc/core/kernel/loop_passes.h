@@ -13,16 +13,18 @@ class LoopPasses {
  public:
   LoopPasses(const KernelNodes& nodes, AxisId loop);
 
-  [[nodiscard]] int count() const { return count_; }
+  int count() const { return count_; }
   // The pass that computes a value that carries the loop axis, or the number of passes that any other
   // value waits for.
-  [[nodiscard]] int pass(NodeId id) const { return pass_[id]; }
+  int pass(NodeId id) const { return pass_[id]; }
   // The values along the loop that a pass computes, arguments first.
-  [[nodiscard]] std::vector<NodeId> body(int pass) const;
+  std::vector<NodeId> body(int pass) const;
   // The passes that load a value.
-  [[nodiscard]] int loads(NodeId id) const { return loads_[id]; }
+  int loads(NodeId id) const { return loads_[id]; }
 
  private:
+  void count_loads();
+
   const KernelNodes& nodes_;
   AxisId loop_;
   IdVector<NodeId, int> pass_, loads_;
