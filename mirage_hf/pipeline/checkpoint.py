@@ -19,6 +19,7 @@ from mirage_hf.pipeline.outcome import Outcome
 from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.results import Loaded, examined
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
+from mirage_hf.search.search_report import StopReason
 from mirage_hf.zoo.search_record import SearchRecord, record_from_dict
 
 CHECKPOINT = "mirage_hf.checkpoint"
@@ -112,7 +113,7 @@ class CheckpointFile:
             OSError: The file cannot be written.
         """
         record = SearchRecord(outcome.verified.ugraphs(), outcome.report)
-        if record.report.stop != "interrupted":
+        if record.report.stop != StopReason.INTERRUPTED:
             _write(self.path, self.owner, record, {})
         return None
 

@@ -17,7 +17,7 @@ from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import counter_labels
 from mirage_hf.render import picture
-from mirage_hf.search.search_report import SearchReport
+from mirage_hf.search.search_report import SearchReport, StopReason
 from mirage_hf.tune import space
 from mirage_hf.tune.cost import estimate, library_us
 from mirage_hf.tune.tuner import TuneResult
@@ -125,7 +125,7 @@ def page(
         ops, kernels = _counted(len(program.ops), "op"), _counted(ugraphs[0].num_kernels, "kernel")
         lead = f"{ops} in the program, {kernels} in the best result."
     body = [f"<h1>{title}</h1>", f'<p class="faint">{escape(lead)}</p>']
-    if report.stop == "interrupted":
+    if report.stop == StopReason.INTERRUPTED:
         body.append(
             '<p class="notice">The search was interrupted; '
             "this is what it had found until then.</p>"

@@ -22,7 +22,7 @@ from mirage_hf.pipeline.results import NoResults, Results, ZooResults
 from mirage_hf.pipeline.search_result import SearchResult, result_of
 from mirage_hf.pipeline.windows import ProgressCallback
 from mirage_hf.search.search_options import SearchOptions
-from mirage_hf.search.search_report import Counters
+from mirage_hf.search.search_report import Counters, StopReason
 from mirage_hf.tune.launch_restriction import LaunchRestriction
 from mirage_hf.zoo.key import ANY_TARGET, key_of
 from mirage_hf.zoo.store import ZooPath, user_store
@@ -127,7 +127,11 @@ def superoptimize(
         elif cache:
             results = ZooResults(ZooPath((user_store(),)))
         result = _searched(request, results, max_kernels, progress)
-        if uses_cache and any(u.is_fused for u in result) and result.report.stop != "interrupted":
+        if (
+            uses_cache
+            and any(u.is_fused for u in result)
+            and result.report.stop != StopReason.INTERRUPTED
+        ):
             _memory.put(memory_key, result)
     if verbose:
         print(result.report, file=sys.stderr)

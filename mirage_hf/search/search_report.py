@@ -146,8 +146,8 @@ class SearchReport:
     first_accepted_seconds: float = -1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as nested dicts, lists and numbers."""
-        return asdict(self)
+        """Return the report as nested dicts, lists, texts and numbers."""
+        return asdict(self) | {"stop": str(self.stop)}
 
     def __str__(self) -> str:
         c = self.counters

@@ -8,7 +8,7 @@ from typing import Any
 from mirage_hf.graph import json_format
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.search.search_report import Counters, RejectedCandidate, SearchReport
+from mirage_hf.search.search_report import Counters, RejectedCandidate, SearchReport, StopReason
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class SearchRecord:
     @property
     def is_finished(self) -> bool:
         """True if the record is worth storing: µGraphs were found, and nobody interrupted."""
-        return bool(self.ugraphs) and self.report.stop != "interrupted"
+        return bool(self.ugraphs) and self.report.stop != StopReason.INTERRUPTED
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain values for JSON."""
@@ -61,7 +61,7 @@ def _loaded_report(data: dict[str, Any], found: int, where: str) -> SearchReport
     fields["rejected"] = tuple(RejectedCandidate(**r) for r in data["rejected"])
     return replace(
         SearchReport(**fields),
-        stop="loaded",
+        stop=StopReason.LOADED,
         reason=f"from {where}; that search stopped: {data['stop']}",
         found=found,
     )
