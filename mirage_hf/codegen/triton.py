@@ -108,7 +108,10 @@ def generate(
     launches = tuple(
         Launch(
             k.name,
-            tuple((a, POINTERS[(p.operands + p.outputs)[at].dtype]) for a, at in k.arguments)
+            tuple(
+                (a, POINTERS[(p.tiling.operands + p.tiling.outputs)[at].dtype])
+                for a, at in k.arguments
+            )
             + (_SHARED if k.scratch else ()),
             p.grid,
             p.schedule.num_warps,
@@ -167,9 +170,9 @@ def _in_place(ugraph: UGraph, plans: Sequence[KernelPlan]) -> tuple[tuple[int, i
         # an input that is stored as it is, is read where it is stored: another output may then be written over it already
         copied = {
             operands[s]
-            for o in p.block.outputs
-            if o.value in p.input
-            for s in p.input[o.value].sources
+            for o in p.tiling.block.outputs
+            if o.value in p.tiling.inputs
+            for s in p.tiling.inputs[o.value].sources
         }
         free = [
             x
@@ -180,13 +183,13 @@ def _in_place(ugraph: UGraph, plans: Sequence[KernelPlan]) -> tuple[tuple[int, i
             and read_last[x] == n
             and operands.count(x) == 1
         ]
-        for t, o in zip(op.outputs, p.block.outputs, strict=True):
+        for t, o in zip(op.outputs, p.tiling.block.outputs, strict=True):
             found += [
                 (k, inputs.index(x))
                 for k, y in enumerate(ugraph.kernels.outputs)
                 if y.index == t.index
                 for x in free
-                if p.in_place(o, operands.index(x))
+                if p.tiling.can_overwrite(o, operands.index(x))
             ]
     return tuple(found)
 

@@ -11,7 +11,8 @@ import torch
 
 from mirage_hf.codegen import triton_math
 from mirage_hf.codegen.placement import Append
-from mirage_hf.codegen.plan import MOST_STRAIGHT, KernelPlan
+from mirage_hf.codegen.plan import KernelPlan, stages
+from mirage_hf.codegen.plan.cooperation import MOST_UNLOOPED_BLOCKS
 from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.graph.block import Axis, BlockInput, BlockOutput, Role
 
@@ -60,7 +61,10 @@ class Tiles:
     """The lines of a kernel so far, and how its tensors are named, read and written."""
 
     def __init__(self, plan: KernelPlan, name: str):
-        self.plan, self.block, self.name = plan, plan.block, name
+        self.plan, self.block, self.name = plan, plan.tiling.block, name
+        self.tiling, self.layout, self.masks = plan.tiling, plan.layout, plan.masks
+        self.loop_bounds, self.cooperation = plan.loop_bounds, plan.cooperation
+        self.pipelining = plan.pipelining
         self.lines: list[str] = []
         self.indent = 1
         self.trimmed: BlockInput | None = (
@@ -71,7 +75,7 @@ class Tiles:
             set()
         )  # what of which value (of which lane) is already written
         self.taken = set(_RESERVED)
-        lanes = ("", *(f"_{n}" for n in range(plan.lanes)))
+        lanes = ("", *(f"_{n}" for n in range(plan.layout.lanes)))
         suffixes: tuple[str, ...] = (
             "",
             "0",
@@ -88,7 +92,7 @@ class Tiles:
             a.name: self._identifier(a.name, [n + x for n in lanes for x in suffixes])
             for a in self.block.axes
         }
-        self.axis = _Names(self, axes, {plan.unrolled})
+        self.axis = _Names(self, axes, {plan.layout.unrolled})
         computed = [
             *(op.out for op in self.block.ops()),
             *(a.out for s in self.block.stages for a in s.accumulators),
@@ -107,16 +111,16 @@ class Tiles:
             "_hi",
             "_slot",
             "_slot_ptr",
-            *(f"_each{n}" for n in range(MOST_STRAIGHT)),
+            *(f"_each{n}" for n in range(MOST_UNLOOPED_BLOCKS)),
         )
         values = {
             v: self._identifier(v, [n + x for n in lanes for x in suffixes])
-            for v in (*self.plan.input, *computed)
+            for v in (*self.tiling.inputs, *computed)
         }
         self.value = _Names(
             self,
             values,
-            {v for v, carried in self.block.carried.items() if plan.unrolled in carried},
+            {v for v, carried in self.block.carried.items() if plan.layout.unrolled in carried},
         )
         self.arguments: list[tuple[str, int]] = []
         self.pointers: dict[str, list[str]] = {}
@@ -141,8 +145,8 @@ class Tiles:
                 if p not in taken
             )
             self.out_pointers.append(pointer)
-            self.arguments.append((pointer, len(self.plan.operands) + n))
-            if (append := self.plan.append(o)) is not None:
+            self.arguments.append((pointer, len(self.tiling.operands) + n))
+            if (append := self.tiling.append_of(o)) is not None:
                 self.arguments.append((self._slot_pointer(pointer), append.position))
 
     def _slot_pointer(self, pointer: str) -> str:
@@ -167,17 +171,21 @@ class Tiles:
     def _lanes(self, value: str) -> Iterator[int]:
         """Each lane in turn of a value (or axis) that has lanes; once for others, and inside a lane."""
         carried = self.block.carried.get(value, (value,))
-        if self.lane is not None or self.plan.unrolled not in carried:
+        if self.lane is not None or self.layout.unrolled not in carried:
             yield 0
             return
-        for n in range(self.plan.lanes):
+        for n in range(self.layout.lanes):
             self.lane = n
             yield n
         self.lane = None
 
     def _first(self, value: str, what: str = "") -> bool:
         """Whether this (of a value, in a lane) was not yet written; it is taken to be now."""
-        key = what, value, self.lane if self.plan.unrolled in self.block.carried[value] else None
+        key = (
+            what,
+            value,
+            self.lane if self.layout.unrolled in self.block.carried[value] else None,
+        )
         if key in self.have:
             return False
         self.have.add(key)
@@ -187,20 +195,24 @@ class Tiles:
 
     def _offsets(self) -> None:
         """Where this block stands on each axis that it does not walk."""
-        cut = [a for a in self.block.named(Role.GRID) if self.plan.trips(a.name) > 1]
+        cut = [a for a in self.block.named(Role.GRID) if self.tiling.trips(a.name) > 1]
         before, split, pid = 1, self.plan.schedule.cooperating_blocks, "tl.program_id(0)"
         if split > 1:
             pid = "tile"
             self.line(
-                f"part = tl.program_id(0) % {split}  # of {self.plan.loop}: each tile is computed by {split} blocks"
+                f"part = tl.program_id(0) % {split}  # of {self.tiling.loop}: each tile is computed by {split} blocks"
             )
             self.line(f"tile = tl.program_id(0) // {split}")
         elif len(cut) > 1:
             pid = "pid"
             self.line("pid = tl.program_id(0)")
         for a in self.block.axes:
-            tile, trips, var = self.plan.tile(a.name), self.plan.trips(a.name), self.axis[a.name]
-            if (a.role is Role.LOOP and self.plan.walks) or self.plan.parts(a.name):
+            tile, trips, var = (
+                self.tiling.tile(a.name),
+                self.tiling.trips(a.name),
+                self.axis[a.name],
+            )
+            if (a.role is Role.LOOP and self.tiling.is_looped) or self.tiling.split_axis(a.name):
                 continue
             start = None
             if a in cut:
@@ -214,7 +226,7 @@ class Tiles:
                 continue
             if start is not None:
                 self.line(f"{var}0 = {f'({start})' if ' ' in start else start} * {tile}")
-            if a.name == self.plan.unrolled:
+            if a.name == self.layout.unrolled:
                 if start is None:
                     # 0, but not for the compiler: if it sees that a lane is outside it drops the lane, and on three lanes LLVM
                     # (of Triton 3.6) aborts with an assertion of its SLP vectorizer, seen for a gated MLP of 3 rows
@@ -229,19 +241,21 @@ class Tiles:
                 self.line(f"{var} = tl.arange(0, {tile})  # all {a.size}")
             self._bound(a.name)
         for a in self.block.axes:
-            if self.plan.parts(a.name) and not (self.plan.dealt and a.name == self.plan.loop):
+            if self.tiling.split_axis(a.name) and not (
+                self.loop_bounds.are_split and a.name == self.tiling.loop
+            ):
                 self._offset_of_part(a)
 
     def _offset_of_part(self, a: Axis) -> None:
         """Where this block's part of an axis begins, and its elements if they are held whole."""
         parts, part, tile, var = (
-            str(self.plan.parts(a.name)),
+            str(self.tiling.split_axis(a.name)),
             self.block.split_size(a.name),
-            self.plan.tile(a.name),
+            self.tiling.tile(a.name),
             self.axis[a.name],
         )
         start = f"{self.axis[parts]} * {part}" if part > 1 else self.axis[parts]
-        walked = a.role is Role.LOOP and self.plan.walks
+        walked = a.role is Role.LOOP and self.tiling.is_looped
         if tile == 1 and not walked:
             self.line(f"{var} = {start}  # {a.size} of them, one in each part")
             return
@@ -253,27 +267,23 @@ class Tiles:
             self._bound(a.name)
 
     def _bound(self, axis: str, var: str = "") -> None:
-        size, (cut, short) = self.block.axis(axis).size, self.plan.bounds(axis)
-        var, start = var or self.axis[axis], self.axis[axis]
-        parts = self.plan.parts(axis) and not (self.plan.dealt and axis == self.plan.loop)
-        # two comparisons rather than one with the smaller end: of those the compiler sees how the ends are aligned
-        ends = (
-            [f"{start}_start + {self.block.split_size(axis)}"]
-            if cut and parts
-            else [str(size)]
-            if cut
-            else []
+        """Define `<axis>_in`: which elements of a tile count. Nothing if all of them do."""
+        size, start = self.block.axis(axis).size, self.axis[axis]
+        var = var or start
+        has_splits = self.tiling.split_axis(axis) and not (
+            self.loop_bounds.are_split and axis == self.tiling.loop
         )
-        ends += [str(size)] if short else []
-        if ends:
-            self.line(
-                f"{var}_in = "
-                + (
-                    f"{var} < {ends[0]}"
-                    if len(ends) == 1
-                    else " & ".join(f"({var} < {end})" for end in ends)
-                )
-            )
+        # Two comparisons, not one with the smaller end: the compiler sees how these ends are aligned.
+        ends = []
+        if self.masks.passes_split(axis):
+            end_of_split = f"{start}_start + {self.block.split_size(axis)}"
+            ends.append(end_of_split if has_splits else str(size))
+        if self.masks.split_passes_axis(axis):
+            ends.append(str(size))
+        if len(ends) == 1:
+            self.line(f"{var}_in = {var} < {ends[0]}")
+        elif ends:
+            self.line(f"{var}_in = " + " & ".join(f"({var} < {end})" for end in ends))
 
     def _spread(self, text: str, dims: Sequence[str], onto: Sequence[str]) -> str:
         """`text` with dims `dims`, indexed so that it broadcasts against a tensor with dims `onto`."""
@@ -282,11 +292,13 @@ class Tiles:
         return f"{text}[{', '.join(':' if a in dims else 'None' for a in onto)}]"
 
     def _mask(self, axes: Sequence[str], onto: Sequence[str]) -> list[str]:
-        return [self._within(a, onto) for a in self.plan.order if a in axes and self.plan.ragged(a)]
+        return [
+            self._within(a, onto) for a in self.layout.order if a in axes and self.masks.needed(a)
+        ]
 
     def _within(self, axis: str, onto: Sequence[str]) -> str:
         """Whether elements of a ragged axis count, to be broadcast against a tensor with dims `onto`."""
-        return self._spread(f"{self.axis[axis]}_in", self.plan.dims([axis]), onto)
+        return self._spread(f"{self.axis[axis]}_in", self.layout.dims([axis]), onto)
 
     # -- loads and stores -----------------------------------------------------------------------------------------------------
 
@@ -300,7 +312,10 @@ class Tiles:
         rotated: BlockInput | None = None,
     ) -> str:
         """Pointer arithmetic for a tile; `shift` names a joined axis and what its coordinate is called here; `rotated`: the input."""
-        far = sum(self.plan.reach(a) * s for a, s in zip(axes, strides, strict=True) if a) >= 2**31
+        far = (
+            sum(self.masks.largest_index(a) * s for a, s in zip(axes, strides, strict=True) if a)
+            >= 2**31
+        )
         terms = [pointer]
         for a, stride in zip(axes, strides, strict=True):
             if a is None or self._is_fixed(a, stride):
@@ -313,14 +328,14 @@ class Tiles:
                 and a == rotated.rotation.axis
             ):
                 at = self._partner(a, at, rotated)
-            term = self._spread(at, self.plan.dims([a]), dims)
+            term = self._spread(at, self.layout.dims([a]), dims)
             term += ".to(tl.int64)" if far else ""
             terms.append(term if stride == 1 else f"{term} * {stride}")
         return " + ".join(terms)
 
     def _is_fixed(self, axis: str, stride: int) -> bool:
         """Whether no address depends on where a block stands on an axis; its name may then not be defined."""
-        return self.plan.tile(axis) == 1 and (stride == 0 or self.plan.reach(axis) == 0)
+        return self.tiling.tile(axis) == 1 and (stride == 0 or self.masks.largest_index(axis) == 0)
 
     def _read(
         self,
@@ -334,27 +349,34 @@ class Tiles:
     ) -> str:
         """`ahead`: at the next place of the loop."""
         if ahead:
-            shift = self.plan.loop, f"{self.axis[str(self.plan.loop)]}_next"
+            shift = self.tiling.loop, f"{self.axis[str(self.tiling.loop)]}_next"
         axes = self.block.input_axes(i)
-        dims = self.plan.dims(axes)
+        dims = self.layout.dims(axes)
         arguments = [
             self._address(
-                pointer, i.axes, self.plan.operands[i.sources[source]].strides, dims, shift, i
+                pointer,
+                i.axes,
+                self.tiling.operands[i.sources[source]].strides,
+                dims,
+                shift,
+                i,
             )
         ]
-        mask = self._mask([a for a in axes if not (ahead and a == self.plan.loop)], dims) + (
+        mask = self._mask([a for a in axes if not (ahead and a == self.tiling.loop)], dims) + (
             [extra_mask] if extra_mask else []
         )
         if (ends := self._ends_of(i)) is not None:
             self._load_bounds(ends)
             mask += self._between(ends, dims)
         if ahead:
-            mask.append(self._spread(f"{shift[1]}_in", self.plan.dims([str(self.plan.loop)]), dims))
-        other = "0.0" if self.plan.dtype(i).is_floating_point else "0"
+            mask.append(
+                self._spread(f"{shift[1]}_in", self.layout.dims([str(self.tiling.loop)]), dims)
+            )
+        other = "0.0" if self.tiling.dtype(i).is_floating_point else "0"
         if i.padding is not None:
             at = shift[1] if i.padding.axis == shift[0] else self.axis[i.padding.axis]
             mask.append(
-                self._spread(f"({at} < {i.padding.size})", self.plan.dims([i.padding.axis]), dims)
+                self._spread(f"({at} < {i.padding.size})", self.layout.dims([i.padding.axis]), dims)
             )
             other = repr(i.padding.value)
         if mask:
@@ -362,9 +384,9 @@ class Tiles:
         if (
             policy is None
             and self.plan.schedule.evict_first
-            and self.plan.loop
-            and self.plan.loop in i.axes
-            and self.plan.is_streamed(i)
+            and self.tiling.loop
+            and self.tiling.loop in i.axes
+            and self.tiling.is_streamed(i)
         ):
             policy = "evict_first"
         if policy is not None:
@@ -380,9 +402,13 @@ class Tiles:
             f"(({at} & 1) == 0) & ({at} < {width})" if i.rotation.pairs else f"{at} < {width // 2}"
         )
         sign = self._spread(
-            f"tl.where({first}, -1.0, 1.0)", self.plan.dims([i.rotation.axis]), dims
+            f"tl.where({first}, -1.0, 1.0)", self.layout.dims([i.rotation.axis]), dims
         )
-        narrow = f".to({triton_dtype(self.plan.dtype(i))})" if i.name in self.plan.native else ""
+        narrow = (
+            f".to({triton_dtype(self.tiling.dtype(i))})"
+            if i.name in self.layout.kept_as_stored
+            else ""
+        )
         return f"({load}.to(tl.float32) * {sign}){narrow}"
 
     def _partner(self, axis: str, at: str, i: BlockInput) -> str:
@@ -396,8 +422,8 @@ class Tiles:
         text = f"tl.where({at} < {half}, {at} + {half}, {second})"
         # a tile starts at a multiple of itself; rows in variables of their own, and parts, start anywhere
         together = (
-            math.gcd(half, self.plan.tile(axis))
-            if self.plan.dims([axis]) and self.plan.parts(axis) is None
+            math.gcd(half, self.tiling.tile(axis))
+            if self.layout.dims([axis]) and self.tiling.split_axis(axis) is None
             else 1
         )
         return (
@@ -410,52 +436,56 @@ class Tiles:
         """A line that asks for what the first steps of the loop read of an input, a cache line at a time. No line where that is known
         too late."""
         plan = self.plan
-        steps = min(plan.schedule.prefetch_steps, next_power_of_two(plan.steps_per_block))
+        steps = min(
+            plan.schedule.prefetch_steps, next_power_of_two(plan.cooperation.steps_per_block)
+        )
         joined = i.joined if len(i.sources) > 1 else None
         if joined is not None and not (
             self._is_selected(i) and self.block.role(joined) is Role.GRID
         ):
             return []  # which source the tiles lie in is known only inside the loop
         if (
-            (plan.unrolled and plan.unrolled in i.axes)
+            (plan.layout.unrolled and plan.layout.unrolled in i.axes)
             or i.rotation is not None
             or i.padding is not None
         ):
             return []
         ends = self._ends_of(i)
         if ends is not None and (
-            plan.dims([a for a in ends.axes if a])
+            plan.layout.dims([a for a in ends.axes if a])
             or not plan.op.readable_before_wait.issuperset(ends.sources)
         ):
             ends = None  # bounds of each row, or such as are not there yet
         strides = {
             a: s
-            for a, s in zip(i.axes, plan.operands[i.sources[0]].strides, strict=True)
+            for a, s in zip(i.axes, plan.tiling.operands[i.sources[0]].strides, strict=True)
             if a and not self._is_fixed(a, s)
         }
         asked = {}
         for a, stride in strides.items():
-            every = LINE_BYTES // plan.dtype(i).itemsize if stride == 1 and a != joined else 1
-            if a == plan.loop and plan.walks:
+            every = (
+                LINE_BYTES // plan.tiling.dtype(i).itemsize if stride == 1 and a != joined else 1
+            )
+            if a == plan.tiling.loop and plan.tiling.is_looped:
                 asked[a] = self._first_steps(a, steps, every)
-            elif every > 1 and plan.tile(a) > 1:
+            elif every > 1 and plan.tiling.tile(a) > 1:
                 start = (
                     f"{self.axis[a]}_start"
-                    if plan.parts(a)
+                    if plan.tiling.split_axis(a)
                     else f"{self.axis[a]}0"
-                    if plan.trips(a) > 1
+                    if plan.tiling.trips(a) > 1
                     else ""
                 )
                 asked[a] = self._lines(
                     start,
-                    plan.tile(a),
+                    plan.tiling.tile(a),
                     every,
-                    str(self.block.axis(a).size - 1) if plan.ragged(a) else None,
+                    str(self.block.axis(a).size - 1) if plan.masks.needed(a) else None,
                 )
             else:
-                asked[a] = self._clamped(i, a, ends, a == joined), plan.tile(a)
-        dims = [a for a in plan.order if a in asked and asked[a][1] > 1]
-        far = sum(plan.reach(a) * s for a, s in strides.items()) >= 2**31
+                asked[a] = self._clamped(i, a, ends, a == joined), plan.tiling.tile(a)
+        dims = [a for a in plan.layout.order if a in asked and asked[a][1] > 1]
+        far = sum(plan.masks.largest_index(a) * s for a, s in strides.items()) >= 2**31
         terms = [f"{self.value[i.name]}_ptr"]
         for a, (index, count) in asked.items():
             term = (self._spread(index, [a], dims) if count > 1 else index) + (
@@ -472,11 +502,13 @@ class Tiles:
             else f"tl.maximum({self.axis[axis]}_last - 1, 0)"
         )
         beyond = (
-            steps > self.plan.steps_per_block or self.plan.ragged(axis) or self.trimmed is not None
+            steps > self.cooperation.steps_per_block
+            or self.masks.needed(axis)
+            or self.trimmed is not None
         )
         return self._lines(
             " + ".join(self._loop_starts()),
-            self.plan.tile(axis) * steps,
+            self.tiling.tile(axis) * steps,
             every,
             last if beyond else None,
         )
@@ -502,7 +534,7 @@ class Tiles:
             return (
                 f"tl.minimum(tl.maximum(tl.minimum(tl.maximum({at}, {lo}), {hi} - 1), 0), {last})"
             )
-        if not self.plan.ragged(axis):
+        if not self.masks.needed(axis):
             return at
         # only the last source of a joined axis has an end inside a tile
         return (
@@ -513,23 +545,23 @@ class Tiles:
 
     def _loop_starts(self) -> list[str]:
         """What a block's place on the loop axis begins with: the start of its part, of its share."""
-        loop, plan = str(self.plan.loop), self.plan
+        loop, plan = str(self.tiling.loop), self.plan
         if self.trimmed is not None:
             return [f"{self.axis[loop]}_first"]
-        starts = [f"{self.axis[loop]}_start"] if plan.parts(loop) else []
+        starts = [f"{self.axis[loop]}_start"] if plan.tiling.split_axis(loop) else []
         return starts + (
-            [f"part * {plan.steps_per_block * plan.tile(loop)}"]
+            [f"part * {plan.cooperation.steps_per_block * plan.tiling.tile(loop)}"]
             if plan.schedule.cooperating_blocks > 1
             else []
         )
 
     def _is_selected(self, i: BlockInput) -> bool:
-        return i.joined is not None and len(i.sources) > 1 and self.plan.whole_sources(i)
+        return i.joined is not None and len(i.sources) > 1 and self.tiling.selects_source(i)
 
     def _select(self, i: BlockInput) -> None:
         """Choose the source that this tile lies in."""
         value, axis = self.value[i.name], self.axis[i.joined]  # type: ignore[index]
-        start = f"{axis}0" if self.plan.tile(i.joined) > 1 else axis  # type: ignore[arg-type]
+        start = f"{axis}0" if self.tiling.tile(i.joined) > 1 else axis  # type: ignore[arg-type]
         self.line(
             f"# {i.name} lies end to end along {i.joined} in {len(i.sources)} tensors; this tile is in one of them"
         )
@@ -544,17 +576,19 @@ class Tiles:
     def _load_bounds(self, i: BlockInput) -> None:
         """lo and hi; where rows reach past their end both are 0, so that nothing is inside."""
         for _ in self._lanes(i.name):
-            if not (self.plan.walks and self.plan.loop in i.axes) and self._first(i.name, "bounds"):
+            if not (self.tiling.is_looped and self.tiling.loop in i.axes) and self._first(
+                i.name, "bounds"
+            ):
                 self._read_bounds(i)
 
     def _read_bounds(self, i: BlockInput) -> None:
         axes = [a for a in i.axes if a is not None]
-        dims = self.plan.dims(axes)
+        dims = self.layout.dims(axes)
         mask = self._mask(axes, dims)
         for end, pointer, source in zip(
             ("lo", "hi"), self.pointers[i.name], i.sources, strict=True
         ):
-            arguments = [self._address(pointer, i.axes, self.plan.operands[source].strides, dims)]
+            arguments = [self._address(pointer, i.axes, self.tiling.operands[source].strides, dims)]
             arguments += [f"mask={' & '.join(mask)}", "other=0"] if mask else []
             arguments += self._from_l2(source)
             self.line(f"{self.value[i.name]}_{end} = tl.load({', '.join(arguments)})")
@@ -566,15 +600,15 @@ class Tiles:
     def _mask_of(self, i: BlockInput) -> str:
         """1.0 inside the bounds, 0.0 outside."""
         assert i.bounds is not None
-        dims = self.plan.dims(self.block.input_axes(i))
+        dims = self.layout.dims(self.block.input_axes(i))
         inside = [*self._between(i, dims), *self._mask([i.bounds], dims)]
         return f"tl.where({' & '.join(inside)}, 1.0, 0.0)"
 
     def _between(self, i: BlockInput, dims: Sequence[str]) -> list[str]:
         """Whether elements of the axis that is bounded are between lo and hi, to be broadcast against a tensor with dims `dims`."""
         assert i.bounds is not None
-        axes = self.plan.dims([a for a in i.axes if a is not None])
-        at = self._spread(self.axis[i.bounds], self.plan.dims([i.bounds]), dims)
+        axes = self.layout.dims([a for a in i.axes if a is not None])
+        at = self._spread(self.axis[i.bounds], self.layout.dims([i.bounds]), dims)
         lo, hi = (self._spread(f"{self.value[i.name]}_{end}", axes, dims) for end in ("lo", "hi"))
         return [f"({at} >= {lo})", f"({at} < {hi})"]
 
@@ -582,20 +616,24 @@ class Tiles:
         """The bounds of a loop that is held whole, where nothing of an input matters outside of them: it is not read there."""
         plan = self.plan
         if (
-            plan.walks
+            plan.tiling.is_looped
             or i.bounds is not None
-            or plan.loop is None
-            or plan.loop not in i.axes
-            or plan.constant(i)
+            or plan.tiling.loop is None
+            or plan.tiling.loop not in i.axes
+            or plan.tiling.is_constant(i)
         ):
             return None
-        found = {plan.bounded(s) for s in self.block.stages if i.name in plan.read_in(s)}
+        found = {
+            plan.loop_bounds.effective(s)
+            for s in self.block.stages
+            if i.name in stages.values_read(s)
+        }
         ends = found.pop() if len(found) == 1 else None
         return (
             ends
             if ends is not None
             and {a for a in ends.axes if a} <= {*self.block.input_axes(i)}
-            and (plan.unrolled is None or plan.unrolled not in ends.axes)
+            and (plan.layout.unrolled is None or plan.layout.unrolled not in ends.axes)
             else None
         )
 
@@ -606,16 +644,16 @@ class Tiles:
 
     def _load_here(self, i: BlockInput) -> None:
         if i.bounds is not None:
-            if self.plan.walks and self.plan.loop in i.axes:
+            if self.tiling.is_looped and self.tiling.loop in i.axes:
                 self._read_bounds(i)
             else:
                 self._load_bounds(i)
             self.line(f"{self.value[i.name]} = {self._mask_of(i)}")
             return
-        value, dtype = self.value[i.name], self.plan.dtype(i)
+        value, dtype = self.value[i.name], self.tiling.dtype(i)
         wide = (
             ".to(tl.float32)"
-            if dtype is not torch.float32 and i.name not in self.plan.native
+            if dtype is not torch.float32 and i.name not in self.layout.kept_as_stored
             else ""
         )
         if len(i.sources) == 1:
@@ -634,7 +672,7 @@ class Tiles:
     def _load_parts(self, i: BlockInput, value: str) -> None:
         """A tile may reach over several sources: each gives its elements and 0 elsewhere."""
         axis = self.axis[i.joined]  # type: ignore[index]
-        dims = self.plan.dims(self.block.input_axes(i))
+        dims = self.layout.dims(self.block.input_axes(i))
         low = 0
         self.line(
             f"# {i.name} lies end to end along {i.joined} in {len(i.sources)} tensors; each gives its own elements"
@@ -644,7 +682,7 @@ class Tiles:
             inside += [f"({axis} < {low + size})"] if k < len(i.sizes) - 1 else []
             condition = f"({' & '.join(inside)})" if len(inside) > 1 else inside[0]
             mask = self._spread(
-                condition, (i.joined,) if self.plan.tile(i.joined) > 1 else (), dims
+                condition, (i.joined,) if self.tiling.tile(i.joined) > 1 else (), dims
             )  # type: ignore[arg-type]
             self.line(
                 f"{value} {'+=' if k else '='} {self._read(i, pointer, k, mask, (i.joined, f'({axis} - {low})' if low else axis))}"
@@ -653,17 +691,17 @@ class Tiles:
 
     def _store(self, o: BlockOutput, pointer: str, text: str) -> None:
         """Store a value; `text` is what it is called in float32."""
-        tensor = self.plan.outputs[self.block.outputs.index(o)]
-        dims = self.plan.value_dims(o.value)
+        tensor = self.tiling.outputs[self.block.outputs.index(o)]
+        dims = self.layout.value_dims(o.value)
         address, mask = (
             self._address(pointer, o.axes, tensor.strides, dims),
             self._mask([a for a in o.axes if a], dims),
         )
-        if (append := self.plan.append(o)) is not None:
+        if (append := self.tiling.append_of(o)) is not None:
             slot, inside = self._slot(o, pointer, append, dims)
             address, mask = f"{address} + {slot} * {tensor.strides[-2]}", [*mask, *inside]
-        for a in self.plan.replicated_along(o):
-            mask.append(f"({self.axis[a]}{'0' if self.plan.tile(a) > 1 else ''} == 0)")
+        for a in self.tiling.replicated_along(o):
+            mask.append(f"({self.axis[a]}{'0' if self.tiling.tile(a) > 1 else ''} == 0)")
         arguments = [address, f"{text}.to({triton_dtype(tensor.dtype)})"]
         if mask:
             arguments.append(f"mask={' & '.join(mask)}")
@@ -676,28 +714,28 @@ class Tiles:
         axis = self._load_slot(o, pointer, append)
         slot = self._spread(
             self._slot_pointer(pointer).removesuffix("_ptr"),
-            self.plan.dims([axis] if axis else []),
+            self.layout.dims([axis] if axis else []),
             dims,
         )
         row = o.axes[-2]
         at = (
             slot
             if row is None or self._is_fixed(row, 1)
-            else f"({slot} + {self._spread(self.axis[row], self.plan.dims([row]), dims)})"
+            else f"({slot} + {self._spread(self.axis[row], self.layout.dims([row]), dims)})"
         )
         return slot, [f"({at} >= 0)", f"({at} < {append.slots})"]
 
     def _load_slot(self, o: BlockOutput, pointer: str, append: Append) -> str | None:
         """Read the position of an append, if that was not done; return the axis of rows that have one each."""
-        position = self.plan.operands[append.position]
+        position = self.tiling.operands[append.position]
         axis = o.axes[0] if position.dims[0] > 1 else None
         name = self._slot_pointer(pointer)
         if self._first(o.value, name):
             own = [axis] if axis else []
-            arguments = [self._address(name, (axis,), position.strides[:1], self.plan.dims(own))]
+            arguments = [self._address(name, (axis,), position.strides[:1], self.layout.dims(own))]
             arguments += (
                 [f"mask={self._within(axis, own)}", "other=0"]
-                if axis and self.plan.ragged(axis)
+                if axis and self.masks.needed(axis)
                 else []
             )
             arguments += self._from_l2(append.position)

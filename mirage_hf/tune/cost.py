@@ -70,19 +70,21 @@ def tensor_bytes(t: DTensor) -> int:
 def _loads(plan: KernelPlan, stage: Stage) -> list[str]:
     """Return the inputs that a stage reads in its loop."""
     read = {a for op in stage.body for a in op.args} | {a.arg for a in stage.accumulators}
-    return [i.name for i in plan.block.inputs if i.name in read and stage.loop in i.axes]
+    return [i.name for i in plan.tiling.block.inputs if i.name in read and stage.loop in i.axes]
 
 
 def _tile_bytes(plan: KernelPlan, name: str) -> int:
     """Return the bytes of an input's tile."""
-    i = plan.input[name]
-    return plan.numel(plan.block.carried[name]) * plan.dtype(i).itemsize
+    i = plan.tiling.inputs[name]
+    return plan.tiling.numel(plan.tiling.block.carried[name]) * plan.tiling.dtype(i).itemsize
 
 
 def _running(plan: KernelPlan, stage: Stage) -> int:
     """Return the elements of a stage's accumulators inside its loop."""
     return sum(
-        plan.numel(plan.block.carried[a.arg if plan.is_reduced_after_loop(stage, a) else a.out])
+        plan.tiling.numel(
+            plan.tiling.block.carried[a.arg if plan.is_reduced_after_loop(stage, a) else a.out]
+        )
         for a in stage.accumulators
     )
 
@@ -131,53 +133,65 @@ class Footprint:
 
 def footprint(plan: KernelPlan) -> Footprint:
     """Count what a plan's tiles load, hold and compute."""
-    block, looped = plan.block, [s for s in plan.block.stages if s.loop]
+    block, looped = plan.tiling.block, [s for s in plan.tiling.block.stages if s.loop]
     loads = tuple({i: _tile_bytes(plan, i) for i in _loads(plan, s)} for s in looped)
-    walked = [i for i in block.inputs if plan.loop is None or plan.loop in i.axes]
-    streamed = sum(_tile_bytes(plan, i.name) for i in walked if plan.is_streamed(i)) or max(
+    walked = [i for i in block.inputs if plan.tiling.loop is None or plan.tiling.loop in i.axes]
+    streamed = sum(_tile_bytes(plan, i.name) for i in walked if plan.tiling.is_streamed(i)) or max(
         (sum(x.values()) for x in loads), default=0
     )
     work, flops, held = {True: 0, False: 0}, {True: 0.0, False: 0.0}, 0.0
     for stage in block.stages:
         computed = sum(
-            plan.numel(block.carried[str(op.args[0])] if op.over else op.axes)
+            plan.tiling.numel(block.carried[str(op.args[0])] if op.over else op.axes)
             for op in stage.body
-            if op.out not in plan.skipped and op.out not in plan.dots
+            if op.out not in plan.layout.unformed_products and op.out not in plan.layout.dots
         )
         computed += sum(
-            plan.numel(block.carried[a.arg]) for a in stage.accumulators if a.out not in plan.dots
+            plan.tiling.numel(block.carried[a.arg])
+            for a in stage.accumulators
+            if a.out not in plan.layout.dots
         )
         computed += sum(
-            plan.numel(a.axes) for a in stage.accumulators if a.shift is not None and plan.walks
+            plan.tiling.numel(a.axes)
+            for a in stage.accumulators
+            if a.shift is not None and plan.tiling.is_looped
         )
         work[stage.loop is not None] += computed + sum(
-            plan.numel(block.carried[i]) for i in _loads(plan, stage) if i not in plan.native
+            plan.tiling.numel(block.carried[i])
+            for i in _loads(plan, stage)
+            if i not in plan.layout.kept_as_stored
         )
         held = max(held, _held(plan, stage))
-    for out, dot in plan.dots.items():
-        flops[any(a.out == out for s in block.stages for a in s.accumulators)] += 2.0 * plan.numel(
-            block.carried[dot.contraction.product]
+    for out, dot in plan.layout.dots.items():
+        flops[any(a.out == out for s in block.stages for a in s.accumulators)] += (
+            2.0 * plan.tiling.numel(block.carried[dot.contraction.product])
         )
-    factors = {x for d in plan.dots.values() for x in (d.left, d.right)}
+    factors = {x for d in plan.layout.dots.values() for x in (d.left, d.right)}
     unstaged = factors - {i for each in loads for i in each}
-    accumulating = sum(a.out in plan.dots for s in looped for a in s.accumulators)
+    accumulating = sum(a.out in plan.layout.dots for s in looped for a in s.accumulators)
     exchanged = [
-        op.axes for s in looped for op in s.body if op.over is not None and op.out not in plan.dots
+        op.axes
+        for s in looped
+        for op in s.body
+        if op.over is not None and op.out not in plan.layout.dots
     ]
     exchanged += [
         a.axes
         for s in looped
         for a in s.accumulators
-        if a.out not in plan.dots and not plan.is_reduced_after_loop(s, a)
+        if a.out not in plan.layout.dots and not plan.is_reduced_after_loop(s, a)
     ]
     return Footprint(
-        sum(tensor_bytes(plan.operands[n]) for n in {n for i in block.inputs for n in i.sources})
-        + sum(map(tensor_bytes, plan.outputs)),
+        sum(
+            tensor_bytes(plan.tiling.operands[n])
+            for n in {n for i in block.inputs for n in i.sources}
+        )
+        + sum(map(tensor_bytes, plan.tiling.outputs)),
         loads,
         sum(
             _tile_bytes(plan, i.name)
             for i in block.inputs
-            if not (plan.loop and plan.loop in i.axes)
+            if not (plan.tiling.loop and plan.tiling.loop in i.axes)
         ),
         streamed,
         work[True],
@@ -185,13 +199,15 @@ def footprint(plan: KernelPlan) -> Footprint:
         flops[True],
         flops[False],
         held,
-        sum(plan.numel(block.carried[x]) for x in factors),
-        sum(plan.numel(block.carried[x]) for x in unstaged),
-        max(map(plan.numel, exchanged), default=0),
-        bool(plan.dots)
-        and plan.walks
+        sum(plan.tiling.numel(block.carried[x]) for x in factors),
+        sum(plan.tiling.numel(block.carried[x]) for x in unstaged),
+        max(map(plan.tiling.numel, exchanged), default=0),
+        bool(plan.layout.dots)
+        and plan.tiling.is_looped
         and any(a.shift is not None for s in block.stages for a in s.accumulators),
-        accumulating if plan.walks and all(op.over is None for s in looped for op in s.body) else 0,
+        accumulating
+        if plan.tiling.is_looped and all(op.over is None for s in looped for op in s.body)
+        else 0,
         _element_work(plan),
         _contiguity(plan),
     )
@@ -199,16 +215,16 @@ def footprint(plan: KernelPlan) -> Footprint:
 
 def _element_work(plan: KernelPlan) -> float:
     """Return the instructions that one element takes."""
-    by_hand = {c.out for c in plan.block.contractions.values()} - set(plan.dots)
+    by_hand = {c.out for c in plan.tiling.block.contractions.values()} - set(plan.layout.dots)
     # Scores of one row are products of two axes; one thread mostly holds them alone.
     several = any(
-        sum(plan.tile(a) > 1 for a in plan.block.carried[c.product]) > 2
-        for c in plan.block.contractions.values()
+        sum(plan.tiling.tile(a) > 1 for a in plan.tiling.block.carried[c.product]) > 2
+        for c in plan.tiling.block.contractions.values()
         if c.out in by_hand
     )
-    looped = [s for s in plan.block.stages if s.loop]
-    within = {op.out for s in looped or plan.block.stages for op in s.body}
-    if not by_hand.isdisjoint(within) and looped and plan.walks and several:
+    looped = [s for s in plan.tiling.block.stages if s.loop]
+    within = {op.out for s in looped or plan.tiling.block.stages for op in s.body}
+    if not by_hand.isdisjoint(within) and looped and plan.tiling.is_looped and several:
         return REDUCED_EACH_STEP
     return (
         1.0
@@ -219,16 +235,16 @@ def _element_work(plan: KernelPlan) -> float:
 
 def _held(plan: KernelPlan, stage: Stage) -> float:
     """Return the registers for accumulators, one step's loads, and the largest other value."""
-    walked = stage.loop if plan.walks else None
+    walked = stage.loop if plan.tiling.is_looped else None
     summed = {a.arg for a in stage.accumulators if walked and plan.is_reduced_after_loop(stage, a)}
     formed = [
-        plan.numel(op.axes) * (1.0 if op.over is None else 0.0)
+        plan.tiling.numel(op.axes) * (1.0 if op.over is None else 0.0)
         for op in stage.body
-        if op.out not in plan.skipped and op.out not in summed
+        if op.out not in plan.layout.unformed_products and op.out not in summed
     ]
-    loaded = _loads(plan, stage) if walked else list(plan.input)
+    loaded = _loads(plan, stage) if walked else list(plan.tiling.inputs)
     # Walked loops copy into shared memory; loops held whole load through registers.
-    copied = plan.native if plan.walks else ()
+    copied = plan.layout.kept_as_stored if plan.tiling.is_looped else ()
     elements = sum(_tile_bytes(plan, i) / 4 for i in loaded if i not in copied) + max(
         formed, default=0.0
     )
@@ -242,8 +258,9 @@ def _registers(plan: KernelPlan, tiles: Footprint) -> int:
     """
     partial = max(
         (
-            plan.gathered(a) * math.prod(plan.few(x) for x in plan.value_dims(a.out))
-            for a in plan.shared_sums
+            plan.cooperation.gathered(a)
+            * math.prod(plan.cooperation.counted(x) for x in plan.layout.value_dims(a.out))
+            for a in plan.cooperation.shared_accumulators
         ),
         default=0,
     )
@@ -258,12 +275,12 @@ def _shared_bytes(plan: KernelPlan, tiles: Footprint) -> int:
     next one is copied.
     """
     per_iteration = max((sum(loads.values()) for loads in tiles.loads), default=0)
-    stages, itemsize = plan.schedule.num_stages, plan.run_dtype.itemsize
-    if plan.walks and stages > 1:
+    stages, itemsize = plan.schedule.num_stages, plan.tiling.mma_dtype.itemsize
+    if plan.tiling.is_looped and stages > 1:
         exchanged = tiles.exchanged * plan.schedule.num_warps * 4
         # Inputs read twice move from registers into the layout of the product.
-        again = sum(_tile_bytes(plan, i) for i in plan.read_again)
-        late = any(plan.is_asynchronous(d) for d in plan.dots.values())
+        again = sum(_tile_bytes(plan, i) for i in plan.pipelining.loaded_twice)
+        late = any(plan.pipelining.is_asynchronous(d) for d in plan.layout.dots.values())
         return (
             per_iteration * (stages if late else stages - 1)
             + again
@@ -283,10 +300,12 @@ def estimate(plan: KernelPlan, device: Device = H200, tiles: Footprint | None = 
         tiles: The footprint of the plan, if it is known.
     """
     schedule, tiles = plan.schedule, tiles or footprint(plan)
-    trips = plan.steps_per_block if plan.loop else 1
+    trips = plan.cooperation.steps_per_block if plan.tiling.loop else 1
     in_loop = [sum(loads.values()) for loads in tiles.loads]
-    block_bytes = (sum(in_loop) * trips if plan.walks else max(in_loop, default=0)) + tiles.once
-    l2 = block_bytes * plan.grid + 8 * plan.scratch
+    block_bytes = (
+        sum(in_loop) * trips if plan.tiling.is_looped else max(in_loop, default=0)
+    ) + tiles.once
+    l2 = block_bytes * plan.grid + 8 * plan.cooperation.scratch
     instructions = float(trips * tiles.step_work + tiles.once_work) * plan.grid * tiles.element_work
     flops = (trips * tiles.step_flops + tiles.once_flops) * plan.grid
 
@@ -301,8 +320,8 @@ def estimate(plan: KernelPlan, device: Device = H200, tiles: Footprint | None = 
             device.shared_bytes // (shared + 1024),
         ),
     )
-    ahead = schedule.num_stages - 1.0 if plan.walks and schedule.num_stages > 1 else 1.0
-    if plan.dots and plan.walks and schedule.num_stages > 1:
+    ahead = schedule.num_stages - 1.0 if plan.tiling.is_looped and schedule.num_stages > 1 else 1.0
+    if plan.layout.dots and plan.tiling.is_looped and schedule.num_stages > 1:
         # A tile that tensor cores read must be done before the next copy begins. Measured: 36 µs
         # with three tiles ahead, 58 with one.
         ahead -= 0.5
@@ -332,7 +351,7 @@ def estimate(plan: KernelPlan, device: Device = H200, tiles: Footprint | None = 
         body = max(body, 1e-6 * RESCALED_US * trips * math.ceil(waves))
     elif tiles.accumulating:
         step_us = STEP_US * tiles.accumulating + ELEMENT_US * tiles.step_work * _copies(plan)
-        ahead_us = AHEAD_US if plan.read_again or plan.read_ahead else 0.0
+        ahead_us = AHEAD_US if plan.pipelining.loaded_twice or plan.pipelining.loaded_ahead else 0.0
         body = max(body, 1e-6 * trips * max(ahead_us, step_us * max(1.0, plan.grid / device.sms)))
         # Blocks of a later wave begin their loads anew.
         again_us = device.latency_us * (math.ceil(waves) - 1) / per_sm
@@ -343,7 +362,7 @@ def estimate(plan: KernelPlan, device: Device = H200, tiles: Footprint | None = 
         + device.latency_us
         + again_us
         + tail * body * 1e6 * _detours(plan)
-        + (device.meeting_us if plan.scratch else 0.0)
+        + (device.meeting_us if plan.cooperation.scratch else 0.0)
     )
     return Cost(us, tiles.moved, l2, instructions, flops, regs, shared, per_sm)
 
@@ -354,8 +373,16 @@ def _copies(plan: KernelPlan) -> float:
     Such a factor lies in the registers of warps that take 16 rows, or 8 columns, each.
     """
     warps = plan.schedule.num_warps
-    most = [plan.rows(d) // 16 for d in plan.dots.values() if d.left not in plan.input]
-    most += [plan.columns(d) // 8 for d in plan.dots.values() if d.right not in plan.input]
+    most = [
+        plan.layout.rows(d) // 16
+        for d in plan.layout.dots.values()
+        if d.left not in plan.tiling.inputs
+    ]
+    most += [
+        plan.layout.columns(d) // 8
+        for d in plan.layout.dots.values()
+        if d.right not in plan.tiling.inputs
+    ]
     return max([1.0, *(warps / n for n in most)])
 
 
@@ -367,15 +394,16 @@ def _contiguity(plan: KernelPlan) -> float:
     (4096, 4096) matrix at a time.
     """
     big = max(
-        plan.block.inputs, key=lambda i: sum(tensor_bytes(plan.operands[s]) for s in i.sources)
+        plan.tiling.block.inputs,
+        key=lambda i: sum(tensor_bytes(plan.tiling.operands[s]) for s in i.sources),
     )
-    strides = plan.operands[big.sources[0]].strides
+    strides = plan.tiling.operands[big.sources[0]].strides
     run = (
         max(
-            (plan.tile(a) for a, s in zip(big.axes, strides, strict=True) if a and s == 1),
+            (plan.tiling.tile(a) for a, s in zip(big.axes, strides, strict=True) if a and s == 1),
             default=1,
         )
-        * plan.dtype(big).itemsize
+        * plan.tiling.dtype(big).itemsize
     )
     return (max(0.25, min(1.0, run / 128)) if run >= 32 else run / 128) * (
         0.95 + 0.05 * min(1.0, run / 1024)
@@ -386,11 +414,13 @@ def _detours(plan: KernelPlan) -> float:
     """Return a factor of small preferences among estimates that bandwidth makes equal."""
     schedule = plan.schedule
     # Multiply-adds gain nothing from staging.
-    through_shared = 1.02 if schedule.num_stages > 1 and not plan.dots else 1.0
+    through_shared = 1.02 if schedule.num_stages > 1 and not plan.layout.dots else 1.0
     reduced_each_step = (
-        1.01 if plan.walks and not schedule.reduce_after_loop and not plan.dots else 1.0
+        1.01
+        if plan.tiling.is_looped and not schedule.reduce_after_loop and not plan.layout.dots
+        else 1.0
     )
-    return through_shared * reduced_each_step * (1.02 if plan.dots else 1.0)
+    return through_shared * reduced_each_step * (1.02 if plan.layout.dots else 1.0)
 
 
 def library_us(op: KernelOp, device: Device = H200) -> float:

@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from mirage_hf import errors
-from mirage_hf.codegen.plan import MMA_COLUMNS, MMA_MIN, KernelPlan, plan_kernel
+from mirage_hf.codegen.plan import KernelPlan, plan_kernel
+from mirage_hf.codegen.plan.layout import MMA_COLUMNS, MMA_MIN
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import Axis, BlockGraph, Role
@@ -117,16 +118,16 @@ def _costs(
     for whole in _candidates(op.block, op):
         kind = whole.tiles, whole.mma, whole.weights_first, whole.reduce_after_loop
         try:
-            alone = known[kind][0].alike(whole) if kind in known else plan_kernel(op, whole)
+            alone = known[kind][0].with_schedule(whole) if kind in known else plan_kernel(op, whole)
             if kind not in known:
                 known[kind] = alone, footprint(alone)
             tiles = known[kind][1]
-            if (whole.mma and not alone.dots) or not _busy(alone):
+            if (whole.mma and not alone.layout.dots) or not _busy(alone):
                 continue
             for schedule in _shared(alone, device):
                 # Early prefetches have no part in the estimate.
                 cost = estimate(
-                    alone.alike(schedule) if schedule.cooperating_blocks > 1 else alone,
+                    alone.with_schedule(schedule) if schedule.cooperating_blocks > 1 else alone,
                     device,
                     tiles,
                 )
@@ -162,7 +163,7 @@ def _order(costs: Mapping[Schedule, float]) -> tuple[Schedule, ...]:
     # Try the best of each set of tiles before the second best of any, because what the model cannot
     # see differs most between tiles.
     effective: dict[Schedule, float] = {}
-    seen: Counter[tuple[bool, tuple[tuple[str, int], ...]]] = Counter()
+    seen: Counter[tuple[bool, Mapping[str, int]]] = Counter()
     for s in sorted(costs, key=lambda s: (costs[s], tie_break(s))):
         effective[s] = costs[s] * (1 + REPEAT * seen[s.mma, s.tiles])
         seen[s.mma, s.tiles] += 1
@@ -200,26 +201,35 @@ def _shared(p: KernelPlan, device: Device) -> Iterator[Schedule]:
     """Yield a plan's schedule, and those with cooperating blocks and with early prefetches."""
     read = [
         i
-        for i in p.block.inputs
-        if p.loop and p.loop in i.axes and p.prefetchable(i) and (p.walks or not p.constant(i))
+        for i in p.tiling.block.inputs
+        if p.tiling.loop
+        and p.tiling.loop in i.axes
+        and p.tiling.prefetchable(i)
+        and (p.tiling.is_looped or not p.tiling.is_constant(i))
     ]
-    step = sum(p.numel(p.block.carried[i.name]) * p.dtype(i).itemsize for i in read)
-    loops = sum(s.loop is not None for s in p.block.stages)
+    step = sum(
+        p.tiling.numel(p.tiling.block.carried[i.name]) * p.tiling.dtype(i).itemsize for i in read
+    )
+    loops = sum(s.loop is not None for s in p.tiling.block.stages)
     # A trimmed loop is shared by blocks anew for each length.
-    ragged = any(p.trimmed(s) for s in p.block.stages)
+    ragged = any(p.loop_bounds.trimming(s) for s in p.tiling.block.stages)
     for blocks in (1, 2, 4, 8, 16, 32) if ragged else (1, 2, 4, 8):
         if blocks > 1 and (
             loops != 1
-            or not p.walks
-            or p.trips(str(p.loop)) % blocks
-            or p.tiles * blocks > MOST_BLOCKS_PER_SM * device.sms
+            or not p.tiling.is_looped
+            or p.tiling.trips(str(p.tiling.loop)) % blocks
+            or p.tiling.num_tiles * blocks > MOST_BLOCKS_PER_SM * device.sms
         ):
             break
-        steps = PREFETCH_BYTES // (step * math.ceil(p.tiles * blocks / device.sms)) if step else 0
+        steps = (
+            PREFETCH_BYTES // (step * math.ceil(p.tiling.num_tiles * blocks / device.sms))
+            if step
+            else 0
+        )
         prefetch_steps = (
             min(
                 1 << max(0, steps.bit_length() - 1),
-                next_power_of_two(p.trips(str(p.loop)) // blocks),
+                next_power_of_two(p.tiling.trips(str(p.tiling.loop)) // blocks),
             )
             if step
             else 0
@@ -229,7 +239,9 @@ def _shared(p: KernelPlan, device: Device) -> Iterator[Schedule]:
 
 def _busy(p: KernelPlan) -> bool:
     """Whether every thread has something to load in an iteration."""
-    biggest = max((p.numel(p.block.carried[i.name]) for i in p.block.inputs), default=1)
+    biggest = max(
+        (p.tiling.numel(p.tiling.block.carried[i.name]) for i in p.tiling.block.inputs), default=1
+    )
     return biggest >= min(32 * p.schedule.num_warps, 128)
 
 
@@ -271,7 +283,7 @@ def recut(schedule: Schedule, old: KernelOp, op: KernelOp, device: Device = H200
         planned = plan_kernel(op, cut)
         needed = estimate(planned, device)
         if needed.registers > HOPELESS_REGISTERS or (
-            planned.dots and needed.shared > device.shared_bytes
+            planned.layout.dots and needed.shared > device.shared_bytes
         ):
             raise errors.CodegenError(
                 f"a kernel for these sizes would need {needed.registers} registers a thread and "
@@ -293,10 +305,13 @@ def _lengthened(schedule: Schedule, op: KernelOp, before: KernelPlan, device: De
     memory.
     """
     now = plan_kernel(op, schedule)
-    if not now.walks or now.steps_per_block <= before.steps_per_block:
+    if (
+        not now.tiling.is_looped
+        or now.cooperation.steps_per_block <= before.cooperation.steps_per_block
+    ):
         return schedule
-    loop = str(now.loop)
-    if not before.walks and now.dots:
+    loop = str(now.tiling.loop)
+    if not before.tiling.is_looped and now.layout.dots:
         schedule = replace(schedule, num_stages=max(PIPELINED, schedule.num_stages))
     while estimate(plan_kernel(op, schedule), device).shared > device.shared_bytes:
         stages, tile = schedule.num_stages, schedule.tiles[loop]
@@ -356,7 +371,7 @@ def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:
             continue
         names = [a.name for a in block.axes]
         for tiles in itertools.product(*choices):
-            named = tuple(zip(names, tiles, strict=True))
+            named = dict(zip(names, tiles, strict=True))
             walks = any(
                 t < block.split_size(a.name)
                 for a, t in zip(block.axes, tiles, strict=True)
@@ -364,7 +379,7 @@ def _candidates(block: BlockGraph, op: KernelOp) -> Iterator[Schedule]:
             )
             if mma:
                 if not all(
-                    _fits_side(block, side, big.axes, dict(named))
+                    _fits_side(block, side, big.axes, named)
                     for x, y in products
                     for side in (x - y, y - x)
                 ):

@@ -545,7 +545,7 @@ def _around(
                 continue
             costs = [estimate(p, model) for p in plans]
             permitted = all(
-                p.schedule.mma in a and (p.dots or not p.schedule.mma)
+                p.schedule.mma in a and (p.layout.dots or not p.schedule.mma)
                 for p, a in zip(plans, allowed, strict=True)
             )
             if (

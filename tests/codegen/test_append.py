@@ -250,7 +250,9 @@ def test_a_maximum_of_what_is_within_bounds_walks_the_whole_axis():
     for c in searched(g).candidates:
         for op in place_kernels(c.ugraph):
             for s in space.schedules(op)[:8]:
-                assert not any(plan_kernel(op, s).trimmed(stage) for stage in op.block.stages)
+                assert not any(
+                    plan_kernel(op, s).loop_bounds.trimming(stage) for stage in op.block.stages
+                )
 
 
 def test_capacity_reached_is_an_error_on_a_cpu():
@@ -295,7 +297,10 @@ def test_loops_visit_only_what_is_within_bounds(name):
     for schedules in chosen:
         for op, s in zip(place_kernels(u), schedules, strict=True):
             p = plan_kernel(op, s)
-            assert any(p.trimmed(stage) for stage in op.block.stages) or not p.walks
+            assert (
+                any(p.loop_bounds.trimming(stage) for stage in op.block.stages)
+                or not p.tiling.is_looped
+            )
         assert "_first" in triton.generate(u, schedules).source
 
 

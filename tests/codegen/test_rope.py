@@ -265,7 +265,7 @@ def test_a_turned_input_is_not_written_over():
     u = found_of(g)[0].ugraph
     (op,) = place_kernels(u)
     p = plan_kernel(op, space.default_schedule(op))
-    assert not p.in_place(op.block.outputs[0], [t.name for t in op.inputs].index("x"))
+    assert not p.tiling.can_overwrite(op.block.outputs[0], [t.name for t in op.inputs].index("x"))
 
 
 def test_cuda_says_that_it_has_no_turns():
@@ -297,9 +297,9 @@ def test_rows_in_variables_of_their_own_claim_no_alignment(tmp_path, monkeypatch
     for f in [f for f in found_of(g) if f.ugraph.num_kernels == 1][:3]:
         (op,) = place_kernels(f.ugraph)
         rotated = {i.rotation.axis for i in op.block.inputs if i.rotation}
-        for schedule in [s for s in space.schedules(op) if plan_kernel(op, s).unrolled in rotated][
-            :1
-        ]:
+        for schedule in [
+            s for s in space.schedules(op) if plan_kernel(op, s).layout.unrolled in rotated
+        ][:1]:
             program = triton.generate(f.ugraph, [schedule])
             assert "tl.where(" in program.source and "multiple_of" not in program.source
             assert compiler.ahead_of_time(program, 90)[0].asm["cubin"]

@@ -25,7 +25,8 @@ from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import torch_text, triton
 from mirage_hf.codegen.placement import place_kernels
-from mirage_hf.codegen.plan import WGMMA_TAKES_8_COLUMNS, plan_kernel
+from mirage_hf.codegen.plan import plan_kernel
+from mirage_hf.codegen.plan.pipelining import WGMMA_TAKES_8_COLUMNS
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.block import (
     Accumulator,
@@ -357,13 +358,14 @@ def test_eight_columns_take_the_instruction_that_is_planned_for():
         )
         planned = plan_kernel(place_kernels(u)[0], schedule)
         assert (
-            all(planned.is_asynchronous(d) == new for d in planned.dots.values()) and planned.dots
+            all(planned.pipelining.is_asynchronous(d) == new for d in planned.layout.dots.values())
+            and planned.layout.dots
         )
     fewer = replace(schedule, tiles=(("m", 4), ("n", 64), ("k", 128)))
     rows = replace(schedule, tiles=(("m", 8), ("n", 64), ("k", 128)), weights_first=False)
     assert (
-        not plan_kernel(place_kernels(u)[0], fewer).dots
-        and not plan_kernel(place_kernels(u)[0], rows).dots
+        not plan_kernel(place_kernels(u)[0], fewer).layout.dots
+        and not plan_kernel(place_kernels(u)[0], rows).layout.dots
     )  # as rows there are at least 16
 
 

@@ -367,13 +367,14 @@ def with_eight_columns(op: KernelOp, schedule: Schedule) -> Schedule:
 
     The schedule stays as it is if no product has 16 columns.
     """
-    for name, tile in schedule.tiles.items() if plan_kernel(op, schedule).dots else ():
+    for name, tile in schedule.tiles.items() if plan_kernel(op, schedule).layout.dots else ():
         other = replace(schedule, tiles=dict(schedule.tiles) | {name: 8})
         if (
             tile == 16
             and op.block.role(name) is Role.GRID
             and any(
-                plan_kernel(op, other).columns(d) == 8 for d in plan_kernel(op, other).dots.values()
+                plan_kernel(op, other).layout.columns(d) == 8
+                for d in plan_kernel(op, other).layout.dots.values()
             )
         ):
             return other
@@ -395,7 +396,9 @@ def random_cases(count: int, seed: int = 0) -> list[tuple[int, KernelGraph, Sche
             errors.CodegenError,
         ):  # stores nothing, or its tiles are larger than Triton takes
             continue
-        if max(map(planned.numel, planned.block.carried.values())) > 1 << 15:  # slow to interpret
+        if (
+            max(map(planned.tiling.numel, planned.tiling.block.carried.values())) > 1 << 15
+        ):  # slow to interpret
             continue
         found.append((seed, graph, schedule))
     return found
@@ -433,7 +436,7 @@ def main(count: int, seed: int) -> None:
         program = triton.generate(UGraph(graph, graph), [schedule])
         with_dots += "tl.dot" in program.source
         planned = plan_kernel(graph.ops[0], schedule)
-        with_eight += any(planned.columns(d) == 8 for d in planned.dots.values())
+        with_eight += any(planned.layout.columns(d) == 8 for d in planned.layout.dots.values())
         block, inputs = graph.ops[0].block, random_inputs(graph, number)
         with_parts += any(a.split_axis for a in block.axes)
         with_splits += schedule.cooperating_blocks > 1

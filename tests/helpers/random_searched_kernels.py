@@ -76,7 +76,7 @@ def _schedule(op, c: Candidate, r: random.Random) -> Schedule:
 
 def _steps(op: KernelOp, schedule: Schedule) -> int:
     p = plan_kernel(op, schedule)
-    return p.grid * sum(p.trips(s.loop) if s.loop else 1 for s in p.block.stages)
+    return p.grid * sum(p.tiling.trips(s.loop) if s.loop else 1 for s in p.tiling.block.stages)
 
 
 def inputs_of(program: KernelGraph, device: str) -> list[torch.Tensor]:

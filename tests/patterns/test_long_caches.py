@@ -119,7 +119,9 @@ def test_a_longer_cache_gets_longer_parts_and_no_more_of_them():
     )
     p = plan_kernel(place_kernels(ugraph)[0], cut[0])
     assert (
-        p.walks and p.dealt and not plan_kernel(ugraph.block_ops[0], cut[0]).dealt
+        p.tiling.is_looped
+        and p.loop_bounds.are_split
+        and not plan_kernel(ugraph.block_ops[0], cut[0]).loop_bounds.are_split
     )  # who else reads the parts is known of the whole only
 
 
@@ -127,11 +129,12 @@ INTERPRETED = """
 import json, torch
 from tests.codegen import test_append
 from tests.patterns import test_long_caches as t
-from mirage_hf.codegen import compile as compiler, plan, triton, triton_kernel
+from mirage_hf.codegen import compile as compiler, triton
+from mirage_hf.codegen.plan import cooperation
 
-wrong, before = [], (plan.GATHERED_PER_THREAD, plan.MOST_STRAIGHT, triton_kernel.MOST_STRAIGHT)
+wrong, before = [], (cooperation.GATHERED_PER_THREAD, cooperation.MOST_UNLOOPED_BLOCKS)
 for case in t.CASES:
-    plan.GATHERED_PER_THREAD, plan.MOST_STRAIGHT, triton_kernel.MOST_STRAIGHT = case["gathered"], case["straight"], case["straight"]
+    cooperation.GATHERED_PER_THREAD, cooperation.MOST_UNLOOPED_BLOCKS = case["gathered"], case["straight"]
     u, schedules = t.walking(**case)
     program = triton.generate(u, schedules)
     run = compiler.load(program.source, program.digest).run
@@ -142,7 +145,7 @@ for case in t.CASES:
             far = float((y.double() - z).abs().max())
             if not far < 6e-3:
                 wrong.append([case, lo, slot, n, far, *map(str, schedules)])
-plan.GATHERED_PER_THREAD, plan.MOST_STRAIGHT, triton_kernel.MOST_STRAIGHT = before
+cooperation.GATHERED_PER_THREAD, cooperation.MOST_UNLOOPED_BLOCKS = before
 print(json.dumps(wrong))
 """
 
@@ -193,15 +196,19 @@ def test_a_loop_that_was_held_whole_is_pipelined_and_fits_into_shared_memory_whe
         num_warps=8,
         cooperating_blocks=1,
     )
-    assert not plan_kernel(first, whole).walks
+    assert not plan_kernel(first, whole).tiling.is_looped
     ugraph, (cut, _) = cut_to(tuned, [whole, space.default_schedule(second)], program(LONG, 128))
     p = plan_kernel(place_kernels(ugraph)[0], cut)
-    assert p.walks and cut.num_stages == space.PIPELINED and estimate(p).shared <= H200.shared_bytes
+    assert (
+        p.tiling.is_looped
+        and cut.num_stages == space.PIPELINED
+        and estimate(p).shared <= H200.shared_bytes
+    )
 
 
 def test_more_blocks_share_a_longer_loop_but_not_one_as_long_as_it_was(monkeypatch):
     monkeypatch.setattr(
-        "mirage_hf.codegen.plan.WGMMA_TAKES_8_COLUMNS", False
+        "mirage_hf.codegen.plan.pipelining.WGMMA_TAKES_8_COLUMNS", False
     )  # with which other tiles would fit shared memory
     tuned = symbolic.for_program(
         found(128, 1, kv_heads=8), program(attention.LONG_SLOTS, 128, kv_heads=8)
@@ -226,7 +233,7 @@ def test_a_schedule_that_is_none_for_a_short_cache_gives_way_to_one_of_its_kind(
         ugraph, (cut,) = cut_to(tuned, [s], program(slots, 128))
         assert (
             cut.mma
-            and plan_kernel(place_kernels(ugraph)[0], cut).dots
+            and plan_kernel(place_kernels(ugraph)[0], cut).layout.dots
             and triton.generate(ugraph, [cut])
         )
 
@@ -247,7 +254,9 @@ def test_what_lies_ready_is_not_asked_for_before_a_share_is_known():
                 (
                     s
                     for s in space.schedules(op)
-                    if s.prefetch_steps and plan_kernel(op, s).walks and plan_kernel(op, s).dealt
+                    if s.prefetch_steps
+                    and plan_kernel(op, s).tiling.is_looped
+                    and plan_kernel(op, s).loop_bounds.are_split
                 ),
                 None,
             )
@@ -283,7 +292,7 @@ def test_heads_and_queries_share_the_rows_of_a_product():
     side = [a.name for a in op.block.axes if a.size == 4]
     assert len(side) == 2 and all(op.block.role(a) is Role.GRID for a in side)
     s = next(s for s in space.schedules(op) if s.mma)
-    assert [s.tiles[a] for a in side] == [4, 4] and len(plan_kernel(op, s).dots) == 2
+    assert [s.tiles[a] for a in side] == [4, 4] and len(plan_kernel(op, s).layout.dots) == 2
 
 
 def test_keys_held_whole_are_not_cut_to_more_than_shared_memory_holds():

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import mirage_hf as mi
-from mirage_hf.codegen import plan
+from mirage_hf.codegen.plan import pipelining
 from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.pipeline import (
     find_outcome,
@@ -210,7 +210,7 @@ def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch, caplog
     """
     entries = [e for e in packaged_store().entries() if isinstance(e, Entry)]
     for newer in (False, True):
-        monkeypatch.setattr(plan, "WGMMA_TAKES_8_COLUMNS", newer)
+        monkeypatch.setattr(pipelining, "WGMMA_TAKES_8_COLUMNS", newer)
         unsafe = [e for e in entries if results.obstacle(e, True, True)]
         few = {t for e in unsafe for s in e.schedules for t in s.tiles.items() if s.mma}
         assert len(entries) > 50 and bool(unsafe) == newer

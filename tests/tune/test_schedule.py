@@ -14,6 +14,7 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
+from mirage_hf.codegen.plan.stages import running_maxima
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.kernel import new_kernel_graph
@@ -144,10 +145,11 @@ def test_tiles_of_parts():
     assert all(dict(s.tiles)["k"] == 64 and dict(s.tiles)["p"] == 1 for s in space.schedules(first))
     planned = plan_kernel(first, Schedule({"m": 1, "p": 1, "n": 8, "k": 64}))
     assert (
-        planned.trips("k") == 1
+        planned.tiling.trips("k") == 1
         and planned.grid == 3 * 3 * 5
-        and planned.bounds("k") == (True, True)
-        and planned.reach("k") == 68 + 63
+        and planned.masks.passes_split("k")
+        and planned.masks.split_passes_axis("k")
+        and planned.masks.largest_index("k") == 68 + 63
     )
     with pytest.raises(
         errors.CodegenError,
@@ -168,14 +170,14 @@ def test_estimates_count_parts():
     )
     s = Schedule({"h": 1, "m": 1, "p": 1, "s": 64, "d": 128})
     assert (
-        plan_kernel(few, s).trips("s") == 4 * plan_kernel(many, s).trips("s") == 16
+        plan_kernel(few, s).tiling.trips("s") == 4 * plan_kernel(many, s).tiling.trips("s") == 16
         and 4 * plan_kernel(few, s).grid == plan_kernel(many, s).grid == 128
     )
     one, other = cost.estimate(plan_kernel(few, s)), cost.estimate(plan_kernel(many, s))
     assert other.us < one.us and other.bytes - one.bytes == 12 * 8 * (128 + 2) * 4
-    assert plan_kernel(few, s).is_streamed(few.block.inputs[1]) and not plan_kernel(
+    assert plan_kernel(few, s).tiling.is_streamed(few.block.inputs[1]) and not plan_kernel(
         few, s
-    ).is_streamed(few.block.inputs[0])
+    ).tiling.is_streamed(few.block.inputs[0])
 
 
 def test_shifted_sums_and_their_maxima_are_not_lazy():
@@ -183,7 +185,7 @@ def test_shifted_sums_and_their_maxima_are_not_lazy():
     planned = plan_kernel(op, Schedule({"h": 1, "m": 4, "s": 32, "d": 32}, reduce_after_loop=True))
     stage = op.block.stages[0]
     assert not any(planned.is_reduced_after_loop(stage, a) for a in stage.accumulators) and set(
-        planned.maxima(stage)
+        running_maxima(stage)
     ) == {"top"}
 
 
@@ -212,7 +214,7 @@ def test_restrictions_count_parts_as_blocks():
     op = kernel_cases.online_attention(8, 1, 4096, 128, 4).block_ops[0]
     kept = LaunchRestriction.of([(8, 4)], [(128,)], [16]).schedules(op)
     assert kept and all(
-        plan_kernel(op, s).grid == 32 and plan_kernel(op, s).trips("s") == 16 for s in kept
+        plan_kernel(op, s).grid == 32 and plan_kernel(op, s).tiling.trips("s") == 16 for s in kept
     )
     assert not LaunchRestriction.of([(8, 2)], None, None).schedules(op)
 
@@ -442,8 +444,8 @@ def test_kernels_are_chosen_by_the_time_of_all_together(monkeypatch):
 @pytest.mark.parametrize(
     "schedule, k, says",
     [
-        (dict(cooperating_blocks=8), 128, "4 steps of the loop cannot be split among 8 blocks"),
-        (dict(cooperating_blocks=2), 512, "one stage that walks"),
+        (dict(cooperating_blocks=8), 128, "4 steps of the loop cannot be shared by 8 blocks"),
+        (dict(cooperating_blocks=2), 512, "exactly one stage must loop"),
         (dict(cooperating_blocks=3), 64, "powers of two"),
         (dict(prefetch_steps=-1), 64, "powers of two"),
     ],
@@ -471,7 +473,7 @@ def test_a_loop_of_other_length_is_shared_by_fewer_blocks():
         triton.generate(u, [schedule])
         shared[k] = schedule.cooperating_blocks
         if 1 < 2 * schedule.cooperating_blocks <= 16:
-            with pytest.raises(errors.CodegenError, match=r"cannot be split|walks"):
+            with pytest.raises(errors.CodegenError, match=r"cannot be shared|must loop"):
                 plan_kernel(
                     op, replace(schedule, cooperating_blocks=2 * schedule.cooperating_blocks)
                 )

@@ -169,7 +169,7 @@ def test_every_entry_of_the_packaged_zoo_is_usable():
 def test_kernels_of_the_packaged_zoo_are_what_is_generated_now(monkeypatch):
     """Where they are not, raise schedule.VERSION and build the zoo again."""
     monkeypatch.setattr(
-        "mirage_hf.codegen.plan.WGMMA_TAKES_8_COLUMNS", False
+        "mirage_hf.codegen.plan.pipelining.WGMMA_TAKES_8_COLUMNS", False
     )  # as of the Triton that they were tuned with
     assert not [
         str(e.folder) for e in packaged_store().entries() if e.generate().source != e.kernel
@@ -180,7 +180,7 @@ def test_packaged_kernels_are_in_the_space_and_estimates_of_attention_are_near_t
     monkeypatch,
 ):
     monkeypatch.setattr(
-        "mirage_hf.codegen.plan.WGMMA_TAKES_8_COLUMNS", False
+        "mirage_hf.codegen.plan.pipelining.WGMMA_TAKES_8_COLUMNS", False
     )  # as of the Triton that they were tuned with
     for e in packaged_store().entries():
         estimates = [

@@ -1,0 +1,17 @@
+"""How a kernel is laid out, decided before a line of it is written.
+
+In the order in which they build on each other:
+
+- `tiling`: how tiles cut the axes of a block graph.
+- `stages`: in which order stages run, and what each reads.
+- `layout`: the dims of tensors inside the kernel, and the products that run on tensor cores.
+- `loop_bounds`: loops that only visit what is within their bounds.
+- `pipelining`: which loads Triton copies asynchronously, and which must be loaded differently.
+- `cooperation`: blocks that share the loop of one tile.
+- `masks`: where tiles reach past the end of an axis.
+- `kernel_plan`: all of that for one placed op and one schedule.
+"""
+
+from mirage_hf.codegen.plan.kernel_plan import KernelPlan, plan_kernel
+
+__all__ = ["KernelPlan", "plan_kernel"]

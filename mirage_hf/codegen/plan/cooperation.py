@@ -1,0 +1,120 @@
+"""Blocks that share the loop of one tile.
+
+Each of `cooperating_blocks` blocks takes an equal number of the loop's steps. It stores its partial
+results in scratch memory; the last block to finish adds them, always in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from mirage_hf import errors
+from mirage_hf.codegen.plan.layout import TensorLayout
+from mirage_hf.codegen.plan.tiling import Tiling
+from mirage_hf.codegen.schedule import next_power_of_two
+from mirage_hf.graph.block import Accumulator
+
+#: Partial results that a thread holds at a time while those of all blocks are added.
+GATHERED_PER_THREAD = 64
+
+#: Most blocks whose partial results are added without a loop. 64 in a row spilled registers.
+MOST_UNLOOPED_BLOCKS = 16
+
+_WARP = 32
+_MOST_SCRATCH = 2**31
+
+
+@dataclass(frozen=True)
+class Cooperation:
+    """How several blocks share a loop."""
+
+    layout: TensorLayout
+    #: Blocks that share the loop of a tile (`Schedule.cooperating_blocks`). 1: they do not share.
+    blocks: int
+    num_warps: int
+
+    @property
+    def _tiling(self) -> Tiling:
+        return self.layout.tiling
+
+    @cached_property
+    def steps_per_block(self) -> int:
+        """Steps of the loop that each block takes."""
+        return -(-self._tiling.trips(str(self._tiling.loop)) // self.blocks)
+
+    @cached_property
+    def shared_accumulators(self) -> tuple[Accumulator, ...]:
+        """The accumulators of which several blocks hold partial results."""
+        if self.blocks == 1:
+            return ()
+        return tuple(a for s in self._tiling.block.stages for a in s.accumulators)
+
+    @cached_property
+    def partial_floats(self) -> int:
+        """Partial results of one block, float32."""
+        carried = self._tiling.block.carried
+        return sum(self._tiling.numel(carried[a.out]) for a in self.shared_accumulators)
+
+    @cached_property
+    def scratch(self) -> int:
+        """Partial results of all blocks, float32."""
+        return self._tiling.num_tiles * self.blocks * self.partial_floats
+
+    @property
+    def gathers_in_loop(self) -> bool:
+        """True if the partial results of all blocks are added in a loop."""
+        return self.blocks > MOST_UNLOOPED_BLOCKS
+
+    def counted(self, axis: str) -> int:
+        """Return the elements of a tile that are gathered, a power of two.
+
+        A short axis may fill only part of the smallest side of a tensor-core product. Then only
+        that part is gathered, except in a loop: Triton 3.6 finds no register layouts for padding
+        what comes out of one.
+        """
+        tile = self._tiling.tile(axis)
+        is_cut = self._tiling.trips(axis) > 1 or self._tiling.split_axis(axis)
+        if is_cut or self.gathers_in_loop:
+            return tile
+        return min(tile, next_power_of_two(self._tiling.block.split_size(axis)))
+
+    def gathered(self, acc: Accumulator) -> int:
+        """Return of how many blocks the partial results are read at a time, a power of two."""
+        elements = math.prod(self.counted(a) for a in self.layout.value_dims(acc.out))
+        fit = GATHERED_PER_THREAD * _WARP * self.num_warps // elements
+        largest_power = 1 << max(0, fit.bit_length() - 1)
+        return min(self.blocks, MOST_UNLOOPED_BLOCKS, largest_power)
+
+    def check(self) -> None:
+        """Check that the loop can be shared.
+
+        Raises:
+            CodegenError: It cannot.
+        """
+        if self.blocks == 1:
+            return
+        loops = [s for s in self._tiling.block.stages if s.loop]
+        if len(loops) != 1 or not self._tiling.is_looped:
+            raise errors.CodegenError(
+                f"schedule: {self.blocks} blocks share the loop, so exactly one stage must loop, "
+                f"in several steps; {len(loops)} stages loop"
+                + ("" if self._tiling.is_looped else ", in one step")
+            )
+        steps = self._tiling.trips(str(self._tiling.loop))
+        if (self.blocks - 1) * self.steps_per_block >= steps:
+            raise errors.CodegenError(
+                f"schedule: {steps} steps of the loop cannot be shared by {self.blocks} blocks "
+                "without leaving one idle"
+            )
+        if not self.shared_accumulators:
+            raise errors.CodegenError(
+                f"schedule: the loop has no sums that {self.blocks} blocks could share; "
+                "cut a grid axis into smaller tiles"
+            )
+        if self.scratch >= _MOST_SCRATCH:
+            raise errors.CodegenError(
+                f"schedule: {self.scratch} partial results are too many; give other tiles, "
+                "or fewer cooperating_blocks"
+            )

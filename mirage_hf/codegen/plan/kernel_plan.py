@@ -1,0 +1,185 @@
+"""The plan of one kernel: a placed op, a schedule, and everything that follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from mirage_hf import errors
+from mirage_hf.codegen.placement import PlacedOp
+from mirage_hf.codegen.plan import stages
+from mirage_hf.codegen.plan.cooperation import Cooperation
+from mirage_hf.codegen.plan.layout import TensorLayout
+from mirage_hf.codegen.plan.loop_bounds import LoopBounds
+from mirage_hf.codegen.plan.masks import Masks
+from mirage_hf.codegen.plan.pipelining import Pipelining
+from mirage_hf.codegen.plan.tiling import Tiling
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph.block import Accumulator, Role, Stage
+from mirage_hf.graph.kernel import KernelOp
+
+#: Elements of the largest tile that Triton takes.
+MAX_ELEMENTS = 1 << 20
+
+
+def plan_kernel(op: KernelOp, schedule: Schedule) -> KernelPlan:
+    """Return the plan of a `customized` op.
+
+    Raises:
+        CodegenError: No kernel can be made of the op and the schedule.
+    """
+    if not isinstance(op, PlacedOp):
+        op = PlacedOp(op.name, op.inputs, op.outputs, op.attrs, op.block)
+    assert op.block is not None
+    schedule.check(op.block)
+    tiling = Tiling(op, schedule.tiles)
+    _check_block(tiling)
+    return KernelPlan(TensorLayout(tiling, schedule.mma, schedule.weights_first), schedule)
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """What a kernel will look like.
+
+    Raises:
+        CodegenError: No kernel can be made of the layout and the schedule.
+    """
+
+    layout: TensorLayout
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        self.pipelining.check()
+        self.cooperation.check()
+        self._check_sizes()
+
+    def with_schedule(self, schedule: Schedule) -> KernelPlan:
+        """Return the plan of a schedule with the same tiles and kind of product.
+
+        It shares this plan's layout, which is the costly part.
+
+        Raises:
+            CodegenError: No kernel can be made of the schedule.
+        """
+        layout = self.layout
+        same = layout.tiling.tiles, layout.mma, layout.weights_first
+        assert (schedule.tiles, schedule.mma, schedule.weights_first) == same
+        return KernelPlan(layout, schedule)
+
+    @property
+    def op(self) -> PlacedOp:
+        """The op that the kernel is for."""
+        return self.tiling.op
+
+    @property
+    def tiling(self) -> Tiling:
+        """How tiles cut the axes."""
+        return self.layout.tiling
+
+    @cached_property
+    def loop_bounds(self) -> LoopBounds:
+        """Loops that only visit what is within their bounds."""
+        return LoopBounds(self.tiling)
+
+    @cached_property
+    def cooperation(self) -> Cooperation:
+        """Blocks that share the loop of one tile."""
+        return Cooperation(self.layout, self.schedule.cooperating_blocks, self.schedule.num_warps)
+
+    @cached_property
+    def pipelining(self) -> Pipelining:
+        """Loads that are copied asynchronously."""
+        schedule = self.schedule
+        return Pipelining(self.layout, self.cooperation, schedule.num_stages, schedule.num_warps)
+
+    @cached_property
+    def masks(self) -> Masks:
+        """Where tiles reach past the end of an axis."""
+        return Masks(self.tiling, self.loop_bounds, self.cooperation)
+
+    @cached_property
+    def grid(self) -> int:
+        """Thread blocks."""
+        return self.tiling.num_tiles * self.schedule.cooperating_blocks
+
+    @property
+    def triggers_early(self) -> bool:
+        """True if the next kernel may launch before this one's grid dependency wait."""
+        return self.schedule.trigger_early and self.op.next_may_launch_early
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """The stages and their numbers in the order in which the kernel runs them."""
+        return stages.execution_order(self.tiling)
+
+    def is_reduced_after_loop(self, stage: Stage, acc: Accumulator) -> bool:
+        """Return True if an accumulator stays spread over the loop tile inside the loop.
+
+        A maximum that the body reads must be that of whole tiles. A sum that shifts with it is
+        rescaled as it grows. So neither is.
+        """
+        return (
+            self.schedule.reduce_after_loop
+            and acc.out not in self.layout.dots
+            and self.tiling.loop in self.layout.value_dims(acc.arg)
+            and acc.shift is None
+            and acc.out not in stages.running_maxima(stage)
+        )
+
+    def _check_sizes(self) -> None:
+        for value, axes in self.tiling.block.carried.items():
+            elements = self.tiling.numel(axes)
+            if elements > MAX_ELEMENTS and value not in self.layout.unformed_products:
+                raise errors.CodegenError(
+                    f"{value} has {elements} elements in a tile, Triton takes {MAX_ELEMENTS}; "
+                    "give smaller tiles, or make a tile axis the loop"
+                )
+
+
+def _check_block(tiling: Tiling) -> None:
+    """Check what a block graph must be for any kernel.
+
+    Raises:
+        CodegenError: It has no kernel.
+    """
+    _check_sources(tiling)
+    _check_outputs(tiling)
+    _check_loop(tiling)
+
+
+def _check_sources(tiling: Tiling) -> None:
+    for i in tiling.block.inputs:
+        if len({tiling.operands[s].dtype for s in i.sources}) > 1:
+            raise errors.CodegenError(
+                f"block input {i.name}: its joined sources have different dtypes; cast them to one"
+            )
+
+
+def _check_outputs(tiling: Tiling) -> None:
+    for axis in tiling.block.named(Role.GRID):
+        for o in tiling.block.outputs:
+            if not tiling.differs_along(axis.name, o.axes) and o.value not in tiling.inputs:
+                raise errors.CodegenError(
+                    f"output {o.value} does not carry the grid axis {axis.name}, so its blocks "
+                    "would write the same elements; make the axis a loop or tile axis, or a dim "
+                    "of the output"
+                )
+
+
+def _check_loop(tiling: Tiling) -> None:
+    block, loop = tiling.block, tiling.loop
+    if not loop:
+        return
+    computed_in_loop = {op.out for s in block.stages if s.loop for op in s.body}
+    for o in block.outputs:
+        if loop in o.axes and o.value not in computed_in_loop:
+            raise errors.CodegenError(
+                f"output {o.value} carries the loop axis {loop} but no stage that loops computes it"
+            )
+    for stage in block.stages:
+        for op in stage.body:
+            if stage.loop is None and loop in block.carried[op.out]:
+                raise errors.CodegenError(
+                    f"{op.out} carries the loop axis {loop} in a stage without a loop; "
+                    "give the stage the loop"
+                )

@@ -1,0 +1,336 @@
+"""The dims of tensors inside a kernel, and the products that run on tensor cores.
+
+A tensor has one dim for each axis that it carries and whose tile is larger than 1, in
+`TensorLayout.order`. Axes of tile 1 are scalars.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from mirage_hf.codegen.plan.tiling import Tiling
+from mirage_hf.graph.block import BlockInput, Contraction, Role
+
+#: Fewest rows of a product on tensor cores, and fewest elements that each of its sums is over.
+MMA_MIN = 16
+
+#: Fewest columns of a product on tensor cores.
+MMA_COLUMNS = 8
+
+#: Most elements of an axis that become variables of their own.
+MOST_UNROLLED = 8
+
+#: Most orders of axes that are tried: all of seven axes.
+_MOST_ORDERS = 5040
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A product on tensor cores: `out` = left · right, both cast to `dtype`.
+
+    The rows may be those of several axes, like heads and queries. So may the columns.
+    """
+
+    contraction: Contraction
+    left: str
+    right: str
+    #: True if the left tile is stored as (over, rows) instead of (rows, over).
+    left_transposed: bool
+    #: True if the right tile is stored as (columns, over) instead of (over, columns).
+    right_transposed: bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """How tiles lie in a kernel. Decided by the tiling and the kind of product alone."""
+
+    tiling: Tiling
+    #: Products that fit run on tensor cores (`Schedule.mma`).
+    mma: bool
+    #: The larger operand is the left one (`Schedule.weights_first`).
+    weights_first: bool
+
+    # -- dims -------------------------------------------------------------------------------------
+
+    def dims(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Return the axes among `axes` that are dims of a tensor, in order."""
+        return tuple(
+            a for a in self.order if a in axes and self.tiling.tile(a) > 1 and a != self.unrolled
+        )
+
+    def value_dims(self, value: str) -> tuple[str, ...]:
+        """Return the dims of a value."""
+        return self.dims(self.tiling.block.carried[value])
+
+    @cached_property
+    def unrolled(self) -> str | None:
+        """The axis whose elements in a tile are separate variables instead of a dim, if any.
+
+        These are the rows of products by multiply-adds. As a dim they would be broadcast against
+        the weights, and all weights would be moved to another register layout for that.
+        """
+        if self.mma:
+            return None
+        tiling, block = self.tiling, self.tiling.block
+        rows = {
+            a
+            for c in block.contractions.values()
+            for a in set(block.carried[c.a]) ^ set(block.carried[c.b])
+            if a not in block.carried[self._weight(c)]
+        }
+        rows -= {a for i in block.inputs if len(i.sources) > 1 for a in i.carried}
+        for a in block.named(Role.GRID):
+            if a.name in rows and 1 < tiling.tile(a.name) <= MOST_UNROLLED:
+                return a.name
+        return None
+
+    @property
+    def lanes(self) -> int:
+        """The number of variables for the elements of the unrolled axis."""
+        return self.tiling.tile(self.unrolled) if self.unrolled else 0
+
+    # -- order of dims ----------------------------------------------------------------------------
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """The axes in the order of tensor dims.
+
+        Grid, tile and loop axes come in this order, except that each tensor-core product wants its
+        rows before its summed axis, and that before its columns.
+        """
+        axes = [
+            a.name
+            for role in (Role.GRID, Role.TILE, Role.LOOP)
+            for a in self.tiling.block.named(role)
+        ]
+        wishes = _PartialOrder(axes)
+        for i in self._inputs_of_several_products():
+            for first, second in itertools.pairwise(self._stored_order(i)):
+                wishes.add(first, second)
+        for c in self._mma_contractions:
+            choices = list(self._wished_orders(c))
+            for first, second in next(filter(wishes.allow, choices), choices[0]):
+                wishes.add(first, second)
+        order = wishes.sorted()
+        if not self._becomes_tf32(order):
+            return order
+        safe_orders = (
+            p
+            for p in itertools.islice(wishes.all_orders(order), _MOST_ORDERS)
+            if not self._becomes_tf32(p)
+        )
+        return next(safe_orders, order)
+
+    def _inputs_of_several_products(self) -> Iterator[BlockInput]:
+        """Yield the inputs that several products read, summed over different axes.
+
+        They keep the order in which they are stored. Triton 3.6 copies such an input ahead only
+        then.
+        """
+        factors = dict.fromkeys(x for c in self._mma_contractions for x in (c.a, c.b))
+        for name in factors:
+            summed = {c.over for c in self._mma_contractions if name in (c.a, c.b)}
+            if name in self.tiling.inputs and len(summed) > 1:
+                yield self.tiling.inputs[name]
+
+    def _stored_order(self, i: BlockInput) -> list[str]:
+        """Return the dims of an input by falling stride."""
+        strides = self.tiling.operands[i.sources[0]].strides
+        stored = sorted(
+            (-stride, axis)
+            for axis, stride in zip(i.axes, strides, strict=True)
+            if axis and self.tiling.tile(axis) > 1
+        )
+        return [axis for _, axis in stored]
+
+    def _wished_orders(self, c: Contraction) -> Iterator[list[tuple[str, str]]]:
+        """Yield pairs (earlier, later) of axes for a product, as scheduled and the other way."""
+        left, right = self._sides(c)
+        for x, y in ((left, right), (right, left)):
+            rows_first = [(a, c.over) for a in self._free(x, c.over)]
+            columns_last = [(c.over, a) for a in self._free(y, c.over)]
+            yield rows_first + columns_last
+
+    def _becomes_tf32(self, order: Sequence[str]) -> bool:
+        """Return True if Triton would move a sum of float32 products to TF32 tensor cores.
+
+        Triton 3.6 rewrites a sum over the middle dim of x[m, k, 1] · y[1, k, n] as a `tl.dot` with
+        rounded factors, unasked. Seen as errors 25 times those of multiply-adds. If the summed axis
+        is first or last, it does not.
+        """
+        block, tiling = self.tiling.block, self.tiling
+        on_tensor_cores = {c.out for c in self._mma_contractions}
+        for c in block.contractions.values():
+            carried = {*block.carried[c.a], *block.carried[c.b]} - {self.unrolled}
+            dims = [a for a in order if a in carried and tiling.tile(a) > 1]
+            if c.out not in on_tensor_cores and c.over in dims[1:-1]:
+                return True
+        return False
+
+    # -- tensor cores -----------------------------------------------------------------------------
+
+    @cached_property
+    def dots(self) -> dict[str, Dot]:
+        """The products on tensor cores, by the name of the sum."""
+        dots = {}
+        for c in self._mma_contractions:
+            dot = self._dot(c)
+            if dot is not None:
+                dots[c.out] = dot
+        return dots
+
+    def _dot(self, c: Contraction) -> Dot | None:
+        """Return a product as `tl.dot` takes it, if its rows and its columns are adjacent dims."""
+        place = {a: n for n, a in enumerate(self.order)}
+        free = {x: sorted(place[a] for a in self._free(x, c.over)) for x in (c.a, c.b)}
+        left, right = sorted((c.a, c.b), key=free.__getitem__)
+        over = place[c.over]
+        if free[left][-1] > free[right][0] or any(p[0] < over < p[-1] for p in free.values()):
+            return None
+        if self.tiling.numel(self._free(left, c.over)) < MMA_MIN:
+            return None  # so few of them would have to be columns
+        inputs = [self.tiling.inputs[x] for x in (left, right) if x in self.tiling.inputs]
+        stored = {self.tiling.dtype(i) for i in inputs}
+        if not stored:
+            dtype = self.tiling.mma_dtype
+        else:
+            dtype = stored.pop() if len(stored) == 1 else torch.float32
+        return Dot(c, left, right, free[left][0] > over, over > free[right][0], dtype)
+
+    def rows(self, dot: Dot) -> int:
+        """Return the rows of a product's left tile."""
+        return self.tiling.numel(self._free(dot.left, dot.contraction.over))
+
+    def columns(self, dot: Dot) -> int:
+        """Return the columns of a product's right tile."""
+        return self.tiling.numel(self._free(dot.right, dot.contraction.over))
+
+    @cached_property
+    def _mma_contractions(self) -> tuple[Contraction, ...]:
+        if not self.mma:
+            return ()
+        return tuple(c for c in self.tiling.block.contractions.values() if self._fits_mma(c))
+
+    def _fits_mma(self, c: Contraction) -> bool:
+        tiling = self.tiling
+        a, b = (self._free(x, c.over) for x in (c.a, c.b))
+        sizes = tiling.numel(a), tiling.numel(b)
+        inputs = [tiling.inputs[x] for x in (c.a, c.b) if x in tiling.inputs]
+        return (
+            tiling.mma_dtype is not torch.float32
+            and not set(a) & set(b)
+            and tiling.tile(c.over) >= MMA_MIN
+            and min(sizes) >= MMA_COLUMNS
+            and max(sizes) >= MMA_MIN
+            and all(tiling.dtype(i).is_floating_point for i in inputs)
+        )
+
+    def _free(self, value: str, over: str) -> tuple[str, ...]:
+        """Return the axes of a factor that are not summed over."""
+        carried = self.tiling.block.carried[value]
+        return tuple(a for a in carried if a != over and self.tiling.tile(a) > 1)
+
+    def _sides(self, c: Contraction) -> tuple[str, str]:
+        """Return the factors as (left, right), in the order that the schedule wants."""
+        weight = self._weight(c)
+        other = c.b if weight == c.a else c.a
+        return (weight, other) if self.weights_first else (other, weight)
+
+    def _weight(self, c: Contraction) -> str:
+        """Return the factor with more data.
+
+        An input, or one scaled by another, comes before a computed value; then the larger one.
+        """
+        inputs, block = self.tiling.inputs, self.tiling.block
+
+        def weigh(x: str) -> tuple[bool, int]:
+            op = self.tiling.ops.get(x)
+            is_scaled = op is not None and op.fn == "mul" and all(a in inputs for a in op.args)
+            size = math.prod(block.axis(a).size for a in block.carried[x])
+            return x in inputs or is_scaled, size
+
+        return max((c.a, c.b), key=weigh)
+
+    # -- factors ----------------------------------------------------------------------------------
+
+    @cached_property
+    def unformed_products(self) -> frozenset[str]:
+        """Elementwise products that only feed tensor cores and are never formed."""
+        return frozenset(d.contraction.product for d in self.dots.values())
+
+    @cached_property
+    def half_products(self) -> frozenset[str]:
+        """Products of two inputs that are computed in their 16-bit dtype.
+
+        They are factors of tensor-core products only, all of that dtype. So they are rounded once,
+        as a float32 product would be when it becomes a factor.
+        """
+        block = self.tiling.block
+        kept = {o.value for o in block.outputs}
+        kept |= {a.arg for s in block.stages for a in s.accumulators}
+        dtypes = {x: d.dtype for d in self.dots.values() for x in (d.left, d.right)}
+        return frozenset(
+            x for x, dtype in dtypes.items() if x not in kept and self._is_half_product(x, dtype)
+        )
+
+    def _is_half_product(self, value: str, dtype: torch.dtype) -> bool:
+        ops = self.tiling.ops
+        op = ops.get(value)
+        if op is None or op.fn != "mul" or op.over is not None or dtype.itemsize != 2:
+            return False
+        readers = [o.out for o in ops.values() if value in o.args]
+        only_feeds_dots = all(r in self.unformed_products for r in readers)
+        return only_feeds_dots and all(self._is_stored_in(a, dtype) for a in op.args)
+
+    def _is_stored_in(self, x: str | float, dtype: torch.dtype) -> bool:
+        i = self.tiling.inputs.get(str(x))
+        return i is not None and i.bounds is None and self.tiling.dtype(i) is dtype
+
+    @cached_property
+    def kept_as_stored(self) -> frozenset[str]:
+        """Inputs that stay in the dtype they are stored in, instead of becoming float32."""
+        read: set[str | float] = {x for d in self.dots.values() for x in (d.left, d.right)}
+        read |= {a for out in self.half_products for a in self.tiling.ops[out].args}
+        return frozenset(str(x) for x in read if x in self.tiling.inputs)
+
+
+class _PartialOrder:
+    """Which axes must come before which, without cycles."""
+
+    def __init__(self, axes: Sequence[str]) -> None:
+        self._axes = list(axes)
+        self._after: dict[str, set[str]] = {a: set() for a in axes}
+
+    def add(self, first: str, second: str) -> None:
+        """Let `first` come before `second`, unless the opposite was already wanted."""
+        if not self._reaches(second, first):
+            self._after[first].add(second)
+
+    def allow(self, pairs: Sequence[tuple[str, str]]) -> bool:
+        """Return True if no pair (first, second) contradicts what was wanted."""
+        return not any(self._reaches(second, first) for first, second in pairs)
+
+    def _reaches(self, start: str, goal: str) -> bool:
+        return start == goal or any(self._reaches(x, goal) for x in self._after[start])
+
+    def sorted(self) -> tuple[str, ...]:
+        """Return the axes in a topological order that changes as little as possible."""
+        axes, order = list(self._axes), []
+        while axes:
+            free = next(a for a in axes if not any(a in self._after[x] for x in axes))
+            order.append(free)
+            axes.remove(free)
+        return tuple(order)
+
+    def all_orders(self, start: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        """Yield the permutations of `start` that keep to what was wanted."""
+        for p in itertools.permutations(start):
+            if all(p.index(a) <= p.index(b) for a in self._after for b in self._after[a]):
+                yield p

@@ -1,0 +1,102 @@
+"""Loops that only visit what is within their bounds.
+
+An axis may have bounds per row, like the valid slots of a key cache. Tiles that lie outside of all
+bounds need not be visited if they change no accumulator: every sum there is of zeros, and every
+maximum is of a number so low that the maximum may begin with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from mirage_hf.codegen.plan.stages import values_read
+from mirage_hf.codegen.plan.tiling import Tiling
+from mirage_hf.graph.block import Accumulator, BlockInput, Stage
+
+#: The shift of an exponential's sum where nothing counts. A maximum below it is no number that
+#: matters.
+LOWEST = -1e30
+
+
+@dataclass(frozen=True)
+class LoopBounds:
+    """The bounds of a block graph's loops."""
+
+    tiling: Tiling
+
+    def trimming(self, stage: Stage) -> BlockInput | None:
+        """Return the bounds outside of which the steps of a stage's loop may be skipped."""
+        return self.effective(stage) if self.tiling.is_looped else None
+
+    def effective(self, stage: Stage) -> BlockInput | None:
+        """Return the bounds outside of which nothing read along a stage's loop axis matters.
+
+        That also holds if the loop axis is held whole. Nothing may be stored along the axis.
+        """
+        block = self.tiling.block
+        if stage.loop is None or any(stage.loop in o.axes for o in block.outputs):
+            return None
+        read = values_read(stage)
+        for i in block.inputs:
+            bounds_the_loop = i.bounds == stage.loop and stage.loop not in i.axes
+            if bounds_the_loop and i.name in read and self._nothing_counts_outside(stage, i.name):
+                return i
+        return None
+
+    def _nothing_counts_outside(self, stage: Stage, bounds: str) -> bool:
+        return all(
+            self._is_zero_outside(a.arg, bounds)
+            if a.kind == "sum"
+            else self.floor(a, bounds) is not None
+            for a in stage.accumulators
+        )
+
+    @cached_property
+    def are_split(self) -> bool:
+        """True if what is within the bounds is split among blocks, instead of the whole axis.
+
+        Then no block is without work if only few elements are inside. All sums of one split are of
+        the same elements. Only possible if nothing else reads the splits' partial results.
+        """
+        tiling = self.tiling
+        if not tiling.loop or not tiling.op.has_private_partials:
+            return False
+        split_axis = tiling.split_axis(tiling.loop)
+        bounds = {self.trimming(s) for s in tiling.block.stages if s.loop}
+        return (
+            split_axis is not None
+            and len(bounds) == 1
+            and None not in bounds
+            and all(split_axis not in i.axes for i in tiling.block.inputs)
+        )
+
+    def floor(self, acc: Accumulator, bounds: str) -> float | None:
+        """Return what a maximum is taken of outside the bounds, if a maximum may begin with it."""
+        if acc.kind != "max":
+            return None
+        op, outside = self.tiling.ops.get(acc.arg), None
+        while op is not None and op.fn == "select":
+            otherwise = op.args[2]
+            if not isinstance(otherwise, float) or outside not in (None, otherwise):
+                return None
+            outside = otherwise
+            if op.args[0] == bounds:
+                return outside if outside <= LOWEST else None
+            op = self.tiling.ops.get(str(op.args[1]))  # what other bounds leave
+        return None
+
+    def _is_zero_outside(self, value: str | float, bounds: str) -> bool:
+        """Return True if a value is 0 outside the bounds, whatever its other operands are."""
+        op = self.tiling.ops.get(str(value))
+        if op is None:
+            return value == bounds
+        if op.fn == "select":
+            condition, inside, otherwise = op.args
+            return otherwise == 0.0 and (
+                condition == bounds or self._is_zero_outside(inside, bounds)
+            )
+        if op.fn == "mul" and any(self._is_zero_outside(a, bounds) for a in op.args):
+            return True
+        keeps_zero = op.over is not None or op.fn in ("neg", "cast")
+        return keeps_zero and self._is_zero_outside(op.args[0], bounds)

@@ -1,0 +1,198 @@
+"""Which loads of a pipelined loop Triton copies asynchronously, and what that demands.
+
+On Hopper a product of 64 rows or more is asynchronous (wgmma): it may still read its factors from
+shared memory while the next loop step runs. Triton 3.6 handles some uses of such factors wrongly,
+so other code gets loads of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import metadata
+
+from mirage_hf import errors
+from mirage_hf.codegen.plan.cooperation import Cooperation
+from mirage_hf.codegen.plan.layout import MMA_COLUMNS, Dot, TensorLayout
+from mirage_hf.codegen.plan.tiling import Tiling
+
+#: Rows of Hopper's asynchronous tensor-core instruction.
+WARPGROUP_ROWS = 64
+
+#: Warps of a warpgroup, which issues that instruction.
+WARPGROUP_WARPS = 4
+
+#: Fewest bytes that a thread copies into shared memory when Triton loads ahead.
+COPIED_BYTES = 4
+
+_WARP = 32
+
+
+def _triton_version() -> tuple[int, ...]:
+    """Return the major and minor version of the installed Triton, or () without one."""
+    for name in ("triton", "pytorch-triton"):  # the second one is a nightly build
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return tuple(map(int, re.findall(r"\d+", metadata.version(name))[:2]))
+    return ()
+
+
+#: True if Triton uses the asynchronous instruction for products of 8 columns too. Triton 3.6 does
+#: not, 3.8 and 3.9 do (read off their PTX).
+WGMMA_TAKES_8_COLUMNS = _triton_version() >= (3, 7)
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """The asynchronous loads of a kernel's loop."""
+
+    layout: TensorLayout
+    cooperation: Cooperation
+    num_stages: int
+    num_warps: int
+
+    @property
+    def _tiling(self) -> Tiling:
+        return self.layout.tiling
+
+    @cached_property
+    def _is_pipelined(self) -> bool:
+        return self._tiling.is_looped and self.num_stages > 1
+
+    def is_asynchronous(self, dot: Dot) -> bool:
+        """Return True if Hopper may read a product's factors while the next step runs."""
+        enough_columns = WGMMA_TAKES_8_COLUMNS or self.layout.columns(dot) > MMA_COLUMNS
+        has_warpgroup = self.num_warps >= WARPGROUP_WARPS
+        return self.layout.rows(dot) >= WARPGROUP_ROWS and enough_columns and has_warpgroup
+
+    def reads_as_stored(self, dot: Dot, x: str) -> bool:
+        """Return True if an asynchronous product reads input `x` without a conversion.
+
+        A conversion would be code of its own.
+        """
+        i = self._tiling.inputs[x]
+        return (
+            self.is_asynchronous(dot)
+            and self._tiling.dtype(i) is dot.dtype
+            and len(self.layout.value_dims(x)) == 2
+            and (i.rotation is None or i.rotation.swaps)
+        )
+
+    @cached_property
+    def read_asynchronously(self) -> frozenset[str]:
+        """Inputs of the loop that an asynchronous product reads as they are stored."""
+        if not self._is_pipelined:
+            return frozenset()
+        inputs = self._tiling.inputs
+        return frozenset(
+            x
+            for dot in self.layout.dots.values()
+            for x in (dot.left, dot.right)
+            if x in inputs
+            and self._tiling.loop in inputs[x].axes
+            and self.reads_as_stored(dot, x)
+            and (len(inputs[x].sources) == 1 or self._tiling.selects_source(inputs[x]))
+        )
+
+    @cached_property
+    def loaded_twice(self) -> frozenset[str]:
+        """Inputs read asynchronously that other code of the loop reads too.
+
+        That code gets a load of its own, see `Loads._second_load`.
+        """
+        block, layout = self._tiling.block, self.layout
+        read = {a for op in block.ops() if op.out not in layout.unformed_products for a in op.args}
+        read |= {a.arg for s in block.stages for a in s.accumulators}
+        read |= {
+            x
+            for dot in layout.dots.values()
+            for x in (dot.left, dot.right)
+            if x in self._tiling.inputs and not self.reads_as_stored(dot, x)
+        }
+        return frozenset(x for x in self.read_asynchronously if x in read)
+
+    @cached_property
+    def loaded_ahead(self) -> frozenset[str]:
+        """Inputs of a loop of tensor-core products that are too small for an asynchronous copy.
+
+        An example is 128 elements of a norm's weight: less than 4 bytes for each thread. Triton
+        would load them in the step that reads them, and each step would wait for memory. On an H200
+        32 steps took 33 µs instead of 22. So they are loaded one step ahead.
+        """
+        if not (self.layout.dots and self._is_pipelined):
+            return frozenset()
+        fewest = COPIED_BYTES * _WARP * self.num_warps
+        tiling = self._tiling
+        return frozenset(
+            i.name
+            for i in tiling.block.inputs
+            if tiling.loop in i.axes
+            and i.bounds is None
+            and len(i.sources) == 1
+            and i.name not in self.loaded_twice
+            and tiling.numel(tiling.block.input_axes(i)) * tiling.dtype(i).itemsize < fewest
+        )
+
+    # -- what Triton gets wrong -------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Reject kernels for which Triton generates wrong code.
+
+        Raises:
+            CodegenError: The schedule is one of these.
+        """
+        for dot in self.layout.dots.values():
+            if self.is_asynchronous(dot):
+                self._check_chained(dot)
+                self._check_transposed(dot)
+
+    def _check_chained(self, dot: Dot) -> None:
+        """Reject a product of 64 rows that reads another product's result from unpipelined loads.
+
+        Triton 3.6 gives wrong numbers, the same ones every time (seen on an H200), if loads are not
+        copied asynchronously.
+        """
+        if not all(self._loads_are_copied(d) for d in self._products_behind(dot)):
+            raise errors.CodegenError(
+                f"{dot.contraction.out} multiplies what another product gives, with "
+                f"{WARPGROUP_ROWS} rows; pipeline the loop (num_stages of 2 or more, a tile "
+                "shorter than the loop), or give fewer rows"
+            )
+
+    def _check_transposed(self, dot: Dot) -> None:
+        """Reject a right factor with columns of several axes before the summed one.
+
+        Triton 3.6 lets the product read such a tile from where it was copied to, and meanwhile
+        copies the next tile there.
+        """
+        has_several_axes = len(self.layout.value_dims(dot.right)) > 2
+        if dot.right_transposed and has_several_axes and dot.right in self._tiling.inputs:
+            raise errors.CodegenError(
+                f"{dot.right}: columns of several axes before the summed one, with "
+                f"{WARPGROUP_ROWS} rows; give fewer rows, or warps"
+            )
+
+    def _loads_are_copied(self, dot: Dot) -> bool:
+        """Return True if a product is in a loop of several steps whose loads are copied ahead."""
+        in_loops = {
+            name
+            for s in self._tiling.block.stages
+            if s.loop
+            for name in (*(op.out for op in s.body), *(a.out for a in s.accumulators))
+        }
+        is_in_pipelined_loop = dot.contraction.out in in_loops and self._is_pipelined
+        return is_in_pipelined_loop and self.cooperation.steps_per_block > 1
+
+    def _products_behind(self, dot: Dot) -> list[Dot]:
+        """Return the nearest products that a factor of a product is computed from."""
+        ops, dots = self._tiling.ops, self.layout.dots
+        todo, visited, nearest = [dot.contraction.a, dot.contraction.b], set[str](), list[Dot]()
+        while todo:
+            value = todo.pop()
+            if value in dots:
+                nearest.append(dots[value])
+            elif value not in visited and value in ops:
+                visited.add(value)
+                todo += [a for a in ops[value].args if isinstance(a, str)]
+        return nearest

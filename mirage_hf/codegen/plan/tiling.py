@@ -1,0 +1,189 @@
+"""How tiles cut the axes of a placed block graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from mirage_hf.codegen.placement import Append, PlacedOp
+from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, BlockOutput, Role
+from mirage_hf.graph.kernel import DTensor
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A placed block graph and the tile of each of its axes."""
+
+    op: PlacedOp
+    tiles: Mapping[str, int]
+
+    @cached_property
+    def block(self) -> BlockGraph:
+        """The block graph."""
+        assert self.op.block is not None
+        return self.op.block
+
+    @cached_property
+    def operands(self) -> tuple[DTensor, ...]:
+        """The tensors that the kernel reads."""
+        return tuple(t for t in self.op.inputs if isinstance(t, DTensor))
+
+    @property
+    def outputs(self) -> tuple[DTensor, ...]:
+        """The tensors that the kernel writes."""
+        return self.op.outputs
+
+    @cached_property
+    def inputs(self) -> dict[str, BlockInput]:
+        """The block graph's inputs by name."""
+        return {i.name: i for i in self.block.inputs}
+
+    @cached_property
+    def ops(self) -> dict[str, BlockOp]:
+        """The block graph's ops by the name of their result."""
+        return {op.out: op for op in self.block.ops()}
+
+    @cached_property
+    def _tiles(self) -> dict[str, int]:
+        return dict(self.tiles)
+
+    # -- axes -------------------------------------------------------------------------------------
+
+    @cached_property
+    def loop(self) -> str | None:
+        """The loop axis, if there is one."""
+        return next((a.name for a in self.block.named(Role.LOOP)), None)
+
+    @cached_property
+    def is_looped(self) -> bool:
+        """True if loops take more than one step. Otherwise the loop axis is held whole."""
+        return self.loop is not None and self.trips(self.loop) > 1
+
+    def tile(self, axis: str) -> int:
+        """Return the elements of an axis that a block holds at a time."""
+        return self._tiles[axis]
+
+    def trips(self, axis: str) -> int:
+        """Return the number of tiles along an axis, or along one split of it."""
+        return -(-self.block.split_size(axis) // self.tile(axis))
+
+    def numel(self, axes: Sequence[str]) -> int:
+        """Return the elements of a tile with these axes."""
+        return math.prod([self._tiles[a] for a in axes])
+
+    @cached_property
+    def num_tiles(self) -> int:
+        """Tiles of all grid axes together."""
+        return math.prod(self.trips(a.name) for a in self.block.named(Role.GRID))
+
+    def split_axis(self, axis: str) -> str | None:
+        """Return the grid axis that numbers the splits of an axis, if there are several splits."""
+        split_axis = self.block.axis(axis).split_axis
+        has_splits = split_axis is not None and self.block.axis(split_axis).size > 1
+        return split_axis if has_splits else None
+
+    def differs_along(self, grid: str, axes: Sequence[str | None]) -> bool:
+        """Return True if a tensor's elements differ between blocks along a grid axis.
+
+        Args:
+            grid: The grid axis.
+            axes: The tensor's axes.
+        """
+        split = self.block.axis_split_by(grid)
+        return grid in axes or (split is not None and split in axes)
+
+    # -- inputs -----------------------------------------------------------------------------------
+
+    def dtype(self, i: BlockInput) -> torch.dtype:
+        """Return the dtype in which an input is stored."""
+        return self.operands[i.sources[0]].dtype
+
+    @cached_property
+    def mma_dtype(self) -> torch.dtype:
+        """The dtype that computed factors have on tensor cores: that of the largest 16-bit operand.
+
+        float32 if no operand has 16 bits.
+        """
+        halves = [t for t in self.operands if t.dtype in (torch.float16, torch.bfloat16)]
+        return max(halves, key=lambda t: math.prod(t.dims)).dtype if halves else torch.float32
+
+    def is_constant(self, i: BlockInput) -> bool:
+        """Return True if an input may be read while earlier launches still run."""
+        return i.bounds is None and all(self.operands[s].constant for s in i.sources)
+
+    def prefetchable(self, i: BlockInput) -> bool:
+        """Return True if an input may be prefetched into the L2 before the grid dependency wait.
+
+        That holds for constants and for the old rows of a cache, which were written long before.
+        Later writes go through the L2, so a prefetch hides none. Only constants may also be read.
+        """
+        is_cache = i.bounds is None and self.op.caches.issuperset(i.sources)
+        return self.is_constant(i) or is_cache
+
+    def is_streamed(self, i: BlockInput) -> bool:
+        """Return True if each element of an input is read by one block only."""
+        cut = (a.name for a in self.block.named(Role.GRID) if self.trips(a.name) > 1)
+        return all(self.differs_along(a, i.axes) for a in cut)
+
+    def selects_source(self, i: BlockInput) -> bool:
+        """Return True if a tile of a joined input lies in one source, so that a pointer is selected.
+
+        The sources must have the same strides.
+        """
+        if i.joined is None or len({self.operands[s].strides for s in i.sources}) > 1:
+            return False
+        role = self.block.role(i.joined)
+        is_cut = role is Role.GRID or (role is Role.LOOP and self.is_looped)
+        boundaries = list(i.sizes[:-1])
+        if self.split_axis(i.joined):
+            boundaries.append(self.block.split_size(i.joined))
+        return is_cut and all(b % self.tile(i.joined) == 0 for b in boundaries)
+
+    # -- outputs ----------------------------------------------------------------------------------
+
+    def append_of(self, o: BlockOutput) -> Append | None:
+        """Return how an output is stored into a cache, if it is."""
+        number = self.block.outputs.index(o)
+        return next((a for a in self.op.appends if a.output == number), None)
+
+    def replicated_along(self, o: BlockOutput) -> tuple[str, ...]:
+        """Return the grid axes along which all blocks hold the same elements of an output.
+
+        Such an output is a copy of an input. The first block along these axes stores it.
+        """
+        return tuple(
+            a.name
+            for a in self.block.named(Role.GRID)
+            if not self.differs_along(a.name, o.axes) and self.trips(a.name) > 1
+        )
+
+    def can_overwrite(self, o: BlockOutput, source: int) -> bool:
+        """Return True if an output may be written over operand `source`.
+
+        Each block must write what no other block reads, after it has read it itself.
+        """
+        x, y = self.operands[source], self.outputs[self.block.outputs.index(o)]
+        if (x.dims, x.strides, x.dtype) != (y.dims, y.strides, y.dtype) or x.constant:
+            return False
+        readers = [i for i in self.block.inputs if source in i.sources]
+        if not all(_reads_plainly(i, source, o.axes) for i in readers):
+            return False
+        stored_after_loop = self.loop not in o.axes or not self.is_looped
+        grid = self.block.named(Role.GRID)
+        return stored_after_loop and all(self.differs_along(a.name, o.axes) for a in grid)
+
+    @cached_property
+    def may_overwrite_inputs(self) -> bool:
+        """True if some output may be written over some operand."""
+        sources = range(len(self.operands))
+        return any(self.can_overwrite(o, n) for o in self.block.outputs for n in sources)
+
+
+def _reads_plainly(i: BlockInput, source: int, axes: Sequence[str | None]) -> bool:
+    """Return True if an input reads exactly the elements of one operand, by these axes."""
+    has_options = i.bounds is not None or i.rotation is not None or i.padding is not None
+    return i.sources == (source,) and i.axes == axes and not has_options
