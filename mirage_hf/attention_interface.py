@@ -1,7 +1,8 @@
-"""`attn_implementation="mirage"`: attention as transformers' models ask for it by name, decoding steps over a static cache by kernels.
+"""`attn_implementation="mirage"`: attention that transformers' models ask for by name.
 
-Kernels are found for the sizes and strides of the keys, so they serve caches whose tensors stay as they are (StaticCache). Everything else
-runs as `sdpa` does, or spelled out where SDPA would drop an argument, and is counted with its reason.
+Decoding steps over a static cache run searched kernels. Kernels are found for the sizes and strides
+of the keys, so they serve caches whose tensors stay as they are (StaticCache). Everything else runs
+in SDPA, or in torch ops if SDPA would drop an argument, and is counted with its reason.
 """
 
 from __future__ import annotations
@@ -34,17 +35,21 @@ from mirage_hf.zoo.key import key_of, target_of
 
 NAME = "mirage"
 
+#: Reasons why torch runs attention.
 MANY = "more than one query token"
 GROWING = "keys that grow at every step (DynamicCache), or a mask of your own"
+
+#: Keyword arguments that add nothing to what the mask says.
 HARMLESS = LAYER_ARGUMENTS | {"is_causal", "sliding_window"}
-"""Keyword arguments that say nothing which the mask does not say."""
 
+#: Keyword arguments that name the keys to attend to (DeepSeek-V3.2 and similar models). For `eager`
+#: and `sdpa` the mask alone says it.
 SELECTED = ("indices", "block_indices")
-"""Keyword arguments that name the keys to attend to (DeepSeek-V3.2 and its like); to `eager` and `sdpa` alone the mask tells them."""
 
+#: Lengths of the cache whose kernels compiled graphs may hold, for each batch size of a model's
+#: heads. Each makes a graph of its own, and torch.compile gives up on a function after 8. Other
+#: lengths share a graph with SDPA.
 MOST_TRACED = 4
-"""Lengths of the cache, of a model's heads and batch size, whose kernels compiled graphs may hold. Each makes a graph of its own, and
-torch.compile gives a function up after 8; other lengths share a graph with SDPA."""
 
 _log = logging.getLogger("mirage_hf")
 _dispatch_modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
@@ -53,8 +58,18 @@ _functorch = torch._C._functorch.peek_interpreter_stack
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A kernel of attention: what it is for, where it came from, µs per call where they were measured, over as many keys as it was tuned
-    for, and calls of it so far: by models as they are, and by compiled graphs, whose replays from CUDA graphs are not counted."""
+    """One attention kernel in the report.
+
+    Attributes:
+        title: The sizes that it is for.
+        source: Where it came from.
+        time_us: Microseconds a call, over `timed_at` keys. None if it was not measured.
+        library_us: The same for the library path.
+        timed_at: The number of keys that it was tuned for.
+        calls: Calls so far by models that are not compiled.
+        calls_compiled: Calls so far by compiled graphs. Replays from CUDA graphs are not counted.
+        traceable: True if compiled graphs may hold it, see `MOST_TRACED`.
+    """
 
     title: str
     source: str
@@ -64,44 +79,46 @@ class KernelRow:
     calls: int
     calls_compiled: int
     traceable: bool
-    """Whether compiled graphs may hold it (see MOST_TRACED)."""
+
+    def __str__(self) -> str:
+        time = ""
+        if self.time_us is not None:
+            library = "" if self.library_us is None else f" ({self.library_us:.1f})"
+            time = f", {self.time_us:.1f} µs{library} over {self.timed_at} keys"
+        calls = str(self.calls)
+        if self.calls_compiled:
+            calls += f" and {self.calls_compiled} by compiled graphs, not counting replays"
+        note = ""
+        if not self.traceable:
+            note = f", not in compiled graphs, which hold {MOST_TRACED} others like it"
+        return f"kernel for {self.title}: {calls} ({self.source}{time}){note}"
 
 
 @dataclass(frozen=True)
 class AttentionReport:
-    """What ran attention in this process, where models asked for it by name. What torch runs in compiled graphs is not counted."""
+    """What ran attention in this process for models that asked for it by name.
+
+    What torch runs in compiled graphs is not counted.
+
+    Attributes:
+        kernels: The kernels found so far.
+        by_torch: Calls that torch ran, by reason.
+        without: Why there is no kernel, by sizes.
+    """
 
     kernels: tuple[KernelRow, ...]
     by_torch: Mapping[str, int]
-    """Calls that torch ran, by reason."""
     without: Mapping[str, str]
-    """Sizes that have no kernel, with the reason."""
 
     def __str__(self) -> str:
-        lines = [
-            f'mirage_hf: attention "{NAME}", {sum(k.calls + k.calls_compiled for k in self.kernels)} calls by kernels, '
-            f"{sum(self.by_torch.values())} by torch"
-        ]
-        for k in self.kernels:
-            library = "" if k.library_us is None else f" ({k.library_us:.1f})"
-            time = (
-                "" if k.time_us is None else f", {k.time_us:.1f} µs{library} over {k.timed_at} keys"
-            )
-            compiled = (
-                f" and {k.calls_compiled} by compiled graphs, not counting replays"
-                if k.calls_compiled
-                else ""
-            )
-            rest = (
-                ""
-                if k.traceable
-                else f", not in compiled graphs, which hold {MOST_TRACED} others like it"
-            )
-            lines.append(f"kernel for {k.title}: {k.calls}{compiled} ({k.source}{time}){rest}")
-        lines += [f"by torch: {reason}: {n}" for reason, n in sorted(self.by_torch.items())]
+        by_kernels = sum(k.calls + k.calls_compiled for k in self.kernels)
+        by_torch = sum(self.by_torch.values())
         return "\n".join(
             [
-                *lines,
+                f'mirage_hf: attention "{NAME}", {by_kernels} calls by kernels, '
+                f"{by_torch} by torch",
+                *map(str, self.kernels),
+                *(f"by torch: {reason}: {n}" for reason, n in sorted(self.by_torch.items())),
                 *(f"no kernel for {title}: {reason}" for title, reason in self.without.items()),
             ]
         )
@@ -109,17 +126,26 @@ class AttentionReport:
 
 @dataclass(frozen=True)
 class _Kernel:
+    """A kernel for one size of the cache, ready to run."""
+
     run: Run
     digest: str
     device: torch.device
-    found: Any
+    resolved: resolver.Resolved
     timed_at: int
 
 
 @dataclass
 class _Mask:
-    """What a mask's maker knew of it: whether it is over keys of a fixed number. `bounds` are (lo, hi, bias), made when the first layer
-    asks. They hold while the mask's version does, outside or inside of captures of CUDA graphs, as the mask was made."""
+    """What is known of a mask when it is made.
+
+    Attributes:
+        fixed: True if it is over keys of a fixed number.
+        version: The mask's version. `bounds` hold while it stays the same.
+        captured: True if it was made while a CUDA graph was captured. `bounds` hold only inside of
+            captures, or only outside of them.
+        bounds: (lo, hi, bias), made when the first layer asks.
+    """
 
     fixed: bool
     version: int | None
@@ -128,7 +154,11 @@ class _Mask:
 
 
 class Attention:
-    """The functions of one name, and what they know and count. backend: as in `optimize`; "cpu" runs kernels as torch code on the CPU."""
+    """The attention and mask functions of one name, with their kernels and counts.
+
+    Args:
+        backend: As in `optimize`. "cpu" runs kernels as torch code on the CPU.
+    """
 
     def __init__(self, backend: str = "auto"):
         self.backend, self.device_type = backend, "cpu" if backend == "cpu" else "cuda"
@@ -146,18 +176,19 @@ class Attention:
         AttentionMaskInterface.register(name, self.mask)
 
     def report(self) -> AttentionReport:
+        """Return what ran so far."""
         known = dict(self._kernels)  # other threads may be finding more
         traceable = [sizes for sizes, _ in self._traceable]
         rows = tuple(
             KernelRow(
-                self._titles[key],
-                k.found.source,
-                k.found.time_us,
-                k.found.library_us,
-                k.timed_at,
-                self._calls[key],
-                self._calls_compiled[k.digest, k.device],
-                key in traceable,
+                title=self._titles[key],
+                source=k.resolved.source,
+                time_us=k.resolved.time_us,
+                library_us=k.resolved.library_us,
+                timed_at=k.timed_at,
+                calls=self._calls[key],
+                calls_compiled=self._calls_compiled[k.digest, k.device],
+                traceable=key in traceable,
             )
             for key, k in known.items()
             if isinstance(k, _Kernel)
@@ -168,11 +199,14 @@ class Attention:
             {self._titles[key]: k.reason for key, k in known.items() if isinstance(k, Rejected)},
         )
 
-    # -- masks ----------------------------------------------------------------------------------------------------------
+    # -- masks ---------------------------------------------------------------------------------
 
     def mask(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """SDPA's boolean mask (batch, 1, queries, keys), or None. It remembers whether the keys are of a fixed number. For a model
-        that knows no attention by name, whose own code may add the mask to scores, that of `eager`."""
+        """Return SDPA's boolean mask (batch, 1, queries, keys), or None.
+
+        The mask remembers whether the number of keys is fixed. A model that knows no attention by
+        name, whose own code may add the mask to scores, gets the mask of `eager`.
+        """
         if not _takes_names(type(kwargs.get("config"))):
             return eager_mask(*args, **kwargs)
         made = sdpa_mask(*args, **kwargs)
@@ -180,8 +214,9 @@ class Attention:
             return made
         queries, keys = made.shape[-2:]
         start, offset = kwargs.get("q_offset", 0), kwargs.get("kv_offset", 0)
-        # static layers count on the device, or have more keys than tokens; those of any sliding layer are as many as its window once it
-        # has been left behind. At the one step that fills a layer this cannot be told from keys that grow
+        # Static layers count on the device, or have more keys than tokens. A sliding layer has as
+        # many keys as its window once the text is longer than the window. At the one step that
+        # fills a layer this looks like keys that grow.
         fixed = isinstance(start, Tensor) or offset > 0 or offset + keys != start + queries
         fixed = (
             fixed and "allow_is_bidirectional_skip" not in kwargs
@@ -189,7 +224,7 @@ class Attention:
         made._mirage = _Mask(fixed, _version(made), _capturing(made))  # type: ignore[attr-defined]
         return made
 
-    # -- attention ------------------------------------------------------------------------------------------------------
+    # -- attention -----------------------------------------------------------------------------
 
     def attend(
         self,
@@ -204,12 +239,30 @@ class Attention:
         s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Return attention (batch, queries, heads, d), and no weights. query (batch, heads, queries, d), key and value (batch, kv heads,
-        keys, d); softcap and s_aux (a sink per head) are served whatever runs it. Errors: InputError for keys selected by index."""
+        """Compute attention. The arguments are those of transformers' attention functions.
+
+        Args:
+            module: The attention module.
+            query: (batch, heads, queries, d).
+            key: (batch, kv heads, keys, d).
+            value: (batch, kv heads, keys, value d).
+            attention_mask: As `mask` makes it.
+            dropout: The probability of dropout.
+            scaling: The factor of scores. None: 1 / sqrt(d).
+            softcap: The cap on scores, which every path applies.
+            s_aux: A sink per head, which every path applies.
+            **kwargs: Further arguments of transformers.
+
+        Returns:
+            Attention (batch, queries, heads, value d), and None for the weights.
+
+        Raises:
+            InputError: Keys are selected by index.
+        """
         if any(kwargs.get(name) is not None for name in SELECTED):
             raise InputError(
-                f'attention "{NAME}": {type(module).__name__} selects keys by index, which is not supported; use '
-                'attn_implementation="sdpa" or "eager"'
+                f'attention "{NAME}": {type(module).__name__} selects keys by index, '
+                'which is not supported; use attn_implementation="sdpa" or "eager"'
             )
         reason = self._obstacle(query, key, value, dropout, scaling, s_aux, kwargs)
         tracing = torch.compiler.is_compiling()
@@ -253,7 +306,7 @@ class Attention:
         sinks: Tensor | None,
         kwargs: Mapping[str, Any],
     ) -> str:
-        """Why no kernel may run, whatever the sizes; "" where one may."""
+        """Return why no kernel may run, whatever the sizes; "" if one may."""
         given = (query, key, value) if sinks is None else (query, key, value, sinks)
         if query.device.type != self.device_type:
             return f"tensors on {query.device.type}"
@@ -286,7 +339,7 @@ class Attention:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor | str:
-        """What a kernel gives, or why none runs."""
+        """Return the result of a kernel, or why none runs."""
         known = getattr(mask, "_mirage", None)
         if mask is None or known is None or not known.fixed:
             return GROWING
@@ -300,14 +353,16 @@ class Attention:
         if known.version != _version(mask) or known.captured != _capturing(mask):
             return "a mask that was changed, or made outside of the CUDA graph"
         if mask.shape != (key.shape[0], 1, 1, key.shape[2]) or mask.device != query.device:
-            return f"a mask of {tuple(mask.shape)} on {mask.device} for keys of {tuple(key.shape)} on {key.device}"
+            return (
+                f"a mask of {tuple(mask.shape)} on {mask.device} "
+                f"for keys of {tuple(key.shape)} on {key.device}"
+            )
         sizes = _sizes(query, key, value, scaling, softcap, sinks)
         kernel = self._kernel_for(sizes, key, value)
         if isinstance(kernel, Rejected):
             return kernel.reason
-        if (
-            known.bounds is None or known.version is None or known.bounds[2].dtype != query.dtype
-        ):  # no version: it may have changed
+        may_have_changed = known.version is None
+        if known.bounds is None or may_have_changed or known.bounds[2].dtype != query.dtype:
             known.bounds = bounds_of(mask, query.dtype)  # once a step, for all layers
         lo, hi, bias = known.bounds
         self._calls[sizes] += 1
@@ -323,7 +378,10 @@ class Attention:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor | str:
-        """The same inside a graph, by kernels that were found before. Bounds are computed in it; the compiler fuses those of all layers."""
+        """Return the same inside a compiled graph, by kernels that were found before.
+
+        Bounds are computed in the graph. The compiler fuses those of all layers.
+        """
         if (
             mask is None
             or mask.dtype is not torch.bool
@@ -341,81 +399,86 @@ class Attention:
                 )
         return "no kernel was found before compiling"
 
-    # -- kernels --------------------------------------------------------------------------------------------------------
+    # -- kernels -------------------------------------------------------------------------------
 
     def _kernel_for(self, sizes: Any, key: Tensor, value: Tensor) -> _Kernel | Rejected:
-        found = self._kernels.get(sizes)
-        if found is not None:
-            return found
+        """Return the kernel for these sizes, or why there is none. It is made at the first call."""
+        known = self._kernels.get(sizes)
+        if known is not None:
+            return known
         if _capturing(key):
             return Rejected("no kernel was found before the CUDA graph was captured")
         with self._lock:
             if sizes not in self._kernels:
-                block, rows, slots = _block(_Sizes(*sizes)), key.shape[0], key.shape[2]
-                self._titles[sizes] = _title(block, rows, slots)
-                made = self._make(
-                    block,
-                    rows,
-                    slots,
-                    (key.stride(), value.stride()),
-                    key.device,
-                    self._titles[sizes],
-                )
-                alike = [
-                    known
-                    for known, _ in self._traceable
-                    if _Sizes(*known).but_length == _Sizes(*sizes).but_length
-                ]
-                if isinstance(made, _Kernel) and len(alike) < MOST_TRACED:
-                    self._traceable = [*self._traceable, (sizes, made.digest)]
-                self._kernels[sizes] = made
+                self._kernels[sizes] = self._make_and_list(sizes, key, value)
             return self._kernels[sizes]
+
+    def _make_and_list(self, sizes: Any, key: Tensor, value: Tensor) -> _Kernel | Rejected:
+        """Make the kernel for these sizes, and let compiled graphs hold it if there is room."""
+        block, rows, slots = _block(_Sizes(*sizes)), key.shape[0], key.shape[2]
+        title = _title(block, rows, slots)
+        self._titles[sizes] = title
+        strides = key.stride(), value.stride()
+        kernel = self._make(block, rows, slots, strides, key.device, title)
+        other_lengths = [
+            known
+            for known, _ in self._traceable
+            if _Sizes(*known).but_length == _Sizes(*sizes).but_length
+        ]
+        if isinstance(kernel, _Kernel) and len(other_lengths) < MOST_TRACED:
+            self._traceable = [*self._traceable, (sizes, kernel.digest)]
+        return kernel
 
     def _make(
         self, block: Any, rows: int, slots: int, strides: Any, device: torch.device, title: str
     ) -> _Kernel | Rejected:
-        """Look the kernel up, or search and tune it, at one of two numbers of slots; and cut it to these."""
-        told: list[str] = []
+        """Look the kernel up, or search and tune it, and cut it to the sizes asked for.
 
-        def tell(*_: Any) -> None:
-            if not told:
-                told.append(title)
-                _log.warning(
-                    "attention: searching and tuning a kernel for %s; it is kept in the user's cache",
-                    title,
-                )
-
+        It is tuned at one of two reference numbers of slots.
+        """
         reference = LONG_SLOTS if slots >= LONG_FROM else REFERENCE_SLOTS
         program = block.program(rows, slots=slots, strides=strides)
+        smaller = block.program(rows, slots=REFERENCE_SLOTS)
         try:
             with torch.inference_mode(False), torch.no_grad():
-                found = resolver.resolve(
+                resolved = resolver.resolve(
                     block.program(rows, slots=reference),
                     device=device,
                     backend=self.backend,
                     pattern=MASKED_ATTENTION.name,
-                    progress=tell,
-                    like=block.program(rows, slots=REFERENCE_SLOTS)
-                    if reference != REFERENCE_SLOTS
-                    else None,
+                    progress=_Announcement(title),
+                    like=smaller if reference != REFERENCE_SLOTS else None,
                 )
-                if not found.is_fused:
-                    return Rejected(found.reason)
-                run = resize.at_size(found, program, device)
+                if not resolved.is_fused:
+                    return Rejected(resolved.reason)
+                run = resize.at_size(resolved, program, device)
         except (MirageError, torch.OutOfMemoryError) as e:
             return Rejected(f"no kernel: {e if isinstance(e, MirageError) else described(e)}")
         digest = key_of(program, target_of(device)).digest
 
         def compiled(inputs: Sequence[Tensor]) -> list[Tensor]:
-            self._calls_compiled[digest, inputs[0].device] += (
-                1  # one digest serves all devices of a type
-            )
+            # counted by device, because one digest serves all devices of a type
+            self._calls_compiled[digest, inputs[0].device] += 1
             return run(inputs)
 
-        torch_op.register(
-            digest, symbolic.for_program(found.ugraph, program), compiled, device.type
-        )
-        return _Kernel(run, digest, device, found, reference)
+        ugraph = symbolic.for_program(resolved.ugraph, program)
+        torch_op.register(digest, ugraph, compiled, device.type)
+        return _Kernel(run, digest, device, resolved, reference)
+
+
+class _Announcement:
+    """Warns once that a kernel is searched for, when it is called as `progress`."""
+
+    def __init__(self, title: str) -> None:
+        self._title, self._made = title, False
+
+    def __call__(self, *_: Any) -> None:
+        if not self._made:
+            self._made = True
+            _log.warning(
+                "attention: searching and tuning a kernel for %s; it is kept in the user's cache",
+                self._title,
+            )
 
 
 def spelled_out(
@@ -431,13 +494,19 @@ def spelled_out(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention in torch ops, with what SDPA has no argument for: a cap on scores, a sink per head. Errors: InputError for a position bias
-    or a paged cache beside them."""
+    """Compute attention in torch ops, with a softcap and sinks, which SDPA has no arguments for.
+
+    The arguments are those of `Attention.attend`.
+
+    Raises:
+        InputError: There is a position bias or a paged cache as well.
+    """
     if lost := next(
         (name for name in ("position_bias", "cache") if kwargs.get(name) is not None), None
     ):
         raise InputError(
-            f'attention "{NAME}": {lost} together with softcap or sinks is not supported; use attn_implementation="eager"'
+            f'attention "{NAME}": {lost} together with softcap or sinks is not supported; '
+            'use attn_implementation="eager"'
         )
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
@@ -471,8 +540,14 @@ def spelled_out(
 
 
 def bounds_of(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """From a boolean mask (rows, 1, 1, keys): the first key that is let through and the one after the last, int32 (rows, 1, 1, 1), and the
-    bias of every key. Nothing is read by the host."""
+    """Return the bounds and the bias that a boolean mask (rows, 1, 1, keys) stands for.
+
+    The host reads nothing.
+
+    Returns:
+        The first key that is let through and the one after the last, int32 (rows, 1, 1, 1), and the
+        bias of every key.
+    """
     keys = mask.shape[-1]
     at = torch.arange(keys, dtype=torch.int32, device=mask.device)
     lo = torch.where(mask, at, keys).amin(-1, keepdim=True)
@@ -487,10 +562,22 @@ def bounds_of(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
 
 
 class _Sizes(NamedTuple):
-    """What a kernel is made for."""
+    """The sizes that a kernel is made for.
+
+    Attributes:
+        query: Rows, heads, and their dim.
+        key: The shape of the keys.
+        value: The shape of the values.
+        key_strides: The strides of the keys.
+        value_strides: The strides of the values.
+        dtype: The dtype of all tensors.
+        device: Their device.
+        scaling: The factor of scores.
+        softcap: The cap on scores.
+        sinks: True if there is a sink per head.
+    """
 
     query: tuple[int, int, int]
-    """Rows, heads, their dim."""
     key: tuple[int, ...]
     value: tuple[int, ...]
     key_strides: tuple[int, ...]
@@ -503,7 +590,7 @@ class _Sizes(NamedTuple):
 
     @property
     def but_length(self) -> tuple[Any, ...]:
-        """What does not depend on the length of the cache."""
+        """Everything that does not depend on the length of the cache."""
         return self.query, self.dtype, self.device, self.scaling, self.softcap, self.sinks
 
 
@@ -515,7 +602,7 @@ def _sizes(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> tuple[Any, ...]:
-    """The fields of `_Sizes`, as a plain tuple: dynamo traces it."""
+    """Return the fields of `_Sizes` as a plain tuple, which dynamo can trace."""
     rows, heads, _, d = query.shape
     return (
         (rows, heads, d),
@@ -549,9 +636,11 @@ def _block(sizes: _Sizes) -> Any:
 def _title(block: Any, rows: int, slots: int) -> str:
     size = dict(block.sizes)
     more = ("" if size["softcap"] is None else ", softcap") + (", sinks" if size["sinks"] else "")
+    heads = size["kv_heads"] * size["group"]
+    dtype = str(size["dtype"]).removeprefix("torch.")
     return (
-        f"{rows} x {size['kv_heads'] * size['group']} heads of {size['head_dim']} ({size['kv_heads']} of keys), {slots} keys, "
-        f"{str(size['dtype']).removeprefix('torch.')}{more}"
+        f"{rows} x {heads} heads of {size['head_dim']} ({size['kv_heads']} of keys), "
+        f"{slots} keys, {dtype}{more}"
     )
 
 
@@ -586,7 +675,10 @@ def _outputs(outputs: list[Tensor], query: Tensor) -> Tensor:
 
 
 def _fixed_prompt(module: torch.nn.Module, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    """Whether this is a prompt over keys of a fixed number, more than its own; without a mask it is the first of its cache."""
+    """Return True for a prompt over a fixed number of keys, which is larger than its own.
+
+    Without a mask it is the first prompt of its cache.
+    """
     if key.shape[2] <= query.shape[2]:
         return False
     known = getattr(mask, "_mirage", None)
@@ -599,7 +691,10 @@ def _fixed_prompt(module: torch.nn.Module, query: Tensor, key: Tensor, mask: Ten
 
 @torch.compiler.assume_constant_result
 def _takes_names(config: type) -> bool:
-    """Whether the models of a class of configs run attention that is asked for by name, as far as transformers knows them."""
+    """Return True if models of a config class run attention that is asked for by name.
+
+    This is what transformers says of them.
+    """
     return _takes_names_once(config)
 
 
@@ -607,7 +702,7 @@ def _takes_names(config: type) -> bool:
 def _takes_names_once(config: type) -> bool:
     from transformers.models.auto.modeling_auto import (
         MODEL_MAPPING,
-    )  # 0.2 s, which not everybody needs
+    )  # 0.2 s, which not every user needs
 
     models = MODEL_MAPPING.get(config, ())
     for model in models if isinstance(models, tuple) else (models,):
@@ -616,7 +711,8 @@ def _takes_names_once(config: type) -> bool:
             or getattr(model, "_supports_attention_backend", True)
         ):
             _log.warning(
-                'attention "%s": %s may run attention of its own whatever the name; it gets masks as "eager" does and no kernels',
+                'attention "%s": %s may run attention of its own whatever the name; '
+                'it gets masks as "eager" does and no kernels',
                 NAME,
                 model.__name__,
             )
@@ -637,5 +733,8 @@ _attention.register(NAME)
 
 
 def attention_report() -> AttentionReport:
-    """Return what ran the attention of models with `attn_implementation="mirage"` in this process so far."""
+    """Return what ran the attention of models with `attn_implementation="mirage"` so far.
+
+    The counts are those of this process.
+    """
     return _attention.report()

@@ -1,6 +1,7 @@
 """The command line: `mirage-hf demo | optimize | bench | search | zoo | env`.
 
-It only calls the public API and shows results.
+It only calls the public API and shows results. Commands import torch and everything that needs it
+when they run, so that `--help` does not wait seconds for it.
 """
 
 from __future__ import annotations
