@@ -48,8 +48,12 @@ class KernelEmitter:
         operands = plan.inputs if plan.num_kernels == 1 else []
         self.writer = BlockWriter(axes.ordered, axes.loop, operands)
         self.scaled = ScaledArithmetic(self.writer, plan.division)
+        #: Computed and read values, by the plan's number.
         self.values: dict[int, ScaledValue] = {}
+        #: Partial results that nothing has read yet.
         self.partial_results: dict[int, _PartialResults] = {}
+        #: Combined partial results that are stored in the first pass over the loop.
+        self.in_first_pass: dict[int, ScaledValue] = {}
 
     def emit(self) -> None:
         """Add the kernel to the plan's kernel graph."""
@@ -65,8 +69,7 @@ class KernelEmitter:
         outputs.publish(tensors)
 
     def _write_stages(self) -> None:
-        self.in_first_pass: dict[int, ScaledValue] = {}
-        whole = self.whole_outputs
+        whole = self._whole_outputs()
         for stage in self.kernel.stages:
             for op in stage.body:
                 x = self.values[op.out] = self._compute(op)
@@ -82,9 +85,8 @@ class KernelEmitter:
                 self._combine_for_outputs(whole)
             self.writer.end_stage(loops=stage.loop >= 0)
 
-    @property
-    def whole_outputs(self) -> set[int]:
-        """The values that are outputs of the program."""
+    def _whole_outputs(self) -> set[int]:
+        """Return the values that are outputs of the program."""
         return {output.value for output in self.kernel.outputs if output.output >= 0}
 
     def _combine_for_outputs(self, whole: set[int]) -> None:

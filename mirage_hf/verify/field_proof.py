@@ -21,7 +21,8 @@ behave differently, and each is met separately:
 - Bounds of ragged axes are data. Each draw of bounds is an identity of its own, and at least eight
   draws are tried: partial, full and empty rows, and rows with only one end cut.
 
-Rounding is not proven. `numeric` checks it.
+**What is not proven.** Rounding is not. Nor is it that the shift of an online softmax is the true
+maximum, because the identity holds for any shift. `numeric` checks both: a wrong shift overflows.
 """
 
 from __future__ import annotations
@@ -39,13 +40,7 @@ from mirage_hf.graph.kernel import KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.search.expand import expand
 from mirage_hf.verify.degrees import Degree, Degrees
-from mirage_hf.verify.error_bound import (
-    SPARE,
-    Exponents,
-    TrialBound,
-    independent,
-    trial_bound,
-)
+from mirage_hf.verify.error_bound import SPARE, Exponents, TrialBound, independent, trial_bound
 from mirage_hf.verify.evaluate import SmallGraph
 from mirage_hf.verify.field import DivisionByZeroError, Element, FieldAlgebra
 from mirage_hf.verify.interface import interface_differs
@@ -76,7 +71,7 @@ _MAX_REDRAWS = 16
 #: of bounds, and most of them more than once.
 _BOUNDS_TRIALS = 8
 
-#: A proof needs no copies of exponents, and no error bound, if its target is at least this.
+#: With a target of at least this, a proof needs no error bound.
 _ANY_BOUND = 1.0
 
 
