@@ -1,0 +1,125 @@
+"""The cost model: what was measured as fast ranks high."""
+
+import torch
+
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
+from mirage_hf.codegen.plan.stages import running_maxima
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph.kernel import new_kernel_graph
+from mirage_hf.tune import cost, space
+from tests.helpers import kernel_cases
+from tests.helpers.schedule_cases import SPACES
+
+
+def test_estimates_count_parts():
+    """More parts: more blocks, shorter loops, more partial results to write."""
+    few, many = (
+        kernel_cases.online_attention(8, 1, 4096, 128, parts).block_ops[0] for parts in (4, 16)
+    )
+    s = Schedule({"h": 1, "m": 1, "p": 1, "s": 64, "d": 128})
+    assert (
+        plan_kernel(few, s).tiling.trips("s") == 4 * plan_kernel(many, s).tiling.trips("s") == 16
+        and 4 * plan_kernel(few, s).grid == plan_kernel(many, s).grid == 128
+    )
+    one, other = cost.estimate(plan_kernel(few, s)), cost.estimate(plan_kernel(many, s))
+    assert other.us < one.us and other.bytes - one.bytes == 12 * 8 * (128 + 2) * 4
+    assert plan_kernel(few, s).tiling.is_streamed(few.block.inputs[1]) and not plan_kernel(
+        few, s
+    ).tiling.is_streamed(few.block.inputs[0])
+
+
+def test_shifted_sums_and_their_maxima_are_not_lazy():
+    op = kernel_cases.online_attention(2, 4, 100, 32).block_ops[0]
+    planned = plan_kernel(op, Schedule({"h": 1, "m": 4, "s": 32, "d": 32}, reduce_after_loop=True))
+    stage = op.block.stages[0]
+    assert not any(planned.is_reduced_after_loop(stage, a) for a in stage.accumulators) and set(
+        running_maxima(stage)
+    ) == {"top"}
+
+
+def test_measured_winners_rank_high():
+    """FACTS: 8 rows of W, 1024 of K, 4 warps won for one row of 4096 to 4096.
+
+    16 rows want tensor cores.
+    """
+    first = space.schedules(SPACES["norm linear"].block_ops[0], limit=4)
+    assert Schedule({"m": 1, "n": 8, "k": 1024}, num_warps=4, prefetch_steps=1) in first
+    assert all(s.mma for s in space.schedules(SPACES["16 rows"].block_ops[0], limit=10))
+
+
+MEASURED = {  # k, n, warps, stages, split: µs of RMSNorm + Linear 4096 to 6144 of 16 rows in one kernel, γ times the weights, on an H200
+    (256, 64, 4, 4, 1): 21.3,
+    (128, 64, 4, 4, 1): 21.4,
+    (64, 64, 4, 11, 1): 34.5,
+    (128, 128, 8, 4, 2): 21.4,
+    (64, 128, 8, 12, 2): 27.2,
+    (256, 32, 2, 3, 2): 30.0,
+}
+
+
+def test_kernels_whose_steps_are_long_are_expected_to_be_slow():
+    """By bytes alone all of them would take 15 µs, and be tried before the two kernels that do."""
+    g = new_kernel_graph()
+    g.new_input((16, 4096), torch.float16)
+    g.new_input((1, 4096), torch.float16, constant=True)
+    g.new_input((4096, 6144), torch.float16, (1, 4096), constant=True)
+    b = kernel_cases.Block({"m": 16, "n": 6144}, {"k": 4096})
+    for name, axes, source in (("x", "mk", 0), ("gamma", "1k", 1), ("w", "kn", 2)):
+        b.load(name, axes, source)
+    loop = b.stage(loop=True)
+    loop.accumulate("squares", loop.op("square", "mul", "x", "x"))
+    loop.accumulate("sums", loop.op("product", "mul", "x", loop.op("scaled", "mul", "gamma", "w")))
+    end = b.stage()
+    b.store(
+        end.op("y", "mul", "sums", kernel_cases.scale(end, "squares", 4096)), "mn", torch.float16
+    )
+    (op,) = kernel_cases.ugraph(g, b).block_ops
+    expected = {
+        c: cost.estimate(
+            plan_kernel(
+                op,
+                Schedule(
+                    {"m": 16, "n": n, "k": k},
+                    mma=True,
+                    num_warps=w,
+                    num_stages=s,
+                    cooperating_blocks=p,
+                ),
+            )
+        ).us
+        for c in MEASURED
+        for k, n, w, s, p in (c,)
+    }
+    assert all(abs(expected[c] / us - 1) < 0.25 for c, us in MEASURED.items()), [
+        (c, expected[c], us) for c, us in MEASURED.items()
+    ]
+
+
+def test_scores_by_multiply_adds_and_products_held_whole_are_expected_to_be_slow():
+    """Measured on an H200.
+
+    Attention of 4 rows over 4096 keys by multiply-adds took 6 to 13 times as long as on tensor
+    cores. Products that hold 2048 × 32 weights in the registers of 4 warps took 112 µs instead of
+    6.
+    """
+    (op,) = place_kernels(kernel_cases.online_attention(64, 4, 4096, 64))
+    tiles = dict(h=1, s=64, d=64)
+    by_hand, cores = (
+        cost.estimate(
+            plan_kernel(op, Schedule(tiles | {"m": m}, mma, num_warps=8, num_stages=3))
+        ).us
+        for m, mma in ((4, False), (8, True))
+    )
+    assert by_hand > 3 * cores, (by_hand, cores)
+    (op,) = place_kernels(kernel_cases.rms_norm_linear(8, 2048, 3072))
+    whole, walked = (
+        cost.estimate(
+            plan_kernel(op, Schedule({"m": 8, "n": 32, "k": k}, True, num_stages=3))
+        ).registers
+        for k in (2048, 256)
+    )
+    assert walked < space.REGISTER_BUDGET < 2 * space.REGISTER_BUDGET < whole
+    assert all(
+        s.num_stages == 1 for s in space.schedules(op, limit=10**6) if s.tiles["k"] == 2048
+    )  # the same kernel for all of them

@@ -1,0 +1,99 @@
+"""The space of schedules: it keeps to its budgets."""
+
+import itertools
+
+import pytest
+
+from mirage_hf import errors, gpus
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph import symbolic
+from mirage_hf.tune import cost, space
+from tests.helpers import kernel_cases
+from tests.helpers.schedule_cases import SPACES
+from tests.helpers.thorough import THOROUGH
+
+DEVICES = (gpus.H200, gpus.A100, gpus.RTX_4090) if THOROUGH else (gpus.H200, gpus.RTX_4090)
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_the_space_keeps_to_its_budgets(name):
+    for op, device in itertools.product(place_kernels(SPACES[name]), DEVICES):
+        found = space.schedules(op, device, limit=10**6)
+        assert found and len(set(found)) == len(found)
+        for s in found:
+            estimate = cost.estimate(plan_kernel(op, s), device)
+            assert (
+                estimate.registers <= space.REGISTER_BUDGET
+                and estimate.shared <= device.shared_bytes
+            )
+        assert (
+            space.schedules(op, device, limit=5) == found[:5]
+            and space.default_schedule(op, device) == found[0]
+        )
+
+
+@pytest.mark.parametrize("name", ["online", "split", "split matmul"])
+def test_the_estimate_of_shared_memory_is_not_exceeded(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    op = place_kernels(SPACES[name])[0]
+    for device in DEVICES:
+        ranked = [s for s in space.schedules(op, device) if s.mma]
+        greedy = max(ranked, key=lambda s: cost.estimate(plan_kernel(op, s), device).shared)
+        rest = [space.default_schedule(o, device) for o in place_kernels(SPACES[name])[1:]]
+        kernel = compiler.ahead_of_time(triton.generate(SPACES[name], [greedy, *rest]), device.sm)[
+            0
+        ]
+        assert (
+            kernel.shared
+            <= cost.estimate(plan_kernel(op, greedy), device).shared
+            <= device.shared_bytes
+        )
+
+
+def test_tiles_of_parts():
+    ugraph = kernel_cases.split_matmul(3, 100, 37, 3, held=True)
+    first, _ = ugraph.block_ops
+    assert all(dict(s.tiles)["k"] == 64 and dict(s.tiles)["p"] == 1 for s in space.schedules(first))
+    planned = plan_kernel(first, Schedule({"m": 1, "p": 1, "n": 8, "k": 64}))
+    assert (
+        planned.tiling.trips("k") == 1
+        and planned.grid == 3 * 3 * 5
+        and planned.masks.passes_split("k")
+        and planned.masks.split_passes_axis("k")
+        and planned.masks.largest_index("k") == 68 + 63
+    )
+    with pytest.raises(
+        errors.CodegenError,
+        match="k of size 100, of which a block has 34, must be held whole; its tile is 32, give 64",
+    ):
+        plan_kernel(first, Schedule({"m": 1, "p": 1, "n": 8, "k": 32}))
+    with pytest.raises(
+        errors.CodegenError,
+        match="p numbers the splits of k, and a block has one of them; its tile is 4, give 1",
+    ):
+        plan_kernel(first, Schedule({"m": 1, "p": 4, "n": 8, "k": 64}))
+
+
+def test_kinds_that_hold_in_a_ugraph_hold_in_those_with_such_block_graphs_in_any_number_of_parts():
+    split = kernel_cases.split_matmul(8, 1024, 256, 4)
+    block = split.block_ops[0].block
+    axis = next(a for a in block.axes if block.axis_split_by(a.name))
+    other = symbolic.with_num_splits(split, axis.name, axis.size // 2)
+    assert other.block_ops[0].block != split.block_ops[0].block
+    assert {s.mma for s in space.schedules(place_kernels(other)[0])} == {False, True}
+    for kinds, want in (([{False}], {False}), ([{False}, {True}], {False, True}), ([set()], set())):
+        allowed = space.permitted((split, may) for may in kinds)
+        assert [
+            {s.mma for s in allowed(place_kernels(u)[0], gpus.H200)} for u in (split, other)
+        ] == [
+            want,
+            want,
+        ]
+    assert [
+        s and s.mma
+        for s in (space.chosen(place_kernels(split)[0], may) for may in ({True}, {False}, ()))
+    ] == [True, False, None]

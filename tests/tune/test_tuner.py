@@ -1,0 +1,97 @@
+"""The tuner: how candidates are ranked and chosen."""
+
+import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from mirage_hf import errors, gpus
+from mirage_hf.codegen import triton
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
+from mirage_hf.tune import space, tuner
+from tests.helpers.schedule_cases import SPACES
+
+
+def test_rank_gives_every_kernel_a_schedule():
+    ranked = [c for c in tuner.rank([SPACES["split"]], per_graph=8) if not c.is_library]
+    assert (
+        ranked
+        and all(len(c.schedules) == 2 for c in ranked)
+        and len({c.schedules for c in ranked}) == len(ranked)
+    )
+    first = tuple(
+        replace(space.default_schedule(op), trigger_early=op.next_may_launch_early)
+        for op in place_kernels(SPACES["split"])
+    )
+    assert ranked[0].schedules == first and [s.trigger_early for s in first] == [True, False]
+
+
+def test_rank_without_a_gpu_always_has_the_library_path():
+    result = tuner.tune([SPACES["norm linear"]], device="cpu", per_graph=6)
+    assert (
+        not result.measured and not result.best.is_library and result.best_searched is result.best
+    )
+    assert [c.is_library for c in result.candidates].count(True) == 1 and len(
+        result.candidates
+    ) == 7
+    assert result.to_dict()["library_us"] == result.library.us
+    with pytest.raises(errors.CodegenError, match="no µGraph given"):
+        tuner.tune([])
+
+
+def test_steps_from_a_candidate_are_new_possible_and_permitted():
+    for name, mma in (("16 rows", True), ("norm linear", False)):
+        ugraph = SPACES[name]
+        (op,) = place_kernels(ugraph)
+        start = next(
+            c
+            for c in tuner.rank([ugraph], per_graph=8)
+            if not c.is_library and c.schedules[0].mma == mma
+        )
+        only = [s for s in space.schedules(op) if s.mma == mma]
+        found = tuner._around(
+            [start, start], [start], gpus.H200, lambda op, device, only=only: only
+        )
+        schedules = [c.schedules[0] for c in found]
+        assert (
+            len(found) > 8
+            and len(set(schedules)) == len(schedules)
+            and start.schedules[0] not in schedules
+        )
+        assert all(s.mma == mma for s in schedules) and all(plan_kernel(op, s) for s in schedules)
+        assert {s.cooperating_blocks for s in schedules} > {
+            start.schedules[0].cooperating_blocks
+        } and 0 in {s.prefetch_steps for s in schedules}
+
+
+def test_kernels_are_chosen_by_the_time_of_all_together(monkeypatch):
+    """The fastest of each alone are not the fastest together."""
+    ugraph = SPACES["norm linear"]
+    found = [
+        replace(c, status=tuner.MEASURED)
+        for c in tuner.rank([ugraph], per_graph=3)
+        if not c.is_library
+    ]
+    us = {
+        (0, 0): 10.0,
+        (1, 0): 10.2,
+        (0, 1): 10.5,
+        (1, 1): 8.0,
+        (2, 1): 9.5,
+        (1, 2): 7.99,
+        (2, 2): 9.9,
+    }
+    numbers = {triton.generate(c.ugraph, c.schedules).digest: n for n, c in enumerate(found)}
+    monkeypatch.setattr(tuner.torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(tuner, "run_of", lambda program: numbers[program.digest])
+    monkeypatch.setattr(
+        tuner.measure,
+        "Layer",
+        lambda programs, device: SimpleNamespace(
+            time=lambda runs, replays, worth: tuner.measure.timing([us.get(tuple(runs), 11.0)], 1)
+        ),
+    )
+    chosen, layer = tuner.together([found, found], device="cuda")
+    assert chosen == [found[1], found[1]] and layer.us == 8.0  # (1, 2) gains less than what counts
