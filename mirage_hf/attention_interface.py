@@ -27,7 +27,7 @@ from mirage_hf.errors import InputError, MirageError, Rejected, described
 from mirage_hf.graph import symbolic
 from mirage_hf.ops.table import COMPUTE_DTYPES
 from mirage_hf.patterns.attention import LONG_FROM, LONG_SLOTS, REFERENCE_SLOTS
-from mirage_hf.patterns.masked_attention import MASKED_ATTENTION, shut
+from mirage_hf.patterns.masked_attention import MASKED_ATTENTION, masked_bias
 from mirage_hf.pipeline import resize, resolver, torch_op
 from mirage_hf.pipeline.torch_op import Run
 from mirage_hf.swap.traced import LAYER_ARGUMENTS
@@ -555,7 +555,7 @@ def bounds_of(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
     return (
         lo,
         hi,
-        torch.full(mask.shape, shut(dtype), dtype=dtype, device=mask.device).masked_fill_(
+        torch.full(mask.shape, masked_bias(dtype), dtype=dtype, device=mask.device).masked_fill_(
             mask, 0.0
         ),
     )

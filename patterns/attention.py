@@ -1,7 +1,9 @@
-"""Attention of a decoding step: the new tokens of each sequence, over a cache that their keys and values are appended to in place.
+"""Attention of a decoding step: the new tokens of each sequence, over a cache.
 
-q, k and v are views of rows of packed projections. Biases, norms and RoPE where a family has them, then softmax over the cached keys in
-[lo, slot) and the new ones, which go to the slots from `slot` on; left padding and sliding windows are lower bounds.
+The keys and values of the new tokens are appended to the cache in place. q, k and v are views of
+rows of packed projections. Biases, norms and RoPE follow if a family has them. The softmax is over
+the cached keys in [lo, slot) and the new ones, which go to the slots from `slot` on. Left padding
+and sliding windows are lower bounds.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ import torch
 
 from mirage_hf.errors import GraphError
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
-from mirage_hf.patterns.parts import normed as normalised
-from mirage_hf.patterns.parts import rotated
+from mirage_hf.patterns.parts import normed, rotated
 from mirage_hf.patterns.schema import Pattern, PatternBlock
 
+#: With one query for each sequence, q lacks the dim before the last, and all others lack dim 2.
 AXES = {
     "q": "rows kv_heads group queries d",
     "new_keys": "rows kv_heads 1 queries d",
@@ -40,22 +42,28 @@ AXES = {
     "sinks": "1 kv_heads group 1 1",
     "y": "rows kv_heads group queries d",
 }
-"""With one query a sequence the dim before the last of q, and with it dim 2 of all others, is left out."""
 
+#: The slots of the cache at which kernels are searched, and tuned for short caches. A µGraph serves
+#: any number of slots, and its loop visits only those within bounds.
 REFERENCE_SLOTS = 256
-"""Slots of the cache that kernels are searched at, and tuned at for short caches. A µGraph serves every number of them, and its loop only
-visits what is within bounds."""
-LONG_SLOTS = 4096
-"""Slots that they are tuned at for long caches."""
-LONG_FROM = 1024
-"""What is a long cache. Between the two sizes that are tuned; where the better one changes was not measured."""
 
+#: The slots at which kernels are tuned for long caches.
+LONG_SLOTS = 4096
+
+#: From how many slots on a cache is long. It lies between the two sizes that are tuned. Where the
+#: better kernel changes was not measured.
+LONG_FROM = 1024
+
+#: The norms of q and k: none; RMSNorm of each head (Qwen3, Gemma3); LayerNorm of each head with
+#: weights of its own (Chameleon, Cohere); RMSNorm of all heads of a token together (OLMo2).
 NORMS = ("", "rms", "layer", "rms of all heads")
-"""None; of each head, RMSNorm (Qwen3, Gemma3) or LayerNorm with weights of its own for each head (Chameleon, Cohere); RMSNorm of all heads
-of a token together (OLMo2)."""
+
+#: How RoPE pairs the elements of a head: not at all, i with i + d / 2, or 2 i with 2 i + 1.
 ROPES = ("", "halves", "pairs")
+
+#: How a row of projections is packed: q of all heads, then k, then v; or q, k and v of each head
+#: (GPT-NeoX).
 PACKINGS = ("parts", "heads")
-"""How a row of projections is packed: q of all heads, then k, then v; or head by head q, k and v (GPT-NeoX)."""
 
 
 def build(
@@ -82,118 +90,133 @@ def build(
     packing: str = "parts",
     norm_bias: bool = True,
 ) -> KernelGraph:
-    """`queries`: new tokens of a sequence; bounds [new_first, new_last) say which of them each of several sees. `rotary`: how many
-    elements of a head RoPE turns, the first ones (None: all). `mask`: tensors added to the scores. `window`: bounds [first, last) of each
-    query beside [lo, slot), for windows that move with the query. `offset` is added to the weights of the RMSNorm of each head.
-    `rope_dtype`: that of cos and sin, `dtype` unless given. `packing`: one of PACKINGS. `norm_bias`: LayerNorm
-    of heads has one.
-    Errors: GraphError for another norm, RoPE or packing."""
+    """Return the program of attention over a cache.
+
+    Args:
+        rows: The number of sequences.
+        kv_heads: The heads of keys.
+        group: The heads of queries for each head of keys.
+        head_dim: The elements of a head.
+        scale: What scores are multiplied by.
+        norm: One of NORMS.
+        eps: The epsilon of the norms.
+        dtype: The dtype of everything but bounds, cos and sin.
+        slots: The slots of the cache.
+        queries: The new tokens of a sequence. If there are several, bounds [new_first, new_last)
+            say which of them each of them sees.
+        bias: Whether q, k and v have biases.
+        rope: One of ROPES.
+        rotary: How many elements of a head RoPE rotates, the first ones. None: all.
+        softcap: The bound of scores, cap · tanh(score / cap), or None.
+        sinks: Whether each head has a logit that takes a part of its softmax (gpt-oss).
+        mask: Whether tensors are added to the scores.
+        window: Whether each query has bounds [first, last) besides [lo, slot), for windows that
+            move with the query.
+        offset: What is added to the weights of RMSNorm of heads.
+        rope_dtype: The dtype of cos and sin. None: `dtype`.
+        packing: One of PACKINGS.
+        norm_bias: Whether LayerNorm of heads has a bias.
+
+    Raises:
+        GraphError: For another norm, RoPE or packing.
+    """
     if norm not in NORMS or rope not in ROPES or packing not in PACKINGS:
         raise GraphError(
-            f"attention: norm {norm!r}, rope {rope!r} and packing {packing!r} must be among {NORMS}, {ROPES} and {PACKINGS}"
+            f"attention: norm {norm!r}, rope {rope!r} and packing {packing!r} must be among "
+            f"{NORMS}, {ROPES} and {PACKINGS}"
         )
     g, d, several = new_kernel_graph(), head_dim, queries > 1
     packed = kv_heads * (group + 2) * d
 
-    def given(
+    def new_input(
         name: str, *dims: int, kind: torch.dtype = dtype, lacks: int = 3, constant: bool = False
     ) -> DTensor:
-        """An input; without dim `lacks` where there is one query only."""
-        return g.new_input(
-            dims if several else dims[:lacks] + dims[lacks + 1 :],
-            kind,
-            name=name,
-            constant=constant,
-        )
+        """Return a new input. With one query it lacks the dim `lacks`."""
+        own = dims if several else dims[:lacks] + dims[lacks + 1 :]
+        return g.new_input(own, kind, name=name, constant=constant)
+
+    def of_heads(name: str, x: DTensor) -> DTensor:
+        """Return a new constant with an element for each element of the heads of x."""
+        return new_input(name, 1, kv_heads, x.dims[2], 1, d, constant=True)
 
     def projected(name: str, width: int) -> DTensor:
+        """Return a new input that is a view of packed projections."""
         step = width if packing == "parts" else group + 2
-        dims, strides = (
-            (rows, kv_heads, width, queries, d),
-            (queries * packed, step * d, d, packed, 1),
-        )
-        return g.new_input(
-            *((dims, dtype, strides) if several else ((*dims[:3], d), dtype, (*strides[:3], 1))),
-            name=name,
-        )
+        dims: tuple[int, ...] = (rows, kv_heads, width, queries, d)
+        strides: tuple[int, ...] = (queries * packed, step * d, d, packed, 1)
+        if not several:
+            dims, strides = (*dims[:3], d), (*strides[:3], 1)
+        return g.new_input(dims, dtype, strides, name=name)
 
-    def weighted(x: DTensor, name: str) -> DTensor:
-        return g.mul(x, given(name, 1, kv_heads, x.dims[2], 1, d, constant=True))
-
-    def normed(x: DTensor, name: str) -> DTensor:
+    def head_normed(x: DTensor, name: str) -> DTensor:
         if norm == "rms":
-            return normalised(g, x, name, eps, offset)
+            return normed(g, x, name, eps, offset)
         if norm == "layer":
-            y = weighted(g.layer_norm(x, eps=eps), name)
-            return (
-                g.add(y, given(f"{name}_bias", 1, kv_heads, x.dims[2], 1, d, constant=True))
-                if norm_bias
-                else y
-            )
+            y = g.layer_norm(x, eps=eps)
+            y = g.mul(y, of_heads(name, y))
+            return g.add(y, of_heads(f"{name}_bias", x)) if norm_bias else y
         squares = g.square(x)
         for dim in (-1, 2, 1):
             squares = g.reduction(squares, dim, "mean")
-        return weighted(g.mul(x, g.rsqrt(g.add(squares, eps))), name)
+        y = g.mul(x, g.rsqrt(g.add(squares, eps)))
+        return g.mul(y, of_heads(name, y))
 
     q, k, v = projected("q", group), projected("new_keys", 1), projected("new_values", 1)
     tables = (rows, 1, 1, queries, rotary or d)
-    cos, sin = (
-        (given(name, *tables, kind=rope_dtype or dtype) for name in ("cos", "sin"))
-        if rope
-        else (None, None)
-    )
+    if rope:
+        cos, sin = (new_input(name, *tables, kind=rope_dtype or dtype) for name in ("cos", "sin"))
     keys, values = (
-        given(name, rows, kv_heads, 1, slots, d, lacks=2) for name in ("keys", "values")
+        new_input(name, rows, kv_heads, 1, slots, d, lacks=2) for name in ("keys", "values")
     )
-    lo, slot = (given(name, rows, 1, 1, 1, 1, kind=torch.int32) for name in ("lo", "slot"))
+    lo, slot = (new_input(name, rows, 1, 1, 1, 1, kind=torch.int32) for name in ("lo", "slot"))
     if bias:
-        q, k, v = (
-            g.add(x, given(name, 1, kv_heads, x.dims[2], 1, d, constant=True))
-            for x, name in ((q, "q_bias"), (k, "k_bias"), (v, "v_bias"))
-        )
+        q = g.add(q, of_heads("q_bias", q))
+        k = g.add(k, of_heads("k_bias", k))
+        v = g.add(v, of_heads("v_bias", v))
     if norm:
-        q, k = normed(q, "q_norm"), normed(k, "k_norm")
+        q, k = head_normed(q, "q_norm"), head_normed(k, "k_norm")
     if rope:
         q, k = (rotated(g, x, cos, sin, rope == "pairs") for x in (q, k))
 
     last = len(q.dims) - 1
 
-    def weights(x: DTensor, name: str) -> DTensor:
+    def weights(x: DTensor, mask_name: str) -> DTensor:
+        """Return exp(scores) of q with keys x."""
         scores = g.mul(g.matmul(q, g.permute(x, (*range(last - 1), last, last - 1))), scale)
-        scores = scores if softcap is None else g.mul(g.tanh(g.mul(scores, 1 / softcap)), softcap)
-        return g.exp(
-            g.add(scores, given(name, rows, 1, 1, queries, x.dims[-2])) if mask else scores
-        )
+        if softcap is not None:
+            scores = g.mul(g.tanh(g.mul(scores, 1 / softcap)), softcap)
+        if mask:
+            scores = g.add(scores, new_input(mask_name, rows, 1, 1, queries, x.dims[-2]))
+        return g.exp(scores)
+
+    def query_bound(name: str, sequences: int) -> DTensor:
+        """Return a new bound for each query."""
+        return new_input(name, sequences, 1, 1, queries, 1, kind=torch.int32)
 
     old, new = weights(keys, "mask"), weights(k, "new_mask")
     old = g.within(old, lo, slot, dim=last)
     if window:
-        old = g.within(
-            old,
-            *(given(name, rows, 1, 1, queries, 1, kind=torch.int32) for name in ("first", "last")),
-            dim=last,
-        )
+        first_key, last_key = query_bound("first", rows), query_bound("last", rows)
+        old = g.within(old, first_key, last_key, dim=last)
     if several:
-        new = g.within(
-            new,
-            *(
-                given(name, rows if window else 1, 1, 1, queries, 1, kind=torch.int32)
-                for name in ("new_first", "new_last")
-            ),
-            dim=last,
+        sequences = rows if window else 1
+        first_key, last_key = (
+            query_bound("new_first", sequences),
+            query_bound("new_last", sequences),
         )
+        new = g.within(new, first_key, last_key, dim=last)
     summed = g.add(g.matmul(old, values), g.matmul(new, v))
     total = g.add(g.reduction(old, last), g.reduction(new, last))
     if sinks:
-        total = g.add(total, g.exp(given("sinks", 1, kv_heads, group, 1, 1, constant=True)))
-    divided = g.ratio if several else g.div  # one query sees its own key
-    y = divided(summed, total)
+        total = g.add(total, g.exp(new_input("sinks", 1, kv_heads, group, 1, 1, constant=True)))
+    # A single query sees its own key, so its total is not 0.
+    y = g.ratio(summed, total) if several else g.div(summed, total)
     g.mark_output(y, g.cache_append(keys, k, slot), g.cache_append(values, v, slot))
     return g
 
 
 def for_long_caches(block: PatternBlock) -> PatternBlock:
-    """The same block at LONG_SLOTS."""
+    """Return the same block with LONG_SLOTS slots."""
     return block.pattern.block(**{**dict(block.sizes), "slots": LONG_SLOTS})
 
 

@@ -1,4 +1,7 @@
-"""A causal language model around its layers: embedding → layers → norm → head. Its last norm and head are `rms_norm_linear`."""
+"""A causal language model around its layers: embedding → layers → norm → head.
+
+Its last norm and head are a block of the pattern `rms_norm_linear`.
+"""
 
 from __future__ import annotations
 
@@ -43,16 +46,23 @@ LAYOUTS = (
     ),
 )
 
+#: What configs say of the layers that a forward calls: how many there are, and the kind of each.
+#: They are compared before every call.
 OF_LAYERS = ("num_hidden_layers", "layer_types")
-"""What configs say of the layers that a forward calls: how many, and of which kind each is. Compared before every call."""
 
+# What is done with embeddings and logits besides. A probe shows whether a model does so.
+
+#: What embedding classes call the buffer that they multiply their rows by (Gemma).
 EMBEDDING_BUFFER = "embed_scale"
-"""What embedding classes call the buffer that they multiply their rows by, in their weight's dtype (Gemma)."""
+
+#: What backbones call the number that they multiply embeddings by (Granite).
 EMBEDDING_MULTIPLIER = "embedding_multiplier"
-"""What backbones call the number that they multiply embeddings by (Granite)."""
+
+#: What configs call the number that logits are divided by (Granite).
 LOGITS_DIVISOR = "logits_scaling"
-"""What configs call the number that logits are divided by (Granite)."""
+
+#: What models call the number that they multiply logits by (Cohere).
 LOGITS_MULTIPLIER = "logit_scale"
-"""What models call the number that they multiply logits by (Cohere)."""
+
+#: What configs call the bound of logits, cap · tanh(logit / cap) (Gemma2).
 LOGITS_SOFTCAP = "final_logit_softcapping"
-"""What configs call the bound of logits, cap · tanh(logit / cap) (Gemma2). Whether a model does as these five say, a probe shows."""

@@ -1,13 +1,20 @@
-"""The decoder layer: h = x + m · after(attention(norm(x))), then h + m · mlp_after(mlp(mlp_norm(h))), with those norms that a family has
-and a multiplier m that is 1 for most. In parallel layers the MLP is of mlp_norm(x). Its blocks are patterns of their own."""
+"""The decoder layer.
+
+It computes h = x + m · after(attention(norm(x))), then h + m · mlp_after(mlp(mlp_norm(h))).
+
+Each family has some of these norms, and for most the multiplier m is 1. In parallel layers the MLP
+reads mlp_norm(x). The blocks of a layer are patterns of their own.
+"""
 
 from __future__ import annotations
 
 from mirage_hf.patterns.schema import LatentLayout, LayerLayout
 
+#: Where several layouts name all children of a layer, the first that passes the probe is taken.
 LAYOUTS = (
     LayerLayout(
-        "Llama, Mistral, Qwen2, Qwen3, Granite, Gemma, SmolLM3, GLM, ERNIE 4.5, StarCoder2, StableLM, gpt-oss, Nemotron",
+        "Llama, Mistral, Qwen2, Qwen3, Granite, Gemma, SmolLM3, GLM, ERNIE 4.5, StarCoder2, "
+        "StableLM, gpt-oss, Nemotron",
         norm="input_layernorm",
         attention="self_attn",
         projections=("q_proj", "k_proj", "v_proj"),
@@ -126,35 +133,34 @@ LAYOUTS = (
         mlp="mlp",
     ),
 )
-"""Of the rows that name all children of a layer the first whose layer a probe finds; else the first of which it has attention, its
-linears and MLP; else the first of which it has attention and MLP."""
 
+#: What norm classes call their epsilon. A probe shows whether it is used as one.
 EPS_NAMES = ("variance_epsilon", "eps")
-"""What norm classes call their epsilon. The probe shows whether it is used as one."""
 
+#: What norm classes may add to their weight (Gemma and Nemotron: 1). A probe shows which one does.
 OFFSETS = (0.0, 1.0)
-"""What norm classes may add to their weight (Gemma's and Nemotron's add 1). The probe shows which one does."""
 
+#: Attributes of layers that choose between layouts. They are compared before every call.
 SWITCHES = ("use_parallel_residual",)
-"""Attributes of layers that choose between rows. Compared before every call."""
 
+#: Attributes of layers by which they multiply what they add to the residual. A probe shows whether
+#: they do.
 MULTIPLIERS = ("residual_multiplier",)
-"""Attributes of layers by which they scale what they add to the residual. The probe shows whether they do."""
 
+#: Attributes of attention that may be a bound of its scores, cap · tanh(score / cap). A probe shows
+#: whether it is used: the SDPA attention of some versions ignores it.
 SOFTCAPS = ("attn_logit_softcapping",)
-"""Attributes of attentions that may be a bound of their scores, cap · tanh(score / cap). The probe shows whether it is used: what some
-versions' SDPA does with it is nothing."""
 
+#: What attention calls the elements of a head.
 HEAD_DIMS = ("head_dim", "head_size")
-"""What attentions call the width of a head."""
 
+#: What attention calls the logit of each head that takes a part of its softmax and gives nothing
+#: (gpt-oss). A probe shows whether it is used.
 SINKS = "sinks"
-"""What attentions call the logit of each head that takes a part of its softmax and gives nothing (gpt-oss). The probe shows whether it is
-used."""
 
+#: What layers call the cache that they are given.
 CACHES = ("past_key_values", "layer_past")
-"""What layers call the cache that they are given."""
 
+#: Attributes of attention, or of its config, that bound what the projections give. No probe surely
+#: reaches a bound, and attention by kernels has none.
 CLIPS = ("clip_qkv",)
-"""Attributes of attentions, or of their configs, that bound what the projections give. No probe is sure to reach a bound, and attention
-by kernels has none."""

@@ -1,4 +1,7 @@
-"""The first half of a gated MLP: f(n · w_gate) × (n · w_up), where n is x, or x normalised by the norm before it."""
+"""The first half of a gated MLP: f(n · w_gate) × (n · w_up).
+
+n is x, or x normalised by the norm before the MLP.
+"""
 
 from __future__ import annotations
 
@@ -48,23 +51,37 @@ def build(
     norm_bias: bool = False,
     lora: BlockAdapters | None = None,
 ) -> KernelGraph:
-    """`offset`, `centred`, `norm_bias`: what the norm is, as in `parts.normed`."""
+    """Return the program of the first half of a gated MLP.
+
+    Args:
+        rows: The number of rows.
+        k: The width of x.
+        n: The outputs of gate and of up.
+        activation: One of `parts.ACTIVATIONS`.
+        norm: Whether x is normalised first.
+        bias: Whether the linears have biases.
+        eps: The epsilon of the norm.
+        dtype: The dtype of everything.
+        offset: As in `parts.normed`.
+        centred: As in `parts.normed`.
+        norm_bias: Whether the norm has a bias.
+        lora: The adapters of the linears, if they have any.
+    """
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
     lows = lora.low_inputs(g, rows, (n, n)) if lora is not None else []
     y = normed(g, x, "gamma", eps, offset, centred, norm_bias) if norm else x
     halves = []
     for name in ("gate", "up"):
-        half = g.matmul(
-            y, g.new_input((k, n), dtype, strides=(1, k), name=f"w_{name}", constant=True)
-        )
-        halves.append(
-            g.add(half, g.new_input((1, n), dtype, name=f"b_{name}", constant=True))
-            if bias
-            else half
-        )
-    halves = halves if lora is None else lora.apart(g, halves, lows)
-    g.mark_output(g.mul(activated(g, halves[0], activation), halves[1]))
+        weight = g.new_input((k, n), dtype, strides=(1, k), name=f"w_{name}", constant=True)
+        half = g.matmul(y, weight)
+        if bias:
+            half = g.add(half, g.new_input((1, n), dtype, name=f"b_{name}", constant=True))
+        halves.append(half)
+    if lora is not None:
+        halves = lora.add_to_each(g, halves, lows)
+    gate, up = halves
+    g.mark_output(g.mul(activated(g, gate, activation), up))
     return g
 
 

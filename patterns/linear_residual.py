@@ -1,6 +1,7 @@
-"""A linear and the residual it is added to, as after attention and after an MLP: residual + scale · norm(x · w (+ b)).
+"""A linear and the residual that it is added to: residual + scale · norm(x · w (+ b)).
 
-Most families have no norm there, and a scale of 1.
+Layers have one after attention and one after the MLP. Most families have no norm there, and a scale
+of 1.
 """
 
 from __future__ import annotations
@@ -39,7 +40,22 @@ def build(
     norm_bias: bool = False,
     lora: BlockAdapters | None = None,
 ) -> KernelGraph:
-    """`norm`: of the product; `offset`, `centred`, `norm_bias`: what it is, as in `parts.normed`."""
+    """Return the program of a linear and the residual that it is added to.
+
+    Args:
+        rows: The number of rows.
+        k: The width of x.
+        n: The outputs of the linear.
+        bias: Whether it has a bias.
+        dtype: The dtype of everything.
+        norm: Whether the product is normalised.
+        eps: The epsilon of that norm.
+        offset: As in `parts.normed`.
+        scale: What is added is multiplied by this (Granite's residual multiplier).
+        centred: As in `parts.normed`.
+        norm_bias: Whether the norm has a bias.
+        lora: The adapter of the linear, if it has one.
+    """
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
     lows = lora.low_inputs(g, rows, (n,)) if lora is not None else []
@@ -47,7 +63,7 @@ def build(
     if bias:
         y = g.add(y, g.new_input((1, n), dtype, name="b", constant=True))
     if lora is not None:
-        (y,) = lora.apart(g, [y], lows)
+        (y,) = lora.add_to_each(g, [y], lows)
     if norm:
         y = normed(g, y, "gamma", eps, offset, centred, norm_bias)
     if scale != 1:

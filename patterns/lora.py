@@ -1,9 +1,11 @@
-"""A PEFT linear with one plain adapter, unmerged: x · w (+ bias) + (scaling · x · a) · b.
+"""A PEFT linear with one plain unmerged adapter: x · w (+ bias) + (scaling · x · a) · b.
 
-PEFT keeps adapters of half-precision models in float32 unless told otherwise, and adds in the wider dtype; so does this. A linear on its
-own is one program (`LORA`). In a layer, where one x goes to several linears, x · [a…] is a program of its own (`LORA_DOWN`), a thousandth
-of the work, and the blocks of the layer take what it gives and the b (`BlockAdapters`). Scalings are operands, one for each column of a, so that
-kernels serve adapters of any; PEFT scales behind b, which is the same but for rounding.
+PEFT keeps adapters of half-precision models in float32 by default, and adds in the wider dtype. So
+does this. A linear on its own is one program (`LORA`). In a layer, where several linears read one
+x, x · [a…] is a program of its own (`LORA_DOWN`), a thousandth of the work. The blocks of the layer
+take its output and the weights b (`BlockAdapters`). Scalings are operands, one for each column of
+a, so that kernels serve adapters of any scaling. PEFT scales after b, which differs only in
+rounding.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ DOWN_AXES = {
 
 
 def added(g: KernelGraph, y: DTensor, delta: DTensor) -> DTensor:
-    """y + delta in the wider of their dtypes, then in that of y."""
+    """Return y + delta, computed in the wider of their dtypes and rounded to that of y."""
     wider = torch.promote_types(y.dtype, delta.dtype)
     total = g.add(
         y if y.dtype == wider else g.cast(y, wider),
@@ -47,18 +49,20 @@ def added(g: KernelGraph, y: DTensor, delta: DTensor) -> DTensor:
 
 
 def scaled(g: KernelGraph, low: DTensor) -> DTensor:
-    """low (rows, r) by `scales` (1, r), new inputs in float32: a scaling is not rounded to the adapter's dtype."""
+    """Return low (rows, r) times a new input `scales` (1, r).
+
+    Scalings are in float32, so they are not rounded to the adapter's dtype.
+    """
     scales = g.new_input((1, low.dims[1]), torch.float32, name="scales", constant=True)
-    return (
-        g.mul(low, scales)
-        if low.dtype == scales.dtype
-        else g.cast(g.mul(g.cast(low, scales.dtype), scales), low.dtype)
-    )
+    if low.dtype == scales.dtype:
+        return g.mul(low, scales)
+    return g.cast(g.mul(g.cast(low, scales.dtype), scales), low.dtype)
 
 
 def build(
     rows: int, k: int, n: int, r: int, bias: bool, dtype: torch.dtype, adapter_dtype: torch.dtype
 ) -> KernelGraph:
+    """Return the program of one linear (k, n) with an adapter of rank r."""
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
     y = g.matmul(x, g.new_input((k, n), dtype, strides=(1, k), name="w", constant=True))
@@ -83,8 +87,22 @@ def build_down(
     centred: bool = False,
     norm_bias: bool = False,
 ) -> KernelGraph:
-    """`r`: the ranks of the linears that have adapters; `offset`, `centred`, `norm_bias`: what the norm is, as in `parts.normed`.
-    The kernel that is launched next is that of those linears."""
+    """Return the program of the first products of several adapters that read one x.
+
+    The kernel that is launched next is that of the adapters' linears.
+
+    Args:
+        rows: The number of rows.
+        k: The width of x.
+        r: The ranks of the linears that have adapters.
+        eps: The epsilon of the norm.
+        dtype: The dtype of x.
+        adapter_dtype: The dtype of the adapters.
+        norm: Whether x is normalised first.
+        offset: As in `parts.normed`.
+        centred: As in `parts.normed`.
+        norm_bias: Whether the norm has a bias.
+    """
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
     if norm:
@@ -100,70 +118,87 @@ def build_down(
 
 @dataclass(frozen=True)
 class BlockAdapters:
-    """The adapters of a block's linears. ranks: of each linear, 0 where it has none; where the results of several are packed, all that
-    have one have the same. A program's operands are, right after x, what LORA_DOWN made for each of `reading`, and after the weights and
-    biases of the linears, for each of `reading`, its b (r, n), zeros where it has none."""
+    """The adapters of the linears of a block.
 
+    The program of such a block has operands for each of `linears`: right after x the first product
+    of the adapter, which `LORA_DOWN` computes, and after all weights and biases its b (r, n).
+    """
+
+    #: The rank of each linear's adapter, 0 if it has none. If `packed`, all ranks are equal or 0.
     ranks: tuple[int, ...]
+    #: The dtype of the adapters.
     dtype: torch.dtype
+    #: Whether the outputs of the linears are packed into one row.
     packed: bool = False
 
     @property
-    def reading(self) -> tuple[int, ...]:
-        """The linears with operands of their own: of packed ones all, if one has an adapter."""
-        return tuple(i for i, r in enumerate(self.ranks) if r or self.packed)
+    def linears(self) -> tuple[int, ...]:
+        """The linears that have adapter operands: if packed, all, with zeros for a missing b."""
+        return tuple(i for i, rank in enumerate(self.ranks) if rank or self.packed)
 
     @property
     def rank(self) -> int:
+        """The largest rank."""
         return max(self.ranks)
 
     def in_dtype(self, dtype: torch.dtype) -> BlockAdapters:
+        """Return the same adapters in another dtype."""
         return replace(self, dtype=dtype)
 
-    def lows(self, made: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
-        """What LORA_DOWN made (rows, ranks side by side), as operands: views (rows, r), of packed linears (rows, r, n) that stand still
-        along n. A linear without an adapter reads anything, times zeros."""
-        starts = [sum(self.ranks[:i]) if r else 0 for i, r in enumerate(self.ranks)]
-        views = {
-            i: made[:, starts[i] : starts[i] + (self.ranks[i] or self.rank)] for i in self.reading
-        }
-        return [
-            v[..., None].expand(*v.shape, widths[i]) if self.packed else v for i, v in views.items()
-        ]
+    def low_operands(self, products: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
+        """Return views of the first products, one for each of `linears`.
+
+        A view is (rows, r). Of packed linears it is (rows, r, n) with stride 0 along n. A linear
+        without an adapter reads any columns, because its b is zeros.
+
+        Args:
+            products: What LORA_DOWN computes (rows, ranks side by side).
+            widths: The outputs of each linear, if they are packed.
+        """
+        operands = []
+        for i in self.linears:
+            rank = self.ranks[i]
+            start = sum(self.ranks[:i]) if rank else 0
+            view = products[:, start : start + (rank or self.rank)]
+            if self.packed:
+                view = view[..., None].expand(*view.shape, widths[i])
+            operands.append(view)
+        return operands
 
     def low_inputs(self, g: KernelGraph, rows: int, widths: Sequence[int]) -> list[DTensor]:
-        """The inputs of a program for those."""
-        k = sum(self.ranks)
-        shapes = {i: (rows, self.ranks[i] or self.rank) for i in self.reading}
-        if self.packed:
-            return [
-                g.new_input((*d, widths[i]), self.dtype, strides=(k, 1, 0), name=f"low{i}")
-                for i, d in shapes.items()
-            ]
-        return [
-            g.new_input(d, self.dtype, strides=(k, 1), name=f"low{i}") for i, d in shapes.items()
-        ]
+        """Return new inputs of a program for `low_operands`."""
+        row = sum(self.ranks)
+        inputs = []
+        for i in self.linears:
+            dims: tuple[int, ...] = (rows, self.ranks[i] or self.rank)
+            strides: tuple[int, ...] = (row, 1)
+            if self.packed:
+                dims, strides = (*dims, widths[i]), (*strides, 0)
+            inputs.append(g.new_input(dims, self.dtype, strides=strides, name=f"low{i}"))
+        return inputs
 
-    def apart(
-        self, g: KernelGraph, ys: Sequence[DTensor], lows: Sequence[DTensor]
+    def add_to_each(
+        self, g: KernelGraph, outputs: Sequence[DTensor], lows: Sequence[DTensor]
     ) -> list[DTensor]:
-        """What linears give (rows, n), with what their adapters add."""
-        found = list(ys)
-        for i, low in zip(self.reading, lows, strict=True):
-            found[i] = added(g, ys[i], g.matmul(low, self._b(g, i, ys[i].dims[1])))
-        return found
+        """Return the outputs of linears (rows, n) with what their adapters add."""
+        totals = list(outputs)
+        for i, low in zip(self.linears, lows, strict=True):
+            b = self._new_b(g, i, outputs[i].dims[1])
+            totals[i] = added(g, outputs[i], g.matmul(low, b))
+        return totals
 
-    def side_by_side(
+    def add_to_packed(
         self, g: KernelGraph, y: DTensor, widths: Sequence[int], lows: Sequence[DTensor]
     ) -> DTensor:
-        """The same for packed linears: one sum over the rank for all of y."""
-        bs = [self._b(g, i, n) for i, n in enumerate(widths)]
+        """Return the packed outputs y with what adapters add, as one sum over the rank."""
+        bs = [self._new_b(g, i, n) for i, n in enumerate(widths)]
         delta = g.reduction(g.mul(g.concat(lows, dim=2), g.concat(bs, dim=1)), 1)
         return added(g, y, g.reshape(delta, y.dims))
 
-    def _b(self, g: KernelGraph, i: int, n: int) -> DTensor:
-        rank = self.ranks[i] or self.rank
-        return g.new_input((rank, n), self.dtype, strides=(1, rank), name=f"b{i}_up", constant=True)
+    def _new_b(self, g: KernelGraph, linear: int, n: int) -> DTensor:
+        rank = self.ranks[linear] or self.rank
+        name = f"b{linear}_up"
+        return g.new_input((rank, n), self.dtype, strides=(1, rank), name=name, constant=True)
 
 
 LORA = Pattern("lora", AXES, build)

@@ -1,7 +1,11 @@
-"""Attention of one query per sequence to the keys that a mask lets through: what a model of transformers asks an attention function for.
+"""Attention of one query for each sequence to the keys that a mask lets through.
 
-Norms, RoPE and the cache are the model's. A mask is given twice: as bounds of the keys it lets through, which end the loop early, and as
-a bias of 0 or SHUT, which is right for any mask between these bounds.
+This is what a model of transformers asks an attention function for. Norms, RoPE and the cache are
+the model's. A mask is given twice: as bounds of the keys that it lets through, which end the loop
+early, and as a bias of 0 or a very small number (`masked_bias`), which is right for any mask
+between these bounds.
+
+optimize() does not look for this block. attention_interface.py asks for it.
 """
 
 from __future__ import annotations
@@ -25,8 +29,11 @@ AXES = {
 }
 
 
-def shut(dtype: torch.dtype) -> float:
-    """The bias of a key that no weight may go to: no score reaches it, and what kernels multiply it by leaves it finite."""
+def masked_bias(dtype: torch.dtype) -> float:
+    """Return the bias of a key that must get no weight.
+
+    No score makes up for it, and it stays finite when kernels multiply it.
+    """
     return max(torch.finfo(dtype).min, -1e30)
 
 
@@ -43,13 +50,26 @@ def build(
     slots: int,
     strides: Any = (None, None),
 ) -> KernelGraph:
-    """`strides`: those of keys and values, row-major where None."""
+    """Return the program of masked attention.
+
+    Args:
+        rows: The number of sequences.
+        kv_heads: The heads of keys.
+        group: The heads of queries for each head of keys.
+        head_dim: The elements of a head of queries and keys.
+        value_dim: The elements of a head of values.
+        scale: What scores are multiplied by.
+        softcap: The bound of scores, cap · tanh(score / cap), or None.
+        sinks: Whether each head has a logit that takes a part of its softmax (gpt-oss).
+        dtype: The dtype of everything but bounds.
+        slots: The number of keys.
+        strides: The strides of keys and of values. None: row-major.
+    """
     g = new_kernel_graph()
     q = g.new_input((rows, kv_heads, group, head_dim), dtype, name="q")
-    keys, values = (
-        g.new_input((rows, kv_heads, slots, d), dtype, s, name=name)
-        for name, d, s in zip(("keys", "values"), (head_dim, value_dim), strides, strict=True)
-    )
+    key_strides, value_strides = strides
+    keys = g.new_input((rows, kv_heads, slots, head_dim), dtype, key_strides, name="keys")
+    values = g.new_input((rows, kv_heads, slots, value_dim), dtype, value_strides, name="values")
     lo, hi = (g.new_input((rows, 1, 1, 1), torch.int32, name=name) for name in ("lo", "hi"))
     bias = g.new_input((rows, 1, 1, slots), dtype, name="bias")
     scores = g.mul(g.matmul(q, g.permute(keys, (0, 1, 3, 2))), scale)
@@ -66,4 +86,3 @@ def build(
 
 
 MASKED_ATTENTION = Pattern("masked_attention", AXES, build)
-"""Not one of the blocks that optimize() looks for: attention_interface.py asks for it."""

@@ -1,8 +1,11 @@
-"""Multi-head latent attention of a decoding step: one new token of each sequence, over a cache of latents and of keys that RoPE has turned.
+"""Multi-head latent attention of a decoding step: one new token of each sequence, over a cache.
 
-All heads share one latent and one rotated key per slot; a head's other keys and its values are products of the latent with its rows of one
-weight. The program of attention expands them, as the model does. The search moves the weight to the query and to the result, so that
-kernels read the latents only. A program before it turns q and the new key, norms the new latent, and appends both in place.
+The cache holds latents, and keys that RoPE has rotated. All heads share one latent and one rotated
+key for each slot. A head's other keys and its values are products of the latent with the head's
+rows of one weight. The program of attention (`build`) expands them, as the model does. The search
+moves the weight to the query and to the result, so that kernels read only the latents. A program
+before it (`build_append`) rotates q and the new key, normalises the new latent, and appends both in
+place.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ AXES = {
     "w_v": "1 heads latent value",
     "y": "rows heads 1 value",
 }
+
+#: With "parted pairs" there are two each of q_rope, k_rope, keys and rotated, of half the width.
 APPEND_AXES = {
     "q_rope…": "rows heads 1 rope",
     "k_rope…": "rows 1 1 rope",
@@ -37,37 +42,52 @@ APPEND_AXES = {
     "slot": "rows 1 1 1",
     "rotated…": "rows heads 1 rope",
 }
-"""Of q_rope, k_rope, keys and rotated there are two, of half the width, where RoPE parts pairs."""
 
+#: Which element of q and k RoPE pairs with element i. "halves": i + rope / 2. "pairs": 2 i with
+#: 2 i + 1 (DeepSeek-V2). "parted pairs": the same, but the rotated elements lie in halves
+#: (DeepSeek-V3). Then q_rope and k_rope are views of every second element, and there are two
+#: tensors of keys, one for each half.
 ROPES = ("halves", "pairs", "parted pairs")
-"""What turns with element i of q and k: i + rope / 2; or its neighbour, 2i with 2i + 1 (DeepSeek-V2); or its neighbour, but rotated elements
-lie in halves (DeepSeek-V3). There q_rope and k_rope are two views of every second element, and keys are two of a half each."""
 
 
 def strides_of(
     heads: int, latent: int, nope: int, rope: int, q_rank: int | None
 ) -> tuple[int, int]:
-    """Elements from a row of q to the next, and from a row of new latents to the next. Where q has a low-rank projection, what that gives
-    lies before the latent, and q in rows of its own; else (None) q itself does."""
+    """Return how many elements lie between rows of q, and between rows of new latents.
+
+    If q has a low-rank projection, its output lies before the latent, and q in rows of its own.
+    Otherwise q itself lies before the latent.
+    """
     q = heads * (nope + rope)
-    return (q + latent + rope,) * 2 if q_rank is None else (q, q_rank + latent + rope)
+    if q_rank is None:
+        return q + latent + rope, q + latent + rope
+    return q, q_rank + latent + rope
 
 
-def parts_of(ropes: str, rope: int) -> tuple[tuple[str, int], ...]:
-    """The tensors that rotated elements are: what follows their name, and their width. Errors: GraphError for another RoPE."""
+def _rotated_parts(ropes: str, rope: int) -> tuple[tuple[str, int], ...]:
+    """Return the tensors that rotated elements are: the end of their name, and their width.
+
+    Raises:
+        GraphError: For another RoPE.
+    """
     if ropes not in ROPES:
         raise GraphError(f"mla: rope {ropes!r} must be among {ROPES}")
-    return (("_even", rope // 2), ("_odd", rope // 2)) if ropes == "parted pairs" else (("", rope),)
+    if ropes == "parted pairs":
+        return ("_even", rope // 2), ("_odd", rope // 2)
+    return (("", rope),)
 
 
 def _caches(
     g: KernelGraph, rows: int, slots: int, latent: int, rope: int, ropes: str, dtype: torch.dtype
 ) -> tuple[DTensor, list[DTensor]]:
+    """Return new inputs for the cached latents and the cached keys."""
     row = slots * rope
-    return g.new_input((rows, 1, slots, latent), dtype, name="latents"), [
+    latents = g.new_input((rows, 1, slots, latent), dtype, name="latents")
+    keys = [
         g.new_input((rows, 1, slots, width), dtype, (row, row, rope, 1), name=f"keys{part}")
-        for part, width in parts_of(ropes, rope)
+        for part, width in _rotated_parts(ropes, rope)
     ]
+    return latents, keys
 
 
 def build(
@@ -83,32 +103,43 @@ def build(
     dtype: torch.dtype,
     slots: int = REFERENCE_SLOTS,
 ) -> KernelGraph:
-    g, head, (q_row, _) = (
-        new_kernel_graph(),
-        nope + rope,
-        strides_of(heads, latent, nope, rope, q_rank),
-    )
+    """Return the program of attention over latents.
+
+    Args:
+        rows: The number of sequences.
+        heads: The heads of queries.
+        latent: The elements of a latent.
+        nope: The elements of a head of q and k that RoPE does not rotate.
+        rope: The elements that it rotates.
+        value: The elements of a head of values.
+        q_rank: The rank of the query's projection, or None.
+        scale: What scores are multiplied by.
+        ropes: One of ROPES.
+        dtype: The dtype of everything but bounds.
+        slots: The slots of the cache.
+    """
+    g, head = new_kernel_graph(), nope + rope
+    q_row, _ = strides_of(heads, latent, nope, rope, q_rank)
     q = g.new_input((rows, heads, 1, nope), dtype, (q_row, head, head, 1), name="q")
     rotated = [
         g.new_input((rows, heads, 1, width), dtype, name=f"q_rope{part}")
-        for part, width in parts_of(ropes, rope)
+        for part, width in _rotated_parts(ropes, rope)
     ]
     latents, keys = _caches(g, rows, slots, latent, rope, ropes, dtype)
     lo, end = (g.new_input((rows, 1, 1, 1), torch.int32, name=name) for name in ("lo", "end"))
-    w_k, w_v = (
-        g.new_input(
-            (1, heads, latent, width),
-            dtype,
-            (heads * (nope + value) * latent, (nope + value) * latent, 1, latent),
-            name=name,
-            constant=True,
-        )
-        for name, width in (("w_k", nope), ("w_v", value))
-    )
+    of_head = (nope + value) * latent
+
+    def expansion(name: str, width: int) -> DTensor:
+        """Return a new input for each head's rows of the weight that expands latents."""
+        dims, strides = (1, heads, latent, width), (heads * of_head, of_head, 1, latent)
+        return g.new_input(dims, dtype, strides, name=name, constant=True)
+
+    w_k, w_v = expansion("w_k", nope), expansion("w_v", value)
     scores = g.matmul(q, g.permute(g.matmul(latents, w_k), (0, 1, 3, 2)))
     for x, k in zip(rotated, keys, strict=True):
         scores = g.add(scores, g.matmul(x, g.permute(k, (0, 1, 3, 2))))
-    g.mark_output(g.matmul(g.softmax(g.mul(scores, scale), 3, lo, end), g.matmul(latents, w_v)))
+    weights = g.softmax(g.mul(scores, scale), 3, lo, end)
+    g.mark_output(g.matmul(weights, g.matmul(latents, w_v)))
     return g
 
 
@@ -125,33 +156,42 @@ def build_append(
     rope_dtype: torch.dtype,
     slots: int = REFERENCE_SLOTS,
 ) -> KernelGraph:
-    """`rope_dtype`: that of cos and sin, and so of the turning."""
-    g, head, (q_row, row) = (
-        new_kernel_graph(),
-        nope + rope,
-        strides_of(heads, latent, nope, rope, q_rank),
-    )
-    parts = parts_of(ropes, rope)
+    """Return the program that rotates q and appends the new latent and the new rotated key.
+
+    Args:
+        rows: The number of sequences.
+        heads: The heads of queries.
+        latent: The elements of a latent.
+        nope: The elements of a head of q and k that RoPE does not rotate.
+        rope: The elements that it rotates.
+        q_rank: The rank of the query's projection, or None.
+        eps: The epsilon of the latent's norm.
+        ropes: One of ROPES.
+        dtype: The dtype of everything but cos, sin and bounds.
+        rope_dtype: The dtype of cos and sin, in which RoPE is computed.
+        slots: The slots of the cache.
+    """
+    g, head = new_kernel_graph(), nope + rope
+    q_row, row = strides_of(heads, latent, nope, rope, q_rank)
+    parts = _rotated_parts(ropes, rope)
+    step = len(parts)
     q = [
-        g.new_input(
-            (rows, heads, 1, width), dtype, (q_row, head, head, len(parts)), name=f"q_rope{part}"
-        )
+        g.new_input((rows, heads, 1, width), dtype, (q_row, head, head, step), name=f"q_rope{part}")
         for part, width in parts
     ]
     k = [
-        g.new_input((rows, 1, 1, width), dtype, (row, row, row, len(parts)), name=f"k_rope{part}")
+        g.new_input((rows, 1, 1, width), dtype, (row, row, row, step), name=f"k_rope{part}")
         for part, width in parts
     ]
     new = g.new_input((rows, 1, 1, latent), dtype, (row, row, row, 1), name="latent")
     norm = g.new_input((1, latent), dtype, name="norm", constant=True)
-    cos, sin = (
-        g.new_input((rows, 1, 1, parts[0][1]), rope_dtype, name=name) for name in ("cos", "sin")
-    )
+    table = (rows, 1, 1, parts[0][1])
+    cos, sin = (g.new_input(table, rope_dtype, name=name) for name in ("cos", "sin"))
     latents, keys = _caches(g, rows, slots, latent, rope, ropes, dtype)
     slot = g.new_input((rows, 1, 1, 1), torch.int32, name="slot")
 
-    def rotated(halves: list[DTensor]) -> list[DTensor]:
-        wide = halves if dtype == rope_dtype else [g.cast(x, rope_dtype) for x in halves]
+    def rotated(parts: list[DTensor]) -> list[DTensor]:
+        wide = parts if dtype == rope_dtype else [g.cast(x, rope_dtype) for x in parts]
         if len(wide) == 2:
             even, odd = wide
             wide = [
@@ -162,34 +202,39 @@ def build_append(
             wide = [g.rope(wide[0], cos, sin, interleaved=ropes == "pairs")]
         return wide if dtype == rope_dtype else [g.cast(x, dtype) for x in wide]
 
-    g.mark_output(
-        *rotated(q),
-        g.cache_append(latents, g.rms_norm(new, norm, eps), slot),
-        *(g.cache_append(cache, x, slot) for cache, x in zip(keys, rotated(k), strict=True)),
-    )
+    rotated_q = rotated(q)
+    new_latents = g.cache_append(latents, g.rms_norm(new, norm, eps), slot)
+    rotated_k = rotated(k)
+    new_keys = [g.cache_append(cache, x, slot) for cache, x in zip(keys, rotated_k, strict=True)]
+    g.mark_output(*rotated_q, new_latents, *new_keys)
     return g
 
 
 def build_query(
     rows: int, rank: int, row: int, n: int, eps: float, dtype: torch.dtype
 ) -> KernelGraph:
-    """A low-rank query, normed and expanded. `row`: elements from one to the next, which lie in packed rows."""
+    """Return the program of a low-rank query: normalised, then expanded to all heads.
+
+    Args:
+        rows: The number of sequences.
+        rank: The rank of the query's projection.
+        row: The elements between rows of x, which are parts of packed rows.
+        n: The elements of the query of all heads.
+        eps: The epsilon of the norm.
+        dtype: The dtype of everything.
+    """
     g = new_kernel_graph()
-    x, norm = (
-        g.new_input((rows, rank), dtype, (row, 1), name="x"),
-        g.new_input((1, rank), dtype, name="q_norm", constant=True),
-    )
-    g.mark_output(
-        g.matmul(
-            g.rms_norm(x, norm, eps),
-            g.new_input((rank, n), dtype, (1, rank), name="w", constant=True),
-        )
-    )
+    x = g.new_input((rows, rank), dtype, (row, 1), name="x")
+    norm = g.new_input((1, rank), dtype, name="q_norm", constant=True)
+    normed = g.rms_norm(x, norm, eps)
+    weight = g.new_input((rank, n), dtype, (1, rank), name="w", constant=True)
+    g.mark_output(g.matmul(normed, weight))
     return g
 
 
+#: It is searched at many slots. Over few of them, expanding the latents costs no more than not to,
+#: and the search would find that instead.
 MLA = Pattern("mla", AXES, build, searched_at=LONG_SLOTS)
-"""Searched at many slots: over few of them expanding the latents is no dearer than not to, and it would be found instead."""
 MLA_APPEND = Pattern("mla_append", APPEND_AXES, build_append)
 MLA_QUERY = Pattern(
     "mla_query", {"x": "rows rank", "q_norm": "1 rank", "w": "rank n", "y": "rows n"}, build_query

@@ -1,4 +1,7 @@
-"""The first half of an MLP without a gate: f(n · w), where n is x, or x normalised by the norm before it."""
+"""The first half of an MLP without a gate: f(n · w).
+
+n is x, or x normalised by the norm before the MLP.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,22 @@ def build(
     norm_bias: bool = False,
     lora: BlockAdapters | None = None,
 ) -> KernelGraph:
-    """`offset`, `centred`, `norm_bias`: what the norm is, as in `parts.normed`."""
+    """Return the program of the first half of an MLP without a gate.
+
+    Args:
+        rows: The number of rows.
+        k: The width of x.
+        n: The outputs of the linear.
+        activation: One of `parts.ACTIVATIONS`.
+        norm: Whether x is normalised first.
+        bias: Whether the linears have biases.
+        eps: The epsilon of the norm.
+        dtype: The dtype of everything.
+        offset: As in `parts.normed`.
+        centred: As in `parts.normed`.
+        norm_bias: Whether the norm has a bias.
+        lora: The adapters of the linears, if they have any.
+    """
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
     lows = lora.low_inputs(g, rows, (n,)) if lora is not None else []
@@ -51,7 +69,7 @@ def build(
     if bias:
         y = g.add(y, g.new_input((1, n), dtype, name="b", constant=True))
     if lora is not None:
-        (y,) = lora.apart(g, [y], lows)
+        (y,) = lora.add_to_each(g, [y], lows)
     g.mark_output(activated(g, y, activation))
     return g
 

@@ -1,7 +1,10 @@
-"""What the layers of a whole prompt do between the library's products: norms, q and k rotated, an MLP's gate, and additions to the
-residual that are more than that. All of them do the same for each row, a token of a sequence.
+"""What a layer computes for whole prompts between the library's products and attention.
 
-These are not blocks that optimize() looks for: decode/prefill.py asks for them, for layers whose blocks are matched.
+These are norms, the rotation of q and k, an MLP's gate, and additions to the residual that include
+a norm. All of them treat each row, a token of a sequence, alike.
+
+optimize() does not look for these blocks. layers/prefill.py asks for them, for layers whose blocks
+are matched.
 """
 
 from __future__ import annotations
@@ -16,10 +19,10 @@ from mirage_hf.patterns.schema import Pattern
 def build_norm(
     rows: int, k: int, eps: float, dtype: torch.dtype, offset: float, centred: bool, norm_bias: bool
 ) -> KernelGraph:
+    """Return norm(x). See `parts.normed` for the sizes of the norm."""
     g = new_kernel_graph()
-    g.mark_output(
-        normed(g, g.new_input((rows, k), dtype, name="x"), "gamma", eps, offset, centred, norm_bias)
-    )
+    x = g.new_input((rows, k), dtype, name="x")
+    g.mark_output(normed(g, x, "gamma", eps, offset, centred, norm_bias))
     return g
 
 
@@ -33,12 +36,13 @@ def build_added(
     norm_bias: bool,
     scale: float,
 ) -> KernelGraph:
-    """residual + scale · norm(x)."""
+    """Return residual + scale · norm(x). See `parts.normed` for the sizes of the norm."""
     g = new_kernel_graph()
-    y = normed(g, g.new_input((rows, k), dtype, name="x"), "gamma", eps, offset, centred, norm_bias)
-    g.mark_output(
-        g.add(y if scale == 1 else g.mul(y, scale), g.new_input((rows, k), dtype, name="residual"))
-    )
+    x = g.new_input((rows, k), dtype, name="x")
+    y = normed(g, x, "gamma", eps, offset, centred, norm_bias)
+    if scale != 1:
+        y = g.mul(y, scale)
+    g.mark_output(g.add(y, g.new_input((rows, k), dtype, name="residual")))
     return g
 
 
@@ -56,44 +60,52 @@ def build_rotation(
     rope_dtype: torch.dtype | None = None,
     packing: str = "parts",
 ) -> KernelGraph:
-    """q and k are views of one row of packed projections for each token, which has its own row of cos and sin. `norm`, without a bias,
-    `rope` and `packing`: as in patterns/attention.py (packed by heads each has a query of its own);
-    `rotary`: how many elements of a head RoPE turns (None: all); `rope_dtype`: that of cos and sin (None: dtype)."""
+    """Return q and k, normalised and rotated.
+
+    They are views of one row of packed projections for each token. If projections are packed by
+    heads, each head of keys has one head of queries.
+
+    Args:
+        rows: The number of tokens. Each has its own row of cos and sin.
+        kv_heads: The heads of keys.
+        group: The heads of queries for each head of keys.
+        head_dim: The elements of a head.
+        norm: One of `attention.NORMS`. LayerNorm has no bias here.
+        eps: The epsilon of the norms.
+        dtype: The dtype of everything but cos and sin.
+        offset: What is added to the weights of RMSNorm of heads.
+        rope: One of `attention.ROPES`.
+        rotary: How many elements of a head RoPE rotates, the first ones. None: all.
+        rope_dtype: The dtype of cos and sin. None: `dtype`.
+        packing: One of `attention.PACKINGS`.
+    """
     g, d, heads = new_kernel_graph(), head_dim, kv_heads * group
     packed, step = (heads + 2 * kv_heads) * d, d if packing == "parts" else 3 * d
-    q, k = (
-        g.new_input((rows, n, d), dtype, (packed, step, 1), name=name)
-        for n, name in ((heads, "q"), (kv_heads, "k"))
-    )
-    tables = (
-        [
-            g.new_input((rows, 1, rotary or d), rope_dtype or dtype, name=name)
-            for name in ("cos", "sin")
-        ]
-        if rope
-        else []
-    )
+    q = g.new_input((rows, heads, d), dtype, (packed, step, 1), name="q")
+    k = g.new_input((rows, kv_heads, d), dtype, (packed, step, 1), name="k")
+    table = (rows, 1, rotary or d)
+    if rope:
+        cos, sin = (g.new_input(table, rope_dtype or dtype, name=n) for n in ("cos", "sin"))
 
-    def with_weights_of_heads(x: DTensor, name: str) -> DTensor:
-        """LayerNorm of each head, or RMSNorm over the last dim and the heads."""
+    def head_normed(x: DTensor, name: str) -> DTensor:
+        if norm == "rms":
+            return normed(g, x, name, eps, offset)
         weight = g.new_input((1, *x.dims[1:]), dtype, name=name, constant=True)
         if norm == "layer":
             return g.mul(g.layer_norm(x, eps=eps), weight)
         mean = g.reduction(g.reduction(g.square(x), 2, "mean"), 1, "mean")
         return g.mul(g.mul(x, g.rsqrt(g.add(mean, eps))), weight)
 
-    if norm == "rms":
-        q, k = (normed(g, x, name, eps, offset) for x, name in ((q, "q_norm"), (k, "k_norm")))
-    elif norm:
-        q, k = with_weights_of_heads(q, "q_norm"), with_weights_of_heads(k, "k_norm")
-    if tables:
-        q, k = (rotated(g, x, *tables, rope == "pairs") for x in (q, k))
+    if norm:
+        q, k = head_normed(q, "q_norm"), head_normed(k, "k_norm")
+    if rope:
+        q, k = (rotated(g, x, cos, sin, rope == "pairs") for x in (q, k))
     g.mark_output(q, k)
     return g
 
 
 def build_gate(rows: int, n: int, activation: str, dtype: torch.dtype) -> KernelGraph:
-    """Both factors are halves of one packed row."""
+    """Return activation(gate) · up, which are the halves of one packed row."""
     g = new_kernel_graph()
     gate, up = (g.new_input((rows, n), dtype, (2 * n, 1), name=name) for name in ("gate", "up"))
     g.mark_output(g.mul(activated(g, gate, activation), up))
@@ -101,15 +113,19 @@ def build_gate(rows: int, n: int, activation: str, dtype: torch.dtype) -> Kernel
 
 
 def build_activation(rows: int, n: int, activation: str, dtype: torch.dtype) -> KernelGraph:
+    """Return activation(x)."""
     g = new_kernel_graph()
     g.mark_output(activated(g, g.new_input((rows, n), dtype, name="x"), activation))
     return g
 
 
-NORM = {"gamma": "1 k", "gamma_bias": "1 k"}
-PROMPT_NORM = Pattern("prompt_norm", {"x": "rows k", **NORM, "y": "rows k"}, build_norm)
+_NORM_AXES = {"gamma": "1 k", "gamma_bias": "1 k"}
+
+PROMPT_NORM = Pattern("prompt_norm", {"x": "rows k", **_NORM_AXES, "y": "rows k"}, build_norm)
 PROMPT_ADDED = Pattern(
-    "prompt_added", {"x": "rows k", **NORM, "residual": "rows k", "y": "rows k"}, build_added
+    "prompt_added",
+    {"x": "rows k", **_NORM_AXES, "residual": "rows k", "y": "rows k"},
+    build_added,
 )
 PROMPT_ROTATION = Pattern(
     "prompt_rotation",

@@ -1,6 +1,7 @@
-"""RMSNorm or LayerNorm, then the linears that read it (q, k and v) as one packed product: norm(x) · [wq | wk | wv] (+ [bq | bk | bv]).
+"""A norm and the linears that read it, as one packed product.
 
-Families without the norm have the product alone. A head may scale its logits and keep them within a softcap.
+For q, k and v it is norm(x) · [wq | wk | wv] (+ [bq | bk | bv]). Families without the norm have the
+product alone. A head may scale its logits, and bound them by a softcap.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from mirage_hf.patterns.lora import BlockAdapters
 from mirage_hf.patterns.parts import normed
 from mirage_hf.patterns.schema import Pattern
 
+#: n is the sum of n…. Each weight keeps its own memory, and views split the packed output.
 AXES = {
     "x": "rows k",
     "gamma": "1 k",
@@ -22,7 +24,6 @@ AXES = {
     "low…": "rows r n…",
     "b…_up": "r n…",
 }
-"""n is the sum of n…; each weight keeps its own memory, and the packed output is split by views."""
 
 
 def build(
@@ -40,8 +41,23 @@ def build(
     norm_bias: bool = False,
     lora: BlockAdapters | None = None,
 ) -> KernelGraph:
-    """`offset`, `centred`, `norm_bias`: what the norm is, as in `parts.normed`; the product is multiplied by `scale`,
-    then bounded by `softcap`."""
+    """Return the program of a norm and the linears that read it.
+
+    Args:
+        rows: The number of rows.
+        k: The width of x.
+        n: The outputs of each linear.
+        bias: Whether the linears have biases.
+        eps: The epsilon of the norm.
+        dtype: The dtype of everything.
+        norm: Whether x is normalised first.
+        offset: As in `parts.normed`.
+        scale: What the product is multiplied by (a head's logits scaling).
+        softcap: The bound of the scaled product, cap · tanh(y / cap), or None.
+        centred: As in `parts.normed`.
+        norm_bias: Whether the norm has a bias.
+        lora: The adapters of the linears, if they have any.
+    """
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
     lows = lora.low_inputs(g, rows, n) if lora is not None else []
@@ -60,7 +76,10 @@ def build(
     if bias:
         y = g.add(y, g.concat(biases, dim=1) if len(n) > 1 else biases[0])
     if lora is not None:
-        y = lora.side_by_side(g, y, n, lows) if lora.packed else lora.apart(g, [y], lows)[0]
+        if lora.packed:
+            y = lora.add_to_packed(g, y, n, lows)
+        else:
+            (y,) = lora.add_to_each(g, [y], lows)
     if scale != 1:
         y = g.mul(y, scale)
     if softcap is not None:

@@ -50,7 +50,7 @@ def blocks_of(name: str, dtype: str, device: torch.device, lora: int) -> list[li
     if lora:
         model = with_adapters(model, lora)
     found = match(model, list(PATTERNS), generating(model))
-    for no in found.refusals:
+    for no in found.rejected:
         print(f"{name}: {no.name} is no {no.pattern}: {no.reason}", flush=True)
     if isinstance(found.causal, Rejected):
         print(f"{name}: has no steps of its own: {found.causal.reason}", flush=True)

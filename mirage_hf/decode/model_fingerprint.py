@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirage_hf.layers.rope import LengthRope, length_rope
 from mirage_hf.match.adapters import scaling_of
-from mirage_hf.match.causal import LengthRope, length_rope
 from mirage_hf.match.plain import foreign_hook
 from mirage_hf.swap.guard import BINDING_KEY
 

@@ -1,24 +1,24 @@
-"""A decoder layer for whole prompts: products and attention by the library, what lies between them by kernels."""
+"""A decoder layer for whole prompts.
+
+Matrix products and attention stay in the library. Kernels run what lies between them: norms, RoPE
+and activations.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from mirage_hf.layers.compose import (
-    Composition,
-    Kernel,
-    Part,
-    adapter_role,
-    first_half,
-    num_norm_weights,
-)
-from mirage_hf.layers.step import heads_of
+from mirage_hf.layers.compose import Kernel, PartRunner
+from mirage_hf.layers.operands import OperandTable, adapter_scales
+from mirage_hf.layers.part import Part, adapter_role, first_mlp_role, num_norm_weights
+from mirage_hf.layers.step import split_heads
+from mirage_hf.layers.window_attention import WindowAttention
 from mirage_hf.patterns.prompt import (
     PROMPT_ACTIVATION,
     PROMPT_ADDED,
@@ -28,149 +28,110 @@ from mirage_hf.patterns.prompt import (
 )
 from mirage_hf.patterns.schema import LayerLayout, PatternBlock
 
+#: The rows that the MLP takes at once, because it holds several times the width of x meanwhile.
+#: It is a multiple of the rows of every kernel's chunk, so the last rows need no kernels of their
+#: own. That products of more rows are no faster is an estimate.
 MOST_ROWS = 1 << 16
-"""That the half behind attention takes at once: what it holds meanwhile is several times as wide as x. That products of more rows
-are no faster is an estimate. A multiple of the rows of every kernel's piece, so that what is left over needs no kernels of its own."""
-ROUND = 64
-"""What a run of tokens sees before it is a multiple of so many: fused attention wants masks whose rows begin at multiples of 16 bytes."""
-LEAST_RUN = 512
-"""Tokens that attention through a window takes at once, or as many as the window has: fewer are more launches, more are more scores that
-nobody sees."""
 
-
-@dataclass(frozen=True, eq=False)
-class WindowAttention:
-    """Causal attention of a prompt through a sliding window, by runs of tokens: its cost grows with the length, not with its square."""
-
-    mask: Tensor
-    """(run, back + run) numbers that are added to scores: token n of a run may see `back` tokens before the run, and the run's."""
-
-    @classmethod
-    def of(cls, window: int, tokens: int, like: Tensor) -> WindowAttention:
-        """For a window and a number of tokens; `like`: whose dtype and device queries have."""
-        back = -(-window // ROUND) * ROUND
-        run = min(max(back, LEAST_RUN), tokens)
-        with torch.inference_mode(False):
-            token, seen = (
-                torch.arange(run, device=like.device)[:, None],
-                torch.arange(-back, run, device=like.device),
-            )
-            mask = torch.zeros(run, back + run, dtype=like.dtype, device=like.device)
-            return cls(mask.masked_fill_((seen > token) | (seen <= token - window), -math.inf))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """q (b, heads, tokens, d), k and v (b, kv_heads, tokens, d), each head's of which its group of q's sees: (b, tokens, heads, d)."""
-        run, group = self.mask.shape[0], q.shape[1] // k.shape[1]
-        back, made = self.mask.shape[1] - run, []
-        for first in range(0, q.shape[2], run):
-            here, before = q[:, :, first : first + run], min(back, first)
-            # fused attention takes a mask only where there are as many heads of keys as of queries
-            keys, values = (
-                x[:, :, first - before : first + run].repeat_interleave(group, 1) for x in (k, v)
-            )
-            mask = self.mask[: here.shape[2], back - before :][:, : keys.shape[2]]
-            made.append(
-                F.scaled_dot_product_attention(
-                    here, keys, values, attn_mask=mask, scale=scale
-                ).transpose(1, 2)
-            )
-        return torch.cat(made, 1)
+_NORM_SIZES = ("eps", "offset", "centred", "norm_bias", "dtype")
+_ROTATION_SIZES = (
+    "kv_heads",
+    "group",
+    "head_dim",
+    "eps",
+    "dtype",
+    "norm",
+    "offset",
+    "rope",
+    "rotary",
+    "rope_dtype",
+    "packing",
+)
 
 
 @dataclass(frozen=True)
 class PromptInputs:
-    """What a layer reads of prompts besides x: RoPE's cos and sin (b · tokens, 1, d), a layer's keys and values (b, heads, slots, d)."""
+    """What a layer reads of prompts besides x. b is the number of sequences."""
 
+    #: RoPE's cos and sin (b · tokens, 1, d).
     cos: Tensor
     sin: Tensor
+    #: The layer's cache (b, heads, slots, d), which the prompt's keys and values go to.
     keys: Tensor
     values: Tensor
+    #: For each of the first n slots, which token's key goes there (b, n). None: token n to slot n.
     sources: Tensor | None = None
-    """(b, n): of each of the first n slots the token whose key goes there; None: token n's goes to slot n."""
-    band: WindowAttention | None = None
-    """What attention sees through a window; None: all tokens before a token, and itself."""
+    #: Attention through a sliding window, or None if each token sees all tokens before it.
+    window: WindowAttention | None = None
 
 
-class LayerPrefill(Composition):
-    """A decoder layer for whole prompts, each row from its own first token on: products and attention by the library, what lies between
-    them by kernels."""
+@dataclass(frozen=True)
+class _LinearWeights:
+    """The weights of the linears of a part, and of what comes with them."""
 
-    def __init__(self, layer: nn.Module, parts: Sequence[Part], layout: LayerLayout):
-        super().__init__(layer, parts)
-        self.sizes = {role: dict(p.block.sizes) for role, p in self.parts.items()}
-        self.first, self.parallel = first_half(self.parts), layout.parallel
+    weights: Sequence[Tensor]
+    #: One for each linear, or none.
+    biases: Sequence[Tensor]
+    #: The lora_B weights of the linears that have an adapter.
+    adapter_ups: Sequence[Tensor]
+    #: The weight of the part's norm, and its bias if it has one.
+    norm: Sequence[Tensor]
+
+    @property
+    def widths(self) -> list[int]:
+        return [w.shape[0] for w in self.weights]
+
+
+class LayerPrefill(PartRunner):
+    """A decoder layer for whole prompts, each row from its own first token on."""
+
+    def __init__(self, operands: OperandTable, layout: LayerLayout):
+        """Run the layer whose parts are in `operands`."""
+        super().__init__(operands)
+        self.sizes = {role: dict(part.block.sizes) for role, part in self.parts.items()}
+        self.first = first_mlp_role(self.parts)
+        self.parallel = layout.parallel
+        #: What kernels compute, by name, for any number of rows.
         self.blocks = self._blocks()
-        """What is done by kernels, by name, for any number of rows."""
 
     def _blocks(self) -> dict[str, PatternBlock]:
-        attention, first = self.sizes["attention"], self.sizes[self.first]
-        shared = (
-            "kv_heads",
-            "group",
-            "head_dim",
-            "eps",
-            "dtype",
-            "norm",
-            "offset",
-            "rope",
-            "rotary",
-            "rope_dtype",
-            "packing",
-        )
-        taken = {name: attention[name] for name in shared}
-        kind = "eps", "offset", "centred", "norm_bias", "dtype"
+        attention, mlp = self.sizes["attention"], self.sizes[self.first]
         gate = PROMPT_GATE if self.first == "gated" else PROMPT_ACTIVATION
-        found = {"gate": gate.block(**{name: first[name] for name in ("n", "activation", "dtype")})}
+        blocks = {"gate": gate.block(**_chosen(mlp, ("n", "activation", "dtype")))}
         if attention["norm"] or attention["rope"]:
-            found["rotation"] = PROMPT_ROTATION.block(**taken)
+            blocks["rotation"] = PROMPT_ROTATION.block(**_chosen(attention, _ROTATION_SIZES))
         for name, role in (("norm", "qkv"), ("mlp_norm", self.first)):
-            s = self.sizes[role]
-            if s["norm"]:
-                found[name] = PROMPT_NORM.block(**{n: s[n] for n in ("k", *kind)})
+            sizes = self.sizes[role]
+            if sizes["norm"]:
+                blocks[name] = PROMPT_NORM.block(**_chosen(sizes, ("k", *_NORM_SIZES)))
         for role in ("out", "down"):
-            s = self.sizes[role]
-            if s["norm"]:
-                found[role] = PROMPT_ADDED.block(k=s["n"], **{n: s[n] for n in ("scale", *kind)})
-        return found
+            sizes = self.sizes[role]
+            if sizes["norm"]:
+                chosen = _chosen(sizes, ("scale", *_NORM_SIZES))
+                blocks[role] = PROMPT_ADDED.block(k=sizes["n"], **chosen)
+        return blocks
 
-    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, at: PromptInputs) -> Tensor:  # type: ignore[override]
-        """x (b · tokens, width), whose memory may be written over, to the layer's output; keys and values go to the first slots."""
-        a = self.sizes["attention"]
-        batch, d = at.keys.shape[0], a["head_dim"]
+    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, inputs: PromptInputs) -> Tensor:
+        """Return the layer's output (b · tokens, width), and fill the first slots of the cache.
+
+        Args:
+            kernels: What runs each of `blocks`, by name.
+            x: The hidden states (b · tokens, width). Their memory may be written over.
+            inputs: What the layer reads besides them.
+        """
+        batch = inputs.keys.shape[0]
         tokens = x.shape[0] // batch
-        q, k, v = heads_of(self._products(kernels.get("norm"), "qkv", x).view(batch, tokens, -1), a)
-        packed = self._products(kernels.get("mlp_norm"), self.first, x) if self.parallel else None
+        packed = self._products(kernels.get("norm"), "qkv", x).view(batch, tokens, -1)
+        q, k, v = split_heads(packed, self.sizes["attention"])
+        mlp_products = None
+        if self.parallel:
+            mlp_products = self._products(kernels.get("mlp_norm"), self.first, x)
         if "rotation" in kernels:
-            norms = [
-                p[None] if a["norm"] == "rms" else p.view(1, -1, d)
-                for p in self.parameters["attention"]
-            ]
-            rotated = kernels["rotation"](
-                [q.flatten(0, 1), k.flatten(0, 1), *([at.cos, at.sin] if a["rope"] else []), *norms]
-            )
-            q, k = (y.unflatten(0, (batch, tokens)) for y in rotated)
-        slots = [
-            memory[:, :, : tokens if at.sources is None else at.sources.shape[1]]
-            for memory in (at.keys, at.values)
-        ]
-        for memory, new in zip(slots, (k, v), strict=True):
-            to = (
-                new
-                if at.sources is None
-                else new.gather(1, at.sources[:, :, None, None].expand(-1, -1, *new.shape[2:]))
-            )
-            memory.copy_(to.transpose(1, 2))
-        q = q.transpose(1, 2)
-        k, v = slots if at.sources is None else (k.transpose(1, 2), v.transpose(1, 2))
-        if at.band is not None:
-            y = at.band.attend(q, k, v, a["scale"])
-        else:
-            y = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=a["scale"], enable_gqa=a["group"] > 1
-            ).transpose(1, 2)
-        x = self._added(kernels.get("out"), "out", y.reshape(batch * tokens, -1), x)
-        if packed is not None:
-            return self._mlp(kernels, x, packed)
+            q, k = self._rotated(kernels["rotation"], q, k, inputs)
+        y = self._attention(q, *_into_cache(k, v, inputs), inputs.window)
+        x = self._add(kernels.get("out"), "out", y.reshape(batch * tokens, -1), x)
+        if mlp_products is not None:
+            return self._mlp(kernels, x, mlp_products)
         if x.shape[0] <= MOST_ROWS:
             return self._mlp(kernels, x)
         for rows in x.split(MOST_ROWS):
@@ -179,114 +140,167 @@ class LayerPrefill(Composition):
                 rows.copy_(made)
         return x
 
-    def _mlp(
-        self, kernels: Mapping[str, Kernel], x: Tensor, packed: Tensor | None = None
+    def _rotated(
+        self, kernel: Kernel, q: Tensor, k: Tensor, inputs: PromptInputs
+    ) -> tuple[Tensor, Tensor]:
+        """Return q and k (b, tokens, heads, d), normalised if heads have norms, and rotated."""
+        sizes = self.sizes["attention"]
+        norms = self.operands.parameters("attention")
+        of_one_head = sizes["norm"] == "rms"
+        norms = [p[None] if of_one_head else p.view(1, -1, sizes["head_dim"]) for p in norms]
+        tables = [inputs.cos, inputs.sin] if sizes["rope"] else []
+        rotated_q, rotated_k = kernel([q.flatten(0, 1), k.flatten(0, 1), *tables, *norms])
+        return rotated_q.unflatten(0, q.shape[:2]), rotated_k.unflatten(0, k.shape[:2])
+
+    def _attention(
+        self, q: Tensor, keys: Tensor, values: Tensor, window: WindowAttention | None
     ) -> Tensor:
-        """The half behind attention; `packed`: its first products, where they are of something else than x."""
-        packed = (
-            self._products(kernels.get("mlp_norm"), self.first, x) if packed is None else packed
+        """Return the library's attention (b, tokens, heads, d)."""
+        sizes = self.sizes["attention"]
+        q = q.transpose(1, 2)
+        if window is not None:
+            return window.attend(q, keys, values, sizes["scale"])
+        y = F.scaled_dot_product_attention(
+            q,
+            keys,
+            values,
+            is_causal=True,
+            scale=sizes["scale"],
+            enable_gqa=sizes["group"] > 1,
         )
-        return self._added(
-            kernels.get("down"),
-            "down",
-            kernels["gate"](packed.split(self.sizes[self.first]["n"], -1))[0],
-            x,
-        )
+        return y.transpose(1, 2)
+
+    def _mlp(
+        self, kernels: Mapping[str, Kernel], x: Tensor, products: Tensor | None = None
+    ) -> Tensor:
+        """Return the residual x after the MLP.
+
+        Args:
+            kernels: What runs each of `blocks`, by name.
+            x: The residual after attention.
+            products: What gate and up give, if they read something else than x.
+        """
+        if products is None:
+            products = self._products(kernels.get("mlp_norm"), self.first, x)
+        (inner,) = kernels["gate"](products.split(self.sizes[self.first]["n"], -1))
+        return self._add(kernels.get("down"), "down", inner, x)
 
     def _products(self, norm: Kernel | None, role: str, x: Tensor) -> Tensor:
-        """x, normalised where there is a norm, times the part's weights, side by side."""
-        given: Sequence[Tensor] = self.parameters[role]
+        """Return x, normalised by `norm` if given, times the part's weights, side by side."""
+        linears = self._linear_weights(role, norm_first=True)
         if norm is not None:
-            norm_parameters = num_norm_weights(self.sizes[role])
-            x, given = (
-                norm([x, *(p[None] for p in given[:norm_parameters])])[0],
-                given[norm_parameters:],
-            )
-        own, given = self._apart(role, given)
-        weights, biases = [p for p in given if p.dim() == 2], [p for p in given if p.dim() == 1]
-        widths = [w.shape[0] for w in weights]
-        packed = x.new_empty(x.shape[0], sum(widths))
-        for y, w, b in zip(
-            packed.split(widths, -1), weights, biases or [None] * len(weights), strict=True
-        ):
-            torch.mm(x, w.t(), out=y) if b is None else torch.addmm(b, x, w.t(), out=y)
-        return self._adapted(role, x, own, packed, widths)
+            (x,) = norm([x, *(p[None] for p in linears.norm)])
+        packed = x.new_empty(x.shape[0], sum(linears.widths))
+        biases = linears.biases or [None] * len(linears.weights)
+        outputs = packed.split(linears.widths, -1)
+        for y, weight, bias in zip(outputs, linears.weights, biases, strict=True):
+            if bias is None:
+                torch.mm(x, weight.t(), out=y)
+            else:
+                torch.addmm(bias, x, weight.t(), out=y)
+        return self._add_adapters(role, x, linears, packed)
 
-    def _apart(
-        self, role: str, given: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Of weights and biases of linears, those of adapters behind them, and the others."""
-        count = sum(r > 0 for r in self.ups[role][0].ranks) if role in self.ups else 0
-        return given[len(given) - count :], given[: len(given) - count]
+    def _add(self, add: Kernel | None, role: str, y: Tensor, residual: Tensor) -> Tensor:
+        """Return the residual plus the part's product with y.
 
-    def _adapted(
-        self,
-        role: str,
-        x: Tensor,
-        own: Sequence[Tensor],
-        y: Tensor,
-        widths: Sequence[int],
-        scale: float = 1.0,
+        It is written into the residual's memory, unless the kernel `add` normalises the product.
+        """
+        linears = self._linear_weights(role, norm_first=False)
+        (weight,) = linears.weights
+        if add is not None:
+            if linears.biases:
+                product = torch.addmm(*linears.biases, y, weight.t())
+            else:
+                product = torch.mm(y, weight.t())
+            product = self._add_adapters(role, y, linears, product)
+            return add([product, *(p[None] for p in linears.norm), residual])[0]
+        scale = self.sizes[role]["scale"]
+        residual.addmm_(y, weight.t(), alpha=scale)
+        if linears.biases:
+            residual.add_(*linears.biases, alpha=scale)
+        return self._add_adapters(role, y, linears, residual, scale)
+
+    def _linear_weights(self, role: str, norm_first: bool) -> _LinearWeights:
+        """Sort a part's parameters. The norm's come before those of the linears, or after them."""
+        parameters: Sequence[Tensor] = self.operands.parameters(role)
+        count = num_norm_weights(self.sizes[role])
+        cut = count if norm_first else len(parameters) - count
+        first, second = parameters[:cut], parameters[cut:]
+        norm, linears = (first, second) if norm_first else (second, first)
+        ups = sum(r > 0 for r in self.adapters[role][0].ranks) if role in self.adapters else 0
+        plain = linears[: len(linears) - ups]
+        return _LinearWeights(
+            weights=[p for p in plain if p.dim() == 2],
+            biases=[p for p in plain if p.dim() == 1],
+            adapter_ups=linears[len(linears) - ups :],
+            norm=norm,
+        )
+
+    def _add_adapters(
+        self, role: str, x: Tensor, linears: _LinearWeights, y: Tensor, scale: float = 1.0
     ) -> Tensor:
-        """y, side by side what linears gave of x, to which what their adapters make of x, times `scale`, is added: in few launches, as each
-        takes as long as its work."""
-        if not own:
+        """Add what the linears' adapters make of x, times `scale`, to their outputs y.
+
+        This takes few launches, because each of them takes longer than its work.
+        """
+        if not linears.adapter_ups:
             return y
-        ups, low = self.ups[role][0], self.parts[adapter_role(role)]
-        downs = self.parameters[low.role][num_norm_weights(dict(low.block.sizes)) :]
-        made = x.to(own[0].dtype) @ (torch.cat(list(downs)) if len(downs) > 1 else downs[0]).t()
-        scaling = low.scalings[0]
-        if any(s != scaling for s in low.scalings):
-            made, scaling = (made * low.operands(downs)[-1]).to(made.dtype), 1.0
-        deltas = made.new_empty(y.shape) if all(ups.ranks) else made.new_zeros(y.shape)
-        each = (d for d, r in zip(deltas.split(list(widths), -1), ups.ranks, strict=True) if r)
-        for delta, low_rank, b in zip(
-            each, made.split([a.shape[0] for a in downs], -1), own, strict=True
-        ):
-            torch.mm(low_rank, b.t(), out=delta)
+        ranks = self.adapters[role][0].ranks
+        down = self.parts[adapter_role(role)]
+        lora_a = self.operands.parameters(down.role)[num_norm_weights(dict(down.block.sizes)) :]
+        stacked = torch.cat(list(lora_a)) if len(lora_a) > 1 else lora_a[0]
+        low = x.to(lora_a[0].dtype) @ stacked.t()
+        scaling = down.scalings[0]
+        if any(s != scaling for s in down.scalings):
+            low, scaling = (low * adapter_scales(down, lora_a)).to(low.dtype), 1.0
+        deltas = low.new_empty(y.shape) if all(ranks) else low.new_zeros(y.shape)
+        each = deltas.split(linears.widths, -1)
+        adapted = [delta for delta, rank in zip(each, ranks, strict=True) if rank]
+        lows = low.split([a.shape[0] for a in lora_a], -1)
+        for delta, x_low, lora_b in zip(adapted, lows, linears.adapter_ups, strict=True):
+            torch.mm(x_low, lora_b.t(), out=delta)
         return y.add_(deltas, alpha=scaling * scale)
 
-    def _added(self, added: Kernel | None, role: str, y: Tensor, residual: Tensor) -> Tensor:
-        """The residual and the part's product with y: in the residual's memory, but where a norm comes between them."""
-        s, given = self.sizes[role], self.parameters[role]
-        behind = len(given) - num_norm_weights(s)
-        (own, (weight, *biases)), norm_parameters = (
-            self._apart(role, given[:behind]),
-            given[behind:],
-        )
-        if added is not None:
-            product = torch.addmm(*biases, y, weight.t()) if biases else torch.mm(y, weight.t())
-            return added(
-                [
-                    self._adapted(role, y, own, product, weight.shape[:1]),
-                    *(p[None] for p in norm_parameters),
-                    residual,
-                ]
-            )[0]
-        residual.addmm_(y, weight.t(), alpha=s["scale"])
-        if biases:
-            residual.add_(*biases, alpha=s["scale"])
-        return self._adapted(role, y, own, residual, weight.shape[:1], s["scale"])
+
+def _chosen(sizes: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: sizes[name] for name in names}
+
+
+def _into_cache(k: Tensor, v: Tensor, inputs: PromptInputs) -> tuple[Tensor, Tensor]:
+    """Write a prompt's keys and values (b, tokens, heads, d) to the cache.
+
+    Returns:
+        Keys and values (b, heads, tokens, d) for attention: those in the cache if token n is in
+        slot n there.
+    """
+    sources, tokens = inputs.sources, k.shape[1]
+    if sources is None:
+        keys, values = (x[:, :, :tokens] for x in (inputs.keys, inputs.values))
+        keys.copy_(k.transpose(1, 2))
+        values.copy_(v.transpose(1, 2))
+        return keys, values
+    for cache, new in ((inputs.keys, k), (inputs.values, v)):
+        index = sources[:, :, None, None].expand(-1, -1, *new.shape[2:])
+        cache[:, :, : sources.shape[1]].copy_(new.gather(1, index).transpose(1, 2))
+    return k.transpose(1, 2), v.transpose(1, 2)
 
 
 def why_no_prefill(parts: Sequence[Part], layout: LayerLayout) -> str:
-    """Why a layer has no prompts by kernels, "" where it has."""
-    roles = {p.role: dict(p.block.sizes) for p in parts}
+    """Return why a layer's prompts run its own forward, or "" if kernels run them."""
+    sizes = {part.role: dict(part.block.sizes) for part in parts}
     if layout.latent is not None:
         return "attention is over latents"
-    if not first_half(roles):
+    if not first_mlp_role(sizes):
         return "a layer's MLP runs its own forward"
-    if roles["attention"]["sinks"]:
+    if sizes["attention"]["sinks"]:
         return "the library's attention has no sinks"
-    return (
-        "the library's attention has no softcap"
-        if roles["attention"]["softcap"] is not None
-        else ""
-    )
+    if sizes["attention"]["softcap"] is not None:
+        return "the library's attention has no softcap"
+    return ""
 
 
 def layer_prefill(
-    layer: nn.Module, parts: Sequence[Part], layout: LayerLayout
+    operands: OperandTable, parts: Sequence[Part], layout: LayerLayout
 ) -> LayerPrefill | None:
-    """What runs prompts through a layer by kernels, None where that is the layer's own forward."""
-    return None if why_no_prefill(parts, layout) else LayerPrefill(layer, parts, layout)
+    """Return what runs prompts through a layer by kernels, or None if its own forward does."""
+    return None if why_no_prefill(parts, layout) else LayerPrefill(operands, layout)

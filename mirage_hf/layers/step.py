@@ -1,197 +1,191 @@
-"""A decoder layer's step for one token of each sequence by kernels, what it reads, and its RoPE."""
+"""A decoder layer's decoding step by kernels: one token of each sequence, over a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mirage_hf.layers.compose import (
-    Composition,
     Kernel,
-    Part,
-    added,
-    first_half,
-    multiplier,
-    normed,
-    own_mlp,
+    PartRunner,
+    add_to_residual,
+    apply_norm,
+    apply_own_mlp,
+    residual_multiplier,
 )
+from mirage_hf.layers.operands import OperandTable
+from mirage_hf.layers.part import first_mlp_role
+from mirage_hf.layers.rope import Rope, in_order
 from mirage_hf.patterns.schema import LayerLayout
 
-ROLES = ("qkv", "attention", "out")
-"""The parts of a layer whose kernels make up its step, beside the halves of its MLP. One of another kind, as a mixture of experts, runs
-its own forward."""
-
-
-@dataclass(frozen=True)
-class Rope:
-    """The RoPE that layers are given: how many elements of a head it turns, the dtype of its cos and sin, and how these hold the number of
-    each pair of elements (`in_order`). They may come as one complex tensor."""
-
-    width: int
-    dtype: torch.dtype
-    order: str = "halves"
-    is_complex: bool = False
-
-    def of_pairs(self, x: Tensor) -> Tensor:
-        """cos or sin (…, as given) to one number for each pair (…, width / 2)."""
-        if self.order == "once":
-            return x
-        return x[..., ::2] if self.order == "pairs" else x[..., : x.shape[-1] // 2]
-
-
-NO_ROPE = Rope(0, torch.float32)
-"""What modules are given that are no layers."""
-
-
-def in_order(x: Tensor, order: str) -> Tensor:
-    """Numbers of pairs (…, n) as layers or kernels read them: once, or twice (…, 2 n), in order of halves (a b a b) or pairs (a a b b)."""
-    return (
-        x
-        if order == "once"
-        else torch.cat([x, x], -1)
-        if order == "halves"
-        else x.repeat_interleave(2, -1)
-    )
+#: The parts that a layer's step needs besides the two halves of its MLP. An MLP of another kind,
+#: such as a mixture of experts, runs its own forward.
+STEP_ROLES = ("qkv", "attention", "out")
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a layer's step reads besides x: RoPE's cos and sin (b, d) as `LayerStep.tables` makes them, a layer's keys and values (b, heads,
-    slots, d), the first slot that a row sees, the slot that its new key goes to, and the one after it (b,), int32."""
+    """What a layer's step reads besides x. b is the number of sequences."""
 
+    #: RoPE's cos and sin (b, d) of the new tokens, as `LayerStep.tables` makes them.
     cos: Tensor
     sin: Tensor
+    #: The layer's cached keys and values (b, heads, slots, d).
     keys: Tensor
     values: Tensor
+    #: The first slot that a row sees, the slot of its new key, and the slot after it (b,), int32.
     lo: Tensor
     slot: Tensor
     end: Tensor
 
 
-class LayerStep(Composition):
-    """A decoder layer for one token of each sequence by kernels, but for an MLP that has none. Errors: KeyError where a role has none."""
+class LayerStep(PartRunner):
+    """A decoder layer for one token of each sequence. Kernels run all but an unknown MLP."""
 
-    def __init__(self, layer: nn.Module, parts: Sequence[Part], layout: LayerLayout, rope: Rope):
-        super().__init__(layer, parts)
-        self.layout, self.multiplier, self.rope = layout, multiplier(layer), rope
-        self.sizes, self.first = dict(self.parts["attention"].block.sizes), first_half(self.parts)
+    def __init__(self, layer: nn.Module, operands: OperandTable, layout: LayerLayout, rope: Rope):
+        """Run `layer`, whose parts are in `operands`, with what a model gives it as `rope`."""
+        super().__init__(operands)
+        self.layout = layout
+        self.multiplier = residual_multiplier(layer)
+        self.rope = rope
+        self.sizes = dict(self.parts["attention"].block.sizes)
+        self.first = first_mlp_role(self.parts)
 
-    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, at: StepInputs) -> Tensor:  # type: ignore[override]
-        """x (b, width) to the layer's output (b, width); the new keys and values are appended."""
-        out = self._attended(kernels, self._run(kernels, "qkv", x), at)
-        h = self._run(kernels, "out", out.view(x.shape[0], -1), x)
-        names = self.layout
-        x = x if names.parallel else h
+    def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, inputs: StepInputs) -> Tensor:
+        """Return the layer's output (b, width), and append the new keys and values.
+
+        Args:
+            kernels: What runs the parts, by role.
+            x: The hidden states (b, width).
+            inputs: What the layer reads besides them.
+
+        Raises:
+            KeyError: If a role has no kernel.
+        """
+        out = self._attention(kernels, self.run_part(kernels, "qkv", x), inputs)
+        h = self.run_part(kernels, "out", out.view(x.shape[0], -1), x)
+        mlp_input = x if self.layout.parallel else h
         if self.first:
-            return self._run(kernels, "down", self._run(kernels, self.first, x), h)
-        y = own_mlp(
-            self.children, names.mlp, normed(self.children, names.mlp_norm, x[:, None])
-        ).reshape(h.shape)
-        return added(self.children, names.mlp_after, self.multiplier, h, y)
+            return self.run_part(kernels, "down", self.run_part(kernels, self.first, mlp_input), h)
+        children, layout = self.operands.children, self.layout
+        normed = apply_norm(children, layout.mlp_norm, mlp_input[:, None])
+        y = apply_own_mlp(children, layout.mlp, normed).reshape(h.shape)
+        return add_to_residual(children, layout.mlp_after, self.multiplier, h, y)
 
     @property
-    def taking(self) -> str:
-        """The order in which kernels read RoPE's cos and sin: layers that are given the same ones and take them alike share a table."""
+    def rope_order(self) -> str:
+        """The order in which kernels read RoPE's cos and sin.
+
+        Layers that are given the same cos and sin and read them in one order share a table.
+        """
         return self.sizes["rope"] or "halves"
 
     def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """RoPE's cos and sin as the model gives them, as the kernels of attention read them."""
-        cos, sin = (in_order(self.rope.of_pairs(x), self.taking).contiguous() for x in (cos, sin))
+        """Return RoPE's cos and sin, as the model gives them, as attention's kernels read them."""
+        cos, sin = (
+            in_order(self.rope.of_pairs(x), self.rope_order).contiguous() for x in (cos, sin)
+        )
         return cos, sin
 
-    def _attended(self, kernels: Mapping[str, Kernel], packed: Tensor, at: StepInputs) -> Tensor:
-        s, kv_heads, d = self.sizes, self.sizes["kv_heads"], self.sizes["head_dim"]
-        q, k, v = (y.unflatten(1, (kv_heads, -1)) for y in heads_of(packed, s))
-        every, given = (packed.shape[0], 1, 1, -1), self.parameters["attention"]
-        norms, sinks = (given[:-1], given[-1:]) if s["sinks"] else (given, [])
-        weights = [
-            *(p[None] if s["norm"] == "rms" else p.view(1, kv_heads, -1, d) for p in norms),
-            *(p.view(1, kv_heads, -1, 1) for p in sinks),
-        ]
-        tables = [at.cos.view(every), at.sin.view(every)] if s["rope"] else []
-        return kernels["attention"](
-            [q, k, v, *tables, at.keys, at.values, at.lo.view(every), at.slot.view(every), *weights]
-        )[0]
+    def _attention(
+        self, kernels: Mapping[str, Kernel], packed: Tensor, inputs: StepInputs
+    ) -> Tensor:
+        """Run attention on packed projections (b, q + k + v)."""
+        sizes, kv_heads, d = self.sizes, self.sizes["kv_heads"], self.sizes["head_dim"]
+        batch = packed.shape[0]
+        q, k, v = (y.unflatten(1, (kv_heads, -1)) for y in split_heads(packed, sizes))
+        weights = self.operands.parameters("attention")
+        norms, sinks = (weights[:-1], weights[-1:]) if sizes["sinks"] else (weights, [])
+        of_one_head = sizes["norm"] == "rms"
+        norms = [p[None] if of_one_head else p.view(1, kv_heads, -1, d) for p in norms]
+        sinks = [p.view(1, kv_heads, -1, 1) for p in sinks]
+
+        def per_row(x: Tensor) -> Tensor:
+            return x.view(batch, 1, 1, -1)
+
+        tables = [per_row(inputs.cos), per_row(inputs.sin)] if sizes["rope"] else []
+        cache = [inputs.keys, inputs.values, per_row(inputs.lo), per_row(inputs.slot)]
+        return kernels["attention"]([q, k, v, *tables, *cache, *norms, *sinks])[0]
 
 
-def heads_of(packed: Tensor, sizes: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """q (…, heads, d), k and v (…, kv_heads, d) in packed projections, without a copy; `sizes`: of attention."""
-    kv_heads, group, d = (int(sizes[n]) for n in ("kv_heads", "group", "head_dim"))
+def split_heads(packed: Tensor, sizes: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q (…, heads, d), k and v (…, kv_heads, d) as views of packed projections.
+
+    Args:
+        packed: The projections (…, q + k + v).
+        sizes: The sizes of attention's block.
+    """
+    kv_heads, group, d = (int(sizes[name]) for name in ("kv_heads", "group", "head_dim"))
     if sizes["packing"] == "heads":
         q, k, v = packed.unflatten(-1, (kv_heads, 3, d)).unbind(-2)
-    else:
-        q, k, v = (
-            y.unflatten(-1, (-1, d))
-            for y in packed.split([n * kv_heads * d for n in (group, 1, 1)], -1)
-        )
+        return q, k, v
+    widths = [n * kv_heads * d for n in (group, 1, 1)]
+    q, k, v = (y.unflatten(-1, (-1, d)) for y in packed.split(widths, -1))
     return q, k, v
 
 
 class LatentStep(LayerStep):
-    """The same for attention whose cache holds latents as keys, and keys rotated by RoPE as values."""
+    """A layer's step with multi-head latent attention.
+
+    The cache holds latents as keys, and keys that RoPE has rotated as values.
+    """
 
     @property
-    def taking(self) -> str:
+    def rope_order(self) -> str:
+        """The order in which kernels read RoPE's cos and sin."""
         return "once" if self.sizes["ropes"] == "parted pairs" else str(self.sizes["ropes"])
 
-    def _attended(self, kernels: Mapping[str, Kernel], packed: Tensor, at: StepInputs) -> Tensor:
-        s, batch = self.sizes, packed.shape[0]
+    def _attention(
+        self, kernels: Mapping[str, Kernel], packed: Tensor, inputs: StepInputs
+    ) -> Tensor:
+        """Run attention on packed projections (b, q or its low rank + latent + rope)."""
         heads, latent, nope, rope, value = (
-            int(s[n]) for n in ("heads", "latent", "nope", "rope", "value")
+            int(self.sizes[name]) for name in ("heads", "latent", "nope", "rope", "value")
         )
-        first, new, k_rope = packed.split([packed.shape[1] - latent - rope, latent, rope], -1)
+        batch = packed.shape[0]
+        query, new_latent, k_rope = packed.split(
+            [packed.shape[1] - latent - rope, latent, rope], -1
+        )
         if "query" in self.parts:
-            norm, expand = self.parameters["query"]
-            first = kernels["query"]([first, norm[None], expand.t()])[0]
-        q, q_rope = first.view(batch, heads, 1, nope + rope).split([nope, rope], -1)
-        parted = s["ropes"] == "parted pairs"
-        every = (batch, 1, 1, -1)
+            norm, expand = self.operands.parameters("query")
+            query = kernels["query"]([query, norm[None], expand.t()])[0]
+        q, q_rope = query.view(batch, heads, 1, nope + rope).split([nope, rope], -1)
+        parted = self.sizes["ropes"] == "parted pairs"
 
-        def pairs(x: Tensor) -> list[Tensor]:
+        def per_row(x: Tensor) -> Tensor:
+            return x.view(batch, 1, 1, -1)
+
+        def evens_and_odds(x: Tensor) -> list[Tensor]:
             return [x[..., ::2], x[..., 1::2]] if parted else [x]
 
-        keys = list(at.values.chunk(2, -1)) if parted else [at.values]
-        rotated = kernels["append"](
+        keys = list(inputs.values.chunk(2, -1)) if parted else [inputs.values]
+        (latent_norm,) = self.operands.parameters("append")
+        rotated_q = kernels["append"](
             [
-                *pairs(q_rope),
-                *pairs(k_rope.view(every)),
-                new.view(every),
-                self.parameters["append"][0][None],
-                at.cos.view(every),
-                at.sin.view(every),
-                at.keys,
+                *evens_and_odds(q_rope),
+                *evens_and_odds(per_row(k_rope)),
+                per_row(new_latent),
+                latent_norm[None],
+                per_row(inputs.cos),
+                per_row(inputs.sin),
+                inputs.keys,
                 *keys,
-                at.slot.view(every),
+                per_row(inputs.slot),
             ]
         )[: len(keys)]
-        weight = (
-            self.parameters["attention"][0].view(1, heads, nope + value, latent).transpose(2, 3)
-        )
-        return kernels["attention"](
-            [
-                q,
-                *rotated,
-                at.keys,
-                *keys,
-                at.lo.view(every),
-                at.end.view(every),
-                weight[..., :nope],
-                weight[..., nope:],
-            ]
-        )[0]
+        (expand,) = self.operands.parameters("attention")
+        weight = expand.view(1, heads, nope + value, latent).transpose(2, 3)
+        bounds = [per_row(inputs.lo), per_row(inputs.end)]
+        w_k, w_v = weight[..., :nope], weight[..., nope:]
+        return kernels["attention"]([q, *rotated_q, inputs.keys, *keys, *bounds, w_k, w_v])[0]
 
 
 def layer_step(
-    layer: nn.Module, parts: Sequence[Part], layout: LayerLayout, rope: Rope
+    layer: nn.Module, operands: OperandTable, layout: LayerLayout, rope: Rope
 ) -> LayerStep:
-    """The step of a layer that has all of its parts."""
-    return (LayerStep if layout.latent is None else LatentStep)(layer, parts, layout, rope)
-
-
-def cos_and_sin(given: Any) -> tuple[Tensor, Tensor]:
-    """RoPE's cos and sin, whether a model gives them or one complex tensor."""
-    return (given.real, given.imag) if isinstance(given, Tensor) else (given[0], given[1])
+    """Return the step of a layer that has all of its parts."""
+    kind = LayerStep if layout.latent is None else LatentStep
+    return kind(layer, operands, layout, rope)

@@ -1,1 +1,1 @@
-
+"""Recognise the blocks of a model."""

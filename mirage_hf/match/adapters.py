@@ -1,8 +1,8 @@
-"""What PEFT puts in a layer's linears: one plain adapter of each, unmerged, as operands of the blocks that the linears are part of."""
+"""PEFT's LoRA linears: one plain unmerged adapter of each, as operands of the blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,192 +11,244 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mirage_hf.errors import Rejected
-from mirage_hf.layers.compose import Part, adapter_role, norm_parameters
+from mirage_hf.layers.part import Part, adapter_role, norm_parameters
 from mirage_hf.match import plain
 from mirage_hf.ops import table
 from mirage_hf.patterns.lora import LORA_DOWN, BlockAdapters
 
-_read: Any = WeakIdKeyDictionary()
-"""Of scalings that are tensors their version and number: reading one from a GPU waits for all that runs there."""
+#: For scalings that are tensors, the version that was read and its number. Reading a tensor on a
+#: GPU waits for everything that runs there.
+_read_scalings: Any = WeakIdKeyDictionary()
 
 
-def scaling_of(given: float | Tensor) -> float:
-    """A scaling's number. PEFT's preparation for hot-swapping makes tensors of them, which it writes in place: one is read once, and again
-    after each write."""
-    if not isinstance(given, Tensor):
-        return float(given)
-    version = None if given.is_inference() else given._version
-    known = _read.get(given)
+def scaling_of(scaling: float | Tensor) -> float:
+    """Return an adapter's scaling as a number.
+
+    PEFT's preparation for hot-swapping makes tensors of scalings, which it writes in place. A
+    tensor is read once, and again after each write.
+    """
+    if not isinstance(scaling, Tensor):
+        return float(scaling)
+    version = None if scaling.is_inference() else scaling._version
+    known = _read_scalings.get(scaling)
     if known is None or version is None or known[0] != version:
-        known = _read[given] = version, float(given)
+        known = _read_scalings[scaling] = version, float(scaling)
     return known[1]  # type: ignore[no-any-return]
 
 
 class Adapter(NamedTuple):
-    """PEFT's one active adapter of a linear."""
+    """The one active adapter of a PEFT linear."""
 
     name: str
-    a: nn.Linear
-    b: nn.Linear
+    lora_a: nn.Linear
+    lora_b: nn.Linear
     scaling: float
+
+    @property
+    def rank(self) -> int:
+        """The rank of the adapter."""
+        return self.lora_a.out_features
 
 
 class Linear(NamedTuple):
-    """A linear of a layer: the module by its path, the nn.Linear in it, and its adapter."""
+    """A linear of a layer, with or without an adapter."""
 
+    #: The path of the module in the layer.
     path: str
+    #: The nn.Linear: the module itself, or PEFT's base layer in it.
     base: nn.Linear
     adapter: Adapter | None
 
     @property
-    def weights(self) -> str:
+    def base_path(self) -> str:
         """The path of the nn.Linear."""
         return self.path if self.adapter is None else f"{self.path}.base_layer"
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        """What is bypassed where the linear is, but for what multiplies x in its adapter."""
-        return (
-            (self.path,)
-            if self.adapter is None
-            else (self.path, self.weights, f"{self.path}.lora_B.{self.adapter.name}")
-        )
+    def bypassed(self) -> tuple[str, ...]:
+        """What is bypassed if the linear is, except for the lora_A of its adapter."""
+        if self.adapter is None:
+            return (self.path,)
+        return self.path, self.base_path, f"{self.path}.lora_B.{self.adapter.name}"
+
+    @property
+    def weights(self) -> list[tuple[str, str]]:
+        """The weight of the nn.Linear, and its bias if it has one."""
+        names = ["weight"] if self.base.bias is None else ["weight", "bias"]
+        return [(self.base_path, name) for name in names]
 
 
-def linears_of(
-    parent: nn.Module, prefix: str, names: Sequence[str], lora: bool
+def match_linears(
+    parent: nn.Module, prefix: str, names: Sequence[str], allow_adapters: bool
 ) -> list[Linear] | Rejected:
-    """Linears of a part of a layer, by name, `prefix` being the part's path. `lora`: they may have adapters."""
-    found = []
+    """Return the linears `names` of a module in a layer.
+
+    Args:
+        parent: The module.
+        prefix: Its path in the layer, with a dot at the end, or "".
+        names: The names of the linears.
+        allow_adapters: Whether they may be PEFT linears.
+    """
+    linears = []
     for name in names:
         module: Any = parent._modules.get(name)
-        if not lora or not is_lora(module):
-            if no := plain.refuse(parent, name, plain.LINEAR):
+        if not allow_adapters or not is_lora(module):
+            if no := plain.check_child(parent, name, plain.LINEAR):
                 return no
-            found.append(Linear(prefix + name, module, None))
+            linears.append(Linear(prefix + name, module, None))
             continue
-        adapter = plain.refuse(parent, name, plain.CONTAINER) or adapter_of(module)
+        adapter = plain.check_child(parent, name, plain.CONTAINER) or match_adapter(module)
         if isinstance(adapter, Rejected):
             return Rejected(f"{name}: {adapter.reason}")
-        found.append(Linear(prefix + name, module.base_layer, adapter))
-    return found
+        linears.append(Linear(prefix + name, module.base_layer, adapter))
+    return linears
 
 
-def ups_of(linears: Sequence[Linear], packed: bool) -> dict[str, Any] | Rejected:
-    """The adapters of linears that read one x as a size of their block; none where they have none."""
-    adapters = [m.adapter for m in linears if m.adapter is not None]
+def adapter_sizes(linears: Sequence[Linear], packed: bool) -> dict[str, Any] | Rejected:
+    """Return the adapters of linears that read one x, as a size of their block.
+
+    Args:
+        linears: The linears of the block. The result is empty if none has an adapter.
+        packed: Whether the block packs the outputs of the linears into one row.
+    """
+    adapters = [linear.adapter for linear in linears if linear.adapter is not None]
     if not adapters:
         return {}
-    ranks = tuple(0 if m.adapter is None else m.adapter.a.out_features for m in linears)
-    kinds = {(x.a.weight.dtype, x.a.out_features if packed else 0) for x in adapters}
-    if len(kinds) > 1:
-        return Rejected(
-            f"adapters of {', '.join(m.path.rpartition('.')[2] for m in linears)} differ in rank or dtype"
-        )
-    return {"lora": BlockAdapters(ranks, adapters[0].a.weight.dtype, packed)}
+    dtypes = {adapter.lora_a.weight.dtype for adapter in adapters}
+    ranks = {adapter.rank for adapter in adapters}
+    if len(dtypes) > 1 or (packed and len(ranks) > 1):
+        names = ", ".join(linear.path.rpartition(".")[2] for linear in linears)
+        return Rejected(f"adapters of {names} differ in rank or dtype")
+    each = tuple(0 if linear.adapter is None else linear.adapter.rank for linear in linears)
+    return {"lora": BlockAdapters(each, dtypes.pop(), packed)}
 
 
 def with_adapters(
-    part: Part, linears: Sequence[Linear], norm: str, sizes: Mapping[str, Any]
+    part: Part, linears: Sequence[Linear], norm: str, norm_sizes: Mapping[str, Any]
 ) -> tuple[Part, ...]:
-    """A part, and before it what its linears' adapters multiply x by, where they have any. `norm`: the path of the norm before them, with
-    `sizes`."""
-    has = [(m, m.adapter) for m in linears if m.adapter is not None]
-    if not has:
+    """Return a part, and before it the first products of its linears' adapters if they have any.
+
+    Args:
+        part: The part.
+        linears: Its linears.
+        norm: The path of the norm before them, or "".
+        norm_sizes: The sizes of that norm.
+    """
+    adapted = [(linear, linear.adapter) for linear in linears if linear.adapter is not None]
+    if not adapted:
         return (part,)
-    ranks = tuple(adapter.a.out_features for _, adapter in has)
+    first, first_adapter = adapted[0]
     block = LORA_DOWN.block(
-        k=has[0][0].base.in_features,
-        r=ranks,
-        **sizes,
-        dtype=has[0][0].base.weight.dtype,
-        adapter_dtype=has[0][1].a.weight.dtype,
+        k=first.base.in_features,
+        r=tuple(adapter.rank for _, adapter in adapted),
+        **norm_sizes,
+        dtype=first.base.weight.dtype,
+        adapter_dtype=first_adapter.lora_a.weight.dtype,
     )
-    downs = [f"{m.path}.lora_A.{adapter.name}" for m, adapter in has]
-    weights = (*norm_parameters(norm, dict(sizes)), *((path, "weight") for path in downs))
-    idle = (f"{m.path}.lora_dropout.{adapter.name}" for m, adapter in has)
-    paths = tuple(m.path for m, _ in has)
-    return (
-        Part(
-            adapter_role(part.role),
-            block,
-            weights,
-            (*((norm,) if norm else ()), *downs, *idle),
-            adapters=paths,
-            scalings=tuple(adapter.scaling for _, adapter in has),
-        ),
-        replace(part, adapters=paths),
+    downs = [f"{linear.path}.lora_A.{adapter.name}" for linear, adapter in adapted]
+    dropouts = [f"{linear.path}.lora_dropout.{adapter.name}" for linear, adapter in adapted]
+    paths = tuple(linear.path for linear, _ in adapted)
+    norms = (norm,) if norm else ()
+    down_part = Part(
+        adapter_role(part.role),
+        block,
+        weights=(*norm_parameters(norm, norm_sizes), *((path, "weight") for path in downs)),
+        bypassed=(*norms, *downs, *dropouts),
+        adapters=paths,
+        scalings=tuple(adapter.scaling for _, adapter in adapted),
     )
+    return down_part, replace(part, adapters=paths)
 
 
-def adapter_parameters(linears: Sequence[Linear]) -> list[tuple[str, str]]:
-    """The weights of adapters that a block reads besides those of its linears."""
+def lora_b_parameters(linears: Sequence[Linear]) -> list[tuple[str, str]]:
+    """Return the adapter weights that the block of the linears reads."""
     return [
-        (f"{m.path}.lora_B.{m.adapter.name}", "weight") for m in linears if m.adapter is not None
+        (f"{linear.path}.lora_B.{linear.adapter.name}", "weight")
+        for linear in linears
+        if linear.adapter is not None
     ]
 
 
 def is_lora(module: nn.Module | None) -> bool:
+    """Return whether a module is PEFT's LoRA linear."""
     return type(module).__name__ == "Linear" and type(module).__module__ == "peft.tuners.lora.layer"
 
 
-def _lora_state(m: Any, active: list[str]) -> Iterator[str | None]:
-    """What PEFT's forward would do other than base + one adapter; the first text is the reason."""
-    yield "has a forward of its own on the instance" if "forward" in m.__dict__ else None
-    yield "has its adapters disabled" if m._disable_adapters else None
-    yield (
-        f"has adapters merged into its weight ({', '.join(m.merged_adapters)})"
-        if m.merged_adapters
-        else None
-    )
-    yield (
-        f"has {len(active)} active adapters ({', '.join(active)}); kernels take one"
-        if len(active) != 1
-        else None
-    )
-    yield (
-        f"has no weights for the active adapter {active[0]}"
-        if active and active[0] not in m.lora_A
-        else None
-    )
-    variants = {
-        **getattr(m, "lora_variant", {}),
-        **{k: "DoRA" for k, on in getattr(m, "use_dora", {}).items() if on},
-    }
-    yield (
-        "uses a LoRA variant (DoRA, aLoRA or another)" if active and active[0] in variants else None
-    )
-    yield "stores its weight as (in, out)" if getattr(m, "fan_in_fan_out", False) else None
-    yield "has input casting disabled" if not getattr(m, "cast_input_dtype_enabled", True) else None
+# -- the state of a PEFT linear ------------------------------------------------------------------
 
 
-def adapter_of(module: nn.Module) -> Adapter | Rejected:
-    """The one plain adapter that a PEFT linear runs with, unmerged."""
-    m: Any = module
-    active = [m._active_adapter] if isinstance(m._active_adapter, str) else list(m._active_adapter)
-    if reason := next((r for r in _lora_state(m, active) if r), None):
-        return Rejected(f"the layer {reason}")
-    adapter = active[0]
-    no = plain.first_refusal(
-        (m, "base_layer", plain.LINEAR),
-        (m.lora_A, adapter, plain.LINEAR),
-        (m.lora_B, adapter, plain.LINEAR),
+def active_adapters(linear: Any) -> list[str]:
+    """Return the names of a PEFT linear's active adapters."""
+    active = linear._active_adapter
+    return [active] if isinstance(active, str) else list(active)
+
+
+def _merged(m: Any) -> str | None:
+    if not m.merged_adapters:
+        return None
+    return f"has adapters merged into its weight ({', '.join(m.merged_adapters)})"
+
+
+def _not_one_active(m: Any) -> str | None:
+    active = active_adapters(m)
+    if len(active) == 1:
+        return None
+    return f"has {len(active)} active adapters ({', '.join(active)}); kernels take one"
+
+
+def _no_adapter_weights(m: Any) -> str | None:
+    (active,) = active_adapters(m)
+    return None if active in m.lora_A else f"has no weights for the active adapter {active}"
+
+
+def _is_variant(m: Any) -> str | None:
+    (active,) = active_adapters(m)
+    is_dora = getattr(m, "use_dora", {}).get(active)
+    if active in getattr(m, "lora_variant", {}) or is_dora:
+        return "uses a LoRA variant (DoRA, aLoRA or another)"
+    return None
+
+
+#: What PEFT's forward would do other than the base layer plus one adapter. The first that applies
+#: is the reason. The rules after `_not_one_active` rely on it.
+_LORA_RULES: tuple[Callable[[Any], str | None], ...] = (
+    lambda m: "has a forward of its own on the instance" if "forward" in m.__dict__ else None,
+    lambda m: "has its adapters disabled" if m._disable_adapters else None,
+    _merged,
+    _not_one_active,
+    _no_adapter_weights,
+    _is_variant,
+    lambda m: "stores its weight as (in, out)" if getattr(m, "fan_in_fan_out", False) else None,
+    lambda m: (
+        None if getattr(m, "cast_input_dtype_enabled", True) else "has input casting disabled"
+    ),
+)
+
+
+def match_adapter(linear: Any) -> Adapter | Rejected:
+    """Return the one plain adapter that a PEFT linear runs with, unmerged."""
+    for rule in _LORA_RULES:
+        if reason := rule(linear):
+            return Rejected(f"the layer {reason}")
+    (name,) = active_adapters(linear)
+    no = plain.check_children(
+        (linear, "base_layer", plain.LINEAR),
+        (linear.lora_A, name, plain.LINEAR),
+        (linear.lora_B, name, plain.LINEAR),
     )
     if no is not None:
         return no
-    base, a, b = m.base_layer, m.lora_A[adapter], m.lora_B[adapter]
-    if a.bias is not None or b.bias is not None:
-        return Rejected(f"adapter {adapter} has a bias (lora_bias)")
-    device = base.weight.device
-    if no := plain.same_weights([a, b], a.weight.dtype, device) or plain.same_weights(
-        [base], base.weight.dtype, device
-    ):
+    base, lora_a, lora_b = linear.base_layer, linear.lora_A[name], linear.lora_B[name]
+    if lora_a.bias is not None or lora_b.bias is not None:
+        return Rejected(f"adapter {name} has a bias (lora_bias)")
+    base_dtype, dtype, device = base.weight.dtype, lora_a.weight.dtype, base.weight.device
+    no = plain.check_same_weights([lora_a, lora_b], dtype, device) or plain.check_same_weights(
+        [base], base_dtype, device
+    )
+    if no is not None:
         return no
-    if torch.promote_types(base.weight.dtype, a.weight.dtype) not in (
-        base.weight.dtype,
-        a.weight.dtype,
-    ):
+    if torch.promote_types(base_dtype, dtype) not in (base_dtype, dtype):
         return Rejected(
-            f"mixes {table.dtype_name(base.weight.dtype)} and {table.dtype_name(a.weight.dtype)}"
+            f"mixes {table.dtype_name(base_dtype)} weights and a {table.dtype_name(dtype)} adapter"
         )
-    return Adapter(adapter, a, b, scaling_of(m.scaling[adapter]))
+    return Adapter(name, lora_a, lora_b, scaling_of(linear.scaling[name]))

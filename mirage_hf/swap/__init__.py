@@ -1,1 +1,1 @@
-
+"""Swap the modules of a model for kernels, and back."""

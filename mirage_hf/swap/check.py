@@ -1,9 +1,13 @@
-"""The last check of a swapped module: against the module it replaces, with its own weights, in its own dtype."""
+"""The last check of kernels: against the modules that they replace, with the model's own weights.
+
+Each check runs kernels, the stock module and a wide twin on the same inputs. The kernels may be
+about as far from the wide twin as stock is.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,114 +21,218 @@ from mirage_hf.errors import Rejected, described
 from mirage_hf.layers.compose import any_norm
 from mirage_hf.layers.model_kernels import LayerKernels, ModelKernels
 from mirage_hf.layers.step import StepInputs
-from mirage_hf.match.matcher import Match
-from mirage_hf.match.probe import MASKED, LayerCall, ProbeCache, layer_calls, twin
+from mirage_hf.match.layer_calls import PADDING, LayerCall, ProbeCache, layer_calls
+from mirage_hf.match.matches import CausalMatch, Match
+from mirage_hf.match.twins import takes_float_mask, twin
 from mirage_hf.patterns.attention import REFERENCE_SLOTS
 from mirage_hf.swap.guard import BINDING_KEY, Binding
 
-FACTOR = 1.25
-"""How far from the wide reference a swapped module may be, in units of stock's own distance (plus one ulp)."""
-LAYER_FACTOR_FLOAT32, LAYER_ULPS_FLOAT32 = 4.0, 3.0
-"""The same for a layer, or its whole step, in float32: of two right orders of five sums in a row one is luckier than the other. Over 72
-layers of tiny models the ratio was 2.4 at most for 8 calls, 0.7 to 1.6 for 512."""
+
+@dataclass(frozen=True)
+class Allowance:
+    """How far kernels may be from a wide reference."""
+
+    #: In units of stock's own distance, and in units in the last place of the largest output.
+    factor: float
+    ulps: float
 
 
+MODULE_ALLOWANCE = Allowance(factor=1.25, ulps=1.0)
+
+#: For a layer or its step in float32. Of two right orders of five sums in a row, one is luckier
+#: than the other. Over 72 layers of tiny models the ratio was 2.4 at most for 8 calls, and 0.7 to
+#: 1.6 for 512.
+FLOAT32_LAYER_ALLOWANCE = Allowance(factor=4.0, ulps=3.0)
+
+#: How many outputs of a head are computed at a time in the wide dtype.
 SLICE = 8192
-"""Outputs of a head that are computed at a time in the wide dtype."""
 
+#: How many calls are compared for each number of rows. In a small module the largest error of one
+#: call is a matter of luck.
 SAMPLES = 8
-"""Calls that are compared for each number of rows: the largest error of one is a matter of luck in a small module."""
+
+#: The tokens that the cache holds before the compared call.
+PAST = 5
 
 
 @dataclass(frozen=True)
 class Checked:
-    """Largest distances from a float32 (of float32 modules: float64) reference, ours and stock's, and what ours may be."""
+    """The largest distances from a wide reference. It is in float32, or float64 for float32."""
 
+    #: The distance of the kernels, and of the stock module.
     error: float
     stock_error: float
+    #: How large `error` may be.
     allowed: float
 
 
+def check(match: Match, binding: Binding) -> Checked | Rejected:
+    """Run a swapped module through its guard, for each number of rows that it has kernels for."""
+    wide = _wider(binding.dtype)
+    binding.forget()
+    worst = Checked(0.0, 0.0, 0.0)
+    run = _layer_outputs if match.kind == "layer" else _module_outputs
+    allowance = _allowance(match, binding.dtype)
+    try:
+        with _checking(binding.device_type), _with_mlp_stand_in(match):
+            reference = twin(match.module, lambda _, p: p.to(wide))
+            for rows in binding.kernels:
+                outputs = run(match, binding, reference, rows, wide)
+                if binding.fallbacks:
+                    return Rejected(f"its guard refuses it: {', '.join(binding.fallbacks)}")
+                checked = _compare(outputs, binding.dtype, allowance)
+                if not checked.error <= checked.allowed:
+                    return _too_far(checked, rows)
+                worst = max(worst, checked, key=lambda c: c.error)
+    except Exception as error:
+        return _could_not_run(error)
+    return worst
+
+
+def check_step(match: Match, layer: LayerKernels, rows: int) -> Checked | Rejected:
+    """Run a layer's step by kernels, over a cache that stock has filled.
+
+    Attention has the number of slots that its kernels were found for.
+    """
+    module: Any = match.module
+    dtype = dict(layer.step.parts["attention"].block.sizes)["dtype"]
+    device = next(module.parameters()).device
+    wide = _wider(dtype)
+    swapped = module.__dict__.get(BINDING_KEY)
+    stock_class = type(module) if swapped is None else swapped.stock
+    kernels = {role: kernel.run for role, kernel in layer.found[rows].items()}
+    try:
+        with _checking(device.type), _with_mlp_stand_in(match):
+            reference = twin(module, lambda _, p: p.to(wide))
+            stock = partial(stock_class.forward, module)
+            sampled = _sample(match, stock, reference, rows, dtype, wide, masked=True)
+            ours = [
+                _step_output(layer, kernels, call, cache, rows)
+                for call, cache in sampled.each_sample()
+            ]
+            outputs = _Outputs(torch.cat(ours), sampled.stock[:, 0], sampled.exact[:, 0])
+            checked = _compare(outputs, dtype, _allowance(match, dtype))
+    except Exception as error:
+        return _could_not_run(error)
+    return checked if checked.error <= checked.allowed else _too_far(checked, rows)
+
+
+def check_head(kernels: ModelKernels, causal: CausalMatch, rows: int) -> Checked | Rejected:
+    """Run the last norm and head by kernels, and the model's own modules."""
+    dtype, device = kernels.embedding.dtype, kernels.embedding.device
+    wide = _wider(dtype)
+
+    def widened(module: nn.Module) -> Any:
+        if type(module) is nn.Linear:
+            return _InSlices(module, wide)
+        return twin(module, lambda _, p: p.to(wide))
+
+    try:
+        with _checking(device.type):
+            generator = torch.Generator().manual_seed(rows)
+            x = torch.randn(SAMPLES * rows, kernels.embedding.shape[1], generator=generator)
+            x = x.to(device, dtype)
+            ours = []
+            for sample in x.split(rows):
+                logits = torch.empty(rows, kernels.vocab, dtype=dtype, device=device)
+                kernels.head(rows, sample.clone(), logits)
+                ours.append(logits)
+            exact = causal.own_head(x.to(wide), widened)
+            outputs = _Outputs(torch.cat(ours), causal.own_head(x), exact)
+            checked = _compare(outputs, dtype, MODULE_ALLOWANCE)
+    except Exception as error:
+        return _could_not_run(error)
+    return checked if checked.error <= checked.allowed else _too_far(checked, rows)
+
+
+# -- comparing -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """What the kernels, the stock module and the wide reference give."""
+
+    ours: Tensor
+    stock: Tensor
+    exact: Tensor
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float32 else torch.float32
+
+
+def _allowance(match: Match, dtype: torch.dtype) -> Allowance:
+    of_layer = match.kind == "layer" and dtype == torch.float32
+    return FLOAT32_LAYER_ALLOWANCE if of_layer else MODULE_ALLOWANCE
+
+
+def _compare(outputs: _Outputs, dtype: torch.dtype, allowance: Allowance) -> Checked:
+    exact = outputs.exact
+    error, stock_error = (
+        float((y.to(exact.dtype) - exact).abs().max()) for y in (outputs.ours, outputs.stock)
+    )
+    largest = float(exact.abs().max())
+    ulp = 0.0
+    if 0 < largest < math.inf:
+        ulp = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(largest))
+    return Checked(error, stock_error, allowance.factor * stock_error + allowance.ulps * ulp)
+
+
+def _too_far(checked: Checked, rows: int) -> Rejected:
+    return Rejected(
+        f"off by {checked.error:.2g} with {rows} rows, stock by {checked.stock_error:.2g}; "
+        f"{checked.allowed:.2g} is allowed"
+    )
+
+
+def _could_not_run(error: Exception) -> Rejected:
+    """Reject a module that cannot be checked, whatever its code or its wide twin raises."""
+    return Rejected(f"the check could not run ({described(error)})")
+
+
 @contextmanager
-def _mlp_aside(match: Match) -> Iterator[None]:
-    """Put something simple in the place of an MLP that runs its own forward."""
-    children: dict[str, Any] = match.module.__dict__["_modules"]
-    if match.aside is None:
+def _checking(device_type: str) -> Iterator[None]:
+    with torch.no_grad(), torch.autocast(device_type, enabled=False):
+        yield
+
+
+@contextmanager
+def _with_mlp_stand_in(match: Match) -> Iterator[None]:
+    """Put the stand-in in the place of an MLP that runs its own forward."""
+    if match.mlp_stand_in is None:
         yield
         return
-    name = match.layouts[0].mlp
-    own, children[name] = children[name], match.aside
+    children: dict[str, Any] = match.module.__dict__["_modules"]
+    name = match.layer_layout.mlp
+    own, children[name] = children[name], match.mlp_stand_in
     try:
         yield
     finally:
         children[name] = own
 
 
-def check(match: Match, binding: Binding) -> Checked | Rejected:
-    """Run a swapped module through its guard, for each number of rows that it has kernels for, beside stock and a wide twin."""
-    wide = torch.float64 if binding.dtype == torch.float32 else torch.float32
-    binding.forget()
-    outcome = Checked(0.0, 0.0, 0.0)
-    try:
-        with torch.no_grad(), torch.autocast(binding.device_type, enabled=False), _mlp_aside(match):
-            reference = twin(match.module, lambda _, p: p.to(wide))
-            run = _layer_outputs if match.kind == "layer" else _module_outputs
-            for rows in binding.kernels:
-                ours, stock, exact = run(match, binding, reference, rows, wide)
-                if binding.fallbacks:
-                    return Rejected(f"its guard refuses it: {', '.join(binding.fallbacks)}")
-                seen = _compare(ours, stock, exact, binding.dtype, layer=match.kind == "layer")
-                if not seen.error <= seen.allowed:
-                    return Rejected(
-                        f"off by {seen.error:.2g} with {rows} rows, stock by {seen.stock_error:.2g}; "
-                        f"{seen.allowed:.2g} is allowed"
-                    )
-                outcome = max(outcome, seen, key=lambda c: c.error)
-    except Exception as e:  # a module that cannot be checked is not kept, whatever its code or its wide twin raises
-        return Rejected(f"the check could not run ({described(e)})")
-    return outcome
-
-
-def _compare(
-    ours: Tensor, stock: Tensor, exact: Tensor, dtype: torch.dtype, layer: bool = False
-) -> Checked:
-    error, stock_error = (float((y.to(exact.dtype) - exact).abs().max()) for y in (ours, stock))
-    scale = float(exact.abs().max())
-    ulp = (
-        torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(scale))
-        if 0 < scale < math.inf
-        else 0.0
-    )
-    factor, ulps = (
-        (LAYER_FACTOR_FLOAT32, LAYER_ULPS_FLOAT32)
-        if layer and dtype == torch.float32
-        else (FACTOR, 1.0)
-    )
-    return Checked(error, stock_error, factor * stock_error + ulps * ulp)
-
-
-def _stock(match: Match, binding: Binding) -> Callable[..., Any]:
-    return lambda *args, **kwargs: binding.stock.forward(match.module, *args, **kwargs)
+# -- running layers ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Sampled:
-    """SAMPLES times `rows` sequences of five tokens and a call with one more, as one batch, of which stock and a wide twin made this."""
+    """SAMPLES times `rows` sequences with a filled cache and one more token, as one batch."""
 
     rows: int
-    decode: LayerCall
+    call: LayerCall
     cache: ProbeCache
+    #: What stock and the wide twin give.
     stock: Tensor
     exact: Tensor
 
-    def parts(self) -> Iterator[tuple[LayerCall, ProbeCache]]:
-        """A sample's call and cache after the other."""
+    def each_sample(self) -> Iterator[tuple[LayerCall, ProbeCache]]:
+        """Yield the call and the cache of each sample."""
         for n in range(SAMPLES):
-            at = slice(n * self.rows, (n + 1) * self.rows)
-            yield self.decode.part(at), self.cache.part(at)
+            sequences = slice(n * self.rows, (n + 1) * self.rows)
+            yield self.call.part(sequences), self.cache.part(sequences)
 
 
-def _sampled(
+def _sample(
     match: Match,
     stock: Callable[..., Any],
     reference: Any,
@@ -134,155 +242,94 @@ def _sampled(
     masked: bool,
 ) -> _Sampled:
     layer: Any = match.module
-    like, generator = any_norm(layer, match.layouts[0]).weight, torch.Generator().manual_seed(rows)
-    start, decode = layer_calls(
-        rows, like, match.rope, (5, 1), generator, dtype, masked=masked, samples=SAMPLES
+    like = any_norm(layer, match.layer_layout).weight
+    prompt, call = layer_calls(
+        rows,
+        like,
+        match.rope,
+        (PAST, 1),
+        torch.Generator().manual_seed(rows),
+        dtype,
+        masked=masked,
+        samples=SAMPLES,
     )
-    cache, w = ProbeCache(), decode.to(wide)
-    stock(start.x, **start.kwargs(layer, cache))
+    cache = ProbeCache()
+    stock(prompt.x, **prompt.kwargs(layer, cache))
+    wide_call = call.to(wide)
     return _Sampled(
         rows,
-        decode,
+        call,
         cache,
-        stock(decode.x, **decode.kwargs(layer, cache.to(dtype))),
-        reference.forward(w.x, **w.kwargs(layer, cache.to(wide))),
+        stock(call.x, **call.kwargs(layer, cache.to(dtype))),
+        reference.forward(wide_call.x, **wide_call.kwargs(layer, cache.to(wide))),
     )
 
 
 def _layer_outputs(
     match: Match, binding: Binding, reference: Any, rows: int, wide: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> _Outputs:
     layer: Any = match.module
-    masked = (
-        getattr(layer._modules[match.layouts[0].attention].config, "_attn_implementation", "eager")
-        in MASKED
-    )
-    sampled = _sampled(match, _stock(match, binding), reference, rows, binding.dtype, wide, masked)
+    dtype = binding.dtype
+    masked = takes_float_mask(layer._modules[match.layer_layout.attention])
+    stock = partial(binding.stock.forward, layer)
+    sampled = _sample(match, stock, reference, rows, dtype, wide, masked)
     ours = [
-        layer.forward(call.x, **call.kwargs(layer, cache.to(binding.dtype)))
-        for call, cache in sampled.parts()
+        layer.forward(call.x, **call.kwargs(layer, cache.to(dtype)))
+        for call, cache in sampled.each_sample()
     ]
-    return torch.cat(ours), sampled.stock, sampled.exact
+    return _Outputs(torch.cat(ours), sampled.stock, sampled.exact)
 
 
-def check_step(layer: LayerKernels, rows: int) -> Checked | Rejected:
-    """Run a layer's step by kernels beside stock and a wide twin, on a cache that stock has filled. Attention is that of the slots
-    that its kernels were found for."""
-    module = layer.match.module
-    parts = dict(layer.step.parts["attention"].block.sizes)
-    dtype, wide = (
-        parts["dtype"],
-        torch.float64 if parts["dtype"] == torch.float32 else torch.float32,
-    )
-    device = next(module.parameters()).device
-    stock = partial(
-        module.__dict__[BINDING_KEY].stock.forward
-        if BINDING_KEY in module.__dict__
-        else type(module).forward,
-        module,
-    )
-    try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), _mlp_aside(layer.match):
-            sampled = _sampled(
-                layer.match,
-                stock,
-                twin(module, lambda _, p: p.to(wide)),
-                rows,
-                dtype,
-                wide,
-                masked=True,
-            )
-            lo = torch.zeros(rows, dtype=torch.int32, device=device)
-            lo[0] = 2  # as the probe's mask
-            ours, kernels = [], {role: found.run for role, found in layer.found[rows].items()}
-            for call, cache in sampled.parts():
-                assert cache.keys is not None and cache.values is not None
-                room = [
-                    F.pad(x, (0, 0, 0, REFERENCE_SLOTS - 5)).contiguous()
-                    for x in (cache.keys, cache.values)
-                ]
-                cos, sin = layer.step.tables(*(x.flatten(0, 1) for x in (call.cos, call.sin)))
-                at = StepInputs(
-                    cos, sin, room[0], room[1], lo, torch.full_like(lo, 5), torch.full_like(lo, 6)
-                )
-                ours.append(layer.step(kernels, call.x[:, 0].contiguous(), at))
-            seen = _compare(
-                torch.cat(ours), sampled.stock[:, 0], sampled.exact[:, 0], dtype, layer=True
-            )
-    except Exception as e:  # as in check
-        return Rejected(f"the check could not run ({described(e)})")
-    if not seen.error <= seen.allowed:
-        return Rejected(
-            f"off by {seen.error:.2g} with {rows} rows, stock by {seen.stock_error:.2g}; {seen.allowed:.2g} is allowed"
-        )
-    return seen
+def _step_output(
+    layer: LayerKernels,
+    kernels: dict[str, Any],
+    call: LayerCall,
+    cache: ProbeCache,
+    rows: int,
+) -> Tensor:
+    """Return what a layer's step by kernels gives for one call."""
+    assert cache.keys is not None and cache.values is not None
+    padding = (0, 0, 0, REFERENCE_SLOTS - PAST)
+    keys, values = (F.pad(x, padding).contiguous() for x in (cache.keys, cache.values))
+    cos, sin = layer.step.tables(*(x.flatten(0, 1) for x in (call.cos, call.sin)))
+    lo = torch.zeros(rows, dtype=torch.int32, device=keys.device)
+    lo[0] = PADDING
+    slot, end = torch.full_like(lo, PAST), torch.full_like(lo, PAST + 1)
+    inputs = StepInputs(cos, sin, keys, values, lo, slot, end)
+    return layer.step(kernels, call.x[:, 0].contiguous(), inputs)
 
 
-def check_head(steps: ModelKernels, causal: Any, rows: int) -> Checked | Rejected:
-    """The last norm and head by kernels beside the model's own modules and a wide reference."""
-    dtype, device = steps.embedding.dtype, steps.embedding.device
-    wide = torch.float64 if dtype == torch.float32 else torch.float32
-    try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            generator = torch.Generator().manual_seed(rows)
-            x = torch.randn(SAMPLES * rows, steps.embedding.shape[1], generator=generator).to(
-                device, dtype
-            )
-            ours = [
-                torch.empty(rows, steps.vocab, dtype=dtype, device=device) for _ in range(SAMPLES)
-            ]
-            for sample, out in zip(x.split(rows), ours, strict=True):
-                steps.head(rows, sample.clone(), out)
-            exact = causal.own_head(
-                x.to(wide),
-                lambda module: (
-                    _InSlices(module, wide)
-                    if type(module) is nn.Linear
-                    else twin(module, lambda _, p: p.to(wide))
-                ),
-            )
-            seen = _compare(torch.cat(ours), causal.own_head(x), exact, dtype)
-    except Exception as e:  # as in check
-        return Rejected(f"the check could not run ({described(e)})")
-    if not seen.error <= seen.allowed:
-        return Rejected(
-            f"off by {seen.error:.2g} with {rows} rows, stock by {seen.stock_error:.2g}; {seen.allowed:.2g} is allowed"
-        )
-    return seen
-
-
-class _InSlices(nn.Module):
-    """A linear in a wider dtype, some of its outputs at a time: a head's whole weight would be gigabytes."""
-
-    def __init__(self, linear: nn.Linear, wide: torch.dtype):
-        super().__init__()
-        self.linear, self.wide = linear, wide
-
-    def forward(self, x: Tensor) -> Tensor:
-        biases = (
-            [None] * -(-len(self.linear.weight) // SLICE)
-            if self.linear.bias is None
-            else self.linear.bias.to(self.wide).split(SLICE)
-        )
-        return torch.cat(
-            [
-                F.linear(x, w.to(self.wide), b)
-                for w, b in zip(self.linear.weight.split(SLICE), biases, strict=True)
-            ],
-            -1,
-        )
+# -- running other modules -----------------------------------------------------------------------
 
 
 def _module_outputs(
     match: Match, binding: Binding, reference: Any, rows: int, wide: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    weight = next(match.module.parameters())
+) -> _Outputs:
     module: Any = match.module
-    x = torch.randn(
-        SAMPLES * rows, 1, binding.width, generator=torch.Generator().manual_seed(rows)
-    ).to(weight.device, binding.dtype)
-    return (
+    device = next(module.parameters()).device
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(SAMPLES * rows, 1, binding.width, generator=generator)
+    x = x.to(device, binding.dtype)
+    return _Outputs(
         torch.cat([module.forward(sample.clone()) for sample in x.split(rows)]),
-        _stock(match, binding)(x),
+        binding.stock.forward(module, x),
         reference.forward(x.to(wide)),
     )
+
+
+class _InSlices(nn.Module):
+    """A linear in a wider dtype, some outputs at a time. A head's weight would be gigabytes."""
+
+    def __init__(self, linear: nn.Linear, wide: torch.dtype):
+        """Compute `linear` in the dtype `wide`."""
+        super().__init__()
+        self.linear, self.wide = linear, wide
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the linear's outputs."""
+        weights = self.linear.weight.split(SLICE)
+        biases: Sequence[Tensor | None] = [None] * len(weights)
+        if self.linear.bias is not None:
+            biases = self.linear.bias.to(self.wide).split(SLICE)
+        outputs = [F.linear(x, w.to(self.wide), b) for w, b in zip(weights, biases, strict=True)]
+        return torch.cat(outputs, -1)

@@ -1,11 +1,11 @@
-"""The guard in front of a swapped module: whether this call may run kernels, decided over instance dictionaries.
+"""The guard of a swapped module: whether a call may run kernels.
 
-It never goes through nn.Module's attribute look-up, and returns kernels or, as text, the reason to run the stock forward.
+It decides over instance dictionaries, because nn.Module's attribute look-up would take longer than
+the comparisons. The answer is the kernels, or the reason to run the stock forward as text.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -15,56 +15,52 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from transformers.utils.output_capturing import _active_collector
 
-from mirage_hf.layers.compose import Composition, Kernel, child
+from mirage_hf.layers.compose import Composition, Kernel
 from mirage_hf.match import plain
-from mirage_hf.match.adapters import scaling_of
-from mirage_hf.match.matcher import Match
-from mirage_hf.patterns.decoder_layer import EPS_NAMES, MULTIPLIERS, SWITCHES
+from mirage_hf.match.matches import Match
 from mirage_hf.pipeline.resolver import Resolved
-from mirage_hf.swap.traced import LAYER_ARGUMENTS, share, width_of
-
-BINDING_KEY = "_mirage_bound"
-"""Where a swapped module keeps its Binding, in its instance dictionary. Copies and pickles leave it out."""
-
-PREFILL = "prefill"
-SEEN_OUTSIDE = frozenset(("hidden_states", "_hidden_states_layers"))
-"""What HF's collector records from the layer's own output, which a swapped layer still gives."""
-
-_dispatch_modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
-_functorch = torch._C._functorch.peek_interpreter_stack
-_global_hooks, _global_pre_hooks = (
-    every_module._global_forward_hooks,
-    every_module._global_forward_pre_hooks,
+from mirage_hf.swap.traced import LAYER_ARGUMENTS, share
+from mirage_hf.swap.watch import (
+    WatchedAbsence,
+    WatchedAdapter,
+    WatchedChild,
+    WatchedNumber,
+    WatchedWeight,
+    watched_absences,
+    watched_numbers,
 )
-_grad, _autocast = torch.is_grad_enabled, torch.is_autocast_enabled
+
+#: Where a swapped module keeps its Binding, in its instance dictionary. Copies and pickles leave it
+#: out.
+BINDING_KEY = "_mirage_bound"
+
+#: The reason for calls with several tokens of a sequence.
+PREFILL = "prefill"
+
+#: What HF's collector records from the layer's own output, which a swapped layer still gives.
+SEEN_OUTSIDE = frozenset(("hidden_states", "_hidden_states_layers"))
+
+# Local names save attribute look-ups at each call.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_tracing_state = torch._C._get_tracing_state
+_functorch = torch._C._functorch.peek_interpreter_stack
+_global_hooks = every_module._global_forward_hooks
+_global_pre_hooks = every_module._global_forward_pre_hooks
+_grad_enabled = torch.is_grad_enabled
+_autocast_enabled = torch.is_autocast_enabled
 _collector = _active_collector.get
 
 
-class InstanceNumbers:
-    """The instance dictionary of a swapped module, for reading. It does not keep it alive: what is in it would keep itself."""
-
-    __slots__ = ("_module",)
-
-    def __init__(self, module: nn.Module):
-        self._module = weakref.ref(module)
-
-    def get(self, name: str) -> Any:
-        module = self._module()
-        return None if module is None else module.__dict__.get(name)
-
-
 class Binding:
-    """What a swapped module carries: its kernels by number of rows, and all that they rely on.
-
-    `calls` counts runs of the kernels, `fallbacks` those of the stock forward by reason.
-    """
+    """What a swapped module carries: its kernels, and everything that they rely on."""
 
     __slots__ = (
-        "absent",
+        "absences",
+        "adapters",
         "calls",
+        "children",
         "classes",
         "composition",
-        "constants",
         "containers",
         "device",
         "device_type",
@@ -73,161 +69,165 @@ class Binding:
         "dtype",
         "fallbacks",
         "kernels",
-        "parameters",
+        "numbers",
         "retired",
         "stock",
         "traced",
-        "tuners",
-        "watched",
+        "weights",
         "width",
     )
 
-    def __init__(self, match: Match, found: Mapping[int, Mapping[str, Resolved]]):
+    #: What runs the module's parts, by number of rows and role.
+    kernels: dict[int, Mapping[str, Kernel]]
+    #: The stock class. There is no reference to the module, which holds this.
+    stock: type[nn.Module]
+    #: The module's forward over its kernels. None once retired.
+    composition: Composition | None
+    #: How many calls ran kernels, and how many ran the stock forward, by reason.
+    calls: int
+    fallbacks: Counter[str]
+    #: Why no call runs kernels any more, or "".
+    retired: str
+    #: The name of what torch.compile needs (see `traced.share`), or "" once retired.
+    traced: str
+
+    def __init__(self, match: Match, resolved: Mapping[int, Mapping[str, Resolved]]):
+        """Bind a match to its kernels, by number of rows and role."""
         self.kernels = {
-            rows: {role: kernel.run for role, kernel in roles.items()}
-            for rows, roles in found.items()
+            rows: {role: kernel.run for role, kernel in by_role.items()}
+            for rows, by_role in resolved.items()
         }
-        self.stock = type(match.module)  # no reference to the module, which holds us
-        self.composition: Composition | None = match.compose()
-        self.calls, self.fallbacks, self.retired = 0, Counter[str](), ""
-        sizes = dict(match.parts[0].block.sizes)
-        weight: Any = self.composition.parameters[match.parts[0].role][0]
-        self.device, self.device_type, self.dtype = (
-            weight.get_device(),
-            weight.device.type,
-            sizes["dtype"],
-        )
-        self.dims = 3 if match.kind == "layer" else None
-        self.width = width_of(match)
-        self.watched = tuple(_watch(match.module, path) for path in match.bypassed)
-        self.dropouts = tuple(
-            inner for *_, kind, inner in self.watched if issubclass(kind, nn.Dropout)
-        )
-        self.containers = tuple(
-            inner for *_, inner in self.watched if inner["_modules"]
-        )  # some call dropout as a function
-        kinds: dict[Any, None] = dict.fromkeys(
-            [self.stock, *(kind for _, _, _, kind, _ in self.watched)]
-        )
-        self.classes = tuple((kind, kind.forward) for kind in kinds)
-        numbers: list[tuple[Any, str]] = [
-            (inner, n) for *_, inner in self.watched for n in EPS_NAMES
-        ]
-        numbers += [(InstanceNumbers(match.module), n) for n in (*MULTIPLIERS, *SWITCHES)]
-        self.constants = tuple(
-            (inner, n, value) for inner, n in numbers if (value := inner.get(n)) is not None
-        )
-        self.absent = tuple(
-            (inner["_parameters"], n, f"{path}.{n}")
-            for path, (*_, inner) in zip(match.bypassed, self.watched, strict=True)
-            for n, p in inner["_parameters"].items()
-            if p is None
-        )
-        owned = dict.fromkeys(w for part in match.parts for w in part.weights)
-        self.parameters = tuple(_pin(child(match.module, path), path, name) for path, name in owned)
-        tuners = tuple(AdapterState(path, child(match.module, path)) for path in match.adapters)
-        self.tuners = tuple(
-            (
-                t,
-                child(match.module, t.path).__dict__ if t.path else None,
-                _holders(child(match.module, t.path)),
-            )
-            for t in tuners
-        )
+        self.stock = type(match.module)
+        self.composition = match.compose()
+        self.calls, self.fallbacks, self.retired = 0, Counter(), ""
+        self._expect_input(match)
+        self._watch(match)
         digests = tuple(
-            (rows, tuple((role, kernel.digest) for role, kernel in roles.items()))
-            for rows, roles in found.items()
+            (rows, tuple((role, kernel.digest) for role, kernel in by_role.items()))
+            for rows, by_role in resolved.items()
         )
-        self.traced = share(
-            match, digests, tuners
-        )  # the name of what torch.compile needs, "" once retired
+        self.traced = share(match, digests, tuple(a.recorded for a in self.adapters))
+
+    def _expect_input(self, match: Match) -> None:
+        weight = match.operands.parameters(match.parts[0].role)[0]
+        self.device: int = weight.get_device()
+        self.device_type: str = weight.device.type
+        self.dtype: torch.dtype = dict(match.parts[0].block.sizes)["dtype"]
+        #: The dims of the input, or None if any number will do.
+        self.dims: int | None = 3 if match.kind == "layer" else None
+        self.width: int = match.width
+
+    def _watch(self, match: Match) -> None:
+        children = tuple(WatchedChild.at(match.module, path) for path in match.bypassed)
+        self.children: tuple[WatchedChild, ...] = children
+        self.dropouts: tuple[dict[str, Any], ...] = tuple(
+            child.state for child in children if issubclass(child.kind, nn.Dropout)
+        )
+        # Some containers call dropout as a function.
+        self.containers: tuple[dict[str, Any], ...] = tuple(
+            child.state for child in children if child.state["_modules"]
+        )
+        kinds: dict[Any, None] = dict.fromkeys([self.stock, *(child.kind for child in children)])
+        self.classes: tuple[tuple[Any, Any], ...] = tuple((kind, kind.forward) for kind in kinds)
+        self.numbers: tuple[WatchedNumber, ...] = tuple(watched_numbers(match, children))
+        self.absences: tuple[WatchedAbsence, ...] = tuple(watched_absences(match, children))
+        self.weights: tuple[WatchedWeight, ...] = tuple(map(WatchedWeight.of, match.operands))
+        self.adapters: tuple[WatchedAdapter, ...] = tuple(
+            WatchedAdapter.at(match.module, path) for path in match.adapters
+        )
 
     def forget(self) -> None:
         """Start counting anew."""
         self.calls, self.fallbacks = 0, Counter()
 
     def retire(self, reason: str) -> str:
-        """Give up for good: drop every reference to what was replaced, and keep running the stock forward."""
+        """Give up for good, and drop every reference to what was replaced.
+
+        The stock forward runs from now on. Returns the reason.
+        """
         self.retired, self.composition, self.traced, self.kernels = reason, None, "", {}
-        self.watched = self.dropouts = self.containers = self.parameters = self.absent = (
-            self.classes
-        ) = self.constants = self.tuners = ()
+        self.children = self.classes = self.weights = self.absences = ()
+        self.dropouts = self.containers = self.numbers = self.adapters = ()
         return reason
 
     def choose(
         self, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Mapping[str, Kernel] | str:
-        """Return the kernels for this call, or why it must be stock's. `state` is the module's `__dict__`."""
+        """Return the kernels for a call, or why the stock forward must run.
+
+        Args:
+            state: The module's instance dictionary.
+            args: The positional arguments of the call.
+            kwargs: Its keyword arguments.
+        """
         if self.retired:
             return self.retired
         if state["training"]:
             return "training mode"
-        if len(args) != 1 or type(args[0]) is not Tensor:
-            return (
-                "arguments given by position or keyword in another way"
-                if len(args) != 1
-                else f"input is a {type(args[0]).__name__}"
-            )
+        if len(args) != 1:
+            return "expected one positional argument"
         x = args[0]
+        if type(x) is not Tensor:
+            return f"input is a {type(x).__name__}"
         shape = x.shape
-        kernels = self.kernels.get(x.numel() // self.width)
+        rows = x.numel() // self.width
+        kernels = self.kernels.get(rows)
         if kernels is None or shape[-1] != self.width or len(shape) != (self.dims or len(shape)):
-            return (
-                PREFILL
-                if len(shape) == 3 and shape[1] > 1
-                else f"no kernel for {x.numel() // self.width} rows"
-            )
+            return PREFILL if len(shape) == 3 and shape[1] > 1 else f"no kernel for {rows} rows"
         if x.get_device() != self.device or x.dtype is not self.dtype:
             return f"input is {x.dtype} on {x.device}"
         if self.device >= 0 and x.data_ptr() % plain.ALIGNMENT:
-            return "input at an odd address"
-        if _grad() and (x.requires_grad or _trainable(state)):
+            return f"input is not {plain.ALIGNMENT}-byte aligned"
+        if _grad_enabled() and (x.requires_grad or _needs_gradients(state)):
             return "gradients needed"
-        if _autocast(self.device_type):
+        if _autocast_enabled(self.device_type):
             return "autocast"
         if _global_hooks or _global_pre_hooks:
             return "global forward hooks"
-        if _dispatch_modes() or _tracing() is not None or _functorch() is not None:
+        if _dispatch_modes() or _tracing_state() is not None or _functorch() is not None:
             return "a torch mode or transform is active"
         if kwargs and (
             not LAYER_ARGUMENTS.issuperset(kwargs)
             or self.dims is None
             or kwargs.get("output_attentions")
         ):
-            return _kwargs_reason(kwargs)
+            return _why_not_kwargs(kwargs)
         if (recorded := _collector()) and not SEEN_OUTSIDE.issuperset(recorded):
             return "attentions or other inner outputs asked for"
         try:
-            return self._changed() or self._tuned(state) or kernels
-        except KeyError as e:
-            return self.retire(f"{e.args[0]} was removed")
+            return self._why_changed() or self._why_adapters_changed(state) or kernels
+        except KeyError as error:
+            return self.retire(f"{error.args[0]} was removed")
 
-    def _tuned(self, state: dict[str, Any]) -> str | None:
-        """What PEFT would do other than when the kernels were made."""
-        for tuner, inner, holders in self.tuners:
-            own = state if inner is None else inner
+    def _why_adapters_changed(self, state: dict[str, Any]) -> str | None:
+        """Return what PEFT would do differently than when the kernels were made, or None."""
+        for adapter in self.adapters:
+            own = state if adapter.state is None else adapter.state
             children = own["_modules"]
-            for name, holder in holders:
-                if children[name] is not holder:
+            for name, container in adapter.containers:
+                if children[name] is not container:
                     return self.retire(f"{name} was replaced")
-            if reason := tuner.reason(own):
+            if reason := adapter.recorded.why_changed(own):
                 return reason
         return None
 
-    def _changed(self) -> str | None:
-        """What is no longer as it was when the kernels were made: children, their classes, hooks and code, weights' addresses and strides,
-        and biases that were not there."""
-        for siblings, name, module, kind, inner in self.watched:
-            if siblings[name] is not module:
-                return self.retire(f"{name} was replaced")
-            if type(module) is not kind:
-                return f"{name} has changed its class"
-            if (inner["_forward_hooks"] or inner["_forward_pre_hooks"]) and plain.foreign_hook(
-                module
-            ):
-                return f"forward hook on {name}"
-            if "forward" in inner:
-                return f"{name} has a forward of its own"
+    def _why_changed(self) -> str | None:
+        """Return what is no longer as it was when the kernels were made, or None.
+
+        These are children, their classes, hooks and code, the addresses and strides of weights, and
+        biases that did not exist.
+        """
+        for child in self.children:
+            if child.siblings[child.name] is not child.module:
+                return self.retire(f"{child.name} was replaced")
+            if type(child.module) is not child.kind:
+                return f"{child.name} has changed its class"
+            state = child.state
+            hooked = state["_forward_hooks"] or state["_forward_pre_hooks"]
+            if hooked and plain.foreign_hook(child.module):
+                return f"forward hook on {child.name}"
+            if "forward" in state:
+                return f"{child.name} has a forward of its own"
         for kind, forward in self.classes:
             if kind.forward is not forward:
                 return f"the forward of class {kind.__name__} was replaced"
@@ -237,86 +237,35 @@ class Binding:
         for container in self.containers:
             if container["training"]:
                 return "a part is in training mode"
-        for numbers, name, value in self.constants:
-            if numbers.get(name) != value:
-                return f"a {name} was changed"
-        for owner, name, p, pointer, label in self.parameters:
-            if owner[name] is not p:
-                return self.retire(f"{label} was replaced")
-            if p.data_ptr() != pointer:
-                return f"{label} has moved"
-            if not p.is_contiguous():
-                return f"{label} has other strides"
-        for owner, name, label in self.absent:
-            if owner[name] is not None:
-                return f"{label} was added"
+        for number in self.numbers:
+            if number.owner.get(number.name) != number.value:
+                return f"a {number.name} was changed"
+        for weight in self.weights:
+            tensor = weight.tensor
+            if weight.owner[weight.name] is not tensor:
+                return self.retire(f"{weight.label} was replaced")
+            if tensor.data_ptr() != weight.pointer:
+                return f"{weight.label} has moved"
+            if not tensor.is_contiguous():
+                return f"{weight.label} has other strides"
+        for absence in self.absences:
+            if absence.owner[absence.name] is not None:
+                return f"{absence.label} was added"
         return None
 
 
-def _watch(root: nn.Module, path: str) -> tuple[Any, str, nn.Module, Any, dict[str, Any]]:
-    parent, _, name = path.rpartition(".")
-    module = child(root, path)
-    return child(root, parent)._modules, name, module, type(module), module.__dict__
+def _needs_gradients(state: Mapping[str, Any]) -> bool:
+    """Return whether any parameter within a module needs gradients.
+
+    Those of stock parts count, because they reach the kernels' inputs.
+    """
+    if any(p is not None and p.requires_grad for p in state["_parameters"].values()):
+        return True
+    return any(_needs_gradients(m.__dict__) for m in state["_modules"].values() if m is not None)
 
 
-def _holders(tuner: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """What holds the modules of a PEFT linear's adapters by name: what is watched is what was in it."""
-    return tuple((name, tuner._modules[name]) for name in ("lora_A", "lora_B", "lora_dropout"))
-
-
-def _pin(owner: nn.Module, path: str, name: str) -> tuple[Any, str, Tensor, int, str]:
-    parameter = owner._parameters[name]
-    assert parameter is not None, path
-    return owner._parameters, name, parameter, parameter.data_ptr(), f"{path}.{name}"
-
-
-def _trainable(state: Mapping[str, Any]) -> bool:
-    """Whether any parameter within a module wants gradients: those of stock parts reach the kernels' inputs."""
-    return any(p is not None and p.requires_grad for p in state["_parameters"].values()) or any(
-        _trainable(m.__dict__) for m in state["_modules"].values() if m is not None
-    )
-
-
-def _kwargs_reason(kwargs: Mapping[str, Any]) -> str:
+def _why_not_kwargs(kwargs: Mapping[str, Any]) -> str:
     unknown = sorted(set(kwargs) - LAYER_ARGUMENTS)
-    return (
-        f"unknown argument {unknown[0]}"
-        if unknown
-        else "output_attentions"
-        if kwargs.get("output_attentions")
-        else "keyword arguments"
-    )
-
-
-class AdapterState:
-    """The state of a PEFT linear that a kernel was made for, checked at each call. path: where in the swapped module, "" for itself."""
-
-    __slots__ = ("many", "one", "path", "scaling")
-
-    def __init__(self, path: str, module: Any):
-        self.path, active = path, module._active_adapter
-        self.one = active if isinstance(active, str) else active[0]
-        self.many = [self.one]
-        self.scaling = scaling_of(module.scaling[self.one])
-
-    def reason(self, d: Mapping[str, Any]) -> str | None:
-        if d["_disable_adapters"]:
-            return "adapters disabled"
-        if d["merged_adapters"]:
-            return "adapter merged"
-        if d["_active_adapter"] != self.one and d["_active_adapter"] != self.many:
-            return "another adapter is active"
-        scaling = d["scaling"].get(self.one)
-        if self._rewritten(scaling) if isinstance(scaling, Tensor) else scaling != self.scaling:
-            return "the adapter's scaling has changed"
-        if (
-            self.one in d.get("lora_variant", ())
-            or d.get("fan_in_fan_out")
-            or not d.get("cast_input_dtype_enabled", True)
-        ):
-            return "the adapter has become a variant"
-        return None
-
-    def _rewritten(self, scaling: Tensor) -> bool:
-        # a graph cannot ask what a tensor holds; there the adapter runs as stock's
-        return torch.compiler.is_compiling() or scaling_of(scaling) != self.scaling
+    if unknown:
+        return f"unknown argument {unknown[0]}"
+    return "output_attentions" if kwargs.get("output_attentions") else "keyword arguments"

@@ -1,23 +1,78 @@
-"""A kernel for every part of every match: equal blocks are resolved once (zoo, cache, search, verify, tune)."""
+"""Find a kernel for every part of every match. Equal blocks are resolved once."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from mirage_hf.errors import CodegenError, Rejected, SearchError, VerificationError
 from mirage_hf.graph.effects import APPEND
-from mirage_hf.layers.compose import Part
+from mirage_hf.layers.part import Part
 from mirage_hf.patterns.attention import for_long_caches
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline import layer_choice, resolver, torch_op
 
+#: Maps (block, rows) to its kernel (`pipeline.resolver.Resolved`), or to `Rejected` with a reason.
 BlockKernels = Mapping[tuple[PatternBlock, int], Any]
-"""(block, rows) to what `resolver.resolve` gave, or Rejected."""
+
+
+@dataclass
+class _Resolver:
+    """Resolves blocks with the options of one optimize()."""
+
+    device: torch.device
+    backend: str
+    zoo: Any
+    tune: str
+    progress: Callable[..., Any] | None
+    #: How many blocks there are in all, for the progress report.
+    total: int
+    begun: int = 0
+    found: dict[tuple[PatternBlock, int], Any] = field(default_factory=dict)
+
+    def resolve(self, block: PatternBlock, rows: int) -> None:
+        """Find the kernel of a block, or the reason why it has none."""
+        self.begun += 1
+        if self.progress is not None:
+            self.progress("kernel", (self.begun, self.total, block.pattern.name))
+        try:
+            self.found[block, rows] = resolver.resolve(
+                block.program(rows),
+                device=self.device,
+                backend=self.backend,
+                zoo=self.zoo,
+                tune=self.tune,
+                pattern=block.pattern.name,
+                progress=self.progress,
+                like=block.searched(rows),
+                next_may_launch_early=block.pattern.next_may_launch_early,
+            )
+        except (SearchError, VerificationError, CodegenError) as error:
+            self.found[block, rows] = Rejected(f"no kernel: {error}")
+
+    def resolve_layer(self, parts: Sequence[Part], rows: int) -> None:
+        """Find the kernels of parts that run one after another."""
+        blocks = list(dict.fromkeys(part.block for part in parts))
+        new = [block for block in blocks if (block, rows) not in self.found]
+        for block in new:
+            self.resolve(block, rows)
+        available = [b for b in blocks if not isinstance(self.found[b, rows], Rejected)]
+        for block in new:
+            if block in available and _is_tuned_for_long_caches(block, self.device):
+                self.resolve(for_long_caches(block), rows)
+        if not new:
+            return
+        # What an earlier layer chose stays.
+        chain = [
+            self.found[b, rows] if b in new else replace(self.found[b, rows], outcome=None)
+            for b in available
+        ]
+        chosen = layer_choice.for_layer(chain, device=self.device, zoo=self.zoo)
+        for block, kernel in zip(available, chosen, strict=True):
+            self.found[block, rows] = kernel
 
 
 def find_kernels(
@@ -30,59 +85,34 @@ def find_kernels(
     tune: str,
     progress: Callable[..., Any] | None,
 ) -> BlockKernels:
-    """Resolve each distinct block of the parts, those that run one after another together, at each number of rows. A block without
-    a kernel is a "no" with its reason."""
-    found: dict[tuple[PatternBlock, int], Any] = {}
+    """Resolve each distinct block of the parts at each number of rows.
+
+    Args:
+        layers: The parts of each layer. The kernels of one layer are chosen together.
+        rows: The numbers of rows.
+        device: The device of the model.
+        backend: "triton" or "cpu".
+        zoo: A kernel zoo besides the packaged one, or None.
+        tune: As in `optimize`.
+        progress: Called with what was reached, or None.
+    """
     blocks = dict.fromkeys(part.block for parts in layers for part in parts)
-    long = (
-        sum(block.pattern.searched_at is not None for block in blocks)
-        if device.type == "cuda"
-        else 0
-    )
-    total, begun = len(rows) * (len(blocks) + long), itertools.count(1)
-
-    def resolved(block: PatternBlock, rows: int, progress: Callable[..., Any] | None) -> Any:
-        if progress is not None:
-            progress("kernel", (next(begun), total, block.pattern.name))
-        try:
-            return resolver.resolve(
-                block.program(rows),
-                device=device,
-                backend=backend,
-                zoo=zoo,
-                tune=tune,
-                pattern=block.pattern.name,
-                progress=progress,
-                like=block.searched(rows),
-                next_may_launch_early=block.pattern.next_may_launch_early,
-            )
-        except (SearchError, VerificationError, CodegenError) as e:
-            return Rejected(f"no kernel: {e}")
-
-    for r in rows:
-        for parts_of in layers:
-            layer = [(part.block, r) for part in parts_of]
-            new = [wanted for wanted in dict.fromkeys(layer) if wanted not in found]
-            for block, _ in new:
-                found[block, r] = resolved(block, r, progress)
-            there = [
-                wanted for wanted in dict.fromkeys(layer) if not isinstance(found[wanted], Rejected)
-            ]
-            for block, _ in new:
-                if (
-                    block.pattern.searched_at is not None
-                    and device.type == "cuda"
-                    and not isinstance(found[block, r], Rejected)
-                ):
-                    found[for_long_caches(block), r] = resolved(for_long_caches(block), r, progress)
-            if new:  # what an earlier layer chose stays
-                parts = [found[w] if w in new else replace(found[w], outcome=None) for w in there]
-                found |= zip(
-                    there, layer_choice.for_layer(parts, device=device, zoo=zoo), strict=True
-                )
-    for kernel in found.values():
-        if not isinstance(kernel, Rejected) and not any(
-            op.name == APPEND for op in kernel.ugraph.program.ops
-        ):  # the op mutates nothing
+    long = sum(_is_tuned_for_long_caches(block, device) for block in blocks)
+    total = len(rows) * (len(blocks) + long)
+    resolver = _Resolver(device, backend, zoo, tune, progress, total)
+    for number in rows:
+        for parts in layers:
+            resolver.resolve_layer(parts, number)
+    for kernel in resolver.found.values():
+        if not isinstance(kernel, Rejected) and not _appends(kernel):
             torch_op.register(kernel.digest, kernel.ugraph, kernel.run, device.type)
-    return found
+    return resolver.found
+
+
+def _is_tuned_for_long_caches(block: PatternBlock, device: torch.device) -> bool:
+    return block.pattern.searched_at is not None and device.type == "cuda"
+
+
+def _appends(kernel: Any) -> bool:
+    """Return whether a kernel writes into its inputs. The torch op may not."""
+    return any(op.name == APPEND for op in kernel.ugraph.program.ops)

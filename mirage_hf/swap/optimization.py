@@ -5,241 +5,306 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected
-from mirage_hf.layers.compose import Part, adapter_role
-from mirage_hf.layers.model_kernels import ModelKernels, assemble_model_kernels
-from mirage_hf.match.causal import CausalMatch
-from mirage_hf.match.matcher import Match, Matches
+from mirage_hf.layers.model_kernels import ModelKernels
+from mirage_hf.layers.part import Part, adapter_role
+from mirage_hf.match.matches import CausalMatch, Match, Matches
 from mirage_hf.patterns import IN_STEPS, decoder_layer
+from mirage_hf.swap.assemble import assemble_model_kernels
 from mirage_hf.swap.check import Checked, check, check_head, check_step
 from mirage_hf.swap.guard import Binding
 from mirage_hf.swap.handle import Handle
 from mirage_hf.swap.kernels import BlockKernels
-from mirage_hf.swap.swap import Ledger
+from mirage_hf.swap.ledger import Ledger
 from mirage_hf.swap.swap_report import PLANNED, STOCK, SWAPPED, Report, ReportRow
 
-_HEAD, _UNDONE = "head", "swapped back after the check"
-_OWN_STEPS = "steps of generate run the model's own forward, in a CUDA graph where there is one: "
-CPU_NOTE = (
-    "backend cpu runs each kernel's block graph with torch: right, but with no promise of speed"
+#: How the report names the last norm and the head.
+_HEAD = "head"
+_SWAPPED_BACK = "swapped back after the check"
+_OWN_STEPS = (
+    "steps of generate run the model's own forward, in a CUDA graph if it can be captured: "
 )
+CPU_NOTE = "backend cpu runs each kernel's block graph with torch: right, with no promise of speed"
+
+#: How many rejected modules a warning names, and how much of the reasons it quotes.
+_MOST_NAMED, _MOST_CHARACTERS = 5, 600
+
+#: The outcome of a check by (module, number of rows).
+_Outcomes = dict[tuple[str, "int | None"], Checked]
 
 
 class Optimization:
-    """The matches of one model, and what has become of them. `undo` takes every swap back."""
+    """The matches of one model, and what becomes of them."""
 
-    def __init__(self, model: nn.Module, backend: str, rows: Sequence[int], found: Matches):
+    def __init__(self, model: nn.Module, backend: str, rows: Sequence[int], matches: Matches):
+        """Start with what was found in `model`. Nothing is changed yet."""
         self.model, self.backend, self.rows = model, backend, rows
-        self.matches, self.refusals, self.causal = found.modules, found.refusals, found.causal
+        self.matches, self.rejected, self.causal = matches
         self.ledger = Ledger()
+        #: The kernels of whole steps, once swapped, or None if steps run the model's own forward.
         self.steps: ModelKernels | None = None
-        self._refused = tuple(
-            ReportRow(r.name, r.pattern, STOCK, reason=r.reason) for r in found.refusals
-        )
 
     @property
     def wanted(self) -> list[tuple[Part, ...]]:
         """The parts that kernels are wanted for, those of a layer together."""
-        heads = [(self.causal.head,)] if isinstance(self.causal, CausalMatch) else []
-        return [*(m.parts for m in self.matches), *heads]
+        head = [(self.causal.head,)] if isinstance(self.causal, CausalMatch) else []
+        return [*(match.parts for match in self.matches), *head]
+
+    # -- reports and warnings
 
     def _report(self, rows: Sequence[ReportRow], notes: Sequence[str] = ()) -> Report:
-        cpu = (CPU_NOTE,) if self.backend == "cpu" else ()
-        return Report(
-            type(self.model).__name__, self.backend, (*rows, *self._refused), (*cpu, *notes)
-        )
+        rejected = (ReportRow(r.name, r.pattern, STOCK, reason=r.reason) for r in self.rejected)
+        on_cpu = (CPU_NOTE,) if self.backend == "cpu" else ()
+        model = type(self.model).__name__
+        return Report(model, self.backend, (*rows, *rejected), (*on_cpu, *notes))
 
     def plan(self) -> Report:
-        """The report of a dry run."""
+        """Return the report of a dry run."""
         rows = [
-            _row(m.name, p, r, PLANNED) for m in self.matches for p in m.parts for r in self.rows
+            _row(match.name, part, number, PLANNED)
+            for match in self.matches
+            for part in match.parts
+            for number in self.rows
         ]
-        note = ""
+        notes: tuple[str, ...] = ()
         if isinstance(self.causal, CausalMatch):
-            rows += [_row(_HEAD, self.causal.head, r, PLANNED) for r in self.rows]
+            rows += [_row(_HEAD, self.causal.head, number, PLANNED) for number in self.rows]
         elif rows:
             note = _OWN_STEPS + self.causal.reason
-            rows = [replace(r, status=STOCK, reason=note) if _only_in_steps(r) else r for r in rows]
-        if any(r.status == PLANNED for r in rows):
-            return self._report(rows, (note,) if note else ())
+            notes = (note,)
+            rows = [
+                replace(row, status=STOCK, reason=note) if _runs_only_in_steps(row) else row
+                for row in rows
+            ]
+        if any(row.status == PLANNED for row in rows):
+            return self._report(rows, notes)
         report = self._report(rows)
-        return replace(
-            report,
-            notes=(f"nothing in this {report.model} would be replaced ({_why_nothing(report)})",),
-        )
+        note = f"nothing in this {report.model} would be replaced ({_why_nothing(report)})"
+        return replace(report, notes=(note,))
 
     def complain(self, on_unsupported: str) -> None:
-        """Warn of refused blocks, or fail, as the user wishes. Errors: OptimizeError."""
-        if not self.refusals or on_unsupported == "skip":
+        """Warn of rejected blocks, or fail, as the user wishes.
+
+        Raises:
+            OptimizeError: If there are any and `on_unsupported` is "error".
+        """
+        if not self.rejected or on_unsupported == "skip":
             return
-        shown = "; ".join(f"{r.name}: {r.pattern}: {r.reason}" for r in self.refusals[:5])
-        more = f" and {len(self.refusals) - 5} more" if len(self.refusals) > 5 else ""
-        text = f"optimize: {len(self.refusals)} blocks cannot be replaced ({shown}{more})"
+        named = [f"{r.name}: {r.pattern}: {r.reason}" for r in self.rejected[:_MOST_NAMED]]
+        shown, more = "; ".join(named), len(self.rejected) - len(named)
+        if more:
+            shown += f" and {more} more"
+        text = f"optimize: {len(self.rejected)} blocks cannot be replaced ({shown})"
         if on_unsupported == "error":
             raise OptimizeError(f"{text}; use on_unsupported='skip' to leave them as they are")
         warnings.warn(text, OptimizeWarning, stacklevel=3)
 
     def complain_of_unkept(self, found: BlockKernels) -> None:
-        """Warn where kernels that were made could not be kept: the next optimize() takes as long."""
-        unkept = [k.unkept for k in found.values() if not isinstance(k, Rejected) and k.unkept]
+        """Warn if kernels that were made could not be kept: the next optimize() takes as long."""
+        kernels = (kernel for kernel in found.values() if not isinstance(kernel, Rejected))
+        unkept = [kernel.unkept for kernel in kernels if kernel.unkept]
         if unkept:
-            text = f"optimize: {len(unkept)} kernels were made and not kept, so the next optimize() makes them anew ({unkept[0]})"
-            warnings.warn(text, OptimizeWarning, stacklevel=3)
+            warnings.warn(
+                f"optimize: {len(unkept)} kernels were made and not kept, "
+                f"so the next optimize() makes them anew ({unkept[0]})",
+                OptimizeWarning,
+                stacklevel=3,
+            )
 
     def nothing_done(self, on_unsupported: str, report: Report) -> None:
-        """Say loudly that the model is as it was. Errors: OptimizeError when the user wants one."""
-        text = f"optimize: nothing in this {type(self.model).__name__} was replaced, it runs as before ({_why_nothing(report)})"
+        """Warn that the model is as it was, or fail, as the user wishes.
+
+        Raises:
+            OptimizeError: If `on_unsupported` is "error".
+        """
+        text = (
+            f"optimize: nothing in this {type(self.model).__name__} was replaced, "
+            f"it runs as before ({_why_nothing(report)})"
+        )
         if on_unsupported == "error":
-            families = ", ".join(row.families for row in decoder_layer.LAYOUTS)
+            families = ", ".join(layout.families for layout in decoder_layer.LAYOUTS)
             raise OptimizeError(
                 f"{text}; supported are layers of {families}, and PEFT LoRA linears on them"
             )
         warnings.warn(text, OptimizeWarning, stacklevel=3)
 
+    # -- swapping
+
     def swap(self, found: BlockKernels, *, verify: bool) -> tuple[Handle | None, Report]:
-        """Swap what has kernels, then check each swapped module. Returns no handle when nothing is swapped in the end."""
+        """Swap what has kernels, then check each swapped module.
+
+        Args:
+            found: The kernels of the wanted parts.
+            verify: Whether to check them.
+
+        Returns:
+            The handle, or None if nothing is swapped in the end, and the report.
+        """
         bindings: dict[str, Binding] = {}
         rows: list[ReportRow] = []
-        for m in self.matches:
-            kernels = _kernels(m, self.rows, found)
-            if kernels:
-                bindings[m.name] = self.ledger.swap(m, kernels)
+        for match in self.matches:
+            if kernels := _fused_kernels(match, self.rows, found):
+                bindings[match.name] = self.ledger.swap(match, kernels)
             rows += [
-                _resolved_row(m.name, p, r, found[p.block, r]) for p in m.parts for r in self.rows
+                _resolved_row(match.name, part, number, found[part.block, number])
+                for part in match.parts
+                for number in self.rows
             ]
         if verify:
-            rows = self._verify(bindings, rows)
-        note = ""
-        if bindings:
-            rows += (
-                [
-                    _resolved_row(_HEAD, self.causal.head, r, found[self.causal.head.block, r])
-                    for r in self.rows
-                ]
-                if isinstance(self.causal, CausalMatch)
-                else []
-            )
-            steps = assemble_model_kernels(self.causal, self.matches, self.rows, found)
-            outcomes = (
-                self._check_steps(steps, rows) if verify and isinstance(steps, ModelKernels) else {}
-            )
-            if isinstance(outcomes, Rejected):
-                steps = outcomes
-            elif isinstance(steps, ModelKernels):
-                self.steps = steps
-                rows = [
-                    _checked_row(r, outcomes.get((r.module, r.rows))) if _only_in_steps(r) else r
-                    for r in rows
-                ]
-            if isinstance(steps, Rejected):
-                note = _OWN_STEPS + steps.reason
-            ready = self.steps.rows if self.steps is not None else ()
-            idle = note or "another part has no kernel for so many rows"
-            rows = [
-                replace(r, status=STOCK, reason=r.reason or idle)
-                if r.status == SWAPPED and r.rows not in ready and _only_in_steps(r)
-                else r
-                for r in rows
+            rows = self._check_modules(bindings, rows)
+        if not bindings:
+            return None, self._report(rows)
+        if isinstance(self.causal, CausalMatch):
+            head = self.causal.head
+            rows += [
+                _resolved_row(_HEAD, head, number, found[head.block, number])
+                for number in self.rows
             ]
-        report = self._report(rows, (note,) if note else ())
-        return (Handle(report, self.ledger, bindings) if bindings else None), report
+        rows, notes = self._assemble_steps(found, rows, verify)
+        report = self._report(rows, notes)
+        return Handle(report, self.ledger, bindings), report
 
-    def _verify(self, bindings: dict[str, Binding], rows: Sequence[ReportRow]) -> list[ReportRow]:
+    def _check_modules(
+        self, bindings: dict[str, Binding], rows: Sequence[ReportRow]
+    ) -> list[ReportRow]:
+        """Check the swapped modules, and put back those that fail."""
         outcomes: dict[str, Checked | Rejected] = {}
-        for m in self.matches:
-            if m.name in bindings:
-                outcomes[m.name] = outcome = check(m, bindings[m.name])
+        for match in self.matches:
+            if match.name in bindings:
+                outcomes[match.name] = outcome = check(match, bindings[match.name])
                 if isinstance(outcome, Rejected):
-                    self.ledger.undo(m.module)
-                    del bindings[m.name]
+                    self.ledger.undo(match.module)
+                    del bindings[match.name]
         for binding in bindings.values():
-            binding.forget()  # the checks' own calls, of enclosing layers too
+            binding.forget()  # the calls of the checks, also of those of enclosing layers
         return [
-            row if _only_in_steps(row) else _checked_row(row, outcomes.get(row.module))
+            row if _runs_only_in_steps(row) else _checked_row(row, outcomes.get(row.module))
             for row in rows
         ]
 
+    def _assemble_steps(
+        self, found: BlockKernels, rows: Sequence[ReportRow], verify: bool
+    ) -> tuple[list[ReportRow], tuple[str, ...]]:
+        """Assemble the kernels of whole steps, and check them. Returns the rows and notes."""
+        kernels = assemble_model_kernels(self.causal, self.matches, self.rows, found)
+        outcomes: _Outcomes = {}
+        if verify and isinstance(kernels, ModelKernels):
+            checked = self._check_steps(kernels, rows)
+            if isinstance(checked, Rejected):
+                kernels = checked
+            else:
+                outcomes = checked
+        notes: tuple[str, ...] = ()
+        if isinstance(kernels, ModelKernels):
+            self.steps = kernels
+            usable, why_idle = kernels.rows, "another part has no kernel for so many rows"
+        else:
+            usable, why_idle = (), _OWN_STEPS + kernels.reason
+            notes = (why_idle,)
+        made = []
+        for row in rows:
+            if _runs_only_in_steps(row):
+                row = _checked_row(row, outcomes.get((row.module, row.rows)))
+                if row.status == SWAPPED and row.rows not in usable:
+                    row = replace(row, status=STOCK, reason=row.reason or why_idle)
+            made.append(row)
+        return made, notes
+
     def _check_steps(
-        self, steps: ModelKernels, rows: Sequence[ReportRow]
-    ) -> dict[tuple[str, int | None], Checked] | Rejected:
-        """Check each layer's step and the head once more; the outcomes by module and number of rows."""
-        undone = next((r for r in rows if r.reason.startswith(_UNDONE)), None)
-        if undone is not None:
-            return Rejected(f"{undone.module}: {undone.reason}")
-        outcomes: dict[tuple[str, int | None], Checked] = {}
-        for n in steps.rows:
-            each = [(layer.match.name, partial(check_step, layer)) for layer in steps.layers]
-            for name, run in (*each, (_HEAD, partial(check_head, steps, self.causal))):
-                outcome = run(n)
+        self, kernels: ModelKernels, rows: Sequence[ReportRow]
+    ) -> _Outcomes | Rejected:
+        """Check each layer's step and the head."""
+        assert isinstance(self.causal, CausalMatch)
+        put_back = next((row for row in rows if row.reason.startswith(_SWAPPED_BACK)), None)
+        if put_back is not None:
+            return Rejected(f"{put_back.module}: {put_back.reason}")
+        matches = {match.name: match for match in self.matches}
+        outcomes: _Outcomes = {}
+        for number in kernels.rows:
+            for layer in kernels.layers:
+                outcome = check_step(matches[layer.name], layer, number)
                 if isinstance(outcome, Rejected):
-                    return Rejected(f"{name}: its step was refused by the check: {outcome.reason}")
-                outcomes[name, n] = outcome
+                    return _step_rejected(layer.name, outcome)
+                outcomes[layer.name, number] = outcome
+            outcome = check_head(kernels, self.causal, number)
+            if isinstance(outcome, Rejected):
+                return _step_rejected(_HEAD, outcome)
+            outcomes[_HEAD, number] = outcome
         return outcomes
 
     def undo(self) -> None:
+        """Take every swap back."""
         self.ledger.undo()
 
 
+def _step_rejected(name: str, no: Rejected) -> Rejected:
+    return Rejected(f"{name}: its step was rejected by the check: {no.reason}")
+
+
 def _why_nothing(report: Report) -> str:
-    why = "; ".join(dict.fromkeys(f"{r.pattern}: {r.reason}" for r in report.rows if r.reason))
-    return (
-        why[:600]
-        or "it has no module that looks like a decoder layer, a gated MLP or a LoRA linear"
-    )
+    reasons = dict.fromkeys(f"{row.pattern}: {row.reason}" for row in report.rows if row.reason)
+    if not reasons:
+        return "it has no module that looks like a decoder layer, a gated MLP or a LoRA linear"
+    return "; ".join(reasons)[:_MOST_CHARACTERS]
 
 
-def _only_in_steps(row: ReportRow) -> bool:
-    """Whether a row is of what runs in steps of generate only: attention, which is over our caches, and the head."""
+def _runs_only_in_steps(row: ReportRow) -> bool:
+    """Return whether a row's kernels run only in steps of generate.
+
+    This is so for attention, which is over our caches, and for the head.
+    """
     return row.module == _HEAD or row.pattern in IN_STEPS
 
 
-def _kernels(m: Match, rows: Sequence[int], found: BlockKernels) -> dict[int, Mapping[str, Any]]:
-    """The fused kernels of a match, by number of rows and role; where the library won, stock modules do that part."""
-    by_rows = {
-        r: {
-            p.role: found[p.block, r]
-            for p in m.parts
-            if p.pattern not in IN_STEPS and _fused(found[p.block, r])
+def _fused_kernels(
+    match: Match, rows: Sequence[int], found: BlockKernels
+) -> dict[int, Mapping[str, Any]]:
+    """Return the fused kernels of a match by number of rows and role.
+
+    If the library won, the stock modules do that part.
+    """
+    roles = {part.role for part in match.parts}
+    by_rows: dict[int, Mapping[str, Any]] = {}
+    for number in rows:
+        kernels = {
+            part.role: found[part.block, number]
+            for part in match.parts
+            if part.pattern not in IN_STEPS and _is_fused(found[part.block, number])
         }
-        for r in rows
-    }
-    pairs = [
-        (p.role, adapter_role(p.role))
-        for p in m.parts
-        if p.adapters and adapter_role(p.role) in {x.role for x in m.parts}
-    ]
-    alone = {
-        r: {role for pair in pairs for role in pair if not kernels.keys() >= {*pair}}
-        for r, kernels in by_rows.items()
-    }
-    by_rows = {
-        r: {role: x for role, x in kernels.items() if role not in alone[r]}
-        for r, kernels in by_rows.items()
-    }
-    return {r: kernels for r, kernels in by_rows.items() if kernels}
+        for part in match.parts:
+            pair = (part.role, adapter_role(part.role))
+            # A part and the first products of its adapters run together or not at all.
+            if part.adapters and pair[1] in roles and not kernels.keys() >= {*pair}:
+                for role in pair:
+                    kernels.pop(role, None)
+        if kernels:
+            by_rows[number] = kernels
+    return by_rows
 
 
-def _fused(resolved: Any) -> bool:
+def _is_fused(resolved: Any) -> bool:
     return not isinstance(resolved, Rejected) and bool(resolved.is_fused)
 
 
+# -- rows of the report --------------------------------------------------------------------------
+
+
 def _row(module: str, part: Part, rows: int, status: str) -> ReportRow:
-    children = dict.fromkeys(
-        path.partition(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2]
-        for path, _ in part.weights
-    )
-    return ReportRow(
-        module,
-        part.pattern,
-        status,
-        part="" if part.role == "lora" else ", ".join(children),
-        rows=rows,
-    )
+    names = "" if part.role == "lora" else ", ".join(_children_of(part))
+    return ReportRow(module, part.pattern, status, part=names, rows=rows)
+
+
+def _children_of(part: Part) -> list[str]:
+    """Return the names of the children whose weights a part reads, as the model has them."""
+    names = []
+    for path, _ in part.weights:
+        linear = path.partition(".lora_")[0].removesuffix(".base_layer")
+        names.append(linear.rpartition(".")[2])
+    return list(dict.fromkeys(names))
 
 
 def _resolved_row(module: str, part: Part, rows: int, resolved: Any) -> ReportRow:
@@ -255,21 +320,16 @@ def _resolved_row(module: str, part: Part, rows: int, resolved: Any) -> ReportRo
         digest=resolved.digest,
     )
     if not resolved.is_fused:
-        return replace(
-            row, kernel="library", reason=resolved.reason or "the library path is faster here"
-        )
+        reason = resolved.reason or "the library path is faster here"
+        return replace(row, kernel="library", reason=reason)
     count = resolved.ugraph.num_kernels
-    return replace(
-        row,
-        status=SWAPPED,
-        reason=resolved.reason,
-        kernel=f"{count} kernel{'s' if count > 1 else ''}",
-    )
+    kernel = f"{count} kernel{'s' if count > 1 else ''}"
+    return replace(row, status=SWAPPED, reason=resolved.reason, kernel=kernel)
 
 
 def _checked_row(row: ReportRow, outcome: Checked | Rejected | None) -> ReportRow:
     if outcome is None or row.status != SWAPPED:
         return row
     if isinstance(outcome, Rejected):
-        return replace(row, status=STOCK, reason=f"{_UNDONE}: {outcome.reason}")
+        return replace(row, status=STOCK, reason=f"{_SWAPPED_BACK}: {outcome.reason}")
     return replace(row, error=outcome.error, stock_error=outcome.stock_error)

@@ -1,4 +1,4 @@
-"""What optimize() did, a row per block and number of rows, and what happened since."""
+"""What optimize() did, a row for each block and number of rows, and what has happened since."""
 
 from __future__ import annotations
 
@@ -8,60 +8,85 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
+#: The status of a row: its kernels run, would run (in a dry run), or the stock module runs.
 SWAPPED, PLANNED, STOCK = "swapped", "planned", "stock"
 
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One block of a module. Times in µs, errors as the largest distance from a wider-dtype reference."""
+    """One block of a module, at one number of rows."""
 
+    #: The module's name in the model.
     module: str
+    #: The name of the block's pattern.
     pattern: str
+    #: SWAPPED, PLANNED or STOCK.
     status: str
+    #: The children whose weights the block reads.
     part: str = ""
+    #: The number of rows, one token of each sequence. None for a rejected module.
     rows: int | None = None
+    #: What runs the block, such as "1 kernel" or "library".
     kernel: str = ""
+    #: Where the kernel comes from: a zoo, the cache or a search.
     source: str = ""
+    #: Why the block is stock, or what is to be said about its kernel.
     reason: str = ""
+    #: The largest distance from a reference in a wider dtype, and that of the stock module.
     error: float | None = None
     stock_error: float | None = None
+    #: The time of the kernel and of the library path in µs.
     time_us: float | None = None
     library_us: float | None = None
+    #: The rounding error that the kernel may have by its formula.
     error_bound: float | None = None
+    #: The digest of the kernel.
     digest: str | None = None
+    #: How many calls of the module ran kernels. A captured step counts when it is captured.
     calls: int = 0
-    """Calls of the module that ran kernels; a captured step counts when it is captured."""
+    #: How many calls ran the stock forward, by reason.
     fallbacks: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """Rows, and lines about the whole model. `str()` is a table in which equal rows of many layers are one line."""
+    """What optimize() did with a model. `str()` is a table.
 
+    Example:
+        >>> report = optimize(model, dry_run=True)
+        >>> print(report)
+    """
+
+    #: The class of the model.
     model: str
+    #: "triton" or "cpu".
     backend: str
     rows: tuple[ReportRow, ...]
+    #: Lines about the whole model.
     notes: tuple[str, ...] = ()
+    #: How steps, prefills and selections of generate ran so far, by what ran them.
     decode: Mapping[str, int] | None = None
+    #: The device memory of generate's cache pool in bytes, also that kept between calls. The
+    #: scratch memory of CUDA graphs is not counted.
     pool_bytes: int | None = None
-    """Device memory of generate's cache pool, kept between calls too; scratch of CUDA graphs is not counted."""
 
     @property
     def swapped(self) -> tuple[ReportRow, ...]:
-        return tuple(r for r in self.rows if r.status == SWAPPED)
+        """The rows whose kernels run."""
+        return tuple(row for row in self.rows if row.status == SWAPPED)
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """Calls of stock forwards so far, by reason, over all swapped modules."""
-        per_module = {r.module: r.fallbacks or {} for r in self.rows}
-        return dict(sum((Counter(f) for f in per_module.values()), Counter()))
+        """How many calls of all swapped modules ran the stock forward, by reason."""
+        by_module = {row.module: row.fallbacks or {} for row in self.rows}
+        return dict(sum((Counter(f) for f in by_module.values()), Counter()))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain values for JSON."""
+        """Return everything as plain values for JSON."""
         return {
             "model": self.model,
             "backend": self.backend,
-            "rows": [asdict(r) for r in self.rows],
+            "rows": [asdict(row) for row in self.rows],
             "notes": list(self.notes),
             "fallbacks": self.fallbacks,
             "decode": dict(self.decode) if self.decode is not None else None,
@@ -69,26 +94,46 @@ class Report:
         }
 
     def __repr__(self) -> str:
+        """Return the table."""
         return str(self)
 
     def __str__(self) -> str:
-        lines = [f"mirage_hf: {self.model}, backend {self.backend}", *_table(_cells(self.rows))]
-        if runs := {r.module: r.calls for r in self.rows if r.calls}:
+        """Return the table, in which equal rows of many layers are one line, and the counts."""
+        lines = [f"mirage_hf: {self.model}, backend {self.backend}", *_table(self.rows)]
+        calls = {row.module: row.calls for row in self.rows}
+        if total := sum(calls.values()):
             lines.append(
-                f"calls of swapped modules so far: {sum(runs.values())} (replays of a captured step are not seen here)"
+                f"calls of swapped modules so far: {total} "
+                "(replays of a captured step are not seen here)"
             )
-        lines += [
-            f"stock forwards so far: {reason}: {n}" for reason, n in sorted(self.fallbacks.items())
-        ]
-        lines += [
-            f"generate so far: {what}: {n}" for what, n in sorted((self.decode or {}).items())
-        ]
+        for reason, count in sorted(self.fallbacks.items()):
+            lines.append(f"stock forwards so far: {reason}: {count}")
+        for what, count in sorted((self.decode or {}).items()):
+            lines.append(f"generate so far: {what}: {count}")
         if self.pool_bytes:
             lines.append(f"generate's cache pool: {self.pool_bytes / 2**20:.1f} MiB")
         return "\n".join([*lines, *self.notes])
 
 
-COLUMNS = (
+# -- the table -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One line of the table. Its fields are the columns."""
+
+    module: str
+    pattern: str
+    rows: str
+    kernel: str
+    status: str
+    source: str
+    time: str
+    error: str
+    reason: str
+
+
+_HEADER = _Line(
     "module",
     "pattern",
     "rows",
@@ -101,65 +146,68 @@ COLUMNS = (
 )
 
 
-def _cells(rows: Sequence[ReportRow]) -> list[tuple[str, ...]]:
-    cells: list[tuple[str, ...]] = []
-    for r in rows:
-        pattern = f"{r.pattern} ({r.part})" if r.part else r.pattern
-        time = (
-            ""
-            if r.time_us is None
-            else f"{r.time_us:.1f}" + ("" if r.library_us is None else f" ({r.library_us:.1f})")
-        )
-        error = "" if r.error is None else f"{r.error:.1e} ({r.stock_error:.1e})"
-        cells.append(
-            (
-                r.module,
-                pattern,
-                "" if r.rows is None else str(r.rows),
-                r.kernel,
-                r.status,
-                r.source,
-                time,
-                error,
-                r.reason,
-            )
-        )
-    return cells
+def _table(rows: Iterable[ReportRow]) -> list[str]:
+    merged: dict[tuple[str, ...], list[ReportRow]] = {}
+    for row in rows:
+        merged.setdefault(_merge_key(row), []).append(row)
+    lines = [_HEADER, *(_line(group) for group in merged.values())]
+    cells = [tuple(vars(line).values()) for line in lines]
+    columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
+    padded = []
+    for column in columns:
+        width = max(map(len, column))
+        padded.append([cell.ljust(width) for cell in column])
+    return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
 
 
-def _table(cells: Iterable[tuple[str, ...]]) -> list[str]:
-    merged: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for row in cells:  # rows alike except for the module's name and the error are one line
-        merged.setdefault((*row[1:7], row[8], _pattern_of(row[0])), []).append(row)
-    lines: list[tuple[str, ...]] = [COLUMNS]
-    for group in merged.values():
-        worst = max(group, key=lambda row: float(row[7].split()[0]) if row[7] else 0.0)[7]
-        lines.append((_names([row[0] for row in group]), *group[0][1:7], worst, group[0][8]))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    shown = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines[1:])]
-    return ["  ".join(line[i].ljust(widths[i]) for i in shown).rstrip() for line in lines]
+def _merge_key(row: ReportRow) -> tuple[str, ...]:
+    """Return what rows of one line have in common: all but the layer's number and the error."""
+    line = _line([row])
+    numberless = ".".join("*" if part.isdigit() else part for part in row.module.split("."))
+    return tuple(vars(replace(line, module=numberless, error="")).values())
 
 
-def _pattern_of(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+def _line(group: Sequence[ReportRow]) -> _Line:
+    """Return the line of rows that differ only in their module's name and their error."""
+    row = group[0]
+    time = "" if row.time_us is None else f"{row.time_us:.1f}"
+    if row.time_us is not None and row.library_us is not None:
+        time += f" ({row.library_us:.1f})"
+    return _Line(
+        module=_common_name([r.module for r in group]),
+        pattern=f"{row.pattern} ({row.part})" if row.part else row.pattern,
+        rows="" if row.rows is None else str(row.rows),
+        kernel=row.kernel,
+        status=row.status,
+        source=row.source,
+        time=time,
+        error=_largest_error(group),
+        reason=row.reason,
+    )
 
 
-def _names(names: Sequence[str]) -> str:
-    """model.layers.0 to model.layers.15 as model.layers.{0-15}."""
+def _largest_error(group: Sequence[ReportRow]) -> str:
+    checked = [row for row in group if row.error is not None]
+    if not checked:
+        return ""
+    worst = max(checked, key=lambda row: row.error or 0.0)
+    return f"{worst.error:.1e} ({worst.stock_error:.1e})"
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """Return model.layers.0 to model.layers.15 as model.layers.{0-15}."""
     if len(names) == 1:
         return names[0]
     split = [name.split(".") for name in names]
-    varying = [i for i in range(len(split[0])) if len({s[i] for s in split}) > 1]
+    varying = [i for i, parts in enumerate(zip(*split, strict=True)) if len(set(parts)) > 1]
     if len(varying) != 1:
         return f"{names[0]} and {len(names) - 1} more"
-    i = varying[0]
-    numbers = sorted(int(s[i]) for s in split)
-    runs = []
+    at = varying[0]
+    numbers = sorted(int(parts[at]) for parts in split)
+    ranges = []
     for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        run_list = [n for _, n in run]
-        runs.append(str(run_list[0]) if len(run_list) == 1 else f"{run_list[0]}-{run_list[-1]}")
-    return ".".join([*split[0][:i], "{" + ",".join(runs) + "}", *split[0][i + 1 :]])
-
-
-def with_counts(row: ReportRow, calls: int, fallbacks: Mapping[str, int]) -> ReportRow:
-    return replace(row, calls=calls, fallbacks=dict(fallbacks))
+        members = [number for _, number in run]
+        single = len(members) == 1
+        ranges.append(str(members[0]) if single else f"{members[0]}-{members[-1]}")
+    before, after = split[0][:at], split[0][at + 1 :]
+    return ".".join([*before, "{" + ",".join(ranges) + "}", *after])

@@ -1,7 +1,9 @@
-"""What a swapped module is to torch.compile and torch.export: the same composition, its kernels as calls of `mirage_hf::run`.
+"""What a swapped module is to torch.compile and torch.export.
 
-Whether a graph may hold kernels is decided while it is traced, by conditions on the live module that dynamo turns into guards.
-Where one says no, the stock forward is traced. Nothing is counted: a counter would compile anew at each call.
+It is the same composition, with its kernels as calls of the op `mirage_hf::run`. Whether a graph
+may hold kernels is decided while it is traced, by conditions on the live module that dynamo turns
+into guards. If a condition fails, the stock forward is traced. Nothing is counted, because a
+counter would compile anew at each call.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.modules import module as every_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mirage_hf.layers.compose import Kernel, LiveWeights, any_norm, child, stand_in
-from mirage_hf.match.matcher import Match
+from mirage_hf.layers.compose import Composition, Kernel
+from mirage_hf.layers.operands import LiveOperands, submodule
+from mirage_hf.match.matches import Match
 from mirage_hf.patterns.decoder_layer import CACHES, MULTIPLIERS, SWITCHES
 from mirage_hf.pipeline import torch_op
 
+#: Keyword arguments of a decoder layer that do not change its own code. They are passed on to
+#: attention as they are.
 LAYER_ARGUMENTS = frozenset(
     (
         "attention_mask",
@@ -40,7 +45,9 @@ LAYER_ARGUMENTS = frozenset(
         "max_length_k",
     )
 )
-"""Keyword arguments of a decoder layer that change nothing about its own code: they go on to attention as they are."""
+
+#: The kernels' digests: (rows, ((role, digest), …)), …
+Digests = tuple[tuple[int, tuple[tuple[str, str], ...]], ...]
 
 
 def _call(digest: str, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -48,60 +55,65 @@ def _call(digest: str, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.compiler.assume_constant_result
-def _transforming() -> bool:
-    """Whether vmap, grad or another transform of torch.func is being traced. Dynamo guards on those around a graph by itself."""
+def _transform_is_active() -> bool:
+    """Return whether a transform of torch.func, such as vmap or grad, is being traced.
+
+    Dynamo itself guards on transforms around a graph.
+    """
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-class Traced:
-    """What a kind of swapped module needs while it is traced: digests of kernels by number of rows, and all that they rely on.
+class TracedModule:
+    """What a kind of swapped module needs while it is traced.
 
-    It holds no module and no tensor, and equal modules share one: dynamo's guards on it are checked once a graph, not once a layer.
+    It holds no module and no tensor, and equal modules share one. So dynamo checks its guards on
+    this once a graph, and not once a layer.
     """
 
-    def __init__(self, match: Match, digests: Digests, tuners: Sequence[Any]):
+    def __init__(self, match: Match, digests: Digests, adapters: Sequence[Any]):
+        """Record what a match relies on.
+
+        Args:
+            match: The match.
+            digests: The digests of its kernels.
+            adapters: The recorded state of its adapters (`watch.AdapterState`).
+        """
         self.kernels = [
             (rows, {role: partial(_call, digest) for role, digest in roles})
             for rows, roles in digests
         ]
-        self.composition = stand_in(match.compose(), {"children": None, "parameters": None})
-        self.names = {part.role: part.weights for part in match.parts}
-        self.kind, self.tuners, self.stock = (
-            match.kind,
-            tuners,
-            (type(match.module), type(match.module).forward),
-        )
-        self.bypassed, self.own = _bypassed(match), _own(match)
+        self.composition: Composition = match.compose().over(None)
+        self.kind = match.kind
+        self.adapters = adapters
+        self.stock = type(match.module)
+        self.stock_forward = self.stock.forward
+        self.bypassed = _bypassed(match)
+        self.numbers = _layer_numbers(match)
         self.weights = [
-            (
-                path,
-                name,
-                child(match.module, path)._parameters[name].shape,
-                child(match.module, path)._parameters[name].dtype,
-            )
-            for path, name in dict.fromkeys(w for part in match.parts for w in part.weights)
+            (operand.path, operand.name, operand.tensor.shape, operand.tensor.dtype)
+            for operand in match.operands
         ]
-        self.device, self.dtype, self.width = (
-            _device(match),
-            dict(match.parts[0].block.sizes)["dtype"],
-            width_of(match),
-        )
+        self.device = _device(match)
+        self.dtype = dict(match.parts[0].block.sizes)["dtype"]
+        self.width = match.width
 
-    def over(self, module: nn.Module) -> Any:
-        """The composition over a module as it is now: torch.export, for one, puts other weights in their place while it traces."""
-        children = module._modules
-        return stand_in(
-            self.composition,
-            {"children": children, "parameters": LiveWeights(children, self.names)},
-        )
+    def over(self, module: nn.Module) -> Composition:
+        """Return the composition over a module's weights as they are now.
+
+        torch.export puts other weights in their place while it traces.
+        """
+        return self.composition.over(LiveOperands(module._modules, self.composition.parts))
 
     def choose(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Mapping[str, Kernel] | None:
-        """Return the kernels for a call that is being traced, or None for the stock forward. `guard.Binding.choose` gives the reasons."""
+        """Return the kernels for a call that is being traced, or None for the stock forward.
+
+        `guard.Binding.choose` gives the reasons.
+        """
         if module.training or len(args) != 1 or not self._takes(args[0]) or not self._knows(kwargs):
             return None
-        if _transforming() or torch.is_autocast_enabled(self.device.type):
+        if _transform_is_active() or torch.is_autocast_enabled(self.device.type):
             return None
         if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
             return None
@@ -109,15 +121,15 @@ class Traced:
             args[0].requires_grad or any(p.requires_grad for p in module.parameters())
         ):
             return None
-        if self.stock[0].forward is not self.stock[1] or not all(
-            _is_as_was(module, *facts) for facts in self.bypassed
-        ):
+        if self.stock.forward is not self.stock_forward:
             return None
-        if not all(getattr(module, name, None) == value for name, value in self.own):
+        if not all(_is_unchanged(module, *facts) for facts in self.bypassed):
             return None
-        if not all(self._holds(module, *weight) for weight in self.weights):
+        if not all(getattr(module, name, None) == value for name, value in self.numbers):
             return None
-        if any(tuner.reason(child(module, tuner.path).__dict__) for tuner in self.tuners):
+        if not all(self._has_weight(module, *weight) for weight in self.weights):
+            return None
+        if any(a.why_changed(submodule(module, a.path).__dict__) for a in self.adapters):
             return None
         return self._for_rows(args[0].numel())
 
@@ -134,14 +146,13 @@ class Traced:
     def _knows(self, kwargs: Mapping[str, Any]) -> bool:
         if self.kind != "layer":
             return not kwargs
-        return all(name in LAYER_ARGUMENTS for name in kwargs) and not kwargs.get(
-            "output_attentions"
-        )
+        known = all(name in LAYER_ARGUMENTS for name in kwargs)
+        return known and not kwargs.get("output_attentions")
 
-    def _holds(
+    def _has_weight(
         self, module: nn.Module, path: str, name: str, shape: torch.Size, dtype: torch.dtype
     ) -> bool:
-        p = child(module, path)._parameters.get(name)
+        p = submodule(module, path)._parameters.get(name)
         if p is None or (type(p) is not nn.Parameter and is_traceable_wrapper_subclass(p)):
             return False
         return (
@@ -150,80 +161,72 @@ class Traced:
 
     def _for_rows(self, numel: Any) -> Mapping[str, Kernel] | None:
         for rows, kernels in self.kernels:
-            # a graph of torch.compile may be for one number of rows, another is compiled for others; an exported one must serve all
+            # torch.compile may make a graph for one number of rows and compile others anew. An
+            # exported graph must serve all.
             same = numel == rows * self.width
             if statically_known_true(same) if torch_op.exporting() else same:
                 return kernels
         return None
 
 
-Digests = tuple[tuple[int, tuple[tuple[str, str], ...]], ...]
-"""The kernels' digests: (rows, ((role, digest), …)), …"""
-
-shared: dict[str, Traced] = {}
+#: The traced modules by name.
+shared: dict[str, TracedModule] = {}
 _names: dict[Any, str] = {}
 _lock = threading.Lock()
 
 
-def share(match: Match, digests: Digests, tuners: Sequence[Any]) -> str:
-    """Return the name in `shared` of what a match needs; equal matches have the same."""
+def share(match: Match, digests: Digests, adapters: Sequence[Any]) -> str:
+    """Return the name in `shared` of what a match needs. Equal matches have the same name."""
     facts = (
         type(match.module),
         type(match.module).forward,
         match.kind,
         match.parts,
-        match.layouts,
+        match.layout,
+        match.mlp_layout,
         digests,
         _device(match),
         _bypassed(match),
-        _own(match),
-        tuple((t.path, t.one, t.scaling) for t in tuners),
+        _layer_numbers(match),
+        tuple((a.path, a.active, a.scaling) for a in adapters),
     )
     with _lock:
         name = _names.setdefault(facts, str(len(_names)))
         if name not in shared:
-            shared[name] = Traced(match, digests, tuners)
+            shared[name] = TracedModule(match, digests, adapters)
     return name
 
 
-def width_of(match: Match) -> int:
-    """The size of the last dim of a matched module's input."""
-    if match.kind == "layer":
-        return int(any_norm(match.module, match.layouts[0]).weight.shape[0])
-    return int(dict(match.parts[0].block.sizes)["k"])
-
-
 def _device(match: Match) -> torch.device:
-    weight: Any = child(match.module, match.parts[0].weights[0][0])._parameters[
-        match.parts[0].weights[0][1]
-    ]
-    return weight.device  # type: ignore[no-any-return]
+    return match.operands.parameters(match.parts[0].role)[0].device  # type: ignore[no-any-return]
 
 
-def _own(match: Match) -> tuple[tuple[str, Any], ...]:
-    """The numbers of a layer's own that its kernels were made for."""
-    return tuple(
-        (n, v) for n in (*MULTIPLIERS, *SWITCHES) if (v := match.module.__dict__.get(n)) is not None
-    )
+def _layer_numbers(match: Match) -> tuple[tuple[str, Any], ...]:
+    """Return the multipliers and switches of a layer that its kernels were made for."""
+    values = ((name, match.module.__dict__.get(name)) for name in (*MULTIPLIERS, *SWITCHES))
+    return tuple((name, value) for name, value in values if value is not None)
 
 
 def _bypassed(match: Match) -> tuple[Any, ...]:
-    return tuple((path, *_facts(child(match.module, path))) for path in match.bypassed)
+    return tuple((path, *_facts(submodule(match.module, path))) for path in match.bypassed)
 
 
 def _facts(module: nn.Module) -> tuple[Any, ...]:
-    """What a bypassed module must still be: its class, that class's forward, its settings (sizes are those of its weights), and which
-    parameters it has not."""
+    """Return what a bypassed module must still be.
+
+    These are its class, that class's forward, its settings, and the parameters that are None. Its
+    sizes are those of its weights.
+    """
     settings = (
         {}
         if module._modules
-        else {n: v for n, v in vars(module).items() if type(v) in (float, str)}
+        else {name: value for name, value in vars(module).items() if type(value) in (float, str)}
     )
-    absent = tuple(n for n, p in module._parameters.items() if p is None)
+    absent = tuple(name for name, p in module._parameters.items() if p is None)
     return type(module), type(module).forward, tuple(settings.items()), absent
 
 
-def _is_as_was(
+def _is_unchanged(
     root: nn.Module,
     path: str,
     kind: Any,
@@ -231,6 +234,7 @@ def _is_as_was(
     settings: Sequence[tuple[str, Any]],
     absent: Sequence[str],
 ) -> bool:
+    """Return whether the module at `path` still is what `_facts` recorded."""
     module: Any = root
     for name in path.split("."):
         module = module._modules.get(name)
@@ -238,13 +242,12 @@ def _is_as_was(
             return False
     if type(module) is not kind or kind.forward is not forward:
         return False
-    if (
-        not hasattr(module, "forward") or "forward" in module.__dict__
-    ):  # dynamo guards on the first only: both change together
+    # Dynamo guards on the first of these only, and both change together.
+    if not hasattr(module, "forward") or "forward" in module.__dict__:
         return False
-    # HF's own hooks count too: whether its collector listens cannot be asked in a graph
+    # HF's own hooks count too, because a graph cannot ask whether its collector listens.
     if module.training or module._forward_hooks or module._forward_pre_hooks:
         return False
-    return all(getattr(module, n, None) == v for n, v in settings) and all(
-        module._parameters.get(n) is None for n in absent
+    return all(getattr(module, name, None) == value for name, value in settings) and all(
+        module._parameters.get(name) is None for name in absent
     )

@@ -218,7 +218,7 @@ NOT_OURS: dict[str, tuple[Any, str]] = {
 def test_what_is_refused_says_why(name: str) -> None:
     make, reason = NOT_OURS[name]
     found = match(make(), list(PATTERNS))
-    reasons = [r.reason for r in found.refusals]
+    reasons = [r.reason for r in found.rejected]
     assert not any(p.pattern == "mla" for m in found.modules for p in m.parts) and any(
         reason in r for r in reasons
     ), reasons
@@ -243,8 +243,8 @@ def test_attention_that_computes_something_else_is_refused_by_the_probe(
         layer.self_attn.__class__ = Capped
     found = match(model, list(PATTERNS), model)
     assert {p.role for m in found.modules for p in m.parts} == {"qkv", "out", "gated", "down"}
-    assert all("over latents: off by" in r.reason for r in found.refusals) and found.refusals, (
-        found.refusals
+    assert all("over latents: off by" in r.reason for r in found.rejected) and found.rejected, (
+        found.rejected
     )
     assert "attention is not matched" in found.causal.reason
 
@@ -265,6 +265,6 @@ def test_every_version_of_transformers_gives_stocks_tokens(kind: str, resolved: 
         assert reasons == {""} and steps(ours) == {"step: all by kernels": 2}
     else:
         assert reasons == {
-            "it caches 4 heads of 12 and 4 heads of 12, not latents of 16 and rotated keys of 4, "
-            "as later transformers do"
+            "attention caches 4 heads of 12 and 4 heads of 12, not latents of 16 and rotated keys "
+            "of 4; newer versions of transformers do"
         }

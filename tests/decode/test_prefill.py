@@ -18,6 +18,7 @@ from mirage_hf.api import optimize
 from mirage_hf.decode import cache, call_plan, generate, install, prefill, program, session
 from mirage_hf.errors import CodegenError, MirageError
 from mirage_hf.layers import prefill as layer_prefill
+from mirage_hf.layers import window_attention
 from mirage_hf.pipeline import resolver
 from tests.helpers import tiny_models
 from tests.helpers.generate_comparison import (
@@ -422,7 +423,7 @@ def test_prompts_beyond_a_window(
     They run with and without padding, over slots that hold NaN.
     """
     monkeypatch.setattr(cache, "GRAIN", 64)
-    monkeypatch.setattr(layer_prefill, "LEAST_RUN", 64)
+    monkeypatch.setattr(window_attention, "LEAST_RUN", 64)
     if not captured:
         monkeypatch.setattr(prefill, "MOST_TOKENS", 0)
     stock, ours = optimized(*WINDOWED[name], batch_sizes=(1, 3))

@@ -886,7 +886,8 @@ def test_a_wrong_kernel_of_a_step_is_found_by_the_check(
     agree(stock, ours, {"inputs": prompt(), **GREEDY})
     where = "head" if wrong == "head" else "model.layers.0"
     assert steps(ours) == {} and any(
-        f"{where}: its step was refused by the check: off by" in n for n in ours.mirage.report.notes
+        f"{where}: its step was rejected by the check: off by" in n
+        for n in ours.mirage.report.notes
     )
     assert {
         r.status for r in ours.mirage.report.rows if r.module == "head" or r.pattern == "attention"

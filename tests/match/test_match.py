@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 
 import mirage_hf as mi
 from mirage_hf.errors import Rejected
-from mirage_hf.layers.step import Rope
+from mirage_hf.layers.rope import Rope
 from mirage_hf.match.causal import CausalMatch
 from mirage_hf.match.matcher import match
 from mirage_hf.match.probe import Probes
@@ -128,7 +128,7 @@ def test_other_families_match_in_full(family: str, dtype: torch.dtype) -> None:
         **dict.fromkeys(("gemma", "gemma2", "gemma3"), float(torch.tensor(32**0.5).to(dtype))),
     }
     assert matches.causal.embedding_scale(dtype) == scale.get(family, 1.0)
-    assert set(matches.causal.kinds) == (
+    assert set(matches.causal.rope_kinds) == (
         {"full_attention", "sliding_attention"} if family == "gemma3" else {""}
     )
 
@@ -194,8 +194,8 @@ def test_families_with_layer_norm_or_without_a_gate_match_in_full(name: str) -> 
         "out",
         gate,
         "down",
-    ] and not matches.refusals
-    assert found.layouts[0].parallel == (family in PARALLEL and more != "serial")
+    ] and not matches.rejected
+    assert found.layer_layout.parallel == (family in PARALLEL and more != "serial")
     assert isinstance(matches.causal, CausalMatch), matches.causal
     assert matches.causal.rope.order == ("pairs" if family in ("cohere", "cohere2") else "halves")
     sizes = {p.role: dict(p.block.sizes) for p in (*found.parts, matches.causal.head)}
@@ -221,8 +221,9 @@ def test_gpt_oss_matches_but_for_its_experts() -> None:
     model.config._attn_implementation = (
         "flash_attention_2"  # of which no twin can say what it does with sinks
     )
-    assert "whether the sinks are used with flash_attention_2 attention is not probed" in reasons(
-        model, "model.layers.0"
+    assert (
+        "a probe cannot tell whether the sinks are used with flash_attention_2 attention"
+        in reasons(model, "model.layers.0")
     )
 
 
@@ -250,7 +251,7 @@ def test_families_that_rows_of_others_describe(family: str) -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     matches = match(model, ALL, model)
     assert isinstance(matches.causal, CausalMatch), matches
-    assert not matches.refusals or {r.reason.partition(" (")[0] for r in matches.refusals} == {
+    assert not matches.rejected or {r.reason.partition(" (")[0] for r in matches.rejected} == {
         "has no gate_proj",
         "has no down_proj",
     }
@@ -408,7 +409,10 @@ def test_the_probe_sees_what_the_structure_does_not(monkeypatch: pytest.MonkeyPa
 
     model.model.layers[1].__class__ = Twice
     assert set(found(model)) == {"model.layers.0", "model.layers.1.mlp", "model.layers.2"}
-    assert "the layer computes something else: off by" in reasons(model, "model.layers.1")
+    assert (
+        "the layer computes something else than x + attention(norm(x)), then h + mlp(norm(h)) with"
+        in reasons(model, "model.layers.1")
+    )
 
 
 def test_the_probe_sees_an_epsilon_that_is_not_used_as_one() -> None:
@@ -498,7 +502,7 @@ def test_matching_leaves_the_model_and_the_random_state_alone() -> None:
 
 def test_alike_layers_share_one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[Any] = []
-    once = Probes._once
+    once = Probes.once
 
     def counting(self: Probes, key: Any, probe: Any) -> Any:
         def run() -> Any:
@@ -507,7 +511,7 @@ def test_alike_layers_share_one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return once(self, key, run)
 
-    monkeypatch.setattr(Probes, "_once", counting)
+    monkeypatch.setattr(Probes, "once", counting)
     match(tiny("llama", num_hidden_layers=5), ALL)
     assert sum(key[0] == "layer" for key in probed) == 1
 

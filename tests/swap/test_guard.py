@@ -257,7 +257,7 @@ def test_unknown_arguments_and_other_shapes_go_the_stock_way() -> None:
     assert counts(ours) == {
         "unknown argument colour": 1,
         "no kernel for 4 rows": 1,
-        "arguments given by position or keyword in another way": 2,
+        "expected one positional argument": 2,
     }
 
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from mirage_hf.api import optimize, restore
 from mirage_hf.decode.model_fingerprint import take_fingerprint
-from mirage_hf.layers import compose
-from mirage_hf.layers.compose import adapter_role
+from mirage_hf.layers import operands
+from mirage_hf.layers.part import adapter_role
 from mirage_hf.match.matcher import match
 from mirage_hf.patterns import PATTERNS
 from mirage_hf.swap.guard import BINDING_KEY
@@ -170,16 +170,16 @@ def test_operands_that_are_no_parameters_are_there_before_any_call(
 ) -> None:
     """Made in a capture they would be nothing before the first replay."""
     model = with_lora(targets=("q_proj", "v_proj", "o_proj"), alpha_pattern={"v_proj": 3})
-    monkeypatch.setattr(compose, "_there", {})
+    monkeypatch.setattr(operands, "_shared_constants", {})
     with torch.inference_mode():
         optimize(model, verify=False)
-    made = dict(compose._there)
+    made = dict(operands._shared_constants)
     assert len(made) == 3 and not any(
         x.is_inference() for x in made.values()
     )  # of q and v, of o, and zeros for k
     decode_logits(model)
     model.generate(input_ids=prompt(), max_new_tokens=3)
-    assert binding(model).calls and list(map(id, compose._there.values())) == list(
+    assert binding(model).calls and list(map(id, operands._shared_constants.values())) == list(
         map(id, made.values())
     )
 
@@ -191,10 +191,13 @@ def test_an_operand_that_two_threads_make_is_what_the_first_made() -> None:
     def make(n: int) -> torch.Tensor:
         if not others:
             others.append(torch.empty(0))
-            others[0] = compose._made(make, n)  # the other thread
+            others[0] = operands.shared_constant(make, n)  # the other thread
         return torch.zeros(n)
 
-    assert compose._made(make, 2) is others[0] and compose._made(make, 2) is others[0]
+    assert (
+        operands.shared_constant(make, 2) is others[0]
+        and operands.shared_constant(make, 2) is others[0]
+    )
 
 
 @pytest.mark.parametrize("patterns", [None, pytest.param(ALONE, marks=pytest.mark.thorough)])
@@ -311,7 +314,7 @@ def test_prompts_by_kernels_give_the_stock_logits(
 def test_layers_are_whole_whatever_adapters_are_scaled_by(options: dict[str, Any]) -> None:
     """Random adapters times much would make scores of which float32 has no exponential."""
     found = match(with_lora(targets=ALL, **options), list(PATTERNS))
-    assert not found.refusals and all(
+    assert not found.rejected and all(
         "attention" in {p.role for p in m.parts} for m in found.modules
     )
 
@@ -465,8 +468,8 @@ EVENTS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
         lambda m: m.base_model.set_adapter(["default", "other"]),
         "another adapter is active",
     ),
-    "disable": (_disable, "adapters disabled"),
-    "merge": (lambda m: m.merge_adapter(), "adapter merged"),
+    "disable": (_disable, "its adapters were disabled"),
+    "merge": (lambda m: m.merge_adapter(), "its adapter was merged"),
     "safe merge": (
         lambda m: m.merge_adapter(safe_merge=True),
         "q_proj.base_layer.weight has moved",

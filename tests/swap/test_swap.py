@@ -17,7 +17,7 @@ from mirage_hf.api import optimize, restore
 from mirage_hf.decode.model_fingerprint import take_fingerprint
 from mirage_hf.patterns import PATTERNS
 from mirage_hf.swap.guard import BINDING_KEY
-from mirage_hf.swap.module import swapped_class
+from mirage_hf.swap.swapped_module import swapped_class
 from tests.helpers.swapped_models import EVENTS, layer_of, swapped
 from tests.helpers.tiny_models import FOUR, decode_logits, prompt, same, snapshot, tiny
 
