@@ -263,7 +263,8 @@ def test_options_reach_the_resolver(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         device=torch.device("cpu"), backend="cpu", zoo=tmp_path, tune="never", progress=print
     )
     assert seen == [
-        {**given, "pattern": pattern, "like": None} for pattern in [*layer, "rms_norm_linear"]
+        {**given, "pattern": pattern, "like": None, "next_may_launch_early": False}
+        for pattern in [*layer, "rms_norm_linear"]
     ]
     assert "2.0 (3.0)" in str(model.mirage.report)
 
