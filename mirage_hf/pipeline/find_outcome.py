@@ -49,7 +49,7 @@ def find_outcome(
         return loaded
     if isinstance(loaded, VerifiedCandidates):
         return NewOutcome(measure_candidates(schedule_candidates(request, loaded), progress))
-    no_journal = loaded is None or isinstance(loaded, Rejected)
+    journal = None if loaded is None or isinstance(loaded, Rejected) else loaded
     verified = search_and_verify(
         request.program,
         request.options,
@@ -57,7 +57,7 @@ def find_outcome(
         seed=request.seed,
         like=request.like,
         keep=request.keep,
-        journal=None if no_journal else loaded,
+        journal=journal,
     )
     outcome = schedule_candidates(request, verified)
     if request.all_candidates:
