@@ -13,6 +13,7 @@ import torch
 
 from mirage_hf import errors
 from mirage_hf.codegen import launching, torch_text, triton_math
+from mirage_hf.codegen.default_schedule import choose_schedule
 from mirage_hf.codegen.placement import VIEWS, place_kernels
 from mirage_hf.codegen.plan import KernelPlan, plan_kernel
 from mirage_hf.codegen.schedule import Schedule
@@ -96,9 +97,7 @@ def generate(
     schedules = schedules or ugraph.schedules
     ops = place_kernels(ugraph, next_may_launch_early)
     if schedules is None:
-        from mirage_hf.tune import space
-
-        schedules = [space.default_schedule(op) for op in ops]
+        schedules = [choose_schedule(op) for op in ops]
     if len(schedules) != len(ops):
         raise errors.CodegenError(
             f"{len(schedules)} schedules for {len(ops)} block graphs; give one each, in order"

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from mirage_hf import errors
+from mirage_hf.codegen.default_schedule import choose_schedule
 from mirage_hf.codegen.plan import KernelPlan, plan_kernel
 from mirage_hf.codegen.plan.layout import MMA_COLUMNS, MMA_MIN
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
@@ -61,6 +62,7 @@ def obstacle(ops: Iterable[KernelOp], device: Device = H200) -> str:
     return ""
 
 
+@choose_schedule.register
 def default_schedule(op: KernelOp, device: Device = H200) -> Schedule:
     """Return the cost model's first choice."""
     return schedules(op, device, 1)[0]
