@@ -18,12 +18,12 @@ from mirage_hf.default_device import on_the_cpu
 from mirage_hf.errors import OptimizeError
 from mirage_hf.match.eligible import (
     check_model,
-    check_options,
     chosen_backend,
     generating,
     single_device,
 )
 from mirage_hf.match.matcher import match
+from mirage_hf.match.options import check_options
 from mirage_hf.pipeline.progress_bar import bar_unless
 from mirage_hf.swap.handle import Handle, attach, detach
 from mirage_hf.swap.kernels import find_kernels

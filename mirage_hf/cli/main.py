@@ -156,7 +156,7 @@ def optimize(
     """Search and tune kernels for a model, keep them in the user's cache, and print the report."""
     import mirage_hf as mi
     from mirage_hf.cli import models
-    from mirage_hf.match.eligible import check_options
+    from mirage_hf.match.options import check_options
 
     model_files = [f for kind in models.FILES for f in Path(model).glob(kind)]
     _check_files({f"the model's {f.name}": f for f in model_files}, {"--report-json": report_json})

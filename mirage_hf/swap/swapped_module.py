@@ -41,7 +41,7 @@ def swapped_class(stock: Any) -> Any:
         binding.calls += 1
         return binding.composition(kernels, args[0], kwargs)
 
-    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
+    def reduce_as_stock(self: Any, protocol: Any) -> tuple[Any, ...]:
         return _as_stock(super(swapped, self).__reduce_ex__(protocol), swapped, stock)
 
     members = {
@@ -49,7 +49,7 @@ def swapped_class(stock: Any) -> Any:
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
         "forward": forward,
-        "__reduce_ex__": __reduce_ex__,
+        "__reduce_ex__": reduce_as_stock,
     }
     swapped: Any = type(stock.__name__, (stock,), members)
     return swapped
