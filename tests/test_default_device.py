@@ -12,7 +12,10 @@ from mirage_hf.default_device import on_the_cpu
 
 
 class ByFunctions(TorchFunctionMode):
-    """A default that torch.get_default_device() does not know of, as one of torch.set_default_tensor_type."""
+    """A default device that torch.get_default_device() does not know.
+
+    torch.set_default_tensor_type sets such a default.
+    """
 
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return fn(

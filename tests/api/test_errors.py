@@ -29,7 +29,8 @@ pytestmark = [pytest.mark.models, pytest.mark.usefixtures("resolved")]
     [
         (
             "meta-llama/Llama-3.2-1B",
-            r"expected a PyTorch model \(torch.nn.Module\), got a builtins.str; load one with AutoModelForCausalLM",
+            r"expected a PyTorch model \(torch.nn.Module\), got a builtins.str; "
+            r"load one with AutoModelForCausalLM",
         ),
         (None, "got a builtins.NoneType"),
         ({"a": 1}, "got a builtins.dict"),
@@ -164,7 +165,8 @@ def test_a_compiled_model() -> None:
         (dict(backend="cuda"), "backend is 'cuda'; choose 'auto' or 'triton' or 'cpu'"),
         (
             dict(backend="triton"),
-            r"backend 'triton' does not run on cpu, where the model is; use model.to\('cuda'\) first, or backend='cpu'",
+            r"backend 'triton' does not run on cpu, where the model is; "
+            r"use model.to\('cuda'\) first, or backend='cpu'",
         ),
         (dict(tune="always"), "tune is 'always'.*choose 'auto' or 'never' or 'full'"),
         (dict(on_unsupported="ignore"), "on_unsupported is 'ignore'"),

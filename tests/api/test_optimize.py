@@ -94,7 +94,7 @@ def test_generate_gives_the_same_tokens(
         }
         assert (
             called == 0
-        )  # no step of the first two ran a layer's forward, and that of the third has no kernels for 2 rows
+        )  # the first two ran no layer's forward in steps; the third has no kernels for 2 rows
         assert (
             counted["called: mode is eager" if decode == "eager" else "called: no graphs on cpu"]
             == 3

@@ -418,8 +418,8 @@ def test_what_can_only_be_a_folder_is_not_looked_for_on_the_hub(
     for command in (("optimize", folder), ("bench", folder), ("demo", "--model", folder)):
         _, err = capture(*command, code=1)
         assert (
-            err
-            == f"error: {folder}: there is no such folder; give a model's folder or a Hub id (owner/name)\n"
+            err == f"error: {folder}: there is no such folder; "
+            "give a model's folder or a Hub id (owner/name)\n"
         )
 
 

@@ -198,7 +198,10 @@ def test_caches_that_are_read_where_they_are_written_stay_apart(build):
 
 
 def _reading(masked: bool) -> UGraph:
-    """A kernel written by hand that sums a cache's rows, within bounds or all of them beside bounds that it does not use for them."""
+    """Sum the rows of a cache in a hand-written kernel.
+
+    The sum is within bounds, or over all rows beside bounds that it does not use.
+    """
     g = mi.new_kernel_graph()
     cache, row = g.new_input((2, 8, 16), name="cache"), g.new_input((2, 1, 16), name="row")
     lo, slot = (g.new_input((2, 1, 1), "int32", name=name) for name in ("lo", "slot"))
@@ -323,7 +326,8 @@ for name, g in t.PROGRAMS.items():
                     continue
                 inputs = t.inputs_of(g, lo, slot)
                 want = t.exact(g, [x.clone() for x in inputs])
-                for before in (0.0, 100.0)[not THOROUGH:]:  # what is in the slots to be written, by whoever comes first, is seen by nobody
+                # Nobody may see what the slots held before they are written.
+                for before in (0.0, 100.0)[not THOROUGH:]:
                     given = [x.clone() for x in inputs]
                     for n, x in enumerate(g.inputs):
                         if x.name in ("keys", "values"):

@@ -50,7 +50,10 @@ SEARCH = SearchOptions(time_limit=20, threads=1)
 def rotation(
     heads=3, rows=2, d=16, interleaved=False, norm=False, part=None, dtype="float16"
 ) -> KernelGraph:
-    """q and k rotated, or the first `part` elements of each head, with their norms before as in Qwen3."""
+    """Rotate q and k, or the first `part` elements of each head.
+
+    Norms come first, as in Qwen3.
+    """
     g = mi.new_kernel_graph()
     q, k = (
         g.new_input((heads, rows, d), dtype, name="q"),

@@ -37,9 +37,11 @@ def decoding(
     sink=False,
     dtype="float16",
 ) -> KernelGraph:
-    """Attention of a decoding step: to the keys of a cache within bounds, and to new ones that are not in it yet; with a sink, to
-    nothing as well. The new keys, normed and rotated, are an output: they go into the cache.
-    `group` queries share a key."""
+    """Build attention of a decoding step over a cache within bounds and over new keys.
+
+    The new keys are not in the cache yet. With a sink, a query may attend to nothing. The new keys,
+    normed and rotated, are an output that goes into the cache. `group` queries share a key.
+    """
     g = mi.new_kernel_graph()
     q = g.new_input((heads, group, d), dtype, name="q")
     k, v = (g.new_input((heads, keys, d), dtype, name=name) for name in ("keys", "values"))

@@ -331,7 +331,7 @@ def test_what_is_asked_for_in_long_tensors_is_counted_in_64_bits():
     )
 
 
-def test_a_product_of_another_product_behind_the_loop_is_asynchronous_only_where_the_loop_is_pipelined():
+def test_a_product_after_the_loop_is_asynchronous_only_if_the_loop_is_pipelined():
     schedule = Schedule({"m": 64, "n": 64, "k": 128, "r": 16}, True, num_stages=3)
     u = kernel_cases.lora(64, 512, 128)
     (kernel,) = compiler.ahead_of_time(triton.generate(u, [schedule]), 90)

@@ -76,9 +76,12 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def may_stay(row: ReportRow, name: str, dtype: torch.dtype) -> bool:
-    """Experts run their own forward. Of a row whose numbers are all the same torch's LayerNorm gives exact zeros, and a sum in float32 that
-    adds many of them one by one may be further off than is allowed: there the library may run the
-    norm and what reads it."""
+    """Tell whether a part of a model may run without our kernel.
+
+    Experts run their own forward. For a row of equal numbers, torch's LayerNorm gives exact zeros.
+    A float32 sum that adds many of them one by one may be further off than allowed, so the library
+    may run the norm and its readers there.
+    """
     return "experts" in row.reason or (
         row.kernel == "library" and dtype == torch.float32 and name.partition(",")[0] in CENTRED
     )

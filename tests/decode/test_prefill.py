@@ -1100,7 +1100,10 @@ OTHER: dict[str, Any] = {**FULL, "repetition_penalty": 1.3}
 
 
 def ahead_of_the_look(depth: int = 2) -> tuple[Any, Any]:
-    """A model and its optimized twin, whose next prompt begins before the host looks at it, as do as many steps as on a GPU."""
+    """Return a model and its optimized twin whose next prompt starts early.
+
+    It starts before the host looks at the model, and so do as many steps as on a GPU.
+    """
     stock, ours = optimized("llama", {})
     ours.generate.runner.depth = depth
     for length in (7, 8, 9):

@@ -279,7 +279,10 @@ WARPERS = {
 def draws(
     name: str, device: torch.device, vocab: int = VOCAB, rows: int = 40, steps: int = 500
 ) -> None:
-    """Draw by a chooser, step after step, and compare counts with the probabilities of stock's processors; steps are independent."""
+    """Draw step after step, and compare counts with the probabilities of stock's processors.
+
+    The steps are independent.
+    """
     block, ids = (
         CacheBlock(rows, 600, (), device),
         prompt().remainder(vocab).expand(rows, -1).to(device),

@@ -74,7 +74,10 @@ def no_kernels(batch: int) -> str:
 
 @pytest.fixture(autouse=True)
 def many_samples(resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers this small have so few values that in float32 the largest error of 8 calls, ours or stock's, is a matter of luck."""
+    """Compare many samples in the check of optimize().
+
+    Layers this small have few values, so the largest float32 error of 8 calls is a matter of luck.
+    """
     monkeypatch.setattr(check, "SAMPLES", 40)
 
 

@@ -155,7 +155,10 @@ class Terms:
         return tuple(changed.get(r, r) for r in roots)
 
     def ways(self, cap: int) -> tuple[list[tuple[int, ...]], bool]:
-        """Return ways to compute the outputs, the program's own first, and whether these are all."""
+        """Return ways to compute the outputs, and whether these are all.
+
+        The program's own way comes first.
+        """
         known = {self.start: None}
         queue = [self.start]
         for way in queue:
@@ -172,7 +175,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class Plan:
-    """Cost in µs, the way to compute the outputs, and the reads and stores of each kernel as text."""
+    """A plan: its cost in µs, its way to compute the outputs, and its kernels as text.
+
+    The text of a kernel says what it reads and stores.
+    """
 
     cost: float
     way: tuple[int, ...] = ()

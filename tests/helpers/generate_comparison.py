@@ -178,7 +178,7 @@ def our_numbers() -> Iterator[None]:
 
 
 def both(model: Any, arguments: Arguments, seed: int = 5) -> tuple[Any, Any]:
-    """Run stock and ours with the same seed and the same random numbers, and return both outputs."""
+    """Run stock and ours with the same seed and random numbers, and return both outputs."""
 
     def run(generate: Callable[..., Any]) -> Any:
         given = arguments() if callable(arguments) else arguments
@@ -196,7 +196,10 @@ def handled(runner: Any) -> int:
 
 
 def assert_same(stock: Any, ours: Any) -> None:
-    """Assert equal tokens and types, and scores, logits and caches that are equal up to rounding."""
+    """Assert equal tokens and types.
+
+    Scores, logits and caches must be equal up to rounding.
+    """
     assert type(stock) is type(ours)
     if isinstance(stock, torch.Tensor):
         assert stock.dtype == ours.dtype and stock.tolist() == ours.tolist()

@@ -156,7 +156,8 @@ class Pair:
         a, b = (out if isinstance(out, torch.Tensor) else out.sequences for out in (stock, ours))
         told = {k: list(v.shape) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
         if a.shape != b.shape or torch.equal(a, b):
-            return f"{told}: {list(a.shape)} tokens of stock's, {list(b.shape)} of ours, alike: {a.shape == b.shape}"
+            shapes = f"{list(a.shape)} tokens of stock's, {list(b.shape)} of ours"
+            return f"{told}: {shapes}, alike: {a.shape == b.shape}"
         row, at = (a != b).nonzero()[0].tolist()
         with torch.no_grad():
             seen = a[row : row + 1, :at]
@@ -167,7 +168,8 @@ class Pair:
                 seen, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)
             ).logits[0, -1]
         gap = float(logits[a[row, at]] - logits[b[row, at]])
-        return f"{told}: row {row} parts at position {at}, {a[row, at]} and {b[row, at]}, whose logits differ by {gap:.3g} in stock"
+        tokens = f"{a[row, at]} and {b[row, at]}, whose logits differ by {gap:.3g} in stock"
+        return f"{told}: row {row} differs at position {at}: {tokens}"
 
     def check_counts(self) -> None:
         """Assert that every call ran as expected, in graphs if there are any.

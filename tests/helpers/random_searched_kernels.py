@@ -108,7 +108,8 @@ def complaint(ugraph: UGraph, schedules: tuple[Schedule, ...], device: str) -> s
             + 1e-2
         )
         if not random_block_graphs.relative_error(y, z) <= allowed:
-            return f"{[*map(str, schedules)]}: relative error {random_block_graphs.relative_error(y, z):.3g}, {allowed:.3g} is allowed"
+            error = f"relative error {random_block_graphs.relative_error(y, z):.3g}"
+            return f"{[*map(str, schedules)]}: {error}, {allowed:.3g} is allowed"
     return ""
 
 

@@ -354,7 +354,10 @@ def rows_parted(model: Any, stock: Any, tokens: torch.Tensor, arguments: dict[st
         if penalty is not None:
             logits = tf.RepetitionPenaltyLogitsProcessor(penalty)(text[:, :at], logits)
         gap = float((logits[0, text[0, at]] - logits[0, tokens[row, at]]).abs())
-        where = f"row {row} of {len(tokens)} parts at token {at - start}: in float32 by {gap:.4f}, stock is up to {noise:.4f} off"
+        where = (
+            f"row {row} of {len(tokens)} differs at token {at - start}: "
+            f"in float32 by {gap:.4f}, stock is up to {noise:.4f} off"
+        )
         print(where)
         assert gap <= 2 * noise, where
     return len(rows)

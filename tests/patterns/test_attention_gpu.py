@@ -44,7 +44,10 @@ DECODING = {
 
 
 def run_all(g: KernelGraph, schedules: int = 6) -> list[str]:
-    """What is wrong with the generated kernels of the first µGraphs, at some schedules of the space; empty if nothing is."""
+    """Return what is wrong with the generated kernels; nothing, if they are right.
+
+    The first µGraphs are run, at some schedules of the space.
+    """
     wrong, ran = [], 0
     for f in test_shifts.found_of(g)[:4]:
         ranked = [space.schedules(op, limit=24) for op in place_kernels(f.ugraph)]

@@ -162,7 +162,10 @@ Blocks that are added up without a loop.
 
 
 def walking(kernels: int, cooperating_blocks: int, mma: bool, group: int, d: int, **_: int):
-    """Attention of two sequences to caches of 152 slots, and schedules whose loop takes short steps, shared by `cooperating_blocks` blocks."""
+    """Return attention of two sequences to caches of 152 slots, with schedules.
+
+    Their loops take short steps and are shared by `cooperating_blocks` blocks.
+    """
     sizes = dict(rows=2, kv_heads=1, group=group)
     u = symbolic.for_program(found(d, kernels, **sizes), program(152, d, **sizes))
     if kernels == 2:

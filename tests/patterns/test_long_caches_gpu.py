@@ -44,7 +44,10 @@ CASES = {
 
 @functools.cache
 def found(name: str) -> list[UGraph]:
-    """µGraphs of one kernel and of two that combine parts, searched at a short cache, for the size at which long caches are tuned."""
+    """Return µGraphs of one kernel, and of two that combine splits.
+
+    They are searched at a short cache, for the size at which long caches are tuned.
+    """
     searched = search_and_verify(
         program(name, attention.REFERENCE_SLOTS), SearchOptions(time_limit=20)
     )

@@ -166,7 +166,10 @@ def programs(
 
 
 def together(ropes: str, run: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What `run(program, inputs)` gives for the three programs one after another, and what torch does in float64, caches included."""
+    """Run the three programs one after another, and torch in float64.
+
+    Return both results, with the caches. `run(program, inputs)` runs ours.
+    """
     results = []
     for exact in (False, True):
         held = memory(SMALL, ropes, 2, 24)

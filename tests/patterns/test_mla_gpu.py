@@ -73,7 +73,10 @@ def inputs_of(g: KernelGraph, slots: int) -> list[torch.Tensor]:
 def wrong(
     g: KernelGraph, slots: int, tolerance: float, graphs: int = 2, schedules: int = 3
 ) -> tuple[list[str], int]:
-    """What is off in the kernels of some µGraphs, those first that keep latents as they are, at some schedules; and how many ran."""
+    """Return what is wrong with the kernels of some µGraphs, and how many ran.
+
+    µGraphs that keep latents as they are come first. Some schedules are run.
+    """
     appending = split_appends(g)
     found = [
         f.ugraph for f in search(appending.graph if appending else g, SearchOptions(max_width=1))[0]

@@ -46,7 +46,10 @@ def test_a_program_that_cannot_be_lowered_is_lowered_once_as_a_whole(lowered):
 
 
 def test_no_part_of_a_larger_program_is_lowered_twice(lowered):
-    """Each unit is lowered to see whether a kernel may compute it, each different window to search it."""
+    """A unit is lowered to see whether a kernel may compute it.
+
+    Each different window is lowered once to search it.
+    """
     g = decoder_layer(mi, hidden=32, heads=4, kv=2, ffn=48, past=6)
     parts = cut(g)
     layouts = sum(op.name in (*VIEWS, "concat") for op in g.ops)

@@ -242,9 +242,7 @@ def test_ops_that_end_a_kernel_are_library_calls_between_kernels(build):
     g = mi.new_kernel_graph()
     build(g)
     result = searched(g)
-    assert (
-        all(same_as_float64(c.ugraph) for c in result.candidates) or build is _rounded
-    )  # float64 does not round
+    assert all(same_as_float64(c.ugraph) for c in result.candidates)
     assert called(fewest(result)) == MIDDLES[build]
     assert result.report.reason and result.report.error_bound < 1e-6
 

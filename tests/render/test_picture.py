@@ -108,7 +108,10 @@ def split_attention(heads=3, keys=50, d=8, parts=4) -> UGraph:
 
 
 def many_kernels() -> UGraph:
-    """Split attention between library calls, three times over, with numbers, layouts and long names."""
+    """Split attention between library calls, three times over.
+
+    The program has numbers, layouts and long names.
+    """
     g, split = KernelGraph(), split_attention()
     blocks = [op.block for op in split.kernels.ops]
     q = g.new_input((3, 8), "float32", name="a_rather_long_name_of_a_tensor_that_somebody_gave_it")
@@ -180,8 +183,11 @@ def pictured(name: str) -> UGraph:
 
 
 class Drawn:
-    """The rectangles of a picture: (left, top, right, bottom) of texts as wide as their font makes them, boxes, labels, panels;
-    and points along every edge."""
+    """The rectangles of a picture, and points along every edge.
+
+    A rectangle is (left, top, right, bottom) of a text, box, label or panel. A text is as wide as
+    its font makes it.
+    """
 
     def __init__(self, svg: str):
         root = ET.fromstring(svg)

@@ -43,7 +43,10 @@ def count(gm: Any) -> int:
 
 
 def counting() -> tuple[Any, list[int]]:
-    """A backend of torch.compile that runs graphs as they are, and a list that gets the number of our ops in each."""
+    """Return a backend of torch.compile that runs graphs as they are, and a list.
+
+    The list gets the number of our ops in each graph.
+    """
     seen: list[int] = []
 
     def backend(gm: Any, _: Any) -> Any:
@@ -479,7 +482,8 @@ print("same")
 def test_a_saved_program_finds_its_kernels_in_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()  # the resolver is the real one here: what it finds is kept in the cache, where the other process looks
+    # The real resolver keeps what it finds in the cache, where the other process looks.
+    monkeypatch.undo()
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / "cache"))
     ours = optimize(tiny("louder", num_hidden_layers=1)).model.layers[0].mlp
     exported = torch.export.export(ours, (hidden(),))

@@ -63,7 +63,10 @@ def random_order(rng: random.Random, vocab: int) -> list[float]:
 def wrong_thresholds(
     shapes: list[tuple[int, int]], seed: int, device: torch.device | str = "cpu"
 ) -> list[str]:
-    """Weights are small whole numbers, so that their sums are exact and often equal to what may fall."""
+    """Return what is wrong with the thresholds found for random rows.
+
+    Weights are small whole numbers, so their sums are exact and often equal to the threshold.
+    """
     rng, wrong = random.Random(seed), []
     for batch, vocab in shapes:
         orders = [random_order(rng, vocab) for _ in range(batch)]

@@ -151,7 +151,11 @@ def wrong_advances(
 
 
 def random_scores(rng: random.Random, batch: int, vocab: int) -> torch.Tensor:
-    """Flat, sharp, with most tokens shut, with whole parts shut or far below the others, with nothing to draw, and with NaN."""
+    """Return logits of many kinds.
+
+    They are flat or sharp, have most tokens masked, whole ranges masked or far below the others,
+    nothing to draw, or NaN.
+    """
     x = (
         torch.tensor([[rng.gauss(0, 3) for _ in range(min(vocab, 64))] for _ in range(batch)])
         .repeat(1, -(-vocab // 64))[:, :vocab]
