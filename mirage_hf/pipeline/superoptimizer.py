@@ -115,24 +115,13 @@ def superoptimize(
     folder = superoptimizer_options.codes_folder(save_codes)
     request = _request(graph, options, restriction, seed, backend)
     progress = progress or (_printer() if verbose else None)
-    uses_cache = cache and checkpoint is None
-    memory_key = (request.key.digest, backend, max_kernels, request.device)
-    result = _memory.get(memory_key) if uses_cache else None
-    if result is not None:
-        result = result.of(request.program)
+    if checkpoint is not None:
+        file = CheckpointFile(Path(checkpoint), checkpoints.identity(request))
+        result = _searched(request, file, max_kernels, progress)
+    elif cache:
+        result = _cached(request, backend, max_kernels, progress)
     else:
-        results: Results = NoResults()
-        if checkpoint is not None:
-            results = CheckpointFile(Path(checkpoint), checkpoints.identity(request))
-        elif cache:
-            results = ZooResults(ZooPath((user_store(),)))
-        result = _searched(request, results, max_kernels, progress)
-        if (
-            uses_cache
-            and any(u.is_fused for u in result)
-            and result.report.stop != StopReason.INTERRUPTED
-        ):
-            _memory.put(memory_key, result)
+        result = _searched(request, NoResults(), max_kernels, progress)
     if verbose:
         print(result.report, file=sys.stderr)
     if folder is not None:
@@ -172,6 +161,21 @@ def _options_digest(request: Request) -> str:
         "search": versions.search_version(),
     }
     return json_format.digest(content)
+
+
+def _cached(
+    request: Request, backend: str, max_kernels: int | None, progress: ProgressCallback | None
+) -> SearchResult:
+    """Return the result in this process's memory, or in the user's cache, or search."""
+    memory_key = (request.key.digest, backend, max_kernels, request.device)
+    remembered = _memory.get(memory_key)
+    if remembered is not None:
+        return remembered.of(request.program)
+    result = _searched(request, ZooResults(ZooPath((user_store(),))), max_kernels, progress)
+    is_finished = result.report.stop != StopReason.INTERRUPTED
+    if is_finished and any(u.is_fused for u in result):
+        _memory.put(memory_key, result)
+    return result
 
 
 def _searched(
