@@ -138,8 +138,8 @@ class LayerLayout:
     multiplied by, usually head_dim ** -0.5, float), and `layer_idx`. If q, k and v are one linear
     and heads share keys, it has `num_key_value_groups` (heads of queries for each head of keys).
 
-    Names only suggest what a layer computes. A probe runs the layer and the patterns beside each
-    other before anything is replaced. A norm that the family does not have is "".
+    Names only suggest what a layer computes. Before anything is replaced, a probe compares the
+    layer with the patterns. A norm that the family does not have is "".
 
     Example:
         Llama, `x + o_proj(attention(q_proj, k_proj, v_proj of input_layernorm(x)))` and so on:

@@ -77,7 +77,7 @@ def _names_linears(layer: nn.Module, layout: LayerLayout) -> bool:
 
 
 def _check_children(layer: nn.Module, layout: LayerLayout) -> Rejected | None:
-    return plain.check_no_others(layer, {layout.attention, layout.mlp, *layout.norms})
+    return plain.check_no_others(layer, {layout.attention, layout.mlp, *layout.norms}, "the layer ")
 
 
 def _check_structure(layer: nn.Module, layout: LayerLayout) -> Rejected | None:

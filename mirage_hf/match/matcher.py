@@ -106,7 +106,7 @@ def _match_mlp(name: str, mlp: nn.Module, layout: MlpLayout, probes: Probes) -> 
         )
     known = (layout.gate, layout.up, layout.down, layout.activation)
     if others := [child for child in mlp._modules if child not in known]:
-        return Rejected(f"has {', '.join(others)} too")
+        return Rejected(f"the MLP has {', '.join(others)} too, which its layout does not name")
     parts = match_first_half(mlp, layout, probes)
     if isinstance(parts, Rejected):
         return parts

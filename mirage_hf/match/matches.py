@@ -30,7 +30,7 @@ from mirage_hf.patterns.schema import CausalLayout, LayerLayout, MlpLayout
 
 @dataclass(frozen=True)
 class Match:
-    """A module of which kernels can run some parts."""
+    """A module with parts that kernels can run."""
 
     #: The module's name in the model.
     name: str

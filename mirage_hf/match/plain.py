@@ -139,7 +139,7 @@ def check_children(*children: tuple[nn.Module, str, tuple[ModuleRule, ...]]) -> 
     return next((no for child in children if (no := check_child(*child)) is not None), None)
 
 
-def check_no_others(parent: nn.Module, known: set[str], prefix: str = "") -> Rejected | None:
+def check_no_others(parent: nn.Module, known: set[str], prefix: str) -> Rejected | None:
     """Reject a module with children that are neither known nor idle.
 
     Args:
@@ -152,7 +152,9 @@ def check_no_others(parent: nn.Module, known: set[str], prefix: str = "") -> Rej
         for name, child in parent._modules.items()
         if child is not None and name not in known and not isinstance(child, IDLE)
     ]
-    return Rejected(f"{prefix}has {', '.join(others)} too") if others else None
+    if not others:
+        return None
+    return Rejected(f"{prefix}has {', '.join(others)} too, which its layout does not name")
 
 
 def check_same_weights(

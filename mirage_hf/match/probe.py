@@ -1,4 +1,4 @@
-"""Probes: a twin of a module with random weights runs beside the pattern's program.
+"""Probes: a twin of a module with random weights is compared with the pattern's program.
 
 This file keeps the outcomes. The probes are in module_probes.py (norms, activations, RoPE, MLPs,
 LoRA linears), layer_probes.py (decoder layers and their steps) and causal_probe.py (whole models).
