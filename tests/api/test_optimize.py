@@ -655,7 +655,7 @@ def test_a_users_default_device_and_dtype_change_nothing(family: str, other: Any
 # -- progress -------------------------------------------------------------------------------------
 
 
-def test_what_is_reached_is_told() -> None:
+def test_progress_is_reported() -> None:
     told: list[Any] = []
     optimize(
         tiny("llama"),

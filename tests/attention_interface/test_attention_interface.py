@@ -291,7 +291,7 @@ OBSTACLES: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OBSTACLES)
-def test_what_is_not_for_kernels_is_sdpa(ours, name):
+def test_calls_without_kernels_are_sdpa(ours, name):
     reason, change = OBSTACLES[name]
     given = call() | {"attention_mask": step_mask(ours)}
     change(given, given["attention_mask"])
@@ -417,7 +417,7 @@ def test_spelled_out_prompts_are_causal_and_refuse_what_they_drop():
         spelled_out(**given, **rest | {"softcap": 1.0}, position_bias=torch.zeros(1))
 
 
-def test_no_kernel_is_said_once(monkeypatch):
+def test_a_missing_kernel_is_reported_once(monkeypatch):
     asked: list[Any] = []
 
     def resolve(program: Any, **_: Any) -> None:

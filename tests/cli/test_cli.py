@@ -130,7 +130,7 @@ def test_search_writes_a_page(capture, program, tmp_path):
     assert err.startswith("program.json: searching, 20 s at most")
 
 
-def test_search_s_options_are_superoptimize_s(capture, program, monkeypatch, tmp_path):
+def test_search_has_the_options_of_superoptimize(capture, program, monkeypatch, tmp_path):
     given = {}
 
     def record(graph, **options):
@@ -219,7 +219,7 @@ def test_the_second_search_is_loaded(capture, program):
     ],
     ids=str,
 )
-def test_misuse_is_one_line_and_2(capture, program, options, says, monkeypatch):
+def test_misuse_prints_one_line_and_exits_with_2(capture, program, options, says, monkeypatch):
     monkeypatch.setattr(mi, "superoptimize", None)  # nothing is searched
     out, err = capture("search", program, *options, code=2)
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and says in err
@@ -270,7 +270,7 @@ def test_a_model_is_not_overwritten_with_its_report(tmp_path, capture):
     )
 
 
-def test_wrong_options_of_optimize_are_said_before_anything_is_loaded(capture, monkeypatch):
+def test_wrong_options_of_optimize_are_reported_before_anything_is_loaded(capture, monkeypatch):
     monkeypatch.setattr(models, "load", None)
     for option, value, says in (
         ("--batch-size", 0, "batch sizes are positive integers"),
@@ -287,7 +287,7 @@ def test_other_misuse(capture):
         assert err.startswith("error: ") and err.count("\n") == 1, err
 
 
-def test_what_is_impossible_for_the_program_is_a_failure(capture, program):
+def test_an_option_that_is_impossible_for_the_program_fails(capture, program):
     _, err = capture("search", program, "--griddims", "7", code=1)
     assert "allow other numbers" in err and "Traceback" not in err
 
@@ -352,7 +352,7 @@ def test_progress_on_a_terminal_and_elsewhere(monkeypatch):
         assert ("\n" in text) and (terminal or text.startswith("p.json: searching, 30 s at most"))
 
 
-def test_plain_progress_is_not_a_flood(monkeypatch):
+def test_progress_without_a_terminal_prints_few_lines(monkeypatch):
     import io
 
     from rich.console import Console
@@ -408,7 +408,7 @@ def test_a_wrong_device_or_dtype_is_an_error_without_a_traceback(capture, option
 
 
 @pytest.mark.parametrize("folder", ["./none", "/none", "~/none", "a/b/none"])
-def test_what_can_only_be_a_folder_is_not_looked_for_on_the_hub(
+def test_a_path_that_can_only_be_a_folder_is_not_looked_for_on_the_hub(
     capture, monkeypatch, tmp_path, folder
 ):
     import transformers as tf

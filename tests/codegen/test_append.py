@@ -354,7 +354,7 @@ def test_triton_text_equals_torch():
     assert triton_interpreter.run(INTERPRETED) == []
 
 
-def test_nothing_but_constants_is_read_early_and_caches_are_only_asked_for(tmp_path, monkeypatch):
+def test_only_constants_are_read_early_and_caches_only_prefetched(tmp_path, monkeypatch):
     """Read off the PTX, for kernels that begin before the launches ahead of them are done."""
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     g = attention(1, 8, 4, slots=1024, d=64, norm=True, dtype="bfloat16")
@@ -389,7 +389,7 @@ def test_nothing_but_constants_is_read_early_and_caches_are_only_asked_for(tmp_p
             )
 
 
-def test_a_kernel_hastens_the_next_one_only_where_that_settles_nothing_early():
+def test_a_kernel_triggers_early_only_if_the_next_one_reads_no_bounds_early():
     """Bounds and positions are read early once the launch ahead has waited.
 
     Without that, the one before it may still write them.

@@ -101,7 +101,7 @@ def test_intermediates_lie_in_the_workspace():
         ),
     ],
 )
-def test_what_only_triton_is_written_for_is_refused_with_the_way_out(ugraph, says):
+def test_graphs_that_only_triton_supports_are_refused_with_the_way_out(ugraph, says):
     with pytest.raises(
         errors.CodegenError,
         match=f"{says}; .*generate a Triton program instead, or choose another candidate",
@@ -126,7 +126,7 @@ def test_outputs_that_are_not_a_kernel_s_are_refused():
         cuda.program_source(UGraph(g, g))
 
 
-def test_what_does_not_fit_in_shared_memory_is_refused():
+def test_a_block_that_exceeds_shared_memory_is_refused():
     n = 100_000
     block = BlockGraph(
         (Axis("m", 2, Role.GRID), Axis("n", n, Role.TILE), Axis("c", 2, Role.TILE)),

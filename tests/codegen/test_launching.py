@@ -75,7 +75,7 @@ def test_captured_launches_get_aligned_counters_whatever_those_before_took(now):
     assert [(b - a) // 4 for a, b in pairwise(places)] == [4, 76, 4, 16]
 
 
-def test_what_was_handed_out_stays_when_more_is_needed(now):
+def test_counters_in_use_stay_when_more_are_needed(now):
     """Graphs read it, and kernels may be under way."""
     shared = weakref.ref(launching.counters(64, GPU).untyped_storage())
     stock = weakref.ref(captured(now, 1 << 17).untyped_storage())
@@ -88,7 +88,7 @@ def test_what_was_handed_out_stays_when_more_is_needed(now):
     assert captured(now, 1 << 17).untyped_storage()._cdata != stock()._cdata
 
 
-def test_memory_that_stays_is_allocated_by_another_thread(now):
+def test_lasting_memory_is_allocated_by_another_thread(now):
     """This one's may be a graph's, which nothing may stay in."""
     launching.counters(64, GPU)
     assert len(now.threads) == 2 and threading.get_ident() not in now.threads

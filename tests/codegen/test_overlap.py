@@ -151,7 +151,7 @@ def test_older_gpus_get_the_same_kernels_without_waits(name):
 @pytest.mark.parametrize(
     "tiles, early", [(dict(m=1, n=8, k=512), "ld"), (dict(m=1, n=8, k=64), "prefetch")]
 )
-def test_weights_are_asked_for_before_the_wait(tiles, early):
+def test_weights_are_prefetched_before_the_wait(tiles, early):
     """Held whole they are loaded, else the first of their cache lines are asked for."""
     ugraph = kernel_cases.rms_norm_linear(1, 512, 64)
     (kernel,) = compiler.ahead_of_time(
@@ -187,7 +187,7 @@ def test_the_last_kernel_triggers_early_only_with_the_promise_that_it_may(promis
             )
 
 
-def test_what_is_launched_behind_adapters_reads_no_bounds_early():
+def test_a_kernel_launched_after_adapters_reads_no_bounds_early():
     half, ups = torch.bfloat16, BlockAdapters((4,), torch.float32)
     sizes = dict(eps=1e-5, dtype=half, bias=False)
     behind = [

@@ -173,7 +173,7 @@ def test_within_is_what_a_mask_says(dim, bounds):
         ),
     ],
 )
-def test_errors(call, message):
+def test_wrong_bounds_are_errors(call, message):
     g = mi.new_kernel_graph()
     tensors = (
         g.new_input((3, 4), "float32"),

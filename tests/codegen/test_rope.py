@@ -153,7 +153,7 @@ def test_found_proven_and_right(name):
 @pytest.mark.parametrize(
     "name", ["halves", "normed pairs", "part", "normed pairs of a part", "attention"]
 )
-def test_another_turn_is_refused(name):
+def test_another_rotation_is_refused(name):
     """Every rotated input rotated in every other way, or not at all.
 
     Of a part also padded with another number, or all of it rotated.
@@ -215,7 +215,7 @@ def _operands(u: UGraph, block: BlockGraph) -> BlockGraph:
         ),
     ],
 )
-def test_what_ends_a_kernel_says_why(build, says):
+def test_a_rotation_that_ends_a_kernel_says_why(build, says):
     g = mi.new_kernel_graph()
     g.mark_output(build(g, g.new_input((4, 8)), g.new_input((4, 8))))
     found, report = search(g, SEARCH)
@@ -235,7 +235,7 @@ def test_a_rotation_of_keys_and_queries_is_one_kernel_that_reads_each_twice():
         (Rotation("k", "swap halves", 6), 4, "6 of the 4 elements along axis k cannot be partners"),
     ],
 )
-def test_impossible_turns_say_why(rotation, size, says):
+def test_impossible_rotations_say_why(rotation, size, says):
     with pytest.raises(errors.GraphError, match=says):
         BlockGraph(
             (Axis("k", size, Role.GRID),),
@@ -247,7 +247,7 @@ def test_impossible_turns_say_why(rotation, size, says):
         Rotation("k", "mirror")
 
 
-def test_damaged_turns_in_files_say_where():
+def test_damaged_rotations_in_files_say_where():
     kernels = found_of(PROGRAMS["halves"])[0].ugraph.kernels
     with pytest.raises(
         errors.FormatError, match="line 9: rotation of axis n: 'swap thirds' is none of swap halves"
@@ -260,7 +260,7 @@ def test_damaged_turns_in_files_say_where():
         json_format.graph_from_dict(data)
 
 
-def test_a_turned_input_is_not_written_over():
+def test_a_rotated_input_is_not_written_over():
     """Another thread may still read an element's partner when the element is stored."""
     g = mi.new_kernel_graph()
     x = g.new_input((4, 16), "float32", name="x")
@@ -271,7 +271,7 @@ def test_a_turned_input_is_not_written_over():
     assert not p.tiling.can_overwrite(op.block.outputs[0], [t.name for t in op.inputs].index("x"))
 
 
-def test_cuda_says_that_it_has_no_turns():
+def test_cuda_says_that_it_has_no_rotations():
     with pytest.raises(errors.CodegenError, match="is rotated along axis"):
         cuda.program_source(found_of(PROGRAMS["halves"])[0].ugraph)
 

@@ -64,7 +64,7 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.interpreted])
-def test_numbers(interpreted, name):
+def test_kernels_are_as_close_to_float64_as_torch(interpreted, name):
     result = interpreted["cases"][name]
     assert "raised" not in result, result
     for output in result["outputs"]:
@@ -204,7 +204,7 @@ def test_a_product_that_not_only_sums_read_keeps_the_sign_of_its_zeros(again):
 
 
 @pytest.mark.parametrize("fn", ["exp", "square"])
-def test_what_bounds_select_is_rounded_only_where_it_may_be_a_product(fn):
+def test_a_masked_value_is_rounded_only_if_it_may_be_a_product(fn):
     g = new_kernel_graph()
     x, keep = (g.new_input((2, 64), torch.float32, name=name) for name in ("x", "keep"))
     g.mark_output(g.reduction(g.mul(keep, getattr(g, fn)(x)), dim=1))  # of a mask of 0 and 1
@@ -285,7 +285,7 @@ def asked_for(u, schedule, **names) -> list[set[int]]:
     return found
 
 
-def test_what_is_asked_for_lies_in_the_last_of_several_tensors():
+def test_prefetches_stay_within_the_last_of_several_tensors():
     u = kernel_cases.norm_qkv(1, 256, (32, 20), bias=False)
     schedule = Schedule({"m": 1, "n": 16, "k": 64}, prefetch_steps=2)
     for begin, rows in ((32, range(16)), (48, range(16, 20))):  # the last tile reaches past the end
@@ -294,7 +294,7 @@ def test_what_is_asked_for_lies_in_the_last_of_several_tensors():
         assert first == {256 * r + k for r in rows for k in (0, 64)}
 
 
-def test_blocks_ask_for_their_own_part_of_contiguous_elements():
+def test_blocks_prefetch_their_own_range_of_contiguous_elements():
     g = new_kernel_graph()
     x = g.new_input((64, 1024), "float16", name="x", constant=True)
     axes = (Axis("p", 4, Role.GRID), Axis("r", 1024, Role.TILE, "p"), Axis("k", 64, Role.LOOP))
@@ -311,7 +311,7 @@ def test_blocks_ask_for_their_own_part_of_contiguous_elements():
         assert first == {1024 * k + c for k in range(16) for c in columns}
 
 
-def test_what_is_asked_for_in_long_tensors_is_counted_in_64_bits():
+def test_prefetch_offsets_in_long_tensors_have_64_bits():
     g = new_kernel_graph()
     x = g.new_input((4096, 1 << 20), "float16", name="x", constant=True)
     summed = Stage(
@@ -484,7 +484,7 @@ def test_the_number_of_schedules_must_fit():
         triton.generate(CASES["lora"].ugraph, [CASES["lora"].schedule] * 2)
 
 
-def test_what_library_calls_return_is_made_row_major_for_kernels_and_views_keep_their_strides():
+def test_results_of_library_calls_become_row_major_and_views_keep_their_strides():
     """torch.exp keeps the order of strides.
 
     A kernel is generated for row-major ones, or for those that torch gives to a view.
@@ -673,7 +673,7 @@ def test_library_ops_take_numbers_as_the_cpu_backend_does(name):
 @pytest.mark.parametrize(
     "names", [("tl", "tl_"), ("torch_", "torch"), ("mirage_0", "mirage_0_"), ("float", "float_")]
 )
-def test_names_of_tensors_hide_nothing_and_stay_apart(names):
+def test_names_of_tensors_hide_nothing_and_stay_distinct(names):
     g = KernelGraph()
     x, y = (g.new_input((3, 5), "float32", name=n) for n in names)
     g.min(g.sub(g.exp(x), y), math.inf)
@@ -694,9 +694,7 @@ def test_an_input_that_is_an_output_too_is_not_written_over():
     assert written_over(False) == ((0, 0),) and written_over(True) == ()
 
 
-def test_sources_that_were_loaded_in_passing_are_forgotten_but_by_who_holds_them(
-    tmp_path, monkeypatch
-):
+def test_loaded_sources_are_forgotten_unless_someone_holds_them(tmp_path, monkeypatch):
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     before, tried, held = (
         triton.generate(
@@ -738,7 +736,7 @@ def test_an_input_that_is_stored_as_it_is_is_not_written_over():
     assert triton.generate(UGraph(g, g), [Schedule({"n": 16})]).in_place == ((0, 1), (1, 1))
 
 
-def test_a_conversion_of_what_an_asynchronous_product_reads_has_a_load_of_its_own():
+def test_a_converted_factor_of_an_asynchronous_product_has_its_own_load():
     """x is a factor as it is stored of one product and converted for another.
 
     The second must not share the first's buffer.
@@ -783,7 +781,7 @@ def test_a_conversion_of_what_an_asynchronous_product_reads_has_a_load_of_its_ow
         assert source.count("tl.dot(") == 2 and ("x_again" in source) == again
 
 
-def test_what_is_too_small_to_be_copied_is_loaded_a_step_ahead():
+def test_a_tile_too_small_for_an_asynchronous_copy_is_loaded_a_step_ahead():
     """128 elements of γ are 2 bytes for each of 128 threads, 4 for each of 64.
 
     An asynchronous copy has 4 at least.

@@ -70,7 +70,7 @@ def process_of(pool: workers.Workers) -> Any:
     return process
 
 
-def test_what_a_process_compiled_is_found_here(
+def test_kernels_that_a_worker_compiled_are_found_here(
     one: workers.Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hits: list[bool] = []
@@ -120,7 +120,7 @@ def test_many_programs_take_processes_which_end_when_idle(monkeypatch: pytest.Mo
     )  # too few
 
 
-def test_what_only_a_process_refuses_is_compiled_here(
+def test_a_program_that_only_the_worker_refuses_is_compiled_here(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)

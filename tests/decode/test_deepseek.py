@@ -129,7 +129,7 @@ def test_half_precision_parts_from_stock_at_ties_only(resolved: list[Any]) -> No
 
 
 @slow
-def test_what_is_searched_is_what_the_model_has(resolved: list[Any]) -> None:
+def test_the_searched_programs_are_those_of_the_model(resolved: list[Any]) -> None:
     """The weight that expands latents is read where it is, by two views.
 
     Caches are HF's, and nothing of the size of keys is made.
@@ -215,7 +215,7 @@ NOT_OURS: dict[str, tuple[Any, str]] = {
 
 @slow
 @pytest.mark.parametrize("name", NOT_OURS)
-def test_what_is_refused_says_why(name: str) -> None:
+def test_a_refused_model_says_why(name: str) -> None:
     make, reason = NOT_OURS[name]
     found = match(make(), list(PATTERNS))
     reasons = [r.reason for r in found.rejected]

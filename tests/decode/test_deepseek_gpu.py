@@ -118,7 +118,7 @@ def test_kernels_of_a_step_give_the_same_numbers_every_time(
 
 @VERSIONS
 @pytest.mark.parametrize("batch", [1, 3])
-def test_tokens_are_stocks_but_for_ties(version: str, more: dict[str, Any], batch: int) -> None:
+def test_tokens_are_stocks_except_at_ties(version: str, more: dict[str, Any], batch: int) -> None:
     model = model_of(version, **more)
     ids = torch.randint(3, 1000, (batch, 40), generator=torch.Generator().manual_seed(batch)).cuda()
     if batch == 1:

@@ -346,7 +346,7 @@ def test_returned_cache_is_not_pool_memory():
     }
 
 
-def test_what_an_earlier_call_left_behind_cannot_be_seen():
+def test_data_of_an_earlier_call_is_never_seen():
     model = tiny("llama")
     runner = install(model)
     model.generate(prompt(2, 30), max_new_tokens=30)

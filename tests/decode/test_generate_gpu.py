@@ -574,7 +574,7 @@ def test_speed_of_a_1b_shape():
     assert rows["ours, captured"][0] < min(rows["stock, called"][0], rows["ours, called"][0])
 
 
-def test_what_cannot_be_captured_is_called():
+def test_a_step_that_cannot_be_captured_is_called():
     """Last: a capture that fails must leave the device and the model usable."""
     model = tiny("llama").cuda()
     mlp = model.model.layers[0].mlp

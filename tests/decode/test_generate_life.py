@@ -146,7 +146,7 @@ def test_release_in_mid_call():
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def test_memory_is_counted_while_a_call_takes_another_way_to_choose():
+def test_memory_is_counted_while_another_call_adds_a_selection():
     block = cache.CacheBlock(1, 256, (None,), torch.device("cpu"))
 
     def tensors():
@@ -469,7 +469,7 @@ def test_weights_changed_in_place_and_replaced():
     assert handled(runner) == 6, runner.counts
 
 
-def test_survey_sees_what_a_graph_depends_on():
+def test_the_fingerprint_sees_all_that_a_graph_depends_on():
     model = tiny("llama")
     seen = [take_fingerprint(model).key]
     assert take_fingerprint(model).key == seen[0]
@@ -719,7 +719,7 @@ def test_layers_that_the_config_still_has(family, past, monkeypatch):
     assert not past or not ours.past_key_values.layers[1].is_initialized
 
 
-def test_what_lies_below_a_users_window_is_cleared():
+def test_slots_below_a_users_window_are_cleared():
     model = tiny("mistral")
     runner = install(model)
     model.generate(prompt(1, 30), max_new_tokens=3)
@@ -903,7 +903,7 @@ def test_trained_model_with_everything_around_it():
         )
 
 
-def test_what_graphs_hold_as_constants_is_part_of_what_they_are_for():
+def test_constants_of_graphs_are_part_of_their_key():
     """Numbers of modules and configs, on and off, and buffers changed in place."""
     model = tiny("qwen3")
     attention, rotary = model.model.layers[1].self_attn, model.model.rotary_emb

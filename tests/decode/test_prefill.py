@@ -66,7 +66,7 @@ def test_prompts_of_changing_length(family: str, batch: int, called: list[str]) 
     ) == (0 if windowed else 2)
 
 
-def test_what_is_no_plain_prompt_runs_as_it_is(called: list[str]) -> None:
+def test_a_prompt_that_is_not_plain_is_not_padded(called: list[str]) -> None:
     model = tiny("llama")
     runner = install(model)
     for _ in range(3):
@@ -923,7 +923,7 @@ def test_prompts_that_kernels_do_not_give_are_hfs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
-def test_what_fails_in_a_called_prompt_is_hfs(
+def test_hf_runs_a_called_prompt_that_fails(
     error: type[Exception], only_called: None, resolved: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also behind a prompt that agreed, as where a product has no room for its workspace."""
@@ -990,7 +990,7 @@ CHANGES: dict[str, tuple[bool, Any]] = {
     ],
 )
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_model_is_looked_at_while_the_prompt_runs(
+def test_the_fingerprint_is_taken_while_the_prompt_runs(
     change: str,
     streams: bool,
     depth: int,
@@ -1079,7 +1079,7 @@ def test_the_first_prompts_of_a_model_are_not_early(
 @pytest.mark.parametrize(
     "change", [c for c in CHANGES if c != "a hook"]
 )  # with which calls are stock's
-def test_what_is_tried_for_nothing_draws_nothing(
+def test_an_early_prompt_that_is_dropped_draws_no_random_numbers(
     change: str, called: list[str], resolved: list[Any]
 ) -> None:
     """Calls that sample take one seed of the generator each, and choose the same tokens by it."""
@@ -1111,7 +1111,9 @@ def ahead_of_the_look(depth: int = 2) -> tuple[Any, Any]:
     return stock, ours
 
 
-def test_no_module_is_run_before_a_look(called: list[str], resolved: list[Any]) -> None:
+def test_no_module_runs_before_the_fingerprint_is_taken(
+    called: list[str], resolved: list[Any]
+) -> None:
     """A step that is captured asks the model's own RoPE for its tables.
 
     A hook there is called as often as by stock.
@@ -1143,7 +1145,7 @@ def test_no_step_is_captured_for_a_model_that_is_not_there(
     assert_same(stock.generate(**given), ours.generate(**given))
 
 
-def test_what_fails_before_a_look_fails_for_the_model_that_is_there(
+def test_an_early_failure_counts_only_for_the_present_model(
     called: list[str], resolved: list[Any]
 ) -> None:
     models = ahead_of_the_look()
@@ -1184,7 +1186,7 @@ def test_tokens_that_the_kernels_have_no_row_for(
     assert_same(*(model.generate(**given) for model in models))
 
 
-def test_calls_that_are_stock_s_begin_early_once(
+def test_a_call_that_stock_serves_starts_early_only_once(
     called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock, ours = ahead_of_the_look()
@@ -1206,7 +1208,7 @@ def test_calls_that_are_stock_s_begin_early_once(
     )
 
 
-def test_a_call_s_fingerprint_is_its_own() -> None:
+def test_each_call_has_its_own_fingerprint() -> None:
     """Two threads call. One may expect the earlier model while the other knows the present one."""
 
     class Raced(generate.DecodeRunner):
@@ -1216,7 +1218,9 @@ def test_a_call_s_fingerprint_is_its_own() -> None:
     assert Raced().graph_key_of(given) == ("expected", None)
 
 
-def test_no_prompt_is_captured_before_a_look(called: list[str], resolved: list[Any]) -> None:
+def test_no_prompt_is_captured_before_the_fingerprint_is_taken(
+    called: list[str], resolved: list[Any]
+) -> None:
     """A number that kernels were made for has changed, so their graph is gone.
 
     What takes its place runs the model's own forward.

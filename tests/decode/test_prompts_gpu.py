@@ -177,7 +177,7 @@ def test_first_prompts_of_a_bucket_are_called_and_later_ones_captured() -> None:
     ],
     ids=["norm", "gate"],
 )
-def test_pieces_are_bits_of_the_whole(block: Any) -> None:
+def test_row_chunks_give_the_same_bits_as_the_whole(block: Any) -> None:
     device = torch.device("cuda")
     kernel = row_chunks.RowChunks(
         block, device, lambda program: resolver.resolve(program, device=device, tune="never")

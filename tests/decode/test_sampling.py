@@ -170,7 +170,7 @@ def test_a_users_default_dtype_changes_no_scores(other):
 
 
 @pytest.mark.slow
-def test_rows_that_read_the_text_say_so():
+def test_processors_that_read_the_text_say_so():
     """The text is only written where one of them does."""
     torch.manual_seed(0)
     reads = set()
@@ -233,7 +233,7 @@ class Mine(hf.TemperatureLogitsWarper):
     pass
 
 
-def test_what_the_table_does_not_know_is_the_hosts():
+def test_the_host_runs_processors_that_the_table_lacks():
     of = processors.obstacle
     newer = hf.TemperatureLogitsWarper(0.5)
     newer.seen = 3
@@ -732,7 +732,7 @@ def test_no_token_to_draw(more):
 
 
 @pytest.mark.slow
-def test_numbers_change_without_another_graph_and_few_ways_are_kept():
+def test_numbers_change_without_another_graph_and_few_selections_are_kept():
     model = tiny("llama")
     runner = install(model)
     for t in (0.5, 0.7, 1.1):

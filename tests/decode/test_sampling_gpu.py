@@ -70,7 +70,7 @@ def test_thresholds_are_those_of_a_sort(shape):
 
 @pytest.mark.parametrize("vocab", [50_257, 128_256, 151_936, 1 << 20])
 @pytest.mark.parametrize("kind", ["plain", "bfloat16", "flat", "few"])
-def test_what_stays_of_a_large_vocabulary(kind, vocab):
+def test_the_tokens_kept_of_a_large_vocabulary(kind, vocab):
     """Beside HF's classes.
 
     Top k exactly, others but for tokens at the limit, by rounding of sums in float32.

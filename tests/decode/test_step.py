@@ -404,7 +404,7 @@ def test_a_returned_cache_is_not_pool_memory() -> None:
     )
 
 
-def test_what_an_earlier_call_left_behind_cannot_be_seen() -> None:
+def test_data_of_an_earlier_call_is_never_seen() -> None:
     stock, ours = pair()
     agree(stock, ours, left_padded((20, 30, 9)) | {"max_new_tokens": 30})
     for block in ours.mirage.runner.pool._idle:

@@ -169,7 +169,7 @@ def test_tiles_are_shown_in_a_line():
         bg.softmax(x, x)
 
 
-def test_what_differs_is_refused_with_the_reason():
+def test_a_kernel_that_differs_is_refused_with_the_reason():
     g, kernels, _ = linear(eps=1e-5)
     assert isinstance(mi.verify(g, kernels), mi.Rejected)
     with pytest.raises(
@@ -322,7 +322,7 @@ def test_numbers_take_either_side():
     assert torch.equal(a, b)
 
 
-def test_what_is_linear_may_follow_the_product_of_a_trip():
+def test_linear_ops_may_follow_the_product_of_a_trip():
     """The paper accumulates late.
 
     Sums of one trip may be scaled and added before, and tiles accumulated before they are summed.
@@ -642,7 +642,7 @@ def test_partial_results_that_are_not_just_summed_are_not_lowered():
 # -- documentation --------------------------------------------------------------------------------
 
 
-def test_what_is_proven_does_not_change_with_the_graphs_it_was_made_from():
+def test_a_proven_ugraph_does_not_change_with_the_graphs_it_was_made_from():
     program, kernels = mi.new_kernel_graph(), mi.new_kernel_graph()
     program.square(program.new_input((8, 16), mi.float32))
     X = kernels.new_input((8, 16), mi.float32)

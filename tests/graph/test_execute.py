@@ -32,7 +32,7 @@ def test_block_graphs_equal_their_programs(name, pieces):
         torch.testing.assert_close(values[t.index], y, rtol=1e-11, atol=1e-13)
 
 
-def test_pieces_by_axis():
+def test_pieces_may_be_given_by_axis():
     u = ugraphs.gated_mlp()
     inputs = [x.double() for x in ugraphs.random_inputs(u.program)]
     block = u.block_ops[0].block

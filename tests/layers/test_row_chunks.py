@@ -57,13 +57,13 @@ def test_rows_are_dealt_out_among_few_sizes(rows: int) -> None:
     assert all(found.count(size) == 1 for size in set(found) - {row_chunks.MAX_CHUNK_ROWS})
 
 
-def test_rows_that_no_piece_has_are_not_left_out_silently() -> None:
+def test_rows_without_a_chunk_are_not_left_out_silently() -> None:
     with pytest.raises(AssertionError, match="the last 36 would be left out"):
         row_chunks.row_chunk_sizes(100)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_pieces_give_what_the_whole_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_chunks_give_the_same_as_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_chunks, "MAX_CHUNK_ROWS", 128)
     block, asked = BLOCKS[name], []
     kernel = row_chunks.RowChunks(
@@ -160,6 +160,6 @@ print(json.dumps([far, kept, len(program.launches)]))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_generated_pieces_write_their_rows_only(name: str) -> None:
+def test_generated_row_chunks_write_only_their_rows(name: str) -> None:
     far, kept, launches = triton_interpreter.run(CODE.format(name=name))
     assert far < 64 and kept and launches == 1

@@ -207,7 +207,7 @@ def test_families_with_layer_norm_or_without_a_gate_match_in_full(name: str) -> 
     }
 
 
-def test_gpt_oss_matches_but_for_its_experts() -> None:
+def test_gpt_oss_matches_except_its_experts() -> None:
     model = tiny("gpt_oss", num_hidden_layers=2)
     matches = match(model, ALL, model)
     assert [[p.role for p in m.parts] for m in matches.modules] == [["qkv", "attention", "out"]] * 2
@@ -399,7 +399,9 @@ def test_an_unknown_activation_is_refused(name: str) -> None:
     )
 
 
-def test_the_probe_sees_what_the_structure_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_sees_differences_that_the_structure_hides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = tiny("llama")
     layer, stock = type(model.model.layers[0]), type(model.model.layers[0]).forward
 
@@ -477,7 +479,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("reason", CHANGES)
-def test_refusals_name_their_reason(reason: str) -> None:
+def test_every_rejection_names_its_reason(reason: str) -> None:
     model = tiny("llama")
     CHANGES[reason](model.model.layers[1])
     assert reason in reasons(model, "model.layers.1")
@@ -524,7 +526,7 @@ def test_steps_without_a_matched_layer_say_so() -> None:
     assert match(model, ["gated_mlp"], model).causal == Rejected("no pattern asked for")
 
 
-def test_a_no_is_a_value() -> None:
+def test_a_rejection_is_a_value() -> None:
     assert Rejected("x") == Rejected("x") and Rejected("x").reason == "x"
 
 

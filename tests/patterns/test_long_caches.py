@@ -241,7 +241,7 @@ def test_a_schedule_that_is_none_for_a_short_cache_gives_way_to_one_of_its_kind(
         )
 
 
-def test_what_lies_ready_is_not_asked_for_before_a_share_is_known():
+def test_keys_are_not_prefetched_before_a_block_s_share_is_known():
     """Bounds that may not be read before the wait say where a block's share of keys begins."""
     g = new_kernel_graph()
     q, k = (
@@ -273,7 +273,7 @@ def test_what_lies_ready_is_not_asked_for_before_a_share_is_known():
     pytest.fail("no kernel deals out what is within bounds")
 
 
-def test_the_tuner_begins_with_schedules_that_ask_for_caches_early():
+def test_the_tuner_begins_with_schedules_that_prefetch_caches():
     tuned = symbolic.for_program(found(128, 1), program(attention.LONG_SLOTS, 128))
     first = next(tuner._scheduled(tuned, H200, space.schedules))
     assert all(s.prefetch_steps for s in first.schedules), first.schedules

@@ -92,7 +92,7 @@ def test_searched_once_then_read_by_a_fresh_process(searches):
     assert done.stdout.split() == ["cache", "True", first.digest, "1"], done.stderr
 
 
-def test_what_was_found_and_does_not_fit_is_told(monkeypatch):
+def test_an_entry_that_does_not_fit_is_reported(monkeypatch):
     monkeypatch.setattr(space, "obstacle", lambda ops: "needs 9764 registers")
     r = resolver.resolve(programs.build(mi, "rms_norm_linear"), device="cpu")
     assert not r.is_fused and r.reason.startswith(
@@ -100,7 +100,7 @@ def test_what_was_found_and_does_not_fit_is_told(monkeypatch):
     ), r.reason
 
 
-def test_what_runs_is_right():
+def test_resolved_kernels_are_right():
     for name in ("rms_norm_linear", "lora_paper", "gated_mlp", "attention_decode"):
         g = programs.build(mi, name)
         r = resolver.resolve(g, device="cpu")
@@ -160,7 +160,7 @@ def test_a_damaged_entry_is_made_anew(cache, searches):
     )
 
 
-def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch, searches):
+def test_an_unwritable_cache_is_reported(tmp_path, monkeypatch, searches):
     blocker = tmp_path / "a_file"
     blocker.write_text("")
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(blocker / "cache"))
@@ -303,7 +303,7 @@ def test_kernels_are_chosen_for_the_layer_and_kept(offered):
         )
 
 
-def test_what_is_slower_than_the_library_is_not_offered(offered):
+def test_kernels_slower_than_the_library_are_not_offered(offered):
     layer = [made(512, 1.0, 2.0, 30.0), made(768, 10.0, 11.0), made(1024, 3.0, 4.0)]
     chosen = layer_choice.for_layer(layer, device="cpu")
     assert [len(c) for c in offered[0]] == [2, 2]  # the second program runs the library
@@ -314,7 +314,7 @@ def test_what_is_slower_than_the_library_is_not_offered(offered):
     )
 
 
-def test_a_library_path_that_failed_is_no_rival(cache):
+def test_a_library_path_that_failed_does_not_compete(cache):
     """As for want of memory, which kernels that form no intermediate results need less of."""
     resolved = made(512, 1.0, 2.0, library=None)
     found, entry = resolved.outcome, resolved.entry
@@ -326,7 +326,7 @@ def test_a_library_path_that_failed_is_no_rival(cache):
     assert layer_choice.only_choice(entry)
 
 
-def test_what_was_looked_up_stays_and_counts(offered):
+def test_a_stored_kernel_stays_and_counts_in_the_layer(offered):
     there = replace(made(512, 1.0, 2.0), outcome=None)
     chosen = layer_choice.for_layer([there, made(1024, 3.0, 4.0)], device="cpu")
     assert [len(c) for c in offered[0]] == [1, 2] and offered[0][0][

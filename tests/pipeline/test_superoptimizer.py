@@ -64,7 +64,7 @@ def tensors(graph, seed=0):
     return [torch.randn(t.dims, generator=generator).to(t.dtype) for t in graph.inputs]
 
 
-def test_what_a_user_types(tmp_path, monkeypatch):
+def test_the_example_of_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     g = mi.new_kernel_graph()
     X = g.new_input(dims=(16, 4096), dtype=mi.float16)
@@ -598,7 +598,7 @@ def _without_record(folder):
         (_without_record, "holds no µGraphs of a search"),
     ],
 )
-def test_what_does_not_check_is_never_used_and_made_anew(searches, harm, says):
+def test_a_damaged_result_is_never_used_and_made_anew(searches, harm, says):
     first = mi.superoptimize(small())
     (folder,) = kept()
     harm(folder)
@@ -807,7 +807,7 @@ def test_a_users_default_device_changes_nothing():
 @pytest.mark.parametrize(
     "inputs", [None, 3, {1, 2}, (x for x in ())], ids=["None", "a number", "a set", "a generator"]
 )
-def test_what_is_no_list_of_inputs_says_so(inputs):
+def test_inputs_that_are_no_list_are_refused(inputs):
     g = mi.new_kernel_graph()
     g.exp(g.new_input((4, 6)))
     with pytest.raises(

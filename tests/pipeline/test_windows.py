@@ -357,7 +357,7 @@ def test_a_refused_window_is_replaced(monkeypatch):
     assert any("silu" in n and "as fast" in n for n in result.report.notes)
 
 
-def test_verdicts_combine(monkeypatch):
+def test_verdicts_of_windows_combine(monkeypatch):
     def only_scalar(found, **more):
         result = accept(found, **more)
         gate = any(op.name == "silu" for f in found for op in f.ugraph.program.ops)
@@ -387,7 +387,7 @@ def test_verdicts_combine(monkeypatch):
         assert isinstance(c.scalar, Accepted) and isinstance(c.tensor_cores, Rejected)
 
 
-def test_dear_library_calls_are_avoided_and_free_ones_taken():
+def test_costly_library_calls_are_avoided_and_free_ones_taken():
     g = decoder_layer(mi, **SMALL, tokens=3)
     dear, _ = windows.search_windows(g, OPTIONS, call_us=lambda op: 1e3)
     assert called(dear[0].ugraph) == Counter()
@@ -456,7 +456,7 @@ def _computed_weight(g):
 @pytest.mark.parametrize(
     "build", [_used_inside, _other_rows, _computed_weight], ids=lambda f: f.__name__.strip("_")
 )
-def test_what_is_not_joined(build):
+def test_products_that_are_not_joined(build):
     g = mi.new_kernel_graph()
     build(g)
     assert join(g) is None
@@ -472,7 +472,7 @@ def test_no_time_is_no_error():
     assert result.report.stop == "time" and not result.candidates
 
 
-def test_progress_is_told_and_an_interrupted_search_returns_the_best_so_far():
+def test_progress_is_reported_and_an_interrupted_search_returns_the_best_so_far():
     stages, seconds = [], []
     search_and_verify(
         decoder_layer(mi, **SMALL, tokens=3),

@@ -170,7 +170,7 @@ def test_the_chain_is_the_same_as_programs_and_as_torch(rows, separate):
     )
 
 
-def test_a_zoo_is_not_given_what_failed(monkeypatch, tmp_path):
+def test_a_zoo_gets_no_result_whose_candidates_failed(monkeypatch, tmp_path):
     """Every candidate failed: the library would stand in the zoo for good."""
     ugraph = ugraphs.rms_norm_linear()
     fused = Entry(
@@ -585,7 +585,7 @@ def test_attention_by_name_that_torch_runs_is_no_peer():
     )
 
 
-def test_attention_by_name_is_told_row_by_row(monkeypatch):
+def test_attention_by_name_is_reported_row_by_row(monkeypatch):
     from mirage_hf.attention_interface import AttentionReport, KernelRow
 
     first = KernelRow("a", "cache", 1.0, 2.0, 256, 3, 4, True)

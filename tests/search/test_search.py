@@ -481,7 +481,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("build", ODD, ids=lambda f: f.__name__.strip("_"))
-def test_odd_programs(build):
+def test_squares_repeated_axes_and_sizes_of_one_are_searched(build):
     g = mi.new_kernel_graph()
     build(g)
     inputs = mutants.float64_inputs(g)
@@ -669,7 +669,7 @@ def test_the_time_limit_holds():
     assert "time" in str(report) and (found or "time" in report.reason)
 
 
-def test_progress_is_told_and_can_stop():
+def test_progress_is_reported_and_can_stop_the_search():
     seen = []
 
     def progress(counters):

@@ -26,7 +26,7 @@ CLOSE = dict(atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("reason", EVENTS)
-def test_what_happens_to_a_model_afterwards_sends_it_to_stock(reason: str) -> None:
+def test_a_changed_model_runs_the_stock_forward(reason: str) -> None:
     stock, ours = swapped()
     for model in (stock, ours):
         EVENTS[reason](model)

@@ -344,7 +344,7 @@ def test_adapters_in_float32_or_in_the_models_dtype(
         (dict(lora_bias=True), "adapter default has a bias"),
     ],
 )
-def test_what_is_not_plain_lora_says_so(options: dict[str, Any], reason: str) -> None:
+def test_an_adapter_that_is_not_plain_lora_says_so(options: dict[str, Any], reason: str) -> None:
     stock, ours = (with_lora("qwen2", **options) for _ in range(2))
     optimize(ours)
     rows = [r for r in ours.mirage.report.rows if r.pattern == "lora"]
@@ -531,7 +531,7 @@ def test_adapters_that_come_back_are_fast_again(patterns: Any) -> None:
     assert binding(ours).calls == seen + 8
 
 
-def test_what_holds_nothing_is_seen_once_it_does() -> None:
+def test_an_empty_module_is_seen_once_it_holds_something() -> None:
     """PEFT has a dozen mostly empty modules in each linear. The fingerprint skips empty ones."""
     model = with_lora()
     linear, before = lora_layer(model), take_fingerprint(model).model

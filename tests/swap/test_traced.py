@@ -384,7 +384,7 @@ def test_adapters_that_change_are_seen(alone: bool) -> None:
 @pytest.mark.parametrize(
     "strict", [None, *(pytest.param(x, marks=pytest.mark.slow) for x in (True, False))]
 )
-def test_what_adapters_are_scaled_by_is_a_constant_of_the_graph(
+def test_the_scaling_of_an_adapter_is_a_constant_of_the_graph(
     strict: bool | None, tmp_path: Path
 ) -> None:
     """A kernel in a CUDA graph may read it before earlier launches are done.

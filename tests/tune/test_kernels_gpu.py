@@ -92,7 +92,7 @@ def run_of(ugraph: UGraph, *schedules: Schedule) -> measure.Run:
 
 
 @pytest.mark.parametrize("name", [c.name for c in kernel_cases.cases()])
-def test_numbers(name):
+def test_kernels_are_as_close_to_float64_as_torch(name):
     case = CASES[name]
     reference = Reference(case.ugraph.program)
     assert not reference.complaint(run_of(case.ugraph, *case.schedules)(reference.inputs))

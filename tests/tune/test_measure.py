@@ -40,7 +40,7 @@ def test_a_kernel_whose_results_differ_from_call_to_call_is_refused(monkeypatch)
 
 
 @pytest.mark.parametrize("worth, replays", [(math.inf, 15), (5.0, 15), (4.0, 3), (3.0, 3)])
-def test_what_is_slow_is_not_replayed_to_the_end(worth, replays, monkeypatch):
+def test_a_slow_candidate_is_not_replayed_to_the_end(worth, replays, monkeypatch):
     """Of the two replays that warm up one was fast enough to be worth more."""
     samples = iter([4.5, 4.0, *[9.0] * 15])
     monkeypatch.setattr(tuner.measure.torch.cuda, "synchronize", lambda: None)

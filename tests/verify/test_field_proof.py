@@ -242,7 +242,7 @@ def test_any_number_of_parts_is_proven(parts):
         assert isinstance(prove(build(parts=parts, **sizes)), Accepted), build.__name__
 
 
-def test_small_sizes_have_two_parts_or_more_of_which_none_is_empty():
+def test_reduced_sizes_have_two_splits_or_more_and_none_is_empty():
     u = multi_kernel_ugraphs.split_attention(keys=4096, d=128, parts=16)
     classes = size_classes.SizeClasses(expand(u.program), expand(u.kernels))
     for sizes, parts in ((field_proof._SIZES[0], 2), (field_proof._LARGER, 3)):
@@ -282,7 +282,7 @@ def _program(of, tensors=3):
     ],
     ids=["other side", "swapped", "other condition", "always the first"],
 )
-def test_what_data_selects_is_no_side_of_it(wrong):
+def test_a_select_by_data_differs_from_either_side(wrong):
     selects = _program(lambda g, m, x, y: g.select(m, x, y))
     assert isinstance(mi.verify(selects, _by_hand(lambda b, m, x, y: b.select(m, x, y))), Accepted)
     assert isinstance(prove(UGraph(selects, _by_hand(wrong))), Rejected)
@@ -293,7 +293,7 @@ def test_what_data_selects_is_no_side_of_it(wrong):
 
 
 @pytest.mark.parametrize("divisor", [lambda g, y: y, lambda g, y: g.reduction(y, 1)])
-def test_a_quotient_is_no_ratio_where_the_divisor_is_zero(divisor):
+def test_a_quotient_differs_from_a_ratio_if_the_divisor_is_zero(divisor):
     ratio = _program(lambda g, x, y: g.ratio(x, divisor(g, y)), 2)
     assert isinstance(
         mi.verify(ratio, _by_hand(lambda b, x, y: b.ratio(x, divisor(b, y)), 2)), Accepted
@@ -474,7 +474,7 @@ def test_small_graphs_evaluate_library_ops_as_torch_does():
         torch.testing.assert_close(a, b)
 
 
-def test_what_cannot_be_shrunk_or_proven_says_why():
+def test_a_graph_that_cannot_be_shrunk_or_proven_says_why():
     g = mi.new_kernel_graph()
     cache, new, at = g.new_input((4, 8, 6)), g.new_input((4, 1, 6)), g.new_input((1,), "int64")
     g.mark_output(g.exp(g.cache_append(cache, new, at)))
@@ -587,7 +587,7 @@ def two_exponentials(c: float) -> UGraph:
     return ugraphs.fuse(g, block)
 
 
-def test_a_proof_that_would_say_nothing_is_refused():
+def test_a_proof_without_a_bound_is_refused():
     """e^x and e^(cx) are powers of one number.
 
     Unless c is a simple fraction, no bound survives their degree.
@@ -651,7 +651,7 @@ def test_degrees_add_up_and_common_denominators_count_once():
     assert quotients(d.rescale(e, quotient, quotient)) == {((0, 2), (0, 0))}
 
 
-def test_what_holds_only_on_short_axes_is_refused():
+def test_an_identity_that_holds_only_on_short_axes_is_refused():
     """24 e4 = p1⁴ − 6 p1² p2 + 3 p2² + 8 p1 p3 − 6 p4 is 0 on three elements, not on four."""
     g = mi.new_kernel_graph()
     x = g.new_input((1, 32))
@@ -705,7 +705,7 @@ def test_what_holds_only_on_short_axes_is_refused():
         assert isinstance(prove(mutants.fuse(constant, block)), Rejected), n
 
 
-def test_keep_counts_both_ways_to_round():
+def test_keep_counts_candidates_for_each_way_to_round():
     g = programs.rms_norm_linear(mi, rows=16, k=256, n=64)
     found = search(g, SEARCH)[0]
     kept = accept(found, keep=1).candidates

@@ -57,7 +57,7 @@ def multiplies(ugraph, *inputs):
     return any(set(op.args) == {block.inputs[n].name for n in inputs} for op in block.ops())
 
 
-def test_a_product_that_overflows_before_the_division_is_refused_and_others_take_its_place():
+def test_a_product_that_overflows_before_the_division_is_replaced_by_another():
     """x·γ leaves float16 where torch, which divides first, does not.
 
     Fine in float32, refused for tensor cores. γ·W does not.
@@ -117,7 +117,7 @@ def one_pass_variance(rows=8, n=256, dtype="float32") -> UGraph:
     return ugraphs.fuse(g, block)
 
 
-def test_one_pass_variance_is_refused_by_its_numbers(monkeypatch):
+def test_the_numeric_check_refuses_one_pass_variance(monkeypatch):
     monkeypatch.setattr(
         numeric,
         "cases",
@@ -255,7 +255,7 @@ def test_narrowing_keeps_the_program():
 
 
 @pytest.mark.parametrize("name", ["rms_norm_linear", "attention_decode"])
-def test_cases_share_what_they_do_not_change_and_draw_what_each_would_alone(name):
+def test_cases_share_unchanged_inputs_and_draw_the_same_numbers_as_alone(name):
     g = programs.build(mi, name)
     draws = case_inputs.CaseInputs(g, seed=3)
     every = [
@@ -275,7 +275,7 @@ def test_cases_share_what_they_do_not_change_and_draw_what_each_would_alone(name
     ) == len(every)
 
 
-def test_no_case_writes_into_what_others_share():
+def test_no_case_writes_into_shared_inputs():
     """Rows have slots of their own, and others where bounds lie elsewhere.
 
     What is left there would be read in other cases.
@@ -344,7 +344,7 @@ def test_huge_scores_ask_for_the_maximum_wherever_their_size_comes_from():
     assert not any(case.scores for case, _ in numeric.NumericCheck(g).each())
 
 
-def test_a_sum_that_follows_no_maximum_is_refused_by_its_numbers():
+def test_the_numeric_check_refuses_a_sum_that_follows_no_maximum():
     """exp(s) summed beside exp(s − m).
 
     Equal as functions once divided, out of range on large scores.
@@ -361,7 +361,7 @@ def test_a_sum_that_follows_no_maximum_is_refused_by_its_numbers():
         ]
 
 
-def test_narrowing_goes_through_all_kernels():
+def test_narrowing_reaches_all_kernels():
     for u in (
         multi_kernel_ugraphs.split_attention(64, 1, 4096, 128, 16),
         multi_kernel_ugraphs.split_k(16, 4096, 4096, 8),

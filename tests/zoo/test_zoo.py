@@ -103,7 +103,7 @@ def test_target_versions_and_promise_are_part_of_the_key():
 # -- entries and stores ---------------------------------------------------------------------------
 
 
-def test_what_is_put_is_got(zoo):
+def test_a_stored_entry_is_read_back(zoo):
     e = entry()
     folder = zoo.put(e)
     assert folder == zoo.root / e.folder and {p.name for p in folder.iterdir()} == {

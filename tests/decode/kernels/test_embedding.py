@@ -187,7 +187,7 @@ def test_one_row_of_bfloat16_is_read_16_bytes_a_thread():
 # -- what is refused ----------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_refused():
+def test_wrong_tensors_are_refused():
     c, good = Control.allocate(2, CAPACITY, CPU), random_tables(2, 9, 4, 5, 6, torch.float32)
     out = EmbeddingOutput.allocate(2, 4, 6, (None,), torch.float32, CPU)
     embed(c, *good, out, by_kernel=False)

@@ -178,7 +178,7 @@ def test_totals_compile_and_wait_before_they_read():
     )
 
 
-def test_what_does_not_fit_is_refused():
+def test_wrong_tensors_are_refused():
     x, k = torch.zeros(2, 9), torch.ones(1, dtype=torch.long)
     for bad in (torch.zeros(9, 2).T, torch.zeros(2, 9).half(), torch.zeros(9), torch.zeros(129, 9)):
         with pytest.raises(errors.InputError, match="ranking is"):

@@ -77,7 +77,7 @@ def wrong_turns(
     return wrong
 
 
-def test_torch_turns_as_by_hand():
+def test_torch_wraps_the_ring_as_by_hand():
     assert not wrong_turns(False, 100, seed=10)
 
 
@@ -111,7 +111,7 @@ def test_one_row_of_bfloat16_is_read_16_bytes_a_thread():
     assert "ld.global.v4.b32" in compiled(LARGE, dtypes(torch.bfloat16), 90).asm["ptx"]
 
 
-def test_what_does_not_fit_is_refused():
+def test_wrong_tensors_are_refused():
     c = Control.allocate(2, CAPACITY, CPU)
     for slab in (torch.zeros(1, 3, 1, 8, 4), torch.zeros(1, 2, 1, 9, 4)):
         with pytest.raises(errors.InputError, match=r"slabs\[0\]"):

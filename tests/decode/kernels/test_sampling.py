@@ -295,7 +295,7 @@ def test_one_row_of_bfloat16_is_read_16_bytes_a_thread():
 # -- what is refused ----------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_refused():
+def test_wrong_tensors_are_refused():
     c, sampler = Control.allocate(2, CAPACITY, CPU), Sampler.allocate(2, 9, CPU)
     for batch, vocab in ((0, 9), (MAX_ROWS + 1, 9), (2, 0), (2, MAX_VOCAB + 1)):
         with pytest.raises(errors.InputError, match="use choose_greedily"):
