@@ -16,8 +16,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
@@ -531,9 +531,11 @@ def spelled_out(
         scores = torch.cat(
             (scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)), -1
         )
-    weights = F.softmax(scores, -1, dtype=torch.float32).to(value.dtype)[..., : key.shape[2]]
+    weights = functional.softmax(scores, -1, dtype=torch.float32).to(value.dtype)[
+        ..., : key.shape[2]
+    ]
     return (
-        torch.matmul(F.dropout(weights, dropout, module.training), value)
+        torch.matmul(functional.dropout(weights, dropout, module.training), value)
         .transpose(1, 2)
         .contiguous()
     )

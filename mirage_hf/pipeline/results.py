@@ -90,17 +90,21 @@ class ZooResults:
             return None
         reasons = []
         for store in self.zoos.stores:
-            entry = store.get(request.key)
-            if isinstance(entry, Entry):
-                checked = self._checked(entry, store, request)
-                if not isinstance(checked, Rejected):
-                    return checked
-                reasons.append(checked.reason)
-            elif not isinstance(entry, NotStored):
-                reasons.append(entry.reason)
-            if reasons and not store.is_trusted:
-                _log.warning("%s: an entry was not used: %s", source_of(store), reasons[-1])
+            found = self._load_from(store, request)
+            if not isinstance(found, Rejected):
+                return found
+            if isinstance(found, NotStored):
+                continue
+            reasons.append(found.reason)
+            if not store.is_trusted:
+                _log.warning("%s: an entry was not used: %s", source_of(store), found.reason)
         return Rejected("; ".join(reasons)) if reasons else None
+
+    def _load_from(
+        self, store: Store, request: Request
+    ) -> StoredEntry | VerifiedCandidates | Rejected:
+        entry = store.get(request.key)
+        return entry if isinstance(entry, Rejected) else self._checked(entry, store, request)
 
     def _checked(
         self, entry: Entry, store: Store, request: Request

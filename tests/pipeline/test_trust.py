@@ -123,6 +123,15 @@ def test_a_schedule_whose_rounding_does_not_hold_is_rejected(tmp_path, monkeypat
     assert isinstance(rejected, Rejected) and "too coarse" in rejected.reason
 
 
+def test_only_the_store_whose_entry_is_rejected_is_named(tmp_path, caplog):
+    for name in ("wrong", "empty"):
+        (tmp_path / name).mkdir()
+    Store(tmp_path / "wrong", writable=True).put(wrong_entry("cpu"))
+    stores = tuple(Store(tmp_path / name) for name in ("wrong", "empty"))
+    assert isinstance(ZooResults(ZooPath(stores)).load(request_for("cpu")), Rejected)
+    assert "zoo wrong: an entry was not used" in caplog.text and "zoo empty" not in caplog.text
+
+
 def test_a_named_zoo_with_a_wrong_ugraph_is_searched_anew(tmp_path, caplog):
     Store(tmp_path / "zoo", writable=True).put(wrong_entry("cpu"))
     kernel = resolver.resolve(program(), device="cpu", zoo=tmp_path / "zoo")
