@@ -1,4 +1,8 @@
-"""Panels of boxes and arrows as SVG text: widths of text, columns of panels, colours, a legend. What is drawn: picture.py."""
+"""Draw panels of boxes and arrows as SVG text.
+
+This file knows widths of text, columns of panels, colours and the legend. picture.py says what is
+drawn.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,13 @@ from html import escape
 
 from mirage_hf.render import layered
 
+#: Pixels of a character of each class of text. All text is monospaced, so boxes can be made to fit.
 ADVANCE = {"plain": 7.25, "bold": 7.25, "small": 6.35, "band": 6.65, "title": 8.45}
-"""Width of a character of each class of text, in pixels: all text is monospaced, so boxes can be made to fit it."""
+#: Pixels of a line in a box, of a line of small text outside one, and of the padding in a box.
 LINE, SMALL, PAD = 17.0, 14.0, 11.0
-"""Heights of a line in a box and of small text outside one, and padding inside a box, in pixels."""
 
+#: Fill, stroke and meaning of each kind of box. The strokes are Okabe and Ito's colours, which any
+#: eye can tell apart; the text in a box says the same.
 STYLES = {
     "tensor": ("#e3eefa", "#0072b2", "tensor in device memory"),
     "block": ("#fdeccb", "#c98500", "kernel that runs a block graph"),
@@ -25,18 +31,18 @@ STYLES = {
     "product": ("#f7e6f0", "#b3568a", "sum of products"),
     "rescaled": ("#fbe3d6", "#d55e00", "sum rescaled while the maximum grows"),
 }
-"""Fill, stroke and meaning of each kind of box. The strokes are Okabe and Ito's colours, told apart by any eye; the text in a
-box says the same."""
 _DASHED = ("view",)
 
 _CSS = "\n".join(
     [
-        '  .ugraph text { font: 12px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #17202b; text-anchor: middle; }',
+        '  .ugraph text { font: 12px "DejaVu Sans Mono", Menlo, Consolas, monospace; '
+        "fill: #17202b; text-anchor: middle; }",
         "  .ugraph text.bold { font-weight: bold; }",
         "  .ugraph text.small { font-size: 10.5px; fill: #43515f; }",
         "  .ugraph text.left { text-anchor: start; }",
         "  .ugraph text.title { font-size: 14px; font-weight: bold; text-anchor: start; }",
-        "  .ugraph text.band { font-size: 11px; font-weight: bold; fill: #2f4256; text-anchor: start; }",
+        "  .ugraph text.band { font-size: 11px; font-weight: bold; fill: #2f4256; text-anchor: "
+        "start; }",
         "  .ugraph path.edge { fill: none; stroke: #6b7a8a; stroke-width: 1.4; }",
         "  .ugraph path.tip { fill: #6b7a8a; stroke: none; }",
         "  .ugraph rect { stroke-width: 1.5; }",
@@ -45,25 +51,33 @@ _CSS = "\n".join(
         "  .ugraph rect.band { fill: #ffffff; stroke: #a9b7c5; stroke-dasharray: 5 3; }",
         "  .ugraph rect.label { fill: #f6f8fa; stroke: none; }",
         *(
-            f"  .ugraph rect.{name} {{ fill: {fill}; stroke: {stroke};{' stroke-dasharray: 4 2.5;' if name in _DASHED else ''} }}"
+            f"  .ugraph rect.{name} {{ fill: {fill}; stroke: "
+            f"{stroke};{' stroke-dasharray: 4 2.5;' if name in _DASHED else ''} }}"
             for name, (fill, stroke, _) in STYLES.items()
         ),
     ]
 )
 
 _MARGIN, _INSET = 20.0, 22.0
+#: Width by height that a page of panels comes near to.
 _ASPECT = 1.5
-"""Width by height that a page of panels comes near to."""
 
 
 def width(text: str, kind: str) -> float:
-    """Pixels that a text takes; East Asian wide characters take two columns."""
+    """Return the pixels that a text takes. East Asian wide characters take two columns."""
     return ADVANCE[kind] * sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 @dataclass(frozen=True)
 class Node:
-    """A box with lines of (text, class of text); `style` is a key of STYLES, `least` its least width."""
+    """A box with lines of text.
+
+    Attributes:
+        lines: Pairs of text and class of text.
+        style: A key of STYLES.
+        layer: The layer it stands in, 0 at the top.
+        least: Its least width in pixels.
+    """
 
     key: str
     lines: tuple[tuple[str, str], ...]
@@ -73,12 +87,13 @@ class Node:
 
     @property
     def box(self) -> layered.Box:
+        """Its size and layer."""
         wide = max(*(width(text, kind) + 2 * PAD for text, kind in self.lines), self.least)
         return layered.Box(self.key, wide, LINE * len(self.lines) + PAD, self.layer)
 
 
 @dataclass(frozen=True)
-class Band:
+class Frame:
     """A frame around layers `first` to `last`, with lines of text at its left."""
 
     first: int
@@ -88,29 +103,38 @@ class Band:
 
 @dataclass
 class Panel:
-    """A titled drawing: boxes, edges by their ends with lines of text before the head, bands, and facts below the title."""
+    """A titled drawing.
+
+    It holds boxes, edges by their ends with lines of text before the head, frames, and facts below
+    the title.
+    """
 
     title: str
     facts: list[str] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     edges: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
-    bands: list[Band] = field(default_factory=list)
+    frames: list[Frame] = field(default_factory=list)
 
     def add(
         self, key: str, lines: Iterable[tuple[str, str]], style: str, layer: int, least: float = 0.0
     ) -> None:
+        """Add a box."""
         self.nodes.append(Node(key, tuple(lines), style, layer, least))
 
     def join(self, a: str, b: str, label: tuple[str, ...] = ()) -> None:
+        """Add an edge between two boxes."""
         self.edges.setdefault((a, b), label)
 
 
 def label_width(lines: Sequence[str]) -> float:
+    """Return the width of the widest line."""
     return max((width(line, "small") for line in lines), default=0.0) + 8
 
 
 @dataclass(frozen=True)
 class _Drawing:
+    """A panel's SVG and its size."""
+
     width: float
     height: float
     lines: tuple[str, ...]
@@ -138,7 +162,8 @@ def page(title: str, panels: Sequence[Panel]) -> str:
     high = bottom + 24 + LINE * 1.4 * rows
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="ugraph" width="{wide:.0f}" height="{high:.0f}" '
+            '<svg xmlns="http://www.w3.org/2000/svg" class="ugraph" '
+            f'width="{wide:.0f}" height="{high:.0f}" '
             f'viewBox="0 0 {wide:.0f} {high:.0f}" role="img">',
             f"<title>{escape(title)}</title>",
             f"<style>\n{_CSS}\n</style>",
@@ -155,7 +180,10 @@ def page(title: str, panels: Sequence[Panel]) -> str:
 
 
 def _columns(sizes: Sequence[tuple[float, float]]) -> list[list[int]]:
-    """Panels in columns, in order, so that the page comes near to _ASPECT: every height of a run of panels is tried."""
+    """Return panels in columns, in order.
+
+    Every height of a run of panels is tried, so that the page comes near to _ASPECT.
+    """
     best: tuple[float, list[list[int]]] = (float("inf"), [list(range(len(sizes)))])
     heights = {
         sum(h + _MARGIN for _, h in sizes[i:j])
@@ -178,18 +206,19 @@ def _columns(sizes: Sequence[tuple[float, float]]) -> list[list[int]]:
 
 
 def _draw(panel: Panel) -> _Drawing:
+    """Draw one panel."""
     boxes = [n.box for n in panel.nodes]
     by_key = {n.key: n for n in panel.nodes}
     above: dict[int, float] = {}
     for (_, b), label in panel.edges.items():
         if label:
             above[by_key[b].layer] = max(above.get(by_key[b].layer, 0.0), 13.0 * len(label))
-    for band in panel.bands:
+    for band in panel.frames:
         above[band.first] = above.get(band.first, 0.0) + 14
         above[band.last + 1] = above.get(band.last + 1, 0.0) + 14
     placed = layered.place(boxes, list(panel.edges), above)
     short = {}
-    for band in panel.bands:  # room for its text
+    for band in panel.frames:  # leave room for its text
         short[band] = max(
             0.0,
             SMALL * len(band.lines)
@@ -200,7 +229,7 @@ def _draw(panel: Panel) -> _Drawing:
     if any(short.values()):
         placed = layered.place(boxes, list(panel.edges), above)
     gutter = max(
-        (width(line, "band") + 18 for band in panel.bands for line in band.lines), default=0.0
+        (width(line, "band") + 18 for band in panel.frames for line in band.lines), default=0.0
     )
     top = 46.0 + SMALL * len(panel.facts)
     head = max([width(panel.title, "title"), *(width(f, "small") for f in panel.facts)]) + 36
@@ -212,17 +241,18 @@ def _draw(panel: Panel) -> _Drawing:
         _text(16, 27, panel.title, "title"),
     ]
     lines += [_text(16, 44 + SMALL * i, fact, "small left") for i, fact in enumerate(panel.facts)]
-    for band in panel.bands:
+    for band in panel.frames:
         y0, y1 = (
             placed.layers[band.first][0] + top - 12,
             placed.layers[band.last][1] + top + 12 + short[band],
         )
         lines.append(
-            f'<rect class="band" x="9" y="{y0:.1f}" width="{wide - 18:.1f}" height="{y1 - y0:.1f}" rx="8"/>'
+            f'<rect class="band" x="9" y="{y0:.1f}" width="{wide - 18:.1f}" '
+            f'height="{y1 - y0:.1f}" rx="8"/>'
         )
         lines += [_text(18, y0 + 19 + SMALL * i, line, "band") for i, line in enumerate(band.lines)]
     labels = []
-    starts = {band.first for band in panel.bands}
+    starts = {band.first for band in panel.frames}
     for edge, points in placed.routes.items():
         moved = [(x + shift, y + top) for x, y in points]
         lines += _arrow(moved)
@@ -235,7 +265,8 @@ def _draw(panel: Panel) -> _Drawing:
         for i, text in enumerate(label):
             w = width(text, "small") + 4
             labels += [
-                f'<rect class="label" x="{x - w / 2:.1f}" y="{y + 13 * i:.1f}" width="{w:.1f}" height="13"/>',
+                f'<rect class="label" x="{x - w / 2:.1f}" y="{y + 13 * i:.1f}" '
+                f'width="{w:.1f}" height="13"/>',
                 _text(x, y + 13 * i + 10, text, "small"),
             ]
     lines += labels
@@ -244,7 +275,8 @@ def _draw(panel: Panel) -> _Drawing:
         x, y = cx + shift - box.width / 2, cy + top - box.height / 2
         radius = min(box.height / 2, 18) if n.style == "tensor" else 5
         lines.append(
-            f'<rect class="{n.style}" x="{x:.1f}" y="{y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" '
+            f'<rect class="{n.style}" x="{x:.1f}" y="{y:.1f}" '
+            f'width="{box.width:.1f}" height="{box.height:.1f}" '
             f'rx="{radius:.0f}"/>'
         )
         lines += [
@@ -255,11 +287,15 @@ def _draw(panel: Panel) -> _Drawing:
 
 
 def _text(x: float, y: float, text: str, kind: str) -> str:
+    """Return one line of text."""
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
 
 
 def _arrow(points: Sequence[tuple[float, float]]) -> list[str]:
-    """A line through the points that leaves and arrives downwards, and its head: a path of its own, since a marker needs an id."""
+    """Return a line through the points and its head.
+
+    It leaves and arrives downwards. The head is a path of its own, since a marker would need an id.
+    """
     (x, y), *rest = points
     text = f"M{x:.1f},{y:.1f}"
     ex, ey = rest[-1]
@@ -275,7 +311,7 @@ def _arrow(points: Sequence[tuple[float, float]]) -> list[str]:
 
 
 def _legend(styles: set[str], room: float) -> tuple[list[str], int]:
-    """Boxes with their meaning, and how many rows they take."""
+    """Return boxes with their meaning, and how many rows they take."""
     entries: Mapping[str, str] = {
         name: meaning for name, (_, _, meaning) in STYLES.items() if name in styles
     }

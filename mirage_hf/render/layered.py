@@ -1,4 +1,4 @@
-"""Layered drawings of graphs: who stands where when every edge points down (Sugiyama, Tagawa and Toda, 1981)."""
+"""Place boxes in layers so that every edge points down (Sugiyama, Tagawa and Toda, 1981)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+#: Least pixels between neighbours of a layer.
 GAP = 26.0
-"""Smallest distance between neighbours of a layer, in pixels."""
+#: Sweeps over all layers, and how much farther than the mean of its neighbours a box moves in all
+#: except the last few sweeps. With less, long chains stay slanted (successive over-relaxation).
 _SWEEPS, _EAGER = 60, 1.7
-"""Sweeps over all layers, and how much farther than to the mean of its neighbours a box moves in all but the last few: with less,
-long chains stay slanted (successive over-relaxation)."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,15 @@ class Box:
 
 @dataclass(frozen=True)
 class Placement:
-    """Centres of boxes, tops and bottoms of layers, the drawing's width, and the points that each edge passes: from the lower
-    side of its box, straight through its layers, to the upper side of the other. It changes its x between layers only."""
+    """Where everything is drawn.
+
+    Attributes:
+        centres: Centres of boxes.
+        routes: The points that each edge passes, from the lower side of one box to the upper side
+            of the other. An edge goes straight through layers and changes its x between them only.
+        layers: Tops and bottoms of layers.
+        width: The drawing's width.
+    """
 
     centres: Mapping[str, tuple[float, float]]
     routes: Mapping[tuple[str, str], Sequence[tuple[float, float]]]
@@ -41,13 +48,20 @@ def place(
     above: Mapping[int, float],
     gap: float = 34.0,
 ) -> Placement:
-    """Return where to draw `boxes`; edges lead to a later layer. `above`: extra pixels before a layer."""
+    """Return where to draw boxes.
+
+    Args:
+        boxes: The boxes by key.
+        edges: Pairs of keys. Each leads to a later layer.
+        above: Extra pixels before a layer.
+        gap: Pixels between layers.
+    """
     count = 1 + max((b.layer for b in boxes), default=0)
     rows: list[list[str]] = [[b.key for b in boxes if b.layer == n] for n in range(count)]
     width = {b.key: b.width for b in boxes}
     layer = {b.key: b.layer for b in boxes}
     chains: dict[tuple[str, str], list[str]] = {}
-    for a, b in edges:  # a long edge passes an invisible box in every layer between
+    for a, b in edges:  # a long edge passes an invisible box in every layer on its way
         chain = [a]
         for n in range(layer[a] + 1, layer[b]):
             ghost = f"{a} to {b} at {n}"
@@ -88,7 +102,7 @@ def place(
 def _order(
     rows: list[list[str]], layer: Mapping[str, int], near: Mapping[str, Sequence[str]]
 ) -> None:
-    """Order each layer by the mean position of neighbours, sweeping down and up; the order with fewest crossings stays."""
+    """Order each layer by its neighbours' mean position; the order with fewest crossings stays."""
     best, fewest = [list(row) for row in rows], _crossings(rows, layer, near)
     for sweep in range(12):
         down = sweep % 2 == 0
@@ -116,6 +130,7 @@ def _order(
 def _crossings(
     rows: Sequence[Sequence[str]], layer: Mapping[str, int], near: Mapping[str, Sequence[str]]
 ) -> int:
+    """Return how many edges cross."""
     total = 0
     for n, row in enumerate(rows[:-1]):
         at = {k: i for i, k in enumerate(rows[n + 1])}
@@ -127,12 +142,11 @@ def _crossings(
 def _spread(
     rows: Sequence[Sequence[str]], width: Mapping[str, float], near: Mapping[str, Sequence[str]]
 ) -> dict[str, float]:
-    """x of each box: the edges' squared sideways steps are least, for this order and not closer than GAP."""
+    """Return the x of each box, with the least squared sideways steps of edges, GAP apart."""
     x: dict[str, float] = {}
 
-    def pull(
-        k: str, n: str
-    ) -> float:  # the same at both ends, or the drawing would drift; long edges are straightened
+    def pull(k: str, n: str) -> float:
+        # The same at both ends, or the drawing would drift. Long edges are straightened.
         return (2.0 if " to " in k else 1.0) * (2.0 if " to " in n else 1.0)
 
     def settle(row: Sequence[str], wish: Sequence[float]) -> None:
@@ -140,7 +154,7 @@ def _spread(
         for i, k in enumerate(row):
             offset += (width[row[i - 1]] + width[k]) / 2 + GAP if i else 0.0
             offsets.append(offset)
-        # least squares with fixed order and distances: pool neighbours that would overlap
+        # Least squares in a fixed order: pool neighbours that would overlap.
         pools: list[list[float]] = []
         for i, k in enumerate(row):
             pools.append([wish[i] - offsets[i], sum(pull(k, n) for n in near[k]) or 1e-3, 1])
@@ -158,14 +172,11 @@ def _spread(
         pulls = [(pull(k, n), x[n]) for n in near[k] if n in among]
         if not pulls:
             return x.get(k, 0.0)
-        # `sum` of floats rounds otherwise since Python 3.12
+        # `sum` of floats rounds differently since Python 3.12.
         return math.fsum(w * at for w, at in pulls) / math.fsum(w for w, _ in pulls)
 
-    for way in (
-        rows,
-        rows[::-1],
-        rows,
-    ):  # a first guess, far down at once: where the row before, on the way, is
+    # A first guess follows the row before, so changes reach far rows at once.
+    for way in (rows, rows[::-1], rows):
         before: Sequence[str] = ()
         for row in way:
             settle(row, [mean(k, before) for k in row])

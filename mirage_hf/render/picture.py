@@ -1,4 +1,4 @@
-"""µGraphs as pictures: kernels and the tensors between them, then the block graph of each kernel, maps on the edges. Plain SVG."""
+"""Draw µGraphs: kernels and tensors, then the block graph of each kernel with its maps."""
 
 from __future__ import annotations
 
@@ -13,30 +13,37 @@ from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.maps import TensorMap, maps_of
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
-from mirage_hf.render.drawing import Band, Panel, label_width, page
+from mirage_hf.render.drawing import Frame, Panel, label_width, page
 
 _SIGNS = {"sum": "Σ", "max": "max"}
 _INFIX = {"add": "+", "sub": "−", "mul": "×", "div": "÷"}
 _VIEWS = ("permute", "reshape", "slice")
+#: Characters after which a list of operands continues in the next line.
 _WRAP = 44
-"""Characters after which a list of operands goes on in the next line."""
 
 
 @conveniences.write_svg.register
 def write_svg(ugraph: UGraph, path: str | Path) -> Path:
-    """Draw a µGraph as SVG: its kernels, and every block graph with its stages and maps. Returns the path. Errors: GraphError for a path
-    with another ending than .svg."""
+    """Draw a µGraph as SVG, with its kernels, stages and maps, and return the path.
+
+    Raises:
+        GraphError: The path does not end in .svg.
+    """
     path = Path(path)
     if path.suffix.lower() not in ("", ".svg"):
         raise errors.GraphError(
-            f"visualize: {path.name} ends in {path.suffix}, and what is written is SVG; name it {path.stem}.svg"
+            f"visualize: {path.name} ends in {path.suffix}, and what is written is SVG; name it "
+            f"{path.stem}.svg"
         )
     path.write_text(svg(ugraph), encoding="utf-8")
     return path
 
 
 def svg(ugraph: UGraph) -> str:
-    """Return the picture as text. It can stand in an HTML page: it names nothing outside itself and has no ids."""
+    """Return the picture as text.
+
+    It can stand in an HTML page: it has no ids and names nothing outside itself.
+    """
     schedules = ugraph.schedules or (None,) * len(ugraph.block_ops)
     blocks = [
         _block_panel(n + 1, op, s)
@@ -54,10 +61,11 @@ def svg(ugraph: UGraph) -> str:
     )
 
 
-# -- kernel level -----------------------------------------------------------------------------------------------------------
+# -- kernel level ---------------------------------------------------------------------------------
 
 
 def _kernel_panel(graph: KernelGraph) -> Panel:
+    """Draw the kernels and tensors of a graph."""
     panel = Panel("Kernel level")
     layer: dict[int, int] = {}
     for op in graph.ops:
@@ -97,11 +105,12 @@ def _kernel_panel(graph: KernelGraph) -> Panel:
 
 
 def _type(t: DTensor) -> str:
+    """Return a tensor's dtype and dims."""
     return f"{table.dtype_name(t.dtype)} {errors.shape(t.dims)}"
 
 
 def _kernel_lines(op: KernelOp, number: int) -> list[tuple[str, str]]:
-    """A kernel's number and the axes that its blocks are cut along and walk; a library call with its operands in order."""
+    """Return a box's lines: a kernel's number and axes, or a library call and its operands."""
     if op.block is not None:
         roles = [
             (role.value, ", ".join(a.name for a in op.block.named(role)))
@@ -117,6 +126,7 @@ def _kernel_lines(op: KernelOp, number: int) -> list[tuple[str, str]]:
 
 
 def _wrapped(head: str, words: Sequence[str], tail: str) -> list[str]:
+    """Wrap a list of operands."""
     lines = [head]
     for n, word in enumerate(words):
         word += tail if n == len(words) - 1 else ", "
@@ -128,14 +138,15 @@ def _wrapped(head: str, words: Sequence[str], tail: str) -> list[str]:
 
 
 def _number(x: object) -> str:
+    """Return a number without trailing zeros."""
     return f"{x:.4g}" if isinstance(x, float) else str(x)
 
 
-# -- block level ------------------------------------------------------------------------------------------------------------
+# -- block level ----------------------------------------------------------------------------------
 
 
 def _block_panel(number: int, op: KernelOp, schedule: Any = None) -> Panel:
-    """`schedule` is a codegen Schedule or None: with one, trips of the loop are known."""
+    """Draw a block graph. With a codegen Schedule, trips of the loop are known."""
     b = op.block
     assert b is not None
     panel = Panel(f"Kernel {number}: block graph", _facts(b, schedule))
@@ -178,8 +189,8 @@ def _block_panel(number: int, op: KernelOp, schedule: Any = None) -> Panel:
             )
             panel.join(f"source {i.name}", node[i.name], label)
         last = _stage_nodes(panel, b, s, stage, first if used else first - 1, node)
-        if last >= first:  # a stage may do nothing
-            panel.bands.append(Band(first, last, _band_lines(b, stage, schedule)))
+        if last >= first:  # a stage may be empty
+            panel.frames.append(Frame(first, last, _band_lines(b, stage, schedule)))
         at = last + 1
     for n, o in enumerate(b.outputs):
         label = _map_lines(maps.outputs[n])
@@ -193,6 +204,8 @@ def _block_panel(number: int, op: KernelOp, schedule: Any = None) -> Panel:
 
 
 def _facts(b: BlockGraph, schedule: Any) -> list[str]:
+    """Return facts about a block graph."""
+
     def axis(a: Axis) -> str:
         dealt = (
             f" in {b.axis(a.split_axis).size} parts of {b.split_size(a.name)}"
@@ -209,6 +222,7 @@ def _facts(b: BlockGraph, schedule: Any) -> list[str]:
 
 
 def _band_lines(b: BlockGraph, stage: Stage, schedule: Any) -> tuple[str, ...]:
+    """Return the text of a stage's frame."""
     if stage.loop is None:
         return ("once per block",)
     a, n = b.axis(stage.loop), b.split_size(stage.loop)
@@ -223,18 +237,21 @@ def _band_lines(b: BlockGraph, stage: Stage, schedule: Any) -> tuple[str, ...]:
 
 
 def _carrying(name: str, axes: Sequence[str]) -> str:
+    """Return a name with its axes."""
     return f"{name} [{', '.join(axes)}]"
 
 
 def _map_lines(m: TensorMap) -> tuple[str, ...]:
+    """Return the maps of a tensor."""
     lines = str(m).replace(", fmap", "\nfmap").replace("{", "").replace("}", "").split("\n")
     return tuple(line for line in lines if line.strip() not in ("imap", "omap"))
 
 
 class _Stage:
-    """The boxes of one stage as they are found: layer, style, lines and values of each, and the edges between them."""
+    """The boxes of one stage: layer, style, lines and values of each, and edges."""
 
     def __init__(self, floor: int, node: dict[str, str]):
+        """Start below a layer."""
         self.floor, self.node = floor, node
         self.layer: dict[str, int] = {}
         self.styles: dict[str, str] = {}
@@ -251,6 +268,7 @@ class _Stage:
         out: str,
         axes: tuple[str, ...],
     ) -> None:
+        """Add a box."""
         own = [self.node[v] for v in values if v in self.node]
         self.layer[key] = max(
             [self.floor + 1, *(self.layer[k] + 1 for k in own if k in self.layer)]
@@ -262,7 +280,7 @@ class _Stage:
     def append(
         self, key: str, values: Sequence[str], text: str, out: str, axes: tuple[str, ...]
     ) -> None:
-        """Add a line to a box: what reads only its result goes into the same one."""
+        """Add a line to a box, because the op reads only the box's result."""
         outside = [
             self.node[v] for v in values if v in self.node and self.node[v] not in self.layer
         ]
@@ -274,7 +292,7 @@ class _Stage:
 def _stage_nodes(
     panel: Panel, b: BlockGraph, s: int, stage: Stage, floor: int, node: dict[str, str]
 ) -> int:
-    """Add the boxes of a stage below layer `floor`; returns its last layer. Chains of elementwise ops share a box."""
+    """Add a stage's boxes below a layer and return its last layer. Elementwise chains share one."""
     products = {c.product: c for c in b.contractions.values()}
     readers = _readers(b)
     drawn = _Stage(floor, node)
@@ -301,7 +319,7 @@ def _stage_nodes(
         if op.out in products:
             continue
         values = [a for a in op.args if isinstance(a, str)]
-        for a in values:  # a running maximum stands above what reads it
+        for a in values:  # a running maximum stands above its readers
             if a in running and f"accumulate {s} {a}" not in drawn.layer:
                 accumulate(running[a])
         if op.over is not None:
@@ -347,7 +365,7 @@ def _stage_nodes(
 
 
 def _readers(b: BlockGraph) -> dict[str, int]:
-    """How many ops, accumulators and outputs read each value."""
+    """Return how many ops, accumulators and outputs read each value."""
     read = [a for op in b.ops() for a in dict.fromkeys(op.args) if isinstance(a, str)]
     read += [acc.arg for stage in b.stages for acc in stage.accumulators] + [
         o.value for o in b.outputs
@@ -356,6 +374,7 @@ def _readers(b: BlockGraph) -> dict[str, int]:
 
 
 def _op_text(op: BlockOp) -> str:
+    """Return an op as text."""
     args = [a if isinstance(a, str) else _number(float(a)) for a in op.args]
     attrs = [f"{k}={_number(v)}" for k, v in op.attrs]
     return f"{op.out} = " + (
