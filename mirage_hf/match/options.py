@@ -102,12 +102,12 @@ def _batch_sizes(batch_sizes: Any) -> tuple[int, ...]:
             "give a sequence of positive integers, as batch_sizes=(1, 4)"
         ) from None
     for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, Integral) or int(size) < 1:
             raise OptimizeError(
                 f"optimize: batch_sizes has {size!r}; "
                 "batch sizes are positive integers, as batch_sizes=(1, 4)"
             )
-        if size > MOST_ROWS:
+        if int(size) > MOST_ROWS:
             raise OptimizeError(
                 f"optimize: batch_sizes has {size}; kernels are for {MOST_ROWS} sequences at most, "
                 "larger batches run the model's own forward"
