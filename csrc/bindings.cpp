@@ -3,14 +3,17 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstdint>
 #include <exception>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "core/algebra/variant.h"
 #include "core/kernel/kernel_emitter.h"
 #include "core/kernel/kernel_search.h"
+#include "core/kernel/tile_sizes.h"
 #include "core/program_check.h"
 #include "core/program_text.h"
 #include "core/search.h"
@@ -94,11 +97,6 @@ std::vector<KernelCost> kernel_costs(const Program& program, const Limits& limit
 }
 
 // -- types ----------------------------------------------------------------------------------------
-
-// Python sees a value's name as one integer: the node, plus this for every pass.
-constexpr int kNamesPerPass = static_cast<int>(kMaxNodes);
-
-int number_of(const ValueName& name) { return name.node.index() + name.pass * kNamesPerPass; }
 
 std::vector<ProgramNodeId> output_nodes(const Program& program) {
   std::vector<ProgramNodeId> nodes;
@@ -194,28 +192,22 @@ void bind_candidates(py::module_& m) {
       .value("loop", Role::loop)
       .value("tile", Role::tile);
   py::class_<FoundOp>(m, "FoundOp")
-      .def_property_readonly("out", [](const FoundOp& op) { return number_of(op.out); })
+      .def_readonly("out", &FoundOp::out)
       .def_readonly("op", &FoundOp::op)
       .def_readonly("symbol", &FoundOp::symbol)
-      .def_property_readonly("args",
-                             [](const FoundOp& op) {
-                               std::vector<int> args;
-                               for (const ValueName& arg : op.args) args.push_back(number_of(arg));
-                               return args;
-                             })
+      .def_readonly("args", &FoundOp::args)
       .def_readonly("axis", &FoundOp::axis);
   py::class_<FoundStage>(m, "FoundStage")
       .def_readonly("loop", &FoundStage::loop)
       .def_readonly("body", &FoundStage::body)
       .def_readonly("accumulators", &FoundStage::accumulators);
   py::class_<FoundLeaf>(m, "FoundLeaf")
-      .def_property_readonly("value", [](const FoundLeaf& leaf) { return number_of(leaf.value); })
+      .def_readonly("value", &FoundLeaf::value)
       .def_readonly("node", &FoundLeaf::source)
       .def_readonly("partial", &FoundLeaf::partial_over)
       .def_readonly("combine", &FoundLeaf::combine);
   py::class_<FoundOutput>(m, "FoundOutput")
-      .def_property_readonly("value",
-                             [](const FoundOutput& output) { return number_of(output.value); })
+      .def_readonly("value", &FoundOutput::value)
       .def_readonly("stored", &FoundOutput::stored)
       .def_readonly("output", &FoundOutput::output);
   py::class_<FoundKernel>(m, "FoundKernel")
@@ -228,7 +220,6 @@ void bind_candidates(py::module_& m) {
       .def_readonly("outputs", &FoundKernel::outputs);
   py::class_<Candidate>(m, "Candidate")
       .def_readonly("kernels", &Candidate::kernels)
-      .def_property_readonly("nodes", [](const Candidate&) { return kNamesPerPass; })
       .def_readonly("cost_us", &Candidate::cost_us);
 }
 
@@ -269,6 +260,7 @@ PYBIND11_MODULE(_core, m) {
   bind_results(m);
   m.attr("max_axes") = kMaxAxes;
   m.attr("max_nodes") = kMaxProgramNodes;
+  m.attr("largest_tile") = static_cast<std::int64_t>(kLargestTile);
   m.def("parse_program", &parse_from_python, py::arg("text"),
         "Return a well-formed program, or raise ValueError with the line.");
   m.def(

@@ -1,10 +1,13 @@
-// Lets ids, their vectors and axis sets pass between C++ and Python, where they are plain integers.
+// Lets ids and their vectors pass between C++ and Python. Ids and axis sets are integers there, and
+// the name of a value is a tuple.
 #pragma once
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <utility>
 
+#include "core/candidate.h"
 #include "core/ids.h"
 
 namespace pybind11::detail {
@@ -36,6 +39,23 @@ struct type_caster<mirage::AxisSet> {
   }
   static handle cast(mirage::AxisSet axes, return_value_policy /*policy*/, handle /*parent*/) {
     return PyLong_FromUnsignedLongLong(axes.bits());
+  }
+};
+
+// (node, pass)
+template <>
+struct type_caster<mirage::ValueName> {
+  PYBIND11_TYPE_CASTER(mirage::ValueName, const_name("tuple[int, int]"));
+
+  bool load(handle source, bool convert) {
+    make_caster<std::pair<int, int>> pair;
+    if (!pair.load(source, convert)) return false;
+    const auto [node, pass] = cast_op<std::pair<int, int>>(pair);
+    value = {mirage::NodeId(node), pass};
+    return true;
+  }
+  static handle cast(mirage::ValueName name, return_value_policy /*policy*/, handle /*parent*/) {
+    return make_tuple(name.node, name.pass).release();
   }
 };
 

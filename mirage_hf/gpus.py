@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Device:
@@ -203,3 +205,11 @@ def device_named(name: str, sm: int) -> Device:
     """Return the device with this name, else the first of the nearest compute capability."""
     by_name = [device for device in DEVICES if name.startswith(device.name)]
     return by_name[0] if by_name else min(DEVICES, key=lambda device: abs(device.sm - sm))
+
+
+def current_gpu(device: torch.device | None = None) -> Device:
+    """Return the rates of a CUDA device, by default the current one; the H200's without a GPU."""
+    if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
+        return H200
+    properties = torch.cuda.get_device_properties(device)
+    return device_named(properties.name, 10 * properties.major + properties.minor)

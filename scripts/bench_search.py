@@ -146,14 +146,10 @@ def prepare(folder: Path, names: Sequence[str], given: dict[str, Any]) -> dict[s
     limits = {
         f.name: getattr(options, f.name)
         for f in fields(options)
-        if f.name not in ("threads", "roles", "maps")
+        if f.name not in ("threads", "roles", "maps", "gpu")
     }
     limits |= {name: getattr(core, name) for name in ("max_values", "max_expansions")}
-    tile = re.search(
-        r"kLargestTile = (\d+)",
-        (ROOT / "csrc/core/kernel/tile_sizes.h").read_text(encoding="utf-8"),
-    )
-    limits |= {"tile": int(tile[1])} if tile else {}
+    limits |= {"tile": _core.largest_tile}
     compilers = re.findall(rb"(?:GCC: \(|clang version )[ -~]*", Path(_core.__file__).read_bytes())
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     machine = this_machine() | {

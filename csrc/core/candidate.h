@@ -44,9 +44,9 @@ struct FoundLeaf {
 };
 
 struct FoundOutput {
-  ValueName value;  // as the kernel names it
-  NodeId stored;    // as later kernels name it
-  int output = -1;  // which output of the program; -1: for later kernels
+  ValueName value;   // as the kernel names it
+  ValueName stored;  // as later kernels name it
+  int output = -1;   // which output of the program; -1: for later kernels
 };
 
 struct FoundKernel {

@@ -1,4 +1,7 @@
-// What one GPU can do in a microsecond. mirage_hf/gpus.py has the table of GPUs and its sources.
+// What one GPU can do in a microsecond.
+//
+// Python passes the row of a GPU of mirage_hf/gpus.py, which says where each number comes from. The
+// defaults are the H200's, for the tests of the core alone; tests/core keeps them equal to its row.
 #pragma once
 
 namespace mirage {

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from mirage_hf.gpus import current_gpu
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
@@ -111,7 +112,7 @@ def kernel_request(
     return Request(
         program,
         key_of(program, target, next_may_launch_early=next_may_launch_early),
-        SearchOptions(time_limit=settings().search_seconds),
+        SearchOptions(time_limit=settings().search_seconds, gpu=current_gpu(device)),
         pattern=pattern,
         like=like,
         keep=KEEP if runs_generated else 1,  # a candidate that nobody times is not worth a proof

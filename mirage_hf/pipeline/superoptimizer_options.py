@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mirage_hf import errors
+from mirage_hf.gpus import current_gpu
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.search.map_restriction import MapRestriction
 from mirage_hf.search.search_options import SearchOptions
@@ -96,7 +97,8 @@ def search_options(
     restriction = None
     if any(x is not None for x in (griddims, blockdims, franges)):
         restriction = LaunchRestriction.of(griddims, blockdims, franges)
-    options = SearchOptions(time_limit=time_limit or settings().search_seconds, **preset)
+    limit = time_limit or settings().search_seconds
+    options = SearchOptions(time_limit=limit, gpu=current_gpu(), **preset)
     return options, restriction
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mirage_hf.errors import Rejected
@@ -37,7 +38,8 @@ from mirage_hf.pipeline.window_paths import (
 from mirage_hf.search.cut import Cut, Window, cut
 from mirage_hf.search.engine import search
 from mirage_hf.search.join import JoinedProducts, join
-from mirage_hf.search.library_cost import VIEWS, call_us
+from mirage_hf.search.library_cost import VIEWS
+from mirage_hf.search.library_cost import call_us as library_call_us
 from mirage_hf.search.search_journal import RankedUGraph, SearchJournal
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.search.search_report import (
@@ -85,7 +87,7 @@ def search_windows(
     *,
     seed: int = 0,
     reason: str = "",
-    call_us: CallCost = call_us,
+    call_us: CallCost | None = None,
     journal: SearchJournal | None = None,
 ) -> tuple[tuple[Candidate, ...], SearchReport]:
     """Search a program window by window.
@@ -100,13 +102,15 @@ def search_windows(
         progress: Called with each stage and its detail.
         seed: Seed of the random evaluations that prove and check candidates.
         reason: Why the program was not searched as one. It stays in the report.
-        call_us: Estimates library calls.
+        call_us: Estimates library calls; by default with the rates of `options.gpu`.
         journal: Steps that it holds are not searched again.
 
     Returns:
         Candidates for the whole program, lowest estimate first, and the report.
     """
-    return _WindowSearch(cut(program), options, progress, seed, call_us, journal).run(reason)
+    windows = cut(program, options.gpu)
+    estimate = call_us or partial(library_call_us, device=options.gpu)
+    return _WindowSearch(windows, options, progress, seed, estimate, journal).run(reason)
 
 
 @dataclass

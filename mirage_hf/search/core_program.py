@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from mirage_hf import _core, errors
+from mirage_hf.gpus import Device
 from mirage_hf.graph.block import Role
+from mirage_hf.ops.dtypes import DTYPES
 from mirage_hf.search.lowered_program import LoweredProgram, Term, small_rational
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.search.search_report import Counters
@@ -81,6 +83,7 @@ def core_program(lowered: LoweredProgram) -> _core.Program:
     program.axes = [_core.AxisInfo(a, lowered.sizes[a]) for a in axes]
     program.nodes = [_node(term, lowered, axes, numbers) for term in lowered.terms]
     program.outputs = [output.term for output in lowered.outputs]
+    program.output_itemsizes = [DTYPES[output.dtype].itemsize for output in lowered.outputs]
     return program
 
 
@@ -134,7 +137,23 @@ def core_limits(
         limits.max_candidates = max(options.max_candidates, _CANDIDATES_WITH_MAPS)
     limits.threads = options.threads or settings().threads
     limits.forced = _axis_sets(roles, axes)
+    limits.gpu = _gpu_rates(options.gpu)
     return limits
+
+
+def _gpu_rates(device: Device) -> _core.GpuRates:
+    """Return what a GPU does in a µs, as the core counts it: a multiply-add is one operation."""
+    rates = _core.GpuRates()
+    rates.dram_bytes = device.bandwidth / 1e6
+    rates.cache_bytes = device.l2_bandwidth / 1e6
+    rates.scalar_ops = device.scalar_rate / 1e6
+    rates.matrix_ops = device.mma_rate / 2 / 1e6
+    rates.sms = device.sms
+    rates.sm_bytes = device.sm_bandwidth / 1e6
+    rates.cached_bytes = device.reread_bytes
+    rates.launch_us, rates.latency_us = device.launch_us, device.latency_us
+    rates.pass_us = device.pass_us
+    return rates
 
 
 def _axis_sets(roles: Iterable[tuple[str, Role]], axes: Sequence[str]) -> list[int]:

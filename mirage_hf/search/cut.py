@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.ops import table
 from mirage_hf.search.dim_classes import tensors_of
@@ -74,19 +75,19 @@ class Cut:
     windows: tuple[Window, ...]
 
 
-def cut(program: KernelGraph) -> Cut:
-    """Cut a program of any size and any ops."""
-    return _Cutter(program).run()
+def cut(program: KernelGraph, device: Device = H200) -> Cut:
+    """Cut a program of any size and any ops. `device` is the GPU that copies are estimated for."""
+    return _Cutter(program, device).run()
 
 
 class _Cutter:
-    def __init__(self, program: KernelGraph):
+    def __init__(self, program: KernelGraph, device: Device):
         self.program = program
         self.made = {t.index: op for op in program.ops for t in op.outputs}
         self.outputs = {t.index for t in program.outputs}
         ordered = order_units(program)
         self.units, self.phases, self.attached = ordered.units, ordered.phases, ordered.attached
-        self.view_costs = _view_costs(program)
+        self.view_costs = _view_costs(program, device)
         #: The units that read each tensor from outside themselves, by index of the tensor.
         self.readers: dict[int, list[int]] = {}
         for n, unit in enumerate(self.units):
@@ -229,7 +230,7 @@ class _UnitRange:
         return after
 
 
-def _view_costs(program: KernelGraph) -> dict[int, float]:
+def _view_costs(program: KernelGraph, device: Device) -> dict[int, float]:
     """Return what views cost as library ops because a reshape after them must copy.
 
     The cost is that of the permute before the reshape, because a kernel that stores its result
@@ -250,5 +251,5 @@ def _view_costs(program: KernelGraph) -> dict[int, float]:
         if op.name == "reshape" and y is not x and not y._is_view():
             maker = made.get(source.index)
             charged = source.index if maker is not None and maker.name in VIEWS else out.index
-            costs[charged] = costs.get(charged, 0.0) + copy_us(out)
+            costs[charged] = costs.get(charged, 0.0) + copy_us(out, device)
     return costs

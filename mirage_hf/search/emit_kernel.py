@@ -10,7 +10,7 @@ from mirage_hf.graph.block import Axis, BlockOutput, Padding, Role, Rotation
 from mirage_hf.graph.kernel import DTensor
 from mirage_hf.search.block_writer import BlockWriter, EmissionFormError
 from mirage_hf.search.core_program import CORE_OPS, CORE_ROLES
-from mirage_hf.search.emitted_plan import EmittedPlan, StoredValue
+from mirage_hf.search.emitted_plan import EmittedPlan, StoredValue, ValueName, node_of
 from mirage_hf.search.lowered_program import LoweredInput, Term
 from mirage_hf.search.scaled_value import ScaledArithmetic, ScaledValue, Shift
 
@@ -48,12 +48,12 @@ class KernelEmitter:
         operands = plan.inputs if plan.num_kernels == 1 else []
         self.writer = BlockWriter(axes.ordered, axes.loop, operands)
         self.scaled = ScaledArithmetic(self.writer, plan.division)
-        #: Computed and read values, by the plan's number.
-        self.values: dict[int, ScaledValue] = {}
+        #: Computed and read values.
+        self.values: dict[ValueName, ScaledValue] = {}
         #: Partial results that nothing has read yet.
-        self.partial_results: dict[int, _PartialResults] = {}
+        self.partial_results: dict[ValueName, _PartialResults] = {}
         #: Combined partial results that are stored in the first pass over the loop.
-        self.in_first_pass: dict[int, ScaledValue] = {}
+        self.in_first_pass: dict[ValueName, ScaledValue] = {}
 
     def emit(self) -> None:
         """Add the kernel to the plan's kernel graph."""
@@ -79,30 +79,30 @@ class KernelEmitter:
             for op in stage.accumulators:
                 value = self.value(op.args[0])
                 self.values[op.out] = self.scaled.accumulate(OP_NAMES[op.op], value)
-                if self.plan.node_of(op.args[0]) in self.plan.of_exponential:
-                    self.plan.of_exponential.add(op.out)
+                if node_of(op.args[0]) in self.plan.of_exponential:
+                    self.plan.of_exponential.add(node_of(op.out))
             if stage.loop >= 0:
                 self._combine_for_outputs(whole)
             self.writer.end_stage(loops=stage.loop >= 0)
 
-    def _whole_outputs(self) -> set[int]:
+    def _whole_outputs(self) -> set[ValueName]:
         """Return the values that are outputs of the program."""
         return {output.value for output in self.kernel.outputs if output.output >= 0}
 
-    def _combine_for_outputs(self, whole: set[int]) -> None:
+    def _combine_for_outputs(self, whole: set[ValueName]) -> None:
         """Combine partial results that change along the loop and are stored in its first pass."""
-        for number in sorted(whole & self.partial_results.keys() - self.in_first_pass.keys()):
-            x = self.value(number)
+        for name in sorted(whole & self.partial_results.keys() - self.in_first_pass.keys()):
+            x = self.value(name)
             if self.writer.loop in self.scaled.axes_of(x):
-                self.in_first_pass[number] = ScaledValue(self.scaled.plain(x))
+                self.in_first_pass[name] = ScaledValue(self.scaled.plain(x))
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def value(self, number: int) -> ScaledValue:
+    def value(self, name: ValueName) -> ScaledValue:
         """Return a value of the kernel, its partial results combined."""
-        waiting = self.partial_results.get(number)
+        waiting = self.partial_results.get(name)
         if waiting is None:
-            return self.values[number]
+            return self.values[name]
         if waiting.kind == "sum":
             combined = self.scaled.sum(waiting.value, waiting.axis)
         else:
@@ -110,8 +110,8 @@ class KernelEmitter:
             combined = ScaledValue(self.writer.op("max", (plain,), over=waiting.axis))
         if self.writer.loop in self.scaled.axes_of(combined):
             return combined  # it belongs to one tile of the loop, so it is combined in each pass
-        self.values[number] = combined
-        del self.partial_results[number]
+        self.values[name] = combined
+        del self.partial_results[name]
         return combined
 
     def _read(self, leaf: _core.FoundLeaf) -> None:
@@ -198,9 +198,9 @@ class KernelEmitter:
         name = OP_NAMES[op.op]
         args = [self.value(a) for a in op.args]
         # An exponential of an exponential is opaque to proofs, so it is not split into a shift.
-        nested = any(self.plan.node_of(a) in self.plan.of_exponential for a in op.args)
+        nested = any(node_of(a) in self.plan.of_exponential for a in op.args)
         if name == "exp" or nested:
-            self.plan.of_exponential.add(self.plan.node_of(op.out))
+            self.plan.of_exponential.add(node_of(op.out))
         if name == "exp" and self.plan.scaled and not nested:
             return self._exponential(op, args[0])
         if name == "sum":
@@ -225,7 +225,7 @@ class KernelEmitter:
         exponent = self.scaled.plain(arg)
         if isinstance(exponent, float):
             raise EmissionFormError("exp of a number")
-        return ScaledValue(1.0, (Shift(exponent, (self.plan.node_of(op.args[0]),)),))
+        return ScaledValue(1.0, (Shift(exponent, (node_of(op.args[0]),)),))
 
 
 class _KernelAxes:
@@ -294,8 +294,8 @@ class _KernelOutputs:
         self.writer, self.scaled = emitter.writer, emitter.scaled
         #: Each block output with the output of the program that it is, or -1.
         self._outputs: list[tuple[BlockOutput, int]] = []
-        #: Places by the value's number in the plan.
-        self._places: dict[int, _Place] = {}
+        #: Where each value is stored that later kernels read.
+        self._places: dict[ValueName, _Place] = {}
 
     @property
     def blocks(self) -> list[BlockOutput]:
@@ -313,14 +313,14 @@ class _KernelOutputs:
         else:
             self._places[output.stored] = self._store_for_later(output.stored, x)
 
-    def _store_for_later(self, number: int, x: ScaledValue) -> _Place:
+    def _store_for_later(self, value: ValueName, x: ScaledValue) -> _Place:
         """Store a value that later kernels read: its mantissa, and its shift if it has one."""
         if self.scaled.is_at_most_one(x):
             x = ScaledValue(self.scaled.plain(x))
         x = self.scaled.unmasked(x)
         carried = self.writer.carried[x.mantissa] if isinstance(x.mantissa, str) else ()
         split = self.emitter.axes.split_axis
-        order, dtype = self.plan.layout(number, [a for a in carried if a != split])
+        order, dtype = self.plan.layout(value, [a for a in carried if a != split])
         if not x.is_plain or split in carried:
             dtype = "float32"
         at = self._add(x.mantissa, (*_leading(split, carried), *order), dtype)
@@ -357,7 +357,7 @@ class _KernelOutputs:
         for (_, program_output), tensor in zip(self._outputs, tensors, strict=True):
             if program_output >= 0:
                 self.plan.results[program_output] = tensor
-        for number, place in self._places.items():
+        for value, place in self._places.items():
             stored = StoredValue(tensors[place.mantissa], self._outputs[place.mantissa][0].axes)
             if place.shift is not None:
                 stored = replace(
@@ -367,7 +367,7 @@ class _KernelOutputs:
                     origin=place.origin,
                 )
             # Later kernels read partial results as such, even if another kernel has combined them.
-            self.plan.stored.setdefault(number, stored)
+            self.plan.stored.setdefault(value, stored)
 
 
 def _leading(split: str | None, carried: Sequence[str]) -> tuple[str, ...]:

@@ -11,6 +11,15 @@ from mirage_hf.ops import table
 from mirage_hf.search.core_program import CORE_OPS
 from mirage_hf.search.lowered_program import LoweredProgram, Term
 
+#: How the core names a value: the variant's node that computes it, and 0. If a later pass over a loop
+#: computes the node again, the number of that pass instead of 0.
+ValueName = tuple[int, int]
+
+
+def node_of(value: ValueName) -> int:
+    """Return the node of the variant that computes a value."""
+    return value[0]
+
 
 @dataclass(frozen=True)
 class StoredValue:
@@ -52,21 +61,14 @@ class EmittedPlan:
         self.num_kernels = len(plan.kernels)
         self.kernels = KernelGraph()
         self.inputs = [self.kernels.input_like(t) for t in program.inputs]
-        #: Values in device memory, by the plan's number.
-        self.stored: dict[int, StoredValue] = {}
+        #: Values in device memory.
+        self.stored: dict[ValueName, StoredValue] = {}
         #: The program's outputs that kernels have stored, by number.
         self.results: dict[int, DTensor] = {}
         #: Nodes that are computed from an exponential.
         self.of_exponential: set[int] = set()
 
-    def node_of(self, value: int) -> int:
-        """Return the node that a value is.
-
-        A value that is computed again in a later pass over a loop has a higher number.
-        """
-        return int(value % self.plan.nodes)
-
-    def layout(self, number: int, axes: Sequence[str]) -> tuple[tuple[str, ...], str]:
+    def layout(self, value: ValueName, axes: Sequence[str]) -> tuple[tuple[str, ...], str]:
         """Return the order of dims and the dtype of a value that later kernels read.
 
         The dims that they sum over come last. A factor of products with a 16-bit input has the
@@ -76,27 +78,27 @@ class EmittedPlan:
         sources: set[int] = set()
         for kernel in self.plan.kernels:
             leaves = {leaf.value: leaf for leaf in kernel.leaves}
-            if number in leaves and leaves[number].node < 0:
+            if value in leaves and leaves[value].node < 0:
                 ops = [op for stage in kernel.stages for op in (*stage.body, *stage.accumulators)]
                 summed |= {self.axes[op.axis] for op in ops if op.op == CORE_OPS["sum"]}
-                sources |= self._multiplied_inputs(number, ops, leaves)
+                sources |= self._multiplied_inputs(value, ops, leaves)
         order = sorted(axes, key=lambda a: (a in summed, list(axes).index(a)))
         dtypes = {self._dtype_of(s) for s in sources if self.lowered.inputs[s].bounds is None}
         return tuple(order), dtypes.pop() if len(dtypes) == 1 else "float32"
 
     def _multiplied_inputs(
         self,
-        number: int,
+        value: ValueName,
         ops: Sequence[_core.FoundOp],
-        leaves: dict[int, _core.FoundLeaf],
+        leaves: dict[ValueName, _core.FoundLeaf],
     ) -> set[int]:
         """Return the inputs that a kernel multiplies with a stored value."""
         factors = {
             a
             for op in ops
-            if op.op == CORE_OPS["mul"] and number in op.args
+            if op.op == CORE_OPS["mul"] and value in op.args
             for a in op.args
-            if a != number
+            if a != value
         }
         nodes = [leaves[a].node for a in factors if a in leaves and leaves[a].node >= 0]
         terms = [self.lowered.terms[node] for node in nodes]

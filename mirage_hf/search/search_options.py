@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import Role
 from mirage_hf.search.map_restriction import MapRestriction
 
@@ -45,3 +46,5 @@ class SearchOptions:
     roles: tuple[tuple[str, Role], ...] = ()
     #: Allowed imaps, omaps and fmaps, or None to allow any.
     maps: MapRestriction | None = None
+    #: The GPU whose rates rank the results.
+    gpu: Device = H200

@@ -100,7 +100,7 @@ class Emitter {
       if (!task_.outputs.has(id)) continue;
       FoundOutput found;
       found.value = {id};  // the first pass that can compute it stores it
-      found.stored = id;
+      found.stored = {id};
       if (!task_.final.has(id)) {
         kernel_.outputs.push_back(found);
         continue;
