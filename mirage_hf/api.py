@@ -170,7 +170,7 @@ def _install_decoding(
         return
     try:
         handle.runner = decoding.install(
-            inner, mode=mode, max_cache_len=max_cache_len, steps=optimization.steps
+            inner, mode=mode, max_cache_len=max_cache_len, model_kernels=optimization.steps
         )
     except decoding.DecodeError as e:  # forwards are faster all the same
         handle.add_note(f"generate is not replaced: {e}")

@@ -50,6 +50,10 @@ class SamplingError(MirageError, RuntimeError):
     """Scores from which no token can be drawn. A RuntimeError, as stock raises."""
 
 
+class DistributionError(MirageError, ValueError):
+    """Scores that make no probability distribution. A ValueError, as stock raises for top_h and eta_cutoff."""
+
+
 class ZooError(MirageError):
     """A kernel zoo that cannot be read or written.
 

@@ -27,12 +27,13 @@ import transformers.generation.logits_process as hf
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from mirage_hf.decode import install, processors
-from mirage_hf.decode.cache import Control, TokenHistory
+from mirage_hf.decode.control import Control, TokenHistory
 from mirage_hf.decode.kernels import sampling
 from mirage_hf.decode.kernels.embedding import EmbeddingOutput, embed
 from mirage_hf.decode.kernels.kernel_launch import launch
 from mirage_hf.decode.kernels.sampling import Sampler
-from mirage_hf.decode.processors import Now, Place
+from mirage_hf.decode.processor_ops import TextSoFar
+from mirage_hf.decode.processors import CallTensors
 from mirage_hf.pipeline import resolver
 from scripts.bench_chain import HEAD, Chain
 from scripts.benching import DEVICE, Budget, Report, captured, need_gpu, run_all, take_turns
@@ -182,10 +183,10 @@ def processor(name: str, batch: int, vocab: int, rounds: int) -> dict[str, Any]:
     )
     ids = torch.randint(vocab, (batch, 500), device=DEVICE)
     history.start(ids, 100)
-    values = [v.to(DEVICE) for v in row.values(p, Place(vocab))]
+    values = [v.to(DEVICE) for v in row.values(p, CallTensors(vocab))]
     ours = captured(
         lambda x: row.run(
-            Now(history.ids, history.prompt, history.slots), x, *row.sizes(p), *values
+            TextSoFar(history.ids, history.prompt, history.slots), x, *row.sizes(p), *values
         ),
         scores,
     )

@@ -1,8 +1,9 @@
-"""Decoding: an instance-level `generate` over a cache pool, with the step captured in a CUDA graph."""
+"""Decoding: `generate` of one model instance, over a cache pool, with steps in CUDA graphs."""
 
-from mirage_hf.decode.cache import CachePool
-from mirage_hf.decode.generate import DecodeError, DecodeRunner, Generate, install, uninstall
-from mirage_hf.decode.program import CapturedForward, Step
+from mirage_hf.decode.cache_pool import CachePool
+from mirage_hf.decode.generate_method import DecodeError, Generate, install, uninstall
+from mirage_hf.decode.runner import DecodeRunner
+from mirage_hf.decode.step import CapturedForward, Step
 
 __all__ = [
     "CachePool",

@@ -1,601 +1,371 @@
-"""`generate` of one model instance: greedy and sampling through the pool, everything else through stock, counted."""
+"""One covered call of `generate`: the path of a token, from top to bottom.
+
+1. `generate` plans the call, or leaves it to stock, and tries it until an attempt succeeds.
+2. `attempt` leases memory, and runs the rest on it.
+3. `prefill` fills the memory with the prompt's keys, values and logits.
+4. `decode_ahead` lets the device choose tokens, and reads them while later steps run;
+   `decode_with_host` lets HF's own objects choose, one token at a time.
+5. `finish` makes the output.
+
+Everything below is a helper of these: session.py (one call's memory and step), runner.py (what the
+model keeps between calls), step.py and step_program.py (the step that a CUDA graph replays).
+"""
 
 from __future__ import annotations
 
-import copy
-import inspect
-import threading
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+import transformers.generation.utils as stock_generation
+from torch import Tensor
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from mirage_hf.decode.cache import CacheBlock, CachePool, bucket
-from mirage_hf.decode.call_plan import CallPlan, NotCovered, plan_call
-from mirage_hf.decode.graphs import can_capture
-from mirage_hf.decode.model_fingerprint import ModelFingerprint, still_expected, take_fingerprint
-from mirage_hf.decode.prefill import PrefillGraph, Prompts, Shape, can_call
-from mirage_hf.decode.program import CapturedForward, Chooser, Step
-from mirage_hf.decode.routing import effective, refused_arguments, refused_model, refused_options
-from mirage_hf.decode.session import Outdated, Session
-from mirage_hf.decode.step_program import CHANGED, StepProgram, obstacle
-from mirage_hf.errors import MirageError, described
-from mirage_hf.layers.model_kernels import ModelKernels
-from mirage_hf.swap.plain_copies import leave_out_of_copies, restore_in_copies
+from mirage_hf.decode.cache_exchange import read_cache, reserve
+from mirage_hf.decode.cache_layers import UpdatedTwiceError, prefill_cache
+from mirage_hf.decode.call_plan import CallInputs, CallPlan, plan_call
+from mirage_hf.decode.choosing import NOTHING
+from mirage_hf.decode.kernels.sampling import sampler_of
+from mirage_hf.decode.model_fingerprint import ModelFingerprint
+from mirage_hf.decode.not_covered import NotCoveredError, covered
+from mirage_hf.decode.rings import bucket
+from mirage_hf.decode.runner import DecodeRunner
+from mirage_hf.decode.selection import Selection
+from mirage_hf.decode.session import CallRecord, OutdatedPlanError, Session
+from mirage_hf.decode.token_reader import TokenReader
+from mirage_hf.decode.uniform_numbers import UniformNumbers, draw_seed
+from mirage_hf.errors import DistributionError, SamplingError
 
-GraphKey = tuple[Any, Any]
-"""What captured graphs depend on: what a walk over the model found, and the masks it wants."""
-
-
-class DecodeError(MirageError, ValueError):
-    """A model that `install` cannot take, or a `generate` that outlived its model."""
-
-
-class Counting:
-    """Adds to counters from several threads. What an attempt at a call has counted can be taken back."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._of_thread = threading.local()
-
-    def count(self, counter: Counter[str], what: str, by: int = 1) -> None:
-        self._add(counter, what, by)
-        if (attempt := getattr(self._of_thread, "attempt", None)) is not None:
-            attempt.append((counter, what, by))
-
-    @contextmanager
-    def attempt(self) -> Iterator[Callable[[], None]]:
-        """Note what this thread counts in the block, but for attempts within it; gives what takes it back, to be called behind it."""
-        outer, counted = (
-            getattr(self._of_thread, "attempt", None),
-            list[tuple[Counter[str], str, int]](),
-        )
-
-        def take_back() -> None:
-            for counter, what, by in counted:
-                self._add(counter, what, -by)
-
-        self._of_thread.attempt = counted
-        try:
-            yield take_back
-        finally:
-            self._of_thread.attempt = outer
-
-    def _add(self, counter: Counter[str], what: str, by: int) -> None:
-        with self._lock:
-            counter[what] += by
-            if not counter[what]:
-                del counter[what]
-
-
-# -- the runner ---------------------------------------------------------------------------------------------------------
-
-
-class DecodeRunner:
-    """What one model's `generate` keeps between calls: the cache pool with its graphs, and counts of what went where.
-
-    `counts` holds "captured" (replayed steps), "called: <why>" (the same loop without a graph) and "stock: <why>"; where there are
-    kernels for whole steps also "step: all by kernels" or "step: <why the model's own forward runs>". `prefills` counts those that were
-    replayed ("captured", "captured, by kernels") or run by kernels without a graph ("called, by kernels") and what was refused; the others
-    ran HF's forward. `selections` counts where calls chose that wanted more than the greatest logit: "on the device" or "by the host:
-    <why>".
-    """
-
-    def __init__(
-        self,
-        *,
-        mode: str = "graph",
-        max_cache_len: int | None = None,
-        depth: int | None = None,
-        steps: ModelKernels | None = None,
-        valid_for: object = None,
-    ):
-        self.steps, self.valid_for, self.no_steps = steps, valid_for, ""
-        self.mode, self.max_cache_len, self.depth = mode, max_cache_len, depth
-        self.pool = CachePool()
-        self.counts: Counter[str] = Counter()
-        self.prefills: Counter[str] = Counter()
-        self.selections: Counter[str] = Counter()
-        self.counting = Counting()
-        self.prompts = Prompts(partial(self.counting.count, self.prefills))
-        self._graph_key: GraphKey = (None, None)
-        self._last: ModelFingerprint | None = None
-        self._looked_at: object = None
-        self._uncapturable: dict[object, tuple[object, str]] = {}
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of device memory in the cache pool."""
-        return self.pool.bytes
-
-    def release(self) -> None:
-        """Free the pool and its graphs. Calls under way keep theirs until they end; the next call starts anew."""
-        self.pool.release()
-
-    def count(self, what: str, where: Counter[str] | None = None, by: int = 1) -> None:
-        """Add to the counts, or to others of this object."""
-        self.counting.count(self.counts if where is None else where, what, by)
-
-    # -- one covered call
-
-    def run(
-        self,
-        call: CoveredCall,
-        model: Any,
-        input_ids: Tensor,
-        processors: Any,
-        criteria: StoppingCriteriaList,
-        config: Any,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Do what stock's decoding method would, from prefill to output; raise NotCovered before any effect if it cannot."""
-        plan = plan_call(
-            model,
-            input_ids,
-            processors,
-            criteria,
-            config,
-            kwargs,
-            users_cache=call.users_cache,
-            max_cache_len=self.max_cache_len,
-            expected=self._expected(model),
-        )
-        self._let_go(model, plan)
-        drawn, tries = torch.get_rng_state(), 2
-        while True:
-            with self.counting.attempt() as take_back:
-                found = self._attempt(
-                    call, model, plan, input_ids, processors, criteria, config, kwargs
-                )
-            if isinstance(found, tuple):
-                break
-            take_back()
-            torch.set_rng_state(
-                drawn
-            )  # a call takes one seed of the generator, however often it is tried
-            if found is not None:
-                self._last = None
-                plan = replace(plan, fingerprint=found, expected=False)
-                if found.obstacle is not None:
-                    raise NotCovered(found.obstacle)
-                self._let_go(model, plan)
-                continue
-            self.pool.drop_idle()
-            tries -= 1
-            if not tries:
-                raise NotCovered("out of memory")
-        self._last = plan.fingerprint
-        result, session = found
-        if call.streamer is not None:
-            call.streamer.end()
-        if not config.return_dict_in_generate:
-            return result
-        record = session.record
-        return GenerateDecoderOnlyOutput(
-            sequences=result,
-            scores=None if record.scores is None else tuple(record.scores),
-            logits=None if record.logits is None else tuple(record.logits),
-            past_key_values=plan.cache,
-        )
-
-    def _expected(self, model: Any) -> ModelFingerprint | None:
-        """What the last call found, where a captured prompt may run while the host looks at the model: that takes milliseconds."""
-        steps, last = self.steps, self._last
-        able = (
-            steps is not None
-            and self.mode != "eager"
-            and can_capture(model.device) is None
-            and _looks_up_in(model, steps.embedding)
-        )
-        return last if able and last is not None and still_expected(model, last) else None
-
-    def _attempt(
-        self,
-        call: CoveredCall,
-        model: Any,
-        plan: CallPlan,
-        input_ids: Tensor,
-        processors: Any,
-        criteria: StoppingCriteriaList,
-        config: Any,
-        kwargs: dict[str, Any],
-    ) -> tuple[Tensor, Session] | ModelFingerprint | None:
-        """Prefill and decode; what a look at the model found where the plan expects another, and None where the device's memory did not
-        suffice, if the caller has seen nothing of it."""
-        returns_cache = bool(config.return_dict_in_generate) or plan.cache_is_users
-        session = None
-        try:
-            block = self.pool.lease(
-                input_ids.shape[0], bucket(plan.slots), plan.windows, input_ids.device
-            )
-            session = Session(self, model, plan, block, returns_cache)
-            session.prefill(call.streamer, input_ids, config, kwargs)
-            result = session.decode(call.streamer, input_ids, processors, criteria, config)
-            if returns_cache:
-                session.shown |= plan.cache_is_users
-                session.block.put(plan.cache, session.cached)
-            return result, session
-        except Outdated as e:
-            return e.found
-        except torch.OutOfMemoryError:
-            if session is not None and session.shown:
-                raise
-            return None
-        finally:
-            if session is not None:
-                session.end()
-
-    def _let_go(self, model: Any, plan: CallPlan) -> None:
-        """Keep no kernels, and with them no weights, of a model that has replaced some of these: they would be memory for nothing."""
-        steps, found = self.steps, plan.fingerprint.model
-        if steps is None or found in (self.valid_for, self._looked_at):
-            return
-        self._looked_at = found
-        present = set(map(id, model.parameters()))
-        if not all(id(weight) in present for weight in steps.weights):
-            self.steps, self.valid_for, self.no_steps = None, None, CHANGED
-            self.pool.drop_idle()
-
-    def graph_key_of(self, plan: CallPlan) -> GraphKey:
-        """What graphs captured for this call depend on. While it stays equal it is one object, so that comparing it costs nothing."""
-        found, last = (plan.fingerprint.key, plan.masks), self._graph_key
-        if found == last:
-            return last
-        self._graph_key = found
-        return found  # whatever another thread has made of it meanwhile, which may expect another model
-
-    def prefill_graph(
-        self,
-        model: Any,
-        plan: CallPlan,
-        block: CacheBlock,
-        input_ids: Tensor,
-        key: GraphKey,
-        at_once: bool = False,
-    ) -> PrefillGraph | None:
-        """Return the captured prefill that serves a prompt, captured now if it is the second of its bucket; None where HF's runs.
-        `at_once`: only one that may be replayed before anybody has looked at the model."""
-        if (
-            self.mode == "eager"
-            or can_capture(block.device)
-            or plan.fingerprint.no_graph
-            or not plan.prompt_alone
-        ):
-            return None
-        shape = self._shape(plan, block, input_ids)
-        if shape is None or not shape.few:
-            return None
-        # HF's forward may have a table of positions, and no GPU survives the look-up of one that is not there for a filling's token
-        reach = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        own = plan.fingerprint.rope is None and (reach is None or shape.tokens <= reach)
-        return self.prompts.graph(
-            model, block, shape, self.steps, partial(self._able, plan, block), key, at_once, own
-        )
-
-    def prefill_by_kernels(
-        self, model: Any, plan: CallPlan, block: CacheBlock, input_ids: Tensor, key: GraphKey
-    ) -> bool:
-        """Prefill by kernels without a graph; False where HF's forward is to run."""
-        steps = self.steps
-        if steps is None or steps.no_prefill or not can_call(block.device) or not plan.prompt_alone:
-            return False
-        shape = self._shape(plan, block, input_ids)
-        if shape is None or block.batch not in steps.rows:
-            return False
-        if (
-            not block.keys and plan.fingerprint.model != self.valid_for
-        ):  # no room as its kernels want it for a model that may want another
-            return False
-        return self.prompts.by_kernels(
-            model, block, input_ids, shape, steps, partial(self._able, plan, block), key
-        )
-
-    def _shape(self, plan: CallPlan, block: CacheBlock, input_ids: Tensor) -> Shape | None:
-        """What a prompt is filled up to, None where it cannot be."""
-        shape, rope = Shape.of(input_ids.shape[1], block, plan.masks), plan.fingerprint.rope
-        return None if shape is None or (rope is not None and shape.tokens > rope.reach) else shape
-
-    def _able(self, plan: CallPlan, block: CacheBlock) -> ModelKernels | None:
-        """The model's kernels where they serve a call."""
-        return None if obstacle(self.steps, plan, block, self.valid_for) else self.steps
-
-    def step(
-        self,
-        model: Any,
-        plan: CallPlan,
-        block: CacheBlock,
-        key: GraphKey,
-        chooser: Chooser | None,
-        again: bool = False,
-    ) -> Step:
-        """Return the step for a block, with or without graphs as the model, the device and what chooses allow. `again`: for a call that is
-        counted."""
-        steps = self.steps
-        forward = self.no_steps or obstacle(steps, plan, block, self.valid_for)
-        why = (
-            "mode is eager"
-            if self.mode == "eager"
-            else can_capture(block.device) or plan.fingerprint.no_graph
-        )
-        if why is None and forward and plan.fingerprint.rope is not None:
-            why = plan.fingerprint.rope.reason
-        state, failed = self._uncapturable.get(_way(chooser), (None, None))
-        if why is None and state == key:
-            why = failed
-        if not again:
-            self.count("captured" if why is None else f"called: {why}")
-            if steps is not None or self.no_steps:
-                self.count(f"step: {forward or 'all by kernels'}")
-        if steps is not None and not forward:
-            return StepProgram(steps, block, plan.masks, graphs=why is None, graph_key=key)
-        return CapturedForward(
-            model,
-            block,
-            plan.masks,
-            logits_to_keep=plan.logits_to_keep,
-            graphs=why is None,
-            graph_key=key,
-        )
-
-    def capture_failed(
-        self, step: Step, chooser: Chooser | None, error: Exception, again: bool = False
-    ) -> None:
-        """Count the call as one of called steps, and remember that this state of the model cannot be captured with this chooser. `again`:
-        for a call that has been counted so."""
-        why = f"capture failed ({described(error)})"
-        if not isinstance(error, torch.OutOfMemoryError):  # another time there may be more
-            self._uncapturable[_way(chooser)] = step.graph_key, why
-        if again:
-            return
-        self.count(f"called: {why}")
-        self.count("captured", by=-1)
-
-
-def _looks_up_in(model: Any, embedding: Tensor) -> bool:
-    """Whether the model's tokens are rows of that table, and nobody says which on their way to it: of a larger one there may be tokens that
-    are none, and that no GPU survives."""
-    table = model.get_input_embeddings()
-    return getattr(table, "_parameters", {}).get("weight") is embedding and not any(
-        m._forward_pre_hooks or "forward" in m.__dict__ for m in (model, model.base_model, table)
-    )
-
-
-def _way(chooser: Chooser | None) -> object:
-    """What a capture may fail by, apart from the model."""
-    return None if chooser is None else chooser.key
-
-
-# -- generate -----------------------------------------------------------------------------------------------------------
+#: Attempts at a call for which the device's memory may not suffice.
+MEMORY_ATTEMPTS = 2
+#: Whether this version of transformers streams a token before it asks the stopping criteria.
+STREAMS_FIRST = not hasattr(stock_generation, "StopCheck")
 
 
 @dataclass(frozen=True)
-class CoveredCall:
-    """The callable given to HF's `custom_generate`, with what HF drops on the way to a callable."""
+class Finished:
+    """What a successful attempt leaves: all tokens, prompt included, and what was kept besides."""
 
-    runner: DecodeRunner
-    streamer: Any
-    users_cache: bool
-
-    def __call__(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **model_kwargs: Any,
-    ) -> Any:
-        return self.runner.run(
-            self,
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            model_kwargs,
-        )
+    sequences: Tensor
+    record: CallRecord
 
 
-class Generate:
-    """An instance-level `generate`: a small object in the model's `__dict__`, bound to the model by a weak reference.
+def generate(
+    runner: DecodeRunner, inputs: CallInputs, *, streamer: Any, cache_is_users: bool
+) -> Any:
+    """Do what stock's decoding method would do, from prefill to output.
 
-    Copies and pickled models have their class's own `generate`. The weak reference lets `del model` free memory.
+    Args:
+        runner: what the model keeps between calls.
+        inputs: what stock's decoding method would get.
+        streamer: gets every token, if there is one. Stock's generate has given it the prompt.
+        cache_is_users: whether the user passed the cache.
+
+    Returns:
+        Sequences, or the output object that the config asks for.
+
+    Raises:
+        NotCoveredError: Stock must serve the call. Nothing of it was seen yet.
     """
-
-    def __init__(self, model: Any, runner: DecodeRunner):
-        self._model = weakref.ref(model)
-        self.runner = runner
-        self._accepted: dict[str, Any] | None = None
-        self.__doc__ = type(model).generate.__doc__
-
-    __name__ = "generate"
-
-    def _owner(self) -> Any:
-        model = self._model()
-        if model is None:
-            raise DecodeError(
-                "generate: its model has been deleted; keep a reference to the model while you use its generate"
-            )
-        return model
-
-    @property
-    def __self__(self) -> Any:
-        return self._owner()
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(type(self._owner()).generate.__get__(self._owner()))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return stock's `generate`, of the copy of the model if there is one."""
-        model = self._owner()
-        return type(model).generate.__get__(memo.get(id(model), model))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._owner(), "generate")
-
-    def __repr__(self) -> str:
-        return f"<mirage_hf generate of {type(self._owner()).__name__}>"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model = self._owner()
-        stock = type(model).generate
-        covered = self._cover(model, stock, args, kwargs)
-        if isinstance(covered, str):
-            self.runner.count(f"stock: {covered}")
-            return stock(model, *args, **kwargs)
-        config, why = dict(model.config.__dict__), None
-        try:
-            result = stock(model, **covered)
-        except NotCovered as reason:
-            why = str(reason)
-        if why is not None:  # not in the handler, which keeps the memory of what was tried
-            self.runner.count(f"stock: {why}")
-            return stock(model, *args, **kwargs)
-        if covered.get("generation_config") is None:  # with one stock does not look at the model's
-            self._accepted = config
-        return result
-
-    def _cover(
-        self, model: Any, stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, Any] | str:
-        """Return the arguments with which stock's generate ends in our callable, or why it must not."""
-        names = _parameters(stock)
-        if len(args) > len(names):
-            return "too many arguments"
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        if len(arguments) != len(args) + len(kwargs):
-            return "an argument given twice"
-        given = arguments.get("generation_config")
-        option = effective(arguments, given, model.generation_config)
-        refused = refused_model(model) or refused_arguments(arguments) or refused_options(option)
-        if refused is not None:
-            return refused
-        cache = arguments.get("past_key_values")
-        streamer = arguments.pop("streamer", None)
-        tokenizer = arguments.pop("tokenizer", None)
-        if option("stop_strings") is not None:
-            # HF builds this criterion from the tokenizer, which it drops for callables: build it here
-            criteria = arguments.get("stopping_criteria") or []
-            if tokenizer is None:
-                return "stop_strings without a tokenizer"
-            if any(type(c) is StopStringCriteria for c in criteria):
-                return "stop_strings beside a StopStringCriteria"
-            mine = StopStringCriteria(tokenizer=tokenizer, stop_strings=option("stop_strings"))
-            arguments["stopping_criteria"] = StoppingCriteriaList([mine, *criteria])
-            arguments.pop("stop_strings", None)
-            if given is not None and given.stop_strings is not None:
-                arguments["generation_config"] = given = copy.copy(given)
-                given.stop_strings = None
-            if model.generation_config.stop_strings is not None:
-                return "stop_strings in the model's generation_config"
-        arguments["custom_generate"] = CoveredCall(self.runner, streamer, cache is not None)
-        return (
-            _merged(arguments, names)
-            if given is None and self._is_accepted(model.config)
-            else arguments
-        )
-
-    def _is_accepted(self, config: Any) -> bool:
-        """Whether stock's generate took a model config with these very values before."""
-        known, now = self._accepted, config.__dict__
-        return (
-            known is not None
-            and len(known) == len(now)
-            and all(known.get(name, self) is value for name, value in now.items())
-        )
-
-
-def _merged(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """The same with generation options in a GenerationConfig: without one stock's generate builds the model's default config, to see
-    whether options were set in the model's (which `_is_accepted` knows), and that takes it longer than all else that it prepares."""
-    config = GenerationConfig()
-    options = {
-        name: value
-        for name, value in arguments.items()
-        if name not in names and name in vars(config)
-    }
-    by_name = "max_length", "min_length", "watermarking_config"
-    if any(value is None for value in options.values()) or not options.keys().isdisjoint(by_name):
-        return arguments  # None takes the place of the model's own; stock asks whether the first two are given, and converts the third
-    for name, value in options.items():
-        setattr(config, name, value)
-    return {name: value for name, value in arguments.items() if name not in options} | {
-        "generation_config": config
-    }
-
-
-_PARAMETERS: dict[Any, tuple[str, ...]] = {}
-
-
-def _parameters(stock: Any) -> tuple[str, ...]:
-    """Return the names of generate's positional parameters, `self` left out."""
-    if stock not in _PARAMETERS:
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        _PARAMETERS[stock] = tuple(
-            p.name for p in inspect.signature(stock).parameters.values() if p.kind in kinds
-        )[1:]
-    return _PARAMETERS[stock]
-
-
-def install(
-    model: Any,
-    *,
-    mode: str = "graph",
-    max_cache_len: int | None = None,
-    depth: int | None = None,
-    steps: ModelKernels | None = None,
-) -> DecodeRunner:
-    """Give a model instance a `generate` of its own that decodes through the pool; nothing else of it or of HF changes.
-
-    `mode` "graph" replays captured steps where the device can, "eager" calls them. `max_cache_len` is the most cache
-    slots a call may use; longer ones go the stock way. `depth` is how many steps may be ahead of the host (None: 2 on a GPU, 0 on a
-    CPU). `steps`: kernels for whole steps of this model as it is now. Installing again starts anew.
-    Errors: DecodeError for what is not a transformers model that generates, or has an instance-level `generate` already.
-    """
-    if mode not in ("graph", "eager"):
-        raise DecodeError(f"install: mode must be 'graph' or 'eager', it is {mode!r}")
-    if max_cache_len is not None and max_cache_len < 1:
-        raise DecodeError(
-            f"install: max_cache_len must be at least 1, it is {max_cache_len}; leave it out for no limit"
-        )
-    if not isinstance(model, nn.Module) or not isinstance(model, GenerationMixin):
-        raise DecodeError(
-            f"install: {type(model).__name__} is not a transformers model with generate(); pass the causal LM itself "
-            "(of a PeftModel its base model: peft_model.get_base_model())"
-        )
-    present = model.__dict__.get("generate")
-    if present is not None and not isinstance(present, Generate):
-        raise DecodeError(
-            f"install: this {type(model).__name__} already has an instance-level generate ({present!r}); "
-            "delete it with `del model.generate` first"
-        )
-    uninstall(model)
-    runner = DecodeRunner(
-        mode=mode,
-        max_cache_len=max_cache_len,
-        depth=depth,
-        steps=steps,
-        valid_for=take_fingerprint(model).model if steps is not None else None,
+    plan = plan_call(
+        inputs,
+        cache_is_users=cache_is_users,
+        max_cache_len=runner.max_cache_len,
+        expected=runner.expected_fingerprint(inputs.model),
     )
-    model.__dict__["generate"] = Generate(model, runner)
-    leave_out_of_copies(model, "generate")
-    return runner
+    runner.forget_replaced_kernels(inputs.model, plan)
+    random_state = torch.get_rng_state()
+    attempts_left = MEMORY_ATTEMPTS
+    while True:
+        with runner.counters.attempt() as undo_counts:
+            outcome = attempt(runner, inputs, plan, streamer)
+        if isinstance(outcome, Finished):
+            break
+        undo_counts()
+        torch.set_rng_state(random_state)  # a call takes one seed, however often it is tried
+        if isinstance(outcome, ModelFingerprint):
+            runner.last_fingerprint = None
+            covered(outcome.obstacle)
+            plan = replace(plan, fingerprint=outcome, expected=False)
+            runner.forget_replaced_kernels(inputs.model, plan)
+        else:
+            runner.pool.drop_idle()
+            attempts_left -= 1
+            if not attempts_left:
+                raise NotCoveredError("out of memory")
+    runner.last_fingerprint = plan.fingerprint
+    return finish(outcome, plan, inputs.config, streamer)
 
 
-def uninstall(model: Any) -> None:
-    """Take the instance-level `generate` away again and free its pool; without one, nothing happens."""
-    present = model.__dict__.get("generate")
-    if isinstance(present, Generate):
-        present.runner.release()
-        del model.__dict__["generate"]
-        restore_in_copies(model, "generate")
+def attempt(
+    runner: DecodeRunner, inputs: CallInputs, plan: CallPlan, streamer: Any
+) -> Finished | ModelFingerprint | None:
+    """Prefill and decode on leased memory.
+
+    Returns:
+        The result; the model's fingerprint if it is not the plan's; or None if the device's memory did
+        not suffice. In the last two cases the caller has seen nothing of the call. They are no
+        exceptions, because a traceback would keep the memory of what was tried.
+    """
+    session = None
+    try:
+        batch, device = inputs.input_ids.shape[0], inputs.input_ids.device
+        block = runner.pool.lease(batch, bucket(plan.slots), plan.windows, device)
+        session = Session(runner, inputs, plan, block)
+        prefill(session)
+        sequences = decode(session, streamer)
+        session.write_cache()
+        return Finished(sequences, session.record)
+    except OutdatedPlanError as error:
+        return error.fingerprint
+    except NotCoveredError:
+        raise
+    except BaseException as error:
+        is_seen = session is not None and session.is_seen
+        if isinstance(error, torch.OutOfMemoryError) and not is_seen:
+            return None
+        if session is not None:
+            session.write_cache_after_error()
+        raise
+    finally:
+        if session is not None:
+            session.end()
+
+
+# -- the prompt ---------------------------------------------------------------------------------
+
+
+def prefill(session: Session) -> None:
+    """Fill the block with the prompt's keys, values and logits, and set the state after it.
+
+    A captured prefill may run before the host has looked at the model. prefill.py says in which
+    order the ways to prefill are tried.
+    """
+    plan, block, config = session.plan, session.block, session.inputs.config
+    block.begin(plan.prompt.lowest)
+    if _prefill_by_graph(session) or _prefill_by_kernels(session):
+        session.slot = session.cached = session.inputs.input_ids.shape[1]
+        block.clear_from(session.slot)
+    else:
+        _prefill_by_forward(session)
+    block.control.start(
+        length=session.slot,
+        position=plan.prompt.position,
+        lowest=plan.prompt.lowest,
+        budget=plan.budget,
+        eos=plan.eos,
+        pad=config._pad_token_tensor,
+    )
+    session.is_prefilled = True
+
+
+def _prefill_by_graph(session: Session) -> bool:
+    """Replay a captured prefill, if there is one or one is captured now."""
+    runner, block, inputs = session.runner, session.block, session.inputs
+    arguments = inputs.model, session.plan, block, inputs.input_ids, session.graph_key
+    graph = runner.captured_prefill(*arguments, unseen_model=not session.is_confirmed)
+    if graph is None and not session.is_confirmed:
+        session.confirm_model()
+        graph = runner.captured_prefill(*arguments)
+    if graph is None:
+        return False
+    block.dirty = max(block.dirty, graph.prompts.ids.shape[1])
+    graph.run(inputs.input_ids, block)
+    return True
+
+
+def _prefill_by_kernels(session: Session) -> bool:
+    """Call the kernels of prompts, if they serve this one."""
+    inputs = session.inputs
+    return session.runner.run_prefill_kernels(
+        inputs.model, session.plan, session.block, inputs.input_ids, session.graph_key
+    )
+
+
+def _prefill_by_forward(session: Session) -> None:
+    """Run HF's forward into the block, or into the user's cache if it holds something."""
+    plan, block, inputs = session.plan, session.block, session.inputs
+    if plan.prompt.past:
+        reserve(block, plan.cache)
+        session.is_seen = True
+    cache = plan.cache if plan.prompt.past else prefill_cache(block)
+    kwargs = {**inputs.kwargs, "past_key_values": cache}
+    try:
+        outputs = inputs.model._prefill(inputs.input_ids, inputs.config, kwargs)
+    except UpdatedTwiceError:  # raised by our layers, so no cache of the user's was written yet
+        raise NotCoveredError("a forward that runs a layer twice") from None
+    length = read_cache(block, cache) if plan.prompt.past else cache.get_seq_length()
+    session.slot = session.cached = length
+    # padded rows fill all of a ring
+    block.clear_from(length, rings_full=plan.prompt.lowest is not None)
+    block.set_logits(outputs.logits[:, -1])
+
+
+# -- the tokens ---------------------------------------------------------------------------------
+
+
+def decode(session: Session, streamer: Any) -> Tensor:
+    """Choose tokens until every row has ended, and return the sequences."""
+    runner, selection = session.runner, session.plan.selection
+    # as stock does: mixtures of experts have a form for few tokens
+    with session.inputs.model._optimize_model_for_decode():
+        if session.inputs.config.do_sample:
+            session.seed = draw_seed()
+        if isinstance(selection, str):
+            session.confirm_model()
+            runner.count(f"by the host: {selection}", runner.selections)
+            return decode_with_host(session, streamer)
+        if not selection.is_plain:
+            runner.count("on the device", runner.selections)
+        return decode_ahead(session, streamer, selection)
+
+
+def decode_ahead(session: Session, streamer: Any, selection: Selection) -> Tensor:
+    """Let the device choose tokens, and read them while later steps run.
+
+    Steps that were enqueued after the last token are dropped. They find no row alive and write
+    nothing, unless a clock of the host ended the call.
+    """
+    plan, input_ids = session.plan, session.inputs.input_ids
+    session.choose_on_device(selection)
+    session.make_step()
+    if not selection.is_plain:
+        session.block.own_history().start(input_ids, plan.budget)
+    reader = TokenReader(session.depth(selection))
+    steps_left, prompt_cached = plan.budget - 1, session.cached
+    tokens_of_steps: list[list[int]] = []
+
+    session.choose()
+    reader.post(session.block.control.report)
+    goes_on = True
+    while goes_on:
+        # enqueue steps ahead of the token that is read next
+        while steps_left and len(reader.waiting) <= reader.depth:
+            session.enqueue_step()
+            session.keep_outputs()
+            reader.post(session.block.control.report)
+            steps_left -= 1
+        session.confirm_model()  # while the GPU works on them
+        if not reader.waiting:
+            break
+        tokens, rows_go_on = reader.take()
+        step = len(tokens_of_steps)
+        session.cached = prompt_cached + step
+        if NOTHING in tokens:
+            raise _no_token(tokens.index(NOTHING), step, selection.makes_distribution)
+        tokens_of_steps.append(tokens)
+        if streamer is not None:
+            session.is_seen = True
+            streamer.put(torch.tensor(tokens, device="cpu"))
+        goes_on = 1 in rows_go_on and not _has_run_out(selection)
+
+    session.record.cut(len(tokens_of_steps))
+    new_tokens = torch.tensor(tokens_of_steps, device=input_ids.device).T
+    sequences = torch.cat([input_ids, new_tokens], dim=-1)
+    _warn_of_length(session.inputs.criteria, sequences)
+    return sequences
+
+
+def decode_with_host(session: Session, streamer: Any) -> Tensor:
+    """Let HF's own objects choose on the host, one token at a time.
+
+    The order of calls is that of stock's `GenerationMixin._sample`.
+    """
+    inputs, record, block = session.inputs, session.record, session.block
+    input_ids, criteria = inputs.input_ids, inputs.criteria
+    has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    pad = inputs.config._pad_token_tensor
+    pad = pad.to(input_ids.device) if pad is not None else None
+    unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
+    numbers = None
+    if session.seed is not None:
+        numbers = UniformNumbers(session.seed, input_ids.shape[0], input_ids.device)
+    session.make_step()
+    session.is_seen = True
+    # nothing on the device chooses from the prompt, so nothing has moved the state on
+    block.control.length.add_(1)
+    block.control.position.add_(1)
+    for step in count():
+        logits = session.block.logits.to(copy=True, dtype=torch.float32, device=input_ids.device)
+        scores = inputs.processors(input_ids, logits)
+        if record.scores is not None:
+            record.scores.append(scores)
+        if record.logits is not None:
+            record.logits.append(logits)
+        if numbers is None:
+            tokens = torch.argmax(scores, dim=-1)
+        else:
+            tokens = _sample(session, scores, numbers.at(step), step)
+        if has_eos and pad is not None:  # generate sets a pad token if there is a stop token
+            tokens = tokens * unfinished + pad * (1 - unfinished)
+        input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
+        if streamer is not None and STREAMS_FIRST:
+            streamer.put(tokens.cpu())
+        kept_scores = tuple(record.scores) if record.scores is not None else None
+        unfinished = unfinished & ~criteria(input_ids, kept_scores)
+        if streamer is not None and not STREAMS_FIRST:
+            streamer.put(tokens.cpu())
+        if unfinished.max() == 0:
+            return input_ids
+        session.block.control.ids.copy_(tokens[:, None])
+        session.enqueue_step()
+        session.cached += 1
+    raise AssertionError("the loop ends when every row has ended")
+
+
+def finish(result: Finished, plan: CallPlan, config: Any, streamer: Any) -> Any:
+    """Tell the streamer that the call is over, and make the output that the config asks for."""
+    if streamer is not None:
+        streamer.end()
+    if not config.return_dict_in_generate:
+        return result.sequences
+    scores, logits = result.record.scores, result.record.logits
+    return GenerateDecoderOnlyOutput(
+        sequences=result.sequences,
+        scores=None if scores is None else tuple(scores),
+        logits=None if logits is None else tuple(logits),
+        past_key_values=plan.cache,
+    )
+
+
+# -- helpers ------------------------------------------------------------------------------------
+
+
+def _sample(session: Session, scores: Tensor, numbers: Tensor, step: int) -> Tensor:
+    """Draw tokens (batch,) from scores (batch, vocab) on the device, and check them."""
+    sampler = sampler_of(session.block)
+    tokens = sampler.sample(scores.float().contiguous(), numbers).clone()
+    rows_without = (tokens == NOTHING).nonzero()
+    if len(rows_without):
+        raise _no_token(int(rows_without[0]), step, makes_distribution=False)
+    return tokens
+
+
+def _no_token(row: int, step: int, makes_distribution: bool) -> Exception:
+    """Return the error for scores from which no token can be drawn, of the type that stock raises."""
+    error = DistributionError if makes_distribution else SamplingError
+    return error(
+        f"generate: no token can be drawn for row {row} at new token {step}: its scores hold a NaN, "
+        "or none is above -inf; look for overflow in the model's dtype (load it in bfloat16 or "
+        "float32) and for processors that leave no token, or pass remove_invalid_values=True"
+    )
+
+
+def _has_run_out(selection: Selection) -> bool:
+    """Return whether a clock of the host says that the call's time is over."""
+    if not selection.clocks:
+        return False
+    # clocks do not look at the text; on a GPU their answer would have to be waited for
+    no_text = torch.zeros(1, 1, dtype=torch.long, device="cpu")
+    return any(bool(clock(no_text, None)) for clock in selection.clocks)
+
+
+def _warn_of_length(criteria: Any, sequences: Tensor) -> None:
+    """Let HF's criterion warn about sequences that are longer than the model was made for."""
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            limit = criterion.max_position_embeddings
+            if limit is not None and sequences.shape[1] - 1 > limit:
+                criterion(sequences[:, :-1], None)

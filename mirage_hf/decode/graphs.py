@@ -1,4 +1,4 @@
-"""Capturing a step in a CUDA graph."""
+"""Capture in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
+#: Runs on the side stream before a capture. What initialises itself lazily (cuBLAS, Triton,
+#: autotuners) must not do so while it is captured.
 WARM_UPS = 3
-"""Runs on the side stream before a capture: lazy initialisation (cuBLAS, Triton, autotuners) must not be captured."""
 
+# torch.cuda.graph synchronises the device on entry, which fails while another thread captures
 _one_capture = threading.Lock()
-# torch.cuda.graph synchronises the device on entry, which fails while another thread of ours is capturing
 
 
-def can_capture(device: torch.device) -> str | None:
-    """Return why steps on this device are not captured, or None."""
+def why_no_capture(device: torch.device) -> str | None:
+    """Return why steps on this device are not captured, or None if they are."""
     return None if device.type == "cuda" else f"no graphs on {device.type}"
 
 
@@ -25,9 +26,16 @@ def capture(
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Warm `run` up, capture it, and return the graph and the memory pool it lives in.
 
-    `run` reads and writes static tensors only and may be run any number of times without a lasting effect.
-    Graphs that share a pool must never be replayed at the same time: the pool belongs to one cache block.
-    Errors: whatever `run` raises, and RuntimeError where it synchronises with the host.
+    Graphs that share a pool must never be replayed at the same time: a pool belongs to one block.
+
+    Args:
+        run: reads and writes static tensors only, and may run any number of times without a lasting
+            effect.
+        device: the GPU.
+        pool: a pool to share, None for a new one.
+
+    Raises:
+        RuntimeError: `run` synchronises with the host. What `run` raises passes through.
     """
     with _one_capture, torch.cuda.device(device):
         current = torch.cuda.current_stream(device)
@@ -40,13 +48,14 @@ def capture(
         graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle() if pool is None else pool
         try:
-            # cuBLAS keeps a workspace per stream in memory that torch frees whenever torch.compile records a graph of its
-            # own; a graph that still used it would fail at some later replay. Cleared here, the workspace is allocated
-            # during the capture, in the graph's own pool, and cleared again it serves nobody else.
-            # thread_local: what other threads do to the device meanwhile does not break this capture
+            # thread_local: what other threads do to the device does not break this capture
             with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-                # not before: torch.cuda.graph gives free memory back to the driver, and another thread may be about to launch a
-                # product with its workspace, which is cleared too
+                # cuBLAS keeps a workspace for each stream, which torch frees when torch.compile
+                # records a graph. A graph of ours that still used it would fail in a later replay.
+                # So it is cleared here, allocated during the capture in the graph's own pool, and
+                # cleared again so that nothing else uses it. It is not cleared before the capture:
+                # torch.cuda.graph gives free memory back to the driver, and another thread may be
+                # about to launch a product with its workspace.
                 torch._C._cuda_clearCublasWorkspaces()
                 run()
                 torch._C._cuda_clearCublasWorkspaces()

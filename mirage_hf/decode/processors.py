@@ -1,10 +1,9 @@
-"""HF's own logits processors on the device: one table from exact class to torch ops over static tensors, with nothing read by the host.
+"""The table of Hugging Face's logits processors that run on the device, by exact class.
 
-What a captured graph is made for (sizes, what removed tokens get) is told from what may change between calls (temperature, penalties,
-how many to keep, lists of tokens), which lies in tensors. Where HF sorts a vocabulary, kernels search (decode/kernels/radix_threshold.py). Rounding is
-that of HF's own ops in float32, but for the order of sums, and for divisions by a number, which CUDA may do as products with its
-inverse. A class that is not here, a subclass of one that is, and an instance with attributes that this table does not know are the
-host's.
+What a captured graph is made for (sizes, and what removed tokens get) is separate from what may
+change between calls (temperatures, penalties, how many to keep, lists of tokens), which lies in
+tensors. The host runs a class that is not in the table, a subclass of one that is, and an instance
+with attributes that the table does not know.
 """
 
 from __future__ import annotations
@@ -12,447 +11,233 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import transformers.generation.logits_process as hf
 from torch import Tensor
 
-from mirage_hf.decode.kernels import radix_threshold
-from mirage_hf.default_device import on_the_cpu
-
-INFINITY = float("inf")
+from mirage_hf.decode import processor_ops as ops
 
 
 @dataclass(frozen=True)
-class Now:
-    """The text so far, as a processor of a captured step sees it."""
+class CallTensors:
+    """Makes the tensors of one call for (batch, vocab) scores.
 
-    ids: Tensor
-    """(batch, room) int64: valid below `length`."""
-    length: Tensor
-    """(1,) int64: tokens that stock's input_ids would have."""
-    slots: Tensor
-    """(1, room): 0, 1, 2, …"""
-
-    def last(self, count: int) -> tuple[Tensor, Tensor]:
-        """The last `count` tokens (batch, count), and which of these places (count,) hold one."""
-        at = self.length - count + torch.arange(count, device=self.ids.device)
-        return self.ids.index_select(1, at.clamp(min=0)), at >= 0
-
-
-@dataclass(frozen=True)
-class Place:
-    """Makes the tensors of one call for (batch, vocab) scores: on the CPU, but for what is made of tensors on the device."""
+    They are on the CPU, except those made from tensors on the device.
+    """
 
     vocab: int
 
-    def number(self, value: float) -> Tensor:
+    def float32(self, value: float) -> Tensor:
+        """Return a number (1,)."""
         return torch.full((1,), value, dtype=torch.float32)
 
-    def exact(self, value: float) -> Tensor:
+    def float64(self, value: float) -> Tensor:
+        """Return an exact number (1,)."""
         return torch.full((1,), value, dtype=torch.float64)
 
-    def count(self, value: int) -> Tensor:
+    def int64(self, value: int) -> Tensor:
+        """Return an integer (1,)."""
         return torch.full((1,), value, dtype=torch.long)
 
-    def tokens(self, ids: Any) -> Tensor:
-        """(vocab,) bool: the tokens in `ids`; others than the vocabulary's are left out, as HF does."""
+    def mask(self, ids: Any) -> Tensor:
+        """Return a (vocab,) bool mask of tokens, without those outside the vocabulary, as HF does."""
         ids = (ids if isinstance(ids, Tensor) else torch.tensor(ids)).reshape(-1).long()
-        found = torch.zeros(self.vocab + 1, dtype=torch.bool, device=ids.device)
+        mask = torch.zeros(self.vocab + 1, dtype=torch.bool, device=ids.device)
         ids = torch.where((ids >= 0) & (ids < self.vocab), ids, self.vocab)
-        return found.index_fill_(0, ids, True)[:-1]
+        return mask.index_fill_(0, ids, True)[:-1]
+
+
+def _no_values(processor: Any, make: CallTensors) -> tuple[Tensor, ...]:
+    return ()
+
+
+def _no_sizes(processor: Any) -> tuple[Any, ...]:
+    return ()
 
 
 @dataclass(frozen=True)
 class ProcessorRow:
-    """How the processors of one class run on the device."""
+    """How the processors of one class run on the device.
+
+    Attributes:
+        run: an op of processor_ops.py: from the text so far, scores, sizes and values to new scores.
+        attributes: names of all attributes of instances. One that has more is of a version of
+            transformers that the row was not written for.
+        values: makes the tensors whose values may change between calls.
+        sizes: what a captured graph is made for.
+        reads_text: whether it reads the text so far, and not only its length.
+        makes_distribution: whether HF's class makes a `Categorical`, which raises a ValueError for
+            rows with a NaN or with no score above −inf.
+    """
 
     run: Callable[..., Tensor]
-    """From `Now`, float32 scores (batch, vocab), what `sizes` and what `values` gave, to new scores."""
-    attributes: str
-    """All that instances have. One that has more is of a version of transformers that this row was not written for."""
-    values: Callable[[Any, Place], tuple[Tensor, ...]] = lambda p, at: ()
-    sizes: Callable[[Any], tuple[Any, ...]] = lambda p: ()
-    """What a captured graph is made for."""
-    text: bool = False
-    """Whether it reads the text so far, and not its length alone."""
+    attributes: tuple[str, ...] = ()
+    values: Callable[[Any, CallTensors], tuple[Tensor, ...]] = _no_values
+    sizes: Callable[[Any], tuple[Any, ...]] = _no_sizes
+    reads_text: bool = False
+    makes_distribution: bool = False
 
 
-# -- numbers alone ------------------------------------------------------------------------------------------------------
-
-
-def _temperature(now: Now, scores: Tensor, temperature: Tensor) -> Tensor:
-    return scores / temperature
-
-
-def _top_k(now: Now, scores: Tensor, fill: float, k: Tensor) -> Tensor:
-    return scores.masked_fill(scores < _kth(scores, k), fill)
-
-
-def _kth(scores: Tensor, k: Tensor) -> Tensor:
-    """(batch, 1): the `k`-th greatest of each row, the least where there are fewer."""
-    if radix_threshold.fits(scores):
-        return radix_threshold.kth_greatest(scores, k)
-    if scores.device.type == "cpu":
-        return torch.topk(scores, min(int(k), scores.shape[-1])).values[:, -1:]
-    return torch.sort(scores, descending=True).values.index_select(
-        1, k.clamp(max=scores.shape[-1]) - 1
-    )
-
-
-def _top_p(now: Now, scores: Tensor, fill: float, rest: Tensor, keep: Tensor) -> Tensor:
-    if radix_threshold.fits(scores):
-        return radix_threshold.mask_scores(
-            scores, scores, _softmax(scores), rest, keep, fill, lowest_index_first=False
-        )
-    ordered, index = torch.sort(scores, descending=False)
-    removed = (ordered.softmax(-1).cumsum(-1) <= rest) & (_ranks(scores) < scores.shape[-1] - keep)
-    return scores.masked_fill(removed.scatter(1, index, removed), fill)
-
-
-def _ranks(scores: Tensor) -> Tensor:
-    return torch.arange(scores.shape[-1], device=scores.device)
-
-
-def _top_h(now: Now, scores: Tensor, most: int, fill: float, share: Tensor) -> Tensor:
-    top, index = torch.topk(scores, min(most, scores.shape[-1]))
-    logits, p = _normalized(top)
-    kept = (-p * torch.log(p)).cumsum(-1) <= (_entropy(logits, p) * share)[:, None]
-    kept[:, 0].fill_(True)
-    return scores.masked_fill(
-        ~torch.zeros_like(scores, dtype=torch.bool).scatter(1, index, kept), fill
-    )
-
-
-def _min_p(now: Now, scores: Tensor, keep: int, fill: float, share: Tensor) -> Tensor:
-    p = _softmax(scores)
-    removed = p < share * p.amax(-1, keepdim=True)
-    if keep > 1:  # the greatest is never removed
-        removed = removed.scatter(1, torch.topk(p, min(keep, p.shape[-1])).indices, False)
-    return scores.masked_fill(removed, fill)
-
-
-def _typical(now: Now, scores: Tensor, fill: float, mass: Tensor, keep: Tensor) -> Tensor:
-    normalized = _log_softmax(scores)
-    entropy = -(normalized * normalized.exp()).nansum(-1, keepdim=True)
-    distance = (-normalized - entropy).abs()
-    if radix_threshold.fits(scores):
-        return radix_threshold.mask_scores(
-            scores, -distance, _softmax(scores), 1 - mass, keep, fill, lowest_index_first=True
-        )
-    ordered, index = torch.sort(distance, descending=False)
-    last = (
-        (scores.gather(-1, index).softmax(-1).cumsum(-1) < mass)
-        .sum(-1, keepdim=True)
-        .clamp(max=scores.shape[-1] - 1)
-    )
-    removed = (ordered > ordered.gather(1, last)) & (_ranks(scores) >= keep)
-    return scores.masked_fill(removed.scatter(1, index, removed), fill)
-
-
-def _epsilon(now: Now, scores: Tensor, keep: int, fill: float, least: Tensor) -> Tensor:
-    return _cut(scores, _softmax(scores) < least, keep, fill)
-
-
-def _eta(now: Now, scores: Tensor, keep: int, fill: float, epsilon: Tensor) -> Tensor:
-    least = torch.minimum(epsilon, epsilon.sqrt() * torch.exp(-_entropy(*_normalized(scores))))[
-        :, None
-    ]
-    return _cut(scores, _softmax(scores) < least, keep, fill)
-
-
-def _cut(scores: Tensor, removed: Tensor, keep: int, fill: float) -> Tensor:
-    """Fill what is removed and not among the `keep` greatest."""
-    least = (
-        scores.amax(-1, keepdim=True)
-        if keep == 1
-        else torch.topk(scores, min(keep, scores.shape[-1])).values[:, -1:]
-    )
-    return scores.masked_fill(removed & (scores < least), fill)
-
-
-def _normalized(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits and probabilities as torch.distributions.Categorical has them."""
-    logits = _log_softmax(scores)
-    return logits, _softmax(logits)
-
-
-def _softmax(scores: Tensor) -> Tensor:
-    if not radix_threshold.fits(scores):
-        return scores.softmax(-1)
-    greatest, total = radix_threshold.softmax_totals(scores)
-    return (scores - greatest).exp_().div_(total)
-
-
-def _log_softmax(scores: Tensor) -> Tensor:
-    if not radix_threshold.fits(scores):
-        return scores.log_softmax(-1)
-    greatest, total = radix_threshold.softmax_totals(scores)
-    return (scores - greatest).sub_(total.log_())
-
-
-def _entropy(logits: Tensor, p: Tensor) -> Tensor:
-    return -(logits.clamp(min=torch.finfo(logits.dtype).min) * p).sum(-1)
-
-
-def _remove_invalid(now: Now, scores: Tensor) -> Tensor:
-    most = torch.finfo(scores.dtype).max
-    kept = torch.where(scores != scores, 0.0, scores)
-    kept = torch.where(scores == INFINITY, most, kept)
-    return torch.where(scores == -INFINITY, -most, kept)
-
-
-def _normalize(now: Now, scores: Tensor) -> Tensor:
-    return _log_softmax(scores)
-
-
-# -- some tokens, at some lengths ---------------------------------------------------------------------------------------
-
-
-def _suppress(now: Now, scores: Tensor, tokens: Tensor) -> Tensor:
-    return scores.masked_fill(tokens, -INFINITY)
-
-
-def _suppress_below(now: Now, scores: Tensor, tokens: Tensor, length: Tensor) -> Tensor:
-    return scores.masked_fill(tokens & (now.length < length), -INFINITY)
-
-
-def _suppress_at(now: Now, scores: Tensor, tokens: Tensor, length: Tensor) -> Tensor:
-    return scores.masked_fill(tokens & (now.length == length), -INFINITY)
-
-
-def _force_at(now: Now, scores: Tensor, tokens: Tensor, length: Tensor) -> Tensor:
-    forced = torch.where(tokens, 0.0, -INFINITY).to(
-        scores.dtype
-    )  # which is that of numbers by default
-    return torch.where(now.length == length, forced, scores)
-
-
-def _decay(now: Now, scores: Tensor, tokens: Tensor, start: Tensor, factor: Tensor) -> Tensor:
-    growth = (factor ** (now.length - start).double() - 1).float()
-    grows = tokens & (now.length > start)
-    if _decay_leaves_infinity():
-        grows = grows & scores.isfinite()
-    return torch.where(grows, scores + scores.abs() * growth, scores)
-
-
-@cache
-def _decay_leaves_infinity() -> bool:
-    """Whether this version of transformers leaves a suppressed stop token where it is; others make NaN of it."""
-    with on_the_cpu():
-        decay = hf.ExponentialDecayLengthPenalty((0, 2.0), [0], 0)
-        return not bool(
-            decay(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), -INFINITY)).isnan()
-        )
-
-
-# -- the text so far ----------------------------------------------------------------------------------------------------
-
-
-def _penalize(now: Now, scores: Tensor, penalty: Tensor, ignored: Tensor) -> Tensor:
-    vocab = scores.shape[-1]
-    counts = (now.slots >= ignored) & (now.slots < now.length) & (now.ids >= 0) & (now.ids < vocab)
-    return torch.where(
-        _present(counts, now.ids, scores),
-        torch.where(scores < 0, scores * penalty, scores / penalty),
-        scores,
-    )
-
-
-def _ignored(length: Any, at: Place) -> Tensor:
-    """(1,), or (batch, 1) as newer versions give it for padding."""
-    return length.reshape(-1, 1) if isinstance(length, Tensor) else at.count(length or 0)
-
-
-def _no_repeat(now: Now, scores: Tensor, size: int) -> Tensor:
-    if size > now.ids.shape[1]:
-        return scores
-    prefix, there = now.last(size - 1)
-    windows = now.ids.unfold(1, size, 1)
-    last = windows[..., -1]
-    repeats = (
-        (windows[..., :-1] == prefix[:, None]).all(-1)
-        & there.all()
-        & (now.slots[:, size - 1 :] < now.length)
-    )
-    return scores.masked_fill(
-        _present(repeats & (last >= 0) & (last < scores.shape[-1]), last, scores), -INFINITY
-    )
-
-
-def _present(counts: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
-    """(batch, vocab) bool: tokens that are in `ids` at a place that counts; those places hold tokens of the vocabulary."""
-    vocab = scores.shape[-1]
-    present = torch.zeros(scores.shape[0], vocab + 1, dtype=torch.bool, device=scores.device)
-    return present.scatter_(1, torch.where(counts, ids, vocab), True)[:, :vocab]
-
-
-def _bias(
-    now: Now,
-    scores: Tensor,
-    single: Tensor,
-    prefixes: Tensor,
-    sizes: Tensor,
-    least: Tensor,
-    last: Tensor,
-    values: Tensor,
-) -> Tensor:
-    bias = single[None].expand_as(scores).clone()
-    if len(last):
-        longest = prefixes.shape[1]
-        text, there = now.last(longest)
-        same = (text[:, None] == prefixes[None]) & there
-        unneeded = (
-            torch.arange(longest, device=sizes.device) < longest - sizes[:, None]
-        )  # prefixes are aligned on the right
-        matches = (same | unneeded[None]).all(-1) & (now.length >= least)
-        bias.index_add_(1, last, torch.where(matches, values, 0.0))
-    return scores + bias
-
-
-def _biases(p: Any, at: Place) -> tuple[Tensor, ...]:
-    if not p.prepared_bias_variables:
-        p = copy.copy(p)  # the user's own is prepared where its scores will lie
-        p._prepare_bias_variables(
-            torch.empty(1, at.vocab)
-        )  # and its error for tokens outside the vocabulary
-    longer = [(ids, float(bias)) for ids, bias in p.sequence_bias.items() if len(ids) > 1]
-    longest = max((len(ids) - 1 for ids, _ in longer), default=0)
-    prefixes = torch.tensor(
-        [[-1] * (longest - len(ids) + 1) + list(ids[:-1]) for ids, _ in longer], dtype=torch.long
-    )
-    sizes = torch.tensor([len(ids) - 1 for ids, _ in longer], dtype=torch.long)
-    least = sizes + (
-        not hasattr(p, "multi_token_biases")
-    )  # older versions want one token more than the prefix
-    last = torch.tensor([ids[-1] for ids, _ in longer], dtype=torch.long)
-    values = torch.tensor([bias for _, bias in longer], dtype=torch.float32)
-    return (
-        p.length_1_bias.float(),
-        prefixes.reshape(len(longer), longest),
-        sizes,
-        least,
-        last,
-        values,
-    )
-
-
-# -- the table ----------------------------------------------------------------------------------------------------------
-
-_BIASED = "sequence_bias length_1_bias multi_token_biases prepared_bias_variables"
-_KEEPS = "filter_value min_tokens_to_keep"
-
-
-def _keeps(p: Any) -> tuple[Any, ...]:
-    return p.min_tokens_to_keep, p.filter_value
+# -- values and sizes of processors -------------------------------------------------------------
 
 
 def _fill(p: Any) -> tuple[Any, ...]:
     return (p.filter_value,)
 
 
+def _keep_and_fill(p: Any) -> tuple[Any, ...]:
+    return p.min_tokens_to_keep, p.filter_value
+
+
+def _ignored_length(length: Any, make: CallTensors) -> Tensor:
+    """Return (1,), or (batch, 1) if the length is one for each row, as newer versions give it."""
+    return length.reshape(-1, 1) if isinstance(length, Tensor) else make.int64(length or 0)
+
+
+def _biases(p: Any, make: CallTensors) -> tuple[Tensor, ...]:
+    """Return the tensors of `processor_ops.add_bias`."""
+    if not p.prepared_bias_variables:
+        p = copy.copy(p)  # the user's own is prepared for the device of its first scores
+        # raises HF's own error for tokens outside the vocabulary
+        p._prepare_bias_variables(torch.empty(1, make.vocab))
+    sequences = [(ids, float(bias)) for ids, bias in p.sequence_bias.items() if len(ids) > 1]
+    longest = max((len(ids) - 1 for ids, _ in sequences), default=0)
+    prefixes = torch.tensor(
+        [[-1] * (longest - len(ids) + 1) + list(ids[:-1]) for ids, _ in sequences],
+        dtype=torch.long,
+    ).reshape(len(sequences), longest)
+    sizes = torch.tensor([len(ids) - 1 for ids, _ in sequences], dtype=torch.long)
+    # older versions of transformers want one token more than the prefix
+    min_lengths = sizes + (not hasattr(p, "multi_token_biases"))
+    last = torch.tensor([ids[-1] for ids, _ in sequences], dtype=torch.long)
+    values = torch.tensor([bias for _, bias in sequences], dtype=torch.float32)
+    return p.length_1_bias.float(), prefixes, sizes, min_lengths, last, values
+
+
+# -- the table ----------------------------------------------------------------------------------
+
+_KEEP = ("filter_value", "min_tokens_to_keep")
+_BIAS = ("sequence_bias", "length_1_bias", "multi_token_biases", "prepared_bias_variables")
+
 ROWS = {
     "TemperatureLogitsWarper": ProcessorRow(
-        _temperature, "temperature", lambda p, at: (at.number(p.temperature),)
+        ops.temperature, ("temperature",), lambda p, make: (make.float32(p.temperature),)
     ),
     "TopKLogitsWarper": ProcessorRow(
-        _top_k, f"top_k {_KEEPS}", lambda p, at: (at.count(p.top_k),), _fill
+        ops.top_k, ("top_k", *_KEEP), lambda p, make: (make.int64(p.top_k),), _fill
     ),
     "TopPLogitsWarper": ProcessorRow(
-        _top_p,
-        f"top_p {_KEEPS}",
-        lambda p, at: (at.number(1 - p.top_p), at.count(p.min_tokens_to_keep)),
+        ops.top_p,
+        ("top_p", *_KEEP),
+        lambda p, make: (make.float32(1 - p.top_p), make.int64(p.min_tokens_to_keep)),
         _fill,
     ),
     "TopHLogitsWarper": ProcessorRow(
-        _top_h,
-        "top_h top_n filter_value",
-        lambda p, at: (at.number(p.top_h),),
+        ops.top_h,
+        ("top_h", "top_n", "filter_value"),
+        lambda p, make: (make.float32(p.top_h),),
         lambda p: (p.top_n, p.filter_value),
+        makes_distribution=True,
     ),
     "MinPLogitsWarper": ProcessorRow(
-        _min_p, f"min_p {_KEEPS}", lambda p, at: (at.number(p.min_p),), _keeps
+        ops.min_p, ("min_p", *_KEEP), lambda p, make: (make.float32(p.min_p),), _keep_and_fill
     ),
     "TypicalLogitsWarper": ProcessorRow(
-        _typical,
-        f"mass {_KEEPS}",
-        lambda p, at: (at.number(p.mass), at.count(p.min_tokens_to_keep)),
+        ops.typical,
+        ("mass", *_KEEP),
+        lambda p, make: (make.float32(p.mass), make.int64(p.min_tokens_to_keep)),
         _fill,
     ),
     "EpsilonLogitsWarper": ProcessorRow(
-        _epsilon, f"epsilon {_KEEPS}", lambda p, at: (at.number(p.epsilon),), _keeps
+        ops.epsilon, ("epsilon", *_KEEP), lambda p, make: (make.float32(p.epsilon),), _keep_and_fill
     ),
     "EtaLogitsWarper": ProcessorRow(
-        _eta, f"epsilon {_KEEPS}", lambda p, at: (p.epsilon.reshape(1).float(),), _keeps
+        ops.eta,
+        ("epsilon", *_KEEP),
+        lambda p, make: (p.epsilon.reshape(1).float(),),
+        _keep_and_fill,
+        makes_distribution=True,
     ),
-    "InfNanRemoveLogitsProcessor": ProcessorRow(_remove_invalid, ""),
-    "LogitNormalization": ProcessorRow(_normalize, ""),
+    "InfNanRemoveLogitsProcessor": ProcessorRow(ops.remove_invalid),
+    "LogitNormalization": ProcessorRow(ops.normalize),
     "SuppressTokensLogitsProcessor": ProcessorRow(
-        _suppress, "suppress_tokens", lambda p, at: (at.tokens(p.suppress_tokens),)
+        ops.suppress, ("suppress_tokens",), lambda p, make: (make.mask(p.suppress_tokens),)
     ),
     "SuppressTokensAtBeginLogitsProcessor": ProcessorRow(
-        _suppress_at,
-        "begin_suppress_tokens begin_index",
-        lambda p, at: (at.tokens(p.begin_suppress_tokens), at.count(p.begin_index)),
+        ops.suppress_at,
+        ("begin_suppress_tokens", "begin_index"),
+        lambda p, make: (make.mask(p.begin_suppress_tokens), make.int64(p.begin_index)),
     ),
     "MinLengthLogitsProcessor": ProcessorRow(
-        _suppress_below,
-        "min_length eos_token_id",
-        lambda p, at: (at.tokens(p.eos_token_id), at.count(p.min_length)),
+        ops.suppress_below,
+        ("min_length", "eos_token_id"),
+        lambda p, make: (make.mask(p.eos_token_id), make.int64(p.min_length)),
     ),
     "MinNewTokensLengthLogitsProcessor": ProcessorRow(
-        _suppress_below,
-        "prompt_length_to_skip min_new_tokens eos_token_id",
-        lambda p, at: (
-            at.tokens(p.eos_token_id),
-            at.count(p.prompt_length_to_skip + p.min_new_tokens),
+        ops.suppress_below,
+        ("prompt_length_to_skip", "min_new_tokens", "eos_token_id"),
+        lambda p, make: (
+            make.mask(p.eos_token_id),
+            make.int64(p.prompt_length_to_skip + p.min_new_tokens),
         ),
     ),
     "ForcedBOSTokenLogitsProcessor": ProcessorRow(
-        _force_at, "bos_token_id", lambda p, at: (at.tokens(p.bos_token_id), at.count(1))
+        ops.force_at,
+        ("bos_token_id",),
+        lambda p, make: (make.mask(p.bos_token_id), make.int64(1)),
     ),
     "ForcedEOSTokenLogitsProcessor": ProcessorRow(
-        _force_at,
-        "max_length eos_token_id",
-        lambda p, at: (at.tokens(p.eos_token_id), at.count(p.max_length - 1)),
+        ops.force_at,
+        ("max_length", "eos_token_id"),
+        lambda p, make: (make.mask(p.eos_token_id), make.int64(p.max_length - 1)),
     ),
     "ExponentialDecayLengthPenalty": ProcessorRow(
-        _decay,
-        "regulation_start regulation_factor eos_token_id",
-        lambda p, at: (
-            at.tokens(p.eos_token_id),
-            at.count(p.regulation_start),
-            at.exact(p.regulation_factor),
+        ops.decay,
+        ("regulation_start", "regulation_factor", "eos_token_id"),
+        lambda p, make: (
+            make.mask(p.eos_token_id),
+            make.int64(p.regulation_start),
+            make.float64(p.regulation_factor),
         ),
     ),
     "RepetitionPenaltyLogitsProcessor": ProcessorRow(
-        _penalize,
-        "penalty prompt_ignore_length logits_indices cu_seq_lens_q",
-        lambda p, at: (at.number(p.penalty), _ignored(p.prompt_ignore_length, at)),
-        text=True,
+        ops.penalize_repetition,
+        ("penalty", "prompt_ignore_length", "logits_indices", "cu_seq_lens_q"),
+        lambda p, make: (make.float32(p.penalty), _ignored_length(p.prompt_ignore_length, make)),
+        reads_text=True,
     ),
     "NoRepeatNGramLogitsProcessor": ProcessorRow(
-        _no_repeat, "ngram_size", sizes=lambda p: (p.ngram_size,), text=True
+        ops.forbid_repeated_ngrams,
+        ("ngram_size",),
+        sizes=lambda p: (p.ngram_size,),
+        reads_text=True,
     ),
-    "SequenceBiasLogitsProcessor": ProcessorRow(_bias, _BIASED, _biases, text=True),
-    "NoBadWordsLogitsProcessor": ProcessorRow(_bias, f"bad_word_ids {_BIASED}", _biases, text=True),
+    "SequenceBiasLogitsProcessor": ProcessorRow(ops.add_bias, _BIAS, _biases, reads_text=True),
+    "NoBadWordsLogitsProcessor": ProcessorRow(
+        ops.add_bias, ("bad_word_ids", *_BIAS), _biases, reads_text=True
+    ),
 }
+#: By exact class, without the names that this version of transformers does not have.
 TABLE = {getattr(hf, name): row for name, row in ROWS.items() if hasattr(hf, name)}
-"""By exact class. Names that this version of transformers does not have are left out."""
 
 
-def obstacle(processors: Any, vocab: int | None = None) -> str | None:
-    """Return which of HF's list of processors the host must run, or None. vocab: tokens of the model, where they are known."""
+def why_host_runs(processors: Any, vocab: int | None = None) -> str | None:
+    """Return which of HF's list of processors the host must run, or None.
+
+    Args:
+        processors: what stock's decoding method would get.
+        vocab: tokens of the model, if the config says so.
+    """
     if processors and type(processors) is not hf.LogitsProcessorList:
         return f"processors in a {type(processors).__name__}"
     for p in processors or ():
         row = TABLE.get(type(p))
-        if row is None or not vars(p).keys() <= set(row.attributes.split()):
+        if row is None or not vars(p).keys() <= set(row.attributes):
             return f"processor {getattr(type(p), '__name__', type(p))}"
-        if row.run is _force_at and vocab is not None and not _are_tokens(_forced(p), vocab):
-            return f"processor {type(p).__name__} of other tokens than the model's"
+        if row.run is ops.force_at and vocab is not None and not _are_tokens(_forced(p), vocab):
+            return f"processor {type(p).__name__} of tokens outside the model's vocabulary"
     return None
 
 
@@ -461,6 +246,9 @@ def _forced(p: Any) -> Any:
 
 
 def _are_tokens(ids: Any, vocab: int) -> bool:
-    """Whether all ids are: HF counts negative ones from the end, and raises for others, where there would be no token to force."""
+    """Return whether all ids are tokens.
+
+    HF counts negative ids from the end and raises for others, for which there is no token to force.
+    """
     ids = torch.as_tensor(ids)
     return bool(((ids >= 0) & (ids < vocab)).all())

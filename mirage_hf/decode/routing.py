@@ -1,4 +1,4 @@
-"""What `generate` calls the pool and the step cover, as rows of data; everything else is stock's, with a reason."""
+"""Which `generate` calls the cache pool and the step cover. All others are stock's, with a reason."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mirage_hf.decode.program import MaskPlan
+from mirage_hf.decode.masks import MaskPlan
 
+COVERED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+#: Model kwargs whose effect on every step is known here.
 MODEL_INPUTS = frozenset(
     {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 )
-"""The model kwargs whose effect on every step is known here."""
 ATTENTIONS = ("sdpa", "eager")
+#: Methods that the loop relies on. A model class or instance with its own goes the stock way.
 OVERRIDABLE = (
     "generate",
     "_sample",
@@ -30,99 +32,112 @@ OVERRIDABLE = (
     "_update_model_kwargs_for_generation",
     "create_masks_for_generate",
 )
-"""Methods whose meaning the loop relies on; a model class or instance with its own goes the stock way."""
+#: Methods of transformers that do as GenerationMixin's up to a number of tokens, which the config has
+#: by this name. For longer texts Phi3's drops the cache.
 LIMITED = {
-    "transformers.models.phi3.modeling_phi3.Phi3ForCausalLM.prepare_inputs_for_generation": "original_max_position_embeddings"
+    "transformers.models.phi3.modeling_phi3.Phi3ForCausalLM"
+    ".prepare_inputs_for_generation": "original_max_position_embeddings"
 }
-"""Methods of transformers that do as GenerationMixin's for texts of no more tokens than a number of the config; for longer ones Phi3's
-drops the cache."""
-
+#: Configs of models that do with caches what the pool cannot follow. An indexer's keys lie beside the
+#: cache's, in transformers 5.4 in its module; Mllama looks which layers have keys of an image.
 OWN_CACHES = {
     "GlmMoeDsaConfig": "chooses keys by an indexer of its own",
     "MllamaTextConfig": "reads the cache's layers itself",
 }
-"""Configs of models that do with caches what the pool cannot follow: an indexer's keys are beside the cache's, in transformers 5.4 in its
-module, and Mllama looks which layers have keys of an image."""
+
+
+# -- options and arguments ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """A generation option or argument, when it is not covered, and how to say so ({} is its value)."""
+    """A generation option or argument that may need the stock method.
+
+    Attributes:
+        name: name of the option.
+        is_refused: whether a value needs the stock method.
+        reason: how to say so; {} is the value.
+    """
 
     name: str
-    refuses: Callable[[Any], bool]
+    is_refused: Callable[[Any], bool]
     reason: str
 
 
-def _given(value: Any) -> bool:
+def _is_given(value: Any) -> bool:
     return value is not None
 
 
-def _true(value: Any) -> bool:
+def _is_on(value: Any) -> bool:
     return value is not None and value is not False
 
 
+#: Rules for the GenerationConfig in force.
 OPTIONS = (
     RoutingRule("num_beams", lambda v: v not in (None, 1), "beam search (num_beams={})"),
     RoutingRule("use_cache", lambda v: v is False, "use_cache=False"),
-    RoutingRule("prompt_lookup_num_tokens", _given, "prompt lookup"),
-    RoutingRule("assistant_early_exit", _given, "assisted decoding (early exit)"),
-    RoutingRule("use_mtp", _true, "assisted decoding (MTP)"),
+    RoutingRule("prompt_lookup_num_tokens", _is_given, "prompt lookup"),
+    RoutingRule("assistant_early_exit", _is_given, "assisted decoding (early exit)"),
+    RoutingRule("use_mtp", _is_on, "assisted decoding (MTP)"),
     RoutingRule("penalty_alpha", lambda v: v is not None and v > 0, "contrastive search"),
-    RoutingRule("dola_layers", _given, "DoLa decoding"),
-    RoutingRule("constraints", _given, "constrained beam search"),
-    RoutingRule("force_words_ids", _given, "constrained beam search"),
+    RoutingRule("dola_layers", _is_given, "DoLa decoding"),
+    RoutingRule("constraints", _is_given, "constrained beam search"),
+    RoutingRule("force_words_ids", _is_given, "constrained beam search"),
     RoutingRule("guidance_scale", lambda v: v not in (None, 1), "guidance_scale={}"),
-    RoutingRule("output_attentions", _true, "output_attentions"),
-    RoutingRule("output_hidden_states", _true, "output_hidden_states"),
-    RoutingRule("prefill_chunk_size", _given, "chunked prefill"),
+    RoutingRule("output_attentions", _is_on, "output_attentions"),
+    RoutingRule("output_hidden_states", _is_on, "output_hidden_states"),
+    RoutingRule("prefill_chunk_size", _is_given, "chunked prefill"),
     RoutingRule(
         "cache_implementation",
         lambda v: v not in (None, "hybrid", "dynamic"),
         "cache_implementation={!r}",
     ),
-    RoutingRule("token_healing", _true, "token healing"),
-    RoutingRule("is_assistant", _true, "called as another model's assistant"),
+    RoutingRule("token_healing", _is_on, "token healing"),
+    RoutingRule("is_assistant", _is_on, "called as another model's assistant"),
 )
-"""Read from the GenerationConfig in force."""
 
+#: Rules for generate's own arguments.
 ARGUMENTS = (
-    RoutingRule("custom_generate", _given, "custom_generate"),
-    RoutingRule("assistant_model", _given, "assisted decoding"),
-    RoutingRule("assistant_tokenizer", _given, "assisted decoding"),
-    RoutingRule("inputs_embeds", _given, "inputs_embeds"),
-    RoutingRule("negative_prompt_ids", _given, "negative_prompt_ids"),
-    RoutingRule("negative_prompt_attention_mask", _given, "negative_prompt_attention_mask"),
-    RoutingRule("synced_gpus", _true, "synced_gpus"),
-    RoutingRule("trust_remote_code", _true, "trust_remote_code"),
+    RoutingRule("custom_generate", _is_given, "custom_generate"),
+    RoutingRule("assistant_model", _is_given, "assisted decoding"),
+    RoutingRule("assistant_tokenizer", _is_given, "assisted decoding"),
+    RoutingRule("inputs_embeds", _is_given, "inputs_embeds"),
+    RoutingRule("negative_prompt_ids", _is_given, "negative_prompt_ids"),
+    RoutingRule("negative_prompt_attention_mask", _is_given, "negative_prompt_attention_mask"),
+    RoutingRule("synced_gpus", _is_on, "synced_gpus"),
+    RoutingRule("trust_remote_code", _is_on, "trust_remote_code"),
     RoutingRule("logits_to_keep", lambda v: isinstance(v, Tensor), "logits_to_keep as a tensor"),
 )
-"""Read from generate's own arguments."""
-
-COVERED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 def refused_arguments(arguments: Mapping[str, Any]) -> str | None:
     """Return why generate's arguments need the stock method, or None."""
-    return _first(ARGUMENTS, arguments.get)
+    return _first_reason(ARGUMENTS, arguments.get)
 
 
 def refused_options(option: Callable[[str], Any]) -> str | None:
     """Return why the generation options that `option(name)` gives need the stock method, or None."""
-    return _first(OPTIONS, option)
+    return _first_reason(OPTIONS, option)
 
 
-def _first(rules: tuple[RoutingRule, ...], value: Callable[[str], Any]) -> str | None:
+def _first_reason(rules: tuple[RoutingRule, ...], value_of: Callable[[str], Any]) -> str | None:
     for rule in rules:
-        if rule.refuses(v := value(rule.name)):
-            return rule.reason.format(v)
+        value = value_of(rule.name)
+        if rule.is_refused(value):
+            return rule.reason.format(value)
     return None
 
 
-def effective(
+def effective_options(
     arguments: Mapping[str, Any], given: GenerationConfig | None, default: GenerationConfig
 ) -> Callable[[str], Any]:
-    """Return a look-up of options as generate will merge them: its kwargs, then the config given, then the model's."""
+    """Return a look-up of options as generate will merge them.
+
+    Args:
+        arguments: generate's arguments, which come first.
+        given: the config passed to generate.
+        default: the model's config, which comes last.
+    """
 
     def option(name: str) -> Any:
         if name in arguments:
@@ -133,146 +148,135 @@ def effective(
     return option
 
 
+# -- models -------------------------------------------------------------------------------------
+
+
 def refused_model(model: Any) -> str | None:
-    """Return why a model's class, config or surroundings need the stock method, or None. A few microseconds."""
-    config = model.config
+    """Return why a model's class, config or surroundings need the stock method, or None.
+
+    It takes a few microseconds.
+    """
+    config, name = model.config, type(model).__name__
     if model.training:
         return "training mode"
     if config.is_encoder_decoder:
         return "encoder-decoder model"
-    own = _own_methods(type(model))
-    if own is None:
-        own = next((name for name in OVERRIDABLE[1:] if name in model.__dict__), None)
-    if own is not None:
-        return f"the model has its own {own}"
+    own_method = _own_method(model)
+    if own_method is not None:
+        return f"the model has its own {own_method}"
     if not getattr(model, "_can_compile_fullgraph", False):
-        return f"{type(model).__name__} does not declare support for static caches"
+        return f"{name} does not declare support for static caches"
     if getattr(model, "_is_stateful", False):
-        return f"{type(model).__name__} keeps state outside the cache"
-    text = config.get_text_config()
-    if own_cache := next(
-        (OWN_CACHES[c.__name__] for c in type(text).__mro__ if c.__name__ in OWN_CACHES), None
-    ):
-        return f"{type(model).__name__} {own_cache}"
-    attention = text._attn_implementation
-    if attention not in ATTENTIONS:
-        return f"attention implementation {attention}"
-    registered = [
-        of.get(attention) for of in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
-    ]
-    if not all(
-        f is None or str(getattr(f, "__module__", "")).startswith("transformers.")
-        for f in registered
-    ):
-        return f"attention implementation {attention}, registered anew"
+        return f"{name} keeps state outside the cache"
+    text_config = config.get_text_config()
+    for kind in type(text_config).__mro__:
+        if kind.__name__ in OWN_CACHES:
+            return f"{name} {OWN_CACHES[kind.__name__]}"
+    refused_attention = _refused_attention(text_config._attn_implementation)
+    if refused_attention is not None:
+        return refused_attention
     if getattr(model, "hf_quantizer", None) is not None:
         return "quantized model"
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
-        return f"torch.distributed with {torch.distributed.get_world_size()} processes"
+    return _refused_processes()
+
+
+def _refused_attention(attention: str) -> str | None:
+    if attention not in ATTENTIONS:
+        return f"attention implementation {attention}"
+    for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        function = functions.get(attention)
+        module = str(getattr(function, "__module__", ""))
+        if function is not None and not module.startswith("transformers."):
+            return f"attention implementation {attention}, replaced by a registration"
     return None
+
+
+def _refused_processes() -> str | None:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    processes = distributed.get_world_size()
+    return f"torch.distributed with {processes} processes" if processes > 1 else None
 
 
 def refused_length(model: Any, tokens: int) -> str | None:
-    """Return why a text of so many tokens, new ones included, needs the stock method of a model, or None."""
+    """Return why a text of so many tokens, new ones included, needs the stock method, or None."""
     for name, method in _overrides(type(model)):
         limit = getattr(model.config, LIMITED.get(_full_name(method), ""), None)
         if limit is not None and tokens > limit:
-            return f"the model's own {name} takes more than {limit} tokens in its own way"
+            return f"the model's own {name} treats more than {limit} tokens differently"
     return None
 
 
-def refused_masks(model: Any, masks: MaskPlan, windows: Sequence[int | None]) -> str | None:
-    """Return why a model's forward makes other masks than its config asks for, or None: configs keep entries that a class does not read.
-    `windows`: of each layer what the cache slides over; where it does, only its keys are there, whatever the mask is."""
-    slides = not masks.by_layer_type and masks.windows[0][1] is not None and None in windows
-    if not (masks.by_layer_type or slides):
-        return None
-    names = frozenset[str]().union(
-        *(_names_in_forward(type(m)) for m in (model, model.base_model, model.get_decoder()))
-    )
-    if masks.by_layer_type and "dict" not in names:
-        return "layer_types in the config of a model that takes one mask for all layers"
-    if slides and names.isdisjoint(
-        ("create_sliding_window_causal_mask", "create_masks_for_generate")
-    ):
-        return "a sliding_window in the config of a model that makes no mask for one"
-    return None
-
-
-_NAMES: dict[Any, frozenset[str]] = {}
-
-
-def _names_in_forward(kind: type) -> frozenset[str]:
-    """The names that a class's forward uses, and those of the classes it is made from, under decorators."""
-    forward = getattr(kind, "forward", None)
-    if forward not in _NAMES:
-        codes = [
-            getattr(inspect.unwrap(f), "__code__", None)
-            for c in kind.__mro__
-            if (f := c.__dict__.get("forward")) is not None
-        ]
-        for code in codes:  # the list grows while it is walked
-            codes += [] if code is None else [c for c in code.co_consts if isinstance(c, CodeType)]
-        _NAMES[forward] = frozenset(
-            name for code in codes if code is not None for name in code.co_names
-        )
-    return _NAMES[forward]
-
-
-_OWN: dict[type, tuple[tuple[str, Any], ...]] = {}
+_overridden: dict[type, tuple[tuple[str, Any], ...]] = {}
 
 
 def _overrides(kind: type) -> tuple[tuple[str, Any], ...]:
-    if kind not in _OWN:
+    """Return the methods of OVERRIDABLE that a class does not have from GenerationMixin."""
+    if kind not in _overridden:
         methods = ((name, getattr(kind, name, None)) for name in OVERRIDABLE)
-        _OWN[kind] = tuple(
-            (name, m) for name, m in methods if m is not getattr(GenerationMixin, name, None)
+        _overridden[kind] = tuple(
+            (name, method)
+            for name, method in methods
+            if method is not getattr(GenerationMixin, name, None)
         )
-    return _OWN[kind]
+    return _overridden[kind]
+
+
+def _own_method(model: Any) -> str | None:
+    """Return a method that the model's class or the instance overrides, or None."""
+    for name, method in _overrides(type(model)):
+        if _full_name(method) not in LIMITED:
+            return name
+    # `generate` of the instance is ours
+    return next((name for name in OVERRIDABLE[1:] if name in model.__dict__), None)
 
 
 def _full_name(method: Any) -> str:
     return f"{getattr(method, '__module__', '')}.{getattr(method, '__qualname__', '')}"
 
 
-def _own_methods(kind: type) -> str | None:
-    return next(
-        (name for name, method in _overrides(kind) if _full_name(method) not in LIMITED), None
+# -- masks --------------------------------------------------------------------------------------
+
+
+def refused_masks(model: Any, masks: MaskPlan, cache_windows: Sequence[int | None]) -> str | None:
+    """Return why a model's forward makes other masks than its config asks for, or None.
+
+    Configs keep entries that a class does not read.
+
+    Args:
+        model: the model.
+        masks: what its config asks for.
+        cache_windows: for each layer the window that its cache slides over. Such a layer's mask does
+            not matter, because only the window's keys are there.
+    """
+    window_by_mask = (
+        not masks.by_layer_type and masks.windows[0][1] is not None and None in cache_windows
     )
-
-
-def is_plain(mask: Tensor | None, positions: Tensor, slots: int) -> bool:
-    """Whether all rows of a prompt count from position 0 on, and none of its (batch, slots) mask is zero. One read by the host."""
-    if positions.shape[1] != slots or (
-        mask is not None and (mask.ndim != 2 or mask.shape[1] != slots)
-    ):
-        return False
-    same = positions == torch.arange(slots, device=positions.device)
-    return bool((same if mask is None else same & (mask != 0)).all())
-
-
-def counts_from(positions: Tensor, lowest: Tensor, slots: int) -> bool:
-    """Whether positions (batch, slots) of each row count from 0 on behind its left padding (batch, 1). One read by the host."""
-    if positions.shape[1] != slots:
-        return False
-    own = torch.arange(slots, device=positions.device) - lowest
-    return bool(((positions == own) | (own < 0)).all())
-
-
-def left_padding(mask: Tensor | None, slots: int) -> Tensor | str | None:
-    """Return (batch, 1) counts of leading zeros of a (batch, slots) mask, None without any, or why it is not left padding."""
-    if mask is None:
+    if not (masks.by_layer_type or window_by_mask):
         return None
-    if mask.ndim != 2 or mask.shape[1] != slots:
-        return f"a mask of shape {tuple(mask.shape)} for {slots} tokens"
-    seen = mask != 0
-    # a read or two by the host before the prefill; stock's own checks of the mask cost as much
-    if bool(seen.all()):
-        return None
-    if not bool((seen[:, 1:] >= seen[:, :-1]).all() & seen[:, -1].all()):
-        return "holes in the mask"
-    return (~seen).sum(-1, keepdim=True)
+    names: set[str] = set()
+    for module in (model, model.base_model, model.get_decoder()):
+        names |= _names_in_forward(type(module))
+    if masks.by_layer_type and "dict" not in names:
+        return "layer_types in the config of a model that takes one mask for all layers"
+    mask_makers = ("create_sliding_window_causal_mask", "create_masks_for_generate")
+    if window_by_mask and names.isdisjoint(mask_makers):
+        return "a sliding_window in the config of a model that makes no mask for one"
+    return None
+
+
+_forward_names: dict[Any, frozenset[str]] = {}
+
+
+def _names_in_forward(kind: type) -> frozenset[str]:
+    """Return the names that the forward of a class and of its bases uses, under decorators."""
+    forward = getattr(kind, "forward", None)
+    if forward not in _forward_names:
+        forwards = [c.__dict__["forward"] for c in kind.__mro__ if "forward" in c.__dict__]
+        codes = [getattr(inspect.unwrap(f), "__code__", None) for f in forwards if f is not None]
+        nested = [code for code in codes if code is not None]
+        for code in nested:  # the list grows during the walk
+            nested += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        _forward_names[forward] = frozenset(name for code in nested for name in code.co_names)
+    return _forward_names[forward]

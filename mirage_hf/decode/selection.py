@@ -1,9 +1,7 @@
-"""How a call chooses its tokens: on the device, in the step itself, or by HF's objects on the host's side, and why.
+"""How a call chooses its tokens: on the device in the step itself, or by HF's objects on the host.
 
-On the device are HF's own processors (decode/processors.py), greedy choice and sampling, stop tokens, lengths and stop strings. Sampling
-takes one uniform number for each row and step: output `step` of Philox with the key (seed, row), where the seed is the one number
-that a call draws from torch's generator. So a row's tokens do not depend on other rows, on how many steps ran ahead, or on
-where they were chosen; they are not those of stock, which draws from the generator at every step.
+On the device run HF's own processors (processors.py), greedy choice and sampling (uniform_numbers.py),
+stop tokens, lengths and stop strings. Anything else is the host's, with a reason.
 """
 
 from __future__ import annotations
@@ -13,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -23,18 +21,18 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from mirage_hf.decode import processors as table
-from mirage_hf.decode.cache import MOST_EOS, CacheBlock, Control, TokenHistory, send
+from mirage_hf.decode.cache_block import CacheBlock
+from mirage_hf.decode.choosing import NOTHING, Chooser
+from mirage_hf.decode.control import MAX_EOS, Control, TokenHistory, copy_async
 from mirage_hf.decode.kernels.sampling import Sampler, sampler_of
-from mirage_hf.decode.processors import Now, Place
-from mirage_hf.decode.program import NOTHING, Chooser
+from mirage_hf.decode.processor_ops import TextSoFar
+from mirage_hf.decode.processors import TABLE, CallTensors, ProcessorRow, why_host_runs
 from mirage_hf.default_device import on_the_cpu
 
-BITS = 40
-"""Of a uniform number: so few that no rounding of sums of probabilities puts the greatest number beyond their end."""
+#: Choosers that a block keeps graphs for. One more pushes out the one not used for longest.
 KEEP_CHOOSERS = 4
-"""Ways to choose that a block keeps graphs for. A fifth pushes out the one not used for longest."""
-_STOP_STRINGS = {
+#: Attributes of a StopStringCriteria. One with more is of a version this was not written for.
+_STOP_STRING_ATTRIBUTES = {
     "stop_strings",
     "_stop_string_matching_mode",
     "_stop_strings_for_matching",
@@ -45,93 +43,62 @@ _STOP_STRINGS = {
     "num_stop_strings",
     "target_lens",
 }
-"""What a StopStringCriteria has; one with more is of a version that this was not written for."""
-_STOP_SIZES = ("maximum_token_len", "num_stop_strings", "max_valid_positions", "max_valid_end_lens")
-
-
-# -- drawing ------------------------------------------------------------------------------------------------------------
-
-
-def draw_seed() -> int:
-    """Draw the 64-bit seed of a call from torch's generator."""
-    return int(torch.randint(-(1 << 63), (1 << 63) - 1, (), device="cpu"))
-
-
-def uniforms(seed: int, rows: int, steps: int, first: int = 0) -> Tensor:
-    """(rows, steps) float64 numbers in [0, 1) for the steps from `first` on, a multiple of 4, on the CPU."""
-    found = np.empty((rows, steps), dtype=np.uint64)
-    for row in range(rows):
-        source = np.random.Philox(key=np.array([seed % (1 << 64), row], dtype=np.uint64))
-        found[row] = source.advance(first // 4).random_raw(
-            steps
-        )  # four numbers for each count of Philox
-    return torch.from_numpy((found >> np.uint64(64 - BITS)).astype(np.float64) * 2.0**-BITS)
-
-
-class UniformNumbers:
-    """The uniform numbers of a call, step by step, for loops that choose on the host's side."""
-
-    AT_ONCE = 1024
-
-    def __init__(self, seed: int, rows: int, device: torch.device):
-        self.seed, self.rows, self.device = seed, rows, device
-        self._first, self._some = 0, torch.empty(rows, 0, device=device)
-
-    def at(self, step: int) -> Tensor:
-        """(rows, 1), on the device. Steps must be asked for in order."""
-        if step >= self._first + self._some.shape[1]:
-            self._first = step - step % self.AT_ONCE
-            self._some = uniforms(self.seed, self.rows, self.AT_ONCE, self._first).to(self.device)
-        return self._some[:, step - self._first, None].contiguous()
-
-
-# -- what a call asks for -----------------------------------------------------------------------------------------------
+_STOP_STRING_SIZES = (
+    "maximum_token_len",
+    "num_stop_strings",
+    "max_valid_positions",
+    "max_valid_end_lens",
+)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """How a call chooses on the device."""
+    """How a call chooses on the device.
+
+    Attributes:
+        processors: HF's processors, in order.
+        stop_strings: criteria that end rows at a string.
+        eos: stop tokens, if there are more than a control has room for.
+        sample: whether tokens are drawn; otherwise the greatest score is taken.
+        pads: whether rows that have ended get the pad token. With stop strings alone stock goes on
+            choosing for them.
+        records: whether the scores after all processors are kept.
+        clocks: criteria that the host asks at every token it reads.
+    """
 
     processors: tuple[Any, ...] = ()
-    stops: tuple[StopStringCriteria, ...] = ()
+    stop_strings: tuple[StopStringCriteria, ...] = ()
     eos: Tensor | None = None
-    """Stop tokens, where there are more than a control has room for."""
     sample: bool = False
     pads: bool = True
-    """Whether rows that have ended get the pad token; with stop strings alone stock goes on choosing for them."""
     records: bool = False
-    """Whether scores behind processors are wanted."""
     clocks: tuple[MaxTimeCriteria, ...] = ()
-    """Asked by the host at every token it reads."""
 
     @classmethod
     def of(
         cls, processors: Any, criteria: Sequence[Any], config: Any, vocab: int | None = None
     ) -> Selection | str:
-        """Read what stock's decoding method would get; return why the host must choose where it must. vocab: tokens of the model."""
-        if (why := table.obstacle(processors, vocab)) is not None:
+        """Read what stock's decoding method would get.
+
+        Args:
+            processors: logits processors.
+            criteria: stopping criteria.
+            config: generation config in force.
+            vocab: tokens of the model, if its config says so.
+
+        Returns:
+            The selection, or why the host must choose.
+        """
+        if (why := why_host_runs(processors, vocab)) is not None:
             return why
-        for c in criteria:
-            # of a string without characters HF looks at the whole text
-            strings = (
-                type(c) is StopStringCriteria
-                and vars(c).keys() <= _STOP_STRINGS
-                and c.maximum_token_len > 0
-            )
-            if not strings and type(c) not in (
-                EosTokenCriteria,
-                MaxLengthCriteria,
-                MaxTimeCriteria,
-            ):
-                return f"criterion {getattr(type(c), '__name__', type(c))}"
-        eos = [c.eos_token_id.reshape(-1) for c in criteria if type(c) is EosTokenCriteria]
-        # a user's own criterion has its tokens on the CPU before stock's loop asks it
-        device = next((t.device for t in eos if t.device.type != "cpu"), None)
-        eos = [t.to(device) for t in eos] if device is not None else eos
+        for criterion in criteria:
+            if not _runs_on_device(criterion):
+                return f"criterion {getattr(type(criterion), '__name__', type(criterion))}"
+        eos = _stop_tokens(criteria)
         return cls(
             processors=tuple(processors or ()),
-            stops=tuple(c for c in criteria if type(c) is StopStringCriteria),
-            eos=torch.cat(eos) if sum(map(len, eos)) > MOST_EOS else None,
+            stop_strings=tuple(c for c in criteria if type(c) is StopStringCriteria),
+            eos=torch.cat(eos) if sum(map(len, eos)) > MAX_EOS else None,
             sample=bool(config.do_sample),
             pads=bool(eos),
             records=bool(processors and config.return_dict_in_generate and config.output_scores),
@@ -139,28 +106,60 @@ class Selection:
         )
 
     @property
-    def plain(self) -> bool:
-        """Whether it is the greatest logit, as the step's own end finds it."""
-        return not (self.processors or self.stops or self.sample or self.eos is not None)
+    def is_plain(self) -> bool:
+        """Whether it is the greatest logit, which one kernel chooses."""
+        return not (self.processors or self.stop_strings or self.sample or self.eos is not None)
 
-    def on(self, block: CacheBlock) -> Composed:
-        """Return what chooses for this call on a block that holds logits: one that was there before, if it is of the same kind."""
-        place = Place(block.logits.shape[1])
-        rows = [table.TABLE[type(p)] for p in self.processors]
-        sizes = [row.sizes(p) for row, p in zip(rows, self.processors, strict=True)]
+    @property
+    def rows(self) -> list[ProcessorRow]:
+        """The table's rows of the processors."""
+        return [TABLE[type(p)] for p in self.processors]
+
+    @property
+    def makes_distribution(self) -> bool:
+        """Whether stock raises a ValueError if it finds no distribution.
+
+        torch's distributions check their parameters unless somebody has switched that off.
+        """
+        return Distribution._validate_args and any(row.makes_distribution for row in self.rows)
+
+    def chooser_on(self, block: CacheBlock) -> ProcessedChooser:
+        """Return what chooses for this call on a block that holds logits.
+
+        It is one that was there before, with its graphs, if that one is of the same kind.
+        """
+        make = CallTensors(block.logits.shape[1])
         with on_the_cpu():
-            values = [row.values(p, place) for row, p in zip(rows, self.processors, strict=True)]
+            values = [
+                row.values(p, make) for row, p in zip(self.rows, self.processors, strict=True)
+            ]
+        key = self._key(values, make.vocab)
+        if key not in block.choosers:
+            while len(block.choosers) >= KEEP_CHOOSERS:
+                block.drop_chooser(next(iter(block.choosers)))
+            with torch.inference_mode(False), torch.no_grad():
+                block.choosers[key] = ProcessedChooser(key, self, block, values)
+        chooser: ProcessedChooser = block.choosers.pop(key)
+        block.choosers[key] = chooser  # the one used last is last
+        chooser.load(values, self.stop_strings)
+        if chooser.eos is not None:
+            copy_async(make.mask(self.eos), chooser.eos)
+        return chooser
+
+    def _key(self, values: Sequence[tuple[Tensor, ...]], vocab: int) -> tuple[Any, ...]:
+        """Return what a captured choice is made for."""
+        sizes = [row.sizes(p) for row, p in zip(self.rows, self.processors, strict=True)]
         shapes = [tuple((tuple(v.shape), v.dtype) for v in each) for each in values]
         strings = [
             (
-                tuple(getattr(c, n) for n in _STOP_SIZES),
-                tuple(c.embedding_vec.shape),
-                c.embedding_vec.dtype,
+                *(getattr(criterion, name) for name in _STOP_STRING_SIZES),
+                tuple(criterion.embedding_vec.shape),
+                criterion.embedding_vec.dtype,
             )
-            for c in self.stops
+            for criterion in self.stop_strings
         ]
-        key = (
-            "composed",
+        return (
+            "processed",
             tuple(map(type, self.processors)),
             tuple(sizes),
             tuple(shapes),
@@ -169,123 +168,154 @@ class Selection:
             self.sample,
             self.pads,
             self.records,
-            place.vocab,
+            self.makes_distribution,
+            vocab,
         )
-        if key not in block.choosers:
-            while len(block.choosers) >= KEEP_CHOOSERS:
-                block.drop_chooser(next(iter(block.choosers)))
-            with torch.inference_mode(False), torch.no_grad():
-                own = [
-                    (row.run, s, [torch.empty_like(v, device=block.device) for v in each])
-                    for row, s, each in zip(rows, sizes, values, strict=True)
-                ]
-                scores = (
-                    torch.empty(block.batch, place.vocab, dtype=torch.float32, device=block.device)
-                    if self.records
-                    else None
-                )
-                block.choosers[key] = Composed(
-                    key, block.own_history(), sampler_of(block), self, own, scores
-                )
-        chooser: Composed = block.choosers.pop(key)
-        block.choosers[key] = chooser
-        chooser.load(values, self.stops)
-        if chooser.eos is not None:
-            send(place.tokens(self.eos), chooser.eos)
-        return chooser
 
 
-class Composed(Chooser):
-    """Processors, then the greatest score or a sample, then stop strings. It knows the history and not the block, which holds both."""
+def _runs_on_device(criterion: Any) -> bool:
+    if type(criterion) is StopStringCriteria:
+        is_known = vars(criterion).keys() <= _STOP_STRING_ATTRIBUTES
+        # for a string without characters HF looks at the whole text
+        return is_known and criterion.maximum_token_len > 0
+    return type(criterion) in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
+
+
+def _stop_tokens(criteria: Sequence[Any]) -> list[Tensor]:
+    """Return the stop tokens of each criterion, all on one device."""
+    eos = [c.eos_token_id.reshape(-1) for c in criteria if type(c) is EosTokenCriteria]
+    # a user's own criterion has its tokens on the CPU until stock's loop asks it
+    device = next((tokens.device for tokens in eos if tokens.device.type != "cpu"), None)
+    return eos if device is None else [tokens.to(device) for tokens in eos]
+
+
+@dataclass(frozen=True)
+class _ProcessorStep:
+    """A processor in a captured step, with tensors of its own for its values."""
+
+    row: ProcessorRow
+    sizes: tuple[Any, ...]
+    values: tuple[Tensor, ...]
+
+    def __call__(self, text: TextSoFar, scores: Tensor) -> Tensor:
+        return self.row.run(text, scores, *self.sizes, *self.values)
+
+
+class ProcessedChooser(Chooser):
+    """Processors, then the greatest score or a sample, then stop strings.
+
+    It knows the token history and not the block, which holds both.
+    """
 
     def __init__(
         self,
         key: tuple[Any, ...],
-        history: TokenHistory,
-        sampler: Sampler,
         selection: Selection,
-        rows: list[tuple[Any, tuple[Any, ...], list[Tensor]]],
-        scores: Tensor | None,
+        block: CacheBlock,
+        values: Sequence[tuple[Tensor, ...]],
     ):
         super().__init__(key)
-        self.history, self.sampler, self.rows, self.scores = history, sampler, rows, scores
+        device = block.device
+        self.history: TokenHistory = block.own_history()
+        self.sampler: Sampler = sampler_of(block)
         self.sample, self.pads = selection.sample, selection.pads
-        self._writes = bool(selection.stops) or any(
-            table.TABLE[type(p)].text for p in selection.processors
+        self.steps = [
+            _ProcessorStep(
+                row, row.sizes(p), tuple(torch.empty_like(v, device=device) for v in each)
+            )
+            for row, p, each in zip(selection.rows, selection.processors, values, strict=True)
+        ]
+        if selection.records:
+            shape = block.batch, self.sampler.vocab
+            self.scores = torch.empty(shape, dtype=torch.float32, device=device)
+        self.eos: Tensor | None = None
+        if selection.eos is not None:
+            self.eos = torch.zeros(self.sampler.vocab, dtype=torch.bool, device=device)
+        self.stop_strings = [_copy_to(c, device) for c in selection.stop_strings]
+        self._embeddings = [c.embedding_vec for c in selection.stop_strings]
+        self._writes_history = bool(selection.stop_strings) or any(
+            row.reads_text for row in selection.rows
         )
-        self.eos = (
-            None
-            if selection.eos is None
-            else torch.zeros(sampler.vocab, dtype=torch.bool, device=history.ids.device)
-        )
-        self._sources = [c.embedding_vec for c in selection.stops]
-        self.stops = [_resident(c, history.ids.device) for c in selection.stops]
+        # A sample of rows without a distribution is NOTHING anyway.
+        self._checks = selection.makes_distribution and not selection.sample
 
-    def load(self, values: list[tuple[Tensor, ...]], stops: tuple[StopStringCriteria, ...]) -> None:
-        """Take over the numbers of a call into the tensors that a captured graph reads, without waiting for the device."""
-        for (_, _, own), each in zip(self.rows, values, strict=True):
-            for mine, v in zip(own, each, strict=True):
-                send(v, mine)
-        for n, (mine, c) in enumerate(zip(self.stops, stops, strict=True)):
-            send(c.target_lens, mine.target_lens)
-            if (
-                c.embedding_vec is not self._sources[n]
-            ):  # HF keeps it between calls, and it is large
-                send(c.embedding_vec, mine.embedding_vec)
-                self._sources[n] = c.embedding_vec
+    def load(
+        self,
+        values: Sequence[tuple[Tensor, ...]],
+        stop_strings: Sequence[StopStringCriteria],
+    ) -> None:
+        """Copy the values of a call to where a captured graph reads them, without waiting."""
+        for step, each in zip(self.steps, values, strict=True):
+            for own, value in zip(step.values, each, strict=True):
+                copy_async(value, own)
+        for n, (own, criterion) in enumerate(zip(self.stop_strings, stop_strings, strict=True)):
+            copy_async(criterion.target_lens, own.target_lens)
+            if criterion.embedding_vec is not self._embeddings[n]:
+                # it is large, and HF keeps it between calls
+                copy_async(criterion.embedding_vec, own.embedding_vec)
+                self._embeddings[n] = criterion.embedding_vec
 
     def tensors(self) -> list[Tensor]:
-        """What the calls write."""
-        rows = [v for _, _, own in self.rows for v in own]
-        stops = [t for c in self.stops for t in (c.embedding_vec, c.target_lens)]
-        return [*rows, *stops, *(t for t in (self.scores, self.eos) if t is not None)]
+        """Return the memory that the chooser owns."""
+        owned = [value for step in self.steps for value in step.values]
+        owned += [t for c in self.stop_strings for t in (c.embedding_vec, c.target_lens)]
+        return owned + [t for t in (self.scores, self.eos) if t is not None]
 
     def choose(self, control: Control, logits: Tensor) -> None:
+        """Choose from (batch, vocabulary) logits and move the state on. The host reads nothing."""
         history = self.history
         step = history.budget - control.budget
-        now = Now(history.ids, history.prompt + step, history.slots)
-        scores = logits.float().contiguous()
-        for run, sizes, values in self.rows:
-            scores = run(now, scores, *sizes, *values)
-        if self.scores is not None:
-            self.scores.copy_(scores)
-        if not (
-            self.sample or self.stops or self.eos is not None
-        ):  # one launch does all that follows
-            self.sampler.argmax(control, scores.contiguous())
-            if self._writes:
-                history.ids.index_copy_(1, now.length, control.report[0][:, None])
+        text = TextSoFar(history.ids, history.prompt + step, history.slots)
+        scores, is_valid = self._process(text, logits.float().contiguous())
+        if not (self.sample or self.stop_strings or self.eos is not None or self._checks):
+            self.sampler.argmax(control, scores.contiguous())  # one launch does all that follows
+            if self._writes_history:
+                history.ids.index_copy_(1, text.length, control.report[0][:, None])
             return
-        token = (
-            self.sampler.sample(scores, history.numbers.index_select(1, step))
-            if self.sample
-            else scores.argmax(-1)
-        )
+        if self.sample:
+            token = self.sampler.sample(scores, history.numbers.index_select(1, step))
+        else:
+            token = scores.argmax(-1)
+        if is_valid is not None:
+            token = torch.where(is_valid, token, NOTHING)
         if self.pads:
             token = torch.where(control.alive, token, control.pad)
-        if self._writes:
-            history.ids.index_copy_(
-                1,
-                now.length,
-                token.masked_fill(token == NOTHING, 0)[:, None] if self.sample else token[:, None],
-            )
-        ended = (
-            None
-            if self.eos is None
-            else self.eos.index_select(0, token.clamp(0, len(self.eos) - 1))
-        )
-        for c in self.stops:
-            text, there = Now(history.ids, now.length + 1, history.slots).last(c.maximum_token_len)
-            # a token that HF knows no text of, and so no part of a stop string
-            found = c(torch.where(there & (text >= 0), text, c.embedding_vec.shape[0] - 1), None)
-            ended = found if ended is None else ended | found
-        self.sampler.advance(control, token, ended)
+        if self._writes_history:
+            may_be_nothing = self.sample or self._checks
+            written = token.masked_fill(token == NOTHING, 0) if may_be_nothing else token
+            history.ids.index_copy_(1, text.length, written[:, None])
+        self.sampler.advance(control, token, self._ended(text, token))
+
+    def _process(self, text: TextSoFar, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return processed scores, and which rows (batch,) had a distribution, if that is checked."""
+        is_valid: Tensor | None = None
+        for step in self.steps:
+            if self._checks and step.row.makes_distribution:
+                has_distribution = scores.amax(-1).isfinite()
+                is_valid = has_distribution if is_valid is None else is_valid & has_distribution
+            scores = step(text, scores)
+        if self.scores is not None:
+            self.scores.copy_(scores)
+        return scores, is_valid
+
+    def _ended(self, text: TextSoFar, token: Tensor) -> Tensor | None:
+        """Return which rows (batch,) end by a long list of stop tokens or by a stop string."""
+        ended: Tensor | None = None
+        if self.eos is not None:
+            ended = self.eos.index_select(0, token.clamp(0, len(self.eos) - 1))
+        after = TextSoFar(text.ids, text.length + 1, text.slots) if self.stop_strings else text
+        for criterion in self.stop_strings:
+            tokens, exists = after.last(criterion.maximum_token_len)
+            # the last row of the table stands for tokens that HF knows no text of
+            no_text = criterion.embedding_vec.shape[0] - 1
+            matches = criterion(torch.where(exists & (tokens >= 0), tokens, no_text), None)
+            ended = matches if ended is None else ended | matches
+        return ended
 
 
-def _resident(criterion: StopStringCriteria, device: torch.device) -> StopStringCriteria:
-    """A copy with tensors of its own on a device."""
-    twin = copy.copy(criterion)
-    twin.embedding_vec, twin.target_lens = (
-        torch.clone(t).to(device) for t in (criterion.embedding_vec, criterion.target_lens)
-    )
-    return twin
+def _copy_to(criterion: StopStringCriteria, device: torch.device) -> StopStringCriteria:
+    """Return a copy whose tensors are its own, on a device."""
+    own = copy.copy(criterion)
+    own.embedding_vec = criterion.embedding_vec.clone().to(device)
+    own.target_lens = criterion.target_lens.clone().to(device)
+    return own

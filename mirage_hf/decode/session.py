@@ -1,358 +1,247 @@
-"""The session that runs one covered call."""
+"""The session of one covered call: its memory, its step, and how far it has got."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
-from mirage_hf.decode import loop
-from mirage_hf.decode.cache import CacheBlock, UpdatedTwice, bucket, rings_of
-from mirage_hf.decode.call_plan import CallPlan, NotCovered
+from mirage_hf.decode.cache_block import CacheBlock
+from mirage_hf.decode.cache_exchange import write_cache
+from mirage_hf.decode.call_plan import CallInputs, CallPlan
+from mirage_hf.decode.choosing import Chooser
 from mirage_hf.decode.kernels.sampling import Greedy, sampler_of
 from mirage_hf.decode.model_fingerprint import ModelFingerprint, take_fingerprint
-from mirage_hf.decode.program import NOTHING, Chooser
-from mirage_hf.decode.selection import Composed, Selection, UniformNumbers, draw_seed, uniforms
-from mirage_hf.errors import SamplingError
+from mirage_hf.decode.rings import bucket, rings_of
+from mirage_hf.decode.runner import DecodeRunner
+from mirage_hf.decode.selection import ProcessedChooser, Selection
+from mirage_hf.decode.step import Step
+from mirage_hf.decode.uniform_numbers import uniforms
 
-if TYPE_CHECKING:
-    from mirage_hf.decode.generate import DecodeRunner
-
+#: Steps that a GPU may be ahead of the host. One hides the host if it needs less time than a step;
+#: the second is for streamers. A call that ends at a stop token pays for as many steps in vain.
 DEPTH = 2
-"""Steps a GPU may be ahead of the host. One hides the host wherever it needs less than a step's time; the second is for
-streamers. A call that ends at a stop token pays for as many dead forwards, so no more than that."""
 
 
-class Outdated(Exception):
-    """Raised before the caller has seen anything of the call: the model is no longer what its plan expects."""
+class OutdatedPlanError(Exception):
+    """The model is not what the plan expects. Raised before the caller has seen anything of the call.
 
-    def __init__(self, found: ModelFingerprint):
+    Attributes:
+        fingerprint: the model's fingerprint.
+    """
+
+    def __init__(self, fingerprint: ModelFingerprint):
         super().__init__()
-        self.found = found
+        self.fingerprint = fingerprint
 
 
-def no_token(row: int, step: int) -> SamplingError:
-    return SamplingError(
-        f"generate: no token can be drawn for row {row} at new token {step}: its scores hold a NaN, or none is above "
-        "-inf; look for overflow in the model's dtype (load it in bfloat16 or float32) and for processors that leave "
-        "no token, or pass remove_invalid_values=True"
-    )
+@dataclass
+class CallRecord:
+    """What a call keeps besides its tokens, in the order of the steps.
+
+    Attributes:
+        scores: scores after all processors, None if they are not kept.
+        logits: the model's logits, None if they are not kept.
+    """
+
+    scores: list[Tensor] | None = None
+    logits: list[Tensor] | None = None
+
+    def cut(self, steps: int) -> None:
+        """Drop what belongs to later steps."""
+        for kept in (self.scores, self.logits):
+            if kept is not None:
+                del kept[steps:]
 
 
 class Session:
-    """One call: its block, which may grow, its step, and how far it has got."""
+    """One call: its block, which may grow, its step, and how far it has got.
 
-    def __init__(
-        self,
-        runner: DecodeRunner,
-        model: Any,
-        plan: CallPlan,
-        block: CacheBlock,
-        returns_cache: bool,
-    ):
-        self.runner, self.model, self.plan, self.block = runner, model, plan, block
-        self.outgrown: list[CacheBlock] = []
-        self.record = loop.Record()
-        self.slot = block.capacity
-        """The slot the next step writes, if every step so far was alive. Before the prefill's end: any may have been written."""
-        self.cached = 0
-        """Tokens stock's cache would hold now."""
-        self.returns_cache = returns_cache
-        self.shown = False
-        """Whether the caller has seen anything of the call, so that it cannot begin again."""
+    Attributes:
+        runner: what the model keeps between calls.
+        inputs: what stock's decoding method would get.
+        plan: plan of the call.
+        block: memory of the call.
+        graph_key: what graphs depend on.
+        returns_cache: whether the caller will hold the cache.
+        slot: the slot that the next step writes if every step so far found a row alive. Before the end
+            of the prefill any slot may have been written.
+        cached: tokens that stock's cache would hold now.
+        is_prefilled: whether the block holds the prompt.
+        is_seen: whether the caller has seen anything of the call, so that it cannot begin again.
+        seed: seed of the call's random numbers, if it samples.
+        record: what the call keeps besides its tokens.
+    """
+
+    step: Step
+
+    def __init__(self, runner: DecodeRunner, inputs: CallInputs, plan: CallPlan, block: CacheBlock):
+        self.runner, self.inputs, self.plan, self.block = runner, inputs, plan, block
+        self.graph_key = runner.graph_key_of(plan)
+        config = inputs.config
+        self.returns_cache = bool(config.return_dict_in_generate) or plan.cache_is_users
+        self.slot, self.cached = block.capacity, 0
+        self.is_prefilled = self.is_seen = False
         self.seed: int | None = None
-        """Of the numbers that the call's choices take, where it samples."""
-        self._chooser: Chooser | None = None
-        self._advance: Callable[[], None]
-        self._prepared_for: CacheBlock | None = None
-        self._failed = False
-        """Whether a capture has failed."""
-        self._confirmed = not plan.expected
-        self._announce: Callable[[], None] | None = None
-
-    def confirm(self) -> None:
-        """See that the model is what the plan expects. Before, nothing has been done but to replay graphs of kernels, for nobody to see.
-        Errors: Outdated."""
-        if not self._confirmed and (found := take_fingerprint(self.model)) != self.plan.fingerprint:
-            raise Outdated(found)
-        self._confirmed = True
-
-    def _begin(self) -> None:
-        """Confirm, and let the streamer have the prompt, if it has not had it."""
-        self.confirm()
-        announce, self._announce = self._announce, None
-        if announce is not None:
-            self.shown = True
-            announce()
-
-    def prefill(
-        self, streamer: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]
-    ) -> None:
-        """Run a prefill by kernels or a captured one, or HF's own, into the block or, where the user's cache holds something, into that one
-        and then here; the streamer gets the prompt behind it. A captured one may begin before the host has looked at the model. In which
-        order ways are tried is said in prefill.py. Errors: Outdated."""
-        model, plan, block = self.model, self.plan, self.block
-        text = (
-            None if streamer is None else input_ids.cpu()
-        )  # here it waits for nothing of the call
-        self.graph_key = self.runner.graph_key_of(plan)
-        block.begin(plan.prompt.lowest)
-        graph = self.runner.prefill_graph(
-            model, plan, block, input_ids, self.graph_key, at_once=not self._confirmed
-        )
-        if graph is None and not self._confirmed:
-            self.confirm()
-            graph = self.runner.prefill_graph(model, plan, block, input_ids, self.graph_key)
-        if graph is not None:
-            block.dirty = max(block.dirty, graph.prompt.ids.shape[1])
-            graph.run(input_ids, block)
-        if graph is not None or self.runner.prefill_by_kernels(
-            model, plan, block, input_ids, self.graph_key
-        ):
-            self.slot = self.cached = input_ids.shape[1]
-            block.clear_from(self.slot)
-        else:
-            into = plan.cache if plan.prompt.past else block.prefill_cache()
-            if plan.prompt.past:
-                block.reserve(plan.cache)
-                self.shown = True
-            try:
-                outputs = model._prefill(input_ids, config, {**kwargs, "past_key_values": into})
-            except (
-                UpdatedTwice
-            ):  # by layers of ours, so that nothing is in a cache of the user's yet
-                raise NotCovered("a forward that runs a layer twice") from None
-            self.slot = self.cached = (
-                block.take(into) if plan.prompt.past else into.get_seq_length()
-            )
-            block.clear_from(
-                self.slot, rings_full=plan.prompt.lowest is not None
-            )  # as `hold` leaves padded rows
-            block.set_logits(outputs.logits[:, -1])
-            del outputs
-        block.control.start(
-            length=self.slot,
-            position=plan.prompt.position,
-            lowest=plan.prompt.lowest,
-            budget=plan.budget,
-            eos=plan.eos,
-            pad=config._pad_token_tensor,
-        )
-        if text is not None:
-            self._announce = partial(streamer.put, text)
-        if self._confirmed:
-            self._begin()
-
-    def decode(
-        self,
-        streamer: Any,
-        input_ids: Tensor,
-        processors: Any,
-        criteria: StoppingCriteriaList,
-        config: Any,
-    ) -> Tensor:
-        """Choose tokens until every row has ended; return the sequences."""
-        record = self.record
+        self.record = CallRecord()
         if config.return_dict_in_generate:
-            record.scores = [] if config.output_scores else None
-            record.logits = [] if config.output_logits else None
-        # as stock does: mixtures of experts have a form for few tokens
-        with self.model._optimize_model_for_decode():
-            selection = self.plan.selection
-            if config.do_sample:
-                self.seed = draw_seed()
-            if isinstance(selection, str):
-                self._begin()
-                self.runner.count(f"by the host: {selection}", self.runner.selections)
-                return self._with_host(streamer, input_ids, processors, criteria, config)
-            if not selection.plain:
-                self.runner.count("on the device", self.runner.selections)
-            return self._ahead(streamer, input_ids, criteria, selection)
+            self.record.scores = [] if config.output_scores else None
+            self.record.logits = [] if config.output_logits else None
+        self._chooser: Chooser | None = None
+        self._outgrown: list[CacheBlock] = []
+        self._run_step: Callable[[], None]
+        self._prepared_for: CacheBlock | None = None
+        self._has_failed_capture = False
+        self.is_confirmed = not plan.expected
 
-    def _ahead(
-        self, streamer: Any, input_ids: Tensor, criteria: StoppingCriteriaList, selection: Selection
-    ) -> Tensor:
-        depth = self.runner.depth
-        if depth is None:
-            depth = DEPTH if input_ids.device.type == "cuda" else 0
-        if (
-            selection.clocks
-            and self.returns_cache
-            and any(rings_of(self.plan.windows, bucket(self.plan.most_slots)))
-        ):
-            depth = 0  # where the host says when to stop, steps ahead are alive, and a ring drops keys that the cache would still hold
-        rows: list[list[int]] = []
-        record = self.record
-        chooser = self._choose_by(selection)
-        self._set_out()
-        if self.plan.fingerprint.rope is not None and not self.step.by_kernels:
-            depth = 0  # its module remembers the longest text, which a step that finds no row alive would make longer
-        if not selection.plain:
-            self.block.own_history().start(input_ids, self.plan.budget)
-        no_text = torch.zeros(
-            1, 1, dtype=torch.long, device="cpu"
-        )  # on the CPU, or the answer would have to be waited for
+    def confirm_model(self) -> None:
+        """Check, once, that the model is what the plan expects.
 
-        def on_tokens(tokens: list[int]) -> bool:
-            if NOTHING in tokens:
-                raise no_token(tokens.index(NOTHING), len(rows))
-            rows.append(tokens)
-            if streamer is not None:
-                streamer.put(torch.tensor(tokens, device="cpu"))
-            return any(bool(c(no_text, None)) for c in selection.clocks)
+        Before that only graphs of kernels were replayed, and nobody has seen their results.
 
-        def keep() -> None:
-            if record.scores is None and record.logits is None:
-                return
-            raw, scores = (
-                self._raw_logits(),
-                self._chooser.scores if self._chooser is not None else None,
-            )
-            if record.logits is not None:
-                record.logits.append(raw)
-            if (
-                record.scores is not None
-            ):  # without processors stock's scores and logits are one tensor
-                record.scores.append(raw if scores is None else scores.clone())
+        Raises:
+            OutdatedPlanError: The model is not what the plan expects.
+        """
+        if not self.is_confirmed:
+            fingerprint = take_fingerprint(self.inputs.model)
+            if fingerprint != self.plan.fingerprint:
+                raise OutdatedPlanError(fingerprint)
+        self.is_confirmed = True
 
-        def advance() -> Tensor:
-            self._enqueue()
-            keep()
-            return self.block.control.report
+    # -- choosing
 
-        chooser.choose(self.block.control, self.block.logits)
-        keep()
-        loop.run_ahead(
-            advance, self.block.control.report, self.plan.budget - 1, depth, on_tokens, self._begin
-        )
-        self.cached += len(rows) - 1
-        for kept in (record.scores, record.logits):
-            if kept is not None:
-                del kept[len(rows) :]
-        sequences = torch.cat([input_ids, torch.tensor(rows, device=input_ids.device).T], dim=-1)
-        for c in criteria:  # for its warning about sequences longer than the model was made for
-            if (
-                type(c) is MaxLengthCriteria
-                and c.max_position_embeddings is not None
-                and sequences.shape[1] - 1 > c.max_position_embeddings
-            ):
-                c(sequences[:, :-1], None)
-        return sequences
-
-    def _with_host(
-        self,
-        streamer: Any,
-        input_ids: Tensor,
-        processors: Any,
-        criteria: StoppingCriteriaList,
-        config: Any,
-    ) -> Tensor:
-        def advance(tokens: Tensor) -> Tensor:
-            self.block.control.ids.copy_(tokens[:, None])
-            self._enqueue()
-            self.cached += 1
-            return self.block.logits
-
-        numbers = (
-            None
-            if self.seed is None
-            else UniformNumbers(self.seed, input_ids.shape[0], input_ids.device)
-        )
-        sampler = sampler_of(self.block)
-        self._set_out()
-
-        def choose(scores: Tensor, step: int) -> Tensor:
-            if numbers is None:
-                return torch.argmax(scores, dim=-1)
-            tokens = sampler.sample(scores.float().contiguous(), numbers.at(step)).clone()
-            if len(nowhere := (tokens == NOTHING).nonzero()):
-                raise no_token(int(nowhere[0]), step)
-            return tokens
-
-        self.shown = True
-        control = self.block.control
-        control.length.add_(1)
-        control.position.add_(1)
-        return loop.run_with_host(
-            advance,
-            self.block.logits,
-            input_ids,
-            processors=processors,
-            criteria=criteria,
-            pad=config._pad_token_tensor,
-            choose=choose,
-            streamer=streamer,
-            record=self.record,
-        )
-
-    def _raw_logits(self) -> Tensor:
-        return self.block.logits.to(torch.float32, copy=True)
-
-    def _choose_by(self, selection: Selection) -> Chooser:
-        """What chooses on the block of now."""
-        if selection.plain:
+    def choose_on_device(self, selection: Selection) -> None:
+        """Set up what chooses, for the present block."""
+        if selection.is_plain:
             self._chooser = Greedy(sampler_of(self.block))
-            return self._chooser
-        self._chooser = chooser = selection.on(self.block)
+            return
+        chooser = selection.chooser_on(self.block)
+        self._chooser = chooser
         if self.seed is not None:
             steps = min(self.plan.budget, chooser.history.numbers.shape[1])
             chooser.history.set_numbers(uniforms(self.seed, self.block.batch, steps))
-        return chooser
 
-    def _set_out(self, again: bool = False) -> None:
-        """Take the step that serves the block of now and its chooser."""
-        self.step = self.runner.step(
-            self.model, self.plan, self.block, self.graph_key, self._chooser, again
+    def choose(self) -> None:
+        """Enqueue the choice from the prompt's logits."""
+        assert self._chooser is not None
+        self._chooser.choose(self.block.control, self.block.logits)
+        self.keep_outputs()
+
+    def keep_outputs(self) -> None:
+        """Keep the logits and scores of the choice enqueued last, if the call wants them."""
+        record = self.record
+        if record.scores is None and record.logits is None:
+            return
+        logits = self.block.logits.to(torch.float32, copy=True)
+        if record.logits is not None:
+            record.logits.append(logits)
+        if record.scores is not None:
+            scores = self._chooser.scores if self._chooser is not None else None
+            # without processors stock's scores and logits are one tensor
+            record.scores.append(logits if scores is None else scores.clone())
+
+    # -- steps
+
+    def make_step(self, *, is_counted: bool = False) -> None:
+        """Set up the step, for the present block and its chooser."""
+        self.step = self.runner.make_step(
+            self.inputs.model,
+            self.plan,
+            self.block,
+            self.graph_key,
+            self._chooser,
+            is_counted=is_counted,
         )
 
-    def _enqueue(self) -> None:
+    def depth(self, selection: Selection) -> int:
+        """Return how many steps may be ahead of the host."""
+        rings = rings_of(self.plan.windows, bucket(self.plan.most_slots))
+        # If the host says when to stop, steps ahead find rows alive, and a ring drops keys that the
+        # cache would still hold.
+        if selection.clocks and self.returns_cache and any(rings):
+            return 0
+        # This RoPE remembers the longest text, which a step that finds no row alive makes longer.
+        if self.plan.fingerprint.rope is not None and not self.step.by_kernels:
+            return 0
+        if self.runner.depth is not None:
+            return self.runner.depth
+        return DEPTH if self.block.device.type == "cuda" else 0
+
+    def enqueue_step(self) -> None:
+        """Enqueue a step, in a larger block if this one is full."""
         if self.slot >= self.block.capacity:
             self._grow()
         if self._prepared_for is not self.block:
-            self._advance = self._prepare()
-        self._advance()
+            self._run_step = self._prepare_step()
+            self._prepared_for = self.block
+        self._run_step()
         self.slot += 1
 
-    def _prepare(self) -> Callable[[], None]:
-        self._prepared_for = self.block
-        if not (self.step.by_kernels and self.step.is_captured(self._chooser)):
-            self.confirm()  # modules are about to run, and what is captured is kept for the model that the plan expects
+    def _prepare_step(self) -> Callable[[], None]:
+        """Return what runs the step, captured if possible, otherwise called."""
+        step, chooser = self.step, self._chooser
+        if not (step.by_kernels and step.is_captured(chooser)):
+            # modules are about to run, and what is captured is kept for the model the plan expects
+            self.confirm_model()
         try:
-            return self.step.prepare(self._chooser)
+            return step.prepare(chooser)
         except RuntimeError as error:
-            if not self.step.graphs:
+            if not step.graphs:
                 raise
-            failed = error.with_traceback(None)  # which keeps the memory of what was tried
+            failed = error.with_traceback(None)  # a traceback keeps the memory of what was tried
         if isinstance(failed, torch.OutOfMemoryError):
             self.block.make_room()
             try:
-                return self.step.prepare(self._chooser)
+                return step.prepare(chooser)
             except RuntimeError as error:
                 failed = error.with_traceback(None)
-        self.runner.capture_failed(self.step, self._chooser, failed, again=self._failed)
-        self._failed, self.step.graphs = True, False
-        return self.step.prepare(self._chooser)
+        self.runner.note_failed_capture(step, chooser, failed, is_counted=self._has_failed_capture)
+        self._has_failed_capture, step.graphs = True, False
+        return step.prepare(chooser)
 
     def _grow(self) -> None:
-        """Go on in a block of about twice the room. The old one is given back at the end: its report may still be read."""
-        old = self.block
-        reach = bucket(min(2 * old.capacity, self.plan.most_slots))
-        self.block = self.runner.pool.lease(old.batch, reach, old.windows, old.device)
-        self.outgrown.append(old)
+        """Go on in a block with about twice the room.
+
+        The old block is given back at the end: its report may still be read.
+        """
+        old, before = self.block, self._chooser
+        capacity = bucket(min(2 * old.capacity, self.plan.most_slots))
+        self.block = self.runner.pool.lease(old.batch, capacity, old.windows, old.device)
+        self._outgrown.append(old)
         self.block.continue_from(old, old.capacity)
-        before, selection = self._chooser, self.plan.selection
-        if isinstance(selection, Selection):
-            self._choose_by(selection)
-        if isinstance(before, Composed):
+        if isinstance(self.plan.selection, Selection):
+            self.choose_on_device(self.plan.selection)
+        if isinstance(before, ProcessedChooser):
             self.block.own_history().continue_from(before.history)
-        self._set_out(again=True)
+        self.make_step(is_counted=True)
+
+    # -- the end
+
+    def write_cache(self) -> None:
+        """Make the caller's cache what stock would leave there, if the caller will hold it."""
+        if self.returns_cache:
+            self.is_seen |= self.plan.cache_is_users
+            write_cache(self.block, self.plan.cache, self.cached)
+
+    def write_cache_after_error(self) -> None:
+        """Make the user's cache what stock would have left there when it raised.
+
+        The cache stays as it was if steps that ran ahead have overwritten keys in a ring that stock's
+        cache would still hold.
+        """
+        if not (self.plan.cache_is_users and self.is_prefilled):
+            return
+        is_ahead = self.slot > self.cached
+        if is_ahead and any(ring and self.slot > ring.spare for ring in self.block.rings):
+            return
+        with contextlib.suppress(Exception):  # the caller is to see the error at hand
+            write_cache(self.block, self.plan.cache, self.cached)
 
     def end(self) -> None:
-        """Give the memory back; what is still enqueued on it is ordered before its next use."""
-        for block in self.outgrown:
+        """Give the memory back. What is enqueued on it runs before its next use."""
+        for block in self._outgrown:
             self.runner.pool.give_back(block, block.capacity)
         self.runner.pool.give_back(self.block, min(self.slot + 1, self.block.capacity))

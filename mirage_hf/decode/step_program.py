@@ -1,7 +1,8 @@
-"""The step program: a whole step of decoding as one chain of kernels, embedding to token, over a cache block.
+"""The step program: a whole step of decoding as one chain of kernels, from embedding to token.
 
-Of its kernels only the two ends (decode/kernels) are written by hand; those of the layers and of the head were searched, proven and
-tuned for the model's own parts. They are captured in one CUDA graph, in which each may begin while the one before it ends.
+Only the kernels at its two ends are hand-written (kernels/). Those of the layers and of the head were
+searched, proven and tuned for the model's own parts. All are captured in one CUDA graph, in which
+each kernel may begin while the one before it ends.
 """
 
 from __future__ import annotations
@@ -12,41 +13,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirage_hf.decode.cache import CacheBlock
+from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.call_plan import CallPlan
 from mirage_hf.decode.kernels.embedding import EmbeddingOutput, embed
 from mirage_hf.decode.kernels.kernel_launch import MAX_ROWS, MAX_VOCAB
 from mirage_hf.decode.kernels.ring import turn_rings
 from mirage_hf.decode.kernels.sampling import Sampler, sampler_of
 from mirage_hf.decode.kernels.total_order import FLOATS
-from mirage_hf.decode.program import Chooser, MaskPlan, Step, move_on
+from mirage_hf.decode.masks import MaskPlan
+from mirage_hf.decode.step import Step
 from mirage_hf.layers.compose import Kernel
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.step import StepInputs
 
+CHANGED = "the model has changed since optimize()"
+
 
 @dataclass(frozen=True)
 class _Buffers:
-    """What a block's steps write besides its cache and control, at fixed addresses."""
+    """What a block's steps read and write besides the block and the model, at fixed addresses.
 
-    inputs: EmbeddingOutput
+    Attributes:
+        embedded: what the layers read besides weights and keys.
+        sampler: what chooses tokens.
+        cos: rotary table (tables, capacity, width).
+        sin: likewise.
+        kernels: for each layer what runs its parts.
+        windows: for each layer the index of its window in `embedded`.
+    """
+
+    embedded: EmbeddingOutput
     sampler: Sampler
     cos: Tensor
     sin: Tensor
-    #: What runs the parts of each layer.
     kernels: tuple[dict[str, Kernel], ...]
-    #: Which of the inputs' windows each layer has.
     windows: tuple[int, ...]
 
 
 class StepProgram(Step):
-    """Every layer's kernels in a chain. For blocks of as many rows as there are kernels for (`ModelKernels.rows`)."""
+    """Every layer's kernels in a chain, for blocks of a batch size in `ModelKernels.rows`."""
 
     by_kernels = True
 
     def __init__(
         self,
-        steps: ModelKernels,
+        model_kernels: ModelKernels,
         block: CacheBlock,
         masks: MaskPlan,
         *,
@@ -54,107 +65,113 @@ class StepProgram(Step):
         graph_key: object,
     ):
         super().__init__(block, graphs, graph_key)
-        self.steps, self.masks = steps, masks
+        self.model_kernels, self.masks = model_kernels, masks
         self._buffers: _Buffers | None = None
 
-    def _ready(self) -> _Buffers:
-        if self._buffers is None:
-            steps, block, windows = self.steps, self.block, dict(self.masks.windows)
-            kinds = [self.masks.kind_of(n) for n in range(len(steps.layers))]
-            cos, sin = steps.rotary_tables(block.capacity)
-            seen = [ring or windows[kind] for ring, kind in zip(block.rings, kinds, strict=True)]
-            each = list(dict.fromkeys(seen))
-            tables, _, width = cos.shape
-            inputs = EmbeddingOutput.allocate(
-                block.batch,
-                steps.embedding.shape[1],
-                width,
-                each,
-                steps.embedding.dtype,
-                block.device,
-                cos.dtype,
-                tables,
-            )
-            kernels = tuple(
-                steps.kernels(layer, block.batch, block.slots_of(n))
-                for n, layer in enumerate(steps.layers)
-            )
-            indices = tuple(each.index(window) for window in seen)
-            self._buffers = _Buffers(inputs, sampler_of(block), cos, sin, kernels, indices)
+    def held(self) -> Any:
+        """Return what a captured graph reads and writes besides the block and the model."""
         return self._buffers
 
-    def held(self) -> Any:
-        """What a captured graph reads and writes besides the block and the model."""
+    def _ready_buffers(self) -> _Buffers:
+        if self._buffers is None:
+            self._buffers = self._allocate()
         return self._buffers
+
+    def _allocate(self) -> _Buffers:
+        model_kernels, block = self.model_kernels, self.block
+        embedding = model_kernels.embedding
+        window_of_kind = dict(self.masks.windows)
+        windows = [
+            ring or window_of_kind[self.masks.kind_of(n)] for n, ring in enumerate(block.rings)
+        ]
+        distinct = list(dict.fromkeys(windows))
+        cos, sin = model_kernels.rotary_tables(block.capacity)
+        tables, _, width = cos.shape
+        embedded = EmbeddingOutput.allocate(
+            block.batch,
+            embedding.shape[1],
+            width,
+            distinct,
+            embedding.dtype,
+            block.device,
+            cos.dtype,
+            tables,
+        )
+        kernels = tuple(
+            model_kernels.kernels(layer, block.batch, block.num_slots(n))
+            for n, layer in enumerate(model_kernels.layers)
+        )
+        indices = tuple(distinct.index(window) for window in windows)
+        return _Buffers(embedded, sampler_of(block), cos, sin, kernels, indices)
 
     def _forward(self) -> None:
-        ready, block, steps = self._ready(), self.block, self.steps
-        inputs = ready.inputs
+        buffers, block, model_kernels = self._ready_buffers(), self.block, self.model_kernels
+        embedded, by_kernel = buffers.embedded, buffers.sampler.by_kernels
+        layer_inputs = (
+            StepInputs(
+                embedded.cos[layer.rope_table],
+                embedded.sin[layer.rope_table],
+                block.keys[n],
+                block.values[n],
+                embedded.lows[window],
+                embedded.slots[window],
+                embedded.ends[window],
+            )
+            for n, (layer, window) in enumerate(
+                zip(model_kernels.layers, buffers.windows, strict=True)
+            )
+        )
         with torch.no_grad():
             embed(
                 block.control,
-                steps.embedding,
-                ready.cos,
-                ready.sin,
-                inputs,
-                steps.embedding_scale,
-                by_kernel=ready.sampler.by_kernels,
+                model_kernels.embedding,
+                buffers.cos,
+                buffers.sin,
+                embedded,
+                model_kernels.embedding_scale,
+                by_kernel=by_kernel,
             )
-            layer_inputs = (
-                StepInputs(
-                    inputs.cos[layer.rope_table],
-                    inputs.sin[layer.rope_table],
-                    block.keys[n],
-                    block.values[n],
-                    inputs.lows[window],
-                    inputs.slots[window],
-                    inputs.ends[window],
-                )
-                for n, (layer, window) in enumerate(zip(steps.layers, ready.windows, strict=True))
-            )
-            steps.run_step(ready.kernels, inputs.x, layer_inputs, block.logits)
-            turn_rings(block.control, block.turning, by_kernel=ready.sampler.by_kernels)
-
-    def _to_logits(self) -> None:
-        self._forward()
-        move_on(self.block.control, self.block.control.alive.any())
-
-    def _to_token(self, chooser: Chooser) -> None:
-        self._forward()
-        chooser.choose(self.block.control, self.block.logits)
+            model_kernels.run_step(buffers.kernels, embedded.x, layer_inputs, block.logits)
+            turn_rings(block.control, block.ring_slabs, by_kernel=by_kernel)
 
 
-CHANGED = "the model has changed since optimize()"
-
-
-def obstacle(
-    steps: ModelKernels | None, plan: CallPlan, block: CacheBlock, valid_for: object
+def why_no_step_program(
+    model_kernels: ModelKernels | None, plan: CallPlan, block: CacheBlock, made_for: object
 ) -> str:
-    """Why a call's steps run the model's own forward instead, "" where they need not. `valid_for`: what the model was for the steps."""
-    if steps is None:
+    """Return why a call's steps must run the model's own forward, "" if they need not.
+
+    Args:
+        model_kernels: the model's kernels, if it has any.
+        plan: plan of the call.
+        block: memory of the call.
+        made_for: `ModelFingerprint.facts` of the model that the kernels were made for.
+    """
+    if model_kernels is None:
         return "not every layer has all of its kernels"
-    if block.batch not in steps.rows:
+    if block.batch not in model_kernels.rows:
         return f"no kernels for a batch of {block.batch}; optimize(batch_sizes=…) makes them"
-    if changed := steps.changed():
+    if changed := model_kernels.changed():
         return changed
-    rope = (
-        plan.fingerprint.rope
-    )  # before the next: beyond its reach the forward itself sets new frequencies
+    fingerprint = plan.fingerprint
+    # before the fingerprints are compared: beyond its reach the forward itself sets new frequencies
+    rope = fingerprint.rope
     if rope is not None and plan.most_slots > rope.reach:
         return rope.reason
-    if plan.fingerprint.model != valid_for:
+    if fingerprint.facts != made_for:
         return CHANGED
-    if block.batch > MAX_ROWS or steps.vocab > MAX_VOCAB or steps.embedding.dtype not in FLOATS:
-        return f"the ends of a step are for {MAX_ROWS} rows, a vocabulary of {MAX_VOCAB} and dtypes of up to 32 bits"
-    if plan.fingerprint.no_graph is not None:
-        return plan.fingerprint.no_graph
-    if plan.prompt.odd_positions:
+    embedding = model_kernels.embedding
+    if block.batch > MAX_ROWS or model_kernels.vocab > MAX_VOCAB or embedding.dtype not in FLOATS:
+        return (
+            f"the embedding and sampling kernels take up to {MAX_ROWS} rows, a vocabulary of up to "
+            f"{MAX_VOCAB}, and float16, bfloat16 or float32"
+        )
+    if fingerprint.no_graph is not None:
+        return fingerprint.no_graph
+    if plan.prompt.has_unusual_positions:
         return "positions outside the slots of the cache"
-    shape = block.logits.shape
-    if (
-        len(shape) != 2
-        or shape[1] != steps.vocab
-        or block.logits.dtype is not steps.embedding.dtype
-    ):
-        return f"logits of {tuple(shape)}, {block.logits.dtype}"
-    return steps.obstacle(block.batch, tuple(block.slots_of(n) for n in range(len(steps.layers))))
+    logits = block.logits
+    has_vocab = logits.dim() == 2 and logits.shape[1] == model_kernels.vocab
+    if not has_vocab or logits.dtype is not embedding.dtype:
+        return f"logits of {tuple(logits.shape)}, {logits.dtype}"
+    slots = tuple(block.num_slots(n) for n in range(len(model_kernels.layers)))
+    return model_kernels.obstacle(block.batch, slots)

@@ -77,7 +77,7 @@ def test_kernels_of_a_step_give_the_same_numbers_every_time(
     monkeypatch.setattr(deterministic, "fill_uninitialized_memory", True)
     model = optimize(model_of(version, **more), tune="never", batch_sizes=(batch,))
     device, slots, off = next(model.parameters()).device, 256, []
-    steps = model.mirage.runner.steps
+    steps = model.mirage.runner.model_kernels
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for layer in steps.layers:

@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from mirage_hf.decode import install
-from mirage_hf.decode.cache import Control
-from mirage_hf.decode.program import choose_greedily
+from mirage_hf.decode.choosing import choose_greedily
+from mirage_hf.decode.control import Control
 from tests.helpers.generate_comparison import (
     FAMILIES,
     FULL,

@@ -16,10 +16,12 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from mirage_hf.decode import install, program, uninstall
-from mirage_hf.decode.cache import CachePool
+from mirage_hf.decode import install, uninstall
+from mirage_hf.decode import step as decode_step
+from mirage_hf.decode.cache_pool import CachePool
 from mirage_hf.decode.kernels.sampling import Greedy, sampler_of
-from mirage_hf.decode.program import CapturedForward, MaskPlan
+from mirage_hf.decode.masks import MaskPlan
+from mirage_hf.decode.step import CapturedForward
 from tests.helpers.generate_comparison import (
     FAMILIES,
     FULL,
@@ -361,7 +363,7 @@ def test_a_capture_that_runs_out_of_memory(times, monkeypatch):
     Later calls are captured as ever.
     """
     model = tiny("gemma2").cuda()
-    runner, captured, failed = install(model), program.capture, []
+    runner, captured, failed = install(model), decode_step.capture, []
 
     def capture(run, device, pool):
         def too_much():
@@ -373,7 +375,7 @@ def test_a_capture_that_runs_out_of_memory(times, monkeypatch):
         return captured(too_much, device, pool)
 
     assert_same(*both(model, cuda({"inputs": prompt(1), "max_new_tokens": 9})))
-    monkeypatch.setattr(program, "capture", capture)
+    monkeypatch.setattr(decode_step, "capture", capture)
     for _ in range(3):
         assert_same(*both(model, cuda({**left_padded(), "max_new_tokens": 20, **FULL})))
     called = {what: n for what, n in runner.counts.items() if what != "captured"}

@@ -18,8 +18,17 @@ import pytest
 import torch
 from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM, pipeline
 
-from mirage_hf.decode import DecodeError, cache, install, prefill, program, uninstall
-from mirage_hf.decode.cache import Control, most_idle
+from mirage_hf.decode import (
+    DecodeError,
+    cache_block,
+    cache_pool,
+    install,
+    prefill,
+    uninstall,
+)
+from mirage_hf.decode import step as decode_step
+from mirage_hf.decode.cache_pool import most_idle
+from mirage_hf.decode.control import Control
 from mirage_hf.decode.model_fingerprint import take_fingerprint
 from tests.helpers.generate_comparison import (
     VOCABULARY,
@@ -147,7 +156,7 @@ def test_release_in_mid_call():
 
 
 def test_memory_is_counted_while_another_call_adds_a_selection():
-    block = cache.CacheBlock(1, 256, (None,), torch.device("cpu"))
+    block = cache_block.CacheBlock(1, 256, (None,), torch.device("cpu"))
 
     def tensors():
         block.choosers.pop("first", None)  # as another thread does at any moment
@@ -172,12 +181,12 @@ def test_idle_memory_beyond_the_limit_is_freed_the_longest_idle_first(monkeypatc
         (three - 1, [3]),
     ):
         runner.release()
-        monkeypatch.setattr(cache, "most_idle", lambda device, room=room: room)
+        monkeypatch.setattr(cache_pool, "most_idle", lambda device, room=room: room)
         for batch in (1, 2, 3):
             assert_same(*both(model, {"inputs": prompt(batch), "max_new_tokens": 3}))
         assert runner.pool.blocks == [(batch, 256) for batch in kept]
         assert runner.bytes <= max(room, three)  # that of the last call stays
-    assert cache.most_idle is not most_idle and most_idle(torch.device("cpu")) == math.inf
+    assert cache_pool.most_idle is not most_idle and most_idle(torch.device("cpu")) == math.inf
 
 
 class NoMemory:
@@ -199,7 +208,11 @@ class NoMemory:
         return ask
 
 
-SLABS, LEASES, FORWARD = (cache, "_zeros"), (Control, "allocate"), (LlamaForCausalLM, "_prefill")
+SLABS, LEASES, FORWARD = (
+    (cache_block, "_zeros"),
+    (Control, "allocate"),
+    (LlamaForCausalLM, "_prefill"),
+)
 
 
 @pytest.mark.parametrize("place", [SLABS, LEASES, FORWARD])
@@ -250,9 +263,9 @@ def test_a_block_that_cannot_grow(monkeypatch, seen):
     model = tiny("llama", max_position_embeddings=1024)
     runner, given = install(model), {"inputs": prompt(1, 250), "max_new_tokens": 40}
     want = stock(model, **given)
-    kept = cache._zeros
+    kept = cache_block._zeros
     monkeypatch.setattr(
-        cache,
+        cache_block,
         "_zeros",
         lambda shape, like: kept(shape, like) if 512 not in shape else out_of_memory(),
     )
@@ -270,7 +283,7 @@ def test_a_call_whose_blocks_cannot_be_captured_is_counted_once(monkeypatch):
     monkeypatch.setattr("mirage_hf.decode.call_plan.FIRST_REACH", 3)
     model = tiny("llama", max_position_embeddings=1024)
     runner = install(model)
-    monkeypatch.setattr(program, "capture", lambda *a: out_of_memory())
+    monkeypatch.setattr(decode_step, "capture", lambda *a: out_of_memory())
     for calls in (1, 2):
         given = {"inputs": prompt(1, 250, seed=calls), "max_new_tokens": 40}
         assert_same(stock(model, **given), model.generate(**given))
@@ -294,7 +307,7 @@ def test_a_capture_without_memory(monkeypatch, times):
     runner = install(model)
     model.generate(prompt(1), max_new_tokens=3)
     with monkeypatch.context() as patch:
-        no = NoMemory(patch, (program, "capture"), times=times)
+        no = NoMemory(patch, (decode_step, "capture"), times=times)
         ours = model.generate(prompt(2), max_new_tokens=9)
     assert no.failed == times and runner.pool.blocks == [(2, 256)]
     assert_same(stock(model, inputs=prompt(2), max_new_tokens=9), ours)
@@ -340,7 +353,7 @@ def test_a_call_that_begins_again_draws_and_counts_once(monkeypatch):
         runner.counts.clear()
         torch.manual_seed(0)
         with monkeypatch.context() as patch:
-            kept, left = cache._zeros, [times]
+            kept, left = cache_block._zeros, [times]
 
             def zeros(shape, like):
                 if 512 in shape and left[0]:
@@ -348,7 +361,7 @@ def test_a_call_that_begins_again_draws_and_counts_once(monkeypatch):
                     raise torch.OutOfMemoryError("CUDA out of memory")
                 return kept(shape, like)
 
-            patch.setattr(cache, "_zeros", zeros)
+            patch.setattr(cache_block, "_zeros", zeros)
             return model.generate(**given), torch.rand(1), dict(runner.counts)
 
     once, again, none = (drawn(times) for times in (0, 1, 1 << 30))
@@ -471,11 +484,11 @@ def test_weights_changed_in_place_and_replaced():
 
 def test_the_fingerprint_sees_all_that_a_graph_depends_on():
     model = tiny("llama")
-    seen = [take_fingerprint(model).key]
-    assert take_fingerprint(model).key == seen[0]
+    seen = [take_fingerprint(model).graph_facts]
+    assert take_fingerprint(model).graph_facts == seen[0]
 
     def changed(what):
-        key = take_fingerprint(model).key
+        key = take_fingerprint(model).graph_facts
         assert key not in seen, what
         seen.append(key)
 
@@ -510,8 +523,8 @@ def test_steps_are_called_under_a_mode_that_looks_at_ops():
 def test_a_captured_step_depends_on_the_windows():
     model = tiny("mistral")
     runner, keys = install(model), []
-    step = runner.step
-    runner.step = lambda *a: keys.append(step(*a).graph_key) or step(*a)
+    make_step = runner.make_step
+    runner.make_step = lambda *a, **k: keys.append(a[3]) or make_step(*a, **k)
     for window in (9, 9, 5):
         model.config.sliding_window = window
         assert_same(*both(model, GREEDY))
@@ -583,7 +596,7 @@ def test_peft_life_cycle():
     keys, texts = [], []
 
     def check():
-        keys.append(take_fingerprint(base).key)
+        keys.append(take_fingerprint(base).graph_facts)
         ours = model.generate(**GREEDY)
         assert ours.tolist() == reference.generate(**GREEDY).tolist()
         texts.append(str(ours.tolist()))
@@ -907,7 +920,7 @@ def test_constants_of_graphs_are_part_of_their_key():
     """Numbers of modules and configs, on and off, and buffers changed in place."""
     model = tiny("qwen3")
     attention, rotary = model.model.layers[1].self_attn, model.model.rotary_emb
-    keys = [take_fingerprint(model).key]
+    keys = [take_fingerprint(model).graph_facts]
     for change in (
         lambda: setattr(attention, "scaling", 0.9),
         lambda: setattr(attention, "softcap", None),
@@ -919,7 +932,7 @@ def test_constants_of_graphs_are_part_of_their_key():
         lambda: model.set_attn_implementation("eager"),
     ):
         model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False, pad_token_id=0)
-        assert take_fingerprint(model).key == keys[-1]  # no call changes them
+        assert take_fingerprint(model).graph_facts == keys[-1]  # no call changes them
         change()
-        keys.append(take_fingerprint(model).key)
+        keys.append(take_fingerprint(model).graph_facts)
     assert all(a != b for n, a in enumerate(keys) for b in keys[:n])

@@ -15,7 +15,19 @@ import torch
 from transformers import DynamicCache, GenerationMixin, GPT2Config, GPT2LMHeadModel
 
 from mirage_hf.api import optimize
-from mirage_hf.decode import cache, call_plan, generate, install, prefill, program, session
+from mirage_hf.decode import (
+    cache_layers,
+    call_plan,
+    generate,
+    install,
+    masks,
+    prefill,
+    prefill_checks,
+    session,
+)
+from mirage_hf.decode import prompts as bucketed
+from mirage_hf.decode import rings as ring_slots
+from mirage_hf.decode import runner as decode_runner
 from mirage_hf.errors import CodegenError, MirageError
 from mirage_hf.layers import prefill as layer_prefill
 from mirage_hf.layers import window_attention
@@ -59,7 +71,7 @@ def test_prompts_of_changing_length(family: str, batch: int, called: list[str]) 
     runner = install(model)
     for length in LENGTHS:
         alike(model, batch, length)
-    windowed = any(window is not None for _, window in program.MaskPlan.of(model.config).windows)
+    windowed = any(window is not None for _, window in masks.MaskPlan.of(model.config).windows)
     # eight prompts have a bucket of 64, three one of 128; the first of each runs HF's forward
     assert runner.prefills == ({} if windowed else {"captured": 7 + 2}) and called.count(
         "prefill"
@@ -84,16 +96,16 @@ def test_a_prompt_that_is_not_plain_is_not_padded(called: list[str]) -> None:
     assert runner.prefills == {"captured": 3} and called.count("prefill") == 1
     block = runner.pool.lease(2, 1024, (None, None), torch.device("cpu"))
     large = runner.pool.lease(2, 4096, (None, None), torch.device("cpu"))
-    every, some = (program.MaskPlan((("", window),), False) for window in (None, 1000))
+    every, some = (masks.MaskPlan((("", window),), False) for window in (None, 1000))
     for where, tokens in (
         (block, {960: 960, 961: 1024, 1025: None}),
         (large, {2047: 2048, 2048: 2048, 2049: 2304, 4096: 4096}),
     ):
-        shapes = {n: prefill.Shape.of(n, where, every) for n in tokens}
+        shapes = {n: bucketed.PromptShape.of(n, where, every) for n in tokens}
         assert {n: s and s.tokens for n, s in shapes.items()} == tokens and all(
             s is None or s.plain for s in shapes.values()
         )
-    cut = [prefill.Shape.of(n, block, some) for n in (960, 961)]
+    cut = [bucketed.PromptShape.of(n, block, some) for n in (960, 961)]
     assert [(s.cuts, s.beyond, s.plain) for s in cut if s] == [
         ((None, None), 0, True),
         ((1000, 1000), 1001, False),
@@ -320,20 +332,20 @@ def test_keys_of_padded_rows_that_go_to_wrong_slots_are_found(
     called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock, ours = optimized("llama", {})
-    take = prefill.Filled.take
+    take = bucketed.BucketedPrompts.take
 
     def one_off(self: Any, ids: torch.Tensor, padding: torch.Tensor | None) -> None:
         take(self, ids, padding)
         if padding is not None:
             self.sources.sub_(1).clamp_min_(0)
 
-    monkeypatch.setattr(prefill.Filled, "take", one_off)
+    monkeypatch.setattr(bucketed.BucketedPrompts, "take", one_off)
     for lengths in ((4, 11, 7), (9, 1, 60), (64, 2, 3)):
         agree_padded(stock, ours, *lengths)
     ((why, count),) = ours.generate.runner.prefills.items()
     assert (
         why.startswith(
-            "not by kernels: capture failed (MirageError: prefill: logits, keys or values are"
+            "not by kernels: capture failed (MirageError: prefill: logits, keys or values differ"
         )
         and count == 1
     )
@@ -350,7 +362,7 @@ def test_padded_prompts_where_layers_have_rings(called: list[str], resolved: lis
         agree_padded(stock, ours, *lengths, max_new_tokens=200)
         agree(stock, ours, 3, 103)
         for block in ours.generate.runner.pool._idle:
-            for ring, slab in block.turning:
+            for ring, slab in block.ring_slabs:
                 slab[:, :, :, : ring.window] = torch.nan
     assert ours.generate.runner.prefills == {"captured, by kernels": 4}
     assert any(
@@ -363,13 +375,13 @@ def test_padded_prompts_see_nothing_that_was_left(
     called: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In rings and behind what else was written: 0 · NaN is NaN."""
-    monkeypatch.setattr(cache, "GRAIN", 64)
+    monkeypatch.setattr(ring_slots, "GRAIN", 64)
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     stock, ours = optimized("gemma3", dict(layer_types=kinds, sliding_window=100), batch_sizes=(3,))
     for lengths in ((9, 1, 60), (4, 11, 60), (60, 3, 31)):
         agree_padded(stock, ours, *lengths, max_new_tokens=90)
         (block,) = ours.generate.runner.pool._idle
-        written = {id(slab): ring.window for ring, slab in block.turning}
+        written = {id(slab): ring.window for ring, slab in block.ring_slabs}
         for slab in block.slabs:
             slab[:, :, :, : written.get(id(slab), block.dirty)] = torch.nan
         assert written
@@ -422,10 +434,10 @@ def test_prompts_beyond_a_window(
 
     They run with and without padding, over slots that hold NaN.
     """
-    monkeypatch.setattr(cache, "GRAIN", 64)
+    monkeypatch.setattr(ring_slots, "GRAIN", 64)
     monkeypatch.setattr(window_attention, "LEAST_RUN", 64)
     if not captured:
-        monkeypatch.setattr(prefill, "MOST_TOKENS", 0)
+        monkeypatch.setattr(bucketed, "MAX_CAPTURED_TOKENS", 0)
     stock, ours = optimized(*WINDOWED[name], batch_sizes=(1, 3))
     runner = ours.generate.runner
 
@@ -442,7 +454,7 @@ def test_prompts_beyond_a_window(
         ids = {"inputs": prompt(1, length, seed=length)}
         assert_same(stock.generate(**given(ids)), ours.generate(**given(ids)))
         for block in runner.pool._idle:
-            turning = {id(slab): ring.window for ring, slab in block.turning}
+            turning = {id(slab): ring.window for ring, slab in block.ring_slabs}
             assert bool(turning) == any(block.rings) and bool(turning) <= rings
             for slab in block.slabs:
                 slab[:, :, :, : turning.get(id(slab), block.dirty)] = torch.nan
@@ -545,7 +557,7 @@ def test_a_wrong_kernel_of_a_prompt_is_found(
     assert counted.pop("captured") == 3 and len(counted) == 2  # for each bucket
     assert all(
         why.startswith(
-            "not by kernels: capture failed (MirageError: prefill: logits, keys or values are"
+            "not by kernels: capture failed (MirageError: prefill: logits, keys or values differ"
         )
         for why in counted
     )
@@ -581,7 +593,12 @@ def test_a_comparison_of_prompts_leaves_what_the_model_wrote() -> None:
         keys={0: torch.ones(1, 1, 8, 2)},
         values={0: torch.ones(1, 1, 8, 2)},
     )
-    far, allowed = prefill._distance(lambda: None, lambda: block.keys[0].fill_(2.0), block, 4)  # type: ignore[arg-type]
+    far, allowed = prefill_checks._difference(
+        lambda: None,
+        lambda: block.keys[0].fill_(2.0),
+        block,  # type: ignore[arg-type]
+        4,
+    )
     assert not far <= allowed
     assert all(
         bool((x == 1).all()) for x in (block.logits, block.keys[0][:, :, :4], block.values[0])
@@ -597,17 +614,18 @@ def test_one_layer_of_many_that_looks_ahead_is_seen(far: float) -> None:
         keys={0: torch.ones(1, 1, 8, 2)},
         values={},
     )
-    ids, last = torch.arange(8)[None].clone(), torch.tensor([7])
+    ids = torch.arange(8)[None].clone()
+    given: Any = SimpleNamespace(ids=torch.zeros_like(ids), last=torch.tensor([7]))
 
     def stock() -> None:
         block.logits.fill_(1.0)
-        block.keys[0].fill_(1.0 + far * float(ids[0, -1] == ids[0, 0]))
+        block.keys[0].fill_(1.0 + far * float(given.ids[0, -1] == given.ids[0, 0]))
 
     if far:
         with pytest.raises(MirageError, match="see what comes after them"):
-            prefill._check_causal(stock, block, ids, last)
+            prefill_checks.check_causal(stock, block, given, ids)
     else:
-        prefill._check_causal(stock, block, ids, last)
+        prefill_checks.check_causal(stock, block, given, ids)
 
 
 @pytest.mark.slow
@@ -629,13 +647,13 @@ def test_numbers_that_change_after_a_capture(called: list[str], resolved: list[A
 @pytest.fixture
 def calling(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
-    monkeypatch.setattr(generate, "can_call", lambda device: True)
+    monkeypatch.setattr(decode_runner, "kernels_pay", lambda device: True)
 
 
 @pytest.fixture
 def only_called(calling: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU where prompts are long."""
-    monkeypatch.setattr(prefill, "MOST_TOKENS", 0)
+    monkeypatch.setattr(bucketed, "MAX_CAPTURED_TOKENS", 0)
 
 
 @pytest.mark.slow
@@ -733,7 +751,7 @@ def test_caches_of_called_prompts_are_returned(only_called: None, resolved: list
 @contextmanager
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ctrl-C in the second layer of a prompt's forward."""
-    update = cache.PrefillLayer.update
+    update = cache_layers.PrefillLayer.update
 
     def to_the_second(self: Any, *states: Any, **kwargs: Any) -> Any:
         if self.index == 1:
@@ -741,7 +759,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return update(self, *states, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache.PrefillLayer, "update", to_the_second)
+        patch.setattr(cache_layers.PrefillLayer, "update", to_the_second)
         yield
 
 
@@ -834,7 +852,7 @@ def test_kernels_that_a_capture_found_wrong_are_not_called(
     )
     monkeypatch.setattr(
         prefill,
-        "_check_causal",
+        "check_causal",
         lambda *of: torch.zeros(1).fill_(torch.zeros((), device="meta").item()),
     )
     for length in (70, 200, 71, 72):
@@ -914,7 +932,7 @@ def test_prompts_that_kernels_do_not_give_are_hfs(
     assert count == (3 if what == "no memory" else 1)  # another time there may be some
     assert why.startswith(
         {
-            "wrong": "not by kernels: MirageError: prefill: logits, keys or values are",
+            "wrong": "not by kernels: MirageError: prefill: logits, keys or values differ",
             "missing": "not by kernels: CodegenError: prompt_gate: no kernel",
             "no memory": "not by kernels: out of memory",
         }[what]
@@ -934,7 +952,7 @@ def test_hf_runs_a_called_prompt_that_fails(
 
     def failing(self: Any, found: Any, x: torch.Tensor, at: Any) -> torch.Tensor:
         y = right(self, found, x, at)
-        if self is ours.generate.runner.steps.layers[1].prefill:
+        if self is ours.generate.runner.model_kernels.layers[1].prefill:
             raise error("no room")
         return y
 
@@ -1009,14 +1027,14 @@ def test_the_fingerprint_is_taken_while_the_prompt_runs(
     look, replay, enqueue = (
         session.take_fingerprint,
         prefill.PrefillGraph.run,
-        session.Session._enqueue,
+        session.Session.enqueue_step,
     )
     for module in (call_plan, session):
         monkeypatch.setattr(
             module, "take_fingerprint", lambda model: events.append("look") or look(model)
         )
     monkeypatch.setattr(
-        session.Session, "_enqueue", lambda self: events.append("step") or enqueue(self)
+        session.Session, "enqueue_step", lambda self: events.append("step") or enqueue(self)
     )
     monkeypatch.setattr(
         prefill.PrefillGraph, "run", lambda self, *of: events.append("prompt") or replay(self, *of)
@@ -1211,7 +1229,7 @@ def test_a_call_that_stock_serves_starts_early_only_once(
 def test_each_call_has_its_own_fingerprint() -> None:
     """Two threads call. One may expect the earlier model while the other knows the present one."""
 
-    class Raced(generate.DecodeRunner):
+    class Raced(decode_runner.DecodeRunner):
         _graph_key = property(lambda self: ("another thread's", None), lambda self, found: None)  # type: ignore[assignment]
 
     given: Any = SimpleNamespace(fingerprint=SimpleNamespace(key="expected"), masks=None)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mirage_hf.api import optimize
-from mirage_hf.decode import prefill
+from mirage_hf.decode import prompts as bucketed
 from mirage_hf.layers import row_chunks
 from mirage_hf.patterns.prompt import PROMPT_GATE, PROMPT_NORM
 from mirage_hf.pipeline import resolver
@@ -90,7 +90,7 @@ def assert_as_close(
 def test_prompts_of_any_length(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill, "MOST_TOKENS", 0)
+    monkeypatch.setattr(bucketed, "MAX_CAPTURED_TOKENS", 0)
     sizes = {
         k: v for k, v in SIZES.items() if not (name == "gpt_neox" and k == "num_key_value_heads")
     }
@@ -103,14 +103,14 @@ def test_prompts_of_any_length(
     assert found == {"called, by kernels": 6}, found  # not the first prompt of a batch
 
 
-@pytest.mark.parametrize("tokens", [0, prefill.MOST_TOKENS])
+@pytest.mark.parametrize("tokens", [0, bucketed.MAX_CAPTURED_TOKENS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
 def test_padded_prompts(
     name: str, dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Called, and captured where they are short."""
-    monkeypatch.setattr(prefill, "MOST_TOKENS", tokens)
+    monkeypatch.setattr(bucketed, "MAX_CAPTURED_TOKENS", tokens)
     stock = tiny(name, dtype=dtype, **SIZES, **MODELS[name]).cuda()
     exact, ours = twin_of(stock).double(), optimize(twin_of(stock), tune="never", batch_sizes=(3,))
     first_logits(ours, prompt(3, 5).cuda())  # the first prompt of a batch is HF's forward
@@ -126,14 +126,14 @@ def test_padded_prompts(
     }
 
 
-@pytest.mark.parametrize("tokens", [0, prefill.MOST_TOKENS])
+@pytest.mark.parametrize("tokens", [0, bucketed.MAX_CAPTURED_TOKENS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["gemma3", "mistral"])
 def test_prompts_beyond_a_window(
     name: str, dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Called, and captured where they are short; with padding and without."""
-    monkeypatch.setattr(prefill, "MOST_TOKENS", tokens)
+    monkeypatch.setattr(bucketed, "MAX_CAPTURED_TOKENS", tokens)
     windowed = (
         dict(sliding_window=200)
         if name == "mistral"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mirage_hf.decode import program
+from mirage_hf.decode import step as decode_step
 from tests.helpers import generate_features, ring_cache_checks
 from tests.helpers.tiny_models import prompt, tiny
 
@@ -101,13 +101,13 @@ def test_windows_of_real_sizes(
     name: str, window: int, calls: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captures: list[str] = []
-    captured = program.capture
+    captured = decode_step.capture
 
     def capture(*args: Any) -> Any:
         captures.append(name)
         return captured(*args)
 
-    monkeypatch.setattr(program, "capture", capture)
+    monkeypatch.setattr(decode_step, "capture", capture)
     r = made(name, window, 4096 if window == 4000 else window)
     for length, tokens in calls:
         r.agree({"inputs": prompt(1, length, seed=length)}, tokens)

@@ -14,12 +14,16 @@ import transformers.generation.logits_process as hf
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, StopStringCriteria
 
-from mirage_hf.decode import install, processors, program, selection
-from mirage_hf.decode.cache import CacheBlock, TokenHistory
+from mirage_hf.decode import install, processors, selection, uniform_numbers
+from mirage_hf.decode import step as decode_step
+from mirage_hf.decode.cache_block import CacheBlock
+from mirage_hf.decode.choosing import NOTHING, draw
+from mirage_hf.decode.control import TokenHistory
 from mirage_hf.decode.kernels.sampling import Sampler
-from mirage_hf.decode.processors import Now, Place
-from mirage_hf.decode.program import NOTHING, draw
-from mirage_hf.decode.selection import Composed, Selection, UniformNumbers, uniforms
+from mirage_hf.decode.processor_ops import TextSoFar
+from mirage_hf.decode.processors import CallTensors
+from mirage_hf.decode.selection import ProcessedChooser, Selection
+from mirage_hf.decode.uniform_numbers import UniformNumbers, uniforms
 from mirage_hf.errors import SamplingError
 from tests.decode.test_generate_life import tokenizer
 from tests.helpers.generate_comparison import (
@@ -104,8 +108,10 @@ def by_the_table(
     row, history = processors.TABLE[type(p)], TokenHistory.allocate(len(ids), room, scores.device)
     history.ids.copy_(torch.randint(0, 10, history.ids.shape))
     history.start(ids, 9)
-    values = [v.to(scores.device) for v in row.values(p, Place(scores.shape[1]))]
-    return row.run(Now(history.ids, history.prompt, history.slots), scores, *row.sizes(p), *values)
+    values = [v.to(scores.device) for v in row.values(p, CallTensors(scores.shape[1]))]
+    return row.run(
+        TextSoFar(history.ids, history.prompt, history.slots), scores, *row.sizes(p), *values
+    )
 
 
 def compare(name: str, device: torch.device, rtol: float) -> None:
@@ -121,7 +127,7 @@ def compare(name: str, device: torch.device, rtol: float) -> None:
         if name == "remove invalid":
             scores[0, :9] = torch.tensor([math.nan, math.inf, -math.inf] * 3, device=device)
         p = EACH[name](device)
-        assert processors.obstacle(LogitsProcessorList([p])) is None
+        assert processors.why_host_runs(LogitsProcessorList([p])) is None
         before = scores.clone()
         want, got = p(ids, scores.clone()), by_the_table(EACH[name](device), ids, scores)
         assert torch.equal(before.nan_to_num(nan=7), scores.nan_to_num(nan=7)), (
@@ -181,8 +187,8 @@ def test_processors_that_read_the_text_say_so():
             found = [by_the_table(make(CPU), ids, scores) for ids in texts]
             if any(not torch.equal(found[0], other) for other in found[1:]):
                 reads.add(type(make(CPU)))
-        assert type(make(CPU)) not in reads or processors.TABLE[type(make(CPU))].text, name
-    assert reads == {kind for kind, row in processors.TABLE.items() if row.text}
+        assert type(make(CPU)) not in reads or processors.TABLE[type(make(CPU))].reads_text, name
+    assert reads == {kind for kind, row in processors.TABLE.items() if row.reads_text}
 
 
 def test_every_row_is_tested():
@@ -234,7 +240,7 @@ class Mine(hf.TemperatureLogitsWarper):
 
 
 def test_the_host_runs_processors_that_the_table_lacks():
-    of = processors.obstacle
+    of = processors.why_host_runs
     newer = hf.TemperatureLogitsWarper(0.5)
     newer.seen = 3
     assert of(None) is of([]) is of(LogitsProcessorList([hf.TopKLogitsWarper(3)])) is None
@@ -289,7 +295,9 @@ def draws(
     )
     logits = 2.5 * torch.randn(1, vocab, generator=torch.Generator().manual_seed(1)).to(device)
     block.set_logits(logits.expand(rows, -1))
-    chooser = Selection(tuple(EACH[n](device) for n in WARPERS[name]), sample=True).on(block)
+    chooser = Selection(tuple(EACH[n](device) for n in WARPERS[name]), sample=True).chooser_on(
+        block
+    )
     p = (
         LogitsProcessorList([EACH[n](device) for n in WARPERS[name]])(ids[:1], logits.clone())
         .softmax(-1)[0]
@@ -495,7 +503,7 @@ def test_one_number_of_torchs_generator_a_call():
         after = torch.get_rng_state()
         torch.manual_seed(0)
         for _ in range(drawn):
-            selection.draw_seed()
+            uniform_numbers.draw_seed()
         assert torch.equal(torch.get_rng_state(), after), extra
 
 
@@ -632,7 +640,7 @@ def test_stop_strings_of_a_text_shorter_than_they_are():
         block = CacheBlock(3, 256, (), CPU)
         block.set_logits(torch.zeros(3, VOCABULARY))
         made = StopStringCriteria(tok, strings)
-        chooser = Selection(stops=(made,), pads=False).on(block)
+        chooser = Selection(stop_strings=(made,), pads=False).chooser_on(block)
         ids = torch.tensor([[10], [11], [12]])
         chooser.history.ids.copy_(torch.randint(10, 14, chooser.history.ids.shape))
         chooser.history.start(ids, 20)
@@ -771,14 +779,14 @@ def test_numbers_change_without_another_graph_and_few_selections_are_kept():
     keys = list(block.choosers)
     model.generate(prompt(2), max_new_tokens=6, do_sample=True, no_repeat_ngram_size=5)
     assert list(block.choosers)[-1] in keys and all(
-        isinstance(c, Composed) for c in block.choosers.values()
+        isinstance(c, ProcessedChooser) for c in block.choosers.values()
     )
 
 
 def test_ties_take_the_lowest_index_behind_processors():
     block = CacheBlock(2, 256, (), CPU)
     block.set_logits(torch.zeros(2, VOCAB))
-    chooser = Selection((hf.TemperatureLogitsWarper(0.5),)).on(block)
+    chooser = Selection((hf.TemperatureLogitsWarper(0.5),)).chooser_on(block)
     chooser.history.start(prompt(2), 9)
     block.control.start(
         length=7,
@@ -795,14 +803,14 @@ def test_ties_take_the_lowest_index_behind_processors():
 
 def test_a_choice_that_cannot_be_captured_leaves_others_captured(monkeypatch):
     fake_captures(monkeypatch)
-    captured = program.capture
+    captured = decode_step.capture
 
     def capture(run, device, pool):
-        if isinstance(run.args[0], Composed):
+        if isinstance(run.args[0], ProcessedChooser):
             raise RuntimeError("a read by the host")
         return captured(run, device, pool)
 
-    monkeypatch.setattr(program, "capture", capture)
+    monkeypatch.setattr(decode_step, "capture", capture)
     model = tiny("llama")
     runner = install(model)
     for extra in ({"do_sample": True}, {}, {"do_sample": True}, {}, {"do_sample": True}):

@@ -15,9 +15,10 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from mirage_hf.decode import install
-from mirage_hf.decode.cache import CacheBlock
+from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.graphs import capture
-from mirage_hf.decode.selection import Selection, uniforms
+from mirage_hf.decode.selection import Selection
+from mirage_hf.decode.uniform_numbers import uniforms
 from mirage_hf.errors import SamplingError
 from tests.decode.kernels.test_radix_threshold import SHAPES, wrong_thresholds
 from tests.decode.test_generate_life import tokenizer
@@ -112,7 +113,7 @@ def test_the_tokens_kept_of_a_large_vocabulary(kind, vocab):
 def choosing(selection: Selection, rows: int, vocab: int = VOCAB) -> tuple[CacheBlock, object]:
     block = CacheBlock(rows, 256, (), CUDA)
     block.set_logits(3 * torch.randn(rows, vocab, device=CUDA))
-    chooser = selection.on(block)
+    chooser = selection.chooser_on(block)
     chooser.history.start(prompt(rows).cuda().remainder(min(vocab, VOCAB)), 100)
     chooser.history.set_numbers(uniforms(3, rows, 100))
     block.control.start(
@@ -141,7 +142,7 @@ def test_choices_never_wait_for_the_host_and_can_be_captured(rows, vocab):
     }
     kinds |= {
         "sample": Selection(sample=True),
-        "stop strings": Selection(stops=(StopStringCriteria(tok, ["abc", "d"]),)),
+        "stop strings": Selection(stop_strings=(StopStringCriteria(tok, ["abc", "d"]),)),
         "records": Selection((EACH["top p"](CUDA),), sample=True, records=True),
     }
     wrong = []
@@ -157,7 +158,7 @@ def test_choices_never_wait_for_the_host_and_can_be_captured(rows, vocab):
             other.choose(twin.control, twin.logits)
             torch.cuda.set_sync_debug_mode("error")
             try:
-                assert kind.on(block) is chooser  # as another call does, with its numbers
+                assert kind.chooser_on(block) is chooser  # as another call does, with its numbers
                 chooser.choose(block.control, block.logits)
             finally:
                 torch.cuda.set_sync_debug_mode("default")

@@ -657,7 +657,7 @@ def test_models_whose_steps_run_their_own_forward(case: str) -> None:
     stock, ours = pair(make)
     agree(stock, ours, {**left_padded(), **FULL, "max_new_tokens": 12})
     report = ours.mirage.report
-    assert ours.mirage.runner.steps is None and steps(ours) == {} and report.swapped
+    assert ours.mirage.runner.model_kernels is None and steps(ours) == {} and report.swapped
     assert not [r for r in report.swapped if r.pattern == "attention" or r.module == "head"]
     assert any(
         n.startswith("steps of generate run the model's own forward") and reason in n
@@ -691,12 +691,12 @@ def test_longrope_is_by_kernels_for_texts_within_its_reach(family: str) -> None:
     assert steps(ours)[KERNELS] == 5
     beyond = {"RoPE of type longrope reads the length on the host"} if family == "llama" else set()
     assert set(steps(ours)) == {KERNELS, *beyond} and len(stocks(ours)) == (family == "phi3")
-    before, tables = take_fingerprint(ours), ours.mirage.runner.steps.rotary_tables(40)
+    before, tables = take_fingerprint(ours), ours.mirage.runner.model_kernels.rotary_tables(40)
     ours(prompt(1, 40))
     left = ours.model.rotary_emb.inv_freq
     assert left is not ours.model.rotary_emb.original_inv_freq
     assert (
-        all(map(torch.equal, tables, ours.mirage.runner.steps.rotary_tables(40)))
+        all(map(torch.equal, tables, ours.mirage.runner.model_kernels.rotary_tables(40)))
         and ours.model.rotary_emb.inv_freq is left
     )
     assert bool((tables[0][:, 31] != 0).all()) and not tables[0][:, 32:].any()
@@ -704,7 +704,10 @@ def test_longrope_is_by_kernels_for_texts_within_its_reach(family: str) -> None:
     ours.model.rotary_emb.original_inv_freq.mul_(
         2
     )  # graphs captured before hold the frequencies that were
-    assert take_fingerprint(ours).model == before.model and take_fingerprint(ours).key != before.key
+    assert (
+        take_fingerprint(ours).facts == before.facts
+        and take_fingerprint(ours).graph_facts != before.graph_facts
+    )
     stock.model.rotary_emb.original_inv_freq.mul_(2)
     agree(stock, ours, {"inputs": prompt(1, 9), **FULL, "max_new_tokens": 5})
 
@@ -757,7 +760,9 @@ def test_a_model_whose_layers_were_moved_or_taken_out(
     model.model.layers = nn.ModuleList(model.model.layers[n] for n in order)
     model.config.num_hidden_layers = count
     stock, ours = pair(lambda: model)
-    assert bool(why) == (ours.mirage.runner.steps is None) and why in str(ours.mirage.report)
+    assert bool(why) == (ours.mirage.runner.model_kernels is None) and why in str(
+        ours.mirage.report
+    )
     agree(stock, ours, {"inputs": prompt(), **GREEDY, **FULL})
 
 
@@ -834,7 +839,7 @@ def test_attention_takes_the_other_kernel_where_one_cannot_be_cut(
         return found.digest
 
     monkeypatch.setattr(resize, "at_size", at_size)
-    all_steps = ours.mirage.runner.steps
+    all_steps = ours.mirage.runner.model_kernels
     layer = all_steps.layers[0]
     found = {
         **layer.found[1],
@@ -906,11 +911,11 @@ def test_the_numbers_of_a_model_are_read_alike_whatever_other_models_were_read()
         "no number",
         3,
     )  # as many attributes, of other names
-    seen = take_fingerprint(second).model
+    seen = take_fingerprint(second).facts
     take_fingerprint(first)
-    assert take_fingerprint(second).model == seen
+    assert take_fingerprint(second).facts == seen
     second.model.layers[0].mlp.number = 4
-    assert take_fingerprint(second).model != seen
+    assert take_fingerprint(second).facts != seen
 
 
 def _norm(m: Any) -> None:
@@ -1230,7 +1235,7 @@ def test_restore_leaves_nothing(family: str) -> None:
     assert torch.equal(model.generate(**left_padded(), **GREEDY), want) and steps(model) == {
         KERNELS: 1
     }
-    kept = weakref.ref(model.mirage.runner.steps)
+    kept = weakref.ref(model.mirage.runner.model_kernels)
     gc.collect()
     gc.disable()
     try:
@@ -1270,7 +1275,7 @@ def test_a_deleted_model_frees_its_memory() -> None:
         model.model.layers[1],
         model.model.embed_tokens.weight,
         runner,
-        runner.steps,
+        runner.model_kernels,
         runner.pool._idle[0],
     )
     alive = [weakref.ref(x) for x in (model, *inner)]

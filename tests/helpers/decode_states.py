@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mirage_hf.decode.cache import MOST_EOS, Control
+from mirage_hf.decode.control import MAX_EOS, Control
 from mirage_hf.decode.kernels.kernel_launch import KernelLaunch
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def random_control(rng: random.Random, batch: int, vocab: int) -> Control:
         c.alive[row] = rng.random() < 0.6 if everyone is None else everyone
         c.report[:, row] = torch.tensor([rng.randrange(vocab), 1])
     c.eos.fill_(-1)
-    for n in range(rng.choice((0, 1, 3, MOST_EOS))):
+    for n in range(rng.choice((0, 1, 3, MAX_EOS))):
         c.eos[n] = rng.randrange(min(vocab, 12))  # where `random_logits` likes to have its maxima
     return c
 

@@ -26,8 +26,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from mirage_hf.decode.program import draw
-from mirage_hf.decode.selection import UniformNumbers, draw_seed
+from mirage_hf.decode.choosing import draw
+from mirage_hf.decode.uniform_numbers import UniformNumbers, draw_seed
 
 torch.set_num_threads(1)
 

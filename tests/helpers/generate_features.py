@@ -33,7 +33,9 @@ from transformers.generation.streamers import (
 )
 
 from mirage_hf.api import optimize, restore
-from mirage_hf.decode import generate, install, prefill, program
+from mirage_hf.decode import graphs, install, prefill
+from mirage_hf.decode import runner as decode_runner
+from mirage_hf.decode import step as decode_step
 from tests.helpers.generate_comparison import (
     FULL,
     Arguments,
@@ -185,7 +187,7 @@ class Pair:
         }
         called = {what: n for what, n in counts.items() if not what.startswith("step: ")}
         place = (
-            "captured" if generate.can_capture(self.device) is None else "called: no graphs on cpu"
+            "captured" if graphs.why_no_capture(self.device) is None else "called: no graphs on cpu"
         )
         text = f"counts {dict(counts)}, steps wanted {dict(self.wanted)}"
         assert set(called) == ({place} if self.asked else set()) and steps == dict(self.wanted), (
@@ -266,8 +268,8 @@ def fake_captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return capture
 
-    monkeypatch.setattr(generate, "can_capture", lambda device: None)
-    for module in (prefill, program):
+    monkeypatch.setattr(decode_runner, "why_no_capture", lambda device: None)
+    for module in (prefill, decode_step):
         monkeypatch.setattr(module, "capture", capture_for(module.__name__.rpartition(".")[2]))
     return made
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from mirage_hf.decode import cache, prefill
+from mirage_hf.decode import prompts as bucketed
+from mirage_hf.decode import rings as ring_slots
 from tests.helpers.generate_comparison import (
     FULL,
     PAD,
@@ -96,7 +97,7 @@ def prompts_shorter_and_longer_than_the_window(r: Rings) -> None:
 def prompts_that_are_replayed(r: Rings) -> None:
     """Replay prompts that fill a window, which is more than a ring has at first."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "GRAIN", r.window // 3)
+        patch.setattr(bucketed, "GRAIN", r.window // 3)
         for less in (r.window // 3 + 2, r.window // 3, 0, 0, 1, r.window // 3 + 1):
             r.agree({"inputs": prompt(1, r.window - less, seed=less)}, r.slots)
 
@@ -244,7 +245,7 @@ def memory(r: Rings) -> None:
     block = r.pair.runner.pool._idle[-1]
     slides, stays = r.sliding.count(True), r.sliding.count(False)
     one = block.keys[0][0, :, 0].numel()
-    for slabs in (block.slabs, [slab for _, slab in block.turning]):
+    for slabs in (block.slabs, [slab for _, slab in block.ring_slabs]):
         held = sum(slab.numel() for slab in slabs)
         assert held == 2 * one * (
             slides * r.slots + (stays * block.capacity if slabs is block.slabs else 0)
@@ -253,4 +254,4 @@ def memory(r: Rings) -> None:
 
 def small(patch: pytest.MonkeyPatch, slots: int) -> None:
     """Make blocks in multiples of few slots."""
-    patch.setattr(cache, "GRAIN", slots)
+    patch.setattr(ring_slots, "GRAIN", slots)

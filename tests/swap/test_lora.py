@@ -266,12 +266,14 @@ def test_steps_by_kernels_give_the_stock_tokens(
         return_dict_in_generate=True,
     )
     got, want = ours.generate(**kwargs), stock.generate(**kwargs)
-    assert ours.mirage.runner.steps is not None
+    assert ours.mirage.runner.model_kernels is not None
     report = ours.mirage.report
     assert [what for what in report.decode if what.startswith("step: ")] == [
         "step: all by kernels"
     ], report.decode
-    assert not ours.mirage.runner.steps.no_prefill  # the probe of a step has compared them, too
+    assert (
+        not ours.mirage.runner.model_kernels.no_prefill
+    )  # the probe of a step has compared them, too
     close = CLOSE if dtype is torch.float32 else dict(atol=0.15, rtol=0.05)
     torch.testing.assert_close(got.logits[0], want.logits[0], **close)
     if dtype is torch.float32:
@@ -399,7 +401,7 @@ def test_scalings_that_are_tensors_and_written_in_place(prepared: str, patterns:
         return binding(ours).calls - seen
 
     assert compare()
-    before = take_fingerprint(ours).model
+    before = take_fingerprint(ours).facts
     for alpha, fast in ((8.001, False), (3, False), (8, True)):
         for model in (stock, ours):
             state = {
@@ -409,7 +411,7 @@ def test_scalings_that_are_tensors_and_written_in_place(prepared: str, patterns:
             hotswap_adapter_from_state_dict(
                 model, state, "default", config(targets=ALL, lora_alpha=alpha)
             )
-        assert bool(compare()) == fast and (take_fingerprint(ours).model == before) == fast
+        assert bool(compare()) == fast and (take_fingerprint(ours).facts == before) == fast
     for model in (stock, ours):
         for layer in model.get_base_model().model.layers:
             layer.self_attn.q_proj.scale_layer(0.5)
@@ -503,7 +505,7 @@ def test_every_state_of_peft_is_right_at_any_moment(event: str, patterns: Any) -
         )
     stock, ours = both(patterns)
     decode_logits(ours)
-    before, seen = take_fingerprint(ours).model, binding(ours).calls
+    before, seen = take_fingerprint(ours).facts, binding(ours).calls
     for model in (stock, ours):
         change(model)
     torch.testing.assert_close(decode_logits(ours).float(), decode_logits(stock).float(), **CLOSE)
@@ -514,7 +516,7 @@ def test_every_state_of_peft_is_right_at_any_moment(event: str, patterns: Any) -
             ours
         )
     if event not in ("merge and unmerge", "new values"):
-        assert take_fingerprint(ours).model != before
+        assert take_fingerprint(ours).facts != before
 
 
 @pytest.mark.parametrize("patterns", [None, ALONE])
@@ -534,14 +536,14 @@ def test_adapters_that_come_back_are_fast_again(patterns: Any) -> None:
 def test_an_empty_module_is_seen_once_it_holds_something() -> None:
     """PEFT has a dozen mostly empty modules in each linear. The fingerprint skips empty ones."""
     model = with_lora()
-    linear, before = lora_layer(model), take_fingerprint(model).model
+    linear, before = lora_layer(model), take_fingerprint(model).facts
     assert type(linear.lora_dropout["default"]) is torch.nn.Identity
     handle = linear.lora_dropout["default"].register_forward_hook(lambda *_: None)
-    assert take_fingerprint(model).model != before
+    assert take_fingerprint(model).facts != before
     handle.remove()
-    assert take_fingerprint(model).model == before
+    assert take_fingerprint(model).facts == before
     linear.lora_embedding_A["default"] = torch.nn.Parameter(torch.zeros(2))
-    assert take_fingerprint(model).model != before
+    assert take_fingerprint(model).facts != before
 
 
 @pytest.mark.parametrize("patterns", [None, ALONE])

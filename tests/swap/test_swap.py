@@ -154,20 +154,20 @@ def test_save_pretrained_writes_the_stock_model(tmp_path: Any) -> None:
 @pytest.mark.parametrize("event", EVENTS)
 def test_the_fingerprint_sees_it(event: str) -> None:
     _, ours = swapped()
-    before = take_fingerprint(ours).model
-    assert before == take_fingerprint(ours).model
+    before = take_fingerprint(ours).facts
+    assert before == take_fingerprint(ours).facts
     EVENTS[event](ours)
-    assert take_fingerprint(ours).model != before
+    assert take_fingerprint(ours).facts != before
 
 
 def test_the_fingerprint_sees_an_epsilon_and_a_second_forward_at_the_address_of_a_first() -> None:
     _, ours = swapped()
-    seen = [take_fingerprint(ours).model]
+    seen = [take_fingerprint(ours).facts]
     layer_of(ours).input_layernorm.variance_epsilon = 0.5
-    seen.append(take_fingerprint(ours).model)
+    seen.append(take_fingerprint(ours).facts)
     for _ in range(3):
         layer_of(ours).mlp.forward = lambda x: x
-        seen.append(take_fingerprint(ours).model)
+        seen.append(take_fingerprint(ours).facts)
         del layer_of(
             ours
         ).mlp.forward  # its memory is free for the next, unless the fingerprint keeps it

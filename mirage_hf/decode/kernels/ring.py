@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from mirage_hf.codegen.schedule import next_power_of_two
-from mirage_hf.decode.cache import Control, Ring
+from mirage_hf.decode.control import Control
 from mirage_hf.decode.kernels.kernel_launch import KernelLaunch, check_tensor, launch
 from mirage_hf.decode.kernels.optional_triton import tl, triton
+from mirage_hf.decode.rings import Ring
 
 #: Numbers that a block copies: 16 bytes a thread of 16-bit numbers.
 MAX_BLOCK = 1024

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from mirage_hf import errors
 from mirage_hf.codegen.schedule import next_power_of_two
-from mirage_hf.decode.cache import MOST_EOS, CacheBlock, Control
+from mirage_hf.decode.cache_block import CacheBlock
+from mirage_hf.decode.choosing import NOTHING, Chooser, choose_greedily, draw, settle
+from mirage_hf.decode.control import MAX_EOS, Control
 from mirage_hf.decode.kernels.kernel_launch import (
     MAX_ROWS,
     MAX_VOCAB,
@@ -20,7 +22,6 @@ from mirage_hf.decode.kernels.kernel_launch import (
 )
 from mirage_hf.decode.kernels.optional_triton import HAS_TRITON, tl, triton
 from mirage_hf.decode.kernels.total_order import FLOATS, total_order
-from mirage_hf.decode.program import NOTHING, Chooser, choose_greedily, draw, settle
 
 #: Logits of a row that a block of `argmax_kernel` compares at least. 2048 were 0.5 µs faster than
 #: 1024 after a language-model head (H200).
@@ -33,7 +34,7 @@ FEW_PARTIALS, MAX_PARTIALS = 512, 4096
 #: Scores of a row that a block of `sample_kernel` adds up: 16 bytes a thread of 16-bit numbers.
 SAMPLE_BLOCK = 1024
 
-assert MOST_EOS & MOST_EOS - 1 == 0, "the kernels read all stop tokens as one tile"
+assert MAX_EOS & MAX_EOS - 1 == 0, "the kernels read all stop tokens as one tile"
 
 
 # -- kernels ------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ def sample_kernel(
     block, and leaves the row's counter at 0. Sums are taken in float64 and in a fixed order, so the
     same scores and numbers give the same tokens.
 
-    References: inverse transform sampling; `program.draw` does the same with torch.
+    References: inverse transform sampling; `choosing.draw` does the same with torch.
     """
     if overlaps:
         tl.extra.cuda.gdc_wait()
@@ -215,7 +216,7 @@ def advance_kernel(
 ):
     """`_advance` for tokens that are chosen already. NOTHING is reported, and token 0 is fed in its place.
 
-    References: `program.settle` does the same with torch.
+    References: `choosing.settle` does the same with torch.
     """
     if overlaps:
         tl.extra.cuda.gdc_wait()
@@ -308,7 +309,7 @@ def argmax_launch(batch: int, vocab: int) -> KernelLaunch:
         "ROWS": batch,
         "ROWS_TILE": next_power_of_two(batch),
         "VOCAB": vocab,
-        "EOS_TILE": MOST_EOS,
+        "EOS_TILE": MAX_EOS,
         "BLOCK": block,
         "BLOCKS": blocks,
         "BLOCKS_TILE": next_power_of_two(blocks),
@@ -336,7 +337,7 @@ def advance_launch(batch: int) -> KernelLaunch:
     constants = {
         "ROWS": batch,
         "ROWS_TILE": next_power_of_two(batch),
-        "EOS_TILE": MOST_EOS,
+        "EOS_TILE": MAX_EOS,
         "NOTHING": NOTHING,
     }
     return KernelLaunch(advance_kernel, 1, constants)
@@ -450,7 +451,7 @@ class Sampler:
         launch(what, [logits.detach(), *state, self.best, self.counter])
 
     def sample(self, scores: Tensor, numbers: Tensor) -> Tensor:
-        """Choose tokens from the softmax of scores as `program.draw` does, in one launch.
+        """Choose tokens from the softmax of scores as `choosing.draw` does, in one launch.
 
         Args:
             scores: (batch, vocab) float32, contiguous.
@@ -473,7 +474,7 @@ class Sampler:
         return self.token
 
     def advance(self, control: Control, token: Tensor, ended: Tensor | None = None) -> None:
-        """Take tokens as chosen and move the state on as `program.settle` does, in one launch.
+        """Take tokens as chosen and move the state on as `choosing.settle` does, in one launch.
 
         NOTHING is reported, and token 0 is fed in its place.
 

@@ -10,7 +10,7 @@ import sys
 
 sys.modules["triton"] = None  # an import raises ImportError
 import torch
-from mirage_hf.decode.cache import CacheBlock
+from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.kernels.optional_triton import HAS_TRITON
 from mirage_hf.decode.kernels.sampling import sampler_of
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from mirage_hf import errors
-from mirage_hf.decode.cache import Control, Ring
+from mirage_hf.decode.control import Control
 from mirage_hf.decode.kernels.ring import ring_launch, turn_rings
+from mirage_hf.decode.rings import Ring
 from tests.helpers import triton_interpreter
 from tests.helpers.decode_states import (
     CAPACITY,

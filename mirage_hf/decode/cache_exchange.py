@@ -1,0 +1,119 @@
+"""Exchange of keys and values between a block and the caches that users hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from mirage_hf.decode.cache_block import CacheBlock
+
+
+def reserve(block: CacheBlock, cache: DynamicCache) -> None:
+    """Allocate memory in a block for what a user's cache holds."""
+    for n, layer in enumerate(cache.layers):
+        if layer.is_initialized:
+            block.claim(n, layer.keys, layer.values)
+
+
+def read_cache(block: CacheBlock, cache: DynamicCache) -> int:
+    """Copy a user's cache into a block and return its length.
+
+    What a sliding layer still holds goes to the slots that it stands for.
+    """
+    length: int = cache.get_seq_length()
+    block.written.clear()
+    for n, layer in enumerate(cache.layers):
+        if layer.is_initialized:
+            block.store(n, layer.keys, layer.values, length)
+    return length
+
+
+def write_cache(block: CacheBlock, cache: DynamicCache, length: int) -> None:
+    """Make a cache what stock would have left there after `length` tokens.
+
+    It gets fresh tensors, never memory of the pool.
+    """
+    for n in range(len(block.rings)):
+        if n not in block.written:
+            continue
+        while n >= len(cache.layers):
+            # DynamicCache() without a config makes its layers as they come
+            cache.layers.append(DynamicLayer())
+        layer = cache.layers[n]
+        keys, values = _kept_states(block, n, layer, length)
+        if not layer.is_initialized:
+            layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys.clone(), values.clone()
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = length
+
+
+def _kept_states(
+    block: CacheBlock, index: int, layer: CacheLayerMixin, length: int
+) -> tuple[Tensor, Tensor]:
+    """Return the keys and values that stock's cache layer keeps of a text of `length` tokens."""
+    ring = block.rings[index]
+    memories = block.keys[index], block.values[index]
+    if ring is not None:
+        keys, values = (ring.read(memory, length, block.lowest) for memory in memories)
+        return keys, values
+    first = 0
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        first = max(length - (layer.sliding_window - 1), 0)
+    keys, values = (memory[:, :, first:length] for memory in memories)
+    return keys, values
+
+
+def windows_of(cache: Cache, count: int) -> tuple[int | None, ...] | str:
+    """Return the windows of `count` layers of a cache, None for layers that keep all keys.
+
+    Returns:
+        The windows, or why the cache cannot be exchanged with a block.
+    """
+    if type(cache) is not DynamicCache:
+        return f"cache type {type(cache).__name__}"
+    if getattr(cache, "offloading", False):
+        return "offloaded cache"
+    if not cache.layers:
+        return (None,) * count
+    if len(cache.layers) != count:
+        return f"a cache of {len(cache.layers)} layers for {count} decoder layers"
+    for layer in cache.layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return f"cache layer type {type(layer).__name__}"
+        if getattr(layer, "record_past", False):
+            return "a cache that records its past"
+        if type(layer) is DynamicSlidingWindowLayer and layer.sliding_window == 1:
+            return "a sliding window of 1, for which stock's cache keeps every key"
+    why_uneven = _why_uneven([layer for layer in cache.layers if layer.is_initialized])
+    if why_uneven is not None:
+        return why_uneven
+    return tuple(
+        layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        for layer in cache.layers
+    )
+
+
+def _why_uneven(layers: Sequence[CacheLayerMixin]) -> str | None:
+    """Return why layers do not hold one text, or None.
+
+    A reset cache has zeros for keys, and its sliding layers forget how many there were.
+    """
+    lengths = {int(layer.get_seq_length()) for layer in layers}
+    if len(lengths) > 1:
+        return f"a cache whose layers hold {min(lengths)} to {max(lengths)} tokens"
+    for layer in layers:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            held = layer.keys.shape[-2] if layer.keys.numel() else 0
+            length, window = layer.get_seq_length(), layer.sliding_window
+            if held != min(length, window - 1):
+                return f"a cache that has {held} keys of {length} tokens in a window of {window}"
+    return None

@@ -1,0 +1,124 @@
+"""The cache layers that Hugging Face's forward sees: they write into a block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from mirage_hf.decode.cache_block import CacheBlock
+from mirage_hf.decode.rings import Ring
+from mirage_hf.errors import MirageError
+
+
+class UpdatedTwiceError(MirageError):
+    """A forward that runs a layer twice.
+
+    Stock's cache adds keys each time, but a block has a slot for one key.
+    """
+
+
+class _BlockLayer(CacheLayerMixin):
+    """What the layers of both phases share. HF's decoding calls only `update` and the sizes."""
+
+    #: If it were True, generate would prepare 4D masks for the prefill, which is stock's dynamic one.
+    is_compileable = False
+
+    def __init__(self, block: CacheBlock, index: int, is_sliding: bool):
+        super().__init__()
+        self.block, self.index, self.is_sliding = block, index, is_sliding
+        self.is_initialized = True
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the block allocates."""
+
+    def get_max_length(self) -> int:
+        """Return the capacity of the block."""
+        return self.block.capacity
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.10 or so
+
+
+class PrefillLayer(_BlockLayer):
+    """Writes a whole prompt into the block's first slots.
+
+    Attention sees the prompt's own keys, as with a fresh DynamicLayer.
+    """
+
+    def __init__(self, block: CacheBlock, index: int, is_sliding: bool):
+        super().__init__(block, index, is_sliding)
+        self.seen = 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the states and return them."""
+        if self.seen:
+            raise UpdatedTwiceError(
+                "decode: a layer of the prefill was updated twice in one forward; "
+                "call the stock method with type(model).generate(model, ...)"
+            )
+        self.seen = key_states.shape[-2]
+        self.block.store(self.index, key_states, value_states, self.seen)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Return the number of keys after the update, and the offset of the first one."""
+        return self.seen + int(query_length), 0
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens seen."""
+        return self.seen
+
+
+class StepLayer(_BlockLayer):
+    """Writes one key and value at the length on the device, or at the ring's slot.
+
+    It returns all slots; the mask hides those that a query must not see.
+    """
+
+    def __init__(
+        self, block: CacheBlock, index: int, is_sliding: bool, ring_slots: Mapping[Ring, Tensor]
+    ):
+        super().__init__(block, index, is_sliding)
+        self.ring_slots = ring_slots
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new states and return the whole memory."""
+        block, ring = self.block, self.block.rings[self.index]
+        keys, values = block.keys[self.index], block.values[self.index]
+        for memory, states in ((keys, key_states), (values, value_states)):
+            if ring is None:
+                memory.index_copy_(2, block.control.length, states)
+            else:
+                slots = self.ring_slots[ring][:, :, None, None]
+                memory.scatter_(2, slots.expand_as(states), states)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Return the number of slots, and the offset of the first one."""
+        return self.block.num_slots(self.index), 0
+
+    # a device tensor, as StaticLayer's
+    def get_seq_length(self) -> Tensor:  # type: ignore[override]
+        """Return the number of tokens in the cache."""
+        return self.block.control.length
+
+
+def prefill_cache(block: CacheBlock) -> Cache:
+    """Return a cache that takes a prompt's keys and values into a block."""
+    block.written.clear()
+    return Cache(
+        layers=[PrefillLayer(block, n, w is not None) for n, w in enumerate(block.windows)]
+    )
+
+
+def step_cache(block: CacheBlock, ring_slots: Mapping[Ring, Tensor]) -> Cache:
+    """Return the cache that the step's forward sees. `ring_slots` holds `Ring.slot` of this step."""
+    return Cache(
+        layers=[StepLayer(block, n, w is not None, ring_slots) for n, w in enumerate(block.windows)]
+    )

@@ -1,0 +1,96 @@
+"""How a step chooses its tokens and moves the state on, with torch. The kernels do the same."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirage_hf.decode.control import Control
+
+#: Reported in place of a token if none can be drawn: a score is NaN, or none is above −inf.
+NOTHING = -(1 << 62)
+
+
+class Chooser(ABC):
+    """What a step ends with: the choice of the next tokens.
+
+    Captured steps are kept by `key`, so choosers with equal keys must do the same.
+
+    Attributes:
+        key: what the chooser is.
+        scores: (batch, vocabulary) float32: the scores after all processors, of the step enqueued
+            last, if the call keeps them.
+    """
+
+    scores: Tensor | None = None
+
+    def __init__(self, key: tuple[Any, ...]):
+        self.key = key
+
+    def tensors(self) -> list[Tensor]:
+        """Return the memory that the chooser owns."""
+        return []
+
+    @abstractmethod
+    def choose(self, control: Control, logits: Tensor) -> None:
+        """Choose from (batch, vocabulary) logits and move the state on. The host reads nothing."""
+
+
+def choose_greedily(control: Control, logits: Tensor) -> None:
+    """Choose the greatest of (batch, vocabulary) logits, the lowest index of equal ones, and move on.
+
+    Logits are compared in their own dtype, float32 at most. Rounding up to float32 first, as stock
+    does, changes neither their order nor their ties.
+    """
+    best = torch.argmax(logits.float() if logits.dtype == torch.float64 else logits, dim=-1)
+    settle(control, torch.where(control.alive, best, control.pad))
+
+
+def settle(control: Control, token: Tensor, ended: Tensor | None = None) -> None:
+    """Take tokens as chosen and move the state on.
+
+    Args:
+        control: state of the call.
+        token: (batch,) int64.
+        ended: (batch,) bool: rows that end here whatever their token is.
+    """
+    alive = control.alive
+    any_alive = alive.any()
+    move_on(control, any_alive)
+    control.budget.sub_(any_alive.long())
+    # not torch.isin: from about ten stop tokens on it sorts, and so synchronises
+    no_stop = (token[:, None] != control.eos).all(-1)
+    goes_on = alive & no_stop & (control.budget > 0)
+    if ended is not None:
+        goes_on = goes_on & ~ended
+    control.ids.copy_(torch.where(any_alive, token, control.ids[:, 0])[:, None])
+    control.alive.copy_(goes_on)
+    control.report[0].copy_(token)
+    control.report[1].copy_(goes_on)
+
+
+def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
+    """Choose the first token at which the sum of probabilities exceeds the number's share of the total.
+
+    Args:
+        probabilities: (batch, vocab).
+        numbers: (batch, 1) in [0, 1).
+
+    Returns:
+        (batch,) tokens, NOTHING for rows without a probability above 0 or with a NaN.
+    """
+    sums = probabilities.cumsum(-1, dtype=torch.float64)
+    total = sums[:, -1:]
+    # sums that are taken in parallel may round up where nothing is added
+    exceeds = (sums > numbers * total) & (probabilities > 0)
+    token = exceeds.to(torch.uint8).argmax(-1)
+    return torch.where(total[:, 0] > 0, token, NOTHING)
+
+
+def move_on(control: Control, any_alive: Tensor) -> None:
+    """Count the slot just written and advance the RoPE position, if the 0-dim bool is true."""
+    control.length.add_(any_alive)
+    control.position.add_(any_alive)

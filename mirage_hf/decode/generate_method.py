@@ -1,0 +1,330 @@
+"""The `generate` of one model instance: it sends covered calls to the pool, and all others to stock."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+
+from mirage_hf.decode.call_plan import CallInputs
+from mirage_hf.decode.generate import generate
+from mirage_hf.decode.model_fingerprint import take_fingerprint
+from mirage_hf.decode.not_covered import NotCoveredError
+from mirage_hf.decode.routing import (
+    effective_options,
+    refused_arguments,
+    refused_model,
+    refused_options,
+)
+from mirage_hf.decode.runner import DecodeRunner
+from mirage_hf.errors import MirageError
+from mirage_hf.layers.model_kernels import ModelKernels
+
+
+class DecodeError(MirageError, ValueError):
+    """A model that `install` cannot take, or a `generate` that outlived its model."""
+
+
+@dataclass(frozen=True)
+class CoveredCall:
+    """The callable given to HF's `custom_generate`, with what HF drops on the way to a callable.
+
+    Attributes:
+        runner: what the model keeps between calls.
+        streamer: gets every token, if there is one. Stock's generate gives it the prompt.
+        cache_is_users: whether the user passed a cache.
+    """
+
+    runner: DecodeRunner
+    streamer: Any
+    cache_is_users: bool
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        inputs = CallInputs(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+        )
+        return generate(
+            self.runner, inputs, streamer=self.streamer, cache_is_users=self.cache_is_users
+        )
+
+
+class _PromptStreamer:
+    """What stock's generate gives the prompt to; it notes that, and hands the prompt on."""
+
+    def __init__(self, streamer: Any):
+        self.streamer = streamer
+        self.has_prompt = False
+
+    def put(self, value: Tensor) -> None:
+        self.has_prompt = True
+        self.streamer.put(value)
+
+
+class _StreamerWithPrompt:
+    """A streamer that has the prompt already: the first thing it is given is dropped."""
+
+    def __init__(self, streamer: Any):
+        self.streamer = streamer
+        self._is_prompt = True
+
+    def put(self, value: Tensor) -> None:
+        if not self._is_prompt:
+            self.streamer.put(value)
+        self._is_prompt = False
+
+    def end(self) -> None:
+        self.streamer.end()
+
+
+class Generate:
+    """An instance-level `generate`: a small object in the model's `__dict__`.
+
+    It is no closure, so that a deep copy of the model gets one of its own, bound to the copy, with an
+    empty pool and empty counts. A pickled model gets its class's own `generate` back. The model is
+    referenced weakly, so that `del model` frees memory.
+    """
+
+    def __init__(self, model: Any, runner: DecodeRunner):
+        self._model = weakref.ref(model)
+        self.runner = runner
+        #: The model config's values when stock's generate last accepted them.
+        self._accepted: dict[str, Any] | None = None
+        self.__doc__ = type(model).generate.__doc__
+
+    __name__ = "generate"
+
+    def _owner(self) -> Any:
+        model = self._model()
+        if model is None:
+            raise DecodeError(
+                "generate: its model has been deleted; keep a reference to the model while you use "
+                "its generate"
+            )
+        return model
+
+    @property
+    def __self__(self) -> Any:
+        return self._owner()
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self._owner()).generate.__get__(self._owner()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Generate:
+        model = self._owner()
+        twin = Generate(memo.get(id(model), model), self.runner.fresh())
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._owner(), "generate")
+
+    def __repr__(self) -> str:
+        return f"<mirage_hf generate of {type(self._owner()).__name__}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._owner()
+        stock = type(model).generate
+        names = _positional_parameters(stock)
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(args) > len(names):
+            covered: dict[str, Any] | str = "too many arguments"
+        elif len(arguments) != len(args) + len(kwargs):
+            covered = "an argument given twice"
+        else:
+            covered = self._cover(model, names, dict(arguments))
+        if isinstance(covered, str):
+            self.runner.count(f"stock: {covered}")
+            return stock(model, *args, **kwargs)
+        accepted, why_not = dict(model.config.__dict__), None
+        try:
+            result = stock(model, **covered)
+        except NotCoveredError as reason:
+            why_not = str(reason)
+        if why_not is not None:  # not in the handler, which keeps the memory of what was tried
+            self.runner.count(f"stock: {why_not}")
+            prompted = covered.get("streamer")
+            if prompted is not None and prompted.has_prompt:
+                arguments["streamer"] = _StreamerWithPrompt(prompted.streamer)
+            return stock(model, **arguments)
+        if covered.get("generation_config") is None:  # with one stock does not look at the model's
+            self._accepted = accepted
+        return result
+
+    def _cover(
+        self, model: Any, names: tuple[str, ...], arguments: dict[str, Any]
+    ) -> dict[str, Any] | str:
+        """Return the arguments with which stock's generate ends in our callable, or why it must not.
+
+        Args:
+            model: the model.
+            names: generate's positional parameters.
+            arguments: what generate was given, to be changed.
+        """
+        given = arguments.get("generation_config")
+        option = effective_options(arguments, given, model.generation_config)
+        refused = refused_model(model) or refused_arguments(arguments) or refused_options(option)
+        if refused is not None:
+            return refused
+        tokenizer = arguments.pop("tokenizer", None)
+        if option("stop_strings") is not None:
+            refused = _use_stop_strings(arguments, option("stop_strings"), tokenizer)
+            if refused is not None:
+                return refused
+            if model.generation_config.stop_strings is not None:
+                return "stop_strings in the model's generation_config"
+        streamer = arguments.get("streamer")
+        if streamer is not None:
+            arguments["streamer"] = _PromptStreamer(streamer)
+        cache_is_users = arguments.get("past_key_values") is not None
+        arguments["custom_generate"] = CoveredCall(self.runner, streamer, cache_is_users)
+        if given is None and self._is_accepted(model.config):
+            return _with_config(arguments, names)
+        return arguments
+
+    def _is_accepted(self, config: Any) -> bool:
+        """Return whether stock's generate accepted a model config with these very values before."""
+        known, now = self._accepted, config.__dict__
+        return (
+            known is not None
+            and len(known) == len(now)
+            and all(known.get(name, self) is value for name, value in now.items())
+        )
+
+
+def _use_stop_strings(arguments: dict[str, Any], stop_strings: Any, tokenizer: Any) -> str | None:
+    """Put a criterion in place of stop strings, or return why that cannot be.
+
+    HF builds it from the tokenizer, which it drops on the way to a callable.
+    """
+    criteria = arguments.get("stopping_criteria") or []
+    if tokenizer is None:
+        return "stop_strings without a tokenizer"
+    if any(type(criterion) is StopStringCriteria for criterion in criteria):
+        return "stop_strings beside a StopStringCriteria"
+    own = StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings)
+    arguments["stopping_criteria"] = StoppingCriteriaList([own, *criteria])
+    arguments.pop("stop_strings", None)
+    given = arguments.get("generation_config")
+    if given is not None and given.stop_strings is not None:
+        given = copy.copy(given)
+        given.stop_strings = None
+        arguments["generation_config"] = given
+    return None
+
+
+def _with_config(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the same with generation options in a GenerationConfig, if stock treats it the same.
+
+    Without one, stock's generate builds the model's default config, to see whether options were set in
+    the model's (`_is_accepted` knows). That takes longer than all else that it prepares.
+    """
+    config = GenerationConfig()
+    options = {
+        name: value
+        for name, value in arguments.items()
+        if name not in names and name in vars(config)
+    }
+    # None takes the place of the model's own value. Stock asks whether the two lengths are given, and
+    # converts the watermarking config.
+    special = ("max_length", "min_length", "watermarking_config")
+    if any(value is None for value in options.values()) or not options.keys().isdisjoint(special):
+        return arguments
+    for name, value in options.items():
+        setattr(config, name, value)
+    others = {name: value for name, value in arguments.items() if name not in options}
+    return {**others, "generation_config": config}
+
+
+_positional: dict[Any, tuple[str, ...]] = {}
+
+
+def _positional_parameters(stock: Any) -> tuple[str, ...]:
+    """Return the names of generate's positional parameters, without `self`."""
+    if stock not in _positional:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(stock).parameters.values()
+        _positional[stock] = tuple(p.name for p in parameters if p.kind in kinds)[1:]
+    return _positional[stock]
+
+
+# -- putting it on a model ----------------------------------------------------------------------
+
+
+def install(
+    model: Any,
+    *,
+    mode: str = "graph",
+    max_cache_len: int | None = None,
+    depth: int | None = None,
+    model_kernels: ModelKernels | None = None,
+) -> DecodeRunner:
+    """Give a model instance a `generate` of its own that decodes through the pool.
+
+    Nothing else of the model or of HF changes. Installing again starts anew.
+
+    Args:
+        model: a transformers model that generates.
+        mode: "graph" replays captured steps where the device can, "eager" calls them.
+        max_cache_len: the most cache slots that a call may use. Longer calls go the stock way.
+        depth: steps that may be ahead of the host. None means 2 on a GPU and 0 on a CPU.
+        model_kernels: kernels for whole steps of this model as it is now.
+
+    Returns:
+        What the model keeps between calls.
+
+    Raises:
+        DecodeError: The model is not one of transformers that generates, or it has an instance-level
+            `generate` already, or an option is impossible.
+    """
+    if mode not in ("graph", "eager"):
+        raise DecodeError(f"install: mode must be 'graph' or 'eager', it is {mode!r}")
+    if max_cache_len is not None and max_cache_len < 1:
+        raise DecodeError(
+            f"install: max_cache_len must be at least 1, it is {max_cache_len}; "
+            "leave it out for no limit"
+        )
+    if not isinstance(model, nn.Module) or not isinstance(model, GenerationMixin):
+        raise DecodeError(
+            f"install: {type(model).__name__} is not a transformers model with generate(); pass the "
+            "causal LM itself (of a PeftModel its base model: peft_model.get_base_model())"
+        )
+    present = model.__dict__.get("generate")
+    if present is not None and not isinstance(present, Generate):
+        raise DecodeError(
+            f"install: this {type(model).__name__} already has an instance-level generate "
+            f"({present!r}); delete it with `del model.generate` first"
+        )
+    uninstall(model)
+    made_for = take_fingerprint(model).facts if model_kernels is not None else None
+    runner = DecodeRunner(
+        mode=mode,
+        max_cache_len=max_cache_len,
+        depth=depth,
+        model_kernels=model_kernels,
+        made_for=made_for,
+    )
+    model.__dict__["generate"] = Generate(model, runner)
+    return runner
+
+
+def uninstall(model: Any) -> None:
+    """Take the instance-level `generate` away and free its pool, if there is one."""
+    present = model.__dict__.get("generate")
+    if isinstance(present, Generate):
+        present.runner.release()
+        del model.__dict__["generate"]

@@ -1,0 +1,103 @@
+"""Which masks a model's forward wants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirage_hf.decode.control import Control
+from mirage_hf.decode.rings import Ring
+
+
+@dataclass(frozen=True)
+class MaskPlan:
+    """The masks that a model's forward wants: one, or one for each type of layer.
+
+    Windows mean four things. Here: which tokens attention hides from later ones. `CacheBlock.windows`:
+    which keys stock's cache drops, and so ours if it is handed out. `CacheBlock.rings`: which layers
+    have about as many slots as their window, to save memory. `PromptShape.windows`: which windows are
+    shorter than the prompt at hand.
+
+    Attributes:
+        windows: names of the kinds of layers and their windows, None if a query sees all keys before it.
+        by_layer_type: whether the forward takes a mask for each kind, by name.
+        layers: the kind of each layer, if there are kinds.
+    """
+
+    windows: tuple[tuple[str, int | None], ...]
+    by_layer_type: bool
+    layers: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: Any) -> MaskPlan | str:
+        """Read a text config as HF's create_masks_for_generate does.
+
+        Returns:
+            The plan, or why the pool cannot serve the model.
+        """
+        layer_types = getattr(config, "layer_types", None)
+        window = getattr(config, "sliding_window", None)
+        if layer_types is not None:
+            known = {"full_attention": None, "sliding_attention": window}
+            unknown = sorted(set(layer_types) - set(known))
+            if unknown:
+                return f"layer type {unknown[0]}"
+            windows = tuple((kind, known[kind]) for kind in sorted(set(layer_types)))
+            return cls(windows, by_layer_type=True, layers=tuple(layer_types))
+        if window is None and getattr(config, "attention_chunk_size", None) is not None:
+            return "chunked attention"
+        return cls((("", window),), by_layer_type=False)
+
+    def kind_of(self, layer: int) -> str:
+        """Return the kind of a layer, a name in `windows`."""
+        return self.layers[layer] if self.by_layer_type else ""
+
+    def windows_within(self, tokens: int, layers: int) -> tuple[int | None, ...]:
+        """Return each layer's window if it hides some of so many tokens from later ones, else None."""
+        by_kind = dict(self.windows)
+        windows = [by_kind[self.kind_of(n)] for n in range(layers)]
+        return tuple(w if w is not None and w < tokens else None for w in windows)
+
+    def mismatch(self, cache_windows: Sequence[int | None]) -> str | None:
+        """Return why a cache is not this model's, or None.
+
+        Each kind of layers must drop the keys that it does not see, or none.
+
+        Args:
+            cache_windows: for each layer the window that its cache slides over.
+        """
+        for kind, window in self.windows:
+            dropping = {w for n, w in enumerate(cache_windows) if self.kind_of(n) == kind}
+            if not (dropping <= {window} or dropping <= {None}):
+                return "a cache that slides over other windows than the model's layers"
+        return None
+
+    def build(
+        self, control: Control, dtype: torch.dtype, in_rings: Mapping[str, tuple[Ring, Tensor]]
+    ) -> Tensor | dict[str, Tensor]:
+        """Return additive (batch, 1, 1, slots) masks of 0 and −inf.
+
+        Every layer would turn a boolean mask into such a one.
+
+        Args:
+            control: state of the call.
+            dtype: dtype of the masks.
+            in_rings: kinds whose keys lie in a ring, and the slots (batch, 1) of the new keys.
+        """
+        masks: dict[str, Tensor] = {}
+        seen = (control.slots <= control.length) & (control.slots >= control.lowest)
+        for kind, window in self.windows:
+            if kind in in_rings:
+                ring, slot = in_rings[kind]
+                visible = control.slots[:, : ring.slots] <= slot
+            elif window is None:
+                visible = seen
+            else:
+                visible = seen & (control.slots > control.length - window)
+            mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+            masks[kind] = mask.masked_fill_(~visible, float("-inf"))[:, None, None, :]
+        return masks if self.by_layer_type else masks[""]

@@ -1,0 +1,123 @@
+"""The two ways to run a prefill over a block: by kernels, and by Hugging Face's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirage_hf.decode.cache_block import CacheBlock
+from mirage_hf.decode.cache_layers import prefill_cache
+from mirage_hf.decode.prompts import BucketedPrompts, PromptShape
+from mirage_hf.layers.model_kernels import ModelKernels
+from mirage_hf.layers.prefill import PromptInputs, WindowAttention
+
+
+@dataclass(frozen=True)
+class PrefillRun:
+    """What runs a prefill into a block, logits included.
+
+    Attributes:
+        run: runs it.
+        held: what it reads besides the block, the prompts and the model.
+    """
+
+    run: Callable[[], None]
+    held: Any
+
+
+def make_room(block: CacheBlock, model_kernels: ModelKernels) -> None:
+    """Allocate a block's layers and logits as a prompt's forward would.
+
+    They are missing if the prompt is the first of its block, or if those before it raised midway.
+    """
+    embedding = model_kernels.embedding
+    if len(block.values) < len(model_kernels.layers):
+        for n, layer in enumerate(model_kernels.layers):
+            assert layer.prefill is not None
+            sizes = layer.prefill.sizes["attention"]
+            shape = (block.batch, sizes["kv_heads"], 0, sizes["head_dim"])
+            states = embedding.new_empty(shape, dtype=sizes["dtype"])
+            block.claim(n, states, states)
+    if not block.logits.numel():
+        block.set_logits(embedding.new_zeros((block.batch, model_kernels.vocab)))
+
+
+def kernel_run(
+    model_kernels: ModelKernels, block: CacheBlock, prompts: BucketedPrompts, shape: PromptShape
+) -> PrefillRun:
+    """Return a prefill by kernels, with products and attention by the library.
+
+    Raises:
+        MirageError: There are no kernels for a part of a layer.
+    """
+    batch, tokens = prompts.ids.shape
+    windowed = {
+        window: WindowAttention.of(window, tokens, model_kernels.embedding)
+        for window in shape.windows
+        if window is not None
+    }
+    tables = model_kernels.rotary_tables(tokens)
+    cos, sin = (table.repeat(1, batch, 1)[:, :, None] for table in tables)
+    kernels = model_kernels.prefill_kernels(batch * tokens)
+
+    def run() -> None:
+        layer_inputs = (
+            PromptInputs(
+                cos[layer.rope_table],
+                sin[layer.rope_table],
+                block.keys[n],
+                block.values[n],
+                prompts.sources_of(block.rings[n]),
+                None if (window := shape.windows[n]) is None else windowed[window],
+            )
+            for n, layer in enumerate(model_kernels.layers)
+        )
+        with torch.no_grad():
+            model_kernels.run_prompt(kernels, prompts.ids, prompts.last, layer_inputs, block.logits)
+
+    return PrefillRun(run, (cos, sin, kernels, windowed))
+
+
+def forward_run(
+    model: Any, block: CacheBlock, ids: Tensor, last: Tensor, left_padding: Tensor | None = None
+) -> PrefillRun:
+    """Return a prefill by HF's forward, into a block that has room for it.
+
+    Args:
+        model: the model.
+        block: where keys, values and logits go.
+        ids: (batch, tokens).
+        last: (1,): the token whose logits count.
+        left_padding: (batch, 1), None if no row has any.
+    """
+    batch, tokens = ids.shape
+    with torch.inference_mode(False):
+        positions = torch.arange(tokens, device=block.device).repeat(batch, 1)
+        mask = None
+        if left_padding is not None:
+            mask = (positions >= left_padding).long()
+            positions.sub_(left_padding).clamp_min_(0)
+
+    def run() -> None:
+        outputs = model(
+            input_ids=ids,
+            position_ids=positions,
+            past_key_values=prefill_cache(block),
+            use_cache=True,
+            attention_mask=mask,
+            return_dict=True,
+            logits_to_keep=last,
+        )
+        logits = outputs.logits[:, -1]
+        if (logits.shape, logits.dtype) != (block.logits.shape, block.logits.dtype):
+            raise RuntimeError(
+                f"logits of {tuple(logits.shape)}, {logits.dtype}, "
+                f"for a block that held {tuple(block.logits.shape)}"
+            )
+        block.logits.copy_(logits)
+
+    return PrefillRun(run, positions)

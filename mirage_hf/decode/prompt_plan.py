@@ -1,0 +1,122 @@
+"""Where the tokens of a call lie in its cache, and where their positions count from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirage_hf.decode.not_covered import NotCoveredError, covered
+
+
+@dataclass(frozen=True)
+class PromptPlan:
+    """Where the tokens of a call lie in its cache, and where their positions count from.
+
+    Attributes:
+        past: tokens in the cache already.
+        length: tokens of the text: those in the cache and the new ones.
+        lowest: (batch, 1): left padding, None if no row has any.
+        position: (batch or 1, 1): positions of the last tokens.
+        has_unusual_positions: whether some row's position is beyond its slot or below 0, which only
+            positions given by a user are.
+        counts_from_zero: whether there is no cache of the user's, and every row's own tokens, after
+            left padding, count from position 0 on.
+    """
+
+    past: int
+    length: int
+    lowest: Tensor | None
+    position: Tensor
+    has_unusual_positions: bool
+    counts_from_zero: bool
+
+    @classmethod
+    def of(
+        cls, input_ids: Tensor, past: int, mask_length: int, kwargs: dict[str, Any]
+    ) -> PromptPlan:
+        """Read what stock's decoding method would get.
+
+        Args:
+            input_ids: (batch, tokens).
+            past: tokens in the cache.
+            mask_length: tokens of the text as generate counts them if no mask is given.
+            kwargs: the model's kwargs.
+
+        Raises:
+            NotCoveredError: The pool cannot serve this prompt.
+        """
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        _check_sizes(input_ids, mask, positions)
+        assert positions is not None
+        text_length = mask.shape[1] if mask is not None else mask_length
+        tokens = input_ids.shape[1]
+        # as in HF's _prefill: input_ids hold the whole text, or only what the cache does not have
+        length = tokens if text_length == tokens else past + tokens
+        if length <= past:
+            raise NotCoveredError("a cache as long as the prompt")
+        if past == 0 and _is_plain(mask, positions, length):
+            return cls(past, length, None, positions[:, -1:], False, True)
+        lowest = covered(_left_padding(mask, length))
+        counts_from_zero = (
+            past == 0 and lowest is not None and _counts_after(positions, lowest, length)
+        )
+        first, last = torch.stack(torch.aminmax(positions[:, -1])).tolist()
+        is_unusual = last >= length or first < 0
+        return cls(past, length, lowest, positions[:, -1:], is_unusual, counts_from_zero)
+
+
+def _check_sizes(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:
+    rows = input_ids.shape[0]
+    if positions is None:
+        raise NotCoveredError("no position_ids")
+    if positions.ndim != 2:
+        raise NotCoveredError(f"position_ids of {positions.ndim} dimensions")
+    if positions.is_floating_point():
+        raise NotCoveredError(f"position_ids of {positions.dtype}")
+    for tensor in (mask, positions):
+        if tensor is not None and tensor.device != input_ids.device:
+            raise NotCoveredError(
+                f"a mask or position_ids on {tensor.device}, input_ids on {input_ids.device}"
+            )
+    if mask is not None and mask.shape[0] != rows:
+        raise NotCoveredError(f"a mask for {mask.shape[0]} rows of {rows}")
+    if positions.shape[0] not in (1, rows):
+        raise NotCoveredError(f"position_ids for {positions.shape[0]} rows of {rows}")
+
+
+def _is_plain(mask: Tensor | None, positions: Tensor, slots: int) -> bool:
+    """Return whether all rows count from position 0 on and nothing is masked. The host reads once."""
+    is_mask = mask is None or (mask.ndim == 2 and mask.shape[1] == slots)
+    if positions.shape[1] != slots or not is_mask:
+        return False
+    same = positions == torch.arange(slots, device=positions.device)
+    return bool((same if mask is None else same & (mask != 0)).all())
+
+
+def _counts_after(positions: Tensor, lowest: Tensor, slots: int) -> bool:
+    """Return whether each row's positions count from 0 on after its left padding. The host reads once."""
+    if positions.shape[1] != slots:
+        return False
+    own = torch.arange(slots, device=positions.device) - lowest
+    return bool(((positions == own) | (own < 0)).all())
+
+
+def _left_padding(mask: Tensor | None, slots: int) -> Tensor | str | None:
+    """Return (batch, 1) counts of leading zeros of a mask, None without any.
+
+    If the mask is not left padding, return why. The host reads once or twice, which costs as much as
+    stock's own checks of the mask.
+    """
+    if mask is None:
+        return None
+    if mask.ndim != 2 or mask.shape[1] != slots:
+        return f"a mask of shape {tuple(mask.shape)} for {slots} tokens"
+    seen = mask != 0
+    if bool(seen.all()):
+        return None
+    if not bool((seen[:, 1:] >= seen[:, :-1]).all() & seen[:, -1].all()):
+        return "holes in the mask"
+    return (~seen).sum(-1, keepdim=True)

@@ -1,0 +1,155 @@
+"""Prompts padded to a bucket of tokens, so that one captured prefill serves many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mirage_hf.decode.cache_block import CacheBlock
+from mirage_hf.decode.masks import MaskPlan
+from mirage_hf.decode.rings import Ring
+from mirage_hf.layers.row_chunks import MIN_CHUNK_ROWS
+
+#: Buckets are multiples of the first; beyond eight times the second, of the second: longer prompts
+#: are in fewer row chunks then.
+GRAIN, LONG_GRAIN = MIN_CHUNK_ROWS, 256
+#: Most tokens of a batch whose prefill is captured. Measured at 128 tokens only (Llama-3.2-1B, H200:
+#: the kernels take about 2 ms, the first token 9.6 ms without a graph and 5.6 ms with one). Where the
+#: GPU takes as long as the host is an estimate.
+MAX_CAPTURED_TOKENS = 2048
+#: Tokens of the prompt on which kernels are compared with HF's forward before they are called, for
+#: prompts of more than MAX_CAPTURED_TOKENS that exceed no window.
+CHECKED_TOKENS = 3 * GRAIN
+
+
+def prompt_bucket(length: int) -> int:
+    """Round a number of tokens up to a bucket."""
+    grain = GRAIN if length <= 8 * LONG_GRAIN else LONG_GRAIN
+    return -(-length // grain) * grain
+
+
+@dataclass(frozen=True)
+class PromptShape:
+    """What distinguishes prefills of a block from each other.
+
+    Attributes:
+        batch: rows.
+        tokens: the bucket, a multiple of GRAIN.
+        padded: whether rows have padding on the left.
+        windows: for each layer the window that hides some of the tokens from others, or None.
+        exceeds_windows_from: the least number of tokens that exceeds every window and ring that these
+            tokens exceed; 0 if there is none.
+    """
+
+    batch: int
+    tokens: int
+    padded: bool
+    windows: tuple[int | None, ...]
+    exceeds_windows_from: int
+
+    @classmethod
+    def of(cls, length: int, block: CacheBlock, masks: MaskPlan) -> PromptShape | None:
+        """Return the shape of a block's prompts of `length` tokens, None if their bucket does not fit."""
+        tokens = prompt_bucket(length)
+        if tokens > block.capacity:
+            return None
+        windows = masks.windows_within(tokens, len(block.windows))
+        exceeded = [window + 1 for window in windows if window is not None]
+        exceeded += [
+            ring.window for ring in block.rings if ring is not None and tokens > ring.spare
+        ]
+        padded = block.lowest is not None
+        return cls(block.batch, tokens, padded, windows, max(exceeded, default=0))
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the host takes longer than the GPU, so that capturing pays."""
+        return self.batch * self.tokens <= MAX_CAPTURED_TOKENS
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether HF's forward leaves the same keys in the block for prompts padded to the bucket."""
+        return not self.padded and not self.exceeds_windows_from
+
+    @property
+    def kind(self) -> PromptShape:
+        """What is equal for all shapes that one check covers."""
+        return replace(self, tokens=0)
+
+    @property
+    def checked_tokens(self) -> int:
+        """Tokens of the prompt on which kernels are compared with HF's forward before they are called."""
+        if self.is_short:
+            return self.tokens
+        return min(self.tokens, prompt_bucket(max(CHECKED_TOKENS, self.exceeds_windows_from)))
+
+
+@dataclass(frozen=True)
+class BucketedPrompts:
+    """A batch's prompts, padded on the right to a bucket: what a prefill reads.
+
+    Attributes:
+        ids: (batch, bucket), every row from its own first token on.
+        last: (batch,): index of each row's last token.
+        sources: (batch, bucket): for each slot the token whose key goes there, if rows have left
+            padding. None if token n goes to slot n.
+        ring_sources: the same (batch, slots except the spare one) for rings with fewer slots than the
+            prompts have tokens.
+    """
+
+    ids: Tensor
+    last: Tensor
+    sources: Tensor | None
+    ring_sources: Mapping[Ring, Tensor]
+
+    @classmethod
+    def allocate(cls, block: CacheBlock, shape: PromptShape) -> BucketedPrompts:
+        """Return room for prompts of a shape."""
+        batch, tokens, device = block.batch, shape.tokens, block.device
+
+        def integers(*dims: int) -> Tensor:
+            return torch.zeros(dims, dtype=torch.long, device=device)
+
+        with torch.inference_mode(False):
+            return cls(
+                ids=integers(batch, tokens),
+                last=torch.full((batch,), tokens - 1, dtype=torch.long, device=device),
+                sources=integers(batch, tokens) if shape.padded else None,
+                ring_sources={
+                    ring: integers(batch, ring.spare)
+                    for ring in block.rings
+                    if ring is not None and tokens > ring.spare
+                },
+            )
+
+    def take(self, input_ids: Tensor, left_padding: Tensor | None) -> None:
+        """Copy prompts here.
+
+        Args:
+            input_ids: (batch, length).
+            left_padding: (batch, 1), None if no row has any.
+        """
+        length, tokens = input_ids.shape[1], self.ids.shape[1]
+        # Every row's bucket is filled with tokens of this call: a NaN that another call left in a key
+        # after the prompt would reach the prompt, because 0 · NaN is NaN.
+        if left_padding is None:
+            self.ids[:, :length].copy_(input_ids)
+            self.ids[:, length:].copy_(input_ids[:, -1:].expand(-1, tokens - length))
+            self.last.fill_(length - 1)
+        else:
+            assert self.sources is not None
+            slots = torch.arange(tokens, device=self.ids.device)
+            self.ids.copy_(input_ids.gather(1, (slots + left_padding).clamp_max_(length - 1)))
+            self.last.copy_(length - 1 - left_padding[:, 0])
+            self.sources.copy_((slots - left_padding).clamp_min_(0))
+        for ring, sources in self.ring_sources.items():
+            own_length = self.last[:, None] + 1  # a ring counts from a row's own first token on
+            positions = ring.positions(own_length, torch.zeros_like(own_length))
+            sources.copy_(positions.clamp_min_(0))
+
+    def sources_of(self, ring: Ring | None) -> Tensor | None:
+        """Return for a layer's slots the tokens whose keys go there, None if token n goes to slot n."""
+        return self.sources if ring is None else self.ring_sources.get(ring)

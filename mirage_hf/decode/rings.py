@@ -1,0 +1,123 @@
+"""Slots of a cache: how many there are, and how sliding layers share them in rings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mirage_hf.decode.control import Control
+
+#: Capacities are multiples of it.
+GRAIN = 256
+
+
+def bucket(slots: int) -> int:
+    """Round a number of cache slots up to a capacity.
+
+    Capacities are multiples of GRAIN, and from 2048 on of 1/8 of the power of two below. Few
+    capacities mean few captures, and at most 1/8 of a long cache is read in vain.
+    """
+    grain = max(GRAIN, (1 << (max(slots, 1).bit_length() - 1)) // 8)
+    return -(-slots // grain) * grain
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How a sliding layer's keys and values lie in about as many slots as its window has.
+
+    Token n of a row, counted without its left padding, lies in slot n mod (window − 1). So does the
+    padding before it, until a token takes its slot. The keys that a step sees are therefore slots
+    [0, n) or all of them, in any order, and attention kernels need not know about rings: the key of
+    token n goes to the first slot after those seen. From n = window − 1 on this is the spare slot
+    window − 1, and the step ends by moving that key over the oldest one (`turn`). A step that finds
+    no row alive writes the spare slot only.
+
+    Attributes:
+        window: keys that a query sees, its own included.
+        slots: slots of the memory, at least `window`.
+    """
+
+    window: int
+    slots: int
+
+    @property
+    def spare(self) -> int:
+        """The slot that no token keeps."""
+        return self.window - 1
+
+    def slot(self, control: Control) -> Tensor:
+        """Return the slot (batch, 1) of a step's key. The step sees the slots before it, and its own."""
+        token = control.length - control.lowest
+        no_row_alive = ~control.alive.any()
+        return token.clamp_max(self.spare).masked_fill(no_row_alive, self.spare)
+
+    def turn(self, slab: Tensor, control: Control) -> None:
+        """End a step for a slab (layers, batch, heads, slots, dim), before `control` moves on."""
+        token, spare = control.length - control.lowest[:, 0], self.spare
+        nothing_moves = ~control.alive.any() | (token < spare)
+        target = (token % spare).masked_fill(nothing_moves, spare)
+        newest = slab[:, :, :, spare : self.window].clone()
+        slab.scatter_(3, target.view(1, -1, 1, 1, 1).expand_as(newest), newest)
+
+    def positions(self, length: int | Tensor, lowest: Tensor) -> Tensor:
+        """Return which slot of a text lies in each slot of the ring (batch, window − 1).
+
+        Args:
+            length: slots of the text, left padding included.
+            lowest: (batch, 1): left padding.
+
+        Returns:
+            Slots of the text, below 0 for slots of the ring that hold nothing.
+        """
+        last = length - 1 - lowest
+        slots = torch.arange(self.spare, device=lowest.device)
+        return lowest + last - (last - slots) % self.spare
+
+    def fill(self, memory: Tensor, states: Tensor, length: int) -> None:
+        """Store what a text without padding leaves.
+
+        Args:
+            memory: the ring's (batch, heads, slots, dim).
+            states: (batch, heads, n, dim) of the text's last n slots.
+            length: slots of the text.
+        """
+        if length <= self.spare:
+            memory[:, :, :length].copy_(states)
+            return
+        kept, first = states[:, :, -self.spare :], length % self.spare
+        memory[:, :, first : self.spare].copy_(kept[:, :, : self.spare - first])
+        memory[:, :, :first].copy_(kept[:, :, self.spare - first :])
+
+    def read(self, memory: Tensor, length: int, lowest: Tensor | None) -> Tensor:
+        """Return the states of a text of `length` slots that the window keeps, in their order."""
+        first, spare = max(length - self.spare, 0), self.spare
+        if lowest is not None:
+            slots = torch.arange(first, length, device=memory.device)
+            return gather_slots(memory, (slots - lowest) % spare)
+        if not first:
+            return memory[:, :, :length]
+        return torch.cat([memory[:, :, length % spare : spare], memory[:, :, : length % spare]], 2)
+
+
+def rings_of(windows: Sequence[int | None], capacity: int) -> tuple[Ring | None, ...]:
+    """Return each layer's ring in a block, None if it would take no less memory than the capacity.
+
+    Args:
+        windows: for each layer the window that its cache slides over, None if it keeps all keys.
+        capacity: slots of the block.
+    """
+    return tuple(
+        Ring(window, bucket(window))
+        if window is not None and window > 1 and bucket(window) < capacity
+        else None
+        for window in windows
+    )
+
+
+def gather_slots(states: Tensor, slots: Tensor) -> Tensor:
+    """Return the slots (batch, n) of states (batch, heads, slots, dim)."""
+    index = slots[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+    return states.gather(2, index)

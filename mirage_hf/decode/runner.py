@@ -1,0 +1,308 @@
+"""What one model's `generate` keeps between calls, and the decisions that depend on it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirage_hf.decode.cache_block import CacheBlock
+from mirage_hf.decode.cache_pool import CachePool
+from mirage_hf.decode.call_plan import CallPlan
+from mirage_hf.decode.choosing import Chooser
+from mirage_hf.decode.counters import AttemptCounters
+from mirage_hf.decode.graphs import why_no_capture
+from mirage_hf.decode.model_fingerprint import ModelFingerprint, is_expected_to_hold
+from mirage_hf.decode.prefill import PrefillGraph, PrefillRequest, Prefills
+from mirage_hf.decode.prompts import PromptShape
+from mirage_hf.decode.step import CapturedForward, Step
+from mirage_hf.decode.step_program import CHANGED, StepProgram, why_no_step_program
+from mirage_hf.errors import described
+from mirage_hf.layers.model_kernels import ModelKernels
+
+#: What captured graphs depend on: `ModelFingerprint.graph_facts` and the masks.
+GraphKey = tuple[Any, Any]
+
+
+class DecodeRunner:
+    """What one model's `generate` keeps between calls: cache memory, graphs, and counts.
+
+    Args:
+        mode: "graph" replays captured steps where the device can, "eager" calls them.
+        max_cache_len: the most cache slots that a call may use, None for no limit.
+        depth: steps that may be ahead of the host, None for the device's usual number.
+        model_kernels: kernels for whole steps of the model.
+        made_for: `ModelFingerprint.facts` of the model that the kernels were made for.
+
+    Attributes:
+        counts: where calls went: "captured" (replayed steps), "called: <why>" (the same loop without a
+            graph) and "stock: <why>". If there are kernels for whole steps, also "step: all by
+            kernels" or "step: <why the model's own forward runs>".
+        prefills: prefills that were replayed ("captured", "captured, by kernels") or run by kernels
+            without a graph ("called, by kernels"), and what was refused. All others ran HF's forward.
+        selections: where calls chose that wanted more than the greatest logit: "on the device" or
+            "by the host: <why>".
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: str = "graph",
+        max_cache_len: int | None = None,
+        depth: int | None = None,
+        model_kernels: ModelKernels | None = None,
+        made_for: object = None,
+    ):
+        self.model_kernels, self.made_for = model_kernels, made_for
+        #: Why there are no kernels any more.
+        self.no_kernels = ""
+        self.mode, self.max_cache_len, self.depth = mode, max_cache_len, depth
+        self.pool = CachePool()
+        self.counts: Counter[str] = Counter()
+        self.prefills: Counter[str] = Counter()
+        self.selections: Counter[str] = Counter()
+        self.counters = AttemptCounters()
+        self.prompts = Prefills(partial(self.counters.count, self.prefills))
+        #: The fingerprint of the last call.
+        self.last_fingerprint: ModelFingerprint | None = None
+        self._graph_key: GraphKey = (None, None)
+        #: Facts of the model whose weights were last compared with the kernels'.
+        self._compared_facts: object = None
+        #: By chooser: the state of the model in which no step could be captured, and why.
+        self._uncapturable: dict[object, tuple[object, str]] = {}
+
+    def fresh(self) -> DecodeRunner:
+        """Return a runner with the same options and nothing else in common."""
+        return DecodeRunner(mode=self.mode, max_cache_len=self.max_cache_len, depth=self.depth)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of device memory in the cache pool."""
+        return self.pool.bytes
+
+    def release(self) -> None:
+        """Free the pool and its graphs. Calls under way keep theirs until they end."""
+        self.pool.release()
+
+    def count(self, what: str, where: Counter[str] | None = None, by: int = 1) -> None:
+        """Add to `counts`, or to another counter of this object."""
+        self.counters.count(self.counts if where is None else where, what, by)
+
+    # -- the model
+
+    def expected_fingerprint(self, model: Any) -> ModelFingerprint | None:
+        """Return the last call's fingerprint if a captured prompt may run before the host has looked.
+
+        Looking at a model takes milliseconds.
+        """
+        model_kernels, last = self.model_kernels, self.last_fingerprint
+        if model_kernels is None or last is None or self.mode == "eager":
+            return None
+        if why_no_capture(model.device) or not _embeds_by(model, model_kernels.embedding):
+            return None
+        return last if is_expected_to_hold(last, model) else None
+
+    def forget_replaced_kernels(self, model: Any, plan: CallPlan) -> None:
+        """Forget the kernels of a model that has replaced some of their weights.
+
+        They would keep the old weights alive, and could not run any more.
+        """
+        model_kernels, facts = self.model_kernels, plan.fingerprint.facts
+        if model_kernels is None or facts in (self.made_for, self._compared_facts):
+            return
+        self._compared_facts = facts
+        present = set(map(id, model.parameters()))
+        if not all(id(weight) in present for weight in model_kernels.weights):
+            self.model_kernels, self.made_for, self.no_kernels = None, None, CHANGED
+            self.pool.drop_idle()
+
+    def graph_key_of(self, plan: CallPlan) -> GraphKey:
+        """Return what graphs captured for a call depend on.
+
+        While it stays equal it is one object, so that comparing it costs nothing.
+        """
+        key, last = (plan.fingerprint.graph_facts, plan.masks), self._graph_key
+        if key == last:
+            return last
+        self._graph_key = key
+        return (
+            key  # not the attribute: another thread, which expects another model, may have set it
+        )
+
+    def _usable_kernels(self, plan: CallPlan, block: CacheBlock) -> ModelKernels | None:
+        """Return the model's kernels if they serve a call."""
+        why_not = why_no_step_program(self.model_kernels, plan, block, self.made_for)
+        return None if why_not else self.model_kernels
+
+    # -- prefills
+
+    def captured_prefill(
+        self,
+        model: Any,
+        plan: CallPlan,
+        block: CacheBlock,
+        input_ids: Tensor,
+        key: GraphKey,
+        *,
+        unseen_model: bool = False,
+    ) -> PrefillGraph | None:
+        """Return the captured prefill for a prompt, captured now if it is the second of its bucket.
+
+        Args:
+            model: the model.
+            plan: plan of the call.
+            block: memory of the call.
+            input_ids: the prompt.
+            key: what graphs depend on.
+            unseen_model: return only one that may be replayed before the host has looked at the model.
+
+        Returns:
+            The graph, None if HF's forward or called kernels must run.
+        """
+        if self.mode == "eager" or why_no_capture(block.device) or plan.fingerprint.no_graph:
+            return None
+        request = self._prefill_request(model, plan, block, input_ids, key)
+        if request is None or not request.shape.is_short:
+            return None
+        # HF's forward may have a table of positions. A look-up beyond it, for a token that only pads
+        # the bucket, would end the process.
+        text_config = model.config.get_text_config(decoder=True)
+        positions = getattr(text_config, "max_position_embeddings", None)
+        is_within = positions is None or request.shape.tokens <= positions
+        return self.prompts.captured(
+            request,
+            unseen_model=unseen_model,
+            may_capture_forward=plan.fingerprint.rope is None and is_within,
+        )
+
+    def run_prefill_kernels(
+        self, model: Any, plan: CallPlan, block: CacheBlock, input_ids: Tensor, key: GraphKey
+    ) -> bool:
+        """Prefill by kernels without a graph. Returns False if HF's forward must run."""
+        model_kernels = self.model_kernels
+        if model_kernels is None or model_kernels.no_prefill or not kernels_pay(block.device):
+            return False
+        request = self._prefill_request(model, plan, block, input_ids, key)
+        if request is None or block.batch not in model_kernels.rows:
+            return False
+        # a model that changed may want memory of another shape than its kernels
+        if not block.keys and plan.fingerprint.facts != self.made_for:
+            return False
+        return self.prompts.run_kernels(request, input_ids)
+
+    def _prefill_request(
+        self, model: Any, plan: CallPlan, block: CacheBlock, input_ids: Tensor, key: GraphKey
+    ) -> PrefillRequest | None:
+        """Return a request for a prefill over a bucket, None if the prompt cannot be padded to one."""
+        if not plan.prompt_is_whole:
+            return None
+        shape, rope = PromptShape.of(input_ids.shape[1], block, plan.masks), plan.fingerprint.rope
+        if shape is None or (rope is not None and shape.tokens > rope.reach):
+            return None
+        usable_kernels = partial(self._usable_kernels, plan, block)
+        return PrefillRequest(model, block, shape, key, self.model_kernels, usable_kernels)
+
+    # -- steps
+
+    def make_step(
+        self,
+        model: Any,
+        plan: CallPlan,
+        block: CacheBlock,
+        key: GraphKey,
+        chooser: Chooser | None,
+        *,
+        is_counted: bool = False,
+    ) -> Step:
+        """Return the step for a block, with graphs if the model, the device and the chooser allow it.
+
+        Args:
+            model: the model.
+            plan: plan of the call.
+            block: memory of the call.
+            key: what graphs depend on.
+            chooser: what chooses on the device, if anything does.
+            is_counted: whether the call is in `counts` already.
+        """
+        model_kernels = self.model_kernels
+        why_forward = self.no_kernels or why_no_step_program(
+            model_kernels, plan, block, self.made_for
+        )
+        why_called = self._why_called(plan, block, key, chooser, runs_forward=bool(why_forward))
+        if not is_counted:
+            self.count("captured" if why_called is None else f"called: {why_called}")
+            if model_kernels is not None or self.no_kernels:
+                self.count(f"step: {why_forward or 'all by kernels'}")
+        graphs = why_called is None
+        if model_kernels is not None and not why_forward:
+            return StepProgram(model_kernels, block, plan.masks, graphs=graphs, graph_key=key)
+        return CapturedForward(
+            model,
+            block,
+            plan.masks,
+            logits_to_keep=plan.logits_to_keep,
+            graphs=graphs,
+            graph_key=key,
+        )
+
+    def _why_called(
+        self,
+        plan: CallPlan,
+        block: CacheBlock,
+        key: GraphKey,
+        chooser: Chooser | None,
+        *,
+        runs_forward: bool,
+    ) -> str | None:
+        """Return why steps are called and not replayed, or None."""
+        if self.mode == "eager":
+            return "mode is eager"
+        why = why_no_capture(block.device) or plan.fingerprint.no_graph
+        if why is None and runs_forward and plan.fingerprint.rope is not None:
+            why = plan.fingerprint.rope.reason
+        if why is None:
+            state, why_failed = self._uncapturable.get(_key_of(chooser), (None, None))
+            why = why_failed if state == key else None
+        return why
+
+    def note_failed_capture(
+        self, step: Step, chooser: Chooser | None, error: Exception, *, is_counted: bool
+    ) -> None:
+        """Remember that a step cannot be captured, and count the call as one of called steps.
+
+        Args:
+            step: the step.
+            chooser: what it ends with.
+            error: what was raised.
+            is_counted: whether the call is counted so already.
+        """
+        why = f"capture failed ({described(error)})"
+        if not isinstance(error, torch.OutOfMemoryError):  # another time there may be more
+            self._uncapturable[_key_of(chooser)] = step.graph_key, why
+        if not is_counted:
+            self.count(f"called: {why}")
+            self.count("captured", by=-1)
+
+
+def kernels_pay(device: torch.device) -> bool:
+    """Return whether the kernels of prompts are worth calling one by one."""
+    return device.type == "cuda"
+
+
+def _embeds_by(model: Any, embedding: Tensor) -> bool:
+    """Return whether tokens of the model are rows of that table, with nothing that maps them before.
+
+    A larger table may have tokens that are no rows here, and reading beyond a table ends the process.
+    """
+    table = model.get_input_embeddings()
+    if getattr(table, "_parameters", {}).get("weight") is not embedding:
+        return False
+    modules = (model, model.base_model, table)
+    return not any(m._forward_pre_hooks or "forward" in m.__dict__ for m in modules)
+
+
+def _key_of(chooser: Chooser | None) -> object:
+    return None if chooser is None else chooser.key

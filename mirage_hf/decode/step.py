@@ -1,0 +1,131 @@
+"""The step of decoding: one token for every row, on the device; the host reads nothing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from mirage_hf.decode.cache_block import CacheBlock
+from mirage_hf.decode.cache_layers import step_cache
+from mirage_hf.decode.choosing import Chooser, move_on
+from mirage_hf.decode.graphs import capture
+from mirage_hf.decode.masks import MaskPlan
+from mirage_hf.decode.rings import Ring
+
+
+class Step(ABC):
+    """One decoding step over a block.
+
+    It feeds `control.ids`, leaves the logits in `block.logits`, and moves the lengths on. It is
+    replayed as a CUDA graph, or called if none can be captured. A graph lives with its block as long
+    as `graph_key` stays the same.
+
+    A step that finds no row alive writes nothing except the unused slot at `control.length`, and in
+    rings the spare slot. So steps may run ahead of the host and need no rollback.
+
+    Attributes:
+        by_kernels: whether its graphs hold only our kernels, on weights that the step holds.
+            Capturing them, and calling the step, may run modules (RoPE's).
+        block: the memory it works on.
+        graphs: whether it is captured.
+        graph_key: the state of the model that its graphs depend on.
+    """
+
+    by_kernels = False
+
+    def __init__(self, block: CacheBlock, graphs: bool, graph_key: object):
+        self.block, self.graphs, self.graph_key = block, graphs, graph_key
+
+    def held(self) -> Any:
+        """Return what must live as long as a captured graph, except the block, which holds the graphs."""
+        return None
+
+    @abstractmethod
+    def _forward(self) -> None:
+        """Feed the tokens and leave the logits in the block."""
+
+    def _to_logits(self) -> None:
+        self._forward()
+        move_on(self.block.control, self.block.control.alive.any())
+
+    def _to_token(self, chooser: Chooser) -> None:
+        self._forward()
+        chooser.choose(self.block.control, self.block.logits)
+
+    def is_captured(self, chooser: Chooser | None) -> bool:
+        """Return whether `prepare` would return the replay of a graph that is there already."""
+        return self.graphs and self._name(chooser) in self.block.graphs_for(self.graph_key)
+
+    def _name(self, chooser: Chooser | None) -> tuple[Any, ...]:
+        """Return the key of the step's graph among the block's."""
+        return type(self).__name__, None if chooser is None else chooser.key
+
+    def prepare(self, chooser: Chooser | None) -> Callable[[], None]:
+        """Return what runs the step: the replay of its graph, captured now if it is not there yet.
+
+        Args:
+            chooser: what the step ends with. None leaves it at the logits.
+        """
+        run = self._to_logits if chooser is None else partial(self._to_token, chooser)
+        if not self.graphs:
+            return run
+        graphs, name = self.block.graphs_for(self.graph_key), self._name(chooser)
+        if name not in graphs:
+            graphs[name] = self._captured(run), self.held()
+        return graphs[name][0].replay  # type: ignore[no-any-return]
+
+    def _captured(self, run: Callable[[], None]) -> Any:
+        block = self.block
+        # with no row alive the warm-ups leave no other trace than in these
+        touched = (block.control.alive, block.control.report, block.logits)
+        kept = [t.clone() for t in touched]
+        block.control.alive.fill_(False)
+        try:
+            graph, block.graph_pool = capture(run, block.device, block.graph_pool)
+            return graph
+        finally:
+            for t, value in zip(touched, kept, strict=True):
+                t.copy_(value)
+
+
+class CapturedForward(Step):
+    """Hugging Face's own forward, swapped modules included, over layers with a fixed number of slots."""
+
+    def __init__(
+        self,
+        model: Any,
+        block: CacheBlock,
+        masks: MaskPlan,
+        *,
+        logits_to_keep: bool,
+        graphs: bool,
+        graph_key: object,
+    ):
+        super().__init__(block, graphs, graph_key)
+        self.model, self.masks = model, masks
+        self.kwargs: dict[str, Any] = {"logits_to_keep": 1} if logits_to_keep else {}
+        self.ring_slots: dict[Ring, Tensor] = {}
+        self.cache = step_cache(block, self.ring_slots)
+
+    def _forward(self) -> None:
+        block, masks = self.block, self.masks
+        control = block.control
+        rings = {masks.kind_of(n): ring for n, ring in enumerate(block.rings) if ring is not None}
+        self.ring_slots.update((ring, ring.slot(control)) for ring in set(rings.values()))
+        in_rings = {kind: (ring, self.ring_slots[ring]) for kind, ring in rings.items()}
+        outputs = self.model(
+            input_ids=control.ids,
+            position_ids=control.position,
+            past_key_values=self.cache,
+            use_cache=True,
+            attention_mask=masks.build(control, block.keys[0].dtype, in_rings),
+            return_dict=True,
+            **self.kwargs,
+        )
+        block.logits.copy_(outputs.logits[:, -1])
+        for ring, slab in block.ring_slabs:
+            ring.turn(slab, control)
