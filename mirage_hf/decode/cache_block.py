@@ -16,7 +16,7 @@ from mirage_hf.decode.rings import Ring, gather_slots, rings_of
 
 @dataclass(eq=False)
 class CacheBlock:
-    """Memory for one call: `capacity` slots of every layer's keys and values, or rings of fewer slots.
+    """Memory for one call: slots for every layer's keys and values, or rings of fewer slots.
 
     Attributes:
         batch: rows.
@@ -117,7 +117,8 @@ class CacheBlock:
 
         Args:
             layer: index of the layer.
-            keys: (batch, heads, n, dim) of the text's last n slots. Those before are out of the window.
+            keys: (batch, heads, n, dim) of the text's last n slots. Those before are out of the
+                window.
             values: likewise.
             length: slots of the text.
         """
@@ -135,7 +136,7 @@ class CacheBlock:
                 memory[:, :, : ring.spare].copy_(gather_slots(states, sources))
 
     def _sources_of(self, ring: Ring, length: int, first: int, lowest: Tensor) -> Tensor:
-        """Return which states of a padded text go to each slot of a ring, computed once for all layers."""
+        """Return which states of a padded text go to a ring's slots, once for all layers."""
         key = ring, length, first
         if key not in self._ring_sources:
             self._ring_sources[key] = (ring.positions(length, lowest) - first).clamp_min(0)
@@ -153,8 +154,8 @@ class CacheBlock:
         if self._fits(rows, layer, states):
             return rows[layer]
         self.drop_graphs()
-        # The first layer of a ring, or of none, gets memory for all layers of it. A later layer that
-        # differs gets memory of its own.
+        # The first layer of a ring, or of none, gets memory for all layers of it. A later layer
+        # that differs gets memory of its own.
         ring, shape = self.rings[layer], self._shape(layer, states)
         alike = [n for n, other in enumerate(self.rings) if other == ring]
         owners = [layer] if any(n in rows for n in alike) else alike
@@ -182,8 +183,8 @@ class CacheBlock:
 
         Args:
             length: slots that this call has written.
-            rings_full: this call has written all slots of its rings, except the spare one, which any
-                step writes.
+            rings_full: this call has written all slots of its rings, except the spare one, which
+                any step writes.
         """
         rings = {id(slab): ring for ring, slab in self.ring_slabs}
         for slab in self.slabs:
@@ -198,7 +199,7 @@ class CacheBlock:
     # -- graphs and what they read
 
     def graphs_for(self, graph_key: object) -> dict[Any, Any]:
-        """Return the graphs captured from a model in this state, and drop those from an earlier one."""
+        """Return the graphs of a model in this state, and drop those of an earlier state."""
         if self.graph_key != graph_key:
             if self.graph_key is not None:  # keys and logits may have another shape or dtype now
                 self.prompts.clear()

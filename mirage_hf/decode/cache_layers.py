@@ -23,7 +23,8 @@ class UpdatedTwiceError(MirageError):
 class _BlockLayer(CacheLayerMixin):
     """What the layers of both phases share. HF's decoding calls only `update` and the sizes."""
 
-    #: If it were True, generate would prepare 4D masks for the prefill, which is stock's dynamic one.
+    #: If it were True, generate would prepare 4D masks for the prefill, which is stock's dynamic
+    #: one.
     is_compileable = False
 
     def __init__(self, block: CacheBlock, index: int, is_sliding: bool):
@@ -118,7 +119,10 @@ def prefill_cache(block: CacheBlock) -> Cache:
 
 
 def step_cache(block: CacheBlock, ring_slots: Mapping[Ring, Tensor]) -> Cache:
-    """Return the cache that the step's forward sees. `ring_slots` holds `Ring.slot` of this step."""
+    """Return the cache that the step's forward sees.
+
+    `ring_slots` holds `Ring.slot` of this step.
+    """
     return Cache(
         layers=[StepLayer(block, n, w is not None, ring_slots) for n, w in enumerate(block.windows)]
     )

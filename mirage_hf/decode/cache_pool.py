@@ -14,8 +14,8 @@ from mirage_hf.decode.rings import rings_of
 
 #: Blocks kept between calls. One more pushes out the one that was idle longest.
 KEEP_IDLE = 4
-#: Idle blocks may keep one part in so many of a GPU's memory. Beyond that the longest idle are freed,
-#: except the last call's.
+#: Idle blocks may keep one part in so many of a GPU's memory. Beyond that the longest idle are
+#: freed, except the last call's.
 IDLE_SHARE = 4
 
 
@@ -27,7 +27,7 @@ def most_idle(device: torch.device) -> float:
 
 
 class CachePool:
-    """Blocks of cache memory, each leased to one call of one thread at a time and kept between calls."""
+    """Blocks of cache memory, kept between calls, each leased to one call at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -97,8 +97,8 @@ class CachePool:
     def _surplus(self) -> list[CacheBlock]:
         """Take out the idle blocks that are not kept, the longest idle first.
 
-        The block of the last call is kept whatever its size: the next call is likely to be alike, and
-        would capture its graphs anew.
+        The block of the last call is kept whatever its size: the next call is likely to be alike,
+        and would capture its graphs anew.
         """
         kept: list[CacheBlock] = []
         dropped: list[CacheBlock] = []

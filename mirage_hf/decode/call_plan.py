@@ -88,7 +88,7 @@ class CallPlan:
 
     @property
     def prompt_is_whole(self) -> bool:
-        """Whether prompts are whole texts of which only the last logits are wanted, as kernels need."""
+        """Whether prompts are whole texts and only the last logits are wanted, as kernels need."""
         return self.prompt.counts_from_zero and self.logits_to_keep
 
 
@@ -201,7 +201,7 @@ def _first_slots(windows: Sequence[int | None], length: int, most_slots: int) ->
 def _eos(
     selection: Selection | str, criteria: Sequence[Any], device: torch.device
 ) -> Tensor | None:
-    """Return the stop tokens for the control, None if there are none, too many, or the host stops."""
+    """Return the stop tokens for the control, None if there are none or others stop rows."""
     if isinstance(selection, str) or selection.eos is not None:
         return None
     eos = [c.eos_token_id.reshape(-1).to(device) for c in criteria if type(c) is EosTokenCriteria]

@@ -40,7 +40,7 @@ class Chooser(ABC):
 
 
 def choose_greedily(control: Control, logits: Tensor) -> None:
-    """Choose the greatest of (batch, vocabulary) logits, the lowest index of equal ones, and move on.
+    """Choose the greatest of (batch, vocabulary) logits, the first of equal ones, and move on.
 
     Logits are compared in their own dtype, float32 at most. Rounding up to float32 first, as stock
     does, changes neither their order nor their ties.
@@ -73,7 +73,7 @@ def settle(control: Control, token: Tensor, ended: Tensor | None = None) -> None
 
 
 def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
-    """Choose the first token at which the sum of probabilities exceeds the number's share of the total.
+    """Choose the first token at which the sum of probabilities exceeds a share of the total.
 
     Args:
         probabilities: (batch, vocab).

@@ -105,8 +105,8 @@ class TokenHistory:
     Integers are int64.
 
     Attributes:
-        ids: (batch, capacity + 2): the text so far, as stock's input_ids hold it. Steps that find no
-            row alive write after its end.
+        ids: (batch, capacity + 2): the text so far, as stock's input_ids hold it. Steps that find
+            no row alive write after its end.
         numbers: (batch, capacity + 2) float64 in [0, 1): the random number of each step.
         prompt: (1,): tokens of input_ids when the call began.
         budget: (1,): `Control.budget` when the call began. The difference is the step's number.
@@ -121,7 +121,7 @@ class TokenHistory:
 
     @classmethod
     def allocate(cls, batch: int, capacity: int, device: torch.device) -> TokenHistory:
-        """Return a history with room for `capacity` tokens, and for those of steps that run ahead."""
+        """Return a history for `capacity` tokens, and for those of steps that run ahead."""
         room = capacity + 2
         return cls(
             ids=torch.zeros(batch, room, dtype=torch.long, device=device),

@@ -9,7 +9,10 @@ from contextlib import contextmanager
 
 
 class AttemptCounters:
-    """Adds to counters from several threads. What an attempt at a call has counted can be undone."""
+    """Adds to counters from several threads.
+
+    What an attempt at a call has counted can be undone.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

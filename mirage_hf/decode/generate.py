@@ -105,8 +105,8 @@ def attempt(
     """Prefill and decode on leased memory.
 
     Returns:
-        The result; the model's fingerprint if it is not the plan's; or None if the device's memory did
-        not suffice. In the last two cases the caller has seen nothing of the call. They are no
+        The result; the model's fingerprint if it is not the plan's; or None if the device's memory
+        did not suffice. In the last two cases the caller has seen nothing of the call. They are no
         exceptions, because a traceback would keep the memory of what was tried.
     """
     session = None
@@ -344,10 +344,11 @@ def _sample(session: Session, scores: Tensor, numbers: Tensor, step: int) -> Ten
 
 
 def _no_token(row: int, step: int, makes_distribution: bool) -> Exception:
-    """Return the error for scores from which no token can be drawn, of the type that stock raises."""
+    """Return the error, of stock's type, for scores from which no token can be drawn."""
     error = DistributionError if makes_distribution else SamplingError
     return error(
-        f"generate: no token can be drawn for row {row} at new token {step}: its scores hold a NaN, "
+        f"generate: no token can be drawn for row {row} at new token {step}: its scores hold a "
+        "NaN, "
         "or none is above -inf; look for overflow in the model's dtype (load it in bfloat16 or "
         "float32) and for processors that leave no token, or pass remove_invalid_values=True"
     )

@@ -1,4 +1,7 @@
-"""The `generate` of one model instance: it sends covered calls to the pool, and all others to stock."""
+"""The `generate` of one model instance.
+
+It sends covered calls to the pool, and all others to stock.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ from mirage_hf.decode.routing import (
 from mirage_hf.decode.runner import DecodeRunner
 from mirage_hf.errors import MirageError
 from mirage_hf.layers.model_kernels import ModelKernels
+from mirage_hf.swap.plain_copies import leave_out_of_copies, restore_in_copies
 
 
 class DecodeError(MirageError, ValueError):
@@ -54,6 +58,7 @@ class CoveredCall:
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:
+        """Do what stock's decoding method would do."""
         inputs = CallInputs(
             model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
         )
@@ -70,6 +75,7 @@ class _PromptStreamer:
         self.has_prompt = False
 
     def put(self, value: Tensor) -> None:
+        """Hand the prompt on."""
         self.has_prompt = True
         self.streamer.put(value)
 
@@ -82,20 +88,21 @@ class _StreamerWithPrompt:
         self._is_prompt = True
 
     def put(self, value: Tensor) -> None:
+        """Hand on what is not the prompt."""
         if not self._is_prompt:
             self.streamer.put(value)
         self._is_prompt = False
 
     def end(self) -> None:
+        """Hand on that the call is over."""
         self.streamer.end()
 
 
 class Generate:
     """An instance-level `generate`: a small object in the model's `__dict__`.
 
-    It is no closure, so that a deep copy of the model gets one of its own, bound to the copy, with an
-    empty pool and empty counts. A pickled model gets its class's own `generate` back. The model is
-    referenced weakly, so that `del model` frees memory.
+    Copies and pickled models have their class's own `generate`. The model is referenced weakly, so
+    that `del model` frees memory.
     """
 
     def __init__(self, model: Any, runner: DecodeRunner):
@@ -124,11 +131,10 @@ class Generate:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(type(self._owner()).generate.__get__(self._owner()))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Generate:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return stock's `generate`, of the copy of the model if there is one."""
         model = self._owner()
-        twin = Generate(memo.get(id(model), model), self.runner.fresh())
-        memo[id(self)] = twin
-        return twin
+        return type(model).generate.__get__(memo.get(id(model), model))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._owner(), "generate")
@@ -137,6 +143,7 @@ class Generate:
         return f"<mirage_hf generate of {type(self._owner()).__name__}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as stock's `generate` does, through the pool if the call is covered."""
         model = self._owner()
         stock = type(model).generate
         names = _positional_parameters(stock)
@@ -168,7 +175,7 @@ class Generate:
     def _cover(
         self, model: Any, names: tuple[str, ...], arguments: dict[str, Any]
     ) -> dict[str, Any] | str:
-        """Return the arguments with which stock's generate ends in our callable, or why it must not.
+        """Return arguments with which stock's generate ends in our callable, or why it must not.
 
         Args:
             model: the model.
@@ -230,8 +237,8 @@ def _use_stop_strings(arguments: dict[str, Any], stop_strings: Any, tokenizer: A
 def _with_config(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """Return the same with generation options in a GenerationConfig, if stock treats it the same.
 
-    Without one, stock's generate builds the model's default config, to see whether options were set in
-    the model's (`_is_accepted` knows). That takes longer than all else that it prepares.
+    Without one, stock's generate builds the model's default config, to see whether options were set
+    in the model's (`_is_accepted` knows). That takes longer than all else that it prepares.
     """
     config = GenerationConfig()
     options = {
@@ -239,8 +246,8 @@ def _with_config(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str,
         for name, value in arguments.items()
         if name not in names and name in vars(config)
     }
-    # None takes the place of the model's own value. Stock asks whether the two lengths are given, and
-    # converts the watermarking config.
+    # None takes the place of the model's own value. Stock asks whether the two lengths are given,
+    # and converts the watermarking config.
     special = ("max_length", "min_length", "watermarking_config")
     if any(value is None for value in options.values()) or not options.keys().isdisjoint(special):
         return arguments
@@ -288,8 +295,8 @@ def install(
         What the model keeps between calls.
 
     Raises:
-        DecodeError: The model is not one of transformers that generates, or it has an instance-level
-            `generate` already, or an option is impossible.
+        DecodeError: The model is not one of transformers that generates, or it has an
+            instance-level `generate` already, or an option is impossible.
     """
     if mode not in ("graph", "eager"):
         raise DecodeError(f"install: mode must be 'graph' or 'eager', it is {mode!r}")
@@ -300,7 +307,8 @@ def install(
         )
     if not isinstance(model, nn.Module) or not isinstance(model, GenerationMixin):
         raise DecodeError(
-            f"install: {type(model).__name__} is not a transformers model with generate(); pass the "
+            f"install: {type(model).__name__} is not a transformers model with generate(); pass "
+            "the "
             "causal LM itself (of a PeftModel its base model: peft_model.get_base_model())"
         )
     present = model.__dict__.get("generate")
@@ -319,6 +327,7 @@ def install(
         made_for=made_for,
     )
     model.__dict__["generate"] = Generate(model, runner)
+    leave_out_of_copies(model, "generate")
     return runner
 
 
@@ -328,3 +337,4 @@ def uninstall(model: Any) -> None:
     if isinstance(present, Generate):
         present.runner.release()
         del model.__dict__["generate"]
+        restore_in_copies(model, "generate")

@@ -17,13 +17,14 @@ from mirage_hf.decode.rings import Ring
 class MaskPlan:
     """The masks that a model's forward wants: one, or one for each type of layer.
 
-    Windows mean four things. Here: which tokens attention hides from later ones. `CacheBlock.windows`:
-    which keys stock's cache drops, and so ours if it is handed out. `CacheBlock.rings`: which layers
-    have about as many slots as their window, to save memory. `PromptShape.windows`: which windows are
-    shorter than the prompt at hand.
+    Windows mean four things. Here: which tokens attention hides from later ones.
+    `CacheBlock.windows`: which keys stock's cache drops, and so ours if it is handed out.
+    `CacheBlock.rings`: which layers have about as many slots as their window, to save memory.
+    `PromptShape.windows`: which windows are shorter than the prompt at hand.
 
     Attributes:
-        windows: names of the kinds of layers and their windows, None if a query sees all keys before it.
+        windows: names of the kinds of layers and their windows, None if a query sees all keys
+            before it.
         by_layer_type: whether the forward takes a mask for each kind, by name.
         layers: the kind of each layer, if there are kinds.
     """
@@ -57,7 +58,7 @@ class MaskPlan:
         return self.layers[layer] if self.by_layer_type else ""
 
     def windows_within(self, tokens: int, layers: int) -> tuple[int | None, ...]:
-        """Return each layer's window if it hides some of so many tokens from later ones, else None."""
+        """Return each layer's window, None if it hides none of so many tokens from later ones."""
         by_kind = dict(self.windows)
         windows = [by_kind[self.kind_of(n)] for n in range(layers)]
         return tuple(w if w is not None and w < tokens else None for w in windows)

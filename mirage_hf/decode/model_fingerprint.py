@@ -55,13 +55,14 @@ class ModelFingerprint:
     """What one walk over a model found.
 
     Attributes:
-        facts: all of the model that swapped forwards, and CUDA graphs captured over them, depend on.
-            Of every module: identity, class, mode, foreign hooks, own forward and numbers. Of every
+        facts: all of the model that swapped forwards, and CUDA graphs captured over them, depend
+            on. Of every module: identity, class, mode, foreign hooks, own forward and numbers. Of
+            every
             tensor: address, dtype, shape and strides. Further PEFT's active and merged adapters,
             switches and scalings, which swapped modules have given up, and which configs there are.
             Equal for models that run the same kernels on the same memory.
-        graph_facts: the same with all that is constant in a CUDA graph: numbers of configs, versions
-            of buffers, and the switches that choose kernels during a capture.
+        graph_facts: the same with all that is constant in a CUDA graph: numbers of configs,
+            versions of buffers, and the switches that choose kernels during a capture.
         obstacle: why the stock method must run, or None.
         no_graph: why the step must be called and not replayed, or None.
         rope: RoPE for which the model's own forward must be called, if there is any.
@@ -96,8 +97,8 @@ def take_fingerprint(model: nn.Module) -> ModelFingerprint:
         for name, b in s["_buffers"].items()
         if b is not None and not _is_passing(name, s)
     ]
-    # Dictionaries of configs are kept where kernels' numbers were read from them. The id of a config
-    # that is gone may come back.
+    # Dictionaries of configs are kept where kernels' numbers were read from them. The id of a
+    # config that is gone may come back.
     configs = {
         id(vars(config)): vars(config)
         for _, state in with_numbers
@@ -188,10 +189,10 @@ _readers: dict[tuple[Any, ...], Callable[[dict[str, Any]], Any] | None] = {}
 def _numbers_of(kind: type, state: dict[str, Any]) -> Any:
     """Return the numbers among a module's own attributes, and which of them are None.
 
-    They are looked for in the first module of a class with attributes of these names, because looking
-    at all attributes of each module takes as long as the rest of the walk. An attribute that is no
-    number there is not read in others. Each set of names has a reader of its own, so that one module
-    is always read alike.
+    They are looked for in the first module of a class with attributes of these names, because
+    looking at all attributes of each module takes as long as the rest of the walk. An attribute
+    that is no number there is not read in others. Each set of names has a reader of its own, so
+    that one module is always read alike.
     """
     key = kind, *state
     if key not in _readers:

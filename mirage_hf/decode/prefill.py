@@ -14,7 +14,8 @@ There are four ways. A call takes the first one that is possible:
 3. Kernels, called (`Prefills.run_kernels`), except for the first prompt of a batch size.
 4. HF's forward, called.
 
-What failed is not tried again while the model stays in the same state, unless only memory was missing.
+What failed is not tried again while the model stays in the same state, unless only memory was
+missing.
 """
 
 from __future__ import annotations
@@ -119,8 +120,8 @@ class Prefills:
         """Prefill a prompt (batch, length) by kernels without a graph, logits included.
 
         Returns:
-            False if HF's forward must run: after any failure, and for the first prompt of a state of
-            the model, for which nothing needs to be prepared.
+            False if HF's forward must run: after any failure, and for the first prompt of a state
+            of the model, for which nothing needs to be prepared.
         """
         shape, state = request.shape, request.state
         checked_state, is_good = self._checked.get(shape.kind, (None, False))
@@ -152,7 +153,8 @@ class Prefills:
 
         Args:
             request: the prompt.
-            unseen_model: return only one that may be replayed before the host has looked at the model.
+            unseen_model: return only one that may be replayed before the host has looked at the
+                model.
             may_capture_forward: whether HF's forward may be captured for plain shapes.
 
         Returns:

@@ -14,16 +14,17 @@ from mirage_hf.decode.prefill_runs import forward_run
 from mirage_hf.decode.prompts import BucketedPrompts
 from mirage_hf.errors import MirageError
 
-#: Layers up to which the root of the dtype's precision bounds what rounding explains. With 32 layers
-#: and random adapters a difference of 9.2% of the size was seen in bfloat16 (Llama-3.1-8B, H200),
-#: whose root is 8.8%.
+#: Layers up to which the root of the dtype's precision bounds what rounding explains. With 32
+#: layers and random adapters a difference of 9.2% of the size was seen in bfloat16 (Llama-3.1-8B,
+#: H200), whose root is 8.8%.
 FEW_LAYERS = 16
 
 
 def random_prompts(model: Any, block: CacheBlock, tokens: int) -> Tensor:
     """Return prompts (batch, tokens) of tokens that the model's embedding has.
 
-    A wider head may give others, and an embedding kernel that reads beyond its table ends the process.
+    A wider head may give others, and an embedding kernel that reads beyond its table ends the
+    process.
     """
     generator = torch.Generator().manual_seed(tokens)
     rows = model.get_input_embeddings().weight.shape[0]
@@ -60,7 +61,8 @@ def check_kernels(
         block.begin(kept)
     if not difference <= allowed:
         raise MirageError(
-            f"prefill: logits, keys or values differ by {difference:.2g} of their size from those of "
+            f"prefill: logits, keys or values differ by {difference:.2g} of their size from those "
+            "of "
             f"the model's own forward; {allowed:.2g} is allowed"
         )
 
@@ -70,7 +72,8 @@ def check_causal(
 ) -> None:
     """Check that no token sees a later one.
 
-    Models may look ahead: by their config, or because somebody has set is_causal of their attentions.
+    Models may look ahead: by their config, or because somebody has set is_causal of their
+    attentions.
 
     Args:
         forward: HF's forward, which reads `prompts`.
@@ -92,7 +95,8 @@ def check_causal(
 
     difference, _ = _difference(forward, with_other_tokens_after, block, length)
     prompts.last.fill_(tokens - 1)
-    # The same kernels on the same shapes round alike, except that experts get other numbers of tokens.
+    # The same kernels on the same shapes round alike, except that experts get other numbers of
+    # tokens.
     if not difference <= torch.finfo(block.logits.dtype).eps:
         raise MirageError(
             "prefill: tokens see what comes after them: logits, keys or values change by "
@@ -130,8 +134,8 @@ def _difference(
     finally:  # no NaN may stay: attention weighs slots that it does not see with 0
         for x, want in zip(results, wanted, strict=True):
             x.copy_(want)
-    # Rounding in another order adds up like a random walk, layer after layer. A wrong formula is off
-    # by as much as the numbers themselves.
+    # Rounding in another order adds up like a random walk, layer after layer. A wrong formula is
+    # off by as much as the numbers themselves.
     eps = torch.finfo(block.logits.dtype).eps
     allowed = math.sqrt(eps * max(1.0, len(block.keys) / FEW_LAYERS))
     return float(differences.max()), allowed

@@ -1,7 +1,7 @@
 """What Hugging Face's logits processors compute, with torch ops that never wait for the device.
 
-Each function takes the text so far, float32 scores (batch, vocab), the sizes that a graph is captured
-for, and tensors whose values may change between calls. It returns new scores.
+Each function takes the text so far, float32 scores (batch, vocab), the sizes that a graph is
+captured for, and tensors whose values may change between calls. It returns new scores.
 
 Rounding is that of HF's own ops in float32, except for the order of sums, and for divisions by a
 number, which CUDA may compute as products with its inverse. Where HF sorts a vocabulary, a radix
@@ -38,7 +38,7 @@ class TextSoFar:
     slots: Tensor
 
     def last(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the last `count` tokens (batch, count), and which of these places (count,) hold one."""
+        """Return the last `count` tokens (batch, count), and which places (count,) hold one."""
         places = self.length - count + torch.arange(count, device=self.ids.device)
         return self.ids.index_select(1, places.clamp(min=0)), places >= 0
 
@@ -68,7 +68,7 @@ def _kth_greatest(scores: Tensor, k: Tensor) -> Tensor:
 
 
 def top_p(text: TextSoFar, scores: Tensor, fill: float, removable: Tensor, keep: Tensor) -> Tensor:
-    """Remove the least scores whose probabilities add up to at most `removable`, but leave `keep`."""
+    """Remove the least scores with probabilities of up to `removable`, but leave `keep`."""
     if radix_threshold.fits(scores):
         return radix_threshold.mask_scores(
             scores, scores, _softmax(scores), removable, keep, fill, lowest_index_first=False
@@ -215,7 +215,10 @@ def decay(text: TextSoFar, scores: Tensor, tokens: Tensor, start: Tensor, factor
 
 @cache
 def _decay_keeps_infinity() -> bool:
-    """Return whether this version of transformers keeps a suppressed stop token; others make it NaN."""
+    """Return whether this version of transformers keeps a suppressed stop token.
+
+    Others make it NaN.
+    """
     with on_the_cpu():
         processor = hf.ExponentialDecayLengthPenalty((0, 2.0), [0], 0)
         scores = processor(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), -INFINITY))

@@ -42,7 +42,7 @@ class CallTensors:
         return torch.full((1,), value, dtype=torch.long)
 
     def mask(self, ids: Any) -> Tensor:
-        """Return a (vocab,) bool mask of tokens, without those outside the vocabulary, as HF does."""
+        """Return a (vocab,) bool mask of tokens; others than the vocabulary's are left out."""
         ids = (ids if isinstance(ids, Tensor) else torch.tensor(ids)).reshape(-1).long()
         mask = torch.zeros(self.vocab + 1, dtype=torch.bool, device=ids.device)
         ids = torch.where((ids >= 0) & (ids < self.vocab), ids, self.vocab)
@@ -62,7 +62,8 @@ class ProcessorRow:
     """How the processors of one class run on the device.
 
     Attributes:
-        run: an op of processor_ops.py: from the text so far, scores, sizes and values to new scores.
+        run: an op of processor_ops.py: from the text so far, scores, sizes and values to new
+            scores.
         attributes: names of all attributes of instances. One that has more is of a version of
             transformers that the row was not written for.
         values: makes the tensors whose values may change between calls.

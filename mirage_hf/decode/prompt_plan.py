@@ -88,7 +88,10 @@ def _check_sizes(input_ids: Tensor, mask: Tensor | None, positions: Tensor | Non
 
 
 def _is_plain(mask: Tensor | None, positions: Tensor, slots: int) -> bool:
-    """Return whether all rows count from position 0 on and nothing is masked. The host reads once."""
+    """Return whether all rows count from position 0 on and nothing is masked.
+
+    The host reads once.
+    """
     is_mask = mask is None or (mask.ndim == 2 and mask.shape[1] == slots)
     if positions.shape[1] != slots or not is_mask:
         return False
@@ -97,7 +100,10 @@ def _is_plain(mask: Tensor | None, positions: Tensor, slots: int) -> bool:
 
 
 def _counts_after(positions: Tensor, lowest: Tensor, slots: int) -> bool:
-    """Return whether each row's positions count from 0 on after its left padding. The host reads once."""
+    """Return whether each row's positions count from 0 on after its left padding.
+
+    The host reads once.
+    """
     if positions.shape[1] != slots:
         return False
     own = torch.arange(slots, device=positions.device) - lowest
@@ -107,8 +113,8 @@ def _counts_after(positions: Tensor, lowest: Tensor, slots: int) -> bool:
 def _left_padding(mask: Tensor | None, slots: int) -> Tensor | str | None:
     """Return (batch, 1) counts of leading zeros of a mask, None without any.
 
-    If the mask is not left padding, return why. The host reads once or twice, which costs as much as
-    stock's own checks of the mask.
+    If the mask is not left padding, return why. The host reads once or twice, which costs as much
+    as stock's own checks of the mask.
     """
     if mask is None:
         return None

@@ -16,9 +16,9 @@ from mirage_hf.layers.row_chunks import MIN_CHUNK_ROWS
 #: Buckets are multiples of the first; beyond eight times the second, of the second: longer prompts
 #: are in fewer row chunks then.
 GRAIN, LONG_GRAIN = MIN_CHUNK_ROWS, 256
-#: Most tokens of a batch whose prefill is captured. Measured at 128 tokens only (Llama-3.2-1B, H200:
-#: the kernels take about 2 ms, the first token 9.6 ms without a graph and 5.6 ms with one). Where the
-#: GPU takes as long as the host is an estimate.
+#: Most tokens of a batch whose prefill is captured. Measured at 128 tokens only (Llama-3.2-1B,
+#: H200: the kernels take about 2 ms, the first token 9.6 ms without a graph and 5.6 ms with one).
+#: Where the GPU takes as long as the host is an estimate.
 MAX_CAPTURED_TOKENS = 2048
 #: Tokens of the prompt on which kernels are compared with HF's forward before they are called, for
 #: prompts of more than MAX_CAPTURED_TOKENS that exceed no window.
@@ -40,8 +40,8 @@ class PromptShape:
         tokens: the bucket, a multiple of GRAIN.
         padded: whether rows have padding on the left.
         windows: for each layer the window that hides some of the tokens from others, or None.
-        exceeds_windows_from: the least number of tokens that exceeds every window and ring that these
-            tokens exceed; 0 if there is none.
+        exceeds_windows_from: the least number of tokens that exceeds every window and ring that
+            these tokens exceed; 0 if there is none.
     """
 
     batch: int
@@ -52,7 +52,7 @@ class PromptShape:
 
     @classmethod
     def of(cls, length: int, block: CacheBlock, masks: MaskPlan) -> PromptShape | None:
-        """Return the shape of a block's prompts of `length` tokens, None if their bucket does not fit."""
+        """Return the shape of prompts of `length` tokens, None if their bucket does not fit."""
         tokens = prompt_bucket(length)
         if tokens > block.capacity:
             return None
@@ -71,7 +71,7 @@ class PromptShape:
 
     @property
     def is_plain(self) -> bool:
-        """Whether HF's forward leaves the same keys in the block for prompts padded to the bucket."""
+        """Whether HF's forward leaves the same keys for prompts padded to the bucket."""
         return not self.padded and not self.exceeds_windows_from
 
     @property
@@ -81,7 +81,7 @@ class PromptShape:
 
     @property
     def checked_tokens(self) -> int:
-        """Tokens of the prompt on which kernels are compared with HF's forward before they are called."""
+        """Tokens of the prompt on which kernels are compared with HF's forward."""
         if self.is_short:
             return self.tokens
         return min(self.tokens, prompt_bucket(max(CHECKED_TOKENS, self.exceeds_windows_from)))
@@ -96,8 +96,8 @@ class BucketedPrompts:
         last: (batch,): index of each row's last token.
         sources: (batch, bucket): for each slot the token whose key goes there, if rows have left
             padding. None if token n goes to slot n.
-        ring_sources: the same (batch, slots except the spare one) for rings with fewer slots than the
-            prompts have tokens.
+        ring_sources: the same (batch, slots except the spare one) for rings with fewer slots than
+            the prompts have tokens.
     """
 
     ids: Tensor
@@ -133,8 +133,8 @@ class BucketedPrompts:
             left_padding: (batch, 1), None if no row has any.
         """
         length, tokens = input_ids.shape[1], self.ids.shape[1]
-        # Every row's bucket is filled with tokens of this call: a NaN that another call left in a key
-        # after the prompt would reach the prompt, because 0 · NaN is NaN.
+        # Every row's bucket is filled with tokens of this call: a NaN that another call left in a
+        # key after the prompt would reach the prompt, because 0 · NaN is NaN.
         if left_padding is None:
             self.ids[:, :length].copy_(input_ids)
             self.ids[:, length:].copy_(input_ids[:, -1:].expand(-1, tokens - length))
@@ -151,5 +151,5 @@ class BucketedPrompts:
             sources.copy_(positions.clamp_min_(0))
 
     def sources_of(self, ring: Ring | None) -> Tensor | None:
-        """Return for a layer's slots the tokens whose keys go there, None if token n goes to slot n."""
+        """Return the tokens whose keys go to a layer's slots, None if token n goes to slot n."""
         return self.sources if ring is None else self.ring_sources.get(ring)

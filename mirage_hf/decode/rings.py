@@ -49,7 +49,10 @@ class Ring:
         return self.window - 1
 
     def slot(self, control: Control) -> Tensor:
-        """Return the slot (batch, 1) of a step's key. The step sees the slots before it, and its own."""
+        """Return the slot (batch, 1) of a step's key.
+
+        The step sees the slots before it, and its own.
+        """
         token = control.length - control.lowest
         no_row_alive = ~control.alive.any()
         return token.clamp_max(self.spare).masked_fill(no_row_alive, self.spare)

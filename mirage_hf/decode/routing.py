@@ -1,4 +1,7 @@
-"""Which `generate` calls the cache pool and the step cover. All others are stock's, with a reason."""
+"""Which `generate` calls the cache pool and the step cover.
+
+All others are stock's, with a reason.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,14 @@ OVERRIDABLE = (
     "_update_model_kwargs_for_generation",
     "create_masks_for_generate",
 )
-#: Methods of transformers that do as GenerationMixin's up to a number of tokens, which the config has
-#: by this name. For longer texts Phi3's drops the cache.
+#: Methods of transformers that do as GenerationMixin's up to a number of tokens, which the config
+#: has by this name. For longer texts Phi3's drops the cache.
 LIMITED = {
     "transformers.models.phi3.modeling_phi3.Phi3ForCausalLM"
     ".prepare_inputs_for_generation": "original_max_position_embeddings"
 }
-#: Configs of models that do with caches what the pool cannot follow. An indexer's keys lie beside the
-#: cache's, in transformers 5.4 in its module; Mllama looks which layers have keys of an image.
+#: Configs of models that do with caches what the pool cannot follow. An indexer's keys lie beside
+#: the cache's, in transformers 5.4 in its module; Mllama looks which layers have keys of an image.
 OWN_CACHES = {
     "GlmMoeDsaConfig": "chooses keys by an indexer of its own",
     "MllamaTextConfig": "reads the cache's layers itself",
@@ -116,7 +119,7 @@ def refused_arguments(arguments: Mapping[str, Any]) -> str | None:
 
 
 def refused_options(option: Callable[[str], Any]) -> str | None:
-    """Return why the generation options that `option(name)` gives need the stock method, or None."""
+    """Return why the options that `option(name)` gives need the stock method, or None."""
     return _first_reason(OPTIONS, option)
 
 
@@ -247,8 +250,8 @@ def refused_masks(model: Any, masks: MaskPlan, cache_windows: Sequence[int | Non
     Args:
         model: the model.
         masks: what its config asks for.
-        cache_windows: for each layer the window that its cache slides over. Such a layer's mask does
-            not matter, because only the window's keys are there.
+        cache_windows: for each layer the window that its cache slides over. Such a layer's mask
+            does not matter, because only the window's keys are there.
     """
     window_by_mask = (
         not masks.by_layer_type and masks.windows[0][1] is not None and None in cache_windows

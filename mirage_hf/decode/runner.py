@@ -38,11 +38,12 @@ class DecodeRunner:
         made_for: `ModelFingerprint.facts` of the model that the kernels were made for.
 
     Attributes:
-        counts: where calls went: "captured" (replayed steps), "called: <why>" (the same loop without a
-            graph) and "stock: <why>". If there are kernels for whole steps, also "step: all by
-            kernels" or "step: <why the model's own forward runs>".
+        counts: where calls went: "captured" (replayed steps), "called: <why>" (the same loop
+            without a graph) and "stock: <why>". If there are kernels for whole steps, also "step:
+            all by kernels" or "step: <why the model's own forward runs>".
         prefills: prefills that were replayed ("captured", "captured, by kernels") or run by kernels
-            without a graph ("called, by kernels"), and what was refused. All others ran HF's forward.
+            without a graph ("called, by kernels"), and what was refused. All others ran HF's
+            forward.
         selections: where calls chose that wanted more than the greatest logit: "on the device" or
             "by the host: <why>".
     """
@@ -74,10 +75,6 @@ class DecodeRunner:
         #: By chooser: the state of the model in which no step could be captured, and why.
         self._uncapturable: dict[object, tuple[object, str]] = {}
 
-    def fresh(self) -> DecodeRunner:
-        """Return a runner with the same options and nothing else in common."""
-        return DecodeRunner(mode=self.mode, max_cache_len=self.max_cache_len, depth=self.depth)
-
     @property
     def bytes(self) -> int:
         """Bytes of device memory in the cache pool."""
@@ -94,7 +91,7 @@ class DecodeRunner:
     # -- the model
 
     def expected_fingerprint(self, model: Any) -> ModelFingerprint | None:
-        """Return the last call's fingerprint if a captured prompt may run before the host has looked.
+        """Return the last call's fingerprint if a captured prompt may run before a new walk.
 
         Looking at a model takes milliseconds.
         """
@@ -157,7 +154,8 @@ class DecodeRunner:
             block: memory of the call.
             input_ids: the prompt.
             key: what graphs depend on.
-            unseen_model: return only one that may be replayed before the host has looked at the model.
+            unseen_model: return only one that may be replayed before the host has looked at the
+                model.
 
         Returns:
             The graph, None if HF's forward or called kernels must run.
@@ -167,8 +165,8 @@ class DecodeRunner:
         request = self._prefill_request(model, plan, block, input_ids, key)
         if request is None or not request.shape.is_short:
             return None
-        # HF's forward may have a table of positions. A look-up beyond it, for a token that only pads
-        # the bucket, would end the process.
+        # HF's forward may have a table of positions. A look-up beyond it, for a token that only
+        # pads the bucket, would end the process.
         text_config = model.config.get_text_config(decoder=True)
         positions = getattr(text_config, "max_position_embeddings", None)
         is_within = positions is None or request.shape.tokens <= positions
@@ -196,7 +194,7 @@ class DecodeRunner:
     def _prefill_request(
         self, model: Any, plan: CallPlan, block: CacheBlock, input_ids: Tensor, key: GraphKey
     ) -> PrefillRequest | None:
-        """Return a request for a prefill over a bucket, None if the prompt cannot be padded to one."""
+        """Return a request for a prefill, None if the prompt cannot be padded to a bucket."""
         if not plan.prompt_is_whole:
             return None
         shape, rope = PromptShape.of(input_ids.shape[1], block, plan.masks), plan.fingerprint.rope
@@ -217,7 +215,7 @@ class DecodeRunner:
         *,
         is_counted: bool = False,
     ) -> Step:
-        """Return the step for a block, with graphs if the model, the device and the chooser allow it.
+        """Return the step for a block, with graphs if model, device and chooser allow it.
 
         Args:
             model: the model.
@@ -293,9 +291,10 @@ def kernels_pay(device: torch.device) -> bool:
 
 
 def _embeds_by(model: Any, embedding: Tensor) -> bool:
-    """Return whether tokens of the model are rows of that table, with nothing that maps them before.
+    """Return whether the model's tokens are rows of that table, and nothing maps them before.
 
-    A larger table may have tokens that are no rows here, and reading beyond a table ends the process.
+    A larger table may have tokens that are no rows here, and reading beyond a table ends the
+    process.
     """
     table = model.get_input_embeddings()
     if getattr(table, "_parameters", {}).get("weight") is not embedding:

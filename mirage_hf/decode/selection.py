@@ -1,7 +1,8 @@
 """How a call chooses its tokens: on the device in the step itself, or by HF's objects on the host.
 
-On the device run HF's own processors (processors.py), greedy choice and sampling (uniform_numbers.py),
-stop tokens, lengths and stop strings. Anything else is the host's, with a reason.
+On the device run HF's own processors (processors.py), greedy choice and sampling
+(uniform_numbers.py), stop tokens, lengths and stop strings. Anything else is the host's, with a
+reason.
 """
 
 from __future__ import annotations
@@ -287,7 +288,7 @@ class ProcessedChooser(Chooser):
         self.sampler.advance(control, token, self._ended(text, token))
 
     def _process(self, text: TextSoFar, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return processed scores, and which rows (batch,) had a distribution, if that is checked."""
+        """Return processed scores, and which rows (batch,) had a distribution if checked."""
         is_valid: Tensor | None = None
         for step in self.steps:
             if self._checks and step.row.makes_distribution:

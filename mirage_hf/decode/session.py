@@ -27,7 +27,7 @@ DEPTH = 2
 
 
 class OutdatedPlanError(Exception):
-    """The model is not what the plan expects. Raised before the caller has seen anything of the call.
+    """The model is not what the plan expects; the caller has seen nothing of the call yet.
 
     Attributes:
         fingerprint: the model's fingerprint.
@@ -67,8 +67,8 @@ class Session:
         block: memory of the call.
         graph_key: what graphs depend on.
         returns_cache: whether the caller will hold the cache.
-        slot: the slot that the next step writes if every step so far found a row alive. Before the end
-            of the prefill any slot may have been written.
+        slot: the slot that the next step writes if every step so far found a row alive. Before the
+            end of the prefill any slot may have been written.
         cached: tokens that stock's cache would hold now.
         is_prefilled: whether the block holds the prompt.
         is_seen: whether the caller has seen anything of the call, so that it cannot begin again.
@@ -229,8 +229,8 @@ class Session:
     def write_cache_after_error(self) -> None:
         """Make the user's cache what stock would have left there when it raised.
 
-        The cache stays as it was if steps that ran ahead have overwritten keys in a ring that stock's
-        cache would still hold.
+        The cache stays as it was if steps that ran ahead have overwritten keys in a ring that
+        stock's cache would still hold.
         """
         if not (self.plan.cache_is_users and self.is_prefilled):
             return

@@ -21,8 +21,8 @@ class Step(ABC):
     """One decoding step over a block.
 
     It feeds `control.ids`, leaves the logits in `block.logits`, and moves the lengths on. It is
-    replayed as a CUDA graph, or called if none can be captured. A graph lives with its block as long
-    as `graph_key` stays the same.
+    replayed as a CUDA graph, or called if none can be captured. A graph lives with its block as
+    long as `graph_key` stays the same.
 
     A step that finds no row alive writes nothing except the unused slot at `control.length`, and in
     rings the spare slot. So steps may run ahead of the host and need no rollback.
@@ -41,7 +41,7 @@ class Step(ABC):
         self.block, self.graphs, self.graph_key = block, graphs, graph_key
 
     def held(self) -> Any:
-        """Return what must live as long as a captured graph, except the block, which holds the graphs."""
+        """Return what must live as long as a graph, except the block, which holds the graphs."""
         return None
 
     @abstractmethod
@@ -93,7 +93,7 @@ class Step(ABC):
 
 
 class CapturedForward(Step):
-    """Hugging Face's own forward, swapped modules included, over layers with a fixed number of slots."""
+    """Hugging Face's own forward, swapped modules included, over layers with fixed slots."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """The step program: a whole step of decoding as one chain of kernels, from embedding to token.
 
-Only the kernels at its two ends are hand-written (kernels/). Those of the layers and of the head were
-searched, proven and tuned for the model's own parts. All are captured in one CUDA graph, in which
-each kernel may begin while the one before it ends.
+Only the kernels at its two ends are hand-written (kernels/). Those of the layers and of the head
+were searched, proven and tuned for the model's own parts. All are captured in one CUDA graph, in
+which each kernel may begin while the one before it ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The random numbers of calls that sample.
 
-A call takes one uniform number for each row and step: output `step` of Philox with the key
-(seed, row). The seed is the one number that the call draws from torch's generator. So a row's tokens
-do not depend on other rows, on how many steps ran ahead, or on where they were chosen. They are not
+A call takes one uniform number for each row and step: output `step` of Philox with the key (seed,
+row). The seed is the one number that the call draws from torch's generator. So a row's tokens do
+not depend on other rows, on how many steps ran ahead, or on where they were chosen. They are not
 those of stock, which draws from the generator at every step.
 """
 
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Bits of a uniform number: so few that no rounding of sums of probabilities puts the greatest number
-#: beyond their end.
+#: Bits of a uniform number: so few that no rounding of sums of probabilities puts the greatest
+#: number beyond their end.
 BITS = 40
 
 
@@ -23,7 +23,7 @@ def draw_seed() -> int:
 
 
 def uniforms(seed: int, rows: int, steps: int, first: int = 0) -> Tensor:
-    """Return (rows, steps) float64 numbers in [0, 1) on the CPU, from step `first` on, a multiple of 4."""
+    """Return (rows, steps) float64 numbers in [0, 1) from step `first` on, a multiple of 4."""
     outputs = np.empty((rows, steps), dtype=np.uint64)
     for row in range(rows):
         philox = np.random.Philox(key=np.array([seed % (1 << 64), row], dtype=np.uint64))
@@ -43,7 +43,10 @@ class UniformNumbers:
         self._first, self._numbers = 0, torch.empty(rows, 0, device=device)
 
     def at(self, step: int) -> Tensor:
-        """Return the numbers (rows, 1) of a step, on the device. Steps must be asked for in order."""
+        """Return the numbers (rows, 1) of a step, on the device.
+
+        Steps must be asked for in order.
+        """
         if step >= self._first + self._numbers.shape[1]:
             self._first = step - step % self.AT_ONCE
             numbers = uniforms(self.seed, self.rows, self.AT_ONCE, self._first)

@@ -179,7 +179,10 @@ def test_attention_that_a_user_registers_under_a_known_name_is_stock(interface, 
         assert_same(*both(model, {"inputs": prompt(), "max_new_tokens": 4}))
     finally:
         interface.register("sdpa", function)
-    assert runner.counts == {"stock: attention implementation sdpa, registered anew": 1} and calls
+    assert (
+        runner.counts == {"stock: attention implementation sdpa, replaced by a registration": 1}
+        and calls
+    )
     assert_same(*both(model, {"inputs": prompt(), "max_new_tokens": 4}))
     assert handled(runner) == 1
 
@@ -581,8 +584,8 @@ def test_phi3_is_covered_up_to_the_length_at_which_it_drops_its_cache():
     assert handled(runner) == 1
     assert (
         runner.counts[
-            "stock: the model's own prepare_inputs_for_generation takes more than 16 tokens in its "
-            "own way"
+            "stock: the model's own prepare_inputs_for_generation treats more than 16 tokens "
+            "differently"
         ]
         == 1
     )

@@ -1,4 +1,7 @@
-"""The kernel that begins a decoding step: embedding and rotary rows of the tokens, and the slots they use."""
+"""The kernel that begins a decoding step.
+
+Embedding and rotary rows of the tokens, and the slots they use.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +68,9 @@ def embedding_kernel(
     SECOND_WINDOW: tl.constexpr,
     SECOND_SPARE: tl.constexpr,
 ):
-    """x = SCALE · embedding[id]; cos, sin = cos_table[:, position], sin_table[:, position];
-    slot = length; end = length + 1; and for each kind of layer `_store_bounds`.
+    """Compute x = SCALE · embedding[id]; cos, sin = tables[:, position]; slot; end; bounds.
+
+    slot = length; end = length + 1; the bounds of each kind of layer are `_store_bounds`'s.
 
     A row of the batch has BLOCKS blocks that copy its embedding row. One more block does the rest,
     so that its loads do not queue behind those of the embedding.
@@ -147,7 +151,9 @@ def _store_bounds(
     WINDOW: tl.constexpr,
     SPARE: tl.constexpr,
 ):
-    """In a ring: slot = min(length − lowest, SPARE), or SPARE if no row is alive; end = slot + 1.
+    """Compute low; or, in a ring, slot and end.
+
+    In a ring: slot = min(length − lowest, SPARE), or SPARE if no row is alive; end = slot + 1.
     In a window of WINDOW keys: low = max(lowest, length − WINDOW + 1). Otherwise: low = lowest.
 
     A WINDOW or SPARE of 0 means that there is none. References: `Ring.slot`.
@@ -165,7 +171,7 @@ def _store_bounds(
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingOutput:
-    """What the layers of a step read besides weights and keys, at addresses that a captured graph keeps.
+    """What the layers of a step read besides weights and keys, at fixed addresses.
 
     Attributes:
         x: (batch, hidden): embedding rows, multiplied by the model's scale.
@@ -202,7 +208,10 @@ class EmbeddingOutput:
         table_dtype: torch.dtype | None = None,
         tables: int = 1,
     ) -> EmbeddingOutput:
-        """Return zeros of these sizes. `table_dtype` is the rotary tables' dtype if it is another."""
+        """Return zeros of these sizes.
+
+        `table_dtype` is the rotary tables' dtype if it is another.
+        """
 
         def rotary_rows() -> Tensor:
             return torch.zeros(tables, batch, width, dtype=table_dtype or dtype, device=device)
@@ -236,7 +245,7 @@ def embedding_launch(
     windows: tuple[Window, ...],
     scale: float = 1.0,
 ) -> KernelLaunch:
-    """Return the launch for an embedding (vocab, hidden) and rotary tables (tables, positions, width)."""
+    """Return the launch for an embedding and rotary tables (tables, positions, width)."""
     count, positions, width = tables
     block = min(MAX_BLOCK, next_power_of_two(hidden))
     blocks = -(-hidden // block)

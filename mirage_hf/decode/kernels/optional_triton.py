@@ -1,6 +1,7 @@
 """Triton where it is installed, else stand-ins that let the kernels' files be imported.
 
-Triton has packages for Linux only. On other systems decoding runs the torch versions of the kernels.
+Triton has packages for Linux only. On other systems decoding runs the torch versions of the
+kernels.
 """
 
 from __future__ import annotations

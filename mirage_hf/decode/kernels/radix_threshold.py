@@ -2,9 +2,9 @@
 
 A row's threshold is the least score that stays. It is searched among all float32 numbers, taken as
 integers of the same order (`total_order`), ROUND_BITS bits a launch. In each round every block of a
-row compares its scores with 2 ** ROUND_BITS candidate thresholds at once: it counts the scores above
-each and adds the weights of the others. The last block to arrive adds up the blocks' results and
-takes the first candidate at which a score would stay.
+row compares its scores with 2 ** ROUND_BITS candidate thresholds at once: it counts the scores
+above each and adds the weights of the others. The last block to arrive adds up the blocks' results
+and takes the first candidate at which a score would stay.
 
 Sums are taken in a fixed order, so the same scores always give the same threshold.
 """
@@ -68,8 +68,10 @@ def radix_round_kernel(
     BITS: tl.constexpr,
     WEIGHED: tl.constexpr,
 ):
-    """threshold = min {t : |{i : key[i] > t}| < keep  or  Σ_{key[i] ≤ t} weight[i] > removable},
-    BITS more bits of it, for key = total_order(ranking). Without WEIGHED only the number counts.
+    """Compute threshold = min {t : |{key > t}| < keep or Σ_{key ≤ t} weight > removable}.
+
+    key = total_order(ranking). A launch computes BITS more bits of the threshold. Without WEIGHED
+    only the number of scores counts.
 
     References: radix select, as in `torch.topk` on CUDA (Alabi et al., Fast k-selection algorithms
     for graphics processing units, 2012), here with sums of weights beside the counts.
@@ -143,7 +145,9 @@ def softmax_totals_kernel(
     BLOCKS: tl.constexpr,
     BLOCKS_TILE: tl.constexpr,
 ):
-    """greatest = max(scores); total = Σ exp(scores − greatest), or Σ exp(scores) if greatest is −inf.
+    """Compute greatest = max(scores); total = Σ exp(scores − greatest).
+
+    If the greatest score is −inf, total is 0.
 
     A row has BLOCKS blocks; the last block of a row to arrive joins their results.
 
@@ -196,7 +200,7 @@ def mask_kernel(
     FILL: tl.constexpr,
     LOWEST_INDEX_FIRST: tl.constexpr,
 ):
-    """out = scores where key > threshold, or key = threshold and the tie stays; FILL elsewhere.
+    """Compute out = scores if key > threshold or a tie at the threshold stays, else FILL.
 
     Runs after the last round, whose counts and sums are those at the threshold and at the number
     below it. `mask_scores` says which of equal scores stay.
@@ -377,8 +381,8 @@ def mask_scores(
         removable: (1,) float32.
         keep: (1,) int64.
         fill: what takes the place of removed scores.
-        lowest_index_first: among equal rankings the lowest index comes first, and by weight they stay
-            or go together. Otherwise the highest index comes first, and they go one by one.
+        lowest_index_first: among equal rankings the lowest index comes first, and by weight they
+            stay or go together. Otherwise the highest index comes first, and they go one by one.
 
     Raises:
         InputError: A tensor does not fit.

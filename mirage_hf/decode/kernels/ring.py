@@ -38,11 +38,12 @@ def ring_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """slab[layer, row, :, n mod SPARE] = slab[layer, row, :, SPARE] for n = length − lowest[row] ≥ SPARE,
-    if any row is alive.
+    """Compute slab[layer, row, :, n mod SPARE] = slab[layer, row, :, SPARE].
 
-    The first SLAB_BLOCKS blocks do so in the first slab (layers, ROWS, heads, SLOTS, DIM), the others
-    in the second one, which is like it: keys and values.
+    For rows with n = length − lowest[row] ≥ SPARE, if any row is alive.
+
+    The first SLAB_BLOCKS blocks do so in the first slab (layers, ROWS, heads, SLOTS, DIM), the
+    others in the second one, which is like it: keys and values.
 
     References: `Ring`, whose `turn` does the same with torch.
     """
@@ -99,7 +100,7 @@ def _move_newest(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Move a block of WIDTH = heads · DIM numbers of one row and layer from the spare slot to its place."""
+    """Move a block of one row's and layer's numbers from the spare slot to its place."""
     layer_row = part // BLOCKS
     n = part % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     token = length - tl.load(lowest_ptr + layer_row % ROWS)

@@ -62,7 +62,7 @@ def argmax_kernel(
     BLOCKS: tl.constexpr,
     BLOCKS_TILE: tl.constexpr,
 ):
-    """token = argmax(logits), the lowest index of equal logits; then `_advance`.
+    """Compute token = argmax(logits), the lowest index of equal logits; then `_advance`.
 
     A row has BLOCKS blocks. The last block of all rows to arrive compares their results, moves the
     state on and leaves the counter at 0, as it was.
@@ -140,7 +140,9 @@ def sample_kernel(
     BLOCKS_TILE: tl.constexpr,
     NOTHING: tl.constexpr,
 ):
-    """token = min {t : Σ_{i ≤ t} p[i] > number · Σ_i p[i]}, p = softmax(scores); NOTHING if Σ is 0 or NaN.
+    """Compute token = min {t : Σ_{i ≤ t} p[i] > number · Σ_i p[i]}, p = softmax(scores).
+
+    It is NOTHING if the sum is 0 or NaN.
 
     A row has BLOCKS blocks, which store the greatest score and the sum of exponentials. The last
     block of a row to arrive finds the block in which the sum is exceeded, then the token in that
@@ -214,7 +216,9 @@ def advance_kernel(
     EOS_TILE: tl.constexpr,
     NOTHING: tl.constexpr,
 ):
-    """`_advance` for tokens that are chosen already. NOTHING is reported, and token 0 is fed in its place.
+    """Run `_advance` for tokens that are chosen already.
+
+    NOTHING is reported, and token 0 is fed in its place.
 
     References: `choosing.settle` does the same with torch.
     """
@@ -270,8 +274,10 @@ def _advance(
     report_ptr,
     ROWS: tl.constexpr,
 ):
-    """length, position += 1; budget −= 1; ids = fed; alive = may_go_on ∧ token ∉ eos ∧ budget > 0;
-    report = (token, alive). If no row is alive only `alive` and `report` are written.
+    """Compute length, position += 1; budget −= 1; ids = fed; alive; report = (token, alive).
+
+    alive = may_go_on ∧ token ∉ eos ∧ budget > 0. If no row is alive only `alive` and `report`
+    are written.
     """
     live = tl.max(alive.to(tl.int32), axis=0)
     left = budget - live
@@ -386,8 +392,8 @@ class Sampler:
             batch: rows.
             vocab: columns of the logits.
             device: where the logits are.
-            by_kernels: launch Triton kernels, otherwise run torch. None launches kernels on CUDA. True
-                on a CPU needs Triton's interpreter.
+            by_kernels: launch Triton kernels, otherwise run torch. None launches kernels on CUDA.
+                True on a CPU needs Triton's interpreter.
 
         Raises:
             InputError: More than MAX_ROWS rows or MAX_VOCAB tokens, unless `by_kernels` is False.
@@ -395,7 +401,8 @@ class Sampler:
         fits = 0 < batch <= MAX_ROWS and 0 < vocab <= MAX_VOCAB
         if not fits and by_kernels is not False:
             raise errors.InputError(
-                f"decode: logits are {errors.shape((batch, vocab))}; the kernels take 1 to {MAX_ROWS} "
+                f"decode: logits are {errors.shape((batch, vocab))}; the kernels take 1 to "
+                f"{MAX_ROWS} "
                 f"rows and 1 to {MAX_VOCAB} tokens, use choose_greedily"
             )
         argmax_blocks = -(-vocab // argmax_block(batch, vocab)) if fits else 0
@@ -419,7 +426,7 @@ class Sampler:
             )
 
     def argmax(self, control: Control, logits: Tensor) -> None:
-        """Choose the greatest logits and move the state on as `choose_greedily` does, in one launch.
+        """Choose the greatest logits and move on, as `choose_greedily` does, in one launch.
 
         Args:
             control: state of the call.

@@ -12,7 +12,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 @triton.jit
 def total_order(x):
-    """key(x) = sign(x) · bits(|x|), an int32 tensor; key(NaN) = 2³¹ − 1.
+    """Compute key(x) = sign(x) · bits(|x|), an int32 tensor; key(NaN) = 2³¹ − 1.
 
     x <= y if and only if key(x) <= key(y); -0.0 equals 0.0, and every NaN is above everything else.
 
