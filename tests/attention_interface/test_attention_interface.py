@@ -469,21 +469,44 @@ from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.search.engine import search
 from mirage_hf.tune import space
 
-block = MASKED_ATTENTION.block(kv_heads=2, group=2, head_dim=16, value_dim=32, dtype=torch.float16, sinks=True, scale=0.3, softcap=30.0)
-program = block.program(2, slots=77, strides=((77 * 2 * 16, 16, 2 * 16, 1), None))  # keys lie as (rows, slots, heads, d)
+block = MASKED_ATTENTION.block(
+    kv_heads=2,
+    group=2,
+    head_dim=16,
+    value_dim=32,
+    dtype=torch.float16,
+    sinks=True,
+    scale=0.3,
+    softcap=30.0,
+)
+program = block.program(
+    2, slots=77, strides=((77 * 2 * 16, 16, 2 * 16, 1), None)
+)  # keys lie as (rows, slots, heads, d)
 torch.manual_seed(0)
-inputs = [torch.empty_strided(t.dims, t.strides, dtype=t.dtype).copy_(torch.randn(t.dims)) for t in program.inputs]
+inputs = [
+    torch.empty_strided(t.dims, t.strides, dtype=t.dtype).copy_(torch.randn(t.dims))
+    for t in program.inputs
+]
 mask = torch.rand(2, 1, 1, 77) < 0.3
-mask[0, ..., 8:61], mask[0, ..., 3], mask[0, ..., 70:], mask[1, ..., 5:] = False, True, False, False  # whole tiles and parts are shut
+mask[0, ..., 8:61], mask[0, ..., 3], mask[0, ..., 70:], mask[1, ..., 5:] = (
+    False,
+    True,
+    False,
+    False,
+)  # whole tiles and parts are shut
 inputs[3:6] = bounds_of(mask, torch.float16)
 inputs[1][1, :, 5:] = inputs[1][0, :, 72:] = float("nan")
-want, = run_kernel_graph(program, [x.double() if x.is_floating_point() else x for x in inputs], torch.float64)
+(want,) = run_kernel_graph(
+    program, [x.double() if x.is_floating_point() else x for x in inputs], torch.float64
+)
 found, _ = search(block.program(2, slots=256), SearchOptions(time_limit=20, threads=1))
 errors = {}
 for kernels in (1, 2):
-    ugraph = symbolic.for_program(next(f.ugraph for f in found if f.ugraph.num_kernels == kernels), program)
+    ugraph = symbolic.for_program(
+        next(f.ugraph for f in found if f.ugraph.num_kernels == kernels), program
+    )
     made = triton.generate(ugraph, [space.schedules(op, limit=1)[0] for op in ugraph.block_ops])
-    got, = compiler.load(made.source, made.digest).run(inputs)
+    (got,) = compiler.load(made.source, made.digest).run(inputs)
     errors[kernels] = float((got - want).abs().max())
 print(json.dumps(errors))
 """

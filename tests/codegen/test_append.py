@@ -317,23 +317,28 @@ wrong = []
 for name, g in t.PROGRAMS.items():
     candidates = t.searched(g).candidates
     for u in [min(candidates, key=lambda c: c.ugraph.num_kernels).ugraph]:
-        slots, rows = (next(x.dims[2] for x in g.inputs if x.name == n) for n in ("keys", "new_keys"))
+        slots, rows = (
+            next(x.dims[2] for x in g.inputs if x.name == n) for n in ("keys", "new_keys")
+        )
         for schedules in t.schedules_of(u):
             program = triton.generate(u, schedules)
             run = compiler.load(program.source, program.digest).run
-            for lo, slot in t.LENGTHS[name == "rotated"::2]:
+            for lo, slot in t.LENGTHS[name == "rotated" :: 2]:
                 if slot + rows > slots:
                     continue
                 inputs = t.inputs_of(g, lo, slot)
                 want = t.exact(g, [x.clone() for x in inputs])
                 # Nobody may see what the slots held before they are written.
-                for before in (0.0, 100.0)[not THOROUGH:]:
+                for before in (0.0, 100.0)[not THOROUGH :]:
                     given = [x.clone() for x in inputs]
                     for n, x in enumerate(g.inputs):
                         if x.name in ("keys", "values"):
-                            given[n][0, :, slot:slot + rows] = before
+                            given[n][0, :, slot : slot + rows] = before
                     got = run(given)
-                    if got[1].data_ptr() != given[[x.name for x in g.inputs].index("keys")].data_ptr():
+                    if (
+                        got[1].data_ptr()
+                        != given[[x.name for x in g.inputs].index("keys")].data_ptr()
+                    ):
                         wrong.append([name, "not in place"])
                     for n, (y, z) in enumerate(zip(got, want)):
                         far = float((y.double() - z).abs().max())
@@ -344,7 +349,9 @@ for name, g in t.PROGRAMS.items():
                 caches = [n for n, x in enumerate(g.inputs) if x.name in ("keys", "values")]
                 kept = [inputs[n][:1].clone() for n in caches]
                 run(inputs)
-                if rows == 1 and any(not torch.equal(inputs[n][:1], x) for n, x in zip(caches, kept)):
+                if rows == 1 and any(
+                    not torch.equal(inputs[n][:1], x) for n, x in zip(caches, kept)
+                ):
                     wrong.append([name, "written outside"])
 print(json.dumps(wrong))
 """

@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+
 @triton.jit
 def slow_copy(x_ptr, y_ptr, cycles_ptr, overlaps: tl.constexpr):
     """Lets the next launch begin at once, then takes its time before it writes."""
@@ -34,10 +35,14 @@ def slow_copy(x_ptr, y_ptr, cycles_ptr, overlaps: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * 256 + tl.arange(0, 256)
     cycles = tl.load(cycles_ptr + tl.program_id(0))
-    begin = tl.inline_asm_elementwise("mov.u32 $0, %clock;", "=r", [], tl.int32, is_pure=False, pack=1)
+    begin = tl.inline_asm_elementwise(
+        "mov.u32 $0, %clock;", "=r", [], tl.int32, is_pure=False, pack=1
+    )
     passed = begin * 0
     while passed < cycles:
-        now = tl.inline_asm_elementwise("mov.u32 $0, %clock;", "=r", [], tl.int32, is_pure=False, pack=1)
+        now = tl.inline_asm_elementwise(
+            "mov.u32 $0, %clock;", "=r", [], tl.int32, is_pure=False, pack=1
+        )
         passed = now - begin
     tl.store(y_ptr + n, tl.load(x_ptr + n + (passed < 0).to(tl.int32)))
 '''

@@ -444,16 +444,21 @@ from tests.codegen.test_ragged import PROGRAMS, attention, found_of, inputs_of
 from mirage_hf.codegen import compile as compiler, triton
 from mirage_hf.graph.execute import run_kernel_graph
 
-programs = PROGRAMS | {"split": attention(heads=2, keys=700, d=16), "tensor cores": attention(q=16, keys=70, d=16, bounds=(3, 16, 1))}
+programs = PROGRAMS | {
+    "split": attention(heads=2, keys=700, d=16),
+    "tensor cores": attention(q=16, keys=70, d=16, bounds=(3, 16, 1)),
+}
 found = {}
 for name, g in programs.items():
     worst, nans = 0.0, False
-    inputs = inputs_of(g, nan="k" if "k" in [t.name for t in g.inputs] and name != "spelled out" else "")
-    want, = run_kernel_graph(g, inputs, torch.float64)
+    inputs = inputs_of(
+        g, nan="k" if "k" in [t.name for t in g.inputs] and name != "spelled out" else ""
+    )
+    (want,) = run_kernel_graph(g, inputs, torch.float64)
     for f in found_of(g)[:4]:
         program = triton.generate(f.ugraph)
         module = compiler.load(program.source, program.digest)
-        got, = module.run(inputs)
+        (got,) = module.run(inputs)
         module.check("cpu")
         worst = max(worst, float((got - want).abs().max()))
         nans = nans or not bool(got.isfinite().all())

@@ -317,8 +317,12 @@ from tests.codegen import test_rope
 from mirage_hf.codegen import compile as compiler, triton
 from mirage_hf.graph.execute import run_kernel_graph
 
-programs = test_rope.PROGRAMS | {"rows": test_rope.rotation(rows=9, d=80, norm=True), "tensor cores": test_rope.projected(16, 64, 32),
-                                 "bf16": test_rope.rotation(d=64, dtype="bfloat16"), "many keys": test_rope.attention(keys=300, d=32)}
+programs = test_rope.PROGRAMS | {
+    "rows": test_rope.rotation(rows=9, d=80, norm=True),
+    "tensor cores": test_rope.projected(16, 64, 32),
+    "bf16": test_rope.rotation(d=64, dtype="bfloat16"),
+    "many keys": test_rope.attention(keys=300, d=32),
+}
 found = {}
 for name, g in programs.items():
     inputs = test_rope.inputs_of(g)

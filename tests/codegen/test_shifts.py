@@ -233,7 +233,9 @@ for name, g in test_shifts.PROGRAMS.items():
         want = test_shifts.exact(g, inputs)
         for f in [f for f in test_shifts.found_of(g) if test_shifts.in_range(f)][:2]:
             program = triton.generate(f.ugraph)
-            error = test_shifts.error_of(compiler.load(program.source, program.digest).run(inputs), want)
+            error = test_shifts.error_of(
+                compiler.load(program.source, program.digest).run(inputs), want
+            )
             found[name] = max(found.get(name, 0.0), error)
 print(json.dumps(found))
 """

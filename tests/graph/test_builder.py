@@ -481,11 +481,13 @@ REFUSED = {
         walked(bg := block()),
         bg.new_input(W64(), None, 1),
     ),
-    r"grid dim x cuts dim 0 of X \(size 16.*and dim 0 of W \(size 64.*have a grid dim each": lambda: (
+    r"grid dim x cuts dim 0 of X \(size 16.*and dim 0 of W \(size "
+    r"64.*have a grid dim each": lambda: (
         (bg := block()).new_input(X16(), {"x": 0}) and bg.new_input(W64(), {"x": 0})
     ),
-    r"exp: %v\d \(16, 16\) is the sum over one trip of the loop only; accumulate it first \(accum\)": lambda: (
-        (bg := block()).exp(bg.matmul(walked(bg), bg.new_input(W64(), {"x": 1}, 0)))
+    r"exp: %v\d \(16, 16\) is the sum over one trip of the loop "
+    r"only; accumulate it first \(accum\)": lambda: (bg := block()).exp(
+        bg.matmul(walked(bg), bg.new_input(W64(), {"x": 1}, 0))
     ),
     r"matmul: %X \(16, 1\) is the max over one trip.*accum_max": lambda: (bg := block((1,))).matmul(
         bg.reduction(walked(bg), 1, "max"), bg.new_input(mi.new_kernel_graph().new_input((1, 8)))
@@ -526,12 +528,10 @@ REFUSED = {
     r"is the same in every trip of the loop": lambda: (bg := block((1,))).accum(
         bg.new_input(W64())
     ),
-    r"softmax: dim 1 of X is whole in every block and walked by the loop; spell it out with accum_max": lambda: (
-        (bg := block((1,))).softmax(walked(bg))
-    ),
-    r"a mean over dim 1 of X, which is whole in every block and walked by the loop, would depend": lambda: (
-        (bg := block((1,))).rms_norm(walked(bg))
-    ),
+    r"softmax: dim 1 of X is whole in every block and walked by "
+    r"the loop; spell it out with accum_max": lambda: (bg := block((1,))).softmax(walked(bg)),
+    r"a mean over dim 1 of X, which is whole in every block and "
+    r"walked by the loop, would depend": lambda: (bg := block((1,))).rms_norm(walked(bg)),
     r"a mean over dim 1 of X, which is cut by grid dim x": lambda: (bg := block()).reduction(
         bg.new_input(X16(), {"x": 1}), 1, "mean"
     ),
@@ -582,7 +582,8 @@ def test_an_axis_cut_in_one_input_and_whole_in_another():
     )
     with pytest.raises(
         errors.GraphError,
-        match=r"matmul: %X \(8, 4\) and %W \(4, 4\): dim 1 of X \(size 16, cut by grid dim x\) meets dim 0 of W "
+        match=r"matmul: %X \(8, 4\) and %W \(4, 4\): dim 1 of X "
+        r"\(size 16, cut by grid dim x\) meets dim 0 of W "
         r"\(size 4, whole in every block\); what meets must be cut alike",
     ):
         bg.matmul(x, w)

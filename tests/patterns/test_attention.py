@@ -139,11 +139,16 @@ for seed in range(test_attention.RANDOM):
     what = f"seed {seed} kind {number} ({k}) slots {slots} {[*map(str, schedules)]}"
     try:
         as_close_as(got, stock, exact, what)
-        assert configs.untouched(k, g, inputs, after), f"{what}: a slot that is not appended to has changed"
+        assert configs.untouched(k, g, inputs, after), (
+            f"{what}: a slot that is not appended to has changed"
+        )
     except AssertionError as e:
         wrong.append(str(e))
 
-k, slots = configs.kind(16, configs.SMALL), 24  # three queries; of rows past the end nothing is written, there or elsewhere
+k, slots = (
+    configs.kind(16, configs.SMALL),
+    24,
+)  # three queries; of rows past the end nothing is written, there or elsewhere
 c = next(c for c in configs.searched(k, 32, 32) if len(effects.stored(c.ugraph.kernels)) == 2)
 u = symbolic.for_program(c.ugraph, k.program(slots))
 program = triton.generate(u)
@@ -163,7 +168,11 @@ for at in (slots - 1, slots, -2):
     for memory, before in around:
         changed = (memory != before).view(3, -1, slots, k["head_dim"]).any(-1).any(1)
         inside = {at + i for i in range(k["queries"])} & set(range(slots))
-        if changed[0].any() or changed[2].any() or set(changed[1].nonzero().flatten().tolist()) != inside:
+        if (
+            changed[0].any()
+            or changed[2].any()
+            or set(changed[1].nonzero().flatten().tolist()) != inside
+        ):
             wrong.append(f"slot {at} of {slots}: {changed.nonzero().tolist()} were written")
 print(json.dumps(wrong))
 """

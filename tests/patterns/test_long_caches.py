@@ -134,7 +134,10 @@ from mirage_hf.codegen.plan import cooperation
 
 wrong, before = [], (cooperation.GATHERED_PER_THREAD, cooperation.MOST_UNLOOPED_BLOCKS)
 for case in t.CASES:
-    cooperation.GATHERED_PER_THREAD, cooperation.MOST_UNLOOPED_BLOCKS = case["gathered"], case["straight"]
+    cooperation.GATHERED_PER_THREAD, cooperation.MOST_UNLOOPED_BLOCKS = (
+        case["gathered"],
+        case["straight"],
+    )
     u, schedules = t.walking(**case)
     program = triton.generate(u, schedules)
     run = compiler.load(program.source, program.digest).run

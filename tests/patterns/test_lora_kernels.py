@@ -26,17 +26,41 @@ from mirage_hf.tune.tuner import rank
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.verify.numeric_cases import Case
 from mirage_hf.verify.case_inputs import copied, make_inputs
+
 half, single = torch.float16, torch.float32
-packed = RMS_NORM_LINEAR.block(k=96, n=(40, 24, 24), bias=True, eps=1e-5, dtype=half, lora=BlockAdapters((3, 0, 3), single, True))
-blocks = {"down": LORA_DOWN.block(k=96, r=(3, 5), eps=1e-5, dtype=half, adapter_dtype=single), "packed": packed,
-          "apart": GATED_MLP.block(k=64, n=40, activation="silu", norm=True, bias=False, eps=1e-5, dtype=half,
-                                   lora=BlockAdapters((4, 7), half)),
-          "one": LINEAR_RESIDUAL.block(k=64, n=40, bias=False, dtype=half, lora=BlockAdapters((4,), single))}
+packed = RMS_NORM_LINEAR.block(
+    k=96,
+    n=(40, 24, 24),
+    bias=True,
+    eps=1e-5,
+    dtype=half,
+    lora=BlockAdapters((3, 0, 3), single, True),
+)
+blocks = {
+    "down": LORA_DOWN.block(k=96, r=(3, 5), eps=1e-5, dtype=half, adapter_dtype=single),
+    "packed": packed,
+    "apart": GATED_MLP.block(
+        k=64,
+        n=40,
+        activation="silu",
+        norm=True,
+        bias=False,
+        eps=1e-5,
+        dtype=half,
+        lora=BlockAdapters((4, 7), half),
+    ),
+    "one": LINEAR_RESIDUAL.block(
+        k=64, n=40, bias=False, dtype=half, lora=BlockAdapters((4,), single)
+    ),
+}
 far = {}
 for name, block in blocks.items():
     for rows in (1, 3, 17):
         g = block.program(rows)
-        ugraphs = [c.ugraph for c in promising(search_and_verify(g, SearchOptions(time_limit=20)).candidates)][:2]
+        ugraphs = [
+            c.ugraph
+            for c in promising(search_and_verify(g, SearchOptions(time_limit=20)).candidates)
+        ][:2]
         tried = [c for c in rank(ugraphs, H200, 6) if not c.is_library]
         picked = {any(s.mma for s in c.schedules): c for c in reversed(tried)}
         inputs = make_inputs(g, Case("random"), seed=rows)
@@ -44,7 +68,9 @@ for name, block in blocks.items():
         for mma, c in picked.items():
             p = triton.generate(c.ugraph, c.schedules)
             got = compiler.load(p.source, p.digest).run(copied(inputs))[0]
-            far[f"{name} {rows} {'mma' if mma else 'fma'}"] = float((got.double() - want).abs().max() / want.abs().max())
+            far[f"{name} {rows} {'mma' if mma else 'fma'}"] = float(
+                (got.double() - want).abs().max() / want.abs().max()
+            )
 print(json.dumps(far))
 """
 

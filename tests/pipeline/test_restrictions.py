@@ -83,7 +83,8 @@ def test_rows_and_columns_cannot_both_be_cut_by_x():
     g = small()
     with pytest.raises(
         errors.SearchError,
-        match=r"no kernel that was found keeps to imaps=\[\{x→0\}, \{x→1\}\]: the best has t0 imap .*allow those maps",
+        match=r"no kernel that was found keeps to imaps=\[\{x→0\}, \{x→1\}\]: "
+        r"the best has t0 imap .*allow those maps",
     ):
         found(g, imaps=[(0,), (1,)])
 

@@ -88,7 +88,8 @@ def test_tensors_it_was_not_made_for_are_refused() -> None:
             torch_op.run(list(inputs), name)
     with pytest.raises(
         ZooError,
-        match=r"no kernel for program 0123456789ab… in this process \(.*run mirage_hf.optimize here",
+        match=r"no kernel for program 0123456789ab… in this process "
+        r"\(.*run mirage_hf.optimize here",
     ):
         torch_op.run([x, w], "0123456789abcdef")
 
