@@ -1,7 +1,7 @@
 """The import graph: stages import earlier stages only, and there are no circles.
 
-Imports inside functions and under TYPE_CHECKING count like any others. The order of stages is read from
-the import-linter contract in pyproject.toml, so there is one list of it.
+Imports inside functions and under TYPE_CHECKING count like any others. The order of stages is read
+from the import-linter contract in pyproject.toml, so there is one list of it.
 """
 
 from __future__ import annotations
