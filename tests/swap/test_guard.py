@@ -426,8 +426,8 @@ def test_a_removed_child_retires_the_kernels_for_good(swapped_layer: Any) -> Non
     swapped_layer.mlp = mlp
     assert choose(swapped_layer, rows(1, 1, 32)) == "mlp was removed"
     assert binding.composition is None and binding.traced == "" and binding.kernels == {}
-    kept = ("watched", "dropouts", "containers", "parameters", "absent", "classes", "constants")
-    assert not any(getattr(binding, name) for name in (*kept, "tuners"))
+    kept = ("children", "dropouts", "containers", "weights", "absences", "classes", "numbers")
+    assert not any(getattr(binding, name) for name in (*kept, "adapters"))
 
 
 def test_a_moved_weight_may_come_back_and_a_replaced_one_may_not(swapped_layer: Any) -> None:
