@@ -14,8 +14,8 @@ class SearchOptions:
     """Limits and restrictions of one search.
 
     The search is complete within its limits. Every limit trades the size of the searched space for
-    time, and `SearchReport.stop` says which one was hit first. With the defaults, an attention block
-    or a gated MLP is searched to the end, in seconds at most.
+    time, and `SearchReport.stop` says which one was hit first. With the defaults, an attention
+    block or a gated MLP is searched to the end, in seconds at most.
 
         >>> options = SearchOptions(time_limit=10, max_kernels=1)
         >>> ranked, report = search(graph, options)
