@@ -11,43 +11,65 @@ from difflib import get_close_matches
 
 
 class MirageError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of everything that the package raises on purpose: catch it to catch them all."""
 
 
 class GraphError(MirageError, ValueError):
-    """A tensor program that cannot be built: shapes, dtypes, axes or tensors of another graph."""
+    """A graph that cannot be built.
+
+    Shapes or axes do not fit, or a tensor belongs to another graph. Change the call that the
+    message names.
+    """
 
 
 class UnknownOpError(GraphError, AttributeError):
-    """An op name that the op table does not have."""
+    """An op name that the op table does not have. The message lists the names that it has."""
 
 
 class DTypeError(GraphError, TypeError):
-    """A dtype the op table or a backend does not support."""
+    """A dtype that an op or a backend does not support. Convert with `graph.cast`."""
 
 
 class FormatError(MirageError, ValueError):
-    """A file or text that is damaged, of another kind, or of a newer version."""
+    """A file or text that is damaged, of another kind, or of a newer version.
+
+    Write the file again with `to_json()`, or read it with the loader that the message names.
+    """
 
 
 class InputError(MirageError, ValueError):
-    """Tensors given to a kernel that differ from what it was built for."""
+    """A tensor that differs from what a kernel was built for.
+
+    Convert the tensor, or build the graph for its shape, dtype and strides.
+    """
 
 
 class SearchError(MirageError, ValueError):
-    """Search options that are impossible, or a program the search cannot take."""
+    """Search options that are impossible, or a program that the search cannot take.
+
+    Change the option or the op that the message names.
+    """
 
 
 class VerificationError(MirageError):
-    """A µGraph that is not equivalent to its program, or whose rounding is worse than stock."""
+    """A µGraph that does not compute its program, or that rounds worse than stock.
+
+    Correct the µGraph. One that the search found is never rejected here.
+    """
 
 
 class CodegenError(MirageError):
-    """A block graph or schedule for which no kernel can be generated or compiled."""
+    """A block graph or schedule without a kernel that can be generated or compiled.
+
+    Choose another schedule, or leave the choice to the tuner.
+    """
 
 
 class SamplingError(MirageError, RuntimeError):
-    """Scores from which no token can be drawn. A RuntimeError, as stock raises."""
+    """Scores from which no token can be drawn, because they hold NaN or no finite number.
+
+    It is a RuntimeError because stock transformers raises one.
+    """
 
 
 class DistributionError(MirageError, ValueError):
@@ -57,20 +79,21 @@ class DistributionError(MirageError, ValueError):
 class ZooError(MirageError):
     """A kernel zoo that cannot be read or written.
 
-    A single bad entry is skipped with a reason instead.
+    Name a folder or Hub repo that exists. A single bad entry is no error; it is skipped with a
+    reason.
     """
 
 
 class SettingsError(MirageError, ValueError):
-    """An environment variable with a value that it cannot have."""
+    """An environment variable with a value that it cannot have. Correct it, or unset it."""
 
 
 class OptimizeError(MirageError, ValueError):
-    """A model that `optimize()` must not touch."""
+    """A model that `optimize()` must not touch. The message says what to change about it first."""
 
 
 class OptimizeWarning(UserWarning):
-    """`optimize()` changed less than the user may expect."""
+    """A warning that `optimize()` changed less than may be expected. Its report says why."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +143,8 @@ def inner_sizes_differ(a_name: str, a: Sequence[int], b_name: str, b: Sequence[i
     )
 
 
-#: Ops by the names that they have in torch.
-_ELSEWHERE = {
+#: What to write here for names that ops have in torch.
+_FROM_TORCH = {
     "sum": 'reduction(x, dim, "sum")',
     "mean": 'reduction(x, dim, "mean")',
     "amax": 'reduction(x, dim, "max")',
@@ -145,7 +168,7 @@ def unknown_op(name: str, known: Iterable[str]) -> UnknownOpError:
     """Return the error of an op that the op table does not have, with what to write instead."""
     known = sorted(known)
     hint = (
-        f"; here it is {_ELSEWHERE[name]}." if name in _ELSEWHERE else suggest(name, known) or "."
+        f"; here it is {_FROM_TORCH[name]}." if name in _FROM_TORCH else suggest(name, known) or "."
     )
     return UnknownOpError(f"unknown op {name!r}{hint} Known ops: {', '.join(known)}")
 

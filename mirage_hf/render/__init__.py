@@ -1,1 +1,1 @@
-"""Draw graphs and write HTML reports."""
+"""Pictures of µGraphs: layout of layered graphs, boxes and arrows as SVG."""

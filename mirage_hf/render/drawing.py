@@ -1,25 +1,32 @@
-"""Draw panels of boxes and arrows as SVG text.
-
-This file knows widths of text, columns of panels, colours and the legend. picture.py says what is
-drawn.
-"""
+"""Panels of boxes and arrows as SVG text. `render/picture.py` says what is drawn."""
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
 from mirage_hf.render import layered
 
-#: Pixels of a character of each class of text. All text is monospaced, so boxes can be made to fit.
+#: Width of a character of each class of text, in pixels. All text is monospaced, so boxes can fit
+#: it.
 ADVANCE = {"plain": 7.25, "bold": 7.25, "small": 6.35, "band": 6.65, "title": 8.45}
-#: Pixels of a line in a box, of a line of small text outside one, and of the padding in a box.
-LINE, SMALL, PAD = 17.0, 14.0, 11.0
 
-#: Fill, stroke and meaning of each kind of box. The strokes are Okabe and Ito's colours, which any
-#: eye can tell apart; the text in a box says the same.
+#: Height of a line in a box, in pixels.
+LINE = 17.0
+
+#: Height of a line of small text outside a box, in pixels.
+SMALL = 14.0
+
+#: Height of a line of an edge's label, in pixels.
+LABEL = 13.0
+
+#: Padding inside a box, in pixels.
+PAD = 11.0
+
+#: Fill, stroke and meaning of each kind of box. The strokes are the colours of Okabe and Ito, which
+#: people with colour blindness can tell apart. The text in a box says the same.
 STYLES = {
     "tensor": ("#e3eefa", "#0072b2", "tensor in device memory"),
     "block": ("#fdeccb", "#c98500", "kernel that runs a block graph"),
@@ -33,34 +40,46 @@ STYLES = {
 }
 _DASHED = ("view",)
 
-_CSS = "\n".join(
-    [
-        '  .ugraph text { font: 12px "DejaVu Sans Mono", Menlo, Consolas, monospace; '
-        "fill: #17202b; text-anchor: middle; }",
-        "  .ugraph text.bold { font-weight: bold; }",
-        "  .ugraph text.small { font-size: 10.5px; fill: #43515f; }",
-        "  .ugraph text.left { text-anchor: start; }",
-        "  .ugraph text.title { font-size: 14px; font-weight: bold; text-anchor: start; }",
-        "  .ugraph text.band { font-size: 11px; font-weight: bold; fill: #2f4256; text-anchor: "
-        "start; }",
-        "  .ugraph path.edge { fill: none; stroke: #6b7a8a; stroke-width: 1.4; }",
-        "  .ugraph path.tip { fill: #6b7a8a; stroke: none; }",
-        "  .ugraph rect { stroke-width: 1.5; }",
-        "  .ugraph rect.page { fill: #ffffff; stroke: none; }",
-        "  .ugraph rect.panel { fill: #f6f8fa; stroke: #cfd7df; }",
-        "  .ugraph rect.band { fill: #ffffff; stroke: #a9b7c5; stroke-dasharray: 5 3; }",
-        "  .ugraph rect.label { fill: #f6f8fa; stroke: none; }",
-        *(
-            f"  .ugraph rect.{name} {{ fill: {fill}; stroke: "
-            f"{stroke};{' stroke-dasharray: 4 2.5;' if name in _DASHED else ''} }}"
-            for name, (fill, stroke, _) in STYLES.items()
-        ),
-    ]
-)
+_TEXT_CSS = """\
+  .ugraph text { font: 12px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #17202b; \
+text-anchor: middle; }
+  .ugraph text.bold { font-weight: bold; }
+  .ugraph text.small { font-size: 10.5px; fill: #43515f; }
+  .ugraph text.left { text-anchor: start; }
+  .ugraph text.title { font-size: 14px; font-weight: bold; text-anchor: start; }
+  .ugraph text.band { font-size: 11px; font-weight: bold; fill: #2f4256; text-anchor: start; }
+  .ugraph path.edge { fill: none; stroke: #6b7a8a; stroke-width: 1.4; }
+  .ugraph path.tip { fill: #6b7a8a; stroke: none; }
+  .ugraph rect { stroke-width: 1.5; }
+  .ugraph rect.page { fill: #ffffff; stroke: none; }
+  .ugraph rect.panel { fill: #f6f8fa; stroke: #cfd7df; }
+  .ugraph rect.band { fill: #ffffff; stroke: #a9b7c5; stroke-dasharray: 5 3; }
+  .ugraph rect.label { fill: #f6f8fa; stroke: none; }
+"""
 
-_MARGIN, _INSET = 20.0, 22.0
+
+def _css() -> str:
+    boxes = []
+    for name, (fill, stroke, _) in STYLES.items():
+        dashes = " stroke-dasharray: 4 2.5;" if name in _DASHED else ""
+        boxes.append(f"  .ugraph rect.{name} {{ fill: {fill}; stroke: {stroke};{dashes} }}")
+    return _TEXT_CSS + "\n".join(boxes)
+
+
+_CSS = _css()
+
+
+#: Pixels around panels, and between them.
+_MARGIN = 20.0
+
+#: Pixels inside a panel, beside and below its drawing.
+_INSET = 22.0
+
 #: Width by height that a page of panels comes near to.
 _ASPECT = 1.5
+
+#: Height of a page's title and of a panel's title, and least width of a page, in pixels.
+_HEADER, _LEAST_WIDTH = 46.0, 640.0
 
 
 def width(text: str, kind: str) -> float:
@@ -70,30 +89,30 @@ def width(text: str, kind: str) -> float:
 
 @dataclass(frozen=True)
 class Node:
-    """A box with lines of text.
-
-    Attributes:
-        lines: Pairs of text and class of text.
-        style: A key of STYLES.
-        layer: The layer it stands in, 0 at the top.
-        least: Its least width in pixels.
-    """
+    """A box with lines of text."""
 
     key: str
+
+    #: Pairs of a text and its class, a key of ADVANCE.
     lines: tuple[tuple[str, str], ...]
+
+    #: A key of STYLES.
     style: str
+
     layer: int
+
+    #: Least width in pixels.
     least: float = 0.0
 
     @property
     def box(self) -> layered.Box:
-        """Its size and layer."""
+        """The box to be placed."""
         wide = max(*(width(text, kind) + 2 * PAD for text, kind in self.lines), self.least)
         return layered.Box(self.key, wide, LINE * len(self.lines) + PAD, self.layer)
 
 
 @dataclass(frozen=True)
-class Frame:
+class LayerFrame:
     """A frame around layers `first` to `last`, with lines of text at its left."""
 
     first: int
@@ -103,17 +122,19 @@ class Frame:
 
 @dataclass
 class Panel:
-    """A titled drawing.
-
-    It holds boxes, edges by their ends with lines of text before the head, frames, and facts below
-    the title.
-    """
+    """A titled drawing."""
 
     title: str
+
+    #: Lines below the title.
     facts: list[str] = field(default_factory=list)
+
     nodes: list[Node] = field(default_factory=list)
+
+    #: Lines of text before an edge's head, by its ends.
     edges: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
-    frames: list[Frame] = field(default_factory=list)
+
+    frames: list[LayerFrame] = field(default_factory=list)
 
     def add(
         self, key: str, lines: Iterable[tuple[str, str]], style: str, layer: int, least: float = 0.0
@@ -122,18 +143,21 @@ class Panel:
         self.nodes.append(Node(key, tuple(lines), style, layer, least))
 
     def join(self, a: str, b: str, label: tuple[str, ...] = ()) -> None:
-        """Add an edge between two boxes."""
+        """Add an edge."""
         self.edges.setdefault((a, b), label)
 
 
 def label_width(lines: Sequence[str]) -> float:
-    """Return the width of the widest line."""
+    """Return the pixels that an edge's label takes."""
     return max((width(line, "small") for line in lines), default=0.0) + 8
+
+
+# -- pages -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Drawing:
-    """A panel's SVG and its size."""
+    """A drawn panel."""
 
     width: float
     height: float
@@ -142,47 +166,39 @@ class _Drawing:
 
 def page(title: str, panels: Sequence[Panel]) -> str:
     """Return panels as one SVG, in reading order: down a column, then the next column."""
-    header = 46.0
-    drawings = [_draw(p) for p in panels]
-    columns = _columns([(d.width, d.height) for d in drawings])
-    parts, x, bottom = [], _MARGIN, header
-    for column in columns:
-        y = header
+    drawings = [_PanelDrawing(p).drawing() for p in panels]
+    parts, x, bottom = [], _MARGIN, _HEADER
+    for column in _columns([(d.width, d.height) for d in drawings]):
+        y = _HEADER
         for n in column:
-            parts.append(
-                "\n".join(
-                    [f'<g transform="translate({x:.1f},{y:.1f})">', *drawings[n].lines, "</g>"]
-                )
-            )
+            parts += [f'<g transform="translate({x:.1f},{y:.1f})">', *drawings[n].lines, "</g>"]
             y += drawings[n].height + _MARGIN
         bottom = max(bottom, y - _MARGIN)
         x += max(drawings[n].width for n in column) + _MARGIN
-    wide = max(x, 640.0, width(title, "title") + 2 * _MARGIN)
+    wide = max(x, _LEAST_WIDTH, width(title, "title") + 2 * _MARGIN)
     legend, rows = _legend({n.style for p in panels for n in p.nodes}, wide - 2 * _MARGIN)
     high = bottom + 24 + LINE * 1.4 * rows
-    return "\n".join(
-        [
-            '<svg xmlns="http://www.w3.org/2000/svg" class="ugraph" '
-            f'width="{wide:.0f}" height="{high:.0f}" '
-            f'viewBox="0 0 {wide:.0f} {high:.0f}" role="img">',
-            f"<title>{escape(title)}</title>",
-            f"<style>\n{_CSS}\n</style>",
-            f'<rect class="page" width="{wide:.0f}" height="{high:.0f}"/>',
-            _text(_MARGIN, 30, title, "title"),
-            *parts,
-            f'<g transform="translate({_MARGIN:.1f},{bottom + 18:.1f})">',
-            *legend,
-            "</g>",
-            "</svg>",
-            "",
-        ]
-    )
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="ugraph" width="{wide:.0f}" '
+        f'height="{high:.0f}" viewBox="0 0 {wide:.0f} {high:.0f}" role="img">',
+        f"<title>{escape(title)}</title>",
+        f"<style>\n{_CSS}\n</style>",
+        f'<rect class="page" width="{wide:.0f}" height="{high:.0f}"/>',
+        _text(_MARGIN, 30, title, "title"),
+        *parts,
+        f'<g transform="translate({_MARGIN:.1f},{bottom + 18:.1f})">',
+        *legend,
+        "</g>",
+        "</svg>",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def _columns(sizes: Sequence[tuple[float, float]]) -> list[list[int]]:
-    """Return panels in columns, in order.
+    """Return panels in columns, in order, so that the page comes near to _ASPECT.
 
-    Every height of a run of panels is tried, so that the page comes near to _ASPECT.
+    The height of every run of panels is tried as the height of the columns.
     """
     best: tuple[float, list[list[int]]] = (float("inf"), [list(range(len(sizes)))])
     heights = {
@@ -205,126 +221,15 @@ def _columns(sizes: Sequence[tuple[float, float]]) -> list[list[int]]:
     return best[1]
 
 
-def _draw(panel: Panel) -> _Drawing:
-    """Draw one panel."""
-    boxes = [n.box for n in panel.nodes]
-    by_key = {n.key: n for n in panel.nodes}
-    above: dict[int, float] = {}
-    for (_, b), label in panel.edges.items():
-        if label:
-            above[by_key[b].layer] = max(above.get(by_key[b].layer, 0.0), 13.0 * len(label))
-    for band in panel.frames:
-        above[band.first] = above.get(band.first, 0.0) + 14
-        above[band.last + 1] = above.get(band.last + 1, 0.0) + 14
-    placed = layered.place(boxes, list(panel.edges), above)
-    short = {}
-    for band in panel.frames:  # leave room for its text
-        short[band] = max(
-            0.0,
-            SMALL * len(band.lines)
-            + 12
-            - (placed.layers[band.last][1] - placed.layers[band.first][0] + 24),
-        )
-        above[band.last + 1] = above.get(band.last + 1, 0.0) + short[band]
-    if any(short.values()):
-        placed = layered.place(boxes, list(panel.edges), above)
-    gutter = max(
-        (width(line, "band") + 18 for band in panel.frames for line in band.lines), default=0.0
-    )
-    top = 46.0 + SMALL * len(panel.facts)
-    head = max([width(panel.title, "title"), *(width(f, "small") for f in panel.facts)]) + 36
-    wide = max(placed.width + 2 * _INSET + gutter, head)
-    shift = gutter + (wide - gutter - placed.width) / 2
-    high = top + placed.layers[-1][1] + _INSET
-    lines = [
-        f'<rect class="panel" x="0" y="0" width="{wide:.1f}" height="{high:.1f}" rx="10"/>',
-        _text(16, 27, panel.title, "title"),
-    ]
-    lines += [_text(16, 44 + SMALL * i, fact, "small left") for i, fact in enumerate(panel.facts)]
-    for band in panel.frames:
-        y0, y1 = (
-            placed.layers[band.first][0] + top - 12,
-            placed.layers[band.last][1] + top + 12 + short[band],
-        )
-        lines.append(
-            f'<rect class="band" x="9" y="{y0:.1f}" width="{wide - 18:.1f}" '
-            f'height="{y1 - y0:.1f}" rx="8"/>'
-        )
-        lines += [_text(18, y0 + 19 + SMALL * i, line, "band") for i, line in enumerate(band.lines)]
-    labels = []
-    starts = {band.first for band in panel.frames}
-    for edge, points in placed.routes.items():
-        moved = [(x + shift, y + top) for x, y in points]
-        lines += _arrow(moved)
-        label = panel.edges[edge]
-        layer = by_key[edge[1]].layer
-        x, y = (
-            moved[-1][0],
-            placed.layers[layer][0] + top - 9 - 13 * len(label) - (14 if layer in starts else 0),
-        )
-        for i, text in enumerate(label):
-            w = width(text, "small") + 4
-            labels += [
-                f'<rect class="label" x="{x - w / 2:.1f}" y="{y + 13 * i:.1f}" '
-                f'width="{w:.1f}" height="13"/>',
-                _text(x, y + 13 * i + 10, text, "small"),
-            ]
-    lines += labels
-    for n in panel.nodes:
-        box, (cx, cy) = n.box, placed.centres[n.key]
-        x, y = cx + shift - box.width / 2, cy + top - box.height / 2
-        radius = min(box.height / 2, 18) if n.style == "tensor" else 5
-        lines.append(
-            f'<rect class="{n.style}" x="{x:.1f}" y="{y:.1f}" '
-            f'width="{box.width:.1f}" height="{box.height:.1f}" '
-            f'rx="{radius:.0f}"/>'
-        )
-        lines += [
-            _text(cx + shift, y + PAD / 2 + LINE * i + 12.5, text, kind)
-            for i, (text, kind) in enumerate(n.lines)
-        ]
-    return _Drawing(wide, high, tuple(lines))
-
-
-def _text(x: float, y: float, text: str, kind: str) -> str:
-    """Return one line of text."""
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
-
-
-def _arrow(points: Sequence[tuple[float, float]]) -> list[str]:
-    """Return a line through the points and its head.
-
-    It leaves and arrives downwards. The head is a path of its own, since a marker would need an id.
-    """
-    (x, y), *rest = points
-    text = f"M{x:.1f},{y:.1f}"
-    ex, ey = rest[-1]
-    for nx, ny in [*rest[:-1], (ex, ey - 6)]:
-        if abs(nx - x) < 0.5:
-            text += f" L{nx:.1f},{ny:.1f}"
-        else:
-            bend = (ny - y) / 2
-            text += f" C{x:.1f},{y + bend:.1f} {nx:.1f},{ny - bend:.1f} {nx:.1f},{ny:.1f}"
-        x, y = nx, ny
-    tip = f"M{ex - 3.8:.1f},{ey - 7:.1f} L{ex:.1f},{ey:.1f} L{ex + 3.8:.1f},{ey - 7:.1f} z"
-    return [f'<path class="edge" d="{text}"/>', f'<path class="tip" d="{tip}"/>']
-
-
 def _legend(styles: set[str], room: float) -> tuple[list[str], int]:
     """Return boxes with their meaning, and how many rows they take."""
-    entries: Mapping[str, str] = {
-        name: meaning for name, (_, _, meaning) in STYLES.items() if name in styles
-    }
+    entries = [(name, meaning) for name, (_, _, meaning) in STYLES.items() if name in styles]
+    if "load" in styles:
+        entries.append(("", "x→0: axis x cuts dim 0;  x→φ: the same for all of x"))
     lines, x, row = [], 0.0, 0
-    for style, text in [
-        *entries.items(),
-        *(
-            [("", "x→0: axis x cuts dim 0;  x→φ: the same for all of x")]
-            if "load" in styles
-            else []
-        ),
-    ]:
-        wide = (22 if style else 0) + width(text, "small") + 22
+    for style, text in entries:
+        sample = 22 if style else 0
+        wide = sample + width(text, "small") + 22
         if x and x + wide - 22 > room:
             x, row = 0.0, row + 1
         y = row * LINE * 1.4
@@ -332,6 +237,125 @@ def _legend(styles: set[str], room: float) -> tuple[list[str], int]:
             lines.append(
                 f'<rect class="{style}" x="{x:.1f}" y="{y:.1f}" width="16" height="12" rx="3"/>'
             )
-        lines.append(_text(x + (22 if style else 0), y + 10, text, "small left"))
+        lines.append(_text(x + sample, y + 10, text, "small left"))
         x += wide
     return lines, row + 1
+
+
+# -- panels ----------------------------------------------------------------------------------------
+
+
+class _PanelDrawing:
+    """Draws one panel."""
+
+    def __init__(self, panel: Panel) -> None:
+        self.panel = panel
+        self.layer_of = {n.key: n.layer for n in panel.nodes}
+        self.placed, self.extra_height = self._place()
+        self.gutter = max(
+            (width(line, "band") + 18 for frame in panel.frames for line in frame.lines),
+            default=0.0,
+        )
+        self.top = _HEADER + SMALL * len(panel.facts)
+        head = max([width(panel.title, "title"), *(width(f, "small") for f in panel.facts)]) + 36
+        self.width = max(self.placed.width + 2 * _INSET + self.gutter, head)
+        self.height = self.top + self.placed.layers[-1][1] + _INSET
+        #: What is added to an x of the placement.
+        self.shift = self.gutter + (self.width - self.gutter - self.placed.width) / 2
+
+    def drawing(self) -> _Drawing:
+        panel = self.panel
+        lines = [
+            f'<rect class="panel" x="0" y="0" width="{self.width:.1f}" '
+            f'height="{self.height:.1f}" rx="10"/>',
+            _text(16, 27, panel.title, "title"),
+        ]
+        lines += [_text(16, 44 + SMALL * i, f, "small left") for i, f in enumerate(panel.facts)]
+        lines += [line for frame in panel.frames for line in self._frame(frame)]
+        lines += [line for points in self.placed.routes.values() for line in self._arrow(points)]
+        lines += [line for edge in self.placed.routes for line in self._label(edge)]
+        lines += [line for node in panel.nodes for line in self._node(node)]
+        return _Drawing(self.width, self.height, tuple(lines))
+
+    def _place(self) -> tuple[layered.Placement, dict[LayerFrame, float]]:
+        """Return the placement, and the extra height that frames need for their text."""
+        panel = self.panel
+        boxes, edges = [n.box for n in panel.nodes], list(panel.edges)
+        above: dict[int, float] = {}
+        for (_, end), label in panel.edges.items():
+            if label:
+                layer = self.layer_of[end]
+                above[layer] = max(above.get(layer, 0.0), LABEL * len(label))
+        for frame in panel.frames:
+            above[frame.first] = above.get(frame.first, 0.0) + 14
+            above[frame.last + 1] = above.get(frame.last + 1, 0.0) + 14
+        placed = layered.place(boxes, edges, above)
+        extra = {}
+        for frame in panel.frames:
+            inside = placed.layers[frame.last][1] - placed.layers[frame.first][0] + 24
+            extra[frame] = max(0.0, SMALL * len(frame.lines) + 12 - inside)
+            above[frame.last + 1] = above.get(frame.last + 1, 0.0) + extra[frame]
+        if any(extra.values()):
+            placed = layered.place(boxes, edges, above)
+        return placed, extra
+
+    def _frame(self, frame: LayerFrame) -> list[str]:
+        upper = self.placed.layers[frame.first][0] + self.top - 12
+        lower = self.placed.layers[frame.last][1] + self.top + 12 + self.extra_height[frame]
+        return [
+            f'<rect class="band" x="9" y="{upper:.1f}" width="{self.width - 18:.1f}" '
+            f'height="{lower - upper:.1f}" rx="8"/>',
+            *(_text(18, upper + 19 + SMALL * i, t, "band") for i, t in enumerate(frame.lines)),
+        ]
+
+    def _arrow(self, points: Sequence[tuple[float, float]]) -> list[str]:
+        """Return an edge: a line that leaves and arrives downwards, and its head.
+
+        The head is a path of its own, because a marker would need an id.
+        """
+        (x, y), *rest = [(x + self.shift, y + self.top) for x, y in points]
+        text = f"M{x:.1f},{y:.1f}"
+        end_x, end_y = rest[-1]
+        for next_x, next_y in [*rest[:-1], (end_x, end_y - 6)]:
+            if abs(next_x - x) < 0.5:
+                text += f" L{next_x:.1f},{next_y:.1f}"
+            else:
+                bend = (next_y - y) / 2
+                text += f" C{x:.1f},{y + bend:.1f} {next_x:.1f},{next_y - bend:.1f} "
+                text += f"{next_x:.1f},{next_y:.1f}"
+            x, y = next_x, next_y
+        head = f"M{end_x - 3.8:.1f},{end_y - 7:.1f} L{end_x:.1f},{end_y:.1f} "
+        head += f"L{end_x + 3.8:.1f},{end_y - 7:.1f} z"
+        return [f'<path class="edge" d="{text}"/>', f'<path class="tip" d="{head}"/>']
+
+    def _label(self, edge: tuple[str, str]) -> list[str]:
+        """Return the text before the head of an edge."""
+        label, layer = self.panel.edges[edge], self.layer_of[edge[1]]
+        below_frame = 14 if layer in {frame.first for frame in self.panel.frames} else 0
+        x = self.placed.routes[edge][-1][0] + self.shift
+        y = self.placed.layers[layer][0] + self.top - 9 - LABEL * len(label) - below_frame
+        lines = []
+        for i, text in enumerate(label):
+            wide = width(text, "small") + 4
+            lines += [
+                f'<rect class="label" x="{x - wide / 2:.1f}" y="{y + LABEL * i:.1f}" '
+                f'width="{wide:.1f}" height="{LABEL:.0f}"/>',
+                _text(x, y + LABEL * i + 10, text, "small"),
+            ]
+        return lines
+
+    def _node(self, n: Node) -> list[str]:
+        box, (centre_x, centre_y) = n.box, self.placed.centres[n.key]
+        x, y = centre_x + self.shift - box.width / 2, centre_y + self.top - box.height / 2
+        radius = min(box.height / 2, 18) if n.style == "tensor" else 5
+        lines = [
+            f'<rect class="{n.style}" x="{x:.1f}" y="{y:.1f}" width="{box.width:.1f}" '
+            f'height="{box.height:.1f}" rx="{radius:.0f}"/>'
+        ]
+        for i, (text, kind) in enumerate(n.lines):
+            lines.append(_text(centre_x + self.shift, y + PAD / 2 + LINE * i + 12.5, text, kind))
+        return lines
+
+
+def _text(x: float, y: float, text: str, kind: str) -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'

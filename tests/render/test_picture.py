@@ -28,7 +28,7 @@ from mirage_hf.graph.block import (
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.maps import maps_of
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
-from mirage_hf.render import drawing, layered, picture
+from mirage_hf.render import drawing, labels, layered, picture
 from tests.helpers import programs, random_block_graphs, ugraphs
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -309,7 +309,7 @@ def test_tensors_values_and_maps_are_shown(name):
     shown = " ".join(ET.fromstring(picture.svg(u)).itertext())
     tensors = [*u.kernels.inputs, *(t for op in u.kernels.ops for t in op.outputs)]
     for t in tensors:
-        assert t.name in shown and picture._type(t) in shown
+        assert t.name in shown and labels.tensor_type(t) in shown
     for op in u.block_ops:
         hidden = {c.product for c in op.block.contractions.values()}
         for value in op.block.carried:
@@ -324,11 +324,11 @@ def test_parts_running_maxima_and_rescaled_sums_are_shown():
     root = ET.fromstring(picture.svg(split_attention()))
     texts = [t.text for t in root.iter(f"{SVG}text")]
     for line in (
-        "grid  h = 3,  s = 4 (part of k)",
-        "loop  k = 50 in 4 parts of 13",
+        "grid  h = 3,  s = 4 (split of k)",
+        "loop  k = 50 in 4 splits of 13",
         "tile  d = 8",
         "for k in 13",
-        "part s of 50",
+        "split s of 50",
         "m = max[k] x",
         "running maximum",
         "l = Σ[k] e",
