@@ -106,8 +106,7 @@ def _kernel_panel(graph: KernelGraph) -> Panel:
 
 
 def _layers(graph: KernelGraph) -> dict[int, int]:
-    """Return the layer of each tensor: results below their operands, inputs right above their
-    op."""
+    """Return the layer of each tensor: results below operands, inputs right above their op."""
     layer: dict[int, int] = {}
     for op in graph.ops:
         operands = [layer.get(x.index, 0) for x in op.inputs if isinstance(x, DTensor)]
