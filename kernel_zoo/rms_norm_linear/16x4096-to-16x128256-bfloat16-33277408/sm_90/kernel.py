@@ -55,7 +55,7 @@ def mirage_0(x_ptr, gamma_ptr, v7_ptr, overlaps: tl.constexpr):
     k = tl.arange(0, 4096)  # all 4096
     gamma = tl.load(gamma_ptr + k).to(tl.float32)
     if overlaps:
-        tl.extra.cuda.gdc_launch_dependents()  # the next kernel, which asks for constants only before it waits
+        tl.extra.cuda.gdc_launch_dependents()  # the next kernel reads only constants before its own wait
         tl.extra.cuda.gdc_wait()
 
     # stage 0

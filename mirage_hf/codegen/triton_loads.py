@@ -1,0 +1,427 @@
+"""Loads, prefetches and stores of tiles as Triton text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mirage_hf.codegen.placement import Append
+from mirage_hf.codegen.plan import stages
+from mirage_hf.codegen.schedule import next_power_of_two
+from mirage_hf.codegen.triton_names import slot_pointer
+from mirage_hf.codegen.triton_tiles import Coordinate, TileWriter, triton_dtype
+from mirage_hf.graph.block import BlockInput, BlockOutput, Role
+
+#: Bytes that one prefetch brings into the L2.
+LINE_BYTES = 128
+
+#: Offsets from here on do not fit in 32 bits.
+_FAR = 2**31
+
+_NO_SHIFT = Coordinate()
+
+
+class LoadWriter(TileWriter):
+    """Writes what moves tiles between memory and registers."""
+
+    # -- loads ------------------------------------------------------------------------------------
+
+    def load(self, i: BlockInput) -> None:
+        """Load an input, each lane once."""
+        for _ in self.each_lane(i.name):
+            if self.is_new(i.name):
+                self._load_here(i)
+
+    def _load_here(self, i: BlockInput) -> None:
+        value = self.value[i.name]
+        if i.bounds is not None:
+            if self.tiling.is_looped and self.tiling.loop in i.axes:
+                self._read_bounds(i)
+            else:
+                self.load_bounds(i)
+            self.line(f"{value} = {self._bounds_as_number(i)}")
+            return
+        wide = self._to_float32(i)
+        if len(i.sources) == 1:
+            self.line(f"{value} = {self.read(i, self.pointers[i.name][0])}{wide}")
+        elif self.is_selected(i):
+            if self.block.role(str(i.joined)) is Role.LOOP:
+                self.select(i)
+            self.line(f"{value} = {self._read_selected(i)}{wide}")
+        else:
+            self._load_from_each_source(i, value)
+            if wide:
+                self.line(f"{value} = {value}{wide}")
+
+    def _to_float32(self, i: BlockInput) -> str:
+        """Return the conversion of an input that is not kept in the dtype it is stored in."""
+        is_kept = i.name in self.layout.kept_as_stored
+        is_float32 = self.tiling.dtype(i) is torch.float32
+        return "" if is_kept or is_float32 else ".to(tl.float32)"
+
+    def load_ahead(self, inputs: Sequence[BlockInput], first: bool) -> None:
+        """Load inputs one loop step ahead.
+
+        These are factors of asynchronous products that other code reads too (`second_load`), and
+        inputs too small for an asynchronous copy (`Pipelining.loaded_ahead`). Triton copies ahead
+        only what nothing except products reads, so each step would wait for these loads.
+
+        Args:
+            inputs: The inputs.
+            first: True before the loop, False at the end of a step.
+        """
+        if not inputs or not (first or self.cooperation.steps_per_block > 1):
+            return
+        loop = str(self.tiling.loop)
+        axis, tile = self.axis[loop], self.tiling.tile(loop)
+        start = " + ".join(self.loop_starts()) or "0"
+        at = f"{start} + tl.arange(0, {tile})" if first else f"{axis} + {tile}"
+        self.line(f"{axis}_next = {at}")
+        self.bound(loop, f"{axis}_next")
+        if not self.masks.needed(loop):
+            self.line(f"{axis}_next_in = {axis}_next < {self.block.axis(loop).size}")
+        for i in inputs:
+            value = self.value[i.name]
+            load = self.read(i, self.pointers[i.name][0], policy="evict_last", ahead=True)
+            if i.name in self.pipelining.loaded_twice:
+                self.line(f"{value}_again = {load}")
+            else:
+                self.line(f"{value}_next = {load}{self._to_float32(i)}")
+
+    def second_load(self, i: BlockInput) -> str:
+        """Return a load of its own for other code that reads a factor of an asynchronous product.
+
+        Triton 3.6 counts the buffers of a load that other code reads too as if no product read it
+        asynchronously. Then the next copy overwrites a tile that the product still reads: a race,
+        seen as wrong sums on an H200. A different eviction policy keeps the compiler from merging
+        the two loads again.
+        """
+        if len(i.sources) == 1:
+            return self.read(i, self.pointers[i.name][0], policy="evict_last")
+        return self._read_selected(i, policy="evict_last")
+
+    def _read_selected(self, i: BlockInput, policy: str | None = None) -> str:
+        value = self.value[i.name]
+        shift = Coordinate(i.joined, f"{value}_at")
+        return self.read(i, f"{value}_ptr", shift=shift, policy=policy)
+
+    def read(
+        self,
+        i: BlockInput,
+        pointer: str,
+        source: int = 0,
+        extra_mask: str | None = None,
+        shift: Coordinate = _NO_SHIFT,
+        policy: str | None = None,
+        ahead: bool = False,
+    ) -> str:
+        """Return a load of one tile.
+
+        Args:
+            i: The input.
+            pointer: The name of the pointer.
+            source: The number of the source it points to, if several are joined.
+            extra_mask: A further condition.
+            shift: An axis whose coordinate is called something else here.
+            policy: An eviction policy. By default what the schedule says.
+            ahead: Load the tile of the next loop step.
+        """
+        loop = self.tiling.loop
+        if ahead:
+            shift = Coordinate(loop, f"{self.axis[str(loop)]}_next")
+        axes = self.block.input_axes(i)
+        dims = self.layout.dims(axes)
+        strides = self.tiling.operands[i.sources[source]].strides
+        arguments = [self.address(pointer, i.axes, strides, dims, shift, i)]
+        masked = [a for a in axes if not (ahead and a == loop)]
+        mask = self.mask(masked, dims) + ([extra_mask] if extra_mask else [])
+        bounds = self._effective_bounds(i)
+        if bounds is not None:
+            self.load_bounds(bounds)
+            mask += self._between(bounds, dims)
+        if ahead:
+            mask.append(self.spread(f"{shift.name}_in", self.layout.dims([str(loop)]), dims))
+        other = "0.0" if self.tiling.dtype(i).is_floating_point else "0"
+        if i.padding is not None:
+            axis = i.padding.axis
+            at = shift.name if axis == shift.axis else self.axis[axis]
+            inside = f"({at} < {i.padding.size})"
+            mask.append(self.spread(inside, self.layout.dims([axis]), dims))
+            other = repr(i.padding.value)
+        if mask:
+            arguments += [f"mask={' & '.join(mask)}", f"other={other}"]
+        policy = policy or self._policy(i)
+        if policy is not None:
+            arguments.append(f'eviction_policy="{policy}"')
+        load = f"tl.load({', '.join(arguments)})"
+        if i.rotation is None or i.rotation.swaps:
+            return load
+        return self._negated_half(i, load, dims, shift)
+
+    def _policy(self, i: BlockInput) -> str | None:
+        """Return the eviction policy that the schedule gives an input."""
+        in_loop = bool(self.tiling.loop) and self.tiling.loop in i.axes
+        evicts = self.plan.schedule.evict_first and in_loop and self.tiling.is_streamed(i)
+        return "evict_first" if evicts else None
+
+    def _negated_half(
+        self, i: BlockInput, load: str, dims: Sequence[str], shift: Coordinate
+    ) -> str:
+        """Return a load of sines, negated where rotate-half subtracts."""
+        assert i.rotation is not None
+        axis = i.rotation.axis
+        at = shift.name if axis == shift.axis else self.axis[axis]
+        width = self.block.rotation_width(i)
+        is_negative = f"{at} < {width // 2}"
+        if i.rotation.pairs:
+            is_negative = f"(({at} & 1) == 0) & ({at} < {width})"
+        sign = self.spread(f"tl.where({is_negative}, -1.0, 1.0)", self.layout.dims([axis]), dims)
+        is_kept = i.name in self.layout.kept_as_stored
+        back = f".to({triton_dtype(self.tiling.dtype(i))})" if is_kept else ""
+        return f"({load}.to(tl.float32) * {sign}){back}"
+
+    # -- joined inputs ----------------------------------------------------------------------------
+
+    def is_selected(self, i: BlockInput) -> bool:
+        """Return True if each tile of a joined input is read from one selected source."""
+        return len(i.sources) > 1 and self.tiling.selects_source(i)
+
+    def select(self, i: BlockInput) -> None:
+        """Choose the source that this tile lies in."""
+        joined = str(i.joined)
+        value, axis = self.value[i.name], self.axis[joined]
+        start = f"{axis}0" if self.tiling.tile(joined) > 1 else axis
+        self.line(
+            f"# {i.name} is {len(i.sources)} tensors end to end along {joined}; "
+            "this tile lies in one of them"
+        )
+        low = 0
+        for k, (size, pointer) in enumerate(zip(i.sizes, self.pointers[i.name], strict=True)):
+            is_last = k == len(i.sizes) - 1
+            self.line("else:" if is_last else f"{'el' if k else ''}if {start} < {low + size}:")
+            self.line(f"    {value}_ptr = {pointer}")
+            self.line(f"    {value}_at = {axis} - {low}" if low else f"    {value}_at = {axis}")
+            low += size
+
+    def _load_from_each_source(self, i: BlockInput, value: str) -> None:
+        """Load a tile that may lie in several sources: each gives its elements and 0 elsewhere."""
+        joined = str(i.joined)
+        axis = self.axis[joined]
+        dims = self.layout.dims(self.block.input_axes(i))
+        low = 0
+        self.line(
+            f"# {i.name} is {len(i.sources)} tensors end to end along {joined}; "
+            "each gives its own elements"
+        )
+        for k, (size, pointer) in enumerate(zip(i.sizes, self.pointers[i.name], strict=True)):
+            inside = [f"({axis} >= {low})"] if k else []
+            inside += [f"({axis} < {low + size})"] if k < len(i.sizes) - 1 else []
+            condition = f"({' & '.join(inside)})" if len(inside) > 1 else inside[0]
+            own = (joined,) if self.tiling.tile(joined) > 1 else ()
+            mask = self.spread(condition, own, dims)
+            shift = Coordinate(joined, f"({axis} - {low})" if low else axis)
+            load = self.read(i, pointer, k, mask, shift)
+            self.line(f"{value} {'+=' if k else '='} {load}")
+            low += size
+
+    # -- bounds -----------------------------------------------------------------------------------
+
+    def load_bounds(self, i: BlockInput) -> None:
+        """Load `_lo` and `_hi`. Rows past their end get 0 for both, so that nothing is inside."""
+        changes_in_loop = self.tiling.is_looped and self.tiling.loop in i.axes
+        for _ in self.each_lane(i.name):
+            if not changes_in_loop and self.is_new(i.name, "bounds"):
+                self._read_bounds(i)
+
+    def _read_bounds(self, i: BlockInput) -> None:
+        axes = [a for a in i.axes if a is not None]
+        dims = self.layout.dims(axes)
+        mask = self.mask(axes, dims)
+        ends = zip(("lo", "hi"), self.pointers[i.name], i.sources, strict=True)
+        for end, pointer, source in ends:
+            strides = self.tiling.operands[source].strides
+            arguments = [self.address(pointer, i.axes, strides, dims)]
+            arguments += [f"mask={' & '.join(mask)}", "other=0"] if mask else []
+            arguments += self._from_l2(source)
+            self.line(f"{self.value[i.name]}_{end} = tl.load({', '.join(arguments)})")
+
+    def _from_l2(self, operand: int) -> list[str]:
+        """Return how an operand is read before the wait: not from the L1, which may be stale."""
+        is_early = operand in self.plan.op.readable_before_wait
+        return ['cache_modifier=".cg"'] if is_early else []
+
+    def _bounds_as_number(self, i: BlockInput) -> str:
+        """Return 1.0 inside the bounds and 0.0 outside."""
+        assert i.bounds is not None
+        dims = self.layout.dims(self.block.input_axes(i))
+        inside = [*self._between(i, dims), *self.mask([i.bounds], dims)]
+        return f"tl.where({' & '.join(inside)}, 1.0, 0.0)"
+
+    def _between(self, i: BlockInput, dims: Sequence[str]) -> list[str]:
+        """Return the conditions that elements of the bounded axis are inside, to broadcast."""
+        assert i.bounds is not None
+        axes = self.layout.dims([a for a in i.axes if a is not None])
+        at = self.spread(self.axis[i.bounds], self.layout.dims([i.bounds]), dims)
+        lo, hi = (self.spread(f"{self.value[i.name]}_{end}", axes, dims) for end in ("lo", "hi"))
+        return [f"({at} >= {lo})", f"({at} < {hi})"]
+
+    def _effective_bounds(self, i: BlockInput) -> BlockInput | None:
+        """Return the bounds of a loop that is held whole, outside of which an input is not read."""
+        loop = self.tiling.loop
+        is_read_plainly = i.bounds is None and not self.tiling.is_constant(i)
+        if self.tiling.is_looped or loop is None or loop not in i.axes or not is_read_plainly:
+            return None
+        readers = [s for s in self.block.stages if i.name in stages.values_read(s)]
+        effective = {self.loop_bounds.effective(s) for s in readers}
+        bounds = effective.pop() if len(effective) == 1 else None
+        if bounds is None or not {a for a in bounds.axes if a} <= {*self.block.input_axes(i)}:
+            return None
+        unrolled = self.layout.unrolled
+        return bounds if unrolled is None or unrolled not in bounds.axes else None
+
+    # -- prefetches -------------------------------------------------------------------------------
+
+    def prefetch(self, i: BlockInput) -> list[str]:
+        """Return a line that prefetches what the first loop steps read of an input.
+
+        One address per cache line. No line if the addresses are only known inside the loop.
+        """
+        joined = i.joined if len(i.sources) > 1 else None
+        if not self._can_be_prefetched(i, joined):
+            return []
+        strides = {
+            a: s
+            for a, s in zip(i.axes, self.tiling.operands[i.sources[0]].strides, strict=True)
+            if a and not self.is_fixed(a, s)
+        }
+        bounds = self._scalar_bounds(i)
+        indices: dict[str, tuple[str, int]] = {}
+        for a, stride in strides.items():
+            is_contiguous = stride == 1 and a != joined
+            every = LINE_BYTES // self.tiling.dtype(i).itemsize if is_contiguous else 1
+            if a == self.tiling.loop and self.tiling.is_looped:
+                indices[a] = self._lines_of_first_steps(a, every)
+            elif every > 1 and self.tiling.tile(a) > 1:
+                indices[a] = self._lines_of_tile(a, every)
+            else:
+                indices[a] = self._clamped(i, a, bounds, a == joined), self.tiling.tile(a)
+        dims = [a for a in self.layout.order if a in indices and indices[a][1] > 1]
+        is_far = sum(self.masks.largest_index(a) * s for a, s in strides.items()) >= _FAR
+        terms = [f"{self.value[i.name]}_ptr"]
+        for a, (index, count) in indices.items():
+            term = self.spread(index, [a], dims) if count > 1 else index
+            term += ".to(tl.int64)" if is_far and index != "(0)" else ""
+            terms.append(term if strides[a] == 1 else f"{term} * {strides[a]}")
+        return [f"prefetch({' + '.join(terms)})"] if dims else []
+
+    def _can_be_prefetched(self, i: BlockInput, joined: str | None) -> bool:
+        """Return True if the addresses of an input's first tiles are known before the loop."""
+        if joined is not None:
+            is_selected_once = self.is_selected(i) and self.block.role(joined) is Role.GRID
+            if not is_selected_once:
+                return False
+        is_unrolled = bool(self.layout.unrolled) and self.layout.unrolled in i.axes
+        return not is_unrolled and i.rotation is None and i.padding is None
+
+    def _scalar_bounds(self, i: BlockInput) -> BlockInput | None:
+        """Return the effective bounds of an input if they are scalars that were already read."""
+        bounds = self._effective_bounds(i)
+        if bounds is None:
+            return None
+        have_dims = self.layout.dims([a for a in bounds.axes if a])
+        were_read = self.plan.op.readable_before_wait.issuperset(bounds.sources)
+        return None if have_dims or not were_read else bounds
+
+    def _lines_of_first_steps(self, axis: str, every: int) -> tuple[str, int]:
+        """Return every so many indices of the first loop steps, and their number."""
+        steps_per_block = self.cooperation.steps_per_block
+        steps = min(self.plan.schedule.prefetch_steps, next_power_of_two(steps_per_block))
+        last = str(self.block.axis(axis).size - 1)
+        if self.trimmed is not None:
+            last = f"tl.maximum({self.axis[axis]}_last - 1, 0)"
+        may_pass_end = steps > steps_per_block or self.masks.needed(axis)
+        clamps = may_pass_end or self.trimmed is not None
+        start = " + ".join(self.loop_starts())
+        return self._lines(start, self.tiling.tile(axis) * steps, every, last if clamps else None)
+
+    def _lines_of_tile(self, axis: str, every: int) -> tuple[str, int]:
+        """Return every so many indices of a tile, and their number."""
+        start = ""
+        if self.tiling.split_axis(axis):
+            start = f"{self.axis[axis]}_start"
+        elif self.tiling.trips(axis) > 1:
+            start = f"{self.axis[axis]}0"
+        last = str(self.block.axis(axis).size - 1) if self.masks.needed(axis) else None
+        return self._lines(start, self.tiling.tile(axis), every, last)
+
+    def _lines(self, start: str, count: int, every: int, last: str | None) -> tuple[str, int]:
+        """Return every so many of `count` indices from `start`, none beyond `last`."""
+        count = max(1, count // every)
+        index = f"tl.arange(0, {count})" if count > 1 else ""
+        index += f" * {every}" if index and every > 1 else ""
+        index = " + ".join(x for x in (start, index) if x) or "0"
+        if last is not None and index != "0":
+            return f"tl.minimum({index}, {last})", count
+        return f"({index})", count
+
+    def _clamped(self, i: BlockInput, axis: str, bounds: BlockInput | None, joined: bool) -> str:
+        """Return where a tile lies along an axis, with nothing beyond the axis or its bounds."""
+        at = f"{self.value[i.name]}_at" if joined else self.axis[axis]
+        last = str(self.block.axis(axis).size - 1)
+        if bounds is not None and axis == bounds.bounds:
+            lo, hi = (f"{self.value[bounds.name]}_{end}" for end in ("lo", "hi"))
+            inside = f"tl.minimum(tl.maximum({at}, {lo}), {hi} - 1)"
+            return f"tl.minimum(tl.maximum({inside}, 0), {last})"
+        if not self.masks.needed(axis):
+            return at
+        if joined:  # only the last source has an end inside a tile
+            return f"({at} - tl.maximum({self.axis[axis]} - {last}, 0))"
+        return f"tl.minimum({at}, {last})"
+
+    # -- stores -----------------------------------------------------------------------------------
+
+    def store(self, o: BlockOutput, pointer: str, text: str) -> None:
+        """Store an output. `text` is its value in float32."""
+        tensor = self.tiling.outputs[self.block.outputs.index(o)]
+        dims = self.layout.value_dims(o.value)
+        address = self.address(pointer, o.axes, tensor.strides, dims)
+        mask = self.mask([a for a in o.axes if a], dims)
+        append = self.tiling.append_of(o)
+        if append is not None:
+            slot, inside = self._slot(o, pointer, append, dims)
+            address = f"{address} + {slot} * {tensor.strides[-2]}"
+            mask += inside
+        for a in self.tiling.replicated_along(o):
+            mask.append(f"({self.axis[a]}{'0' if self.tiling.tile(a) > 1 else ''} == 0)")
+        arguments = [address, f"{text}.to({triton_dtype(tensor.dtype)})"]
+        if mask:
+            arguments.append(f"mask={' & '.join(mask)}")
+        self.line(f"tl.store({', '.join(arguments)})")
+
+    def _slot(
+        self, o: BlockOutput, pointer: str, append: Append, dims: Sequence[str]
+    ) -> tuple[str, list[str]]:
+        """Return the first slot of an append, and the conditions that rows stay inside the cache."""
+        axis = self.load_slot(o, pointer, append)
+        own = self.layout.dims([axis] if axis else [])
+        slot = self.spread(slot_pointer(pointer).removesuffix("_ptr"), own, dims)
+        row, at = o.axes[-2], slot
+        if row is not None and not self.is_fixed(row, 1):
+            at = f"({slot} + {self.spread(self.axis[row], self.layout.dims([row]), dims)})"
+        return slot, [f"({at} >= 0)", f"({at} < {append.slots})"]
+
+    def load_slot(self, o: BlockOutput, pointer: str, append: Append) -> str | None:
+        """Read the position of an append once; return the axis of rows that have one each."""
+        position = self.tiling.operands[append.position]
+        axis = o.axes[0] if position.dims[0] > 1 else None
+        name = slot_pointer(pointer)
+        if self.is_new(o.value, name):
+            own = [axis] if axis else []
+            dims = self.layout.dims(own)
+            arguments = [self.address(name, (axis,), position.strides[:1], dims)]
+            if axis and self.masks.needed(axis):
+                arguments += [f"mask={self.within(axis, own)}", "other=0"]
+            arguments += self._from_l2(append.position)
+            self.line(f"{name.removesuffix('_ptr')} = tl.load({', '.join(arguments)}).to(tl.int64)")
+        return axis

@@ -1,0 +1,307 @@
+"""Computed values as Triton text: elementwise ops, reductions, tensor-core products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+
+from mirage_hf.codegen import triton_math
+from mirage_hf.codegen.plan import stages
+from mirage_hf.codegen.plan.layout import Dot
+from mirage_hf.codegen.triton_loads import LoadWriter
+from mirage_hf.codegen.triton_math import Expr
+from mirage_hf.codegen.triton_tiles import triton_dtype
+from mirage_hf.graph.block import Accumulator, BlockOp, Stage
+
+#: What a reduction takes where nothing counts.
+NEUTRAL = {"sum": "0.0", "max": 'float("-inf")'}
+
+_WARP = 32
+
+
+class ValueWriter(LoadWriter):
+    """Writes what is computed of tiles in registers."""
+
+    #: The maxima that the current stage reads while they grow.
+    running: Mapping[str, Accumulator]
+
+    # -- ops --------------------------------------------------------------------------------------
+
+    def body(self, stage: Stage, body: Sequence[BlockOp]) -> None:
+        """Write ops in order, each running maximum where it is first read."""
+        maxima = stages.running_maxima(stage)
+        for op in body:
+            for acc in [maxima.pop(str(a)) for a in op.args if a in maxima]:
+                for _ in self.each_lane(acc.out):
+                    self._running_maximum(acc)
+            self.op(op)
+
+    def op(self, op: BlockOp) -> None:
+        """Write an op, each lane once."""
+        if op.out in self.layout.unformed_products:
+            return
+        for _ in self.each_lane(op.out):
+            if self.is_new(op.out):
+                self.line(f"{self.value[op.out]} = {self._op_text(op)}")
+
+    def _op_text(self, op: BlockOp) -> str:
+        dot = self.layout.dots.get(op.out)
+        if dot is not None:
+            return self.dot(dot)
+        if op.over is not None:
+            return self.reduced(op.fn, str(op.args[0]), op.over)
+        dims = self.layout.value_dims(op.out)
+        read = self.stored if op.out in self.layout.half_products else self.wide
+        arguments = [
+            Expr(self.spread(read(a), self.layout.value_dims(a), dims))
+            if isinstance(a, str)
+            else triton_math.constant(a)
+            for a in op.args
+        ]
+        write = triton_math.elementwise
+        if op.out in self._written_as_multiply_add:
+            write = triton_math.exact_product
+        return write(op.fn, arguments, dict(op.attrs)).text
+
+    def stored(self, value: str) -> str:
+        """Return the name of a value, loading it first if it is an input.
+
+        For a maximum that the current stage reads while it grows, this is the running one.
+        """
+        if value in self.running:
+            return f"{self.value[value]}_now"
+        if value in self.tiling.inputs:
+            self.load(self.tiling.inputs[value])
+        return self.value[value]
+
+    def wide(self, value: str) -> str:
+        """Return the name of a value in float32."""
+        name = self.stored(value)
+        if value not in self.layout.kept_as_stored:
+            return name
+        if self.tiling.dtype(self.tiling.inputs[value]) is torch.float32:
+            return name
+        if self.is_new(value, "wide"):
+            is_asynchronous = value in self.pipelining.read_asynchronously
+            source = self._second_name(value) if is_asynchronous else name
+            self.line(f"{name}_f32 = {source}.to(tl.float32)")
+        return f"{name}_f32"
+
+    def _second_name(self, value: str) -> str:
+        """Return the name of the second load of a factor of an asynchronous product."""
+        name = f"{self.value[value]}_again"
+        if self.is_new(value, "again"):
+            self.line(f"{name} = {self.second_load(self.tiling.inputs[value])}")
+        return name
+
+    # -- accumulators -----------------------------------------------------------------------------
+
+    def _dims_in_loop(self, stage: Stage, acc: Accumulator) -> tuple[str, ...]:
+        """Return the dims of an accumulator inside its loop."""
+        is_spread = self.plan.is_reduced_after_loop(stage, acc)
+        return self.layout.value_dims(acc.arg if is_spread else acc.out)
+
+    def start_accumulator(self, stage: Stage, acc: Accumulator) -> None:
+        """Define an accumulator before its loop."""
+        dims = self._dims_in_loop(stage, acc)
+        shape = ", ".join(str(self.tiling.tile(a)) for a in dims)
+        if acc.kind == "sum":
+            self.line(f"{self.value[acc.out]} = tl.zeros([{shape}], tl.float32)")
+            return
+        floor = self.loop_bounds.floor(acc, self.trimmed.name) if self.trimmed is not None else None
+        least = NEUTRAL["max"] if floor is None else repr(floor)
+        self.line(f"{self.value[acc.out]} = tl.full([{shape}], {least}, tl.float32)")
+
+    def accumulate(self, stage: Stage, acc: Accumulator) -> None:
+        """Add a loop step to an accumulator."""
+        name, loop = self.value[acc.out], str(self.tiling.loop)
+        self.is_new(acc.out)
+        before = name
+        if acc.shift is not None:
+            dims = self.layout.value_dims(acc.shift), self.layout.value_dims(acc.out)
+            before = f"{name} * {self.spread(f'{self.value[acc.shift]}_scale', *dims)}"
+        if acc.out in self.layout.dots:
+            self.line(f"{name} = {self.dot(self.layout.dots[acc.out], before)}")
+            return
+        if self.plan.is_reduced_after_loop(stage, acc):
+            step = self._inside(self.wide(acc.arg), acc.arg, loop, acc.kind)
+        else:
+            step = self.reduced(acc.kind, acc.arg, loop)
+        if acc.kind != "sum":
+            self.line(f"{name} = {maximum(name, step)}")
+        elif acc.shift is None:
+            self.line(f"{name} += {step}")
+        else:
+            self.line(f"{name} = {before} + {step}")
+
+    def reduce_after_loop(self, stage: Stage, acc: Accumulator) -> None:
+        """Reduce an accumulator that stayed spread over the loop tile."""
+        if not self.plan.is_reduced_after_loop(stage, acc):
+            return
+        loop = str(self.tiling.loop)
+        for _ in self.each_lane(acc.out):
+            name, dims = self.value[acc.out], self._dims_in_loop(stage, acc)
+            self.line(f"{name} = {reduction(acc.kind, name, dims.index(loop))}")
+
+    def accumulate_whole(self, acc: Accumulator) -> None:
+        """Compute an accumulator whose loop axis is held whole: one reduction."""
+        if not self.is_new(acc.out):
+            return  # a maximum that the body read
+        dot = self.layout.dots.get(acc.out)
+        loop = str(self.tiling.loop)
+        text = self.dot(dot) if dot else self.reduced(acc.kind, acc.arg, loop)
+        self.line(f"{self.value[acc.out]} = {text}")
+
+    def _running_maximum(self, acc: Accumulator) -> None:
+        """Let a maximum grow by this tile.
+
+        `_now` is what the tile's values are shifted by, `_scale` what earlier sums are multiplied
+        by. As long as only -inf was seen, the shift is 0, so that no -inf - -inf makes a NaN.
+        """
+        name = self.value[acc.out]
+        step = self.reduced("max", acc.arg, str(self.tiling.loop))
+        self.is_new(acc.out)
+        if self.tiling.is_looped:
+            self.line(f"{name}_next = {maximum(name, step)}")
+            self.line(f'{name}_now = tl.where({name}_next == float("-inf"), 0.0, {name}_next)')
+            self.line(f"{name}_scale = tl.exp({name} - {name}_now)")
+            self.line(f"{name} = {name}_next")
+        else:
+            self.line(f"{name} = {step}")
+            self.line(f'{name}_now = tl.where({name} == float("-inf"), 0.0, {name})')
+
+    # -- reductions -------------------------------------------------------------------------------
+
+    def reduced(self, kind: str, value: str, axis: str) -> str:
+        """Return the sum or maximum of a value over one axis."""
+        dims = self.layout.value_dims(value)
+        text = self._inside(self.wide(value), value, axis, kind)
+        if axis not in dims:
+            return text
+        is_product = value not in self._written_as_multiply_add
+        if kind == "sum" and is_product and self._may_be_fused(value, axis):
+            text = f"rounded({text})"
+        return reduction(kind, text, dims.index(axis))
+
+    def _inside(self, text: str, value: str, axis: str, kind: str) -> str:
+        """Return `text` with the neutral element where `axis` reaches past its end."""
+        is_neutral = kind == "sum" and self.masks.is_zero_padded(value, axis)
+        if not self.masks.needed(axis) or is_neutral:
+            return text
+        condition = self.within(axis, self.layout.value_dims(value))
+        return f"tl.where({condition}, {text}, {NEUTRAL[kind]})"
+
+    def _may_be_fused(self, value: str, axis: str) -> bool:
+        """Return True if the compiler may fuse a product with the first addition of its sum.
+
+        That matters only if threads already add each other's numbers there. With a longer tile each
+        thread first adds several of its own. See "rounded" in triton_math.py.
+        """
+        threads = _WARP * self.plan.schedule.num_warps
+        return self._may_end_in_a_product(value) and self.tiling.tile(axis) <= threads
+
+    def _may_end_in_a_product(self, value: str | float) -> bool:
+        op = self.tiling.ops.get(str(value))
+        if op is None:
+            return value in self._single_elements
+        if op.fn == "select":  # the compiler may move the addition into either side
+            return any(self._may_end_in_a_product(a) for a in op.args[1:])
+        calls = ("exp", "sqrt", "rsqrt")
+        return op.over is not None or triton_math.last(op.fn, dict(op.attrs)) not in calls
+
+    @cached_property
+    def _single_elements(self) -> frozenset[str]:
+        """Accumulators of one element, which are what they would add up."""
+        if self.tiling.is_looped:
+            return frozenset()
+        return frozenset(
+            a.out
+            for s in self.block.stages
+            for a in s.accumulators
+            if self.tiling.loop not in self.layout.value_dims(a.arg)
+        )
+
+    @cached_property
+    def _written_as_multiply_add(self) -> frozenset[str]:
+        """Products that might be fused with an addition, and that only sums read.
+
+        They are written as multiply-adds of 0, one instruction where `rounded` takes two more. The
+        product -0 becomes 0, which is the same to a sum.
+        """
+        loop = str(self.tiling.loop)
+        ops = self.tiling.ops
+        sums = [(str(op.args[0]), op.over) for op in ops.values() if op.over and op.fn == "sum"]
+        for s in self.block.stages:
+            for a in s.accumulators:
+                is_spread = self.tiling.is_looped and self.plan.is_reduced_after_loop(s, a)
+                if a.kind == "sum" and not is_spread:
+                    sums.append((a.arg, loop))
+        products = {
+            x
+            for x, op in ops.items()
+            if op.over is None and triton_math.last(op.fn, dict(op.attrs)) == "mul"
+        } - self._read_by_others()
+        return frozenset(
+            x
+            for x, axis in sums
+            if x in products and axis in self.layout.value_dims(x) and self._may_be_fused(x, axis)
+        )
+
+    def _read_by_others(self) -> set[str]:
+        """Return the values that something other than a sum reads, or that are written otherwise."""
+        others = {*self.layout.unformed_products, *self.layout.half_products}
+        others |= {o.value for o in self.block.outputs}
+        for op in self.tiling.ops.values():
+            if op.over is None or op.fn != "sum":
+                others |= {str(a) for a in op.args}
+        others |= {a.arg for s in self.block.stages for a in s.accumulators if a.kind != "sum"}
+        return others
+
+    # -- tensor-core products ---------------------------------------------------------------------
+
+    def dot(self, dot: Dot, start: str | None = None) -> str:
+        """Return a product on tensor cores, added to `start` if given."""
+        left = self._factor(dot.left, dot, dot.left_transposed)
+        right = self._factor(dot.right, dot, dot.right_transposed)
+        shape = [self.tiling.tile(a) for a in self.layout.value_dims(dot.contraction.out)]
+        if len(shape) == 2:
+            return f"tl.dot({', '.join([left, right, start] if start else [left, right])})"
+        # A reshaped sum to start from would send the compiler's layouts in circles.
+        text = f"tl.reshape(tl.dot({left}, {right}), {shape})"
+        return f"{start} + {text}" if start else text
+
+    def _factor(self, value: str, dot: Dot, transposed: bool) -> str:
+        """Return a factor of a tensor-core product, in its dtype and with two dims."""
+        over, dtype = dot.contraction.over, dot.dtype
+        text = self.stored(value)
+        is_asynchronous = value in self.pipelining.read_asynchronously
+        if is_asynchronous and not self.pipelining.reads_as_stored(dot, value):
+            text = self._second_name(value)
+        stored = dtype if value in self.layout.half_products else torch.float32
+        if value in self.tiling.inputs:
+            stored = self.tiling.dtype(self.tiling.inputs[value])
+        text = self._inside(text, value, over, "sum")
+        text = text if stored is dtype else f"{text}.to({triton_dtype(dtype)})"
+        if len(self.layout.value_dims(value)) > 2:
+            is_left = value == dot.left
+            free = self.layout.rows(dot) if is_left else self.layout.columns(dot)
+            summed = self.tiling.tile(over)
+            summed_first = transposed == is_left
+            shape = [summed, free] if summed_first else [free, summed]
+            text = f"tl.reshape({text}, {shape})"
+            text = text if is_left else f"apart({text})"
+        return f"tl.trans({text})" if transposed else text
+
+
+def reduction(kind: str, text: str, axis: int) -> str:
+    """Return the sum or maximum along a dim. `tl.max` drops NaN, torch does not."""
+    if kind == "sum":
+        return f"tl.sum({text}, axis={axis})"
+    return f"tl.reduce({text}, {axis}, larger)"
+
+
+def maximum(x: str, y: str) -> str:
+    """Return the larger of two values, NaN if one is."""
+    return f"tl.maximum({x}, {y}, propagate_nan=tl.PropagateNan.ALL)"
