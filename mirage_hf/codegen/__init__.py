@@ -1,1 +1,1 @@
-
+"""Generate kernels: plans of block graphs, Triton and CUDA C++ text, compilation, launches."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.codegen import ahead, workers
-from mirage_hf.codegen.triton import GeneratedProgram, Launch
+from mirage_hf.codegen.generated_program import GeneratedProgram, Launch
 from mirage_hf.settings import settings
 
 #: Compute capabilities that every kernel must compile for.

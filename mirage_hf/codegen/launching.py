@@ -1,7 +1,8 @@
 """How kernels are launched and share counters.
 
-Generated files stand alone: the text of `launch`, `counters` and `lasting_zeros` is copied into each file that calls
-them. So these functions are plain Python over torch and Triton, and call nothing else of this package.
+Generated files stand alone: the text of `launch`, `counters` and `lasting_zeros` is copied into
+each file that calls them. So they are plain Python over torch and Triton, and call nothing else of
+this package.
 """
 
 import copy
@@ -18,10 +19,11 @@ _lock = threading.Lock()
 def launch(kernel, grid, tensors, num_warps, num_stages):
     """Launch a kernel on the current stream. The tensors are on the current device.
 
-    In a CUDA graph, on sm_90 and newer, launches use programmatic dependent launch (PDL): a kernel may start before
-    the previous one is done. The kernel itself waits (`gdc_wait`) before it reads anything except constants. In a step
-    that appends to caches it also reads bounds and positions before it waits, so the previous launch must not write
-    them. No generated kernel writes integers, and what was written before an earlier kernel that waits is visible.
+    In a CUDA graph, on sm_90 and newer, launches use programmatic dependent launch (PDL): a kernel
+    may start before the previous one is done. The kernel itself waits (`gdc_wait`) before it reads
+    anything except constants. In a step that appends to caches it also reads bounds and positions
+    before it waits, so the previous launch must not write them. No generated kernel writes
+    integers, and what was written before an earlier kernel that waits is visible.
     """
     device = tensors[0].device.index
     if device is None:  # the interpreter, on a CPU
@@ -107,9 +109,9 @@ def launch_with_constants(kernel, grid, tensors, num_warps, num_stages, constant
 def counters(count, device):
     """Return zeros that kernels leave as zeros, for the counters of cooperating blocks.
 
-    Launches of one stream follow each other, so they share their counters. A captured launch gets counters of its
-    own, because its graph may run beside others. They are cut from a stock that lasts for many graphs. Counters are
-    never freed, because graphs and running kernels still use them.
+    Launches of one stream follow each other, so they share their counters. A captured launch gets
+    counters of its own, because its graph may run beside others. They are cut from a stock that
+    lasts for many graphs. Counters are never freed, because graphs and running kernels use them.
     """
     if device.type == "cpu":
         return torch.zeros(count, dtype=torch.int32)
@@ -136,8 +138,8 @@ def counters(count, device):
 def lasting_zeros(count, device):
     """Return zeros that any stream may use and that stay allocated.
 
-    Another thread allocates them. Memory that this thread allocates may belong to a graph's pool (torch.compile's
-    warm-ups), where nothing may stay.
+    Another thread allocates them. Memory that this thread allocates may belong to a graph's pool
+    (torch.compile's warm-ups), where nothing may stay.
     """
     from concurrent.futures import ThreadPoolExecutor
 

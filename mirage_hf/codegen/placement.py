@@ -1,7 +1,8 @@
-"""Where the kernels of a µGraph run: the strides of their operands, and which kernels surround them.
+"""Where the kernels of a µGraph run: their operands' strides, and the kernels around them.
 
-A kernel is generated for more than its block graph. It also depends on the strides that its operands have when it runs,
-on the caches it appends to, and on what programmatic dependent launch (PDL) allows next to its neighbours.
+A kernel is generated for more than its block graph. It also depends on the strides that its
+operands have when it runs, on the caches it appends to, and on what programmatic dependent launch
+(PDL) allows next to its neighbours.
 """
 
 from __future__ import annotations
@@ -37,38 +38,41 @@ class Append:
 class PlacedOp(KernelOp):
     """A `customized` op as it runs.
 
-    Its operands have the strides that they have at run time, its outputs those of where they are stored.
+    Operands have their strides at run time, outputs those of where they are stored.
     """
 
     appends: tuple[Append, ...] = ()
     #: Operands that this or another kernel of the µGraph appends to.
     caches: frozenset[int] = frozenset()
-    #: Bounds and positions that may be read before the grid dependency wait, while the previous kernel still runs.
-    #: Only in µGraphs that append to caches (see codegen/launching.py).
+    #: Bounds and positions that may be read before the grid dependency wait, while the previous
+    #: kernel still runs. Only in µGraphs that append to caches (see `launching.launch`).
     readable_before_wait: frozenset[int] = frozenset()
-    #: True if only generated kernels read the op's partial results, so that their layout is free.
+    #: True if only generated kernels read the op's partial results, so their layout is free.
     has_private_partials: bool = False
-    #: True if the next kernel may launch at any time: it reads no bounds or positions before its own wait.
+    #: True if the next kernel may launch at any time: it reads no bounds or positions before its
+    #: own wait.
     next_may_launch_early: bool = False
 
 
 def place_kernels(ugraph: UGraph, next_may_launch_early: bool = False) -> tuple[PlacedOp, ...]:
     """Return the `customized` ops of a µGraph as they run.
 
-    Views have the strides that torch gives them. Kernels write row-major tensors or into caches. What other library
-    calls return is made row-major.
+    Views have the strides that torch gives them. Kernels write row-major tensors or into caches.
+    What other library calls return is made row-major.
 
     Args:
         ugraph: The µGraph.
-        next_may_launch_early: A promise about the kernel that is launched right after this program: it is a generated
-            one that reads this program's result, and before its grid dependency wait it reads constants only. Such a
-            kernel may launch before the last kernel of this program has waited.
+        next_may_launch_early: A promise about the kernel that is launched right after this program.
+            It is a generated one that reads this program's result, and before its grid dependency
+            wait it reads constants only. Such a kernel may launch before the last kernel of this
+            program has waited.
     """
     kernels = ugraph.kernels
     stored = effects.stored(kernels)
     appends = (effects.parts_of(op) for op in kernels.ops if op.name == effects.APPEND)
     caches = {cache.index for cache, _, _ in appends}
-    # In µGraphs with caches positions are advanced before a step begins. Elsewhere nothing says who writes bounds.
+    # In µGraphs with caches, positions are advanced before a step begins. Elsewhere nothing says
+    # who writes bounds.
     integers = {t.index for t in kernels.inputs if not t.dtype.is_floating_point and caches}
     read_elsewhere = _read_by_library(kernels)
     strided: dict[int, DTensor] = {}
@@ -115,7 +119,7 @@ def _read_by_library(kernels: KernelGraph) -> set[int]:
 def _stored_outputs(
     op: KernelOp, inputs: tuple[Operand, ...], stored: Mapping[int, KernelOp]
 ) -> tuple[tuple[Operand, ...], tuple[DTensor, ...], tuple[Append, ...]]:
-    """Return the operands with append positions behind them, the outputs as they are stored, and the appends."""
+    """Return the operands followed by append positions, the outputs as stored, and the appends."""
     outputs, appends = list(op.outputs), []
     for n, t in enumerate(op.outputs):
         if t.index in stored:

@@ -12,7 +12,8 @@ from typing import Any
 from mirage_hf import errors
 from mirage_hf.graph.block import BlockGraph, Role
 
-#: Part of every key under which a tuned kernel is stored. Raised when a schedule comes to mean different code.
+#: Part of every key under which a tuned kernel is stored. Raised when a schedule comes to mean
+#: different code.
 VERSION = 10
 
 
@@ -58,11 +59,13 @@ class Schedule:
 
     #: Elements of each axis that a block holds at a time, by axis name. Powers of two.
     tiles: Mapping[str, int]
-    #: Use tensor cores (MMA instructions) for the contractions that fit. Otherwise all products are multiply-adds.
+    #: Use tensor cores (MMA instructions) for the contractions that fit. Otherwise all products are
+    #: multiply-adds.
     mma: bool = False
-    #: With `mma`, make the larger operand the left one, whose 64 rows Hopper's instruction takes.
+    #: With `mma`, make the larger operand the left one. Hopper's instruction takes 64 rows of it.
     weights_first: bool = True
-    #: Keep accumulators spread over the loop tile and reduce them once after the loop. Not those on tensor cores.
+    #: Keep accumulators spread over the loop tile and reduce them once after the loop. Not those on
+    #: tensor cores.
     reduce_after_loop: bool = True
     #: Mark inputs that only one block reads as first to be evicted from the L2.
     evict_first: bool = True
@@ -70,13 +73,14 @@ class Schedule:
     num_warps: int = 4
     #: Loop iterations whose loads are in flight (Triton's `num_stages`).
     num_stages: int = 1
-    #: Blocks that share the loop of one tile. The last to finish adds their partial results. A power of two.
+    #: Blocks that share the loop of one tile. The last to finish adds their partial results. A
+    #: power of two.
     cooperating_blocks: int = 1
-    #: Loop steps whose constant or cached inputs a block prefetches into the L2 before its grid dependency wait.
-    #: A power of two, or 0 for none.
+    #: Loop steps whose constant or cached inputs a block prefetches into the L2 before its grid
+    #: dependency wait. A power of two, or 0 for none.
     prefetch_steps: int = 0
-    #: Let the next kernel launch before this one's grid dependency wait (PDL). Only has an effect where the placed
-    #: op says that this is safe (`PlacedOp.next_may_launch_early`).
+    #: Let the next kernel launch before this one's grid dependency wait (PDL). It has no effect
+    #: unless the placed op says that this is safe (`PlacedOp.next_may_launch_early`).
     trigger_early: bool = False
 
     def __post_init__(self) -> None:
@@ -91,8 +95,8 @@ class Schedule:
         for name, size in powers_of_two.items():
             if size < 1 or size & (size - 1):
                 raise errors.CodegenError(
-                    f"schedule: {name} is {size}; tiles, num_warps, cooperating_blocks and prefetch_steps "
-                    "must be powers of two"
+                    f"schedule: {name} is {size}; tiles, num_warps, cooperating_blocks and "
+                    "prefetch_steps must be powers of two"
                 )
         if self.num_stages < 1:
             raise errors.CodegenError(
@@ -103,13 +107,14 @@ class Schedule:
         """Check that the tiles fit `block`.
 
         Raises:
-            CodegenError: The tiles do not name the axes of `block`, a tile axis (or its split) is not held whole, or
-                a block would hold several splits of an axis.
+            CodegenError: The tiles do not name the axes of `block`, a tile axis (or its split) is
+                not held whole, or a block would hold several splits of an axis.
         """
         names = {a.name for a in block.axes}
         if set(self.tiles) != names:
             raise errors.CodegenError(
-                f"schedule: tiles are given for {sorted(self.tiles)}, the block graph's axes are {sorted(names)}"
+                f"schedule: tiles are given for {sorted(self.tiles)}, "
+                f"the block graph's axes are {sorted(names)}"
             )
         for axis in block.named(Role.TILE):
             part = block.split_size(axis.name)
@@ -125,8 +130,8 @@ class Schedule:
             split = block.axis_split_by(axis.name)
             if split is not None and self.tiles[axis.name] != 1:
                 raise errors.CodegenError(
-                    f"schedule: {axis.name} numbers the splits of {split}, and a block has one of them; "
-                    f"its tile is {self.tiles[axis.name]}, give 1"
+                    f"schedule: {axis.name} numbers the splits of {split}, and a block has one of "
+                    f"them; its tile is {self.tiles[axis.name]}, give 1"
                 )
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Kernel-graph ops as torch expressions: library calls of a generated file, and its reference program."""
+"""Kernel-graph ops as torch expressions.
+
+They are the library calls of a generated file, and the program that it is compared with.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ import keyword
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from mirage_hf import errors
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
@@ -17,12 +20,13 @@ from mirage_hf.ops import table
 
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**"}
 
-_CHOOSING = ("ratio", "select")
-"""Ops whose torch form wants tensors."""
+#: Ops whose torch form takes tensors only.
+_TENSORS_ONLY = ("ratio", "select")
 
-_WHOLE = {"max": "torch.maximum", "min": "torch.minimum", "pow": "torch.pow"}
-"""Ops that torch computes of tensors what it refuses of numbers."""
+#: Ops that torch computes of tensors even where it refuses the same numbers.
+_OF_TENSORS = {"max": "torch.maximum", "min": "torch.minimum", "pow": "torch.pow"}
 
+#: Names that a generated file uses for something else.
 _TAKEN = (
     "torch",
     "triton",
@@ -39,9 +43,11 @@ _TAKEN = (
     "float",
 )
 
+#: What kernels are called, see `triton.generate`.
 _KERNEL = re.compile(r"mirage_\d+")
-"""What kernels are called, see `triton.generate`."""
 
+#: Ops whose oracle is not one function of torch. Names in braces are operands by number, and
+#: attributes.
 _FORMS = {
     "matmul": "torch.matmul({0}, {1})",
     "reduction": "torch.{kind}({0}, dim={dim}, keepdim=True)",
@@ -51,82 +57,104 @@ _FORMS = {
     "reshape": "{0}.reshape({dims})",
     "permute": "{0}.permute({order})",
 }
-"""Ops whose oracle is not one function of torch; names in braces are operands by number and attributes."""
 
 
 def expression(op: KernelOp, names: Sequence[str]) -> str:
-    """The torch expression of one op on operands called `names` (numbers already as text). Errors: CodegenError."""
-    row = table.lookup(op.name)
-    attrs = dict(op.attrs)
+    """Return the torch expression of one op.
+
+    Args:
+        op: The op.
+        names: What its operands are called. Numbers are text already.
+
+    Raises:
+        CodegenError: The op has no torch expression.
+    """
     numbers = [not isinstance(x, DTensor) for x in op.inputs]
-    if any(numbers) and (op.name in _CHOOSING or (op.name in _WHOLE and not _fits(op))):
-        # as the interpreter has them: numbers of float64 without dims, which decide nothing about the result's dtype
-        like = names[numbers.index(False)]
-        names = [
-            f"torch.full((), {n}, dtype=torch.float64, device={like}.device)" if a else n
-            for n, a in zip(names, numbers, strict=True)
-        ]
-        function = _WHOLE.get(op.name, op.name)
-        return f"{function}({', '.join(names)})" + (
-            f".to({like}.dtype)" if op.name == "select" and numbers == [False, True, True] else ""
-        )
+    takes_tensors = op.name in _TENSORS_ONLY or (op.name in _OF_TENSORS and not _fits(op))
+    if any(numbers) and takes_tensors:
+        return _of_tensors(op, names, numbers)
     if op.name in _INFIX:
-        first = (
-            f"({names[0]})" if names[0].startswith("-") else names[0]
-        )  # -2.0 ** x is -(2.0 ** x)
+        first = f"({names[0]})" if names[0].startswith("-") else names[0]  # -2.0 ** x: -(2.0 ** x)
         return f" {_INFIX[op.name]} ".join([first, *names[1:]])
-    if op.name in ("max", "min") and any(not isinstance(x, DTensor) for x in op.inputs):
-        (_, tensor), (_, number) = sorted(
-            zip(op.inputs, names, strict=True), key=lambda p: not isinstance(p[0], DTensor)
-        )
+    if op.name in ("max", "min") and any(numbers):
+        (tensor,) = (n for n, is_number in zip(names, numbers, strict=True) if not is_number)
+        (number,) = (n for n, is_number in zip(names, numbers, strict=True) if is_number)
         bound = "min" if op.name == "max" else "max"
         return f"torch.clamp({tensor}, {bound}={number})"
-    if _form(op):
-        if "start" in attrs:
-            attrs["length"] = attrs["stop"] - attrs["start"]
-        if attrs.get("kind") == "max":
-            attrs["kind"] = "amax"
-        attrs = {
-            k: f'float("{v}")' if v in (float("inf"), float("-inf")) else v
-            for k, v in attrs.items()
-        }
-        return _form(op).format(*names, all=", ".join(names), **attrs)
-    extra = "".join(f", {k}={v!r}" for k, v in attrs.items() if v != row.attrs.get(k))
-    if function := _library_function(row.oracle):
-        return f"{function}({', '.join(names)}{extra})"
-    if row.oracle.__name__ == "<lambda>":
-        raise errors.CodegenError(
-            f"{op.name} has no torch expression; give its row a named function as oracle, or torch_form"
-        )
-    return f"{row.oracle.__name__.lstrip('_')}({', '.join(names)}{extra})"
+    form = _form(op)
+    if form:
+        return form.format(*names, all=", ".join(names), **_form_attributes(op))
+    return _call(op, names)
+
+
+def _of_tensors(op: KernelOp, names: Sequence[str], numbers: Sequence[bool]) -> str:
+    """Return an op with its numbers as tensors.
+
+    As in the interpreter, these are float64 without dims, which do not decide the result's dtype.
+    """
+    like = names[numbers.index(False)]
+    operands = [
+        f"torch.full((), {n}, dtype=torch.float64, device={like}.device)" if is_number else n
+        for n, is_number in zip(names, numbers, strict=True)
+    ]
+    call = f"{_OF_TENSORS.get(op.name, op.name)}({', '.join(operands)})"
+    both_numbers = op.name == "select" and list(numbers) == [False, True, True]
+    return f"{call}.to({like}.dtype)" if both_numbers else call
+
+
+def _form_attributes(op: KernelOp) -> dict[str, Any]:
+    """Return the attributes of an op as its form names them."""
+    attributes = dict(op.attrs)
+    if "start" in attributes:
+        attributes["length"] = attributes["stop"] - attributes["start"]
+    if attributes.get("kind") == "max":
+        attributes["kind"] = "amax"
+    for name, value in attributes.items():
+        if value in (math.inf, -math.inf):
+            attributes[name] = f'float("{value}")'
+    return attributes
+
+
+def _call(op: KernelOp, names: Sequence[str]) -> str:
+    """Return a call of the op's oracle: a function of torch, or one that the file carries."""
+    row = table.lookup(op.name)
+    attributes = [f"{k}={v!r}" for k, v in op.attrs if v != row.attrs.get(k)]
+    function = _library_function(row.oracle)
+    if not function:
+        if row.oracle.__name__ == "<lambda>":
+            raise errors.CodegenError(
+                f"{op.name} has no torch expression; give its row a named function as oracle, "
+                "or torch_form"
+            )
+        function = row.oracle.__name__.lstrip("_")
+    return f"{function}({', '.join([*names, *attributes])})"
 
 
 def _fits(op: KernelOp) -> bool:
-    """Whether torch takes the op's numbers as such: not those that are finite, but infinite in the dtype of the result."""
-    most = (
-        torch.finfo(op.outputs[0].dtype).max if op.outputs[0].dtype.is_floating_point else math.inf
-    )
+    """Return True if torch takes the op's numbers: none is infinite only in the result's dtype."""
+    dtype = op.outputs[0].dtype
+    most = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
     return all(isinstance(x, DTensor) or math.isinf(x) or abs(x) <= most for x in op.inputs)
 
 
 def _form(op: KernelOp) -> str:
-    """Return the op as torch code with operands and attributes in braces. Empty: call its oracle."""
-    if op.name == "softmax" and len(op.inputs) > 1:  # with bounds it is a function of ours
+    """Return the op as torch code, operands and attributes in braces. Empty: call its oracle."""
+    if op.name == "softmax" and len(op.inputs) > 1:  # with bounds: a function of ours
         return ""
     return _FORMS.get(op.name) or table.lookup(op.name).torch_form
 
 
 def _library_function(oracle: Callable[..., torch.Tensor]) -> str:
-    """Return the name under which torch has the function `oracle`. Empty: it is a function of ours."""
+    """Return torch's name of the function `oracle`. Empty: it is a function of ours."""
     name = getattr(oracle, "__name__", "")
-    for where, module in (("torch", torch), ("F", F)):
+    for where, module in (("torch", torch), ("F", torch.nn.functional)):
         if getattr(module, name, None) is oracle:
             return f"{where}.{name}"
     return ""
 
 
 def functions(graph: KernelGraph) -> list[str]:
-    """The source of the table's own oracle functions that `expression` calls for this graph."""
+    """Return the source of the oracle functions of ours that `expression` calls for a graph."""
     found = {}
     for op in graph.ops:
         if op.name == CUSTOMIZED or op.name in _INFIX or _form(op):
@@ -141,8 +169,8 @@ def functions(graph: KernelGraph) -> list[str]:
 
 
 def local(t: DTensor) -> str:
-    """A tensor's name as a local variable that hides nothing a generated file needs."""
-    name = t.name.rstrip("_")  # tl_ is not what tl becomes
+    """Return a tensor's name as a local variable that hides nothing a generated file needs."""
+    name = t.name.rstrip("_")  # so that the tensor tl_ is not called what tl becomes
     hides = (
         name in _TAKEN or name in table.OPS or keyword.iskeyword(name) or _KERNEL.fullmatch(name)
     )
@@ -150,23 +178,19 @@ def local(t: DTensor) -> str:
 
 
 def operand_names(op: KernelOp) -> list[str]:
-    return [
-        local(x)
-        if isinstance(x, DTensor)
-        else f'float("{x}")'
-        if x in (float("inf"), float("-inf"))
-        else repr(x)
-        for x in op.inputs
-    ]
+    """Return what the operands of an op are called, numbers as text."""
+    return [local(x) if isinstance(x, DTensor) else _number(x) for x in op.inputs]
+
+
+def _number(x: float) -> str:
+    return f'float("{x}")' if x in (math.inf, -math.inf) else repr(x)
 
 
 def program(graph: KernelGraph, name: str) -> str:
-    """A function of a list of tensors that runs a tensor program op by op."""
-    lines = [
-        f"def {name}(inputs):",
-        f"    {', '.join(map(local, graph.inputs))}{',' if len(graph.inputs) == 1 else ''} = inputs",
-    ]
-    lines += [
-        f"    {local(op.outputs[0])} = {expression(op, operand_names(op))}" for op in graph.ops
-    ]
+    """Return a function of a list of tensors that runs a tensor program op by op."""
+    inputs = ", ".join(map(local, graph.inputs))
+    comma = "," if len(graph.inputs) == 1 else ""
+    lines = [f"def {name}(inputs):", f"    {inputs}{comma} = inputs"]
+    for op in graph.ops:
+        lines.append(f"    {local(op.outputs[0])} = {expression(op, operand_names(op))}")
     return "\n".join([*lines, f"    return [{', '.join(map(local, graph.outputs))}]"]) + "\n"

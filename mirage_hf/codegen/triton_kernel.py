@@ -297,7 +297,7 @@ class _KernelWriter(CombineWriter):
     # -- loops that only visit what is within their bounds ----------------------------------------
 
     def _trim(self, i: BlockInput | None) -> None:
-        """Define where this block's loop begins and ends: its share of what is within the bounds."""
+        """Define where this block's loop begins and ends: its share of what the bounds leave."""
         was_trimmed = i is self.trimmed
         self.trimmed = i
         if was_trimmed or i is None:

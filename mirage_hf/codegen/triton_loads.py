@@ -402,7 +402,7 @@ class LoadWriter(TileWriter):
     def _slot(
         self, o: BlockOutput, pointer: str, append: Append, dims: Sequence[str]
     ) -> tuple[str, list[str]]:
-        """Return the first slot of an append, and the conditions that rows stay inside the cache."""
+        """Return the first slot of an append, and conditions that rows lie inside the cache."""
         axis = self.load_slot(o, pointer, append)
         own = self.layout.dims([axis] if axis else [])
         slot = self.spread(slot_pointer(pointer).removesuffix("_ptr"), own, dims)

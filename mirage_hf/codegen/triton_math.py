@@ -90,32 +90,46 @@ HELPERS: Mapping[str, str] = {
     "prefetch": '''
 @triton.jit
 def prefetch(pointers):
-    """Ask for the cache lines at these addresses, without waiting for them."""
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1)
+    """Prefetch the cache lines at these addresses into the L2, without waiting for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 ''',
     "rounded": '''
 @triton.jit
 def rounded(x):
-    """Products as they are rounded, to be summed by threads: fused into the first addition, each thread's own one would not be, all
-    threads would have other last bits, and chance would decide whose sum is stored."""
+    """Return products as they are rounded, for a sum that several threads compute.
+
+    If the compiler fused a product with the first addition, a thread's own product would not be
+    rounded, but that of the other thread would. So the threads' sums would differ in their last
+    bits, and chance would decide which one is stored.
+    """
     return tl.where(x == 0.0, 0.0, x)
 ''',
-    "apart": '''
+    "materialized": '''
 @triton.jit
-def apart(x):
-    """A tile as it is, for a product of tensor cores: of a reshaped one the compiler makes a view of shared memory that it then refuses."""
+def materialized(x):
+    """Return a reshaped tile as a tile of its own, for a product on tensor cores.
+
+    Triton makes a view of shared memory of a reshaped factor, and then rejects that view.
+    """
     return tl.where(x == 0.0, 0.0, x)
 ''',
     "larger": '''
 @triton.jit
 def larger(x, y):
-    """The larger of two numbers, NaN if one is."""
+    """Return the larger of two numbers, NaN if one is."""
     return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 ''',
     "tanh": '''
 @triton.jit
 def tanh(x):
-    """tanh in float32: nothing overflows, and a series stands in where 1 - exp(-2|x|) would cancel."""
+    """Return tanh in float32. Nothing overflows; near 0, where 1 - exp(-2|x|) cancels, a series."""
     decay = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - decay) / (1.0 + decay)
     square = x * x

@@ -96,7 +96,10 @@ class TileWriter:
         self.lane = None
 
     def is_new(self, value: str, what: str = "") -> bool:
-        """Return True if this (of a value, in a lane) was not yet written. It counts as written now."""
+        """Return True if this (of a value, in a lane) was not yet written.
+
+        It counts as written from now on.
+        """
         has_lanes = self.layout.unrolled in self.block.carried[value]
         key = what, value, self.lane if has_lanes else None
         if key in self.written:
@@ -145,7 +148,7 @@ class TileWriter:
         return "tl.program_id(0)"
 
     def _offset(self, a: Axis, number: str | None) -> None:
-        """Define a block's elements of an axis. `number`: that of its tile, if there are several."""
+        """Define a block's elements of an axis. `number`: of its tile, if there are several."""
         tile, var = self.tiling.tile(a.name), self.axis[a.name]
         if tile == 1:
             if number is not None:

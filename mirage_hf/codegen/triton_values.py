@@ -250,7 +250,7 @@ class ValueWriter(LoadWriter):
         )
 
     def _read_by_others(self) -> set[str]:
-        """Return the values that something other than a sum reads, or that are written otherwise."""
+        """Return the values that something other than a sum reads, or that are never written."""
         others = {*self.layout.unformed_products, *self.layout.half_products}
         others |= {o.value for o in self.block.outputs}
         for op in self.tiling.ops.values():
@@ -291,7 +291,7 @@ class ValueWriter(LoadWriter):
             summed_first = transposed == is_left
             shape = [summed, free] if summed_first else [free, summed]
             text = f"tl.reshape({text}, {shape})"
-            text = text if is_left else f"apart({text})"
+            text = text if is_left else f"materialized({text})"
         return f"tl.trans({text})" if transposed else text
 
 

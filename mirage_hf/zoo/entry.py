@@ -20,8 +20,8 @@ from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.codegen import triton
+from mirage_hf.codegen.generated_program import GeneratedProgram
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.codegen.triton import GeneratedProgram
 from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.ugraph import UGraph

@@ -130,7 +130,7 @@ class Tiling:
         return all(self.differs_along(a, i.axes) for a in cut)
 
     def selects_source(self, i: BlockInput) -> bool:
-        """Return True if a tile of a joined input lies in one source, so that a pointer is selected.
+        """Return True if a tile of a joined input lies in one source, whose pointer is selected.
 
         The sources must have the same strides.
         """
