@@ -20,8 +20,9 @@
     return %t3
 
 µGraph f4ff2943b1cbafb92dcbf66c2f33a3033de1d7313f3a47905d329b64a5891284
-`run(inputs, out)` takes the program's inputs in order and returns its outputs, written into the tensors `out` if given; as
-a script, this file checks itself.
+`run(inputs, out)` takes the program's inputs in order and returns its outputs.
+If `out` is given, they are written into its tensors.
+As a script, this file checks itself.
 """
 import copy
 import threading
@@ -33,8 +34,15 @@ import triton.language as tl
 
 @triton.jit
 def prefetch(pointers):
-    """Ask for the cache lines at these addresses, without waiting for them."""
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1)
+    """Prefetch the cache lines at these addresses into the L2, without waiting for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 # Schedule(tiles={'k': 256, 'm': 4, 'n': 4}, num_warps=2, num_stages=8, prefetch_steps=4)
@@ -99,10 +107,11 @@ _compiled, _zeros, _lock = {}, {}, threading.Lock()
 def launch(kernel, grid, tensors, num_warps, num_stages):
     """Launch a kernel on the current stream. The tensors are on the current device.
 
-    In a CUDA graph, on sm_90 and newer, launches use programmatic dependent launch (PDL): a kernel may start before
-    the previous one is done. The kernel itself waits (`gdc_wait`) before it reads anything except constants. In a step
-    that appends to caches it also reads bounds and positions before it waits, so the previous launch must not write
-    them. No generated kernel writes integers, and what was written before an earlier kernel that waits is visible.
+    In a CUDA graph, on sm_90 and newer, launches use programmatic dependent launch (PDL): a kernel
+    may start before the previous one is done. The kernel itself waits (`gdc_wait`) before it reads
+    anything except constants. In a step that appends to caches it also reads bounds and positions
+    before it waits, so the previous launch must not write them. No generated kernel writes
+    integers, and what was written before an earlier kernel that waits is visible.
     """
     device = tensors[0].device.index
     if device is None:  # the interpreter, on a CPU
@@ -169,7 +178,10 @@ def random_input(dims, strides, dtype, device):
 
 
 def check(device):
-    """Compare with the program in float64: not further from it than the same ops in torch, give or take one rounding."""
+    """Compare with the program in float64.
+
+    The error may be 1.25 times that of the same ops in torch, plus one rounding.
+    """
     shapes = [((4, 2048), (2048, 1), torch.bfloat16),
               ((2048, 1024), (1, 2048), torch.bfloat16),
               ((4, 1024), (1024, 1), torch.bfloat16)]
@@ -177,7 +189,7 @@ def check(device):
     inputs = [random_input(*shape, device) for shape in shapes]
     wide = [x.double() if x.is_floating_point() else x for x in inputs]
     for ours, eager, exact in zip(run(inputs), program(inputs), program(wide)):
-        finite = exact.isfinite() & eager.isfinite()  # elsewhere any result is right
+        finite = exact.isfinite() & eager.isfinite()  # any other result is right
         if not finite.any():
             continue
         ours, eager, exact = (y[finite] for y in (ours, eager, exact))
@@ -191,5 +203,5 @@ def check(device):
 if __name__ == "__main__":
     import os
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        raise SystemExit("there is no GPU here; TRITON_INTERPRET=1 runs the kernels on the CPU, slowly")
+        raise SystemExit("no GPU here; TRITON_INTERPRET=1 runs the kernels on the CPU, slowly")
     check("cuda" if torch.cuda.is_available() else "cpu")

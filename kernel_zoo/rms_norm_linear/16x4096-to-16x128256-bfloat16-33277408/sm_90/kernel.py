@@ -31,8 +31,9 @@
     return %t4
 
 µGraph 58d603db3538b8901baeaa50168fd6e1364f2c5fa3f91b48c6013fd918def179
-`run(inputs, out)` takes the program's inputs in order and returns its outputs, written into the tensors `out` if given; as
-a script, this file checks itself.
+`run(inputs, out)` takes the program's inputs in order and returns its outputs.
+If `out` is given, they are written into its tensors.
+As a script, this file checks itself.
 """
 import copy
 import threading
@@ -44,8 +45,15 @@ import triton.language as tl
 
 @triton.jit
 def prefetch(pointers):
-    """Ask for the cache lines at these addresses, without waiting for them."""
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1)
+    """Prefetch the cache lines at these addresses into the L2, without waiting for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 # Schedule(tiles={'k': 4096, 'm': 1}, num_warps=8, num_stages=2, trigger_early=True)
@@ -98,10 +106,11 @@ _compiled, _zeros, _lock = {}, {}, threading.Lock()
 def launch(kernel, grid, tensors, num_warps, num_stages):
     """Launch a kernel on the current stream. The tensors are on the current device.
 
-    In a CUDA graph, on sm_90 and newer, launches use programmatic dependent launch (PDL): a kernel may start before
-    the previous one is done. The kernel itself waits (`gdc_wait`) before it reads anything except constants. In a step
-    that appends to caches it also reads bounds and positions before it waits, so the previous launch must not write
-    them. No generated kernel writes integers, and what was written before an earlier kernel that waits is visible.
+    In a CUDA graph, on sm_90 and newer, launches use programmatic dependent launch (PDL): a kernel
+    may start before the previous one is done. The kernel itself waits (`gdc_wait`) before it reads
+    anything except constants. In a step that appends to caches it also reads bounds and positions
+    before it waits, so the previous launch must not write them. No generated kernel writes
+    integers, and what was written before an earlier kernel that waits is visible.
     """
     device = tensors[0].device.index
     if device is None:  # the interpreter, on a CPU
@@ -179,7 +188,10 @@ def random_input(dims, strides, dtype, device):
 
 
 def check(device):
-    """Compare with the program in float64: not further from it than the same ops in torch, give or take one rounding."""
+    """Compare with the program in float64.
+
+    The error may be 1.25 times that of the same ops in torch, plus one rounding.
+    """
     shapes = [((16, 4096), (4096, 1), torch.bfloat16),
               ((1, 4096), (4096, 1), torch.bfloat16),
               ((4096, 128256), (1, 4096), torch.bfloat16)]
@@ -187,7 +199,7 @@ def check(device):
     inputs = [random_input(*shape, device) for shape in shapes]
     wide = [x.double() if x.is_floating_point() else x for x in inputs]
     for ours, eager, exact in zip(run(inputs), program(inputs), program(wide)):
-        finite = exact.isfinite() & eager.isfinite()  # elsewhere any result is right
+        finite = exact.isfinite() & eager.isfinite()  # any other result is right
         if not finite.any():
             continue
         ours, eager, exact = (y[finite] for y in (ours, eager, exact))
@@ -201,5 +213,5 @@ def check(device):
 if __name__ == "__main__":
     import os
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        raise SystemExit("there is no GPU here; TRITON_INTERPRET=1 runs the kernels on the CPU, slowly")
+        raise SystemExit("no GPU here; TRITON_INTERPRET=1 runs the kernels on the CPU, slowly")
     check("cuda" if torch.cuda.is_available() else "cpu")
