@@ -38,7 +38,7 @@ def rows(counters: Any) -> list[tuple[str, str, str]]:
 
     Counters that were never reached are left out.
     """
-    found = []
+    labelled = []
     for f in fields(counters):
         value = getattr(counters, f.name)
         group, label = LABELS.get(f.name, ("other", f.name.replace("_", " ")))
@@ -48,5 +48,5 @@ def rows(counters: Any) -> list[tuple[str, str, str]]:
             text = f"{value:.3f}"
         else:
             text = f"{value:,}" if isinstance(value, int) else str(value)
-        found.append((group, label, text))
-    return sorted(found, key=lambda row: GROUPS.index(row[0]))
+        labelled.append((group, label, text))
+    return sorted(labelled, key=lambda row: GROUPS.index(row[0]))

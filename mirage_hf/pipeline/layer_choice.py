@@ -109,15 +109,17 @@ def make_entries(
             f"build a zoo: {chosen.reason}; free memory on {device}, or build on another GPU"
         )
     return [
-        chosen.get(n) or part.entry() for n, part in enumerate(parts) if isinstance(part, Outcome)
+        chosen.get(n) or part.best_entry
+        for n, part in enumerate(parts)
+        if isinstance(part, Outcome)
     ]
 
 
 def make_outcome(request: Request, progress: ProgressCallback | None = None) -> Outcome:
     """Search, verify and tune without looking anything up or storing anything."""
-    found = find_outcome(request, NoResults(), progress)
-    assert isinstance(found, NewOutcome)
-    return found.outcome
+    result = find_outcome(request, NoResults(), progress)
+    assert isinstance(result, NewOutcome)
+    return result.outcome
 
 
 def _chosen_together(
@@ -136,14 +138,14 @@ def _chosen_together(
         return {}
     failed = ""
     try:
-        found, whole = together(list(choices.values()), device=device)
+        candidates_chosen, whole = together(list(choices.values()), device=device)
     except RuntimeError as e:  # out of memory is one
         failed = described(e)
     torch.cuda.empty_cache()  # what was timed is as large as a few layers
     if failed:
         return Rejected(f"chosen on its own, as the whole layer could not be timed ({failed})")
     entries = {}
-    for n, candidate in zip(choices, found, strict=True):
+    for n, candidate in zip(choices, candidates_chosen, strict=True):
         part = parts[n]
         if isinstance(part, Outcome):
             entries[n] = part.entry(candidate, whole.us)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from mirage_hf.codegen import triton
@@ -68,6 +69,15 @@ class Outcome:
             elif not _is_slower(c.timing, library.timing):
                 others.append(c)
         return (*chained, *others)
+
+    @cached_property
+    def best_entry(self) -> Entry:
+        """The entry for the best candidate.
+
+        Raises:
+            CodegenError: No code can be generated for it.
+        """
+        return self.entry()
 
     def entry(
         self, chosen: MeasuredCandidate | None = None, layer_us: float | None = None

@@ -171,11 +171,12 @@ def resolve(
     results = ZooResults(
         zoo_path(zoo), must_be_timed=on_gpu and tune != "never", looks_up=tune != "full"
     )
-    found = find_outcome(request, results, progress)
+    result = find_outcome(request, results, progress)
     seconds = time.perf_counter() - started
-    if isinstance(found, StoredEntry):
-        return resolved(found.entry, found.source, on_gpu, seconds)
-    return resolved(found.outcome.entry(), SEARCHED, on_gpu, seconds, found.outcome, found.unkept)
+    if isinstance(result, StoredEntry):
+        return resolved(result.entry, result.source, on_gpu, seconds)
+    entry = result.outcome.best_entry
+    return resolved(entry, SEARCHED, on_gpu, seconds, result.outcome, result.unkept)
 
 
 def resolved(

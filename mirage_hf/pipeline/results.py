@@ -90,14 +90,14 @@ class ZooResults:
             return None
         reasons = []
         for store in self.zoos.stores:
-            found = self._load_from(store, request)
-            if not isinstance(found, Rejected):
-                return found
-            if isinstance(found, NotStored):
+            loaded = self._load_from(store, request)
+            if not isinstance(loaded, Rejected):
+                return loaded
+            if isinstance(loaded, NotStored):
                 continue
-            reasons.append(found.reason)
+            reasons.append(loaded.reason)
             if not store.is_trusted:
-                _log.warning("%s: an entry was not used: %s", source_of(store), found.reason)
+                _log.warning("%s: an entry was not used: %s", source_of(store), loaded.reason)
         return Rejected("; ".join(reasons)) if reasons else None
 
     def _load_from(
@@ -127,7 +127,7 @@ class ZooResults:
         if outcome.request.all_candidates and not _is_worth_keeping(outcome):
             return None
         try:
-            return self.keep(outcome.entry())
+            return self.keep(outcome.best_entry)
         except CodegenError as e:
             return Rejected(f"no code can be generated for it: {e}")
 

@@ -181,11 +181,11 @@ def _cached(
 def _searched(
     request: Request, results: Results, max_kernels: int | None, progress: ProgressCallback | None
 ) -> SearchResult:
-    found = find_outcome(request, results, progress)
-    assert isinstance(found, NewOutcome)  # a stored kernel is never looked up for all candidates
-    outcome = found.outcome
-    if found.unkept:
-        outcome = with_notes(outcome, f"the result was not kept: {found.unkept}")
+    new = find_outcome(request, results, progress)
+    assert isinstance(new, NewOutcome)  # a stored kernel is never looked up for all candidates
+    outcome = new.outcome
+    if new.unkept:
+        outcome = with_notes(outcome, f"the result was not kept: {new.unkept}")
     return result_of(outcome, max_kernels)
 
 
