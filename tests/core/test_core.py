@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mirage_hf import _core
+from mirage_hf.search import map_restriction
 from mirage_hf.search.core_program import core_limits
 from mirage_hf.search.search_options import SearchOptions
 
@@ -60,3 +61,7 @@ def test_a_float32_output_moves_twice_the_bytes() -> None:
         for text in (SUM, wide)
     ]
     assert costs[0] < costs[1]
+
+
+def test_the_largest_tile_is_the_cores() -> None:
+    assert _core.largest_tile == map_restriction.LARGEST_TILE
