@@ -29,14 +29,6 @@ INSTALLED = {ROOT / "mirage_hf": PACKAGE, ROOT / "patterns": f"{PACKAGE}.pattern
 #: The compiled module, which imports nothing.
 CORE = f"{PACKAGE}._core"
 
-#: Imports that are still to be removed.
-PENDING = {
-    ("mirage_hf.decode.session", "mirage_hf.decode.generate"),
-    ("mirage_hf.layers.model_kernels", "mirage_hf.match.causal"),
-    ("mirage_hf.layers.model_kernels", "mirage_hf.match.matcher"),
-    ("mirage_hf.layers.model_kernels", "mirage_hf.match.probe"),
-}
-
 Graph = Mapping[str, set[str]]
 
 
@@ -137,10 +129,7 @@ def layers() -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def graph() -> dict[str, set[str]]:
-    return {
-        name: {t for t in targets if (name, t) not in PENDING}
-        for name, targets in import_graph().items()
-    }
+    return import_graph()
 
 
 def test_no_circle_among_files(graph: Graph) -> None:
