@@ -160,7 +160,7 @@ def test_a_kernel_is_compiled_for_each_dtype_constant_and_number_of_warps(now, m
     ]
     for now.capturing in (False, True):
         for dtype, warps, constants in cases:
-            launching.launch(kernel, 7, [tensor(dtype)], warps, 1, **constants)
+            launching.launch_with_constants(kernel, 7, [tensor(dtype)], warps, 1, constants)
     assert len(kernel.compiled) == len(cases)
     assert [options["num_warps"] for options in kernel.compiled] == [w for _, w, _ in cases]
     assert kernel.compiled[3]["SIZE"] == 3 and kernel.compiled[3]["launch_pdl"]

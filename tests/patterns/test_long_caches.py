@@ -278,7 +278,7 @@ def test_keys_are_not_prefetched_before_a_block_s_share_is_known():
 
 def test_the_tuner_begins_with_schedules_that_prefetch_caches():
     tuned = symbolic.for_program(found(128, 1), program(attention.LONG_SLOTS, 128))
-    first = next(tuner._scheduled(tuned, H200, space.schedules))
+    first = next(tuner._scheduled(tuned, H200, space.schedules, False))
     assert all(s.prefetch_steps for s in first.schedules), first.schedules
 
 
