@@ -18,7 +18,9 @@ from transformers.generation.stopping_criteria import (
 )
 
 from mirage_hf.decode import call_plan
-from mirage_hf.decode.call_plan import NotCovered, PromptPlan, plan_call
+from mirage_hf.decode.call_plan import CallInputs, plan_call
+from mirage_hf.decode.not_covered import NotCoveredError
+from mirage_hf.decode.prompt_plan import PromptPlan
 from tests.helpers.generate_comparison import tiny
 
 pytestmark = pytest.mark.models
@@ -48,12 +50,12 @@ def test_a_plain_prompt_counts_from_zero(masked: bool) -> None:
     plan = prompt_plan(ids(), position_ids=counted(), **mask)
     assert (plan.past, plan.length, plan.lowest) == (0, LENGTH, None)
     assert plan.position.tolist() == [[LENGTH - 1]] * BATCH
-    assert plan.from_zero is True and not plan.odd_positions
+    assert plan.counts_from_zero is True and not plan.has_unusual_positions
 
 
 def test_one_row_of_positions_serves_all_rows() -> None:
     plan = prompt_plan(ids(), position_ids=counted(rows=1))
-    assert plan.from_zero and plan.position.tolist() == [[LENGTH - 1]]
+    assert plan.counts_from_zero and plan.position.tolist() == [[LENGTH - 1]]
 
 
 def test_left_padding_is_counted_by_row() -> None:
@@ -62,30 +64,30 @@ def test_left_padding_is_counted_by_row() -> None:
     plan = prompt_plan(ids(), attention_mask=mask, position_ids=positions)
     assert plan.lowest is not None and plan.lowest.tolist() == [[2], [0]]
     assert plan.position.tolist() == [[1], [3]]
-    assert plan.from_zero and not plan.odd_positions
+    assert plan.counts_from_zero and not plan.has_unusual_positions
 
 
 def test_padding_whose_positions_count_otherwise_does_not_count_from_zero() -> None:
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     plan = prompt_plan(ids(), attention_mask=mask, position_ids=counted())
-    assert not plan.from_zero and not plan.odd_positions
+    assert not plan.counts_from_zero and not plan.has_unusual_positions
 
 
 @pytest.mark.parametrize("start, odd", [(0, False), (-1, False), (1, True), (-4, True), (90, True)])
 def test_positions_beyond_the_text_or_below_zero_are_odd(start: int, odd: bool) -> None:
     """Only the last position of a row is used after the prompt."""
     plan = prompt_plan(ids(), position_ids=counted(start=start))
-    assert plan.odd_positions is odd and plan.from_zero is (start == 0)
+    assert plan.has_unusual_positions is odd and plan.counts_from_zero is (start == 0)
 
 
 def test_one_odd_row_is_enough() -> None:
     positions = torch.stack([torch.arange(4), torch.arange(-4, 0)])
-    assert prompt_plan(ids(), position_ids=positions).odd_positions
+    assert prompt_plan(ids(), position_ids=positions).has_unusual_positions
 
 
 def test_the_whole_text_may_be_given_beside_a_cache_of_its_beginning() -> None:
     plan = prompt_plan(ids(4), past=3, position_ids=counted(), attention_mask=torch.ones(BATCH, 4))
-    assert (plan.past, plan.length, plan.from_zero) == (3, 4, False)
+    assert (plan.past, plan.length, plan.counts_from_zero) == (3, 4, False)
     assert plan.lowest is None
 
 
@@ -93,8 +95,8 @@ def test_only_the_new_tokens_may_be_given_beside_a_cache() -> None:
     """The mask covers the whole text; without a mask its length does."""
     for given in ({"attention_mask": torch.ones(BATCH, 7)}, {}):
         plan = prompt_plan(ids(4), past=3, mask_length=7, position_ids=counted(start=3), **given)
-        assert (plan.past, plan.length, plan.from_zero) == (3, 7, False)
-        assert not plan.odd_positions
+        assert (plan.past, plan.length, plan.counts_from_zero) == (3, 7, False)
+        assert not plan.has_unusual_positions
 
 
 def test_the_length_of_the_mask_decides_before_the_counted_length() -> None:
@@ -125,13 +127,13 @@ def test_the_length_of_the_mask_decides_before_the_counted_length() -> None:
     ],
 )
 def test_a_prompt_that_is_not_covered_says_why(given: dict[str, Any], reason: str) -> None:
-    with pytest.raises(NotCovered, match=reason):
+    with pytest.raises(NotCoveredError, match=reason):
         prompt_plan(ids(), **given)
 
 
 @pytest.mark.parametrize("past", [4, 5])
 def test_a_cache_must_be_shorter_than_the_text(past: int) -> None:
-    with pytest.raises(NotCovered, match="cache"):
+    with pytest.raises(NotCoveredError, match="cache"):
         prompt_plan(ids(4), past=past, position_ids=counted())
     assert prompt_plan(ids(4), past=3, position_ids=counted()).length == 4
 
@@ -154,7 +156,7 @@ def call(model: Any, length: int = LENGTH, **changes: Any) -> call_plan.CallPlan
     """Plan a call that is covered, except for `changes`."""
     wanted: dict[str, Any] = dict(
         criteria=[MaxLengthCriteria(20)],
-        users_cache=False,
+        cache_is_users=False,
         max_cache_len=None,
         expected=SimpleNamespace(obstacle=None),
         config=Options(),
@@ -167,14 +169,17 @@ def call(model: Any, length: int = LENGTH, **changes: Any) -> call_plan.CallPlan
     )
     for name, value in changes.items():
         (wanted if name in wanted else given)[name] = value
+    inputs = CallInputs(
+        model=model,
+        input_ids=wanted["input_ids"],
+        processors=LogitsProcessorList(),
+        criteria=StoppingCriteriaList(wanted["criteria"]),
+        config=wanted["config"],
+        kwargs=given,
+    )
     return plan_call(
-        model,
-        wanted["input_ids"],
-        LogitsProcessorList(),
-        StoppingCriteriaList(wanted["criteria"]),
-        wanted["config"],
-        given,
-        users_cache=wanted["users_cache"],
+        inputs,
+        cache_is_users=wanted["cache_is_users"],
         max_cache_len=wanted["max_cache_len"],
         expected=wanted["expected"],
     )
@@ -182,17 +187,17 @@ def call(model: Any, length: int = LENGTH, **changes: Any) -> call_plan.CallPlan
 
 def test_a_covered_call(model: Any) -> None:
     cache = DynamicCache(config=model.config)
-    plan = call(model, past_key_values=cache, users_cache=True)
+    plan = call(model, past_key_values=cache, cache_is_users=True)
     assert plan.cache is cache and plan.cache_is_users
     assert (plan.budget, plan.most_slots, plan.slots) == (16, 19, 19)
     assert plan.windows == (None,) * model.config.num_hidden_layers
     assert plan.eos is None and not isinstance(plan.selection, str)
-    assert plan.expected and not plan.logits_to_keep and not plan.prompt_alone
+    assert plan.expected and not plan.logits_to_keep and not plan.prompt_is_whole
 
 
 def test_a_prompt_is_alone_if_only_its_last_logits_are_wanted(model: Any) -> None:
-    assert call(model, logits_to_keep=1).prompt_alone
-    assert not call(model, logits_to_keep=1, position_ids=counted(start=1)).prompt_alone
+    assert call(model, logits_to_keep=1).prompt_is_whole
+    assert not call(model, logits_to_keep=1, position_ids=counted(start=1)).prompt_is_whole
 
 
 def test_memory_for_a_long_text_is_reserved_step_by_step(model: Any) -> None:
@@ -214,7 +219,7 @@ def test_one_token_at_least_is_chosen(model: Any, most: int) -> None:
 
 def test_max_cache_len_is_the_most_slots(model: Any) -> None:
     assert call(model, max_cache_len=19).most_slots == 19
-    with pytest.raises(NotCovered, match="max_cache_len=18"):
+    with pytest.raises(NotCoveredError, match="max_cache_len=18"):
         call(model, max_cache_len=18)
 
 
@@ -224,7 +229,7 @@ def test_an_unexpected_model_is_looked_at(model: Any, monkeypatch: pytest.Monkey
     plan = call(model, expected=None)
     assert plan.fingerprint is seen and plan.expected is False
     seen.obstacle = "two layers are one"
-    with pytest.raises(NotCovered, match="two layers are one"):
+    with pytest.raises(NotCoveredError, match="two layers are one"):
         call(model, expected=None)
 
 
@@ -237,9 +242,9 @@ def filled(model: Any, rows: int) -> DynamicCache:
 
 
 def test_the_rows_of_a_cache_are_those_of_the_prompt(model: Any) -> None:
-    assert call(model, past_key_values=filled(model, BATCH), users_cache=True).prompt.past == 2
-    with pytest.raises(NotCovered, match="a cache of 3 rows for 2"):
-        call(model, past_key_values=filled(model, 3), users_cache=True)
+    assert call(model, past_key_values=filled(model, BATCH), cache_is_users=True).prompt.past == 2
+    with pytest.raises(NotCoveredError, match="a cache of 3 rows for 2"):
+        call(model, past_key_values=filled(model, 3), cache_is_users=True)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +265,7 @@ def test_the_rows_of_a_cache_are_those_of_the_prompt(model: Any) -> None:
 def test_a_call_that_is_not_covered_says_why(
     model: Any, changes: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(NotCovered, match=reason):
+    with pytest.raises(NotCoveredError, match=reason):
         call(model, **changes)
 
 
@@ -274,7 +279,7 @@ def test_stop_tokens_need_a_pad_token(model: Any) -> None:
     config = Options()
     config._pad_token_tensor = None
     assert call(model, config=config).budget == 16
-    with pytest.raises(NotCovered, match="pad token"):
+    with pytest.raises(NotCoveredError, match="pad token"):
         call(model, config=config, criteria=criteria)
 
 
