@@ -51,7 +51,7 @@ def build(
         rows: The number of rows.
         k: The width of x.
         n: The outputs of the linear.
-        activation: One of `parts.ACTIVATIONS`.
+        activation: One of `parts.activations()`.
         norm: Whether x is normalised first.
         bias: Whether the linears have biases.
         eps: The epsilon of the norm.

@@ -10,9 +10,13 @@ from mirage_hf.ops import table
 #: The square of ReLU, which is no op of its own (Nemotron, Arcee).
 RELU_SQUARED = "relu squared"
 
-#: What the activation of an MLP may be. A probe runs the module to find out which one it is. The
-#: rows of the op table with `activation=True` are included.
-ACTIVATIONS = (*table.activations(), RELU_SQUARED)
+
+def activations() -> tuple[str, ...]:
+    """Return what the activation of an MLP may be. A probe runs the module to find out which.
+
+    They are the rows of the op table with `activation=True`, and the square of ReLU.
+    """
+    return (*table.activations(), RELU_SQUARED)
 
 
 def normed(
@@ -54,7 +58,7 @@ def normed(
 
 
 def activated(g: KernelGraph, x: DTensor, activation: str) -> DTensor:
-    """Return one of ACTIVATIONS of x."""
+    """Return x after one of `activations()`."""
     if activation == RELU_SQUARED:
         return g.square(g.relu(x))
     return getattr(g, activation)(x)  # type: ignore[no-any-return]

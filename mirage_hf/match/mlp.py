@@ -20,7 +20,7 @@ from mirage_hf.match.module_probes import probe_activation
 from mirage_hf.match.norms import NO_NORM, match_norm
 from mirage_hf.match.probe import Probes
 from mirage_hf.patterns import GATED_MLP, MLP_UP, gated_mlp, mlp_up
-from mirage_hf.patterns.parts import ACTIVATIONS
+from mirage_hf.patterns.parts import activations
 from mirage_hf.patterns.schema import LayerLayout, MlpLayout, Pattern
 
 
@@ -67,7 +67,7 @@ def match_first_half(
     adapters = adapter_sizes(linears, packed=False)
     if isinstance(adapters, Rejected):
         return adapters
-    activation = probe_activation(probes, mlp._modules[layout.activation], ACTIVATIONS)
+    activation = probe_activation(probes, mlp._modules[layout.activation], activations())
     if isinstance(activation, Rejected):
         return Rejected(f"{layout.activation} {activation.reason}")
     if no := _check_linears(layout, linears):
