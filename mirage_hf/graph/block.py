@@ -109,6 +109,10 @@ class BlockGraph:
         """Return what is carried after a reduction: an axis gives way to its split axis, if any."""
         return self._table.reduced(axes, over)
 
+    def num_splits(self, name: str) -> int:
+        """Return in how many splits an axis is split, 1 if it is not."""
+        return self._table.num_splits(name)
+
     def split_size(self, name: str) -> int:
         """Return how many elements of a LOOP or TILE axis one block sees: one split, or all."""
         return self._table.split_size(name)

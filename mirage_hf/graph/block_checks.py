@@ -107,7 +107,7 @@ class _BlockCheck:
                 f"axis {name} numbers the splits of {a.name}; "
                 "no other axis and no input may name it"
             )
-        count = self.table.axis(name).size
+        count = self.table.num_splits(a.name)
         if (count - 1) * self.table.split_size(a.name) >= a.size:
             raise _error(
                 f"axis {a.name} of size {a.size} cannot be split in {count} without an empty split"

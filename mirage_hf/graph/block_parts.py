@@ -63,10 +63,14 @@ class AxisTable:
         added = set() if split_axis is None else {split_axis}
         return set(axes) - {over} | added
 
+    def num_splits(self, name: str) -> int:
+        """Return in how many splits an axis is split, 1 if it is not."""
+        split_axis = self._axes[name].split_axis
+        return 1 if split_axis is None else self._axes[split_axis].size
+
     def split_size(self, name: str) -> int:
         """Return how many elements of a LOOP or TILE axis one block sees: one split, or all."""
-        a = self._axes[name]
-        return a.size if a.split_axis is None else -(-a.size // self._axes[a.split_axis].size)
+        return -(-self._axes[name].size // self.num_splits(name))
 
     def axis_split_by(self, name: str) -> str | None:
         """Return the axis whose splits the axis `name` numbers, None if it numbers none."""

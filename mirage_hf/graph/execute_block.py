@@ -91,7 +91,7 @@ class _BlockRun:
             a.name: a.split_axis
             for a in graph.axes
             if a.split_axis is not None
-            and a.size == graph.split_size(a.name) * graph.axis(a.split_axis).size
+            and a.size == graph.split_size(a.name) * graph.num_splits(a.name)
             and not any(a.name in o.axes for o in graph.outputs)
         }
 
@@ -167,7 +167,7 @@ class _BlockRun:
         for name, split_axis in self.batched_splits.items():
             if name in i.carried:
                 dim, number = index[name], index[split_axis]
-                split = whole.unflatten(dim, (graph.axis(split_axis).size, -1)).movedim(dim, -1)
+                split = whole.unflatten(dim, (graph.num_splits(name), -1)).movedim(dim, -1)
                 whole = split.squeeze(number).movedim(-1, number)
         return whole
 

@@ -237,7 +237,7 @@ def _facts(b: BlockGraph, schedule: Any) -> list[str]:
     def axis(a: Axis) -> str:
         text = f"{a.name} = {a.size}"
         if a.split_axis:
-            text += f" in {b.axis(a.split_axis).size} splits of {b.split_size(a.name)}"
+            text += f" in {b.num_splits(a.name)} splits of {b.split_size(a.name)}"
         if whole := b.axis_split_by(a.name):
             text += f" (split of {whole})"
         return text
