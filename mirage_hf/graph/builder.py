@@ -3,12 +3,12 @@
 What is written is one block in one trip of the loop: tensors have the dims of their tiles, which
 are the full dims divided by what cuts them. imap, fmap and omap say what cuts and walks which dim.
 
-What comes out is a `BlockGraph` over named axes, in which grid_dim and forloop_range are no more
-than roles. Dims that meet in an op are one axis. An axis that a grid dim cuts is a GRID axis, the
-one that is walked is the LOOP axis, and the rest is held whole. An axis that a grid dim cuts, and
-that a block sums all the same, is split (split-K): the partial results carry the number of their
-split, as a new dim of the output. `BlockGraphBuilder.schedule` gives the tiles that keep to the
-numbers written.
+What comes out is a `BlockGraph` over named axes. It keeps the roles that grid_dim and forloop_range
+give to axes, and not their numbers. Dims that meet in an op are one axis. An axis that a grid dim
+cuts is a GRID axis, the one that is walked is the LOOP axis, and the rest is held whole. An axis
+that a grid dim cuts and that a block also sums is split (split-K): the partial results carry the
+number of their split, as a new dim of the output. `BlockGraphBuilder.schedule` gives the tiles that
+keep the numbers too.
 """
 
 from __future__ import annotations

@@ -34,9 +34,8 @@ def stored(kernels: KernelGraph) -> dict[int, KernelOp]:
     """Return the appends that a kernel does with its own store, by the index of the rows.
 
     The kernel that computes the rows stores them into the cache if nothing else reads them and no
-    kernel can see the written slots change. For that, each kernel that reads the cache either runs
-    before the one that stores, or lets nothing through from where the append begins
-    (`_ignores_from`).
+    kernel can see the written slots change. Each kernel that reads the cache must therefore run
+    before the one that stores, or ignore the slots from where the append begins (`_ignores_from`).
     """
     made_by = {
         t.index: n for n, op in enumerate(kernels.ops) if op.name == CUSTOMIZED for t in op.outputs

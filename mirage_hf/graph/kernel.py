@@ -317,7 +317,7 @@ class KernelGraph:
         if not tensors or (len(tensors) < len(operands) and row.kind != "elementwise"):
             raise errors.GraphError(
                 f"{name}: needs tensors of this graph, got {operands!r}; "
-                "elementwise ops take numbers too, beside a tensor"
+                "elementwise ops also take numbers, if one operand is a tensor"
             )
         dtype = computed_dtype(row, operands)
         if row.out_dtype:

@@ -74,7 +74,7 @@ def join_spans(a: Span, b: Span, where: str, operands: Sequence[STensor]) -> Spa
 
 
 def join_cut(known: Span | None, a: Span, what: str) -> Span:
-    """Make one of the dims that one grid dim cuts, or of those that the loop walks, and return it.
+    """Make dims that one grid dim cuts, or that the loop walks, one span. Return it.
 
     Block i, or trip i, has piece i of each of them.
 
@@ -100,10 +100,10 @@ def join_cut(known: Span | None, a: Span, what: str) -> Span:
 
 
 def check_distinct(t: STensor, where: str) -> STensor:
-    """Return a tile whose dims all range over something else.
+    """Return a tile, after checking that no two of its dims range over the same.
 
     Raises:
-        GraphError: If two dims range over the same, so that blocks hold a diagonal only.
+        GraphError: If two do, so that blocks would hold a diagonal only.
     """
     roots = [a.root for a in t.axes if a is not None]
     repeated = next((a for n, a in enumerate(roots) if a in roots[:n]), None)

@@ -189,8 +189,8 @@ def _method(row: Op, graph: type, apply: str) -> Callable[..., Any]:
     method.__qualname__ = f"{graph.__name__}.{row.name}"
     method.__module__ = graph.__module__
     method.__doc__ = (
-        f"{row.formula}. Elementwise, with broadcasting; "
-        "operands are tensors, and numbers beside a tensor."
+        f"{row.formula}. Elementwise, with broadcasting. "
+        "One operand is a tensor, the others may be numbers."
     )
     return method
 

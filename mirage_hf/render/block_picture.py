@@ -249,7 +249,7 @@ def _facts(b: BlockGraph, schedule: Any) -> list[str]:
 
 
 def _frame_lines(b: BlockGraph, stage: Stage, schedule: Any) -> tuple[str, ...]:
-    """Return the text beside a stage: how often it runs."""
+    """Return the text at the left of a stage: how often it runs."""
     if stage.loop is None:
         return ("once per block",)
     a, n = b.axis(stage.loop), b.split_size(stage.loop)

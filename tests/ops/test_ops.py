@@ -177,8 +177,8 @@ WRONG = [
     ),
     (
         lambda g, x, w: g.add(1, 2),
-        "add: needs tensors of this graph, got (1.0, 2.0); elementwise ops take numbers too, "
-        "beside a tensor",
+        "add: needs tensors of this graph, got (1.0, 2.0); elementwise ops also take "
+        "numbers, if one operand is a tensor",
     ),
     (lambda g, x, w: g.add(x, math.nan), "add: the number is NaN"),
     (lambda g, x, w: g.add(x, 10**400), "add: the number does not fit in a float64"),
