@@ -103,10 +103,10 @@ def test_a_prompt_that_is_not_plain_is_not_padded(called: list[str]) -> None:
     ):
         shapes = {n: bucketed.PromptShape.of(n, where, every) for n in tokens}
         assert {n: s and s.tokens for n, s in shapes.items()} == tokens and all(
-            s is None or s.plain for s in shapes.values()
+            s is None or s.is_plain for s in shapes.values()
         )
     cut = [bucketed.PromptShape.of(n, block, some) for n in (960, 961)]
-    assert [(s.cuts, s.beyond, s.plain) for s in cut if s] == [
+    assert [(s.windows, s.exceeds_windows_from, s.is_plain) for s in cut if s] == [
         ((None, None), 0, True),
         ((1000, 1000), 1001, False),
     ]

@@ -33,7 +33,7 @@ from transformers.generation.streamers import (
 )
 
 from mirage_hf.api import optimize, restore
-from mirage_hf.decode import graphs, install, prefill
+from mirage_hf.decode import install, prefill
 from mirage_hf.decode import runner as decode_runner
 from mirage_hf.decode import step as decode_step
 from tests.helpers.generate_comparison import (
@@ -187,7 +187,9 @@ class Pair:
         }
         called = {what: n for what, n in counts.items() if not what.startswith("step: ")}
         place = (
-            "captured" if graphs.why_no_capture(self.device) is None else "called: no graphs on cpu"
+            "captured"
+            if decode_runner.why_no_capture(self.device) is None
+            else "called: no graphs on cpu"
         )
         text = f"counts {dict(counts)}, steps wanted {dict(self.wanted)}"
         assert set(called) == ({place} if self.asked else set()) and steps == dict(self.wanted), (

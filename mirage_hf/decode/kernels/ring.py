@@ -166,10 +166,11 @@ def turn_rings(control: Control, slabs: Sequence[tuple[Ring, Tensor]], *, by_ker
     alike: defaultdict[tuple[Ring, tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
     for n, (ring, slab) in enumerate(slabs):
         layers, _, heads, _, dim = slab.shape
-        shape = (layers, batch, heads, ring.slots, dim)
+        shape: tuple[int, ...] = (layers, batch, heads, ring.slots, dim)
         check_tensor(f"slabs[{n}]", slab, shape, slab.dtype, device)
         alike[ring, shape, slab.dtype].append(slab)
     state = [control.length, control.lowest, control.alive.view(torch.uint8)]
     for (ring, shape, _), memory in alike.items():
-        for pair in (memory[n : n + 2] for n in range(0, len(memory), 2)):
+        for first in range(0, len(memory), 2):
+            pair = memory[first : first + 2]
             launch(ring_launch(ring, shape, len(pair)), [*state, pair[0], pair[-1]])
