@@ -1233,7 +1233,7 @@ def test_each_call_has_its_own_fingerprint() -> None:
     class Raced(decode_runner.DecodeRunner):
         _graph_key = property(lambda self: ("another thread's", None), lambda self, found: None)  # type: ignore[assignment]
 
-    given: Any = SimpleNamespace(fingerprint=SimpleNamespace(key="expected"), masks=None)
+    given: Any = SimpleNamespace(fingerprint=SimpleNamespace(graph_facts="expected"), masks=None)
     assert Raced().graph_key_of(given) == ("expected", None)
 
 
