@@ -73,7 +73,10 @@ class SamplingError(MirageError, RuntimeError):
 
 
 class DistributionError(MirageError, ValueError):
-    """Scores that make no probability distribution. A ValueError, as stock raises for top_h and eta_cutoff."""
+    """Scores that make no probability distribution.
+
+    A ValueError, as stock raises for top_h and eta_cutoff.
+    """
 
 
 class ZooError(MirageError):

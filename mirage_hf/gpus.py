@@ -45,7 +45,8 @@ class Device:
     #: Bytes/s that one SM can draw: fewer blocks than SMs cannot fill the memory system.
     sm_bandwidth: float = 55e9
     l2_bytes: int = 60 << 20
-    #: The largest input that still lies in the L2 when a kernel reads it again: about half of the L2.
+    #: The largest input that still lies in the L2 when a kernel reads it again: about half of the
+    #: L2.
     reread_bytes: float = 30e6
     #: Shared memory that one block may ask for.
     shared_bytes: int = 227 * 1024
@@ -53,7 +54,8 @@ class Device:
     registers: int = 65536
 
 
-#: Measured: bandwidth, tensor-core rate, launch (docs/benchmarks). Each SM issues 4 × 32 lanes a cycle.
+#: Measured: bandwidth, tensor-core rate, launch (docs/benchmarks). Each SM issues 4 × 32 lanes a
+#: cycle.
 H200 = Device(
     "NVIDIA H200",
     sm=90,

@@ -287,7 +287,7 @@ def _in_worker(processes: workers.Workers, program: GeneratedProgram, sm: int) -
         # The file of a source that was loaded long ago may have been deleted.
         path = _keep(program.source, program.digest)
         return processes.compile(str(path), module.__name__, [*map(_task, program.launches)], sm)
-    except workers.WorkerEnded as e:
+    except workers.WorkerError as e:
         raise _refused(", ".join(launch.kernel for launch in program.launches), sm, str(e)) from e
     except OSError:  # no process can be started, so threads do the work
         return None

@@ -18,7 +18,7 @@ from mirage_hf.codegen import ahead
 IDLE_SECONDS = 30.0
 
 
-class WorkerEnded(Exception):
+class WorkerError(Exception):
     """A worker ended while it compiled."""
 
 
@@ -49,7 +49,7 @@ class Workers:
             What the compiler raised, or None.
 
         Raises:
-            WorkerEnded: The worker ended, for example because a compiler crashed.
+            WorkerError: The worker ended, for example because a compiler crashed.
             OSError: No worker can be started.
         """
         from triton import knobs
@@ -66,7 +66,7 @@ class Workers:
             except (OSError, ValueError):
                 ended, process = process, None
                 _end(ended)
-                raise WorkerEnded(
+                raise WorkerError(
                     f"the worker that compiled it ended with exit code {ended.returncode}"
                 ) from None
         finally:

@@ -11,8 +11,8 @@ from mirage_hf.ops import table
 from mirage_hf.search.core_program import CORE_OPS
 from mirage_hf.search.lowered_program import LoweredProgram, Term
 
-#: How the core names a value: the variant's node that computes it, and 0. If a later pass over a loop
-#: computes the node again, the number of that pass instead of 0.
+#: How the core names a value: the variant's node that computes it, and 0. If a later pass over a
+#: loop computes the node again, the number of that pass instead of 0.
 ValueName = tuple[int, int]
 
 

@@ -87,7 +87,7 @@ def test_kernels_that_a_worker_compiled_are_found_here(
     assert "no_such_function" in str(one.compile(*asked(broken())))
     assert process_of(one) is first  # an error is an answer
     os.kill(first.pid, signal.SIGKILL)
-    with pytest.raises(workers.WorkerEnded, match="ended with exit code -9"):
+    with pytest.raises(workers.WorkerError, match="ended with exit code -9"):
         one.compile(*asked(program(2)))
     assert one.compile(*asked(program(2))) is None
     assert process_of(one) is not first
@@ -136,7 +136,7 @@ def test_a_program_whose_process_ends_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(compiler, "FEW", 1)
 
     def ended(*_: Any) -> Any:
-        raise workers.WorkerEnded("the process that compiled it ended with exit code -11")
+        raise workers.WorkerError("the process that compiled it ended with exit code -11")
 
     monkeypatch.setattr(workers.Workers, "compile", ended)
     (result,) = compiler.compiling([program(13)], 90, threads=2)

@@ -1,4 +1,7 @@
-"""Errors in the middle of a call: the streamer, the user's cache and the error's type are stock's."""
+"""Errors in the middle of a call.
+
+The streamer, the user's cache and the error's type are stock's.
+"""
 
 from __future__ import annotations
 
@@ -177,7 +180,10 @@ EVERYTHING = list(range(VOCABULARY))
 )
 @pytest.mark.parametrize("start", [0, 2])
 def test_a_distribution_of_nothing_is_a_value_error(given, start):
-    """As stock's, which torch's Categorical raises; here at the first new token, or at the third."""
+    """As stock's, which torch's Categorical raises.
+
+    Here at the first new token, or at the third.
+    """
     model, recorders = tiny("llama"), (Recorder(), Recorder())
     runner = install(model)
     for generate, recorder in zip(generates(model), recorders, strict=True):
