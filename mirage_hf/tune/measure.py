@@ -316,6 +316,6 @@ def _link(size: int, x: torch.dtype, y: torch.dtype) -> Any:
 def time_run(
     run: Callable[[Inputs], Any], sets: Sequence[Inputs], replays: int = 15, worth: float = math.inf
 ) -> Timing:
-    """Time `run` over cold sets in a CUDA graph, by GLANCE replays if it takes `worth` µs or more."""
+    """Time `run` over cold sets in a CUDA graph; GLANCE replays if it takes `worth` µs."""
     captured = capture(run, sets)
     return timing(captured.times(replays, worth), captured.calls)

@@ -49,12 +49,14 @@ MODELS = {
 BY_KERNELS = (
     "granite",
     "gemma",
+    "gemma3",
     "gemma3, without windows",
     "olmo2",
     "phi3",
     "phi3, longrope",
     "smollm3",
     "glm4",
+    "starcoder2",
     "starcoder2, without windows",
     "stablelm",
     "cohere",
@@ -64,7 +66,7 @@ BY_KERNELS = (
 )
 """Models whose prompts are by kernels too.
 
-Those with a softcap or experts are not, nor those of more tokens than a window has.
+Those of models with a softcap or experts are not.
 """
 
 

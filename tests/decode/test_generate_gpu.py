@@ -18,6 +18,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from mirage_hf.decode import install, uninstall
 from mirage_hf.decode import step as decode_step
+from mirage_hf.decode.cache_layers import prefill_cache
 from mirage_hf.decode.cache_pool import CachePool
 from mirage_hf.decode.kernels.sampling import Greedy, sampler_of
 from mirage_hf.decode.masks import MaskPlan
@@ -140,7 +141,7 @@ def test_a_step_never_waits_for_the_host(family, attention):
     pool = CachePool()
     block = pool.lease(2, 256, (None, None), torch.device("cuda", torch.cuda.current_device()))
     with torch.no_grad():
-        out = model(prompt(2).cuda(), past_key_values=block.prefill_cache(), use_cache=True)
+        out = model(prompt(2).cuda(), past_key_values=prefill_cache(block), use_cache=True)
         block.set_logits(out.logits[:, -1])
         block.control.start(
             length=7,

@@ -115,7 +115,7 @@ def test_a_users_cache_in_rings_holds_it_if_no_step_ran_ahead(given):
 def order_of(
     model: Any, generate: Callable[..., Any], **given: Any
 ) -> tuple[list[tuple[Any, ...]], BaseException | None]:
-    """Return what a streamer gets and when the model embeds tokens, in order, and what is raised."""
+    """Return what a streamer gets and when the model embeds tokens, in order, and the error."""
     recorder, table = Recorder(), model.get_input_embeddings()
     embed = type(table).forward.__get__(table)
 

@@ -1,4 +1,4 @@
-"""An elementwise op that is added by one row works everywhere: search, proof, generated code, models."""
+"""An elementwise op added by one row works everywhere: search, proof, generated code, models."""
 
 from __future__ import annotations
 
