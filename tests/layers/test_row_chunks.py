@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.errors import MirageError
 from mirage_hf.graph.execute import run_kernel_graph
@@ -110,10 +111,8 @@ def test_kernels_are_compiled_together_before_they_are_checked(
         ugraph = choose.promising(
             search_and_verify(program, SearchOptions(time_limit=20), keep=1).candidates
         )[0].ugraph
-        entry = SimpleNamespace(
-            ugraph=ugraph,
-            schedules=[space.schedules(op, limit=1)[0] for op in place_kernels(ugraph)],
-        )
+        schedules = [space.schedules(op, limit=1)[0] for op in place_kernels(ugraph)]
+        entry = SimpleNamespace(generate=lambda: triton.generate(ugraph, schedules))
         return SimpleNamespace(is_fused=True, run=None, entry=entry)
 
     def compiling(programs: Sequence[Any], sm: int) -> Any:
