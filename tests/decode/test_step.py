@@ -749,7 +749,7 @@ def rows_of(program: Any) -> int:
     ("order", "count", "why"),
     [
         ((1, 0, 2), 3, "its layer 0 has the layer_idx 1"),
-        ((0, 1), 3, "it has 2 layers, its config 3"),
+        ((0, 1), 3, "it has 2 layers, but its config says 3"),
         ((0, 1), 2, ""),
     ],
 )
