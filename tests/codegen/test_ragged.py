@@ -132,9 +132,9 @@ def test_softmax_within_bounds():
         )
     )
     (y,) = run_kernel_graph(g, [x, lo, hi])
-    assert torch.equal(y[0, :, 2:7], torch.softmax(x[0, :, 2:7], -1)) and torch.equal(
-        y[1], torch.softmax(x[1], -1)
-    )
+    # Torch rounds softmax of rows of other lengths in other ways.
+    torch.testing.assert_close(y[0, :, 2:7], torch.softmax(x[0, :, 2:7], -1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(y[1], torch.softmax(x[1], -1), rtol=1e-6, atol=0)
     assert not y[2].any() and not y[0, :, :2].any() and not y[0, :, 7:].any()
 
 

@@ -203,9 +203,12 @@ def _operands(u: UGraph, block: BlockGraph) -> BlockGraph:
     [
         (
             lambda g, x, c: g.rope(x, g.exp(g.new_input((4, 4))), g.new_input((4, 4))),
-            "of a part of a dim a cosine too",
+            "one whose cosine is computed too",
         ),
-        (lambda g, x, c: g.rope(x, g.exp(c), g.exp(c)), "a sine that is computed"),
+        (
+            lambda g, x, c: g.rope(x, g.exp(c), g.exp(c)),
+            "rope whose sine is computed ends a kernel",
+        ),
         (lambda g, x, c: g.rope(g.rope(x, c, c), c, c), "rope of a rotated dim"),
         (
             lambda g, x, c: g.rope(
