@@ -251,9 +251,8 @@ class Nests:
             self.direct(value, filling=over is None),
             key=lambda v: -self.extent(self.block.carried[v]),
         )
-        fast = next(
-            (a for v in read if (a := self.contiguous(v)) in axes and self.tile[a] > 1), None
-        )  # type: ignore[index]
+        contiguous = [a for v in read if (a := self.contiguous(v)) is not None]
+        fast = next((a for a in contiguous if a in axes and self.tile[a] > 1), None)
         width = 1
         if fast is not None and vectors:
             carrying = [v for v in read if fast in self.block.carried[v]]

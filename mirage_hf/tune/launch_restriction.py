@@ -112,9 +112,9 @@ class LaunchRestriction:
         if ugraphs and not kept:
             limits = {"griddims": self.griddims, "threads": self.threads, "franges": self.franges}
             wanted = ", ".join(f"{name}={list(value)}" for name, value in limits.items() if value)
-            axes = ", ".join(
-                f"{a.name} {a.role.value} {a.size}" for a in ugraphs[0].block_ops[0].block.axes
-            )  # type: ignore[union-attr]
+            block = ugraphs[0].block_ops[0].block
+            assert block is not None
+            axes = ", ".join(f"{a.name} {a.role.value} {a.size}" for a in block.axes)
             raise errors.SearchError(
                 f"no kernel keeps to {wanted}: tiles are powers of two and the axes are {axes}; "
                 "allow other numbers"
