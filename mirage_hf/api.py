@@ -68,7 +68,8 @@ def optimize(
     model stays as it was, and there is no `model.mirage`. A model that is optimized already is
     restored first.
 
-    Example:
+    For example::
+
         model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16").cuda()
         mirage_hf.optimize(model)
         model.generate(**inputs)
