@@ -302,7 +302,7 @@ def test_an_interrupted_search_shows_what_it_found(capture, program, monkeypatch
     monkeypatch.setattr(find_outcome, "search_and_verify", interrupted)
     out, _ = capture("search", program)
     assert (
-        out.startswith("interrupted: this is what was found until then")
+        out.startswith("interrupted: these are the results until then")
         and "The best µGraph" in out
         and "customized" in out
     )
