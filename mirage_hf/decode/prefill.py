@@ -120,8 +120,8 @@ class Prefills:
         """Prefill a prompt (batch, length) by kernels without a graph, logits included.
 
         Returns:
-            False if HF's forward must run: after any failure, and for the first prompt of a state
-            of the model, for which nothing needs to be prepared.
+            False if HF's forward must run. That is so after any failure, and for the first prompt
+            after the model changed.
         """
         shape, state = request.shape, request.state
         checked_state, is_good = self._checked.get(shape.kind, (None, False))

@@ -1,4 +1,4 @@
-"""Which inputs of a program are bounds [lo, hi) of a ragged axis, and of which axis."""
+"""Find the inputs of a program that are bounds [lo, hi) of a ragged axis."""
 
 from __future__ import annotations
 

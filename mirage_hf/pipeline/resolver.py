@@ -115,7 +115,7 @@ def kernel_request(
         SearchOptions(time_limit=settings().search_seconds, gpu=current_gpu(device)),
         pattern=pattern,
         like=like,
-        keep=KEEP if runs_generated else 1,  # a candidate that nobody times is not worth a proof
+        keep=KEEP if runs_generated else 1,  # without timing, only the first candidate is used
         device=device if tune != "never" else None,
         effort=FULL if tune == "full" else QUICK,
         runs_generated=runs_generated,

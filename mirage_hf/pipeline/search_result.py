@@ -123,7 +123,7 @@ class SearchResult(Sequence[UGraph]):
     def of(self, program: KernelGraph) -> SearchResult:
         """Return the same result for an equal program.
 
-        Nothing of it is shared with this result's program, to which ops may be added.
+        The copy shares nothing with this result's program, so the caller may add ops to either.
         """
         return SearchResult(
             program,

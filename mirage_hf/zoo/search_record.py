@@ -23,7 +23,7 @@ class SearchRecord:
 
     @property
     def is_finished(self) -> bool:
-        """True if the record is worth storing: µGraphs were found, and nobody interrupted."""
+        """True if the search found µGraphs and was not interrupted, so it is worth storing."""
         return bool(self.ugraphs) and self.report.stop != StopReason.INTERRUPTED
 
     def to_dict(self) -> dict[str, Any]:
