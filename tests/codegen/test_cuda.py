@@ -94,7 +94,7 @@ def test_intermediates_lie_in_the_workspace():
 @pytest.mark.parametrize(
     "ugraph, says",
     [
-        (kernel_cases.split_matmul(), "kernel_0: axis k is dealt out in parts numbered by p"),
+        (kernel_cases.split_matmul(), "kernel_0: axis k is split by p"),
         (
             kernel_cases.online_attention(),
             "kernel_0: top is read while it is accumulated, a running maximum",
@@ -104,7 +104,7 @@ def test_intermediates_lie_in_the_workspace():
 def test_graphs_that_only_triton_supports_are_refused_with_the_way_out(ugraph, says):
     with pytest.raises(
         errors.CodegenError,
-        match=f"{says}; .*generate a Triton program instead, or choose another candidate",
+        match=f"{says}; .*generate a Triton program, or choose another candidate",
     ):
         cuda.program_source(ugraph)
 
