@@ -3,7 +3,8 @@
     python -m scripts.prose [--most 50] [PATH ...]
 
 A report and no gate: it points at sentences that want another look. Length counts words; hardness
-is the Flesch-Kincaid grade (textstat). Code, tables and formulas are left out.
+is the automated readability index of textstat, which needs no dictionary from the network. Code,
+tables and formulas are left out.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ def sentences(text: str, path: Path, line: int) -> Iterator[Sentence]:
 
 def of_markdown(path: Path) -> Iterator[Sentence]:
     """Yield the sentences of a page, without code, tables and generated parts."""
-    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.S)
-    lines = [line for line in text.splitlines() if not line.startswith(("|", "#", "    "))]
-    yield from sentences("\n".join(lines), path, 1)
+    text = path.read_text(encoding="utf-8")
+    for ignored in (r"^```.*?^```", r"<!--.*?-->", r"^(?:\||#|    ).*?$"):
+        text = re.sub(ignored, lambda m: "\n" * m[0].count("\n"), text, flags=re.S | re.M)
+    yield from sentences(text, path, 1)
 
 
 def of_python(path: Path) -> Iterator[Sentence]:
@@ -71,9 +72,16 @@ def of_python(path: Path) -> Iterator[Sentence]:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, kinds) and (text := ast.get_docstring(node)):
-            yield from sentences(text, path, getattr(node, "lineno", 1))
+            yield from sentences(without_code(text), path, getattr(node, "lineno", 1))
     for block, line in comment_blocks(source):
         yield from sentences(block, path, line)
+
+
+def without_code(docstring: str) -> str:
+    """Drop examples and indented paragraphs, which are code or formulas."""
+    paragraphs = re.split(r"\n[ ]*\n", docstring)
+    prose = [p for p in paragraphs if not p.startswith("    ") and ">>> " not in p]
+    return "\n\n".join(prose)
 
 
 def comment_blocks(source: str) -> Iterator[tuple[str, int]]:
@@ -110,12 +118,12 @@ def collect(paths: list[Path]) -> list[Sentence]:
 
 
 def grade(sentence: Sentence) -> float:
-    """Return the Flesch-Kincaid grade, or the number of words without textstat."""
+    """Return the automated readability index, or the number of words without textstat."""
     try:
         import textstat
     except ImportError:
         return float(sentence.words)
-    return float(textstat.flesch_kincaid_grade(sentence.text))
+    return float(textstat.automated_readability_index(sentence.text))
 
 
 def main() -> None:
