@@ -1,11 +1,10 @@
 """Attention of one query for each sequence to the keys that a mask lets through.
 
 This is what a model of transformers asks an attention function for. Norms, RoPE and the cache are
-the model's. A mask is given twice: as bounds of the keys that it lets through, which end the loop
-early, and as a bias of 0 or a very small number (`masked_bias`), which is right for any mask
-between these bounds.
+the model's. A mask is given twice. The bounds of the keys that it lets through end the loop early.
+A bias of 0 or a very small number (`masked_bias`) is right for any mask between these bounds.
 
-optimize() does not look for this block. attention_interface.py asks for it.
+optimize() does not look for this block. attention_interface/ asks for it.
 """
 
 from __future__ import annotations

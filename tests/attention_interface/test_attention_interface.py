@@ -23,11 +23,14 @@ from mirage_hf import attention_interface
 from mirage_hf.attention_interface import (
     GROWING,
     MANY,
+    MOST_TRACED,
     Attention,
     AttentionReport,
     bounds_of,
+    masks,
     spelled_out,
 )
+from mirage_hf.attention_interface.sizes import kernel_inputs
 from mirage_hf.errors import InputError, SearchError
 from mirage_hf.pipeline import resolver, torch_op
 from tests.helpers import triton_interpreter
@@ -340,12 +343,10 @@ def test_a_call_of_a_compiled_graph_is_counted_once(resolved):
     mask = step_mask(attention)
     attention.attend(**given, attention_mask=mask)
     attention.attend(**given | {"scaling": None}, attention_mask=mask)
-    (kernel,) = attention._kernels.values()
+    (kernel,) = attention.kernels.by_sizes.values()
     lo, hi, bias = bounds_of(mask, torch.float32)
     torch_op.run(
-        attention_interface._inputs(
-            given["query"], given["key"], given["value"], lo, hi, bias, None
-        ),
+        kernel_inputs(given["query"], given["key"], given["value"], lo, hi, bias, None),
         kernel.digest,
     )
     assert [(k.calls, k.calls_compiled) for k in attention.report().kernels] == [(2, 1)]
@@ -377,7 +378,7 @@ def test_models_that_know_no_attention_by_name_stay_eager(caplog):
     ).eval()
     model = tf.BloomForCausalLM._from_config(config, attn_implementation="mirage").eval()
     model.load_state_dict(eager.state_dict())
-    attention_interface._takes_names_once.cache_clear()
+    masks._takes_names_once.cache_clear()
     given = left_padded((5, 8))
     with torch.no_grad():
         assert all(torch.equal(model(**given).logits, eager(**given).logits) for _ in range(2))
@@ -391,14 +392,11 @@ def test_compiled_graphs_are_for_a_few_lengths_only(resolved):
     attention = Attention("cpu")
     for slots in range(20, 30):
         attention.attend(**call(slots=slots), attention_mask=step_mask(attention, slots))
-    assert (
-        len(attention.report().kernels) == 10
-        and len(attention._traceable) == attention_interface.MOST_TRACED
-    )
+    assert len(attention.report().kernels) == 10 and len(attention.kernels.traceable) == MOST_TRACED
     assert [k.traceable for k in attention.report().kernels] == [True] * 4 + [False] * 6
     assert str(attention.report()).count("not in compiled graphs, which hold 4 others like it") == 6
     attention.attend(**call(rows=3), attention_mask=step_mask(attention, rows=3))
-    assert len(attention._traceable) == attention_interface.MOST_TRACED + 1
+    assert len(attention.kernels.traceable) == MOST_TRACED + 1
 
 
 def test_spelled_out_prompts_are_causal_and_refuse_what_they_drop():

@@ -1,0 +1,38 @@
+"""`attn_implementation="mirage"`: attention that transformers' models ask for by name.
+
+Decoding steps over a static cache run searched kernels. A kernel is found for one size and one set
+of strides of the keys, so it serves caches whose tensors stay as they are (StaticCache). Everything
+else runs in SDPA. torch ops replace SDPA if it would drop an argument. Each reason is counted.
+"""
+
+from __future__ import annotations
+
+from mirage_hf.attention_interface.attention import GROWING, MANY, Attention
+from mirage_hf.attention_interface.constants import MOST_TRACED, NAME
+from mirage_hf.attention_interface.masks import bounds_of
+from mirage_hf.attention_interface.report import AttentionReport, KernelRow
+from mirage_hf.attention_interface.torch_attention import spelled_out
+
+__all__ = [
+    "GROWING",
+    "MANY",
+    "MOST_TRACED",
+    "NAME",
+    "Attention",
+    "AttentionReport",
+    "KernelRow",
+    "attention_report",
+    "bounds_of",
+    "spelled_out",
+]
+
+_attention = Attention()
+_attention.register(NAME)
+
+
+def attention_report() -> AttentionReport:
+    """Return what ran the attention of models with `attn_implementation="mirage"` so far.
+
+    The counts are those of this process.
+    """
+    return _attention.report()
