@@ -19,11 +19,11 @@ class CacheBlock:
     """Memory for one call: slots for every layer's keys and values, or rings of fewer slots.
 
     Attributes:
-        batch: rows.
-        capacity: slots of layers that lie in no ring.
-        windows: for each layer the number of keys that stock's cache keeps for a query, its own
+        batch: Rows.
+        capacity: Slots of layers that lie in no ring.
+        windows: For each layer the number of keys that stock's cache keeps for a query, its own
             included; None if it keeps all.
-        device: where the memory is.
+        device: Where the memory is.
     """
 
     batch: int
@@ -116,11 +116,11 @@ class CacheBlock:
         """Store a layer's states of the last slots of a text.
 
         Args:
-            layer: index of the layer.
+            layer: Index of the layer.
             keys: (batch, heads, n, dim) of the text's last n slots. Those before are out of the
                 window.
-            values: likewise.
-            length: slots of the text.
+            values: Likewise.
+            length: Slots of the text.
         """
         ring, first = self.rings[layer], length - keys.shape[-2]
         self.written.add(layer)
@@ -182,8 +182,8 @@ class CacheBlock:
         """Zero what an earlier call left above `length`: masked keys weigh 0, but 0 · NaN is NaN.
 
         Args:
-            length: slots that this call has written.
-            rings_full: this call has written all slots of its rings, except the spare one, which
+            length: Slots that this call has written.
+            rings_full: This call has written all slots of its rings, except the spare one, which
                 any step writes.
         """
         rings = {id(slab): ring for ring, slab in self.ring_slabs}

@@ -35,12 +35,12 @@ class CallInputs:
     """What stock's decoding method would get.
 
     Attributes:
-        model: the model.
+        model: The model.
         input_ids: (batch, tokens).
         processors: HF's list of logits processors.
         criteria: HF's list of stopping criteria.
-        config: the generation config in force.
-        kwargs: the model's kwargs, with a cache.
+        config: The generation config in force.
+        kwargs: The model's kwargs, with a cache.
     """
 
     model: Any
@@ -56,19 +56,19 @@ class CallPlan:
     """What is known about a covered call before its prefill.
 
     Attributes:
-        cache: the DynamicCache that stock would fill: generate's own, or the user's.
-        cache_is_users: whether the user passed it.
-        prompt: where the prompt's tokens lie.
-        slots: cache slots to lease at first.
-        most_slots: cache slots that are needed if no stop token comes.
-        budget: most tokens to choose.
-        windows: for each layer the window that its cache slides over, None if it keeps all keys.
-        eos: stop tokens that a control has room for.
-        selection: how the step chooses and stops by itself, or why the host must.
-        masks: masks of the model.
-        logits_to_keep: whether the model's forward takes `logits_to_keep`.
-        fingerprint: the model's fingerprint.
-        expected: whether the fingerprint is the last call's, and the host looks at the model while
+        cache: The DynamicCache that stock would fill: generate's own, or the user's.
+        cache_is_users: Whether the user passed it.
+        prompt: Where the prompt's tokens lie.
+        slots: Cache slots to lease at first.
+        most_slots: Cache slots that are needed if no stop token comes.
+        budget: Most tokens to choose.
+        windows: For each layer the window that its cache slides over, None if it keeps all keys.
+        eos: Stop tokens that a control has room for.
+        selection: How the step chooses and stops by itself, or why the host must.
+        masks: Masks of the model.
+        logits_to_keep: Whether the model's forward takes `logits_to_keep`.
+        fingerprint: The model's fingerprint.
+        expected: Whether the fingerprint is the last call's, and the host looks at the model while
             the GPU works on the prompt.
     """
 
@@ -102,10 +102,10 @@ def plan_call(
     """Decide whether a call is covered, and how.
 
     Args:
-        inputs: what stock's decoding method would get.
-        cache_is_users: whether the user passed the cache.
-        max_cache_len: the most cache slots that a call may use.
-        expected: the fingerprint that the model has, as far as one can tell without a walk over it.
+        inputs: What stock's decoding method would get.
+        cache_is_users: Whether the user passed the cache.
+        max_cache_len: The most cache slots that a call may use.
+        expected: The fingerprint that the model has, as far as one can tell without a walk over it.
 
     Raises:
         NotCoveredError: Stock must serve the call.

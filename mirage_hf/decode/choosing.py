@@ -20,7 +20,7 @@ class Chooser(ABC):
     Captured steps are kept by `key`, so choosers with equal keys must do the same.
 
     Attributes:
-        key: what the chooser is.
+        key: What the chooser is.
         scores: (batch, vocabulary) float32: the scores after all processors, of the step enqueued
             last, if the call keeps them.
     """
@@ -53,7 +53,7 @@ def settle(control: Control, token: Tensor, ended: Tensor | None = None) -> None
     """Take tokens as chosen and move the state on.
 
     Args:
-        control: state of the call.
+        control: State of the call.
         token: (batch,) int64.
         ended: (batch,) bool: rows that end here whatever their token is.
     """

@@ -73,12 +73,12 @@ class Control:
         """Set the state to that after the prompt: its last token was fed, and every row is alive.
 
         Args:
-            length: slots of the prompt, the last token's included.
+            length: Slots of the prompt, the last token's included.
             position: (batch or 1, 1): positions of the last tokens.
             lowest: (batch, 1): left padding, None if no row has any.
-            budget: tokens that may be chosen.
-            eos: stop tokens, at most MAX_EOS.
-            pad: the token of rows that have ended.
+            budget: Tokens that may be chosen.
+            eos: Stop tokens, at most MAX_EOS.
+            pad: The token of rows that have ended.
         """
         self.length.fill_(length - 1)
         self.position.copy_(position.expand_as(self.position))

@@ -58,10 +58,10 @@ def generate(
     """Do what stock's decoding method would do, from prefill to output.
 
     Args:
-        runner: what the model keeps between calls.
-        inputs: what stock's decoding method would get.
-        streamer: gets every token, if there is one. Stock's generate has given it the prompt.
-        cache_is_users: whether the user passed the cache.
+        runner: What the model keeps between calls.
+        inputs: What stock's decoding method would get.
+        streamer: Gets every token, if there is one. Stock's generate has given it the prompt.
+        cache_is_users: Whether the user passed the cache.
 
     Returns:
         Sequences, or the output object that the config asks for.
@@ -347,10 +347,10 @@ def _no_token(row: int, step: int, makes_distribution: bool) -> Exception:
     """Return the error, of stock's type, for scores from which no token can be drawn."""
     error = DistributionError if makes_distribution else SamplingError
     return error(
-        f"generate: no token can be drawn for row {row} at new token {step}: its scores hold a "
-        "NaN, "
-        "or none is above -inf; look for overflow in the model's dtype (load it in bfloat16 or "
-        "float32) and for processors that leave no token, or pass remove_invalid_values=True"
+        f"generate: no token can be drawn for row {row} at new token {step}: "
+        "its scores hold a NaN, or none is above -inf; look for overflow in the model's dtype "
+        "(load it in bfloat16 or float32) and for processors that leave no token, "
+        "or pass remove_invalid_values=True"
     )
 
 

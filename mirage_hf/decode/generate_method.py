@@ -40,9 +40,9 @@ class CoveredCall:
     """The callable given to HF's `custom_generate`, with what HF drops on the way to a callable.
 
     Attributes:
-        runner: what the model keeps between calls.
-        streamer: gets every token, if there is one. Stock's generate gives it the prompt.
-        cache_is_users: whether the user passed a cache.
+        runner: What the model keeps between calls.
+        streamer: Gets every token, if there is one. Stock's generate gives it the prompt.
+        cache_is_users: Whether the user passed a cache.
     """
 
     runner: DecodeRunner
@@ -178,9 +178,9 @@ class Generate:
         """Return arguments with which stock's generate ends in our callable, or why it must not.
 
         Args:
-            model: the model.
-            names: generate's positional parameters.
-            arguments: what generate was given, to be changed.
+            model: The model.
+            names: Positional parameters of `generate`.
+            arguments: What generate was given, to be changed.
         """
         given = arguments.get("generation_config")
         option = effective_options(arguments, given, model.generation_config)
@@ -285,11 +285,11 @@ def install(
     Nothing else of the model or of HF changes. Installing again starts anew.
 
     Args:
-        model: a transformers model that generates.
+        model: A transformers model that generates.
         mode: "graph" replays captured steps where the device can, "eager" calls them.
-        max_cache_len: the most cache slots that a call may use. Longer calls go the stock way.
-        depth: steps that may be ahead of the host. None means 2 on a GPU and 0 on a CPU.
-        model_kernels: kernels for whole steps of this model as it is now.
+        max_cache_len: The most cache slots that a call may use. Longer calls go the stock way.
+        depth: Steps that may be ahead of the host. None means 2 on a GPU and 0 on a CPU.
+        model_kernels: Kernels for whole steps of this model as it is now.
 
     Returns:
         What the model keeps between calls.
@@ -307,9 +307,9 @@ def install(
         )
     if not isinstance(model, nn.Module) or not isinstance(model, GenerationMixin):
         raise DecodeError(
-            f"install: {type(model).__name__} is not a transformers model with generate(); pass "
-            "the "
-            "causal LM itself (of a PeftModel its base model: peft_model.get_base_model())"
+            f"install: {type(model).__name__} is not a transformers model with generate(); "
+            "pass the causal LM itself (of a PeftModel its base model: "
+            "peft_model.get_base_model())"
         )
     present = model.__dict__.get("generate")
     if present is not None and not isinstance(present, Generate):

@@ -29,10 +29,10 @@ def capture(
     Graphs that share a pool must never be replayed at the same time: a pool belongs to one block.
 
     Args:
-        run: reads and writes static tensors only, and may run any number of times without a lasting
+        run: Reads and writes static tensors only, and may run any number of times without a lasting
             effect.
-        device: the GPU.
-        pool: a pool to share, None for a new one.
+        device: The GPU.
+        pool: A pool to share, None for a new one.
 
     Raises:
         RuntimeError: `run` synchronises with the host. What `run` raises passes through.

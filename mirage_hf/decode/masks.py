@@ -23,10 +23,10 @@ class MaskPlan:
     `PromptShape.windows`: which windows are shorter than the prompt at hand.
 
     Attributes:
-        windows: names of the kinds of layers and their windows, None if a query sees all keys
+        windows: Names of the kinds of layers and their windows, None if a query sees all keys
             before it.
-        by_layer_type: whether the forward takes a mask for each kind, by name.
-        layers: the kind of each layer, if there are kinds.
+        by_layer_type: Whether the forward takes a mask for each kind, by name.
+        layers: The kind of each layer, if there are kinds.
     """
 
     windows: tuple[tuple[str, int | None], ...]
@@ -69,7 +69,7 @@ class MaskPlan:
         Each kind of layers must drop the keys that it does not see, or none.
 
         Args:
-            cache_windows: for each layer the window that its cache slides over.
+            cache_windows: For each layer the window that its cache slides over.
         """
         for kind, window in self.windows:
             dropping = {w for n, w in enumerate(cache_windows) if self.kind_of(n) == kind}
@@ -85,9 +85,9 @@ class MaskPlan:
         Every layer would turn a boolean mask into such a one.
 
         Args:
-            control: state of the call.
-            dtype: dtype of the masks.
-            in_rings: kinds whose keys lie in a ring, and the slots (batch, 1) of the new keys.
+            control: State of the call.
+            dtype: Dtype of the masks.
+            in_rings: Kinds whose keys lie in a ring, and the slots (batch, 1) of the new keys.
         """
         masks: dict[str, Tensor] = {}
         seen = (control.slots <= control.length) & (control.slots >= control.lowest)

@@ -55,16 +55,16 @@ class ModelFingerprint:
     """What one walk over a model found.
 
     Attributes:
-        facts: all of the model that swapped forwards, and CUDA graphs captured over them, depend
+        facts: All of the model that swapped forwards, and CUDA graphs captured over them, depend
             on. Of every module: identity, class, mode, foreign hooks, own forward and numbers. Of
             every
             tensor: address, dtype, shape and strides. Further PEFT's active and merged adapters,
             switches and scalings, which swapped modules have given up, and which configs there are.
             Equal for models that run the same kernels on the same memory.
-        graph_facts: the same with all that is constant in a CUDA graph: numbers of configs,
+        graph_facts: The same with all that is constant in a CUDA graph: numbers of configs,
             versions of buffers, and the switches that choose kernels during a capture.
-        obstacle: why the stock method must run, or None.
-        no_graph: why the step must be called and not replayed, or None.
+        obstacle: Why the stock method must run, or None.
+        no_graph: Why the step must be called and not replayed, or None.
         rope: RoPE for which the model's own forward must be called, if there is any.
     """
 

@@ -36,13 +36,13 @@ def model_obstacle(
     """Return why a model needs the stock method, or None.
 
     Args:
-        kinds: classes of the modules.
-        states: attribute dictionaries of the modules.
-        training: whether each module is in training mode.
-        hooked: modules with forward hooks.
-        with_numbers: class and attributes of the modules whose numbers matter.
-        unusual_parameter: class of a parameter that is neither a Parameter nor a Tensor, if any.
-        devices: devices of the parameters.
+        kinds: Classes of the modules.
+        states: Attribute dictionaries of the modules.
+        training: Whether each module is in training mode.
+        hooked: Modules with forward hooks.
+        with_numbers: Class and attributes of the modules whose numbers matter.
+        unusual_parameter: Class of a parameter that is neither a Parameter nor a Tensor, if any.
+        devices: Devices of the parameters.
     """
     return (
         _in_training(kinds, training)

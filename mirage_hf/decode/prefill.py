@@ -42,11 +42,11 @@ class PrefillGraph:
     """A captured prefill.
 
     Attributes:
-        graph: the CUDA graph.
-        prompts: what it reads.
-        addresses: of the weights that its kernels read; None if it is HF's forward.
-        held: what else it reads.
-        layers: layers whose keys and values it writes.
+        graph: The CUDA graph.
+        prompts: What it reads.
+        addresses: Of the weights that its kernels read; None if it is HF's forward.
+        held: What else it reads.
+        layers: Layers whose keys and values it writes.
     """
 
     graph: Any
@@ -80,12 +80,12 @@ class PrefillRequest:
     """A prompt that wants a prefill.
 
     Attributes:
-        model: the model.
-        block: memory of the call.
-        shape: shape of the prompt.
-        state: state of the model; what is known of an equal state still holds.
-        model_kernels: the model's kernels, if it has any.
-        usable_kernels: returns them if they serve this call, else None.
+        model: The model.
+        block: Memory of the call.
+        shape: Shape of the prompt.
+        state: State of the model; what is known of an equal state still holds.
+        model_kernels: The model's kernels, if it has any.
+        usable_kernels: Returns them if they serve this call, else None.
     """
 
     model: Any
@@ -100,7 +100,7 @@ class Prefills:
     """The prefills of one model that are not called forwards, and what is known of them.
 
     Args:
-        count: is told what happens to each prompt.
+        count: Is told what happens to each prompt.
     """
 
     def __init__(self, count: Callable[[str], None]):
@@ -152,10 +152,10 @@ class Prefills:
         """Return the captured prefill for a prompt, captured now if it is the second of its shape.
 
         Args:
-            request: the prompt.
-            unseen_model: return only one that may be replayed before the host has looked at the
+            request: The prompt.
+            unseen_model: Return only one that may be replayed before the host has looked at the
                 model.
-            may_capture_forward: whether HF's forward may be captured for plain shapes.
+            may_capture_forward: Whether HF's forward may be captured for plain shapes.
 
         Returns:
             The graph, None if a called prefill must run.
@@ -261,10 +261,10 @@ def capture_prefill(
     """Capture prefills of a shape over a block that has held a prompt.
 
     Args:
-        model: the model.
-        block: the block.
-        shape: shape of the prompts.
-        model_kernels: what to capture; without any, HF's forward.
+        model: The model.
+        block: The block.
+        shape: Shape of the prompts.
+        model_kernels: What to capture; without any, HF's forward.
 
     Raises:
         MirageError: Kernels do not give what HF's forward gives, or that sees later tokens.

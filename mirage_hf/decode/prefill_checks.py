@@ -38,10 +38,10 @@ def check_kernels(
     """Check that a prefill by kernels gives what HF's forward gives.
 
     Args:
-        model: the model.
-        block: where both write.
-        prompts: what `run` reads. Its rows are padded on the left if it has room for that.
-        run: the prefill by kernels.
+        model: The model.
+        block: Where both write.
+        prompts: What `run` reads. Its rows are padded on the left if it has room for that.
+        run: The prefill by kernels.
 
     Raises:
         MirageError: Logits, keys or values differ by more than rounding explains.
@@ -61,9 +61,8 @@ def check_kernels(
         block.begin(kept)
     if not difference <= allowed:
         raise MirageError(
-            f"prefill: logits, keys or values differ by {difference:.2g} of their size from those "
-            "of "
-            f"the model's own forward; {allowed:.2g} is allowed"
+            f"prefill: logits, keys or values differ by {difference:.2g} of their size "
+            f"from those of the model's own forward; {allowed:.2g} is allowed"
         )
 
 
@@ -77,8 +76,8 @@ def check_causal(
 
     Args:
         forward: HF's forward, which reads `prompts`.
-        block: where it writes.
-        prompts: gets `ids`.
+        block: Where it writes.
+        prompts: Gets `ids`.
         ids: (batch, bucket).
 
     Raises:
@@ -110,10 +109,10 @@ def _difference(
     """Return how far the results of two prefills are from each other, relative to the first one's.
 
     Args:
-        first: a prefill into the block. Its results are there afterwards.
-        second: another one.
-        block: where both write.
-        tokens: tokens that count. Left padding does not.
+        first: A prefill into the block. Its results are there afterwards.
+        second: Another one.
+        block: Where both write.
+        tokens: Tokens that count. Left padding does not.
 
     Returns:
         The greatest relative difference of logits, keys and values, and what rounding may explain.

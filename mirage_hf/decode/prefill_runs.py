@@ -21,8 +21,8 @@ class PrefillRun:
     """What runs a prefill into a block, logits included.
 
     Attributes:
-        run: runs it.
-        held: what it reads besides the block, the prompts and the model.
+        run: Runs it.
+        held: What it reads besides the block, the prompts and the model.
     """
 
     run: Callable[[], None]
@@ -88,8 +88,8 @@ def forward_run(
     """Return a prefill by HF's forward, into a block that has room for it.
 
     Args:
-        model: the model.
-        block: where keys, values and logits go.
+        model: The model.
+        block: Where keys, values and logits go.
         ids: (batch, tokens).
         last: (1,): the token whose logits count.
         left_padding: (batch, 1), None if no row has any.

@@ -276,7 +276,7 @@ def add_bias(
     """Add biases to tokens, and to those that would complete a sequence.
 
     Args:
-        text: the text so far.
+        text: The text so far.
         scores: (batch, vocab).
         single: (vocab,): biases of single tokens.
         prefixes: (sequences, longest): all tokens but the last, aligned on the right.

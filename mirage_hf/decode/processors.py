@@ -62,14 +62,14 @@ class ProcessorRow:
     """How the processors of one class run on the device.
 
     Attributes:
-        run: an op of processor_ops.py: from the text so far, scores, sizes and values to new
+        run: An op of processor_ops.py: from the text so far, scores, sizes and values to new
             scores.
-        attributes: names of all attributes of instances. One that has more is of a version of
+        attributes: Names of all attributes of instances. One that has more is of a version of
             transformers that the row was not written for.
-        values: makes the tensors whose values may change between calls.
-        sizes: what a captured graph is made for.
-        reads_text: whether it reads the text so far, and not only its length.
-        makes_distribution: whether HF's class makes a `Categorical`, which raises a ValueError for
+        values: Makes the tensors whose values may change between calls.
+        sizes: What a captured graph is made for.
+        reads_text: Whether it reads the text so far, and not only its length.
+        makes_distribution: Whether HF's class makes a `Categorical`, which raises a ValueError for
             rows with a NaN or with no score above −inf.
     """
 
@@ -228,8 +228,8 @@ def why_host_runs(processors: Any, vocab: int | None = None) -> str | None:
     """Return which of HF's list of processors the host must run, or None.
 
     Args:
-        processors: what stock's decoding method would get.
-        vocab: tokens of the model, if the config says so.
+        processors: What stock's decoding method would get.
+        vocab: Tokens of the model, if the config says so.
     """
     if processors and type(processors) is not hf.LogitsProcessorList:
         return f"processors in a {type(processors).__name__}"

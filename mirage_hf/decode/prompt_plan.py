@@ -16,13 +16,13 @@ class PromptPlan:
     """Where the tokens of a call lie in its cache, and where their positions count from.
 
     Attributes:
-        past: tokens in the cache already.
-        length: tokens of the text: those in the cache and the new ones.
+        past: Tokens in the cache already.
+        length: Tokens of the text: those in the cache and the new ones.
         lowest: (batch, 1): left padding, None if no row has any.
         position: (batch or 1, 1): positions of the last tokens.
-        has_unusual_positions: whether some row's position is beyond its slot or below 0, which only
+        has_unusual_positions: Whether some row's position is beyond its slot or below 0, which only
             positions given by a user are.
-        counts_from_zero: whether there is no cache of the user's, and every row's own tokens, after
+        counts_from_zero: Whether there is no cache of the user's, and every row's own tokens, after
             left padding, count from position 0 on.
     """
 
@@ -41,9 +41,9 @@ class PromptPlan:
 
         Args:
             input_ids: (batch, tokens).
-            past: tokens in the cache.
-            mask_length: tokens of the text as generate counts them if no mask is given.
-            kwargs: the model's kwargs.
+            past: Tokens in the cache.
+            mask_length: Tokens of the text as generate counts them if no mask is given.
+            kwargs: The model's kwargs.
 
         Raises:
             NotCoveredError: The pool cannot serve this prompt.

@@ -36,11 +36,11 @@ class PromptShape:
     """What distinguishes prefills of a block from each other.
 
     Attributes:
-        batch: rows.
-        tokens: the bucket, a multiple of GRAIN.
-        padded: whether rows have padding on the left.
-        windows: for each layer the window that hides some of the tokens from others, or None.
-        exceeds_windows_from: the least number of tokens that exceeds every window and ring that
+        batch: Rows.
+        tokens: The bucket, a multiple of GRAIN.
+        padded: Whether rows have padding on the left.
+        windows: For each layer the window that hides some of the tokens from others, or None.
+        exceeds_windows_from: The least number of tokens that exceeds every window and ring that
             these tokens exceed; 0 if there is none.
     """
 
@@ -96,7 +96,7 @@ class BucketedPrompts:
         last: (batch,): index of each row's last token.
         sources: (batch, bucket): for each slot the token whose key goes there, if rows have left
             padding. None if token n goes to slot n.
-        ring_sources: the same (batch, slots except the spare one) for rings with fewer slots than
+        ring_sources: The same (batch, slots except the spare one) for rings with fewer slots than
             the prompts have tokens.
     """
 

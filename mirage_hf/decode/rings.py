@@ -36,8 +36,8 @@ class Ring:
     no row alive writes the spare slot only.
 
     Attributes:
-        window: keys that a query sees, its own included.
-        slots: slots of the memory, at least `window`.
+        window: Keys that a query sees, its own included.
+        slots: Slots of the memory, at least `window`.
     """
 
     window: int
@@ -69,7 +69,7 @@ class Ring:
         """Return which slot of a text lies in each slot of the ring (batch, window − 1).
 
         Args:
-            length: slots of the text, left padding included.
+            length: Slots of the text, left padding included.
             lowest: (batch, 1): left padding.
 
         Returns:
@@ -83,9 +83,9 @@ class Ring:
         """Store what a text without padding leaves.
 
         Args:
-            memory: the ring's (batch, heads, slots, dim).
+            memory: The ring's (batch, heads, slots, dim).
             states: (batch, heads, n, dim) of the text's last n slots.
-            length: slots of the text.
+            length: Slots of the text.
         """
         if length <= self.spare:
             memory[:, :, :length].copy_(states)
@@ -109,8 +109,8 @@ def rings_of(windows: Sequence[int | None], capacity: int) -> tuple[Ring | None,
     """Return each layer's ring in a block, None if it would take no less memory than the capacity.
 
     Args:
-        windows: for each layer the window that its cache slides over, None if it keeps all keys.
-        capacity: slots of the block.
+        windows: For each layer the window that its cache slides over, None if it keeps all keys.
+        capacity: Slots of the block.
     """
     return tuple(
         Ring(window, bucket(window))

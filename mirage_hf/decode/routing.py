@@ -57,9 +57,9 @@ class RoutingRule:
     """A generation option or argument that may need the stock method.
 
     Attributes:
-        name: name of the option.
-        is_refused: whether a value needs the stock method.
-        reason: how to say so; {} is the value.
+        name: Name of the option.
+        is_refused: Whether a value needs the stock method.
+        reason: How to say so; {} is the value.
     """
 
     name: str
@@ -137,9 +137,9 @@ def effective_options(
     """Return a look-up of options as generate will merge them.
 
     Args:
-        arguments: generate's arguments, which come first.
-        given: the config passed to generate.
-        default: the model's config, which comes last.
+        arguments: Arguments of `generate`, which come first.
+        given: The config passed to generate.
+        default: The model's config, which comes last.
     """
 
     def option(name: str) -> Any:
@@ -248,9 +248,9 @@ def refused_masks(model: Any, masks: MaskPlan, cache_windows: Sequence[int | Non
     Configs keep entries that a class does not read.
 
     Args:
-        model: the model.
-        masks: what its config asks for.
-        cache_windows: for each layer the window that its cache slides over. Such a layer's mask
+        model: The model.
+        masks: What its config asks for.
+        cache_windows: For each layer the window that its cache slides over. Such a layer's mask
             does not matter, because only the window's keys are there.
     """
     window_by_mask = (

@@ -32,19 +32,19 @@ class DecodeRunner:
 
     Args:
         mode: "graph" replays captured steps where the device can, "eager" calls them.
-        max_cache_len: the most cache slots that a call may use, None for no limit.
-        depth: steps that may be ahead of the host, None for the device's usual number.
-        model_kernels: kernels for whole steps of the model.
+        max_cache_len: The most cache slots that a call may use, None for no limit.
+        depth: Steps that may be ahead of the host, None for the device's usual number.
+        model_kernels: Kernels for whole steps of the model.
         made_for: `ModelFingerprint.facts` of the model that the kernels were made for.
 
     Attributes:
-        counts: where calls went: "captured" (replayed steps), "called: <why>" (the same loop
+        counts: Where calls went: "captured" (replayed steps), "called: <why>" (the same loop
             without a graph) and "stock: <why>". If there are kernels for whole steps, also "step:
             all by kernels" or "step: <why the model's own forward runs>".
-        prefills: prefills that were replayed ("captured", "captured, by kernels") or run by kernels
+        prefills: Prefills that were replayed ("captured", "captured, by kernels") or run by kernels
             without a graph ("called, by kernels"), and what was refused. All others ran HF's
             forward.
-        selections: where calls chose that wanted more than the greatest logit: "on the device" or
+        selections: Where calls chose that wanted more than the greatest logit: "on the device" or
             "by the host: <why>".
     """
 
@@ -149,12 +149,12 @@ class DecodeRunner:
         """Return the captured prefill for a prompt, captured now if it is the second of its bucket.
 
         Args:
-            model: the model.
-            plan: plan of the call.
-            block: memory of the call.
-            input_ids: the prompt.
-            key: what graphs depend on.
-            unseen_model: return only one that may be replayed before the host has looked at the
+            model: The model.
+            plan: Plan of the call.
+            block: Memory of the call.
+            input_ids: The prompt.
+            key: What graphs depend on.
+            unseen_model: Return only one that may be replayed before the host has looked at the
                 model.
 
         Returns:
@@ -218,12 +218,12 @@ class DecodeRunner:
         """Return the step for a block, with graphs if model, device and chooser allow it.
 
         Args:
-            model: the model.
-            plan: plan of the call.
-            block: memory of the call.
-            key: what graphs depend on.
-            chooser: what chooses on the device, if anything does.
-            is_counted: whether the call is in `counts` already.
+            model: The model.
+            plan: Plan of the call.
+            block: Memory of the call.
+            key: What graphs depend on.
+            chooser: What chooses on the device, if anything does.
+            is_counted: Whether the call is in `counts` already.
         """
         model_kernels = self.model_kernels
         why_forward = self.no_kernels or why_no_step_program(
@@ -272,10 +272,10 @@ class DecodeRunner:
         """Remember that a step cannot be captured, and count the call as one of called steps.
 
         Args:
-            step: the step.
-            chooser: what it ends with.
-            error: what was raised.
-            is_counted: whether the call is counted so already.
+            step: The step.
+            chooser: What it ends with.
+            error: What was raised.
+            is_counted: Whether the call is counted so already.
         """
         why = f"capture failed ({described(error)})"
         if not isinstance(error, torch.OutOfMemoryError):  # another time there may be more

@@ -58,13 +58,13 @@ class Selection:
 
     Attributes:
         processors: HF's processors, in order.
-        stop_strings: criteria that end rows at a string.
-        eos: stop tokens, if there are more than a control has room for.
-        sample: whether tokens are drawn; otherwise the greatest score is taken.
-        pads: whether rows that have ended get the pad token. With stop strings alone stock goes on
+        stop_strings: Criteria that end rows at a string.
+        eos: Stop tokens, if there are more than a control has room for.
+        sample: Whether tokens are drawn; otherwise the greatest score is taken.
+        pads: Whether rows that have ended get the pad token. With stop strings alone stock goes on
             choosing for them.
-        records: whether the scores after all processors are kept.
-        clocks: criteria that the host asks at every token it reads.
+        records: Whether the scores after all processors are kept.
+        clocks: Criteria that the host asks at every token it reads.
     """
 
     processors: tuple[Any, ...] = ()
@@ -82,10 +82,10 @@ class Selection:
         """Read what stock's decoding method would get.
 
         Args:
-            processors: logits processors.
-            criteria: stopping criteria.
-            config: generation config in force.
-            vocab: tokens of the model, if its config says so.
+            processors: Logits processors.
+            criteria: Stopping criteria.
+            config: Generation config in force.
+            vocab: Tokens of the model, if its config says so.
 
         Returns:
             The selection, or why the host must choose.

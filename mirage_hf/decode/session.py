@@ -30,7 +30,7 @@ class OutdatedPlanError(Exception):
     """The model is not what the plan expects; the caller has seen nothing of the call yet.
 
     Attributes:
-        fingerprint: the model's fingerprint.
+        fingerprint: The model's fingerprint.
     """
 
     def __init__(self, fingerprint: ModelFingerprint):
@@ -43,8 +43,8 @@ class CallRecord:
     """What a call keeps besides its tokens, in the order of the steps.
 
     Attributes:
-        scores: scores after all processors, None if they are not kept.
-        logits: the model's logits, None if they are not kept.
+        scores: Scores after all processors, None if they are not kept.
+        logits: The model's logits, None if they are not kept.
     """
 
     scores: list[Tensor] | None = None
@@ -61,19 +61,19 @@ class Session:
     """One call: its block, which may grow, its step, and how far it has got.
 
     Attributes:
-        runner: what the model keeps between calls.
-        inputs: what stock's decoding method would get.
-        plan: plan of the call.
-        block: memory of the call.
-        graph_key: what graphs depend on.
-        returns_cache: whether the caller will hold the cache.
-        slot: the slot that the next step writes if every step so far found a row alive. Before the
+        runner: What the model keeps between calls.
+        inputs: What stock's decoding method would get.
+        plan: Plan of the call.
+        block: Memory of the call.
+        graph_key: What graphs depend on.
+        returns_cache: Whether the caller will hold the cache.
+        slot: The slot that the next step writes if every step so far found a row alive. Before the
             end of the prefill any slot may have been written.
-        cached: tokens that stock's cache would hold now.
-        is_prefilled: whether the block holds the prompt.
-        is_seen: whether the caller has seen anything of the call, so that it cannot begin again.
-        seed: seed of the call's random numbers, if it samples.
-        record: what the call keeps besides its tokens.
+        cached: Tokens that stock's cache would hold now.
+        is_prefilled: Whether the block holds the prompt.
+        is_seen: Whether the caller has seen anything of the call, so that it cannot begin again.
+        seed: Seed of the call's random numbers, if it samples.
+        record: What the call keeps besides its tokens.
     """
 
     step: Step

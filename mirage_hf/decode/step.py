@@ -28,11 +28,11 @@ class Step(ABC):
     rings the spare slot. So steps may run ahead of the host and need no rollback.
 
     Attributes:
-        by_kernels: whether its graphs hold only our kernels, on weights that the step holds.
+        by_kernels: Whether its graphs hold only our kernels, on weights that the step holds.
             Capturing them, and calling the step, may run modules (RoPE's).
-        block: the memory it works on.
-        graphs: whether it is captured.
-        graph_key: the state of the model that its graphs depend on.
+        block: The memory it works on.
+        graphs: Whether it is captured.
+        graph_key: The state of the model that its graphs depend on.
     """
 
     by_kernels = False
@@ -68,7 +68,7 @@ class Step(ABC):
         """Return what runs the step: the replay of its graph, captured now if it is not there yet.
 
         Args:
-            chooser: what the step ends with. None leaves it at the logits.
+            chooser: What the step ends with. None leaves it at the logits.
         """
         run = self._to_logits if chooser is None else partial(self._to_token, chooser)
         if not self.graphs:

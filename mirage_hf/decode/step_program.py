@@ -34,12 +34,12 @@ class _Buffers:
     """What a block's steps read and write besides the block and the model, at fixed addresses.
 
     Attributes:
-        embedded: what the layers read besides weights and keys.
-        sampler: what chooses tokens.
-        cos: rotary table (tables, capacity, width).
-        sin: likewise.
-        kernels: for each layer what runs its parts.
-        windows: for each layer the index of its window in `embedded`.
+        embedded: What the layers read besides weights and keys.
+        sampler: What chooses tokens.
+        cos: Rotary table (tables, capacity, width).
+        sin: Likewise.
+        kernels: For each layer what runs its parts.
+        windows: For each layer the index of its window in `embedded`.
     """
 
     embedded: EmbeddingOutput
@@ -141,9 +141,9 @@ def why_no_step_program(
     """Return why a call's steps must run the model's own forward, "" if they need not.
 
     Args:
-        model_kernels: the model's kernels, if it has any.
-        plan: plan of the call.
-        block: memory of the call.
+        model_kernels: The model's kernels, if it has any.
+        plan: Plan of the call.
+        block: Memory of the call.
         made_for: `ModelFingerprint.facts` of the model that the kernels were made for.
     """
     if model_kernels is None:

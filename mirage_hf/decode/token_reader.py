@@ -15,8 +15,8 @@ class TokenReader:
     """Ordered copies of reports from the device to the host, which do not wait for later steps.
 
     Attributes:
-        depth: steps that may be ahead of the host.
-        waiting: reports that were posted and not taken.
+        depth: Steps that may be ahead of the host.
+        waiting: Reports that were posted and not taken.
     """
 
     depth: int

@@ -179,11 +179,11 @@ class EmbeddingOutput:
         sin: (tables, batch, width).
         slot: (batch,) int32: the new key's slot in caches that are not rings, equal for all rows.
         end: (batch,) int32: the slot after it.
-        windows: for each kind of layer the number of keys a query sees, its own included; the ring
+        windows: For each kind of layer the number of keys a query sees, its own included; the ring
             that holds them; or None if a query sees all keys.
-        lows: for each kind (batch,) int32: the first slot a row sees. Zeros for rings.
-        slots: for each kind the new key's slot: `slot`, or a tensor of its own for rings.
-        ends: for each kind the slot after the new key's: `end`, or a tensor of its own for rings.
+        lows: For each kind (batch,) int32: the first slot a row sees. Zeros for rings.
+        slots: For each kind the new key's slot: `slot`, or a tensor of its own for rings.
+        ends: For each kind the slot after the new key's: `end`, or a tensor of its own for rings.
     """
 
     x: Tensor
@@ -294,13 +294,13 @@ def embed(
     fed any pad token.
 
     Args:
-        control: state of the call.
+        control: State of the call.
         embedding: (vocabulary, hidden), contiguous, in the dtype of `out.x`.
-        cos: rotary table (tables, positions, width), contiguous, in the dtype of `out.cos`.
-        sin: rotary table like `cos`.
-        out: what to fill.
-        scale: factor of the embedding rows, applied in float32.
-        by_kernel: launch the kernel, otherwise run torch.
+        cos: Rotary table (tables, positions, width), contiguous, in the dtype of `out.cos`.
+        sin: Rotary table like `cos`.
+        out: What to fill.
+        scale: Factor of the embedding rows, applied in float32.
+        by_kernel: Launch the kernel, otherwise run torch.
 
     Raises:
         InputError: A tensor does not fit, or there are more than MAX_KINDS windows.

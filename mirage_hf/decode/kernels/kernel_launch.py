@@ -25,9 +25,9 @@ class KernelLaunch:
     The kernel's parameters are its tensors, then `overlaps`, then `constants` in this order.
 
     Attributes:
-        kernel: the `@triton.jit` function.
-        grid: number of blocks.
-        constants: values of the constexprs, except `overlaps`.
+        kernel: The `@triton.jit` function.
+        grid: Number of blocks.
+        constants: Values of the constexprs, except `overlaps`.
     """
 
     kernel: Any

@@ -380,8 +380,8 @@ def mask_scores(
         weights: (batch, vocab) float32: weight of each score, equal for equal rankings.
         removable: (1,) float32.
         keep: (1,) int64.
-        fill: what takes the place of removed scores.
-        lowest_index_first: among equal rankings the lowest index comes first, and by weight they
+        fill: What takes the place of removed scores.
+        lowest_index_first: Among equal rankings the lowest index comes first, and by weight they
             stay or go together. Otherwise the highest index comes first, and they go one by one.
 
     Raises:

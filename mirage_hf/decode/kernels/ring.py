@@ -151,9 +151,9 @@ def turn_rings(control: Control, slabs: Sequence[tuple[Ring, Tensor]], *, by_ker
     """End a step of caches that lie in rings as `Ring.turn` does. Keys and values take one launch.
 
     Args:
-        control: state of the call, before it moves on.
-        slabs: rings and their memory (layers, batch, heads, slots, dim), contiguous.
-        by_kernel: launch the kernel, otherwise run torch.
+        control: State of the call, before it moves on.
+        slabs: Rings and their memory (layers, batch, heads, slots, dim), contiguous.
+        by_kernel: Launch the kernel, otherwise run torch.
 
     Raises:
         InputError: A tensor does not fit.

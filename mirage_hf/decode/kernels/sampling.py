@@ -359,9 +359,9 @@ class Sampler:
     It owns scratch memory, so its calls must run one after the other.
 
     Attributes:
-        batch: rows.
-        vocab: columns of the logits.
-        by_kernels: launch kernels, otherwise run torch.
+        batch: Rows.
+        vocab: Columns of the logits.
+        by_kernels: Launch kernels, otherwise run torch.
         best: (batch · blocks,) int64: results of the blocks of `argmax_kernel`.
         counter: (1,) int32: blocks of `argmax_kernel` that are done; 0 between launches.
         greatest: (batch · blocks,) float32: results of the blocks of `sample_kernel`.
@@ -389,10 +389,10 @@ class Sampler:
         """Return a sampler for (batch, vocab) logits.
 
         Args:
-            batch: rows.
-            vocab: columns of the logits.
-            device: where the logits are.
-            by_kernels: launch Triton kernels, otherwise run torch. None launches kernels on CUDA.
+            batch: Rows.
+            vocab: Columns of the logits.
+            device: Where the logits are.
+            by_kernels: Launch Triton kernels, otherwise run torch. None launches kernels on CUDA.
                 True on a CPU needs Triton's interpreter.
 
         Raises:
@@ -401,9 +401,9 @@ class Sampler:
         fits = 0 < batch <= MAX_ROWS and 0 < vocab <= MAX_VOCAB
         if not fits and by_kernels is not False:
             raise errors.InputError(
-                f"decode: logits are {errors.shape((batch, vocab))}; the kernels take 1 to "
-                f"{MAX_ROWS} "
-                f"rows and 1 to {MAX_VOCAB} tokens, use choose_greedily"
+                f"decode: logits are {errors.shape((batch, vocab))}; "
+                f"the kernels take 1 to {MAX_ROWS} rows and 1 to {MAX_VOCAB} tokens, "
+                "use choose_greedily"
             )
         argmax_blocks = -(-vocab // argmax_block(batch, vocab)) if fits else 0
         sample_blocks = -(-vocab // SAMPLE_BLOCK)
@@ -429,7 +429,7 @@ class Sampler:
         """Choose the greatest logits and move on, as `choose_greedily` does, in one launch.
 
         Args:
-            control: state of the call.
+            control: State of the call.
             logits: (batch, vocab), contiguous; only read.
 
         Raises:
@@ -486,7 +486,7 @@ class Sampler:
         NOTHING is reported, and token 0 is fed in its place.
 
         Args:
-            control: state of the call.
+            control: State of the call.
             token: (batch,) int64.
             ended: (batch,) bool: rows that end here whatever their token is.
 
