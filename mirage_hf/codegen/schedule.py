@@ -12,7 +12,7 @@ from typing import Any
 from mirage_hf import errors
 from mirage_hf.graph.block import BlockGraph, Role
 
-#: Part of every key under which a tuned kernel is stored. Raised when a schedule comes to mean
+#: Part of every key under which a tuned kernel is stored. Raise it whenever the same schedule gives
 #: different code.
 VERSION = 10
 
@@ -54,7 +54,7 @@ class Schedule:
 
     Prints as Python that can be pasted back, with defaults left out:
 
-        Schedule(tiles={"k": 128, "n": 8}, num_warps=1, num_stages=3)
+        Schedule(tiles={'k': 128, 'n': 8}, num_warps=1, num_stages=3)
     """
 
     #: Elements of each axis that a block holds at a time, by axis name. Powers of two.
@@ -62,19 +62,21 @@ class Schedule:
     #: Use tensor cores (MMA instructions) for the contractions that fit. Otherwise all products are
     #: multiply-adds.
     mma: bool = False
-    #: With `mma`, make the larger operand the left one. Hopper's instruction takes 64 rows of it.
+    #: With `mma`, make the larger operand the left one. Hopper's instruction takes 64 rows of the
+    #: left operand.
     weights_first: bool = True
-    #: Keep accumulators spread over the loop tile and reduce them once after the loop. Not those on
-    #: tensor cores.
+    #: Keep accumulators spread over the loop tile and reduce them once after the loop. This does
+    #: not apply to products on tensor cores.
     reduce_after_loop: bool = True
-    #: Mark inputs that only one block reads as first to be evicted from the L2.
+    #: Load inputs that only one block reads with the policy `evict_first`, so that they leave the
+    #: L2 first.
     evict_first: bool = True
     #: Warps of a block.
     num_warps: int = 4
     #: Loop iterations whose loads are in flight (Triton's `num_stages`).
     num_stages: int = 1
-    #: Blocks that share the loop of one tile. The last to finish adds their partial results. A
-    #: power of two.
+    #: Blocks that share the loop of one tile, a power of two. The last to finish adds their partial
+    #: results.
     cooperating_blocks: int = 1
     #: Loop steps whose constant or cached inputs a block prefetches into the L2 before its grid
     #: dependency wait. A power of two, or 0 for none.
@@ -107,8 +109,8 @@ class Schedule:
         """Check that the tiles fit `block`.
 
         Raises:
-            CodegenError: The tiles do not name the axes of `block`, a tile axis (or its split) is
-                not held whole, or a block would hold several splits of an axis.
+            CodegenError: If the tiles do not name exactly the axes of `block`. If a tile axis, or
+                one split of it, is not held whole. If a block would hold several splits.
         """
         names = {a.name for a in block.axes}
         if set(self.tiles) != names:
@@ -143,7 +145,7 @@ class Schedule:
         """Return the schedule that `to_dict` gave `data` for.
 
         Raises:
-            FormatError: A field is missing or unknown.
+            FormatError: If the tiles are missing or a field is unknown.
         """
         known = {f.name for f in fields(Schedule)}
         unknown = sorted(set(data) - known)

@@ -143,3 +143,35 @@ def test_given_outputs_are_written():
     assert "if out is None else out[0]" in source and "copy_" not in source
     library = library_ugraph(kernel_cases.rms_norm_linear(1, 512, 64).program)
     assert "return [out[0].copy_(" in triton.generate(library).source
+
+
+@pytest.mark.parametrize(
+    "schedule, text",
+    [
+        (Schedule({}), "Schedule(tiles={})"),
+        (Schedule({"n": 8}), "Schedule(tiles={'n': 8})"),
+        (
+            Schedule({"n": 8, "k": 128, "m": 1}, num_warps=1, num_stages=3),
+            "Schedule(tiles={'k': 128, 'm': 1, 'n': 8}, num_warps=1, num_stages=3)",
+        ),
+        (
+            Schedule({"m": 64, "n": 64, "k": 32}, mma=True, weights_first=False, evict_first=False),
+            "Schedule(tiles={'k': 32, 'm': 64, 'n': 64}, mma=True, weights_first=False, "
+            "evict_first=False)",
+        ),
+        (
+            Schedule(
+                {"m": 1, "n": 8, "k": 256},
+                reduce_after_loop=False,
+                cooperating_blocks=4,
+                prefetch_steps=2,
+                trigger_early=True,
+            ),
+            "Schedule(tiles={'k': 256, 'm': 1, 'n': 8}, reduce_after_loop=False, "
+            "cooperating_blocks=4, prefetch_steps=2, trigger_early=True)",
+        ),
+    ],
+)
+def test_a_schedule_prints_as_python_that_makes_it_again(schedule, text):
+    assert repr(schedule) == text
+    assert eval(repr(schedule), {"Schedule": Schedule}) == schedule
